@@ -1,0 +1,1 @@
+"""Command-line entry points, one per verb: `python -m jobs.NAME --help`."""

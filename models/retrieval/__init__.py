@@ -1,0 +1,1 @@
+"""The retrieval family: which item comes next, out of the whole catalogue?"""

@@ -1,0 +1,1 @@
+"""The semantic-ID trie and the beam search that it constrains."""

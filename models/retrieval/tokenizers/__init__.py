@@ -1,0 +1,1 @@
+"""From item embeddings to semantic IDs."""

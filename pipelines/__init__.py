@@ -1,0 +1,1 @@
+"""Everything distributed, in the order the data flows: data, training, evaluation."""

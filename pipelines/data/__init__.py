@@ -1,0 +1,1 @@
+"""Ray Data: raw logs to events and sequences; items to embeddings, semantic IDs and a trie."""

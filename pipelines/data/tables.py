@@ -1,0 +1,250 @@
+"""The tables: their schemas, one comment per column, and how they are written.
+
+A table is written in two steps. Tasks anywhere write parts with `write_part`; the driver then calls
+`commit`, which writes `manifest.json` last and removes files that it does not list. Parts are named by
+the hash of their content, so a task that Ray runs twice writes the same file, a killed run leaves only
+files that no reader sees, and a new version never touches a file of the old one before the switch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import fs
+
+from models.tables import MANIFEST, Manifest, Part, UserError, has_manifest, join, open_uri, read_manifest
+
+SCHEMA_VERSION = 1
+
+LABEL_TYPES = {"bool": pa.bool_(), "float32": pa.float32()}
+
+
+def events_schema(
+    labels: dict[str, str] | None = None, numbers: Iterable[str] = (), categories: Iterable[str] = ()
+) -> pa.Schema:
+    """events: one row per impression or interaction. `labels` maps names to `bool` or `float32`."""
+    return pa.schema(
+        [
+            pa.field("user_id", pa.string(), nullable=False),
+            pa.field(
+                "request_id", pa.string(), nullable=False
+            ),  # one request or page view; "" if the log has none
+            pa.field(
+                "timestamp_ms", pa.int64(), nullable=False
+            ),  # epoch ms, or the ordinal of an order-only log
+            pa.field("item_id", pa.string(), nullable=False),
+            pa.field("query", pa.string()),  # null where the event had no query
+            pa.field("position", pa.int32(), nullable=False),  # rank shown, from 0; 0 if the log has none
+            *(pa.field(f"label_{name}", LABEL_TYPES[kind]) for name, kind in (labels or {}).items()),
+            *(pa.field(f"num_{name}", pa.float32()) for name in numbers),
+            *(pa.field(f"cat_{name}", pa.string()) for name in categories),
+        ]
+    )
+
+
+REJECTS = pa.schema(
+    [
+        pa.field("file", pa.string(), nullable=False),  # raw file, relative to the input folder
+        pa.field("row", pa.int64(), nullable=False),  # row in that file, from 0
+        pa.field("reason", pa.string(), nullable=False),  # such as "timestamp_ms: negative"
+        pa.field("source", pa.string(), nullable=False),  # the source row as JSON
+    ]
+)
+
+
+def items_schema(texts: Iterable[str] = (), attributes: Iterable[str] = ()) -> pa.Schema:
+    """items: one row per item of the catalogue, sorted by `item_index`."""
+    return pa.schema(
+        [
+            pa.field("item_index", pa.int32(), nullable=False),  # dense, from 0, in the order of item_id
+            pa.field("item_id", pa.string(), nullable=False),
+            *(pa.field(f"text_{name}", pa.string()) for name in texts),
+            *(pa.field(f"cat_{name}", pa.string()) for name in attributes),
+        ]
+    )
+
+
+def _list(name: str, value: pa.DataType) -> pa.Field:
+    return pa.field(name, pa.list_(pa.field("item", value)), nullable=False)
+
+
+def sequences_schema(events: pa.Schema) -> pa.Schema:
+    """sequences: one row per user. Every column of `events` that is not a key becomes an equal-length list.
+
+    Behaviours are sorted by (timestamp_ms, request_id, position, item_id). `requests` has one struct per
+    request, in the same order.
+    """
+    extra = [
+        field
+        for field in events
+        if field.name == "query" or field.name.startswith(("label_", "num_", "cat_"))
+    ]
+    request = pa.struct(
+        [
+            pa.field("timestamp_ms", pa.int64()),
+            pa.field("query", pa.string()),
+            pa.field("history_end", pa.int32()),  # behaviours strictly earlier than the request
+            pa.field("split", pa.string()),  # train, val or test
+            pa.field(
+                "candidates", pa.list_(pa.field("item", pa.int32()))
+            ),  # item_index; retrieval: the target
+        ]
+    )
+    return pa.schema(
+        [
+            pa.field("user_id", pa.string(), nullable=False),
+            _list("item_index", pa.int32()),
+            _list("timestamp_ms", pa.int64()),
+            *(_list(field.name, field.type) for field in extra),
+            _list("requests", request),
+        ]
+    )
+
+
+def embeddings_schema(width: int) -> pa.Schema:
+    """embeddings: one row per item, sorted by `item_index`."""
+    return pa.schema(
+        [
+            pa.field("item_index", pa.int32(), nullable=False),
+            pa.field("embedding", pa.list_(pa.float32(), width), nullable=False),
+        ]
+    )
+
+
+SIDS = pa.schema(
+    [
+        pa.field("item_index", pa.int32(), nullable=False),  # sorted, dense
+        pa.field("codes", pa.list_(pa.field("item", pa.uint16())), nullable=False),  # one code per level
+    ]
+)
+
+TRIE = pa.schema(
+    [
+        pa.field("level", pa.int16(), nullable=False),  # 0 for the edges that leave the root
+        pa.field(
+            "node", pa.int32(), nullable=False
+        ),  # parent: the edge's rank within the level above; root 0
+        pa.field("token", pa.uint16(), nullable=False),  # code on the edge
+        pa.field("child", pa.int32(), nullable=False),  # the edge's own rank within its level
+        pa.field("item_index", pa.int32()),  # set at the last level, null above it
+    ]
+)
+
+
+def digest(content: Any) -> str:
+    """A stable hash of JSON-like content."""
+    text = json.dumps(content, sort_keys=True, default=str, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def fingerprint(config: dict[str, Any], inputs: dict[str, str]) -> str:
+    """Hash of what a table is made from; equal fingerprints mean that the step need not run again."""
+    return digest([SCHEMA_VERSION, config, inputs])
+
+
+def up_to_date(uri: str, print_: str) -> bool:
+    """Whether the table at `uri` is finished and was made from what `print_` (a fingerprint) says."""
+    return has_manifest(uri) and read_manifest(uri).fingerprint == print_
+
+
+def check_writable(uri: str) -> None:
+    """Creates the directory and tries a write, so that an unwritable output fails before any work."""
+    filesystem, path = open_uri(uri)
+    probe = f"{path}/.writable-{os.getpid()}"
+    try:
+        filesystem.create_dir(path, recursive=True)
+        with filesystem.open_output_stream(probe) as stream:
+            stream.write(b"")
+        filesystem.delete_file(probe)
+    except OSError as error:
+        first = str(error).splitlines()[0]
+        raise UserError(
+            f"cannot write to {uri} ({first}); choose an output folder that you may write"
+        ) from error
+
+
+def write_part(uri: str, table: pa.Table) -> Part:
+    """Writes one Parquet file into the directory `uri`, named by the hash of its bytes.
+
+    The bytes are assembled in memory (a part is one partition), hashed and put in one go.
+    """
+    buffer = pa.BufferOutputStream()
+    pq.write_table(table, buffer, compression="zstd", compression_level=1)
+    content = buffer.getvalue()
+    sha256 = hashlib.sha256(content).hexdigest()
+    part = Part(path=f"part-{sha256[:20]}.parquet", bytes=content.size, rows=table.num_rows, sha256=sha256)
+    filesystem, path = open_uri(join(uri, part.path))
+    with filesystem.open_output_stream(path) as stream:
+        stream.write(content)
+    return part
+
+
+def code_version() -> str:
+    """Package version and, in a checkout, the git commit."""
+    try:
+        release = version("trieline")
+    except PackageNotFoundError:
+        release = "unknown"
+    git = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True
+    )
+    return f"{release} {git.stdout.strip()}".strip() if git.returncode == 0 else release
+
+
+def commit(
+    uri: str,
+    table: str,
+    schema: pa.Schema,
+    parts: list[Part],
+    *,
+    config: dict[str, Any],
+    inputs: dict[str, str],
+    info: dict[str, Any] | None = None,
+    timings: dict[str, float] | None = None,
+) -> Manifest:
+    """Makes the parts the table: writes the manifest, then removes every file that it does not list."""
+    manifest = Manifest(
+        table=table,
+        schema_version=SCHEMA_VERSION,
+        schema=[{"name": f.name, "type": str(f.type), "nullable": str(f.nullable)} for f in schema],
+        files=parts,
+        rows=sum(part.rows for part in parts),
+        hash=digest([part.sha256 for part in parts]),
+        fingerprint=fingerprint(config, inputs),
+        config=config,
+        inputs=inputs,
+        info=info or {},
+        code_version=code_version(),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        timings=timings or {},
+    )
+    filesystem, root = open_uri(uri)
+    filesystem.create_dir(root, recursive=True)
+    write_file(join(uri, MANIFEST), manifest.to_json().encode())
+    listed = {part.path for part in parts} | {MANIFEST}
+    for entry in filesystem.get_file_info(fs.FileSelector(root)):
+        if entry.type == fs.FileType.File and entry.base_name not in listed:
+            filesystem.delete_file(entry.path)
+    return manifest
+
+
+def write_file(uri: str, content: bytes) -> None:
+    """Writes a small file so that readers see the old content or the new, never a part of it."""
+    filesystem, path = open_uri(uri)
+    if isinstance(filesystem, fs.LocalFileSystem):
+        temporary = Path(f"{path}.{os.getpid()}.tmp")
+        temporary.write_bytes(content)
+        temporary.replace(path)
+        return
+    with filesystem.open_output_stream(path) as stream:  # object stores show a put when it is complete
+        stream.write(content)

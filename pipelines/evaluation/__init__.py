@@ -1,0 +1,1 @@
+"""Checkpoints and tables to metrics, predictions and latency."""
