@@ -35,9 +35,7 @@ def build_parser(config: type, job: str, groups: dict[str, type]) -> ArgumentPar
         exit_on_error=False,
         default_env=False,
     )
-    parser.add_argument(
-        "--config", action="config", help="YAML file with the options below; the line wins over it"
-    )
+    parser.add_argument("--config", action="config", help="YAML file with the options below; the line wins over it")
     parser.add_class_arguments(config, fail_untyped=True, skip=set(groups))
     for name, group in groups.items():
         parser.add_class_arguments(group, name, fail_untyped=True)
@@ -45,9 +43,7 @@ def build_parser(config: type, job: str, groups: dict[str, type]) -> ArgumentPar
 
 
 def _known_keys(parser: ArgumentParser) -> list[str]:
-    return [
-        a.dest for a in parser._actions if a.dest not in ("help", "config") and not a.dest.endswith(".help")
-    ]
+    return [a.dest for a in parser._actions if a.dest not in ("help", "config") and not a.dest.endswith(".help")]
 
 
 def _explain(error: Exception, parser: ArgumentParser) -> str:
@@ -75,9 +71,7 @@ def _check_config_keys(path: str, parser: ArgumentParser) -> None:
     except yaml.YAMLError as error:
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
-        raise UserError(
-            f"{path} holds {type(content).__name__}, not a mapping of options; see --help for the keys"
-        )
+        raise UserError(f"{path} holds {type(content).__name__}, not a mapping of options; see --help for the keys")
     keys = set(_known_keys(parser))
 
     def walk(node: dict[str, Any], prefix: str) -> None:
@@ -89,9 +83,7 @@ def _check_config_keys(path: str, parser: ArgumentParser) -> None:
             if key in keys:
                 continue
             near = difflib.get_close_matches(key, sorted(keys), n=1, cutoff=0.0)
-            raise UserError(
-                f"unknown key '{key}' in {path}; the nearest key is '{near[0]}'; see --help for all"
-            )
+            raise UserError(f"unknown key '{key}' in {path}; the nearest key is '{near[0]}'; see --help for all")
 
     walk(content, "")
 

@@ -158,7 +158,5 @@ def read_table(uri: str, table: str | None = None, columns: list[str] | None = N
     manifest = read_manifest(uri, table)
     parts = [read_parquet(part, columns) for part in part_uris(uri, manifest)]
     if not parts:
-        raise UserError(
-            f"the table {uri} has no rows; check the input and the filters of the job that made it"
-        )
+        raise UserError(f"the table {uri} has no rows; check the input and the filters of the job that made it")
     return pa.concat_tables(parts)

@@ -36,12 +36,8 @@ def events_schema(
     return pa.schema(
         [
             pa.field("user_id", pa.string(), nullable=False),
-            pa.field(
-                "request_id", pa.string(), nullable=False
-            ),  # one request or page view; "" if the log has none
-            pa.field(
-                "timestamp_ms", pa.int64(), nullable=False
-            ),  # epoch ms, or the ordinal of an order-only log
+            pa.field("request_id", pa.string(), nullable=False),  # one request or page view; "" if the log has none
+            pa.field("timestamp_ms", pa.int64(), nullable=False),  # epoch ms, or the ordinal of an order-only log
             pa.field("item_id", pa.string(), nullable=False),
             pa.field("query", pa.string()),  # null where the event had no query
             pa.field("position", pa.int32(), nullable=False),  # rank shown, from 0; 0 if the log has none
@@ -84,20 +80,14 @@ def sequences_schema(events: pa.Schema) -> pa.Schema:
     Behaviours are sorted by (timestamp_ms, request_id, position, item_id). `requests` has one struct per
     request, in the same order.
     """
-    extra = [
-        field
-        for field in events
-        if field.name == "query" or field.name.startswith(("label_", "num_", "cat_"))
-    ]
+    extra = [field for field in events if field.name == "query" or field.name.startswith(("label_", "num_", "cat_"))]
     request = pa.struct(
         [
             pa.field("timestamp_ms", pa.int64()),
             pa.field("query", pa.string()),
             pa.field("history_end", pa.int32()),  # behaviours strictly earlier than the request
             pa.field("split", pa.string()),  # train, val or test
-            pa.field(
-                "candidates", pa.list_(pa.field("item", pa.int32()))
-            ),  # item_index; retrieval: the target
+            pa.field("candidates", pa.list_(pa.field("item", pa.int32()))),  # item_index; retrieval: the target
         ]
     )
     return pa.schema(
@@ -131,9 +121,7 @@ SIDS = pa.schema(
 TRIE = pa.schema(
     [
         pa.field("level", pa.int16(), nullable=False),  # 0 for the edges that leave the root
-        pa.field(
-            "node", pa.int32(), nullable=False
-        ),  # parent: the edge's rank within the level above; root 0
+        pa.field("node", pa.int32(), nullable=False),  # parent: the edge's rank within the level above; root 0
         pa.field("token", pa.uint16(), nullable=False),  # code on the edge
         pa.field("child", pa.int32(), nullable=False),  # the edge's own rank within its level
         pa.field("item_index", pa.int32()),  # set at the last level, null above it
@@ -168,9 +156,7 @@ def check_writable(uri: str) -> None:
         filesystem.delete_file(probe)
     except OSError as error:
         first = str(error).splitlines()[0]
-        raise UserError(
-            f"cannot write to {uri} ({first}); choose an output folder that you may write"
-        ) from error
+        raise UserError(f"cannot write to {uri} ({first}); choose an output folder that you may write") from error
 
 
 def write_part(uri: str, table: pa.Table) -> Part:
