@@ -34,6 +34,7 @@ def build_parser(config: type, job: str, groups: dict[str, type]) -> ArgumentPar
         description=(sys.modules[config.__module__].__doc__ or "").strip(),
         exit_on_error=False,
         default_env=False,
+        allow_abbrev=False,
     )
     parser.add_argument("--config", action="config", help="YAML file with the options below; the line wins over it")
     parser.add_class_arguments(config, fail_untyped=True, skip=set(groups))

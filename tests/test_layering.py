@@ -1,0 +1,47 @@
+"""The rules of the house: who may import whom, and how long a file may be."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("models", "pipelines", "tuning", "jobs")
+ALLOWED = {
+    "models": {"models"},
+    "pipelines": {"models", "pipelines"},
+    "tuning": {"models", "pipelines", "tuning"},
+    "jobs": {"models", "pipelines", "tuning", "jobs"},
+}
+FORBIDDEN = {"models": {"ray", "mlflow", "polars"}}
+FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def imports(source: str) -> set[str]:
+    """Top-level names that a module imports anywhere, also inside functions."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names.add((node.module or "").split(".")[0])
+    return names
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_follow_the_flow(path: Path) -> None:
+    package = path.relative_to(ROOT).parts[0]
+    found = imports(path.read_text())
+    assert found & set(PACKAGES) <= ALLOWED[package]
+    assert not found & FORBIDDEN.get(package, set())
+
+
+def test_a_forbidden_import_is_seen() -> None:
+    assert imports("def f():\n    import ray.data\n    from jobs.cli import main") == {"ray", "jobs"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_are_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 520
