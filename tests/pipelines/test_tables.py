@@ -1,0 +1,94 @@
+"""Tables: nothing is seen before its manifest, and damage is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from models.tables import UserError, read_manifest, read_table
+from pipelines.data.tables import SIDS, check_writable, commit, fingerprint, up_to_date, write_part
+
+
+def sids(*codes: list[int]) -> pa.Table:
+    return pa.table({"item_index": range(len(codes)), "codes": list(codes)}, schema=SIDS)
+
+
+def make(folder: Path, *tables: pa.Table, config: dict[str, int] | None = None) -> str:
+    uri = str(folder)
+    check_writable(uri)
+    parts = [write_part(uri, table) for table in tables]
+    commit(uri, "sids", SIDS, parts, config=config or {}, inputs={"items": "h"})
+    return uri
+
+
+def test_round_trip_keeps_the_order_of_parts(tmp_path: Path) -> None:
+    first, second = sids([1, 2]), sids([3, 4], [5, 6])
+    uri = make(tmp_path / "t", first, second)
+    assert read_table(uri, "sids").equals(pa.concat_tables([first, second]))
+    assert read_manifest(uri).rows == 3
+
+
+def test_parts_without_a_manifest_are_no_table(tmp_path: Path) -> None:
+    write_part(str(tmp_path), sids([1]))
+    with pytest.raises(UserError, match=r"is not a table: it holds no manifest\.json"):
+        read_table(str(tmp_path))
+
+
+def test_a_new_version_leaves_only_its_own_files(tmp_path: Path) -> None:
+    uri = make(tmp_path / "t", sids([1]), sids([2]))
+    write_part(uri, sids([9]))  # what a killed run leaves
+    make(tmp_path / "t", sids([3]), config={"k": 1})
+    assert pq.read_table(uri.rstrip("/") + "/" + read_manifest(uri).files[0].path).equals(sids([3]))
+    assert sorted(p.name for p in (tmp_path / "t").iterdir()) == ["manifest.json", read_manifest(uri).files[0].path]
+
+
+def test_same_content_same_hash(tmp_path: Path) -> None:
+    first, second = make(tmp_path / "a", sids([1], [2])), make(tmp_path / "b", sids([1], [2]))
+    assert read_manifest(first).hash == read_manifest(second).hash
+    assert read_manifest(first).hash != read_manifest(make(tmp_path / "c", sids([1], [3]))).hash
+
+
+def test_fingerprint_decides_whether_a_step_runs_again(tmp_path: Path) -> None:
+    uri = make(tmp_path / "t", sids([1]), config={"k": 5})
+    assert up_to_date(uri, fingerprint({"k": 5}, {"items": "h"}))
+    assert not up_to_date(uri, fingerprint({"k": 6}, {"items": "h"}))
+    assert not up_to_date(str(tmp_path / "none"), fingerprint({}, {}))
+
+
+def test_truncated_part(tmp_path: Path) -> None:
+    uri = make(tmp_path / "t", sids([1]))
+    part = tmp_path / "t" / read_manifest(uri).files[0].path
+    part.write_bytes(part.read_bytes()[:-10])
+    with pytest.raises(UserError, match=r"has \d+ bytes, its manifest says \d+: truncated"):
+        read_table(uri)
+
+
+def test_damaged_part_of_the_right_size(tmp_path: Path) -> None:
+    uri = make(tmp_path / "t", sids([1]))
+    part = tmp_path / "t" / read_manifest(uri).files[0].path
+    part.write_bytes(b"x" * part.stat().st_size)
+    with pytest.raises(UserError, match="is not a readable Parquet file"):
+        read_table(uri)
+
+
+def test_missing_part_damaged_manifest_wrong_table(tmp_path: Path) -> None:
+    uri = make(tmp_path / "t", sids([1]))
+    with pytest.raises(UserError, match="holds the table 'sids', not 'trie'"):
+        read_table(uri, "trie")
+    (tmp_path / "t" / read_manifest(uri).files[0].path).unlink()
+    with pytest.raises(UserError, match="is missing; make the table"):
+        read_table(uri)
+    manifest = tmp_path / "t" / "manifest.json"
+    manifest.write_text(json.dumps({"table": "sids"}))
+    with pytest.raises(UserError, match="is damaged"):
+        read_table(uri)
+
+
+def test_unwritable_output(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write to"):
+        check_writable(str(tmp_path / "file" / "t"))
