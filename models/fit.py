@@ -1,0 +1,405 @@
+"""The training loop, PyTorch only: a generator that yields what happens, step by step and epoch by epoch.
+
+    python -m models.fit --config jobs/configs/sasrec.yaml --tables TABLES --output DIR
+
+trains one model on a machine that has PyTorch and nothing else of this project's dependencies. Under Ray,
+`pipelines/training` drives the same generator and turns its events into reports, checkpoints and metrics.
+
+A run can be stopped anywhere and continued: the random numbers of a step depend on (seed, rank, step)
+alone, the batches of an epoch on (seed, epoch, rank) alone, so weights, optimizer and the cursor in
+`state` are all there is to keep, and the continued run ends with the weights of an undisturbed one.
+
+Under DDP every rank calls `fit` with its own share of the data. Each step averages the ranks' gradients,
+which is the gradient of their batches put together where a batch's loss is a mean over equally many terms.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from models.tables import UserError
+
+Batch = dict[str, Tensor]
+State = dict[str, Any]
+
+
+@dataclass
+class FitConfig:
+    """How a model is trained."""
+
+    lr: float = 1e-3
+    """Peak learning rate of AdamW."""
+    weight_decay: float = 0.05
+    """AdamW's weight decay, on all parameters."""
+    warmup_steps: int = 10_000
+    """Steps in which the learning rate rises linearly to `lr` (10,000 in TIGER's published set-up)."""
+    warmup_share: float = 0.1
+    """The warm-up takes at most this share of all planned steps, so that small data gets a short one."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """After the warm-up: fall to 0 along a half cosine by the last planned step, or stay."""
+    batch_size: int = 256
+    """Examples per step, over all workers together: requests or users, as the model trains on."""
+    eval_batch_size: int = 256
+    """Requests per validation batch and worker."""
+    max_epochs: int = 150
+    """Passes over the training data at most; also fixes the length of the schedule."""
+    patience: int = 20
+    """Stop after this many validations in a row without a better `metric`; 0 never stops early."""
+    eval_every_epochs: int = 1
+    """Epochs between validations; the last epoch is always validated."""
+    eval_examples: int = 0
+    """Validate on at most this many requests, the same ones each time; 0 takes all."""
+    metric: str = "ndcg@10"
+    """Validation metric, larger is better, that picks the best checkpoint and stops the run."""
+    clip_norm: float = 1.0
+    """Largest global norm of the gradient; 0 does not clip."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """Autocast to bfloat16, or not; auto: bf16 on a GPU that has it, fp32 elsewhere."""
+    seed: int = 0
+    """Seed of weights, order of batches and dropout."""
+    log_every_steps: int = 50
+    """Steps between step events."""
+    checkpoint_every_steps: int = 0
+    """Steps between checkpoints within an epoch, for long epochs; 0: at the ends of epochs alone."""
+
+    def __post_init__(self) -> None:
+        at_least = {
+            "batch_size": 1, "eval_batch_size": 1, "max_epochs": 1, "eval_every_epochs": 1, "log_every_steps": 1,
+            "warmup_steps": 0, "patience": 0, "eval_examples": 0, "checkpoint_every_steps": 0,
+            "weight_decay": 0, "clip_norm": 0,
+        }  # fmt: skip
+        for name, least in at_least.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"fit.{name} is {getattr(self, name)}, it must be at least {least}")
+        if not self.lr > 0:
+            raise ValueError(f"fit.lr is {self.lr}, it must be above 0; try 0.001")
+        if not 0 <= self.warmup_share <= 1:
+            raise ValueError(f"fit.warmup_share is {self.warmup_share}, it must be between 0 and 1; try 0.1")
+        for name, known in {"schedule": ("cosine", "constant"), "precision": ("auto", "bf16", "fp32")}.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"fit.{name} is {getattr(self, name)!r}, it must be one of {', '.join(known)}")
+
+
+class TrainBatches(Protocol):
+    """One worker's training data."""
+
+    def steps(self, epoch: int) -> int:
+        """Number of batches in the epoch."""
+
+    def __call__(self, epoch: int, skip: int) -> Iterator[Batch]:
+        """The epoch's batches from number `skip` on, the same ones each time."""
+
+
+Validate = Callable[[nn.Module], tuple[dict[str, float], int]]
+"""Sums of each metric over this rank's validation requests, and their number."""
+
+
+@dataclass(frozen=True)
+class StepEvent:
+    """Some steps were taken. Values are means over the steps since the last event, and over ranks."""
+
+    step: int
+    """Optimizer steps so far."""
+    epoch: int
+    """Epoch in progress, from 1."""
+    steps_in_epoch: int
+    """Steps of this epoch, for progress."""
+    loss: float
+    """Mean training loss."""
+    lr: float
+    """Learning rate of the last step."""
+    grad_norm: float
+    """Global norm of the last step's gradient before clipping."""
+    examples_per_s: float
+    """Training examples per second, all ranks together."""
+    data_wait: float
+    """Share of the time spent waiting for data."""
+    state: State | None = None
+    """What a checkpoint needs beside the weights, where one is due. Valid until the generator goes on."""
+
+
+@dataclass(frozen=True)
+class EpochEvent:
+    """An epoch ended. `state` holds live tensors: save it before the generator goes on."""
+
+    epoch: int
+    """Epochs done."""
+    step: int
+    """Optimizer steps done."""
+    loss: float
+    """Mean training loss of the epoch."""
+    seconds: float
+    """Time of the epoch's steps, without validation."""
+    examples_per_s: float
+    """Training examples per second, all ranks together."""
+    data_wait: float
+    """Share of the epoch's step time spent waiting for data."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Validation metrics; empty where the epoch was not validated."""
+    eval_seconds: float = 0.0
+    """Time of the validation."""
+    examples: int = 0
+    """Requests validated."""
+    is_best: bool = False
+    """Whether `metric` is better than at every validation before."""
+    stop: bool = False
+    """Whether this was the last epoch."""
+    state: State = field(default_factory=dict)
+    """What a checkpoint needs beside the weights."""
+
+
+def warmup(config: FitConfig, total_steps: int) -> int:
+    """Steps of warm-up in a run of `total_steps`."""
+    return min(config.warmup_steps, int(config.warmup_share * total_steps))
+
+
+def learning_rate(config: FitConfig, step: int, total_steps: int) -> float:
+    """Learning rate of step number `step` (from 0) in a run of `total_steps`."""
+    rising = warmup(config, total_steps)
+    if step < rising:
+        return config.lr * (step + 1) / rising
+    if config.schedule == "constant":
+        return config.lr
+    progress = min(1.0, (step - rising) / max(1, total_steps - rising))
+    return config.lr * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def step_seed(seed: int, rank: int, step: int) -> int:
+    """Seed of one step on one rank: distinct for ranks below 1024 and steps below 2^40."""
+    return (seed * 0x9E3779B97F4A7C15 + (step << 10) + rank) % 2**63
+
+
+def autocast(precision: str, device: torch.device) -> Any:
+    """The context in which a model runs forward."""
+    bf16 = precision == "bf16" or (precision == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported())
+    return torch.autocast(device.type, dtype=torch.bfloat16) if bf16 else nullcontext()
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch on `device`; copies run beside computation where the memory is pinned."""
+    return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+
+
+def prefetch(batches: Iterable[Batch], depth: int = 4) -> Iterator[Batch]:
+    """The same batches, made in a thread and pinned while the GPU is busy."""
+    made: queue.Queue[Any] = queue.Queue(depth)
+    end, closed = object(), threading.Event()
+
+    def put(value: Any) -> None:
+        while not closed.is_set():
+            try:
+                return made.put(value, timeout=0.2)
+            except queue.Full:
+                continue
+
+    def work() -> None:
+        try:
+            for batch in batches:
+                put({name: value.pin_memory() for name, value in batch.items()})
+                if closed.is_set():
+                    return
+            put(end)
+        except BaseException as error:
+            put(error)
+
+    threading.Thread(target=work, daemon=True, name="prefetch").start()
+    try:
+        while (item := made.get()) is not end:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        closed.set()
+
+
+def reduce(values: list[float], world: int, device: torch.device, op: Any = None) -> list[float]:
+    """`values` summed (or as `op` says) over the ranks; the same on every rank."""
+    if world == 1:
+        return values
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op or dist.ReduceOp.SUM)
+    return tensor.tolist()
+
+
+class Meter:
+    """Loss, time and examples since the last reading."""
+
+    def __init__(self, device: torch.device, world: int) -> None:
+        self.device, self.world = device, world
+        self.clear()
+
+    def clear(self) -> None:
+        self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.steps = self.examples = 0
+        self.seconds = self.waited = 0.0
+
+    def read(self) -> tuple[float, int, float, float, float]:
+        """(loss summed over steps and averaged over ranks, steps, examples of all ranks, seconds, seconds waited)."""
+        loss, examples, waited = reduce([self.loss.item(), self.examples, self.waited], self.world, self.device)
+        return loss / self.world, self.steps, examples, self.seconds, waited / self.world
+
+
+def fit(
+    model: nn.Module,
+    train_batches: TrainBatches,
+    validate: Validate,
+    config: FitConfig,
+    *,
+    state: State | None = None,
+    device: torch.device | str = "cpu",
+    rank: int = 0,
+    world: int = 1,
+) -> Iterator[StepEvent | EpochEvent]:
+    """Trains `model`, which is on `device` already, and yields events.
+
+    `model(batch)` gives {"loss": mean loss of the batch, ...}. With `world` above 1 the default process
+    group must exist. `state` is that of the event at which an earlier run was saved; the caller has loaded
+    the weights. Raises UserError where the loss stops being a number or the metric is not one that
+    `validate` gives.
+    """
+    device = torch.device(device)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay, fused=True)
+    cursor: State = {
+        "epoch": 0, "step_in_epoch": 0, "step": 0, "best": None, "best_epoch": 0, "best_step": 0,
+        "waiting": 0, "stopped": False, "loss": 0.0, "seconds": 0.0, "examples": 0.0, "waited": 0.0,
+    }  # fmt: skip
+    if state is not None:
+        optimizer.load_state_dict(state["optimizer"])
+        cursor.update(state["cursor"])
+    if cursor["stopped"]:
+        return
+    module = model
+    if world > 1:
+        module = DistributedDataParallel(
+            model, device_ids=[device] if device.type == "cuda" else None, broadcast_buffers=False
+        )
+
+    def snapshot() -> State:
+        return {"optimizer": optimizer.state_dict(), "cursor": dict(cursor)}
+
+    def fewest(epoch: int) -> int:
+        steps = int(reduce([train_batches.steps(epoch)], world, device, dist.ReduceOp.MIN if world > 1 else None)[0])
+        if steps == 0:
+            raise UserError("the training split gives a worker no batch; use fewer workers or a smaller fit.batch_size")
+        return steps
+
+    total_steps = fewest(0) * config.max_epochs
+    meter = Meter(device, world)
+    for epoch in range(cursor["epoch"], config.max_epochs):
+        steps = fewest(epoch)
+        module.train()
+        meter.clear()
+        batches: Iterator[Batch] = train_batches(epoch, cursor["step_in_epoch"])
+        if device.type == "cuda":
+            batches = prefetch(batches)
+        began = time.perf_counter()
+        for i in range(cursor["step_in_epoch"], steps):
+            asked = time.perf_counter()
+            batch = next(batches)
+            meter.waited += time.perf_counter() - asked
+            meter.examples += len(next(iter(batch.values())))
+            step = cursor["step"]
+            torch.manual_seed(step_seed(config.seed, rank, step))
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(config, step, total_steps)
+            with autocast(config.precision, device):
+                loss = module(to_device(batch, device))["loss"]
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(parameters, config.clip_norm or math.inf)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            meter.loss += loss.detach()
+            meter.steps += 1
+            cursor["step"], cursor["step_in_epoch"] = step + 1, i + 1
+            save = config.checkpoint_every_steps and (step + 1) % config.checkpoint_every_steps == 0 and i + 1 < steps
+            if not (save or (step + 1) % config.log_every_steps == 0 or i + 1 == steps):
+                continue
+            summed, taken, examples, _, waited = meter.read()  # waits for the device
+            seconds = time.perf_counter() - began
+            if not math.isfinite(summed):
+                raise UserError(
+                    f"the loss is {summed} at step {step + 1}; lower fit.lr ({config.lr}) or set fit.clip_norm to 1"
+                )
+            for name, value in {"loss": summed, "seconds": seconds, "examples": examples, "waited": waited}.items():
+                cursor[name] += value
+            yield StepEvent(
+                step=step + 1,
+                epoch=epoch + 1,
+                steps_in_epoch=steps,
+                loss=summed / taken,
+                lr=optimizer.param_groups[0]["lr"],
+                grad_norm=float(norm),
+                examples_per_s=examples / seconds,
+                data_wait=waited / seconds,
+                state=snapshot() if save else None,
+            )
+            meter.clear()
+            began = time.perf_counter()
+
+        metrics: dict[str, float] = {}
+        is_best, count, eval_seconds = False, 0, 0.0
+        if (epoch + 1) % config.eval_every_epochs == 0 or epoch + 1 == config.max_epochs:
+            began = time.perf_counter()
+            metrics, count = mean_metrics(module_of(module), validate, config, device, world)
+            eval_seconds = time.perf_counter() - began
+            value = metrics[config.metric]
+            is_best = cursor["best"] is None or value > cursor["best"]
+            if is_best:
+                cursor.update(best=value, best_epoch=epoch + 1, best_step=cursor["step"], waiting=0)
+            else:
+                cursor["waiting"] += 1
+        ended = epoch + 1 == config.max_epochs
+        stop = ended or (config.patience > 0 and cursor["waiting"] >= config.patience)
+        totals = {name: cursor[name] for name in ("loss", "seconds", "examples", "waited")}
+        cursor.update(epoch=epoch + 1, step_in_epoch=0, stopped=stop, loss=0.0, seconds=0.0, examples=0.0, waited=0.0)
+        yield EpochEvent(
+            epoch=epoch + 1,
+            step=cursor["step"],
+            loss=totals["loss"] / steps,
+            seconds=totals["seconds"],
+            examples_per_s=totals["examples"] / totals["seconds"],
+            data_wait=totals["waited"] / totals["seconds"],
+            metrics=metrics,
+            eval_seconds=eval_seconds,
+            examples=count,
+            is_best=is_best,
+            stop=stop,
+            state=snapshot(),
+        )
+        if stop:
+            return
+
+
+def module_of(model: nn.Module) -> nn.Module:
+    """The model inside DDP's wrapper."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def mean_metrics(
+    model: nn.Module, validate: Validate, config: FitConfig, device: torch.device, world: int
+) -> tuple[dict[str, float], int]:
+    """Validation metrics over the requests of all ranks, and the number of requests; equal on every rank."""
+    model.eval()
+    with torch.no_grad(), autocast(config.precision, device):
+        sums, count = validate(model)
+    model.train()
+    names = sorted(sums)
+    *totals, requests = reduce([*(float(sums[name]) for name in names), count], world, device)
+    if requests == 0:
+        raise UserError("the validation split has no request; check the split in the tables' manifest")
+    if config.metric not in sums:
+        raise UserError(f"fit.metric is '{config.metric}', which is not measured; choose one of {', '.join(names)}")
+    return {name: total / requests for name, total in zip(names, totals, strict=True)}, int(requests)

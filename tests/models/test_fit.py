@@ -1,0 +1,224 @@
+"""The training loop: resuming equals not stopping, workers together equal one, the metric alone picks the best."""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from models.fit import EpochEvent, FitConfig, StepEvent, fit, learning_rate, prefetch, step_seed
+from models.tables import UserError
+
+
+class Classifier(nn.Module):
+    """A small model with dropout, tied weights and a loss."""
+
+    def __init__(self, width: int = 16, dropout: float = 0.5) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, width)
+        self.hidden = nn.Linear(width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        state = self.dropout(torch.relu(self.hidden(self.embedding(batch["x"]))))
+        return {"loss": nn.functional.cross_entropy(state @ self.embedding.weight.T, batch["y"])}
+
+
+class Batches:
+    """Rows (3 i mod 20 -> 7 i mod 20), shuffled by epoch, this rank's part of every global batch."""
+
+    def __init__(self, size: int = 8, count: int = 5, rank: int = 0, world: int = 1) -> None:
+        self.size, self.count, self.rank, self.world = size, count, rank, world
+        self.made = 0
+
+    def steps(self, epoch: int) -> int:
+        return self.count
+
+    def __call__(self, epoch: int, skip: int) -> Iterator[dict[str, Tensor]]:
+        order = torch.randperm(self.size * self.count, generator=torch.Generator().manual_seed(epoch))
+        for i in range(skip, self.count):
+            rows = order[i * self.size : (i + 1) * self.size][self.rank :: self.world]
+            self.made += 1
+            yield {"x": rows * 3 % 20, "y": rows * 7 % 20}
+
+
+def validate(model: nn.Module) -> tuple[dict[str, float], int]:
+    x = torch.arange(20)
+    right = model.embedding(x).sum().item()
+    return {"ndcg@10": right * 20, "recall@10": 20.0}, 20
+
+
+def start(seed: int = 0, dropout: float = 0.5) -> Classifier:
+    torch.manual_seed(seed)
+    return Classifier(dropout=dropout)
+
+
+def finish(model: nn.Module, config: FitConfig, **options: object) -> list[StepEvent | EpochEvent]:
+    return list(fit(model, Batches(), validate, config, **options))
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [value.clone() for value in model.state_dict().values()]
+
+
+CONFIG = FitConfig(lr=0.01, warmup_steps=3, max_epochs=4, batch_size=8, log_every_steps=2, checkpoint_every_steps=3)
+
+
+def test_resumed_at_any_save_equals_undisturbed(tmp_path: Path) -> None:
+    undisturbed = start()
+    whole = finish(undisturbed, CONFIG)
+    saves = [event for event in whole if event.state]
+    assert {type(event) for event in saves} == {StepEvent, EpochEvent}  # within epochs and at their ends
+    for number in range(len(saves) - 1):
+        model = start()
+        for i, event in enumerate(e for e in fit(model, Batches(), validate, CONFIG) if e.state):
+            if i == number:
+                torch.save({"model": model.state_dict(), "state": event.state}, tmp_path / "saved.pt")
+                break
+        saved = torch.load(tmp_path / "saved.pt", weights_only=True)
+        resumed = start(seed=99)
+        resumed.load_state_dict(saved["model"])
+        torch.rand(number + 1)  # other random numbers were drawn meanwhile
+        rest = finish(resumed, CONFIG, state=saved["state"])
+        for ours, theirs in zip(weights(resumed), weights(undisturbed), strict=True):
+            assert torch.equal(ours, theirs)
+        last, expected = rest[-1], whole[-1]
+        assert isinstance(last, EpochEvent)
+        assert isinstance(expected, EpochEvent)
+        assert last.metrics == expected.metrics
+        assert last.state["cursor"]["best_step"] == expected.state["cursor"]["best_step"]
+
+
+def test_resuming_skips_batches_without_making_them() -> None:
+    model = start()
+    for event in fit(model, Batches(), validate, CONFIG):
+        if isinstance(event, StepEvent) and event.state:
+            break
+    batches = Batches()
+    next(iter(fit(model, batches, validate, CONFIG, state=event.state)))
+    assert batches.made <= Batches().count - 3
+
+
+def test_a_finished_run_does_nothing_more() -> None:
+    model = start()
+    last = finish(model, CONFIG)[-1]
+    before = weights(model)
+    assert finish(model, CONFIG, state=last.state) == []
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
+
+
+def test_best_and_stop_follow_the_validation_metric_alone() -> None:
+    values = iter([0.1, 0.5, 0.5, 0.4, 0.9, 0.9])
+    config = FitConfig(lr=0.1, max_epochs=6, patience=2, warmup_steps=0)
+    events = fit(start(), Batches(), lambda model: ({"ndcg@10": next(values)}, 1), config)
+    ends = [event for event in events if isinstance(event, EpochEvent)]
+    assert [event.is_best for event in ends] == [True, True, False, False]  # an equal value is not better
+    assert [event.stop for event in ends] == [False, False, False, True]
+    assert ends[-1].state["cursor"]["best_epoch"] == 2
+
+
+def test_validation_every_n_epochs_and_at_the_end() -> None:
+    config = FitConfig(max_epochs=5, eval_every_epochs=2)
+    ends = [event for event in finish(start(), config) if isinstance(event, EpochEvent)]
+    assert [bool(event.metrics) for event in ends] == [False, True, False, True, True]
+
+
+def test_unknown_metric_and_lost_loss_are_named() -> None:
+    with pytest.raises(UserError, match=r"fit\.metric is 'auc'.*ndcg@10, recall@10"):
+        finish(start(), FitConfig(metric="auc", max_epochs=1))
+    model = start()
+    with torch.no_grad():
+        model.hidden.bias[0] = math.nan
+    with pytest.raises(UserError, match=r"loss is nan at step 5; lower fit\.lr"):
+        finish(model, FitConfig(max_epochs=1))
+
+
+def test_learning_rate_rises_then_falls() -> None:
+    config = FitConfig(lr=1.0, warmup_steps=10_000, warmup_share=0.1)
+    rates = [learning_rate(config, step, 1000) for step in range(1000)]
+    assert rates.index(max(rates)) == 99  # the warm-up is capped at a tenth of the run
+    assert rates[0] == pytest.approx(0.01)
+    assert rates[-1] < 1e-4
+    assert all(a >= b for a, b in zip(rates[99:], rates[100:], strict=False))
+    assert learning_rate(FitConfig(lr=1.0, warmup_steps=0, schedule="constant"), 999, 1000) == 1.0
+
+
+def test_step_seeds_differ_between_ranks_and_steps() -> None:
+    seeds = {step_seed(seed, rank, step) for seed in range(3) for rank in range(8) for step in range(50)}
+    assert len(seeds) == 3 * 8 * 50
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [("batch_size", 0, "at least 1"), ("lr", 0.0, "above 0"), ("warmup_share", 2.0, "between 0 and 1")],
+)
+def test_impossible_config(field: str, value: float, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"fit\.{field} is .*{message}"):
+        FitConfig(**{field: value})
+
+
+def worker(rank: int, port: int, folder: str, counts: tuple[int, int]) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    model = start(dropout=0.0)
+    batches = Batches(rank=rank, world=2, count=counts[rank])
+
+    def half(model: nn.Module) -> tuple[dict[str, float], int]:  # unequal shares: 5 and 15 of 20 requests
+        mine = range(5) if rank == 0 else range(5, 20)
+        return {"ndcg@10": sum(model.embedding.weight[i].sum().item() for i in mine)}, len(mine)
+
+    events = list(fit(model, batches, half, CONFIG, rank=rank, world=2))
+    curve = [(e.step, e.loss) for e in events if isinstance(e, StepEvent)]
+    ends = [(e.epoch, e.metrics, e.is_best, e.examples) for e in events if isinstance(e, EpochEvent)]
+    torch.save({"curve": curve, "ends": ends, "model": model.state_dict()}, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def run_two(folder: Path, counts: tuple[int, int]) -> list[dict]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(worker, (port, str(folder), counts), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def test_two_workers_equal_one_with_the_same_batches(tmp_path: Path) -> None:
+    ours = run_two(tmp_path, (5, 5))
+    assert ours[0]["curve"] == ours[1]["curve"]  # equal reports, equally often
+    assert ours[0]["ends"] == ours[1]["ends"]
+    model = start(dropout=0.0)
+    events = finish(model, CONFIG)
+    curve = [(e.step, e.loss) for e in events if isinstance(e, StepEvent)]
+    assert [step for step, _ in curve] == [step for step, _ in ours[0]["curve"]]
+    assert [loss for _, loss in curve] == pytest.approx([loss for _, loss in ours[0]["curve"]], rel=1e-5)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, ours[0]["model"][name], rtol=1e-4, atol=1e-6)
+        assert torch.equal(ours[0]["model"][name], ours[1]["model"][name])
+    assert ours[0]["ends"][-1][3] == 20
+
+
+def test_unequal_shares_take_equal_steps(tmp_path: Path) -> None:
+    ours = run_two(tmp_path, (5, 3))
+    assert ours[0]["curve"] == ours[1]["curve"]
+    assert ours[0]["curve"][-1][0] == 3 * CONFIG.max_epochs
+
+
+def test_prefetch_keeps_order_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
+
+    def batches() -> Iterator[dict[str, Tensor]]:
+        for i in range(10):
+            yield {"x": torch.tensor([i])}
+        raise UserError("lost")
+
+    seen = []
+    with pytest.raises(UserError, match="lost"):
+        for batch in prefetch(batches()):
+            seen.append(batch["x"].item())
+    assert seen == list(range(10))
