@@ -1,0 +1,108 @@
+"""The one table of models: name -> config, module, how to batch, how to score.
+
+entry = find("sasrec")
+model = entry.build(entry.config(), catalogue)
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from torch import nn
+
+from models.retrieval import metrics
+from models.retrieval.data import Catalogue, Examples, Unit
+from models.retrieval.popularity import Popularity, PopularityConfig
+from models.retrieval.sasrec import SASRec, SASRecConfig
+from models.tables import UserError
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the models of one family share."""
+
+    name: str
+    """Folder under `models/`."""
+    catalogue: type[Catalogue]
+    """`catalogue.load(tables, sids)` gives what models are built on."""
+    examples: type[Examples]
+    """`examples.load(sequences, split, unit=, max_history=)` gives the batches."""
+    sums: Callable[..., dict[str, float]]
+    """Sums of the metrics of one batch, from ranked items and targets."""
+    means: Callable[[dict[str, float]], dict[str, float]]
+    """Metrics from the sums of all batches and workers."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One model."""
+
+    config: type
+    """Dataclass of its options; it has `max_history`."""
+    build: Callable[[Any, Catalogue], nn.Module]
+    """Makes the module from its config and the catalogue."""
+    family: Family
+    """How to batch and score."""
+    unit: Unit
+    """What a row of a training batch is; evaluation is always by `request`."""
+    gradient: bool = True
+    """False: not trained by gradient; call `fit_counts(batches)` once instead."""
+    sids: bool = False
+    """Whether it needs semantic IDs."""
+
+
+RETRIEVAL = Family("retrieval", Catalogue, Examples, metrics.metric_sums, metrics.metric_means)
+
+MODELS: dict[str, Entry] = {
+    "popularity": Entry(PopularityConfig, Popularity, RETRIEVAL, unit="request", gradient=False),
+    "sasrec": Entry(SASRecConfig, SASRec, RETRIEVAL, unit="user"),
+}
+
+
+def find(name: str) -> Entry:
+    """The entry of a model; UserError with the nearest name for one that is unknown."""
+    if name not in MODELS:
+        near = difflib.get_close_matches(str(name), MODELS, n=1, cutoff=0.0)[0]
+        raise UserError(f"unknown model '{name}'; the nearest is '{near}'; known are {', '.join(MODELS)}")
+    return MODELS[name]
+
+
+def model_config(name: str) -> type:
+    """The config dataclass of a model."""
+    return find(name).config
+
+
+def name_of(config: Any) -> str:
+    """The model that a config instance belongs to."""
+    return next(name for name, entry in MODELS.items() if type(config) is entry.config)
+
+
+def build(config: Any, catalogue: Catalogue) -> nn.Module:
+    """The module of a config instance."""
+    return find(name_of(config)).build(config, catalogue)
+
+
+def config_to_dict(config: Any) -> dict[str, Any]:
+    """`name` and all fields, as YAML files and checkpoints hold them."""
+    return {"name": name_of(config), **asdict(config)}
+
+
+def config_from_dict(content: dict[str, Any]) -> Any:
+    """The config instance of such a mapping; UserError for an unknown model or key or an impossible value."""
+    options = dict(content)
+    if "name" not in options:
+        raise UserError(f"the model has no name; add name: with one of {', '.join(MODELS)}")
+    name = options.pop("name")
+    config = model_config(name)
+    known = [f.name for f in fields(config)]
+    for key in options:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+            raise UserError(f"unknown key 'model.{key}' for the model '{name}'; the nearest key is 'model.{near}'")
+    try:
+        return config(**options)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"model '{name}': {error}") from error

@@ -1,0 +1,63 @@
+"""Recall@K and NDCG@K of ranked items with one target each, over the full catalogue.
+
+Metrics are kept as sums with a count of examples, so that batches and workers add up exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+CUTOFFS = (1, 5, 10)
+
+EXAMPLES = "examples"
+
+
+def hit_rank(items: Tensor, target: Tensor) -> Tensor:
+    """(B,) int64: the place of `target` (B,) in the ranked `items` (B, K), from 0; K where it is absent."""
+    hits = items == target[:, None]
+    return torch.where(hits.any(1), hits.long().argmax(1), items.shape[1])
+
+
+def recall_at_k(items: Tensor, target: Tensor, k: int) -> Tensor:
+    """(B,) float64: 1 where the target is among the first k of the ranked items (B, K)."""
+    _check_cutoff(items, k)
+    return (hit_rank(items, target) < k).double()
+
+
+def ndcg_at_k(items: Tensor, target: Tensor, k: int) -> Tensor:
+    """(B,) float64: 1 / log2(2 + rank) of the target among the first k, else 0; the ideal DCG is 1."""
+    _check_cutoff(items, k)
+    rank = hit_rank(items, target).double()
+    return torch.where(rank < k, 1 / torch.log2(rank + 2), 0.0)
+
+
+def _check_cutoff(items: Tensor, k: int) -> None:
+    if not 1 <= k <= items.shape[1]:
+        raise ValueError(f"cutoff {k} is not within the {items.shape[1]} ranked items; rank more of them")
+
+
+def metric_sums(items: Tensor, target: Tensor, cutoffs: Sequence[int] = CUTOFFS) -> dict[str, float]:
+    """Sums over the batch of `recall@k` and `ndcg@k` for each cutoff, and `examples`, the count."""
+    sums = {f"recall@{k}": float(recall_at_k(items, target, k).sum()) for k in cutoffs}
+    sums |= {f"ndcg@{k}": float(ndcg_at_k(items, target, k).sum()) for k in cutoffs}
+    return {**sums, EXAMPLES: float(len(target))}
+
+
+def add_sums(parts: Iterable[dict[str, float]]) -> dict[str, float]:
+    """The sums of several batches or workers together."""
+    total: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            total[name] = total.get(name, 0.0) + value
+    return total
+
+
+def metric_means(sums: dict[str, float]) -> dict[str, float]:
+    """Means per example from sums, with the number of examples beside them."""
+    count = sums.get(EXAMPLES, 0.0)
+    if not count:
+        raise ValueError("no examples were evaluated, so there is no mean; check the split")
+    return {name: value / count for name, value in sums.items() if name != EXAMPLES} | {EXAMPLES: count}

@@ -1,0 +1,51 @@
+"""Popularity: the floor that every model has to clear. Recommends the items most often trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from models.retrieval.data import Catalogue
+from models.retrieval.decoding.topk import top_k
+
+
+@dataclass
+class PopularityConfig:
+    """Nothing is learned by gradient."""
+
+    max_history: int = 1
+    """Behaviours read per request; the model looks at none of them."""
+
+
+class Popularity(nn.Module):
+    """Counts of the train split's targets; ties go to the lower item_index."""
+
+    counts: Tensor
+
+    def __init__(self, config: PopularityConfig, catalogue: Catalogue) -> None:
+        super().__init__()
+        self.config = config
+        self.register_buffer("counts", torch.zeros(catalogue.num_items))
+
+    def fit_counts(self, batches: Iterable[dict[str, Tensor]]) -> None:
+        """Counts the targets of the train batches; called once in place of training."""
+        counts = torch.zeros(len(self.counts), dtype=torch.float64)
+        for batch in batches:
+            counts += torch.bincount(batch["target"].cpu(), minlength=len(counts))
+        self.counts.copy_(counts)
+
+    @torch.no_grad()
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Cross-entropy of the targets under the counts with one added to each."""
+        shares = (self.counts + 1).log() - (self.counts + 1).sum().log()
+        return {"loss": -shares[batch["target"]].mean()}
+
+    @torch.no_grad()
+    def recommend(self, batch: dict[str, Tensor], k: int) -> tuple[Tensor, Tensor]:
+        """(items, scores), each (B, k): the same for all. Items that the user knows are not excluded."""
+        items, scores = top_k(self.counts[None], k)
+        rows = len(batch["history"])
+        return items.expand(rows, k), scores.expand(rows, k)

@@ -1,0 +1,114 @@
+"""SASRec (Kang and McAuley, 2018): self-attention over a user's items, next item by inner product.
+
+Trained with softmax cross-entropy over the full catalogue, one causal pass for all requests of a user.
+
+Shapes: `B` users, `T` positions, `D` width, `N` items, `M` targets, `H` heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from models.retrieval.data import Catalogue
+from models.retrieval.decoding.topk import top_k
+
+
+@dataclass
+class SASRecConfig:
+    """Sizes of SASRec; the defaults are RecBole's for sparse data, with the paper's 50 positions."""
+
+    dim: int = 64
+    """Width of item embeddings and states (RecBole's default; the paper has 50)."""
+    num_layers: int = 2
+    """Self-attention blocks (Sec. 4.4 of SASRec)."""
+    num_heads: int = 2
+    """Attention heads (RecBole's default; the paper found 1 about as good)."""
+    feedforward_dim: int = 256
+    """Inner width of the feed-forward blocks (RecBole's default)."""
+    dropout: float = 0.5
+    """Dropout on embeddings, attention and blocks (Sec. 4.4 of SASRec for sparse data)."""
+    max_history: int = 50
+    """Latest behaviours read (Sec. 4.4 of SASRec for Amazon data)."""
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "num_layers", "num_heads", "feedforward_dim", "max_history"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} is below 1; give a positive number")
+        if self.dim % self.num_heads:
+            raise ValueError(f"dim {self.dim} is not a multiple of num_heads {self.num_heads}; change either")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout {self.dropout} is not in [0, 1); give a share")
+
+
+class Block(nn.Module):
+    """Causal self-attention and feed-forward, each normalised before and added to its input."""
+
+    def __init__(self, config: SASRecConfig) -> None:
+        super().__init__()
+        self.heads, self.dropout = config.num_heads, config.dropout
+        self.attention_norm = nn.LayerNorm(config.dim)
+        self.qkv = nn.Linear(config.dim, 3 * config.dim)
+        self.out = nn.Linear(config.dim, config.dim)
+        self.feedforward_norm = nn.LayerNorm(config.dim)
+        self.feedforward = nn.Sequential(
+            nn.Linear(config.dim, config.feedforward_dim),
+            nn.GELU(),
+            nn.Linear(config.feedforward_dim, config.dim),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        dropout = self.dropout if self.training else 0.0
+        # (B, H, T, D / H): padding is on the right, so a causal mask alone keeps it out of real positions
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+        x = x + functional.dropout(self.out(mixed.transpose(1, 2).flatten(2)), self.dropout, self.training)
+        return x + functional.dropout(self.feedforward(self.feedforward_norm(x)), self.dropout, self.training)
+
+
+class SASRec(nn.Module):
+    """See the module; item embeddings serve as input and as output weights."""
+
+    def __init__(self, config: SASRecConfig, catalogue: Catalogue) -> None:
+        super().__init__()
+        self.config = config
+        self.item = nn.Embedding(catalogue.num_items, config.dim)
+        self.position = nn.Embedding(config.max_history, config.dim)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.LayerNorm(config.dim)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear):
+                nn.init.zeros_(module.bias)
+
+    def states(self, history: Tensor) -> Tensor:
+        """(B, T, D): one state per behaviour of `history` (B, T), from it and earlier ones only."""
+        length = history.shape[1]
+        if length > self.config.max_history:
+            raise ValueError(f"a history of {length} exceeds max_history {self.config.max_history}; pass the latest")
+        x = self.item(history.clamp(min=0)) + self.position.weight[:length]
+        x = functional.dropout(x, self.config.dropout, self.training)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Mean cross-entropy over the M targets of a batch of unit `user`."""
+        states = self.states(batch["history"])
+        states = states[batch["target_row"], batch["target_position"]]  # (M, D): the last state before each request
+        return {"loss": functional.cross_entropy(states @ self.item.weight.T, batch["target"])}
+
+    @torch.no_grad()
+    def recommend(self, batch: dict[str, Tensor], k: int) -> tuple[Tensor, Tensor]:
+        """(items, scores), each (B, k), from a batch of unit `request`.
+
+        Every item of the catalogue is ranked; items that the user knows are not excluded, as in the
+        papers that this is compared with. Where k exceeds the catalogue the tail is -1 and -inf.
+        """
+        rows = torch.arange(len(batch["history"]), device=batch["history"].device)
+        last = self.states(batch["history"])[rows, batch["history_length"] - 1]  # (B, D)
+        return top_k(last @ self.item.weight.T, k)
