@@ -1,0 +1,156 @@
+"""Rules on events, on the catalogue that they give, and on users across tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import polars as pl
+
+from models.tables import UserError, join
+from pipelines.data.audit.base import EVENT_ORDER, SHOWN, Rule, Tables, label_of, name_event
+
+
+def _earlier_than_previous(columns: list[str]) -> pl.Expr:
+    """Whether a row sorts before the row above it, by `columns` in turn."""
+    below = pl.lit(False)
+    for name in reversed(columns):
+        above = pl.col(name).shift(1)
+        below = (pl.col(name) < above) | ((pl.col(name) == above) & below)
+    return below.fill_null(False)
+
+
+def check_events(tables: Tables, rules: dict[str, Rule], progress: Callable[[str], None]) -> pl.DataFrame:
+    """Rules on rows of `events`. Returns `user` (hash of the id) and `part`, one row per user and part."""
+    users = []
+    keys = ["user_id", *EVENT_ORDER]
+    for number, events in tables.parts("events"):
+        progress(f"events, part {number + 1} of {len(tables.events.files)}")
+        rule = rules["events"]
+        rule.rows += events.height
+        rule.broken_rows(
+            events.filter(pl.any_horizontal(pl.col(keys).is_null()) | (pl.col("timestamp_ms") < 0)),
+            lambda row: f"{name_event(row)}: a key that is null or a negative time",
+        )
+        rule.broken_rows(
+            events.filter(_earlier_than_previous(keys)), lambda row: f"{name_event(row)}: sorts before the row above it"
+        )
+        rules["duplicates"].rows += events.height
+        repeated = events.filter(events.is_duplicated())
+        rules["duplicates"].broken(
+            events.height - events.unique().height,
+            [name_event(row) for row in repeated.unique(maintain_order=True).head(SHOWN).iter_rows(named=True)],
+        )
+        users.append(_hashes(events).with_columns(part=pl.lit(number, pl.Int32)))
+    return pl.concat(users)
+
+
+def _hashes(frame: pl.DataFrame) -> pl.DataFrame:
+    """One 64-bit hash per user of `frame`: what stands for the id where all users must be in memory."""
+    return frame.select(user=pl.col("user_id").unique().hash())
+
+
+def read_catalogue(tables: Tables) -> pl.DataFrame:
+    """`item_index` and `item_id` of all items."""
+    parts = [part for _, part in tables.parts("items", ["item_index", "item_id"])]
+    if not parts:
+        raise UserError(f"{join(tables.uri, 'items')} lists no items; make the tables again")
+    return pl.concat(parts)
+
+
+def _core(
+    tables: Tables, core: int, before: int | None, progress: Callable[[str], None]
+) -> tuple[pl.Series, pl.DataFrame]:
+    """The k-core by the naive loop: drop what has fewer than `core` behaviours until nothing changes.
+
+    Only behaviours before the time `before` count, where it is given. Returns the item ids that stay and
+    the hashes of the users that stay.
+    """
+    items: pl.Series | None = None
+    core = max(core, 1)
+    while True:
+        progress("k-core" if items is None else f"k-core, {items.len():,} items left")
+        counts, users = [], []
+        for _, events in tables.parts("events", ["user_id", "item_id", "timestamp_ms", *label_of(tables.behaviour)]):
+            events = tables.behaviours_of(events)
+            if before is not None:
+                events = events.filter(pl.col("timestamp_ms") < before)
+            if items is not None:
+                events = events.filter(pl.col("item_id").is_in(items.implode()))
+            events = events.filter(pl.len().over("user_id") >= core)
+            counts.append(events.group_by("item_id").len())
+            users.append(_hashes(events))
+        counted = pl.concat(counts).group_by("item_id").agg(pl.col("len").sum())
+        left = counted.filter(pl.col("len") >= core)["item_id"]
+        if items is not None and left.len() == items.len():
+            return left, pl.concat(users).unique()
+        items = left
+
+
+def check_catalogue(tables: Tables, items: pl.DataFrame, rule: Rule, progress: Callable[[str], None]) -> pl.DataFrame:
+    """Checks the catalogue; returns the hashes of the users that the k-core keeps."""
+    rule.rows = items.height
+    placed = items.with_columns(
+        expected=pl.int_range(pl.len(), dtype=pl.Int32), above=pl.col("item_id").shift(1)
+    ).filter(
+        pl.col("item_index").ne_missing(pl.col("expected"))
+        | (pl.col("item_id") <= pl.col("above")).fill_null(False)
+        | pl.col("item_id").is_null()
+    )
+    rule.broken_rows(
+        placed,
+        lambda row: f"item {row['item_id']}: index {row['item_index']} in row {row['expected']}, after {row['above']}",
+    )
+    core = int(tables.items.info.get("core", 0))
+    window = tables.items.info.get("core_window", "all")
+    split = tables.sequences.info.get("split", {})
+    before = split.get("val_start_ms") if window == "train" else None
+    kept, users = _core(tables, core, before, progress)
+    computed = pl.DataFrame({"item_id": kept})
+    rule.broken_rows(
+        items.join(computed, on="item_id", how="anti"),
+        lambda row: f"item {row['item_id']}: in the catalogue, but not in the {core}-core of the events",
+    )
+    rule.broken_rows(
+        computed.join(items, on="item_id", how="anti").sort("item_id"),
+        lambda row: f"item {row['item_id']}: in the {core}-core of the events, but not in the catalogue",
+    )
+    if core > 1 and window == "all" and split.get("kind") == "temporal":
+        rule.note = (
+            f"the {core}-core was computed on the whole log, validation and test included (core_window: all), "
+            f"as papers do; core_window: train sees the training window only"
+        )
+    return users
+
+
+def check_users(
+    tables: Tables, in_events: pl.DataFrame, in_core: pl.DataFrame, in_sequences: pl.DataFrame, rule: Rule
+) -> None:
+    """Each argument holds `user` (hash); `in_core` those that survive in events, the others also `part`."""
+    rule.rows = in_events["user"].n_unique()
+    for table, frame in (("events", in_events), ("sequences", in_sequences)):
+        repeated = frame.filter(pl.col("user").is_duplicated())
+        several = _names(tables, table, repeated).group_by("user_id").len().filter(pl.col("len") > 1).sort("user_id")
+        said = f"{'parts' if table == 'events' else 'rows'} of {table}"
+        several = several.with_columns(said=pl.lit(said))
+        rule.broken_rows(several, lambda row: f"user {row['user_id']}: in {row['len']} {row['said']}")
+    lost = in_events.join(in_core, on="user", how="semi").join(in_sequences, on="user", how="anti")
+    rule.broken_rows(
+        _names(tables, "events", lost).unique().sort("user_id"),
+        lambda row: f"user {row['user_id']}: survives in events, but is not in sequences",
+    )
+    added = in_sequences.join(in_core, on="user", how="anti")
+    rule.broken_rows(
+        _names(tables, "sequences", added).unique().sort("user_id"),
+        lambda row: f"user {row['user_id']}: in sequences, but has no surviving events",
+    )
+
+
+def _names(tables: Tables, table: str, hashes: pl.DataFrame) -> pl.DataFrame:
+    """The ids behind `hashes` (`user`, `part`): one row per part of events, or per row of sequences."""
+    names = [pl.DataFrame(schema={"user_id": pl.String})]
+    for number in hashes["part"].unique().sort().to_list():
+        wanted = hashes.filter(pl.col("part") == number)["user"]
+        ids = tables.part(table, number, ["user_id"])
+        ids = ids.filter(pl.col("user_id").hash().is_in(wanted.implode()))
+        names.append(ids.unique() if table == "events" else ids)
+    return pl.concat(names)

@@ -1,0 +1,62 @@
+"""Rules on files: whole, as listed, and made from each other."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from models.tables import Part, join, open_uri
+from pipelines.data.audit.base import REQUIRED, Rule, Tables
+
+
+def check_files(tables: Tables, rule: Rule) -> None:
+    """Every listed file is there, whole, and has the columns that the rules read."""
+    for table, required in REQUIRED.items():
+        for part in tables.manifest(table).files:
+            rule.rows += 1
+            wrong = _wrong_with(join(tables.uri, table, part.path), part, required)
+            if wrong:
+                rule.broken(1, [f"{table}/{part.path}: {wrong}"])
+
+
+def _wrong_with(uri: str, part: Part, required: dict[str, str]) -> str:
+    """What is wrong with one file, or ''."""
+    filesystem, path = open_uri(uri)
+    sha256 = hashlib.sha256()
+    size = 0
+    try:
+        with filesystem.open_input_stream(path) as stream:
+            while chunk := stream.read(1 << 22):
+                sha256.update(chunk)
+                size += len(chunk)
+        if size != part.bytes:
+            return f"{size} bytes, the manifest says {part.bytes}"
+        if sha256.hexdigest() != part.sha256:
+            return "its sha256 is not the manifest's"
+        with filesystem.open_input_file(path) as file:
+            content = pq.ParquetFile(file)
+            rows, schema = content.metadata.num_rows, content.schema_arrow
+    except FileNotFoundError:
+        return "missing"
+    except (pa.ArrowInvalid, OSError) as error:
+        return f"not readable ({str(error).splitlines()[0]})"
+    if rows != part.rows:
+        return f"{rows} rows, the manifest says {part.rows}"
+    for name, kind in required.items():
+        if name not in schema.names:
+            return f"no column {name}"
+        found = str(schema.field(name).type)
+        if found.replace("element:", "item:") != kind:
+            return f"column {name} is {found}, not {kind}"
+    return ""
+
+
+def check_inputs(tables: Tables, rule: Rule) -> None:
+    """The hashes that sequences were made from are those of the tables beside them."""
+    for name in ("events", "items"):
+        rule.rows += 1
+        made_from, is_ = tables.sequences.inputs.get(name), tables.manifest(name).hash
+        if made_from != is_:
+            rule.broken(1, [f"sequences were made from {name} {str(made_from)[:12]}, this folder holds {is_[:12]}"])

@@ -1,0 +1,244 @@
+"""Rules on sequences: behaviours, histories, targets, splits, counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+
+import polars as pl
+
+from pipelines.data.audit.base import EVENT_ORDER, SHOWN, SPLITS, Rule, Tables, count_before, name_request
+
+
+def check_sequences(
+    tables: Tables,
+    items: pl.DataFrame,
+    event_users: pl.DataFrame,
+    rules: dict[str, Rule],
+    progress: Callable[[str], None],
+) -> pl.DataFrame:
+    """Rules on rows of `sequences`. Returns `user` (hash) and `part`, one row per row of the table."""
+    found = []
+    tied = 0
+    held = {"users": 0, "interactions": 0, "items": items.height}
+    in_split = dict.fromkeys(SPLITS, 0)
+    kept: tuple[int, pl.DataFrame] | None = None  # the part of events that was read last
+    for number, users in tables.parts("sequences"):
+        progress(f"sequences, part {number + 1} of {len(tables.sequences.files)}")
+        users = users.with_row_index("row")
+        hashes = users.select(user=pl.col("user_id").hash())
+        found.append(hashes.with_columns(part=pl.lit(number, pl.Int32)))
+        held["users"] += users.height
+        held["interactions"] += int(users["item_index"].list.len().sum())
+
+        sources = event_users.filter(pl.col("user").is_in(hashes["user"].implode()))["part"].unique().sort().to_list()
+        mine = []
+        for source in sources:  # one, where a part of sequences was made from a part of events
+            if kept is None or kept[0] != source:
+                kept = (source, tables.part("events", source))
+            mine.append(kept[1].join(users.select("user_id", "row"), on="user_id"))
+
+        requests = _requests(users)
+        _check_splits(tables, requests, rules["splits"])
+        for split, count in requests["split"].value_counts().iter_rows():
+            in_split[split] = in_split.get(split, 0) + count
+        users = _check_lengths(users, rules["behaviours"])
+        requests = requests.join(users.select("row"), on="row", how="semi")
+        behaviours = _behaviours(users)
+        if mine:
+            _check_behaviours(tables, users, behaviours, _expected(tables, pl.concat(mine), items), rules["behaviours"])
+        tied += _check_history(tables, behaviours, requests, rules["history"])
+        _check_targets(tables, behaviours, requests, items.height, rules["targets"])
+    if tables.order_of_log:
+        note = f"ties: log_order; {tied:,} requests have a behaviour of their own time in their history"
+        rules["history"].note = note
+    _check_counts(tables, {**held, **{f"requests.{name}": n for name, n in in_split.items()}}, rules["counts"])
+    return pl.concat(found) if found else pl.DataFrame(schema={"user": pl.UInt64, "part": pl.Int32})
+
+
+def _list_columns(users: pl.DataFrame) -> list[str]:
+    return [name for name, kind in users.schema.items() if isinstance(kind, pl.List) and name != "requests"]
+
+
+def _check_lengths(users: pl.DataFrame, rule: Rule) -> pl.DataFrame:
+    """Reports users whose lists differ in length and returns the others, which can be laid out as rows."""
+    lengths = [pl.col(name).list.len() for name in _list_columns(users)]
+    equal = reduce(lambda a, b: a & b, (length == lengths[0] for length in lengths)).fill_null(False)
+    rule.broken_rows(users.filter(~equal), lambda row: f"user {row['user_id']}: lists of unequal length")
+    rule.rows += users.filter(~equal).height
+    return users.filter(equal)
+
+
+def _behaviours(users: pl.DataFrame) -> pl.DataFrame:
+    """The behaviours of `users`, one row each: `row`, `user_id`, `place` and every list column."""
+    lists = _list_columns(users)
+    flat = users.select("row", "user_id", *lists).filter(pl.col("item_index").list.len() > 0).explode(lists)
+    return flat.with_columns(place=pl.int_range(pl.len(), dtype=pl.Int32).over("row"))
+
+
+def _requests(users: pl.DataFrame) -> pl.DataFrame:
+    """The requests of `users`, one row each: `row`, `user_id`, `place` and the struct's fields."""
+    flat = users.select("row", "user_id", "requests").filter(pl.col("requests").list.len() > 0).explode("requests")
+    return flat.unnest("requests").with_columns(place=pl.int_range(pl.len(), dtype=pl.Int32).over("row"))
+
+
+def _expected(tables: Tables, events: pl.DataFrame, items: pl.DataFrame) -> pl.DataFrame:
+    """The behaviours that `events` give: those in the catalogue, in the total order, the most recent ones.
+
+    The sort keeps the file's order where all keys are equal.
+    """
+    most = tables.sequences.info.get("max_events") or 2**31
+    return (
+        tables.behaviours_of(events)
+        .join(items, on="item_id", maintain_order="left")
+        .sort("row", *EVENT_ORDER, maintain_order=True)
+        .with_columns(place=pl.int_range(pl.len(), dtype=pl.Int64).over("row"), length=pl.len().over("row"))
+        .with_columns(place=(pl.col("place") - (pl.col("length").cast(pl.Int64) - most).clip(0)).cast(pl.Int32))
+        .filter(pl.col("place") >= 0)
+    )
+
+
+def _check_behaviours(
+    tables: Tables, users: pl.DataFrame, behaviours: pl.DataFrame, expected: pl.DataFrame, rule: Rule
+) -> None:
+    columns = _list_columns(users)
+    absent = [name for name in columns if name not in expected.columns]
+    if absent:
+        rule.broken(behaviours.height, [f"column {absent[0]} of sequences is not in events"])
+        columns = [name for name in columns if name not in absent]
+    both = behaviours.join(
+        expected.filter(pl.col("row").is_in(users["row"].implode())).select("row", "place", *columns),
+        on=["row", "place"],
+        how="full",
+        coalesce=True,
+        suffix="_events",
+    )
+    rule.rows += both.height
+    differ = pl.any_horizontal(pl.col(name).ne_missing(pl.col(f"{name}_events")) for name in columns)
+    wrong = both.filter(differ).sort("row", "place")
+    name_of = dict(
+        users.filter(pl.col("row").is_in(wrong["row"].head(SHOWN).implode())).select("row", "user_id").rows()
+    )
+    rule.broken_rows(
+        wrong,
+        lambda row: (
+            f"user {name_of[row['row']]}, behaviour {row['place']}: "
+            + "; ".join(
+                f"{name} is {row[name]}, events give {row[f'{name}_events']}"
+                for name in columns
+                if row[name] != row[f"{name}_events"]
+            )
+        ),
+    )
+
+
+def _check_history(tables: Tables, behaviours: pl.DataFrame, requests: pl.DataFrame, rule: Rule) -> int:
+    """Checks `history_end`; returns how many requests have tied behaviours in their history."""
+    rule.rows += requests.height
+    known = requests.filter(pl.col("timestamp_ms").is_not_null())
+    rule.broken_rows(
+        requests.filter(pl.col("timestamp_ms").is_null()), lambda row: f"{name_request(row)}: no timestamp_ms"
+    )
+    counted = count_before(known, behaviours.select("row", "timestamp_ms"), ["row"], "timestamp_ms")
+    late = counted.with_columns(expected=pl.col("count"))
+    if tables.order_of_log and tables.sequences.info.get("kind") == "retrieval":
+        late = counted.with_columns(expected=pl.col("place").cast(pl.Int64))
+    wrong = late.filter(pl.col("history_end").cast(pl.Int64).ne_missing(pl.col("expected"))).sort("row", "place")
+    rule.broken_rows(
+        wrong,
+        lambda row: (
+            f"{name_request(row)} at {row['timestamp_ms']}: history_end is {row['history_end']}, "
+            f"{row['expected']} behaviours are earlier"
+        ),
+    )
+    return counted.filter(pl.col("history_end") > pl.col("count")).height
+
+
+def _check_targets(tables: Tables, behaviours: pl.DataFrame, requests: pl.DataFrame, items: int, rule: Rule) -> None:
+    rule.rows += requests.height
+    inside = pl.col("candidates").list.eval((pl.element() >= 0) & (pl.element() < items)).list.all()
+    known = (
+        inside
+        & (pl.col("candidates").list.len() > 0)
+        & (pl.col("candidates").list.eval(pl.element().is_null()).list.any().not_())
+    )
+    outside = requests.filter(~known.fill_null(False))
+    rule.broken_rows(
+        outside, lambda row: f"{name_request(row)}: candidates {row['candidates']} of a catalogue of {items} items"
+    )
+    if tables.sequences.info.get("kind") != "retrieval":
+        return
+    query = (
+        [pl.col("query").alias("asked")] if "query" in behaviours.columns else [pl.lit(None, pl.String).alias("asked")]
+    )
+    targets = behaviours.select("row", "place", "user_id", "item_index", pl.col("timestamp_ms").alias("time"), *query)
+    both = requests.join(outside.select("row", "place"), on=["row", "place"], how="anti").join(
+        targets, on=["row", "place"], how="full", coalesce=True, suffix="_behaviours"
+    )
+    both = both.join(outside.select("row", "place"), on=["row", "place"], how="anti")
+    right = (
+        (pl.col("candidates").list.len() == 1)
+        & (pl.col("candidates").list.first() == pl.col("item_index"))
+        & (pl.col("timestamp_ms") == pl.col("time"))
+        & pl.col("query").eq_missing(pl.col("asked"))
+    )
+    rule.broken_rows(
+        both.filter(~right.fill_null(False))
+        .with_columns(user_id=pl.coalesce("user_id", "user_id_behaviours"))
+        .sort("row", "place"),
+        lambda row: (
+            f"{name_request(row)}: asks for {row['candidates']} at {row['timestamp_ms']}, "
+            f"behaviour {row['place']} is item {row['item_index']} at {row['time']}"
+        ),
+    )
+
+
+def _check_splits(tables: Tables, requests: pl.DataFrame, rule: Rule) -> None:
+    rule.rows += requests.height
+    split = tables.sequences.info.get("split", {})
+    if split.get("kind") == "leave_last_out":
+        last = pl.len().over("row").cast(pl.Int64) - 1 - pl.col("place")  # 0 for the user's last request
+        few = pl.len().over("row") < 3
+        expected = (
+            pl.when(few | (last > 1))
+            .then(pl.lit("train"))
+            .when(last == 1)
+            .then(pl.lit("val"))
+            .otherwise(pl.lit("test"))
+        )
+        if tables.events.info.get("clock"):
+            rule.note = "leave-last-out lets other users' later behaviour into training; a temporal split does not"
+    elif split.get("kind") == "temporal" and {"val_start_ms", "test_start_ms"} <= split.keys():
+        time = pl.col("timestamp_ms")
+        expected = (
+            pl.when(time < int(split["val_start_ms"]))
+            .then(pl.lit("train"))
+            .when(time < int(split["test_start_ms"]))
+            .then(pl.lit("val"))
+            .otherwise(pl.lit("test"))
+        )
+        if tables.events.info.get("clock") is False and not rule.violations:
+            rule.broken(1, ["a temporal split of a log that has an order and no clock"])
+    else:
+        rule.broken(requests.height, [f"the manifest of sequences names no known split: {split}"])
+        return
+    wrong = requests.with_columns(expected=expected).filter(pl.col("split").ne_missing(pl.col("expected")))
+    rule.broken_rows(
+        wrong.sort("row", "place"),
+        lambda row: f"{name_request(row)} at {row['timestamp_ms']}: in {row['split']}, belongs to {row['expected']}",
+    )
+
+
+def _check_counts(tables: Tables, held: dict[str, int], rule: Rule) -> None:
+    info = tables.sequences.info
+    stated = {name: info.get(name) for name in ("users", "interactions", "items")}
+    stated |= {f"requests.{name}": info.get("requests", {}).get(name) for name in held_splits(held)}
+    for name, count in held.items():
+        rule.rows += 1
+        if stated[name] != count:
+            rule.broken(1, [f"{name}: the manifest says {stated[name]}, the table holds {count}"])
+
+
+def held_splits(held: dict[str, int]) -> list[str]:
+    """The split names that were counted."""
+    return [name.removeprefix("requests.") for name in held if name.startswith("requests.")]
