@@ -1,0 +1,258 @@
+"""The mapping source: a log described by a file that says which column is what. See `jobs/configs/sources`.
+
+layout: mapping
+files: log_*.csv*
+user: user_id
+item: video_id
+time: {column: time_ms, unit: ms}
+labels: {click: {column: is_click}}
+items: {files: videos.csv*, item: video_id, texts: {title: title}}
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+
+from models.tables import UserError, join
+from pipelines.data.sources.base import Block, Source, list_files
+from pipelines.data.sources.load import build
+from pipelines.data.sources.normalise import Columns, Explode, Label, Time, blocks
+from pipelines.data.sources.readers import FORMATS, Reading, read_frames
+
+NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True)
+class Items:
+    """Where an item's texts and attributes come from."""
+
+    files: str
+    """Pattern of the item files, relative to the input folder (`*`, `?`, `[...]`)."""
+    item: str
+    """Column with the item's id."""
+    texts: Any = field(default_factory=dict)
+    """Texts by name: {name: column}, or a list of columns that keep their names."""
+    attributes: Any = field(default_factory=dict)
+    """Categorical attributes by name: {name: column}, or a list of columns."""
+    lists: list[str] = field(default_factory=list)
+    """JSON: the columns that hold lists; their elements are joined by a space."""
+    format: str | None = None
+    """csv, jsonl or parquet; None: by the suffix."""
+    delimiter: str | None = None
+    """CSV: the column separator; None: a tab for `.tsv`, else a comma."""
+    header: list[str] | None = None
+    """CSV without a header line: its column names."""
+
+    def __post_init__(self) -> None:
+        for key in ("texts", "attributes"):
+            object.__setattr__(self, key, _named(getattr(self, key), f"items.{key}"))
+        _check_texts(self, ("files", "item"), "items.")
+        _check_format(self.format, "items.")
+
+    @property
+    def reading(self) -> Reading:
+        columns = (self.item, *self.texts.values(), *self.attributes.values())
+        return Reading(
+            columns=tuple(dict.fromkeys(columns)),
+            lists=frozenset(self.lists),
+            format=self.format,
+            delimiter=self.delimiter,
+            header=tuple(self.header) if self.header else None,
+        )
+
+
+@dataclass(frozen=True)
+class Mapping(Source):
+    """A log described column by column."""
+
+    files: str
+    """Pattern of the event files, relative to the input folder (`*`, `?`, `[...]`)."""
+    user: str
+    """Column with the user's id."""
+    item: str
+    """Column with the item's id, or with the list of ids that `explode` takes apart."""
+    time: Any
+    """Column and unit: {column, unit: s | ms | us | ns | iso | order}."""
+    format: str | None = None
+    """csv, jsonl or parquet; None: by the suffix, beneath .gz, .bz2, .zst or .lz4."""
+    delimiter: str | None = None
+    """CSV: the column separator; None: a tab for `.tsv`, else a comma."""
+    header: list[str] | None = None
+    """CSV without a header line: its column names."""
+    query: str | None = None
+    """Column with the search query."""
+    request: str | None = None
+    """Column with the id of the request or page view."""
+    position: str | None = None
+    """Column with the rank shown, from 0; with `explode` the rank in the list."""
+    labels: Any = field(default_factory=dict)
+    """Labels by name: {name: {column, type, true_when}} or {name: {member_of: column}}."""
+    numbers: Any = field(default_factory=dict)
+    """Numeric features, known before the event, by name: {name: column}, or a list of columns."""
+    categories: Any = field(default_factory=dict)
+    """Categorical features, known before the event, by name: {name: column}, or a list of columns."""
+    explode: Any = None
+    """List columns that become one row per element: {columns, separator}."""
+    items: Any = None
+    """The item files; None: the log has none."""
+
+    def __post_init__(self) -> None:
+        _check_texts(self, ("files", "user", "item"))
+        _check_format(self.format)
+        nested = {"time": Time, "explode": Explode, "items": Items}
+        for key, kind in nested.items():
+            if isinstance(getattr(self, key), dict):
+                object.__setattr__(self, key, build(kind, getattr(self, key), f"{key}."))
+            elif getattr(self, key) is not None and not isinstance(getattr(self, key), kind):
+                raise ValueError(f"'{key}' is {getattr(self, key)!r}, not a mapping of keys")
+        if self.time is None:
+            raise ValueError("'time' is empty; give its column and unit")
+        if not isinstance(self.labels, dict):
+            raise ValueError(f"'labels' is {self.labels!r}; write name: {{column: ...}}")
+        labels = {}
+        for name, label in self.labels.items():
+            _check_name(name, "labels")
+            labels[name] = build(Label, label, f"labels.{name}.") if isinstance(label, dict) else label
+            if not isinstance(labels[name], Label):
+                raise ValueError(f"labels.{name} is {label!r}; write {{column: ...}} or {{member_of: ...}}")
+        object.__setattr__(self, "labels", labels)
+        for key in ("numbers", "categories"):
+            object.__setattr__(self, key, _named(getattr(self, key), key))
+        if self.explode and self.item not in self.explode.columns:
+            raise ValueError(f"explode.columns is {self.explode.columns}; the item column '{self.item}' must be in it")
+
+    @property
+    def info(self) -> dict[str, Any]:
+        return {
+            "labels": {name: label.type for name, label in self.labels.items()},
+            "numbers": list(self.numbers),
+            "categories": list(self.categories),
+            "clock": self.time.clock,
+        }
+
+    @property
+    def columns(self) -> Columns:
+        return Columns(
+            user=self.user,
+            item=self.item,
+            time=self.time,
+            query=self.query,
+            request=self.request,
+            position=self.position,
+            labels=self.labels,
+            numbers=self.numbers,
+            categories=self.categories,
+            explode=self.explode,
+        )
+
+    @property
+    def reading(self) -> Reading:
+        """The columns to read of an event file, and how."""
+        exploded = self.explode.columns if self.explode else []
+        members = [label.member_of for label in self.labels.values()]
+        single = [self.user, self.item, self.time.column, self.query, self.request, self.position]
+        labels = [label.column for label in self.labels.values()]
+        wanted = [*single, *labels, *members, *exploded, *self.numbers.values(), *self.categories.values()]
+        text = self.explode is not None and self.explode.separator is not None
+        return Reading(
+            columns=tuple(dict.fromkeys(name for name in wanted if name)),
+            lists=frozenset() if text else frozenset(name for name in [*exploded, *members] if name),
+            integers=frozenset(name for name in (self.time.column, self.position) if name),
+            format=self.format,
+            delimiter=self.delimiter,
+            header=tuple(self.header) if self.header else None,
+        )
+
+    @property
+    def items_columns(self) -> tuple[list[str], list[str]]:
+        return (list(self.items.texts), list(self.items.attributes)) if self.items else ([], [])
+
+    def event_files(self, input_uri: str) -> list[str]:
+        return list_files(input_uri, self.files, required=True, what="event file")
+
+    def read_events(self, input_uri: str, file: str) -> Iterator[Block]:
+        schema, columns, first = self.block_schema, self.columns, 0
+        for frame in read_frames(input_uri, file, self.reading):
+            for block in blocks(
+                frame.rows,
+                frame.broken,
+                columns,
+                schema,
+                uri=join(input_uri, file),
+                file=file,
+                first_log_row=first,
+            ):
+                yield block
+                first += block.rows_read
+
+    def item_files(self, input_uri: str) -> list[str]:
+        return list_files(input_uri, self.items.files, required=True, what="item file") if self.items else []
+
+    def read_items(self, input_uri: str, file: str) -> Iterator[pa.Table]:
+        return read_items(self.items, input_uri, file)
+
+
+def items_fields(texts: list[str], attributes: list[str]) -> pa.Schema:
+    """Schema of what `read_items` gives."""
+    names = ["item_id", *(f"text_{name}" for name in texts), *(f"cat_{name}" for name in attributes)]
+    return pa.schema([pa.field(name, pa.string()) for name in names])
+
+
+def read_items(items: Items, input_uri: str, file: str) -> Iterator[pa.Table]:
+    """The item file's rows that have an id, as text; lists are joined, empty text is null."""
+    schema = items_fields(list(items.texts), list(items.attributes))
+    sources = [items.item, *items.texts.values(), *items.attributes.values()]
+    for frame in read_frames(input_uri, file, items.reading):
+        rows = frame.rows.select(
+            _as_text(frame.rows, column, join(input_uri, file)).alias(target)
+            for target, column in zip(schema.names, sources, strict=True)
+        )
+        yield rows.filter(pl.col("item_id").is_not_null()).to_arrow().cast(schema)
+
+
+def _as_text(rows: pl.DataFrame, column: str, uri: str) -> pl.Expr:
+    dtype = rows.schema[column]
+    value = pl.col(column)
+    if isinstance(dtype, pl.List):
+        value = value.cast(pl.List(pl.String)).list.join(" ", ignore_nulls=True)
+    elif isinstance(dtype, pl.Struct):
+        raise UserError(f"{uri}: column '{column}' is {dtype}, not text; name another column in the source file")
+    else:
+        value = value.cast(pl.String)
+    value = value.str.strip_chars()
+    return pl.when(value != "").then(value)
+
+
+def _named(value: Any, key: str) -> dict[str, str]:
+    """{name: column}, from that or from a list of columns."""
+    if isinstance(value, list):
+        value = {column: column for column in value}
+    if not isinstance(value, dict):
+        raise ValueError(f"'{key}' is {value!r}; write name: column, or a list of columns")
+    for name, column in value.items():
+        _check_name(name, key)
+        if not isinstance(column, str):
+            raise ValueError(f"{key}.{name} is {column!r}, not the name of a column; write it in quotes")
+    return value
+
+
+def _check_name(name: Any, key: str) -> None:
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ValueError(f"'{name}' in '{key}' is no name; use letters, digits and _, and begin with a letter")
+
+
+def _check_texts(config: Any, keys: tuple[str, ...], where: str = "") -> None:
+    for key in keys:
+        if not isinstance(getattr(config, key), str):
+            raise ValueError(f"'{where}{key}' is {getattr(config, key)!r}, not text; write it in quotes")
+
+
+def _check_format(chosen: str | None, where: str = "") -> None:
+    if chosen is not None and chosen not in FORMATS:
+        raise ValueError(f"'{where}format' is '{chosen}'; it must be one of {', '.join(FORMATS)}")

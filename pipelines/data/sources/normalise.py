@@ -1,0 +1,397 @@
+"""Raw rows to events and rejects: one vectorised pass over a frame, no Python call per row.
+
+Each target column is an expression for its value and a list of (condition, reason) for what breaks the
+schema; a row goes to the rejects with its first reason.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import polars as pl
+import pyarrow as pa
+
+from models.tables import UserError
+from pipelines.data.sources.base import Block
+from pipelines.data.sources.readers import LONGEST_QUOTE, ROW
+from pipelines.data.tables import LABEL_TYPES, REJECTS
+
+UNITS = {"s": (1000, 1), "ms": (1, 1), "us": (1, 1000), "ns": (1, 1_000_000), "iso": (1, 1), "order": (1, 1)}
+"""Units of time: factor and divisor to milliseconds."""
+LAST_MS = 253_402_300_799_999  # the end of year 9999: a later time is a wrong unit
+LAST_INT64 = 2**63 - 1
+LAST_INT32 = 2**31 - 1
+EXPLODED_ROWS = 1 << 18  # rows per block after lists are exploded
+LOG_ROW, POSITION = "__log_row", "__position"
+
+TEXT = (pl.String, pl.Categorical, pl.Enum)
+OPERATORS = {">": "gt", ">=": "ge", "<": "lt", "<=": "le", "==": "eq", "!=": "ne"}
+
+
+@dataclass(frozen=True)
+class Time:
+    """When an event happened."""
+
+    column: str
+    """Raw column."""
+    unit: str
+    """s, ms, us, ns (integers since 1970), iso (ISO 8601 text, UTC where it names no offset), or order: an
+    ordinal of a log without a clock. Typed Parquet timestamps know their own unit; give them `iso`."""
+
+    def __post_init__(self) -> None:
+        if self.unit not in UNITS:
+            raise ValueError(f"time.unit is '{self.unit}'; it must be one of {', '.join(UNITS)}")
+
+    @property
+    def clock(self) -> bool:
+        return self.unit != "order"
+
+
+@dataclass(frozen=True)
+class Label:
+    """What a user did with an item."""
+
+    column: str | None = None
+    """Raw column that the label is in; or `member_of`."""
+    type: str = "bool"
+    """bool or float32."""
+    true_when: str | None = None
+    """bool: a comparison such as `> 0`, `>= 4` or `== buy`; None: the column holds 0, 1, true or false."""
+    member_of: str | None = None
+    """bool: a list column; the label is whether the row's item is in it, such as clicked_item_ids."""
+
+    def __post_init__(self) -> None:
+        if self.type not in LABEL_TYPES:
+            raise ValueError(f"a label's type is '{self.type}'; it must be one of {', '.join(LABEL_TYPES)}")
+        if (self.column is None) == (self.member_of is None):
+            raise ValueError("a label needs either 'column' or 'member_of'; give exactly one of them")
+        if self.type != "bool" and (self.true_when or self.member_of):
+            raise ValueError(f"'true_when' and 'member_of' make bool labels, not {self.type}; set type to bool")
+        if self.true_when is not None:
+            if self.column is None:
+                raise ValueError("'true_when' compares a column; give 'column' and not 'member_of'")
+            comparison(self.true_when)
+
+
+@dataclass(frozen=True)
+class Explode:
+    """One raw row holds several impressions, as lists."""
+
+    columns: list[str]
+    """List columns that become one row per element, in lockstep; the item column is among them."""
+    separator: str | None = None
+    """What stands between elements where a list is written as text; None: real lists (JSON, Parquet)."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.columns, list) or not self.columns:
+            raise ValueError(f"explode.columns is {self.columns!r}; name at least the item column, as a list")
+        if self.separator == "":
+            raise ValueError("explode.separator is empty; give the text between two elements, such as ' '")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Where the columns of `events` come from."""
+
+    user: str
+    item: str
+    time: Time
+    query: str | None
+    request: str | None
+    position: str | None
+    labels: dict[str, Label]
+    numbers: dict[str, str]
+    categories: dict[str, str]
+    explode: Explode | None
+
+
+def comparison(text: str) -> tuple[str, float | str]:
+    """The polars method and the operand of a `true_when` rule. A number compares as a number."""
+    match = re.fullmatch(r"\s*(>=|<=|==|!=|>|<)\s*(.+?)\s*", str(text))
+    if not match:
+        raise ValueError(f"true_when is '{text}'; write an operator and a value, such as '> 0' or '== buy'")
+    operator, operand = match.groups()
+    try:
+        return OPERATORS[operator], float(operand)
+    except ValueError:
+        if operator not in ("==", "!="):
+            raise ValueError(f"true_when is '{text}'; {operator} needs a number") from None
+        return OPERATORS[operator], operand
+
+
+class _Row:
+    """Collects the expressions of one frame's target columns and the reasons for rejects."""
+
+    def __init__(self, raw: pl.DataFrame, uri: str) -> None:
+        self.schema = raw.schema
+        self.uri = uri
+        self.values: list[pl.Expr] = []
+        self.reasons: list[tuple[pl.Expr, str]] = []
+
+    def refuse(self, column: str, need: str) -> UserError:
+        return UserError(
+            f"{self.uri}: column '{column}' is {self.schema[column]}, not {need}; convert it in the log or name "
+            f"another column in the source file"
+        )
+
+    def text(self, target: str, column: str, *, required: bool) -> None:
+        """An id, query or category as text; empty text is no value."""
+        dtype = self.schema[column]
+        if not (dtype in TEXT or dtype.is_integer() or dtype in (pl.Null, pl.Boolean)):
+            raise self.refuse(column, "text or integers")
+        value = pl.col(column).cast(pl.String)
+        if dtype in TEXT:
+            value = pl.when(value != "").then(value)
+        self.values.append(value.alias(target))
+        if required:
+            self.reasons.append((value.is_null(), f"{target}: missing"))
+
+    def _integer(self, target: str, column: str) -> tuple[pl.Expr, list[tuple[pl.Expr, str]]]:
+        dtype = self.schema[column]
+        if not (dtype == pl.String or dtype.is_integer() or dtype == pl.Null):
+            raise self.refuse(column, "integers")
+        raw = pl.col(column)
+        number = raw.cast(pl.Int64, strict=False)
+        missing = (raw.is_null() | (raw == "")) if dtype == pl.String else raw.is_null()
+        return number, [
+            (missing, f"{target}: missing"),
+            (number.is_null(), f"{target}: not an integer"),
+            (number < 0, f"{target}: negative"),
+        ]
+
+    def time(self, time: Time) -> None:
+        """Milliseconds as int64, from integers, ISO text or typed timestamps; never through a float."""
+        target, column, dtype = "timestamp_ms", time.column, self.schema[time.column]
+        if dtype.is_temporal() and dtype in (pl.Datetime, pl.Date) and time.clock:
+            value = pl.col(column).cast(pl.Datetime("us")).dt.timestamp("us").floordiv(1000)
+            self.reasons += [(pl.col(column).is_null(), f"{target}: missing"), (value < 0, f"{target}: negative")]
+        elif time.unit == "iso":
+            if dtype not in (pl.String, pl.Null):
+                raise self.refuse(column, "ISO 8601 text or a timestamp")
+            raw = pl.col(column).cast(pl.String)
+            value = _parse_iso(raw)
+            self.reasons += [
+                (raw.is_null() | (raw == ""), f"{target}: missing"),
+                (value.is_null(), f"{target}: not an ISO 8601 time"),
+                (value < 0, f"{target}: negative"),
+            ]
+        else:
+            number, reasons = self._integer(target, column)
+            factor, divisor = UNITS[time.unit]
+            self.reasons += reasons
+            last = min(LAST_MS // factor * divisor, LAST_INT64)
+            if time.clock and last < LAST_INT64:
+                self.reasons.append((number > last, f"{target}: after the year 9999, check time.unit"))
+            value = number * factor if factor > 1 else number.floordiv(divisor) if divisor > 1 else number
+        self.values.append(value.cast(pl.Int64).alias(target))
+
+    def position(self, column: str) -> None:
+        number, reasons = self._integer("position", column)
+        self.reasons += [*reasons, (number > LAST_INT32, "position: more than int32 holds")]
+        self.values.append(number.cast(pl.Int32, strict=False).alias("position"))
+
+    def number(self, target: str, column: str) -> None:
+        """A finite float32, or null where the log has none."""
+        value, reasons = self._float(target, column, pl.Float32)
+        self.values.append(value.alias(target))
+        self.reasons += reasons
+
+    def _float(self, target: str, column: str, kind: type) -> tuple[pl.Expr, list[tuple[pl.Expr, str]]]:
+        dtype = self.schema[column]
+        if not (dtype == pl.String or dtype.is_numeric() or dtype in (pl.Boolean, pl.Null)):
+            raise self.refuse(column, "numbers")
+        raw = pl.col(column)
+        if dtype == pl.String:
+            raw = pl.when(raw != "").then(raw)
+        value = raw.cast(kind, strict=False)
+        reasons = [(raw.is_not_null() & value.is_null(), f"{target}: not a number")]
+        if dtype == pl.String or dtype.is_float() or dtype.is_decimal():
+            reasons.append((~value.is_finite(), f"{target}: not finite"))
+        return value, reasons
+
+    def flag(self, target: str, column: str, true_when: str | None) -> None:
+        """A bool, by a comparison or as 0, 1, true, false; null where the log has none."""
+        dtype = self.schema[column]
+        if true_when is not None:
+            method, operand = comparison(true_when)
+            if isinstance(operand, str):
+                if not (dtype in TEXT or dtype == pl.Null):
+                    raise self.refuse(column, f"text, as true_when '{true_when}' needs")
+                value = pl.col(column).cast(pl.String)
+                value = pl.when(value != "").then(value)
+            else:
+                value, reasons = self._float(target, column, pl.Float64)
+                self.reasons += reasons
+            self.values.append(getattr(value, method)(operand).alias(target))
+            return
+        if dtype in (pl.Boolean, pl.Null):
+            self.values.append(pl.col(column).cast(pl.Boolean).alias(target))
+            return
+        if not (dtype == pl.String or dtype.is_numeric()):
+            raise self.refuse(column, "0, 1, true or false")
+        raw = pl.col(column).cast(pl.String).str.to_lowercase()
+        value = (
+            pl.when(raw.is_in(["1", "true", "1.0"]))
+            .then(pl.lit(True))
+            .when(raw.is_in(["0", "false", "0.0"]))
+            .then(pl.lit(False))
+        )
+        self.values.append(value.alias(target))
+        self.reasons.append((raw.is_not_null() & (raw != "") & value.is_null(), f"{target}: not a bool"))
+
+
+def _parse_iso(raw: pl.Expr) -> pl.Expr:
+    text = raw.str.strip_chars().str.replace(" ", "T", literal=True).str.replace(r"[Zz]$", "+00:00")
+    moment = pl.Datetime("us", "UTC")
+    parsed = pl.coalesce(
+        text.str.to_datetime("%Y-%m-%dT%H:%M:%S%.f%z", time_unit="us", time_zone="UTC", strict=False),
+        text.str.to_datetime("%Y-%m-%dT%H:%M:%S%.f", time_unit="us", strict=False).dt.replace_time_zone("UTC"),
+        text.str.to_date("%Y-%m-%d", strict=False).cast(pl.Datetime("us")).dt.replace_time_zone("UTC"),
+    )
+    return parsed.cast(moment).dt.timestamp("us").floordiv(1000)
+
+
+def blocks(
+    raw: pl.DataFrame,
+    broken: list[tuple[int, str, str]],
+    columns: Columns,
+    schema: pa.Schema,
+    *,
+    uri: str,
+    file: str,
+    first_log_row: int,
+) -> Iterator[Block]:
+    """Events and rejects of one frame; `schema` is the source's `block_schema`."""
+    pending = broken
+    for piece, members in _explode(raw, columns, uri):
+        piece = piece.with_columns(pl.int_range(first_log_row, first_log_row + pl.len()).alias(LOG_ROW))
+        first_log_row += len(piece)
+        yield _block(piece, members, columns, schema, pending, uri, file)
+        pending = []
+    if pending:
+        yield Block(schema.empty_table(), _rejects(pending, file), len(pending))
+
+
+def _explode(raw: pl.DataFrame, columns: Columns, uri: str) -> Iterator[tuple[pl.DataFrame, dict[str, pl.DataFrame]]]:
+    """Frames of one row per impression, and per `member_of` column its pairs of (ROW, item)."""
+    lists = {label.member_of for label in columns.labels.values() if label.member_of}
+    if columns.explode is None and not lists:
+        yield raw, {}
+        return
+    exploded = columns.explode.columns if columns.explode else []
+    separator = columns.explode.separator if columns.explode else None
+    for name in {*lists, *exploded}:
+        raw = raw.with_columns(_as_list(raw, name, separator, uri))
+    if exploded:
+        length = pl.col(columns.item).list.len().fill_null(0)
+        raw = raw.with_columns(pl.int_ranges(0, length, dtype=pl.Int32).alias(POSITION))
+        exploded = [*exploded, POSITION]
+        # A row whose lists differ in length cannot be taken apart: it loses its items and is rejected as a whole.
+        fits = pl.all_horizontal(pl.col(name).list.len().fill_null(0) == length for name in exploded)
+        raw = raw.with_columns(pl.when(fits).then(pl.col(name)) for name in exploded)
+    for piece in _pieces(raw, columns.item) if exploded else [raw]:
+        members = {
+            name: piece.select(ROW, pl.col(name).alias("__item")).explode("__item").drop_nulls().unique()
+            for name in lists
+        }
+        rows = piece.drop(lists - set(exploded))
+        yield (rows.explode(exploded) if exploded else rows), members
+
+
+def _as_list(raw: pl.DataFrame, name: str, separator: str | None, uri: str) -> pl.Expr:
+    dtype = raw.schema[name]
+    if isinstance(dtype, pl.List):
+        return pl.col(name).cast(pl.List(pl.String))
+    if dtype == pl.Null:
+        return pl.col(name).cast(pl.List(pl.String))
+    if dtype == pl.String and separator is not None:
+        parts = pl.col(name).str.strip_chars().str.split(separator)
+        return parts.list.eval(pl.element().filter(pl.element() != ""))
+    remedy = "set explode.separator" if dtype == pl.String else "name a column of lists"
+    raise UserError(f"{uri}: column '{name}' is {dtype}, not a list; {remedy} in the source file")
+
+
+def _pieces(raw: pl.DataFrame, item: str) -> Iterator[pl.DataFrame]:
+    """Slices of rows whose lists come to about EXPLODED_ROWS elements, so that blocks stay bounded."""
+    piece = raw.select((pl.col(item).list.len().fill_null(1).cum_sum() // EXPLODED_ROWS).alias("piece"))["piece"]
+    for count, first in zip(*_runs(piece), strict=True):
+        yield raw.slice(first, count)
+
+
+def _runs(values: pl.Series) -> tuple[list[int], list[int]]:
+    counts = values.rle().struct.field("len").cast(pl.Int64)
+    return counts.to_list(), (counts.cum_sum() - counts).to_list()
+
+
+def _block(
+    raw: pl.DataFrame,
+    members: dict[str, pl.DataFrame],
+    columns: Columns,
+    schema: pa.Schema,
+    broken: list[tuple[int, str, str]],
+    uri: str,
+    file: str,
+) -> Block:
+    row = _Row(raw, uri)
+    row.text("user_id", columns.user, required=True)
+    row.text("item_id", columns.item, required=True)
+    row.time(columns.time)
+    if columns.query:
+        row.text("query", columns.query, required=False)
+    else:
+        row.values.append(pl.lit(None, pl.String).alias("query"))
+    if columns.request:
+        row.text("request_id", columns.request, required=True)
+    elif columns.explode:  # a raw row is a request: its number in the file, padded to sort as text
+        row.values.append(pl.col(ROW).cast(pl.String).str.zfill(12).alias("request_id"))
+    else:
+        row.values.append(pl.lit("").alias("request_id"))
+    if columns.position:
+        row.position(columns.position)
+    elif columns.explode:
+        row.values.append(pl.col(POSITION).alias("position"))
+    else:
+        row.values.append(pl.lit(0, pl.Int32).alias("position"))
+    for name, label in columns.labels.items():
+        target = f"label_{name}"
+        if label.member_of:
+            pairs = members[label.member_of].with_columns(pl.lit(True).alias(f"__{target}"))
+            raw = raw.join(
+                pairs, left_on=[ROW, columns.item], right_on=[ROW, "__item"], how="left", maintain_order="left"
+            )
+            row.values.append(pl.col(f"__{target}").fill_null(False).alias(target))
+        elif label.column and label.type == "bool":
+            row.flag(target, label.column, label.true_when)
+        elif label.column:
+            row.number(target, label.column)
+    for name, column in columns.numbers.items():
+        row.number(f"num_{name}", column)
+    for name, column in columns.categories.items():
+        row.text(f"cat_{name}", column, required=False)
+
+    reason = pl.coalesce(*(pl.when(bad).then(pl.lit(text)) for bad, text in row.reasons))
+    made = raw.select(*row.values, pl.col(LOG_ROW).alias("log_row"), reason.alias("__reason"))
+    refused = made["__reason"].is_not_null()
+    rejects = _rejects(broken, file)
+    if refused.any():
+        kept = [name for name in raw.columns if not name.startswith("__")]
+        source = raw.filter(refused).select(
+            pl.lit(file).alias("file"),
+            pl.col(ROW).alias("row"),
+            made.filter(refused)["__reason"].alias("reason"),
+            pl.struct(kept).struct.json_encode().str.slice(0, LONGEST_QUOTE).alias("source"),
+        )
+        rejects = pa.concat_tables([rejects, source.to_arrow().cast(REJECTS)])
+        made = made.filter(~refused)
+    events = made.select(schema.names).to_arrow().cast(schema)
+    return Block(events, rejects, len(raw) + len(broken))
+
+
+def _rejects(broken: list[tuple[int, str, str]], file: str) -> pa.Table:
+    rows = [
+        {"file": file, "row": n, "reason": why, "source": pl.DataFrame({"line": [text]}).write_ndjson().strip()}
+        for n, why, text in broken
+    ]
+    return pa.Table.from_pylist(rows, REJECTS)
