@@ -15,7 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,6 @@ class Checkpoint:
     """Name in the registry under `name`, and the fields of the model's config."""
     fit: dict[str, Any] = field(default_factory=dict)
     """The training config."""
-    data: dict[str, Any] = field(default_factory=dict)
-    """How examples are made, such as the longest history."""
     hashes: dict[str, str] = field(default_factory=dict)
     """Hashes of the tables that it belongs to: `sequences`, `items`, `sids`, `trie`."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -66,11 +64,6 @@ class Checkpoint:
     @property
     def name(self) -> str:
         return str(self.model.get("name"))
-
-
-def plain(config: Any) -> dict[str, Any]:
-    """A dataclass or mapping as a plain dict."""
-    return asdict(config) if is_dataclass(config) and not isinstance(config, type) else dict(config)
 
 
 def write(directory: str | Path, model: nn.Module, about: Checkpoint, state: dict[str, Any] | None = None) -> None:
@@ -191,6 +184,6 @@ def load(uri: str | Path, catalogue: Any, name: str | None = None) -> tuple[nn.M
 
     about = read(uri)
     check(about, uri, catalogue.hashes, name)
-    model = registry.build({**about.model}, catalogue)
+    model = registry.build(registry.config_from_dict(about.model), catalogue)
     load_weights(model, uri)
     return model.eval(), about

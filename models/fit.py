@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -61,6 +62,8 @@ class FitConfig:
     """Epochs between validations; the last epoch is always validated."""
     eval_examples: int = 0
     """Validate on at most this many requests, the same ones each time; 0 takes all."""
+    eval_options: dict[str, Any] = field(default_factory=dict)
+    """Options of the model's `recommend` in validation, such as `beam: 20` for TIGER."""
     metric: str = "ndcg@10"
     """Validation metric, larger is better, that picks the best checkpoint and stops the run."""
     clip_norm: float = 1.0
@@ -83,6 +86,8 @@ class FitConfig:
         for name, least in at_least.items():
             if getattr(self, name) < least:
                 raise ValueError(f"fit.{name} is {getattr(self, name)}, it must be at least {least}")
+        if isinstance(self.eval_options, str) or not all(isinstance(key, str) for key in self.eval_options):
+            raise ValueError(f"fit.eval_options is {self.eval_options!r}, it must be a mapping such as {{beam: 20}}")
         if not self.lr > 0:
             raise ValueError(f"fit.lr is {self.lr}, it must be above 0; try 0.001")
         if not 0 <= self.warmup_share <= 1:
@@ -403,3 +408,77 @@ def mean_metrics(
     if config.metric not in sums:
         raise UserError(f"fit.metric is '{config.metric}', which is not measured; choose one of {', '.join(names)}")
     return {name: total / requests for name, total in zip(names, totals, strict=True)}, int(requests)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """`python -m models.fit`: see the module."""
+    import argparse
+    import shutil
+    from pathlib import Path
+
+    import yaml
+
+    from models import checkpoint
+    from models.setup import set_up
+
+    parser = argparse.ArgumentParser(prog="python -m models.fit", description="Trains one model with PyTorch alone.")
+    parser.add_argument("--config", required=True, help="YAML file with the sections model and fit, as of jobs.train")
+    parser.add_argument("--tables", required=True, help="folder that jobs.prepare made")
+    parser.add_argument("--sids", help="folder that jobs.tokenize made, for models that use semantic IDs")
+    parser.add_argument("--output", required=True, help="folder for the checkpoints; run again, it resumes from them")
+    options = parser.parse_args(argv)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        content = yaml.safe_load(Path(options.config).read_text())
+        config = FitConfig(**content.get("fit", {}))
+        setup = set_up(content["model"], config, options.tables, options.sids, device=device)
+        output = Path(options.output)
+        state, last = None, max(output.glob("step-*"), default=None)
+        if last is not None:
+            checkpoint.check(checkpoint.read(last), last, setup.catalogue.hashes, content["model"]["name"])
+            checkpoint.load_weights(setup.model, last)
+            state = checkpoint.load_state(last)
+            print(f"continuing from {last}")
+        if not setup.entry.gradient:
+            setup.model.fit_counts(setup.train(0, 0))
+            checkpoint.save(output / "best", setup.model, setup.checkpoint(epoch=1))
+            print(f"counted; checkpoint {output / 'best'}")
+            return
+        for event in fit(setup.model, setup.train, setup.validate, setup.fit, state=state, device=device):
+            if not event.state:
+                continue
+            about = setup.checkpoint(epoch=event.epoch, step=event.step, best=best_of(event.state))
+            if isinstance(event, EpochEvent):
+                about.metrics = event.metrics
+                if event.is_best:  # before the one to resume from, so that a kill between them loses neither
+                    checkpoint.save(output / "best", setup.model, about)
+                print(describe(event, setup.fit), flush=True)
+            checkpoint.save(output / f"step-{event.step:08d}", setup.model, about, event.state)
+            for old in sorted(output.glob("step-*"))[:-1]:
+                shutil.rmtree(old)
+        print(f"best checkpoint: {output / 'best'}")
+    except UserError as error:
+        sys.exit(f"error: {error}")
+
+
+def best_of(state: State) -> dict[str, Any]:
+    """The best validation so far, out of an event's state."""
+    cursor = state["cursor"]
+    return {"value": cursor["best"], "epoch": cursor["best_epoch"], "step": cursor["best_step"]}
+
+
+def describe(event: EpochEvent, config: FitConfig) -> str:
+    """One line of progress per epoch."""
+    metrics = {name: event.metrics[name] for name in (config.metric, "recall@10") if name in event.metrics}
+    shown = "".join(f"  val {name} {value:.4f}" for name, value in metrics.items())
+    left = (config.max_epochs - event.epoch) * (event.seconds + event.eval_seconds)
+    return (
+        f"epoch {event.epoch:>3}/{config.max_epochs}  step {event.step:>6}  loss {event.loss:.4f}{shown}"
+        f"{' *' if event.is_best else ''}  {event.examples_per_s:,.0f} examples/s  data wait {event.data_wait:.0%}"
+        f"  {event.seconds:.0f} s + {event.eval_seconds:.0f} s  "
+        + ("done" if event.stop else f"at most {left:.0f} s left")
+    )
+
+
+if __name__ == "__main__":
+    main()

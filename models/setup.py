@@ -1,0 +1,165 @@
+"""One training or evaluation put together from a config: model, batches and validation, PyTorch only.
+
+Used by `python -m models.fit` and by the workers of `pipelines/training` alike, so both train the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from models import registry
+from models.checkpoint import Checkpoint
+from models.fit import FitConfig, autocast, to_device
+from models.tables import UserError, join
+
+CUTOFFS = (1, 5, 10, 20)
+"""Ranks K at which Recall@K and NDCG@K are measured."""
+
+
+@dataclass
+class Batches:
+    """A worker's share of the train split, as `fit` takes it."""
+
+    examples: Any
+    """The family's examples of the train split, this rank's rows."""
+    batch_size: int
+    """Rows per batch of this worker."""
+    seed: int
+    """Seed of the order."""
+
+    def steps(self, epoch: int) -> int:
+        return self.examples.steps(self.batch_size)
+
+    def __call__(self, epoch: int, skip: int) -> Iterator[dict[str, Tensor]]:
+        order = self.examples.batches(self.batch_size, seed=self.seed, epoch=epoch, shuffle=True)
+        for i, rows in enumerate(order):
+            if i >= skip:
+                yield self.examples.collate(rows)
+
+
+@dataclass
+class Setup:
+    """What a run works on."""
+
+    entry: registry.Entry
+    """The model's row of the registry."""
+    config: Any
+    """The model's config."""
+    catalogue: Any
+    """What the model is built on."""
+    model: nn.Module
+    """The model, on its device, freshly initialised from the seed."""
+    train: Batches
+    """Training data of this rank."""
+    val: Any
+    """Examples of the validation split, this rank's rows."""
+    fit: FitConfig
+    """How it is trained."""
+    device: torch.device
+    """Where the model is."""
+    world: int
+    """Number of workers."""
+
+    def validate(self, model: nn.Module) -> tuple[dict[str, float], int]:
+        """Sums of the metrics over this rank's validation requests, and their number."""
+        limit = -(-self.fit.eval_examples // self.world)
+        sums, count, _ = score(
+            model, self.entry.family, self.val, batch_size=self.fit.eval_batch_size, device=self.device,
+            precision=self.fit.precision, limit=limit, options=self.fit.eval_options,
+        )  # fmt: skip
+        return sums, count
+
+    def checkpoint(self, **fields: Any) -> Checkpoint:
+        """`config.json` of a checkpoint of this run, with `fields` filled in."""
+        model = registry.config_to_dict(self.config)
+        return Checkpoint(model=model, fit=vars(self.fit).copy(), hashes=dict(self.catalogue.hashes), **fields)
+
+
+def load_catalogue(entry: registry.Entry, name: str, tables: str, sids: str | None) -> Any:
+    """The catalogue of a model; UserError where it needs semantic IDs and none are given."""
+    if entry.sids and not sids:
+        raise UserError(f"the model '{name}' needs semantic IDs; give --sids with the folder that jobs.tokenize made")
+    return entry.family.catalogue.load(tables, sids if entry.sids else None)
+
+
+def set_up(
+    model: dict[str, Any],
+    fit: FitConfig,
+    tables: str,
+    sids: str | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    rank: int = 0,
+    world: int = 1,
+) -> Setup:
+    """Reads the tables and builds the model that `model` (its `name` and fields) names."""
+    config = registry.config_from_dict(model)
+    entry = registry.find(model["name"])
+    if fit.batch_size % world:
+        raise UserError(
+            f"fit.batch_size {fit.batch_size} does not divide by {world} workers; choose a multiple of {world}"
+        )
+    device = torch.device(device)
+    catalogue = load_catalogue(entry, model["name"], tables, sids)
+    torch.manual_seed(fit.seed)
+    module = entry.build(config, catalogue).to(device)
+    sequences = join(tables, "sequences")
+    load = entry.family.examples.load
+    if not entry.gradient:  # counted in one pass, by one worker
+        rank, world = 0, 1
+    train = load(sequences, "train", unit=entry.unit, max_history=config.max_history, rank=rank, world=world)
+    val = load(sequences, "val", unit="request", max_history=config.max_history, rank=rank, world=world)
+    if train.requests == 0:
+        raise UserError(
+            f"{sequences} has no train request with a history; check the split of jobs.prepare, or use fewer workers"
+        )
+    batches = Batches(train, fit.batch_size // world, fit.seed)
+    return Setup(entry, config, catalogue, module, batches, val, fit, device, world)
+
+
+def score(
+    model: nn.Module,
+    family: registry.Family,
+    examples: Any,
+    *,
+    batch_size: int,
+    device: torch.device,
+    precision: str = "auto",
+    limit: int = 0,
+    cutoffs: Sequence[int] = CUTOFFS,
+    options: dict[str, Any] | None = None,
+) -> tuple[dict[str, float], int, float]:
+    """Ranks the full catalogue for the examples' requests.
+
+    Returns the sums of the metrics, the number of requests, and the seconds spent in `recommend`. With
+    `limit` it takes that many requests, evenly spread over the lengths of their histories. `options` go
+    to the model's `recommend`.
+    """
+    sums: dict[str, float] = {}
+    count, seconds = 0, 0.0
+    model.eval()
+    batches = examples.batches(batch_size)
+    if limit and limit < len(examples):
+        rows = np.concatenate(list(batches))[np.linspace(0, len(examples) - 1, limit).astype(np.int64)]
+        batches = (rows[i : i + batch_size] for i in range(0, limit, batch_size))
+    empty = family.sums(torch.zeros(0, max(cutoffs), dtype=torch.int64), torch.zeros(0, dtype=torch.int64), cutoffs)
+    sums = dict.fromkeys(empty, 0.0)
+    for rows in batches:
+        batch = to_device(examples.collate(rows), device)
+        began = time.perf_counter()
+        with torch.no_grad(), autocast(precision, device):
+            items, _ = model.recommend(batch, max(cutoffs), **(options or {}))
+        target = batch["target"]
+        for name, value in family.sums(items, target, cutoffs).items():  # waits for the device
+            sums[name] += value
+        seconds += time.perf_counter() - began
+        count += len(rows)
+    sums.pop("examples", None)
+    return sums, count, seconds
