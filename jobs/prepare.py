@@ -1,0 +1,83 @@
+"""A raw log to tables: events, items, sequences, rejects and statistics.json.
+
+    python -m jobs.prepare --source jobs/configs/sources/movielens_small.yaml --input RAW_DIR --output TABLES
+
+The source file says how to read the log and has a `prepare` section with the settings below; options on
+the command line win over it. Run again, it makes only what is missing or says that all is up to date.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, field
+
+from jobs import cli
+from pipelines.data.prepare import PrepareConfig, prepare
+from pipelines.data.sources import load_source
+
+
+@dataclass
+class SplitOptions:
+    """How requests are split."""
+
+    kind: str | None = None
+    """temporal, leave_last_out, or auto: temporal where the log has clock times."""
+    val_fraction: float | None = None
+    """Share of the behaviours in the validation window of a temporal split (0.1)."""
+    test_fraction: float | None = None
+    """Share of the behaviours in the test window of a temporal split (0.1)."""
+
+
+@dataclass
+class Config:
+    """Options of jobs.prepare; those left out come from the source file, then from the defaults."""
+
+    source: str
+    """YAML file that describes the raw log, such as jobs/configs/sources/NAME.yaml."""
+    input: str
+    """Folder of the raw log: a local path, s3:// or gs://."""
+    output: str
+    """Folder for the tables."""
+    overwrite: bool = False
+    """Make all tables again, whatever is there."""
+    core: int | None = None
+    """k of the iterative k-core; 0 keeps all users and items (5)."""
+    core_window: str | None = None
+    """Count the k-core on `all` of the log or on the training window (`train`) of a temporal split (all)."""
+    ties: str | None = None
+    """`strict`: histories hold strictly earlier events. `log_order`: events of equal time keep the log's order."""
+    split: SplitOptions = field(default_factory=SplitOptions)
+    """How requests are split."""
+    max_events: int | None = None
+    """Most recent behaviours kept of each user (10000)."""
+    behaviour: str | None = None
+    """A bool label that makes an event a behaviour, such as `click` (every event is one)."""
+    partitions: int | None = None
+    """Partitions of the shuffle (from the bytes read)."""
+    max_rejects: float | None = None
+    """Share of rows that may break the schema before the job fails (0.01)."""
+
+
+def run(config: Config) -> dict[str, object]:
+    """Prepares the tables and prints what was made and what to run next."""
+    begin = time.perf_counter()
+    source, defaults = load_source(config.source)
+    options = {
+        key: value for key, value in asdict(config).items() if key not in ("source", "input", "output", "overwrite")
+    }
+    settings = PrepareConfig.of(defaults, options)
+    cli.start_ray()
+    statistics = prepare(source, config.input, config.output, settings, config.overwrite)
+    requests = ", ".join(f"{rows:,} {name}" for name, rows in statistics["requests"].items())
+    print(
+        f"\n{statistics['users']:,} users, {statistics['items']:,} items, {statistics['interactions']:,} interactions; "
+        f"sparsity {statistics['sparsity']:.2%}, mean length {statistics['mean_length']:.2f}; requests: {requests}\n"
+        f"made in {time.perf_counter() - begin:.1f} s: {config.output}/{{events,items,sequences,rejects}} and "
+        f"{config.output}/statistics.json\n"
+        f"next: python -m jobs.audit --tables {config.output}"
+    )
+    return statistics
+
+
+if __name__ == "__main__":
+    cli.main(run, Config)

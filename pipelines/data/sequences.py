@@ -1,0 +1,157 @@
+"""The sequences table: one row per user, built from one events part at a time.
+
+The events are sorted by user and time, so a list column is the flat column with offsets over it: nothing
+is grouped and nothing is copied per request.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import ray
+
+from models.tables import Part
+from pipelines.data.catalogue import surviving_rows
+from pipelines.data.splits import NAMES, assign
+from pipelines.data.survey import behaviour_column, coded, read_coded, runs
+from pipelines.data.tables import sequences_schema, write_part
+from pipelines.data.tasks import run_tasks
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What turns events into sequences."""
+
+    schema: pa.Schema
+    """Schema of the events."""
+    split: dict[str, Any]
+    """The split as its manifest records it: `kind`, and the cut times of a temporal one."""
+    core: int
+    """Behaviours that a user must have on the catalogue."""
+    before_ms: int | None
+    """Only behaviours earlier than this count for `core`; None for all."""
+    max_events: int
+    """A user's most recent behaviours that are kept."""
+    log_order: bool
+    """Whether tied behaviours keep the log's order, each seeing the ones before it."""
+    behaviour: str | None
+    """Name of a bool label that an event must have to be a behaviour."""
+
+
+def build_sequences(events: pa.Table, catalogue: pa.Array, rules: Rules) -> tuple[pa.Table, Counter[str]]:
+    """Sequences of one events part (sorted, ids dictionary-coded) and what was counted on the way."""
+    count: Counter[str] = Counter()
+    if rules.behaviour:
+        events = events.filter(pc.fill_null(events[f"label_{rules.behaviour}"], False)).combine_chunks()
+    schema = sequences_schema(rules.schema)
+    if not events.num_rows:
+        return schema.empty_table(), count
+    user, item = coded(events, "user_id"), coded(events, "item_id")
+    index = pc.fill_null(pc.index_in(item.dictionary.cast(pa.large_string()), catalogue), -1).to_numpy()
+    items = index[item.indices.to_numpy()]  # (E,) item_index, -1 outside the catalogue
+    time = events["timestamp_ms"].to_numpy()
+    codes = user.indices.to_numpy()
+
+    # 1. Behaviours: on items of the catalogue, by users who stay, the most recent of each.
+    known = items >= 0
+    if known.all():
+        rows = np.arange(len(items))
+    else:
+        rows = np.flatnonzero(known)
+        items, time, codes = items[rows], time[rows], codes[rows]
+    start = runs(codes)
+    counted = None if rules.before_ms is None else time < rules.before_ms
+    alive = np.ones(len(catalogue), dtype=bool)
+    stays = surviving_rows(items, alive, start, counted, max(rules.core, 1))
+    if counted is not None:  # a user who stays keeps the behaviours outside the window too
+        lengths = np.diff(np.append(start, len(items)))
+        stays = np.repeat(np.logical_or.reduceat(stays, start), lengths) if len(start) else stays
+    length = np.diff(np.append(start, len(items)))
+    end = np.repeat(start + length, length)
+    recent = end - np.arange(len(items)) <= rules.max_events
+    keep = stays & recent
+    count["truncated_users"] = int((length[stays[start]] > rules.max_events).sum()) if len(start) else 0
+    count["truncated_events"] = int((stays & ~recent).sum())
+    if not keep.all():
+        rows, items, time, codes = rows[keep], items[keep], time[keep], codes[keep]
+    if not len(rows):
+        return schema.empty_table(), count
+
+    # 2. Histories: behaviours of the same user that are strictly earlier.
+    start = runs(codes)
+    length = np.diff(np.append(start, len(rows)))
+    here = np.arange(len(rows))
+    user_begin = np.repeat(start, length)
+    new = np.ones(len(rows), dtype=bool)
+    new[1:] = (time[1:] != time[:-1]) | (codes[1:] != codes[:-1])
+    tie_begin = np.maximum.accumulate(np.where(new, here, 0))
+    history_end = ((here if rules.log_order else tie_begin) - user_begin).astype(np.int32)
+    split = assign(rules.split, time, start)
+
+    # 3. List columns: offsets over the flat columns.
+    whole = len(rows) == events.num_rows
+    offsets = pa.array(np.append(start, len(rows)).astype(np.int32))
+
+    def listed(values: pa.Array, field: pa.Field) -> pa.Array:
+        return pa.ListArray.from_arrays(offsets, values.cast(field.type.value_type), type=field.type)
+
+    def column(name: str) -> pa.Array:
+        flat = events[name].combine_chunks()
+        flat = flat.chunk(0) if isinstance(flat, pa.ChunkedArray) else flat
+        return flat if whole else flat.take(pa.array(rows))
+
+    item_array, time_array = pa.array(items, pa.int32()), pa.array(time, pa.int64())
+    one_each = pa.array(np.arange(len(rows) + 1, dtype=np.int32))
+    request_type = schema.field("requests").type.value_type
+    split_names = pa.DictionaryArray.from_arrays(pa.array(split), pa.array(NAMES)).cast(pa.string())
+    query = column("query")
+    requests = pa.StructArray.from_arrays(
+        [time_array, query, pa.array(history_end), split_names, pa.ListArray.from_arrays(one_each, item_array)],
+        fields=list(request_type),
+    )
+    flat = {"item_index": item_array, "timestamp_ms": time_array, "query": query, "requests": requests}
+    columns = [pa.DictionaryArray.from_arrays(pa.array(codes[start]), user.dictionary).cast(pa.string())]
+    for field in list(schema)[1:]:
+        columns.append(listed(flat[field.name] if field.name in flat else column(field.name), field))
+
+    has_history = history_end > 0
+    count.update(users=len(start), interactions=len(rows), tied_rows=int((~new).sum()))
+    count["max_length"] = int(length.max())
+    for code, name in enumerate(NAMES):
+        count[f"requests_{name}"] = int((split == code).sum())
+        count[f"without_history_{name}"] = int(((split == code) & ~has_history).sum())
+    return pa.Table.from_arrays(columns, schema=schema), count
+
+
+def _write_part(uri: str, sequences_uri: str, catalogue: pa.Array, rules: Rules) -> tuple[Part | None, Counter[str]]:
+    names = [name for name in rules.schema.names if name not in ("request_id", "position")]
+    columns = list(dict.fromkeys([*names, *behaviour_column(rules.behaviour)]))
+    table, count = build_sequences(read_coded(uri, columns), catalogue, rules)
+    return (write_part(sequences_uri, table) if table.num_rows else None), count
+
+
+def write_sequences(
+    parts: list[str],
+    sequences_uri: str,
+    catalogue: pa.Array,
+    rules: Rules,
+    progress: Callable[[str], None] = lambda line: None,
+) -> tuple[list[Part], Counter[str]]:
+    """Writes the parts of the sequences table, uncommitted, in the order of the events parts."""
+    shared = ray.put(catalogue)
+    written: list[Part | None] = [None] * len(parts)
+    total: Counter[str] = Counter()
+    calls = [(uri, sequences_uri, shared, rules) for uri in parts]
+    for done, (number, (part, count)) in enumerate(run_tasks(_write_part, calls), start=1):
+        written[number] = part
+        longest = max(total["max_length"], count["max_length"])
+        total += count
+        total["max_length"] = longest
+        progress(f"part {done} of {len(parts)} built, {total['users']:,} users")
+    return [part for part in written if part is not None], total

@@ -1,0 +1,97 @@
+"""Splits: which of a user's requests are for training, validation and test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from models.tables import UserError
+from pipelines.data.survey import Arrays, Survey
+from pipelines.data.tasks import run_all
+
+NAMES = ("train", "val", "test")
+BINS = 1 << 16
+
+
+@dataclass
+class SplitConfig:
+    """How requests are split."""
+
+    kind: Literal["auto", "leave_last_out", "temporal"] = "auto"
+    """`temporal`: by two cut times for all users. `leave_last_out`: each user's last request is for test,
+    the one before it for validation. `auto`: temporal where the log has clock times."""
+    val_fraction: float = 0.1
+    """Share of all behaviours that the validation window of a temporal split holds."""
+    test_fraction: float = 0.1
+    """Share of all behaviours that the test window of a temporal split holds."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("auto", "leave_last_out", "temporal"):
+            raise ValueError(f"split.kind is '{self.kind}'; it is one of auto, leave_last_out, temporal")
+        for name in ("val_fraction", "test_fraction"):
+            value = getattr(self, name)
+            if not 0 < value < 1:
+                raise ValueError(f"split.{name} is {value}; it must lie between 0 and 1, such as 0.1")
+        if self.val_fraction + self.test_fraction >= 1:
+            total = self.val_fraction + self.test_fraction
+            raise ValueError(f"split.val_fraction + split.test_fraction is {total}, which leaves nothing to train on")
+
+    def resolve(self, clock: bool) -> str:
+        """The kind for a log with or without clock times; UserError for a temporal split without."""
+        if self.kind == "temporal" and not clock:
+            raise UserError(
+                "split.kind is temporal, but the log has no clock times (only an order within each user), so no cut "
+                "time holds for all users; use --split.kind leave_last_out"
+            )
+        return ("temporal" if clock else "leave_last_out") if self.kind == "auto" else self.kind
+
+
+def _histogram(arrays: Arrays, low: int, width: int) -> np.ndarray:
+    """Behaviours per bin: BINS bins of `width` ms from `low`."""
+    bins = (arrays["timestamp"] - low) // width
+    return np.bincount(bins[(bins >= 0) & (bins < BINS)], minlength=BINS)
+
+
+def nth_time(survey: Survey, rank: int) -> int:
+    """The timestamp of the behaviour at `rank` (from 0) in the order of time, by narrowing histograms, so
+    that no process needs all timestamps."""
+    low, high = survey.first_ms, survey.last_ms
+    while low < high:
+        width = -(-(high - low + 1) // BINS)
+        counts = sum(run_all(_histogram, [(arrays, low, width) for arrays in survey.arrays]))
+        before = np.cumsum(counts)
+        chosen = int(np.searchsorted(before, rank, side="right"))
+        rank -= int(before[chosen - 1]) if chosen else 0
+        low += chosen * width
+        high = low + width - 1
+    return low
+
+
+def cut_times(survey: Survey, config: SplitConfig) -> dict[str, Any]:
+    """The temporal split as its manifest records it: `val_start_ms` and `test_start_ms`, the first
+    timestamps of the two windows. UserError if the clock is too coarse to cut."""
+    starts = [
+        nth_time(survey, min(int(survey.behaviours * share), survey.behaviours - 1))
+        for share in (1 - config.val_fraction - config.test_fraction, 1 - config.test_fraction)
+    ]
+    if not survey.first_ms < starts[0] < starts[1]:
+        raise UserError(
+            f"a temporal split finds no two cut times: training would end at {starts[0]} and validation at {starts[1]} "
+            f"ms, the log begins at {survey.first_ms}; use larger fractions or --split.kind leave_last_out"
+        )
+    return {"kind": "temporal", "val_start_ms": starts[0], "test_start_ms": starts[1]}
+
+
+def assign(split: dict[str, Any], time: np.ndarray, user_start: np.ndarray) -> np.ndarray:
+    """Index into NAMES for every request. time (E,) of the requests; user_start (U,) first row of each user."""
+    if split["kind"] == "temporal":
+        return np.digitize(time, [split["val_start_ms"], split["test_start_ms"]]).astype(np.int8)
+    ends = np.append(user_start[1:], len(time))
+    lengths = ends - user_start
+    code = np.zeros(len(time), dtype=np.int8)
+    enough = lengths >= 3
+    code[ends[enough] - 1] = NAMES.index("test")
+    code[ends[enough] - 2] = NAMES.index("val")
+    return code

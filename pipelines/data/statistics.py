@@ -1,0 +1,50 @@
+"""statistics.json: the figures by which papers describe a dataset, and what the pipeline left out.
+
+`users`, `items`, `interactions`, `sparsity` and `mean_length` are the columns of Tables 10 and 13 of the
+SID-MLP paper; the branching per digit of its Table 7 is in the manifest of `trie`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from models.tables import Manifest
+from pipelines.data.splits import NAMES
+
+
+def summarise(events: Manifest, items: Manifest, sequences: Manifest) -> dict[str, Any]:
+    """The statistics of a dataset, from the manifests of its tables alone."""
+    info = sequences.info
+    users, interactions = info["users"], info["interactions"]
+    return {
+        "users": users,
+        "items": items.rows,
+        "interactions": interactions,
+        "sparsity": round(1 - interactions / (users * items.rows), 6),
+        "mean_length": round(interactions / users, 4),
+        "max_length": info["max_length"],
+        "split": info["split"],
+        "requests": {name: info["requests"][name] for name in NAMES},
+        "requests_without_history": {name: info["requests_without_history"][name] for name in NAMES},
+        "tied_behaviours": info["tied_behaviours"],
+        "truncated_users": info["truncated_users"],
+        "truncated_events": info["truncated_events"],
+        "core": items.info["core"],
+        "core_window": items.info["core_window"],
+        "behaviour": info["behaviour"],
+        "ties": info["ties"],
+        "clock": info["clock"],
+        "raw": {
+            "rows_read": events.info["rows_read"],
+            "rejects": events.info["rejects"],
+            "reject_reasons": events.info["reject_reasons"],
+            "duplicates": events.info["duplicates"],
+            "events": events.rows,
+            "users": events.info["users"],
+            "items": items.info["items_before_core"],
+            "items_dropped": items.info["dropped_items"],
+            "items_without_metadata": items.info["items_without_metadata"],
+            "metadata_outside_catalogue": items.info["metadata_outside_catalogue"],
+        },
+        "hashes": {"events": events.hash, "items": items.hash, "sequences": sequences.hash},
+    }

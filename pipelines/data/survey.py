@@ -1,0 +1,156 @@
+"""What the later steps need to know of each events part, as integer arrays in Ray's object store.
+
+A user is in one part only, so counts per user are local to a part, and only counts per item are added
+up across parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import ray
+
+from models.tables import UserError, open_uri
+from pipelines.data.events import user_keys
+from pipelines.data.tasks import run_all
+
+Arrays = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Survey:
+    """All parts of an events table, seen through one choice of behaviours."""
+
+    arrays: list[ray.ObjectRef]
+    """Per part: `user_keys` (U,) sorted; `user_start` (V,) first row of each user with behaviours;
+    `item` (E,) index into `items`; `items` the item ids; `timestamp` (E,)."""
+    mappings: list[ray.ObjectRef]
+    """Per part: (len(items),) int32, the part's items as indices into `items` below."""
+    items: pa.Array
+    """Ids of all items that have a behaviour, sorted."""
+    users: int
+    """Users with an event of any kind."""
+    behaviours: int
+    """Rows that count as behaviours."""
+    first_ms: int
+    """Smallest timestamp of a behaviour."""
+    last_ms: int
+    """Largest timestamp of a behaviour."""
+
+
+def read_coded(uri: str, columns: list[str] | None = None) -> pa.Table:
+    """An events part with the ids dictionary-coded, each column in one chunk."""
+    filesystem, path = open_uri(uri)
+    try:
+        with filesystem.open_input_file(path) as file:
+            table = pq.ParquetFile(file, read_dictionary=["user_id", "item_id"]).read(columns=columns)
+    except (pa.ArrowInvalid, OSError) as error:
+        first = str(error).splitlines()[0]
+        raise UserError(f"{uri} is not a readable Parquet file ({first}); run again with --overwrite") from error
+    return table.unify_dictionaries().combine_chunks()
+
+
+def coded(table: pa.Table, name: str) -> pa.DictionaryArray:
+    """The dictionary array of a column of `read_coded`."""
+    return table[name].combine_chunks() if table[name].num_chunks != 1 else table[name].chunk(0)
+
+
+def runs(codes: np.ndarray) -> np.ndarray:
+    """First index of each run of equal values. codes (E,) -> (runs,)"""
+    if not len(codes):
+        return np.zeros(0, dtype=np.int64)
+    return np.concatenate([[0], np.flatnonzero(codes[1:] != codes[:-1]) + 1])
+
+
+def behaviour_column(behaviour: str | None) -> list[str]:
+    """The label column that says which events are behaviours, if not all are."""
+    return [f"label_{behaviour}"] if behaviour else []
+
+
+def _survey_part(uri: str, behaviour: str | None) -> tuple[Arrays, int]:
+    table = read_coded(uri, ["user_id", "item_id", "timestamp_ms", *behaviour_column(behaviour)])
+    # Every user of the part counts for the check that none is in two parts, with or without behaviours.
+    # Users whose ids share a hash share the part too.
+    keys = np.unique(user_keys(coded(table, "user_id").dictionary))
+    if behaviour:
+        table = table.filter(pc.fill_null(table[f"label_{behaviour}"], False)).combine_chunks()
+    item = coded(table, "item_id") if table.num_rows else pa.array([], pa.string()).dictionary_encode()
+    user = coded(table, "user_id").indices.to_numpy() if table.num_rows else np.zeros(0, dtype=np.int32)
+    used = np.unique(item.indices.to_numpy())  # a filter leaves unused values in the dictionary
+    arrays: Arrays = {
+        "user_keys": keys,
+        "user_start": runs(user),
+        "item": np.searchsorted(used, item.indices.to_numpy()).astype(np.int32),
+        "items": item.dictionary.take(pa.array(used)).cast(pa.large_string()),
+        "timestamp": table["timestamp_ms"].to_numpy(),
+    }
+    return arrays, len(keys)
+
+
+def _extent(arrays: Arrays) -> tuple[int, int, int]:
+    time = arrays["timestamp"]
+    return (len(time), int(time.min()), int(time.max())) if len(time) else (0, 2**63 - 1, -(2**63))
+
+
+def _mapping(arrays: Arrays, items: pa.Array) -> np.ndarray:
+    return pc.index_in(arrays["items"], items).to_numpy().astype(np.int32)
+
+
+def _items(*parts: Arrays) -> pa.Array:
+    return pc.unique(pa.concat_arrays([part["items"] for part in parts]))
+
+
+def survey(parts: list[str], behaviour: str | None) -> Survey:
+    """Reads the parts once. UserError if there is no behaviour at all."""
+    submit: Any = ray.remote(num_returns=2)(_survey_part)
+    refs = [submit.remote(uri, behaviour) for uri in parts]
+    arrays = [ref for ref, _ in refs]
+    users = sum(ray.get([count for _, count in refs]))
+    extents = run_all(_extent, [(ref,) for ref in arrays])
+    behaviours = sum(rows for rows, _, _ in extents)
+    if behaviours == 0:
+        raise UserError(
+            f"no event has label '{behaviour}' set, so there are no behaviours; choose another 'behaviour' or leave "
+            f"it out to take every event"
+        )
+    items = pa.array([], pa.large_string())
+    unions = run_all(_items, [tuple(arrays[i : i + 8]) for i in range(0, len(arrays), 8)])
+    for union in unions:
+        items = pc.unique(pa.concat_arrays([items, union]))
+    items = items.take(pc.sort_indices(items))
+    shared = ray.put(items)
+    map_part = ray.remote(_mapping)
+    return Survey(
+        arrays=arrays,
+        mappings=[map_part.remote(ref, shared) for ref in arrays],
+        items=items,
+        users=users,
+        behaviours=behaviours,
+        first_ms=min(first for _, first, _ in extents),
+        last_ms=max(last for _, _, last in extents),
+    )
+
+
+USERS_PER_CHECK = 4_000_000
+
+
+def _repeated(low: int, high: int, *parts: Arrays) -> int:
+    slices = [p["user_keys"][slice(*np.searchsorted(p["user_keys"], [low, high]))] for p in parts]
+    keys = np.concatenate(slices)
+    return len(keys) - len(np.unique(keys))
+
+
+def check_users_once(arrays: list[ray.ObjectRef], users: int) -> None:
+    """RuntimeError unless each user is in exactly one part. Works on ranges of the hashed ids, so that no
+    task holds more than some millions of them."""
+    ranges = max(1, -(-users // USERS_PER_CHECK))
+    edges = [(2**63 - 1) // ranges * i for i in range(ranges)] + [2**63 - 1]
+    repeated = sum(run_all(_repeated, [(low, high, *arrays) for low, high in pairwise(edges)]))
+    if repeated:
+        raise RuntimeError(f"the shuffle put {repeated} users into more than one part of events; nothing was committed")
