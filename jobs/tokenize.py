@@ -1,0 +1,123 @@
+"""Items to semantic ids: embeds item texts, makes unique codes and lays them out as a trie.
+
+python -m jobs.tokenize --tables TABLES --tokenizer rqkmeans --encoder minilm --pca 128 --output SIDS
+python -m jobs.tokenize --tables TABLES --tokenizer published --published FILE --output SIDS
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jobs import cli
+from models.retrieval.tokenizers.psid import PsidConfig
+from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
+from models.retrieval.tokenizers.rqvae import RqvaeConfig
+from models.tables import Manifest, join
+from pipelines.data.embed import EmbedConfig
+from pipelines.data.tokenize import TokenizerConfig, tokenize
+
+GROUPS: dict[str, type] = {
+    "embed": EmbedConfig,
+    "rqkmeans": RqkmeansConfig,
+    "rqvae": RqvaeConfig,
+    "psid": PsidConfig,
+}
+
+
+@dataclass
+class Config:
+    """Items to semantic ids."""
+
+    tables: str
+    """TABLES made by jobs.prepare; its items are tokenized."""
+    output: str
+    """SIDS: folder for the tables embeddings, sids and trie."""
+    tokenizer: Literal["rqvae", "rqkmeans", "psid", "published"]
+    """How codes are made: trained codebooks with a conflict code, trained and relaxed (psid), or read."""
+    encoder: str = "minilm"
+    """Text encoder: a transformers hub name or folder, `minilm` (a pip package), or `tfidf` (no weights)."""
+    pca: int = 0
+    """Width of the PCA of the embeddings; 0: none. SID-MLP takes 128, whitened."""
+    published: str = ""
+    """File with published SIDs, for --tokenizer published: CSV or LC-Rec index.json, gzipped or not."""
+    overwrite: bool = False
+    """Replace tables that are there already."""
+    embed: EmbedConfig = field(default_factory=EmbedConfig)
+    rqkmeans: RqkmeansConfig = field(default_factory=RqkmeansConfig)
+    rqvae: RqvaeConfig = field(default_factory=RqvaeConfig)
+    psid: PsidConfig = field(default_factory=PsidConfig)
+
+    def __post_init__(self) -> None:
+        if self.pca < 0:
+            raise ValueError(f"pca is {self.pca}; it must be 0 (none) or more")
+        self.sids_config()
+
+    def sids_config(self) -> TokenizerConfig:
+        """The tokenizer's part of the options."""
+        return TokenizerConfig(self.tokenizer, self.published, self.rqkmeans, self.rqvae, self.psid)
+
+
+def summary(sids: Manifest, trie: Manifest) -> list[str]:
+    """Lines that say how good the SIDs are."""
+    info: dict[str, Any] = sids.info
+    lines = [f"{sids.rows} items, {len(info['codebook_sizes'])} codes each, codebooks {info['codebook_sizes']}"]
+    if "reconstruction_error" in info:
+        lines.append(f"reconstruction error {info['reconstruction_error']:.4f} (share of variance not explained)")
+    if "relaxed_items" in info:
+        lines.append(
+            f"{info['relaxed_items']} items relaxed; collision rate {info['collision_rate_before']:.4f} before, 0 after"
+        )
+    else:
+        lines.append(
+            f"collision rate {info['collision_rate']:.4f} before the conflict code: {info['distinct']} distinct, "
+            f"{info['duplicates']} duplicates, largest group {info['largest_group']}"
+        )
+    for level, measures in enumerate(info["levels"]):
+        lines.append(
+            f"level {level + 1}: {measures['used']} codes in use ({measures['use']:.1%}), "
+            f"entropy {measures['entropy_bits']:.2f} bits"
+        )
+    lines.append("branching per level " + ", ".join(f"{mean:.2f}" for mean in trie.info["branching"]))
+    return lines
+
+
+def run(config: Config) -> None:
+    started = time.monotonic()
+
+    def say(message: str) -> None:
+        print(f"[{time.monotonic() - started:6.1f}s] {message}", flush=True)
+
+    if config.tokenizer != "published":
+        cli.start_ray()
+    sids, trie, made = tokenize(
+        join(config.tables, "items"),
+        config.output,
+        config.sids_config(),
+        config.encoder,
+        config.pca,
+        config.embed,
+        config.overwrite,
+        say,
+    )
+    for line in summary(sids, trie):
+        print(line)
+    if made:
+        print(
+            f"made {config.output}: sids {sids.hash[:12]}, trie {trie.hash[:12]} in {time.monotonic() - started:.0f} s"
+        )
+    else:
+        print(f"nothing to do: {config.output} is up to date; --overwrite makes it again")
+    print(
+        f"next: python -m jobs.train --config jobs/configs/tiger.yaml --tables {config.tables} --sids {config.output} "
+        f"--storage runs --name tiger"
+    )
+
+
+def parse(config: type[Config], job: str) -> Config:
+    return cli.parse(config, job, groups=GROUPS)
+
+
+if __name__ == "__main__":
+    cli.main(run, Config, parse)

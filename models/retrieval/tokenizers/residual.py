@@ -1,0 +1,120 @@
+"""Residual quantisation: k-means, greedy encoding, and what a trained quantiser hands on.
+
+Shapes: N items, D width of the quantised space, C levels, K codes per level.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from models.tables import UserError
+
+ROWS = 16384
+"""Rows handled at once where a step needs an N x K matrix."""
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A trained quantiser applied to the items, all on the CPU."""
+
+    vectors: Tensor  # (N, D): what was quantised: embeddings, or the RQ-VAE's latents
+    codebooks: Tensor  # (C, K, D)
+    codes: Tensor  # (N, C) int64, the nearest centroid of the residual at each level
+    reconstruction_error: float  # share of the embeddings' variance that the codes do not explain
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a tokenizer's training has come."""
+
+    step: int
+    """Steps done: epochs, or levels."""
+    steps: int
+    """Steps in all."""
+    message: str
+    """What to show, such as the losses."""
+
+
+def nearest(points: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest centre of each point (the first of equals) and the squared distance to it: (N,), (N,)."""
+    squares = centres.square().sum(1)
+    codes, distances = [], []
+    for rows in points.split(ROWS):
+        # ||x - c||^2 without the constant ||x||^2, which does not change the order
+        code = (squares - 2 * rows @ centres.T).argmin(1)
+        codes.append(code)
+        distances.append((rows - centres[code]).square().sum(1))  # exact, so that equal vectors are at 0
+    return torch.cat(codes), torch.cat(distances)
+
+
+def encode(vectors: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor]:
+    """Greedy residual quantisation: codes (N, C) and the quantised vectors (N, D), their sum of centroids."""
+    residual, codes = vectors, []
+    for codebook in codebooks:
+        code, _ = nearest(residual, codebook)
+        residual = residual - codebook[code]
+        codes.append(code)
+    return torch.stack(codes, 1), vectors - residual
+
+
+def _seeds(points: Tensor, k: int, generator: torch.Generator) -> Tensor:
+    """k-means++ seeds (k, D): each next one drawn by its squared distance to those drawn already."""
+    draws = torch.rand(k, generator=generator, dtype=torch.float64)
+    chosen = [int(draws[0] * len(points))]
+    distances = (points - points[chosen[0]]).square().sum(1).double()
+    for draw in draws[1:].tolist():
+        mass = distances.cumsum(0)
+        if float(mass[-1]) > 0:
+            index = int(torch.searchsorted(mass, draw * mass[-1], right=True).clamp(max=len(points) - 1))
+        else:  # fewer distinct points than seeds: the rest stay unused
+            index = int(draw * len(points))
+        chosen.append(index)
+        distances = torch.minimum(distances, (points - points[index]).square().sum(1).double())
+    return points[chosen]
+
+
+def _sums(points: Tensor, codes: Tensor, k: int) -> Tensor:
+    """Sum of each cluster's points (k, D), by matrix products, which add in a fixed order on a GPU too."""
+    total = torch.zeros(k, points.shape[1], dtype=points.dtype, device=points.device)
+    for rows, code in zip(points.split(ROWS), codes.split(ROWS), strict=True):
+        total += F.one_hot(code, k).to(points.dtype).T @ rows
+    return total
+
+
+def kmeans(points: Tensor, k: int, generator: torch.Generator, iterations: int = 100) -> Tensor:
+    """Lloyd's k-means from k-means++ seeds: centres (k, D), one per row.
+
+    `generator` is a CPU generator; equal seeds give equal centres. A cluster that runs empty restarts at
+    the point farthest from its centre. Raises UserError for fewer points than centres.
+    """
+    if len(points) < k:
+        raise UserError(
+            f"{k} codes per level need at least {k} items, there are {len(points)}; set codebook_size lower"
+        )
+    centres = _seeds(points, k, generator)
+    previous = torch.full((len(points),), -1, device=points.device)
+    for _ in range(iterations):
+        codes, distances = nearest(points, centres)
+        counts = torch.bincount(codes, minlength=k)
+        empty = (counts == 0).nonzero().flatten()
+        if torch.equal(codes, previous) and not (len(empty) and float(distances.max()) > 0):
+            break
+        previous = codes
+        means = _sums(points, codes, k) / counts.clamp(min=1).unsqueeze(1)
+        centres = torch.where(counts.unsqueeze(1) > 0, means, centres)
+        if len(empty):
+            far = distances.sort(descending=True, stable=True).indices[: len(empty)]
+            far = far[distances[far] > 0]
+            centres[empty[: len(far)]] = points[far]
+    return centres
+
+
+def unexplained_variance(embeddings: Tensor, reconstruction: Tensor) -> float:
+    """||x - x'||^2 over ||x - mean||^2, summed over items: 0 is exact, 1 is as good as the mean."""
+    error = (embeddings - reconstruction).double().square().sum()
+    spread = (embeddings - embeddings.mean(0)).double().square().sum()
+    return float(error / spread) if float(spread) > 0 else 0.0

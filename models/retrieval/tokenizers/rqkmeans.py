@@ -1,0 +1,56 @@
+"""RQ-KMeans: one k-means per level, each on what the levels above left over.
+
+Shapes: N items, D embedding width, C levels, K codes per level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from models.retrieval.tokenizers.residual import Progress, Quantized, encode, kmeans, nearest, unexplained_variance
+
+
+@dataclass(frozen=True)
+class RqkmeansConfig:
+    """Residual k-means."""
+
+    levels: int = 3
+    """Codes per item before any conflict code (Sec. 2.1 of SID-MLP)."""
+    codebook_size: int = 256
+    """Codes per level (Sec. 2.1 of SID-MLP)."""
+    iterations: int = 100
+    """Most k-means iterations per level; it stops when no item changes its cluster."""
+    seed: int = 0
+    """Seed of the k-means++ draws."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.levels <= 16:
+            raise ValueError(f"rqkmeans.levels is {self.levels}; it must be from 1 to 16")
+        if not 2 <= self.codebook_size <= 65536:
+            raise ValueError(f"rqkmeans.codebook_size is {self.codebook_size}; codes are uint16: use 2 to 65536")
+        if self.iterations < 1:
+            raise ValueError(f"rqkmeans.iterations is {self.iterations}; it must be 1 or more")
+
+
+def fit(embeddings: Tensor, config: RqkmeansConfig) -> Generator[Progress, None, Quantized]:
+    """Trains the codebooks on `embeddings` (N, D), on their device; yields once per level.
+
+    Raises UserError if there are fewer items than codes per level.
+    """
+    generator = torch.Generator().manual_seed(config.seed)
+    residual, codebooks = embeddings, []
+    for level in range(config.levels):
+        codebook = kmeans(residual, config.codebook_size, generator, config.iterations)  # (K, D)
+        codes, _ = nearest(residual, codebook)
+        residual = residual - codebook[codes]
+        codebooks.append(codebook)
+        error = unexplained_variance(embeddings, embeddings - residual)
+        yield Progress(level + 1, config.levels, f"unexplained variance {error:.4f}")
+    stacked = torch.stack(codebooks)
+    codes, quantized = encode(embeddings, stacked)
+    error = unexplained_variance(embeddings, quantized)
+    return Quantized(embeddings.cpu(), stacked.cpu(), codes.cpu(), error)

