@@ -184,7 +184,7 @@ def _read_jsonl(uri: str, reading: Reading) -> Iterator[Frame]:
         if broken and not chunk.endswith(b"\n") and broken[-1][0] == len(rows) + len(broken) - 1:
             raise UserError(f"{uri} ends within a JSON object: it is truncated; copy it again")
         numbers = _numbers(start, len(rows), [start + n for n, _, _ in broken])
-        yield Frame(rows.with_columns(pl.Series(ROW, numbers)), [(start + n, *rest) for n, *rest in broken])
+        yield Frame(rows.with_columns(pl.Series(ROW, numbers)), [(start + n, why, text) for n, why, text in broken])
         start += len(rows) + len(broken)
     if start == 0:
         raise _empty(uri)

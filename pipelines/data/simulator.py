@@ -1,0 +1,268 @@
+"""Simulated raw logs with known causes. A result on one is always labelled simulated.
+
+    python -m jobs.simulate --output raw --users 1500 --items 400 --events 15000
+
+A retrieval log: items fall into latent clusters; each cluster has one that follows it, and each item a few
+items there that follow it. A user has a few clusters that he always comes back to. An event is, by chance,
+one of three: an item that follows the user's last one, an item of one of his clusters, or any item. So a
+model that reads the history can know most of what popularity cannot. Item texts are made of their
+cluster's words, so that text embeddings cluster too. Times are clock times, in bursts.
+
+Written are `events-*.parquet` (user_id, item_id, timestamp_ms) in time order, `items.parquet` (item_id,
+title, brand, description) and, last, `simulation.json`. No Ray.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import fs
+
+from models.tables import UserError, join, open_uri
+from pipelines.data.tables import check_writable, write_file
+
+RECORD = "simulation.json"
+VERSION = 1  # of the log that a seed gives
+FOLLOW, TASTE = 0.6, 0.3  # share of events that follow the last item, and that come from a user's clusters
+FOLLOWERS = (0.6, 0.3, 0.1)  # share of each of the items that follow an item
+TASTES = 3  # clusters of a user
+SKEW = 2.0  # items are drawn by rank n * u**SKEW, u uniform: above 1, low ranks are more popular
+START_MS = 1_704_067_200_000  # 1 January 2024, UTC
+SPAN_MS = 90 * 86_400_000  # length of the log
+ROWS_PER_FILE = 1 << 20
+
+# Split from text: eighty words in quotes of their own are harder to read.
+NOUNS = """lamp kettle drill notebook backpack headphones blanket skillet keyboard tripod jacket racket puzzle
+mirror planter thermos wrench speaker candle charger hammock pillow camera sandal guitar toaster helmet ruler
+vase stapler monitor scarf bicycle telescope grinder tent paintbrush mattress microphone watch shelf razor
+printer glove violin blender harness compass teapot router ladder brush easel curtain kayak drone anvil
+stroller binoculars whistle""".split()  # noqa: SIM905
+STYLES = """alpine vintage cordless ceramic bamboo marine velvet titanium organic nordic tactical desert retro
+carbon rustic studio compact orbital botanical electric woolen copper coastal urban feather granite magnetic
+solar linen thermal""".split()  # noqa: SIM905
+TRAITS = """durable washable foldable lightweight waterproof adjustable rechargeable quiet insulated portable
+handmade scratchproof breathable reusable wireless heavyduty slim flexible antislip dimmable recycled stackable
+polished padded""".split()  # noqa: SIM905
+MAKERS = """Arden Bexley Corvia Dunmore Elwood Farrow Glenhart Harrick Ivara Jorvik Kestrel Lunden Marlowe
+Norvane Oakridge Penrose Quillon Rowanta Silvern Tamsin""".split()  # noqa: SIM905
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Size and seed of a simulated log."""
+
+    users: int = 1500
+    """Users, each with at least one event."""
+    items: int = 400
+    """Items of the catalogue; rare ones may have no event."""
+    events: int = 15_000
+    """Events, exactly."""
+    seed: int = 42
+    """The same seed and sizes give the same log, byte for byte."""
+
+    def __post_init__(self) -> None:
+        if self.users < 1:
+            raise ValueError(f"users is {self.users}, the least is 1; give a positive number")
+        if self.items < 8:
+            raise ValueError(f"items is {self.items}, the least is 8; a catalogue needs some clusters")
+        if self.events < self.users:
+            raise ValueError(f"events is {self.events} for {self.users} users; give at least one event per user")
+        if self.seed < 0:
+            raise ValueError(f"seed is {self.seed}; give 0 or more")
+
+
+@dataclass(frozen=True)
+class World:
+    """The causes: what a model can learn at most. K clusters, N items, U users."""
+
+    cluster: np.ndarray
+    """(N,) the cluster of each item."""
+    members: np.ndarray
+    """(N,) items grouped by cluster, the more popular first."""
+    starts: np.ndarray
+    """(K + 1,) first of each cluster's members."""
+    following_cluster: np.ndarray
+    """(K,) the cluster that follows: one cycle through all of them."""
+    following: np.ndarray
+    """(N, 3) the items that follow each item, with the shares FOLLOWERS."""
+    tastes: np.ndarray
+    """(U, 3) the clusters of each user."""
+
+
+def make_world(settings: Settings) -> World:
+    """Draws the causes."""
+    rng = np.random.default_rng([settings.seed, 1])
+    clusters = int(np.clip(np.sqrt(settings.items), 4, len(NOUNS) * len(STYLES)))
+    members = rng.permutation(settings.items).astype(np.int32)
+    starts = np.arange(clusters + 1) * settings.items // clusters
+    cluster = np.empty(settings.items, dtype=np.int32)
+    cluster[members] = np.repeat(np.arange(clusters), np.diff(starts))
+    cycle = rng.permutation(clusters)
+    following_cluster = np.empty(clusters, dtype=np.int32)
+    following_cluster[cycle] = np.roll(cycle, -1)
+    goal = following_cluster[cluster]
+    draw = rng.random((settings.items, len(FOLLOWERS)))
+    following = members[starts[goal, None] + (draw * np.diff(starts)[goal, None]).astype(np.int64)]
+    tastes = (clusters * rng.random((settings.users, TASTES)) ** 1.5).astype(np.int32)  # some clusters are liked more
+    return World(cluster, members, starts, following_cluster, following, tastes)
+
+
+def _lengths(settings: Settings, rng: np.random.Generator) -> np.ndarray:
+    """(U,) events per user: long-tailed, descending, of the exact sum, at least 5 where there are so many."""
+    least = min(5, settings.events // settings.users)
+    weight = rng.lognormal(0.0, 0.8, settings.users)
+    rest = rng.multinomial(settings.events - least * settings.users, weight / weight.sum())
+    return -np.sort(-(least + rest))
+
+
+def _walk(world: World, lengths: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """(E,) items, user after user. One pass per place in the history, over all users that are so long."""
+    first = np.cumsum(lengths) - lengths
+    items = np.empty(int(lengths.sum()), dtype=np.int32)
+    count, bounds = len(world.cluster), np.cumsum(FOLLOWERS)[:-1]
+    last = np.zeros(0, dtype=np.int32)
+    for place in range(int(lengths[0])):
+        active = int(np.searchsorted(-lengths, -place, side="left"))  # lengths descend: a prefix is longer than place
+        cause, draw, which = rng.random((3, active))
+        liked = world.tastes[np.arange(active), (which * TASTES).astype(np.int64)]
+        begin, size = world.starts[liked], np.diff(world.starts)[liked]
+        chosen = world.members[begin + (size * draw**SKEW).astype(np.int64)]
+        chosen = np.where(cause < FOLLOW + TASTE, chosen, world.members[(count * draw).astype(np.int64)])
+        if place:
+            follows = world.following[last[:active], np.searchsorted(bounds, which, side="right")]
+            chosen = np.where(cause < FOLLOW, follows, chosen)
+        items[first[:active] + place] = last = chosen
+    return items
+
+
+def _times(lengths: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """(E,) milliseconds, strictly increasing per user: bursts within a stretch of the log's span."""
+    total = int(lengths.sum())
+    first = np.cumsum(lengths) - lengths
+    passed = np.cumsum(rng.lognormal(0.0, 2.0, total))  # heavy-tailed gaps: sessions, then days of nothing
+    base = np.repeat(passed[first], lengths)
+    stretch = np.repeat(passed[first + lengths - 1], lengths) - base
+    share = (passed - base) / np.maximum(stretch, 1e-9)
+    start = rng.random(len(lengths)) * 0.7
+    length = (1 - start) * rng.uniform(0.2, 1.0, len(lengths))
+    moment = np.repeat(start, lengths) + share * np.repeat(length, lengths)
+    place = np.arange(total) - np.repeat(first, lengths)
+    return START_MS + (moment * SPAN_MS).astype(np.int64) + place
+
+
+def _names(prefix: str, count: int) -> pa.Array:
+    width = len(str(count - 1))
+    return (
+        pl.int_range(count, eager=True).cast(pl.String).str.zfill(width).rename("n").to_frame()
+        .select(pl.concat_str(pl.lit(prefix), "n"))
+        .to_series().to_arrow().cast(pa.string())
+    )  # fmt: skip
+
+
+def _item_texts(world: World, ids: pa.Array, rng: np.random.Generator) -> pa.Table:
+    """Titles and descriptions of the words of each item's cluster, with a maker and a model number."""
+    count, clusters = len(world.cluster), len(world.starts) - 1
+    noun = np.arange(clusters) % len(NOUNS)
+    style = (np.arange(clusters) // len(NOUNS) + np.arange(clusters)) % len(STYLES)
+    makers = rng.integers(0, len(MAKERS), (clusters, 3))  # a cluster's three makers
+    traits = np.array([rng.permutation(len(TRAITS))[:6] for _ in range(clusters)])
+    own = world.cluster
+    picked = np.argsort(rng.random((count, 6)), axis=1)[:, :3]  # three of the cluster's six traits
+
+    def words(vocabulary: list[str], index: np.ndarray) -> pl.Series:
+        return pl.Series(vocabulary).gather(index)
+
+    trait = [words(TRAITS, traits[own, picked[:, i]]) for i in range(3)]
+    frame = pl.DataFrame(
+        {
+            "item_id": pl.Series(ids),
+            "brand": words(MAKERS, makers[own, rng.integers(0, 3, count)]),
+            "style": words(STYLES, style[own]),
+            "noun": words(NOUNS, noun[own]),
+            "a": trait[0],
+            "b": trait[1],
+            "c": trait[2],
+            "model": pl.Series(rng.integers(100, 1000, count)),
+        }
+    )
+    texts = frame.select(
+        "item_id",
+        pl.format("{} {} {} {}, {}", "brand", pl.col("style").str.to_titlecase(), "noun", "model", "a").alias("title"),
+        "brand",
+        pl.format("{} {} {}, {}, made by {}.", pl.col("b").str.to_titlecase(), "style", "noun", "c", "brand").alias(
+            "description"
+        ),
+    )
+    return texts.to_arrow().cast(pa.schema([(name, pa.string()) for name in texts.columns]))
+
+
+def _write(uri: str, table: pa.Table) -> None:
+    filesystem, path = open_uri(uri)
+    with filesystem.open_output_stream(path) as stream:
+        pq.write_table(table, stream, compression="zstd", compression_level=1, store_schema=False)
+
+
+def is_simulated(output_dir: str, settings: Settings) -> bool:
+    """Whether the folder holds the finished log of these settings."""
+    filesystem, path = open_uri(join(output_dir, RECORD))
+    if filesystem.get_file_info(path).type != fs.FileType.File:
+        return False
+    with filesystem.open_input_stream(path) as stream:
+        return bool(stream.read().decode() == _record(settings))
+
+
+def _record(settings: Settings) -> str:
+    return json.dumps({"simulated": "retrieval", "version": VERSION, **asdict(settings)}, indent=2, sort_keys=True)
+
+
+def _clear(output_dir: str) -> None:
+    """Removes an earlier simulated log; UserError if the folder holds other things."""
+    filesystem, root = open_uri(output_dir)
+    entries = filesystem.get_file_info(fs.FileSelector(root))
+    ours = [e for e in entries if e.base_name in (RECORD, "items.parquet") or e.base_name.startswith("events-")]
+    if len(ours) < len(entries):
+        other = next(e.base_name for e in entries if e not in ours)
+        raise UserError(f"{output_dir} holds '{other}', which is no simulated log; choose a new or empty folder")
+    for entry in sorted(ours, key=lambda e: e.base_name != RECORD):  # the record first: what is left is unfinished
+        filesystem.delete_file(entry.path)
+
+
+def simulate_retrieval(output_dir: str, users: int, items: int, events: int, seed: int) -> World:
+    """Writes a retrieval log into `output_dir` (a local path or URI) and returns its causes.
+
+    Raises UserError for impossible sizes, a folder that holds other files, or one that cannot be written.
+    """
+    try:
+        settings = Settings(users, items, events, seed)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    check_writable(output_dir)
+    _clear(output_dir)
+    world = make_world(settings)
+    rng = np.random.default_rng([seed, 2])
+    lengths = _lengths(settings, rng)
+    item = _walk(world, lengths, rng)
+    time = _times(lengths, rng)
+    order = np.argsort(time, kind="stable")
+    # Users are numbered at random: `lengths` descends and an id must not tell a user's activity.
+    user = np.repeat(rng.permutation(users).astype(np.int32), lengths)
+    user_ids, item_ids = _names("u", users), _names("i", items)
+    files = -(-events // ROWS_PER_FILE)
+    for number in range(files):
+        rows = order[number * ROWS_PER_FILE : (number + 1) * ROWS_PER_FILE]
+        table = pa.table(
+            {
+                "user_id": pa.DictionaryArray.from_arrays(user[rows], user_ids),
+                "item_id": pa.DictionaryArray.from_arrays(item[rows], item_ids),
+                "timestamp_ms": time[rows],
+            }
+        )
+        _write(join(output_dir, f"events-{number:05d}.parquet"), table)
+    _write(join(output_dir, "items.parquet"), _item_texts(world, item_ids, rng))
+    write_file(join(output_dir, RECORD), _record(settings).encode())
+    return world
