@@ -17,6 +17,7 @@ from models.retrieval import metrics
 from models.retrieval.data import Catalogue, Examples, Unit
 from models.retrieval.popularity import Popularity, PopularityConfig
 from models.retrieval.sasrec import SASRec, SASRecConfig
+from models.retrieval.tiger import Tiger, TigerConfig
 from models.tables import UserError
 
 
@@ -59,6 +60,7 @@ RETRIEVAL = Family("retrieval", Catalogue, Examples, metrics.metric_sums, metric
 MODELS: dict[str, Entry] = {
     "popularity": Entry(PopularityConfig, Popularity, RETRIEVAL, unit="request", gradient=False),
     "sasrec": Entry(SASRecConfig, SASRec, RETRIEVAL, unit="user"),
+    "tiger": Entry(TigerConfig, Tiger, RETRIEVAL, unit="request", sids=True),
 }
 
 

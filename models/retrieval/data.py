@@ -152,8 +152,25 @@ class Examples:
 
     behaviours: NDArray[np.int32]
     """Items of this rank's users, user after user."""
+    lengths: NDArray[np.int64]
+    """Of each row, the behaviours in its history."""
     skipped: int
     """Requests of the split, on this rank, that have nothing to condition on."""
+    rows_per_rank: NDArray[np.int64]
+    """Rows of every rank."""
+    # by user: first behaviour, hash of the id, row in the table
+    _user_start: NDArray[np.int64]
+    _user_hash: NDArray[np.int64]
+    _user_row: NDArray[np.int64]
+    # by request: its user, behaviours before it, target, number in the table
+    _owner: NDArray[np.int64]
+    _end: NDArray[np.int64]
+    _target: NDArray[np.int64]
+    _request: NDArray[np.int64]
+    # by row: its first request, its requests, behaviours before the last of them
+    _first: NDArray[np.int64]
+    _count: NDArray[np.int64]
+    _row_end: NDArray[np.int64]
 
     def __init__(self, unit: Unit, max_history: int, rank: int, world: int) -> None:
         if unit not in ("request", "user"):
@@ -188,7 +205,7 @@ class Examples:
         self = cls(unit, max_history, rank, world)
         parts: list[tuple[NDArray, ...]] = []
         users = mine = behaviours = requests = skipped = 0
-        self.rows_per_rank: NDArray[np.int64] = np.zeros(world, np.int64)
+        self.rows_per_rank = np.zeros(world, np.int64)
         for table in iter_parts(sequences_uri, "sequences", ["user_id", "item_index", "requests"]):
             if table.num_rows == 0:
                 continue
@@ -228,10 +245,10 @@ class Examples:
         self._user_start, self._user_hash, self._user_row = columns[1:4]
         self._owner, self._end, self._target, self._request, first = columns[4:]
         self.skipped = skipped
-        self._first = np.flatnonzero(first)  # of each row, its first request
-        self._count = np.diff(np.append(self._first, len(first)))  # requests per row; 1 where the unit is a request
+        self._first = np.flatnonzero(first)
+        self._count = np.diff(np.append(self._first, len(first)))
         self._row_end = np.maximum.reduceat(self._end, self._first) if len(self._first) else self._end[:0]
-        self.lengths: NDArray[np.int64] = np.minimum(self._row_end, max_history)
+        self.lengths = np.minimum(self._row_end, max_history)
         return self
 
     def _first_of_row(self, owner: NDArray, end: NDArray) -> NDArray[np.bool_]:

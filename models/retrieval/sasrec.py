@@ -49,7 +49,7 @@ class Block(nn.Module):
 
     def __init__(self, config: SASRecConfig) -> None:
         super().__init__()
-        self.heads, self.dropout = config.num_heads, config.dropout
+        self.heads = config.num_heads
         self.attention_norm = nn.LayerNorm(config.dim)
         self.qkv = nn.Linear(config.dim, 3 * config.dim)
         self.out = nn.Linear(config.dim, config.dim)
@@ -60,13 +60,12 @@ class Block(nn.Module):
             nn.Linear(config.feedforward_dim, config.dim),
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, share: float) -> Tensor:
         q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        dropout = self.dropout if self.training else 0.0
         # (B, H, T, D / H): padding is on the right, so a causal mask alone keeps it out of real positions
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
-        x = x + functional.dropout(self.out(mixed.transpose(1, 2).flatten(2)), self.dropout, self.training)
-        return x + functional.dropout(self.feedforward(self.feedforward_norm(x)), self.dropout, self.training)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=share)
+        x = x + functional.dropout(self.out(mixed.transpose(1, 2).flatten(2)), share)
+        return x + functional.dropout(self.feedforward(self.feedforward_norm(x)), share)
 
 
 class SASRec(nn.Module):
@@ -85,20 +84,23 @@ class SASRec(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
 
-    def states(self, history: Tensor) -> Tensor:
-        """(B, T, D): one state per behaviour of `history` (B, T), from it and earlier ones only."""
+    def states(self, history: Tensor, share: float = 0.0) -> Tensor:
+        """(B, T, D): one state per behaviour of `history` (B, T), from it and earlier ones only.
+
+        `share` is the dropout.
+        """
         length = history.shape[1]
         if length > self.config.max_history:
             raise ValueError(f"a history of {length} exceeds max_history {self.config.max_history}; pass the latest")
         x = self.item(history.clamp(min=0)) + self.position.weight[:length]
-        x = functional.dropout(x, self.config.dropout, self.training)
+        x = functional.dropout(x, share)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, share)
         return self.norm(x)
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Mean cross-entropy over the M targets of a batch of unit `user`."""
-        states = self.states(batch["history"])
+        states = self.states(batch["history"], self.config.dropout if self.training else 0.0)
         states = states[batch["target_row"], batch["target_position"]]  # (M, D): the last state before each request
         return {"loss": functional.cross_entropy(states @ self.item.weight.T, batch["target"])}
 

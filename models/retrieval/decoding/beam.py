@@ -1,0 +1,92 @@
+"""Beam search over semantic IDs, batched over users and beams, within the trie of the catalogue.
+
+Works for any model that gives log-probabilities of the next code: the `Scorer` protocol. Beams are kept
+in lexicographic order between levels and selected by score with ties to the first, so equal scores are
+resolved the same way every time. No Python loop over users or beams; nothing waits for a GPU.
+
+Shapes: `B` users, `W` beams, `M` children of the widest node, `C_l` codes of level l, `L` levels.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from models.retrieval.decoding.topk import select, top_k
+from models.retrieval.decoding.trie import Trie
+
+
+class Scorer(Protocol):
+    """Next-code log-probabilities of a batch of users; it holds what it needs to know about them."""
+
+    def start(self) -> Tensor:
+        """(B, C_0): log-probabilities of the first code."""
+        ...
+
+    def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
+        """(B, W, C_l): of the next code of each beam, which extends beam `parents` (B, W) of the last
+        step by the code `tokens` (B, W)."""
+        ...
+
+
+def beam_search(scorer: Scorer, trie: Trie, k: int, beam: int) -> tuple[Tensor, Tensor]:
+    """(items, scores), each (B, k): the items of the highest sums of log-probabilities found.
+
+    Only codes that continue a prefix of the catalogue are scored, so each item returned exists and
+    comes once. Order: score falling, then the items' codes rising. The last level is taken from all
+    children of its beams, so k may exceed `beam`. Where fewer items are found than k (a small
+    catalogue, or log-probabilities of -inf) the tail is item -1 with score -inf.
+    """
+    if k < 1 or beam < 1:
+        raise ValueError(f"k {k} and beam {beam} need to be at least 1")
+    log_probs = scorer.start().unsqueeze(1)  # (B, 1, C_0)
+    node = log_probs.new_zeros(log_probs.shape[:2], dtype=torch.long)  # (B, W): where each beam stands in the trie
+    score = log_probs.new_zeros(log_probs.shape[:2])
+    for level in range(trie.levels):
+        offsets = trie.offsets(level)
+        begin = offsets[node]
+        count = offsets[node + 1] - begin
+        widest = int(count.max()) if count.device.type == "cpu" else trie.max_branching[level]
+        child = torch.arange(widest, device=node.device)
+        valid = child < count.unsqueeze(-1)
+        edge = torch.where(valid, begin.unsqueeze(-1) + child, 0)  # (B, W, M), rising along the flattened beams
+        token = trie.tokens(level)[edge]
+        scores = score.unsqueeze(-1) + log_probs.gather(2, token)
+        scores = scores.masked_fill(~valid, -torch.inf).flatten(1)  # (B, W * M)
+        if level == trie.levels - 1:
+            position, score = top_k(scores, k)
+            item = trie.leaves[edge.flatten(1).gather(1, position.clamp(min=0))]
+            return torch.where(score == -torch.inf, -1, item), score
+        position = select(scores, min(beam, trie.edges[level], scores.shape[1]))
+        node = edge.flatten(1).gather(1, position)
+        score = scores.gather(1, position)  # -inf where fewer prefixes than beams are left: dead from here on
+        log_probs = scorer.step(position // widest, token.flatten(1).gather(1, position))
+    raise ValueError("the trie has no levels; it needs at least one codebook")
+
+
+def unconstrained_beam_search(scorer: Scorer, trie: Trie, k: int, beam: int) -> tuple[Tensor, Tensor]:
+    """As `beam_search`, with the trie looked at only in the end: code tuples of no item are dropped.
+
+    What a decoder without a trie does, for comparison: fewer than k items may be left.
+    """
+    if k < 1 or beam < 1:
+        raise ValueError(f"k {k} and beam {beam} need to be at least 1")
+    log_probs = scorer.start().unsqueeze(1)
+    score = log_probs.new_zeros(log_probs.shape[:2])
+    codes = score.new_zeros((*score.shape, 0), dtype=torch.long)  # (B, W, level)
+    for level in range(trie.levels):
+        scores = (score.unsqueeze(-1) + log_probs).flatten(1)
+        position = select(scores, min(max(beam, k) if level == trie.levels - 1 else beam, scores.shape[1]))
+        score = scores.gather(1, position)
+        parents = position // log_probs.shape[-1]
+        token = position % log_probs.shape[-1]
+        kept = codes.gather(1, parents.unsqueeze(-1).expand(-1, -1, level))
+        codes = torch.cat([kept, token.unsqueeze(-1)], -1)
+        if level < trie.levels - 1:
+            log_probs = scorer.step(parents, token)
+    item = trie.lookup(codes)
+    position, score = top_k(score.masked_fill(item < 0, -torch.inf), k)
+    item = item.gather(1, position.clamp(min=0))
+    return torch.where(score == -torch.inf, -1, item), score

@@ -1,0 +1,79 @@
+"""Decoding through `transformers` generate, for comparison with `shared_kv.py`.
+
+The same model, trie and beam width; the library's own beam search, with its cache or without.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.retrieval.decoding.topk import top_k
+from models.retrieval.decoding.trie import Trie
+
+DEAD = -1e8
+"""The library starts all beams but one at -1e9; a score below this never came from the model."""
+
+
+class TrieProcessor:
+    """Sets the scores of tokens that do not continue a prefix of the catalogue to -inf."""
+
+    def __init__(self, trie: Trie, first_token: list[int]) -> None:
+        self.trie, self.first_token = trie, first_token
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """`input_ids` (B * W, 1 + level): the start token and the codes so far; `scores` (B * W, V)."""
+        trie, level = self.trie, input_ids.shape[1] - 1
+        node = torch.zeros_like(input_ids[:, 0])
+        for depth in range(level):
+            node = trie.descend(depth, node, input_ids[:, 1 + depth] - self.first_token[depth])
+        begin = trie.offsets(level)[node.clamp(min=0)]
+        count = trie.offsets(level)[node.clamp(min=0) + 1] - begin
+        child = torch.arange(trie.max_branching[level], device=node.device)
+        valid = (child < count[:, None]) & (node >= 0)[:, None]
+        edge = torch.where(valid, begin[:, None] + child, 0)
+        token = torch.where(valid, trie.tokens(level)[edge] + self.first_token[level], scores.shape[1])
+        allowed = scores.new_zeros((len(scores), scores.shape[1] + 1), dtype=torch.bool).scatter_(1, token, True)
+        return scores.masked_fill(~allowed[:, :-1], -torch.inf)
+
+
+def generate(
+    model: Any,
+    tokens: Tensor,
+    attention_mask: Tensor,
+    trie: Trie,
+    first_token: list[int],
+    k: int,
+    beam: int,
+    *,
+    use_cache: bool,
+    constrained: bool,
+) -> tuple[Tensor, Tensor]:
+    """(items, scores), each (B, k), from a `transformers` encoder-decoder and its input (B, S)."""
+    from transformers import LogitsProcessorList
+
+    kept = max(k, beam)  # generate returns no more sequences than it has beams
+    out = model.generate(
+        input_ids=tokens,
+        attention_mask=attention_mask,
+        num_beams=kept,
+        num_return_sequences=kept,
+        max_new_tokens=trie.levels,
+        do_sample=False,
+        use_cache=use_cache,
+        length_penalty=0.0,
+        return_dict_in_generate=True,
+        output_scores=True,
+        logits_processor=LogitsProcessorList([TrieProcessor(trie, first_token)] if constrained else []),
+    )
+    first = torch.tensor(first_token, device=tokens.device)
+    codes = out.sequences[:, 1:] - first  # without the start token
+    in_level = (codes >= 0) & (codes < torch.tensor(trie.codebook_sizes, device=tokens.device))
+    item = trie.lookup(torch.where(in_level, codes, -1)).view(len(tokens), kept)
+    score = out.sequences_scores.view(len(tokens), kept)
+    score = score.masked_fill((item < 0) | (score < DEAD), -torch.inf)
+    position, score = top_k(score, k)
+    item = item.gather(1, position.clamp(min=0))
+    return torch.where(score == -torch.inf, -1, item), score

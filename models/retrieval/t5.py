@@ -1,0 +1,286 @@
+"""T5's encoder and decoder (Raffel et al., 2020) as TIGER trains them: short inputs, a 4-code output.
+
+The same mathematics and parameter names as `transformers.T5ForConditionalGeneration` with tied
+embeddings (a test holds them equal), without what TIGER does not use, and with dropout that a CPU can
+afford. `as_transformers` gives the library's model over the same weights.
+
+Shapes: `B` sequences, `S` source and `T` target positions, `D` width, `H` heads, `K` width of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class T5Sizes:
+    """As in `transformers.T5Config`."""
+
+    vocabulary: int
+    d_model: int
+    d_ff: int
+    num_heads: int
+    d_kv: int
+    num_encoder_layers: int
+    num_decoder_layers: int
+    dropout: float
+    buckets: int = 32
+    """Relative position buckets (T5's)."""
+    max_distance: int = 128
+    """Distance from which on all positions share a bucket (T5's)."""
+    epsilon: float = 1e-6
+    """Of the root mean square norm (T5's)."""
+
+
+def dropout(x: Tensor, share: float) -> Tensor:
+    """`functional.dropout` where it is fast; on a CPU the mask is cut from 16-bit pieces of random words.
+
+    There torch draws one number at a time, a third of a training step of this model.
+    """
+    if share == 0.0:
+        return x
+    if x.device.type != "cpu":
+        return functional.dropout(x, share)
+    return x * _keep(x, share).to(x.dtype).mul_(1 / (1 - share))
+
+
+def _keep(x: Tensor, share: float) -> Tensor:
+    """A random mask like `x`, False for `share` of it."""
+    words = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
+    return words.view(torch.int16)[: x.numel()].view(x.shape) >= round(share * 2**16) - 2**15
+
+
+class _ReluDropout(torch.autograd.Function):
+    """relu then a mask (unscaled), in place; the gradient of both is where the result is positive."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: float) -> Tensor:
+        keep = _keep(x, share)
+        result = x.relu_().masked_fill_(~keep, 0.0)
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (result,) = ctx.saved_tensors
+        return torch.ops.aten.threshold_backward(grads[0], result, 0), None
+
+
+class Norm(nn.Module):
+    """Root mean square norm with a weight and no bias."""
+
+    def __init__(self, sizes: T5Sizes) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(sizes.d_model))
+        self.epsilon = sizes.epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+
+
+class Attention(nn.Module):
+    """Multi-head attention without biases or scaling; optionally owner of the relative position bias."""
+
+    def __init__(self, sizes: T5Sizes, position_bias: bool = False) -> None:
+        super().__init__()
+        inner = sizes.num_heads * sizes.d_kv
+        self.heads = sizes.num_heads
+        self.q = nn.Linear(sizes.d_model, inner, bias=False)
+        self.k = nn.Linear(sizes.d_model, inner, bias=False)
+        self.v = nn.Linear(sizes.d_model, inner, bias=False)
+        self.o = nn.Linear(inner, sizes.d_model, bias=False)
+        nn.init.normal_(self.q.weight, std=(sizes.d_model * sizes.d_kv) ** -0.5)
+        nn.init.normal_(self.k.weight, std=sizes.d_model**-0.5)
+        nn.init.normal_(self.v.weight, std=sizes.d_model**-0.5)
+        nn.init.normal_(self.o.weight, std=inner**-0.5)
+        if position_bias:
+            self.relative_attention_bias = nn.Embedding(sizes.buckets, sizes.num_heads)
+            nn.init.normal_(self.relative_attention_bias.weight, std=sizes.d_model**-0.5)
+
+    def split(self, x: Tensor, parts: int) -> tuple[Tensor, ...]:
+        """(B, T, parts * H * K) to `parts` tensors (B, H, T, K)."""
+        return x.unflatten(-1, (parts, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+
+    def project(self, x: Tensor, names: str) -> tuple[Tensor, ...]:
+        """(B, H, T, K) projections of `x` (B, T, D), such as q, k and v for "qkv", in one product."""
+        weight = torch.cat([getattr(self, name).weight for name in names])
+        return self.split(functional.linear(x, weight), len(names))
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, share: float) -> Tensor:
+        """(B, T, D): attention of q (B, H, T, K) to k and v (B, H, S, K); `bias` is added to the scores."""
+        if share == 0.0:
+            mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
+        else:
+            scores = q @ k.transpose(-1, -2)
+            scores = scores if bias is None else scores + bias
+            mixed = dropout(scores.softmax(-1), share) @ v
+        return self.o(mixed.transpose(1, 2).flatten(2))
+
+
+class DenseReluDense(nn.Module):
+    def __init__(self, sizes: T5Sizes) -> None:
+        super().__init__()
+        self.wi = nn.Linear(sizes.d_model, sizes.d_ff, bias=False)
+        self.wo = nn.Linear(sizes.d_ff, sizes.d_model, bias=False)
+        nn.init.normal_(self.wi.weight, std=sizes.d_model**-0.5)
+        nn.init.normal_(self.wo.weight, std=sizes.d_ff**-0.5)
+
+    def forward(self, x: Tensor, share: float) -> Tensor:
+        inner = self.wi(x)
+        if share == 0.0 or x.device.type != "cpu":
+            return self.wo(dropout(inner.relu(), share))
+        return self.wo(_ReluDropout.apply(inner, share)) * (1 / (1 - share))
+
+
+class Layer(nn.Module):
+    """A sub-layer: its norm, and under the name that `transformers` has the module it wraps."""
+
+    def __init__(self, sizes: T5Sizes, name: str, module: nn.Module) -> None:
+        super().__init__()
+        self.add_module(name, module)
+        self.layer_norm = Norm(sizes)
+
+
+class Block(nn.Module):
+    """Self-attention, in a decoder cross-attention, and feed-forward, each a residual step."""
+
+    def __init__(self, sizes: T5Sizes, decoder: bool, first: bool) -> None:
+        super().__init__()
+        layers = [Layer(sizes, "SelfAttention", Attention(sizes, position_bias=first))]
+        if decoder:
+            layers.append(Layer(sizes, "EncDecAttention", Attention(sizes)))
+        layers.append(Layer(sizes, "DenseReluDense", DenseReluDense(sizes)))
+        self.layer = nn.ModuleList(layers)
+
+    @property
+    def attention(self) -> Attention:
+        return cast(Attention, self.layer[0].get_submodule("SelfAttention"))
+
+    @property
+    def cross_attention(self) -> Attention:
+        return cast(Attention, self.layer[1].get_submodule("EncDecAttention"))
+
+    @property
+    def feedforward(self) -> DenseReluDense:
+        return cast(DenseReluDense, self.layer[-1].get_submodule("DenseReluDense"))
+
+    def norm(self, index: int, x: Tensor) -> Tensor:
+        """The input of the sub-layer `index`."""
+        return cast(Norm, self.layer[index].get_submodule("layer_norm"))(x)
+
+    def forward(
+        self, x: Tensor, bias: Tensor, share: float, source: Tensor | None = None, source_bias: Tensor | None = None
+    ) -> Tensor:
+        """(B, T, D). `bias` covers positions and padding of x; `source` (B, S, D) is what a decoder attends to."""
+        q, k, v = self.attention.project(self.norm(0, x), "qkv")
+        x = x + dropout(self.attention.mix(q, k, v, bias, share), share)
+        if source is not None:
+            (q,) = self.cross_attention.project(self.norm(1, x), "q")
+            k, v = self.cross_attention.project(source, "kv")
+            x = x + dropout(self.cross_attention.mix(q, k, v, source_bias, share), share)
+        return x + dropout(self.feedforward(self.norm(-1, x), share), share)
+
+
+class Stack(nn.Module):
+    """Blocks and a final norm; the first block owns the position bias of all."""
+
+    def __init__(self, sizes: T5Sizes, decoder: bool) -> None:
+        super().__init__()
+        count = sizes.num_decoder_layers if decoder else sizes.num_encoder_layers
+        self.block = nn.ModuleList(Block(sizes, decoder, first=i == 0) for i in range(count))
+        self.final_layer_norm = Norm(sizes)
+        self.sizes, self.decoder = sizes, decoder
+
+    @property
+    def blocks(self) -> list[Block]:
+        return cast(list[Block], list(self.block))
+
+    def position_bias(self, length: int) -> Tensor:
+        """(1, H, length, length): bias by relative position; -inf for later positions in a decoder."""
+        table = cast(nn.Embedding, self.blocks[0].attention.relative_attention_bias)
+        place = torch.arange(length, device=table.weight.device)
+        distance = place[None] - place[:, None]  # key minus query
+        bias = table(_bucket(distance, self.sizes, bidirectional=not self.decoder))
+        bias = bias.permute(2, 0, 1).unsqueeze(0)
+        return bias.masked_fill(distance > 0, -torch.inf) if self.decoder else bias
+
+    def forward(
+        self, x: Tensor, bias: Tensor, share: float, source: Tensor | None = None, source_bias: Tensor | None = None
+    ) -> Tensor:
+        x = dropout(x, share)
+        for block in self.blocks:
+            x = block(x, bias, share, source, source_bias)
+        return dropout(self.final_layer_norm(x), share)
+
+
+def _bucket(distance: Tensor, sizes: T5Sizes, bidirectional: bool) -> Tensor:
+    """T5's bucket of a distance: exact when near, logarithmic when far."""
+    count = sizes.buckets // 2 if bidirectional else sizes.buckets
+    offset = (distance > 0).long() * count if bidirectional else 0
+    distance = distance.abs() if bidirectional else (-distance).clamp(min=0)
+    exact = count // 2
+    scale = (count - exact) / math.log(sizes.max_distance / exact)
+    far = exact + (torch.log(distance.float().clamp(min=1) / exact) * scale).long()
+    return offset + torch.where(distance < exact, distance, far.clamp(max=count - 1))
+
+
+class T5(nn.Module):
+    """Encoder and decoder over one embedding, which is also the output layer."""
+
+    def __init__(self, sizes: T5Sizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.shared = nn.Embedding(sizes.vocabulary, sizes.d_model)
+        self.encoder = Stack(sizes, decoder=False)
+        self.decoder = Stack(sizes, decoder=True)
+
+    def encode(self, tokens: Tensor, padding: Tensor | None, share: float) -> Tensor:
+        """(B, S, D) states of `tokens` (B, S); `padding` (B, 1, 1, S) is -inf at padded positions, else 0."""
+        bias = self.encoder.position_bias(tokens.shape[1])
+        return self.encoder(self.shared(tokens), bias if padding is None else bias + padding, share)
+
+    def decode(self, tokens: Tensor, source: Tensor, padding: Tensor | None, share: float) -> Tensor:
+        """(B, T, V) logits of what follows each of `tokens` (B, T), all at once."""
+        bias = self.decoder.position_bias(tokens.shape[1])
+        return self.logits(self.decoder(self.shared(tokens), bias, share, source, padding))
+
+    def logits(self, states: Tensor) -> Tensor:
+        """(..., V) from decoder states (..., D), scaled as T5 does where embeddings are tied."""
+        return functional.linear(states * self.sizes.d_model**-0.5, self.shared.weight)
+
+    def as_transformers(self) -> Any:
+        """`transformers.T5ForConditionalGeneration` over these very parameters, in eval mode."""
+        from transformers import T5Config, T5ForConditionalGeneration
+
+        sizes = self.sizes
+        config = T5Config(  # type: ignore[call-arg]
+            vocab_size=sizes.vocabulary,
+            d_model=sizes.d_model,
+            d_ff=sizes.d_ff,
+            num_heads=sizes.num_heads,
+            d_kv=sizes.d_kv,
+            num_layers=sizes.num_encoder_layers,
+            num_decoder_layers=sizes.num_decoder_layers,
+            dropout_rate=sizes.dropout,
+            relative_attention_num_buckets=sizes.buckets,
+            relative_attention_max_distance=sizes.max_distance,
+            layer_norm_epsilon=sizes.epsilon,
+            feed_forward_proj="relu",
+            tie_word_embeddings=True,
+            pad_token_id=0,
+            decoder_start_token_id=0,
+            eos_token_id=None,
+        )
+        with torch.device("meta"):
+            model = T5ForConditionalGeneration(config)
+        weights = dict(self.named_parameters())
+        tied = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
+        model.load_state_dict(weights | dict.fromkeys(tied, self.shared.weight), strict=True, assign=True)
+        return model.eval()
