@@ -1,0 +1,126 @@
+"""Train one model on the tables that jobs.prepare made, or continue the run of that name where it was stopped.
+
+    python -m jobs.train --config jobs/configs/sasrec.yaml --tables TABLES --storage runs --name sasrec
+
+The config's `model.name` says which model; any option of it can be set on the line, as --model.num_layers 2
+or --fit.lr 0.001. Under `ray job submit` it trains on that cluster, else on a Ray started here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, make_dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jobs import cli
+from models import registry
+from models.fit import FitConfig
+from models.tables import UserError
+from pipelines.training.run import RayOptions, Trained, train
+
+
+@dataclass
+class Config:
+    """Options."""
+
+    tables: str
+    """TABLES: the folder that jobs.prepare made."""
+    storage: str
+    """Folder for all runs: checkpoints, and MLflow's SQLite store where no other is named."""
+    name: str
+    """Name of this run; the same name again continues it."""
+    model: Any
+    """The model: `name`, and its own options."""
+    sids: str | None = None
+    """SIDS: the folder that jobs.tokenize made, for models that use semantic IDs."""
+    fit: FitConfig = field(default_factory=FitConfig)
+    """The training loop."""
+    ray: RayOptions = field(default_factory=RayOptions)
+    """Workers and their resources."""
+    tracking_uri: str | None = None
+    """MLflow; by default MLFLOW_TRACKING_URI, else a SQLite file in the storage folder."""
+    experiment: str | None = None
+    """MLflow experiment; by default family/dataset."""
+    overwrite: bool = False
+    """Throw away what the run of this name has made, and train anew."""
+
+
+def model_name(argv: Sequence[str]) -> str:
+    """`model.name` of a command line or of the config that it names."""
+    for i, word in enumerate(argv):
+        if word == "--model.name" and i + 1 < len(argv):
+            return argv[i + 1]
+        if word.startswith("--model.name="):
+            return word.split("=", 1)[1]
+    for path in reversed(cli.config_paths(argv)):
+        try:
+            content = yaml.safe_load(Path(path).read_text())
+        except (OSError, yaml.YAMLError):
+            continue  # cli.parse reports it with its reason
+        model = content.get("model") if isinstance(content, dict) else None
+        if isinstance(model, dict) and "name" in model:
+            return str(model["name"])
+    return "sasrec" if not cli.config_paths(argv) or {"--help", "-h"} & set(argv) else ""
+
+
+def options_of(name: str) -> type:
+    """The model's config dataclass with its `name` as one more option."""
+    config = registry.model_config(name)
+    named = make_dataclass("ModelOptions", [("name", str, field(default=name))], bases=(config,))
+    named.__doc__ = config.__doc__
+    named.__module__ = config.__module__
+    return named
+
+
+def parse(job: str, argv: Sequence[str] | None = None) -> Config:
+    """The command line; the model's options are those of the model that it names."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    name = model_name(words)
+    if not name:
+        raise UserError(f"no model is named; add `model: {{name: ...}}` to {cli.config_paths(words)[-1]}, with one of "
+                        f"{', '.join(registry.MODELS)}")  # fmt: skip
+    groups = {"model": options_of(name), "fit": FitConfig, "ray": RayOptions}
+    return cli.parse(Config, job, words, groups)
+
+
+def run(config: Config) -> Trained:
+    """Trains and prints what was made."""
+    cli.start_ray()
+    trained = train(
+        model=asdict(config.model),
+        fit=config.fit,
+        ray_options=config.ray,
+        tables=config.tables,
+        sids=config.sids,
+        storage=config.storage,
+        name=config.name,
+        tracking_uri=config.tracking_uri,
+        experiment=config.experiment,
+        overwrite=config.overwrite,
+        say=partial(print, flush=True),
+    )
+    best = trained.about
+    if trained.already:
+        print(f"The run '{trained.name}' is finished; nothing to do. --overwrite trains it anew.")
+    else:
+        print(f"Trained {best.name} for {trained.epochs} epochs in {trained.seconds:.0f} s.")
+    shown = "  ".join(f"{name} {value:.4f}" for name, value in best.metrics.items() if name.endswith("@10"))
+    sids = f" --sids {config.sids}" if config.sids else ""
+    print(
+        f"  best epoch  {best.epoch}: {shown} on val\n"
+        f"  checkpoint  {trained.checkpoint}\n"
+        f"  MLflow run  {trained.run.run_id} in {trained.run.experiment}\n"
+        f"  look at it  mlflow ui --backend-store-uri {trained.run.uri}\n"
+        f"  next        python -m jobs.evaluate --checkpoint {trained.checkpoint} --tables {config.tables}{sids} "
+        f"--split test"
+    )
+    return trained
+
+
+if __name__ == "__main__":
+    cli.main(run, Config, lambda config, job: parse(job))

@@ -1,0 +1,309 @@
+"""MLflow: one run per training, in the experiment `family/dataset`, at a URI that is always explicit.
+
+The driver opens the run and hands its id and URI to rank 0 of the training, which alone logs to it; a
+training that is continued continues its run, and what it logged before is not logged twice. MLflow takes
+no `@` in a metric's name, so `ndcg@10` is logged as `ndcg_at_10`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import math
+import os
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+
+import mlflow
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param, RunTag
+from mlflow.exceptions import MlflowException
+
+from models.tables import UserError
+
+for chatty in ("mlflow", "alembic"):
+    logging.getLogger(chatty).setLevel(logging.WARNING)
+
+BATCH = 100
+"""Metrics per request; MLflow takes at most 1000 metrics, 100 params and 100 tags."""
+
+
+@dataclass(frozen=True)
+class RunRef:
+    """Where a run is."""
+
+    uri: str
+    """Tracking URI."""
+    experiment: str
+    """Name of the experiment."""
+    run_id: str
+    """Id of the run."""
+
+    def to_dict(self) -> dict[str, str]:
+        return asdict(self)
+
+
+def metric_name(name: str) -> str:
+    """`val/ndcg@10` as MLflow takes it."""
+    return name.replace("@", "_at_")
+
+
+def shown_name(name: str) -> str:
+    """The inverse of `metric_name`."""
+    return name.replace("_at_", "@")
+
+
+def resolve_uri(option: str | None, storage: str) -> str:
+    """The tracking URI: the option, else MLFLOW_TRACKING_URI, else SQLite in the storage folder, absolute."""
+    uri = option or os.environ.get("MLFLOW_TRACKING_URI")
+    if not uri:
+        if "://" in storage:
+            raise UserError(
+                f"there is no tracking URI, and SQLite cannot live in {storage}; give --tracking_uri or set "
+                f"MLFLOW_TRACKING_URI to a tracking server"
+            )
+        return f"sqlite:///{Path(storage).expanduser().absolute()}/mlflow.db"
+    if uri.startswith("file:") or "://" not in uri:
+        raise UserError(
+            f"the tracking URI {uri} is a folder, which MLflow no longer writes; use sqlite:///ABSOLUTE/PATH/mlflow.db "
+            f"or a tracking server"
+        )
+    if uri.startswith("sqlite:///") and not uri.startswith("sqlite:////"):
+        raise UserError(
+            f"the tracking URI {uri} is relative, so workers elsewhere would write other files; use "
+            f"sqlite:///{Path(uri.removeprefix('sqlite:///')).absolute()}"
+        )
+    return uri
+
+
+def check_nodes(uri: str, nodes: int) -> None:
+    """Refuses a SQLite file for a cluster of several nodes: each would write its own, or corrupt a shared one."""
+    if uri.startswith("sqlite") and nodes > 1:
+        raise UserError(
+            f"the tracking URI {uri} is a file, and the cluster has {nodes} nodes; start a tracking server "
+            f"(mlflow server) and give its address with --tracking_uri or MLFLOW_TRACKING_URI"
+        )
+
+
+def connect(uri: str) -> MlflowClient:
+    """A client of a tracking store that is there; a SQLite one is created if need be. UserError if it is not."""
+    try:
+        if uri.startswith("sqlite:////"):
+            _prepare_sqlite(Path(uri.removeprefix("sqlite:///")))
+            client = MlflowClient(uri)
+            client.search_experiments(max_results=1)
+            return client
+        with _few_retries():
+            client = MlflowClient(uri)
+            client.search_experiments(max_results=1)
+        return client
+    except (MlflowException, OSError, sqlite3.Error) as error:
+        first = " ".join(str(error).split())[:200]
+        raise UserError(f"cannot reach MLflow at {uri} ({first}); start it or give another --tracking_uri") from error
+
+
+@contextmanager
+def _few_retries() -> Iterator[None]:
+    """A first contact fails within seconds; later requests are retried with MLflow's patience."""
+    limits = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+    before = {name: os.environ.get(name) for name in limits}
+    os.environ.update({name: value for name, value in limits.items() if before[name] is None})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+
+
+def _prepare_sqlite(path: Path) -> None:
+    """Creates the store once, also when several runs start together, in the mode that lets them write at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with sqlite3.connect(path, timeout=60) as database:
+            database.execute("PRAGMA journal_mode=WAL")
+        MlflowClient(f"sqlite:///{path}").search_experiments(max_results=1)  # makes its tables
+
+
+def _experiment(client: MlflowClient, uri: str, name: str, storage: str) -> str:
+    """Id of the experiment, made where it is not there."""
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        place = f"{Path(storage).expanduser().absolute()}/mlartifacts" if uri.startswith("sqlite") else None
+        try:
+            return str(client.create_experiment(name, artifact_location=place))
+        except MlflowException:  # made by another run meanwhile
+            found = client.get_experiment_by_name(name)
+            if found is None:
+                raise
+    if found.lifecycle_stage == "deleted":
+        raise UserError(f"the experiment '{name}' is deleted in MLflow; restore it or choose another --experiment")
+    return str(found.experiment_id)
+
+
+def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested values under dotted names."""
+    flat: dict[str, str] = {}
+    for name, value in config.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = str(value)
+    return flat
+
+
+def git_commit() -> str | None:
+    """The commit of the checkout that this code runs from."""
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    return git.stdout.strip() if git.returncode == 0 else None
+
+
+def open_run(
+    uri: str,
+    experiment: str,
+    name: str,
+    storage: str,
+    *,
+    config: dict[str, Any],
+    hashes: dict[str, str],
+    parent: str | None = None,
+) -> RunRef:
+    """Makes a run with its params, tags and the config as an artifact.
+
+    Every value of `config` is a param; `hashes` of tables, the git commit and the command are tags.
+    `parent` makes it the child of a sweep's run.
+    """
+    client = connect(uri)
+    command = " ".join([f"python -m jobs.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+    tags = {
+        "mlflow.source.name": Path(sys.argv[0]).name,
+        "mlflow.source.type": "JOB",
+        "command": command[:5000],
+        **{f"table.{table}": value for table, value in hashes.items()},
+    }
+    if commit := git_commit():
+        tags["mlflow.source.git.commit"] = commit
+    if parent:
+        tags["mlflow.parentRunId"] = parent
+    run = client.create_run(_experiment(client, uri, experiment, storage), run_name=name, tags=tags)
+    params = [Param(key, value[:6000]) for key, value in flatten(config).items()]
+    for start in range(0, len(params), BATCH):
+        client.log_batch(run.info.run_id, params=params[start : start + BATCH])
+    client.log_dict(run.info.run_id, config, "config.yaml")
+    return RunRef(uri, experiment, run.info.run_id)
+
+
+def reopen(run: RunRef) -> None:
+    """Marks a run as running again; UserError where it is not there any more."""
+    client = connect(run.uri)
+    try:
+        client.update_run(run.run_id, status="RUNNING")
+    except MlflowException as error:
+        raise UserError(
+            f"the MLflow run {run.run_id} of this training is not at {run.uri}; give the --tracking_uri that it was "
+            f"started with, or start anew with --overwrite"
+        ) from error
+
+
+class Logger:
+    """Logs the metrics of one run; used by rank 0 alone."""
+
+    def __init__(self, run: RunRef, resumed: bool = False) -> None:
+        self.run = run
+        self.client = connect(run.uri)
+        self._last: dict[str, int] = {}
+        if resumed:
+            for key in self.client.get_run(run.run_id).data.metrics:
+                if not key.startswith("system/"):
+                    history = self.client.get_metric_history(run.run_id, key)
+                    self._last[key] = max(point.step for point in history)
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Logs `metrics` at `step`, those not yet logged before an interruption."""
+        now = int(time.time() * 1000)
+        fresh = [
+            Metric(metric_name(name), float(value), now, step)
+            for name, value in metrics.items()
+            if math.isfinite(value) and self._last.get(metric_name(name), -1) < step
+        ]
+        for start in range(0, len(fresh), BATCH):
+            self.client.log_batch(self.run.run_id, metrics=fresh[start : start + BATCH])
+
+    def tag(self, **tags: str) -> None:
+        self.client.log_batch(self.run.run_id, tags=[RunTag(name, value) for name, value in tags.items()])
+
+    def end(self, status: str = "FINISHED") -> None:
+        """FINISHED, FAILED or KILLED."""
+        self.client.set_terminated(self.run.run_id, status)
+
+
+@contextmanager
+def system_metrics(run: RunRef, seconds: float = 10) -> Iterator[None]:
+    """Logs this machine's CPU, memory, disk, network and GPU to the run while the block runs."""
+    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+    monitor = SystemMetricsMonitor(
+        run.run_id, sampling_interval=seconds, resume_logging=True, tracking_uri=run.uri, samples_before_logging=1
+    )
+    monitor.start()
+    try:
+        yield
+    finally:
+        monitor.finish()
+
+
+def log_curves(run: RunRef) -> None:
+    """Logs the run's training and validation metrics as `curves.csv` and, drawn, as `curves.png`."""
+    client = connect(run.uri)
+    data = client.get_run(run.run_id).data
+    curves = {
+        key: [(point.step, point.value) for point in client.get_metric_history(run.run_id, key)]
+        for key in sorted(data.metrics)
+        if key.startswith(("train/", "val/"))
+    }
+    if not curves:
+        return
+    lines = ["metric,step,value", *(f"{shown_name(k)},{s},{v}" for k, points in curves.items() for s, v in points)]
+    client.log_text(run.run_id, "\n".join(lines) + "\n", "curves.csv")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, keys in zip(
+        figure.subplots(1, 2),
+        (["train/loss"], [key for key in curves if key.startswith("val/") and key.endswith("_at_10")]),
+        strict=True,
+    ):
+        for key in keys:
+            if key in curves:
+                axes.plot(*zip(*sorted(curves[key]), strict=True), label=shown_name(key))
+        axes.set_xlabel("optimizer step")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    with tempfile.TemporaryDirectory() as folder:
+        figure.savefig(f"{folder}/curves.png", dpi=110)
+        client.log_artifact(run.run_id, f"{folder}/curves.png")
+
+
+def log_json(run: RunRef, content: Any, name: str) -> None:
+    """Logs JSON-like content as an artifact."""
+    connect(run.uri).log_text(run.run_id, json.dumps(content, indent=2, sort_keys=True), name)
+
+
+__all__ = [
+    "Logger", "RunRef", "check_nodes", "connect", "flatten", "log_curves", "log_json", "metric_name", "mlflow",
+    "open_run", "reopen", "resolve_uri", "shown_name", "system_metrics",
+]  # fmt: skip

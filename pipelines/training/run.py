@@ -1,0 +1,323 @@
+"""A training run on Ray: a `TorchTrainer` under a fixed storage folder and name, so that it can be continued.
+
+`STORAGE/NAME/` holds `run.json` (what the run is and whether it is finished), the checkpoints to resume
+from (`step-*`, the last one and the best one) and, when it is done, `best/`: the weights to use.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import ray
+from pyarrow import fs
+from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from models import checkpoint, registry
+from models.fit import FitConfig
+from models.setup import load_catalogue
+from models.tables import UserError, join, open_uri, read_manifest
+from pipelines import tracking
+from pipelines.data.tables import check_writable, write_file
+from pipelines.training.worker import Progress, Task, step_name, worker
+
+RUN, SNAPSHOT, BEST = "run.json", "checkpoint_manager_snapshot.json", "best"
+
+MAY_CHANGE = {"log_every_steps", "eval_batch_size", "checkpoint_every_steps"}
+"""Options of `fit` that a continued run may change, as they do not change what it ends with."""
+
+
+@dataclass
+class RayOptions:
+    """How a training is spread over the cluster."""
+
+    num_workers: int = 1
+    """Training processes; each gets an equal part of `fit.batch_size`. On GPUs one per GPU."""
+    use_gpu: bool | Literal["auto"] = "auto"
+    """Whether each worker takes a GPU; auto: if the cluster has enough of them."""
+    cpus_per_worker: float = 1
+    """CPUs that Ray sets aside per worker; what is left serves data tasks."""
+    threads: int = 0
+    """PyTorch threads per worker; 0 shares out the machine's cores among its workers."""
+    max_failures: int = 2
+    """How often a run is continued by itself when a worker is lost."""
+
+    def __post_init__(self) -> None:
+        for name, least in {"num_workers": 1, "threads": 0, "max_failures": 0}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"ray.{name} is {getattr(self, name)}, it must be at least {least}")
+        if self.use_gpu not in (True, False, "auto"):
+            raise ValueError(f"ray.use_gpu is {self.use_gpu!r}, it must be true, false or auto")
+
+
+@dataclass
+class Trained:
+    """What a run made."""
+
+    name: str
+    """Name of the run."""
+    checkpoint: str
+    """Folder with the best weights."""
+    about: checkpoint.Checkpoint
+    """The best checkpoint's config, metrics and timing."""
+    run: tracking.RunRef
+    """The MLflow run."""
+    epochs: int
+    """Epochs done."""
+    seconds: float
+    """Time of this call."""
+    already: bool = False
+    """Whether the run was finished before, so that nothing was done."""
+
+
+def train(
+    *,
+    model: dict[str, Any],
+    fit: FitConfig,
+    ray_options: RayOptions,
+    tables: str,
+    sids: str | None,
+    storage: str,
+    name: str,
+    tracking_uri: str | None = None,
+    experiment: str | None = None,
+    overwrite: bool = False,
+    parent_run: str | None = None,
+    say: Callable[[str], None] = print,
+) -> Trained:
+    """Trains one model, or continues or finds finished the run of this name. Ray must be started.
+
+    `model` holds the model's `name` and fields. Raises UserError for what the user can mend, before
+    anything is started or written where that is possible.
+    """
+    began = time.monotonic()
+    tables, sids, storage = absolute(tables), absolute(sids) if sids else None, absolute(storage)
+    entry = registry.find(model["name"])
+    model = registry.config_to_dict(registry.config_from_dict(model))
+    hashes = load_catalogue(entry, model["name"], tables, sids).hashes
+    sids = sids if entry.sids else None
+    workers = ray_options.num_workers if entry.gradient else 1
+    use_gpu = wants_gpu(ray_options, workers) and entry.gradient
+    check_cluster(ray_options, workers, use_gpu)
+    if fit.batch_size % workers:
+        raise UserError(f"fit.batch_size {fit.batch_size} does not divide by {workers} workers; choose a multiple")
+    uri = tracking.resolve_uri(tracking_uri, storage)
+    tracking.check_nodes(uri, sum(node["Alive"] for node in ray.nodes()))
+    folder = join(storage, name)
+    check_name(name)
+    config = {"model": model, "fit": asdict(fit), "ray": {"num_workers": workers}}
+
+    if overwrite:
+        remove(folder)
+    record = read_record(folder)
+    if record is None:
+        check_writable(folder)
+        experiment = experiment or f"{entry.family.name}/{dataset_name(tables)}"
+        run = tracking.open_run(
+            uri, experiment, name, storage, config={**config, "tables": tables, "sids": sids, "ray": asdict(ray_options)},
+            hashes=hashes, parent=parent_run,
+        )  # fmt: skip
+        record = {"config": config, "hashes": hashes, "tracking": run.to_dict(), "status": "running", "seconds": 0.0,
+                  "created": datetime.now(UTC).isoformat(timespec="seconds")}  # fmt: skip
+        write_record(folder, record)
+    else:
+        check_same(record, config, hashes, name, storage)
+        run = tracking.RunRef(**record["tracking"])
+        if record["status"] == "finished":
+            about = checkpoint.read(join(folder, BEST))
+            return Trained(name, join(folder, BEST), about, run, record["epochs"], 0.0, already=True)
+        tracking.reopen(run)
+
+    task = Task(model, asdict(fit), tables, sids, run.to_dict(), ray_options.threads, lost_checkpoint(folder))
+    logger = tracking.Logger(run)
+    try:
+        with shown(say) as progress:
+            result = TorchTrainer(
+                worker,
+                train_loop_config={"task": task, "progress": progress},
+                torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo"),
+                scaling_config=ScalingConfig(
+                    num_workers=workers, use_gpu=use_gpu, resources_per_worker=resources(ray_options, use_gpu)
+                ),
+                run_config=RunConfig(
+                    name=name,
+                    storage_path=storage,
+                    failure_config=FailureConfig(max_failures=ray_options.max_failures),
+                    checkpoint_config=CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="score"),
+                ),
+            ).fit()
+    except BaseException as error:
+        logger.end("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+        raise
+    if result.checkpoint is None:
+        raise RuntimeError(f"the run {name} ended without a checkpoint in {folder}")
+    last = checkpoint.read(join(folder, posixpath.basename(result.checkpoint.path)))
+    publish(join(folder, step_name(last.best["step"])), join(folder, BEST))
+    about = checkpoint.read(join(folder, BEST))
+    seconds = time.monotonic() - began
+    spent = last.timing.get("train_seconds", 0.0) + last.timing.get("eval_seconds", 0.0)
+    logger.log({"best/epoch": last.best["epoch"], **{f"best/{k}": v for k, v in about.metrics.items()}}, last.step)
+    logger.log({"train/total_seconds": spent}, last.step)
+    tracking.log_curves(run)
+    logger.tag(checkpoint=join(folder, BEST))
+    logger.end()
+    write_record(folder, {**record, "status": "finished", "epochs": last.epoch, "seconds": record["seconds"] + seconds})
+    return Trained(name, join(folder, BEST), about, run, last.epoch, seconds)
+
+
+def absolute(uri: str) -> str:
+    """A local path made absolute, since workers run in other folders; URIs as they are."""
+    return uri if "://" in uri else str(Path(uri).expanduser().absolute())
+
+
+def check_name(name: str) -> None:
+    if not name or name in (".", "..", "mlartifacts") or "/" in name:
+        raise UserError(f"the run's name is '{name}'; it names a folder, so give a word without '/'")
+
+
+def wants_gpu(options: RayOptions, workers: int) -> bool:
+    """Whether workers take GPUs."""
+    if options.use_gpu == "auto":
+        return ray.cluster_resources().get("GPU", 0) >= workers
+    return bool(options.use_gpu)
+
+
+def resources(options: RayOptions, use_gpu: bool) -> dict[str, float]:
+    """What Ray sets aside for each worker."""
+    return {"CPU": options.cpus_per_worker, **({"GPU": 1} if use_gpu else {})}
+
+
+def check_cluster(options: RayOptions, workers: int, use_gpu: bool) -> None:
+    """Refuses what the cluster can never give, where Ray would wait for it for ever."""
+    there = ray.cluster_resources()
+    for kind, each in resources(options, use_gpu).items():
+        if each * workers > there.get(kind, 0):
+            raise UserError(
+                f"{workers} workers need {each * workers:g} {kind}s, the cluster has {there.get(kind, 0):g}; lower "
+                f"ray.num_workers or ray.cpus_per_worker"
+            )
+
+
+def dataset_name(tables: str) -> str:
+    """Name of the dataset: what the sequences' manifest says, else the folder's name."""
+    manifest = read_manifest(join(tables, "sequences"), "sequences")
+    for content in (manifest.info, manifest.config):
+        if isinstance(content.get("dataset"), str):
+            return str(content["dataset"])
+    parts = [part for part in tables.rstrip("/").split("/") if part]
+    return parts[-2] if parts[-1] == "tables" and len(parts) > 1 else parts[-1]
+
+
+def read_record(folder: str) -> dict[str, Any] | None:
+    """`run.json`, or None for a name that has no run."""
+    filesystem, path = open_uri(join(folder, RUN))
+    if filesystem.get_file_info(path).type != fs.FileType.File:
+        return None
+    try:
+        with filesystem.open_input_stream(path) as stream:
+            return dict(json.loads(stream.read()))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{folder}/{RUN} is damaged ({error}); train again with --overwrite") from error
+
+
+def write_record(folder: str, record: dict[str, Any]) -> None:
+    write_file(join(folder, RUN), json.dumps(record, indent=2, sort_keys=True).encode())
+
+
+def check_same(record: dict[str, Any], config: dict[str, Any], hashes: dict[str, str], name: str, storage: str) -> None:
+    """Refuses to continue a run with other settings or tables."""
+    remedy = f"choose another --name, or --overwrite the run '{name}' in {storage}"
+    model, wanted = record["config"]["model"]["name"], config["model"]["name"]
+    if model != wanted:
+        raise UserError(f"the run '{name}' is of the model '{model}', not '{wanted}'; {remedy}")
+    before, now = tracking.flatten(record["config"]), tracking.flatten(config)
+    for key in sorted({*before, *now}):
+        if key.removeprefix("fit.") not in MAY_CHANGE and before.get(key) != now.get(key):
+            raise UserError(f"the run '{name}' was started with {key} {before.get(key)}, not {now.get(key)}; {remedy}")
+    for table, value in hashes.items():
+        if record["hashes"].get(table) != value:
+            raise UserError(f"the run '{name}' was started with another table '{table}'; {remedy}")
+
+
+def remove(folder: str) -> None:
+    """Removes a run's folder; refuses one that holds something else."""
+    filesystem, path = open_uri(folder)
+    kind = filesystem.get_file_info(path).type
+    if kind == fs.FileType.NotFound:
+        return
+    if read_record(folder) is None and filesystem.get_file_info(fs.FileSelector(path)):
+        raise UserError(f"{folder} is not the folder of a run, so --overwrite leaves it alone; choose another --name")
+    filesystem.delete_dir(path)
+
+
+def lost_checkpoint(folder: str) -> str | None:
+    """The last whole checkpoint, where Ray's record of them was being written when the run was killed.
+
+    The damaged record is removed, since Ray would refuse to start with it.
+    """
+    filesystem, path = open_uri(folder)
+    record = f"{path}/{SNAPSHOT}"
+    if filesystem.get_file_info(record).type != fs.FileType.File:
+        return None
+    with filesystem.open_input_stream(record) as stream:
+        content = stream.read()
+    try:
+        json.loads(content)
+        return None
+    except ValueError:
+        filesystem.delete_file(record)
+    for entry in sorted(filesystem.get_file_info(fs.FileSelector(path)), key=lambda info: info.path, reverse=True):
+        if entry.base_name.startswith("step-"):
+            try:
+                checkpoint.read(join(folder, entry.base_name))
+                return join(folder, entry.base_name)
+            except UserError:  # it was being written too: the one before it counts
+                continue
+    return None
+
+
+def publish(source: str, target: str) -> None:
+    """Copies a checkpoint without the state to resume from, `config.json` last."""
+    about = checkpoint.read(source)
+    about.files.pop(checkpoint.STATE, None)
+    (filesystem, origin), (_, path) = open_uri(source), open_uri(target)
+    filesystem.create_dir(path, recursive=True)
+    filesystem.copy_file(f"{origin}/{checkpoint.WEIGHTS}", f"{path}/{checkpoint.WEIGHTS}")
+    write_file(join(target, checkpoint.CONFIG), json.dumps(asdict(about), indent=2, sort_keys=True).encode())
+
+
+@contextmanager
+def shown(say: Callable[[str], None]) -> Iterator[Any]:
+    """An actor to which rank 0 tells its progress, and a thread here that hands it on to `say`."""
+    progress = Progress.remote()  # type: ignore[attr-defined]
+    done = threading.Event()
+    seen = 0
+
+    def pump() -> None:
+        nonlocal seen
+        for line in ray.get(progress.since.remote(seen)):
+            seen += 1
+            say(line)
+
+    def work() -> None:
+        while not done.wait(0.5):
+            pump()
+
+    thread = threading.Thread(target=work, daemon=True, name="progress")
+    thread.start()
+    try:
+        yield progress
+    finally:
+        done.set()
+        thread.join(timeout=10)
+        pump()
+        ray.kill(progress)

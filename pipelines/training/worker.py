@@ -1,0 +1,203 @@
+"""What each training worker runs: the loop of `models.fit`, its events turned into reports and metrics.
+
+Every rank reports at the same events. Rank 0 adds the checkpoint, logs to MLflow and tells the driver of
+its progress.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+from ray import train
+from ray.train.torch import get_device
+
+from models import checkpoint
+from models.fit import EpochEvent, FitConfig, StepEvent, best_of, describe, fit
+from models.setup import Setup, set_up
+from pipelines import tracking
+
+LOWEST = -1e30
+"""Score of a checkpoint that is not better than those before it."""
+
+
+@ray.remote(num_cpus=0, max_concurrency=4)
+class Progress:
+    """Lines from rank 0 to the driver, which prints them."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+    def since(self, seen: int) -> list[str]:
+        return self.lines[seen:]
+
+
+@dataclass
+class Task:
+    """What the driver tells the workers."""
+
+    model: dict[str, Any]
+    """`name` and fields of the model's config."""
+    fit: dict[str, Any]
+    """Fields of `FitConfig`."""
+    tables: str
+    """TABLES, absolute or a URI."""
+    sids: str | None
+    """SIDS, absolute or a URI."""
+    tracking: dict[str, str] | None
+    """The MLflow run as `RunRef` fields."""
+    threads: int
+    """Threads per worker; 0 shares out the machine's cores among its workers."""
+    resume_from: str | None = None
+    """Checkpoint to continue from where Ray's own record of it is lost."""
+
+
+def threads_per_worker(option: int, workers_here: int) -> int:
+    """Threads for PyTorch. Ray starts workers with OMP_NUM_THREADS=1, which idles the other cores."""
+    return option or max(1, len(os.sched_getaffinity(0)) // workers_here)
+
+
+def step_name(step: int) -> str:
+    """Folder of the checkpoint at an optimizer step; the same on a second try, which writes over the first."""
+    return f"step-{step:08d}"
+
+
+def worker(config: dict[str, Any]) -> None:
+    """Trains, from the last checkpoint where there is one. `config` is {"task": Task, "progress": actor}."""
+    task: Task = config["task"]
+    context = train.get_context()
+    rank, world = context.get_world_rank(), context.get_world_size()
+    device = get_device()
+    torch.set_num_threads(threads_per_worker(task.threads, context.get_local_world_size()))
+    setup = set_up(
+        task.model, FitConfig(**task.fit), task.tables, task.sids, device=device, rank=rank, world=world
+    )  # fmt: skip
+    state, about = restore(setup, task)
+    say = config["progress"].say.remote if rank == 0 else (lambda line: None)
+    if rank == 0:
+        say(
+            f"{world} worker{'s' if world > 1 else ''} on {device.type}, {torch.get_num_threads()} threads each; "
+            f"{sum(p.numel() for p in setup.model.parameters()):,} parameters; {setup.train.examples.requests:,} training "
+            f"and {setup.val.requests:,} validation requests on this worker, {setup.train.steps(0)} steps per epoch"
+        )
+        if about is not None:
+            say(f"continuing after epoch {about.epoch}, step {about.step}")
+    with ExitStack() as stack:
+        log = None
+        if rank == 0 and task.tracking:
+            run = tracking.RunRef(**task.tracking)
+            log = tracking.Logger(run, resumed=about is not None)
+            stack.enter_context(tracking.system_metrics(run))
+        if setup.entry.gradient:
+            by_gradient(setup, task, state, about, rank, world, log, say)
+        elif about is None:
+            by_counts(setup, task, rank, log, say)
+
+
+def restore(setup: Setup, task: Task) -> tuple[dict[str, Any] | None, checkpoint.Checkpoint | None]:
+    """Loads weights and state of the last checkpoint, which must be of this model and these tables."""
+    latest = train.get_checkpoint()
+    with latest.as_directory() if latest else nullcontext(task.resume_from) as folder:
+        if folder is None:
+            return None, None
+        about = checkpoint.read(folder)
+        checkpoint.check(about, folder, setup.catalogue.hashes, task.model["name"])
+        checkpoint.load_weights(setup.model, folder)
+        return checkpoint.load_state(folder) if setup.entry.gradient else None, about
+
+
+def by_gradient(
+    setup: Setup,
+    task: Task,
+    state: dict[str, Any] | None,
+    before: checkpoint.Checkpoint | None,
+    rank: int,
+    world: int,
+    log: tracking.Logger | None,
+    say: Any,
+) -> None:
+    """Runs `fit` to its end."""
+    spent = dict(before.timing) if before else {"train_seconds": 0.0, "eval_seconds": 0.0}
+    score = LOWEST
+    for event in fit(
+        setup.model, setup.train, setup.validate, setup.fit, state=state, device=setup.device, rank=rank, world=world
+    ):
+        if log:
+            log.log(step_metrics(event) if isinstance(event, StepEvent) else epoch_metrics(event), event.step)
+        if not event.state:
+            continue
+        metrics: dict[str, float] = {}
+        if isinstance(event, EpochEvent):
+            metrics = event.metrics
+            spent["train_seconds"] += event.seconds
+            spent["eval_seconds"] += event.eval_seconds
+            spent["examples_per_s"] = event.examples_per_s
+            score = event.metrics[setup.fit.metric] if event.is_best else LOWEST
+            say(describe(event, setup.fit))
+        about = setup.checkpoint(
+            epoch=event.epoch, step=event.step, metrics=metrics, best=best_of(event.state), timing=spent,
+            tracking=task.tracking or {},
+        )  # fmt: skip
+        report(setup, about, event.state, rank, score)
+        score = LOWEST
+
+
+def by_counts(setup: Setup, task: Task, rank: int, log: tracking.Logger | None, say: Any) -> None:
+    """One pass over the training data for a model without gradients."""
+    began = time.perf_counter()
+    model: Any = setup.model
+    model.fit_counts(setup.train(0, 0))
+    seconds = time.perf_counter() - began
+    sums, count = setup.validate(setup.model)
+    metrics = {name: value / max(1, count) for name, value in sums.items()}
+    if log:
+        log.log({f"val/{name}": value for name, value in metrics.items()}, 1)
+        log.log({"val/examples": count, "train/seconds": seconds}, 1)
+    say(f"counted in {seconds:.1f} s  val {setup.fit.metric} {metrics.get(setup.fit.metric, float('nan')):.4f}")
+    best = {"value": metrics.get(setup.fit.metric), "epoch": 1, "step": 1}
+    about = setup.checkpoint(
+        epoch=1, step=1, metrics=metrics, best=best, timing={"train_seconds": seconds}, tracking=task.tracking or {}
+    )
+    report(setup, about, None, rank, 0.0)
+
+
+def report(
+    setup: Setup, about: checkpoint.Checkpoint, state: dict[str, Any] | None, rank: int, score: float
+) -> None:  # fmt: skip
+    """Reports on every rank; rank 0 with the checkpoint."""
+    metrics = {"score": score, "epoch": about.epoch, "step": about.step, **about.metrics}
+    if rank != 0:
+        train.report(metrics, checkpoint=None, checkpoint_dir_name=step_name(about.step))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint.write(folder, setup.model, about, state)
+        made = train.Checkpoint.from_directory(folder)
+        train.report(metrics, checkpoint=made, checkpoint_dir_name=step_name(about.step))
+
+
+def step_metrics(event: StepEvent) -> dict[str, float]:
+    """What is logged every `log_every_steps`."""
+    return {
+        "train/loss": event.loss,
+        "train/lr": event.lr,
+        "train/grad_norm": event.grad_norm,
+        "train/examples_per_s": event.examples_per_s,
+        "train/data_wait": event.data_wait,
+    }
+
+
+def epoch_metrics(event: EpochEvent) -> dict[str, float]:
+    """What is logged at the end of an epoch."""
+    metrics = {f"val/{name}": value for name, value in event.metrics.items()}
+    if event.metrics:
+        metrics |= {"val/examples": event.examples, "val/seconds": event.eval_seconds}
+    return metrics | {"epoch": event.epoch, "train/epoch_loss": event.loss, "train/epoch_seconds": event.seconds}
