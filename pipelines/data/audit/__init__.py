@@ -20,7 +20,7 @@ from pipelines.data.audit.windows import check_windows
 
 RULES = {
     "files": "every listed file is whole: size, sha256, rows and columns as its manifest says",
-    "inputs": "sequences were made from these events and these items",
+    "inputs": "items and sequences were made from these events, sequences from these items",
     "events": "times are int64 and not negative; keys are set; each part is sorted",
     "duplicates": "no event stands in the table twice",
     "users": "a user's events are in one part; each surviving user is in sequences exactly once",

@@ -54,9 +54,9 @@ def _wrong_with(uri: str, part: Part, required: dict[str, str]) -> str:
 
 
 def check_inputs(tables: Tables, rule: Rule) -> None:
-    """The hashes that sequences were made from are those of the tables beside them."""
-    for name in ("events", "items"):
+    """The hashes that items and sequences were made from are those of the tables beside them."""
+    for made, name in (("items", "events"), ("sequences", "events"), ("sequences", "items")):
         rule.rows += 1
-        made_from, is_ = tables.sequences.inputs.get(name), tables.manifest(name).hash
-        if made_from != is_:
-            rule.broken(1, [f"sequences were made from {name} {str(made_from)[:12]}, this folder holds {is_[:12]}"])
+        recorded, here = tables.manifest(made).inputs.get(name), tables.manifest(name).hash
+        if recorded != here:
+            rule.broken(1, [f"{made} were made from {name} {str(recorded)[:12]}, this folder holds {here[:12]}"])

@@ -49,7 +49,7 @@ class Log:
             uri = str(folder / name)
             Path(uri).mkdir(parents=True, exist_ok=True)
             written = [write_part(uri, pa.Table.from_pylist(rows, schema=schema)) for rows in parts]
-            inputs = {**hashes, **self.inputs} if name == "sequences" else {}
+            inputs = {**hashes, **self.inputs} if name == "sequences" else dict(hashes)
             info = self.items_info if info is None else info
             hashes[name] = commit(uri, name, schema, written, config={}, inputs=inputs, info=info).hash
         return str(folder)

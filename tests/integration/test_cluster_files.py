@@ -1,0 +1,133 @@
+"""The files of the cluster: Ray accepts them, and the commands in them are commands that the jobs take."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+import zipfile
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import yaml
+from ray._private.runtime_env.packaging import create_package
+from ray.autoscaler._private.util import prepare_config, validate_config
+from ray.runtime_env import RuntimeEnv
+
+from jobs import cli
+
+ROOT = Path(__file__).parents[2]
+RAYJOBS = sorted((ROOT / "deploy").glob("rayjob-*.yaml"))
+IN_IMAGE = "/home/ray/trieline"
+
+
+def load(name: str | Path) -> dict:
+    return yaml.safe_load((ROOT / name).read_text())
+
+
+def options(command: str) -> object:
+    """Parses `python -m jobs.NAME ...` as the job itself does; paths in the image are those of the checkout."""
+    python, flag, module, *argv = shlex.split(command.replace(IN_IMAGE, str(ROOT)))
+    assert (python, flag) == ("python", "-m")
+    job = importlib.import_module(module)
+    parse = getattr(job, "parse", partial(cli.parse, job.Config))
+    return parse(module.removeprefix("jobs."), argv)
+
+
+def test_cluster_config_is_valid_to_ray() -> None:
+    config = load("cluster.yaml")
+    validate_config(prepare_config(config))
+    local = [path for path in config["file_mounts"].values() if not path.startswith("~")]
+    assert [path for path in local if not (ROOT / path).is_file()] == []
+
+
+def test_cluster_nodes_run_the_tested_ray() -> None:
+    tested = version("ray")
+    assert f"ray=={tested}" in (ROOT / "constraints.txt").read_text()
+    assert load("cluster.yaml")["docker"]["image"].startswith(f"rayproject/ray:{tested}-py311")
+    assert f"FROM rayproject/ray:{tested}-py311" in (ROOT / "deploy/Dockerfile").read_text()
+    for path in RAYJOBS:
+        assert load(path)["spec"]["rayClusterSpec"]["rayVersion"] == tested
+
+
+def test_cluster_starts_with_authentication() -> None:
+    config = load("cluster.yaml")
+    for key in ("head_start_ray_commands", "worker_start_ray_commands"):
+        assert "RAY_AUTH_MODE=token ray start" in config[key][-1]
+    assert config["file_mounts"]["/home/ray/.ray/auth_token"] == "~/.ray/auth_token"
+    for path in RAYJOBS:
+        assert load(path)["spec"]["rayClusterSpec"]["authOptions"] == {"mode": "token"}
+
+
+def test_runtime_env_is_valid_to_ray() -> None:
+    content = load("runtime_env.yaml")
+    assert RuntimeEnv(**content)["env_vars"] == content["env_vars"]
+
+
+def test_working_dir_is_small_and_whole(tmp_path: Path) -> None:
+    package = tmp_path / "package.zip"
+    create_package(str(ROOT), package, include_gitignore=True)
+    names = set(zipfile.ZipFile(package).namelist())
+    assert package.stat().st_size < 2 << 20
+    code = {
+        str(p.relative_to(ROOT))
+        for folder in ("jobs", "models", "pipelines", "tuning")
+        for p in (ROOT / folder).rglob("*")
+        if p.suffix in (".py", ".yaml")
+    }
+    assert code <= names
+    assert "pipelines/data/tables.py" in names
+    parts = {part for name in names for part in Path(name).parts[:1]}
+    assert not parts & {".git", ".venv", "data", "runs", "tests", "stores"}
+
+
+def test_rayignore_keeps_data_and_stores_out(tmp_path: Path) -> None:
+    """On a copy with what a user may have lying in the checkout."""
+    left_out = [
+        ".git/objects/x",
+        ".venv/lib/x.py",
+        "data/raw.csv",
+        "runs/a/mlflow.db",
+        "stores/x",
+        "mlruns/1/x",
+        "model.safetensors",
+        "state.pt",
+        "jobs/__pycache__/x.pyc",
+        "some.parquet",
+    ]
+    kept = ["pipelines/data/tables.py", "jobs/configs/sources/x.yaml"]
+    for name in [*left_out, *kept]:
+        path = tmp_path / "checkout" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
+    (tmp_path / "checkout/.rayignore").write_text((ROOT / ".rayignore").read_text())
+    create_package(str(tmp_path / "checkout"), tmp_path / "package.zip", include_gitignore=True)
+    names = {name for name in zipfile.ZipFile(tmp_path / "package.zip").namelist() if not name.endswith("/")}
+    assert names == {*kept, ".rayignore"}
+
+
+@pytest.mark.parametrize("path", RAYJOBS, ids=lambda path: path.stem)
+def test_rayjob(path: Path) -> None:
+    job = load(path)
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    spec = job["spec"]
+    RuntimeEnv(**yaml.safe_load(spec["runtimeEnvYAML"]))
+    cluster = spec["rayClusterSpec"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    for group in groups:
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+        (container,) = group["template"]["spec"]["containers"]
+        assert container["image"] == "registry.example.com/trieline:0.1.0"
+        assert container["resources"]["requests"].items() >= container["resources"]["limits"].items()
+    for group in cluster["workerGroupSpecs"]:
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+    assert options(spec["entrypoint"])
+
+
+def test_commands_in_cluster_config_are_taken() -> None:
+    text = re.sub(r"\\\n# +", "", (ROOT / "cluster.yaml").read_text())
+    command = re.search(r"python -m jobs\..*", text)
+    assert command
+    assert options(command.group().replace("NAME", "amazon2023"))
