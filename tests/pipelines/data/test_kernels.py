@@ -1,0 +1,264 @@
+"""The partition kernels against the plain reference, on small random logs."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import plain_reference as plain
+import polars as pl
+import pyarrow as pa
+import pytest
+import ray
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from models.tables import UserError, join, read_parquet
+from pipelines.data.catalogue import core_items
+from pipelines.data.events import order_events, transit_schema, user_keys
+from pipelines.data.sequences import Rules, build_sequences
+from pipelines.data.splits import SplitConfig, assign, cut_times, nth_time
+from pipelines.data.survey import check_users_once, read_coded, survey
+from pipelines.data.tables import events_schema, write_part
+
+SCHEMA = events_schema({"click": "bool", "dwell": "float32"}, ["price"], ["tab"])
+USERS = ["u", "user 2", "Ü", "z" * 40, ""]
+ITEMS = ["a", "b", "B", "é", "item-10", "item-9"]
+FEW = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+rows_strategy = st.lists(
+    st.fixed_dictionaries(
+        {
+            "user_id": st.sampled_from(USERS),
+            "request_id": st.sampled_from(["", "r1", "r2"]),
+            "timestamp_ms": st.one_of(st.integers(0, 6), st.sampled_from([0, 2**62])),
+            "item_id": st.sampled_from(ITEMS),
+            "query": st.sampled_from([None, "", "q"]),
+            "position": st.integers(0, 2),
+            "label_click": st.sampled_from([None, True, False]),
+            "label_dwell": st.sampled_from([None, 0.5, -1.0]),
+            "num_price": st.sampled_from([None, 2.0]),
+            "cat_tab": st.sampled_from([None, "t"]),
+        }
+    ),
+    min_size=1,
+    max_size=60,
+)
+
+
+def in_transit(rows: list[dict[str, Any]], log_order: bool = False) -> pa.Table:
+    """Rows as they arrive in a partition."""
+    table = pa.Table.from_pylist(rows, schema=SCHEMA)
+    columns = {name: table[name] for name in SCHEMA.names} | {"user_key": pa.array(user_keys(table["user_id"]))}
+    if log_order:
+        columns["log_place"] = pa.array(np.arange(len(rows)))
+    schema = transit_schema(SCHEMA, log_order)
+    return pa.table(columns).select(schema.names).cast(schema)
+
+
+def written(rows: list[dict[str, Any]], folder: str, partitions: int, log_order: bool = False) -> list[str]:
+    """Events parts of the rows, one per partition that has any."""
+    table = in_transit(rows, log_order)
+    keys = table["user_key"].to_numpy() % partitions
+    parts = [table.filter(pa.array(keys == number)) for number in range(partitions)]
+    events = [order_events(part, SCHEMA)[0] for part in parts if part.num_rows]
+    return [join(folder, write_part(folder, table).path) for table in events]
+
+
+@FEW
+@given(rows=rows_strategy, log_order=st.booleans(), data=st.data())
+def test_order_events_sorts_totally_and_drops_duplicates(
+    rows: list[dict], log_order: bool, data: st.DataObject
+) -> None:
+    rows = rows + data.draw(st.lists(st.sampled_from(rows), max_size=10))
+    table, duplicates = order_events(in_transit(rows, log_order), SCHEMA)
+    expected = plain.events(rows, log_order)
+    assert table.schema == SCHEMA
+    assert duplicates == len(rows) - len(expected)
+    if not log_order:
+        assert table.to_pylist() == expected
+        shuffled = data.draw(st.permutations(rows))
+        assert order_events(in_transit(shuffled), SCHEMA)[0].equals(table)
+    else:
+        key = ("user_id", "timestamp_ms", "request_id", "position")
+        assert table.to_pylist() == sorted(expected, key=lambda row: tuple(row[name] for name in key))
+
+
+def test_order_events_without_integer_room_for_the_times() -> None:
+    rows = [
+        {"user_id": user, "request_id": "", "timestamp_ms": time, "item_id": "a", "position": 0}
+        for user in ("b", "a", "c")
+        for time in (2**63 - 1, 5, 0)
+    ]
+    table, _ = order_events(in_transit(rows), SCHEMA)
+    assert list(zip(table["user_id"].to_pylist(), table["timestamp_ms"].to_pylist(), strict=True)) == [
+        (user, time) for user in "abc" for time in (0, 5, 2**63 - 1)
+    ]
+
+
+@pytest.mark.usefixtures("ray_local")
+@FEW
+@given(
+    rows=rows_strategy,
+    k=st.integers(0, 3),
+    temporal=st.booleans(),
+    train_core=st.booleans(),
+    max_events=st.sampled_from([1, 2, 3, 100]),
+    log_order=st.booleans(),
+    behaviour=st.sampled_from([None, "click"]),
+)
+def test_core_and_sequences_equal_the_reference(
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: list[dict],
+    k: int,
+    temporal: bool,
+    train_core: bool,
+    max_events: int,
+    log_order: bool,
+    behaviour: str | None,
+) -> None:
+    label = f"label_{behaviour}" if behaviour else None
+    folder = str(tmp_path_factory.mktemp("events"))
+    split = (2, 5) if temporal else None
+    train_core = train_core and temporal
+    catalogue, expected = plain.sequences(rows, k, split, train_core, max_events, log_order, label)
+    parts = written(rows, folder, 3, log_order)
+    if not any(behaviour is None or row[label] for row in rows):
+        with pytest.raises(UserError, match="no behaviours"):
+            survey(parts, behaviour)
+        return
+    found = survey(parts, behaviour)
+    check_users_once(found.arrays, found.users)
+    assert found.users == len({row["user_id"] for row in rows})
+    before = 2 if train_core else None
+    if not catalogue:
+        with pytest.raises(UserError, match="lower --core"):
+            core_items(found, k, before)
+        return
+    items, _ = core_items(found, k, before)
+    assert items.to_pylist() == catalogue
+
+    rules = Rules(
+        schema=SCHEMA,
+        split={"kind": "temporal", "val_start_ms": 2, "test_start_ms": 5} if temporal else {"kind": "leave_last_out"},
+        core=k,
+        before_ms=before,
+        max_events=max_events,
+        log_order=log_order,
+        behaviour=behaviour,
+    )
+    users: dict[str, dict] = {}
+    counted: dict[str, int] = {}
+    for part in parts:
+        table, count = build_sequences(read_coded(part), items, rules)
+        table.validate(full=True)
+        for row in table.to_pylist():
+            assert row["user_id"] not in users
+            users[row["user_id"]] = row
+        for name, number in count.items():
+            counted[name] = counted.get(name, 0) + number
+    assert sorted(users) == sorted(expected)
+    for user, lists in expected.items():
+        requests = users[user]["requests"]
+        assert [r["history_end"] for r in requests] == lists["history_end"]
+        assert [r["split"] for r in requests] == lists["split"]
+        assert [r["timestamp_ms"] for r in requests] == lists["timestamp_ms"]
+        assert [r["candidates"] for r in requests] == [[item] for item in lists["item_index"]]
+        assert [r["query"] for r in requests] == lists["query"]
+        for name in ("item_index", "timestamp_ms", "query", "label_click", "label_dwell", "num_price", "cat_tab"):
+            assert users[user][name] == lists[name], name
+    assert counted.get("users", 0) == len(expected)
+    for name in ("train", "val", "test"):
+        flags = [s == name for lists in expected.values() for s in lists["split"]]
+        ends = [end for lists in expected.values() for end in lists["history_end"]]
+        assert counted.get(f"requests_{name}", 0) == sum(flags)
+        assert counted.get(f"without_history_{name}", 0) == sum(
+            f and end == 0 for f, end in zip(flags, ends, strict=True)
+        )
+
+
+@pytest.mark.usefixtures("ray_local")
+@FEW
+@given(
+    times=st.lists(st.integers(0, 2**45), min_size=3, max_size=40),
+    val=st.sampled_from([0.1, 0.3]),
+    test=st.sampled_from([0.1, 0.25]),
+)
+def test_cut_times_are_the_quantiles(
+    tmp_path_factory: pytest.TempPathFactory, times: list[int], val: float, test: float
+) -> None:
+    rows = [
+        {"user_id": f"u{i % 7}", "request_id": "", "timestamp_ms": time, "item_id": "a", "position": i}
+        for i, time in enumerate(times)
+    ]
+    found = survey(written(rows, str(tmp_path_factory.mktemp("events")), 2), None)
+    assert [nth_time(found, rank) for rank in (0, len(times) // 2, len(times) - 1)] == [
+        sorted(times)[rank] for rank in (0, len(times) // 2, len(times) - 1)
+    ]
+    first, second = plain.cuts(rows, val, test)
+    config = SplitConfig("temporal", val, test)
+    if min(times) < first < second:
+        assert cut_times(found, config) == {"kind": "temporal", "val_start_ms": first, "test_start_ms": second}
+    else:
+        with pytest.raises(UserError, match="no two cut times"):
+            cut_times(found, config)
+
+
+@pytest.mark.usefixtures("ray_local")
+def test_a_user_in_two_parts_is_found() -> None:
+    arrays = [ray.put({"user_keys": np.array(keys, dtype=np.int64)}) for keys in ([1, 5, 9], [2, 2**62], [5, 7])]
+    with pytest.raises(RuntimeError, match="put 1 users into more than one part"):
+        check_users_once(arrays, 7)
+    check_users_once(arrays[:2], 5)
+
+
+def test_user_keys_are_stable_and_not_negative() -> None:
+    keys = user_keys(pa.array(["a", "b", "a", ""]))
+    assert keys[0] == keys[2] != keys[1]
+    assert (keys >= 0).all()
+    assert (user_keys(pa.chunked_array([["a"], ["b", "a", ""]])) == keys).all()
+
+
+def test_leave_last_out_leaves_short_histories_to_training() -> None:
+    codes = assign({"kind": "leave_last_out"}, np.arange(7), np.array([0, 2, 3]))
+    assert codes.tolist() == [0, 0, 0, 0, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"kind": "random"}, "one of auto"),
+        ({"val_fraction": 0.0}, "between 0 and 1"),
+        ({"val_fraction": 0.6, "test_fraction": 0.5}, "nothing to train on"),
+    ],
+)
+def test_split_config_refuses(values: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        SplitConfig(**values)
+
+
+def test_temporal_split_needs_a_clock() -> None:
+    assert SplitConfig().resolve(clock=True) == "temporal"
+    assert SplitConfig().resolve(clock=False) == "leave_last_out"
+    with pytest.raises(UserError, match="no clock times"):
+        SplitConfig("temporal").resolve(clock=False)
+
+
+def test_parts_do_not_depend_on_the_order_of_rows(tmp_path: Any) -> None:
+    generator = random.Random(0)
+    rows = [
+        {
+            "user_id": f"u{generator.randrange(20)}",
+            "request_id": "",
+            "timestamp_ms": generator.randrange(30),
+            "item_id": f"i{generator.randrange(9)}",
+            "position": 0,
+            "label_click": generator.random() < 0.5,
+        }
+        for _ in range(500)
+    ]
+    first = written(rows, str(tmp_path), 4)
+    generator.shuffle(rows)
+    assert written(rows, str(tmp_path), 4) == first
+    assert pl.concat([pl.from_arrow(read_parquet(part)) for part in first]).height < 500
