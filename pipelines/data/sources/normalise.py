@@ -24,7 +24,7 @@ LAST_MS = 253_402_300_799_999  # the end of year 9999: a later time is a wrong u
 LAST_INT64 = 2**63 - 1
 LAST_INT32 = 2**31 - 1
 EXPLODED_ROWS = 1 << 18  # rows per block after lists are exploded
-LOG_ROW, POSITION = "__log_row", "__position"
+LOG_ROW, POSITION, UNEQUAL = "__log_row", "__position", "__unequal"
 
 TEXT = (pl.String, pl.Categorical, pl.Enum)
 OPERATORS = {">": "gt", ">=": "ge", "<": "lt", "<=": "le", "==": "eq", "!=": "ne"}
@@ -288,9 +288,11 @@ def _explode(raw: pl.DataFrame, columns: Columns, uri: str) -> Iterator[tuple[pl
         length = pl.col(columns.item).list.len().fill_null(0)
         raw = raw.with_columns(pl.int_ranges(0, length, dtype=pl.Int32).alias(POSITION))
         exploded = [*exploded, POSITION]
-        # A row whose lists differ in length cannot be taken apart: it loses its items and is rejected as a whole.
+        # A row with no items, or whose lists differ in length, stays one row without an item, and is rejected.
         fits = pl.all_horizontal(pl.col(name).list.len().fill_null(0) == length for name in exploded)
-        raw = raw.with_columns(pl.when(fits).then(pl.col(name)) for name in exploded)
+        raw = raw.with_columns((~fits).alias(UNEQUAL)).with_columns(
+            pl.when(fits & (length > 0)).then(pl.col(name)) for name in exploded
+        )
     for piece in _pieces(raw, columns.item) if exploded else [raw]:
         members = {
             name: piece.select(ROW, pl.col(name).alias("__item")).explode("__item").drop_nulls().unique()
@@ -336,6 +338,8 @@ def _block(
 ) -> Block:
     row = _Row(raw, uri)
     row.text("user_id", columns.user, required=True)
+    if columns.explode:
+        row.reasons.append((pl.col(UNEQUAL), f"{columns.item}: lists of unequal length"))
     row.text("item_id", columns.item, required=True)
     row.time(columns.time)
     if columns.query:

@@ -1,0 +1,419 @@
+"""The mapping source: every format and unit gives the same events; rows that break the schema are rejects."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import pickle
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipelines.data.sources import readers
+from pipelines.data.sources.base import Block, Source
+from pipelines.data.sources.mapping import Mapping
+from pipelines.data.tables import REJECTS
+
+Row = dict[str, Any]
+
+ROWS: list[Row] = [
+    {"u": "a", "i": "x", "t": 1_588_687_728_923, "click": 1, "secs": 1.5, "tab": "home", "q": "red shoes", "p": 0},
+    {"u": "b", "i": "y, \"z\"\n", "t": 0, "click": 0, "secs": 0.0, "tab": "ünï", "q": None, "p": 7},
+    {"u": "a", "i": "007", "t": 253_402_300_799_999, "click": 1, "secs": None, "tab": None, "q": "x", "p": 2},
+]  # fmt: skip
+
+
+def full(files: str = "log.*", **changes: Any) -> Mapping:
+    return Mapping(
+        **{
+            "files": files,
+            "user": "u",
+            "item": "i",
+            "time": {"column": "t", "unit": "ms"},
+            "query": "q",
+            "position": "p",
+            "labels": {"click": {"column": "click"}, "secs": {"column": "secs", "type": "float32"}},
+            "numbers": ["secs"],
+            "categories": {"tab": "tab"},
+            **changes,
+        }
+    )
+
+
+def plain(**changes: Any) -> Mapping:
+    return Mapping(**{"files": "log.*", "user": "u", "item": "i", "time": {"column": "t", "unit": "ms"}, **changes})
+
+
+def to_csv(rows: list[Row], delimiter: str = ",") -> bytes:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), delimiter=delimiter, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().encode()
+
+
+def to_jsonl(rows: list[Row]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def to_parquet(rows: list[Row]) -> bytes:
+    buffer = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(rows), buffer)
+    return buffer.getvalue().to_pybytes()
+
+
+def read(source: Source, folder: Path) -> Block:
+    """All of a source's files as one block, each block checked on the way."""
+    events, rejects, rows_read = [], [], 0
+    source = pickle.loads(pickle.dumps(source))
+    for file in source.event_files(str(folder)):
+        numbers: list[int] = []
+        for block in source.read_events(str(folder), file):
+            assert block.events.schema == source.block_schema
+            assert block.rejects.schema == REJECTS
+            assert block.rows_read == block.events.num_rows + block.rejects.num_rows
+            numbers += block.events["log_row"].to_pylist()
+            events.append(block.events)
+            rejects.append(block.rejects)
+            rows_read += block.rows_read
+        assert numbers == sorted(set(numbers))
+    return Block(pa.concat_tables(events), pa.concat_tables(rejects), rows_read)
+
+
+def reasons(block: Block) -> list[str]:
+    return block.rejects["reason"].to_pylist()
+
+
+FORMATS: dict[str, Callable[[list[Row]], bytes]] = {
+    "log.csv": to_csv,
+    "log.csv.gz": lambda rows: gzip.compress(to_csv(rows)),
+    "log.csv.bz2": lambda rows: bz2.compress(to_csv(rows)),
+    "log.tsv": lambda rows: to_csv(rows, "\t"),
+    "log.jsonl": to_jsonl,
+    "log.jsonl.gz": lambda rows: gzip.compress(to_jsonl(rows)),
+    "log.parquet": to_parquet,
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_gives_the_same_events(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(FORMATS[name](ROWS))
+    block = read(full(), tmp_path)
+    assert block.rejects.num_rows == 0
+    assert block.events.to_pylist() == [
+        {
+            "user_id": row["u"],
+            "request_id": "",
+            "timestamp_ms": row["t"],
+            "item_id": row["i"],
+            "query": row["q"],
+            "position": row["p"],
+            "label_click": bool(row["click"]),
+            "label_secs": row["secs"],
+            "num_secs": row["secs"],
+            "cat_tab": row["tab"],
+            "log_row": number,
+        }
+        for number, row in enumerate(ROWS)
+    ]
+
+
+ids = st.text(st.characters(codec="utf-8", exclude_categories=["C"]), min_size=1, max_size=8)
+rows = st.lists(
+    st.fixed_dictionaries(
+        {
+            "u": ids,
+            "i": ids,
+            "t": st.integers(0, 253_402_300_799_999),
+            "click": st.sampled_from([0, 1]),
+            "secs": st.one_of(st.none(), st.floats(0, 1e6, width=32)),
+            "tab": st.one_of(st.none(), ids),
+            "q": st.one_of(st.none(), ids),
+            "p": st.integers(0, 2**31 - 1),
+        }
+    ),
+    min_size=1,
+    max_size=20,
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=rows)
+def test_events_round_trip_through_every_format(tmp_path: Path, rows: list[Row]) -> None:
+    read_back = {}
+    for name in ("log.csv", "log.jsonl", "log.parquet"):
+        content = FORMATS[name](rows)
+        (tmp_path / name).write_bytes(content)
+        read_back[name] = read(full(name), tmp_path)
+        assert read_back[name].rejects.num_rows == 0
+    for block in read_back.values():
+        events = block.events.to_pylist()
+        assert [(e["user_id"], e["item_id"], e["timestamp_ms"]) for e in events] == [
+            (r["u"], r["i"], r["t"]) for r in rows
+        ]
+        assert [e["num_secs"] for e in events] == [r["secs"] for r in rows]
+        assert [(e["query"], e["cat_tab"]) for e in events] == [(r["q"], r["tab"]) for r in rows]
+
+
+MOMENT = 1_588_687_728_923
+
+
+@pytest.mark.parametrize(
+    ("unit", "raw", "expected"),
+    [
+        ("s", "1588687728", 1_588_687_728_000),
+        ("ms", "1588687728923", MOMENT),
+        ("us", "1588687728923999", MOMENT),
+        ("ns", "1588687728923999999", MOMENT),
+        ("order", "9007199254740993", 9_007_199_254_740_993),  # 2**53 + 1: no float holds it
+        ("iso", "2020-05-05T14:08:48.923Z", MOMENT),
+        ("iso", "2020-05-05 14:08:48.923", MOMENT),
+        ("iso", "2020-05-05T16:08:48.923+02:00", MOMENT),
+        ("iso", "2020-05-05", 1_588_636_800_000),
+    ],
+)
+@pytest.mark.parametrize("name", ["log.csv", "log.jsonl"])
+def test_every_unit_of_time(tmp_path: Path, name: str, unit: str, raw: str, expected: int) -> None:
+    value = raw if unit == "iso" or name == "log.csv" else int(raw)
+    (tmp_path / name).write_bytes(FORMATS[name]([{"u": "a", "i": "x", "t": value}]))
+    source = plain(time={"column": "t", "unit": unit})
+    assert read(source, tmp_path).events["timestamp_ms"].to_pylist() == [expected]
+    assert source.info["clock"] == (unit != "order")
+
+
+@pytest.mark.parametrize("kind", [pa.timestamp("us", "UTC"), pa.timestamp("ms"), pa.timestamp("ns", "Asia/Tokyo")])
+def test_a_typed_parquet_timestamp_knows_its_unit(tmp_path: Path, kind: pa.DataType) -> None:
+    moment = datetime(2020, 5, 5, 14, 8, 48, 923000, UTC)
+    times = pa.array([moment], pa.timestamp("us", "UTC")).cast(kind)
+    pq.write_table(pa.table({"u": ["a"], "i": [5], "t": times}), tmp_path / "log.parquet")
+    block = read(plain(time={"column": "t", "unit": "iso"}), tmp_path)
+    assert block.events["timestamp_ms"].to_pylist() == [MOMENT]
+    assert block.events["item_id"].to_pylist() == ["5"]
+
+
+@pytest.mark.parametrize("name", ["log.csv", "log.jsonl"])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"u": ""}, "user_id: missing"),
+        ({"i": None}, "item_id: missing"),
+        ({"t": None}, "timestamp_ms: missing"),
+        ({"t": -5}, "timestamp_ms: negative"),
+        ({"t": 1.5}, "timestamp_ms: not an integer"),
+        ({"t": 1588687728923.0}, "timestamp_ms: not an integer"),
+        ({"t": "1e9"}, "timestamp_ms: not an integer"),
+        ({"t": "yesterday"}, "timestamp_ms: not an integer"),
+        ({"t": 99999999999999999999}, "timestamp_ms: not an integer"),
+        ({"t": 253_402_300_800_000}, "timestamp_ms: after the year 9999, check time.unit"),
+        ({"p": -1}, "position: negative"),
+        ({"p": 2**31}, "position: more than int32 holds"),
+        ({"click": "maybe"}, "label_click: not a bool"),
+        ({"click": 2}, "label_click: not a bool"),
+        ({"secs": "fast"}, "label_secs: not a number"),
+        ({"secs": "inf"}, "label_secs: not finite"),
+    ],
+)
+def test_a_row_that_breaks_the_schema_is_rejected_with_its_reason(
+    tmp_path: Path, name: str, change: Row, reason: str
+) -> None:
+    bad = ROWS[0] | change
+    (tmp_path / name).write_bytes(FORMATS[name]([ROWS[0], bad, ROWS[2]]))
+    block = read(full(), tmp_path)
+    assert block.events["item_id"].to_pylist() == ["x", "007"]
+    assert block.events["log_row"].to_pylist() == [0, 2]
+    (reject,) = block.rejects.to_pylist()
+    assert (reject["file"], reject["row"], reject["reason"]) == (name, 1, reason)
+    kept = json.loads(reject["source"])
+    (key,) = change
+    assert str(kept[key] or "") == str(change[key] if change[key] is not None else "")
+
+
+def test_a_json_number_with_an_exponent_is_not_an_integer(tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").write_text('{"u": "a", "i": "x", "t": 1e9}\n{"u": "a", "i": "x", "t":-2.5E+3}\n')
+    block = read(plain(), tmp_path)
+    assert reasons(block) == ["timestamp_ms: not an integer"] * 2
+    assert [json.loads(r)["t"] for r in block.rejects["source"].to_pylist()] == ["1e9", "-2.5E+3"]
+
+
+def test_seconds_that_are_milliseconds_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("u,i,t\na,x,1588687728923\n")
+    assert reasons(read(plain(time={"column": "t", "unit": "s"}), tmp_path)) == [
+        "timestamp_ms: after the year 9999, check time.unit"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rule", "values", "expected"),
+    [
+        ("> 0", ["0", "3", "0.5", "", "-1"], [False, True, True, None, False]),
+        (">= 4", ["3.9", "4", "5.0"], [False, True, True]),
+        ("< 2", ["1", "2"], [True, False]),
+        ("<= 2", ["2", "3"], [True, False]),
+        ("!= 0", ["0", "1"], [False, True]),
+        ("== buy", ["buy", "view", ""], [True, False, None]),
+        (None, ["1", "0", "TRUE", "false", "1.0", ""], [True, False, True, False, True, None]),
+    ],
+)
+def test_bool_labels_follow_their_rule(tmp_path: Path, rule: str | None, values: list[str], expected: list) -> None:
+    (tmp_path / "log.csv").write_bytes(to_csv([{"u": "a", "i": "x", "t": 1, "v": value} for value in values]))
+    block = read(plain(labels={"done": {"column": "v", "true_when": rule}}), tmp_path)
+    assert block.events["label_done"].to_pylist() == expected
+
+
+SEARCHES = [
+    {"u": "a", "s": "1", "t": 10, "q": "lamp", "shown": ["x", "y", "z"], "clicked": ["z", "x"], "dwell": [1, 2, 3]},
+    {"u": "b", "s": "2", "t": 20, "q": "mug", "shown": ["x"], "clicked": [], "dwell": [4]},
+]
+
+
+def searches(separator: str | None) -> Mapping:
+    return plain(
+        request="s",
+        query="q",
+        item="shown",
+        explode={"columns": ["shown", "dwell"], "separator": separator},
+        labels={"click": {"member_of": "clicked"}, "dwell": {"column": "dwell", "type": "float32"}},
+    )
+
+
+def joined(rows: list[Row], separator: str) -> list[Row]:
+    return [{k: separator.join(map(str, v)) if isinstance(v, list) else v for k, v in row.items()} for row in rows]
+
+
+@pytest.mark.parametrize("name", ["log.csv", "log.jsonl", "log.parquet"])
+def test_lists_become_impressions(tmp_path: Path, name: str) -> None:
+    separator = "|" if name == "log.csv" else None
+    rows = joined(SEARCHES, "|") if separator else SEARCHES
+    (tmp_path / name).write_bytes(FORMATS[name](rows))
+    events = read(searches(separator), tmp_path).events
+    assert events.select(
+        ["request_id", "query", "item_id", "position", "label_click", "label_dwell", "log_row"]
+    ).to_pylist() == [
+        {"request_id": s, "query": q, "item_id": i, "position": p, "label_click": c, "label_dwell": d, "log_row": n}
+        for n, (s, q, i, p, c, d) in enumerate(
+            [
+                ("1", "lamp", "x", 0, True, 1.0),
+                ("1", "lamp", "y", 1, False, 2.0),
+                ("1", "lamp", "z", 2, True, 3.0),
+                ("2", "mug", "x", 0, False, 4.0),
+            ]
+        )
+    ]
+
+
+def test_lists_of_integers_match_lists_of_integers(tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").write_text('{"u": 1, "t": 2, "shown": [10, 11], "clicked": [11]}\n')
+    source = plain(item="shown", explode={"columns": ["shown"]}, labels={"click": {"member_of": "clicked"}})
+    events = read(source, tmp_path).events
+    assert events["item_id"].to_pylist() == ["10", "11"]
+    assert events["label_click"].to_pylist() == [False, True]
+    assert events["request_id"].to_pylist() == ["000000000000"] * 2  # a row is a request
+
+
+def test_rows_without_impressions_or_with_unequal_lists_are_rejected(tmp_path: Path) -> None:
+    odd = [SEARCHES[0] | {"dwell": [1]}, SEARCHES[0] | {"shown": [], "dwell": []}, SEARCHES[1]]
+    (tmp_path / "log.jsonl").write_bytes(to_jsonl(odd))
+    block = read(searches(None), tmp_path)
+    assert block.events["item_id"].to_pylist() == ["x"]
+    assert block.rejects["row"].to_pylist() == [0, 1]
+    assert reasons(block) == ["shown: lists of unequal length", "item_id: missing"]
+
+
+@pytest.mark.parametrize("name", ["log.csv", "log.jsonl", "log.parquet"])
+def test_events_do_not_depend_on_the_size_of_blocks(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        {"u": f"u{n % 7}", "i": f"i{n}", "t": -1 if n % 50 == 3 else n, "shown": ["x", f"i{n}"], "clicked": ["x"]}
+        for n in range(500)
+    ]
+    separator = " " if name == "log.csv" else None
+    (tmp_path / name).write_bytes(FORMATS[name](joined(rows, " ") if separator else rows))
+    source = plain(
+        item="shown",
+        explode={"columns": ["shown"], "separator": separator},
+        labels={"click": {"member_of": "clicked"}},
+    )
+    whole = read(source, tmp_path)
+    monkeypatch.setattr(readers, "TEXT_BLOCK", 700)
+    monkeypatch.setattr(readers, "PARQUET_BLOCK", 17)
+    monkeypatch.setattr("pipelines.data.sources.normalise.EXPLODED_ROWS", 9)
+    small = list(source.read_events(str(tmp_path), name))
+    assert len(small) > 20
+    assert pa.concat_tables([b.events for b in small]).to_pylist() == whole.events.to_pylist()
+    assert pa.concat_tables([b.rejects for b in small]).to_pylist() == whole.rejects.to_pylist()
+    assert whole.rejects.num_rows == 20
+    assert sum(b.rows_read for b in small) == whole.rows_read == 1000
+
+
+def test_lines_that_are_no_rows_are_rejected_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("u,i,t\na,x,1\na,x\nb,y,2\nc,z,3,4\n\nd,w,-1\n")
+    block = read(plain(), tmp_path)
+    assert block.events["item_id"].to_pylist() == ["x", "y"]
+    assert dict(zip(block.rejects["row"].to_pylist(), reasons(block), strict=True)) == {
+        1: "row: 2 columns, not 3",
+        3: "row: 4 columns, not 3",
+        4: "timestamp_ms: negative",
+    }
+    lines = [json.loads(source).get("line") for source in block.rejects["source"].to_pylist()]
+    assert lines[:2] == ["a,x", "c,z,3,4"]
+
+
+def test_broken_json_lines_are_rejected_and_counted(tmp_path: Path) -> None:
+    good = '{"u": "a", "i": "x", "t": 1}\n'
+    (tmp_path / "log.jsonl").write_text(good + "oops\n" + good + "\n" + "[1]\n" + '{"u": "a", "i": "x", "t": -1}\n')
+    block = read(plain(), tmp_path)
+    assert block.events.num_rows == 2
+    assert sorted(block.rejects["row"].to_pylist()) == [1, 3, 4]
+
+
+def test_a_csv_without_a_header_takes_its_names_from_the_mapping(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("a,x,1\nb,y\nc,z,-3\n")
+    block = read(plain(header=["u", "i", "t"]), tmp_path)
+    assert block.events["user_id"].to_pylist() == ["a"]
+    assert block.rejects["row"].to_pylist() == [1, 2]
+
+
+def test_several_files_and_folders_are_read_in_order(tmp_path: Path) -> None:
+    for day in ("2024-02", "2024-01"):
+        (tmp_path / day).mkdir()
+        (tmp_path / day / "log.csv").write_text(f"u,i,t\n{day},x,1\n")
+    (tmp_path / "_SUCCESS").write_text("")
+    source = plain(files="*log.csv")
+    assert source.event_files(str(tmp_path)) == ["2024-01/log.csv", "2024-02/log.csv"]
+    assert read(source, tmp_path).events["user_id"].to_pylist() == ["2024-01", "2024-02"]
+
+
+def test_items_are_text_and_lists_are_joined(tmp_path: Path) -> None:
+    items = {
+        "files": "items.*",
+        "item": "id",
+        "texts": {"title": "name", "tags": "tags"},
+        "attributes": ["brand"],
+        "lists": ["tags"],
+    }
+    rows = [
+        {"id": 1, "name": " Mug ", "tags": ["red", None, "big"], "brand": 7},
+        {"id": 2, "name": "", "tags": [], "brand": None},
+        {"id": None, "name": "nobody", "tags": ["x"], "brand": 1},
+    ]
+    (tmp_path / "items.jsonl").write_bytes(to_jsonl(rows))
+    source = plain(items=items)
+    assert source.items_columns == (["title", "tags"], ["brand"])
+    expected = [
+        {"item_id": "1", "text_title": "Mug", "text_tags": "red big", "cat_brand": "7"},
+        {"item_id": "2", "text_title": None, "text_tags": None, "cat_brand": None},
+    ]
+    assert source.item_files(str(tmp_path)) == ["items.jsonl"]
+    assert pa.concat_tables(source.read_items(str(tmp_path), "items.jsonl")).to_pylist() == expected
+    pl.DataFrame(rows).write_parquet(tmp_path / "items.parquet")
+    assert pa.concat_tables(source.read_items(str(tmp_path), "items.parquet")).to_pylist() == expected
