@@ -440,7 +440,8 @@ def main(argv: list[str] | None = None) -> None:
             state = checkpoint.load_state(last)
             print(f"continuing from {last}")
         if not setup.entry.gradient:
-            setup.model.fit_counts(setup.train(0, 0))
+            model: Any = setup.model
+            model.fit_counts(setup.train(0, 0))
             checkpoint.save(output / "best", setup.model, setup.checkpoint(epoch=1))
             print(f"counted; checkpoint {output / 'best'}")
             return

@@ -125,7 +125,7 @@ def set_up(
 
 
 def score(
-    model: nn.Module,
+    model: Any,
     family: registry.Family,
     examples: Any,
     *,

@@ -23,6 +23,7 @@ from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from models import checkpoint, registry
+from models.checkpoint import Checkpoint
 from models.fit import FitConfig
 from models.setup import load_catalogue
 from models.tables import UserError, join, open_uri, read_manifest
@@ -67,7 +68,7 @@ class Trained:
     """Name of the run."""
     checkpoint: str
     """Folder with the best weights."""
-    about: checkpoint.Checkpoint
+    about: Checkpoint
     """The best checkpoint's config, metrics and timing."""
     run: tracking.RunRef
     """The MLflow run."""
@@ -122,10 +123,8 @@ def train(
     if record is None:
         check_writable(folder)
         experiment = experiment or f"{entry.family.name}/{dataset_name(tables)}"
-        run = tracking.open_run(
-            uri, experiment, name, storage, config={**config, "tables": tables, "sids": sids, "ray": asdict(ray_options)},
-            hashes=hashes, parent=parent_run,
-        )  # fmt: skip
+        settings = {**config, "tables": tables, "sids": sids, "ray": asdict(ray_options)}
+        run = tracking.open_run(uri, experiment, name, storage, config=settings, hashes=hashes, parent=parent_run)
         record = {"config": config, "hashes": hashes, "tracking": run.to_dict(), "status": "running", "seconds": 0.0,
                   "created": datetime.now(UTC).isoformat(timespec="seconds")}  # fmt: skip
         write_record(folder, record)

@@ -27,7 +27,7 @@ LOWEST = -1e30
 """Score of a checkpoint that is not better than those before it."""
 
 
-@ray.remote(num_cpus=0, max_concurrency=4)
+@ray.remote(num_cpus=0)
 class Progress:
     """Lines from rank 0 to the driver, which prints them."""
 
@@ -86,8 +86,8 @@ def worker(config: dict[str, Any]) -> None:
     if rank == 0:
         say(
             f"{world} worker{'s' if world > 1 else ''} on {device.type}, {torch.get_num_threads()} threads each; "
-            f"{sum(p.numel() for p in setup.model.parameters()):,} parameters; {setup.train.examples.requests:,} training "
-            f"and {setup.val.requests:,} validation requests on this worker, {setup.train.steps(0)} steps per epoch"
+            f"{sum(p.numel() for p in setup.model.parameters()):,} parameters; "
+            f"{setup.train.examples.requests:,} training and {setup.val.requests:,} validation requests on this worker, {setup.train.steps(0)} steps per epoch"
         )
         if about is not None:
             say(f"continuing after epoch {about.epoch}, step {about.step}")

@@ -1,0 +1,104 @@
+"""Measure a checkpoint on a split: the full catalogue is ranked for every user.
+
+    python -m jobs.evaluate --checkpoint runs/sasrec/best --tables TABLES --split test
+
+Prints Recall@K and NDCG@K with the number of users, writes them beside the checkpoint and into the MLflow
+run of the training. With --batch_inference FOLDER it writes the top K items of all users to a table instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from jobs import cli
+from pipelines.evaluation.ranking import CUTOFFS, Result, evaluate, record
+
+
+@dataclass
+class Config:
+    """Options."""
+
+    checkpoint: str
+    """Folder of a checkpoint, or of a finished run, whose best one is taken."""
+    tables: str
+    """TABLES: the folder that jobs.prepare made."""
+    sids: str | None = None
+    """SIDS: the folder that jobs.tokenize made, for models that use semantic IDs."""
+    split: Literal["val", "test"] = "test"
+    """Which requests to rank for."""
+    batch_inference: str | None = None
+    """Write the top K of all users, after all they did, to this folder as the table `recommendations`."""
+    k: int = 20
+    """Items per user of --batch_inference."""
+    decoder: str | None = None
+    """TIGER: shared_kv, hf or hf_nocache; by default the checkpoint's own."""
+    beam: int | None = None
+    """TIGER: beams; by default the checkpoint's own."""
+    constrained: bool | None = None
+    """TIGER: whether decoding keeps to the catalogue's trie."""
+    batch_size: int = 256
+    """Users per batch."""
+    shards: int = 1
+    """Parts of the users ranked at once, each by a Ray task (or actor, in batch inference)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model runs; auto: a GPU where there is one."""
+    tracking_uri: str | None = None
+    """MLflow, where it is no longer at the address of the training."""
+    overwrite: bool = False
+    """Replace the table of --batch_inference."""
+
+    def __post_init__(self) -> None:
+        for name in ("k", "batch_size", "shards"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, the least is 1; give a positive number")
+
+
+def parse(job: str, argv: Sequence[str] | None = None) -> Config:
+    """The command line; --batch-inference is --batch_inference."""
+    import sys
+
+    words = list(sys.argv[1:] if argv is None else argv)
+    spelled = [word.replace("--batch-inference", "--batch_inference", 1) for word in words]
+    return cli.parse(Config, job, spelled)
+
+
+def run(config: Config) -> Result | None:
+    """Evaluates and prints, or writes recommendations."""
+    options = {"decoder": config.decoder, "beam": config.beam, "constrained": config.constrained}
+    if config.batch_inference:
+        from pipelines.evaluation.inference import recommend_all
+
+        cli.start_ray()
+        made = recommend_all(
+            config.checkpoint, config.tables, config.sids, config.batch_inference, k=config.k,
+            batch_size=config.batch_size, actors=config.shards, device=config.device, options=options,
+            overwrite=config.overwrite,
+        )  # fmt: skip
+        print(made)
+        return None
+    if config.shards > 1:
+        cli.start_ray()
+    result, about = evaluate(
+        config.checkpoint, config.tables, config.sids, split=config.split, batch_size=config.batch_size,
+        shards=config.shards, device=config.device, options=options,
+    )  # fmt: skip
+    place = record(result, about, config.tracking_uri)
+    print(f"{result.model} on {result.split}: {result.examples:,} users, seed {result.seed}")
+    print("  K       " + "".join(f"{k:>9}" for k in CUTOFFS))
+    for metric in ("recall", "ndcg"):
+        print(f"  {metric:<8}" + "".join(f"{result.metrics[f'{metric}@{k}']:9.4f}" for k in CUTOFFS))
+    print(
+        f"  {result.users_per_s:,.0f} users/s on {result.device}; {result.skipped:,} requests without a history left out"
+    )
+    print(f"  written to  {place}")
+    if about.tracking:
+        uri = config.tracking_uri or about.tracking["uri"]
+        print(f"  MLflow run  {about.tracking['run_id']}")
+        print(f"  next        python -m jobs.compare --experiment {about.tracking['experiment']} --tracking_uri {uri}")
+    return result
+
+
+if __name__ == "__main__":
+    cli.main(run, Config, lambda config, job: parse(job))

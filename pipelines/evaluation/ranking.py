@@ -1,0 +1,191 @@
+"""Evaluation of a checkpoint: the full catalogue ranked for every request of a split.
+
+Recall@K and NDCG@K with the number of examples, and the users per second of `recommend` in steady state.
+With more than one shard, Ray tasks rank a part of the users each and send back sums, which add up exactly.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import ray
+import torch
+
+from models import checkpoint, registry
+from models.checkpoint import Checkpoint
+from models.setup import CUTOFFS, load_catalogue, score
+from models.tables import UserError, join
+from pipelines import tracking
+from pipelines.data.tables import write_file
+from pipelines.training.run import BEST, RUN, absolute, read_record
+
+SPLITS = ("val", "test")
+
+
+@dataclass
+class Result:
+    """What an evaluation found, as `evaluation-SPLIT.json` beside the checkpoint."""
+
+    model: str
+    """Name in the registry."""
+    checkpoint: str
+    """What was evaluated."""
+    split: str
+    """val or test."""
+    examples: int
+    """Requests ranked."""
+    skipped: int
+    """Requests without a history, left out."""
+    metrics: dict[str, float]
+    """`recall@K` and `ndcg@K`."""
+    users_per_s: float
+    """Requests per second of `recommend`, all shards together."""
+    seconds: float
+    """Time of the evaluation."""
+    seed: int | None
+    """Seed of the training."""
+    options: dict[str, Any]
+    """Options of `recommend` and the batch size."""
+    hashes: dict[str, str]
+    """Hashes of the tables."""
+    device: str
+    """cpu or cuda, with the number of threads or the GPU's name."""
+
+
+def find_checkpoint(uri: str) -> str:
+    """The checkpoint at `uri`, or the best one of the run whose folder it is."""
+    uri = absolute(uri).rstrip("/")
+    record = read_record(uri)
+    if record is None:
+        return uri
+    if record["status"] != "finished":
+        raise UserError(f"the run {uri} is not finished ({RUN}); run its jobs.train line again, which continues it")
+    return join(uri, BEST)
+
+
+def recommend_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Those options that were given; UserError where the model has no such option."""
+    import inspect
+
+    chosen = {key: value for key, value in given.items() if value is not None}
+    entry = registry.find(name)
+    recommend: Any = getattr(entry.build, "recommend", None)
+    known = list(inspect.signature(recommend).parameters)[3:] if recommend else []
+    for key in chosen:
+        if key not in known:
+            takes = f"it takes {', '.join(known)}" if known else "it takes none"
+            raise UserError(f"the model '{name}' has no option --{key} when recommending; {takes}")
+    return chosen
+
+
+def device_of(option: str) -> torch.device:
+    """auto: a GPU of this machine where there is one."""
+    if option == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if option == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda, but PyTorch sees no GPU here; use --device cpu")
+    return torch.device(option)
+
+
+def rank_shard(
+    uri: str, tables: str, sids: str | None, split: str, batch_size: int, options: dict[str, Any], device: str,
+    threads: int, rank: int, world: int,
+) -> tuple[dict[str, float], int, int, float]:  # fmt: skip
+    """(sums, requests, skipped, seconds in recommend) of every `world`-th user."""
+    if threads:
+        torch.set_num_threads(threads)
+    about = checkpoint.read(uri)
+    entry = registry.find(about.name)
+    catalogue = load_catalogue(entry, about.name, tables, sids)
+    model, _ = checkpoint.load(uri, catalogue)
+    where = device_of(device)
+    model = model.to(where)
+    history = registry.config_from_dict(about.model).max_history
+    examples = entry.family.examples.load(
+        join(tables, "sequences"), split, unit="request", max_history=history, rank=rank, world=world
+    )
+    common = dict(batch_size=batch_size, device=where, options=options)
+    if len(examples):
+        score(model, entry.family, examples, limit=min(batch_size, len(examples)), **common)  # warms up
+    sums, count, seconds = score(model, entry.family, examples, **common)
+    return sums, count, examples.skipped, seconds
+
+
+def evaluate(
+    uri: str,
+    tables: str,
+    sids: str | None = None,
+    *,
+    split: str = "test",
+    batch_size: int = 256,
+    shards: int = 1,
+    device: str = "auto",
+    options: dict[str, Any] | None = None,
+) -> tuple[Result, Checkpoint]:
+    """Ranks and measures; `shards` above 1 needs Ray. Writes nothing."""
+    began = time.monotonic()
+    if split not in SPLITS:
+        raise UserError(f"--split is '{split}', it must be one of {', '.join(SPLITS)}")
+    uri, tables, sids = find_checkpoint(uri), absolute(tables), absolute(sids) if sids else None
+    about = checkpoint.read(uri)
+    chosen = recommend_options(about.name, options or {})
+    arguments = (uri, tables, sids, split, batch_size, chosen, device)
+    if shards == 1:
+        parts = [rank_shard(*arguments, 0, 0, 1)]
+    else:
+        task = ray.remote(num_cpus=1, num_gpus=1 if device_of(device).type == "cuda" else 0)(rank_shard)
+        parts = ray.get([task.remote(*arguments, 1, rank, shards) for rank in range(shards)])
+    count = sum(part[1] for part in parts)
+    if count == 0:
+        raise UserError(f"the split '{split}' of {tables} has no request with a history; choose another --split")
+    metrics = {name: sum(part[0][name] for part in parts) / count for name in parts[0][0]}
+    where = device_of(device)
+    threads = torch.get_num_threads() if shards == 1 else shards
+    label = torch.cuda.get_device_name() if where.type == "cuda" else f"cpu, {threads} threads"
+    return (
+        Result(
+            model=about.name,
+            checkpoint=uri,
+            split=split,
+            examples=count,
+            skipped=sum(part[2] for part in parts),
+            metrics=metrics,
+            users_per_s=sum(part[1] / part[3] for part in parts if part[3] > 0),
+            seconds=time.monotonic() - began,
+            seed=about.fit.get("seed"),
+            options={**chosen, "batch_size": batch_size},
+            hashes=about.hashes,
+            device=label,
+        ),
+        about,
+    )
+
+
+def record(result: Result, about: Checkpoint, tracking_uri: str | None = None) -> str:
+    """Writes the result beside the checkpoint and into the training's MLflow run; returns the file's place.
+
+    Options that differ from the model's own are part of the names, so that an evaluation with another
+    decoder does not take the place of the plain one.
+    """
+    suffix = "".join(
+        f"-{key}-{value}" for key, value in sorted(result.options.items())
+        if key != "batch_size" and about.model.get(key) != value
+    )  # fmt: skip
+    place = join(result.checkpoint, f"evaluation-{result.split}{suffix}.json")
+    write_file(place, json.dumps(asdict(result), indent=2, sort_keys=True).encode())
+    if about.tracking:
+        run = tracking.RunRef(**{**about.tracking, **({"uri": tracking_uri} if tracking_uri else {})})
+        logger = tracking.Logger(run)
+        prefix = f"{result.split}{suffix}"
+        values = {f"{prefix}/{name}": value for name, value in result.metrics.items()}
+        values |= {f"{prefix}/examples": result.examples, f"{prefix}/users_per_s": result.users_per_s}
+        logger.log(values, about.step)
+        tracking.log_json(run, asdict(result), os.path.basename(place))
+    return place
+
+
+__all__ = ["CUTOFFS", "Result", "evaluate", "find_checkpoint", "record"]
