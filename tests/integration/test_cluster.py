@@ -1,0 +1,197 @@
+"""Jobs on a real Ray cluster of one node: own ports, own folder, token authentication, `ray job submit`."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from models.tables import read_manifest, read_table
+from pipelines.data.audit import audit
+
+ROOT = Path(__file__).parents[2]
+RAY = Path(sys.executable).with_name("ray")
+WORKERS = 40  # ports for worker processes
+
+SOURCE = """\
+layout: mapping
+files: log.csv
+user: user
+item: item
+time: {column: seconds, unit: s}
+prepare: {core: 2, split: {kind: leave_last_out}}
+"""
+
+
+@dataclass
+class Cluster:
+    """A running cluster and how its clients reach it."""
+
+    address: str
+    """URL of the job server."""
+    env: dict[str, str]
+    """Environment of a client that has the token."""
+
+    def submit(self, *command: str) -> str:
+        """Runs `ray job submit` as a user does and returns what it printed; retried until the agent listens."""
+        line = [RAY, "job", "submit", "--address", self.address, "--working-dir", ".", "--runtime-env"]
+        for _ in range(20):
+            done = subprocess.run(
+                [*line, "runtime_env.yaml", "--", *command], cwd=ROOT, env=self.env, capture_output=True, text=True
+            )
+            if "No available agent" not in done.stdout + done.stderr:
+                break
+            time.sleep(1)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
+
+
+def free_ports(count: int) -> list[str]:
+    """Ports that nobody listens on, all different."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("", 0))
+        return [str(one.getsockname()[1]) for one in sockets]
+
+
+def status_of(address: str, token: str | None) -> int:
+    """HTTP status of the list of jobs; 0 while nobody answers."""
+    request = urllib.request.Request(
+        f"{address}/api/jobs/", headers={"Authorization": f"Bearer {token}"} if token else {}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=5) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    folder = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))  # short: socket paths end at 107 bytes
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "MLFLOW_"))}
+    env |= {"HOME": str(folder / "home"), "RAY_AUTH_MODE": "token", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+    env["PATH"] = f"{RAY.parent}:{env['PATH']}"
+    Path(env["HOME"]).mkdir()
+    subprocess.run([RAY, "get-auth-token", "--generate"], env=env, check=True, capture_output=True)
+    names = [
+        "port", "dashboard-port", "ray-client-server-port", "node-manager-port", "object-manager-port",
+        "dashboard-agent-listen-port", "dashboard-agent-grpc-port", "runtime-env-agent-port", "metrics-export-port",
+    ]  # fmt: skip
+    ports = free_ports(len(names) + WORKERS)
+    line = [str(RAY), "start", "--head", "--block", "--num-cpus", "2", "--object-store-memory", "200000000"]
+    line += ["--temp-dir", str(folder), "--disable-usage-stats", "--worker-port-list", ",".join(ports[len(names) :])]
+    line += [word for name, port in zip(names, ports, strict=False) for word in (f"--{name}", port)]
+    with open(folder / "head.log", "w") as log:
+        head = subprocess.Popen(line, env=env, stdout=log, stderr=log, start_new_session=True)
+    address = f"http://127.0.0.1:{ports[1]}"
+    token = (folder / "home/.ray/auth_token").read_text()
+    try:
+        deadline = time.monotonic() + 60
+        while status_of(address, token) != 200:
+            said = (folder / "head.log").read_text()[-2000:]
+            assert head.poll() is None and time.monotonic() < deadline, said  # noqa: PT018
+            time.sleep(0.3)
+        yield Cluster(address, env)
+    finally:
+        head.terminate()  # with --block the head ends what it started
+        try:
+            head.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(head.pid, signal.SIGKILL)  # its own session: nobody else's processes
+            head.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def raw_log(folder: Path) -> int:
+    """A log of 60 users who walk along a ring of 20 items; returns its number of rows."""
+    draw = random.Random(0)
+    rows = [
+        (f"u{user:02}", f"i{(start + step) % 20:02}", 1_700_000_000 + 86_400 * step + user)
+        for user, start in ((user, draw.randrange(20)) for user in range(60))
+        for step in range(draw.randrange(5, 9))
+    ]
+    draw.shuffle(rows)
+    folder.mkdir()
+    (folder / "log.csv").write_text("\n".join(["user,item,seconds", *(f"{u},{i},{t}" for u, i, t in rows)]) + "\n")
+    (folder / "source.yaml").write_text(SOURCE)
+    return len(rows)
+
+
+def test_client_without_the_token_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    assert status_of(cluster.address, None) == 401
+    assert status_of(cluster.address, "0" * 64) == 403
+    stranger = {**cluster.env, "HOME": str(tmp_path), "RAY_AUTH_MODE": "disabled"}
+    done = subprocess.run(
+        [RAY, "job", "submit", "--address", cluster.address, "--", "true"], env=stranger, capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    assert "Missing authentication token" in done.stdout + done.stderr
+
+
+def test_job_runs_the_submitted_code_on_the_cluster(cluster: Cluster) -> None:
+    """Driver and tasks import the uploaded folder, and `start_ray` joins the cluster that runs the job."""
+    program = (
+        "import os, ray, jobs; from jobs import cli; cli.start_ray(); "
+        "where = ray.remote(lambda: __import__('models').__file__); "
+        "print('driver', jobs.__file__, 'task', ray.get(where.remote()), ray.cluster_resources()['CPU'])"
+    )
+    said = next(line for line in cluster.submit("python", "-c", program).splitlines() if line.startswith("driver"))
+    _, driver, _, task, cpus = said.split()
+    assert "working_dir_files/_ray_pkg_" in driver
+    assert Path(driver).parents[1] == Path(task).parents[1]
+    assert cpus == "2.0"
+
+
+def test_prepare_and_train_on_the_cluster(cluster: Cluster, tmp_path: Path) -> None:
+    rows = raw_log(tmp_path / "raw")
+    tables, runs = tmp_path / "tables", tmp_path / "runs"
+    source = ["--source", str(tmp_path / "raw/source.yaml"), "--input", str(tmp_path / "raw")]
+    said = cluster.submit("python", "-m", "jobs.prepare", *source, "--output", str(tables))
+    assert f"next: python -m jobs.audit --tables {tables}" in said
+    assert read_table(str(tables / "events"), "events").num_rows == rows
+    sequences = read_manifest(str(tables / "sequences"), "sequences")
+    assert sequences.rows == 60
+    assert sequences.info["requests"] == {"train": rows - 120, "val": 60, "test": 60}
+    assert [rule.name for rule in audit(str(tables)) if rule.violations] == []
+
+    uri = f"sqlite:///{tmp_path}/tracking.db"
+    config = [
+        *["--config", "jobs/configs/sasrec.yaml", "--fit.max_epochs", "2", "--fit.batch_size", "16"],
+        "--tables",
+        str(tables),
+    ]
+    place = ["--storage", str(runs), "--name", "ring", "--tracking_uri", uri, "--experiment", "retrieval/ring"]
+    said = cluster.submit("python", "-m", "jobs.train", *config, *place)
+    assert "Trained sasrec for 2 epochs" in said
+    assert (runs / "ring/best/model.safetensors").is_file()
+
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name("retrieval/ring")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.run_id in said
+    assert run.info.status == "FINISHED"
+    assert run.data.params["model.name"] == "sasrec"
+    assert run.data.tags["table.sequences"] == sequences.hash
+    steps = [point.step for point in client.get_metric_history(run.info.run_id, "val/ndcg_at_10")]
+    assert len(steps) == 2
+    assert steps == sorted(set(steps))
