@@ -93,7 +93,10 @@ def train_codes(embeddings: np.ndarray, config: TokenizerConfig, say: Say = prin
     import ray
 
     gpu = ray.cluster_resources().get("GPU", 0) >= 1
-    task: Any = ray.remote(num_cpus=1, num_gpus=1 if gpu else 0, num_returns="streaming", max_retries=0)(_train_task)
+    cpus = max(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])  # Ray sets threads by it
+    task: Any = ray.remote(num_cpus=min(cpus, 4), num_gpus=1 if gpu else 0, num_returns="streaming", max_retries=0)(
+        _train_task
+    )
     for reference in task.remote(ray.put(embeddings), config):
         message = ray.get(reference)
         if not isinstance(message, Progress):

@@ -5,6 +5,7 @@ Shapes: N items, D width of the quantised space, C levels, K codes per level.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -62,18 +63,22 @@ def encode(vectors: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _seeds(points: Tensor, k: int, generator: torch.Generator) -> Tensor:
-    """k-means++ seeds (k, D): each next one drawn by its squared distance to those drawn already."""
-    draws = torch.rand(k, generator=generator, dtype=torch.float64)
-    chosen = [int(draws[0] * len(points))]
-    distances = (points - points[chosen[0]]).square().sum(1).double()
-    for draw in draws[1:].tolist():
-        mass = distances.cumsum(0)
-        if float(mass[-1]) > 0:
-            index = int(torch.searchsorted(mass, draw * mass[-1], right=True).clamp(max=len(points) - 1))
-        else:  # fewer distinct points than seeds: the rest stay unused
-            index = int(draw * len(points))
-        chosen.append(index)
-        distances = torch.minimum(distances, (points - points[index]).square().sum(1).double())
+    """Greedy k-means++ seeds (k, D): of some points drawn by their squared distance to the seeds so far, the
+    one that leaves the least distance in all. Plain k-means++ is drawn to outliers in high dimensions."""
+    trials = 2 + int(math.log(k))
+    draws = torch.rand(k, trials, generator=generator, dtype=torch.float64).to(points.device)
+    squares = points.square().sum(1)
+    chosen = [int(draws[0, 0] * len(points))]
+    distances = (points - points[chosen[0]]).square().sum(1)
+    for draw in draws[1:]:
+        mass = distances.double().cumsum(0)
+        drawn = torch.searchsorted(mass, draw * mass[-1], right=True).clamp(max=len(points) - 1)  # (trials,)
+        after = squares[:, None] - 2 * points @ points[drawn].T + squares[drawn]  # (N, trials)
+        after = torch.minimum(after.clamp(min=0), distances[:, None])
+        best = int(after.double().sum(0).argmin())
+        chosen.append(int(drawn[best]))
+        distances = after[:, best].clone()
+        distances[chosen[-1]] = 0
     return points[chosen]
 
 
