@@ -71,12 +71,14 @@ def run(config: Config) -> Result | None:
         from pipelines.evaluation.inference import recommend_all
 
         cli.start_ray()
-        made = recommend_all(
+        manifest, already = recommend_all(
             config.checkpoint, config.tables, config.sids, config.batch_inference, k=config.k,
             batch_size=config.batch_size, actors=config.shards, device=config.device, options=options,
             overwrite=config.overwrite,
         )  # fmt: skip
-        print(made)
+        what = "is there already, from the same checkpoint and tables; nothing to do" if already else "written"
+        print(f"Recommendations of {manifest.info['model']}: top {config.k} of {manifest.rows:,} users {what}.")
+        print(f"  table       {config.batch_inference}: user_id, item_id (best first), score")
         return None
     if config.shards > 1:
         cli.start_ray()
@@ -90,7 +92,7 @@ def run(config: Config) -> Result | None:
     for metric in ("recall", "ndcg"):
         print(f"  {metric:<8}" + "".join(f"{result.metrics[f'{metric}@{k}']:9.4f}" for k in CUTOFFS))
     print(
-        f"  {result.users_per_s:,.0f} users/s on {result.device}; {result.skipped:,} requests without a history left out"
+        f"  {result.users_per_s:,.0f} users/s on {result.device}; {result.skipped:,} requests without history left out"
     )
     print(f"  written to  {place}")
     if about.tracking:

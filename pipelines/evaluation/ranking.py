@@ -92,7 +92,7 @@ def device_of(option: str) -> torch.device:
 
 
 def rank_shard(
-    uri: str, tables: str, sids: str | None, split: str, batch_size: int, options: dict[str, Any], device: str,
+    uri: str, tables: str, sids: str | None, split: Any, batch_size: int, options: dict[str, Any], device: str,
     threads: int, rank: int, world: int,
 ) -> tuple[dict[str, float], int, int, float]:  # fmt: skip
     """(sums, requests, skipped, seconds in recommend) of every `world`-th user."""
@@ -108,7 +108,7 @@ def rank_shard(
     examples = entry.family.examples.load(
         join(tables, "sequences"), split, unit="request", max_history=history, rank=rank, world=world
     )
-    common = dict(batch_size=batch_size, device=where, options=options)
+    common: dict[str, Any] = {"batch_size": batch_size, "device": where, "options": options}
     if len(examples):
         score(model, entry.family, examples, limit=min(batch_size, len(examples)), **common)  # warms up
     sums, count, seconds = score(model, entry.family, examples, **common)

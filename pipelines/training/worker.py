@@ -84,10 +84,12 @@ def worker(config: dict[str, Any]) -> None:
     state, about = restore(setup, task)
     say = config["progress"].say.remote if rank == 0 else (lambda line: None)
     if rank == 0:
+        workers = "1 worker" if world == 1 else f"{world} workers"
+        parameters = sum(p.numel() for p in setup.model.parameters())
+        say(f"{workers} on {device.type}, {torch.get_num_threads()} threads each; {parameters:,} parameters")
         say(
-            f"{world} worker{'s' if world > 1 else ''} on {device.type}, {torch.get_num_threads()} threads each; "
-            f"{sum(p.numel() for p in setup.model.parameters()):,} parameters; "
-            f"{setup.train.examples.requests:,} training and {setup.val.requests:,} validation requests on this worker, {setup.train.steps(0)} steps per epoch"
+            f"{setup.train.examples.requests:,} training and {setup.val.requests:,} validation requests here, "
+            f"{setup.train.steps(0)} steps per epoch"
         )
         if about is not None:
             say(f"continuing after epoch {about.epoch}, step {about.step}")
@@ -97,6 +99,7 @@ def worker(config: dict[str, Any]) -> None:
             run = tracking.RunRef(**task.tracking)
             log = tracking.Logger(run, resumed=about is not None)
             stack.enter_context(tracking.system_metrics(run))
+            log.log({"train/parameters": parameters}, 0)
         if setup.entry.gradient:
             by_gradient(setup, task, state, about, rank, world, log, say)
         elif about is None:
