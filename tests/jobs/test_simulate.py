@@ -1,0 +1,37 @@
+"""jobs.simulate: writes once, says so the second time, and refuses what it cannot do in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jobs import cli, simulate
+from models.tables import UserError
+
+SIZE = ["--users", "20", "--items", "10", "--events", "100"]
+
+
+def test_a_second_run_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = cli.parse(simulate.Config, "simulate", ["--output", str(tmp_path / "raw"), *SIZE])
+    simulate.run(config)
+    assert "simulated 100 events of 20 users on 10 items" in capsys.readouterr().out
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "raw").iterdir()}
+    simulate.run(config)
+    assert "up to date" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "raw").iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--users", "0"], "users is 0"),
+        (["--users", "many"], "users"),
+        (["--evnts", "5"], "the nearest key is 'events'"),
+    ],
+)
+def test_bad_options_are_refused(tmp_path: Path, options: list[str], expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        cli.parse(simulate.Config, "simulate", ["--output", str(tmp_path / "raw"), *options])
+    assert expected in str(caught.value)
+    assert not (tmp_path / "raw").exists()
