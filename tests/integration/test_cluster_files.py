@@ -52,6 +52,12 @@ def test_cluster_nodes_run_the_tested_ray() -> None:
         assert load(path)["spec"]["rayClusterSpec"]["rayVersion"] == tested
 
 
+def test_image_holds_every_package() -> None:
+    copied = re.findall(r"^COPY --chown=ray (\w+) (\w+)$", (ROOT / "deploy/Dockerfile").read_text(), re.M)
+    assert {name for name, _ in copied} == {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert all(source == target for source, target in copied)
+
+
 def test_cluster_starts_with_authentication() -> None:
     config = load("cluster.yaml")
     for key in ("head_start_ray_commands", "worker_start_ray_commands"):
