@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import polars as pl
 
-from models.tables import Manifest, join, read_manifest, read_parquet
+from models.tables import Manifest, UserError, join, read_manifest, read_parquet
 
 SHOWN = 3
 """Offending rows named per rule."""
@@ -77,8 +77,14 @@ class Tables:
 
     @classmethod
     def open(cls, uri: str) -> Tables:
-        """Raises UserError where one of the three is not a table."""
-        return cls(uri, *(read_manifest(join(uri, name), name) for name in ("events", "items", "sequences")))
+        """Raises UserError where one of the three is not a table, or they do not fit each other."""
+        tables = cls(uri, *(read_manifest(join(uri, name), name) for name in ("events", "items", "sequences")))
+        if tables.behaviour and tables.behaviour not in {column["name"] for column in tables.events.schema}:
+            raise UserError(
+                f"sequences in {uri} hold the events with {tables.behaviour}, a column that events do not have; make "
+                f"the tables again with --overwrite"
+            )
+        return tables
 
     def manifest(self, table: str) -> Manifest:
         manifests = {"events": self.events, "items": self.items, "sequences": self.sequences}

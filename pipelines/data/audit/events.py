@@ -100,9 +100,9 @@ def check_catalogue(tables: Tables, items: pl.DataFrame, rule: Rule, progress: C
         placed,
         lambda row: f"item {row['item_id']}: index {row['item_index']} in row {row['expected']}, after {row['above']}",
     )
-    core = int(tables.items.info.get("core", 0))
+    core = tables.items.info.get("core") or 0
     window = tables.items.info.get("core_window", "all")
-    split = tables.sequences.info.get("split", {})
+    split = tables.sequences.info.get("split") or {}
     before = split.get("val_start_ms") if window == "train" else None
     kept, users = _core(tables, core, before, progress)
     computed = pl.DataFrame({"item_id": kept})

@@ -16,13 +16,14 @@ def check_files(tables: Tables, rule: Rule) -> None:
     for table, required in REQUIRED.items():
         for part in tables.manifest(table).files:
             rule.rows += 1
-            wrong = _wrong_with(join(tables.uri, table, part.path), part, required)
+            listed = {column["name"]: column["type"] for column in tables.manifest(table).schema}
+            wrong = _wrong_with(join(tables.uri, table, part.path), part, listed | required)
             if wrong:
                 rule.broken(1, [f"{table}/{part.path}: {wrong}"])
 
 
-def _wrong_with(uri: str, part: Part, required: dict[str, str]) -> str:
-    """What is wrong with one file, or ''."""
+def _wrong_with(uri: str, part: Part, columns: dict[str, str]) -> str:
+    """What is wrong with one file that must have these columns, or ''."""
     filesystem, path = open_uri(uri)
     sha256 = hashlib.sha256()
     size = 0
@@ -44,7 +45,7 @@ def _wrong_with(uri: str, part: Part, required: dict[str, str]) -> str:
         return f"not readable ({str(error).splitlines()[0]})"
     if rows != part.rows:
         return f"{rows} rows, the manifest says {part.rows}"
-    for name, kind in required.items():
+    for name, kind in columns.items():
         if name not in schema.names:
             return f"no column {name}"
         found = str(schema.field(name).type)

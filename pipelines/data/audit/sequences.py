@@ -102,9 +102,9 @@ def _check_behaviours(
     tables: Tables, users: pl.DataFrame, behaviours: pl.DataFrame, expected: pl.DataFrame, rule: Rule
 ) -> None:
     columns = _list_columns(users)
-    absent = [name for name in columns if name not in expected.columns]
+    absent = [name for name in columns if behaviours.schema[name] != expected.schema.get(name)]
     if absent:
-        rule.broken(behaviours.height, [f"column {absent[0]} of sequences is not in events"])
+        rule.broken(behaviours.height, [f"column {absent[0]} of sequences is not in events, or is of another type"])
         columns = [name for name in columns if name not in absent]
     both = behaviours.join(
         expected.filter(pl.col("row").is_in(users["row"].implode())).select("row", "place", *columns),
@@ -195,7 +195,8 @@ def _check_targets(tables: Tables, behaviours: pl.DataFrame, requests: pl.DataFr
 
 def _check_splits(tables: Tables, requests: pl.DataFrame, rule: Rule) -> None:
     rule.rows += requests.height
-    split = tables.sequences.info.get("split", {})
+    split = tables.sequences.info.get("split") or {}
+    starts = [split.get("val_start_ms"), split.get("test_start_ms")]
     if split.get("kind") == "leave_last_out":
         last = pl.len().over("row").cast(pl.Int64) - 1 - pl.col("place")  # 0 for the user's last request
         few = pl.len().over("row") < 3
@@ -208,12 +209,12 @@ def _check_splits(tables: Tables, requests: pl.DataFrame, rule: Rule) -> None:
         )
         if tables.events.info.get("clock"):
             rule.note = "leave-last-out lets other users' later behaviour into training; a temporal split does not"
-    elif split.get("kind") == "temporal" and {"val_start_ms", "test_start_ms"} <= split.keys():
+    elif split.get("kind") == "temporal" and all(isinstance(start, int) for start in starts):
         time = pl.col("timestamp_ms")
         expected = (
-            pl.when(time < int(split["val_start_ms"]))
+            pl.when(time < starts[0])
             .then(pl.lit("train"))
-            .when(time < int(split["test_start_ms"]))
+            .when(time < starts[1])
             .then(pl.lit("val"))
             .otherwise(pl.lit("test"))
         )
@@ -231,14 +232,8 @@ def _check_splits(tables: Tables, requests: pl.DataFrame, rule: Rule) -> None:
 
 def _check_counts(tables: Tables, held: dict[str, int], rule: Rule) -> None:
     info = tables.sequences.info
-    stated = {name: info.get(name) for name in ("users", "interactions", "items")}
-    stated |= {f"requests.{name}": info.get("requests", {}).get(name) for name in held_splits(held)}
+    stated = {**info, **{f"requests.{name}": count for name, count in (info.get("requests") or {}).items()}}
     for name, count in held.items():
         rule.rows += 1
-        if stated[name] != count:
-            rule.broken(1, [f"{name}: the manifest says {stated[name]}, the table holds {count}"])
-
-
-def held_splits(held: dict[str, int]) -> list[str]:
-    """The split names that were counted."""
-    return [name.removeprefix("requests.") for name in held if name.startswith("requests.")]
+        if stated.get(name) != count:
+            rule.broken(1, [f"{name}: the manifest says {stated.get(name)}, the table holds {count}"])

@@ -22,6 +22,9 @@ def check_windows(tables: Tables, rule: Rule, progress: Callable[[str], None]) -
         rule.note = "no windowed features"
     columns = {field["name"] for field in tables.events.schema}
     for feature in [f for i, f in enumerate(recorded) if f not in recorded[:i]]:
+        if missing := {"column", "key", "window_ms", "delay_ms"} - feature.keys():
+            rule.broken(1, [f"{feature}: the manifest does not say {', '.join(sorted(missing))}"])
+            continue
         column, key, label = feature["column"], list(feature["key"]), feature.get("label")
         needed = list(dict.fromkeys(["user_id", "item_id", "timestamp_ms", *key, *label_of(label)]))
         absent = [name for name in [column, *needed] if name not in columns]

@@ -439,7 +439,6 @@ def damage(folder: Path, kind: str) -> None:
     elif kind == "missing":
         part.unlink()
     elif kind == "foreign":
-        (folder / "sequences").joinpath("x.parquet")
         schema = pa.schema([("user_id", pa.string())])
         written = write_part(str(folder / "sequences"), pa.table({"user_id": ["a"]}, schema=schema))
         commit(str(folder / "sequences"), "sequences", schema, [written], config={}, inputs={})
@@ -447,9 +446,15 @@ def damage(folder: Path, kind: str) -> None:
         manifest.unlink()
     elif kind == "damaged manifest":
         manifest.write_text(manifest.read_text()[:100])
-    elif kind == "unknown split":
+    else:
+        info = {
+            "no cut times": {"split": {"kind": "temporal"}},
+            "cut times of text": {"split": {"kind": "temporal", "val_start_ms": "a", "test_start_ms": "b"}},
+            "half a window": {"windowed": [{"column": "num_recent"}]},
+            "other behaviour": {"behaviour": "purchase"},
+        }[kind]
         content = json.loads(manifest.read_text())
-        content["info"]["split"] = {"kind": "temporal"}
+        content["info"] |= info
         manifest.write_text(json.dumps(content))
 
 
@@ -460,7 +465,9 @@ def damage(folder: Path, kind: str) -> None:
         ("replaced", "sha256"),
         ("missing", "missing"),
         ("foreign", "no column item_index"),
-        ("unknown split", "no known split"),
+        ("no cut times", "no known split"),
+        ("cut times of text", "no known split"),
+        ("half a window", "the manifest does not say delay_ms"),
     ],
 )
 def test_damaged_file_is_named(tmp_path: Path, kind: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -472,7 +479,12 @@ def test_damaged_file_is_named(tmp_path: Path, kind: str, says: str, capsys: pyt
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"), [("no manifest", "is not a table"), ("damaged manifest", "manifest.json is damaged")]
+    ("kind", "says"),
+    [
+        ("no manifest", "is not a table"),
+        ("damaged manifest", "manifest.json is damaged"),
+        ("other behaviour", "label_purchase, a column that events do not have"),
+    ],
 )
 def test_folder_that_is_no_table_is_refused(tmp_path: Path, kind: str, says: str) -> None:
     uri = tables_of(small_log()).write(tmp_path)
