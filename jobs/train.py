@@ -50,8 +50,12 @@ class Config:
     """Throw away what the run of this name has made, and train anew."""
 
 
-def model_name(argv: Sequence[str]) -> str:
-    """`model.name` of a command line or of the config that it names."""
+def model_name(argv: Sequence[str]) -> str | None:
+    """`model.name` of a command line or of the config that it names; None where neither has one.
+
+    A config that cannot be read counts as one of the first model's: cli.parse then says what is wrong with it.
+    """
+    first = next(iter(registry.MODELS))
     for i, word in enumerate(argv):
         if word == "--model.name" and i + 1 < len(argv):
             return argv[i + 1]
@@ -61,11 +65,13 @@ def model_name(argv: Sequence[str]) -> str:
         try:
             content = yaml.safe_load(Path(path).read_text())
         except (OSError, yaml.YAMLError):
-            continue  # cli.parse reports it with its reason
-        model = content.get("model") if isinstance(content, dict) else None
+            return first
+        if not isinstance(content, dict):
+            return first
+        model = content.get("model")
         if isinstance(model, dict) and "name" in model:
             return str(model["name"])
-    return "sasrec" if not cli.config_paths(argv) or {"--help", "-h"} & set(argv) else ""
+    return first if {"--help", "-h"} & set(argv) else None
 
 
 def options_of(name: str) -> type:
@@ -81,9 +87,11 @@ def parse(job: str, argv: Sequence[str] | None = None) -> Config:
     """The command line; the model's options are those of the model that it names."""
     words = list(sys.argv[1:] if argv is None else argv)
     name = model_name(words)
-    if not name:
-        raise UserError(f"no model is named; add `model: {{name: ...}}` to {cli.config_paths(words)[-1]}, with one of "
-                        f"{', '.join(registry.MODELS)}")  # fmt: skip
+    if name is None:
+        raise UserError(
+            f"no model is named; give a --config that has `model: {{name: ...}}`, or --model.name, with one of "
+            f"{', '.join(registry.MODELS)}"
+        )
     groups = {"model": options_of(name), "fit": FitConfig, "ray": RayOptions}
     return cli.parse(Config, job, words, groups)
 

@@ -1,0 +1,100 @@
+"""jobs.train as users run it: killed at any moment and run again, it ends as if it had not been."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from training_tables import write_tables
+
+from jobs.train import model_name, parse
+from models import checkpoint, fit
+from pipelines import tracking
+
+ROOT = Path(__file__).parents[2]
+
+CONFIG = {
+    "model": {"name": "sasrec", "dim": 16, "num_layers": 1, "dropout": 0.5, "max_history": 12},
+    "fit": {"batch_size": 8, "max_epochs": 25, "patience": 0, "lr": 0.01, "log_every_steps": 4,
+            "checkpoint_every_steps": 3, "seed": 5},
+}  # fmt: skip
+
+
+def test_killed_and_run_again_equals_undisturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables, _ = write_tables(tmp_path)
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps(CONFIG))
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:  # the undisturbed run: the same loop without Ray
+        fit.main(["--config", str(config), "--tables", tables, "--output", str(tmp_path / "undisturbed")])
+    finally:
+        torch.set_num_threads(threads)
+
+    command = [
+        sys.executable, "-m", "jobs.train", "--config", str(config), "--tables", tables,
+        "--storage", str(tmp_path / "runs"), "--name", "killed", "--ray.threads", "1",
+    ]  # fmt: skip
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "MLFLOW_"))}
+    environment["OMP_NUM_THREADS"] = "1"
+    run = tmp_path / "runs/killed"
+    with open(tmp_path / "first.log", "w") as log:
+        first = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        deadline = time.monotonic() + 200
+        while not list(run.glob("step-*")) and first.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(random.uniform(0, 2))
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+    killed_at = sorted(folder.name for folder in run.glob("step-*"))
+    assert killed_at, (tmp_path / "first.log").read_text()
+    assert not (run / "best").exists()
+
+    second = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert "continuing after epoch" in second.stdout
+    assert "next        python -m jobs.evaluate" in second.stdout
+    ours, expected = run / "best", tmp_path / "undisturbed/best"
+    for name, value in load_file(expected / "model.safetensors").items():
+        assert torch.equal(load_file(ours / "model.safetensors")[name], value), (name, killed_at)
+    assert checkpoint.read(ours).metrics == checkpoint.read(expected).metrics
+    last = max(run.glob("step-*"))
+    for name, value in load_file(max((tmp_path / "undisturbed").glob("step-*")) / "model.safetensors").items():
+        assert torch.equal(load_file(last / "model.safetensors")[name], value), (name, killed_at)
+
+    uri = f"sqlite:///{tmp_path}/runs/mlflow.db"
+    client = tracking.connect(uri)
+    experiment = client.get_experiment_by_name(f"retrieval/{tmp_path.name}")
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id])
+    assert [run.info.status for run in runs] == ["FINISHED"]  # one run in spite of two starts
+    steps = [point.step for point in client.get_metric_history(runs[0].info.run_id, "train/loss")]
+    assert len(steps) == len(set(steps))
+    assert max(steps) == checkpoint.read(last).step
+
+
+def test_the_config_names_the_model_and_its_options(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps(CONFIG))
+    line = ["--config", str(config), "--tables", "t", "--storage", "s", "--name", "n"]
+    parsed = parse("train", [*line, "--model.num_layers", "3", "--fit.lr", "0.5", "--ray.num_workers", "2"])
+    assert (parsed.model.name, parsed.model.dim, parsed.model.num_layers) == ("sasrec", 16, 3)
+    assert (parsed.fit.lr, parsed.fit.max_epochs, parsed.ray.num_workers) == (0.5, 25, 2)
+    assert model_name([*line, "--model.name", "tiger"]) == "tiger"
+
+
+@pytest.mark.parametrize("name", ["sasrec", "tiger", "popularity"])
+def test_shipped_configs_are_valid(name: str) -> None:
+    line = ["--tables", "t", "--storage", "s", "--name", "n"]
+    parsed = parse("train", ["--config", str(ROOT / f"jobs/configs/{name}.yaml"), *line])
+    assert parsed.model.name == name

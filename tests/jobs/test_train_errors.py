@@ -1,0 +1,51 @@
+"""What a user of jobs.train can get wrong: one line with the remedy, before anything is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jobs.train import parse
+from models.tables import UserError
+
+SASREC = str(Path(__file__).parents[2] / "jobs/configs/sasrec.yaml")
+LINE = ["--tables", "t", "--storage", "s", "--name", "n"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--fit.lrr", "1"], "unknown key 'fit.lrr'; the nearest key is 'fit.lr'"),
+        (["--model.num_layer", "1"], "unknown key 'model.num_layer'; the nearest key is 'model.num_layers'"),
+        (["--model.num_layers", "0"], "num_layers 0 is below 1"),
+        (["--model.name", "tigre"], "unknown model 'tigre'; the nearest is 'tiger'"),
+        (["--fit.batch_size", "0"], r"fit.batch_size is 0, it must be at least 1"),
+        (["--fit.lr", "fast"], "fast"),
+        (["--ray.num_workers", "0"], "ray.num_workers is 0"),
+        (["--fit.schedule", "linear"], "linear"),
+    ],
+)
+def test_a_wrong_option_is_named(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse("train", ["--config", SASREC, *LINE, *words])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("model: {name: sasrec, dimm: 3}", r"unknown key 'model.dimm' in .*; the nearest key is 'model.dim'"),
+        ("fit: {lr: 0.1}", "no model is named; give a --config"),
+        ("- 1", "holds list, not a mapping"),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path: Path, content: str, message: str) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(content)
+    with pytest.raises(UserError, match=message):
+        parse("train", ["--config", str(config), *LINE])
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(UserError, match=r"cannot read the config nowhere\.yaml"):
+        parse("train", ["--config", "nowhere.yaml", *LINE])

@@ -1,0 +1,202 @@
+"""Training on Ray: workers together, runs that go on, are finished or are not the same, and what MLflow gets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training_tables import write_tables
+
+from models import checkpoint
+from models.fit import FitConfig, StepEvent, fit
+from models.setup import Batches, set_up
+from models.tables import UserError
+from pipelines import tracking
+from pipelines.training.run import RayOptions, Trained, lost_checkpoint, train
+
+SASREC = {"name": "sasrec", "dim": 16, "num_layers": 1, "dropout": 0.0, "max_history": 12}
+FIT = FitConfig(batch_size=16, max_epochs=4, lr=0.01, log_every_steps=2, checkpoint_every_steps=3, patience=0, seed=3)
+
+
+@dataclass
+class World:
+    """A training with two workers, and what it was made from."""
+
+    folder: Path
+    tables: str
+    sids: str
+    lines: list[str]
+    trained: Trained
+
+    def again(self, **changes: Any) -> Trained:
+        arguments: dict[str, Any] = {
+            "model": SASREC, "fit": FIT, "ray_options": RayOptions(num_workers=2, threads=1), "tables": self.tables,
+            "sids": None, "storage": str(self.folder / "runs"), "name": "two", "say": self.lines.append,
+        }  # fmt: skip
+        return train(**{**arguments, **changes})
+
+
+@pytest.fixture(scope="module")
+def world(ray_local: None, tmp_path_factory: pytest.TempPathFactory) -> World:
+    folder = tmp_path_factory.mktemp("training")
+    tables, sids = write_tables(folder / "small")
+    made = World(folder, tables, sids, [], None)  # type: ignore[arg-type]
+    made.trained = made.again()
+    return made
+
+
+class TwoRanks:
+    """Both ranks' batches side by side, as one process sees them."""
+
+    def __init__(self, tables: str) -> None:
+        self.ranks: list[Batches] = [set_up(SASREC, FIT, tables, rank=rank, world=2).train for rank in range(2)]
+
+    def steps(self, epoch: int) -> int:
+        return min(rank.steps(epoch) for rank in self.ranks)
+
+    def __call__(self, epoch: int, skip: int) -> Iterator[dict[str, Tensor]]:
+        for pair in zip(*(rank(epoch, skip) for rank in self.ranks), strict=True):
+            yield {f"{rank}/{name}": value for rank, batch in enumerate(pair) for name, value in batch.items()}
+
+
+class MeanOfRanks(nn.Module):
+    """The mean of the ranks' losses: its gradient is the mean of their gradients."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        halves = [
+            {name.split("/")[1]: value for name, value in batch.items() if name.startswith(str(rank))}
+            for rank in range(2)
+        ]
+        return {"loss": (self.model(halves[0])["loss"] + self.model(halves[1])["loss"]) / 2}
+
+
+def test_two_workers_follow_the_mean_of_their_losses(world: World) -> None:
+    setup = set_up(SASREC, FIT, world.tables)
+    events = fit(MeanOfRanks(setup.model), TwoRanks(world.tables), lambda model: setup.validate(model.model), FIT)  # type: ignore[arg-type]
+    expected = [(e.step, e.loss) for e in events if isinstance(e, StepEvent)]
+    history = tracking.connect(world.trained.run.uri).get_metric_history(world.trained.run.run_id, "train/loss")
+    assert [point.step for point in history] == [step for step, _ in expected]
+    assert [point.value for point in history] == pytest.approx([loss for _, loss in expected], rel=1e-4)
+    last = max(Path(world.folder / "runs/two").glob("step-*"))
+    for name, value in checkpoint.safetensors.torch.load_file(last / "model.safetensors").items():
+        torch.testing.assert_close(value, setup.model.state_dict()[name], rtol=1e-3, atol=1e-5)
+
+
+def test_validation_counts_every_user_once(world: World) -> None:
+    client = tracking.connect(world.trained.run.uri)
+    counts = client.get_metric_history(world.trained.run.run_id, "val/examples")
+    assert [point.value for point in counts] == [60] * FIT.max_epochs
+
+
+def test_progress_is_shown_and_the_best_kept(world: World) -> None:
+    assert any("2 workers on cpu, 1 threads each" in line for line in world.lines)
+    assert sum(line.startswith("epoch") for line in world.lines) == FIT.max_epochs
+    run = Path(world.folder / "runs/two")
+    kept = [checkpoint.read(folder) for folder in sorted(run.glob("step-*"))]
+    assert 1 <= len(kept) <= 2  # the best and the last
+    history = tracking.connect(world.trained.run.uri).get_metric_history(world.trained.run.run_id, "val/ndcg_at_10")
+    values = [point.value for point in history]
+    best = checkpoint.read(run / "best")
+    assert best.metrics["ndcg@10"] == max(values) == best.best["value"]
+    assert best.epoch == values.index(max(values)) + 1
+    assert best.step in {about.step for about in kept}
+    assert kept[-1].epoch == FIT.max_epochs
+
+
+def test_the_mlflow_run_tells_what_was_done(world: World) -> None:
+    client = tracking.connect(world.trained.run.uri)
+    run = client.get_run(world.trained.run.run_id)
+    assert world.trained.run.experiment == "retrieval/small"
+    assert run.info.status == "FINISHED"
+    assert run.data.params["model.name"] == "sasrec"
+    assert run.data.params["fit.lr"] == "0.01"
+    assert run.data.params["ray.num_workers"] == "2"
+    assert run.data.tags["table.sequences"] == world.trained.about.hashes["sequences"]
+    assert run.data.tags["command"]
+    assert {"train/loss", "train/lr", "train/data_wait", "train/parameters", "val/recall_at_5"} <= set(run.data.metrics)
+    artifacts = {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
+    assert {"config.yaml", "curves.csv", "curves.png"} <= artifacts
+
+
+def test_a_finished_run_is_left_alone(world: World) -> None:
+    before = {path: path.stat().st_mtime_ns for path in Path(world.folder / "runs/two").rglob("*")}
+    again = world.again()
+    assert again.already
+    assert again.checkpoint == world.trained.checkpoint
+    assert {path: path.stat().st_mtime_ns for path in Path(world.folder / "runs/two").rglob("*")} == before
+
+
+def test_a_name_stands_for_one_run(world: World) -> None:
+    with pytest.raises(UserError, match=r"of the model 'sasrec', not 'popularity'; choose another --name"):
+        world.again(model={"name": "popularity"})
+    with pytest.raises(UserError, match=r"started with fit\.lr 0\.01, not 0\.5; choose another --name"):
+        world.again(fit=FitConfig(**{**vars(FIT), "lr": 0.5}))
+    with pytest.raises(UserError, match=r"started with model\.dim 16, not 8"):
+        world.again(model={**SASREC, "dim": 8})
+    tables, _ = write_tables(world.folder / "other", seed=1)
+    with pytest.raises(UserError, match="with another table"):
+        world.again(tables=tables)
+    assert world.again(fit=FitConfig(**{**vars(FIT), "log_every_steps": 99})).already  # changes nothing that counts
+
+
+def test_what_cannot_work_is_refused_before_training(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused: list[tuple[str, dict[str, Any]]] = [
+        ("16 does not divide by 3", {"ray_options": RayOptions(num_workers=3, cpus_per_worker=0.1)}),
+        ("need 100 CPUs, the cluster has 2", {"ray_options": RayOptions(cpus_per_worker=100)}),
+        ("need 1 GPUs, the cluster has 0", {"ray_options": RayOptions(use_gpu=True)}),
+        ("needs semantic IDs; give --sids", {"model": {"name": "tiger"}}),
+        ("is not a table", {"tables": str(world.folder)}),
+        ("names a folder", {"name": "a/b"}),
+        ("is a folder, which MLflow no longer writes", {"tracking_uri": f"file:{world.folder}/mlruns"}),
+        ("is relative", {"tracking_uri": "sqlite:///mlflow.db"}),
+        ("cannot reach MLflow at http://127.0.0.1:9", {"tracking_uri": "http://127.0.0.1:9"}),
+        ("cannot write to", {"storage": "/proc/nowhere", "tracking_uri": world.trained.run.uri}),
+        ("SQLite cannot live in s3://bucket", {"storage": "s3://bucket"}),
+    ]
+    for message, changes in refused:
+        with pytest.raises(UserError, match=message):
+            world.again(**{"name": "refused", **changes})
+    assert not (world.folder / "runs/refused/run.json").exists()
+    with pytest.raises(UserError, match=r"a file, and the cluster has 2 nodes; start a tracking server"):
+        tracking.check_nodes("sqlite:////shared/mlflow.db", 2)
+
+
+def test_overwrite_leaves_foreign_folders_alone(world: World) -> None:
+    foreign = world.folder / "runs/mine"
+    foreign.mkdir()
+    (foreign / "thesis.txt").write_text("dear to me")
+    with pytest.raises(UserError, match="not the folder of a run"):
+        world.again(name="mine", overwrite=True)
+    assert (foreign / "thesis.txt").read_text() == "dear to me"
+
+
+def test_popularity_goes_the_same_way(world: World) -> None:
+    trained = world.again(model={"name": "popularity"}, fit=FitConfig(), name="popularity")
+    assert trained.about.name == "popularity"
+    assert trained.about.metrics["recall@20"] > 0
+    assert world.again(model={"name": "popularity"}, fit=FitConfig(), name="popularity").already
+
+
+def test_a_damaged_record_of_checkpoints_is_mended(world: World, tmp_path: Path) -> None:
+    last = max(Path(world.folder / "runs/two").glob("step-*"))
+    for name in (last.name, "step-99999999"):
+        (tmp_path / name).mkdir()
+        for file in last.iterdir():
+            (tmp_path / name / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "step-99999999/config.json").unlink()  # the newest was cut off
+    snapshot = tmp_path / "checkpoint_manager_snapshot.json"
+    snapshot.write_text(json.dumps({"whole": True}))
+    assert lost_checkpoint(str(tmp_path)) is None
+    snapshot.write_text('{"checkpoint_res')
+    assert lost_checkpoint(str(tmp_path)) == str(tmp_path / last.name)
+    assert not snapshot.exists()
