@@ -64,7 +64,10 @@ def summary(sids: Manifest, trie: Manifest) -> list[str]:
     info: dict[str, Any] = sids.info
     lines = [f"{sids.rows} items, {len(info['codebook_sizes'])} codes each, codebooks {info['codebook_sizes']}"]
     if "reconstruction_error" in info:
-        lines.append(f"reconstruction error {info['reconstruction_error']:.4f} (share of variance not explained)")
+        lines.append(
+            f"share of variance not explained: embeddings {info['reconstruction_error']:.4f} by the nearest codes, "
+            f"quantised space {info['quantization_error']:.4f} by the chosen codes"
+        )
     if "relaxed_items" in info:
         lines.append(
             f"{info['relaxed_items']} items relaxed; collision rate {info['collision_rate_before']:.4f} before, 0 after"

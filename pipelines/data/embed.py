@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import logging
 import string
 import time
 from collections.abc import Callable, Iterator
@@ -155,10 +156,10 @@ class TextEncoder:
     def __init__(self, name: str, pooling: str, max_tokens: int, batch_size: int, normalize: bool) -> None:
         import torch
         from transformers import AutoModel, AutoTokenizer
-        from transformers.utils import logging
+        from transformers.utils import logging as transformers_logging
 
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
         location = locate_encoder(name)
         local = Path(location).is_dir()
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -216,6 +217,7 @@ def _encode_distributed(texts: list[str], name: str, config: EmbedConfig, say: S
     """Blocks of `text_index` and `embedding`, in the order in which actors finish them."""
     import ray
 
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
     # longest first: batches hold texts of like length, and the last blocks to run are short ones
     order = sorted(range(len(texts)), key=lambda i: (-len(texts[i]), texts[i]))
     table = pa.table({"text_index": pa.array(order, pa.int64()), "text": pa.array([texts[i] for i in order])})
@@ -223,7 +225,7 @@ def _encode_distributed(texts: list[str], name: str, config: EmbedConfig, say: S
     blocks = [table.slice(start, per_block) for start in range(0, len(texts), per_block)]
     resources = ray.cluster_resources()
     gpus = int(resources.get("GPU", 0))
-    workers = config.workers or min(len(blocks), gpus or int(resources.get("CPU", 1)))
+    workers = min(len(blocks), config.workers or gpus or int(resources.get("CPU", 1)))
     say(f"{workers} encoder actor{'s' if workers > 1 else ''} on {'GPU' if gpus else 'CPU'}")
     dataset = ray.data.from_arrow(blocks).map_batches(
         TextEncoder,

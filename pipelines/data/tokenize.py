@@ -20,7 +20,7 @@ from models.retrieval.tokenizers.edges import trie_edges
 from models.retrieval.tokenizers.measures import branching, collisions, level_measures
 from models.retrieval.tokenizers.psid import PsidConfig, assign
 from models.retrieval.tokenizers.published import codes_of, read_published
-from models.retrieval.tokenizers.residual import Progress, Quantized
+from models.retrieval.tokenizers.residual import Progress, Quantized, quantization_error
 from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
 from models.retrieval.tokenizers.rqvae import RqvaeConfig
 from models.tables import Manifest, UserError, has_manifest, join, open_uri, read_manifest, read_table
@@ -139,7 +139,10 @@ def _published_codes(items: pa.Table, sids: dict[str, list[int]], uri: str) -> _
 def _trained_codes(embeddings_uri: str, config: TokenizerConfig, say: Say) -> _Codes:
     quantized, codes = train_codes(read_embeddings(embeddings_uri), config, say)
     sizes = [quantized.codebooks.shape[1]] * quantized.codebooks.shape[0]
-    measures: dict[str, Any] = {"reconstruction_error": quantized.reconstruction_error}
+    measures: dict[str, Any] = {
+        "reconstruction_error": quantized.reconstruction_error,
+        "quantization_error": quantization_error(quantized, codes),
+    }
     if config.tokenizer == "psid":
         greedy = quantized.codes.numpy()
         measures["collision_rate_before"] = collisions(greedy)["collision_rate"]

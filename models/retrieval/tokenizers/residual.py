@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -123,3 +124,9 @@ def unexplained_variance(embeddings: Tensor, reconstruction: Tensor) -> float:
     error = (embeddings - reconstruction).double().square().sum()
     spread = (embeddings - embeddings.mean(0)).double().square().sum()
     return float(error / spread) if float(spread) > 0 else 0.0
+
+
+def quantization_error(quantized: Quantized, codes: np.ndarray) -> float:
+    """Share of the quantised vectors' variance that `codes` (N, C), nearest or not, do not explain."""
+    chosen = quantized.codebooks[torch.arange(codes.shape[1]), torch.tensor(codes)]  # (N, C, D)
+    return unexplained_variance(quantized.vectors, chosen.sum(1))

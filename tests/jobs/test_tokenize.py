@@ -1,0 +1,99 @@
+"""The command line of jobs.tokenize: options, last lines, one-line errors."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from jobs import tokenize as job
+from models.tables import UserError, read_manifest
+from pipelines.data.tables import commit, items_schema, write_part
+
+REPO = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def tables(tmp_path: Path) -> Path:
+    uri = str(tmp_path / "tables" / "items")
+    Path(uri).mkdir(parents=True)
+    schema = items_schema(["title"])
+    texts = [f"thing {i % 4} of kind {i % 5} made by {i % 3}" for i in range(40)]
+    columns = [pa.array(range(40), pa.int32()), pa.array([str(i) for i in range(100, 140)]), pa.array(texts)]
+    commit(uri, "items", schema, [write_part(uri, pa.Table.from_arrays(columns, schema=schema))], config={}, inputs={})
+    return tmp_path / "tables"
+
+
+def parse(*words: str) -> job.Config:
+    import jobs.cli
+
+    return jobs.cli.parse(job.Config, "tokenize", list(words), groups=job.GROUPS)
+
+
+def test_nested_options_reach_the_tokenizer(tables: Path, tmp_path: Path) -> None:
+    common = ["--tables", str(tables), "--output", str(tmp_path / "sids")]
+    config = parse(*common, "--tokenizer", "rqvae", "--rqvae.epochs", "3", "--rqvae.hidden", "[8, 4]", "--overwrite")
+    assert (config.rqvae.epochs, config.rqvae.hidden, config.overwrite) == (3, [8, 4], True)
+    assert config.rqvae.codebook_size == 256
+    assert config.sids_config().used()["rqvae"]["epochs"] == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tokenizer", "rqvae", "--rqvae.epoch", "3"], "nearest key is 'rqvae.epochs'"),
+        (["--tokenizer", "bpe"], "bpe"),
+        (["--tokenizer", "rqvae", "--pca", "-1"], "pca is -1"),
+        (["--tokenizer", "psid", "--psid.method", "best"], "psid.method is 'best'"),
+        (["--tokenizer", "published"], "--published FILE go together"),
+    ],
+)
+def test_wrong_options_are_one_line_errors(tmp_path: Path, words: list[str], message: str) -> None:
+    with pytest.raises(UserError) as raised:
+        parse("--tables", "t", "--output", str(tmp_path), *words)
+    assert message in str(raised.value)
+
+
+def test_run_says_what_was_made_where_and_what_is_next(
+    ray_local: None, tables: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = str(tmp_path / "sids")
+    words = ["--tables", str(tables), "--output", output, "--tokenizer", "rqkmeans", "--encoder", "tfidf"]
+    config = parse(*words, "--rqkmeans.codebook_size", "8", "--rqkmeans.levels", "2")
+    job.run(config)
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert lines[-2].startswith(f"made {output}")
+    assert lines[-1].startswith(f"next: python -m jobs.train --config jobs/configs/tiger.yaml --tables {tables}")
+    assert f"--sids {output}" in lines[-1]
+    assert any(line.startswith("collision rate") for line in lines)
+    job.run(config)
+    assert f"nothing to do: {output} is up to date" in capsys.readouterr().out
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    return subprocess.run(
+        [sys.executable, "-m", "jobs.tokenize", *words], capture_output=True, text=True, env=environment, check=False
+    )
+
+
+def test_command_imports_published_sids_and_fails_in_one_line(tables: Path, tmp_path: Path) -> None:
+    published = tmp_path / "sids.csv"
+    rows = [f"{i},{i % 7},{i // 7}" for i in range(100, 140)]
+    published.write_text("\n".join(["item_id,c1,c2", *rows]))
+    output = str(tmp_path / "out")
+    words = ["--tables", str(tables), "--output", output, "--tokenizer", "published", "--published", str(published)]
+    done = command(*words)
+    assert done.returncode == 0, done.stderr
+    assert read_manifest(output + "/trie", "trie").info["items"] == 40
+
+    published.write_text("\n".join(["item_id,c1,c2", *rows[5:]]))
+    failed = command(*words, "--overwrite")
+    assert failed.returncode == 1
+    assert len(failed.stderr.strip().splitlines()) == 1
+    assert "none for 5 of the catalogue's 40 (such as '100')" in failed.stderr
+    assert read_manifest(output + "/trie", "trie").info["items"] == 40  # the old SIDs are as they were

