@@ -48,7 +48,7 @@ def run(config: Config) -> None:
     if broken:
         total = sum(rule.violations for rule in rules)
         raise UserError(
-            f"{total:,} violations of {', '.join(broken)} in {config.tables}; do not train on these tables: make them "
+            f"{total:,} violation{'s' * (total != 1)} of {', '.join(broken)} in {config.tables}; do not train on these tables: make them "
             f"again with python -m jobs.prepare --overwrite"
         )
     print("No violations. Next: python -m jobs.tokenize --help, or python -m jobs.train --help")

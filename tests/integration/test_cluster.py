@@ -161,6 +161,7 @@ def test_job_runs_the_submitted_code_on_the_cluster(cluster: Cluster) -> None:
     assert cpus == "2.0"
 
 
+@pytest.mark.timeout(600)  # half a minute on a quiet machine of 2 cores; it starts a dozen processes
 def test_prepare_and_train_on_the_cluster(cluster: Cluster, tmp_path: Path) -> None:
     rows = raw_log(tmp_path / "raw")
     tables, runs = tmp_path / "tables", tmp_path / "runs"

@@ -422,7 +422,7 @@ def test_job_prints_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     row = first(log)
     future_in_history(log)
     log.write(tmp_path)
-    with pytest.raises(UserError, match="1 violations of history"):
+    with pytest.raises(UserError, match="1 violation of history"):
         job.run(job.Config(tables=uri))
     assert f"history: user {row['user_id']}, request 1" in capsys.readouterr().out
 
