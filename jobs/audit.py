@@ -47,9 +47,10 @@ def run(config: Config) -> None:
     broken = [rule.name for rule in rules if rule.violations]
     if broken:
         total = sum(rule.violations for rule in rules)
+        found = f"{total:,} violation{'s' * (total != 1)} of {', '.join(broken)}"
         raise UserError(
-            f"{total:,} violation{'s' * (total != 1)} of {', '.join(broken)} in {config.tables}; do not train on these tables: make them "
-            f"again with python -m jobs.prepare --overwrite"
+            f"{found} in {config.tables}; do not train on these tables: make them again with python -m jobs.prepare "
+            f"--overwrite"
         )
     print("No violations. Next: python -m jobs.tokenize --help, or python -m jobs.train --help")
 
