@@ -46,6 +46,8 @@ class Config:
     """MLflow; by default MLFLOW_TRACKING_URI, else a SQLite file in the storage folder."""
     experiment: str | None = None
     """MLflow experiment; by default family/dataset."""
+    log_model: bool = True
+    """Store the best model in MLflow, with the tables that it needs to be served."""
     overwrite: bool = False
     """Throw away what the run of this name has made, and train anew."""
 
@@ -110,6 +112,7 @@ def run(config: Config) -> Trained:
         tracking_uri=config.tracking_uri,
         experiment=config.experiment,
         overwrite=config.overwrite,
+        log_model=config.log_model,
         say=partial(print, flush=True),
     )
     best = trained.about

@@ -287,12 +287,13 @@ def log_curves(run: RunRef) -> None:
         (["train/loss"], [key for key in curves if key.startswith("val/") and key.endswith("_at_10")]),
         strict=True,
     ):
-        for key in keys:
-            if key in curves:
-                axes.plot(*zip(*sorted(curves[key]), strict=True), label=shown_name(key))
+        drawn = [key for key in keys if key in curves]
+        for key in drawn:
+            axes.plot(*zip(*sorted(curves[key]), strict=True), label=shown_name(key), marker=".")
         axes.set_xlabel("optimizer step")
         axes.grid(alpha=0.3)
-        axes.legend()
+        if drawn:
+            axes.legend()
     with tempfile.TemporaryDirectory() as folder:
         figure.savefig(f"{folder}/curves.png", dpi=110)
         client.log_artifact(run.run_id, f"{folder}/curves.png")

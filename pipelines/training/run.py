@@ -29,6 +29,7 @@ from models.setup import load_catalogue
 from models.tables import UserError, join, open_uri, read_manifest
 from pipelines import tracking
 from pipelines.data.tables import check_writable, write_file
+from pipelines.training import package
 from pipelines.training.worker import Progress, Task, step_name, worker
 
 RUN, SNAPSHOT, BEST = "run.json", "checkpoint_manager_snapshot.json", "best"
@@ -93,12 +94,14 @@ def train(
     experiment: str | None = None,
     overwrite: bool = False,
     parent_run: str | None = None,
+    log_model: bool = True,
     say: Callable[[str], None] = print,
 ) -> Trained:
     """Trains one model, or continues or finds finished the run of this name. Ray must be started.
 
     `model` holds the model's `name` and fields. Raises UserError for what the user can mend, before
-    anything is started or written where that is possible.
+    anything is started or written where that is possible. `parent_run` is a sweep's MLflow run; `log_model`
+    also stores the best model there, with the tables that it needs to be served.
     """
     began = time.monotonic()
     tables, sids, storage = absolute(tables), absolute(sids) if sids else None, absolute(storage)
@@ -168,6 +171,8 @@ def train(
     logger.log({"train/total_seconds": spent}, last.step)
     tracking.log_curves(run)
     logger.tag(checkpoint=join(folder, BEST))
+    if log_model:
+        logger.tag(model=package.log_model(run, join(folder, BEST), tables, sids))
     logger.end()
     write_record(folder, {**record, "status": "finished", "epochs": last.epoch, "seconds": record["seconds"] + seconds})
     return Trained(name, join(folder, BEST), about, run, last.epoch, seconds)

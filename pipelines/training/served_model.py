@@ -1,0 +1,72 @@
+"""The model as MLflow loads it: histories of item ids in, ranked item ids out. Run by MLflow, not imported.
+
+Logged as a "model from code": this file, `models/` and the data of `package.py` are all that is stored, no
+pickle. It needs PyTorch and MLflow alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlflow
+import numpy as np
+import pandas as pd
+import torch
+from mlflow.pyfunc import PythonModel
+
+from models import checkpoint, registry
+from models.retrieval.data import PAD, hash_strings
+from models.setup import load_catalogue
+from models.tables import read_table
+
+
+class Ranker(PythonModel):
+    """Ranks the catalogue for each row of a frame."""
+
+    def load_context(self, context: Any) -> None:
+        folder = context.artifacts["data"]
+        about = checkpoint.read(f"{folder}/checkpoint")
+        entry = registry.find(about.name)
+        catalogue = load_catalogue(entry, about.name, f"{folder}/tables", f"{folder}/sids")
+        self.model: Any = checkpoint.load(f"{folder}/checkpoint", catalogue)[0]
+        self.history = registry.config_from_dict(about.model).max_history
+        self.items = read_table(f"{folder}/tables/items", "items", ["item_id"])["item_id"].to_pylist()
+        self.index = {item: index for index, item in enumerate(self.items)}
+
+    def predict(self, context: Any, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
+        """`history` (item ids, oldest first; those not in the catalogue are skipped) to `item_id` and `score`.
+
+        A history with no known item gets an empty ranking.
+        """
+        import pyarrow as pa
+
+        k = int((params or {}).get("k", 10))
+        histories = [
+            [self.index[item] for item in history if item in self.index][-self.history :]
+            for history in model_input["history"]
+        ]
+        users = model_input["user_id"] if "user_id" in model_input else [""] * len(histories)
+        hashes = hash_strings(pa.array([str(user or "") for user in users], pa.string()))
+        ranked: list[list[str]] = [[] for _ in histories]
+        scores: list[list[float]] = [[] for _ in histories]
+        known = [row for row, history in enumerate(histories) if history]
+        if known:
+            length = np.array([len(histories[row]) for row in known])
+            padded = np.full((len(known), length.max()), PAD, np.int64)
+            for place, row in enumerate(known):
+                padded[place, : length[place]] = histories[row]
+            batch = {
+                "history": torch.from_numpy(padded),
+                "history_length": torch.from_numpy(length),
+                "user": torch.from_numpy(hashes[known]),
+            }
+            with torch.no_grad():
+                items, values = self.model.recommend(batch, k)
+            for place, row in enumerate(known):
+                real = items[place] >= 0
+                ranked[row] = [self.items[item] for item in items[place][real].tolist()]
+                scores[row] = values[place][real].tolist()
+        return pd.DataFrame({"item_id": ranked, "score": scores})
+
+
+mlflow.models.set_model(Ranker())

@@ -1,0 +1,152 @@
+"""Evaluation: the same figures whole, in shards, by brute force and in MLflow; all users to a table."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from training_tables import write_tables
+
+from jobs.evaluate import Config, parse, run
+from models import checkpoint
+from models.fit import FitConfig
+from models.retrieval.data import Catalogue, Examples
+from models.setup import set_up
+from models.tables import UserError, read_manifest, read_table
+from pipelines import tracking
+from pipelines.evaluation.comparison import compare
+from pipelines.evaluation.inference import recommend_all
+from pipelines.evaluation.ranking import evaluate, record
+
+SASREC = {"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 12}
+TIGER = {"name": "tiger", "d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 1,
+         "num_decoder_layers": 1, "beam": 24}  # fmt: skip
+
+
+@dataclass
+class World:
+    """Tables and a checkpoint of each model, with its MLflow run."""
+
+    folder: Path
+    tables: str
+    sids: str
+    uri: str
+
+    def place(self, name: str) -> str:
+        return str(self.folder / name)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    folder = tmp_path_factory.mktemp("evaluation")
+    tables, sids = write_tables(folder / "small")
+    uri = f"sqlite:///{folder}/mlflow.db"
+    for name, model, seed in [("sasrec-1", SASREC, 1), ("sasrec-2", SASREC, 2), ("tiger", TIGER, 1)]:
+        fit = FitConfig(batch_size=8, seed=seed)
+        setup = set_up(model, fit, tables, sids)
+        run = tracking.open_run(
+            uri, "retrieval/small", name, str(folder), config={"model": model, "fit": vars(fit)},
+            hashes=setup.catalogue.hashes,
+        )  # fmt: skip
+        checkpoint.save(folder / name, setup.model, setup.checkpoint(epoch=1, step=4, tracking=run.to_dict()))
+        tracking.Logger(run).end()
+    return World(folder, tables, sids, uri)
+
+
+@pytest.mark.parametrize("name", ["sasrec-1", "tiger"])
+def test_metrics_equal_scoring_by_hand(world: World, name: str) -> None:
+    result, _ = evaluate(world.place(name), world.tables, world.sids, batch_size=7)
+    model, about = checkpoint.load(world.place(name), Catalogue.load(world.tables, world.sids))
+    examples = Examples.load(f"{world.tables}/sequences", "test", max_history=about.model.get("max_history", 20))
+    ranks = []
+    for row in range(len(examples)):  # one user at a time, the rank of the target among all 24 items
+        batch = examples.collate(torch.tensor([row]).numpy())
+        items, _ = model.recommend(batch, 24)
+        ranks.append(items[0].tolist().index(batch["target"].item()))
+    assert result.examples == len(ranks) == 60
+    for k in (1, 5, 10, 20):
+        assert result.metrics[f"recall@{k}"] == pytest.approx(sum(rank < k for rank in ranks) / 60)
+        gains = sum(1 / math.log2(rank + 2) for rank in ranks if rank < k)
+        assert result.metrics[f"ndcg@{k}"] == pytest.approx(gains / 60)
+
+
+def test_shards_add_up_to_the_whole(world: World, ray_local: None) -> None:
+    whole, _ = evaluate(world.place("sasrec-1"), world.tables, split="val")
+    shards, _ = evaluate(world.place("sasrec-1"), world.tables, split="val", shards=2)
+    assert shards.examples == whole.examples
+    assert shards.metrics == pytest.approx(whole.metrics)
+
+
+def test_results_reach_the_training_run_and_the_comparison(world: World, capsys: pytest.CaptureFixture) -> None:
+    for name in ("sasrec-1", "sasrec-2", "tiger"):
+        run(Config(world.place(name), world.tables, world.sids if name == "tiger" else None))
+    assert "sasrec on test: 60 users, seed 1" in capsys.readouterr().out
+    about = checkpoint.read(world.place("sasrec-1"))
+    client = tracking.connect(world.uri)
+    metrics = client.get_run(about.tracking["run_id"]).data.metrics
+    written = json.loads(Path(world.place("sasrec-1"), "evaluation-test.json").read_text())
+    assert metrics["test/ndcg_at_10"] == written["metrics"]["ndcg@10"]
+    assert metrics["test/examples"] == written["examples"] == 60
+    assert metrics["test/users_per_s"] > 0
+
+    table = compare(world.uri, "retrieval/small")
+    rows = {cells[1]: dict(zip(table.header, cells, strict=True)) for cells in table.cells}
+    assert set(rows) == {"sasrec-*", "tiger"}  # two seeds are one row
+    assert rows["sasrec-*"]["seeds"] == "2"
+    values = [
+        client.get_run(checkpoint.read(world.place(name)).tracking["run_id"]).data.metrics["test/ndcg_at_10"]
+        for name in ("sasrec-1", "sasrec-2")
+    ]
+    mean = sum(values) / 2
+    deviation = math.sqrt(sum((value - mean) ** 2 for value in values))
+    assert rows["sasrec-*"]["test/ndcg@10"] == f"{mean:.4f} ± {deviation:.4f}"
+    assert rows["tiger"]["users"] == "60"
+    assert "sample standard deviation" in table.text()
+    assert "| sasrec | sasrec-* | 2 |" in table.markdown()
+
+
+def test_another_decoder_is_recorded_beside_the_plain_one(world: World) -> None:
+    result, about = evaluate(world.place("tiger"), world.tables, world.sids, options={"beam": 6, "decoder": None})
+    place = record(result, about)
+    assert place.endswith("evaluation-test-beam-6.json")
+    metrics = tracking.connect(world.uri).get_run(about.tracking["run_id"]).data.metrics
+    assert "test-beam-6/ndcg_at_10" in metrics
+
+
+def test_mistakes_are_named(world: World, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="'sasrec' has no option --beam when recommending"):
+        evaluate(world.place("sasrec-1"), world.tables, options={"beam": 3})
+    with pytest.raises(UserError, match="needs semantic IDs; give --sids"):
+        evaluate(world.place("tiger"), world.tables)
+    with pytest.raises(UserError, match="is not a checkpoint"):
+        evaluate(str(tmp_path), world.tables)
+    with pytest.raises(UserError, match=r"'retrieval/smal' is not at .*there are retrieval/small"):
+        compare(world.uri, "retrieval/smal")
+    with pytest.raises(UserError, match="unknown key 'splitt'; the nearest key is 'split'"):
+        parse("evaluate", ["--checkpoint", "c", "--tables", "t", "--splitt", "val"])
+    assert parse("evaluate", ["--checkpoint", "c", "--tables", "t", "--batch-inference", "o"]).batch_inference == "o"
+
+
+def test_all_users_to_a_table(world: World, ray_local: None, tmp_path: Path) -> None:
+    output = str(tmp_path / "out")
+    arguments = (world.place("tiger"), world.tables, world.sids, output)
+    manifest, already = recommend_all(*arguments, k=5, batch_size=7, actors=2, users_per_part=25)
+    assert not already
+    assert manifest.rows == 60
+    assert len(manifest.files) == 3
+    table = read_table(output, "recommendations").to_pydict()
+    assert table["user_id"] == [f"user-{i:04d}" for i in range(60)]
+    names = read_table(f"{world.tables}/items", "items")["item_id"].to_pylist()
+    model, _ = checkpoint.load(world.place("tiger"), Catalogue.load(world.tables, world.sids))
+    examples = Examples.load(f"{world.tables}/sequences", "next")
+    for user in (0, 31, 59):
+        items, scores = model.recommend(examples.collate(torch.tensor([user]).numpy()), 5)
+        assert table["item_id"][user] == [names[item] for item in items[0].tolist()]
+        assert table["score"][user] == pytest.approx(scores[0].tolist(), rel=1e-4)
+    assert recommend_all(*arguments, k=5, actors=1, users_per_part=25) == (read_manifest(output), True)
+    with pytest.raises(UserError, match=r"holds another table; .*--overwrite"):
+        recommend_all(*arguments, k=4, users_per_part=25)
