@@ -1,0 +1,80 @@
+"""Paired timings, one JSON line per variant and size.
+
+python -m jobs.benchmark decode [--json FILE]       TIGER's users per second, by decoder
+python -m jobs.benchmark sequences [--json FILE]    events per second of the sequence step, beside polars
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jobs import cli
+from models.bench import decode, write_rows
+from models.tables import UserError
+
+
+@dataclass
+class Config:
+    """Options of the benchmarks; the name may stand first, without its option."""
+
+    name: str
+    """Which benchmark: decode or sequences."""
+    json: str | None = None
+    """File for the JSON lines, which are printed too."""
+    runs: int = 5
+    """Timings of each variant."""
+    threads: int = 2
+    """CPU threads of `decode`."""
+    sizes: list[int] = field(default_factory=lambda: [1_000_000, 5_000_000, 20_000_000])
+    """Events in the logs of `sequences`."""
+
+    def __post_init__(self) -> None:
+        if self.name not in BENCHMARKS:
+            near = difflib.get_close_matches(self.name, BENCHMARKS, n=1, cutoff=0.0)[0]
+            raise ValueError(f"unknown benchmark '{self.name}'; the nearest is '{near}'")
+        if self.runs < 1 or self.threads < 1:
+            raise ValueError(f"runs {self.runs} and threads {self.threads} need to be at least 1")
+
+
+def _sequences(config: Config) -> Iterable[dict[str, Any]]:
+    from pipelines.data import benchmark
+
+    return benchmark.run(config.sizes, config.runs)
+
+
+BENCHMARKS: dict[str, Callable[[Config], Iterable[dict[str, Any]]]] = {
+    "decode": lambda config: decode(runs=config.runs, threads=config.threads),
+    "sequences": _sequences,
+}
+
+
+def run(config: Config) -> None:
+    """Runs the benchmark; the rows' ratios to the first variant of their size are printed last."""
+    if config.json:
+        try:
+            Path(config.json).touch()
+        except OSError as error:
+            raise UserError(f"cannot write {config.json} ({error.strerror}); choose another --json") from error
+    rows = write_rows(BENCHMARKS[config.name](config), config.json)
+    for row in rows:
+        base = next(other for other in rows if other["params"] == row["params"])
+        times = base["median_s"] / row["median_s"]
+        print(f"{row['variant']:>20} {row['items_per_s']:>14,.1f} per second, {times:.2f} times {base['variant']}")
+    if config.json:
+        print(f"written to {config.json}")
+
+
+def parse(config: type[Config], job: str) -> Config:
+    """Takes `benchmark decode` for `benchmark --name decode`."""
+    words = sys.argv[1:]
+    named = bool(words) and not words[0].startswith("-")
+    return cli.parse(config, job, ["--name", *words] if named else words)
+
+
+if __name__ == "__main__":
+    cli.main(run, Config, parse)
