@@ -15,7 +15,7 @@ from models.retrieval.tokenizers.psid import PsidConfig
 from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
 from models.retrieval.tokenizers.rqvae import RqvaeConfig
 from models.tables import Manifest, join
-from pipelines.data.embed import EmbedConfig
+from pipelines.data.embed import EmbedConfig, embed_origin
 from pipelines.data.tokenize import TokenizerConfig, tokenize
 
 GROUPS: dict[str, type] = {
@@ -92,10 +92,12 @@ def run(config: Config) -> None:
     def say(message: str) -> None:
         print(f"[{time.monotonic() - started:6.1f}s] {message}", flush=True)
 
+    items = join(config.tables, "items")
     if config.tokenizer != "published":
+        embed_origin(items, config.encoder, config.pca, config.embed)  # what is wrong with the input, before Ray starts
         cli.start_ray()
     sids, trie, made = tokenize(
-        join(config.tables, "items"),
+        items,
         config.output,
         config.sids_config(),
         config.encoder,

@@ -131,6 +131,7 @@ def encoder_version(name: str) -> str:
     from transformers import AutoConfig
 
     location = locate_encoder(name)
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the error below says it once
     try:
         config = AutoConfig.from_pretrained(location, local_files_only=Path(location).is_dir())
     except (OSError, ValueError) as error:
@@ -341,9 +342,9 @@ def embed_items(
         if has_manifest(output_uri):
             raise UserError(f"{output_uri} was made from other input or settings; use --overwrite, or another --output")
     started = time.monotonic()
-    check_writable(output_uri)
     items = read_table(items_uri, "items")
     texts = item_texts(items, config)
+    check_writable(output_uri)
     vectors = tfidf_embeddings(texts, config.svd) if encoder == "tfidf" else encode_texts(texts, encoder, config, say)
     raw_width = vectors.shape[1]
     if pca_width:
