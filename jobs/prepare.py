@@ -12,7 +12,7 @@ import time
 from dataclasses import asdict, dataclass, field
 
 from jobs import cli
-from pipelines.data.prepare import PrepareConfig, prepare
+from pipelines.data.prepare import PrepareConfig, check, prepare
 from pipelines.data.sources import load_source
 
 
@@ -66,6 +66,7 @@ def run(config: Config) -> dict[str, object]:
         key: value for key, value in asdict(config).items() if key not in ("source", "input", "output", "overwrite")
     }
     settings = PrepareConfig.of(defaults, options)
+    check(source, config.input, config.output, settings)  # before Ray takes its seconds to start
     cli.start_ray()
     statistics = prepare(source, config.input, config.output, settings, config.overwrite)
     requests = ", ".join(f"{rows:,} {name}" for name, rows in statistics["requests"].items())

@@ -166,7 +166,7 @@ def order_events(table: pa.Table, schema: pa.Schema) -> tuple[pa.Table, int]:
             duplicates = int(duplicate.sum())
     if "log_place" in table.column_names and positions is None:
         positions = np.zeros(len(order), dtype=np.int32)
-    events = pl.from_arrow(table.select(schema.names))[order].to_arrow()  # polars gathers strings fastest
+    events = table.select(schema.names).take(pa.array(order))
     if positions is not None:
         events = events.set_column(schema.get_field_index("position"), "position", pa.array(positions))
     return events.cast(schema), duplicates

@@ -134,6 +134,17 @@ class _Run:
         self.say(f"{name}: up to date, {manifest.rows:,} rows")
         return manifest
 
+    def progress(self, step: str) -> Say:
+        """Says how far a step is, at most every second."""
+        last = [time.monotonic()]
+
+        def say(line: str) -> None:
+            if time.monotonic() - last[0] >= 1:
+                last[0] = time.monotonic()
+                self.say(f"{step}: {line}")
+
+        return say
+
     def survey(self, events: Manifest) -> Survey:
         """The arrays of the events parts, read at most once in a run."""
         if self.surveyed is None:
@@ -154,10 +165,9 @@ def prepare(
     Raises UserError for input, settings or output that cannot be used; the table in the making is then
     removed and finished ones stay as they were.
     """
-    run = _Run(source, str(input_uri), str(output_uri), _checked(config, source), overwrite, say)
-    files = source.event_files(run.input)
-    item_files = source.item_files(run.input)
-    check_writable(run.output)
+    config = check(source, input_uri, output_uri, config)
+    run = _Run(source, str(input_uri), str(output_uri), config, overwrite, say)
+    files, item_files = source.event_files(run.input), source.item_files(run.input)
     hashes = hash_files([join(run.input, file) for file in [*files, *item_files]])
     by_file = dict(zip([*files, *item_files], hashes, strict=True))
     events = _make_events(run, {file: by_file[file] for file in files})
@@ -170,8 +180,9 @@ def prepare(
     return statistics
 
 
-def _checked(config: PrepareConfig, source: Source) -> PrepareConfig:
-    """The configuration with everything decided that the source decides."""
+def check(source: Source, input_uri: str, output_uri: str, config: PrepareConfig) -> PrepareConfig:
+    """What can be known before any work, without Ray: the files are there, the output can be written, the
+    settings fit the log. Returns the configuration with everything decided that the source decides."""
     labels = source.info["labels"]
     if config.behaviour is not None and labels.get(config.behaviour) != "bool":
         known = ", ".join(name for name, kind in labels.items() if kind == "bool") or "none"
@@ -181,6 +192,9 @@ def _checked(config: PrepareConfig, source: Source) -> PrepareConfig:
         raise UserError(
             "core_window is train, which needs a temporal split; use --split.kind temporal or core_window all"
         )
+    source.event_files(input_uri)
+    source.item_files(input_uri)
+    check_writable(output_uri)
     return replace(config, split=replace(config.split, kind=kind))
 
 
@@ -234,7 +248,7 @@ def _make_events(run: _Run, inputs: dict[str, str]) -> Manifest:
             rejects_uri,
             partitions,
             config.ties == "log_order",
-            lambda line: run.say(f"events: {line}"),
+            run.progress("events"),
         )
         rejects = sum(result.reasons.values())
         for reason, rows in result.reasons.most_common():
@@ -394,7 +408,7 @@ def _make_sequences(run: _Run, events: Manifest, items: Manifest, split: dict[st
             uri,
             catalogue.cast("large_string").combine_chunks(),
             rules,
-            lambda line: run.say(f"sequences: {line}"),
+            run.progress("sequences"),
         )
         info = {
             "kind": "retrieval",

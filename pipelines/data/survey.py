@@ -82,12 +82,12 @@ def _survey_part(uri: str, behaviour: str | None) -> tuple[Arrays, int]:
         table = table.filter(pc.fill_null(table[f"label_{behaviour}"], False)).combine_chunks()
     item = coded(table, "item_id") if table.num_rows else pa.array([], pa.string()).dictionary_encode()
     user = coded(table, "user_id").indices.to_numpy() if table.num_rows else np.zeros(0, dtype=np.int32)
-    used = np.unique(item.indices.to_numpy())  # a filter leaves unused values in the dictionary
+    used = np.bincount(item.indices.to_numpy(), minlength=len(item.dictionary)) > 0  # a filter leaves unused values
     arrays: Arrays = {
         "user_keys": keys,
         "user_start": runs(user),
-        "item": np.searchsorted(used, item.indices.to_numpy()).astype(np.int32),
-        "items": item.dictionary.take(pa.array(used)).cast(pa.large_string()),
+        "item": (np.cumsum(used, dtype=np.int32) - 1)[item.indices.to_numpy()],
+        "items": item.dictionary.filter(pa.array(used)).cast(pa.large_string()),
         "timestamp": table["timestamp_ms"].to_numpy(),
     }
     return arrays, len(keys)

@@ -7,6 +7,7 @@ from typing import Any
 
 Row = dict[str, Any]
 KEY = ("user_id", "timestamp_ms", "request_id", "position", "item_id")
+REST = ("query", "label_click", "label_dwell", "num_price", "cat_tab")  # in the order of the schema
 
 
 def events(rows: list[Row], log_order: bool = False) -> list[Row]:
@@ -19,12 +20,12 @@ def events(rows: list[Row], log_order: bool = False) -> list[Row]:
             seen.add(content)
             kept.append(dict(row))
     if not log_order:
-        rest = [name for name in rows[0] if name not in KEY]
+        rest = [name for name in REST if name in rows[0]]
         return sorted(
             kept,
             key=lambda row: (
                 *(row[name] for name in KEY),
-                *((row[name] is not None, row[name] or 0) if row[name] is not None else (False, 0) for name in rest),
+                *((row[name] is not None, 0 if row[name] is None else row[name]) for name in rest),
             ),
         )
     ranks: Counter = Counter()

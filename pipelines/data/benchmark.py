@@ -1,0 +1,235 @@
+"""The sequence step beside bare polars: the same log, in turn, each run in processes of its own.
+
+`python -m jobs.benchmark sequences` prints what `run` yields. The log is simulated and written once, as
+Parquet in time order. Both variants read it, sort by user and time, index the items, build every list
+column with requests, histories and a temporal split, and write Parquet; the rows are equal (a test holds
+that). `trieline` calls the functions of jobs.prepare, shuffle included, and so also drops duplicates,
+keeps an events table, checks that each user is in one part, and commits with hashes. `polars` is one
+process with the whole log in memory, on all cores.
+
+Timed is the work from the first read to the last byte written, without imports and the start of Ray. Peak
+memory is the sum over all processes of the variant, Ray's own included, shared pages counted once; the
+part of it that lies in Ray's object store is in `params`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from models.tables import join
+from pipelines.data.prepare import PrepareConfig, prepare
+from pipelines.data.simulator import simulate_retrieval
+from pipelines.data.sources.base import Block, Source, list_files
+from pipelines.data.splits import SplitConfig
+
+EVENTS_PER_USER, EVENTS_PER_ITEM = 20, 400
+VARIANTS = ("trieline", "polars")
+SPLIT = SplitConfig("temporal")
+
+
+@dataclass(frozen=True)
+class EventsFile(Source):
+    """Files that hold valid events already, so that no time goes into reading a raw format."""
+
+    @property
+    def info(self) -> dict[str, Any]:
+        return {"labels": {}, "numbers": [], "categories": [], "clock": True}
+
+    @property
+    def items_columns(self) -> tuple[list[str], list[str]]:
+        return [], []
+
+    def event_files(self, input_uri: str) -> list[str]:
+        return list_files(input_uri, "events-*.parquet", required=True, what="event files")
+
+    def item_files(self, input_uri: str) -> list[str]:
+        return []
+
+    def read_items(self, input_uri: str, file: str) -> Iterator[pa.Table]:
+        return iter(())
+
+    def read_events(self, input_uri: str, file: str) -> Iterator[Block]:
+        schema, row = self.block_schema, 0
+        for batch in pq.ParquetFile(join(input_uri, file)).iter_batches(batch_size=1 << 19):
+            rows = batch.num_rows
+            constants = {
+                "request_id": pa.repeat("", rows),
+                "query": pa.nulls(rows, pa.string()),
+                "position": pa.array(np.zeros(rows, dtype=np.int32)),
+                "log_row": pa.array(np.arange(row, row + rows)),
+            }
+            columns = [constants[f.name] if f.name in constants else batch[f.name].cast(f.type) for f in schema]
+            yield Block(pa.Table.from_arrays(columns, schema=schema), pa.table({}), rows)
+            row += rows
+
+
+def run_trieline(log: str, output: str) -> None:
+    """The log to committed tables with the functions of jobs.prepare."""
+    config = PrepareConfig(core=0, split=SPLIT)
+    prepare(EventsFile(), log, output, config, overwrite=True, say=lambda line: None)
+
+
+def run_polars(log: str, output: str) -> None:
+    """The log to one Parquet file of sequences with polars alone."""
+    frame = pl.read_parquet(f"{log}/events-*.parquet")
+    items = frame.select("item_id").unique().sort("item_id").with_row_index("item_index")
+    last = max(frame.height - 1, 1)
+    ranks = [
+        int(frame.height * share) for share in (1 - SPLIT.val_fraction - SPLIT.test_fraction, 1 - SPLIT.test_fraction)
+    ]
+    cuts = [frame["timestamp_ms"].quantile((rank + 0.5) / last, "lower") for rank in ranks]
+    user, stamp, row = pl.col("user_id"), pl.col("timestamp_ms"), pl.int_range(pl.len(), dtype=pl.Int32)
+    new_user = (user != user.shift(1)).fill_null(True)
+    new_time = new_user | (stamp != stamp.shift(1)).fill_null(True)
+
+    def begin(starts: pl.Expr) -> pl.Expr:
+        return pl.when(starts).then(row).forward_fill()
+
+    sequences = (
+        frame.lazy()
+        .join(items.lazy().with_columns(pl.col("item_index").cast(pl.Int32)), on="item_id")
+        .sort("user_id", "timestamp_ms", "item_id")
+        .with_columns(
+            (begin(new_time) - begin(new_user)).alias("history_end"),
+            pl.when(stamp < cuts[0]).then(pl.lit("train")).when(stamp < cuts[1]).then(pl.lit("val"))
+            .otherwise(pl.lit("test")).alias("split"),
+            pl.lit(None, dtype=pl.String).alias("query"),
+            pl.concat_list("item_index").alias("candidates"),
+        )
+        .group_by("user_id", maintain_order=True)
+        .agg(
+            "item_index",
+            "timestamp_ms",
+            "query",
+            pl.struct("timestamp_ms", "query", "history_end", "split", "candidates").alias("requests"),
+        )
+    )  # fmt: skip
+    Path(output).mkdir(parents=True, exist_ok=True)
+    sequences.collect().write_parquet(f"{output}/sequences.parquet", compression="zstd", compression_level=1)
+
+
+class Watch:
+    """Memory and processor time of a process and all below it, sampled."""
+
+    def __init__(self, pid: int) -> None:
+        self.root = psutil.Process(pid)
+        self.peak_mb = 0.0
+        """Highest sum of memory, shared pages counted once."""
+        self.store_mb = 0.0
+        """Highest sum of shared memory: Ray's object store."""
+        self.cpu: dict[int, float] = {}
+        """Seconds of processor time of every process seen, as last seen."""
+
+    def sample(self) -> None:
+        total = shared = 0
+        with suppress(psutil.Error):
+            for process in [self.root, *self.root.children(recursive=True)]:
+                with suppress(psutil.Error, OSError):
+                    times = process.cpu_times()
+                    self.cpu[process.pid] = times.user + times.system
+                    rollup = Path(f"/proc/{process.pid}/smaps_rollup")
+                    if not rollup.exists():  # not Linux: shared pages count once per process
+                        total += process.memory_info().rss
+                        continue
+                    values = {line.split(":")[0]: line.split()[1] for line in rollup.read_text().splitlines()[1:]}
+                    total += int(values["Pss"]) << 10
+                    shared += int(values.get("Pss_Shmem", 0)) << 10
+        self.peak_mb = max(self.peak_mb, total / 2**20)
+        self.store_mb = max(self.store_mb, shared / 2**20)
+
+
+def _measure(variant: str, log: str, output: str) -> dict[str, float]:
+    """One run in a process of its own: seconds of work, of processor time, and memory in MB."""
+    command = [sys.executable, "-m", "pipelines.data.benchmark", variant, log, output]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    watch = Watch(process.pid)
+    while process.poll() is None:
+        watch.sample()
+        time.sleep(0.25)
+    out, err = process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"benchmark variant {variant} failed: {err.strip()[-2000:]}")
+    seconds = json.loads(out.splitlines()[-1])["seconds"]
+    return {
+        "seconds": seconds,
+        "cpu_s": sum(watch.cpu.values()),
+        "peak_mb": watch.peak_mb,
+        "store_mb": watch.store_mb,
+    }
+
+
+def run(sizes: list[int], runs: int = 3) -> Iterator[dict[str, Any]]:
+    """One line per size and variant, as `python -m jobs.benchmark` prints them. `items` are events."""
+    with tempfile.TemporaryDirectory(prefix="trieline-benchmark-") as folder:
+        for events in sizes:
+            log = f"{folder}/log-{events}"
+            users, items = max(1, events // EVENTS_PER_USER), max(8, events // EVENTS_PER_ITEM)
+            simulate_retrieval(log, users, items, events, seed=42)
+            results: dict[str, list[dict[str, float]]] = {variant: [] for variant in VARIANTS}
+            for _ in range(runs):
+                for variant in VARIANTS:
+                    results[variant].append(_measure(variant, log, f"{folder}/{variant}-{events}"))
+            reference = statistics.median(result["seconds"] for result in results["polars"])
+            for variant, measured in results.items():
+                seconds = [result["seconds"] for result in measured]
+                median = statistics.median(seconds)
+                yield {
+                    "benchmark": "sequences",
+                    "variant": variant,
+                    "params": {
+                        "events": events,
+                        "users": users,
+                        "items": items,
+                        "cpus": os.cpu_count(),
+                        "cpu_s": round(statistics.median(result["cpu_s"] for result in measured), 2),
+                        "object_store_mb": round(max(result["store_mb"] for result in measured)),
+                        "speed_of_polars": round(reference / median, 3),
+                    },
+                    "runs": runs,
+                    "median_s": round(median, 3),
+                    "min_s": round(min(seconds), 3),
+                    "max_s": round(max(seconds), 3),
+                    "items_per_s": round(events / median),
+                    "peak_memory_mb": round(max(result["peak_mb"] for result in measured)),
+                }
+
+
+def main() -> None:
+    """Runs one variant in this process and prints its seconds as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("variant", choices=VARIANTS)
+    parser.add_argument("log")
+    parser.add_argument("output")
+    arguments = parser.parse_args()
+    work: Callable[[str, str], None] = run_polars
+    if arguments.variant == "trieline":
+        import ray
+
+        ray.init(address="local", include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+        work = run_trieline
+    begin = time.perf_counter()
+    work(arguments.log, arguments.output)
+    print(json.dumps({"seconds": time.perf_counter() - begin}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""The whole of `prepare` on small CSV logs, on a real Ray."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import plain_reference as plain
+import polars as pl
+import pyarrow as pa
+import pytest
+import yaml
+
+from models.tables import MANIFEST, UserError, iter_parts, join, read_manifest, read_table
+from pipelines.data import benchmark
+from pipelines.data.prepare import PrepareConfig, prepare
+from pipelines.data.sources import Source, load_source
+from pipelines.data.splits import SplitConfig
+
+pytestmark = pytest.mark.usefixtures("ray_local")
+
+SOURCE = {
+    "layout": "mapping",
+    "files": "log_*.csv",
+    "user": "user",
+    "item": "item",
+    "time": {"column": "ms", "unit": "ms"},
+    "labels": {"click": {"column": "click"}},
+    "items": {"files": "items.csv", "item": "item", "texts": {"title": "title"}, "attributes": {"kind": "kind"}},
+}
+
+
+def make_log(folder: Path, rows: list[dict[str, Any]], items: list[dict[str, Any]] | None = None) -> str:
+    """Two event files and one item file; returns the folder."""
+    folder.mkdir(exist_ok=True)
+    half = len(rows) // 2
+    pl.DataFrame(rows[:half]).write_csv(folder / "log_1.csv")
+    pl.DataFrame(rows[half:]).write_csv(folder / "log_2.csv")
+    items = items or [{"item": "i1", "title": "one", "kind": "k"}, {"item": "unseen", "title": "none", "kind": ""}]
+    pl.DataFrame(items).write_csv(folder / "items.csv")
+    return str(folder)
+
+
+def make_source(folder: Path, **changes: Any) -> Source:
+    path = folder / "source.yaml"
+    path.write_text(yaml.safe_dump(SOURCE | changes))
+    return load_source(str(path))[0]
+
+
+def random_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    generator = random.Random(seed)
+    return [
+        {
+            "user": f"u{int(generator.paretovariate(0.7)) % 60}",
+            "item": f"i{int(generator.paretovariate(0.7)) % 25}",
+            "ms": generator.randrange(500),
+            "click": generator.randrange(2),
+        }
+        for _ in range(count)
+    ]
+
+
+def as_events(rows: list[dict[str, Any]]) -> list[plain.Row]:
+    return [
+        {
+            "user_id": row["user"],
+            "request_id": "",
+            "timestamp_ms": row["ms"],
+            "item_id": row["item"],
+            "query": None,
+            "position": 0,
+            "label_click": bool(row["click"]),
+        }
+        for row in rows
+    ]
+
+
+def hashes(output: Path) -> dict[str, str]:
+    return {name: read_manifest(str(output / name)).hash for name in ("events", "rejects", "items", "sequences")}
+
+
+def test_a_log_becomes_the_tables_of_the_reference_in_any_order_of_rows(tmp_path: Path) -> None:
+    rows = random_rows(900)
+    rows += rows[:40]
+    source = make_source(tmp_path)
+    config = PrepareConfig(core=3, core_window="train", partitions=4, split=SplitConfig("temporal", 0.2, 0.2))
+    statistics = prepare(source, make_log(tmp_path / "raw", rows), str(tmp_path / "out"), config, say=lambda line: None)
+
+    unique = plain.events(as_events(rows))
+    split = plain.cuts(unique, 0.2, 0.2)
+    catalogue, expected = plain.sequences(as_events(rows), 3, split, train_core=True)
+    out = str(tmp_path / "out")
+    events = read_table(join(out, "events"), "events")
+    assert sorted(events.to_pylist(), key=str) == sorted(unique, key=str)
+    seen: set[str] = set()
+    parts = list(iter_parts(join(out, "events"), columns=["user_id"]))
+    assert len(parts) > 1
+    for part in parts:
+        users = set(part["user_id"].to_pylist())
+        assert not users & seen
+        seen |= users
+
+    items = read_table(join(out, "items"), "items").to_pylist()
+    assert [item["item_id"] for item in items] == catalogue
+    assert [item["item_index"] for item in items] == list(range(len(catalogue)))
+    assert {item["text_title"] for item in items if item["item_id"] == "i1"} == {"one"}
+    assert all(item["text_title"] is None for item in items if item["item_id"] != "i1")
+    info = read_manifest(join(out, "items")).info
+    assert (info["items_without_metadata"], info["metadata_outside_catalogue"]) == (len(catalogue) - 1, 1)
+
+    sequences = {row["user_id"]: row for row in read_table(join(out, "sequences"), "sequences").to_pylist()}
+    assert sorted(sequences) == sorted(expected)
+    for user, lists in expected.items():
+        assert sequences[user]["item_index"] == lists["item_index"]
+        assert [r["history_end"] for r in sequences[user]["requests"]] == lists["history_end"]
+        assert [r["split"] for r in sequences[user]["requests"]] == lists["split"]
+    manifest = read_manifest(join(out, "sequences"))
+    assert manifest.info["split"] == {"kind": "temporal", "val_start_ms": split[0], "test_start_ms": split[1]}
+
+    interactions = sum(len(lists["item_index"]) for lists in expected.values())
+    assert statistics == json.loads((tmp_path / "out" / "statistics.json").read_text())
+    assert (statistics["users"], statistics["items"], statistics["interactions"]) == (
+        len(expected),
+        len(catalogue),
+        interactions,
+    )
+    assert statistics["sparsity"] == pytest.approx(1 - interactions / len(expected) / len(catalogue), abs=1e-6)
+    assert statistics["mean_length"] == pytest.approx(interactions / len(expected), abs=1e-4)
+    assert sum(statistics["requests"].values()) == interactions
+    assert statistics["raw"]["duplicates"] == len(rows) - len(unique)
+    assert statistics["raw"]["rows_read"] == len(rows)
+
+    random.Random(1).shuffle(rows)
+    prepare(source, make_log(tmp_path / "raw2", rows), str(tmp_path / "out2"), config, say=lambda line: None)
+    assert hashes(tmp_path / "out2") == hashes(tmp_path / "out")
+
+
+def test_running_again_does_nothing_and_overwrite_replaces(tmp_path: Path) -> None:
+    raw = make_log(tmp_path / "raw", random_rows(300))
+    source, out = make_source(tmp_path), tmp_path / "out"
+    lines: list[str] = []
+    first = prepare(source, raw, str(out), PrepareConfig(core=2, partitions=2), say=lambda line: None)
+    before = hashes(out)
+    times = {path: path.stat().st_mtime_ns for path in out.rglob("*.parquet")}
+    assert prepare(source, raw, str(out), PrepareConfig(core=2, partitions=2), say=lines.append) == first
+    assert [line.split(",")[0] for line in lines if "up to date" in line] == [
+        f"{name}: up to date" for name in ("events", "rejects", "items", "sequences")
+    ]
+    assert times == {path: path.stat().st_mtime_ns for path in out.rglob("*.parquet")}
+
+    with pytest.raises(UserError, match="made from other inputs or settings; add --overwrite"):
+        prepare(source, raw, str(out), PrepareConfig(core=3, partitions=2), say=lambda line: None)
+    assert hashes(out) == before
+
+    # What is missing is made again, the same: here the sequences, with cut times that the items' manifest has.
+    (out / "sequences" / MANIFEST).unlink()
+    (out / "sequences" / "part-left-over.parquet").write_bytes(b"half")
+    prepare(source, raw, str(out), PrepareConfig(core=2, partitions=2), say=lambda line: None)
+    assert hashes(out) == before
+    assert not (out / "sequences" / "part-left-over.parquet").exists()
+
+    other = prepare(source, raw, str(out), PrepareConfig(core=3, partitions=2), overwrite=True, say=lambda line: None)
+    assert other["core"] == 3
+    assert {path.name for path in (out / "items").glob("*.parquet")} == {
+        part.path for part in read_manifest(str(out / "items")).files
+    }
+
+
+def test_rejects_are_kept_and_too_many_leave_nothing(tmp_path: Path) -> None:
+    rows = random_rows(200)
+    rows[3]["ms"] = -5
+    rows[150]["item"] = None
+    raw = make_log(tmp_path / "raw", rows)
+    source, lines = make_source(tmp_path), []
+    with pytest.raises(UserError, match=r"2 of 200 rows \(1.00%\) break the schema, over the limit max_rejects 0.50%"):
+        prepare(source, raw, str(tmp_path / "out"), PrepareConfig(core=0, max_rejects=0.005), say=lines.append)
+    assert not list((tmp_path / "out").rglob("*.*"))
+    assert any("rejects: 1 rows, timestamp_ms: negative" in line and "log_1.csv row 3" in line for line in lines)
+
+    statistics = prepare(source, raw, str(tmp_path / "out"), PrepareConfig(core=0), say=lambda line: None)
+    assert statistics["raw"]["rejects"] == 2
+    assert sum(statistics["raw"]["reject_reasons"].values()) == 2
+    rejects = read_table(str(tmp_path / "out" / "rejects"), "rejects").to_pylist()
+    assert [(row["file"], row["row"]) for row in rejects] == [("log_1.csv", 3), ("log_2.csv", 50)]
+    assert statistics["raw"]["events"] + statistics["raw"]["duplicates"] == 198
+
+
+def test_log_order_keeps_ties_in_the_order_of_the_log(tmp_path: Path) -> None:
+    rows = [
+        {"user": "u", "item": item, "ms": ms, "click": 1}
+        for item, ms in [("c", 5), ("a", 5), ("b", 5), ("c", 5), ("d", 1)]
+    ]
+    rows += [{"user": "u", "item": "e", "ms": 5, "click": 1}, {"user": "v", "item": "a", "ms": 5, "click": 0}]
+    raw = make_log(tmp_path / "raw", rows)  # ties across the two files
+    config = PrepareConfig(core=0, ties="log_order", split=SplitConfig("leave_last_out"))
+    lines: list[str] = []
+    prepare(make_source(tmp_path), raw, str(tmp_path / "out"), config, say=lines.append)
+    assert any("warning: leave_last_out on a log with clock times" in line for line in lines)
+    events = read_table(str(tmp_path / "out" / "events")).to_pylist()
+    assert [(e["item_id"], e["position"]) for e in events if e["user_id"] == "u"] == [
+        ("d", 0), ("c", 0), ("a", 1), ("b", 2), ("e", 3),
+    ]  # fmt: skip
+    [sequence] = [row for row in read_table(str(tmp_path / "out" / "sequences")).to_pylist() if row["user_id"] == "u"]
+    assert [request["history_end"] for request in sequence["requests"]] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "words"),
+    [
+        ({"time": {"column": "ms", "unit": "order"}}, {"split": {"kind": "temporal"}}, "no clock times"),
+        ({}, {"core_window": "train", "split": {"kind": "leave_last_out"}}, "needs a temporal split"),
+        ({}, {"behaviour": "like"}, "no bool label of the log; those are: click"),
+        ({}, {"core": 99, "partitions": 1}, "set a lower --core"),
+        ({"files": "nothing*.csv"}, {}, "nothing"),
+    ],
+)
+def test_settings_that_do_not_fit_the_log(tmp_path: Path, changes: dict, config: dict, words: str) -> None:
+    raw = make_log(tmp_path / "raw", random_rows(60))
+    with pytest.raises(UserError, match=words):
+        prepare(
+            make_source(tmp_path, **changes),
+            raw,
+            str(tmp_path / "out"),
+            PrepareConfig.of(config),
+            say=lambda line: None,
+        )
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ([{"coer": 5}], "unknown key 'prepare.coer'; the nearest key is 'core'"),
+        ([{"split": {"kid": "temporal"}}], "unknown key 'prepare.split.kid'; the nearest key is 'kind'"),
+        ([{"split": "temporal"}], "it is a mapping"),
+        ([{"core": -1}], "core is -1"),
+        ([{"ties": "loose"}], "ties is 'loose'"),
+        ([{"max_events": 0}], "max_events is 0"),
+        ([{"partitions": 0}], "partitions is 0"),
+        ([{"max_rejects": 2.0}], "max_rejects is 2.0"),
+    ],
+)
+def test_settings_that_are_refused(layers: list[dict], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        PrepareConfig.of(*layers)
+
+
+def test_later_settings_win_and_none_means_not_given() -> None:
+    config = PrepareConfig.of(
+        {"core": 3, "split": {"kind": "temporal", "val_fraction": 0.2}}, {"core": None, "split": {"val_fraction": 0.3}}
+    )
+    assert (config.core, config.split.kind, config.split.val_fraction) == (3, "temporal", 0.3)
+
+
+def test_both_benchmark_variants_make_the_same_rows(tmp_path: Path) -> None:
+    log = str(tmp_path / "log")
+    benchmark.simulate_retrieval(log, 150, 40, 3000, seed=1)
+    benchmark.run_trieline(log, str(tmp_path / "ours"))
+    benchmark.run_polars(log, str(tmp_path / "bare"))
+    ours = read_table(str(tmp_path / "ours" / "sequences"), "sequences").sort_by("user_id")
+    bare = pl.read_parquet(tmp_path / "bare" / "sequences.parquet").to_arrow().sort_by("user_id")
+    assert ours.num_rows == 150
+    assert pa.Table.from_pylist(bare.to_pylist(), ours.schema).equals(ours)
+
+
+def test_the_benchmark_yields_a_line_per_variant() -> None:
+    lines = list(benchmark.run([2000], runs=1))
+    assert [line["variant"] for line in lines] == ["trieline", "polars"]
+    for line in lines:
+        assert set(line) == {
+            "benchmark", "variant", "params", "runs", "median_s", "min_s", "max_s", "items_per_s", "peak_memory_mb",
+        }  # fmt: skip
+        assert line["peak_memory_mb"] > 10
