@@ -117,7 +117,7 @@ def decode(
     }
     model.recommend(batches[0], TOP_K)
     if set(variants) & {"hf", "hf_nocache"}:  # builds the library's model and warms it up
-        model.recommend({name: value[:1] for name, value in batches[0].items()}, TOP_K, beam=1, decoder="hf")
+        model.recommend({name: value[:1] for name, value in batches[0].items()}, 1, beam=2, decoder="hf")
     yield from paired("decode", calls, params, batch, memory)
 
 
@@ -126,7 +126,7 @@ def decode_once(params: Row, variant: str) -> float:
     model, batches = decode_setting(params)
     decoder = DECODERS[variant]
     small = {name: value[:1] for name, value in batches[0].items()}
-    model.recommend(small, 1, beam=1, decoder=decoder)
+    model.recommend(small, 1, beam=2, decoder=decoder)
     if device().type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

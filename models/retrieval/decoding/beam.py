@@ -69,7 +69,8 @@ def beam_search(scorer: Scorer, trie: Trie, k: int, beam: int) -> tuple[Tensor, 
 def unconstrained_beam_search(scorer: Scorer, trie: Trie, k: int, beam: int) -> tuple[Tensor, Tensor]:
     """As `beam_search`, with the trie looked at only in the end: code tuples of no item are dropped.
 
-    What a decoder without a trie does, for comparison: fewer than k items may be left.
+    What a decoder without a trie does, for comparison: fewer than k items may be left. At each level only
+    codes of that level are scored.
     """
     if k < 1 or beam < 1:
         raise ValueError(f"k {k} and beam {beam} need to be at least 1")

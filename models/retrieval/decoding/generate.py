@@ -51,10 +51,14 @@ def generate(
     use_cache: bool,
     constrained: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(items, scores), each (B, k), from a `transformers` encoder-decoder and its input (B, S)."""
+    """(items, scores), each (B, k), from a `transformers` encoder-decoder and its input (B, S).
+
+    Unconstrained, any token of the vocabulary may come at any level, also one of another level; tuples of
+    no item are dropped in the end.
+    """
     from transformers import LogitsProcessorList
 
-    kept = max(k, beam)  # generate returns no more sequences than it has beams
+    kept = max(k, beam, 2)  # generate returns no more sequences than it has beams, and no scores for a single one
     out = model.generate(
         input_ids=tokens,
         attention_mask=attention_mask,

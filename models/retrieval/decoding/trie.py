@@ -96,6 +96,8 @@ class Trie(nn.Module):
         node = torch.from_numpy(table["node"].to_numpy().astype("int64"))
         token = torch.from_numpy(table["token"].to_numpy().astype("int64"))
         child = torch.from_numpy(table["child"].to_numpy().astype("int64"))
+        if len(level) == 0 or int(level.min()) < 0:
+            raise UserError("the trie is damaged: it has no edges, or edges of no level; run jobs.tokenize")
         offsets, tokens = [], []
         nodes, begin = 1, 0
         for depth, edges in enumerate(torch.bincount(level, minlength=len(codebook_sizes)).tolist()):

@@ -1,0 +1,51 @@
+"""Recall and NDCG against scikit-learn and a count by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import ndcg_score
+
+from models.retrieval.metrics import add_sums, metric_means, metric_sums, ndcg_at_k, recall_at_k
+
+
+def test_they_are_those_of_scikit_learn_and_of_a_count():
+    rng = np.random.default_rng(0)
+    scores = rng.permuted(np.tile(np.arange(40.0), (60, 1)), axis=1)
+    target = rng.integers(0, 40, 60)
+    ranked = torch.from_numpy(np.argsort(-scores, axis=1).copy())
+    truth = np.eye(40)[target]
+    for k in (1, 3, 10, 40):
+        ours = ndcg_at_k(ranked, torch.from_numpy(target), k)
+        assert float(ours.mean()) == pytest.approx(ndcg_score(truth, scores, k=k), abs=1e-12)
+        hits = [t in row[:k] for t, row in zip(target, ranked.tolist(), strict=True)]
+        assert recall_at_k(ranked, torch.from_numpy(target), k).tolist() == [float(h) for h in hits]
+
+
+def test_batches_and_workers_add_up():
+    generator = torch.Generator().manual_seed(1)
+    ranked = torch.stack([torch.randperm(30, generator=generator)[:10] for _ in range(50)])
+    target = torch.randint(0, 30, (50,), generator=generator)
+    whole = metric_sums(ranked, target)
+    parts = [metric_sums(ranked[a : a + 7], target[a : a + 7]) for a in range(0, 50, 7)]
+    assert add_sums(parts) == pytest.approx(whole)
+    assert metric_means(whole)["examples"] == 50
+    assert metric_means(whole)["recall@10"] == pytest.approx(whole["recall@10"] / 50)
+
+
+def test_a_place_without_an_item_never_hits():
+    items = torch.tensor([[4, -1, -1], [-1, -1, -1]])
+    means = metric_means(metric_sums(items, torch.tensor([4, 7]), (1, 3)))
+    assert means["recall@3"] == means["ndcg@3"] == 0.5
+    second = ndcg_at_k(torch.tensor([[9, 4, -1]]), torch.tensor([4]), 3)
+    assert second.item() == pytest.approx(1 / math.log2(3))
+
+
+def test_impossible_cutoffs_and_no_examples_are_refused():
+    with pytest.raises(ValueError, match="cutoff 4 is not within the 3"):
+        metric_sums(torch.tensor([[1, 2, 3]]), torch.tensor([1]), (4,))
+    with pytest.raises(ValueError, match="no examples"):
+        metric_means({"examples": 0.0})

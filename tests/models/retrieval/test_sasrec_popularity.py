@@ -1,0 +1,98 @@
+"""SASRec is causal and learns; popularity counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from models.retrieval.data import PAD, Catalogue, Examples
+from models.retrieval.popularity import Popularity, PopularityConfig
+from models.retrieval.sasrec import SASRec, SASRecConfig
+
+ITEMS = 12
+
+
+@pytest.fixture
+def sasrec() -> SASRec:
+    torch.manual_seed(0)
+    config = SASRecConfig(dim=16, feedforward_dim=32, dropout=0.2, max_history=8)
+    return SASRec(config, Catalogue(ITEMS)).eval()
+
+
+def test_a_later_behaviour_changes_no_earlier_state(sasrec):
+    history = torch.randint(0, ITEMS, (4, 8))
+    states = sasrec.states(history)
+    for at in range(8):
+        changed = history.clone()
+        changed[:, at] = (changed[:, at] + 1) % ITEMS
+        other = sasrec.states(changed)
+        torch.testing.assert_close(other[:, :at], states[:, :at], rtol=0, atol=0)
+        assert (other[:, at] != states[:, at]).any(1).all()
+
+
+def test_padding_other_rows_and_targets_change_no_recommendation(sasrec):
+    history = torch.tensor([[1, 2, 3, PAD, PAD], [4, 5, 6, 7, 8]])
+    batch = {"history": history, "history_length": torch.tensor([3, 5]), "target": torch.tensor([1, 2])}
+    items, scores = sasrec.recommend(batch, 5)
+    alone = {"history": history[:1, :3], "history_length": torch.tensor([3]), "target": torch.tensor([9])}
+    items_alone, scores_alone = sasrec.recommend(alone, 5)
+    assert items_alone.tolist() == items[:1].tolist()
+    torch.testing.assert_close(scores_alone, scores[:1])
+    items, scores = sasrec.recommend(batch, ITEMS + 2)
+    assert sorted(items[0].tolist()) == [-1, -1, *range(ITEMS)]
+    assert scores[:, -2:].tolist() == [[-torch.inf] * 2] * 2
+
+
+def test_the_loss_of_a_user_is_that_of_its_requests_one_by_one(sasrec, write_tables):
+    log = {f"u{i}": [(t, (3 * i + t) % ITEMS) for t in range(4 + i)] for i in range(4)}
+    uri = str(write_tables(log, ITEMS) / "sequences")
+    together = Examples.load(uri, "train", unit="user", max_history=8)
+    single = Examples.load(uri, "train", unit="request", max_history=8)
+    (rows,) = together.batches(100)
+    losses = []
+    for row in range(len(single)):
+        batch = single.collate(torch.tensor([row]).numpy())
+        end = batch["history_length"] - 1
+        losses.append(sasrec(batch | {"target_row": torch.tensor([0]), "target_position": end})["loss"])
+    torch.testing.assert_close(sasrec(together.collate(rows))["loss"], torch.stack(losses).mean())
+
+
+def test_it_learns_a_cycle(sasrec, write_tables):
+    log = {f"u{i}": [(t, (i + t) % ITEMS) for t in range(9)] for i in range(ITEMS)}
+    uri = str(write_tables(log, ITEMS) / "sequences")
+    train = Examples.load(uri, "train", unit="user", max_history=8)
+    optimizer = torch.optim.AdamW(sasrec.train().parameters(), 1e-2)
+    for epoch in range(80):
+        for rows in train.batches(12, epoch=epoch, shuffle=True):
+            optimizer.zero_grad()
+            sasrec(train.collate(rows))["loss"].backward()
+            optimizer.step()
+    test = Examples.load(uri, "test", max_history=8)
+    (rows,) = test.batches(100)
+    batch = test.collate(rows)
+    assert (sasrec.recommend(batch, 1)[0][:, 0] == batch["target"]).float().mean() > 0.9
+
+
+def test_impossible_sizes_are_refused():
+    for change, text in (({"dim": 15}, "multiple"), ({"dropout": 1.0}, "not in"), ({"num_layers": 0}, "below 1")):
+        with pytest.raises(ValueError, match=text):
+            SASRecConfig(**change)
+
+
+def test_a_history_longer_than_the_positions_is_refused(sasrec):
+    with pytest.raises(ValueError, match="exceeds max_history 8"):
+        sasrec.states(torch.zeros((1, 9), dtype=torch.long))
+
+
+def test_popularity_ranks_by_train_targets_with_ties_to_the_lower_index(write_tables):
+    log = {"a": [(t, i) for t, i in enumerate([9, 5, 5, 3, 1, 1])], "b": [(1, 3), (2, 3)]}
+    train = Examples.load(str(write_tables(log, 10) / "sequences"), "train")
+    model = Popularity(PopularityConfig(), Catalogue(10))
+    model.fit_counts(train.collate(rows) for rows in train.batches(2))
+    assert model.counts.tolist() == [0, 0, 0, 2, 0, 2, 0, 0, 0, 0]
+    batch = {"history": torch.zeros((2, 1), dtype=torch.long), "target": torch.tensor([3, 0])}
+    items, scores = model.recommend(batch, 4)
+    assert items.tolist() == [[3, 5, 0, 1]] * 2
+    assert scores[0].tolist() == [2, 2, 0, 0]
+    shares = torch.tensor([3 / 14, 1 / 14])
+    torch.testing.assert_close(model(batch)["loss"], -shares.log().mean())

@@ -1,0 +1,170 @@
+"""TIGER computes what T5 does, and its decoding is the library's."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from models.retrieval.data import PAD, Catalogue
+from models.retrieval.t5 import _ReluDropout, dropout
+from models.retrieval.tiger import Tiger, TigerConfig
+from models.tables import UserError
+
+SMALL = {"d_model": 32, "d_ff": 64, "num_heads": 2, "d_kv": 16, "num_encoder_layers": 2, "num_decoder_layers": 2}
+SIZES = (8, 8, 8, 3)
+
+
+def catalogue(items: int = 60, seed: int = 0) -> Catalogue:
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.stack([torch.randint(0, size, (4 * items,), generator=generator) for size in SIZES], 1).unique(dim=0)
+    return Catalogue.from_codes(codes[torch.randperm(len(codes), generator=generator)[:items]], SIZES)
+
+
+def requests(count: int, items: int = 60, seed: int = 1) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    length = torch.randint(1, 7, (count,), generator=generator)
+    history = torch.randint(0, items, (count, int(length.max())), generator=generator)
+    return {
+        "history": history.masked_fill(torch.arange(history.shape[1]) >= length[:, None], PAD),
+        "history_length": length,
+        "user": torch.randint(0, 2**62, (count,), generator=generator),
+        "target": torch.randint(0, items, (count,), generator=generator),
+    }
+
+
+@pytest.fixture
+def tiger() -> Tiger:
+    torch.manual_seed(0)
+    return Tiger(TigerConfig(**SMALL, n_user_tokens=3), catalogue()).eval()
+
+
+def train(model: Tiger, steps: int) -> Tiger:
+    """A few steps towards `target = first item of the history`, so that scores are far from uniform."""
+    optimizer = torch.optim.AdamW(model.train().parameters(), 1e-2)
+    for step in range(steps):
+        batch = requests(64, seed=step + 10)
+        batch["target"] = batch["history"][:, 0]
+        optimizer.zero_grad()
+        model(batch)["loss"].backward()
+        optimizer.step()
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def trained() -> Tiger:
+    torch.manual_seed(0)
+    return train(Tiger(TigerConfig(**SMALL, n_user_tokens=3), catalogue()), 100)
+
+
+def test_the_input_is_user_codes_and_end(tiger):
+    batch = {
+        "history": torch.tensor([[5, PAD], [7, 9]]),
+        "history_length": torch.tensor([1, 2]),
+        "user": torch.tensor([4, 2]),
+    }
+    tokens, real = tiger.tokens(batch)
+    codes = catalogue().sids + torch.tensor([1, 9, 17, 25])
+    assert tokens[0].tolist() == [28 + 1, *codes[5].tolist(), 31, 0, 0, 0, 0]
+    assert tokens[1].tolist() == [28 + 2, *codes[7].tolist(), *codes[9].tolist(), 31]
+    assert real.sum(1).tolist() == [6, 10]
+    assert tiger.t5.shared.weight.shape[0] == 32
+    paper = Tiger(TigerConfig(), Catalogue.from_codes(catalogue().sids, (256, 256, 256, 256)))
+    assert paper.t5.shared.weight.shape == (1027, 128)
+
+
+def test_loss_and_gradients_are_those_of_transformers(tiger):
+    batch = requests(16)
+    library = tiger.t5.as_transformers()
+    tokens, real = tiger.tokens(batch)
+    loss = library(input_ids=tokens, attention_mask=real.long(), labels=tiger.sids[batch["target"]]).loss
+    expected = torch.autograd.grad(loss, list(tiger.parameters()))
+    ours = tiger(batch)["loss"]
+    torch.testing.assert_close(ours, loss, rtol=1e-5, atol=1e-5)
+    for mine, theirs in zip(torch.autograd.grad(ours, list(tiger.parameters())), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "constrained"), [("tiger", True), ("trained", True), ("trained", False)])
+def test_decoders_agree_with_transformers(request, name, constrained):
+    model = request.getfixturevalue(name)
+    batch = requests(8)
+    items, scores = model.recommend(batch, 10, beam=12, constrained=constrained)
+    for decoder in ("hf", "hf_nocache"):
+        others, other_scores = model.recommend(batch, 10, beam=12, decoder=decoder, constrained=constrained)
+        torch.testing.assert_close(other_scores, scores, rtol=1e-4, atol=1e-4)
+        assert others.tolist() == items.tolist()
+    assert (items >= 0).all() or not constrained
+
+
+def test_with_a_beam_as_wide_as_the_catalogue_it_is_the_training_loss(tiger):
+    """Scores are log-probabilities of whole IDs: what the loss is the negative mean of."""
+    batch = requests(3)
+    items, scores = tiger.recommend(batch, 62, beam=60)
+    assert items[:, 60:].tolist() == [[-1, -1]] * 3
+    assert scores[:, 60:].tolist() == [[-math.inf] * 2] * 3
+    for row in range(3):
+        assert sorted(items[row, :60].tolist()) == list(range(60))
+        one = {name: value[row : row + 1].expand(60, *value.shape[1:]) for name, value in batch.items()}
+        losses = []
+        for at in (0, 1, 30, 59):
+            item = {name: value[at : at + 1] for name, value in one.items()} | {"target": items[row, at : at + 1]}
+            losses.append(tiger(item)["loss"].item())
+        found = (-scores[row, [0, 1, 30, 59]] / 4).tolist()
+        assert losses == pytest.approx(found, abs=1e-4)
+
+
+def test_recommendations_depend_on_the_own_row_alone(trained):
+    model = trained
+    batch = requests(6)
+    items, scores = model.recommend(batch, 10)
+    for row in range(6):
+        length = int(batch["history_length"][row])
+        alone = {name: value[row : row + 1] for name, value in batch.items()}
+        alone |= {"history": alone["history"][:, :length], "target": (alone["target"] + 1) % 60}
+        items_alone, scores_alone = model.recommend(alone, 10)
+        assert items_alone.tolist() == items[row : row + 1].tolist()
+        torch.testing.assert_close(scores_alone, scores[row : row + 1], rtol=1e-4, atol=1e-5)
+
+
+def test_it_learns(tiger, trained):
+    batch = requests(64, seed=5)
+    batch["target"] = batch["history"][:, 0]
+    assert trained(batch)["loss"] < 0.7 * tiger(batch)["loss"]
+    items, _ = trained.recommend(batch, 10)
+    assert (items == batch["target"][:, None]).any(1).float().mean() > 0.4  # by chance 10 of 60
+
+
+def test_dropout_keeps_its_share_and_its_mean():
+    torch.manual_seed(0)
+    x = torch.ones(400, 501)
+    dropped = dropout(x, 0.1)
+    assert (dropped == 0).float().mean().item() == pytest.approx(0.1, abs=0.003)
+    assert dropped.mean().item() == pytest.approx(1.0, abs=0.003)
+    assert dropped.unique().tolist() == pytest.approx([0.0, 1 / 0.9])
+
+
+def test_relu_with_dropout_has_the_gradient_of_what_it_kept():
+    torch.manual_seed(0)
+    x = torch.randn(50, 41, requires_grad=True)
+    result = _ReluDropout.apply(x * 1, 0.3)
+    (gradient,) = torch.autograd.grad(result.sum(), x)
+    kept = result > 0
+    assert torch.equal(result, torch.where(kept, x, 0.0))
+    assert torch.equal(gradient, kept.float())
+    assert kept.sum() / (x > 0).sum() == pytest.approx(0.7, abs=0.05)
+
+
+def test_it_needs_semantic_ids_and_possible_options():
+    with pytest.raises(UserError, match="give --sids"):
+        Tiger(TigerConfig(), Catalogue(5))
+    for change, text in (({"beam": 0}, "below 1"), ({"dropout": -0.1}, "not in"), ({"decoder": "x"}, "unknown")):
+        with pytest.raises(ValueError, match=text):
+            TigerConfig(**change)
+
+
+def test_a_checkpoint_holds_each_weight_once_and_no_table(tiger):
+    state = tiger.state_dict()
+    assert set(state) == {name for name, _ in tiger.named_parameters()}
+    assert len({value.data_ptr() for value in state.values()}) == len(state)
