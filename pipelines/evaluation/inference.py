@@ -137,7 +137,7 @@ def recommend_all(
             ),
             batch_size=1,
             compute=ray.data.ActorPoolStrategy(size=actors),
-            num_cpus=1,
+            num_cpus=min(1.0, max(0.5, ray.cluster_resources().get("CPU", 1) - 1) / actors),  # one is left to read
             num_gpus=1 if gpu else 0,
         )
         .take_all()

@@ -6,6 +6,7 @@ from (`step-*`, the last one and the best one) and, when it is done, `best/`: th
 
 from __future__ import annotations
 
+import fcntl
 import json
 import posixpath
 import threading
@@ -99,11 +100,12 @@ def train(
 ) -> Trained:
     """Trains one model, or continues or finds finished the run of this name. Ray must be started.
 
-    `model` holds the model's `name` and fields. Raises UserError for what the user can mend, before
-    anything is started or written where that is possible. `parent_run` is a sweep's MLflow run; `log_model`
-    also stores the best model there, with the tables that it needs to be served.
+    `model` holds the model's `name` and fields. Raises UserError for what the user can mend, before anything
+    is started or written where that is possible. `parent_run` is a sweep's MLflow run; `log_model` also
+    stores the best model there, with the tables that it needs to be served.
     """
     began = time.monotonic()
+    check_name(name)
     tables, sids, storage = absolute(tables), absolute(sids) if sids else None, absolute(storage)
     entry = registry.find(model["name"])
     model = registry.config_to_dict(registry.config_from_dict(model))
@@ -117,65 +119,95 @@ def train(
     uri = tracking.resolve_uri(tracking_uri, storage)
     tracking.check_nodes(uri, sum(node["Alive"] for node in ray.nodes()))
     folder = join(storage, name)
-    check_name(name)
     config = {"model": model, "fit": asdict(fit), "ray": {"num_workers": workers}}
 
-    if overwrite:
-        remove(folder)
-    record = read_record(folder)
-    if record is None:
-        check_writable(folder)
-        experiment = experiment or f"{entry.family.name}/{dataset_name(tables)}"
-        settings = {**config, "tables": tables, "sids": sids, "ray": asdict(ray_options)}
-        run = tracking.open_run(uri, experiment, name, storage, config=settings, hashes=hashes, parent=parent_run)
-        record = {"config": config, "hashes": hashes, "tracking": run.to_dict(), "status": "running", "seconds": 0.0,
-                  "created": datetime.now(UTC).isoformat(timespec="seconds")}  # fmt: skip
-        write_record(folder, record)
-    else:
-        check_same(record, config, hashes, name, storage)
-        run = tracking.RunRef(**record["tracking"])
-        if record["status"] == "finished":
-            about = checkpoint.read(join(folder, BEST))
-            return Trained(name, join(folder, BEST), about, run, record["epochs"], 0.0, already=True)
-        tracking.reopen(run)
+    with held(storage, name):
+        if overwrite:
+            remove(folder)
+        record = read_record(folder)
+        if record is None:
+            check_writable(folder)
+            experiment = experiment or f"{entry.family.name}/{dataset_name(tables)}"
+            settings = {**config, "tables": tables, "sids": sids, "ray": asdict(ray_options)}
+            run = tracking.open_run(uri, experiment, name, storage, config=settings, hashes=hashes, parent=parent_run)
+            created = datetime.now(UTC).isoformat(timespec="seconds")
+            record = {"config": config, "hashes": hashes, "tracking": run.to_dict(), "status": "running"}
+            write_record(folder, {**record, "created": created})
+        else:
+            check_same(record, config, hashes, name, storage)
+            run = tracking.RunRef(**record["tracking"])
+            if record["status"] == "finished":
+                about = checkpoint.read(join(folder, BEST))
+                return Trained(name, join(folder, BEST), about, run, record["epochs"], 0.0, already=True)
+            tracking.reopen(run)
 
-    task = Task(model, asdict(fit), tables, sids, run.to_dict(), ray_options.threads, lost_checkpoint(folder))
-    logger = tracking.Logger(run)
-    try:
-        with shown(say) as progress:
-            result = TorchTrainer(
-                worker,
-                train_loop_config={"task": task, "progress": progress},
-                torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo"),
-                scaling_config=ScalingConfig(
-                    num_workers=workers, use_gpu=use_gpu, resources_per_worker=resources(ray_options, use_gpu)
-                ),
-                run_config=RunConfig(
-                    name=name,
-                    storage_path=storage,
-                    failure_config=FailureConfig(max_failures=ray_options.max_failures),
-                    checkpoint_config=CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="score"),
-                ),
-            ).fit()
-    except BaseException as error:
-        logger.end("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
-        raise
+        task = Task(model, asdict(fit), tables, sids, run.to_dict(), ray_options.threads, lost_checkpoint(folder))
+        logger = tracking.Logger(run)
+        try:
+            last = carry_out(task, storage, name, workers, use_gpu, ray_options, say)
+            publish(join(folder, step_name(last.best["step"])), join(folder, BEST))
+            about = checkpoint.read(join(folder, BEST))
+            values = {"best/epoch": last.best["epoch"], **{f"best/{name}": v for name, v in about.metrics.items()}}
+            values["train/total_seconds"] = last.timing["train_seconds"] + last.timing.get("eval_seconds", 0.0)
+            logger.log(values, last.step)
+            logger.tag(checkpoint=join(folder, BEST))
+            tracking.log_curves(run)
+            if log_model:
+                logger.tag(model=package.log_model(run, join(folder, BEST), tables, sids))
+        except BaseException as error:
+            logger.end("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+            raise
+        logger.end()
+        write_record(folder, {**record, "status": "finished", "epochs": last.epoch})
+    return Trained(name, join(folder, BEST), about, run, last.epoch, time.monotonic() - began)
+
+
+def carry_out(
+    task: Task,
+    storage: str,
+    name: str,
+    workers: int,
+    use_gpu: bool,
+    options: RayOptions,
+    say: Callable[[str], None],
+) -> Checkpoint:
+    """Runs the workers to the end and returns what the last checkpoint says."""
+    with shown(say) as progress:
+        result = TorchTrainer(
+            worker,
+            train_loop_config={"task": task, "progress": progress},
+            torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo"),
+            scaling_config=ScalingConfig(
+                num_workers=workers, use_gpu=use_gpu, resources_per_worker=resources(options, use_gpu)
+            ),
+            run_config=RunConfig(
+                name=name,
+                storage_path=storage,
+                failure_config=FailureConfig(max_failures=options.max_failures),
+                checkpoint_config=CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="score"),
+            ),
+        ).fit()
     if result.checkpoint is None:
-        raise RuntimeError(f"the run {name} ended without a checkpoint in {folder}")
-    last = checkpoint.read(join(folder, posixpath.basename(result.checkpoint.path)))
-    publish(join(folder, step_name(last.best["step"])), join(folder, BEST))
-    about = checkpoint.read(join(folder, BEST))
-    seconds = time.monotonic() - began
-    spent = last.timing.get("train_seconds", 0.0) + last.timing.get("eval_seconds", 0.0)
-    logger.log({"best/epoch": last.best["epoch"], **{f"best/{k}": v for k, v in about.metrics.items()}}, last.step)
-    logger.log({"train/total_seconds": spent}, last.step)
-    tracking.log_curves(run)
-    logger.tag(checkpoint=join(folder, BEST))
-    if log_model:
-        logger.tag(model=package.log_model(run, join(folder, BEST), tables, sids))
-    logger.end()
-    write_record(folder, {**record, "status": "finished", "epochs": last.epoch, "seconds": record["seconds"] + seconds})
-    return Trained(name, join(folder, BEST), about, run, last.epoch, seconds)
+        raise RuntimeError(f"the run {name} ended without a checkpoint in {storage}")
+    return checkpoint.read(join(storage, name, posixpath.basename(result.checkpoint.path)))
+
+
+@contextmanager
+def held(storage: str, name: str) -> Iterator[None]:
+    """Keeps other processes of this machine from the run; let go when the process ends, however it ends."""
+    if "://" in storage:
+        yield
+        return
+    check_writable(storage)
+    with open(Path(storage) / f".{name}.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"the run '{name}' in {storage} is being trained by another process; wait for it or choose "
+                f"another --name"
+            ) from error
+        yield
 
 
 def absolute(uri: str) -> str:
@@ -244,9 +276,9 @@ def check_same(record: dict[str, Any], config: dict[str, Any], hashes: dict[str,
     if model != wanted:
         raise UserError(f"the run '{name}' is of the model '{model}', not '{wanted}'; {remedy}")
     before, now = tracking.flatten(record["config"]), tracking.flatten(config)
-    for key in sorted({*before, *now}):
-        if key.removeprefix("fit.") not in MAY_CHANGE and before.get(key) != now.get(key):
-            raise UserError(f"the run '{name}' was started with {key} {before.get(key)}, not {now.get(key)}; {remedy}")
+    for key in sorted(before.keys() & now.keys()):  # an option that came later was not there to be set
+        if key.removeprefix("fit.") not in MAY_CHANGE and before[key] != now[key]:
+            raise UserError(f"the run '{name}' was started with {key} {before[key]}, not {now[key]}; {remedy}")
     for table, value in hashes.items():
         if record["hashes"].get(table) != value:
             raise UserError(f"the run '{name}' was started with another table '{table}'; {remedy}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -191,6 +192,14 @@ def test_what_cannot_work_is_refused_before_training(world: World, monkeypatch: 
         tracking.check_nodes("sqlite:////shared/mlflow.db", 2)
 
 
+def test_a_run_is_trained_by_one_process_at_a_time(world: World) -> None:
+    with open(world.folder / "runs/.two.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match=r"the run 'two' in .* is being trained by another process"):
+            world.again()
+    assert world.again().already
+
+
 def test_overwrite_leaves_foreign_folders_alone(world: World) -> None:
     foreign = world.folder / "runs/mine"
     foreign.mkdir()
@@ -220,3 +229,17 @@ def test_a_damaged_record_of_checkpoints_is_mended(world: World, tmp_path: Path)
     snapshot.write_text('{"checkpoint_res')
     assert lost_checkpoint(str(tmp_path)) == str(tmp_path / last.name)
     assert not snapshot.exists()
+
+
+def test_killed_after_training_it_is_only_finished(world: World) -> None:
+    run = Path(world.folder / "runs/two")
+    best = (run / "best/model.safetensors").read_bytes()
+    record = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**record, "status": "running"}))
+    (run / "best/config.json").unlink()
+    lines: list[str] = []
+    again = world.again(say=lines.append)
+    assert not again.already
+    assert not [line for line in lines if line.startswith("epoch")]
+    assert again.about == world.trained.about
+    assert (run / "best/model.safetensors").read_bytes() == best
