@@ -143,6 +143,7 @@ def start_ray(num_cpus: int | None = None) -> None:
     if os.environ.get("RAY_ADDRESS"):
         ray.init(log_to_driver=True, logging_level="warning")
         return
+    os.environ.setdefault("RAY_AUTH_MODE", "token")  # nobody else on this machine or network can use it
     ray.init(
         address="local",
         num_cpus=num_cpus,
