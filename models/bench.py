@@ -106,15 +106,16 @@ def decode(
     variants: Iterable[str] = DECODERS,
 ) -> Iterator[Row]:
     """TIGER's users per second by decoder; one row per variant."""
-    params = {"batch": batch, "beam": beam, "items": items, "threads": threads, "seed": seed, "runs": runs}
+    params: Row = {"batch": batch, "beam": beam, "items": items, "threads": threads, "seed": seed, "runs": runs}
     params |= {"k": TOP_K, "device": torch.cuda.get_device_name() if device().type == "cuda" else "cpu"}
     variants = list(variants)
     memory = {variant: peak_memory(decode_once, params, variant) for variant in variants}
     model, batches = decode_setting(params)
-    calls: dict[str, Callable[[int], Any]] = {
-        variant: (lambda run, decoder=DECODERS[variant]: model.recommend(batches[run], TOP_K, decoder=decoder))
-        for variant in variants
-    }
+
+    def call(decoder: Decoder) -> Callable[[int], Any]:
+        return lambda run: model.recommend(batches[run], TOP_K, decoder=decoder)
+
+    calls = {variant: call(DECODERS[variant]) for variant in variants}
     model.recommend(batches[0], TOP_K)
     if set(variants) & {"hf", "hf_nocache"}:  # builds the library's model and warms it up
         model.recommend({name: value[:1] for name, value in batches[0].items()}, 1, beam=2, decoder="hf")
@@ -129,9 +130,9 @@ def decode_once(params: Row, variant: str) -> float:
     model.recommend(small, 1, beam=2, decoder=decoder)
     if device().type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        held = torch.cuda.memory_allocated()
         model.recommend(batches[-1], TOP_K, decoder=decoder)
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
+        return (torch.cuda.max_memory_allocated() - held) / 2**20
     before = resident_peak_mb()
     model.recommend(batches[-1], TOP_K, decoder=decoder)
     return resident_peak_mb() - before

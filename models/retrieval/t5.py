@@ -135,7 +135,8 @@ class DenseReluDense(nn.Module):
     def forward(self, x: Tensor, share: float) -> Tensor:
         inner = self.wi(x)
         if share == 0.0 or x.device.type != "cpu":
-            return self.wo(dropout(inner.relu(), share))
+            inner = inner.relu() if torch.is_grad_enabled() else inner.relu_()
+            return self.wo(dropout(inner, share))
         return self.wo(_ReluDropout.apply(inner, share)) * (1 / (1 - share))
 
 
