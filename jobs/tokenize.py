@@ -25,6 +25,11 @@ GROUPS: dict[str, type] = {
     "psid": PsidConfig,
 }
 
+ERRORS = {
+    "reconstruction_error": "embeddings, by the nearest codes",
+    "quantization_error": "quantised space, by the chosen codes",
+}
+
 
 @dataclass
 class Config:
@@ -63,11 +68,9 @@ def summary(sids: Manifest, trie: Manifest) -> list[str]:
     """Lines that say how good the SIDs are."""
     info: dict[str, Any] = sids.info
     lines = [f"{sids.rows} items, {len(info['codebook_sizes'])} codes each, codebooks {info['codebook_sizes']}"]
-    if "reconstruction_error" in info:
-        lines.append(
-            f"share of variance not explained: embeddings {info['reconstruction_error']:.4f} by the nearest codes, "
-            f"quantised space {info['quantization_error']:.4f} by the chosen codes"
-        )
+    errors = [f"{label} {info[name]:.4f}" for name, label in ERRORS.items() if name in info]
+    if errors:
+        lines.append(f"share of variance not explained: {', '.join(errors)}")
     if "relaxed_items" in info:
         lines.append(
             f"{info['relaxed_items']} items relaxed; collision rate {info['collision_rate_before']:.4f} before, 0 after"
