@@ -24,6 +24,9 @@ from models.tables import UserError
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
+if not os.environ.get("RAY_ADDRESS"):  # a local Ray is for its user alone; read when ray is imported
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+
 Config = TypeVar("Config")
 
 
@@ -143,7 +146,6 @@ def start_ray(num_cpus: int | None = None) -> None:
     if os.environ.get("RAY_ADDRESS"):
         ray.init(log_to_driver=True, logging_level="warning")
         return
-    os.environ.setdefault("RAY_AUTH_MODE", "token")  # nobody else on this machine or network can use it
     ray.init(
         address="local",
         num_cpus=num_cpus,
