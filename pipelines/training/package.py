@@ -48,7 +48,7 @@ def log_model(run: RunRef, uri: str, tables: str, sids: str | None) -> str:
         if sids:
             fetch(join(sids, "sids"), bundle / "sids/sids")
             fetch(join(sids, "trie"), bundle / "sids/trie")
-        before = mlflow.get_tracking_uri()
+        before = os.environ.get("MLFLOW_TRACKING_URI")  # set_tracking_uri sets it too, for all that follows here
         mlflow.set_tracking_uri(run.uri)
         try:
             with mlflow.start_run(run_id=run.run_id), warnings.catch_warnings():
@@ -62,7 +62,7 @@ def log_model(run: RunRef, uri: str, tables: str, sids: str | None) -> str:
                     pip_requirements=REQUIREMENTS,
                 )
         finally:
-            mlflow.set_tracking_uri(before)
+            mlflow.set_tracking_uri(before)  # type: ignore[arg-type]
     return str(logged.model_uri)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,8 +134,13 @@ def test_the_mlflow_run_tells_what_was_done(world: World) -> None:
 
 def test_the_logged_model_ranks_as_the_checkpoint(world: World) -> None:
     logged = tracking.connect(world.trained.run.uri).get_run(world.trained.run.run_id).data.tags["model"]
+    assert "MLFLOW_TRACKING_URI" not in os.environ  # logging a model leaves nothing behind for later runs
     tracking.mlflow.set_tracking_uri(world.trained.run.uri)
-    served = tracking.mlflow.pyfunc.load_model(logged)
+    try:
+        served = tracking.mlflow.pyfunc.load_model(logged)
+        folder = Path(tracking.mlflow.artifacts.download_artifacts(logged))
+    finally:
+        tracking.mlflow.set_tracking_uri(None)
     histories = [["item-001", "item-008"], ["item-005", "not in the catalogue", "item-004", "item-023"], []]
     ranked = served.predict(pd.DataFrame({"history": histories}), params={"k": 4})
     model, _ = checkpoint.load(world.trained.checkpoint, Catalogue.load(world.tables))
@@ -144,7 +150,6 @@ def test_the_logged_model_ranks_as_the_checkpoint(world: World) -> None:
         assert ranked["item_id"][row] == [f"item-{item:03d}" for item in items[row].tolist()]
         assert ranked["score"][row] == pytest.approx(scores[row].tolist())
     assert ranked["item_id"][2] == []
-    folder = Path(tracking.mlflow.artifacts.download_artifacts(logged))
     assert not [path for path in folder.rglob("*") if path.suffix in (".pkl", ".pickle", ".pt")]
     assert served.metadata.signature.inputs.input_names() == ["history", "user_id"]
 
@@ -171,6 +176,7 @@ def test_a_name_stands_for_one_run(world: World) -> None:
 
 
 def test_what_cannot_work_is_refused_before_training(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     refused: list[tuple[str, dict[str, Any]]] = [
         ("16 does not divide by 3", {"ray_options": RayOptions(num_workers=3, cpus_per_worker=0.1)}),
         ("need 100 CPUs, the cluster has 2", {"ray_options": RayOptions(cpus_per_worker=100)}),
