@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.matmul import use_exact_onednn
 from models.retrieval.data import PAD, Catalogue
 from models.retrieval.tiger import Decoder, Tiger, TigerConfig
 from models.tables import UserError
@@ -77,6 +78,7 @@ def decode_setting(params: Row) -> tuple[Tiger, list[dict[str, Tensor]]]:
     the lengths of 1,024 users, so the median run is that of the median user.
     """
     torch.set_num_threads(params["threads"])
+    use_exact_onednn()  # for all variants
     torch.manual_seed(params["seed"])
     generator = torch.Generator().manual_seed(params["seed"])
     codes = random_codes(params["items"], generator)

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from models.matmul import use_exact_onednn
 from models.retrieval import metrics
 from models.retrieval.data import Catalogue, Examples, Unit
 from models.retrieval.popularity import Popularity, PopularityConfig
@@ -83,7 +84,8 @@ def name_of(config: Any) -> str:
 
 
 def build(config: Any, catalogue: Catalogue) -> nn.Module:
-    """The module of a config instance."""
+    """The module of a config instance; products on a CPU are set to be fast from here on (`models/matmul.py`)."""
+    use_exact_onednn()
     return find(name_of(config)).build(config, catalogue)
 
 

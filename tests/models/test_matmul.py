@@ -1,0 +1,22 @@
+"""Fast products are as exact as slow ones."""
+
+from __future__ import annotations
+
+import torch
+
+from models.matmul import TOLERANCE, use_exact_onednn
+
+
+def test_products_stay_float32_and_no_random_number_is_drawn():
+    state = torch.get_rng_state()
+    before = torch.get_float32_matmul_precision()
+    try:
+        on = use_exact_onednn.__wrapped__()
+        assert torch.equal(torch.get_rng_state(), state)
+        assert torch.get_float32_matmul_precision() == ("medium" if on else before)
+        left, right = torch.randn(300, 128), torch.randn(128, 1000)
+        exact = left.double() @ right.double()
+        for product in (left @ right, torch.nn.functional.linear(left, right.T.contiguous())):
+            assert (product - exact).abs().max() < TOLERANCE * exact.abs().max()
+    finally:
+        torch.set_float32_matmul_precision(before)
