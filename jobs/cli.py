@@ -9,6 +9,7 @@ A job is a dataclass of options and a function of it:
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import re
 import sys
@@ -144,13 +145,13 @@ def start_ray(num_cpus: int | None = None) -> None:
     if ray.is_initialized():
         return
     if os.environ.get("RAY_ADDRESS"):
-        ray.init(log_to_driver=True, logging_level="warning")
+        ray.init(log_to_driver=True, logging_level=logging.WARNING)
         return
     ray.init(
         address="local",
         num_cpus=num_cpus,
         include_dashboard=False,
-        logging_level="warning",
+        logging_level=logging.WARNING,
         log_to_driver=False,
     )
 

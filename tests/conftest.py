@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 
@@ -15,6 +16,6 @@ def ray_local() -> Iterator[None]:
     """One local Ray for the whole test run: starting one takes seconds."""
     import ray
 
-    ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="warning", log_to_driver=False)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
     yield
     ray.shutdown()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
@@ -232,7 +232,7 @@ def _make_events(run: _Run, inputs: dict[str, str]) -> Manifest:
     finished = run.finished("events", settings, inputs)
     rejected = run.finished("rejects", settings, inputs)
     if finished and rejected:
-        _check_rejects(run, finished.info["rows_read"], finished.info["rejects"])
+        _check_rejects(run, finished.info["rows_read"], finished.info["reject_reasons"])
         return finished
     events_uri, rejects_uri = run.table("events"), run.table("rejects")
     run.say(f"events: reading {len(inputs)} file{'s' * (len(inputs) > 1)} into {partitions} partitions")
@@ -255,7 +255,7 @@ def _make_events(run: _Run, inputs: dict[str, str]) -> Manifest:
             run.say(f"rejects: {rows:,} rows, {reason}; such as {result.examples[reason]}")
         if not result.rows_read:
             raise UserError(f"{run.input} holds no rows in {', '.join(list(inputs)[:3])}; check --input")
-        _check_rejects(run, result.rows_read, rejects)
+        _check_rejects(run, result.rows_read, result.reasons)
         if not result.parts:
             raise UserError(f"{run.input} holds no valid event; see the reasons above")
         read = time.perf_counter()
@@ -289,11 +289,13 @@ def _make_events(run: _Run, inputs: dict[str, str]) -> Manifest:
     return events
 
 
-def _check_rejects(run: _Run, rows: int, rejects: int) -> None:
+def _check_rejects(run: _Run, rows: int, reasons: Mapping[str, int]) -> None:
+    rejects = sum(reasons.values())
     if rejects > run.config.max_rejects * rows:
         raise UserError(
             f"{rejects:,} of {rows:,} rows ({rejects / rows:.2%}) break the schema, over the limit max_rejects "
-            f"{run.config.max_rejects:.2%}; fix the source file or the log, or raise --max_rejects"
+            f"{run.config.max_rejects:.2%}; most often {max(reasons, key=reasons.__getitem__)}; fix the source file or "
+            f"the log, or raise --max_rejects"
         )
 
 
