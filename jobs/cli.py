@@ -126,7 +126,7 @@ def parse(
     try:
         namespace = parser.parse_args(argv)
         values = parser.instantiate_classes(namespace)
-        arguments = {f.name: values[f.name] for f in fields(config) if f.name in values}
+        arguments = {f.name: values[f.name] for f in fields(config) if f.name in values}  # type: ignore[arg-type]
         for name, group in groups.items():
             value = arguments[name]
             arguments[name] = value if isinstance(value, group) else group(**vars(value))
