@@ -115,7 +115,7 @@ class Attention(nn.Module):
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, share: float) -> Tensor:
         """(B, T, D): attention of q (B, H, T, K) to k and v (B, H, S, K); `bias` is added to the scores."""
-        if share == 0.0:
+        if share == 0.0 and q.device.type != "cpu":  # at these lengths torch's kernel for CPUs takes ten times longer
             mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
         else:
             scores = q @ k.transpose(-1, -2)

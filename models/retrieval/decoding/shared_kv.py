@@ -76,7 +76,7 @@ class SharedKV:
         share = (scores + self.bias[:, level, : level + 1]).softmax(-1).unsqueeze(-2)
         mixed = share[..., 0] * pairs[0][1]
         for at, (_, v) in enumerate(pairs[1:], start=1):
-            mixed = torch.addcmul(mixed, share[..., at], v)
+            mixed = mixed + share[..., at] * v
         return attention.o(mixed.flatten(2))
 
 
