@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,11 +69,11 @@ def run(config: Config) -> None:
         print(f"written to {config.json}")
 
 
-def parse(config: type[Config], job: str) -> Config:
+def parse(job: str, argv: Sequence[str] | None = None) -> Config:
     """Takes `benchmark decode` for `benchmark --name decode`."""
-    words = sys.argv[1:]
+    words = list(sys.argv[1:] if argv is None else argv)
     named = bool(words) and not words[0].startswith("-")
-    return cli.parse(config, job, ["--name", *words] if named else words)
+    return cli.parse(Config, job, ["--name", *words] if named else words)
 
 
 if __name__ == "__main__":

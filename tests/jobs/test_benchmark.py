@@ -12,10 +12,10 @@ from models.tables import UserError
 
 def test_the_name_stands_first_and_mistakes_are_named(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["benchmark", "decode", "--runs", "2"])
-    config = benchmark.parse(benchmark.Config, "benchmark")
+    config = benchmark.parse("benchmark")
     assert (config.name, config.runs, config.json) == ("decode", 2, None)
     monkeypatch.setattr(sys, "argv", ["benchmark", "decod"])
     with pytest.raises(UserError, match="unknown benchmark 'decod'; the nearest is 'decode'"):
-        benchmark.parse(benchmark.Config, "benchmark")
+        benchmark.parse("benchmark")
     with pytest.raises(UserError, match="choose another --json"):
         benchmark.run(benchmark.Config("decode", json=str(tmp_path / "missing" / "rows.jsonl")))
