@@ -173,11 +173,14 @@ def user_error_in(error: BaseException | None) -> UserError | None:
     return None
 
 
-def main(run: Callable[[Any], Any], config: type, parse_: Callable[..., Any] = parse) -> NoReturn:
-    """Parses the command line, runs the job, and exits: 0 when done, 1 with one line for a UserError."""
+def main(run: Callable[[Any], Any], config: type, parse_: Callable[[str], Any] | None = None) -> NoReturn:
+    """Parses the command line, runs the job, and exits: 0 when done, 1 with one line for a UserError.
+
+    `parse_(job)` is for jobs whose options are more than those of `config`.
+    """
     job = Path(sys.modules["__main__"].__file__ or "job").stem
     try:
-        run(parse_(config, job))
+        run(parse_(job) if parse_ else parse(config, job))
     except Exception as error:
         known = user_error_in(error)
         if known is None:

@@ -103,4 +103,4 @@ def run(config: Config) -> Result | None:
 
 
 if __name__ == "__main__":
-    cli.main(run, Config, lambda config, job: parse(job))
+    cli.main(run, Config, parse)

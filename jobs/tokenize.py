@@ -7,6 +7,7 @@ python -m jobs.tokenize --tables TABLES --tokenizer published --published FILE -
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -123,8 +124,9 @@ def run(config: Config) -> None:
     )
 
 
-def parse(config: type[Config], job: str) -> Config:
-    return cli.parse(config, job, groups=GROUPS)
+def parse(job: str, argv: Sequence[str] | None = None) -> Config:
+    """The command line, with the options of each tokenizer under its name."""
+    return cli.parse(Config, job, argv, GROUPS)
 
 
 if __name__ == "__main__":

@@ -134,4 +134,4 @@ def run(config: Config) -> Trained:
 
 
 if __name__ == "__main__":
-    cli.main(run, Config, lambda config, job: parse(job))
+    cli.main(run, Config, parse)

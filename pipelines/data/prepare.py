@@ -235,7 +235,7 @@ def _make_events(run: _Run, inputs: dict[str, str]) -> Manifest:
         _check_rejects(run, finished.info["rows_read"], finished.info["reject_reasons"])
         return finished
     events_uri, rejects_uri = run.table("events"), run.table("rejects")
-    run.say(f"events: reading {len(inputs)} file{'s' * (len(inputs) > 1)} into {partitions} partitions")
+    run.say(f"events: reading {len(inputs)} file{'s' * (len(inputs) > 1)} into {partitions} partition{'s' * (partitions > 1)}")
     begin = time.perf_counter()
     with _clean_on_error(events_uri, rejects_uri):
         check_writable(events_uri)

@@ -48,9 +48,8 @@ class Command:
     def error(self, job: str, *argv: str) -> str:
         module = importlib.import_module(f"jobs.{job}")
         self.monkeypatch.setattr(sys, "argv", [f"jobs/{job}.py", *argv])
-        parse = (lambda config, name: module.parse(name)) if hasattr(module, "parse") else cli.parse
         with pytest.raises(SystemExit) as caught:
-            cli.main(module.run, module.Config, parse)
+            cli.main(module.run, module.Config, getattr(module, "parse", None))
         assert caught.value.code == 1
         lines = [line for line in self.capsys.readouterr().err.splitlines() if line.startswith("error: ")]
         assert len(lines) == 1
