@@ -22,8 +22,8 @@ import pyarrow.compute as pc
 import ray.data
 from ray.data.context import ShuffleStrategy
 
-from models.tables import Part, open_uri
-from pipelines.data.sources.base import Source
+from models.tables import Part, UserError, open_uri
+from pipelines.data.sources.base import Block, Source
 from pipelines.data.tables import write_part
 from pipelines.data.tasks import run_all
 
@@ -94,12 +94,30 @@ def _tally_row(schema: pa.Schema, tally: dict[str, Any]) -> pa.Table:
     return pa.Table.from_pylist([row], schema=schema)
 
 
+class ReadError(UserError):
+    """A UserError of a raw file, in words that Ray's notes on retries are not added to."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _blocks(source: Source, input_uri: str, file: str) -> Iterator[Block]:
+    try:
+        yield from source.read_events(input_uri, file)
+    except UserError as error:
+        raise ReadError(str(error)) from None
+
+
 def _read(
     batch: pa.Table, source: Source, input_uri: str, rejects_uri: str, schema: pa.Schema, log_order: bool
 ) -> Iterator[pa.Table]:
     """Streams raw files as shuffle-ready tables; writes their rejects."""
     for number, file in zip(batch["number"].to_pylist(), batch["file"].to_pylist(), strict=True):
-        for sequence, block in enumerate(source.read_events(input_uri, file)):
+        for sequence, block in enumerate(_blocks(source, input_uri, file)):
             tally: dict[str, Any] = {"order": [number, sequence], "rows_read": block.rows_read}
             if block.rejects.num_rows:
                 tally["part"] = asdict(write_part(rejects_uri, block.rejects))
@@ -243,7 +261,7 @@ def shuffle(
     """From rows of `transit_schema` to the parts of the events table, one per partition."""
     context = blocks.context
     context.enable_progress_bars = False
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # it prints tracebacks of errors that are raised too
     # Ray's other strategy, shuffle_v2, took 34 s of processor time for 5 million events where this took 22: it
     # starts four more worker processes and copies each shard through a stream of its own.
     context.shuffle_strategy = ShuffleStrategy.HASH_SHUFFLE
@@ -255,21 +273,30 @@ def shuffle(
     result = Ingested()
     parts: list[tuple[str, Part]] = []
     rejects: list[tuple[list[int], Part]] = []
-    batch: Any
-    for batch in written.iter_batches(batch_size=None, batch_format="pyarrow"):
-        for record in map(json.loads, batch["record"].to_pylist()):
-            if "events" in record:
-                parts.append((record["first"], Part(**record["events"])))
-                result.duplicates += record["duplicates"]
-                rows = sum(part.rows for _, part in parts)
-                progress(f"partition {len(parts)} of {partitions} sorted and written, {rows:,} events")
-                continue
-            result.rows_read += record["rows_read"]
-            if "part" in record:
-                rejects.append((record["order"], Part(**record["part"])))
-                result.reasons.update(record["reasons"])
-                for reason, example in record["examples"].items():
-                    result.examples[reason] = min(example, result.examples.get(reason, example))
+    for record in _records(written):
+        if "events" in record:
+            parts.append((record["first"], Part(**record["events"])))
+            result.duplicates += record["duplicates"]
+            rows = sum(part.rows for _, part in parts)
+            progress(f"partition {len(parts)} of {partitions} sorted and written, {rows:,} events")
+            continue
+        result.rows_read += record["rows_read"]
+        if "part" in record:
+            rejects.append((record["order"], Part(**record["part"])))
+            result.reasons.update(record["reasons"])
+            for reason, example in record["examples"].items():
+                result.examples[reason] = min(example, result.examples.get(reason, example))
     result.parts = [part for _, part in sorted(parts, key=lambda pair: pair[0])]
     result.rejects = [part for _, part in sorted(rejects, key=lambda pair: pair[0])]
     return result
+
+
+def _records(written: ray.data.Dataset) -> Iterator[dict[str, Any]]:
+    batch: Any
+    try:
+        for batch in written.iter_batches(batch_size=None, batch_format="pyarrow"):
+            yield from map(json.loads, batch["record"].to_pylist())
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, UserError):
+            raise UserError(str(error.cause)) from None
+        raise

@@ -23,7 +23,7 @@ def summarise(events: Manifest, items: Manifest, sequences: Manifest) -> dict[st
         "sparsity": round(1 - interactions / (users * items.rows), 6),
         "mean_length": round(interactions / users, 4),
         "max_length": info["max_length"],
-        "split": info["split"],
+        "split": dict(sorted(info["split"].items())),  # the same bytes whether just computed or read back
         "requests": {name: info["requests"][name] for name in NAMES},
         "requests_without_history": {name: info["requests_without_history"][name] for name in NAMES},
         "tied_behaviours": info["tied_behaviours"],

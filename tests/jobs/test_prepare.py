@@ -1,0 +1,156 @@
+"""jobs.prepare as a command: what it prints, how it fails, and that SIGKILL at any moment loses nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import polars as pl
+import pytest
+import yaml
+
+from jobs import cli
+from jobs.prepare import Config, run
+from models.tables import UserError, read_manifest
+from pipelines.data.prepare import PrepareConfig, prepare
+from pipelines.data.sources import load_source
+
+SOURCE = {
+    "layout": "mapping",
+    "files": "log*.csv",
+    "user": "user",
+    "item": "item",
+    "time": {"column": "ms", "unit": "ms"},
+    "prepare": {"core": 2, "split": {"kind": "temporal", "val_fraction": 0.2}},
+}
+TABLES = ("events", "rejects", "items", "sequences")
+
+
+def write_log(folder: Path, events: int = 4000) -> Path:
+    folder.mkdir()
+    generator = random.Random(3)
+    rows = [
+        {"user": f"u{generator.randrange(80)}", "item": f"i{generator.randrange(40)}", "ms": generator.randrange(10**9)}
+        for _ in range(events)
+    ]
+    rows[7]["ms"] = -1
+    pl.DataFrame(rows).write_csv(folder / "log.csv")
+    (folder / "source.yaml").write_text(yaml.safe_dump(SOURCE))
+    return folder
+
+
+def arguments(raw: Path, output: Path, *more: str) -> list[str]:
+    return ["--source", str(raw / "source.yaml"), "--input", str(raw), "--output", str(output), *more]
+
+
+def start(raw: Path, output: Path, *more: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-u", "-m", "jobs.prepare", *arguments(raw, output, *more)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def hashes(output: Path) -> dict[str, str]:
+    return {name: read_manifest(str(output / name), name).hash for name in TABLES}
+
+
+@pytest.mark.usefixtures("ray_local")
+def test_killed_at_any_moment_it_ends_as_an_undisturbed_run(tmp_path: Path) -> None:
+    raw, output, undisturbed = write_log(tmp_path / "raw"), tmp_path / "out", tmp_path / "undisturbed"
+    source, defaults = load_source(str(raw / "source.yaml"))
+    prepare(source, str(raw), str(undisturbed), PrepareConfig.of(defaults, {"partitions": 6}), say=lambda line: None)
+
+    generator = random.Random()
+    for moment in ("events: reading", "events: reading", "items:"):  # then some part of a second later
+        process = start(raw, output, "--partitions", "6")
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(moment):
+                break
+        time.sleep(generator.uniform(0, 3) if moment.startswith("events") else generator.uniform(0, 0.3))
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+
+    process = start(raw, output, "--partitions", "6")
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    assert hashes(output) == hashes(undisturbed)
+    assert (output / "statistics.json").read_bytes() == (undisturbed / "statistics.json").read_bytes()
+    for name in TABLES:  # nothing is left of the killed runs
+        listed = {part.path for part in read_manifest(str(output / name)).files} | {"manifest.json"}
+        assert {path.name for path in (output / name).iterdir()} == listed
+    for part in read_manifest(str(output / "events")).files:
+        assert (output / "events" / part.path).read_bytes() == (undisturbed / "events" / part.path).read_bytes()
+    assert f"next: python -m jobs.audit --tables {output}" in out.splitlines()[-1]
+    assert "rejects: 1 rows, timestamp_ms: negative" in out or "events: up to date" in out
+
+
+@pytest.mark.usefixtures("ray_local")
+def test_options_win_over_the_source_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = write_log(tmp_path / "raw", events=300)
+    options = ("--core", "0", "--split.test_fraction", "0.3", "--max_events", "5", "--overwrite")
+    statistics = run(cli.parse(Config, "prepare", arguments(raw, tmp_path / "out", *options)))
+    assert statistics["core"] == 0
+    assert statistics["max_length"] == 5
+    config = read_manifest(str(tmp_path / "out" / "sequences")).config
+    assert config["split"] == {"kind": "temporal", "val_fraction": 0.2, "test_fraction": 0.3}
+    text = capsys.readouterr().out
+    assert "1 rejects" in text
+    assert text.splitlines()[-1].startswith("next: python -m jobs.audit")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (["--input", "/nowhere"], "/nowhere"),
+        (["--source", "/nowhere.yaml"], "cannot read the source file /nowhere.yaml"),
+        (["--core", "-3"], "core is -3; it must be 0"),
+        (["--split.kind", "random"], "one of auto, leave_last_out, temporal"),
+        (["--cores", "3"], "unknown key 'cores'; the nearest key is 'core'"),
+        (["--core", "five"], "core"),
+    ],
+)
+def test_one_line_for_what_cannot_be_run(tmp_path: Path, change: list[str], words: str) -> None:
+    raw = write_log(tmp_path / "raw", events=20)
+    with pytest.raises(UserError, match=words) as caught:
+        run(cli.parse(Config, "prepare", arguments(raw, tmp_path / "out", *change)))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unwritable_output_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
+    raw = write_log(tmp_path / "raw", events=20)
+    (tmp_path / "file").write_text("not a folder")
+    process = start(raw, tmp_path / "file" / "out")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert err.startswith(f"error: cannot write to {tmp_path}/file/out")
+    assert len(err.splitlines()) == 1
+    assert out == ""
+
+
+@pytest.mark.usefixtures("ray_local")
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("user,item,ms\n", "log.csv"),
+        ("", "log.csv"),
+        ("user,thing,ms\na,b,1\n", "item"),
+        ("user,item,ms\na,b,x\n", "break the schema|ms"),
+    ],
+)
+def test_bad_files_leave_nothing(tmp_path: Path, content: str, words: str) -> None:
+    raw = write_log(tmp_path / "raw", events=20)
+    (raw / "log.csv").write_text(content)
+    with pytest.raises(UserError, match=words) as caught:
+        run(cli.parse(Config, "prepare", arguments(raw, tmp_path / "out")))
+    assert "\n" not in str(caught.value)
+    assert not list((tmp_path / "out").rglob("*.*"))
