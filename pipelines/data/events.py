@@ -81,7 +81,10 @@ def user_keys(users: pa.Array | pa.ChunkedArray) -> np.ndarray:
 
 def transit_schema(schema: pa.Schema, log_order: bool) -> pa.Schema:
     """Columns that travel through the shuffle: the key, the event, and its place in the log if it counts."""
-    # 64-bit offsets: a partition may hold more than 2 GB of strings, over Arrow's 32-bit limit.
+    # Strings travel as they are, with 64-bit offsets: a partition may hold more than 2 GB of them, over
+    # Arrow's 32-bit limit. Dictionary-coding them first was measured on 1 million events and 32
+    # partitions: 0.17 s of processor time and 75 MB shuffled against 0.07 s and 63 MB, because every
+    # shard carries the whole dictionary of its block; coding all but the user ids gained no time.
     fields = [f.with_type(pa.large_string()) if f.type == pa.string() else f for f in schema]
     place = [pa.field("log_place", pa.int64())] if log_order else []
     return pa.schema([pa.field("user_key", pa.int64()), *(f.with_nullable(True) for f in fields), *place])
