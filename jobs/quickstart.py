@@ -89,7 +89,7 @@ def run(config: Config) -> None:
         str(home / "sids"),
         str(home / "runs"),
     )
-    models = ["popularity", "sasrec", "tiger"]
+    models = {"popularity": "popularity", "sasrec": "sasrec", "tiger": "tiger_small"}
     steps = Steps(count=5 + 2 * len(models) - (1 if config.data else 0))
     cli.start_ray()
 
@@ -102,15 +102,16 @@ def run(config: Config) -> None:
     published = published_sids(raw)
     if texts:
         tokenizer = ["--tokenizer", "rqkmeans", "--encoder", config.encoder]
+        tokenizer += [] if config.data else ["--rqkmeans.codebook_size", "32"]
     elif published:
         tokenizer = ["--tokenizer", "published", "--published", str(published)]
     else:
         raise UserError(f"{config.data} has neither item texts nor published semantic IDs; TIGER needs one of them")
     steps.run("Items to semantic IDs and a trie", "tokenize", "--tables", tables, *tokenizer, "--output", sids)
-    for model in models:
+    for model, file in models.items():
         place = ["--tables", tables, *(["--sids", sids] if model == "tiger" else []), "--storage", runs]
         fit = [] if model == "popularity" else ["--fit.max_epochs", str(config.epochs), "--fit.seed", str(config.seed)]
-        steps.run(f"Train {model}", "train", "--config", str(CONFIGS / f"{model}.yaml"), *place, "--name", model, *fit)
+        steps.run(f"Train {model}", "train", "--config", str(CONFIGS / f"{file}.yaml"), *place, "--name", model, *fit)
         checkpoint = ["--checkpoint", f"{runs}/{model}", "--tables", tables]
         checkpoint += ["--sids", sids] if model == "tiger" else []
         steps.run(f"Evaluate {model} on test", "evaluate", *checkpoint, "--split", "test")

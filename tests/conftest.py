@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @pytest.fixture(scope="session")
