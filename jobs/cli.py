@@ -27,7 +27,7 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 if not os.environ.get("RAY_ADDRESS"):  # a local Ray is for its user alone; read when ray is imported
     os.environ.setdefault("RAY_AUTH_MODE", "token")
-    # Threads that wait sleep: on a machine that does other things too, spinning costs 50 times the work itself.
+    # Threads that wait sleep: beside other processes, spinning ones take many times the time of the work itself.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 Config = TypeVar("Config")
