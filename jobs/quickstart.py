@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import shlex
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class Config:
     """Folder for everything that is made: one folder below it per dataset."""
     encoder: str = "tfidf"
     """Encoder of the item texts: tfidf, minilm (make encoder), or a transformers name or path."""
-    epochs: int = 10
+    epochs: int = 20
     """Most epochs of each model. A real model wants more: see the walk-through in the README."""
     users: int = 1500
     """Users of the simulated log."""
@@ -120,7 +121,7 @@ def run(config: Config) -> None:
     label = "simulated data: the figures say that the flow works, nothing about a real log" if not config.data else ""
     print(f"\nDone in {time.monotonic() - steps.started:.0f} s. {label}")
     print(f"  tables        {tables}\n  semantic IDs  {sids}\n  checkpoints   {runs}")
-    print(f"  look at it    mlflow ui --backend-store-uri {uri}")
+    print(f"  look at it    {Path(sys.executable).parent}/mlflow ui --backend-store-uri {uri}")
 
 
 if __name__ == "__main__":
