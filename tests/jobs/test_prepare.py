@@ -75,7 +75,7 @@ def test_killed_at_any_moment_it_ends_as_an_undisturbed_run(tmp_path: Path) -> N
         for line in process.stdout:
             if line.startswith(moment):
                 break
-        time.sleep(generator.uniform(0, 3) if moment.startswith("events") else generator.uniform(0, 0.3))
+        time.sleep(generator.uniform(0, 2) if moment.startswith("events") else generator.uniform(0, 0.3))
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()
 

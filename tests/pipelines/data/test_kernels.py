@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from models.tables import UserError, join, read_parquet
 from pipelines.data.catalogue import core_items
-from pipelines.data.events import order_events, transit_schema, user_keys
+from pipelines.data.events import drop_unset, order_events, restore_unset, transit_schema, user_keys
 from pipelines.data.sequences import Rules, build_sequences
 from pipelines.data.splits import SplitConfig, assign, cut_times, nth_time
 from pipelines.data.survey import check_users_once, read_coded, survey
@@ -83,6 +83,20 @@ def test_order_events_sorts_totally_and_drops_duplicates(
     else:
         key = ("user_id", "timestamp_ms", "request_id", "position")
         assert table.to_pylist() == sorted(expected, key=lambda row: tuple(row[name] for name in key))
+
+
+@FEW
+@given(first=rows_strategy, second=rows_strategy)
+def test_columns_that_do_not_travel_come_back(first: list[dict], second: list[dict]) -> None:
+    whole = pa.concat_tables([in_transit(first), in_transit(second)])
+    sent = [drop_unset(in_transit(first)), drop_unset(in_transit(second))]
+    arrived = pa.concat_tables(sent, promote_options="permissive")
+    assert restore_unset(arrived, whole.schema).equals(whole)
+
+
+def test_a_plain_log_sends_only_what_it_has() -> None:
+    rows = [{"user_id": "u", "request_id": "", "timestamp_ms": 0, "item_id": "a", "position": 0}] * 2
+    assert drop_unset(in_transit(rows)).column_names == ["user_key", "user_id", "timestamp_ms", "item_id"]
 
 
 def test_order_events_without_integer_room_for_the_times() -> None:

@@ -206,6 +206,24 @@ def test_log_order_keeps_ties_in_the_order_of_the_log(tmp_path: Path) -> None:
     assert [request["history_end"] for request in sequence["requests"]] == [0, 1, 2, 3, 4]
 
 
+def test_files_with_and_without_queries_mix(tmp_path: Path) -> None:
+    rows = random_rows(80)
+    for i, row in enumerate(rows):
+        row |= {"request": f"r{i % 3}", "query": "" if i < 40 else f"q{i % 5}"}
+    raw = make_log(tmp_path / "raw", rows)
+    source = make_source(tmp_path, request="request", query="query")
+    config = PrepareConfig(core=0, partitions=3)
+    prepare(source, raw, str(tmp_path / "out"), config, say=lambda line: None)
+    expected = [
+        event | {"request_id": row["request"], "query": row["query"] or None}
+        for event, row in zip(as_events(rows), rows, strict=True)
+    ]
+    events = read_table(str(tmp_path / "out" / "events"), "events").to_pylist()
+    for event in [*events, *expected]:
+        event["query"] = event["query"] or None  # the source may read an empty query as one or as none
+    assert sorted(events, key=str) == sorted(plain.events(expected), key=str)
+
+
 @pytest.mark.parametrize(
     ("changes", "config", "words"),
     [
