@@ -235,7 +235,7 @@ def _make_events(run: _Run, inputs: dict[str, str]) -> Manifest:
         _check_rejects(run, finished.info["rows_read"], finished.info["reject_reasons"])
         return finished
     events_uri, rejects_uri = run.table("events"), run.table("rejects")
-    run.say(f"events: reading {len(inputs)} file{'s' * (len(inputs) > 1)} into {partitions} partition{'s' * (partitions > 1)}")
+    run.say(f"events: reading {_count(len(inputs), 'file')} into {_count(partitions, 'partition')}")
     begin = time.perf_counter()
     with _clean_on_error(events_uri, rejects_uri):
         check_writable(events_uri)
@@ -287,6 +287,10 @@ def _make_events(run: _Run, inputs: dict[str, str]) -> Manifest:
         f"({result.duplicates:,} duplicates dropped, {rejects:,} rejects) in {time.perf_counter() - begin:.1f} s"
     )
     return events
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'s' * (number != 1)}"
 
 
 def _check_rejects(run: _Run, rows: int, reasons: Mapping[str, int]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import socket
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -145,7 +146,7 @@ def test_learning_rate_rises_then_falls() -> None:
     assert rates.index(max(rates)) == 99  # the warm-up is capped at a tenth of the run
     assert rates[0] == pytest.approx(0.01)
     assert rates[-1] < 1e-4
-    assert all(a >= b for a, b in zip(rates[99:], rates[100:], strict=False))
+    assert all(a >= b for a, b in pairwise(rates[99:]))
     assert learning_rate(FitConfig(lr=1.0, warmup_steps=0, schedule="constant"), 999, 1000) == 1.0
 
 
@@ -219,6 +220,5 @@ def test_prefetch_keeps_order_and_errors(monkeypatch: pytest.MonkeyPatch) -> Non
 
     seen = []
     with pytest.raises(UserError, match="lost"):
-        for batch in prefetch(batches()):
-            seen.append(batch["x"].item())
+        seen.extend(batch["x"].item() for batch in prefetch(batches()))
     assert seen == list(range(10))
