@@ -169,9 +169,7 @@ def write_part(uri: str, table: pa.Table) -> Part:
     content = buffer.getvalue()
     sha256 = hashlib.sha256(content).hexdigest()
     part = Part(path=f"part-{sha256[:20]}.parquet", bytes=content.size, rows=table.num_rows, sha256=sha256)
-    filesystem, path = open_uri(join(uri, part.path))
-    with filesystem.open_output_stream(path) as stream:
-        stream.write(content)
+    write_file(join(uri, part.path), content)
     return part
 
 
@@ -224,12 +222,12 @@ def commit(
     return manifest
 
 
-def write_file(uri: str, content: bytes) -> None:
-    """Writes a small file so that readers see the old content or the new, never a part of it."""
+def write_file(uri: str, content: bytes | pa.Buffer) -> None:
+    """Writes a file so that readers see the old content or the new, never a part of it."""
     filesystem, path = open_uri(uri)
     if isinstance(filesystem, fs.LocalFileSystem):
-        temporary = Path(f"{path}.{os.getpid()}.tmp")
-        temporary.write_bytes(content)
+        temporary = Path(f"{path}.{os.getpid()}.tmp")  # `commit` removes one that a killed run leaves
+        temporary.write_bytes(memoryview(content))
         temporary.replace(path)
         return
     with filesystem.open_output_stream(path) as stream:  # object stores show a put when it is complete
