@@ -288,5 +288,6 @@ def test_the_benchmark_yields_a_line_per_variant() -> None:
     for line in lines:
         assert set(line) == {
             "benchmark", "variant", "params", "runs", "median_s", "min_s", "max_s", "items_per_s", "peak_memory_mb",
+            "object_store_mb", "cpu_s",
         }  # fmt: skip
         assert line["peak_memory_mb"] > 10
