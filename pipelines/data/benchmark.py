@@ -9,7 +9,7 @@ process with the whole log in memory, on all cores.
 
 Timed is the work from the first read to the last byte written, without imports and the start of Ray. Peak
 memory is the sum over all processes of the variant, Ray's own included, shared pages counted once; the
-part of it that lies in Ray's object store is in `params`.
+part of it that lies in Ray's object store is `object_store_mb`.
 """
 
 from __future__ import annotations
