@@ -29,6 +29,12 @@ CONFIG = {
 }  # fmt: skip
 
 
+def recorded(run: Path) -> bool:
+    """Whether Ray's record names a checkpoint: a run that is killed before starts anew."""
+    record = run / "checkpoint_manager_snapshot.json"
+    return record.is_file() and "step-" in record.read_text()
+
+
 @pytest.mark.timeout(900)
 def test_killed_and_run_again_equals_undisturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tables, _ = write_tables(tmp_path)
@@ -49,9 +55,9 @@ def test_killed_and_run_again_equals_undisturbed(tmp_path: Path, monkeypatch: py
     with open(tmp_path / "first.log", "w") as log:
         first = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
         deadline = time.monotonic() + 300
-        while not list(run.glob("step-*")) and first.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.1)
-        time.sleep(random.uniform(0, 2))
+        while not recorded(run) and first.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(random.uniform(0, 1))
         first.send_signal(signal.SIGKILL)
         first.wait()
     killed_at = sorted(folder.name for folder in run.glob("step-*"))

@@ -178,6 +178,7 @@ def worker(rank: int, port: int, folder: str, counts: tuple[int, int]) -> None:
     curve = [(e.step, e.loss) for e in events if isinstance(e, StepEvent)]
     ends = [(e.epoch, e.metrics, e.is_best, e.examples) for e in events if isinstance(e, EpochEvent)]
     torch.save({"curve": curve, "ends": ends, "model": model.state_dict()}, f"{folder}/{rank}.pt")
+    torch.distributed.barrier()  # neither rank takes the connection down while the other still uses it
     torch.distributed.destroy_process_group()
 
 
