@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import socket
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -164,9 +163,9 @@ def test_impossible_config(field: str, value: float, message: str) -> None:
         FitConfig(**{field: value})
 
 
-def worker(rank: int, port: int, folder: str, counts: tuple[int, int]) -> None:
+def worker(rank: int, folder: str, counts: tuple[int, int]) -> None:
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
     model = start(dropout=0.0)
     batches = Batches(rank=rank, world=2, count=counts[rank])
 
@@ -183,10 +182,7 @@ def worker(rank: int, port: int, folder: str, counts: tuple[int, int]) -> None:
 
 
 def run_two(folder: Path, counts: tuple[int, int]) -> list[dict]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(worker, (port, str(folder), counts), nprocs=2)
+    mp.spawn(worker, (str(folder), counts), nprocs=2)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
