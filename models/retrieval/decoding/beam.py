@@ -31,13 +31,20 @@ class Scorer(Protocol):
         ...
 
 
-def beam_search(scorer: Scorer, trie: Trie, k: int, beam: int) -> tuple[Tensor, Tensor]:
+def beam_search(scorer: Scorer, trie: Trie, k: int, beam: int, children: bool = False) -> tuple[Tensor, Tensor]:
     """(items, scores), each (B, k): the items of the highest sums of log-probabilities found.
 
     Only codes that continue a prefix of the catalogue are scored, so each item returned exists and
     comes once. Order: score falling, then the items' codes rising. The last level is taken from all
-    children of its beams, so k may exceed `beam`. Where fewer items are found than k (a small
-    catalogue, or log-probabilities of -inf) the tail is item -1 with score -inf.
+    children of its beams, so k may exceed `beam`; a beam above the catalogue keeps every prefix. Where
+    fewer items are found than k (a small catalogue, or log-probabilities of -inf) the tail is item -1
+    with score -inf.
+
+    With `children`, log-probabilities are normalised anew over the valid children of each prefix at every
+    level but the first, as the public code of SID-MLP does; the first code keeps the scorer's. Scores are
+    then those of a distribution that knows the catalogue from the second code on, an only child costs
+    nothing, and the scorer's values after the first need be right up to a constant per beam only (and
+    finite).
     """
     if k < 1 or beam < 1:
         raise ValueError(f"k {k} and beam {beam} need to be at least 1")
@@ -45,6 +52,11 @@ def beam_search(scorer: Scorer, trie: Trie, k: int, beam: int) -> tuple[Tensor, 
     node = log_probs.new_zeros(log_probs.shape[:2], dtype=torch.long)  # (B, W): where each beam stands in the trie
     score = log_probs.new_zeros(log_probs.shape[:2])
     for level in range(trie.levels):
+        if log_probs.shape[-1] != trie.codebook_sizes[level]:
+            raise ValueError(
+                f"the model scores {log_probs.shape[-1]} codes at level {level}, the trie has "
+                f"{trie.codebook_sizes[level]}; give the semantic IDs that it was trained with"
+            )
         offsets = trie.offsets(level)
         begin = offsets[node]
         count = offsets[node + 1] - begin
@@ -53,8 +65,10 @@ def beam_search(scorer: Scorer, trie: Trie, k: int, beam: int) -> tuple[Tensor, 
         valid = child < count.unsqueeze(-1)
         edge = torch.where(valid, begin.unsqueeze(-1) + child, 0)  # (B, W, M), rising along the flattened beams
         token = trie.tokens(level)[edge]
-        scores = score.unsqueeze(-1) + log_probs.gather(2, token)
-        scores = scores.masked_fill(~valid, -torch.inf).flatten(1)  # (B, W * M)
+        of_children = log_probs.gather(2, token).masked_fill(~valid, -torch.inf)
+        if children and level > 0:
+            of_children = of_children.log_softmax(-1)
+        scores = (score.unsqueeze(-1) + of_children).flatten(1)  # (B, W * M)
         if level == trie.levels - 1:
             position, score = top_k(scores, k)
             item = trie.leaves[edge.flatten(1).gather(1, position.clamp(min=0))]

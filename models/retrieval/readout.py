@@ -1,0 +1,82 @@
+"""The one-shot context readout of SID-MLP (equation 1): one attention over the encoder's states per user.
+
+q = mean(H) Wq;  x = LN(q + MHA(q, H, H));  z = LN(x + FFN(x)).
+
+Shapes: `B` users, `W` queries of a user, `S` source positions, `D` width, `H` heads, `K` width of a head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def mean_state(states: Tensor, padding: Tensor | None) -> Tensor:
+    """(B, D): mean of the states (B, S, D) at the positions that `padding` (B, 1, 1, S; -inf there) leaves."""
+    if padding is None:
+        return states.mean(1)
+    real = (padding[:, 0, 0] == 0).unsqueeze(-1).to(states.dtype)  # (B, S, 1)
+    return (states * real).sum(1) / real.sum(1)
+
+
+class CrossAttention(nn.Module):
+    """Multi-head attention without biases, its inner `width` independent of that of the states."""
+
+    def __init__(self, dim: int, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q = nn.Linear(dim, width, bias=False)
+        self.k = nn.Linear(dim, width, bias=False)
+        self.v = nn.Linear(dim, width, bias=False)
+        self.o = nn.Linear(width, dim, bias=False)
+
+    def forward(self, query: Tensor, states: Tensor, padding: Tensor | None) -> Tensor:
+        """(B, W, D): `query` (B, W, D) attends to `states` (B, S, D); scores are scaled by 1 / sqrt(K)."""
+        q, k, v = (
+            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, W or S, K)
+            for layer, x in ((self.q, query), (self.k, states), (self.v, states))
+        )
+        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+        scores = scores if padding is None else scores + padding
+        return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Readout(nn.Module):
+    """Equation 1. With `given` > 0 the query also reads a vector of that width, the prefix of a digit."""
+
+    def __init__(
+        self, dim: int, width: int, heads: int, ffn_width: int, dropout: float, ffn: bool = True, given: int = 0
+    ) -> None:
+        super().__init__()
+        self.query = nn.Linear(dim + given, dim)
+        self.attention = CrossAttention(dim, width, heads)
+        self.norm1 = nn.LayerNorm(dim)
+        self.ffn: nn.Sequential | None = None
+        if ffn:
+            self.ffn = nn.Sequential(
+                nn.Linear(dim, ffn_width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(ffn_width, dim)
+            )
+            self.norm2 = nn.LayerNorm(dim)
+
+    def forward(self, states: Tensor, padding: Tensor | None, given: Tensor | None = None) -> Tensor:
+        """z (B, D) of `states` (B, S, D); with `given` (B, W, G) one per query, (B, W, D)."""
+        mean = mean_state(states, padding).unsqueeze(1)  # (B, 1, D)
+        if given is not None:
+            mean = torch.cat([mean.expand(-1, given.shape[1], -1), given], -1)
+        query = self.query(mean)
+        z = self.norm1(query + self.attention(query, states, padding))
+        if self.ffn is not None:
+            z = self.norm2(z + self.ffn(z))
+        return z[:, 0] if given is None else z
+
+
+class MeanReadout(nn.Module):
+    """A linear projection of the mean state: Table 5's row without multi-head attention."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.query = nn.Linear(dim, dim)
+
+    def forward(self, states: Tensor, padding: Tensor | None) -> Tensor:
+        """z (B, D) of `states` (B, S, D)."""
+        return self.query(mean_state(states, padding))

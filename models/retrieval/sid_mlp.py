@@ -1,0 +1,411 @@
+"""SID-MLP (Guo et al., 2026): TIGER's decoder distilled into one attention readout and an MLP per digit.
+
+    python -m jobs.train --config jobs/configs/sid_mlp.yaml --tables TABLES --sids SIDS --storage runs \\
+        --name sid_mlp --model.teacher runs/tiger
+
+The teacher's encoder and embeddings stay frozen. z = readout(states) is computed once per user (equation 1,
+`readout.py`), the logits of digit t are f_t([z; e(c_1); ...; e(c_{t-1})]) (equation 2), and both are trained on
+the teacher's logits and the target (equation 3), with the teacher in the loop. Recommending needs no teacher.
+The paper's ablations are options of the one model; each has its YAML under `jobs/configs/sid_mlp/`.
+
+Shapes: `B` requests, `S` tokens of a history, `D` width, `W` beams, `L` levels (digits), `C_l` codes of
+level l, `V` tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from models.retrieval import teacher as teachers
+from models.retrieval.data import Catalogue
+from models.retrieval.decoding.beam import beam_search, unconstrained_beam_search
+from models.retrieval.decoding.shared_kv import SharedKV
+from models.retrieval.one_layer import OneLayerDecoder
+from models.retrieval.readout import MeanReadout, Readout
+from models.retrieval.tiger import Tiger, TigerConfig
+from models.tables import UserError
+
+Scores = Literal["children", "codebook"]
+Path = Literal["fast", "plain"]
+
+
+@dataclass
+class SidMlpConfig:
+    """SID-MLP; the defaults are the paper's student and the facts of its public code."""
+
+    teacher: str = ""
+    """Checkpoint of a trained TIGER or folder of its finished run; for training only."""
+    teacher_model: dict[str, Any] = field(default_factory=dict)
+    """The teacher's `TigerConfig`, filled in from its checkpoint; empty: TIGER's defaults."""
+    teacher_hash: str = ""
+    """SHA-256 of the teacher's weights file, filled in from its checkpoint."""
+    beam: int = 50
+    """Beams when recommending (Sec. 4.1)."""
+    scores: Scores = "children"
+    """What a digit's log-probabilities are normalised over when recommending: the valid children of the prefix
+    (the public code, and so the paper's figures; the first digit always over its codebook) or the codebook."""
+    path: Path = "fast"
+    """`fast` is the same search with shared work done once, where it covers the variant; `plain` is the definition."""
+    attention_heads: int = 4
+    """Heads of the readout (Table 12)."""
+    attention_width: int = 384
+    """Inner width of the readout (Table 12)."""
+    ffn_width: int = 1024
+    """Inner width of the readout's feed-forward."""
+    head_width: int = 512
+    """Hidden width of each digit's head (Appendix E.1)."""
+    dropout: float = 0.2
+    """Dropout of heads and feed-forward (Appendix C.2)."""
+    alpha: float = 0.7
+    """Weight of the teacher against the target (Eq. 3); 0 is training from scratch (Table 8; Table 5, w/o KL)."""
+    tau: float = 1.0
+    """Temperature of the teacher's and the student's distributions (Eq. 3)."""
+    m: int = 0
+    """Digits that the teacher's decoder generates before the student takes over (Table 1; Appendix E.1)."""
+    decoder: Literal["mlp", "transformer"] = "mlp"
+    """`transformer` is one T5 decoder layer instead of readout and heads (Tables 1, 2, 8, 9)."""
+    self_attention: bool = True
+    """Whether the transformer decoder attends to the prefix (Tables 2 and 9)."""
+    cross_attention: bool = True
+    """Whether the transformer decoder attends to the encoder's states (Tables 2 and 9)."""
+    prefix: Literal["concat", "none", "sum", "cascade"] = "concat"
+    """What a head sees of the prefix (Table 5, G1): all embeddings in order; nothing; [z; their sum]; or the newest
+    embedding and the previous head's hidden activation in place of z."""
+    shared_head: bool = False
+    """One head for all digits, on the summed prefix (Table 5, G1)."""
+    readout: Literal["attention", "mean", "per_digit"] = "attention"
+    """z by one attention per user; by a linear projection of the mean state; or by one attention per digit whose
+    query reads the prefix too (Table 5, G2)."""
+    context_ffn: bool = True
+    """Whether the readout has its feed-forward (Table 5, G2)."""
+    logits: Literal["codebook", "vocabulary"] = "codebook"
+    """What heads predict and the teacher's logits are cut to (Table 5, G3)."""
+    embeddings: Literal["teacher", "random"] = "teacher"
+    """Embeddings of the prefix: the teacher's, frozen, or random ones, trained (Table 5, G3)."""
+
+    def __post_init__(self) -> None:
+        for name in ("beam", "attention_heads", "attention_width", "ffn_width", "head_width"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} is below 1; give a positive number")
+        if self.attention_width % self.attention_heads:
+            raise ValueError(
+                f"attention_width {self.attention_width} does not divide by attention_heads {self.attention_heads}; "
+                f"give a multiple"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout {self.dropout} is not in [0, 1); give a share")
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha {self.alpha} is not in [0, 1]; give the teacher's share of the loss")
+        if not self.tau > 0:
+            raise ValueError(f"tau {self.tau} is not above 0; give a temperature such as 1")
+        if self.m < 0:
+            raise ValueError(f"m {self.m} is below 0; give the number of digits that the teacher generates")
+        for name in ("scores", "path", "decoder", "prefix", "readout", "logits", "embeddings"):
+            check_choice(name, getattr(self, name))
+        self.tiger()
+        self._check_combination()
+
+    def _check_combination(self) -> None:
+        if self.decoder == "transformer":
+            for name in ("prefix", "shared_head", "readout", "context_ffn", "embeddings"):
+                if getattr(self, name) != SidMlpConfig.__dataclass_fields__[name].default:
+                    raise ValueError(
+                        f"{name} {getattr(self, name)} is of the MLP decoder; leave it out or set decoder mlp"
+                    )
+        elif not (self.self_attention and self.cross_attention):
+            raise ValueError("self_attention and cross_attention are of the transformer; set decoder transformer")
+        impossible = {
+            "shared_head needs the same input for every digit; set prefix sum": (
+                self.shared_head and self.prefix != "sum"
+            ),
+            "readout mean has no feed-forward; leave context_ffn out": (
+                self.readout == "mean" and not self.context_ffn
+            ),
+            f"readout per_digit reads the prefix and prefix {self.prefix} does not fit it; set prefix concat or sum": (
+                self.readout == "per_digit" and self.prefix in ("none", "cascade")
+            ),
+            "prefix none has no embeddings to train; leave embeddings out": (
+                self.prefix == "none" and self.embeddings == "random"
+            ),
+            f"prefix cascade starts at the first digit, and m is {self.m}; set m 0": (
+                self.prefix == "cascade" and self.m > 0
+            ),
+        }
+        for message, holds in impossible.items():
+            if holds:
+                raise ValueError(message)
+
+    def tiger(self) -> TigerConfig:
+        """The teacher's sizes. Raises ValueError where they are not TIGER's fields."""
+        try:
+            return TigerConfig(**self.teacher_model)
+        except TypeError as error:
+            raise ValueError(f"teacher_model is not a config of TIGER ({error}); leave it out") from error
+
+    @property
+    def max_history(self) -> int:
+        """Latest items read: the teacher's."""
+        return self.tiger().max_history
+
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "scores": ("children", "codebook"),
+    "path": ("fast", "plain"),
+    "decoder": ("mlp", "transformer"),
+    "prefix": ("concat", "none", "sum", "cascade"),
+    "readout": ("attention", "mean", "per_digit"),
+    "logits": ("codebook", "vocabulary"),
+    "embeddings": ("teacher", "random"),
+}
+
+
+def check_choice(name: str, value: str) -> None:
+    """Raises ValueError for a value that the option does not have."""
+    if value not in CHOICES[name]:
+        raise ValueError(f"{name} '{value}' is unknown; choose one of {', '.join(CHOICES[name])}")
+
+
+def distillation_loss(student: Tensor, teacher: Tensor | None, target: Tensor, alpha: float, tau: float) -> Tensor:
+    """Equation 3 for one digit, the mean over the batch.
+
+    alpha tau^2 KL(softmax(teacher / tau) || softmax(student / tau)) + (1 - alpha) CE(student, target), for
+    logits (B, C) and target (B,); `teacher` may be None where alpha is 0.
+    """
+    student = student.float()
+    loss = (1 - alpha) * functional.cross_entropy(student, target)
+    if teacher is None:
+        return loss
+    soft = (teacher.float() / tau).log_softmax(-1)
+    divergence = functional.kl_div((student / tau).log_softmax(-1), soft, reduction="batchmean", log_target=True)
+    return loss + alpha * tau**2 * divergence
+
+
+def mlp_head(inputs: int, width: int, outputs: int, dropout: float) -> nn.Sequential:
+    """f_t of equation 2: one hidden layer."""
+    return nn.Sequential(
+        nn.Linear(inputs, width), nn.LayerNorm(width), nn.GELU(), nn.Dropout(dropout), nn.Linear(width, outputs)
+    )
+
+
+class SidMlp(nn.Module):
+    """The student. It holds the teacher's frozen encoder and embeddings in `source`; the teacher's decoder is kept
+    only while training, outside of the weights (`set_teacher`), or where m asks for it."""
+
+    first: Tensor
+
+    def __init__(self, config: SidMlpConfig, catalogue: Catalogue) -> None:
+        super().__init__()
+        if catalogue.sids is None or catalogue.trie is None:
+            raise UserError("the model 'sid_mlp' needs semantic IDs; give --sids with what jobs.tokenize made")
+        self.config = config
+        self.source = Tiger(config.tiger(), catalogue).requires_grad_(False).eval()
+        if config.m == 0:
+            del self.source.t5.decoder
+        self.trie, self.sizes, self.first_token = catalogue.trie, self.source.sizes, self.source.first_token
+        if config.m >= len(self.sizes):
+            raise UserError(f"m {config.m} leaves no digit of {len(self.sizes)} to the student; give a smaller m")
+        self.register_buffer("first", torch.tensor(self.first_token), persistent=False)
+        self._teacher: tuple[Tiger, ...] = ()  # no submodule: it is no part of the student's weights
+        dim, vocabulary = self.source.config.d_model, self.source.end + 1
+        if config.decoder == "transformer":
+            self.decoder = OneLayerDecoder(self.source.t5, config.self_attention, config.cross_attention)
+            return
+        if config.embeddings == "random":
+            self.embeddings = nn.Embedding(vocabulary, dim)
+
+        def per_level(make: Any) -> nn.ModuleList:
+            """A module per level; none where the teacher generates the digit."""
+            return nn.ModuleList(nn.Identity() if level < config.m else make(level) for level in range(len(self.sizes)))
+
+        def make_readout(level: int = 0) -> Readout:
+            return Readout(
+                dim, config.attention_width, config.attention_heads, config.ffn_width, config.dropout,
+                ffn=config.context_ffn, given=level * dim,
+            )  # fmt: skip
+
+        self.readout: nn.Module
+        if config.readout == "mean":
+            self.readout = MeanReadout(dim)
+        else:
+            self.readout = make_readout() if config.readout == "attention" else per_level(make_readout)
+
+        def make_head(level: int) -> nn.Sequential:
+            inputs = {
+                "concat": (level + 1) * dim,
+                "none": dim,
+                "sum": 2 * dim,
+                "cascade": dim + config.head_width if level else dim,
+            }[config.prefix]
+            outputs = max(self.sizes) if config.shared_head else self.sizes[level]
+            outputs = vocabulary if config.logits == "vocabulary" else outputs
+            return mlp_head(inputs, config.head_width, outputs, config.dropout)
+
+        if config.shared_head:
+            self.heads = nn.ModuleList([make_head(0)] * len(self.sizes))
+        else:
+            self.heads = per_level(make_head)
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        self.source.eval()
+        return self
+
+    def encode(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """The frozen encoder's (states (B, S, D), padding (B, 1, 1, S) of 0 and -inf or None)."""
+        with torch.no_grad():
+            return self.source.encode(batch)
+
+    def context(self, states: Tensor, padding: Tensor | None) -> Any:
+        """What `logits` reads of a user: z (B, D) of equation 1; in variants that keep the states, a tuple."""
+        if self.config.decoder == "transformer":
+            return self.decoder.context(states, padding)
+        if self.config.readout == "per_digit":
+            return states, padding
+        return self.readout(states, padding)
+
+    def code_table(self) -> Tensor:
+        """(V, D): e of each token; code c of level l is token `first_token[l] + c`."""
+        return self.embeddings.weight if self.config.embeddings == "random" else self.source.t5.shared.weight
+
+    def logits(self, level: int, context: Any, prefix: Tensor) -> Tensor:
+        """(B, W, C_level): equation 2 after the codes `prefix` (B, W, level)."""
+        outputs = self.outputs(level, context, prefix)
+        begin = self.first_token[level] if self.config.logits == "vocabulary" else 0
+        return outputs.narrow(-1, begin, self.sizes[level])
+
+    def outputs(self, level: int, context: Any, prefix: Tensor) -> Tensor:
+        """As `logits`, as the head gives them: (B, W, V) where it predicts the vocabulary."""
+        tokens = prefix + self.first[:level]
+        if self.config.decoder == "transformer":
+            x = self.decoder(context, tokens)  # (B, W, D)
+            weight = self.source.t5.shared.weight
+            if self.config.logits == "codebook":
+                weight = weight.narrow(0, self.first_token[level], self.sizes[level])
+            return functional.linear(x, weight)
+        given = functional.embedding(tokens, self.code_table())  # (B, W, level, D)
+        width = given.shape[1]
+        if self.config.readout == "per_digit":
+            states, padding = context
+            z = cast(nn.ModuleList, self.readout)[level](states, padding, given.flatten(2))  # (B, W, D)
+        else:
+            z = context.unsqueeze(1).expand(-1, width, -1)
+        if self.config.prefix == "cascade":
+            hidden = z
+            for before in range(level):
+                hidden = cast(nn.Sequential, self.heads[before])[:-1](hidden)
+                hidden = torch.cat([hidden, given[:, :, before]], -1)
+            return self.heads[level](hidden)
+        joined = {"concat": given.flatten(2), "none": given[:, :, :0].flatten(2), "sum": given.sum(2)}
+        return self.heads[level](torch.cat([z, joined[self.config.prefix]], -1))
+
+    def set_teacher(self, teacher: Tiger) -> None:
+        """Takes encoder and embeddings (and the decoder where m asks for it) from `teacher`, and keeps it, outside of
+        the weights, for its logits."""
+        own = self.source.state_dict()
+        self.source.load_state_dict({name: value for name, value in teacher.state_dict().items() if name in own})
+        self._teacher = (teacher.to(self.first.device),)
+
+    @property
+    def teacher(self) -> Tiger:
+        """The teacher that training learns from. Raises UserError where there is none."""
+        if not self._teacher:
+            raise UserError("the student has no teacher to learn from; train it by jobs.train with model.teacher set")
+        return self._teacher[0]
+
+    def teacher_logits(self, batch: dict[str, Tensor], encoded: tuple[Tensor, Tensor | None]) -> Tensor:
+        """(B, L, V): the teacher's logits of each digit of the target given those before. `encoded` is what `encode`
+        gave, here the teacher's own states."""
+        given = functional.pad(self.source.sids[batch["target"]][:, :-1], (1, 0))  # the start, then all but the last
+        with torch.no_grad():
+            return self.teacher.t5.decode(given, *encoded, 0.0)
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Equation 3 summed over the student's digits, each given the target's before it (unit `request`)."""
+        config = self.config
+        encoded = self.encode(batch)
+        context = self.context(*encoded)
+        tokens = self.source.sids[batch["target"]]  # (B, L)
+        codes = tokens - self.first
+        soft = self.teacher_logits(batch, encoded) if config.alpha > 0 else None
+        loss = context.new_zeros(()) if isinstance(context, Tensor) else tokens.new_zeros((), dtype=torch.float)
+        for level in range(config.m, len(self.sizes)):
+            prefix = codes[:, None, :level]
+            if config.logits == "vocabulary":
+                student, target = self.outputs(level, context, prefix), tokens[:, level]
+                taught = None if soft is None else soft[:, level]
+            else:
+                student, target = self.logits(level, context, prefix), codes[:, level]
+                taught = None if soft is None else soft[:, level].narrow(-1, self.first_token[level], self.sizes[level])
+            loss = loss + distillation_loss(student[:, 0], taught, target, config.alpha, config.tau)
+        return {"loss": loss}
+
+    def fast_supported(self) -> bool:
+        """Whether the fast path covers this variant: the paper's main model."""
+        config = self.config
+        return (
+            config.m == 0
+            and (config.decoder, config.prefix, config.readout) == ("mlp", "concat", "attention")
+            and (config.logits, config.embeddings) == ("codebook", "teacher")
+            and config.context_ffn
+        )
+
+    @torch.no_grad()
+    def recommend(
+        self,
+        batch: dict[str, Tensor],
+        k: int,
+        beam: int | None = None,
+        path: Path | None = None,
+        scores: Scores | None = None,
+        constrained: bool | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(items, scores), each (B, k), by falling score; the search is the teacher's (see `beam_search`).
+
+        Options left out are the config's. Without the trie (`constrained` False) there are no valid children
+        and scores are the codebooks'. Where fewer than k items are found the tail is item -1 with score -inf.
+        """
+        beam = self.config.beam if beam is None else beam
+        scores = self.config.scores if scores is None else scores
+        path = self.config.path if path is None else path
+        check_choice("scores", scores)
+        check_choice("path", path)
+        scorer = StudentScorer(self, batch)
+        if constrained is False:
+            return unconstrained_beam_search(scorer, self.trie, k, beam)
+        return beam_search(scorer, self.trie, k, beam, children=scores == "children")
+
+
+class StudentScorer:
+    """A `Scorer` (see `beam.py`): the student's codebook log-probabilities, after the teacher's for the first m
+    digits, which keep its normalisation over the whole vocabulary."""
+
+    def __init__(self, student: SidMlp, batch: dict[str, Tensor]) -> None:
+        self.student, self.m = student, student.config.m
+        states, padding = student.encode(batch)
+        self.context = student.context(states, padding)
+        self.prefix = batch["history"].new_zeros((len(states), 1, 0))
+        if self.m > 0:
+            source = student.source
+            self.teacher = SharedKV(source.t5, states, padding, source.first_token, source.sizes)
+
+    def start(self) -> Tensor:
+        return (self.teacher.start() if self.m > 0 else self._score(0)[:, 0]).float()
+
+    def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
+        level = self.prefix.shape[2] + 1
+        before = self.prefix.gather(1, parents.unsqueeze(-1).expand(-1, -1, level - 1))
+        self.prefix = torch.cat([before, tokens.unsqueeze(-1)], -1)  # (B, W, level)
+        return self.teacher.step(parents, tokens).float() if level < self.m else self._score(level)
+
+    def _score(self, level: int) -> Tensor:
+        return self.student.logits(level, self.context, self.prefix).float().log_softmax(-1)
+
+
+def teach(model: nn.Module, config: SidMlpConfig, catalogue: Catalogue) -> None:
+    """Loads the teacher of a resolved config into a new student."""
+    cast(SidMlp, model).set_teacher(teachers.load(config, catalogue))

@@ -1,0 +1,104 @@
+"""A trained TIGER as a frozen teacher: found at its checkpoint, checked against the catalogue, loaded.
+
+config = resolve(config, catalogue)     # fills in teacher_model and teacher_hash
+tiger = load(config, catalogue)         # frozen, in evaluation mode
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import safetensors
+from pyarrow import fs
+
+from models import checkpoint
+from models.retrieval.data import Catalogue
+from models.retrieval.tiger import Tiger, TigerConfig
+from models.tables import UserError, join, open_uri
+
+
+class Taught(Protocol):
+    """A config with a teacher."""
+
+    teacher: str
+    """Path of the teacher's checkpoint, or of a finished run."""
+    teacher_model: dict[str, Any]
+    """The teacher's `TigerConfig`."""
+    teacher_hash: str
+    """SHA-256 of the teacher's weights file."""
+
+
+C = TypeVar("C", bound=Taught)
+
+
+def resolve(config: C, catalogue: Catalogue) -> C:
+    """`config` with the teacher's checkpoint as an absolute path, its sizes and the hash of its weights.
+
+    Raises UserError where no teacher is named, it is gone, is not TIGER, was trained on other tables or
+    semantic IDs than the catalogue's, or is not the one that `config` was made with.
+    """
+    if not config.teacher:
+        raise UserError(
+            "model.teacher is not set; give the folder of a trained TIGER (jobs.train --config jobs/configs/tiger.yaml)"
+        )
+    uri = locate(config.teacher)
+    about = checkpoint.read(uri)
+    if about.name != "tiger":
+        raise UserError(f"the teacher {uri} is of the model '{about.name}'; give a checkpoint of 'tiger'")
+    model = {name: value for name, value in about.model.items() if name != "name"}
+    _check_vocabulary(uri, TigerConfig(**model), catalogue)
+    try:
+        checkpoint.check(about, uri, dict(catalogue.hashes))
+    except UserError as error:
+        raise UserError(f"the teacher {error}, for teacher and student alike") from error
+    found = {"teacher_model": model, "teacher_hash": _hash(uri)}
+    for name, value in found.items():
+        given = getattr(config, name)
+        if given and given != value:
+            raise UserError(
+                f"model.{name} is {given}, the teacher {uri} has {value}; leave model.{name} out, or give back the "
+                f"teacher that this run began with"
+            )
+    return replace(config, teacher=uri, **found)  # type: ignore[type-var]
+
+
+def load(config: Taught, catalogue: Catalogue) -> Tiger:
+    """The teacher of a resolved config with its weights, frozen and in evaluation mode."""
+    tiger = Tiger(TigerConfig(**config.teacher_model), catalogue)
+    checkpoint.load_weights(tiger, config.teacher)
+    return tiger.requires_grad_(False).eval()
+
+
+def locate(teacher: str) -> str:
+    """The checkpoint at `teacher`, or the best one of the finished run whose folder it is; absolute."""
+    uri = teacher.rstrip("/") if "://" in teacher else str(Path(teacher).expanduser().absolute())
+    for candidate in (uri, join(uri, "best")):
+        filesystem, path = open_uri(candidate)
+        if filesystem.get_file_info(join(path, checkpoint.CONFIG)).type == fs.FileType.File:
+            return candidate
+    raise UserError(
+        f"the teacher {uri} is neither a checkpoint nor a finished run: it holds no {checkpoint.CONFIG} and no best/; "
+        f"give the folder that jobs.train printed"
+    )
+
+
+def _hash(uri: str) -> str:
+    filesystem, path = open_uri(join(uri, checkpoint.WEIGHTS))
+    with filesystem.open_input_stream(path) as stream:
+        return hashlib.sha256(stream.read()).hexdigest()
+
+
+def _check_vocabulary(uri: str, config: TigerConfig, catalogue: Catalogue) -> None:
+    """Raises UserError where the teacher has another number of tokens than the semantic IDs ask for."""
+    with checkpoint.local(uri) as folder, safetensors.safe_open(str(folder / checkpoint.WEIGHTS), "pt") as weights:
+        tokens = weights.get_slice("t5.shared.weight").get_shape()[0]
+    sizes = catalogue.codebook_sizes
+    needed = 2 + sum(sizes) + config.n_user_tokens  # padding and end, codes, users
+    if tokens != needed:
+        raise UserError(
+            f"the teacher {uri} has {tokens} tokens, semantic IDs of {len(sizes)} levels {list(sizes)} need {needed}; "
+            f"give the --sids that it was trained with, or train another teacher"
+        )
