@@ -34,6 +34,8 @@ from models.tables import UserError
 
 Batch = dict[str, Tensor]
 State = dict[str, Any]
+Sums = dict[str, Any]
+"""What metrics are made of: numbers or tensors that add up over batches and workers."""
 
 
 @dataclass
@@ -107,8 +109,11 @@ class TrainBatches(Protocol):
         """The epoch's batches from number `skip` on, the same ones each time."""
 
 
-Validate = Callable[[nn.Module], tuple[dict[str, float], int]]
-"""Sums of each metric over this rank's validation requests, and their number."""
+Validate = Callable[[nn.Module], tuple[Sums, int]]
+"""Sums over this rank's validation rows, and their number."""
+
+Means = Callable[[Sums], dict[str, float]]
+"""Metrics from the sums of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -262,6 +267,7 @@ def fit(
     validate: Validate,
     config: FitConfig,
     *,
+    means: Means | None = None,
     state: State | None = None,
     device: torch.device | str = "cpu",
     rank: int = 0,
@@ -270,7 +276,8 @@ def fit(
     """Trains `model`, which is on `device` already, and yields events.
 
     `model(batch)` gives {"loss": mean loss of the batch, ...}. With `world` above 1 the default process
-    group must exist. `state` is that of the event at which an earlier run was saved; the caller has loaded
+    group must exist. `means` makes metrics of the sums of all ranks; left out, they are divided by the number
+    of rows. `state` is that of the event at which an earlier run was saved; the caller has loaded
     the weights. Raises UserError where the loss stops being a number or the metric is not one that
     `validate` gives.
     """
@@ -358,7 +365,7 @@ def fit(
         is_best, count, eval_seconds = False, 0, 0.0
         if (epoch + 1) % config.eval_every_epochs == 0 or epoch + 1 == config.max_epochs:
             began = time.perf_counter()
-            metrics, count = mean_metrics(module_of(module), validate, config, device, world)
+            metrics, count = validation(module_of(module), validate, means, config, device, world)
             eval_seconds = time.perf_counter() - began
             value = metrics[config.metric]
             is_best = cursor["best"] is None or value > cursor["best"]
@@ -393,21 +400,30 @@ def module_of(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def mean_metrics(
-    model: nn.Module, validate: Validate, config: FitConfig, device: torch.device, world: int
+def validation(
+    model: nn.Module, validate: Validate, means: Means | None, config: FitConfig, device: torch.device, world: int
 ) -> tuple[dict[str, float], int]:
-    """Validation metrics over the requests of all ranks, and the number of requests; equal on every rank."""
+    """Validation metrics over the rows of all ranks, and the number of rows; equal on every rank."""
     model.eval()
     with torch.no_grad(), autocast(config.precision, device):
-        sums, count = validate(model)
+        parts: list[Any] = [validate(model)]
     model.train()
-    names = sorted(sums)
-    *totals, requests = reduce([*(float(sums[name]) for name in names), count], world, device)
-    if requests == 0:
+    if world > 1:
+        mine = parts[0]
+        parts = [None] * world
+        dist.all_gather_object(parts, mine)
+    count = sum(rows for _, rows in parts)
+    if count == 0:
         raise UserError("the validation split has no request; check the split in the tables' manifest")
-    if config.metric not in sums:
-        raise UserError(f"fit.metric is '{config.metric}', which is not measured; choose one of {', '.join(names)}")
-    return {name: total / requests for name, total in zip(names, totals, strict=True)}, int(requests)
+    total: Sums = {}
+    for sums, _ in parts:  # in the order of ranks, so that every rank gets the very same
+        for name, value in sums.items():
+            total[name] = total.get(name, 0.0) + value
+    metrics = means(total) if means else {name: float(value) / count for name, value in total.items()}
+    if config.metric not in metrics:
+        known = ", ".join(sorted(metrics))
+        raise UserError(f"fit.metric is '{config.metric}', which is not measured; choose one of {known}")
+    return metrics, count
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -445,7 +461,9 @@ def main(argv: list[str] | None = None) -> None:
             checkpoint.save(output / "best", setup.model, setup.checkpoint(epoch=1))
             print(f"counted; checkpoint {output / 'best'}")
             return
-        for event in fit(setup.model, setup.train, setup.validate, setup.fit, state=state, device=device):
+        for event in fit(
+            setup.model, setup.train, setup.validate, setup.fit, means=setup.means, state=state, device=device
+        ):
             if not event.state:
                 continue
             about = setup.checkpoint(epoch=event.epoch, step=event.step, best=best_of(event.state))

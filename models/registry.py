@@ -13,11 +13,14 @@ from typing import Any
 
 from torch import nn
 
+from models.fit import Sums
 from models.matmul import use_exact_onednn
 from models.retrieval import metrics
-from models.retrieval.data import Catalogue, Examples, Unit
+from models.retrieval.data import Catalogue, Examples
 from models.retrieval.popularity import Popularity, PopularityConfig
 from models.retrieval.sasrec import SASRec, SASRecConfig
+from models.retrieval.sid_mlp import SidMlp, SidMlpConfig, teach
+from models.retrieval.teacher import resolve as resolve_teacher
 from models.retrieval.tiger import Tiger, TigerConfig
 from models.tables import UserError
 
@@ -28,14 +31,17 @@ class Family:
 
     name: str
     """Folder under `models/`."""
-    catalogue: type[Catalogue]
+    catalogue: Any
     """`catalogue.load(tables, sids)` gives what models are built on."""
-    examples: type[Examples]
+    examples: Any
     """`examples.load(sequences, split, unit=, max_history=)` gives the batches."""
-    sums: Callable[..., dict[str, float]]
-    """Sums of the metrics of one batch, from ranked items and targets."""
-    means: Callable[[dict[str, float]], dict[str, float]]
-    """Metrics from the sums of all batches and workers."""
+    measure: Callable[..., Sums]
+    """`measure(model, batch, **options)`: sums over a batch that add up to the metrics; a model's own
+    `measure(batch, **options)` goes before it."""
+    means: Callable[[Sums], dict[str, float]]
+    """Metrics from the sums of all batches and workers; a model's own static `means(sums)` goes before it."""
+    eval_unit: str = "request"
+    """What a row of an evaluation batch is."""
 
 
 @dataclass(frozen=True)
@@ -44,24 +50,31 @@ class Entry:
 
     config: type
     """Dataclass of its options; it has `max_history`."""
-    build: Callable[[Any, Catalogue], nn.Module]
+    build: Callable[[Any, Any], nn.Module]
     """Makes the module from its config and the catalogue."""
     family: Family
     """How to batch and score."""
-    unit: Unit
-    """What a row of a training batch is; evaluation is always by `request`."""
+    unit: str
+    """What a row of a training batch is, such as a user or a request."""
     gradient: bool = True
     """False: not trained by gradient; call `fit_counts(batches)` once instead."""
     sids: bool = False
     """Whether it needs semantic IDs."""
+    resolve: Callable[[Any, Any], Any] | None = None
+    """`resolve(config, catalogue)`: the config with what it takes from checkpoints that it names, such as a
+    teacher's sizes. Asked before training; resolving twice changes nothing."""
+    teach: Callable[[nn.Module, Any, Any], None] | None = None
+    """`teach(module, config, catalogue)`: before training, gives a student what it learns from. What only the
+    loss needs stays out of the module's weights."""
 
 
-RETRIEVAL = Family("retrieval", Catalogue, Examples, metrics.metric_sums, metrics.metric_means)
+RETRIEVAL = Family("retrieval", Catalogue, Examples, metrics.measure, metrics.metric_means)
 
 MODELS: dict[str, Entry] = {
     "popularity": Entry(PopularityConfig, Popularity, RETRIEVAL, unit="request", gradient=False),
     "sasrec": Entry(SASRecConfig, SASRec, RETRIEVAL, unit="user"),
     "tiger": Entry(TigerConfig, Tiger, RETRIEVAL, unit="request", sids=True),
+    "sid_mlp": Entry(SidMlpConfig, SidMlp, RETRIEVAL, unit="request", sids=True, resolve=resolve_teacher, teach=teach),
 }
 
 
@@ -83,7 +96,13 @@ def name_of(config: Any) -> str:
     return next(name for name, entry in MODELS.items() if type(config) is entry.config)
 
 
-def build(config: Any, catalogue: Catalogue) -> nn.Module:
+def resolve(config: Any, catalogue: Any) -> Any:
+    """The config instance with what it takes from the checkpoints that it names."""
+    entry = find(name_of(config))
+    return entry.resolve(config, catalogue) if entry.resolve else config
+
+
+def build(config: Any, catalogue: Any) -> nn.Module:
     """The module of a config instance; products on a CPU are set to be fast from here on (`models/matmul.py`)."""
     use_exact_onednn()
     return find(name_of(config)).build(config, catalogue)

@@ -6,8 +6,9 @@ Used by `python -m models.fit` and by the workers of `pipelines/training` alike,
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,8 @@ from torch import Tensor, nn
 
 from models import registry
 from models.checkpoint import Checkpoint
-from models.fit import FitConfig, autocast, to_device
+from models.fit import FitConfig, Sums, autocast, to_device
 from models.tables import UserError, join
-
-CUTOFFS = (1, 5, 10, 20)
-"""Ranks K at which Recall@K and NDCG@K are measured."""
 
 
 @dataclass
@@ -67,14 +65,18 @@ class Setup:
     world: int
     """Number of workers."""
 
-    def validate(self, model: nn.Module) -> tuple[dict[str, float], int]:
-        """Sums of the metrics over this rank's validation requests, and their number."""
+    def validate(self, model: nn.Module) -> tuple[Sums, int]:
+        """Sums of the metrics over this rank's validation rows, and their number."""
         limit = -(-self.fit.eval_examples // self.world)
         sums, count, _ = score(
             model, self.entry.family, self.val, batch_size=self.fit.eval_batch_size, device=self.device,
             precision=self.fit.precision, limit=limit, options=self.fit.eval_options,
         )  # fmt: skip
         return sums, count
+
+    def means(self, sums: Sums) -> dict[str, float]:
+        """Metrics from the sums of all ranks."""
+        return means_of(self.entry)(sums)
 
     def checkpoint(self, **fields: Any) -> Checkpoint:
         """`config.json` of a checkpoint of this run, with `fields` filled in."""
@@ -100,7 +102,6 @@ def set_up(
     world: int = 1,
 ) -> Setup:
     """Reads the tables and builds the model that `model` (its `name` and fields) names."""
-    config = registry.config_from_dict(model)
     entry = registry.find(model["name"])
     if fit.batch_size % world:
         raise UserError(
@@ -108,20 +109,28 @@ def set_up(
         )
     device = torch.device(device)
     catalogue = load_catalogue(entry, model["name"], tables, sids)
+    config = registry.resolve(registry.config_from_dict(model), catalogue)
     torch.manual_seed(fit.seed)
-    module = entry.build(config, catalogue).to(device)
+    module = registry.build(config, catalogue).to(device)
+    if entry.teach:
+        entry.teach(module, config, catalogue)
     sequences = join(tables, "sequences")
     load = entry.family.examples.load
     if not entry.gradient:  # counted in one pass, by one worker
         rank, world = 0, 1
     train = load(sequences, "train", unit=entry.unit, max_history=config.max_history, rank=rank, world=world)
-    val = load(sequences, "val", unit="request", max_history=config.max_history, rank=rank, world=world)
+    val = load(sequences, "val", unit=entry.family.eval_unit, max_history=config.max_history, rank=rank, world=world)
     if train.requests == 0:
         raise UserError(
             f"{sequences} has no train request with a history; check the split of jobs.prepare, or use fewer workers"
         )
     batches = Batches(train, fit.batch_size // world, fit.seed)
     return Setup(entry, config, catalogue, module, batches, val, fit, device, world)
+
+
+def means_of(entry: registry.Entry) -> Callable[[Sums], dict[str, float]]:
+    """How the model's sums become metrics: its class's own static `means`, or the family's."""
+    return getattr(entry.build, "means", entry.family.means)
 
 
 def score(
@@ -133,33 +142,28 @@ def score(
     device: torch.device,
     precision: str = "auto",
     limit: int = 0,
-    cutoffs: Sequence[int] = CUTOFFS,
     options: dict[str, Any] | None = None,
-) -> tuple[dict[str, float], int, float]:
-    """Ranks the full catalogue for the examples' requests.
+) -> tuple[Sums, int, float]:
+    """Measures the model on the examples' rows.
 
-    Returns the sums of the metrics, the number of requests, and the seconds spent in `recommend`. With
-    `limit` it takes that many requests, evenly spread over the lengths of their histories. `options` go
-    to the model's `recommend`.
+    Returns the sums of the metrics, the number of rows, and the seconds spent in measuring. With `limit` it
+    takes that many rows, evenly spread over the lengths of their histories. `options` go to `measure`.
     """
-    sums: dict[str, float] = {}
+    sums: Sums = {}
     count, seconds = 0, 0.0
     model.eval()
+    measure = getattr(model, "measure", None) or partial(family.measure, model)
     batches = examples.batches(batch_size)
     if limit and limit < len(examples):
         rows = np.concatenate(list(batches))[np.linspace(0, len(examples) - 1, limit).astype(np.int64)]
         batches = (rows[i : i + batch_size] for i in range(0, limit, batch_size))
-    empty = family.sums(torch.zeros(0, max(cutoffs), dtype=torch.int64), torch.zeros(0, dtype=torch.int64), cutoffs)
-    sums = dict.fromkeys(empty, 0.0)
     for rows in batches:
         batch = to_device(examples.collate(rows), device)
         began = time.perf_counter()
         with torch.no_grad(), autocast(precision, device):
-            items, _ = model.recommend(batch, max(cutoffs), **(options or {}))
-        target = batch["target"]
-        for name, value in family.sums(items, target, cutoffs).items():  # waits for the device
-            sums[name] += value
+            part = measure(batch, **(options or {}))
+        for name, value in part.items():
+            sums[name] = sums.get(name, 0.0) + torch.as_tensor(value, dtype=torch.float64).cpu()  # waits for the device
         seconds += time.perf_counter() - began
         count += len(rows)
-    sums.pop("examples", None)
     return sums, count, seconds

@@ -6,11 +6,13 @@ Metrics are kept as sums with a count of examples, so that batches and workers a
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-CUTOFFS = (1, 5, 10)
+CUTOFFS = (1, 5, 10, 20)
+"""Ranks K at which Recall@K and NDCG@K are measured."""
 
 EXAMPLES = "examples"
 
@@ -46,6 +48,12 @@ def metric_sums(items: Tensor, target: Tensor, cutoffs: Sequence[int] = CUTOFFS)
     return {**sums, EXAMPLES: float(len(target))}
 
 
+def measure(model: Any, batch: dict[str, Tensor], **options: Any) -> dict[str, float]:
+    """`metric_sums` of the model's ranking of the full catalogue; `options` go to its `recommend`."""
+    items, _ = model.recommend(batch, max(CUTOFFS), **options)
+    return metric_sums(items, batch["target"])
+
+
 def add_sums(parts: Iterable[dict[str, float]]) -> dict[str, float]:
     """The sums of several batches or workers together."""
     total: dict[str, float] = {}
@@ -56,8 +64,8 @@ def add_sums(parts: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 def metric_means(sums: dict[str, float]) -> dict[str, float]:
-    """Means per example from sums, with the number of examples beside them."""
+    """Means per example from sums."""
     count = sums.get(EXAMPLES, 0.0)
     if not count:
         raise ValueError("no examples were evaluated, so there is no mean; check the split")
-    return {name: value / count for name, value in sums.items() if name != EXAMPLES} | {EXAMPLES: count}
+    return {name: float(value / count) for name, value in sums.items() if name != EXAMPLES}

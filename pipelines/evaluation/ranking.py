@@ -6,10 +6,12 @@ With more than one shard, Ray tasks rank a part of the users each and send back 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -17,10 +19,12 @@ import torch
 
 from models import checkpoint, registry
 from models.checkpoint import Checkpoint
-from models.setup import CUTOFFS, load_catalogue, score
-from models.tables import UserError, join
+from models.retrieval.metrics import CUTOFFS, add_sums
+from models.setup import load_catalogue, means_of, score
+from models.tables import UserError, join, open_uri, read_manifest
 from pipelines import tracking
 from pipelines.data.tables import write_file
+from pipelines.evaluation import item_shift as shift
 from pipelines.training.run import BEST, RUN, absolute, read_record
 
 SPLITS = ("val", "test")
@@ -41,7 +45,7 @@ class Result:
     skipped: int
     """Requests without a history, left out."""
     metrics: dict[str, float]
-    """`recall@K` and `ndcg@K`."""
+    """`recall@K` and `ndcg@K`; of new items `temporal80/ndcg@K` and how many, `temporal80/examples`."""
     users_per_s: float
     """Requests per second of `recommend`, all shards together."""
     seconds: float
@@ -93,8 +97,8 @@ def device_of(option: str) -> torch.device:
 
 def rank_shard(
     uri: str, tables: str, sids: str | None, split: Any, batch_size: int, options: dict[str, Any], device: str,
-    threads: int, rank: int, world: int,
-) -> tuple[dict[str, float], int, int, float]:  # fmt: skip
+    threads: int, subsets: shift.Subsets, rank: int, world: int,
+) -> tuple[dict[str, Any], int, int, float]:  # fmt: skip
     """(sums, requests, skipped, seconds in recommend) of every `world`-th user."""
     if threads:
         torch.set_num_threads(threads)
@@ -142,7 +146,8 @@ def evaluate(
     count = sum(part[1] for part in parts)
     if count == 0:
         raise UserError(f"the split '{split}' of {tables} has no request with a history; choose another --split")
-    metrics = {name: sum(part[0][name] for part in parts) / count for name in parts[0][0]}
+    total = add_sums(part[0] for part in parts)
+    metrics = means_of(registry.find(about.name))(total)
     where = device_of(device)
     threads = torch.get_num_threads() if shards == 1 else shards
     label = torch.cuda.get_device_name() if where.type == "cuda" else f"cpu, {threads} threads"

@@ -108,8 +108,9 @@ def train(
     check_name(name)
     tables, sids, storage = absolute(tables), absolute(sids) if sids else None, absolute(storage)
     entry = registry.find(model["name"])
-    model = registry.config_to_dict(registry.config_from_dict(model))
-    hashes = load_catalogue(entry, model["name"], tables, sids).hashes
+    catalogue = load_catalogue(entry, model["name"], tables, sids)
+    model = registry.config_to_dict(registry.resolve(registry.config_from_dict(model), catalogue))
+    hashes = catalogue.hashes
     sids = sids if entry.sids else None
     workers = ray_options.num_workers if entry.gradient else 1
     use_gpu = wants_gpu(ray_options, workers) and entry.gradient

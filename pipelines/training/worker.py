@@ -132,8 +132,9 @@ def by_gradient(
     spent = dict(before.timing) if before else {"train_seconds": 0.0, "eval_seconds": 0.0}
     score = LOWEST
     for event in fit(
-        setup.model, setup.train, setup.validate, setup.fit, state=state, device=setup.device, rank=rank, world=world
-    ):
+        setup.model, setup.train, setup.validate, setup.fit, means=setup.means, state=state, device=setup.device,
+        rank=rank, world=world,
+    ):  # fmt: skip
         if log:
             log.log(step_metrics(event) if isinstance(event, StepEvent) else epoch_metrics(event), event.step)
         if not event.state:
@@ -161,7 +162,7 @@ def by_counts(setup: Setup, task: Task, rank: int, log: tracking.Logger | None, 
     model.fit_counts(setup.train(0, 0))
     seconds = time.perf_counter() - began
     sums, count = setup.validate(setup.model)
-    metrics = {name: value / max(1, count) for name, value in sums.items()}
+    metrics = setup.means(sums) if count else {}
     if log:
         log.log({f"val/{name}": value for name, value in metrics.items()}, 1)
         log.log({"val/examples": count, "train/seconds": seconds}, 1)

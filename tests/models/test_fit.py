@@ -173,7 +173,12 @@ def worker(rank: int, folder: str, counts: tuple[int, int]) -> None:
         mine = range(5) if rank == 0 else range(5, 20)
         return {"ndcg@10": sum(model.embedding.weight[i].sum().item() for i in mine)}, len(mine)
 
-    events = list(fit(model, batches, half, CONFIG, rank=rank, world=2))
+    def one_sided(model: nn.Module) -> tuple[dict[str, Tensor], int]:  # the first rank has nothing to validate
+        return ({"histogram": torch.tensor([3.0, 1.0])}, 4) if rank else ({}, 0)
+
+    equal = counts[0] == counts[1]
+    means = None if equal else lambda sums: {"ndcg@10": float(sums["histogram"][0] / sums["histogram"].sum())}
+    events = list(fit(model, batches, half if equal else one_sided, CONFIG, means=means, rank=rank, world=2))
     curve = [(e.step, e.loss) for e in events if isinstance(e, StepEvent)]
     ends = [(e.epoch, e.metrics, e.is_best, e.examples) for e in events if isinstance(e, EpochEvent)]
     torch.save({"curve": curve, "ends": ends, "model": model.state_dict()}, f"{folder}/{rank}.pt")
@@ -205,6 +210,8 @@ def test_unequal_shares_take_equal_steps(tmp_path: Path) -> None:
     ours = run_two(tmp_path, (5, 3))
     assert ours[0]["curve"] == ours[1]["curve"]
     assert ours[0]["curve"][-1][0] == 3 * CONFIG.max_epochs
+    assert ours[0]["ends"] == ours[1]["ends"]
+    assert ours[0]["ends"][0][1] == {"ndcg@10": 0.75} and ours[0]["ends"][0][3] == 4
 
 
 def test_prefetch_keeps_order_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:
