@@ -54,7 +54,7 @@ def resolve(config: C, catalogue: Catalogue) -> C:
         checkpoint.check(about, uri, dict(catalogue.hashes))
     except UserError as error:
         raise UserError(f"the teacher {error}, for teacher and student alike") from error
-    found = {"teacher_model": model, "teacher_hash": _hash(uri)}
+    found = {"teacher_model": model, "teacher_hash": weights_hash(uri)}
     for name, value in found.items():
         given = getattr(config, name)
         if given and given != value:
@@ -72,20 +72,22 @@ def load(config: Taught, catalogue: Catalogue) -> Tiger:
     return tiger.requires_grad_(False).eval()
 
 
-def locate(teacher: str) -> str:
-    """The checkpoint at `teacher`, or the best one of the finished run whose folder it is; absolute."""
-    uri = teacher.rstrip("/") if "://" in teacher else str(Path(teacher).expanduser().absolute())
+def locate(given: str, what: str = "teacher") -> str:
+    """The checkpoint at `given`, or the best one of the finished run whose folder it is; absolute. `what` is said in
+    the UserError where there is none."""
+    uri = given.rstrip("/") if "://" in given else str(Path(given).expanduser().absolute())
     for candidate in (uri, join(uri, "best")):
         filesystem, path = open_uri(candidate)
         if filesystem.get_file_info(join(path, checkpoint.CONFIG)).type == fs.FileType.File:
             return candidate
     raise UserError(
-        f"the teacher {uri} is neither a checkpoint nor a finished run: it holds no {checkpoint.CONFIG} and no best/; "
+        f"the {what} {uri} is neither a checkpoint nor a finished run: it holds no {checkpoint.CONFIG} and no best/; "
         f"give the folder that jobs.train printed"
     )
 
 
-def _hash(uri: str) -> str:
+def weights_hash(uri: str) -> str:
+    """SHA-256 of the weights file of the checkpoint at `uri`."""
     filesystem, path = open_uri(join(uri, checkpoint.WEIGHTS))
     with filesystem.open_input_stream(path) as stream:
         return hashlib.sha256(stream.read()).hexdigest()
