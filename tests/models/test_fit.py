@@ -211,7 +211,8 @@ def test_unequal_shares_take_equal_steps(tmp_path: Path) -> None:
     assert ours[0]["curve"] == ours[1]["curve"]
     assert ours[0]["curve"][-1][0] == 3 * CONFIG.max_epochs
     assert ours[0]["ends"] == ours[1]["ends"]
-    assert ours[0]["ends"][0][1] == {"ndcg@10": 0.75} and ours[0]["ends"][0][3] == 4
+    assert ours[0]["ends"][0][1] == {"ndcg@10": 0.75}
+    assert ours[0]["ends"][0][3] == 4
 
 
 def test_prefetch_keeps_order_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,8 @@ def test_batches_and_workers_add_up():
     whole = metric_sums(ranked, target)
     parts = [metric_sums(ranked[a : a + 7], target[a : a + 7]) for a in range(0, 50, 7)]
     assert add_sums(parts) == pytest.approx(whole)
-    assert whole["examples"] == 50 and "examples" not in metric_means(whole)
+    assert whole["examples"] == 50
+    assert "examples" not in metric_means(whole)
     assert metric_means(whole)["recall@10"] == pytest.approx(whole["recall@10"] / 50)
 
 
