@@ -15,7 +15,7 @@ from torch import nn
 
 from models.fit import Sums
 from models.matmul import use_exact_onednn
-from models.retrieval import metrics
+from models.retrieval import metrics, sid_mlp_pp
 from models.retrieval.data import Catalogue, Examples
 from models.retrieval.popularity import Popularity, PopularityConfig
 from models.retrieval.sasrec import SASRec, SASRecConfig
@@ -75,6 +75,14 @@ MODELS: dict[str, Entry] = {
     "sasrec": Entry(SASRecConfig, SASRec, RETRIEVAL, unit="user"),
     "tiger": Entry(TigerConfig, Tiger, RETRIEVAL, unit="request", sids=True),
     "sid_mlp": Entry(SidMlpConfig, SidMlp, RETRIEVAL, unit="request", sids=True, resolve=resolve_teacher, teach=teach),
+    "sid_mlp_pp_encoder": Entry(
+        sid_mlp_pp.SidMlpPpEncoderConfig, sid_mlp_pp.SidMlpPpEncoder, RETRIEVAL, unit="request", sids=True,
+        resolve=resolve_teacher, teach=sid_mlp_pp.teach_encoder,
+    ),  # fmt: skip
+    "sid_mlp_pp": Entry(
+        sid_mlp_pp.SidMlpPpConfig, sid_mlp_pp.SidMlpPp, RETRIEVAL, unit="request", sids=True,
+        resolve=sid_mlp_pp.resolve, teach=sid_mlp_pp.teach,
+    ),  # fmt: skip
 }
 
 
