@@ -1,9 +1,7 @@
 """The training loop, PyTorch only: a generator that yields what happens, step by step and epoch by epoch.
 
-    python -m models.fit --config jobs/configs/sasrec.yaml --tables TABLES --output DIR
-
-trains one model on a machine that has PyTorch and nothing else of this project's dependencies. Under Ray,
-`pipelines/training` drives the same generator and turns its events into reports, checkpoints and metrics.
+`python -m models.train` drives it with PyTorch alone; under Ray, `pipelines/training` turns its events into
+reports, checkpoints and metrics.
 
 A run can be stopped anywhere and continued: the random numbers of a step depend on (seed, rank, step)
 alone, the batches of an epoch on (seed, epoch, rank) alone, so weights, optimizer and the cursor in
@@ -17,7 +15,6 @@ from __future__ import annotations
 
 import math
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -62,6 +59,8 @@ class FitConfig:
     """Stop after this many validations in a row without a better `metric`; 0 never stops early."""
     eval_every_epochs: int = 1
     """Epochs between validations; the last epoch is always validated."""
+    eval_every_steps: int = 0
+    """Steps between validations within an epoch, for long epochs; 0: at the ends of epochs alone."""
     eval_examples: int = 0
     """Validate on at most this many requests, the same ones each time; 0 takes all."""
     eval_options: dict[str, Any] = field(default_factory=dict)
@@ -82,7 +81,7 @@ class FitConfig:
     def __post_init__(self) -> None:
         at_least = {
             "batch_size": 1, "eval_batch_size": 1, "max_epochs": 1, "eval_every_epochs": 1, "log_every_steps": 1,
-            "warmup_steps": 0, "patience": 0, "eval_examples": 0, "checkpoint_every_steps": 0,
+            "warmup_steps": 0, "patience": 0, "eval_examples": 0, "checkpoint_every_steps": 0, "eval_every_steps": 0,
             "weight_decay": 0, "clip_norm": 0,
         }  # fmt: skip
         for name, least in at_least.items():
@@ -117,57 +116,52 @@ Means = Callable[[Sums], dict[str, float]]
 
 
 @dataclass(frozen=True)
-class StepEvent:
-    """Some steps were taken. Values are means over the steps since the last event, and over ranks."""
+class Event:
+    """Where the run stands, and what a validation found where there was one."""
 
     step: int
     """Optimizer steps so far."""
     epoch: int
-    """Epoch in progress, from 1."""
-    steps_in_epoch: int
-    """Steps of this epoch, for progress."""
+    """Epochs done; of a step event the epoch in progress, from 1."""
     loss: float
-    """Mean training loss."""
-    lr: float
-    """Learning rate of the last step."""
-    grad_norm: float
-    """Global norm of the last step's gradient before clipping."""
+    """Mean training loss, over ranks, since the last step event or of the whole epoch."""
     examples_per_s: float
     """Training examples per second, all ranks together."""
     data_wait: float
     """Share of the time spent waiting for data."""
-    state: State | None = None
-    """What a checkpoint needs beside the weights, where one is due. Valid until the generator goes on."""
-
-
-@dataclass(frozen=True)
-class EpochEvent:
-    """An epoch ended. `state` holds live tensors: save it before the generator goes on."""
-
-    epoch: int
-    """Epochs done."""
-    step: int
-    """Optimizer steps done."""
-    loss: float
-    """Mean training loss of the epoch."""
-    seconds: float
-    """Time of the epoch's steps, without validation."""
-    examples_per_s: float
-    """Training examples per second, all ranks together."""
-    data_wait: float
-    """Share of the epoch's step time spent waiting for data."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Validation metrics; empty where the epoch was not validated."""
+    """Validation metrics; empty where nothing was validated."""
     eval_seconds: float = 0.0
     """Time of the validation."""
     examples: int = 0
-    """Requests validated."""
+    """Rows validated."""
     is_best: bool = False
     """Whether `metric` is better than at every validation before."""
     stop: bool = False
-    """Whether this was the last epoch."""
+    """Whether the run ends here."""
     state: State = field(default_factory=dict)
-    """What a checkpoint needs beside the weights."""
+    """What a checkpoint needs beside the weights, where one is due: live tensors, to be saved before the
+    generator goes on."""
+
+
+@dataclass(frozen=True)
+class StepEvent(Event):
+    """Some steps were taken. Values are means over the steps since the last event, and over ranks."""
+
+    steps_in_epoch: int = 0
+    """Steps of this epoch, for progress."""
+    lr: float = 0.0
+    """Learning rate of the last step."""
+    grad_norm: float = 0.0
+    """Global norm of the last step's gradient before clipping."""
+
+
+@dataclass(frozen=True)
+class EpochEvent(Event):
+    """An epoch ended."""
+
+    seconds: float = 0.0
+    """Time of the epoch's steps, without validation."""
 
 
 def warmup(config: FitConfig, total_steps: int) -> int:
@@ -308,6 +302,22 @@ def fit(
             raise UserError("the training split gives a worker no batch; use fewer workers or a smaller fit.batch_size")
         return steps
 
+    def validated(epoch: int) -> dict[str, Any]:
+        """Validates and notes the result in the cursor: the fields of an event."""
+        began = time.perf_counter()
+        metrics, count = validation(module_of(module), validate, means, config, device, world)
+        value = metrics[config.metric]
+        is_best = cursor["best"] is None or value > cursor["best"]
+        if is_best:
+            cursor.update(best=value, best_epoch=epoch, best_step=cursor["step"], waiting=0)
+        else:
+            cursor["waiting"] += 1
+        seconds = time.perf_counter() - began
+        return {"metrics": metrics, "examples": count, "eval_seconds": seconds, "is_best": is_best}
+
+    def impatient() -> bool:
+        return config.patience > 0 and cursor["waiting"] >= config.patience
+
     total_steps = fewest(0) * config.max_epochs
     meter = Meter(device, world)
     for epoch in range(cursor["epoch"], config.max_epochs):
@@ -336,8 +346,10 @@ def fit(
             meter.loss += loss.detach()
             meter.steps += 1
             cursor["step"], cursor["step_in_epoch"] = step + 1, i + 1
-            save = config.checkpoint_every_steps and (step + 1) % config.checkpoint_every_steps == 0 and i + 1 < steps
-            if not (save or (step + 1) % config.log_every_steps == 0 or i + 1 == steps):
+            inside = i + 1 < steps
+            check = inside and due(config.eval_every_steps, step + 1)
+            save = check or (inside and due(config.checkpoint_every_steps, step + 1))
+            if inside and not (save or due(config.log_every_steps, step + 1)):
                 continue
             summed, taken, examples, _, waited = meter.read()  # waits for the device
             seconds = time.perf_counter() - began
@@ -347,6 +359,8 @@ def fit(
                 )
             for name, value in {"loss": summed, "seconds": seconds, "examples": examples, "waited": waited}.items():
                 cursor[name] += value
+            found = validated(epoch + 1) if check else {}
+            stop = cursor["stopped"] = bool(check) and impatient()
             yield StepEvent(
                 step=step + 1,
                 epoch=epoch + 1,
@@ -356,25 +370,19 @@ def fit(
                 grad_norm=float(norm),
                 examples_per_s=examples / seconds,
                 data_wait=waited / seconds,
-                state=snapshot() if save else None,
+                **found,
+                stop=stop,
+                state=snapshot() if save else {},
             )
+            if stop:
+                return
             meter.clear()
             began = time.perf_counter()
 
-        metrics: dict[str, float] = {}
-        is_best, count, eval_seconds = False, 0, 0.0
-        if (epoch + 1) % config.eval_every_epochs == 0 or epoch + 1 == config.max_epochs:
-            began = time.perf_counter()
-            metrics, count = validation(module_of(module), validate, means, config, device, world)
-            eval_seconds = time.perf_counter() - began
-            value = metrics[config.metric]
-            is_best = cursor["best"] is None or value > cursor["best"]
-            if is_best:
-                cursor.update(best=value, best_epoch=epoch + 1, best_step=cursor["step"], waiting=0)
-            else:
-                cursor["waiting"] += 1
         ended = epoch + 1 == config.max_epochs
-        stop = ended or (config.patience > 0 and cursor["waiting"] >= config.patience)
+        check = ended or (epoch + 1) % config.eval_every_epochs == 0
+        found = validated(epoch + 1) if check else {}
+        stop = ended or (check and impatient())
         totals = {name: cursor[name] for name in ("loss", "seconds", "examples", "waited")}
         cursor.update(epoch=epoch + 1, step_in_epoch=0, stopped=stop, loss=0.0, seconds=0.0, examples=0.0, waited=0.0)
         yield EpochEvent(
@@ -384,15 +392,17 @@ def fit(
             seconds=totals["seconds"],
             examples_per_s=totals["examples"] / totals["seconds"],
             data_wait=totals["waited"] / totals["seconds"],
-            metrics=metrics,
-            eval_seconds=eval_seconds,
-            examples=count,
-            is_best=is_best,
+            **found,
             stop=stop,
             state=snapshot(),
         )
         if stop:
             return
+
+
+def due(every: int, step: int) -> bool:
+    """Whether something that happens every so many steps (0: never) happens after `step` steps."""
+    return every > 0 and step % every == 0
 
 
 def module_of(model: nn.Module) -> nn.Module:
@@ -426,78 +436,20 @@ def validation(
     return metrics, count
 
 
-def main(argv: list[str] | None = None) -> None:
-    """`python -m models.fit`: see the module."""
-    import argparse
-    import shutil
-    from pathlib import Path
-
-    import yaml
-
-    from models import checkpoint
-    from models.setup import set_up
-
-    parser = argparse.ArgumentParser(prog="python -m models.fit", description="Trains one model with PyTorch alone.")
-    parser.add_argument("--config", required=True, help="YAML file with the sections model and fit, as of jobs.train")
-    parser.add_argument("--tables", required=True, help="folder that jobs.prepare made")
-    parser.add_argument("--sids", help="folder that jobs.tokenize made, for models that use semantic IDs")
-    parser.add_argument("--output", required=True, help="folder for the checkpoints; run again, it resumes from them")
-    options = parser.parse_args(argv)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        content = yaml.safe_load(Path(options.config).read_text())
-        config = FitConfig(**content.get("fit", {}))
-        setup = set_up(content["model"], config, options.tables, options.sids, device=device)
-        output = Path(options.output)
-        state, last = None, max(output.glob("step-*"), default=None)
-        if last is not None:
-            checkpoint.check(checkpoint.read(last), last, setup.catalogue.hashes, content["model"]["name"])
-            checkpoint.load_weights(setup.model, last)
-            state = checkpoint.load_state(last)
-            print(f"continuing from {last}")
-        if not setup.entry.gradient:
-            model: Any = setup.model
-            model.fit_counts(setup.train(0, 0))
-            checkpoint.save(output / "best", setup.model, setup.checkpoint(epoch=1))
-            print(f"counted; checkpoint {output / 'best'}")
-            return
-        for event in fit(
-            setup.model, setup.train, setup.validate, setup.fit, means=setup.means, state=state, device=device
-        ):
-            if not event.state:
-                continue
-            about = setup.checkpoint(epoch=event.epoch, step=event.step, best=best_of(event.state))
-            if isinstance(event, EpochEvent):
-                about.metrics = event.metrics
-                if event.is_best:  # before the one to resume from, so that a kill between them loses neither
-                    checkpoint.save(output / "best", setup.model, about)
-                print(describe(event, setup.fit), flush=True)
-            checkpoint.save(output / f"step-{event.step:08d}", setup.model, about, event.state)
-            for old in sorted(output.glob("step-*"))[:-1]:
-                shutil.rmtree(old)
-        print(f"best checkpoint: {output / 'best'}")
-    except UserError as error:
-        sys.exit(f"error: {error}")
-
-
 def best_of(state: State) -> dict[str, Any]:
     """The best validation so far, out of an event's state."""
     cursor = state["cursor"]
     return {"value": cursor["best"], "epoch": cursor["best_epoch"], "step": cursor["best_step"]}
 
 
-def describe(event: EpochEvent, config: FitConfig) -> str:
-    """One line of progress per epoch."""
+def describe(event: Event, config: FitConfig) -> str:
+    """One line of progress per epoch and per validation."""
     metrics = {name: event.metrics[name] for name in (config.metric, "recall@10") if name in event.metrics}
-    shown = "".join(f"  val {name} {value:.4f}" for name, value in metrics.items())
+    line = f"epoch {event.epoch:>3}/{config.max_epochs}  step {event.step:>6}  loss {event.loss:.4f}"
+    line += "".join(f"  val {name} {value:.4f}" for name, value in metrics.items()) + (" *" if event.is_best else "")
+    line += f"  {event.examples_per_s:,.0f} examples/s  data wait {event.data_wait:.0%}"
+    if not isinstance(event, EpochEvent):
+        return line + (", done" if event.stop else "")
     left = (config.max_epochs - event.epoch) * (event.seconds + event.eval_seconds)
-    return (
-        f"epoch {event.epoch:>3}/{config.max_epochs}  step {event.step:>6}  loss {event.loss:.4f}{shown}"
-        f"{' *' if event.is_best else ''}  {event.examples_per_s:,.0f} examples/s  data wait {event.data_wait:.0%}"
-        f"  {event.seconds:.0f} s + {event.eval_seconds:.0f} s  "
-        + ("done" if event.stop else f"at most {left:.0f} s left")
-    )
-
-
-if __name__ == "__main__":
-    main()
+    line += f"  {event.seconds:.0f} s + {event.eval_seconds:.0f} s  "
+    return line + ("done" if event.stop else f"at most {left:.0f} s left")

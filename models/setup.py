@@ -1,6 +1,6 @@
 """One training or evaluation put together from a config: model, batches and validation, PyTorch only.
 
-Used by `python -m models.fit` and by the workers of `pipelines/training` alike, so both train the same.
+Used by `python -m models.train` and by the workers of `pipelines/training` alike, so both train the same.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from ray import train
 from ray.train.torch import get_device
 
 from models import checkpoint
-from models.fit import EpochEvent, FitConfig, StepEvent, best_of, describe, fit
+from models.fit import EpochEvent, Event, FitConfig, StepEvent, best_of, describe, fit
 from models.setup import Setup, set_up
 from pipelines import tracking
 
@@ -130,29 +130,27 @@ def by_gradient(
 ) -> None:
     """Runs `fit` to its end."""
     spent = dict(before.timing) if before else {"train_seconds": 0.0, "eval_seconds": 0.0}
-    score = LOWEST
     for event in fit(
         setup.model, setup.train, setup.validate, setup.fit, means=setup.means, state=state, device=setup.device,
         rank=rank, world=world,
     ):  # fmt: skip
         if log:
             log.log(step_metrics(event) if isinstance(event, StepEvent) else epoch_metrics(event), event.step)
+            log.log(validation_metrics(event), event.step)
         if not event.state:
             continue
-        metrics: dict[str, float] = {}
+        spent["eval_seconds"] += event.eval_seconds
         if isinstance(event, EpochEvent):
-            metrics = event.metrics
             spent["train_seconds"] += event.seconds
-            spent["eval_seconds"] += event.eval_seconds
             spent["examples_per_s"] = event.examples_per_s
-            score = event.metrics[setup.fit.metric] if event.is_best else LOWEST
+        if event.metrics or isinstance(event, EpochEvent):
             say(describe(event, setup.fit))
+        score = event.metrics[setup.fit.metric] if event.is_best else LOWEST
         about = setup.checkpoint(
-            epoch=event.epoch, step=event.step, metrics=metrics, best=best_of(event.state), timing=spent,
+            epoch=event.epoch, step=event.step, metrics=event.metrics, best=best_of(event.state), timing=spent,
             tracking=task.tracking or {},
         )  # fmt: skip
         report(setup, about, event.state, rank, score)
-        score = LOWEST
 
 
 def by_counts(setup: Setup, task: Task, rank: int, log: tracking.Logger | None, say: Any) -> None:
@@ -201,7 +199,10 @@ def step_metrics(event: StepEvent) -> dict[str, float]:
 
 def epoch_metrics(event: EpochEvent) -> dict[str, float]:
     """What is logged at the end of an epoch."""
+    return {"epoch": event.epoch, "train/epoch_loss": event.loss, "train/epoch_seconds": event.seconds}
+
+
+def validation_metrics(event: Event) -> dict[str, float]:
+    """What a validation found."""
     metrics = {f"val/{name}": value for name, value in event.metrics.items()}
-    if event.metrics:
-        metrics |= {"val/examples": event.examples, "val/seconds": event.eval_seconds}
-    return metrics | {"epoch": event.epoch, "train/epoch_loss": event.loss, "train/epoch_seconds": event.seconds}
+    return {**metrics, "val/examples": event.examples, "val/seconds": event.eval_seconds} if metrics else {}

@@ -49,7 +49,7 @@ def test_killed_and_run_again_equals_undisturbed(tmp_path: Path, monkeypatch: py
     environment["OMP_NUM_THREADS"] = "1"
     # The undisturbed run: the same loop without Ray. In a process of its own, as oneDNN's choice of kernels
     # depends on what a process has computed before.
-    alone = [sys.executable, "-m", "models.fit", "--config", str(config), "--tables", tables]
+    alone = [sys.executable, "-m", "models.train", "--config", str(config), "--tables", tables]
     subprocess.run([*alone, "--output", str(tmp_path / "undisturbed")], cwd=ROOT, env=environment, check=True)
     run = tmp_path / "runs/killed"
     with open(tmp_path / "first.log", "w") as log:

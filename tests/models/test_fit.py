@@ -67,7 +67,9 @@ def weights(model: nn.Module) -> list[Tensor]:
     return [value.clone() for value in model.state_dict().values()]
 
 
-CONFIG = FitConfig(lr=0.01, warmup_steps=3, max_epochs=4, batch_size=8, log_every_steps=2, checkpoint_every_steps=3)
+CONFIG = FitConfig(
+    lr=0.01, warmup_steps=3, max_epochs=4, batch_size=8, log_every_steps=2, checkpoint_every_steps=3, eval_every_steps=4
+)
 
 
 def test_resumed_at_any_save_equals_undisturbed(tmp_path: Path) -> None:
@@ -127,6 +129,19 @@ def test_validation_every_n_epochs_and_at_the_end() -> None:
     config = FitConfig(max_epochs=5, eval_every_epochs=2)
     ends = [event for event in finish(start(), config) if isinstance(event, EpochEvent)]
     assert [bool(event.metrics) for event in ends] == [False, True, False, True, True]
+
+
+def test_validation_every_n_steps_within_epochs() -> None:
+    values = iter([0.1, 0.5, 0.4, 0.3, 0.9])
+    config = FitConfig(max_epochs=4, eval_every_steps=3, patience=2, log_every_steps=50)
+    events = list(fit(start(), Batches(), lambda model: ({"ndcg@10": next(values)}, 1), config))
+    checked = [(event.step, event.is_best, event.stop) for event in events if event.metrics]
+    # 5 steps an epoch: after 3 and at its end; the fourth validation is the second without a better value
+    assert checked == [(3, True, False), (5, True, False), (6, False, False), (9, False, True)]
+    last = events[-1]
+    assert isinstance(last, StepEvent)
+    assert last.state["cursor"]["best_step"] == 5
+    assert finish(start(), config, state=last.state) == []
 
 
 def test_unknown_metric_and_lost_loss_are_named() -> None:

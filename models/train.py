@@ -1,0 +1,71 @@
+"""Trains one model with PyTorch and nothing else of this project's dependencies, on any machine.
+
+    python -m models.train --config jobs/configs/sasrec.yaml --tables TABLES --output DIR
+
+The same configs, loop and checkpoints as `jobs.train`, without Ray and MLflow. Run again, it resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from models import checkpoint
+from models.fit import EpochEvent, FitConfig, best_of, describe, fit
+from models.setup import set_up
+from models.tables import UserError
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command line: see the module."""
+    parser = argparse.ArgumentParser(prog="python -m models.train", description="Trains one model with PyTorch alone.")
+    parser.add_argument("--config", required=True, help="YAML file with the sections model and fit, as of jobs.train")
+    parser.add_argument("--tables", required=True, help="folder that jobs.prepare made")
+    parser.add_argument("--sids", help="folder that jobs.tokenize made, for models that use semantic IDs")
+    parser.add_argument("--output", required=True, help="folder for the checkpoints; run again, it resumes from them")
+    options = parser.parse_args(argv)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        content = yaml.safe_load(Path(options.config).read_text())
+        config = FitConfig(**content.get("fit", {}))
+        setup = set_up(content["model"], config, options.tables, options.sids, device=device)
+        output = Path(options.output)
+        state, last = None, max(output.glob("step-*"), default=None)
+        if last is not None:
+            checkpoint.check(checkpoint.read(last), last, setup.catalogue.hashes, content["model"]["name"])
+            checkpoint.load_weights(setup.model, last)
+            state = checkpoint.load_state(last)
+            print(f"continuing from {last}")
+        if not setup.entry.gradient:
+            model: Any = setup.model
+            model.fit_counts(setup.train(0, 0))
+            checkpoint.save(output / "best", setup.model, setup.checkpoint(epoch=1))
+            print(f"counted; checkpoint {output / 'best'}")
+            return
+        for event in fit(
+            setup.model, setup.train, setup.validate, setup.fit, means=setup.means, state=state, device=device
+        ):
+            if not event.state:
+                continue
+            about = setup.checkpoint(epoch=event.epoch, step=event.step, best=best_of(event.state))
+            about.metrics = event.metrics
+            if event.is_best:  # before the one to resume from, so that a kill between them loses neither
+                checkpoint.save(output / "best", setup.model, about)
+            if event.metrics or isinstance(event, EpochEvent):
+                print(describe(event, setup.fit), flush=True)
+            checkpoint.save(output / f"step-{event.step:08d}", setup.model, about, event.state)
+            for old in sorted(output.glob("step-*"))[:-1]:
+                shutil.rmtree(old)
+        print(f"best checkpoint: {output / 'best'}")
+    except UserError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
