@@ -131,6 +131,8 @@ def train(
             experiment = experiment or f"{entry.family.name}/{dataset_name(tables)}"
             settings = {**config, "tables": tables, "sids": sids, "ray": asdict(ray_options)}
             run = tracking.open_run(uri, experiment, name, storage, config=settings, hashes=hashes, parent=parent_run)
+            if sids:  # what the tokenizer measured stands beside what a model makes of its codes
+                tracking.Logger(run).log(figures(read_manifest(join(sids, "sids"), "sids").info, "sids"), 0)
             created = datetime.now(UTC).isoformat(timespec="seconds")
             record = {"config": config, "hashes": hashes, "tracking": run.to_dict(), "status": "running"}
             write_record(folder, {**record, "created": created})
@@ -252,6 +254,14 @@ def dataset_name(tables: str) -> str:
             return str(content["dataset"])
     parts = [part for part in tables.rstrip("/").split("/") if part]
     return parts[-2] if parts[-1] == "tables" and len(parts) > 1 else parts[-1]
+
+
+def figures(content: Any, name: str) -> dict[str, float]:
+    """The numbers in nested content, each under the path to it."""
+    if isinstance(content, int | float):
+        return {name: float(content)}
+    pairs = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    return {path: value for key, part in pairs for path, value in figures(part, f"{name}/{key}").items()}
 
 
 def read_record(folder: str) -> dict[str, Any] | None:

@@ -10,12 +10,14 @@ import pytest
 
 from models.tables import UserError
 from pipelines import tracking
+from pipelines.training.run import figures
 
 ROOT = Path(__file__).parents[3]
 
 WRITER = """
 import sys
 from pipelines import tracking
+from pipelines.training.run import figures
 uri, storage, name = sys.argv[1:]
 run = tracking.open_run(uri, "retrieval/x", name, storage, config={"model": {"name": name}}, hashes={})
 logger = tracking.Logger(run)
@@ -72,3 +74,9 @@ def test_the_tracking_uri_is_explicit(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server:5000")
     assert tracking.resolve_uri(None, str(tmp_path)) == "http://server:5000"
     assert tracking.resolve_uri("sqlite:////a/b.db", str(tmp_path)) == "sqlite:////a/b.db"
+
+
+def test_the_numbers_of_a_manifest_become_metrics() -> None:
+    info = {"collision_rate": 0.25, "levels": [{"use": 1.0}, {"use": 0.5}], "tokenizer": "rqvae", "conflict_level": True}
+    expected = {"sids/collision_rate": 0.25, "sids/levels/0/use": 1.0, "sids/levels/1/use": 0.5}
+    assert figures(info, "sids") == {**expected, "sids/conflict_level": 1.0}
