@@ -77,6 +77,7 @@ def test_the_tracking_uri_is_explicit(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_numbers_of_a_manifest_become_metrics() -> None:
-    info = {"collision_rate": 0.25, "levels": [{"use": 1.0}, {"use": 0.5}], "tokenizer": "rqvae", "conflict_level": True}
+    levels = [{"use": 1.0}, {"use": 0.5}]
+    info = {"collision_rate": 0.25, "levels": levels, "tokenizer": "rqvae", "conflict_level": True}
     expected = {"sids/collision_rate": 0.25, "sids/levels/0/use": 1.0, "sids/levels/1/use": 0.5}
     assert figures(info, "sids") == {**expected, "sids/conflict_level": 1.0}
