@@ -1,0 +1,1 @@
+"""Blocks that models of more than one family are made of."""
