@@ -1,0 +1,149 @@
+"""Metrics of predicted probabilities, defined once: AUC, GAUC, log loss, normalised entropy, calibration.
+
+    sums = ranking_sums(logits, labels, request)     # of a batch; sums of batches and workers add up
+    metrics = ranking_means(sums)
+
+What is meant, since public libraries differ:
+
+* AUC of one request (or of all candidates together): the share of (positive, negative) pairs in which the
+  positive has the higher score, ties counted as half. Equal scores throughout give 0.5, and count.
+* `gauc`: the plain mean of AUC over requests that have both labels (the QGS paper's). Requests of one class are
+  left out of it, and counted in `requests_one_class`. `gauc_by_impressions` weights the same requests by
+  their number of candidates.
+* `auc`: all candidates together, from a histogram of logits, so that sums of any size add up. Candidates in
+  one bin count as tied; `auc_error` is the most by which that can differ from the exact AUC.
+* `log_loss` in nats; `normalised_entropy` is it divided by the entropy of the base rate; `calibration` is the
+  sum of predicted probabilities by the number of positives.
+* NaN, with a warning that says why, where nothing is valid.
+
+Shapes: `N` candidates of `R` requests.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+BINS = 1 << 16
+"""Bins of the histogram behind `auc`."""
+
+LARGEST_LOGIT = 16.0
+"""Bins are of equal width between plus and minus this logit (a probability of 1e-7); beyond it, one bin each way."""
+
+EXAMPLES = "examples"
+
+
+def request_auc(scores: Tensor, labels: Tensor, request: Tensor) -> tuple[Tensor, Tensor]:
+    """AUC of every request, (R,) float64, ties half; and (R,) bool, whether it has both labels, so that it is defined.
+
+    `scores` (N,), `labels` (N,) true or false, `request` (N,) the request of each candidate, numbered from 0; a
+    number without candidates is a request without an AUC.
+    """
+    if not len(scores) == len(labels) == len(request):
+        raise ValueError(f"{len(scores)} scores, {len(labels)} labels and {len(request)} requests are not as many")
+    count = int(request.max()) + 1 if len(request) else 0
+    scores, labels = scores.double(), labels.double()
+    order = scores.argsort(stable=True)
+    order = order[request[order].argsort(stable=True)]  # by request, then by score
+    scores, labels, request = scores[order], labels[order], request[order]
+    size = torch.bincount(request, minlength=count)
+    place = torch.arange(len(order), device=order.device)
+    new = torch.ones_like(request, dtype=torch.bool)
+    new[1:] = (request[1:] != request[:-1]) | (scores[1:] != scores[:-1])
+    tie = new.cumsum(0) - 1  # number of the run of equal scores
+    runs = torch.bincount(tie) if len(tie) else tie
+    first = place[new]
+    middle = (first + (runs - 1) / 2)[tie]  # mean place of a run of equal scores
+    rank = middle - (size.cumsum(0) - size)[request]  # from 0, within the request
+    zeros = torch.zeros(count, dtype=torch.float64, device=scores.device)
+    positives = zeros.index_add(0, request, labels)
+    negatives = size - positives
+    below = zeros.index_add(0, request, labels * rank) - positives * (positives - 1) / 2
+    valid = (positives > 0) & (negatives > 0)
+    return torch.where(valid, below / (positives * negatives).clamp(min=1), torch.nan), valid
+
+
+def histogram(logits: Tensor, labels: Tensor) -> Tensor:
+    """(2, BINS) float64: negatives and positives by bin of the logit."""
+    scaled = (logits.double().clamp(-LARGEST_LOGIT, LARGEST_LOGIT) + LARGEST_LOGIT) * (BINS / (2 * LARGEST_LOGIT))
+    place = scaled.long().clamp(max=BINS - 1) + BINS * labels.long()
+    return torch.bincount(place, minlength=2 * BINS).double().view(2, BINS)
+
+
+def histogram_auc(counts: Tensor) -> tuple[float, float]:
+    """(AUC, the most by which it can be off) of a `histogram`; NaN where a label is missing."""
+    negative, positive = counts
+    pairs = float(negative.sum() * positive.sum())
+    if not pairs:
+        return math.nan, math.nan
+    tied = float((negative * positive).sum())
+    below = float((positive * (negative.cumsum(0) - negative)).sum())
+    return (below + tied / 2) / pairs, tied / 2 / pairs
+
+
+def ranking_sums(logits: Tensor, labels: Tensor, request: Tensor, prefix: str = "") -> dict[str, Tensor]:
+    """Sums over a batch of whole requests that `ranking_means` turns into metrics; names begin with `prefix`.
+
+    `logits` (N,), `labels` (N,) true or false, `request` (N,) the request of each candidate. Raises ValueError
+    where a logit is not a number.
+    """
+    logits, labels = logits.double(), labels.double()
+    if not bool(torch.isfinite(logits).all()):
+        raise ValueError("a score is not a finite number; train with a lower learning rate")
+    auc, valid = request_auc(logits, labels, request)
+    size = torch.bincount(request, minlength=len(auc)).double()
+    sums = {
+        "request_auc": auc[valid].sum(),
+        "requests_both": valid.sum(),
+        "impression_auc": (auc * size)[valid].sum(),
+        "impressions_both": size[valid].sum(),
+        "requests": (size > 0).sum(),
+        "candidates": torch.tensor(len(logits)),
+        "positives": labels.sum(),
+        "predicted": torch.sigmoid(logits).sum(),
+        "loss": functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum"),
+        "histogram": histogram(logits, labels),
+    }
+    return {prefix + name: value.double() for name, value in sums.items()}
+
+
+def ranking_means(sums: dict[str, Any], prefix: str = "") -> dict[str, float]:
+    """Metrics from the sums whose names begin with `prefix`, under that prefix too."""
+
+    def total(name: str) -> float:
+        return float(sums[prefix + name])
+
+    def ratio(name: str, above: float, below: float, why: str) -> float:
+        if below > 0:
+            return above / below
+        warnings.warn(f"{prefix}{name} is not defined and shown as NaN: {why}", stacklevel=3)
+        return math.nan
+
+    one_class = "no request has both labels"
+    both = total("impressions_both")
+    count, positives = total("candidates"), total("positives")
+    rate = positives / count if count else 0.0
+    entropy = -rate * math.log(rate) - (1 - rate) * math.log(1 - rate) if 0 < rate < 1 else 0.0
+    auc, error = histogram_auc(sums[prefix + "histogram"])
+    if math.isnan(auc):
+        warnings.warn(f"{prefix}auc is not defined and shown as NaN: all labels are the same", stacklevel=2)
+    loss = ratio("log_loss", total("loss"), count, "there are no candidates")
+    metrics = {
+        "gauc": ratio("gauc", total("request_auc"), total("requests_both"), one_class),
+        "gauc_by_impressions": ratio("gauc_by_impressions", total("impression_auc"), both, one_class),
+        "auc": auc,
+        "auc_error": error,
+        "log_loss": loss,
+        "normalised_entropy": ratio("normalised_entropy", loss, entropy, "all labels are the same"),
+        "calibration": ratio("calibration", total("predicted"), positives, "there is no positive"),
+        "requests": total("requests"),
+        "requests_one_class": total("requests") - total("requests_both"),
+        "candidates": count,
+        "positives": positives,
+    }  # fmt: skip
+    return {prefix + name: value for name, value in metrics.items()}

@@ -1,0 +1,30 @@
+"""Metrics of search models: those of `models/ranking_metrics.py` for every label, the first under plain names.
+
+sums = measure(model, batch)
+means(sums)["gauc"], means(sums)["purchase/gauc"]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.ranking_metrics import EXAMPLES, ranking_means, ranking_sums
+
+
+def measure(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Sums over the batch's requests. `model.score(batch)` gives logits (N, labels); `model.labels` their names."""
+    logits = model.score(batch).float()
+    sums = {EXAMPLES: torch.tensor(float(len(batch["request_row"])), dtype=torch.float64)}
+    for i, label in enumerate(model.labels):
+        prefix = f"{label}/" if i else ""
+        sums |= ranking_sums(logits[:, i], batch["labels"][:, i], batch["candidate_request"], prefix)
+    return sums
+
+
+def means(sums: dict[str, Any]) -> dict[str, float]:
+    """Metrics from the sums of all batches and workers."""
+    prefixes = [name.removesuffix("histogram") for name in sums if name.endswith("histogram")]
+    return {name: value for prefix in prefixes for name, value in ranking_means(sums, prefix).items()}

@@ -1,0 +1,114 @@
+"""AUC, GAUC and the rest: against a brute force over pairs and scikit-learn, and added up over batches."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import log_loss, roc_auc_score
+
+from models.ranking_metrics import histogram, histogram_auc, ranking_means, ranking_sums, request_auc
+
+
+def pairs_auc(scores: list[float], labels: list[int]) -> float:
+    """Share of (positive, negative) pairs that are in order, ties half."""
+    won = [
+        (a > b) + 0.5 * (a == b) for a, p in zip(scores, labels, strict=True) if p
+        for b, n in zip(scores, labels, strict=True) if not n
+    ]  # fmt: skip
+    return sum(won) / len(won) if won else math.nan
+
+
+def random_requests(seed: int, requests: int = 40) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rng = np.random.default_rng(seed)
+    request = rng.permutation(np.repeat(np.arange(requests), rng.integers(1, 9, requests)))
+    scores = rng.integers(-3, 4, len(request)) / 2  # many ties
+    labels = rng.random(len(request)) < 1 / (1 + np.exp(-scores))
+    return torch.tensor(scores), torch.tensor(labels), torch.tensor(request)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 10_000))
+def test_auc_of_a_request_is_the_share_of_ordered_pairs(seed):
+    scores, labels, request = random_requests(seed, 6)
+    auc, valid = request_auc(scores, labels, request)
+    for r in range(6):
+        mine = request == r
+        want = pairs_auc(scores[mine].tolist(), labels[mine].tolist())
+        assert bool(valid[r]) == (not math.isnan(want))
+        if valid[r]:
+            assert float(auc[r]) == pytest.approx(want)
+            assert float(auc[r]) == pytest.approx(roc_auc_score(labels[mine], scores[mine]))
+
+
+def test_constant_scores_are_half_and_requests_of_one_class_are_counted_out():
+    scores = torch.tensor([1.0, 1.0, 1.0, 0.2, 0.9, 0.5, 0.5, 3.0])
+    labels = torch.tensor([1, 0, 0, 0, 1, 1, 1, 0]).bool()
+    request = torch.tensor([0, 0, 0, 1, 1, 2, 2, 3])
+    auc, valid = request_auc(scores, labels, request)
+    assert valid.tolist() == [True, True, False, False]
+    assert auc[:2].tolist() == [0.5, 1.0]
+    metrics = ranking_means(ranking_sums(scores, labels, request))
+    assert metrics["gauc"] == pytest.approx(0.75)
+    assert metrics["gauc_by_impressions"] == pytest.approx((3 * 0.5 + 2 * 1.0) / 5)
+    assert metrics["requests"] == 4
+    assert metrics["requests_one_class"] == 2
+
+
+def test_sums_of_batches_add_up_to_the_whole_and_match_scikit_learn():
+    scores, labels, request = random_requests(3, 200)
+    scores = scores + torch.randn(len(scores), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    whole = ranking_means(ranking_sums(scores, labels, request))
+    total: dict[str, torch.Tensor] = {}
+    for begin in range(0, 200, 37):
+        mine = (request >= begin) & (request < begin + 37)
+        for name, value in ranking_sums(scores[mine], labels[mine], request[mine] - begin).items():
+            total[name] = total.get(name, 0) + value
+    parts = ranking_means(total)
+    assert parts == pytest.approx(whole, rel=1e-12)
+    exact = roc_auc_score(labels, scores)
+    assert abs(whole["auc"] - exact) <= whole["auc_error"] + 1e-12
+    assert whole["auc_error"] < 1e-4
+    probability = torch.sigmoid(scores)
+    assert whole["log_loss"] == pytest.approx(log_loss(labels, probability))
+    rate = float(labels.double().mean())
+    assert whole["normalised_entropy"] == pytest.approx(
+        whole["log_loss"] / log_loss(labels, np.full(len(labels), rate))
+    )
+    assert whole["calibration"] == pytest.approx(float(probability.sum() / labels.sum()))
+
+
+def test_the_error_of_the_histogram_is_a_bound_also_where_scores_crowd():
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(2000, generator=generator) * 2e-3
+    labels = torch.rand(2000, generator=generator) < torch.sigmoid(scores * 500)
+    auc, error = histogram_auc(histogram(scores, labels))
+    difference = abs(auc - roc_auc_score(labels, scores))
+    assert 0 < difference <= error
+    far = torch.tensor([-99.0, 99.0, 40.0])
+    assert histogram_auc(histogram(far, torch.tensor([False, True, True])))[0] == 1.0
+
+
+def test_nothing_valid_is_nan_with_a_message():
+    scores, request = torch.tensor([0.1, 0.4]), torch.tensor([0, 1])
+    with pytest.warns(UserWarning, match="no request has both labels"):
+        metrics = ranking_means(ranking_sums(scores, torch.tensor([False, True]), request))
+    assert math.isnan(metrics["gauc"])
+    assert metrics["auc"] == 1.0
+    with pytest.warns(UserWarning, match="auc is not defined"):
+        metrics = ranking_means(ranking_sums(scores, torch.tensor([False, False]), request))
+    assert math.isnan(metrics["auc"])
+    assert math.isnan(metrics["calibration"])
+    empty = torch.zeros(0)
+    with pytest.warns(UserWarning, match="there are no candidates"):
+        metrics = ranking_means(ranking_sums(empty, empty.bool(), empty.long()))
+    assert math.isnan(metrics["log_loss"])
+
+
+def test_a_score_that_is_no_number_is_refused():
+    with pytest.raises(ValueError, match="not a finite number"):
+        ranking_sums(torch.tensor([float("nan")]), torch.tensor([True]), torch.tensor([0]))
