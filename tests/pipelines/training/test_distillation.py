@@ -1,0 +1,104 @@
+"""Distillation on Ray: a run records its teacher, and a run that is broken off ends as one that is not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from training_tables import write_tables
+
+from models import checkpoint
+from models.fit import FitConfig, fit
+from models.retrieval.data import Catalogue
+from models.setup import set_up
+from models.tables import UserError
+from pipelines import tracking
+from pipelines.training.run import RayOptions, Trained, train
+
+TIGER = {"name": "tiger", "d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 1,
+         "num_decoder_layers": 2, "max_history": 6}  # fmt: skip
+STUDENT = {"name": "sid_mlp", "attention_heads": 2, "attention_width": 16, "ffn_width": 32, "head_width": 16}
+FIT = FitConfig(
+    batch_size=32, max_epochs=4, lr=0.01, warmup_share=0.0, patience=0, log_every_steps=2, seed=3, metric="recall@20"
+)
+
+
+@dataclass
+class World:
+    """A teacher, a student's run, and what they were made from."""
+
+    folder: Path
+    tables: str
+    sids: str
+    lines: list[str]
+    student: Trained | None = None
+
+    def train(self, model: dict[str, Any], name: str, **options: Any) -> Trained:
+        return train(
+            model=model, fit=FIT, ray_options=RayOptions(threads=1), tables=self.tables, sids=self.sids,
+            storage=str(self.folder / "runs"), name=name, log_model=False, say=self.lines.append, **options,
+        )  # fmt: skip
+
+    def distil(self, name: str, **options: Any) -> Trained:
+        return self.train({**STUDENT, "teacher": str(self.folder / "runs/tiger")}, name, **options)
+
+
+@pytest.fixture(scope="module")
+def world(ray_local: None, tmp_path_factory: pytest.TempPathFactory) -> World:
+    """With 20 items recall@20 is 1 after every epoch, so that the best epoch is the first, and the last is kept too."""
+    folder = tmp_path_factory.mktemp("distillation")
+    made = World(folder, *write_tables(folder, items=20), lines=[])
+    setup = set_up(TIGER, FitConfig(batch_size=32, max_epochs=3, lr=0.01, warmup_share=0.0), made.tables, made.sids)
+    for _ in fit(setup.model, setup.train, setup.validate, setup.fit, means=setup.means):
+        pass
+    checkpoint.save(folder / "runs/tiger/best", setup.model, setup.checkpoint(epoch=3))
+    made.student = made.distil("student")
+    return made
+
+
+def test_the_run_records_its_teacher(world: World) -> None:
+    assert world.student is not None
+    about = world.student.about
+    assert about.model["teacher"] == str(world.folder / "runs/tiger/best")
+    assert about.model["teacher_model"]["d_model"] == 16
+    assert about.metrics["recall@20"] == 1.0
+    run = tracking.connect(world.student.run.uri).get_run(world.student.run.run_id)
+    assert run.data.params["model.teacher_hash"] == about.model["teacher_hash"]
+    assert world.distil("student").already
+    with pytest.raises(UserError, match=r"started with model\.alpha 0\.7, not 0\.5"):
+        world.train({**STUDENT, "teacher": str(world.folder / "runs/tiger"), "alpha": 0.5}, "student")
+    with pytest.raises(UserError, match=r"model\.teacher is not set"):
+        world.train(STUDENT, "orphan")
+    assert not (world.folder / "runs/orphan").exists()
+
+
+def test_broken_off_and_run_again_it_ends_the_same(world: World) -> None:
+    """A run of which the first epoch's checkpoint is left goes on from there to the undisturbed run's weights."""
+    whole = world.folder / "runs/student"
+    first, last = sorted(whole.glob("step-*"))
+    broken = world.folder / "runs/broken"
+    shutil.copytree(first, broken / first.name)
+    record = json.loads((whole / "run.json").read_text())
+    (broken / "run.json").write_text(json.dumps({**record, "status": "running"}))
+    (broken / "checkpoint_manager_snapshot.json").write_text('{"cut off')
+    world.lines.clear()
+    again = world.distil("broken")
+    assert any("continuing after epoch 1" in line for line in world.lines)
+    assert sum(line.startswith("epoch") for line in world.lines) == FIT.max_epochs - 1
+    ours, expected = load_file(broken / last.name / "model.safetensors"), load_file(last / "model.safetensors")
+    assert ours.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-6)
+    start = load_file(first / "model.safetensors")
+    assert not torch.equal(start["heads.0.0.weight"], expected["heads.0.0.weight"])
+    assert torch.equal(start["source.t5.shared.weight"], expected["source.t5.shared.weight"])
+    model, _ = checkpoint.load(again.checkpoint, Catalogue.load(world.tables, world.sids), "sid_mlp")
+    batch = {"history": torch.tensor([[1, 8]]), "history_length": torch.tensor([2]), "user": torch.tensor([0])}
+    items, _ = model.recommend(batch, 20)
+    assert sorted(items[0].tolist()) == list(range(20))
