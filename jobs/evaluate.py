@@ -3,7 +3,8 @@
     python -m jobs.evaluate --checkpoint runs/sasrec/best --tables TABLES --split test
 
 Prints Recall@K and NDCG@K with the number of users, writes them beside the checkpoint and into the MLflow
-run of the training. With --batch_inference FOLDER it writes the top K items of all users to a table instead.
+run of the training; --item_shift adds those of users whose target is a new item. With --batch_inference FOLDER
+it writes the top K items of all users to a table instead.
 """
 
 from __future__ import annotations
@@ -35,9 +36,15 @@ class Config:
     decoder: str | None = None
     """TIGER: shared_kv, hf or hf_nocache; by default the checkpoint's own."""
     beam: int | None = None
-    """TIGER: beams; by default the checkpoint's own."""
+    """Beams, of models that decode semantic IDs; by default the checkpoint's own, as all of these."""
     constrained: bool | None = None
-    """TIGER: whether decoding keeps to the catalogue's trie."""
+    """Whether decoding semantic IDs keeps to the catalogue's trie."""
+    path: Literal["fast", "plain"] | None = None
+    """SID-MLP: the walk that shares work, or the definition."""
+    scores: Literal["children", "codebook"] | None = None
+    """SID-MLP: probabilities of a code among the valid children of its prefix, or in its codebook."""
+    item_shift: bool = False
+    """Also measure on targets first seen after the global 80% and 90% timestamp (App. E.3 of SID-MLP)."""
     batch_size: int = 256
     """Users per batch."""
     shards: int = 1
@@ -53,6 +60,8 @@ class Config:
         for name in ("k", "batch_size", "shards"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, the least is 1; give a positive number")
+        if self.item_shift and self.batch_inference:
+            raise ValueError("item_shift is true, but batch_inference measures nothing; run jobs.evaluate twice")
 
 
 def parse(job: str, argv: Sequence[str] | None = None) -> Config:
@@ -64,9 +73,21 @@ def parse(job: str, argv: Sequence[str] | None = None) -> Config:
     return cli.parse(Config, job, spelled)
 
 
+def item_shift_lines(metrics: dict[str, float]) -> list[str]:
+    """A line for each subset of new items."""
+    lines = []
+    for name in sorted(key.split("/")[0] for key in metrics if key.endswith("/examples")):
+        found = f"{metrics[f'{name}/examples']:,.0f} users"
+        if f"{name}/ndcg@10" in metrics:
+            found += "".join(f", {metric} {metrics[f'{name}/{metric}']:.4f}" for metric in ("recall@10", "ndcg@10"))
+        lines.append(f"  {name}  {found}")
+    return lines
+
+
 def run(config: Config) -> Result | None:
     """Evaluates and prints, or writes recommendations."""
-    options = {"decoder": config.decoder, "beam": config.beam, "constrained": config.constrained}
+    names = ("decoder", "beam", "constrained", "path", "scores")
+    options = {name: getattr(config, name) for name in names}
     if config.batch_inference:
         from pipelines.evaluation.inference import recommend_all
 
@@ -84,13 +105,15 @@ def run(config: Config) -> Result | None:
         cli.start_ray()
     result, about = evaluate(
         config.checkpoint, config.tables, config.sids, split=config.split, batch_size=config.batch_size,
-        shards=config.shards, device=config.device, options=options,
+        shards=config.shards, device=config.device, options=options, item_shift=config.item_shift,
     )  # fmt: skip
     place = record(result, about, config.tracking_uri)
     print(f"{result.model} on {result.split}: {result.examples:,} users, seed {result.seed}")
     print("  K       " + "".join(f"{k:>9}" for k in CUTOFFS))
     for metric in ("recall", "ndcg"):
         print(f"  {metric:<8}" + "".join(f"{result.metrics[f'{metric}@{k}']:9.4f}" for k in CUTOFFS))
+    for line in item_shift_lines(result.metrics):
+        print(line)
     print(
         f"  {result.users_per_s:,.0f} users/s on {result.device}; {result.skipped:,} requests without history left out"
     )

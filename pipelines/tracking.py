@@ -38,6 +38,9 @@ for chatty in ("mlflow", "alembic"):
 BATCH = 100
 """Metrics per request; MLflow takes at most 1000 metrics, 100 params and 100 tags."""
 
+WEIGHTS_TAG = "checkpoint.weights"
+"""Tag with the SHA-256 of the weights that were evaluated, by which a student's teacher is found."""
+
 
 @dataclass(frozen=True)
 class RunRef:

@@ -1,85 +1,93 @@
-"""The runs of an MLflow experiment side by side: one row per model and settings, seeds together."""
+"""The runs of an MLflow experiment side by side: one row per model and settings, seeds together.
+
+An evaluation with other options than the checkpoint's own, such as the teacher without the trie, is a row
+of its own. Below stand, where there is something to say, the students' non-inferiority to their teachers
+and the temporal item shift.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from models.tables import UserError
 from pipelines import tracking
+from pipelines.evaluation.noninferiority import MARGIN, non_inferiority
+from pipelines.evaluation.table import Table
 
 SHOWN = ("val/ndcg@10", "test/recall@5", "test/recall@10", "test/ndcg@5", "test/ndcg@10")
 """Metrics of the table, in order; those that no run has are left out."""
 
-OTHER = {"model.name", "fit.seed", "fit.log_every_steps", "fit.eval_batch_size", "fit.checkpoint_every_steps"}
-"""Params in which runs of one row may differ."""
+OTHER = {
+    "model.name", "model.teacher", "model.encoder", "fit.seed", "fit.log_every_steps", "fit.eval_batch_size",
+    "fit.checkpoint_every_steps",
+}  # fmt: skip
+"""Params in which runs of one row may differ; a teacher or an encoder is told by the hash of its weights."""
+
+EVALUATION = re.compile(r"(?P<split>val|test)(?:-(?P<options>.+?))?/(?P<metric>.+)")
+"""`test/ndcg@10`, or `test-beam-20/ndcg@10` where options were other than the checkpoint's."""
+
+
+@dataclass
+class Run:
+    """One training and one way of evaluating it."""
+
+    name: str
+    """Name of the MLflow run."""
+    seed: str
+    """Seed of the training."""
+    finished: bool
+    """Whether it has ended well."""
+    weights: str
+    """SHA-256 of the weights that were evaluated, or nothing."""
+    teacher: str
+    """SHA-256 of its teacher's weights, or nothing."""
+    metrics: dict[str, float]
+    """Metrics by name; validation is at the best epoch."""
 
 
 @dataclass
 class Row:
-    """Runs that differ in their seed alone."""
+    """Runs that differ in their seed alone, evaluated alike."""
 
-    name: str
-    """Names of the runs, those of one row shortened to what they share."""
     model: str
     """Name in the registry."""
+    options: str
+    """Options of the evaluation that differ from the checkpoint's, such as `beam-20`."""
+    runs: list[Run] = field(default_factory=list)
+    """Its runs, oldest first."""
     settings: dict[str, str] = field(default_factory=dict)
     """Params in which it differs from other rows of the same model."""
-    seeds: list[str] = field(default_factory=list)
-    """Seeds of its runs."""
-    values: dict[str, list[float]] = field(default_factory=dict)
-    """Metric -> one value per run that has it."""
-    unfinished: int = 0
-    """Runs that are not finished."""
+
+    @property
+    def name(self) -> str:
+        """What the names of the runs share, and the options of the evaluation."""
+        name = self.runs[0].name
+        for run in self.runs[1:]:
+            name = shared_name(name, run.name)
+        return f"{name} [{self.options}]" if self.options else name
+
+    def values(self, metric: str) -> list[float]:
+        """One value per run that has the metric."""
+        return [run.metrics[metric] for run in self.runs if metric in run.metrics]
+
+    def by_seed(self, metric: str) -> dict[str, float]:
+        """One value per seed: the newest run's."""
+        return {run.seed: run.metrics[metric] for run in self.runs if metric in run.metrics}
 
     def mean(self, metric: str) -> float:
         """Mean over the runs, or NaN."""
-        return statistics.fmean(self.values[metric]) if self.values.get(metric) else math.nan
+        values = self.values(metric)
+        return statistics.fmean(values) if values else math.nan
 
     def deviation(self, metric: str) -> float:
         """Sample standard deviation over the runs, or NaN for one run."""
-        values = self.values.get(metric, [])
+        values = self.values(metric)
         return statistics.stdev(values) if len(values) > 1 else math.nan
-
-
-@dataclass
-class Table:
-    """A comparison, to be printed."""
-
-    experiment: str
-    """Name of the experiment."""
-    header: list[str]
-    """Names of the columns."""
-    cells: list[list[str]]
-    """One list per row."""
-    notes: list[str]
-    """Lines under the table."""
-
-    def text(self) -> str:
-        """For the terminal: columns aligned."""
-        widths = [max(len(line[i]) for line in [self.header, *self.cells]) for i in range(len(self.header))]
-
-        def line(cells: Iterable[str]) -> str:
-            left = 2  # model and run are words, the rest are numbers
-            aligned = [
-                c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))
-            ]
-            return "  ".join(aligned).rstrip()
-
-        rule = "-" * len(line(self.header).ljust(sum(widths) + 2 * (len(widths) - 1)))
-        return "\n".join([self.experiment, line(self.header), rule, *map(line, self.cells), *self.notes])
-
-    def markdown(self) -> str:
-        """As a Markdown table with the notes below."""
-        align = ["---"] * 2 + ["---:"] * (len(self.header) - 2)
-        lines = [self.header, align, *([cell.replace("|", "\\|") for cell in row] for row in self.cells)]
-        body = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-        notes = "".join(f"\n{note}\n" for note in self.notes)
-        return f"### {self.experiment}\n\n{body}\n{notes}"
 
 
 def read_rows(uri: str, experiment: str) -> list[Row]:
@@ -90,7 +98,7 @@ def read_rows(uri: str, experiment: str) -> list[Row]:
         known = [e.name for e in client.search_experiments() if e.name != "Default"]
         there = f"there are {', '.join(known)}" if known else "it holds none"
         raise UserError(f"the experiment '{experiment}' is not at {uri}; {there}")
-    runs: list[Any] = []
+    runs: list = []
     token: str | None = None
     while True:
         page = client.search_runs([found.experiment_id], order_by=["attributes.start_time ASC"], page_token=token)
@@ -101,30 +109,44 @@ def read_rows(uri: str, experiment: str) -> list[Row]:
     rows: dict[tuple, Row] = {}
     params: dict[tuple, dict[str, str]] = {}
     for run in runs:
-        given = run.data.params
+        given, tags = run.data.params, run.data.tags
         if "model.name" not in given:
             continue
         alike = {key: value for key, value in given.items() if key not in OTHER and key.startswith(("model.", "fit."))}
-        tables = {key: value for key, value in run.data.tags.items() if key.startswith("table.")}
-        key = (given["model.name"], *sorted(alike.items()), *sorted(tables.items()))
-        row = rows.setdefault(key, Row(run.info.run_name, given["model.name"]))
-        params.setdefault(key, alike | tables)
-        row.name = shared_name(row.name, run.info.run_name)
-        row.seeds.append(given.get("fit.seed", ""))
-        row.unfinished += run.info.status != "FINISHED"
-        best = {
-            name.removeprefix("best/"): value for name, value in run.data.metrics.items() if name.startswith("best/")
-        }
-        measured = {name: value for name, value in run.data.metrics.items() if not name.startswith(("best/", "val/"))}
-        last = {name: value for name, value in run.data.metrics.items() if name.startswith("val/")}
-        for name, value in {**measured, **last, **{f"val/{name}": value for name, value in best.items()}}.items():
-            row.values.setdefault(tracking.shown_name(name), []).append(value)
+        alike |= {key: value for key, value in tags.items() if key.startswith("table.")}
+        for options, metrics in evaluations(run.data.metrics).items():
+            key = (given["model.name"], *sorted(alike.items()), options)
+            params[key] = alike
+            rows.setdefault(key, Row(given["model.name"], options)).runs.append(
+                Run(
+                    run.info.run_name, given.get("fit.seed", ""), run.info.status == "FINISHED",
+                    tags.get(tracking.WEIGHTS_TAG, ""), given.get("model.teacher_hash", ""), metrics,
+                )
+            )  # fmt: skip
     for key, row in rows.items():
         others = [p for other, p in params.items() if other[0] == key[0]]
         for name in sorted({name for p in others for name in p}):
             if len({p.get(name) for p in others}) > 1:
                 row.settings[name] = params[key].get(name, "none")
     return list(rows.values())
+
+
+def evaluations(logged: dict[str, float]) -> dict[str, dict[str, float]]:
+    """The metrics of a run for each set of options that it was evaluated with; '' are the checkpoint's own."""
+    found: dict[str, dict[str, float]] = {"": {}}
+    training: dict[str, float] = {}
+    for logged_name, value in logged.items():
+        name = tracking.shown_name(logged_name)
+        if evaluated := EVALUATION.fullmatch(name):
+            options = evaluated["options"] or ""
+            found.setdefault(options, {})[f"{evaluated['split']}/{evaluated['metric']}"] = value
+        elif not name.startswith("best/"):
+            training[name] = value
+    best = {name.removeprefix("best/"): value for name, value in logged.items() if name.startswith("best/")}
+    found[""] |= {f"val/{tracking.shown_name(name)}": value for name, value in best.items()}
+    if "epoch" in best:
+        training["val/epoch"] = best["epoch"]
+    return {options: {**training, **metrics} for options, metrics in found.items()}
 
 
 def shared_name(first: str, second: str) -> str:
@@ -137,8 +159,14 @@ def shared_name(first: str, second: str) -> str:
     return f"{common}*"
 
 
-def compare(uri: str, experiment: str, metric: str = "ndcg@10") -> Table:
-    """The table of an experiment, best first by `metric` on test, then on val."""
+def compare(uri: str, experiment: str, metric: str = "ndcg@10") -> list[Table]:
+    """The table of an experiment, best first by `metric` on test, then on val; and the tables below it."""
+    rows = ranked_rows(uri, experiment, metric)
+    return [runs_table(rows, experiment, metric), *non_inferiority_tables(rows, metric), *item_shift_tables(rows)]
+
+
+def ranked_rows(uri: str, experiment: str, metric: str) -> list[Row]:
+    """The rows, best first; UserError for an experiment without runs."""
     rows = read_rows(uri, experiment)
     if not rows:
         raise UserError(f"the experiment '{experiment}' at {uri} has no runs; train one with jobs.train")
@@ -147,19 +175,20 @@ def compare(uri: str, experiment: str, metric: str = "ndcg@10") -> Table:
         test, val = row.mean(f"test/{metric}"), row.mean(f"val/{metric}")
         return (-test if math.isfinite(test) else math.inf, -val if math.isfinite(val) else math.inf)
 
-    rows.sort(key=rank)
+    return sorted(rows, key=rank)
+
+
+def runs_table(rows: Sequence[Row], experiment: str, metric: str) -> Table:
+    """All rows with their metrics, sizes, times and users per second."""
     wanted = list(dict.fromkeys([f"val/{metric}", *SHOWN, f"test/{metric}"]))
-    metrics = [name for name in wanted if any(name in row.values for row in rows)]
-    others = sorted(
-        {name for row in rows for name in row.values if name.startswith("test-") and name.endswith(f"/{metric}")}
-    )
-    header = ["model", "run", "seeds", *metrics, *others, "users", "params", "epoch", "train s", "users/s"]
+    metrics = [name for name in wanted if any(row.values(name) for row in rows)]
+    header = ["model", "run", "seeds", *metrics, "users", "params", "epoch", "train s", "users/s"]
     cells = [
         [
             row.model,
             row.name,
-            str(len(set(row.seeds))),
-            *(figure(row, name) for name in metrics + others),
+            str(len({run.seed for run in row.runs})),
+            *(figure(row, name) for name in metrics),
             number(row, "test/examples"),
             number(row, "train/parameters"),
             number(row, "val/epoch"),
@@ -169,15 +198,67 @@ def compare(uri: str, experiment: str, metric: str = "ndcg@10") -> Table:
         for row in rows
     ]
     notes = ["val: at the best epoch. users: requests ranked on test over the full catalogue, one each."]
-    if any(len(row.seeds) > 1 for row in rows):
+    if any(row.options for row in rows):
+        notes.append("[...]: evaluated with these options in place of the checkpoint's own.")
+    if any(len({run.seed for run in row.runs}) > 1 for row in rows):
         notes.append("±: sample standard deviation over the runs of a row, which differ in their seed alone.")
     for row in rows:
+        if row.options:
+            continue
         if row.settings:
             shown = ", ".join(f"{name} {value[:12]}" for name, value in row.settings.items())
             notes.append(f"{row.name}: {shown}")
-        if row.unfinished:
-            notes.append(f"{row.name}: {row.unfinished} of {len(row.seeds)} runs not finished")
+        if unfinished := sum(not run.finished for run in row.runs):
+            notes.append(f"{row.name}: {unfinished} of {len(row.runs)} runs not finished")
     return Table(experiment, header, cells, notes)
+
+
+def non_inferiority_tables(rows: Sequence[Row], metric: str) -> list[Table]:
+    """Students beside each evaluation of their teacher, told by the hash of its weights; none without such pairs."""
+    name = f"test/{metric}"
+    cells = []
+    for student in rows:
+        taught_by = student.runs[0].teacher  # all runs of a row have the same
+        teachers = {
+            row.name: run.metrics[name]
+            for row in rows
+            for run in row.runs
+            if taught_by and run.weights == taught_by and name in run.metrics
+        }
+        values = student.by_seed(name)
+        for teacher, value in teachers.items() if values else ():
+            found = non_inferiority(list(values.values()), value)
+            mean = f"{found.mean:.4f}" + ("" if len(values) == 1 else f" ± {found.deviation:.4f}")
+            p = "needs 2 seeds" if len(values) == 1 else f"{found.p:.3f}{' †' if found.p < 0.05 else ''}"
+            cells.append([student.name, teacher, str(len(values)), mean, f"{value:.4f}", f"{found.difference:+.4f}", p])
+    if not cells:
+        return []
+    header = ["student", "teacher", "seeds", name, "teacher's", "difference", "p"]
+    notes = [
+        f"p: one-sided t-test over seeds that the student loses no more than {MARGIN:.0%} (App. C.4 of SID-MLP); "
+        f"† below 0.05: it does not."
+    ]
+    return [Table("Students and their teachers", header, cells, notes)]
+
+
+def item_shift_tables(rows: Sequence[Row]) -> list[Table]:
+    """NDCG@10 and Recall@10 on targets first seen late in the log; none where no run was so evaluated."""
+    measured = {name for row in rows for run in row.runs for name in run.metrics}
+    names = sorted({found[1] for name in measured if (found := re.fullmatch(r"test/(temporal\d+)/examples", name))})
+    there = [row for row in rows if any(row.values(f"test/{name}/examples") for name in names)]
+    if not there:
+        return []
+    header, cells = ["model", "run"], [[row.model, row.name] for row in there]
+    for name in names:
+        header += [f"{name} users", "recall@10", "ndcg@10"]
+        for row, line in zip(there, cells, strict=True):
+            line.append(number(row, f"test/{name}/examples"))
+            line += [figure(row, f"test/{name}/{metric}") for metric in ("recall@10", "ndcg@10")]
+    notes = [
+        "test users whose target was first interacted with, by anyone, after the timestamp by which 80% (90%) of all "
+        "interactions had happened (App. E.3 of SID-MLP)."
+    ]
+    return [Table("Temporal item shift", header, cells, notes)]
 
 
 def figure(row: Row, metric: str) -> str:

@@ -6,7 +6,6 @@ ranked `item_id`s and their scores.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from typing import Any
 
@@ -18,8 +17,9 @@ import torch
 
 from models import checkpoint, registry
 from models.fit import autocast, to_device
+from models.retrieval.teacher import weights_hash
 from models.setup import load_catalogue
-from models.tables import Manifest, Part, UserError, has_manifest, join, open_uri, read_manifest, read_table
+from models.tables import Manifest, Part, UserError, has_manifest, join, read_manifest, read_table
 from pipelines.data.tables import check_writable, commit, fingerprint, up_to_date, write_part
 from pipelines.evaluation.ranking import device_of, find_checkpoint, recommend_options
 from pipelines.training.run import absolute
@@ -119,7 +119,7 @@ def recommend_all(
     checkpoint.check(about, uri, catalogue.hashes)
     users = read_manifest(join(tables, "sequences"), "sequences").rows
     config = {"k": k, "users_per_part": users_per_part, "model": about.model, **chosen}
-    inputs = {**{name: value for name, value in about.hashes.items() if value}, "checkpoint": hash_of(uri)}
+    inputs = {**{name: value for name, value in about.hashes.items() if value}, "checkpoint": weights_hash(uri)}
     if has_manifest(output) and not overwrite:
         if up_to_date(output, fingerprint(config, inputs)):
             return read_manifest(output, "recommendations"), True
@@ -145,13 +145,3 @@ def recommend_all(
     made = [Part(**json.loads(row["part"])) for row in sorted(parts, key=lambda row: row["id"])]
     info = {"users": users, "k": k, "model": about.name, "checkpoint": uri}
     return commit(output, "recommendations", RECOMMENDATIONS, made, config=config, inputs=inputs, info=info), False
-
-
-def hash_of(uri: str) -> str:
-    """Hash of a checkpoint's weights."""
-    filesystem, path = open_uri(join(uri, checkpoint.WEIGHTS))
-    digest = hashlib.sha256()
-    with filesystem.open_input_stream(path) as stream:
-        while chunk := stream.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -6,7 +6,6 @@ With more than one shard, Ray tasks rank a part of the users each and send back 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import time
@@ -20,8 +19,9 @@ import torch
 from models import checkpoint, registry
 from models.checkpoint import Checkpoint
 from models.retrieval.metrics import CUTOFFS, add_sums
+from models.retrieval.teacher import weights_hash
 from models.setup import load_catalogue, means_of, score
-from models.tables import UserError, join, open_uri, read_manifest
+from models.tables import UserError, join, read_manifest
 from pipelines import tracking
 from pipelines.data.tables import write_file
 from pipelines.evaluation import item_shift as shift
@@ -95,11 +95,20 @@ def device_of(option: str) -> torch.device:
     return torch.device(option)
 
 
+def new_items_of(name: str, tables: str) -> shift.Subsets:
+    """The new items of the tables; UserError where the model `name` ranks no catalogue."""
+    entry = registry.find(name)
+    if not hasattr(entry.build, "recommend") or hasattr(entry.build, "measure"):
+        raise UserError(f"--item_shift looks at ranked catalogues and the model '{name}' ranks none; leave it out")
+    return shift.new_items(join(tables, "sequences"), read_manifest(join(tables, "items"), "items").rows)
+
+
 def rank_shard(
     uri: str, tables: str, sids: str | None, split: Any, batch_size: int, options: dict[str, Any], device: str,
-    threads: int, subsets: shift.Subsets, rank: int, world: int,
+    threads: int, subsets: shift.Subsets, shard: tuple[int, int],
 ) -> tuple[dict[str, Any], int, int, float]:  # fmt: skip
-    """(sums, requests, skipped, seconds in recommend) of every `world`-th user."""
+    """(sums, requests, skipped, seconds in recommend) of shard (rank, world): every `world`-th user."""
+    rank, world = shard
     if threads:
         torch.set_num_threads(threads)
     about = checkpoint.read(uri)
@@ -110,12 +119,13 @@ def rank_shard(
     model = model.to(where)
     history = registry.config_from_dict(about.model).max_history
     examples = entry.family.examples.load(
-        join(tables, "sequences"), split, unit="request", max_history=history, rank=rank, world=world
+        join(tables, "sequences"), split, unit=entry.family.eval_unit, max_history=history, rank=rank, world=world
     )
+    family = replace(entry.family, measure=partial(shift.measure, subsets=subsets)) if subsets else entry.family
     common: dict[str, Any] = {"batch_size": batch_size, "device": where, "options": options}
     if len(examples):
-        score(model, entry.family, examples, limit=min(batch_size, len(examples)), **common)  # warms up
-    sums, count, seconds = score(model, entry.family, examples, **common)
+        score(model, family, examples, limit=min(batch_size, len(examples)), **common)  # warms up
+    sums, count, seconds = score(model, family, examples, **common)
     return sums, count, examples.skipped, seconds
 
 
@@ -129,25 +139,30 @@ def evaluate(
     shards: int = 1,
     device: str = "auto",
     options: dict[str, Any] | None = None,
+    item_shift: bool = False,
 ) -> tuple[Result, Checkpoint]:
-    """Ranks and measures; `shards` above 1 needs Ray. Writes nothing."""
+    """Ranks and measures; `shards` above 1 needs Ray. Writes nothing.
+
+    With `item_shift` also the users whose target is a new item (`pipelines/evaluation/item_shift.py`).
+    """
     began = time.monotonic()
     if split not in SPLITS:
         raise UserError(f"--split is '{split}', it must be one of {', '.join(SPLITS)}")
     uri, tables, sids = find_checkpoint(uri), absolute(tables), absolute(sids) if sids else None
     about = checkpoint.read(uri)
     chosen = recommend_options(about.name, options or {})
+    subsets = new_items_of(about.name, tables) if item_shift else {}
     arguments = (uri, tables, sids, split, batch_size, chosen, device)
     if shards == 1:
-        parts = [rank_shard(*arguments, 0, 0, 1)]
+        parts = [rank_shard(*arguments, 0, subsets, (0, 1))]
     else:
         task = ray.remote(num_cpus=1, num_gpus=1 if device_of(device).type == "cuda" else 0)(rank_shard)
-        parts = ray.get([task.remote(*arguments, 1, rank, shards) for rank in range(shards)])
+        parts = ray.get([task.remote(*arguments, 1, subsets, (rank, shards)) for rank in range(shards)])
     count = sum(part[1] for part in parts)
     if count == 0:
         raise UserError(f"the split '{split}' of {tables} has no request with a history; choose another --split")
     total = add_sums(part[0] for part in parts)
-    metrics = means_of(registry.find(about.name))(total)
+    metrics = shift.means(total, subsets) if subsets else means_of(registry.find(about.name))(total)
     where = device_of(device)
     threads = torch.get_num_threads() if shards == 1 else shards
     label = torch.cuda.get_device_name() if where.type == "cuda" else f"cpu, {threads} threads"
@@ -189,6 +204,7 @@ def record(result: Result, about: Checkpoint, tracking_uri: str | None = None) -
         values = {f"{prefix}/{name}": value for name, value in result.metrics.items()}
         values |= {f"{prefix}/examples": result.examples, f"{prefix}/users_per_s": result.users_per_s}
         logger.log(values, about.step)
+        logger.tag(**{tracking.WEIGHTS_TAG: weights_hash(result.checkpoint)})
         tracking.log_json(run, asdict(result), os.path.basename(place))
     return place
 

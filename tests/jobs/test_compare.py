@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import pytest
 
-from jobs.compare import Config, run
+from jobs.compare import Config, parse, run
 from models.tables import UserError
 from pipelines import tracking
-from pipelines.evaluation.comparison import Table, shared_name
+from pipelines.data.tables import check_writable, commit, items_schema, write_part
+from pipelines.data.tokenize import TokenizerConfig, tokenize
+from pipelines.evaluation.comparison import compare, shared_name
+from pipelines.evaluation.pareto import Point, frontier
+from pipelines.evaluation.table import Table
 
 
 def test_text_is_aligned_and_markdown_whole() -> None:
@@ -48,6 +55,117 @@ def test_runs_with_other_settings_stay_apart(tmp_path: Path, capsys: pytest.Capt
     assert "| sasrec | wide |" in (tmp_path / "out/table.md").read_text()
     with pytest.raises(UserError, match="cannot write /proc/x"):
         run(Config("retrieval/x", uri, "/proc/x/table.md"))
+
+
+def log_run(uri: str, folder: Path, name: str, metrics: dict[str, float], seed: int = 42, **model: str) -> None:
+    """A run as a training and its evaluation leave it."""
+    weights = model.pop("weights", "")
+    config = {"model": {"name": name.rstrip("0123456789-"), **model}, "fit": {"seed": seed}}
+    run = tracking.open_run(uri, "retrieval/x", name, str(folder), config=config, hashes={"trie": "t"})
+    logger = tracking.Logger(run)
+    logger.log(metrics, 5)
+    logger.tag(**{tracking.WEIGHTS_TAG: weights or name})
+    logger.end()
+
+
+def evaluated(ndcg: float, speed: float, options: str = "") -> dict[str, float]:
+    return {f"test{options}/ndcg@10": ndcg, f"test{options}/users_per_s": speed, f"test{options}/examples": 100.0}
+
+
+@pytest.fixture
+def taught(tmp_path: Path) -> str:
+    """A teacher evaluated in two ways, three seeds of its student, the student of a teacher that is not here."""
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    teacher = {**evaluated(0.0330, 20), **evaluated(0.0323, 25, "-constrained-False")}
+    log_run(uri, tmp_path, "tiger", teacher, weights="abc")
+    for seed, value in [(42, 0.0333), (43, 0.0332), (44, 0.0331)]:
+        measured = {**evaluated(value, 300 + seed), "best/epoch": float(seed), "test/temporal80/examples": 7.0}
+        measured["test/temporal80/ndcg@10"] = value / 2
+        log_run(uri, tmp_path, f"sid_mlp-{seed}", measured, seed, teacher=f"/there/{seed}", teacher_hash="abc")
+    log_run(uri, tmp_path, "sid_mlp-7", evaluated(0.02, 290), 7, teacher="/gone", teacher_hash="other")
+    return uri
+
+
+def test_students_stand_beside_each_evaluation_of_their_own_teacher(taught: str) -> None:
+    runs, students, shift = compare(taught, "retrieval/x")
+    assert [row[1] for row in runs.cells] == ["sid_mlp-4*", "tiger", "tiger [constrained-False]", "sid_mlp-7"]
+    assert [row[-1] for row in runs.cells] == ["343", "20", "25", "290"]  # users per second
+    rows = {row[1]: row for row in students.cells}
+    assert set(rows) == {
+        "tiger",
+        "tiger [constrained-False]",
+    }  # by the hash, not the path; the other has no teacher here
+    published = rows["tiger [constrained-False]"]
+    assert published == [
+        "sid_mlp-4*", "tiger [constrained-False]", "3", "0.0332 ± 0.0001", "0.0323", "+0.0009", "0.001 †"
+    ]  # fmt: skip
+    assert rows["tiger"][-2:] == ["+0.0002", "0.006 †"]
+    assert [row[1:3] for row in shift.cells] == [["sid_mlp-4*", "7"]]
+    assert shift.cells[0][3:] == ["-", "0.0166 ± 0.0000"] or shift.cells[0][4] == "0.0166 ± 0.0001"
+
+
+def test_one_seed_is_no_test(tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    log_run(uri, tmp_path, "tiger", evaluated(0.03, 20), weights="abc")
+    for _ in range(2):  # the same seed twice is one seed
+        log_run(uri, tmp_path, "sid_mlp", evaluated(0.031, 300), 42, teacher_hash="abc")
+    _, students = compare(uri, "retrieval/x")
+    assert students.cells == [["sid_mlp", "tiger", "1", "0.0310", "0.0300", "+0.0010", "needs 2 seeds"]]
+
+
+def test_the_frontier_is_what_no_other_beats_in_both() -> None:
+    rng = np.random.default_rng(0)
+    points = [Point(str(i), "m", float(s), float(a)) for i, (s, a) in enumerate(rng.integers(1, 9, (40, 2)))]
+    points += [Point("twin", "m", 9.0, 9.0), Point("other twin", "m", 9.0, 9.0)]
+    unbeaten = {
+        (p.speed, p.accuracy)
+        for p in points
+        if not any(
+            q.speed >= p.speed and q.accuracy >= p.accuracy and (q.speed, q.accuracy) != (p.speed, p.accuracy)
+            for q in points
+        )
+    }
+    found = [(p.speed, p.accuracy) for p in frontier(points)]
+    assert set(found) == unbeaten
+    assert found == sorted(found)
+
+
+def test_the_picture_has_a_point_per_evaluated_row(taught: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run(Config("retrieval/x", taught, pareto=str(tmp_path / "new/pareto.svg")))
+    assert "4 points drawn" in capsys.readouterr().out
+    assert "constrained-False" in (tmp_path / "new/pareto.svg").read_text()
+    with pytest.raises(UserError, match=r"ends in one of \.png"):
+        run(Config("retrieval/x", taught, pareto="pareto.txt"))
+    with pytest.raises(UserError, match=r"no run of retrieval/x has recall@7 .* run jobs.evaluate first"):
+        run(Config("retrieval/x", taught, metric="recall@7", pareto="pareto.png"))
+
+
+def test_tokenizers_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folders = []
+    for name, codes in {"one": [[0, 0], [0, 0], [1, 0], [1, 1]], "two": [[0, 0], [0, 1], [1, 0], [1, 1]]}.items():
+        items = tmp_path / name / "items"
+        check_writable(str(items))
+        schema = items_schema()
+        columns = pa.table({"item_index": pa.array(range(4), pa.int32()), "item_id": list("abcd")}, schema=schema)
+        commit(str(items), "items", schema, [write_part(str(items), columns)], config={}, inputs={})
+        index = tmp_path / name / "index.json"
+        index.write_text(
+            json.dumps({item: [f"<a_{a}>", f"<b_{b}>"] for item, (a, b) in zip("abcd", codes, strict=True)})
+        )
+        folders.append(str(tmp_path / name / "sids"))
+        tokenize(str(items), folders[-1], TokenizerConfig("published", published=str(index)), say=lambda _: None)
+    run(parse("compare", ["--sids", folders[0], f"--sids={folders[1]}"]))
+    lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    one, two = ([cell.strip() for cell in line if cell] for line in lines[3:5])
+    assert one[:4] == [folders[0], "published", "4", "2 / 1.5 / 1.33"]  # with the conflict code
+    assert one[4:7] == ["2 / 2", "100% / 100%", "1.00 / 0.81"]
+    assert one[7:] == ["3", "0.5000", "2"]
+    assert two[3] == "2 / 2"
+    assert two[7:] == ["4", "0.0000", "1"]
+    with pytest.raises(UserError, match="is not a table"):
+        run(parse("compare", ["--sids", str(tmp_path)]))
+    with pytest.raises(UserError, match="neither experiment nor sids is given"):
+        parse("compare", [])
 
 
 def test_the_store_must_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from models.retrieval.data import Catalogue, Examples
 from models.setup import set_up
 from models.tables import UserError, read_manifest, read_table
 from pipelines import tracking
-from pipelines.evaluation.comparison import compare
+from pipelines.evaluation.comparison import compare, read_rows
 from pipelines.evaluation.inference import recommend_all
 from pipelines.evaluation.ranking import evaluate, record
 
@@ -93,7 +93,7 @@ def test_results_reach_the_training_run_and_the_comparison(world: World, capsys:
     assert metrics["test/examples"] == written["examples"] == 60
     assert metrics["test/users_per_s"] > 0
 
-    table = compare(world.uri, "retrieval/small")
+    (table,) = compare(world.uri, "retrieval/small")
     rows = {cells[1]: dict(zip(table.header, cells, strict=True)) for cells in table.cells}
     assert set(rows) == {"sasrec-*", "tiger"}  # two seeds are one row
     assert rows["sasrec-*"]["seeds"] == "2"
@@ -115,6 +115,9 @@ def test_another_decoder_is_recorded_beside_the_plain_one(world: World) -> None:
     assert place.endswith("evaluation-test-beam-6.json")
     metrics = tracking.connect(world.uri).get_run(about.tracking["run_id"]).data.metrics
     assert "test-beam-6/ndcg_at_10" in metrics
+    rows = {row.name: row for row in read_rows(world.uri, "retrieval/small")}
+    assert rows["tiger [beam-6]"].values("test/ndcg@10") == [result.metrics["ndcg@10"]]
+    assert rows["tiger [beam-6]"].values("test/ndcg@10") != rows["tiger"].values("test/ndcg@10")
 
 
 def test_mistakes_are_named(world: World, tmp_path: Path) -> None:

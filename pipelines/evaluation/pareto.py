@@ -1,0 +1,111 @@
+"""Accuracy against users per second, as a picture: who is better at what speed (Fig. 4 of SID-MLP).
+
+    python -m jobs.compare --experiment retrieval/DATASET --tracking_uri URI --pareto pareto.png
+
+A point is a row of the comparison with both figures measured on test; the line joins those that no other
+point beats in both. Speeds compare only where they were measured on the same machine, with the same batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
+
+from models.tables import UserError
+from pipelines.evaluation.comparison import Row
+
+FORMATS = (".png", ".svg", ".pdf")
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
+"""Of models, in order of their names; told apart by people who see colours differently (Tol's bright scheme)."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A row that has both figures."""
+
+    label: str
+    """Name of the row."""
+    model: str
+    """Name in the registry."""
+    speed: float
+    """Users per second on test."""
+    accuracy: float
+    """The metric on test, mean over seeds."""
+
+
+def points_of(rows: Sequence[Row], metric: str) -> list[Point]:
+    """The rows that were evaluated on test."""
+    return [
+        Point(row.name, row.model, row.mean("test/users_per_s"), row.mean(f"test/{metric}"))
+        for row in rows
+        if row.values("test/users_per_s") and row.values(f"test/{metric}")
+    ]
+
+
+def frontier(points: Sequence[Point]) -> list[Point]:
+    """Those that no other beats: none is both as fast and as accurate, and better in one. Slowest first."""
+    best: list[Point] = []
+    for point in sorted(points, key=lambda p: (-p.speed, -p.accuracy)):
+        if not best or point.accuracy > best[-1].accuracy:
+            best.append(point)
+    return best[::-1]
+
+
+def draw(rows: Sequence[Row], metric: str, path: str, title: str) -> int:
+    """Draws the rows to `path` and returns how many there are; UserError where none was evaluated on test."""
+    points = points_of(rows, metric)
+    if not points:
+        raise UserError(f"no run of {title} has {metric} and users per second on test; run jobs.evaluate first")
+    if Path(path).suffix not in FORMATS:
+        raise UserError(f"--pareto is {path}; give a name that ends in one of {', '.join(FORMATS)}")
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    colours = dict(zip(sorted({p.model for p in points}), COLOURS * len(points), strict=False))
+    line = frontier(points)
+    axes.plot([p.speed for p in line], [p.accuracy for p in line], color="#bbbbbb", zorder=1, linestyle="--")
+    for point in points:
+        axes.scatter(point.speed, point.accuracy, color=colours[point.model], s=60, zorder=2)
+    axes.set_xscale("log")
+    axes.margins(x=0.12, y=0.12)
+    axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
+    axes.grid(which="both", alpha=0.2)
+    axes.set_xlabel("users per second on test (log scale)")
+    axes.set_ylabel(f"test {metric}")
+    axes.set_title(f"{title}: dashed, the points that no other beats in both")
+    figure.draw_without_rendering()  # fixes the axes, on which the labels find their places
+    label(axes, points)
+    try:
+        Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=130)
+    except OSError as error:
+        raise UserError(f"cannot write {path} ({error.strerror}); choose another file") from error
+    return len(points)
+
+
+def label(axes: Axes, points: Sequence[Point]) -> None:
+    """Writes each name beside its point, at the first of a few places that overlaps no other and stays inside."""
+    renderer = axes.figure.canvas.get_renderer()  # type: ignore[attr-defined]
+    inside = axes.get_window_extent(renderer)
+    spots = [axes.transData.transform((p.speed, p.accuracy)) for p in points]
+    taken = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in spots]
+    for point in sorted(points, key=lambda p: -p.accuracy):
+        places = [(side, up) for up in (0, 12, -12, 24, -24, 36, -36) for side in ("left", "right")]
+        for side, up in places:
+            text = axes.annotate(
+                point.label, (point.speed, point.accuracy), xytext=(8 if side == "left" else -8, up),
+                textcoords="offset points", ha=side, va="center", fontsize=9,
+                arrowprops={"arrowstyle": "-", "color": "#bbbbbb", "lw": 0.6} if up else None,
+            )  # fmt: skip
+            box = text.get_window_extent(renderer)
+            fits = inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1
+            if (fits and not any(box.overlaps(other) for other in taken)) or (side, up) == places[-1]:
+                taken.append(box)
+                break
+            text.remove()
