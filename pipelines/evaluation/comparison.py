@@ -214,7 +214,10 @@ def runs_table(rows: Sequence[Row], experiment: str, metric: str) -> Table:
 
 
 def non_inferiority_tables(rows: Sequence[Row], metric: str) -> list[Table]:
-    """Students beside each evaluation of their teacher, told by the hash of its weights; none without such pairs."""
+    """Students beside each evaluation of their teacher, told by the hash of its weights; none without such pairs.
+
+    A student that was evaluated with other options than its own stands beside a teacher with the same alone.
+    """
     name = f"test/{metric}"
     cells = []
     for student in rows:
@@ -224,6 +227,7 @@ def non_inferiority_tables(rows: Sequence[Row], metric: str) -> list[Table]:
             for row in rows
             for run in row.runs
             if taught_by and run.weights == taught_by and name in run.metrics
+            if student.options in ("", row.options)
         }
         values = student.by_seed(name)
         for teacher, value in teachers.items() if values else ():

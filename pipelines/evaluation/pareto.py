@@ -15,6 +15,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
 from models.tables import UserError
@@ -23,6 +24,12 @@ from pipelines.evaluation.comparison import Row
 FORMATS = (".png", ".svg", ".pdf")
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
 """Of models, in order of their names; told apart by people who see colours differently (Tol's bright scheme)."""
+
+LINE = 13
+"""Points of height by which a label moves away where it would hide another."""
+
+STEPS = 14
+"""Such moves, up or down, at most."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,10 @@ def draw(rows: Sequence[Row], metric: str, path: str, title: str) -> int:
     axes = figure.subplots()
     colours = dict(zip(sorted({p.model for p in points}), COLOURS * len(points), strict=False))
     line = frontier(points)
-    axes.plot([p.speed for p in line], [p.accuracy for p in line], color="#bbbbbb", zorder=1, linestyle="--")
+    axes.plot(
+        [p.speed for p in line], [p.accuracy for p in line], color="#bbbbbb", zorder=1, linestyle="--",
+        drawstyle="steps-pre",
+    )  # fmt: skip
     for point in points:
         axes.scatter(point.speed, point.accuracy, color=colours[point.model], s=60, zorder=2)
     axes.set_xscale("log")
@@ -78,8 +88,9 @@ def draw(rows: Sequence[Row], metric: str, path: str, title: str) -> int:
     axes.grid(which="both", alpha=0.2)
     axes.set_xlabel("users per second on test (log scale)")
     axes.set_ylabel(f"test {metric}")
-    axes.set_title(f"{title}: dashed, the points that no other beats in both")
-    figure.draw_without_rendering()  # fixes the axes, on which the labels find their places
+    axes.set_title(f"{title}   (dashed: no other is both faster and better)", fontsize=11)
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # the labels find their places on axes that stay where they are
     label(axes, points)
     try:
         Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -96,14 +107,18 @@ def label(axes: Axes, points: Sequence[Point]) -> None:
     spots = [axes.transData.transform((p.speed, p.accuracy)) for p in points]
     taken = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in spots]
     for point in sorted(points, key=lambda p: -p.accuracy):
-        places = [(side, up) for up in (0, 12, -12, 24, -24, 36, -36) for side in ("left", "right")]
+        heights = sorted(range(-STEPS * LINE, STEPS * LINE + 1, LINE), key=abs)
+        places = [(side, up) for up in heights for side in ("left", "right")]
         for side, up in places:
+            line = {"arrowstyle": "-", "color": "#999999", "lw": 0.6, "relpos": (0.0 if side == "left" else 1.0, 0.5)}
             text = axes.annotate(
-                point.label, (point.speed, point.accuracy), xytext=(8 if side == "left" else -8, up),
-                textcoords="offset points", ha=side, va="center", fontsize=9,
-                arrowprops={"arrowstyle": "-", "color": "#bbbbbb", "lw": 0.6} if up else None,
+                point.label, (point.speed, point.accuracy), xytext=(9 if side == "left" else -9, up),
+                textcoords="offset points", ha=side, va="center", fontsize=9, zorder=3,
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
+                arrowprops=line if up else None,
             )  # fmt: skip
-            box = text.get_window_extent(renderer)
+            text.update_positions(renderer)
+            box = Text.get_window_extent(text, renderer)  # without the line to its point
             fits = inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1
             if (fits and not any(box.overlaps(other) for other in taken)) or (side, up) == places[-1]:
                 taken.append(box)
