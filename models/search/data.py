@@ -1,0 +1,329 @@
+"""What search models are built on and trained on: the catalogue with its text, and a user's requests as batches.
+
+    catalogue = SearchCatalogue.load("tables", "text")
+    examples = SearchExamples.load("tables/sequences", "train", unit="user", max_history=100)
+    batch = examples.collate(next(examples.batches(100)))
+
+A row is a history with all requests that it serves, so one encoder pass serves them all. Histories are
+slices of the user's behaviours, found when a batch is made. Candidates are flat over a batch: each knows its
+request, each request its row and how many of the row's behaviours lie before it.
+
+Shapes: `B` rows, `T` positions, `R` requests, `N` candidates, `F` features, `K` labels, `W` width of text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from models.retrieval.data import PAD, Examples, Split, Unit, hash_strings
+from models.tables import Manifest, UserError, iter_parts, join, read_manifest, read_table
+
+NO_QUERY = -1
+"""`query_index` of a behaviour or request without a query."""
+
+
+@dataclass(frozen=True)
+class SearchCatalogue:
+    """Items, queries, labels and features of a search log, and the text embeddings of a frozen encoder."""
+
+    num_items: int
+    """Items; `item_index` is dense from 0."""
+    num_queries: int
+    """Queries; `query_index` is dense from 0."""
+    labels: tuple[str, ...]
+    """Names of the K labels; GAUC is of the first."""
+    features: tuple[str, ...]
+    """Names of the F features of a candidate and of a behaviour."""
+    queries: Tensor
+    """(Q, W) float32: each query alone."""
+    items: Tensor
+    """(I, W) float32: each document alone."""
+    pairs: Tensor
+    """(P, W) float32: document and query together."""
+    pair_keys: Tensor
+    """(P,) int64, ascending: `pair_key` of each of them."""
+    joint: Tensor | None = None
+    """(P, W) float32: the encoder's [SEP] output over query and document, which has seen the document; or None."""
+    feature_mean: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """(F,) mean over train candidates."""
+    feature_std: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """(F,) standard deviation over train candidates; 1 for a constant."""
+    hashes: dict[str, str] = field(default_factory=dict)
+    """Hashes of the tables it comes from."""
+
+    @classmethod
+    def load(cls, tables: str, text: str | None) -> Self:
+        """Reads what jobs.prepare made at `tables` and jobs.encode at `text`.
+
+        Raises UserError where they do not belong together.
+        """
+        if text is None:
+            raise UserError("search models read text; give --text with the folder that jobs.encode made")
+        sequences = search_manifest(join(tables, "sequences"))
+        made = {name: read_manifest(join(tables, name), name) for name in ("items", "queries")}
+        parts = {name: read_manifest(join(text, name)) for name in ("items", "queries", "pairs")}
+        if parts["pairs"].inputs.get("sequences") != sequences.hash:
+            raise UserError(f"the text of {text} was made from other tables than {tables}; run jobs.encode again")
+        items, queries = made["items"].rows, made["queries"].rows
+        pairs = read_table(join(text, "pairs"))
+        key = pair_key(as_numpy(pairs["item_index"]), as_numpy(pairs["query_index"]), queries)
+        order = np.argsort(key, kind="stable")
+        vectors = {
+            name: vectors_of(read_table(join(text, name)), "embedding", number, join(text, name))
+            for name, number in (("items", items), ("queries", queries))
+        }
+        vectors["pairs"] = vectors_of(pairs, "embedding", len(key), join(text, "pairs"))[order]
+        if len({matrix.shape[1] for matrix in vectors.values()}) > 1:
+            widths = ", ".join(f"{name} {matrix.shape[1]}" for name, matrix in vectors.items())
+            raise UserError(f"the text of {text} has several widths ({widths}); run jobs.encode again")
+        joint = "joint" in pairs.column_names
+        hashes = {"sequences": sequences.hash, **{name: manifest.hash for name, manifest in made.items()}}
+        mean, std = feature_scale(join(tables, "sequences"), len(sequences.info["features"]))
+        return cls(
+            num_items=items,
+            num_queries=queries,
+            labels=tuple(sequences.info["labels"]),
+            features=tuple(sequences.info["features"]),
+            **vectors,
+            pair_keys=torch.from_numpy(key[order]),
+            joint=vectors_of(pairs, "joint", len(key), join(text, "pairs"))[order] if joint else None,
+            feature_mean=mean,
+            feature_std=std,
+            hashes=hashes | {f"text_{name}": manifest.hash for name, manifest in parts.items()},
+        )
+
+
+def search_manifest(uri: str) -> Manifest:
+    """The manifest of sequences of kind `search`."""
+    manifest = read_manifest(uri, "sequences")
+    kind = manifest.info.get("kind", "retrieval")
+    if kind != "search":
+        raise UserError(f"{uri} holds sequences of kind '{kind}'; search models need 'search' (prepare: kind: search)")
+    return manifest
+
+
+def pair_key(item: Any, query: Any, num_queries: int) -> Any:
+    """One int64 for an item and a query; works on arrays and tensors."""
+    return item * (num_queries + 1) + query + 1
+
+
+def as_numpy(column: pa.ChunkedArray) -> NDArray[np.int64]:
+    return column.to_numpy().astype(np.int64)
+
+
+def vectors_of(table: pa.Table, column: str, rows: int, name: str) -> Tensor:
+    """(rows, W) float32 of a fixed-size list column; a table of one key must be in the key's dense order."""
+    if len(table) != rows:
+        raise UserError(f"{name} has {len(table)} rows where {rows} are expected; run jobs.encode again")
+    keys = [key for key in ("item_index", "query_index") if key in table.column_names]
+    if len(keys) == 1 and not np.array_equal(as_numpy(table[keys[0]]), np.arange(rows)):
+        raise UserError(f"{name}: {keys[0]} is not dense and sorted from 0; run jobs.encode again")
+    values = table[column].combine_chunks()
+    return torch.from_numpy(values.flatten().to_numpy().reshape(rows, values.type.list_size).astype(np.float32))
+
+
+def feature_scale(uri: str, features: int) -> tuple[Tensor, Tensor]:
+    """(mean, standard deviation), each (F,), over the train candidates of the first part that has some."""
+    for table in iter_parts(uri, "sequences", ["requests"]):
+        requests = table["requests"].combine_chunks().flatten()
+        train = requests.filter(pc.equal(pc.struct_field(requests, "split"), "train"))
+        values = pc.struct_field(train, "features").flatten().to_numpy().reshape(-1, max(1, features))[:, :features]
+        if len(values):
+            found = torch.from_numpy(values.astype(np.float64))
+            std = found.std(0, correction=0)
+            return found.mean(0).float(), torch.where(std > 1e-6, std, 1.0).float()
+    raise UserError(f"{uri} has no train request; check the split of jobs.prepare")
+
+
+class SearchExamples(Examples):
+    """The requests of one split, in rows that share a history.
+
+    `request`: every request sees exactly the latest `max_history` behaviours before it; requests whose
+    histories begin at the same behaviour (all of a user with at most `max_history`) share a row.
+    `user`: of longer histories windows begin at multiples of half of `max_history`, so that far fewer passes
+    serve all requests, each with between half and all of `max_history` behaviours before it.
+
+    Requests with an empty history are kept, as a search has its query. Only requests of the split and
+    behaviours before them are read.
+    """
+
+    @classmethod
+    def load(
+        cls,
+        sequences_uri: str,
+        split: Split,
+        *,
+        unit: Unit = "user",
+        max_history: int = 1000,
+        rank: int = 0,
+        world: int = 1,
+    ) -> Self:
+        """The users of this rank: every `world`-th row of the table from row `rank` on."""
+        if split not in ("train", "val", "test"):
+            raise UserError(f"search has no split '{split}'; choose train, val or test")
+        info = search_manifest(sequences_uri).info
+        labels = [f"label_{name}" for name in info["labels"]]
+        self = cls(unit, max_history, rank, world)
+        self.rows_per_rank, self.skipped = np.zeros(world, np.int64), 0
+        parts: list[dict[str, NDArray]] = []
+        users = mine = behaviours = candidates = requests = 0
+        columns = ["user_id", "item_index", "timestamp_ms", "query_index", "features", "requests"]
+        for table in iter_parts(sequences_uri, "sequences", columns):
+            if table.num_rows == 0:
+                continue
+            part = read_part(table, labels, len(info["features"]))
+            row = np.arange(users, users + table.num_rows)
+            chosen = np.flatnonzero(part["split"] == split)
+            owner, end = part["owner"][chosen], part["end"][chosen]
+            begin = self._begin(end)
+            first = np.ones(len(chosen), bool)
+            first[1:] = (owner[1:] != owner[:-1]) | (begin[1:] != begin[:-1])
+            self.rows_per_rank += np.bincount(row[owner[first]] % world, minlength=world)
+            my_user = row % world == rank
+            my = my_user[owner]
+            my_behaviour = np.repeat(my_user, part["lengths"])
+            counts = part["counts"][chosen][my]
+            flat = runs(part["candidate_start"][chosen][my], counts)
+            parts.append(
+                {
+                    **{name: part[name][my_behaviour] for name in ("item", "time", "query", "history_features")},
+                    "user_start": behaviours + starts(part["lengths"][my_user]),
+                    "user_hash": hash_strings(table["user_id"].combine_chunks())[my_user],
+                    "user_row": row[my_user],
+                    "owner": (np.cumsum(my_user) - 1 + mine)[owner[my]],
+                    "end": end[my],
+                    "begin": begin[my],
+                    "first": first[my],
+                    "request": requests + chosen[my],
+                    "request_query": part["request_query"][chosen][my],
+                    "request_time": part["request_time"][chosen][my],
+                    "counts": counts,
+                    "candidate_start": candidates + starts(counts),
+                    **{name: part[name][flat] for name in ("candidate", "position", "labels", "features")},
+                }
+            )
+            users += table.num_rows
+            mine += int(my_user.sum())
+            behaviours += int(my_behaviour.sum())
+            requests += len(part["end"])
+            candidates += len(flat)
+        if not parts:
+            raise UserError(f"{sequences_uri} has no users; check the filters of jobs.prepare")
+        self.columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        self._owner, self._end = self.columns["owner"], self.columns["end"]
+        self._first = np.flatnonzero(self.columns["first"])
+        self._count = np.diff(np.append(self._first, len(self._end)))
+        self._row_end = np.maximum.reduceat(self._end, self._first) if len(self._first) else self._end[:0]
+        self.lengths = self._row_end - self.columns["begin"][self._first]
+        return self
+
+    columns: dict[str, NDArray]
+    """Of this rank: flat arrays by behaviour, user, request and candidate."""
+
+    def _begin(self, end: NDArray) -> NDArray[np.int64]:
+        """First behaviour of the row that serves a request with `end` behaviours before it."""
+        stride = 1 if self.unit == "request" else max(1, self.max_history // 2)
+        return -(-np.maximum(end - self.max_history, 0) // stride) * stride
+
+    def collate(self, rows: NDArray[np.int64]) -> dict[str, Tensor]:
+        """The rows as tensors, histories right-padded with -1 to their own longest.
+
+        By row: history (B, T) item_index, history_query (B, T), history_time (B, T) ms, history_features
+        (B, T, F), history_length (B,), user (B,) hash of the id, user_row (B,). By request: request_row (R,),
+        request_end (R,) behaviours of the row before it, request_query (R,), request_time (R,) ms, request (R,)
+        its number in the table. By candidate: candidate (N,) item_index, candidate_request (N,),
+        candidate_position (N,), labels (N, K) bool, features (N, F).
+        """
+        c = self.columns
+        first, count, length = self._first[rows], self._count[rows], self.lengths[rows]
+        user, begin = self._owner[first], c["begin"][first]
+        place = np.arange(max(1, int(length.max(initial=1))))
+        inside = place < length[:, None]
+        index = np.where(inside, (c["user_start"][user] + begin)[:, None] + place, 0)
+
+        def history(name: str, empty: int) -> NDArray:
+            values = c[name][index] if len(c[name]) else np.zeros((*index.shape, *c[name].shape[1:]), c[name].dtype)
+            return np.where(inside.reshape(inside.shape + (1,) * (values.ndim - 2)), values, empty)
+
+        request = runs(first, count)
+        counts = c["counts"][request]
+        candidate = runs(c["candidate_start"][request], counts)
+        batch = {
+            "history": history("item", PAD),
+            "history_query": history("query", NO_QUERY),
+            "history_time": history("time", 0),
+            "history_length": length,
+            "user": c["user_hash"][user],
+            "user_row": c["user_row"][user],
+            "request_row": np.repeat(np.arange(len(rows)), count),
+            "request_end": self._end[request] - np.repeat(begin, count),
+            "request_query": c["request_query"][request],
+            "request_time": c["request_time"][request],
+            "request": c["request"][request],
+            "candidate": c["candidate"][candidate],
+            "candidate_request": np.repeat(np.arange(len(request)), counts),
+            "candidate_position": c["position"][candidate],
+        }
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(value, np.int64)) for name, value in batch.items()}
+        tensors["history_features"] = torch.from_numpy(history("history_features", 0))
+        tensors["labels"] = torch.from_numpy(c["labels"][candidate])
+        tensors["features"] = torch.from_numpy(c["features"][candidate])
+        return tensors
+
+
+def starts(lengths: NDArray) -> NDArray[np.int64]:
+    """Where each of consecutive runs of these lengths begins."""
+    return np.cumsum(lengths, dtype=np.int64) - lengths
+
+
+def runs(begin: NDArray, lengths: NDArray) -> NDArray[np.int64]:
+    """begin[0], begin[0] + 1, ... for lengths[0] numbers, then the same for the next."""
+    return np.arange(int(lengths.sum())) + np.repeat(begin - starts(lengths), lengths)
+
+
+def read_part(table: pa.Table, labels: list[str], features: int) -> dict[str, NDArray]:
+    """Flat arrays of one part: of its behaviours, its requests and their candidates."""
+    items = table["item_index"].combine_chunks()
+    lists = table["requests"].combine_chunks()
+    requests = lists.flatten()
+    per_user = pc.list_value_length(lists).to_numpy().astype(np.int64)
+    shown = pc.struct_field(requests, "candidates")
+    counts = pc.list_value_length(shown).to_numpy().astype(np.int64)
+
+    def flat(column: str) -> NDArray[np.int64]:
+        return table[column].combine_chunks().flatten().to_numpy().astype(np.int64)
+
+    def of_request(name: str) -> NDArray[np.int64]:
+        return pc.struct_field(requests, name).to_numpy().astype(np.int64)
+
+    def of_candidate(name: str) -> NDArray:
+        values = pc.struct_field(requests, name).flatten()
+        return values.to_numpy(zero_copy_only=not pa.types.is_boolean(values.type))
+
+    vectors = table["features"].combine_chunks().flatten().flatten().to_numpy()
+    return {
+        "lengths": pc.list_value_length(items).to_numpy().astype(np.int64),
+        "item": items.flatten().to_numpy(),
+        "time": flat("timestamp_ms"),
+        "query": flat("query_index").astype(np.int32),
+        "history_features": vectors.astype(np.float32).reshape(len(items.flatten()), features),
+        "owner": np.repeat(np.arange(len(per_user)), per_user),
+        "end": of_request("history_end"),
+        "split": pc.struct_field(requests, "split").to_numpy(zero_copy_only=False),
+        "request_query": of_request("query_index"),
+        "request_time": of_request("timestamp_ms"),
+        "counts": counts,
+        "candidate_start": starts(counts),
+        "candidate": shown.flatten().to_numpy(),
+        "position": of_candidate("positions"),
+        "labels": np.stack([of_candidate(name) for name in labels], 1),
+        "features": of_candidate("features").astype(np.float32).reshape(int(counts.sum()), features),
+    }

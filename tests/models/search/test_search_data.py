@@ -1,0 +1,145 @@
+"""Search batches: each request with its own past and candidates, as a slow reading of the table says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from models.search.data import SearchCatalogue, SearchExamples, pair_key
+from models.tables import UserError, join, read_table
+from tests.search_tables import FEATURES, LABELS, WIDTH, request, write_tables
+
+
+def seen(batch: dict[str, torch.Tensor]) -> dict[int, dict]:
+    """By request number: what a batch says of it."""
+    found = {}
+    for r, number in enumerate(batch["request"].tolist()):
+        row, end = int(batch["request_row"][r]), int(batch["request_end"][r])
+        mine = batch["candidate_request"] == r
+        found[number] = {
+            "user_row": int(batch["user_row"][row]),
+            "history": batch["history"][row, :end].tolist(),
+            "queries": batch["history_query"][row, :end].tolist(),
+            "times": batch["history_time"][row, :end].tolist(),
+            "past": batch["history_features"][row, :end],
+            "query": int(batch["request_query"][r]),
+            "time": int(batch["request_time"][r]),
+            "candidates": batch["candidate"][mine].tolist(),
+            "positions": batch["candidate_position"][mine].tolist(),
+            "labels": batch["labels"][mine].tolist(),
+            "features": batch["features"][mine],
+        }
+    return found
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize(("unit", "limit"), [("request", 100), ("request", 4), ("user", 4), ("user", 100)])
+def test_batches_hold_what_the_table_says(search, split, unit, limit):
+    uri = join(search[0], "sequences")
+    examples = SearchExamples.load(uri, split, unit=unit, max_history=limit)
+    found = {}
+    for rows in examples.batches(7):
+        batch = examples.collate(rows)
+        assert batch["history"].shape[1] <= limit
+        padding = torch.arange(batch["history"].shape[1]) >= batch["history_length"][:, None]
+        assert (batch["history"][padding] == -1).all()
+        assert (batch["history_query"][padding] == -1).all()
+        assert (batch["history_features"][padding] == 0).all()
+        found |= seen(batch)
+    number, wanted = -1, 0
+    for row, user in enumerate(read_table(uri).to_pylist()):
+        for asked in user["requests"]:
+            number += 1
+            if asked["split"] != split:
+                assert number not in found
+                continue
+            wanted += 1
+            got, end = found[number], asked["history_end"]
+            kept = len(got["history"])
+            if unit == "request" or end <= limit:
+                assert kept == min(end, limit)  # exactly the latest
+            assert min(end, limit // 2) <= kept <= limit
+            begin = end - kept
+            assert got["history"] == user["item_index"][begin:end]
+            assert got["queries"] == user["query_index"][begin:end]
+            assert got["times"] == user["timestamp_ms"][begin:end]
+            assert all(time < asked["timestamp_ms"] for time in got["times"])
+            want = np.array(user["features"][begin:end], np.float32).reshape(kept, len(FEATURES))
+            assert np.array_equal(got["past"], want)
+            assert (got["user_row"], got["query"], got["time"]) == (row, asked["query_index"], asked["timestamp_ms"])
+            assert got["candidates"] == asked["candidates"]
+            assert got["positions"] == asked["positions"]
+            labels = [asked[f"label_{name}"] for name in LABELS]
+            assert got["labels"] == [list(pair) for pair in zip(*labels, strict=True)]
+            assert got["features"].flatten().tolist() == asked["features"]
+    assert len(found) == wanted == examples.requests
+
+
+def test_one_row_serves_all_requests_of_a_user_with_a_short_history(search):
+    examples = SearchExamples.load(join(search[0], "sequences"), "train", unit="user", max_history=100)
+    assert len(examples) == 40
+    assert examples.requests == 320
+    longer = SearchExamples.load(join(search[0], "sequences"), "train", unit="request", max_history=4)
+    windows = SearchExamples.load(join(search[0], "sequences"), "train", unit="user", max_history=4)
+    assert 40 < len(windows) < len(longer) < longer.requests
+
+
+def test_workers_share_out_the_users(search):
+    uri = join(search[0], "sequences")
+    whole = SearchExamples.load(uri, "train", max_history=4)
+    parts = [SearchExamples.load(uri, "train", max_history=4, rank=rank, world=3) for rank in range(3)]
+    found = [
+        {n: (v["user_row"], v["history"]) for rows in e.batches(5) for n, v in seen(e.collate(rows)).items()}
+        for e in (whole, *parts)
+    ]
+    assert {k: v for part in found[1:] for k, v in part.items()} == found[0]
+    assert sum(map(len, found[1:])) == len(found[0])
+    assert {part.steps(5) for part in parts} == {-(-max(map(len, parts)) // 5)}
+    assert parts[0].rows_per_rank.tolist() == [len(part) for part in parts]
+
+
+def test_an_empty_history_keeps_its_requests(search):
+    examples = SearchExamples.load(join(search[0], "sequences"), "test", max_history=10)
+    batch = examples.collate(np.arange(len(examples)))
+    row = batch["user_row"].tolist().index(0)
+    assert batch["history_length"][row] == 0
+    alone = examples.collate(np.array([row]))
+    assert alone["history"].tolist() == [[-1]]
+    assert alone["request_end"].tolist() == [0]
+    assert len(alone["candidate"]) == 6
+
+
+def test_a_table_in_which_nobody_clicked(tmp_path):
+    asked = [request(5, 0, 0, split, [0, 1], [False, False], np.zeros((2, 6))) for split in ("train", "val")]
+    empty = {"item_index": [], "timestamp_ms": [], "query_index": [], "position": [], "features": []}
+    tables, text = write_tables(tmp_path, [{"user_id": "u", **empty, "requests": asked}], 2, 1)
+    batch = SearchExamples.load(join(tables, "sequences"), "train").collate(np.array([0]))
+    assert batch["history_features"].shape == (1, 1, 6)
+    assert SearchCatalogue.load(tables, text).feature_std.tolist() == [1.0] * 6
+
+
+def test_the_catalogue_reads_text_and_scale(search):
+    catalogue = SearchCatalogue.load(*search)
+    assert (catalogue.num_items, catalogue.num_queries) == (24, 8)
+    assert (catalogue.labels, catalogue.features) == (LABELS, FEATURES)
+    assert catalogue.pairs.shape == catalogue.joint.shape == (24 * 9, WIDTH)
+    place = torch.searchsorted(catalogue.pair_keys, torch.tensor(pair_key(5, 3, 8)))
+    assert torch.allclose(catalogue.pairs[place], (catalogue.items[5] + catalogue.queries[3]) / 2)
+    train = [
+        asked["features"] for user in read_table(join(search[0], "sequences")).to_pylist()
+        for asked in user["requests"] if asked["split"] == "train"
+    ]  # fmt: skip
+    values = np.array(train).reshape(-1, len(FEATURES))
+    assert np.allclose(catalogue.feature_mean, values.mean(0), atol=1e-5)
+    assert np.allclose(catalogue.feature_std, values.std(0), atol=1e-5)
+
+
+def test_tables_that_do_not_belong_are_refused(search, tmp_path):
+    with pytest.raises(UserError, match="give --text"):
+        SearchCatalogue.load(search[0], None)
+    other, _ = write_tables(tmp_path, [], 2, 1)
+    with pytest.raises(UserError, match=r"made from other tables .*; run jobs.encode again"):
+        SearchCatalogue.load(other, search[1])
+    with pytest.raises(UserError, match="no split 'next'"):
+        SearchExamples.load(join(search[0], "sequences"), "next")

@@ -1,0 +1,124 @@
+"""Small search tables for tests: clicks follow the query's topic and the user's taste; with text that tells both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from models.tables import join
+from tests.training_tables import write
+
+WIDTH = 8
+FEATURES = ("pair_ctr_7d", "item_exposures_7d", "query_searches_7d", "pair_gap", "position", "hour_sin")
+LABELS = ("click", "purchase")
+
+
+def lists(kind: pa.DataType) -> pa.DataType:
+    return pa.list_(pa.field("item", kind))
+
+
+SCHEMA = pa.schema(
+    [
+        ("user_id", pa.string()),
+        ("item_index", lists(pa.int32())),
+        ("timestamp_ms", lists(pa.int64())),
+        ("query_index", lists(pa.int32())),
+        ("position", lists(pa.int32())),
+        ("features", lists(pa.list_(pa.float32(), len(FEATURES)))),
+        (
+            "requests",
+            lists(
+                pa.struct(
+                    [
+                        ("timestamp_ms", pa.int64()),
+                        ("query_index", pa.int32()),
+                        ("history_end", pa.int32()),
+                        ("split", pa.string()),
+                        ("candidates", lists(pa.int32())),
+                        ("positions", lists(pa.int32())),
+                        *((f"label_{name}", lists(pa.bool_())) for name in LABELS),
+                        ("features", lists(pa.float32())),
+                    ]
+                )
+            ),
+        ),
+    ]
+)
+
+
+def request(time: int, query: int, end: int, split: str, shown: list[int], clicks: list[bool], features: Any) -> dict:
+    """One request as the table holds it; every second click is a purchase."""
+    bought = [click and item % 2 == 0 for click, item in zip(clicks, shown, strict=True)]
+    return {
+        "timestamp_ms": time, "query_index": query, "history_end": end, "split": split, "candidates": shown,
+        "positions": list(range(len(shown))), "label_click": clicks, "label_purchase": bought,
+        "features": np.asarray(features, np.float32).ravel().tolist(),
+    }  # fmt: skip
+
+
+def write_text(folder: str, sequences: str, items: np.ndarray, queries: np.ndarray, joint: bool = False) -> None:
+    """TEXT of these vectors; a pair is the mean of its two, its joint form leans to the document."""
+    count = len(items) * (len(queries) + 1)
+    item, query = np.divmod(np.arange(count), len(queries) + 1)
+    query = query - 1
+    mixed = (items[item] + np.where(query[:, None] >= 0, queries[query], 0)) / 2
+    keys = {"items": {"item_index": np.arange(len(items))}, "queries": {"query_index": np.arange(len(queries))}}
+    keys["pairs"] = {"item_index": item, "query_index": query}
+    for name, vectors in {"items": items, "queries": queries, "pairs": mixed}.items():
+        columns: dict[str, Any] = {key: pa.array(values.astype(np.int32)) for key, values in keys[name].items()}
+        columns["embedding"] = pa.FixedSizeListArray.from_arrays(pa.array(vectors.astype(np.float32).ravel()), WIDTH)
+        if joint and name == "pairs":
+            seen = (2 * items[item] + vectors).astype(np.float32)
+            columns["joint"] = pa.FixedSizeListArray.from_arrays(pa.array(seen.ravel()), WIDTH)
+        write(join(folder, name), "embeddings", pa.table(columns), {"encoder": "test"}, {"sequences": sequences})
+
+
+def write_tables(folder: Path, rows: list[dict], items: int, queries: int, joint: bool = False) -> tuple[str, str]:
+    """TABLES and TEXT with these rows of `sequences`; item i and query q have topics i % 4 and q % 4."""
+    tables, text = str(folder / "tables"), str(folder / "text")
+    rng = np.random.default_rng(0)
+    names = {"items": ("item_index", "item_id", items), "queries": ("query_index", "query", queries)}
+    for name, (index, word, count) in names.items():
+        values = {index: np.arange(count, dtype=np.int32), word: [f"{word}-{i:03d}" for i in range(count)]}
+        write(join(tables, name), name, pa.table(values), {}, {})
+    info = {"kind": "search", "labels": list(LABELS), "features": list(FEATURES), "dataset": "search-test"}
+    made = write(join(tables, "sequences"), "sequences", pa.Table.from_pylist(rows, SCHEMA), info, {})
+    topics = rng.standard_normal((4, WIDTH))
+    vectors = [topics[np.arange(n) % 4] + 0.1 * rng.standard_normal((n, WIDTH)) for n in (items, queries)]
+    write_text(text, made.hash, vectors[0], vectors[1], joint)
+    return tables, text
+
+
+def write_search(
+    folder: Path, users: int = 40, requests: int = 10, shown: int = 6, items: int = 24, queries: int = 8, seed: int = 0,
+    joint: bool = False,
+) -> tuple[str, str]:  # fmt: skip
+    """A log in which a user clicks what has the query's topic, mostly; the last two requests are val and test.
+
+    User 0 never clicks, so that one history is empty; requests without and with clicks only occur.
+    """
+    rng = np.random.default_rng(seed)
+    rows = []
+    for user in range(users):
+        past: list[tuple[int, int, int, int, np.ndarray]] = []
+        searches = []
+        for number in range(requests):
+            time, query = 1000 * (number + 1) + user, int(rng.integers(-1, queries))
+            candidates = rng.choice(items, shown, replace=False).tolist()
+            features = rng.random((shown, len(FEATURES))).astype(np.float32)
+            fits = [query >= 0 and item % 4 == query % 4 for item in candidates]
+            clicks = [bool(user and rng.random() < (0.9 if fit else 0.05)) for fit in fits]
+            split = {requests - 2: "val", requests - 1: "test"}.get(number, "train")
+            searches.append(request(time, query, len(past), split, candidates, clicks, features))
+            past += [
+                (item, time, query, place, features[place])
+                for place, (item, click) in enumerate(zip(candidates, clicks, strict=True)) if click
+            ]  # fmt: skip
+        columns = list(zip(*past, strict=True)) if past else [()] * 5
+        names = ("item_index", "timestamp_ms", "query_index", "position", "features")
+        row = {name: list(column) for name, column in zip(names, columns, strict=True)}
+        rows.append({"user_id": f"user-{user:03d}", **row, "requests": searches})
+    return write_tables(folder, rows, items, queries, joint)
