@@ -1,33 +1,31 @@
 """Raw files to the events table: read, validate, shuffle by user, sort, drop duplicates, write.
 
-Ray Data partitions and schedules; polars and numpy do the work on whole partitions. After this step
-every user is in exactly one part, sorted, so that each later step is one task per part.
+`python -m jobs.prepare` runs it. `shuffle.py` parts the rows; numpy, Arrow and polars do the work on whole
+partitions. After this step every user is in exactly one part, sorted, so that each later step is one
+task per part.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
-import ray.data
-from ray.data.context import ShuffleStrategy
+import ray
 
-from models.tables import Part, UserError, open_uri
-from pipelines.data.sources.base import Block, Source
+from models.tables import Part, open_uri
+from pipelines.data.shuffle import Shards, gather, scatter
+from pipelines.data.sources.base import Source
+from pipelines.data.survey import Arrays, arrays_of
 from pipelines.data.tables import write_part
-from pipelines.data.tasks import run_all
+from pipelines.data.tasks import run_all, run_tasks
 
-TALLY = -1  # user_key of a row that carries counts instead of an event
 BYTES_PER_PARTITION = 32 << 20  # of raw text; one partition then sorts in a few hundred MB
 EXPANSION = {"gz": 4, "zst": 4, "bz2": 6, "parquet": 6}  # bytes of text per byte of a compressed file
 
@@ -37,6 +35,11 @@ class Ingested:
     """What the step wrote, to be committed."""
 
     parts: list[Part] = field(default_factory=list)
+    """Of events, in the order of their first users."""
+    arrays: list[ray.ObjectRef] = field(default_factory=list)
+    """What `survey` needs to know of each of those parts."""
+    users: int = 0
+    """Users of all parts, added up."""
     rejects: list[Part] = field(default_factory=list)
     rows_read: int = 0
     duplicates: int = 0
@@ -69,31 +72,13 @@ def partitions_for(uris: list[str]) -> int:
     return max(1, -(-total // BYTES_PER_PARTITION))
 
 
-def user_keys(users: pa.Array | pa.ChunkedArray) -> np.ndarray:
-    """63-bit hashes of the user ids.
-
-    The shuffle goes by this integer and not by the id: Ray hashes keys with polars if it is there and
-    else with Python's `hash`, which for strings is another one in every process.
-    """
-    hashes = pl.Series(pl.from_arrow(users)).hash(seed=0).to_numpy()
-    return (hashes >> np.uint64(1)).astype(np.int64)
-
-
 def transit_schema(schema: pa.Schema, log_order: bool) -> pa.Schema:
-    """Columns that travel through the shuffle: the key, the event, and its place in the log if it counts."""
-    # Strings travel as they are, with 64-bit offsets: a partition may hold more than 2 GB of them, over
-    # Arrow's 32-bit limit. Dictionary-coding them first was measured on 1 million events and 32
+    """Columns that travel through the shuffle: the event, and its place in the log if it counts."""
+    # Strings travel as they are. Dictionary-coding them first was measured on 1 million events and 32
     # partitions: 0.17 s of processor time and 75 MB shuffled against 0.07 s and 63 MB, because every
     # shard carries the whole dictionary of its block; coding all but the user ids gained no time.
-    fields = [f.with_type(pa.large_string()) if f.type == pa.string() else f for f in schema]
     place = [pa.field("log_place", pa.int64())] if log_order else []
-    return pa.schema([pa.field("user_key", pa.int64()), *(f.with_nullable(True) for f in fields), *place])
-
-
-def _tally_row(tally: dict[str, Any]) -> pa.Table:
-    """Counts as a row of the data, so that they arrive exactly as often as the rows they count: once,
-    even if Ray runs the task twice."""
-    return pa.table({"user_key": [TALLY], "user_id": pa.array([json.dumps(tally)], pa.large_string())})
+    return pa.schema([*(f.with_nullable(True) for f in schema), *place])
 
 
 UNSET = {"request_id": "", "position": 0}  # value of a column that the log does not have; the others are null
@@ -111,63 +96,69 @@ def drop_unset(table: pa.Table) -> pa.Table:
 
 
 def restore_unset(table: pa.Table, transit: pa.Schema) -> pa.Table:
-    """With all columns of `transit` again. Where one block had a column and another had not, Ray's
-    concatenation has put nulls."""
+    """With all columns of `transit` again. Where one block had a column and another had not, concatenation
+    has put nulls."""
+    columns = []
     for wanted in transit:
+        unset = pa.scalar(UNSET.get(wanted.name), wanted.type)
         if wanted.name not in table.column_names:
-            unset = pa.scalar(UNSET.get(wanted.name), wanted.type)
-            table = table.append_column(wanted, pa.repeat(unset, table.num_rows))
-        elif wanted.name in UNSET and table[wanted.name].null_count:
-            index = table.column_names.index(wanted.name)
-            table = table.set_column(index, wanted, pc.fill_null(table[wanted.name], UNSET[wanted.name]))
-    return table.select(transit.names).cast(transit)
+            columns.append(pa.repeat(unset, table.num_rows))
+        else:
+            column = table[wanted.name]
+            columns.append(pc.fill_null(column, unset) if wanted.name in UNSET and column.null_count else column)
+    return pa.table(columns, schema=pa.schema([f.with_type(c.type) for f, c in zip(transit, columns, strict=True)]))
 
 
-class ReadError(UserError):
-    """A UserError of a raw file, in words that Ray's notes on retries are not added to."""
+@dataclass(frozen=True)
+class _Tally:
+    """What a block of a raw file held beside its events."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
-
-    def __str__(self) -> str:
-        return self.text
-
-
-def _blocks(source: Source, input_uri: str, file: str) -> Iterator[Block]:
-    try:
-        yield from source.read_events(input_uri, file)
-    except UserError as error:
-        raise ReadError(str(error)) from None
+    order: tuple[int, int]
+    """Number of the file, and of the block in it."""
+    rows_read: int
+    part: Part | None = None
+    """Of its rejects."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
 
 
 def _read(
-    batch: pa.Table, source: Source, input_uri: str, rejects_uri: str, schema: pa.Schema, log_order: bool
-) -> Iterator[pa.Table]:
-    """Streams raw files as shuffle-ready tables; writes their rejects."""
-    for number, file in zip(batch["number"].to_pylist(), batch["file"].to_pylist(), strict=True):
-        for sequence, block in enumerate(_blocks(source, input_uri, file)):
-            tally: dict[str, Any] = {"order": [number, sequence], "rows_read": block.rows_read}
-            if block.rejects.num_rows:
-                tally["part"] = asdict(write_part(rejects_uri, block.rejects))
-                reasons = block.rejects["reason"].to_pylist()
-                tally["reasons"] = Counter(reasons)
-                tally["examples"] = {}
-                for reason in tally["reasons"]:
-                    row = block.rejects.slice(reasons.index(reason), 1).to_pylist()[0]
-                    tally["examples"][reason] = f"{row['file']} row {row['row']}: {row['source'][:200]}"
-            yield _tally_row(tally)
-            if not block.events.num_rows:
-                continue
-            columns = {"user_key": pa.array(user_keys(block.events["user_id"]))}
-            columns |= {name: block.events[name] for name in schema.names if name in block.events.column_names}
-            if log_order:
-                columns["log_place"] = pc.add(block.events["log_row"], pa.scalar(number << 40, pa.int64()))
-            yield drop_unset(pa.table(columns).select(schema.names).cast(schema))
+    number: int, file: str, source: Source, input_uri: str, rejects_uri: str, transit: pa.Schema
+) -> Iterator[tuple[_Tally, pa.Table]]:
+    """Streams a raw file as tables to shuffle; writes its rejects."""
+    for sequence, block in enumerate(source.read_events(input_uri, file)):
+        tally = _Tally((number, sequence), block.rows_read)
+        if block.rejects.num_rows:
+            reasons = block.rejects["reason"].to_pylist()
+            tally = replace(tally, part=write_part(rejects_uri, block.rejects), reasons=Counter(reasons))
+            for reason in tally.reasons:
+                row = block.rejects.slice(reasons.index(reason), 1).to_pylist()[0]
+                tally.examples[reason] = f"{row['file']} row {row['row']}: {row['source'][:200]}"
+        events = block.events
+        if "log_place" in transit.names:
+            events = events.append_column("log_place", pc.add(events["log_row"], pa.scalar(number << 40, pa.int64())))
+        yield tally, drop_unset(events.select(transit.names).cast(transit))
+
+
+def _read_shards(
+    number: int, file: str, source: Source, input_uri: str, rejects_uri: str, transit: pa.Schema, partitions: int
+) -> Iterator[Any]:
+    yield from scatter(_read(number, file, source, input_uri, rejects_uri, transit), partitions)
+
+
+def sorted_codes(strings: pa.Array | pa.ChunkedArray) -> tuple[np.ndarray, pa.Array]:
+    """The values as int32 indices into their sorted set, and that set."""
+    coded = pc.dictionary_encode(strings)
+    coded = coded.combine_chunks() if isinstance(coded, pa.ChunkedArray) else coded
+    order = pc.sort_indices(coded.dictionary)
+    rank = np.empty(len(order), dtype=np.int32)
+    rank[order.to_numpy()] = np.arange(len(order), dtype=np.int32)
+    return rank[coded.indices.to_numpy()], coded.dictionary.take(order)
 
 
 def order_events(table: pa.Table, schema: pa.Schema) -> tuple[pa.Table, int]:
-    """Sorts one partition and drops exact duplicates: (events, number of duplicates).
+    """Sorts one partition and drops exact duplicates: (events, number of duplicates). The ids of the result are
+    dictionary-coded, each dictionary sorted; unset columns may be missing from `table`.
 
     The order is total: (user_id, timestamp_ms, request_id, position, item_id), then every other column,
     so the result does not depend on the order of the input. With a `log_place` column (`ties:
@@ -178,15 +169,12 @@ def order_events(table: pa.Table, schema: pa.Schema) -> tuple[pa.Table, int]:
     the time in 63 bits. Only tied rows are compared column by column.
     """
     rows = table.num_rows
-    users = pc.dictionary_encode(table["user_id"].combine_chunks())
-    users = users.combine_chunks() if isinstance(users, pa.ChunkedArray) else users
-    rank = np.empty(len(users.dictionary), dtype=np.int64)
-    rank[pc.sort_indices(users.dictionary).to_numpy()] = np.arange(len(users.dictionary))
-    user = rank[users.indices.to_numpy()]  # (rows,) rank of the user id within the partition
+    codes = {name: sorted_codes(table[name]) for name in ("user_id", "item_id")}
+    user, users = codes["user_id"]  # (rows,) rank of the user id within the partition
     time = table["timestamp_ms"].to_numpy()
     start, span = int(time.min()), int(time.max()) - int(time.min()) + 1
-    if span * len(rank) < 2**63:
-        key = user * span + (time - start)
+    if span * len(users) < 2**63:
+        key = user.astype(np.int64) * span + (time - start)
         order = np.argsort(key)
         key = key[order]
         same = key[1:] == key[:-1]
@@ -201,7 +189,8 @@ def order_events(table: pa.Table, schema: pa.Schema) -> tuple[pa.Table, int]:
         tied[:-1] |= same
         group = np.concatenate([[0], np.cumsum(~same)])[tied]  # number of the (user, time) group
         chosen = order[tied]
-        order_, duplicate, position = _order_ties(table.take(pa.array(chosen)), group, schema)
+        transit = transit_schema(schema, "log_place" in table.column_names)
+        order_, duplicate, position = _order_ties(restore_unset(table.take(pa.array(chosen)), transit), group, schema)
         order[tied] = chosen[order_]
         if position is not None:
             positions = np.zeros(rows, dtype=np.int32)
@@ -212,12 +201,22 @@ def order_events(table: pa.Table, schema: pa.Schema) -> tuple[pa.Table, int]:
             order = order[keep]
             positions = positions[keep] if positions is not None else None
             duplicates = int(duplicate.sum())
-    if "log_place" in table.column_names and positions is None:
-        positions = np.zeros(len(order), dtype=np.int32)
-    events = table.select(schema.names).take(pa.array(order))
+    if "log_place" in table.column_names:
+        positions = np.zeros(len(order), dtype=np.int32) if positions is None else positions
+    taken = {
+        field.name: table[field.name].cast(_long(field.type)).take(pa.array(order)).cast(field.type)
+        for field in schema
+        if field.name in table.column_names and field.name not in codes
+    }
+    taken |= {name: pa.DictionaryArray.from_arrays(code[order], ids) for name, (code, ids) in codes.items()}
     if positions is not None:
-        events = events.set_column(schema.get_field_index("position"), "position", pa.array(positions))
-    return events.cast(schema), duplicates
+        taken["position"] = pa.array(positions)
+    return restore_unset(pa.table(taken), schema).combine_chunks(), duplicates
+
+
+def _long(kind: pa.DataType) -> pa.DataType:
+    """With 64-bit offsets: a partition may hold more than 2 GB of text on its way, over Arrow's 32-bit limit."""
+    return pa.large_string() if kind == pa.string() else kind
 
 
 def _order_ties(
@@ -248,18 +247,15 @@ def _order_ties(
     return frame["row"].to_numpy(), flags, None
 
 
-def _write(table: pa.Table, events_uri: str, schema: pa.Schema, transit: pa.Schema) -> Iterator[pa.Table]:
-    """One partition: passes the tallies on, orders the events, writes their part."""
-    is_tally = pc.less(table["user_key"], 0)
-    records = [json.loads(text) for text in table.filter(is_tally)["user_id"].to_pylist()]
-    table = table.filter(pc.invert(is_tally)) if records else table
-    if table.num_rows:
-        table = restore_unset(table, transit)
-        events, duplicates = order_events(table, schema)
-        part = asdict(write_part(events_uri, events))
-        records.append({"events": part, "first": events["user_id"][0].as_py(), "duplicates": duplicates})
-    if records:
-        yield pa.table({"record": [json.dumps(record) for record in records]})
+def _write(
+    events_uri: str, schema: pa.Schema, behaviour: str | None, *shards: pa.Table
+) -> tuple[tuple[Part, str, int, int], Arrays]:
+    """One partition: orders the events and writes their part. Returns (part, first user, duplicates, users)
+    and what `survey` needs to know of the part."""
+    events, duplicates = order_events(pa.concat_tables(shards, promote_options="permissive"), schema)
+    part = write_part(events_uri, events)
+    arrays, users = arrays_of(events, behaviour)
+    return (part, events["user_id"][0].as_py(), duplicates, users), arrays
 
 
 def ingest(
@@ -270,68 +266,40 @@ def ingest(
     rejects_uri: str,
     partitions: int,
     log_order: bool,
+    behaviour: str | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Ingested:
-    """Reads the raw files and writes the parts of events and rejects, uncommitted."""
-    schema = source.schema
-    transit = transit_schema(schema, log_order)
-    read = partial(
-        _read, source=source, input_uri=input_uri, rejects_uri=rejects_uri, schema=transit, log_order=log_order
-    )
-    names = [{"number": number, "file": file} for number, file in enumerate(files)]
-    blocks = ray.data.from_items(names, override_num_blocks=len(names)).map_batches(
-        read, batch_size=1, batch_format="pyarrow"
-    )
-    return shuffle(blocks, schema, transit, events_uri, partitions, progress)
-
-
-def shuffle(
-    blocks: ray.data.Dataset,
-    schema: pa.Schema,
-    transit: pa.Schema,
-    events_uri: str,
-    partitions: int,
-    progress: Callable[[str], None],
-) -> Ingested:
-    """From rows of `transit` (less the columns that are unset) to the parts of the events table, one per partition."""
-    context = blocks.context
-    context.enable_progress_bars = False
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # it prints tracebacks of errors that are raised too
-    # Ray's other strategy, shuffle_v2, took 34 s of processor time for 5 million events where this took 22: it
-    # starts four more worker processes and copies each shard through a stream of its own.
-    context.shuffle_strategy = ShuffleStrategy.HASH_SHUFFLE
-    if len(ray.nodes()) == 1:  # else the shuffle's idle actors hold a share of a CPU: on two, one task at a time
-        context.hash_shuffle_operator_actor_num_cpus_override = 0
-    written = blocks.repartition(partitions, keys=["user_key"]).map_batches(
-        partial(_write, events_uri=events_uri, schema=schema, transit=transit), batch_size=None, batch_format="pyarrow"
-    )
+    """Reads the raw files and writes the parts of events and rejects, uncommitted. `behaviour` is for the
+    arrays only. UserError for a file that cannot be read."""
     result = Ingested()
-    parts: list[tuple[str, Part]] = []
-    rejects: list[tuple[list[int], Part]] = []
-    for record in _records(written):
-        if "events" in record:
-            parts.append((record["first"], Part(**record["events"])))
-            result.duplicates += record["duplicates"]
-            rows = sum(part.rows for _, part in parts)
-            progress(f"partition {len(parts)} of {partitions} sorted and written, {rows:,} events")
-            continue
-        result.rows_read += record["rows_read"]
-        if "part" in record:
-            rejects.append((record["order"], Part(**record["part"])))
-            result.reasons.update(record["reasons"])
-            for reason, example in record["examples"].items():
+    shards: Shards = [[] for _ in range(partitions)]
+    transit = transit_schema(source.schema, log_order)
+    reads = [(number, file, source, input_uri, rejects_uri, transit, partitions) for number, file in enumerate(files)]
+    rejects: list[tuple[tuple[int, int], Part]] = []
+    tally: _Tally
+    for tally in gather(_read_shards, reads, shards):
+        result.rows_read += tally.rows_read
+        progress(f"{result.rows_read:,} rows read")
+        if tally.part:
+            rejects.append((tally.order, tally.part))
+            result.reasons.update(tally.reasons)
+            for reason, example in tally.examples.items():
                 result.examples[reason] = min(example, result.examples.get(reason, example))
-    result.parts = [part for _, part in sorted(parts, key=lambda pair: pair[0])]
     result.rejects = [part for _, part in sorted(rejects, key=lambda pair: pair[0])]
+
+    filled = [shard for shard in shards if shard]
+    del shards
+    # popped, so that the store can let go of what is written
+    writes = ((events_uri, source.schema, behaviour, *filled.pop()) for _ in range(len(filled)))
+    count, rows = len(filled), 0
+    written: list[tuple[str, Part, ray.ObjectRef]] = []
+    for _, ((part, first, duplicates, users), arrays) in run_tasks(_write, writes, num_returns=2):
+        written.append((first, part, arrays))
+        result.duplicates += duplicates
+        result.users += users
+        rows += part.rows
+        progress(f"partition {len(written)} of {count} sorted and written, {rows:,} events")
+    written.sort(key=lambda entry: entry[0])
+    result.parts = [part for _, part, _ in written]
+    result.arrays = [arrays for _, _, arrays in written]
     return result
-
-
-def _records(written: ray.data.Dataset) -> Iterator[dict[str, Any]]:
-    batch: Any
-    try:
-        for batch in written.iter_batches(batch_size=None, batch_format="pyarrow"):
-            yield from map(json.loads, batch["record"].to_pylist())
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, UserError):
-            raise UserError(str(error.cause)) from None
-        raise

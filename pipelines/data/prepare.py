@@ -35,7 +35,7 @@ from pipelines.data.sequences import Rules, write_sequences
 from pipelines.data.sources.base import Source
 from pipelines.data.splits import NAMES, SplitConfig, cut_times
 from pipelines.data.statistics import summarise
-from pipelines.data.survey import Survey, check_users_once, survey
+from pipelines.data.survey import Survey, check_users_once, merge, survey
 from pipelines.data.tables import REJECTS, check_writable, commit, fingerprint, sequences_schema, up_to_date, write_file
 
 Say = Callable[[str], None]
@@ -248,6 +248,7 @@ def _make_events(run: _Run, inputs: dict[str, str]) -> Manifest:
             rejects_uri,
             partitions,
             config.ties == "log_order",
+            config.behaviour,
             run.progress("events"),
         )
         rejects = sum(result.reasons.values())
@@ -259,7 +260,7 @@ def _make_events(run: _Run, inputs: dict[str, str]) -> Manifest:
         if not result.parts:
             raise UserError(f"{run.input} holds no valid event; see the reasons above")
         read = time.perf_counter()
-        run.surveyed = survey([join(events_uri, part.path) for part in result.parts], config.behaviour)
+        run.surveyed = merge(result.arrays, result.users, config.behaviour)
         check_users_once(run.surveyed.arrays, run.surveyed.users)
         timings = {"read_shuffle_sort_write_s": read - begin, "survey_s": time.perf_counter() - read}
         info = {

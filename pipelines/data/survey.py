@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,8 @@ import pyarrow.parquet as pq
 import ray
 
 from models.tables import UserError, open_uri
-from pipelines.data.events import user_keys
-from pipelines.data.tasks import run_all
+from pipelines.data.shuffle import user_keys
+from pipelines.data.tasks import run_all, run_tasks
 
 Arrays = dict[str, Any]
 
@@ -44,12 +45,12 @@ class Survey:
     """Largest timestamp of a behaviour."""
 
 
-def read_coded(uri: str, columns: list[str] | None = None) -> pa.Table:
+def read_coded(uri: str, columns: list[str] | None = None, ids: tuple[str, ...] = ("user_id", "item_id")) -> pa.Table:
     """An events part with the ids dictionary-coded, each column in one chunk."""
     filesystem, path = open_uri(uri)
     try:
         with filesystem.open_input_file(path) as file:
-            table = pq.ParquetFile(file, read_dictionary=["user_id", "item_id"]).read(columns=columns)
+            table = pq.ParquetFile(file, read_dictionary=list(ids)).read(columns=columns)
     except (pa.ArrowInvalid, OSError) as error:
         first = str(error).splitlines()[0]
         raise UserError(f"{uri} is not a readable Parquet file ({first}); run again with --overwrite") from error
@@ -73,8 +74,8 @@ def behaviour_column(behaviour: str | None) -> list[str]:
     return [f"label_{behaviour}"] if behaviour else []
 
 
-def _survey_part(uri: str, behaviour: str | None) -> tuple[Arrays, int]:
-    table = read_coded(uri, ["user_id", "item_id", "timestamp_ms", *behaviour_column(behaviour)])
+def arrays_of(table: pa.Table, behaviour: str | None) -> tuple[Arrays, int]:
+    """The arrays of one events part (sorted, ids dictionary-coded), and its number of users."""
     # Every user of the part counts for the check that none is in two parts, with or without behaviours.
     # Users whose ids share a hash share the part too.
     keys = np.unique(user_keys(coded(table, "user_id").dictionary))
@@ -106,12 +107,20 @@ def _items(*parts: Arrays) -> pa.Array:
     return pc.unique(pa.concat_arrays([part["items"] for part in parts]))
 
 
+def _survey_part(uri: str, behaviour: str | None) -> tuple[int, Arrays]:
+    table = read_coded(uri, ["user_id", "item_id", "timestamp_ms", *behaviour_column(behaviour)])
+    arrays, users = arrays_of(table, behaviour)
+    return users, arrays
+
+
 def survey(parts: list[str], behaviour: str | None) -> Survey:
     """Reads the parts once. UserError if there is no behaviour at all."""
-    submit: Any = ray.remote(num_returns=2)(_survey_part)
-    refs = [submit.remote(uri, behaviour) for uri in parts]
-    arrays = [ref for ref, _ in refs]
-    users = sum(ray.get([count for _, count in refs]))
+    counted = sorted(run_tasks(_survey_part, [(uri, behaviour) for uri in parts], num_returns=2), key=itemgetter(0))
+    return merge([arrays for _, (_, arrays) in counted], sum(users for _, (users, _) in counted), behaviour)
+
+
+def merge(arrays: list[ray.ObjectRef], users: int, behaviour: str | None) -> Survey:
+    """The survey of parts whose arrays are there. UserError if there is no behaviour at all."""
     extents = run_all(_extent, [(ref,) for ref in arrays])
     behaviours = sum(rows for rows, _, _ in extents)
     if behaviours == 0:

@@ -7,25 +7,61 @@ from typing import Any
 
 import ray
 
-
-def run_tasks(function: Callable[..., Any], calls: Iterable[tuple[Any, ...]]) -> Iterator[tuple[int, Any]]:
-    """Runs `function(*call)` for every call as a Ray task; yields (number of the call, result) as they end."""
-    remote = ray.remote(function)
-    limit = 2 * max(1, int(ray.cluster_resources().get("CPU", 1)))
-    pending: dict[ray.ObjectRef, int] = {}
-    for number, call in enumerate(calls):
-        pending[remote.remote(*call)] = number
-        if len(pending) >= limit:
-            yield _next(pending)
-    while pending:
-        yield _next(pending)
+from models.tables import UserError
 
 
-def _next(pending: dict[ray.ObjectRef, int]) -> tuple[int, Any]:
-    [done], _ = ray.wait(list(pending), num_returns=1)
-    return pending.pop(done), ray.get(done)
+def run_tasks(
+    function: Callable[..., Any], calls: Iterable[tuple[Any, ...]], num_returns: int = 1
+) -> Iterator[tuple[int, Any]]:
+    """Runs `function(*call)` for every call as a Ray task; yields (number of the call, result) as they end.
+
+    With more than one return the result is (the first, references to the others, which stay in Ray's
+    object store). A UserError of a task is raised as it was; the other tasks have then ended.
+    """
+    remote: Any = ray.remote(num_returns=num_returns)(function)
+    pending: dict[ray.ObjectRef, tuple[int, list[ray.ObjectRef]]] = {}
+
+    def next_result() -> tuple[int, Any]:
+        [done], _ = ray.wait(list(pending), num_returns=1)
+        number, others = pending.pop(done)
+        result = fetch(done)
+        return number, (result, *others) if others else result
+
+    try:
+        for number, call in enumerate(calls):
+            first, *others = remote.remote(*call) if num_returns > 1 else [remote.remote(*call)]
+            pending[first] = number, others
+            if len(pending) >= in_flight():
+                yield next_result()
+        while pending:
+            yield next_result()
+    finally:
+        stop(list(pending))
 
 
 def run_all(function: Callable[..., Any], calls: Iterable[tuple[Any, ...]]) -> list[Any]:
     """Results of `run_tasks` in the order of the calls."""
     return [result for _, result in sorted(run_tasks(function, calls), key=lambda pair: pair[0])]
+
+
+def in_flight() -> int:
+    """How many tasks to have submitted: one that runs and one that waits for each CPU."""
+    return 2 * max(1, int(ray.cluster_resources().get("CPU", 1)))
+
+
+def fetch(ref: ray.ObjectRef) -> Any:
+    """The value of a reference; a task's UserError as it was raised there, in one line."""
+    try:
+        return ray.get(ref)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, UserError):
+            raise UserError(str(error.cause)) from None
+        raise
+
+
+def stop(refs: list[ray.ObjectRef]) -> None:
+    """Cancels tasks and waits until they have ended, so that none writes a file after its step was given up."""
+    for ref in refs:
+        ray.cancel(ref)
+    if refs:
+        ray.wait(refs, num_returns=len(refs), fetch_local=False)
