@@ -180,7 +180,7 @@ class RoleEncoder(nn.Module):
         for layer in self.layers:
             mean = layout.mean(states)
             given = [torch.cat([x, mean[owner]], 1) for x, owner in zip(states, layout.owners, strict=True)]
-            states = [x + y for x, y in zip(states, self._apply(cast(nn.ModuleList, layer), given), strict=True)]
+            states = [x + y for x, y in zip(states, self._update(cast(nn.ModuleList, layer), given), strict=True)]
         length = 2 + len(source.sizes) * items
         padded = layout.padded([self.norm(x) for x in states], length)
         padding = None
@@ -189,7 +189,7 @@ class RoleEncoder(nn.Module):
             padding = padded.new_zeros(outside.shape).masked_fill(outside, -torch.inf)[:, None, None]
         return padded, padding
 
-    def _apply(self, layer: nn.ModuleList, given: list[Tensor]) -> list[Tensor]:
+    def _update(self, layer: nn.ModuleList, given: list[Tensor]) -> list[Tensor]:
         """F_role of the inputs of each role."""
         if self.shared:
             return list(layer[0](torch.cat(given)).split([len(x) for x in given]))
@@ -258,6 +258,7 @@ class SidMlpPpEncoder(nn.Module):
         error, _, real = self.matched(batch)
         return {"loss": error.square().sum() / (real.sum() * error.shape[-1])}
 
+    @torch.no_grad()
     def measure(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Sums over the batch for `means`, in float64."""
         error, target, real = (x.double() for x in self.matched(batch))

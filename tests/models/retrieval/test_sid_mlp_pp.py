@@ -1,0 +1,399 @@
+"""SID-MLP++: the encoder is equation 4 token by token, stage 1 learns states, stage 2 leaves the encoder alone."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from training_tables import write_tables
+
+from models import checkpoint, registry
+from models.fit import EpochEvent, FitConfig, fit
+from models.retrieval.data import PAD, Catalogue
+from models.retrieval.sid_mlp_pp import (
+    EncoderSizes,
+    RoleEncoder,
+    SidMlpPp,
+    SidMlpPpConfig,
+    SidMlpPpEncoder,
+    SidMlpPpEncoderConfig,
+)
+from models.retrieval.tiger import Tiger, TigerConfig
+from models.setup import set_up
+from models.tables import UserError
+
+CONFIGS = Path(__file__).parents[3] / "jobs" / "configs"
+ITEMS = 24
+TIGER = {
+    "d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 1, "num_decoder_layers": 1,
+    "n_user_tokens": 3, "max_history": 7, "dropout": 0.0,
+}  # fmt: skip
+SIZES = {"encoder_layers": 2, "encoder_width": 32}
+HEADS = {"attention_heads": 2, "attention_width": 16, "ffn_width": 32, "head_width": 32}
+
+
+@cache
+def catalogue(levels: int = 3) -> Catalogue:
+    sizes = (24,) if levels == 1 else (8,) * levels
+    generator = torch.Generator().manual_seed(levels)
+    codes = torch.stack([torch.randint(0, size, (40 * ITEMS,), generator=generator) for size in sizes], 1).unique(dim=0)
+    return Catalogue.from_codes(codes[torch.randperm(len(codes), generator=generator)[:ITEMS]], sizes)
+
+
+def requests(lengths: list[int], seed: int = 1, items: int = ITEMS) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    length = torch.tensor(lengths)
+    history = torch.randint(0, items, (len(lengths), max(lengths)), generator=generator)
+    return {
+        "history": history.masked_fill(torch.arange(max(lengths)) >= length[:, None], PAD),
+        "history_length": length,
+        "user": torch.randint(0, 2**62, (len(lengths),), generator=generator),
+        "target": torch.randint(0, items, (len(lengths),), generator=generator),
+    }
+
+
+def token_by_token(encoder: RoleEncoder, source: Tiger, batch: dict[str, Tensor], row: int) -> Tensor:
+    """(real tokens, D): equation 4 for one request, one token after the other."""
+    levels = len(source.sizes)
+    tokens, real = source.tokens({name: value[row : row + 1] for name, value in batch.items()})
+    count = int(real.sum())
+    states = [source.t5.shared.weight[tokens[0, at]] + encoder.positions.weight[at] for at in range(count)]
+    for layer in encoder.layers:
+        mean = sum(states) / count
+        updated = []
+        for at, state in enumerate(states):
+            role = levels - 1 if at in (0, count - 1) else (at - 1) % levels
+            mlp = layer[0 if encoder.shared else role]
+            updated.append(state + mlp(torch.cat([state, mean])))
+        states = updated
+    return torch.stack([encoder.norm(state) for state in states])
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@settings(max_examples=25, deadline=None)
+@given(
+    levels=st.integers(1, 5),
+    lengths=st.lists(st.integers(0, 7), min_size=1, max_size=4).filter(any),
+    layers=st.integers(1, 3),
+    shared=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_the_encoder_is_equation_4_for_every_token(packed, levels, lengths, layers, shared, seed):
+    torch.manual_seed(seed)
+    source = Tiger(TigerConfig(**TIGER), catalogue(levels)).double()
+    encoder = RoleEncoder(source, EncoderSizes(layers, 20, shared_mlp=shared)).double().eval()
+    batch = requests(lengths, seed)
+    states, padding = encoder(batch, source, packed)
+    assert states.shape == (len(lengths), 2 + levels * max(lengths), 16)
+    for row, length in enumerate(lengths):
+        count = 2 + levels * length
+        torch.testing.assert_close(states[row, :count], token_by_token(encoder, source, batch, row))
+        assert not states[row, count:].any()
+        assert padding is None or padding[row, 0, 0].isinf().tolist() == [at >= count for at in range(states.shape[1])]
+    assert (padding is None) == (min(lengths) == max(lengths))
+
+
+def test_packed_and_padded_have_one_gradient():
+    source = Tiger(TigerConfig(**TIGER), catalogue()).double().requires_grad_(False)
+    encoder = RoleEncoder(source, EncoderSizes(2, 20)).double()
+    encoder.eval()
+    batch = requests([2, 7, 1, 4])
+    weights = torch.randn(4, 23, 16, dtype=torch.float64)
+    gradients = [
+        torch.autograd.grad((encoder(batch, source, packed)[0] * weights).sum(), list(encoder.parameters()))
+        for packed in (True, False)
+    ]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_padding_changes_nothing(packed):
+    """Neither what stands at padded places nor how many there are; and no row sees another."""
+    source = Tiger(TigerConfig(**TIGER), catalogue()).eval()
+    encoder = RoleEncoder(source, EncoderSizes(2, 20)).eval()
+    batch = requests([2, 5, 1])
+    states, _ = encoder(batch, source, packed)
+    filled = torch.where(batch["history"] == PAD, torch.arange(5) % ITEMS, batch["history"])
+    torch.testing.assert_close(encoder(batch | {"history": filled}, source, packed)[0], states, rtol=0, atol=0)
+    wider = torch.cat([batch["history"], torch.full((3, 2), PAD)], 1)
+    more, padding = encoder(batch | {"history": wider}, source, packed)
+    torch.testing.assert_close(more[:, :17], states)
+    assert not more[:, 17:].any()
+    assert padding[:, :, :, 17:].isinf().all()
+    for row, length in enumerate([2, 5, 1]):
+        alone = {name: value[row : row + 1] for name, value in batch.items()}
+        alone |= {"history": alone["history"][:, :length]}
+        torch.testing.assert_close(encoder(alone, source, packed)[0], states[row : row + 1, : 2 + 3 * length])
+
+
+def test_a_token_reaches_the_others_through_the_mean_alone():
+    """Changing one code moves every state of its request; with the mean held, only its own."""
+    source = Tiger(TigerConfig(**TIGER), catalogue())
+    encoder = RoleEncoder(source, EncoderSizes(1, 20)).eval()
+    batch = requests([3, 3])
+    changed = batch["history"].clone()
+    changed[0, 1] = (changed[0, 1] + 1) % ITEMS
+    moved = (encoder(batch, source)[0] != encoder(batch | {"history": changed}, source)[0]).any(-1)
+    assert moved[0].all()
+    assert not moved[1].any()
+    for mlp in encoder.layers[0]:
+        mlp[0].weight.data[:, 16:] = 0.0  # the mean's columns
+    moved = (encoder(batch, source)[0] != encoder(batch | {"history": changed}, source)[0]).any(-1)
+    assert not moved[0, [0, 1, 2, 3, 7, 8, 9, 10]].any()
+    assert moved[0, 4:7].any()
+
+
+def test_a_history_longer_than_its_positions_is_refused():
+    source = Tiger(TigerConfig(**TIGER), catalogue())
+    with pytest.raises(ValueError, match="8 items exceeds the encoder's 7"):
+        RoleEncoder(source, EncoderSizes(1, 20))(requests([8, 2]), source)
+
+
+def stage_1(**change: object) -> tuple[SidMlpPpEncoder, Tiger]:
+    torch.manual_seed(0)
+    model = SidMlpPpEncoder(SidMlpPpEncoderConfig(**{**SIZES, "teacher_model": TIGER, **change}), catalogue())
+    teacher = Tiger(TigerConfig(**TIGER), catalogue()).requires_grad_(False).eval()
+    model.set_teacher(teacher)
+    return model.eval(), teacher
+
+
+def test_stage_1_measures_the_error_over_real_tokens_however_the_rows_are_batched():
+    model, teacher = stage_1()
+    batch = requests([2, 7, 1, 4, 4])
+    states, targets = model.encode(batch)[0], teacher.encode(batch)[0]
+    real = teacher.tokens(batch)[1]
+    mse = (states - targets)[real].square().mean().item()
+    variance = (targets[real] - targets[real].mean(0)).square().mean().item()
+    assert model(batch)["loss"].item() == pytest.approx(mse, rel=1e-5)
+    parts = [model.measure({name: value[rows] for name, value in batch.items()}) for rows in ([0, 3], [1], [2, 4])]
+    total = {name: sum(part[name] for part in parts) for name in parts[0]}
+    means = model.means(total)
+    assert means["mse"] == pytest.approx(mse, rel=1e-5)
+    assert means["neg_mse"] == -means["mse"]
+    assert means["r2"] == pytest.approx(1 - mse / variance, rel=1e-5)
+    assert total["examples"].item() == 5
+    assert total["tokens"].item() == real.sum().item()
+
+
+def test_stage_1_needs_its_teacher_to_train_and_keeps_it_out_of_its_weights():
+    model = SidMlpPpEncoder(SidMlpPpEncoderConfig(**SIZES, teacher_model=TIGER), catalogue())
+    with pytest.raises(UserError, match=r"model\.teacher"):
+        model(requests([1, 2]))
+    names = set(model.state_dict())
+    stage_1()[0].load_state_dict(model.state_dict())
+    assert {name for name in names if not name.startswith("encoder.")} == {"source.t5.shared.weight"}
+
+
+def stage_2(**change: object) -> tuple[SidMlpPp, Tiger]:
+    torch.manual_seed(0)
+    model = SidMlpPp(SidMlpPpConfig(**{**SIZES, **HEADS, "teacher_model": TIGER, **change}), catalogue())
+    teacher = Tiger(TigerConfig(**TIGER), catalogue()).requires_grad_(False).eval()
+    model.set_teacher(teacher)
+    return model, teacher
+
+
+@pytest.mark.parametrize("end_to_end", [False, True])
+def test_stage_2_trains_readout_and_heads_and_the_encoder_only_end_to_end(end_to_end):
+    model, _ = stage_2(end_to_end=end_to_end)
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+    model.train()
+    assert model.encoder.training == end_to_end
+    assert not model.source.training
+    for seed in range(2):
+        model(requests([3, 5, 1, 2], seed))["loss"].backward()
+        optimizer.step()
+    gradients = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert any(name.startswith("heads.") for name in moved)
+    assert any(name.startswith("readout.") for name in moved)
+    assert any(name.startswith("encoder.") for name in moved) == end_to_end
+    assert any(name.startswith("encoder.") for name in gradients) == end_to_end
+    assert not any(name.startswith("source.") for name in moved | gradients)
+
+
+def test_stage_2_learns_from_the_teachers_own_states():
+    """Its KL is 0 exactly where its logits are those that the whole teacher gives."""
+    model, teacher = stage_2(alpha=1.0)
+    batch = requests([3, 5, 1, 2])
+    states, padding = teacher.encode(batch)
+    given = torch.nn.functional.pad(teacher.sids[batch["target"]][:, :-1], (1, 0))
+    logits = teacher.t5.decode(given, states, padding, 0.0)
+    torch.testing.assert_close(model.teacher_logits(batch, model.encode(batch)), logits)
+    codes = teacher.sids[batch["target"]] - model.first
+    model.eval()
+    context = model.context(*model.encode(batch))
+    expected = torch.zeros(())
+    for level in range(3):
+        soft = logits[:, level].narrow(-1, model.first_token[level], 8).softmax(-1)
+        log_q = model.logits(level, context, codes[:, None, :level])[:, 0].log_softmax(-1)
+        expected = expected + (soft * (soft.log() - log_q)).sum(-1).mean()
+    torch.testing.assert_close(model(batch)["loss"], expected)
+
+
+@pytest.mark.parametrize("scores", ["children", "codebook"])
+def test_it_recommends_as_sid_mlp_does_from_its_own_states(scores):
+    model, _ = stage_2(scores=scores)
+    model.eval()
+    batch = requests([3, 5, 1, 2])
+    items, values = model.recommend(batch, ITEMS, beam=ITEMS, path="plain")
+    assert [sorted(row) for row in items.tolist()] == [list(range(ITEMS))] * 4
+    fast, fast_values = model.recommend(batch, ITEMS, beam=ITEMS, path="fast")
+    assert fast.tolist() == items.tolist()
+    torch.testing.assert_close(fast_values, values, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        context = model.context(*model.encode(batch))
+        codes = catalogue().sids
+        for row in range(4):
+            for item, value in zip(items[row].tolist()[::7], values[row].tolist()[::7], strict=True):
+                total = 0.0
+                for level in range(3):
+                    prefix = codes[item, :level].expand(4, 1, level)
+                    logits = model.logits(level, context, prefix)[row, 0]
+                    same = (codes[:, :level] == codes[item, :level]).all(1)
+                    children = codes[same, level].unique()
+                    over = logits if scores == "codebook" or level == 0 else logits[children]
+                    total += float(logits[codes[item, level]] - over.logsumexp(0))
+                assert value == pytest.approx(total, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"encoder_layers": 0}, "encoder_layers 0 is below 1"),
+        ({"encoder_width": 0}, "encoder_width 0 is below 1"),
+        ({"encoder_dropout": 1.0}, "encoder_dropout 1.0 is not in"),
+        ({"m": 1}, "set m 0"),
+        ({"end_to_end": True, "encoder": "somewhere"}, "leave one of them out"),
+    ],
+)
+def test_impossible_options_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        SidMlpPpConfig(**change)
+
+
+def run(model: dict, folder: Path, tables: str, sids: str, metric: str, epochs: int) -> tuple[Path, list[EpochEvent]]:
+    """Trains as `jobs.train` does, without Ray; (best checkpoint, events)."""
+    config = FitConfig(lr=5e-3, weight_decay=0.0, batch_size=64, max_epochs=epochs, patience=0, metric=metric)
+    setup = set_up(model, config, tables, sids)
+    events = []
+    for event in fit(setup.model, setup.train, setup.validate, setup.fit, means=setup.means):
+        if isinstance(event, EpochEvent):
+            events.append(event)
+            if event.is_best:
+                checkpoint.save(
+                    folder / "best", setup.model, setup.checkpoint(epoch=event.epoch, metrics=event.metrics)
+                )
+    return folder, events
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> SimpleNamespace:
+    """Tables, a TIGER, and both stages trained from it for a few epochs."""
+    root = tmp_path_factory.mktemp("pp")
+    tables, sids = write_tables(root)
+    small = {**TIGER, "d_model": 32, "d_ff": 64, "max_history": 12}
+    teacher, _ = run({"name": "tiger", "beam": 24, **small}, root / "tiger", tables, sids, "ndcg@10", 30)
+    one = {"name": "sid_mlp_pp_encoder", "teacher": str(teacher), **SIZES}
+    encoder, events_1 = run(one, root / "encoder", tables, sids, "neg_mse", 30)
+    two = {"name": "sid_mlp_pp", "encoder": str(encoder), "beam": 24, **HEADS}
+    student, events_2 = run(two, root / "student", tables, sids, "ndcg@10", 30)
+    loaded = Catalogue.load(tables, sids)
+    return SimpleNamespace(
+        root=root, tables=tables, sids=sids, catalogue=loaded, teacher=teacher, encoder=encoder, student=student,
+        events_1=events_1, events_2=events_2,
+    )  # fmt: skip
+
+
+def test_stage_1_reduces_the_error_and_is_selected_by_it(trained):
+    errors = [event.metrics["mse"] for event in trained.events_1]
+    assert errors[-1] < 0.5 * errors[0]
+    assert trained.events_1[-1].metrics["r2"] > 0.5
+    best = checkpoint.read(trained.encoder / "best")
+    assert best.metrics["mse"] == min(errors)
+
+
+def test_stage_2_takes_the_encoder_as_it_is_and_ranks_better_than_chance(trained):
+    one, _ = checkpoint.load(trained.encoder / "best", trained.catalogue, "sid_mlp_pp_encoder")
+    two, about = checkpoint.load(trained.student / "best", trained.catalogue, "sid_mlp_pp")
+    kept = one.encoder.state_dict()
+    assert all(torch.equal(value, kept[name]) for name, value in two.encoder.state_dict().items())
+    assert torch.equal(one.source.t5.shared.weight, two.source.t5.shared.weight)
+    assert about.model["encoder_width"] == 32
+    assert about.metrics["recall@5"] > 2 * 5 / ITEMS
+
+
+def test_recommending_needs_neither_teacher_nor_stage_1(trained, tmp_path):
+    alone = tmp_path / "student"
+    shutil.copytree(trained.student / "best", alone)
+    batch = requests([3, 9, 1, 5], items=ITEMS)
+    before, _ = checkpoint.load(trained.student / "best", trained.catalogue)
+    items, scores = before.recommend(batch, 10)
+    moved = trained.root.rename(trained.root.with_name("moved"))
+    try:
+        model, about = checkpoint.load(alone, trained.catalogue, "sid_mlp_pp")
+        again, more = model.recommend(batch, 10)
+        assert not Path(about.model["encoder"]).exists()
+    finally:
+        moved.rename(trained.root)
+    assert again.tolist() == items.tolist()
+    assert torch.equal(more, scores)
+
+
+def test_resolving_fills_in_sizes_and_hashes_once(trained):
+    config = SidMlpPpConfig(encoder=str(trained.encoder), encoder_layers=7)
+    found = registry.resolve(config, trained.catalogue)
+    assert (found.encoder_layers, found.encoder_width) == (2, 32)
+    assert found.encoder == str(trained.encoder / "best")
+    assert found.teacher == str(trained.teacher / "best")
+    assert found.teacher_model["d_model"] == 32
+    assert registry.resolve(found, trained.catalogue) == found
+    ends = registry.resolve(SidMlpPpConfig(teacher=str(trained.teacher), end_to_end=True), trained.catalogue)
+    assert (ends.encoder, ends.encoder_layers, ends.teacher_hash) == ("", 4, found.teacher_hash)
+
+
+def test_another_teacher_encoder_or_table_is_named(trained, tmp_path):
+    def resolve(**change: str) -> None:
+        registry.resolve(SidMlpPpConfig(**change), trained.catalogue)
+
+    with pytest.raises(UserError, match=r"model\.encoder is not set.*sid_mlp_pp_encoder\.yaml"):
+        resolve(teacher=str(trained.teacher))
+    with pytest.raises(UserError, match="the encoder /nowhere is neither a checkpoint nor a finished run"):
+        resolve(encoder="/nowhere")
+    with pytest.raises(UserError, match="of the model 'tiger', not of 'sid_mlp_pp_encoder'"):
+        resolve(encoder=str(trained.teacher))
+    with pytest.raises(UserError, match="is not the one that this run began with"):
+        resolve(encoder=str(trained.encoder), encoder_hash="0" * 64)
+    tiger, about = checkpoint.load(trained.teacher / "best", trained.catalogue)
+    tiger.t5.shared.weight.data += 1.0
+    checkpoint.save(tmp_path / "other", tiger, about)
+    with pytest.raises(UserError, match=r"matches another teacher.*leave model\.teacher out, or train stage 1"):
+        resolve(encoder=str(trained.encoder), teacher=str(tmp_path / "other"))
+    elsewhere = replace(trained.catalogue, hashes={**trained.catalogue.hashes, "sids": "f" * 64})
+    with pytest.raises(UserError, match="another table 'sids'"):
+        registry.resolve(SidMlpPpConfig(encoder=str(trained.encoder)), elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("base", "ablation", "field"),
+    [("sid_mlp_pp_encoder", "shared_mlp", "shared_mlp"), ("sid_mlp_pp", "end_to_end", "end_to_end")],
+)
+def test_the_shown_configs_are_the_papers(base, ablation, field):
+    content = yaml.safe_load((CONFIGS / f"{base}.yaml").read_text())
+    config = registry.config_from_dict(content["model"])
+    assert (config.encoder_layers, config.encoder_width, config.encoder_dropout) == (4, 2048, 0.1)
+    assert not getattr(config, field)
+    assert FitConfig(**content["fit"]).metric == ("neg_mse" if base == "sid_mlp_pp_encoder" else "ndcg@10")
+    change = yaml.safe_load((CONFIGS / "sid_mlp_pp" / f"{ablation}.yaml").read_text())
+    assert getattr(registry.config_from_dict({**content["model"], **change["model"]}), field)
