@@ -1,0 +1,138 @@
+"""Encoders of a user's behaviours: Linear HSTU, HSTU and a causal transformer. Each is strictly causal.
+
+Shapes: `B` users, `T` positions, `D` width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import BertConfig, BertModel
+
+from models.layers.hstu import HSTULayer
+from models.layers.linear_recurrence import Decay, linear_recurrence, recurrent_step
+from models.tables import UserError
+
+
+class LinearHSTULayer(nn.Module):
+    """Eq. 6-10 of QGS: keys times values, summed with a decay, modulated by a query and by a gate; no FFN."""
+
+    def __init__(self, width: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.norm = nn.RMSNorm(width)
+        self.project = nn.Linear(width, 4 * width, bias=False)  # W_Q, W_K, W_V, W_U
+        self.decay = Decay(width)
+
+    def projections(self, h: Tensor) -> tuple[Tensor, ...]:
+        """Q, K, V, U (Eq. 6), each of the shape of `h`."""
+        projected = self.project(self.norm(h))
+        return functional.silu(projected, inplace=not torch.is_grad_enabled()).chunk(4, -1)
+
+    def forward(self, h: Tensor) -> Tensor:
+        """(B, T, D) from (B, T, D): all positions at once."""
+        q, k, v, u = self.projections(h)
+        c = linear_recurrence(k * v, self.decay())  # (B, T, D): Eq. 7 and 8
+        return h + functional.dropout(q * c * u, self.dropout, self.training)
+
+    def step(self, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Output and new state, each (B, D), of the next position `h` (B, D) after `state`; in evaluation."""
+        q, k, v, u = self.projections(h)
+        state = recurrent_step(state, k * v, self.decay())
+        return h + q * state.to(q.dtype) * u, state
+
+
+class LinearHSTU(nn.Module):
+    """Layers of Linear HSTU. A user's state is one vector per layer."""
+
+    def __init__(self, width: int, num_layers: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(LinearHSTULayer(width, dropout) for _ in range(num_layers))
+
+    def forward(self, h: Tensor, times: Tensor | None = None) -> Tensor:
+        """(B, T, D) states; padding is on the right, where no real position sees it. Times are not read."""
+        for layer in self.layers:
+            h = layer(h)
+        return h
+
+    def step(self, h: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """(output (B, D), new states (layers, B, D)) of one more behaviour."""
+        after = []
+        for layer, state in zip(self.layers, states, strict=True):
+            h, state = layer.step(h, state)  # type: ignore[operator]
+            after.append(state)
+        return h, torch.stack(after)
+
+
+class HSTU(nn.Module):
+    """Layers of HSTU with a bias by distance and time."""
+
+    def __init__(
+        self, width: int, num_layers: int, heads: int, length: int, dropout: float = 0.0, relative: bool = True
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            HSTULayer(width, heads, length, relative=relative, dropout=dropout) for _ in range(num_layers)
+        )
+
+    def forward(self, h: Tensor, times: Tensor | None = None) -> Tensor:
+        for layer in self.layers:
+            h = layer(h, times=times)
+        return h
+
+
+class CausalBert(nn.Module):
+    """BERT with a causal mask, over embeddings instead of words, as user tower of HLLM."""
+
+    def __init__(self, width: int, num_layers: int, heads: int, ffn: int, length: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        config = BertConfig(
+            vocab_size=1, hidden_size=width, num_hidden_layers=num_layers, num_attention_heads=heads,
+            intermediate_size=ffn, max_position_embeddings=length, hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout, is_decoder=True, use_cache=False, pad_token_id=None,
+        )  # fmt: skip
+        self.bert = BertModel(config, add_pooling_layer=False)
+        self.bert.embeddings.word_embeddings = None  # type: ignore[assignment]  # its input are embeddings
+
+    def forward(self, h: Tensor, times: Tensor | None = None) -> Tensor:
+        return self.bert(inputs_embeds=h, use_cache=False).last_hidden_state
+
+
+def pretrained_sizes(path: str) -> dict[str, Any]:
+    """`width`, `num_layers`, `num_heads`, `ffn` of the pretrained BERT at `path`."""
+    return sizes_of(load_pretrained(path).config)
+
+
+def sizes_of(config: Any) -> dict[str, Any]:
+    names = {"width": "hidden_size", "num_layers": "num_hidden_layers"}
+    names |= {"num_heads": "num_attention_heads", "ffn": "intermediate_size"}
+    return {ours: getattr(config, theirs) for ours, theirs in names.items()}
+
+
+def load_pretrained(path: str) -> BertModel:
+    """The pretrained BERT at `path`, a folder or a name of the model hub; UserError where there is none."""
+    try:
+        return BertModel.from_pretrained(path, add_pooling_layer=False)
+    except (OSError, ValueError) as error:
+        first = str(error).splitlines()[0]
+        raise UserError(f"no pretrained BERT at {path} ({first}); give a folder with its config and weights") from error
+
+
+def copy_pretrained(encoder: CausalBert, path: str) -> None:
+    """Fills the encoder with the layers and the first positions of the pretrained BERT at `path`."""
+    source = load_pretrained(path)
+    mine, theirs = encoder.bert, source
+    if sizes_of(mine.config) != sizes_of(theirs.config):
+        raise UserError(f"the BERT at {path} has {sizes_of(theirs.config)}, the model {sizes_of(mine.config)}")
+    mine.encoder.load_state_dict(theirs.encoder.state_dict())
+    length = mine.config.max_position_embeddings
+    known = theirs.embeddings.position_embeddings.weight
+    if length > len(known):
+        raise UserError(f"max_history {length} exceeds the {len(known)} positions of {path}; lower max_history")
+    with torch.no_grad():
+        mine.embeddings.position_embeddings.weight.copy_(known[:length])
+        mine.embeddings.token_type_embeddings.weight.copy_(theirs.embeddings.token_type_embeddings.weight)
+        mine.embeddings.LayerNorm.load_state_dict(theirs.embeddings.LayerNorm.state_dict())

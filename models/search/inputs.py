@@ -1,0 +1,103 @@
+"""What every search model reads: text embeddings reduced by a trained projection, and scaled features.
+
+Shapes: `W` width of the encoder's text, `E` of the reduced text, `F` features, `...` any index shape.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from models.search.data import NO_QUERY, SearchCatalogue, pair_key
+from models.tables import UserError
+
+
+class Text(nn.Module):
+    """Frozen text embeddings, held outside of the weights, and the trained reduction of documents and of queries."""
+
+    queries: Tensor
+    items: Tensor
+    pairs: Tensor
+    pair_keys: Tensor
+    joint: Tensor
+
+    def __init__(self, catalogue: SearchCatalogue, width: int) -> None:
+        super().__init__()
+        self.num_queries = catalogue.num_queries
+        tables = {name: getattr(catalogue, name) for name in ("queries", "items", "pairs", "pair_keys")}
+        tables["joint"] = torch.zeros(0) if catalogue.joint is None else catalogue.joint
+        for name, table in tables.items():
+            self.register_buffer(name, table, persistent=False)
+        self.document = nn.Linear(catalogue.items.shape[1], width)
+        self.of_query = nn.Linear(catalogue.items.shape[1], width)
+
+    def query(self, query: Tensor) -> Tensor:
+        """(..., E): the query alone; zero where there is none."""
+        if not len(self.queries):
+            return self.of_query.weight.new_zeros(*query.shape, self.of_query.out_features)
+        return self.of_query(self.queries[query.clamp(min=0)]) * (query != NO_QUERY)[..., None]
+
+    def item(self, item: Tensor) -> Tensor:
+        """(..., E): the document alone. Padding gives that of item 0."""
+        return self.document(self.items[item.clamp(min=0)])
+
+    def pair(self, item: Tensor, query: Tensor) -> Tensor:
+        """(..., E): document and query together ([CLS] in Eq. 1 of QGS); the document alone without a query."""
+        place = self.place(item, query)
+        return self.document(
+            torch.where((place >= 0)[..., None], self.pairs[place.clamp(min=0)], self.items[item.clamp(min=0)])
+        )
+
+    def seen(self, item: Tensor, query: Tensor) -> Tensor:
+        """(..., E): the [SEP] output over query and document, which has seen the document; zero without a query."""
+        place = self.place(item, query)
+        return self.of_query(self.joint[place.clamp(min=0)]) * (place >= 0)[..., None]
+
+    def place(self, item: Tensor, query: Tensor) -> Tensor:
+        """(...) int64: row of each pair, -1 for padding and where there is no query.
+
+        Raises UserError for a pair that was not encoded.
+        """
+        asked = (item >= 0) & (query != NO_QUERY)
+        if not len(self.pair_keys):
+            if bool(asked.any()):
+                raise UserError("the text holds no pair of query and item; run jobs.encode again on these tables")
+            return torch.full_like(item, -1)
+        key = pair_key(item, query, self.num_queries)
+        place = torch.searchsorted(self.pair_keys, key).clamp(max=len(self.pair_keys) - 1)
+        missing = asked & (self.pair_keys[place] != key)
+        if bool(missing.any()):
+            raise UserError(
+                f"the text has no embedding of item {int(item[missing][0])} with query {int(query[missing][0])}; run "
+                f"jobs.encode again on these tables"
+            )
+        return torch.where(asked, place, -1)
+
+
+class Scale(nn.Module):
+    """Features standardised by mean and deviation over train candidates, and cut at 5 deviations."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, catalogue: SearchCatalogue) -> None:
+        super().__init__()
+        self.register_buffer("mean", catalogue.feature_mean.clone())
+        self.register_buffer("std", catalogue.feature_std.clone())
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(..., F)."""
+        return ((features - self.mean) / self.std).clamp(-5, 5)
+
+
+def feature_groups(names: tuple[str, ...]) -> dict[str, list[int]]:
+    """Places of the features by category of Sec. 3.1 of QGS: cross, document, query, context; empty ones left out.
+
+    `pair_*` are query-document statistics, but the time gap and whether the pair was seen count as of the query.
+    """
+    groups: dict[str, list[int]] = {"cross": [], "document": [], "query": [], "context": []}
+    kinds = {"pair": "cross", "item": "document", "query": "query"}
+    for place, name in enumerate(names):
+        group = "query" if name in ("pair_gap", "pair_seen") else kinds.get(name.split("_")[0], "context")
+        groups[group].append(place)
+    return {name: places for name, places in groups.items() if places}

@@ -1,0 +1,135 @@
+"""What every search ranker shares: candidates' features and text, shared DNN, group attention, task towers, BCE.
+
+Candidates are flat and scored one by one: none sees another, of its request or of any.
+
+Shapes: `R` requests, `N` candidates, `F` features, `K` labels, `G` groups, `E` reduced text, `e` width of a group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from models.layers.hstu import HSTULayer
+from models.search.data import NO_QUERY, SearchCatalogue
+from models.search.inputs import Scale, Text, feature_groups
+
+Batch = dict[str, Tensor]
+
+
+@dataclass
+class RankerConfig:
+    """Sizes that all search models share."""
+
+    max_history: int = 100
+    """Latest behaviours read (Sec. 4.1 of QGS for comparisons; 1,000 in Sec. 3.7)."""
+    text_width: int = 64
+    """Width that text embeddings are reduced to (d_b, Sec. 3.7 of QGS)."""
+    dnn_width: int = 256
+    """Width of the two layers of the shared DNN over all raw features (Sec. 3.6 names no size)."""
+    tower_width: int = 128
+    """Inner width of a task tower (Sec. 3.6 names no size)."""
+    dropout: float = 0.1
+    """Dropout in DNN, towers and encoder."""
+    group_attention: bool = False
+    """HFG-Attention over groups of features (Sec. 3.6 of QGS)."""
+    group_width: int = 16
+    """Width of a group's token (d_e, Sec. 3.7)."""
+    group_heads: int = 8
+    """Heads of the group attention (Sec. 3.7)."""
+    group_output: int = 128
+    """Width of what the group attention gives (d_o, Sec. 3.7)."""
+
+    def __post_init__(self) -> None:
+        widths = ("max_history", "text_width", "dnn_width", "tower_width", "group_width", "group_heads", "group_output")
+        for name in widths:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} is below 1; give a positive number")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout {self.dropout} is not in [0, 1); give a share")
+        if self.group_width % self.group_heads:
+            raise ValueError(
+                f"group_width {self.group_width} is not a multiple of group_heads {self.group_heads}; change either"
+            )
+
+
+class GroupAttention(nn.Module):
+    """HFG-Attention (Eq. 11-13 of QGS): a token per group of features and one for the DNN's view of all."""
+
+    def __init__(self, sizes: list[int], context: int, width: int, heads: int, output: int) -> None:
+        super().__init__()
+        self.groups = nn.ModuleList(nn.Linear(size, width) for size in sizes)  # W_g, b_g
+        self.context = nn.Linear(context, width)
+        self.attention = HSTULayer(width, heads, len(sizes) + 1, causal=False, ffn=4 * width)
+        self.out = nn.Linear(width, output)
+
+    def forward(self, groups: list[Tensor], there: Tensor, context: Tensor) -> Tensor:
+        """(N, output) of `groups`, each (N, its size), of which those not `there` (N, G) are left out, and of the
+        DNN's output (N, context), through which no gradient goes back."""
+        tokens = [functional.relu(layer(group)) for layer, group in zip(self.groups, groups, strict=True)]  # Eq. 11
+        r = torch.stack([*tokens, self.context(context.detach())], 1)  # (N, G + 1, e): Eq. 12
+        mask = functional.pad(there, (0, 1), value=True)
+        mixed = self.attention(r, mask) * mask[..., None]
+        return self.out(mixed.sum(1) / mask.sum(1, keepdim=True))  # Eq. 13
+
+
+class Ranker(nn.Module):
+    """Scores candidates; `sequence_width` is that of what a subclass knows of the user's past (0 for nothing)."""
+
+    def __init__(self, config: RankerConfig, catalogue: SearchCatalogue, sequence_width: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.labels = catalogue.labels
+        self.text = Text(catalogue, config.text_width)
+        self.scale = Scale(catalogue)
+        raw = len(catalogue.features) + 2 * config.text_width
+        self.dnn = nn.Sequential(
+            nn.Linear(raw, config.dnn_width), nn.ReLU(), nn.Dropout(config.dropout),
+            nn.Linear(config.dnn_width, config.dnn_width), nn.ReLU(),
+        )  # fmt: skip
+        self.group_places = list(feature_groups(catalogue.features).values())
+        self.groups = None
+        if config.group_attention:
+            sizes = [len(places) for places in self.group_places] + [config.text_width] * 2
+            self.groups = GroupAttention(
+                sizes, config.dnn_width, config.group_width, config.group_heads, config.group_output
+            )
+        fused = config.text_width + config.dnn_width + sequence_width
+        fused += config.group_output if config.group_attention else 0
+        self.norm = nn.LayerNorm(fused)
+        self.towers = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(fused, config.tower_width), nn.ReLU(), nn.Dropout(config.dropout),
+                nn.Linear(config.tower_width, 1),
+            )
+            for _ in self.labels
+        )  # fmt: skip
+
+    def rank(self, batch: Batch, sequence: Tensor | None = None) -> Tensor:
+        """(N, K) logits from the candidates and, where there is one, `sequence` (N, width): h_seq of each."""
+        query = batch["request_query"][batch["candidate_request"]]  # (N,)
+        features = self.scale(batch["features"])
+        document, asked = self.text.pair(batch["candidate"], query), self.text.query(query)  # (N, E)
+        shared = self.dnn(torch.cat([features, asked, document], 1))
+        parts = [document, shared]
+        if self.groups is not None:
+            groups = [features[:, places] for places in self.group_places] + [asked, document]
+            there = torch.ones(len(query), len(groups), dtype=torch.bool, device=query.device)
+            there[:, -2] = query != NO_QUERY
+            parts.insert(0, self.groups(groups, there, shared))
+        fused = self.norm(torch.cat(parts if sequence is None else [*parts, sequence], 1))
+        return torch.cat([tower(fused) for tower in self.towers], 1)
+
+    def score(self, batch: Batch) -> Tensor:
+        """(N, K) logits of every label for every candidate."""
+        return self.rank(batch)
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        """The ranking loss: per label the mean binary cross-entropy over candidates, summed over labels."""
+        return {"loss": self.ranking_loss(self.score(batch), batch)}
+
+    def ranking_loss(self, logits: Tensor, batch: Batch) -> Tensor:
+        return functional.binary_cross_entropy_with_logits(logits.float(), batch["labels"].float()) * len(self.labels)

@@ -1,0 +1,215 @@
+"""What the generative search rankers share: tokens of behaviours, a causal encoder, the prediction head, InfoNCE.
+
+QGS, HSTU and HLLM are settings of this (see their files). The encoder runs once per row of a batch; every
+request of the row takes the state after its own past, and the head that predicts the next item in training
+gives the sequence's part of the ranking too.
+
+Shapes: `B` rows, `T` positions, `R` requests, `N` candidates, `D` encoder width, `E` reduced text, `F` features.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from models.search.data import SearchCatalogue
+from models.search.encoders import HSTU, CausalBert, LinearHSTU, copy_pretrained, pretrained_sizes
+from models.search.objective import info_nce
+from models.search.ranker import Batch, Ranker, RankerConfig
+from models.tables import UserError
+
+
+@dataclass
+class SequenceConfig(RankerConfig):
+    """Sizes and switches of a generative ranker."""
+
+    encoder: Literal["linear_hstu", "hstu", "transformer"] = "linear_hstu"
+    """How behaviours are read (Table 3 of QGS compares the three)."""
+    width: int = 512
+    """Width of the encoder (d_h, Sec. 3.7 of QGS)."""
+    num_layers: int = 12
+    """Layers of the encoder (N, Sec. 3.7 of QGS)."""
+    num_heads: int = 8
+    """Heads of `hstu` and `transformer` (Sec. 4.1 of QGS); Linear HSTU has none."""
+    ffn: int = 2048
+    """Inner width of the transformer's feed-forward blocks; the others have none."""
+    pretrained: str = ""
+    """Encoder `transformer`: folder or name of the pretrained BERT that it starts from; read in training only."""
+    token: Literal["pair", "item"] = "pair"
+    """Text of a behaviour: document and query together (Eq. 1 of QGS), or the document alone."""
+    context_features: bool = True
+    """Whether a behaviour's token has its features f_t (Eq. 1; "contextual feats. in pair tok." of Table 3)."""
+    query_condition: Literal["query", "joint", "none"] = "query"
+    """What the prediction head knows of the next query (Eq. 3): its own text, the paper's literal [SEP] output, which
+    has seen the document that is to be predicted, or nothing."""
+    infonce_weight: float = 0.1
+    """Weight of the InfoNCE loss beside the ranking loss; the paper gives none. 0 leaves it out."""
+    temperature: float = 0.1
+    """Temperature of InfoNCE (Sec. 3.7)."""
+    negatives: Literal["position", "batch"] = "position"
+    """InfoNCE's negatives: other users' items at the same position (Eq. 5), or at all positions of the batch."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("width", "num_layers", "num_heads", "ffn"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} is below 1; give a positive number")
+        if self.encoder != "linear_hstu" and self.width % self.num_heads:
+            raise ValueError(f"width {self.width} is not a multiple of num_heads {self.num_heads}; change either")
+        if self.infonce_weight < 0:
+            raise ValueError(f"infonce_weight {self.infonce_weight} is below 0; 0 leaves the loss out")
+        if not self.temperature > 0:
+            raise ValueError(f"temperature {self.temperature} is not above 0; the paper's is 0.1")
+        if self.pretrained and self.encoder != "transformer":
+            raise ValueError(f"pretrained is '{self.pretrained}', which encoder '{self.encoder}' cannot start from")
+        known = {
+            "encoder": ("linear_hstu", "hstu", "transformer"), "token": ("pair", "item"),
+            "query_condition": ("query", "joint", "none"), "negatives": ("position", "batch"),
+        }  # fmt: skip
+        for name, values in known.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"{name} is '{getattr(self, name)}', it must be one of {', '.join(values)}")
+
+
+@dataclass
+class UserState:
+    """What is kept of B users between requests: as large for a thousand behaviours as for one."""
+
+    layers: Tensor
+    """(layers, B, D) float32: the recurrence's state in every layer."""
+    last: Tensor
+    """(B, D): the encoder's output at the latest behaviour."""
+    count: Tensor
+    """(B,) int64: behaviours so far."""
+
+
+class SequenceRanker(Ranker):
+    """See the module."""
+
+    config: SequenceConfig
+
+    def __init__(self, config: SequenceConfig, catalogue: SearchCatalogue) -> None:
+        super().__init__(config, catalogue, sequence_width=config.width)
+        if config.query_condition == "joint":
+            if catalogue.joint is None:
+                raise UserError("query_condition is joint, but the text has no joint form; jobs.encode can make it")
+            warnings.warn(
+                "query_condition 'joint' has seen the document to predict: a leak, as in the paper", stacklevel=2
+            )
+        features = len(catalogue.features) if config.context_features else 0
+        self.project = nn.Linear(features + config.text_width, config.width)  # W_proj of Eq. 2
+        self.position = nn.Embedding(config.max_history, config.width)  # p_t of Eq. 2
+        nn.init.normal_(self.position.weight, std=0.02)
+        self.start = nn.Parameter(torch.zeros(config.width))  # the state before any behaviour
+        self.encoder: nn.Module = make_encoder(config)
+        asked = 0 if config.query_condition == "none" else config.text_width
+        self.head = nn.Sequential(
+            nn.Linear(config.width + asked, config.width), nn.ReLU(), nn.Linear(config.width, config.width)
+        )
+        if config.infonce_weight:
+            self.target = nn.Linear(features + config.text_width, config.width, bias=False)  # W_tgt of Sec. 3.4
+
+    def tokens(self, item: Tensor, query: Tensor, features: Tensor) -> Tensor:
+        """(..., F + E): x_t = [f_t, e_t] of Eq. 1, of behaviours."""
+        text = self.text.pair(item, query) if self.config.token == "pair" else self.text.item(item)
+        return torch.cat([self.scale(features), text], -1) if self.config.context_features else text
+
+    def history_tokens(self, batch: Batch) -> Tensor:
+        return self.tokens(batch["history"], batch["history_query"], batch["history_features"])
+
+    def states(self, batch: Batch, tokens: Tensor) -> Tensor:
+        """(B, T, D): h_t of every behaviour, from it and earlier ones alone."""
+        length = tokens.shape[1]
+        if length > self.config.max_history:
+            raise ValueError(f"a history of {length} exceeds max_history {self.config.max_history}; pass the latest")
+        return self.encoder(self.project(tokens) + self.position.weight[:length], batch["history_time"])
+
+    def condition(self, states: Tensor, item: Tensor, query: Tensor) -> Tensor:
+        """(..., D): z of Eq. 3 from states (..., D) and the query of the next item (and, if joint, the item)."""
+        if self.config.query_condition == "none":
+            return self.head(states)
+        joint = self.config.query_condition == "joint"
+        asked = self.text.seen(item, query) if joint else self.text.query(query)
+        return self.head(torch.cat([states, asked], -1))
+
+    def rank_after(self, past: Tensor, batch: Batch) -> Tensor:
+        """(N, K) logits, where `past` (R, D) is the state before each request."""
+        owner = batch["candidate_request"]
+        if self.config.query_condition == "joint":  # another one for each candidate
+            return self.rank(batch, self.condition(past[owner], batch["candidate"], batch["request_query"][owner]))
+        return self.rank(batch, self.condition(past, batch["request_row"], batch["request_query"])[owner])
+
+    def past(self, states: Tensor, batch: Batch) -> Tensor:
+        """(R, D): the state after the last behaviour before each request."""
+        end = batch["request_end"]
+        return torch.where((end > 0)[:, None], states[batch["request_row"], (end - 1).clamp(min=0)], self.start)
+
+    def score(self, batch: Batch) -> Tensor:
+        """(N, K) logits, from one encoder pass per row."""
+        return self.rank_after(self.past(self.states(batch, self.history_tokens(batch)), batch), batch)
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        """`loss`: ranking loss plus `infonce_weight` times the loss of the next item, and both apart."""
+        tokens = self.history_tokens(batch)
+        states = self.states(batch, tokens)
+        ranking = self.ranking_loss(self.rank_after(self.past(states, batch), batch), batch)
+        if not self.config.infonce_weight:
+            return {"loss": ranking}
+        next_item = self.next_item_loss(states, tokens, batch)
+        return {"loss": ranking + self.config.infonce_weight * next_item, "ranking": ranking, "infonce": next_item}
+
+    def next_item_loss(self, states: Tensor, tokens: Tensor, batch: Batch) -> Tensor:
+        """Eq. 3-5: each behaviour but a row's first, predicted from the state before it and its query."""
+        item = batch["history"][:, 1:]
+        z = self.condition(states[:, :-1], item, batch["history_query"][:, 1:])
+        v = self.target(tokens[:, 1:])
+        return info_nce(z, v, item, item >= 0, self.config.temperature, self.config.negatives)
+
+    def new_state(self, users: int) -> UserState:
+        """The state of users before any behaviour. Only Linear HSTU has one."""
+        if not isinstance(self.encoder, LinearHSTU):
+            raise ValueError(f"encoder '{self.config.encoder}' has no state of fixed size; use linear_hstu")
+        layers = self.start.new_zeros(self.config.num_layers, users, self.config.width, dtype=torch.float32)
+        count = torch.zeros(users, dtype=torch.long, device=layers.device)
+        return UserState(layers, self.start.expand(users, -1), count)
+
+    @torch.no_grad()
+    def append(self, state: UserState, item: Tensor, query: Tensor, features: Tensor) -> UserState:
+        """The state after one more behaviour of every user: `item` (B,), `query` (B,), `features` (B, F).
+
+        The cost does not depend on the length of the history. Raises ValueError past `max_history`, where
+        positions would have to begin anew: encode the latest behaviours again then.
+        """
+        if bool((state.count >= self.config.max_history).any()):
+            raise ValueError(f"a history exceeds max_history {self.config.max_history}; encode the latest part again")
+        h = self.project(self.tokens(item, query, features)) + self.position.weight[state.count]
+        last, layers = self.encoder.step(h, state.layers)  # type: ignore[operator]
+        return UserState(layers, last, state.count + 1)
+
+    @torch.no_grad()
+    def score_state(self, state: UserState, batch: Batch) -> Tensor:
+        """(N, K) logits of requests after all behaviours in `state`; `request_row` (R,) says whose they are."""
+        return self.rank_after(state.last[batch["request_row"]], batch)
+
+
+def make_encoder(config: SequenceConfig) -> nn.Module:
+    if config.encoder == "linear_hstu":
+        return LinearHSTU(config.width, config.num_layers, config.dropout)
+    if config.encoder == "hstu":
+        return HSTU(config.width, config.num_layers, config.num_heads, config.max_history, config.dropout)
+    return CausalBert(config.width, config.num_layers, config.num_heads, config.ffn, config.max_history, config.dropout)
+
+
+def resolve(config: Any, catalogue: Any) -> Any:
+    """The config with the sizes of the pretrained encoder that it names."""
+    return replace(config, **pretrained_sizes(config.pretrained)) if config.pretrained else config
+
+
+def teach(module: nn.Module, config: Any, catalogue: Any) -> None:
+    """Before training: fills the encoder with the pretrained weights that the config names."""
+    if config.pretrained:
+        copy_pretrained(module.encoder, config.pretrained)  # type: ignore[arg-type]

@@ -1,0 +1,239 @@
+"""Every search model: causal, candidates apart, whatever else is in the batch; and QGS's own promises."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from models.search import metrics
+from models.search.base import Base, BaseConfig
+from models.search.data import SearchCatalogue, SearchExamples
+from models.search.hllm import HLLM, HLLMConfig
+from models.search.hstu import HSTUConfig, HSTURanker
+from models.search.qgs import QGS, QGSConfig
+from models.search.sequence import SequenceRanker
+from models.tables import UserError, join
+
+SMALL = {
+    "max_history": 8, "text_width": 6, "dnn_width": 12, "tower_width": 8, "group_output": 10, "dropout": 0.0,
+}  # fmt: skip
+DEEP = {**SMALL, "width": 24, "num_layers": 2, "num_heads": 2, "ffn": 16}
+VARIANTS = {
+    "base": (Base, BaseConfig, SMALL),
+    "hstu": (HSTURanker, HSTUConfig, DEEP),
+    "hllm": (HLLM, HLLMConfig, DEEP),
+    "qgs": (QGS, QGSConfig, DEEP),
+    "qgs_hstu": (QGS, QGSConfig, DEEP | {"encoder": "hstu"}),
+    "qgs_transformer": (QGS, QGSConfig, DEEP | {"encoder": "transformer"}),
+    "qgs_item_only": (QGS, QGSConfig, DEEP | {"query_condition": "none"}),
+    "qgs_no_context": (QGS, QGSConfig, DEEP | {"context_features": False}),
+    "qgs_no_groups": (QGS, QGSConfig, DEEP | {"group_attention": False}),
+    "qgs_batch_negatives": (QGS, QGSConfig, DEEP | {"negatives": "batch"}),
+    "qgs_no_infonce": (QGS, QGSConfig, DEEP | {"infonce_weight": 0.0}),
+}
+GENERATIVE = [name for name in VARIANTS if name != "base"]
+
+
+@pytest.fixture(scope="module")
+def catalogue(search):
+    return SearchCatalogue.load(*search)
+
+
+@pytest.fixture(scope="module")
+def examples(search):
+    return SearchExamples.load(join(search[0], "sequences"), "train", max_history=8)
+
+
+@pytest.fixture
+def batch(examples):
+    return examples.collate(np.arange(9))
+
+
+def make(name: str, catalogue: SearchCatalogue, **changes) -> torch.nn.Module:
+    kind, config, options = VARIANTS[name]
+    torch.manual_seed(0)
+    model = kind(config(**(options | changes)), catalogue).eval()
+    with torch.no_grad():  # away from zeros, so that a leak would show
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def changed(batch: dict, **changes) -> dict:
+    return {**{name: value.clone() for name, value in batch.items()}, **changes}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_loss_reaches_every_weight(name, catalogue, batch):
+    model = make(name, catalogue).train()
+    out = model(batch)
+    out["loss"].backward()
+    assert torch.isfinite(out["loss"])
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None, key
+        assert torch.isfinite(parameter.grad).all(), key
+    assert model.score(batch).shape == (len(batch["candidate"]), 2)
+
+
+@pytest.mark.parametrize("name", GENERATIVE)
+def test_a_behaviour_reaches_no_earlier_state_and_no_earlier_request(name, catalogue, batch):
+    model = make(name, catalogue)
+    row = int(batch["history_length"].argmax())
+    place = int(batch["history_length"][row]) // 2
+    with torch.no_grad():
+        states = model.states(batch, model.history_tokens(batch))
+        scores = model.score(batch)
+        for key, value in (
+            ("history", (batch["history"][row, place] + 5) % 24),
+            ("history_query", (batch["history_query"][row, place] + 2) % 8),
+            ("history_features", batch["history_features"][row, place] + 1),
+            ("history_time", batch["history_time"][row, place] + 90_000),
+        ):
+            moved = changed(batch)
+            moved[key][row, place] = value
+            after = model.states(moved, model.history_tokens(moved))
+            assert torch.equal(after[row, :place], states[row, :place]), key
+            others = torch.arange(len(states)) != row
+            assert torch.equal(after[others], states[others]), key
+            early = (batch["request_row"] != row) | (batch["request_end"] <= place)
+            assert torch.equal(
+                model.score(moved)[early[batch["candidate_request"]]], scores[early[batch["candidate_request"]]]
+            )
+            if key == "history":
+                late = (after[row, place:] - states[row, place:]).abs().sum(-1)
+                assert (late[: int(batch["history_length"][row]) - place] > 0).all()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_candidates_never_see_each_other_nor_labels(name, catalogue, batch):
+    model = make(name, catalogue)
+    with torch.no_grad():
+        scores = model.score(batch)
+        moved = changed(batch, labels=~batch["labels"])
+        moved["candidate"][3] = (moved["candidate"][3] + 5) % 24
+        moved["features"][3] += 1
+        after = model.score(moved)
+    others = torch.arange(len(scores)) != 3
+    assert torch.equal(after[others], scores[others])
+    assert (after[3] != scores[3]).all()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_users_scores_do_not_depend_on_the_batch(name, catalogue, examples, batch):
+    model = make(name, catalogue)
+    with torch.no_grad():
+        scores = model.score(batch)
+        for row in range(3):
+            alone = model.score(examples.collate(np.array([row])))
+            mine = batch["request_row"][batch["candidate_request"]] == row
+            assert torch.allclose(alone, scores[mine], atol=1e-5)
+
+
+def test_the_joint_condition_has_seen_the_document_and_ours_has_not(catalogue, batch):
+    with pytest.warns(UserWarning, match="has seen the document"):
+        joint = make("qgs", catalogue, query_condition="joint")
+    ours = make("qgs", catalogue)
+    item, query = torch.tensor([2, 3]), torch.tensor([1, 1])
+    with torch.no_grad():
+        for model, moves in ((joint, True), (ours, False)):
+            past = torch.zeros(2, 24)
+            z = model.condition(past, item, query)
+            assert torch.allclose(z[0], z[1], atol=1e-5) != moves
+        assert joint.score(batch).shape == (len(batch["candidate"]), 2)
+    joint.train()(batch)["loss"].backward()
+
+
+def test_the_query_moves_the_prediction_only_where_it_is_a_condition(catalogue, batch):
+    query = (batch["request_query"] + 2) % 8
+    with torch.no_grad():
+        for name, moves in (("qgs", True), ("qgs_item_only", False)):
+            model = make(name, catalogue)
+            past = model.past(model.states(batch, model.history_tokens(batch)), batch)
+            z = [model.condition(past, past, asked) for asked in (batch["request_query"], query)]
+            assert torch.allclose(*z, atol=1e-5) != moves
+
+
+def full_and_cached(model: SequenceRanker, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores of a row's last request, from all behaviours at once and from a state that they were appended to."""
+    state = model.new_state(1)
+    for t in range(int(batch["request_end"][-1])):
+        state = model.append(
+            state, batch["history"][:, t], batch["history_query"][:, t], batch["history_features"][:, t]
+        )
+    return model.score(batch), model.score_state(state, batch)
+
+
+def test_a_cached_state_equals_a_full_encoding(catalogue, examples):
+    model = make("qgs", catalogue)
+    with torch.no_grad():
+        for row in range(6):
+            batch = examples.collate(np.array([row]))
+            full, cached = full_and_cached(model, batch)
+            last = batch["candidate_request"] == batch["candidate_request"][-1]
+            assert torch.allclose(full[last], cached[last], atol=1e-5)
+
+
+def test_a_state_stays_small_and_is_refused_past_the_last_position(catalogue):
+    model = make("qgs", catalogue)
+    state = model.new_state(2)
+    one = torch.tensor([1, 2]), torch.tensor([0, 3]), torch.rand(2, 6)
+    for _ in range(8):
+        state = model.append(state, *one)
+        assert state.layers.shape == (2, 2, 24)
+    assert state.count.tolist() == [8, 8]
+    with pytest.raises(ValueError, match="exceeds max_history 8"):
+        model.append(state, *one)
+    with pytest.raises(ValueError, match="no state of fixed size"):
+        make("hstu", catalogue).new_state(1)
+
+
+def test_a_longer_history_than_positions_is_refused(catalogue, batch):
+    with pytest.raises(ValueError, match="exceeds max_history 4"):
+        make("qgs", catalogue, max_history=4).score(batch)
+
+
+def test_an_unencoded_pair_is_an_error(catalogue, batch):
+    model = make("base", catalogue)
+    model.text.pair_keys = model.text.pair_keys[:5]
+    model.text.pairs = model.text.pairs[:5]
+    with pytest.raises(UserError, match="has no embedding of item"):
+        model.score(batch)
+
+
+@pytest.mark.parametrize("name", ["base", "qgs"])
+def test_training_learns_to_rank_what_queries_ask_for(name, catalogue, search, examples):
+    torch.manual_seed(0)
+    kind, config, options = VARIANTS[name]
+    model = kind(config(**options), catalogue)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for step in range(60):
+        rows = np.random.default_rng(step).choice(len(examples), 16, replace=False)
+        loss = model(examples.collate(rows))["loss"]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    test = SearchExamples.load(join(search[0], "sequences"), "test", unit="request", max_history=8)
+    sums: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for rows in test.batches(7):
+            for key, value in metrics.measure(model.eval(), test.collate(rows)).items():
+                sums[key] = sums.get(key, 0) + value
+    found = metrics.means(sums)
+    assert found["gauc"] > 0.8
+    assert found["requests"] == 40
+    assert found["requests_one_class"] >= 1  # user 0 never clicks
+    assert {"purchase/gauc", "auc", "log_loss", "normalised_entropy", "calibration"} <= set(found)
+
+
+def test_impossible_settings_are_refused():
+    for options, message in (
+        ({"encoder": "hstu", "width": 30}, "not a multiple of num_heads"),
+        ({"query_condition": "all"}, "it must be one of query, joint, none"),
+        ({"temperature": 0}, "the paper's is 0.1"),
+        ({"pretrained": "x"}, "cannot start from"),
+        ({"group_width": 12}, "not a multiple of group_heads"),
+        ({"dropout": 1.0}, "not in"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            QGSConfig(**options)
