@@ -82,6 +82,8 @@ class Norm(nn.Module):
         self.epsilon = sizes.epsilon
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu" and not torch.is_grad_enabled():  # torch's takes three times longer there
+            return x * torch.rsqrt((x * x).mean(-1, keepdim=True).add_(self.epsilon)) * self.weight
         return functional.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
 
 
@@ -119,7 +121,8 @@ class Attention(nn.Module):
             mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
         else:
             scores = q @ k.transpose(-1, -2)
-            scores = scores if bias is None else scores + bias
+            if bias is not None:
+                scores = scores + bias if torch.is_grad_enabled() else scores.add_(bias)
             mixed = dropout(scores.softmax(-1), share) @ v
         return self.o(mixed.transpose(1, 2).flatten(2))
 

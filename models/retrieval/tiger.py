@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from models.retrieval.data import PAD, Catalogue
 from models.retrieval.decoding.beam import beam_search, unconstrained_beam_search
+from models.retrieval.decoding.encoder import packed_encoder
 from models.retrieval.decoding.generate import generate
 from models.retrieval.decoding.shared_kv import SharedKV
 from models.retrieval.t5 import T5, T5Sizes
@@ -152,7 +153,9 @@ class Tiger(nn.Module):
         decoder = self.config.decoder if decoder is None else decoder
         _check_decoder(decoder)
         if decoder == "shared_kv":
-            scorer = SharedKV(self.t5, *self.encode(batch), self.first_token, self.sizes)
+            tokens, real = self.tokens(batch)
+            states, padding = packed_encoder(self.t5)(tokens, real.sum(1))
+            scorer = SharedKV(self.t5, states, padding, self.first_token, self.sizes)
             search = beam_search if constrained else unconstrained_beam_search
             return search(scorer, self.trie, k, beam)
         if self._transformers is None:

@@ -1,0 +1,91 @@
+"""The encoder for inference gives the states of training's, whatever the lengths, and follows the weights."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.retrieval.decoding import encoder
+from models.retrieval.decoding.encoder import buckets, packed_encoder
+from models.retrieval.t5 import T5, T5Sizes
+
+SIZES = T5Sizes(
+    vocabulary=20, d_model=16, d_ff=24, num_heads=2, d_kv=8, num_encoder_layers=3, num_decoder_layers=1, dropout=0.1
+)
+
+
+def t5(seed: int = 0) -> T5:
+    torch.manual_seed(seed)
+    model = T5(SIZES).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter.data, 0.5, 2.0)
+    return model
+
+
+MODEL = t5()
+
+
+def padded(model: T5, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    outside = torch.arange(tokens.shape[1]) >= lengths[:, None]
+    padding = torch.zeros(outside.shape).masked_fill(outside, -torch.inf)[:, None, None]
+    with torch.enable_grad():  # as in training
+        return model.encode(tokens, padding, 0.0).detach()
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=30),
+    st.integers(0, 3),
+    st.sampled_from([1, 50, 10_000]),
+    st.sampled_from([0, 10, 10_000]),
+)
+@torch.no_grad()
+def test_states_are_those_of_the_padded_encoder(lengths, more, most_tokens, waste):
+    lengths = torch.tensor(lengths)
+    width = int(lengths.max()) + more
+    tokens = torch.randint(0, 20, (len(lengths), width), generator=torch.Generator().manual_seed(0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoder, "TOKENS", most_tokens)
+        patch.setattr(encoder, "WASTE", waste)
+        states, padding = packed_encoder(MODEL)(tokens, lengths)
+        found = buckets(lengths)
+    real = torch.arange(width) < lengths[:, None]
+    torch.testing.assert_close(states[real], padded(MODEL, tokens, lengths)[real], rtol=1e-4, atol=1e-5)
+    assert states.isfinite().all()
+    assert (padding is None) == bool(real.all())
+    if padding is not None:
+        assert ((padding[:, 0, 0] == 0) == real).all()
+    assert sorted(torch.cat(found).tolist()) == list(range(len(lengths)))
+    for rows in found:
+        inside = lengths[rows]
+        assert len(rows) == 1 or len(rows) * inside.max() <= max(most_tokens, 2 * inside.max())
+        assert inside.max() * len(rows) - inside.sum() <= waste
+
+
+@torch.no_grad()
+def test_it_follows_the_weights_and_is_kept_while_they_stay():
+    model = t5(1)
+    tokens, lengths = torch.randint(0, 20, (3, 9)), torch.tensor([9, 4, 6])
+    real = torch.arange(9) < lengths[:, None]
+    first = packed_encoder(model)
+    assert packed_encoder(model) is first
+    changes = [
+        lambda: model.encoder.blocks[0].attention.k.weight.mul_(2.0),
+        lambda: model.load_state_dict(t5(2).state_dict()),
+        lambda: model.load_state_dict(t5(3).state_dict(), assign=True),
+        lambda: setattr(model.shared.weight, "data", torch.randn(20, 16)),
+        lambda: model.encoder.blocks[0].norm(0, torch.zeros(1, 16)) and model.double(),
+    ]
+    for change in changes[:-1]:
+        change()
+        states, _ = packed_encoder(model)(tokens, lengths)
+        torch.testing.assert_close(states[real], padded(model, tokens, lengths)[real], rtol=1e-4, atol=1e-5)
+    assert packed_encoder(model) is not first
+    twin = copy.deepcopy(model)
+    assert packed_encoder(twin).t5 is twin
+    assert not [name for name in model.state_dict() if "packed" in name]
