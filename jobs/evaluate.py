@@ -27,6 +27,8 @@ class Config:
     """TABLES: the folder that jobs.prepare made."""
     sids: str | None = None
     """SIDS: the folder that jobs.tokenize made, for models that use semantic IDs."""
+    text: str | None = None
+    """TEXT: the folder that jobs.encode made, for search models."""
     split: Literal["val", "test"] = "test"
     """Which requests to rank for."""
     batch_inference: str | None = None
@@ -62,6 +64,10 @@ class Config:
                 raise ValueError(f"{name} is {getattr(self, name)}, the least is 1; give a positive number")
         if self.item_shift and self.batch_inference:
             raise ValueError("item_shift is true, but batch_inference measures nothing; run jobs.evaluate twice")
+        if self.text and self.batch_inference:
+            raise ValueError(
+                "text is given, but search models rank what they are asked about; leave out batch_inference"
+            )
 
 
 def parse(job: str, argv: Sequence[str] | None = None) -> Config:
@@ -84,6 +90,16 @@ def item_shift_lines(metrics: dict[str, float]) -> list[str]:
     return lines
 
 
+def print_ranking(result: Result) -> None:
+    """What a model that scores candidates was found to do, label by label."""
+    print(f"{result.model} on {result.split}: {result.examples:,} requests, seed {result.seed}")
+    for prefix in sorted(name.removesuffix("gauc") for name in result.metrics if name.endswith("gauc")):
+        found = {name: result.metrics[prefix + name] for name in ("gauc", "auc", "log_loss", "normalised_entropy")}
+        print(f"  {prefix:<10}" + "  ".join(f"{name} {value:.4f}" for name, value in found.items()))
+        one, all_ = (int(result.metrics[prefix + name]) for name in ("requests_one_class", "requests"))
+        print(f"  {prefix:<10}{one:,} of {all_:,} requests have one class and no part in gauc")
+
+
 def run(config: Config) -> Result | None:
     """Evaluates and prints, or writes recommendations."""
     names = ("decoder", "beam", "constrained", "path", "scores")
@@ -104,19 +120,21 @@ def run(config: Config) -> Result | None:
     if config.shards > 1:
         cli.start_ray()
     result, about = evaluate(
-        config.checkpoint, config.tables, config.sids, split=config.split, batch_size=config.batch_size,
+        config.checkpoint, config.tables, config.text or config.sids, split=config.split, batch_size=config.batch_size,
         shards=config.shards, device=config.device, options=options, item_shift=config.item_shift,
     )  # fmt: skip
     place = record(result, about, config.tracking_uri)
-    print(f"{result.model} on {result.split}: {result.examples:,} users, seed {result.seed}")
-    print("  K       " + "".join(f"{k:>9}" for k in CUTOFFS))
-    for metric in ("recall", "ndcg"):
-        print(f"  {metric:<8}" + "".join(f"{result.metrics[f'{metric}@{k}']:9.4f}" for k in CUTOFFS))
-    for line in item_shift_lines(result.metrics):
-        print(line)
-    print(
-        f"  {result.users_per_s:,.0f} users/s on {result.device}; {result.skipped:,} requests without history left out"
-    )
+    if "gauc" in result.metrics:
+        print_ranking(result)
+    else:
+        print(f"{result.model} on {result.split}: {result.examples:,} users, seed {result.seed}")
+        print("  K       " + "".join(f"{k:>9}" for k in CUTOFFS))
+        for metric in ("recall", "ndcg"):
+            print(f"  {metric:<8}" + "".join(f"{result.metrics[f'{metric}@{k}']:9.4f}" for k in CUTOFFS))
+        for line in item_shift_lines(result.metrics):
+            print(line)
+        left_out = f"{result.skipped:,} requests without history left out"
+        print(f"  {result.users_per_s:,.0f} users/s on {result.device}; {left_out}")
     print(f"  written to  {place}")
     if about.tracking:
         uri = config.tracking_uri or about.tracking["uri"]

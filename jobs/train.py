@@ -38,6 +38,8 @@ class Config:
     """The model: `name`, and its own options."""
     sids: str | None = None
     """SIDS: the folder that jobs.tokenize made, for models that use semantic IDs."""
+    text: str | None = None
+    """TEXT: the folder that jobs.encode made, for search models."""
     fit: FitConfig = field(default_factory=FitConfig)
     """The training loop."""
     ray: RayOptions = field(default_factory=RayOptions)
@@ -101,12 +103,13 @@ def parse(job: str, argv: Sequence[str] | None = None) -> Config:
 def run(config: Config) -> Trained:
     """Trains and prints what was made."""
     cli.start_ray()
+    extra = registry.find(config.model.name).extra
     trained = train(
         model=asdict(config.model),
         fit=config.fit,
         ray_options=config.ray,
         tables=config.tables,
-        sids=config.sids,
+        sids=config.text if extra == "text" else config.sids,
         storage=config.storage,
         name=config.name,
         tracking_uri=config.tracking_uri,
@@ -120,14 +123,15 @@ def run(config: Config) -> Trained:
         print(f"The run '{trained.name}' is finished; nothing to do. --overwrite trains it anew.")
     else:
         print(f"Trained {best.name} for {trained.epochs} epochs in {trained.seconds:.0f} s.")
-    shown = "  ".join(f"{name} {value:.4f}" for name, value in best.metrics.items() if name.endswith("@10"))
-    sids = f" --sids {config.sids}" if config.sids else ""
+    names = ("gauc", "auc") if "gauc" in best.metrics else [name for name in best.metrics if name.endswith("@10")]
+    shown = "  ".join(f"{name} {best.metrics[name]:.4f}" for name in names)
+    beside = f" --{extra} {getattr(config, extra)}" if extra else ""
     print(
         f"  best epoch  {best.epoch}: {shown} on val\n"
         f"  checkpoint  {trained.checkpoint}\n"
         f"  MLflow run  {trained.run.run_id} in {trained.run.experiment}\n"
         f"  look at it  mlflow ui --backend-store-uri {trained.run.uri}\n"
-        f"  next        python -m jobs.evaluate --checkpoint {trained.checkpoint} --tables {config.tables}{sids} "
+        f"  next        python -m jobs.evaluate --checkpoint {trained.checkpoint} --tables {config.tables}{beside} "
         f"--split test"
     )
     return trained

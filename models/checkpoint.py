@@ -33,6 +33,10 @@ REMEDY = {
     "items": "evaluate on the tables that it was trained on, or train again",
     "sids": "give the --sids that it was trained with, or train again",
     "trie": "give the --sids that it was trained with, or train again",
+    "queries": "evaluate on the tables that it was trained on, or train again",
+    **dict.fromkeys(
+        ("text_items", "text_queries", "text_pairs"), "give the --text that it was trained with, or train again"
+    ),
 }
 
 

@@ -39,10 +39,12 @@ Sums = dict[str, Any]
 class FitConfig:
     """How a model is trained."""
 
+    optimizer: Literal["adamw", "adagrad"] = "adamw"
+    """AdamW, or Adagrad as search models are published with (Sec. 4.1 of QGS: lr 0.01, batch 100)."""
     lr: float = 1e-3
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
     weight_decay: float = 0.05
-    """AdamW's weight decay, on all parameters."""
+    """Weight decay on all parameters: decoupled in AdamW, added to the gradient in Adagrad."""
     warmup_steps: int = 10_000
     """Steps in which the learning rate rises linearly to `lr` (10,000 in TIGER's published set-up)."""
     warmup_share: float = 0.1
@@ -93,7 +95,10 @@ class FitConfig:
             raise ValueError(f"fit.lr is {self.lr}, it must be above 0; try 0.001")
         if not 0 <= self.warmup_share <= 1:
             raise ValueError(f"fit.warmup_share is {self.warmup_share}, it must be between 0 and 1; try 0.1")
-        for name, known in {"schedule": ("cosine", "constant"), "precision": ("auto", "bf16", "fp32")}.items():
+        choices = {
+            "optimizer": ("adamw", "adagrad"), "schedule": ("cosine", "constant"), "precision": ("auto", "bf16", "fp32")
+        }  # fmt: skip
+        for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"fit.{name} is {getattr(self, name)!r}, it must be one of {', '.join(known)}")
 
@@ -277,7 +282,11 @@ def fit(
     """
     device = torch.device(device)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay, fused=True)
+    optimizer: torch.optim.Optimizer
+    if config.optimizer == "adagrad":
+        optimizer = torch.optim.Adagrad(parameters, lr=config.lr, weight_decay=config.weight_decay)
+    else:
+        optimizer = torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay, fused=True)
     cursor: State = {
         "epoch": 0, "step_in_epoch": 0, "step": 0, "best": None, "best_epoch": 0, "best_step": 0,
         "waiting": 0, "stopped": False, "loss": 0.0, "seconds": 0.0, "examples": 0.0, "waited": 0.0,

@@ -22,6 +22,13 @@ from models.retrieval.sasrec import SASRec, SASRecConfig
 from models.retrieval.sid_mlp import SidMlp, SidMlpConfig, teach
 from models.retrieval.teacher import resolve as resolve_teacher
 from models.retrieval.tiger import Tiger, TigerConfig
+from models.search import metrics as search_metrics
+from models.search import sequence
+from models.search.base import Base, BaseConfig
+from models.search.data import SearchCatalogue, SearchExamples
+from models.search.hllm import HLLM, HLLMConfig
+from models.search.hstu import HSTUConfig, HSTURanker
+from models.search.qgs import QGS, QGSConfig
 from models.tables import UserError
 
 
@@ -32,7 +39,7 @@ class Family:
     name: str
     """Folder under `models/`."""
     catalogue: Any
-    """`catalogue.load(tables, sids)` gives what models are built on."""
+    """`catalogue.load(tables, extra)` gives what models are built on; `extra` is what `Entry.extra` names."""
     examples: Any
     """`examples.load(sequences, split, unit=, max_history=)` gives the batches."""
     measure: Callable[..., Sums]
@@ -42,6 +49,10 @@ class Family:
     """Metrics from the sums of all batches and workers; a model's own static `means(sums)` goes before it."""
     eval_unit: str = "request"
     """What a row of an evaluation batch is."""
+    text: bool = False
+    """Whether its models read the text embeddings of jobs.encode."""
+    served: bool = True
+    """Whether its models can be logged to MLflow as ones that recommend."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +78,17 @@ class Entry:
     """`teach(module, config, catalogue)`: before training, gives a student what it learns from. What only the
     loss needs stays out of the module's weights."""
 
+    @property
+    def extra(self) -> str | None:
+        """The folder that it needs beside the tables: `sids`, `text` or none."""
+        return "text" if self.family.text else "sids" if self.sids else None
+
 
 RETRIEVAL = Family("retrieval", Catalogue, Examples, metrics.measure, metrics.metric_means)
+SEARCH = Family(
+    "search", SearchCatalogue, SearchExamples, search_metrics.measure, search_metrics.means, text=True, served=False
+)
+GENERATIVE: dict[str, Any] = {"unit": "user", "resolve": sequence.resolve, "teach": sequence.teach}
 
 MODELS: dict[str, Entry] = {
     "popularity": Entry(PopularityConfig, Popularity, RETRIEVAL, unit="request", gradient=False),
@@ -76,13 +96,27 @@ MODELS: dict[str, Entry] = {
     "tiger": Entry(TigerConfig, Tiger, RETRIEVAL, unit="request", sids=True),
     "sid_mlp": Entry(SidMlpConfig, SidMlp, RETRIEVAL, unit="request", sids=True, resolve=resolve_teacher, teach=teach),
     "sid_mlp_pp_encoder": Entry(
-        sid_mlp_pp.SidMlpPpEncoderConfig, sid_mlp_pp.SidMlpPpEncoder, RETRIEVAL, unit="request", sids=True,
-        resolve=resolve_teacher, teach=sid_mlp_pp.teach_encoder,
-    ),  # fmt: skip
+        sid_mlp_pp.SidMlpPpEncoderConfig,
+        sid_mlp_pp.SidMlpPpEncoder,
+        RETRIEVAL,
+        unit="request",
+        sids=True,
+        resolve=resolve_teacher,
+        teach=sid_mlp_pp.teach_encoder,
+    ),
     "sid_mlp_pp": Entry(
-        sid_mlp_pp.SidMlpPpConfig, sid_mlp_pp.SidMlpPp, RETRIEVAL, unit="request", sids=True,
-        resolve=sid_mlp_pp.resolve, teach=sid_mlp_pp.teach,
-    ),  # fmt: skip
+        sid_mlp_pp.SidMlpPpConfig,
+        sid_mlp_pp.SidMlpPp,
+        RETRIEVAL,
+        unit="request",
+        sids=True,
+        resolve=sid_mlp_pp.resolve,
+        teach=sid_mlp_pp.teach,
+    ),
+    "base": Entry(BaseConfig, Base, SEARCH, unit="user"),
+    "hstu": Entry(HSTUConfig, HSTURanker, SEARCH, **GENERATIVE),
+    "hllm": Entry(HLLMConfig, HLLM, SEARCH, **GENERATIVE),
+    "qgs": Entry(QGSConfig, QGS, SEARCH, **GENERATIVE),
 }
 
 

@@ -84,11 +84,16 @@ class Setup:
         return Checkpoint(model=model, fit=vars(self.fit).copy(), hashes=dict(self.catalogue.hashes), **fields)
 
 
-def load_catalogue(entry: registry.Entry, name: str, tables: str, sids: str | None) -> Any:
-    """The catalogue of a model; UserError where it needs semantic IDs and none are given."""
-    if entry.sids and not sids:
-        raise UserError(f"the model '{name}' needs semantic IDs; give --sids with the folder that jobs.tokenize made")
-    return entry.family.catalogue.load(tables, sids if entry.sids else None)
+EXTRA = {"sids": ("semantic IDs", "jobs.tokenize"), "text": ("text embeddings", "jobs.encode")}
+"""What models can need beside the tables: in words, and the job that makes it."""
+
+
+def load_catalogue(entry: registry.Entry, name: str, tables: str, extra: str | None) -> Any:
+    """The catalogue of a model; UserError where it needs another folder (`entry.extra`) and none is given."""
+    if entry.extra and not extra:
+        what, job = EXTRA[entry.extra]
+        raise UserError(f"the model '{name}' needs {what}; give --{entry.extra} with the folder that {job} made")
+    return entry.family.catalogue.load(tables, extra if entry.extra else None)
 
 
 def set_up(
@@ -101,7 +106,10 @@ def set_up(
     rank: int = 0,
     world: int = 1,
 ) -> Setup:
-    """Reads the tables and builds the model that `model` (its `name` and fields) names."""
+    """Reads the tables and builds the model that `model` (its `name` and fields) names.
+
+    `sids` is the folder beside the tables that the model needs: that of semantic IDs, or of text embeddings.
+    """
     entry = registry.find(model["name"])
     if fit.batch_size % world:
         raise UserError(

@@ -28,13 +28,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--config", required=True, help="YAML file with the sections model and fit, as of jobs.train")
     parser.add_argument("--tables", required=True, help="folder that jobs.prepare made")
     parser.add_argument("--sids", help="folder that jobs.tokenize made, for models that use semantic IDs")
+    parser.add_argument("--text", help="folder that jobs.encode made, for search models")
     parser.add_argument("--output", required=True, help="folder for the checkpoints; run again, it resumes from them")
     options = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         content = yaml.safe_load(Path(options.config).read_text())
         config = FitConfig(**content.get("fit", {}))
-        setup = set_up(content["model"], config, options.tables, options.sids, device=device)
+        setup = set_up(content["model"], config, options.tables, options.text or options.sids, device=device)
         output = Path(options.output)
         state, last = None, max(output.glob("step-*"), default=None)
         if last is not None:

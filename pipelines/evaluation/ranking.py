@@ -171,7 +171,7 @@ def evaluate(
             model=about.name,
             checkpoint=uri,
             split=split,
-            examples=count,
+            examples=int(metrics.get("requests", count)),
             skipped=sum(part[2] for part in parts),
             metrics=metrics,
             users_per_s=sum(part[1] / part[3] for part in parts if part[3] > 0),

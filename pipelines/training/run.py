@@ -102,7 +102,8 @@ def train(
 
     `model` holds the model's `name` and fields. Raises UserError for what the user can mend, before anything
     is started or written where that is possible. `parent_run` is a sweep's MLflow run; `log_model` also
-    stores the best model there, with the tables that it needs to be served.
+    stores the best model there, with the tables that it needs to be served. `sids` is the folder that the model
+    needs beside the tables (`Entry.extra`).
     """
     began = time.monotonic()
     check_name(name)
@@ -111,7 +112,7 @@ def train(
     catalogue = load_catalogue(entry, model["name"], tables, sids)
     model = registry.config_to_dict(registry.resolve(registry.config_from_dict(model), catalogue))
     hashes = catalogue.hashes
-    sids = sids if entry.sids else None
+    sids = sids if entry.extra else None
     workers = ray_options.num_workers if entry.gradient else 1
     use_gpu = wants_gpu(ray_options, workers) and entry.gradient
     check_cluster(ray_options, workers, use_gpu)
@@ -155,7 +156,7 @@ def train(
             logger.log(values, last.step)
             logger.tag(checkpoint=join(folder, BEST))
             tracking.log_curves(run)
-            if log_model:
+            if log_model and entry.family.served:
                 logger.tag(model=package.log_model(run, join(folder, BEST), tables, sids))
         except BaseException as error:
             logger.end("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")

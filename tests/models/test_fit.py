@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -72,14 +73,16 @@ CONFIG = FitConfig(
 )
 
 
-def test_resumed_at_any_save_equals_undisturbed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "adagrad"])
+def test_resumed_at_any_save_equals_undisturbed(tmp_path: Path, optimizer: str) -> None:
+    config = replace(CONFIG, optimizer=optimizer)
     undisturbed = start()
-    whole = finish(undisturbed, CONFIG)
+    whole = finish(undisturbed, config)
     saves = [event for event in whole if event.state]
     assert {type(event) for event in saves} == {StepEvent, EpochEvent}  # within epochs and at their ends
     for number in range(len(saves) - 1):
         model = start()
-        for i, event in enumerate(e for e in fit(model, Batches(), validate, CONFIG) if e.state):
+        for i, event in enumerate(e for e in fit(model, Batches(), validate, config) if e.state):
             if i == number:
                 torch.save({"model": model.state_dict(), "state": event.state}, tmp_path / "saved.pt")
                 break
@@ -87,7 +90,7 @@ def test_resumed_at_any_save_equals_undisturbed(tmp_path: Path) -> None:
         resumed = start(seed=99)
         resumed.load_state_dict(saved["model"])
         torch.rand(number + 1)  # other random numbers were drawn meanwhile
-        rest = finish(resumed, CONFIG, state=saved["state"])
+        rest = finish(resumed, config, state=saved["state"])
         for ours, theirs in zip(weights(resumed), weights(undisturbed), strict=True):
             assert torch.equal(ours, theirs)
         last, expected = rest[-1], whole[-1]

@@ -1,0 +1,60 @@
+"""Search models through the common set-up: trained, validated by GAUC, saved, loaded for the right tables only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from models import checkpoint, registry
+from models.fit import EpochEvent, FitConfig, fit
+from models.setup import load_catalogue, score, set_up
+from models.tables import UserError
+from tests.search_tables import write_search
+
+CONFIGS = Path(__file__).parents[3] / "jobs/configs"
+SMALL = {"width": 16, "num_layers": 1, "max_history": 8, "dnn_width": 16, "tower_width": 8, "text_width": 8}
+FIT = FitConfig(
+    optimizer="adagrad", lr=0.05, weight_decay=0, batch_size=16, max_epochs=6, metric="gauc", schedule="constant"
+)
+
+
+def test_a_run_improves_gauc_and_its_checkpoint_scores_alike(search, tmp_path):
+    tables, text = search
+    setup = set_up({"name": "qgs", **SMALL}, FIT, tables, text)
+    events = list(fit(setup.model, setup.train, setup.validate, setup.fit, means=setup.means))
+    ends = [event for event in events if isinstance(event, EpochEvent)]
+    assert ends[-1].metrics["gauc"] > max(0.6, ends[0].metrics["gauc"])
+    assert ends[-1].metrics["requests"] == 40
+    checkpoint.save(tmp_path / "best", setup.model, setup.checkpoint(epoch=6))
+    entry = registry.find("qgs")
+    loaded, about = checkpoint.load(tmp_path / "best", load_catalogue(entry, "qgs", tables, text), "qgs")
+    assert not [name for name in loaded.state_dict() if name.startswith("text.pairs")]  # the tables stay where they are
+    found = [
+        score(model, entry.family, setup.val, batch_size=5, device=torch.device("cpu"))[0]
+        for model in (setup.model, loaded)
+    ]
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert about.hashes.keys() >= {"sequences", "items", "queries", "text_pairs"}
+    other = write_search(tmp_path / "other", users=12, seed=5)
+    with pytest.raises(UserError, match="belongs to another table"):
+        checkpoint.load(tmp_path / "best", load_catalogue(entry, "qgs", *other))
+
+
+def test_search_models_ask_for_text(search):
+    with pytest.raises(UserError, match=r"needs text embeddings; give --text with the folder that jobs\.encode made"):
+        set_up({"name": "base"}, FIT, search[0])
+
+
+@pytest.mark.parametrize(
+    "path", sorted([*CONFIGS.glob("qgs*.yaml"), *CONFIGS.glob("search/*.yaml")]), ids=lambda p: p.stem
+)
+def test_the_configs_are_of_models_that_exist(path):
+    content = yaml.safe_load(path.read_text())
+    config = registry.config_from_dict(content["model"])
+    assert registry.find(content["model"]["name"]).family is registry.SEARCH
+    assert FitConfig(**content["fit"]).metric == "gauc"
+    assert config.max_history >= 1
