@@ -1,4 +1,4 @@
-"""The whole flow in minutes: a log, tables, audit, semantic IDs, SASRec and TIGER, their comparison.
+"""The whole flow in minutes: a log, tables, audit, semantic IDs, SASRec, TIGER and its student SID-MLP, compared.
 
 Without options it simulates a small log (`results are labelled simulated`); `--data FOLDER` takes a real
 one whose mapping file is `jobs/configs/sources/FOLDER.yaml`, or the one that `--source` names. Every step
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs import cli
+from models import registry
 from models.tables import UserError, read_manifest
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -36,7 +37,8 @@ class Config:
     encoder: str = "tfidf"
     """Encoder of the item texts: tfidf, minilm (make encoder), or a transformers name or path."""
     epochs: int = 20
-    """Most epochs of each model. A real model wants more: see the walk-through in the README."""
+    """Most epochs of each model, half as many for the student, which learns from its teacher in fewer. A real model
+    wants more: see the walk-through in the README."""
     users: int = 1500
     """Users of the simulated log."""
     items: int = 400
@@ -44,7 +46,7 @@ class Config:
     events: int = 15000
     """Events of the simulated log."""
     seed: int = 42
-    """Seed of the simulation and of both trainings."""
+    """Seed of the simulation and of the trainings."""
 
     def __post_init__(self) -> None:
         if self.epochs < 1:
@@ -90,7 +92,7 @@ def run(config: Config) -> None:
         str(home / "sids"),
         str(home / "runs"),
     )
-    models = {"popularity": "popularity", "sasrec": "sasrec", "tiger": "tiger_small"}
+    models = {"popularity": "popularity", "sasrec": "sasrec", "tiger": "tiger_small", "sid_mlp": "sid_mlp_small"}
     steps = Steps(count=5 + 2 * len(models) - (1 if config.data else 0))
     cli.start_ray()
 
@@ -110,12 +112,13 @@ def run(config: Config) -> None:
         raise UserError(f"{config.data} has neither item texts nor published semantic IDs; TIGER needs one of them")
     steps.run("Items to semantic IDs and a trie", "tokenize", "--tables", tables, *tokenizer, "--output", sids)
     for model, file in models.items():
-        place = ["--tables", tables, *(["--sids", sids] if model == "tiger" else []), "--storage", runs]
-        fit = [] if model == "popularity" else ["--fit.max_epochs", str(config.epochs), "--fit.seed", str(config.seed)]
-        steps.run(f"Train {model}", "train", "--config", str(CONFIGS / f"{file}.yaml"), *place, "--name", model, *fit)
-        checkpoint = ["--checkpoint", f"{runs}/{model}", "--tables", tables]
-        checkpoint += ["--sids", sids] if model == "tiger" else []
-        steps.run(f"Evaluate {model} on test", "evaluate", *checkpoint, "--split", "test")
+        place = ["--tables", tables, *(["--sids", sids] if registry.find(model).sids else [])]
+        student = ["--model.teacher", f"{runs}/tiger"] if model == "sid_mlp" else []
+        epochs = -(-config.epochs // 2) if student else config.epochs
+        fit = ["--fit.max_epochs", str(epochs), "--fit.seed", str(config.seed)] if model != "popularity" else []
+        train = ["--config", str(CONFIGS / f"{file}.yaml"), *place, "--storage", runs, "--name", model, *student, *fit]
+        steps.run(f"Distil {model} from tiger" if student else f"Train {model}", "train", *train)
+        steps.run(f"Evaluate {model} on test", "evaluate", "--checkpoint", f"{runs}/{model}", *place, "--split", "test")
     uri = f"sqlite:///{runs}/mlflow.db"
     steps.run("Compare", "compare", "--experiment", f"retrieval/{name}", "--tracking_uri", uri)
     label = "simulated data: the figures say that the flow works, nothing about a real log" if not config.data else ""
