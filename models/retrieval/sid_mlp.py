@@ -24,7 +24,9 @@ from torch.nn import functional
 from models.retrieval import teacher as teachers
 from models.retrieval.data import Catalogue
 from models.retrieval.decoding.beam import beam_search, unconstrained_beam_search
+from models.retrieval.decoding.fast import fast_walk
 from models.retrieval.decoding.shared_kv import SharedKV
+from models.retrieval.distillation import Answer, TeacherMemory, distillation_loss
 from models.retrieval.one_layer import OneLayerDecoder
 from models.retrieval.readout import MeanReadout, Readout
 from models.retrieval.tiger import Tiger, TigerConfig
@@ -65,6 +67,10 @@ class SidMlpConfig:
     """Weight of the teacher against the target (Eq. 3); 0 is training from scratch (Table 8; Table 5, w/o KL)."""
     tau: float = 1.0
     """Temperature of the teacher's and the student's distributions (Eq. 3)."""
+    teacher_memory_mb: int = 0
+    """Memory of each worker for what the frozen teacher says of the training requests (5 to 25 kB each at the
+    published sizes), so that epochs after the first do not ask it again; 0 asks it at every step. Remembered
+    answers are of half precision, and a resumed run equals an undisturbed one up to that."""
     m: int = 0
     """Digits that the teacher's decoder generates before the student takes over (Table 1; Appendix E.1)."""
     decoder: Literal["mlp", "transformer"] = "mlp"
@@ -103,8 +109,9 @@ class SidMlpConfig:
             raise ValueError(f"alpha {self.alpha} is not in [0, 1]; give the teacher's share of the loss")
         if not self.tau > 0:
             raise ValueError(f"tau {self.tau} is not above 0; give a temperature such as 1")
-        if self.m < 0:
-            raise ValueError(f"m {self.m} is below 0; give the number of digits that the teacher generates")
+        for name, meaning in {"m": "digits that the teacher generates", "teacher_memory_mb": "megabytes"}.items():
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} {getattr(self, name)} is below 0; give the number of {meaning}")
         for name in ("scores", "path", "decoder", "prefix", "readout", "logits", "embeddings"):
             check_choice(name, getattr(self, name))
         self.tiger()
@@ -170,21 +177,6 @@ def check_choice(name: str, value: str) -> None:
         raise ValueError(f"{name} '{value}' is unknown; choose one of {', '.join(CHOICES[name])}")
 
 
-def distillation_loss(student: Tensor, teacher: Tensor | None, target: Tensor, alpha: float, tau: float) -> Tensor:
-    """Equation 3 for one digit, the mean over the batch.
-
-    alpha tau^2 KL(softmax(teacher / tau) || softmax(student / tau)) + (1 - alpha) CE(student, target), for
-    logits (B, C) and target (B,); `teacher` may be None where alpha is 0.
-    """
-    student = student.float()
-    loss = (1 - alpha) * functional.cross_entropy(student, target)
-    if teacher is None:
-        return loss
-    soft = (teacher.float() / tau).log_softmax(-1)
-    divergence = functional.kl_div((student / tau).log_softmax(-1), soft, reduction="batchmean", log_target=True)
-    return loss + alpha * tau**2 * divergence
-
-
 def mlp_head(inputs: int, width: int, outputs: int, dropout: float) -> nn.Sequential:
     """f_t of equation 2: one hidden layer."""
     return nn.Sequential(
@@ -202,6 +194,11 @@ class SidMlp(nn.Module):
         super().__init__()
         if catalogue.sids is None or catalogue.trie is None:
             raise UserError("the model 'sid_mlp' needs semantic IDs; give --sids with what jobs.tokenize made")
+        if catalogue.trie.codebook_sizes != catalogue.codebook_sizes:
+            raise UserError(
+                f"the trie has codebooks of {list(catalogue.trie.codebook_sizes)} codes, the heads score "
+                f"{list(catalogue.codebook_sizes)}; give a trie of the same semantic IDs"
+            )
         self.config = config
         self.source = Tiger(config.tiger(), catalogue).requires_grad_(False).eval()
         if config.m == 0:
@@ -211,6 +208,7 @@ class SidMlp(nn.Module):
             raise UserError(f"m {config.m} leaves no digit of {len(self.sizes)} to the student; give a smaller m")
         self.register_buffer("first", torch.tensor(self.first_token), persistent=False)
         self._teacher: tuple[Tiger, ...] = ()  # no submodule: it is no part of the student's weights
+        self._memory = TeacherMemory(config.teacher_memory_mb) if config.teacher_memory_mb else None
         dim, vocabulary = self.source.config.d_model, self.source.end + 1
         if config.decoder == "transformer":
             self.decoder = OneLayerDecoder(self.source.t5, config.self_attention, config.cross_attention)
@@ -324,25 +322,37 @@ class SidMlp(nn.Module):
         with torch.no_grad():
             return self.teacher.t5.decode(given, *encoded, 0.0)
 
+    def ask(self, batch: dict[str, Tensor]) -> Answer:
+        """What does not change while the student learns: encoded histories, and the teacher's logits cut to what the
+        heads predict, level after level (B, O), none where alpha is 0."""
+        states, padding = self.encode(batch)
+        if self.config.alpha == 0:
+            return states, padding, states.new_zeros((len(states), 0))
+        logits = self.teacher_logits(batch, (states, padding))
+        spans = [self.span(level) for level in range(self.config.m, len(self.sizes))]
+        cut = [logits[:, self.config.m + i].narrow(-1, *span) for i, span in enumerate(spans)]
+        return states, padding, torch.cat(cut, -1)
+
+    def span(self, level: int) -> tuple[int, int]:
+        """(first token, number of tokens) that the level's head predicts."""
+        if self.config.logits == "vocabulary":
+            return 0, self.source.end + 1
+        return self.first_token[level], self.sizes[level]
+
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Equation 3 summed over the student's digits, each given the target's before it (unit `request`)."""
-        config = self.config
-        encoded = self.encode(batch)
-        context = self.context(*encoded)
+        config, levels = self.config, range(self.config.m, len(self.sizes))
+        states, padding, soft = self._memory(batch, self.ask) if self._memory else self.ask(batch)
+        context = self.context(states, padding)
         tokens = self.source.sids[batch["target"]]  # (B, L)
         codes = tokens - self.first
-        soft = self.teacher_logits(batch, encoded) if config.alpha > 0 else None
-        loss = context.new_zeros(()) if isinstance(context, Tensor) else tokens.new_zeros((), dtype=torch.float)
-        for level in range(config.m, len(self.sizes)):
-            prefix = codes[:, None, :level]
-            if config.logits == "vocabulary":
-                student, target = self.outputs(level, context, prefix), tokens[:, level]
-                taught = None if soft is None else soft[:, level]
-            else:
-                student, target = self.logits(level, context, prefix), codes[:, level]
-                taught = None if soft is None else soft[:, level].narrow(-1, self.first_token[level], self.sizes[level])
-            loss = loss + distillation_loss(student[:, 0], taught, target, config.alpha, config.tau)
-        return {"loss": loss}
+        spans = [self.span(level) for level in levels]
+        taught = soft.split([count for _, count in spans], -1) if config.alpha > 0 else [None] * len(spans)
+        losses = []
+        for level, (begin, count), teacher in zip(levels, spans, taught, strict=True):
+            student = self.outputs(level, context, codes[:, None, :level])[:, 0, :count]
+            losses.append(distillation_loss(student, teacher, tokens[:, level] - begin, config.alpha, config.tau))
+        return {"loss": torch.stack(losses).sum()}
 
     def fast_supported(self) -> bool:
         """Whether the fast path covers this variant: the paper's main model."""
@@ -350,7 +360,7 @@ class SidMlp(nn.Module):
         return (
             config.m == 0
             and (config.decoder, config.prefix, config.readout) == ("mlp", "concat", "attention")
-            and (config.logits, config.embeddings) == ("codebook", "teacher")
+            and config.logits == "codebook"
             and config.context_ffn
         )
 
@@ -374,6 +384,8 @@ class SidMlp(nn.Module):
         path = self.config.path if path is None else path
         check_choice("scores", scores)
         check_choice("path", path)
+        if path == "fast" and constrained is not False and self.fast_supported():
+            return fast_walk(self)(batch, k, beam, children=scores == "children")
         scorer = StudentScorer(self, batch)
         if constrained is False:
             return unconstrained_beam_search(scorer, self.trie, k, beam)

@@ -19,7 +19,8 @@ from models import checkpoint, registry
 from models.fit import EpochEvent, FitConfig, StepEvent, fit
 from models.retrieval.data import PAD, Catalogue
 from models.retrieval.decoding.shared_kv import SharedKV
-from models.retrieval.sid_mlp import SidMlp, SidMlpConfig, distillation_loss
+from models.retrieval.distillation import TeacherMemory, distillation_loss
+from models.retrieval.sid_mlp import SidMlp, SidMlpConfig
 from models.retrieval.teacher import locate, resolve
 from models.retrieval.tiger import Tiger, TigerConfig
 from models.setup import Setup, set_up
@@ -253,6 +254,9 @@ def test_each_ablation_learns_and_recommends(path: Path, tmp_path: Path) -> None
     assert ((items >= 0) & (items < 30)).all()
     assert all(len(set(row)) == 8 for row in items.tolist())
     assert (scores.diff(dim=1) <= 0).all()
+    plain, plain_scores = model.recommend(requests(6), 8, beam=12, path="plain")
+    assert plain.tolist() == items.tolist()
+    torch.testing.assert_close(plain_scores, scores, rtol=1e-4, atol=1e-5)
 
     about = checkpoint.Checkpoint(model=registry.config_to_dict(model.config))
     checkpoint.save(tmp_path / "saved", model, about)
@@ -323,6 +327,29 @@ def test_the_one_layer_decoder_is_t5s() -> None:
     parents, tokens = torch.zeros(6, 4, dtype=torch.long), torch.arange(4).expand(6, 4)
     ours = model.logits(1, context, tokens.unsqueeze(-1)).log_softmax(-1)
     torch.testing.assert_close(ours, teacher.step(parents, tokens).log_softmax(-1), rtol=1e-4, atol=1e-5)
+
+
+def test_remembered_answers_are_the_teachers() -> None:
+    """Batches cut and mixed anew give the loss of a student that asks each time, after the teacher is gone too."""
+    asking, remembering = student(), student(teacher_memory_mb=1)
+    known = {**requests(12), "request": torch.arange(100, 112)}
+    parts = [{name: value[rows] for name, value in known.items()} for rows in (slice(0, 7), slice(3, 12), slice(5, 8))]
+    for batch in (known, *parts):
+        torch.testing.assert_close(remembering(batch)["loss"], asking(batch)["loss"], rtol=1e-2, atol=1e-2)
+    first = remembering(known)["loss"]
+    for parameter in remembering.teacher.parameters():
+        parameter.fill_(math.nan)
+    assert torch.equal(remembering(known)["loss"], first)
+    forgetful = TeacherMemory(0)
+    answer = forgetful(parts[0], asking.ask)
+    assert forgetful.bytes == 0
+    assert torch.equal(answer[0], forgetful(parts[0], asking.ask)[0])  # rounded alike when asked anew
+    memory = TeacherMemory(1)
+    memory.limit = 3000
+    memory(known, asking.ask)
+    assert 2000 < memory.bytes <= 3000
+    for ours, theirs in zip(memory(known, asking.ask), forgetful(known, asking.ask), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
 
 
 @dataclass
@@ -461,9 +488,13 @@ def test_a_teacher_of_another_depth_is_refused(taught: Taught, tmp_path: Path) -
 def test_a_trie_of_other_codebooks_is_refused() -> None:
     model = student()
     codes = torch.tensor([[0, 0, 0, 0], [5, 7, 2, 1]])
-    model.trie = Catalogue.from_codes(codes, (6, 8, 3, 2)).trie
+    trie = Catalogue.from_codes(codes, (6, 8, 3, 2)).trie
+    own = catalogue()
+    with pytest.raises(UserError, match=r"codebooks of \[6, 8, 3, 2\] codes, the heads score \[6, 5, 3, 2\]"):
+        SidMlp(SidMlpConfig(), Catalogue(30, own.sids, own.codebook_sizes, trie))
+    model.trie = trie
     with pytest.raises(ValueError, match=r"scores 5 codes at level 1, the trie has 8; give the semantic IDs"):
-        model.recommend(requests(2), 2)
+        model.recommend(requests(2), 2, path="plain")
     with pytest.raises(UserError, match="needs semantic IDs; give --sids"):
         SidMlp(SidMlpConfig(), Catalogue(3))
 
@@ -477,6 +508,7 @@ def test_a_trie_of_other_codebooks_is_refused() -> None:
         ({"head_width": 0}, "head_width 0 is below 1"),
         ({"attention_width": 10, "attention_heads": 4}, "10 does not divide by attention_heads 4"),
         ({"m": -1}, "m -1 is below 0"),
+        ({"teacher_memory_mb": -5}, "teacher_memory_mb -5 is below 0; give the number of megabytes"),
         ({"prefix": "product"}, "prefix 'product' is unknown; choose one of concat, none, sum, cascade"),
         ({"shared_head": True}, "same input for every digit; set prefix sum"),
         ({"prefix": "none", "embeddings": "random"}, "no embeddings to train"),
