@@ -34,8 +34,8 @@ class Config:
     """MLflow; by default MLFLOW_TRACKING_URI, else runs/mlflow.db here."""
     markdown: str | None = None
     """Also write the tables to this file as Markdown."""
-    metric: str = "ndcg@10"
-    """Rows are sorted by this metric on test, then on val."""
+    metric: str | None = None
+    """Rows are sorted by this metric on test, then on val; by default gauc where runs have it, else ndcg@10."""
     pareto: str | None = None
     """Also draw the metric on test against users per second to this file (.png, .svg or .pdf)."""
     sids: list[str] = field(default_factory=list)
@@ -86,9 +86,7 @@ def run(config: Config) -> None:
     if config.experiment and config.pareto:
         from pipelines.evaluation.pareto import draw
 
-        drawn = draw(
-            ranked_rows(uri, config.experiment, config.metric), config.metric, config.pareto, config.experiment
-        )
+        drawn = draw(*ranked_rows(uri, config.experiment, config.metric), config.pareto, config.experiment)
         print(f"{drawn} points drawn to {config.pareto}")
     if config.experiment:
         print(f"look at it: mlflow ui --backend-store-uri {uri}")

@@ -126,6 +126,9 @@ def run(config: Config) -> Result | None:
     place = record(result, about, config.tracking_uri)
     if "gauc" in result.metrics:
         print_ranking(result)
+    elif "recall@10" not in result.metrics:  # what is no recommender yet, such as an encoder
+        print(f"{result.model} on {result.split}: {result.examples:,} users, seed {result.seed}")
+        print("  " + "  ".join(f"{name} {value:.6g}" for name, value in result.metrics.items()))
     else:
         print(f"{result.model} on {result.split}: {result.examples:,} users, seed {result.seed}")
         print("  K       " + "".join(f"{k:>9}" for k in CUTOFFS))

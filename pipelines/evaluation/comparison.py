@@ -19,7 +19,10 @@ from pipelines import tracking
 from pipelines.evaluation.noninferiority import MARGIN, non_inferiority
 from pipelines.evaluation.table import Table
 
-SHOWN = ("val/ndcg@10", "test/recall@5", "test/recall@10", "test/ndcg@5", "test/ndcg@10")
+SHOWN = (
+    "val/ndcg@10", "test/recall@5", "test/recall@10", "test/ndcg@5", "test/ndcg@10",
+    "val/gauc", "test/gauc", "test/auc", "test/normalised_entropy", "test/log_loss",
+)  # fmt: skip
 """Metrics of the table, in order; those that no run has are left out."""
 
 OTHER = {
@@ -159,23 +162,27 @@ def shared_name(first: str, second: str) -> str:
     return f"{common}*"
 
 
-def compare(uri: str, experiment: str, metric: str = "ndcg@10") -> list[Table]:
+def compare(uri: str, experiment: str, metric: str | None = None) -> list[Table]:
     """The table of an experiment, best first by `metric` on test, then on val; and the tables below it."""
-    rows = ranked_rows(uri, experiment, metric)
+    rows, metric = ranked_rows(uri, experiment, metric)
     return [runs_table(rows, experiment, metric), *non_inferiority_tables(rows, metric), *item_shift_tables(rows)]
 
 
-def ranked_rows(uri: str, experiment: str, metric: str) -> list[Row]:
-    """The rows, best first; UserError for an experiment without runs."""
+def ranked_rows(uri: str, experiment: str, metric: str | None = None) -> tuple[list[Row], str]:
+    """The rows, best first, and the metric by which: left out, gauc where runs have it, else ndcg@10.
+
+    UserError for an experiment without runs.
+    """
     rows = read_rows(uri, experiment)
     if not rows:
         raise UserError(f"the experiment '{experiment}' at {uri} has no runs; train one with jobs.train")
+    metric = metric or ("gauc" if any(row.values("val/gauc") or row.values("test/gauc") for row in rows) else "ndcg@10")
 
     def rank(row: Row) -> tuple[float, float]:
         test, val = row.mean(f"test/{metric}"), row.mean(f"val/{metric}")
         return (-test if math.isfinite(test) else math.inf, -val if math.isfinite(val) else math.inf)
 
-    return sorted(rows, key=rank)
+    return sorted(rows, key=rank), metric
 
 
 def runs_table(rows: Sequence[Row], experiment: str, metric: str) -> Table:
@@ -197,7 +204,12 @@ def runs_table(rows: Sequence[Row], experiment: str, metric: str) -> Table:
         ]
         for row in rows
     ]
-    notes = ["val: at the best epoch. users: requests ranked on test over the full catalogue, one each."]
+    ranked = (
+        "requests of test, candidates ranked in each"
+        if metric.endswith("gauc")
+        else ("requests ranked on test over the full catalogue, one each")
+    )
+    notes = [f"val: at the best epoch. users: {ranked}."]
     if any(row.options for row in rows):
         notes.append("[...]: evaluated with these options in place of the checkpoint's own.")
     if any(len({run.seed for run in row.runs}) > 1 for row in rows):

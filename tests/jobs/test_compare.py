@@ -173,3 +173,13 @@ def test_the_store_must_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(UserError, match="give --tracking_uri"):
         run(Config("retrieval/x"))
+
+
+def test_models_that_rank_candidates_are_sorted_by_gauc(tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    for name, value in (("base", 0.61), ("qgs", 0.66)):
+        log_run(uri, tmp_path, name, {"test/gauc": value, "test/auc": 0.9 - value, "test/users_per_s": 5.0})
+    (table,) = compare(uri, "retrieval/x")
+    assert [row[1:5] for row in table.cells] == [["qgs", "1", "0.6600", "0.2400"], ["base", "1", "0.6100", "0.2900"]]
+    assert table.header[3:5] == ["test/gauc", "test/auc"]
+    assert "candidates ranked in each" in table.text()
