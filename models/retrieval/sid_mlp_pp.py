@@ -21,6 +21,7 @@ from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from models import checkpoint
 from models.retrieval import teacher as teachers
@@ -31,6 +32,9 @@ from models.retrieval.tiger import Tiger, TigerConfig
 from models.tables import UserError
 
 STAGE_1 = "sid_mlp_pp_encoder"
+
+IN_CACHE = 128
+"""Tokens that an MLP takes at once on a CPU: at the published width their activations stay in the core's cache."""
 
 
 @dataclass
@@ -54,15 +58,31 @@ class EncoderSizes:
             raise ValueError(f"encoder_dropout {self.encoder_dropout} is not in [0, 1); give a share")
 
 
-class Dropout(nn.Module):
-    """`nn.Dropout`, fast on a CPU too."""
+def on_cpu(x: Tensor) -> bool:
+    """Whether sizes can be read without waiting for a device, and be other ones at the next call."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
-    def __init__(self, share: float) -> None:
+
+class RoleMlp(nn.Module):
+    """F of equation 4: Linear, LayerNorm, GELU, dropout, Linear (the public code's)."""
+
+    def __init__(self, dim: int, width: int, share: float) -> None:
         super().__init__()
-        self.share = share
+        self.inner, self.norm = nn.Linear(2 * dim, width), nn.LayerNorm(width)
+        self.outer, self.share = nn.Linear(width, dim), share
 
-    def forward(self, x: Tensor) -> Tensor:
-        return dropout(x, self.share if self.training else 0.0)
+    def forward(self, x: Tensor, mean: Tensor, owner: Tensor) -> Tensor:
+        """(n, D): F([x; mean of its request]) of tokens x (n, D) of the requests `owner` (n,); mean (B, D)."""
+        if not on_cpu(x) or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+            hidden = self.inner(torch.cat([x, mean[owner]], 1))  # (n, width)
+            return self.outer(dropout(functional.gelu(self.norm(hidden)), self.share if self.training else 0.0))
+        own, given = self.inner.weight.tensor_split(2, 1)  # [x; mean] W = x W_own + mean W_given
+        shared = functional.linear(mean, given, self.inner.bias)  # (B, width), once per request
+        pieces = [
+            self.outer(functional.gelu(self.norm(torch.addmm(shared[request], piece, own.T))))
+            for piece, request in zip(x.split(IN_CACHE), owner.split(IN_CACHE), strict=True)
+        ]
+        return torch.cat(pieces)
 
 
 @dataclass(frozen=True)
@@ -144,15 +164,11 @@ class RoleEncoder(nn.Module):
         dim, levels = source.config.d_model, len(source.sizes)
         self.max_history, self.shared = source.config.max_history, sizes.shared_mlp
 
-        def role_mlp() -> nn.Sequential:
-            return nn.Sequential(
-                nn.Linear(2 * dim, sizes.encoder_width), nn.LayerNorm(sizes.encoder_width), nn.GELU(),
-                Dropout(sizes.encoder_dropout), nn.Linear(sizes.encoder_width, dim),
-            )  # fmt: skip
-
         self.positions = nn.Embedding(2 + levels * self.max_history, dim)
+        roles = 1 if self.shared else levels
         self.layers = nn.ModuleList(
-            nn.ModuleList(role_mlp() for _ in range(1 if self.shared else levels)) for _ in range(sizes.encoder_layers)
+            nn.ModuleList(RoleMlp(dim, sizes.encoder_width, sizes.encoder_dropout) for _ in range(roles))
+            for _ in range(sizes.encoder_layers)
         )
         self.norm = nn.LayerNorm(dim)
 
@@ -165,7 +181,7 @@ class RoleEncoder(nn.Module):
         counted without waiting for a device, yes. Raises ValueError for a longer history than `max_history`.
         """
         if packed is None:
-            packed = batch["history"].device.type == "cpu" and not torch.compiler.is_compiling()
+            packed = on_cpu(batch["history"])
         items = batch["history"].shape[1]
         if items > self.max_history:
             raise ValueError(
@@ -179,21 +195,21 @@ class RoleEncoder(nn.Module):
         ]
         for layer in self.layers:
             mean = layout.mean(states)
-            given = [torch.cat([x, mean[owner]], 1) for x, owner in zip(states, layout.owners, strict=True)]
-            states = [x + y for x, y in zip(states, self._update(cast(nn.ModuleList, layer), given), strict=True)]
+            updates = self._updates(cast(nn.ModuleList, layer), states, mean, layout.owners)
+            states = [x + update for x, update in zip(states, updates, strict=True)]
         length = 2 + len(source.sizes) * items
         padded = layout.padded([self.norm(x) for x in states], length)
         padding = None
-        if padded.device.type != "cpu" or bool((layout.counts < length).any()):  # the check would wait for a GPU
+        if not on_cpu(padded) or bool((layout.counts < length).any()):  # the check would wait for a GPU
             outside = torch.arange(length, device=padded.device) >= layout.counts
             padding = padded.new_zeros(outside.shape).masked_fill(outside, -torch.inf)[:, None, None]
         return padded, padding
 
-    def _update(self, layer: nn.ModuleList, given: list[Tensor]) -> list[Tensor]:
-        """F_role of the inputs of each role."""
+    def _updates(self, layer: nn.ModuleList, states: list[Tensor], mean: Tensor, owners: list[Tensor]) -> list[Tensor]:
+        """F_role of the states of each role."""
         if self.shared:
-            return list(layer[0](torch.cat(given)).split([len(x) for x in given]))
-        return [mlp(x) for mlp, x in zip(layer, given, strict=True)]
+            return list(layer[0](torch.cat(states), mean, torch.cat(owners)).split([len(x) for x in states]))
+        return [mlp(x, mean, owner) for mlp, x, owner in zip(layer, states, owners, strict=True)]
 
 
 @dataclass
@@ -233,8 +249,13 @@ class SidMlpPpEncoder(nn.Module):
         self._teacher: tuple[Tiger, ...] = ()  # no submodule: it is no part of the student's weights
 
     def set_teacher(self, teacher: Tiger) -> None:
-        """Takes the embeddings from `teacher`, and keeps it, outside of the weights, for its states."""
+        """Takes the embeddings from `teacher`, and keeps it, outside of the weights, for its states.
+
+        The last norm starts at the teacher's scale: AdamW's steps of 0.001 would take a thousand to come from 1
+        to the 0.2 of a trained TIGER, more than a small log has.
+        """
         self.source.load_state_dict(teacher.state_dict(), strict=False)
+        self.encoder.norm.weight.data.copy_(teacher.t5.encoder.final_layer_norm.weight)
         self._teacher = (teacher.to(self.source.sids.device),)
 
     def encode(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -295,6 +316,11 @@ class SidMlpPpConfig(SidMlpConfig, EncoderSizes):
         EncoderSizes.__post_init__(self)
         if self.end_to_end and self.encoder:
             raise ValueError(f"encoder {self.encoder} is of stage 1, and end_to_end has none; leave one of them out")
+        if self.end_to_end and self.teacher_memory_mb:
+            raise ValueError(
+                f"teacher_memory_mb {self.teacher_memory_mb} remembers the states of a frozen encoder, and end_to_end "
+                f"trains it; set it to 0"
+            )
         if self.m:
             raise ValueError(f"m {self.m}: the teacher's decoder cannot read the student's encoder; set m 0")
 

@@ -74,12 +74,13 @@ def token_by_token(encoder: RoleEncoder, source: Tiger, batch: dict[str, Tensor]
         for at, state in enumerate(states):
             role = levels - 1 if at in (0, count - 1) else (at - 1) % levels
             mlp = layer[0 if encoder.shared else role]
-            updated.append(state + mlp(torch.cat([state, mean])))
+            hidden = mlp.norm(mlp.inner(torch.cat([state, mean])))
+            updated.append(state + mlp.outer(torch.nn.functional.gelu(hidden)))
         states = updated
     return torch.stack([encoder.norm(state) for state in states])
 
 
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("packed", "training"), [(True, False), (True, True), (False, True)])
 @settings(max_examples=25, deadline=None)
 @given(
     levels=st.integers(1, 5),
@@ -88,12 +89,13 @@ def token_by_token(encoder: RoleEncoder, source: Tiger, batch: dict[str, Tensor]
     shared=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_the_encoder_is_equation_4_for_every_token(packed, levels, lengths, layers, shared, seed):
+def test_the_encoder_is_equation_4_for_every_token(packed, training, levels, lengths, layers, shared, seed):
     torch.manual_seed(seed)
     source = Tiger(TigerConfig(**TIGER), catalogue(levels)).double()
     encoder = RoleEncoder(source, EncoderSizes(layers, 20, shared_mlp=shared)).double().eval()
     batch = requests(lengths, seed)
-    states, padding = encoder(batch, source, packed)
+    with torch.set_grad_enabled(training):
+        states, padding = encoder(batch, source, packed)
     assert states.shape == (len(lengths), 2 + levels * max(lengths), 16)
     for row, length in enumerate(lengths):
         count = 2 + levels * length
@@ -148,7 +150,7 @@ def test_a_token_reaches_the_others_through_the_mean_alone():
     assert moved[0].all()
     assert not moved[1].any()
     for mlp in encoder.layers[0]:
-        mlp[0].weight.data[:, 16:] = 0.0  # the mean's columns
+        mlp.inner.weight.data[:, 16:] = 0.0  # the mean's columns
     moved = (encoder(batch, source)[0] != encoder(batch | {"history": changed}, source)[0]).any(-1)
     assert not moved[0, [0, 1, 2, 3, 7, 8, 9, 10]].any()
     assert moved[0, 4:7].any()
@@ -276,6 +278,7 @@ def test_it_recommends_as_sid_mlp_does_from_its_own_states(scores):
         ({"encoder_dropout": 1.0}, "encoder_dropout 1.0 is not in"),
         ({"m": 1}, "set m 0"),
         ({"end_to_end": True, "encoder": "somewhere"}, "leave one of them out"),
+        ({"end_to_end": True, "teacher_memory_mb": 9}, "set it to 0"),
     ],
 )
 def test_impossible_options_are_refused(change, message):
@@ -304,11 +307,11 @@ def trained(tmp_path_factory) -> SimpleNamespace:
     root = tmp_path_factory.mktemp("pp")
     tables, sids = write_tables(root)
     small = {**TIGER, "d_model": 32, "d_ff": 64, "max_history": 12}
-    teacher, _ = run({"name": "tiger", "beam": 24, **small}, root / "tiger", tables, sids, "ndcg@10", 30)
+    teacher, _ = run({"name": "tiger", "beam": 24, **small}, root / "tiger", tables, sids, "ndcg@10", 40)
     one = {"name": "sid_mlp_pp_encoder", "teacher": str(teacher), **SIZES}
-    encoder, events_1 = run(one, root / "encoder", tables, sids, "neg_mse", 30)
+    encoder, events_1 = run(one, root / "encoder", tables, sids, "neg_mse", 15)
     two = {"name": "sid_mlp_pp", "encoder": str(encoder), "beam": 24, **HEADS}
-    student, events_2 = run(two, root / "student", tables, sids, "ndcg@10", 30)
+    student, events_2 = run(two, root / "student", tables, sids, "ndcg@10", 25)
     loaded = Catalogue.load(tables, sids)
     return SimpleNamespace(
         root=root, tables=tables, sids=sids, catalogue=loaded, teacher=teacher, encoder=encoder, student=student,
