@@ -1,6 +1,7 @@
 """Paired timings, one JSON line per variant and size.
 
 python -m jobs.benchmark decode [--json FILE]       TIGER's users per second, by decoder
+python -m jobs.benchmark search_encoder [--json FILE]   encoders of search models, by mode and length
 python -m jobs.benchmark sequences [--json FILE]    events per second of the sequence step, beside polars
 """
 
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs import cli
-from models.bench import decode, write_rows
+from models.bench import decode, search_encoder, write_rows
 from models.tables import UserError
 
 
@@ -23,13 +24,13 @@ class Config:
     """Options of the benchmarks; the name may stand first, without its option."""
 
     name: str
-    """Which benchmark: decode or sequences."""
+    """Which benchmark: decode, search_encoder or sequences."""
     json: str | None = None
     """File for the JSON lines, which are printed too."""
     runs: int = 5
     """Timings of each variant."""
     threads: int = 2
-    """CPU threads of `decode`."""
+    """CPU threads of `decode` and `search_encoder`."""
     sizes: list[int] = field(default_factory=lambda: [1_000_000, 5_000_000, 20_000_000])
     """Events in the logs of `sequences`."""
 
@@ -49,6 +50,7 @@ def _sequences(config: Config) -> Iterable[dict[str, Any]]:
 
 BENCHMARKS: dict[str, Callable[[Config], Iterable[dict[str, Any]]]] = {
     "decode": lambda config: decode(runs=config.runs, threads=config.threads),
+    "search_encoder": lambda config: search_encoder(runs=config.runs, threads=config.threads),
     "sequences": _sequences,
 }
 

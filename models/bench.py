@@ -184,7 +184,14 @@ def wait_for_device() -> None:
         torch.cuda.synchronize()
 
 
-BENCHMARKS: dict[str, Callable[..., Iterator[Row]]] = {"decode": decode}
+def search_encoder(**options: Any) -> Iterator[Row]:
+    """See `models/search/bench.py`, which stands on this module."""
+    from models.search import bench
+
+    return bench.search_encoder(**options)
+
+
+BENCHMARKS: dict[str, Callable[..., Iterator[Row]]] = {"decode": decode, "search_encoder": search_encoder}
 
 
 def write_rows(rows: Iterable[Row], path: str | None) -> list[Row]:

@@ -1,0 +1,130 @@
+"""Paired timings of the encoders of search models, with PyTorch alone.
+
+    python -m models.bench search_encoder [--json FILE] [--runs 5] [--threads 2]
+
+Variants, one row per mode and length: `linear_hstu`; `hstu`, without its relative bias, which favours it; and
+`projections`, the same four products of every layer and nothing else, which is the floor of both (HSTU's fifth
+product, of its output, is not in it). `append` adds one behaviour to cached states of users, to be compared
+with `linear_hstu` of the length at which they would be encoded anew. Weights are random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.bench import Row, device, paired, peak_memory, resident_peak_mb
+from models.fit import autocast
+from models.matmul import use_exact_onednn
+from models.search.encoders import HSTULayer, LinearHSTU
+
+MODES = ("forward", "train")
+LENGTHS = (100, 300, 1000, 4000)
+VARIANTS = ("hstu", "linear_hstu", "projections", "append")
+
+MOST_ATTENTION_MB = 6000
+"""`hstu` is left out where training would keep more than this of attention matrices."""
+
+
+class Projections(nn.Module):
+    """The products of every layer alone: D to 4 D, of which the first quarter goes on."""
+
+    def __init__(self, width: int, num_layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, 4 * width, bias=False) for _ in range(num_layers))
+
+    def forward(self, h: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = layer(h).chunk(4, -1)[0]
+        return h
+
+
+def encoder_of(variant: str, params: Row) -> nn.Module:
+    width, layers = params["width"], params["layers"]
+    if variant == "projections":
+        return Projections(width, layers)
+    if variant == "hstu":
+        return nn.Sequential(*(HSTULayer(width, params["heads"], params["length"]) for _ in range(layers)))
+    return LinearHSTU(width, layers)
+
+
+def call_of(variant: str, params: Row) -> Callable[[int], Any]:
+    """One pass (or one pass and its gradients) over random tokens of `batch` users."""
+    torch.set_num_threads(params["threads"])
+    use_exact_onednn()  # for all variants
+    torch.manual_seed(params["seed"])
+    encoder = encoder_of(variant, params).to(device())
+    tokens = torch.randn(params["batch"], params["length"], params["width"], device=device())
+    states = torch.randn(params["layers"], params["batch"], params["width"], device=device())
+
+    def forward(run: int) -> None:
+        with torch.no_grad(), autocast("auto", device()):
+            encoder(tokens)
+
+    def append(run: int) -> None:
+        with torch.no_grad(), autocast("auto", device()):
+            encoder.step(tokens[:, 0], states)  # type: ignore[operator]
+
+    def train(run: int) -> None:
+        with autocast("auto", device()):
+            loss = encoder(tokens).float().mean()
+        loss.backward()
+        encoder.zero_grad()
+
+    call = append if variant == "append" else train if params["mode"] == "train" else forward
+    call(0)
+    return call
+
+
+def memory_of(variant: str, params: Row) -> float:
+    """MB that one call needs at its peak beside weights and input; in its own process."""
+    small = params | {"length": 2}
+    call_of(variant, small)
+    if device().type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        call_of(variant, params)
+        return (torch.cuda.max_memory_allocated() - held) / 2**20
+    before = resident_peak_mb()
+    call_of(variant, params)
+    return resident_peak_mb() - before
+
+
+def fits(variant: str, params: Row) -> bool:
+    """Whether the variant is one of this mode and length."""
+    if variant == "append":
+        return params["mode"] == "forward"
+    if variant != "hstu" or params["mode"] != "train":
+        return True
+    matrices = 3 * params["layers"] * params["heads"] * params["batch"]  # scores, SiLU and its causal part
+    return matrices * params["length"] ** 2 * 4 / 2**20 <= MOST_ATTENTION_MB
+
+
+def search_encoder(
+    runs: int = 5,
+    threads: int = 2,
+    batch: int = 1,
+    width: int = 512,
+    layers: int = 12,
+    heads: int = 8,
+    seed: int = 0,
+    modes: Iterable[str] = MODES,
+    lengths: Iterable[int] = LENGTHS,
+    variants: Iterable[str] = VARIANTS,
+) -> Iterator[Row]:
+    """Users per second of every variant, mode by mode and length by length."""
+    variants = list(variants)
+    for mode in modes:
+        for length in lengths:
+            params: Row = {
+                "mode": mode, "length": length, "batch": batch, "width": width, "layers": layers, "heads": heads,
+                "threads": threads, "seed": seed, "runs": runs,
+                "device": torch.cuda.get_device_name() if device().type == "cuda" else "cpu",
+            }  # fmt: skip
+            chosen = [variant for variant in variants if fits(variant, params)]
+            memory = {variant: peak_memory(memory_of, variant, params) for variant in chosen}
+            calls = {variant: call_of(variant, params) for variant in chosen}
+            yield from paired("search_encoder", calls, params, batch, memory)

@@ -1,0 +1,42 @@
+"""The encoder benchmark: complete rows for what each mode can time."""
+
+from __future__ import annotations
+
+import torch
+
+from models import bench as common
+from models.search import bench
+
+
+def test_rows_name_mode_and_length_and_variants_are_interleaved():
+    rows = list(
+        bench.search_encoder(
+            runs=2, threads=1, width=16, layers=2, heads=2, lengths=[5], modes=["train"],
+            variants=["hstu", "linear_hstu", "append"],
+        )
+    )  # fmt: skip
+    assert [row["variant"] for row in rows] == ["hstu", "linear_hstu"]
+    for row in rows:
+        assert row["benchmark"] == "search_encoder"
+        assert (row["params"]["mode"], row["params"]["length"]) == ("train", 5)
+        assert 0 < row["min_s"] <= row["median_s"]
+        assert row["peak_memory_mb"] >= 0
+    assert "search_encoder" in common.BENCHMARKS
+
+
+def test_attention_too_large_to_train_is_left_out():
+    params = {"mode": "train", "length": 4000, "layers": 12, "heads": 8, "batch": 1}
+    assert not bench.fits("hstu", params)
+    assert bench.fits("hstu", params | {"mode": "forward"})
+    assert bench.fits("hstu", params | {"length": 1000})
+    assert bench.fits("linear_hstu", params)
+    assert not bench.fits("append", params)
+
+
+def test_the_floor_is_the_products_alone():
+    floor = bench.Projections(8, 3)
+    h = torch.randn(1, 4, 8)
+    want = h
+    for layer in floor.layers:
+        want = (want @ layer.weight.T)[..., :8]
+    assert torch.allclose(floor(h), want, atol=1e-6)
