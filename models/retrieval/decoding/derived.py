@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, Self, TypeVar, cast
 
 from torch import Tensor, nn
 
@@ -12,27 +12,43 @@ T = TypeVar("T")
 Weights = list[tuple[Tensor, int]]
 
 
-def derived(owner: nn.Module, name: str, make: Callable[[], T]) -> T:
-    """`make()`, kept on `owner` under `name` until a parameter of it is changed, replaced or moved.
+class Derived(nn.Module):
+    """Holds what was made of a module's weights; without parameters, and empty in a state dict."""
 
-    Holds the parameters' storage, so that no new one can come to lie at the same place. No part of the state
-    dict, nor a submodule. Parameters made under `torch.inference_mode` keep no count of changes: for a module
-    with such ones `make` runs every time.
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[str, tuple[Weights, Any]] = {}
+
+    def train(self, mode: bool = True) -> Self:
+        """Forgets all: torch counts changes of a tensor, but not those by a fused optimizer, which follow this."""
+        self.made = {}
+        return super().train(mode)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Derived:
+        return Derived()
+
+    def __reduce__(self) -> tuple[type[Derived], tuple[()]]:
+        return Derived, ()
+
+
+def derived(owner: nn.Module, name: str, make: Callable[[], T]) -> T:
+    """`make()`, kept with `owner` until `owner.train()` or `owner.eval()` is called or a parameter is changed in
+    place, replaced or moved. Changes that torch does not count (by a fused optimizer, through `.data`) need such a
+    call after them.
+
+    Holds the parameters' storage, so that no new one can come to lie at the same place.
     """
-    current = (
-        None
-        if any(p.is_inference() for p in owner.parameters())
-        else [(p.detach(), p._version) for p in owner.parameters()]
-    )
-    kept: tuple[Weights, T] | None = owner.__dict__.get(name)
-    if kept is None or current is None or not _same(kept[0], current):
-        kept = (current or [], make())
-        owner.__dict__[name] = kept
-    return kept[1]
+    if "derived" not in owner._modules:
+        owner.add_module("derived", Derived())
+    made = cast(Derived, owner.derived).made
+    now = [(p.detach(), -1 if p.is_inference() else p._version) for p in owner.parameters()]
+    if name not in made or not _same(made[name][0], now):
+        made[name] = now, make()
+    return cast(T, made[name][1])
 
 
 def _same(before: Weights, now: Weights) -> bool:
     return len(before) == len(now) and all(
-        old.data_ptr() == new.data_ptr() and version == count and old.shape == new.shape
-        for (old, version), (new, count) in zip(before, now, strict=True)
+        old.data_ptr() == new.data_ptr() and count == recount >= 0
+        for (old, count), (new, recount) in zip(before, now, strict=True)
     )

@@ -30,7 +30,7 @@ WASTE = 64
 
 def packed_encoder(t5: T5) -> PackedEncoder:
     """The encoder with the weights of `t5` as they are now, kept on it until they change."""
-    return derived(t5, "_packed_encoder", lambda: PackedEncoder(t5))
+    return derived(t5, "packed_encoder", lambda: PackedEncoder(t5))
 
 
 class PackedEncoder:
@@ -78,7 +78,8 @@ class PackedEncoder:
                 qkv = functional.embedding(tokens, self.first)
             else:
                 qkv = functional.linear(block.norm(0, x), self.qkv[i])
-            x = x + block.attention.mix(*block.attention.split(qkv, 3), bias, 0.0)
+            q, k, v = block.attention.split(qkv, 3)
+            x = x + block.attention.mix(q, k, v, bias, 0.0)
             x = x + block.feedforward(block.norm(-1, x), 0.0)
         return encoder.final_layer_norm(x)
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 def fast_walk(student: SidMlp) -> FastWalk:
     """The walk of the student's weights as they are now, kept on it until they change."""
-    return derived(student, "_fast_walk", lambda: FastWalk(student))
+    return derived(student, "fast_walk", lambda: FastWalk(student))
 
 
 class FastWalk:
@@ -115,9 +115,9 @@ class FastWalk:
             )
         hidden = functional.linear(z, self.z_weight, self.z_bias).chunk(trie.levels, 1)  # per level (B, N)
         log_probs = self.rest[0](hidden[0]).float().log_softmax(-1)
-        edge = torch.arange(trie.edges[0], device=z.device).expand(len(z), 1, -1)  # (B, 1, M)
+        edge = torch.arange(trie.edges[0], device=z.device).expand(z.shape[0], 1, -1)  # (B, 1, M)
         scores = log_probs[:, trie.tokens(0)]  # (B, M)
-        rows = z.new_zeros((len(z), 1, 0), dtype=torch.long)  # (B, W, level): table rows of each beam's codes
+        rows = z.new_zeros((z.shape[0], 1, 0), dtype=torch.long)  # (B, W, level): table rows of each beam's codes
         for level in range(1, trie.levels):
             position = select(scores, min(beam, trie.edges[level - 1], scores.shape[1]))  # (B, W)
             score = scores.gather(1, position)
