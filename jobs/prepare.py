@@ -40,6 +40,8 @@ class Config:
     """Folder for the tables."""
     overwrite: bool = False
     """Make all tables again, whatever is there."""
+    kind: str | None = None
+    """`retrieval`: each behaviour is a request of its own. `search`: requests are searches with what they showed."""
     core: int | None = None
     """k of the iterative k-core; 0 keeps all users and items (5)."""
     core_window: str | None = None

@@ -11,7 +11,7 @@ import difflib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -31,12 +31,14 @@ from models.tables import (
 from pipelines.data.catalogue import core_items
 from pipelines.data.events import hash_files, ingest, partitions_for
 from pipelines.data.items import write_items
+from pipelines.data.search_steps import check_search, make_search
 from pipelines.data.sequences import Rules, write_sequences
 from pipelines.data.sources.base import Source
 from pipelines.data.splits import NAMES, SplitConfig, cut_times
 from pipelines.data.statistics import summarise
 from pipelines.data.survey import Survey, check_users_once, merge, survey
 from pipelines.data.tables import REJECTS, check_writable, commit, fingerprint, sequences_schema, up_to_date, write_file
+from pipelines.data.windows import SearchConfig
 
 Say = Callable[[str], None]
 
@@ -45,6 +47,8 @@ Say = Callable[[str], None]
 class PrepareConfig:
     """What is made of a raw log. A source file's `prepare` section sets these; the command line wins."""
 
+    kind: Literal["retrieval", "search"] = "retrieval"
+    """What a request is: `retrieval`, each behaviour asks for itself; `search`, a search with the results it showed."""
     core: int = 5
     """Iterative k-core: users and items with fewer behaviours are left out. 0 or 1 keeps all."""
     core_window: Literal["all", "train"] = "all"
@@ -62,8 +66,12 @@ class PrepareConfig:
     """Partitions of the shuffle and parts of the tables; by default from the bytes read."""
     max_rejects: float = 0.01
     """Share of rows that may break the schema before the job fails."""
+    search: SearchConfig = field(default_factory=SearchConfig)
+    """The features of a search log."""
 
     def __post_init__(self) -> None:
+        if self.kind not in ("retrieval", "search"):
+            raise ValueError(f"kind is '{self.kind}'; it is one of retrieval, search")
         if self.core < 0:
             raise ValueError(f"core is {self.core}; it must be 0 (keep all) or more")
         if self.core_window not in ("all", "train"):
@@ -81,19 +89,28 @@ class PrepareConfig:
     def of(cls, *layers: dict[str, Any]) -> PrepareConfig:
         """From plain values; later layers win, None means not given. UserError names an unknown key."""
         values: dict[str, Any] = {}
-        split: dict[str, Any] = {}
+        nested: dict[str, dict[str, Any]] = {name: {} for name in NESTED}
         for layer in layers:
             _check_keys(layer, cls, "")
-            given = layer.get("split") or {}
-            if not isinstance(given, dict):
-                raise UserError(f"prepare.split is '{given}'; it is a mapping such as {{kind: temporal}}")
-            _check_keys(given, SplitConfig, "split.")
-            split |= {key: value for key, value in given.items() if value is not None}
-            values |= {key: value for key, value in layer.items() if value is not None and key != "split"}
+            for name, kind in NESTED.items():
+                given = layer.get(name) or {}
+                if not isinstance(given, dict):
+                    raise UserError(f"prepare.{name} is '{given}'; it is a mapping such as {{key: value}}")
+                _check_keys(given, kind, f"{name}.")
+                nested[name] |= {key: value for key, value in given.items() if value is not None}
+            values |= {key: value for key, value in layer.items() if value is not None and key not in NESTED}
         try:
-            return cls(split=SplitConfig(**split), **values)
+            return cls(**{name: kind(**nested[name]) for name, kind in NESTED.items()}, **values)
         except (ValueError, TypeError) as error:
             raise UserError(str(error)) from error
+
+    @property
+    def counted(self) -> str | None:
+        """The label of the events that make the catalogue and the split: in a search log all that was shown do."""
+        return None if self.kind == "search" else self.behaviour
+
+
+NESTED: dict[str, Any] = {"split": SplitConfig, "search": SearchConfig}
 
 
 def _check_keys(values: dict[str, Any], kind: type, where: str) -> None:
@@ -148,8 +165,12 @@ class _Run:
     def survey(self, events: Manifest) -> Survey:
         """The arrays of the events parts, read at most once in a run."""
         if self.surveyed is None:
-            self.surveyed = survey(part_uris(self.table("events"), events), self.config.behaviour)
+            self.surveyed = survey(part_uris(self.table("events"), events), self.config.counted)
         return self.surveyed
+
+    def clean_on_error(self, uri: str) -> AbstractContextManager[None]:
+        """Removes the parts in the making if the step fails."""
+        return _clean_on_error(uri)
 
 
 def prepare(
@@ -173,7 +194,10 @@ def prepare(
     events = _make_events(run, {file: by_file[file] for file in files})
     split = _split_rule(run, events)
     items = _make_items(run, events, {file: by_file[file] for file in item_files}, split)
-    sequences = _make_sequences(run, events, items, split)
+    if config.kind == "search":
+        sequences = make_search(run, events, items, split, _split_key(run, events))
+    else:
+        sequences = _make_sequences(run, events, items, split)
     statistics = summarise(events, items, sequences)
     content = json.dumps(statistics, indent=2) + "\n"
     write_file(join(run.output, "statistics.json"), content.encode())
@@ -192,6 +216,8 @@ def check(source: Source, input_uri: str, output_uri: str, config: PrepareConfig
         raise UserError(
             "core_window is train, which needs a temporal split; use --split.kind temporal or core_window all"
         )
+    if config.kind == "search":
+        check_search(source, config)
     source.event_files(input_uri)
     source.item_files(input_uri)
     check_writable(output_uri)
@@ -248,7 +274,7 @@ def _make_events(run: _Run, inputs: dict[str, str]) -> Manifest:
             rejects_uri,
             partitions,
             config.ties == "log_order",
-            config.behaviour,
+            config.counted,
             run.progress("events"),
         )
         rejects = sum(result.reasons.values())
@@ -260,7 +286,7 @@ def _make_events(run: _Run, inputs: dict[str, str]) -> Manifest:
         if not result.parts:
             raise UserError(f"{run.input} holds no valid event; see the reasons above")
         read = time.perf_counter()
-        run.surveyed = merge(result.arrays, result.users, config.behaviour)
+        run.surveyed = merge(result.arrays, result.users, config.counted)
         check_users_once(run.surveyed.arrays, run.surveyed.users)
         timings = {"read_shuffle_sort_write_s": read - begin, "survey_s": time.perf_counter() - read}
         info = {
@@ -330,7 +356,7 @@ def _split_rule(run: _Run, events: Manifest) -> dict[str, Any]:
 
 def _split_key(run: _Run, events: Manifest) -> list[Any]:
     """What the cut times depend on."""
-    return [events.hash, asdict(run.config.split), run.config.behaviour]
+    return [events.hash, asdict(run.config.split), run.config.counted]
 
 
 def _before(run: _Run, split: dict[str, Any]) -> int | None:
@@ -344,7 +370,7 @@ def _make_items(run: _Run, events: Manifest, files: dict[str, str], split: dict[
             "source": run.source.config,
             "core": config.core,
             "core_window": config.core_window,
-            "behaviour": config.behaviour,
+            "behaviour": config.counted,
             **({"split": asdict(config.split)} if config.core_window == "train" else {}),
         }
     )
@@ -363,7 +389,7 @@ def _make_items(run: _Run, events: Manifest, files: dict[str, str], split: dict[
             "core": config.core,
             "core_window": config.core_window,
             "core_rounds": rounds,
-            "behaviour": config.behaviour,
+            "behaviour": config.counted,
             "split": split,
             "split_made_from": _split_key(run, events),
             "items_before_core": len(found.items),

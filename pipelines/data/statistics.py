@@ -11,6 +11,16 @@ from typing import Any
 from models.tables import Manifest
 from pipelines.data.splits import NAMES
 
+SEARCH = (
+    "queries",
+    "candidates",
+    "requests_one_class",
+    "requests_without_query",
+    "requests_outside",
+    "candidates_outside",
+)
+"""What only a search log counts."""
+
 
 def summarise(events: Manifest, items: Manifest, sequences: Manifest) -> dict[str, Any]:
     """The statistics of a dataset, from the manifests of its tables alone."""
@@ -26,6 +36,7 @@ def summarise(events: Manifest, items: Manifest, sequences: Manifest) -> dict[st
         "split": dict(sorted(info["split"].items())),  # the same bytes whether just computed or read back
         "requests": {name: info["requests"][name] for name in NAMES},
         "requests_without_history": {name: info["requests_without_history"][name] for name in NAMES},
+        **{name: info[name] for name in SEARCH if name in info},
         "tied_behaviours": info["tied_behaviours"],
         "truncated_users": info["truncated_users"],
         "truncated_events": info["truncated_events"],

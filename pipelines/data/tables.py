@@ -101,12 +101,56 @@ def sequences_schema(events: pa.Schema) -> pa.Schema:
     )
 
 
-def embeddings_schema(width: int) -> pa.Schema:
-    """embeddings: one row per item, sorted by `item_index`."""
+QUERIES = pa.schema(
+    [
+        pa.field("query_index", pa.int32(), nullable=False),  # dense, from 0, in the order of the text
+        pa.field("query", pa.string(), nullable=False),
+    ]
+)
+
+
+def search_schema(events: pa.Schema, labels: Iterable[str], features: int) -> pa.Schema:
+    """sequences of a search log: one row per user with a request.
+
+    Behaviours (results with the first of `labels`, sorted by (timestamp_ms, request_id, position, item_id))
+    are equal-length lists. `requests` has one struct per search, sorted by (timestamp_ms, request_id,
+    query_index). `labels` are the bool labels, `features` is the number F of features.
+    """
+    extra = [field for field in events if field.name.startswith(("label_", "num_", "cat_"))]
+    request = pa.struct(
+        [
+            pa.field("timestamp_ms", pa.int64()),
+            pa.field("query_index", pa.int32()),  # -1: no query
+            pa.field("history_end", pa.int32()),  # behaviours strictly earlier than the request
+            pa.field("split", pa.string()),  # train, val or test
+            pa.field("candidates", pa.list_(pa.field("item", pa.int32()))),  # item_index of each result shown
+            pa.field("positions", pa.list_(pa.field("item", pa.int32()))),  # its rank shown, from 0
+            *(pa.field(f"label_{name}", pa.list_(pa.field("item", pa.bool_()))) for name in labels),
+            pa.field("features", pa.list_(pa.field("item", pa.float32()))),  # candidates x F, row after row
+        ]
+    )
     return pa.schema(
         [
-            pa.field("item_index", pa.int32(), nullable=False),
-            pa.field("embedding", pa.list_(pa.float32(), width), nullable=False),
+            pa.field("user_id", pa.string(), nullable=False),
+            _list("item_index", pa.int32()),
+            _list("timestamp_ms", pa.int64()),
+            _list("query_index", pa.int32()),  # -1: no query
+            _list("position", pa.int32()),
+            *(_list(field.name, field.type) for field in extra),
+            _list("features", pa.list_(pa.field("item", pa.float32()), features)),  # as when the result was shown
+            _list("requests", request),
+        ]
+    )
+
+
+def embeddings_schema(
+    width: int, keys: Iterable[str] = ("item_index",), vectors: Iterable[str] = ("embedding",)
+) -> pa.Schema:
+    """embeddings: one row per item, query (`query_index`) or pair of both, sorted by the keys."""
+    return pa.schema(
+        [
+            *(pa.field(name, pa.int32(), nullable=False) for name in keys),
+            *(pa.field(name, pa.list_(pa.float32(), width), nullable=False) for name in vectors),
         ]
     )
 

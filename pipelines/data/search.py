@@ -1,0 +1,257 @@
+"""A search log's `queries` and `sequences`: results that users engaged with, and searches with what they showed.
+
+`python -m jobs.prepare` makes them where a source says `prepare: {kind: search, behaviour: click}`. An
+events part holds each of its users whole and sorted, so a part becomes a part of `sequences` in one
+vectorised pass: list columns are flat columns with offsets over them, and what a search may see of the
+user's past is one integer, `history_end`.
+
+Shapes: E events of a part, R requests (searches), C candidates of all requests, F features.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import ray
+
+from models.tables import Part
+from pipelines.data.splits import NAMES, assign
+from pipelines.data.survey import coded, read_coded, runs
+from pipelines.data.tables import QUERIES, search_schema, write_part
+from pipelines.data.tasks import run_tasks
+from pipelines.data.windows import (
+    IDS,
+    SearchConfig,
+    count_windows,
+    feature_names,
+    features,
+    gather,
+    new_requests,
+    positions_in,
+    request_order,
+)
+
+QUERIES_PER_PART = 1_000_000
+
+
+@dataclass(frozen=True)
+class SearchRules:
+    """What turns the events of a search log into sequences."""
+
+    schema: pa.Schema
+    """Schema of the events."""
+    split: dict[str, Any]
+    """The split as its manifest records it: `kind`, and the cut times of a temporal one."""
+    max_events: int
+    """A user's most recent behaviours that are kept."""
+    labels: list[str]
+    """Bool labels of the log; the first makes a result a behaviour."""
+    clock: bool
+    """Whether times are clock times; without them there are no windows and no hours."""
+    search: SearchConfig
+    """The features."""
+
+    @property
+    def features(self) -> list[str]:
+        """Names of the features."""
+        return feature_names(self.search, self.clock)
+
+    @property
+    def windowed(self) -> bool:
+        """Whether there are windowed counts."""
+        return self.clock and bool(self.search.windows_ms)
+
+    @property
+    def output(self) -> pa.Schema:
+        """Schema of the sequences."""
+        return search_schema(self.schema, self.labels, len(self.features))
+
+
+def _part_queries(uri: str) -> pa.Array:
+    return coded(read_coded(uri, ["query"], ("query",)), "query").dictionary.cast(pa.large_string())
+
+
+def write_queries(parts: list[str], queries_uri: str) -> tuple[list[Part], pa.Array]:
+    """Writes the distinct queries of the events parts, sorted, uncommitted: (parts, queries)."""
+    queries = pa.array([], pa.large_string())
+    for _, found in run_tasks(_part_queries, [(uri,) for uri in parts]):
+        queries = pc.unique(pa.concat_arrays([queries, found]))
+    queries = queries.take(pc.sort_indices(queries))
+    written = []
+    for low in range(0, len(queries), QUERIES_PER_PART):
+        text = queries.slice(low, QUERIES_PER_PART).cast(pa.string())
+        index = pa.array(np.arange(low, low + len(text), dtype=np.int32))
+        written.append(write_part(queries_uri, pa.Table.from_arrays([index, text], schema=QUERIES)))
+    return written, queries
+
+
+def _first_rows(new: np.ndarray) -> np.ndarray:
+    """(E,) for each row the last row at or before it that is `new`."""
+    return np.maximum.accumulate(np.where(new, np.arange(len(new)), 0))
+
+
+def build_search(
+    events: pa.Table,
+    catalogue: pa.Array,
+    queries: pa.Array,
+    counts: dict[str, np.ndarray] | None,
+    rules: SearchRules,
+) -> tuple[pa.Table, Counter[str]]:
+    """Sequences of one events part (sorted, IDS dictionary-coded) and what was counted on the way.
+
+    catalogue and queries are the sorted ids and texts whose places are item_index and query_index; counts
+    are those of `gather`, None for a log without windows.
+    """
+    count: Counter[str] = Counter()
+    schema = rules.output
+    if not events.num_rows:
+        return schema.empty_table(), count
+    user = coded(events, "user_id")
+    codes, time = user.indices.to_numpy(), events["timestamp_ms"].to_numpy()
+    item = positions_in(coded(events, "item_id"), catalogue)
+    query = positions_in(coded(events, "query"), queries)
+    label = {
+        name: pc.fill_null(events[f"label_{name}"].combine_chunks(), False).to_numpy(zero_copy_only=False)
+        for name in rules.labels
+    }
+    inside = item >= 0
+    new_user = np.concatenate([[True], codes[1:] != codes[:-1]])
+    new_time = new_user | np.concatenate([[True], time[1:] != time[:-1]])
+    user_row, time_row = _first_rows(new_user), _first_rows(new_time)  # (E,) first row of the user, of the moment
+
+    # 1. Behaviours: results of the catalogue that have the label, the most recent of each user.
+    engaged = inside & label[rules.labels[0]]
+    until = np.concatenate([[0], np.cumsum(engaged)])  # engaged events above a row
+    end_row = np.append(np.flatnonzero(new_user)[1:], len(codes))[
+        np.cumsum(new_user) - 1
+    ]  # (E,) end of the user's rows
+    recent = engaged & (until[end_row] - until[:-1] <= rules.max_events)
+    behaviour = np.flatnonzero(recent)
+    kept = np.concatenate([[0], np.cumsum(recent)])  # kept behaviours above a row
+    earlier = kept[time_row] - kept[user_row]  # (E,) kept behaviours of the user that are strictly earlier
+    # A user who lost behaviours loses the requests that are older than what is left of the history.
+    cut = until[end_row] - until[user_row] > rules.max_events
+    lost = np.zeros(len(codes), dtype=bool)
+    if cut.any():
+        first = behaviour[np.searchsorted(behaviour, user_row[cut])]
+        lost[cut] = time[cut] < time[first]
+
+    # 2. Requests and their candidates.
+    order, begins = request_order(query, new_requests(events))
+    request = np.cumsum(begins) - 1  # (E,) in the order of the requests
+    usable = (inside & ~lost)[order]
+    candidate = order[usable]  # (C,) rows of events
+    start = runs(request[usable])  # (R,) first candidate of each request
+    asks = candidate[start]  # (R,) an event of each request
+    found = np.bincount(request, weights=inside[order])
+    count["requests_outside"] = int((found == 0).sum())
+    count["candidates_outside"] = int((~inside).sum())
+    count["requests_truncated"] = int((lost[order][begins] & (found > 0)).sum())
+    count["requests_without_query"] = int((query[asks] < 0).sum())
+    count["truncated_events"] = int(engaged.sum() - recent.sum())
+    count["truncated_users"] = int((cut & new_user).sum())
+    if not len(asks):
+        return schema.empty_table(), count
+    user_start = runs(codes[asks])  # (U,) first request of each user
+    split = assign(rules.split, time[asks], user_start)
+    length = np.diff(np.append(start, len(candidate)))
+
+    # 3. List columns: offsets over the flat columns.
+    position = events["position"].to_numpy()
+    values = features(counts, position, time, rules.search, rules.clock)  # (E, F)
+    offsets = np.append(start, len(candidate))
+
+    def shown(flat: np.ndarray, field: pa.Field) -> pa.Array:
+        """A list per request of what its candidates have: flat (E,) or (E, F)."""
+        wide = flat.shape[1] if flat.ndim == 2 else 1
+        edges, content = pa.array((offsets * wide).astype(np.int32)), pa.array(flat[candidate].reshape(-1))
+        return pa.ListArray.from_arrays(edges, content, type=field.type)
+
+    of_request = {
+        "timestamp_ms": pa.array(time[asks]),
+        "query_index": pa.array(query[asks]),
+        "history_end": pa.array(earlier[asks].astype(np.int32)),
+        "split": pa.DictionaryArray.from_arrays(pa.array(split), pa.array(NAMES)).cast(pa.string()),
+    }
+    of_result = {"candidates": item, "positions": position, "features": values}
+    of_result |= {f"label_{name}": flags for name, flags in label.items()}
+    fields = list(schema.field("requests").type.value_type)
+    arrays = [of_request[f.name] if f.name in of_request else shown(of_result[f.name], f) for f in fields]
+    requests = pa.StructArray.from_arrays(arrays, fields=fields)
+
+    # Users with a behaviour are users with a request: the one that showed the result.
+    of_user = np.append(np.searchsorted(behaviour, user_row[asks][user_start]), len(behaviour))
+    per_user = pa.array(of_user.astype(np.int32))
+    of_behaviour = {
+        "item_index": pa.array(item[behaviour]),
+        "query_index": pa.array(query[behaviour]),
+        "features": pa.FixedSizeListArray.from_arrays(pa.array(values[behaviour].reshape(-1)), values.shape[1]),
+    }
+    columns = [pa.DictionaryArray.from_arrays(pa.array(codes[asks][user_start]), user.dictionary).cast(pa.string())]
+    for field in list(schema)[1:-1]:
+        column = of_behaviour.get(field.name)
+        column = events[field.name].combine_chunks().take(pa.array(behaviour)) if column is None else column
+        columns.append(pa.ListArray.from_arrays(per_user, column.cast(field.type.value_type), type=field.type))
+    per_request = pa.array(np.append(user_start, len(asks)).astype(np.int32))
+    columns.append(pa.ListArray.from_arrays(per_request, requests, type=schema.field("requests").type))
+
+    clicks = np.add.reduceat(label[rules.labels[0]][candidate].astype(np.int64), start)
+    one_class = (clicks == 0) | (clicks == length)
+    count.update(users=len(user_start), interactions=len(behaviour))
+    moment = time_row[behaviour]
+    count["tied_rows"] = int((moment[1:] == moment[:-1]).sum())
+    count["max_length"], count["max_candidates"] = int(np.diff(of_user).max()), int(length.max())
+    for code, name in enumerate(NAMES):
+        mine = split == code
+        count[f"requests_{name}"] = int(mine.sum())
+        count[f"candidates_{name}"] = int(length[mine].sum())
+        count[f"one_class_{name}"] = int(one_class[mine].sum())
+        count[f"without_history_{name}"] = int((earlier[asks][mine] == 0).sum())
+    return pa.Table.from_arrays(columns, schema=schema), count
+
+
+LARGEST = ("max_length", "max_candidates")
+
+
+def _write_part(
+    uri: str, sequences_uri: str, catalogue: pa.Array, queries: pa.Array, rules: SearchRules, *pieces: dict[str, Any]
+) -> tuple[Part | None, Counter[str]]:
+    names = [*IDS, "timestamp_ms", "position"]
+    names += [name for name in rules.schema.names if name.startswith(("label_", "num_", "cat_"))]
+    events = read_coded(uri, names, IDS)
+    counts = gather(events.num_rows, rules.search, pieces) if rules.windowed else None
+    table, count = build_search(events, catalogue, queries, counts, rules)
+    return (write_part(sequences_uri, table) if table.num_rows else None), count
+
+
+def write_search(
+    parts: list[str],
+    sequences_uri: str,
+    catalogue: pa.Array,
+    queries: pa.Array,
+    rules: SearchRules,
+    progress: Callable[[str], None] = lambda line: None,
+) -> tuple[list[Part], Counter[str]]:
+    """Writes the parts of the sequences table, uncommitted, in the order of the events parts."""
+    items, texts = ray.put(catalogue), ray.put(queries)
+    counted: list[list[ray.ObjectRef]] = [[] for _ in parts]
+    if rules.windowed:
+        counted = count_windows(parts, items, texts, rules.labels[0], rules.search)
+    written: list[Part | None] = [None] * len(parts)
+    total: Counter[str] = Counter()
+    calls = [(uri, sequences_uri, items, texts, rules, *pieces) for uri, pieces in zip(parts, counted, strict=True)]
+    del counted
+    for done, (number, (part, count)) in enumerate(run_tasks(_write_part, calls), start=1):
+        written[number] = part
+        largest = {name: max(total[name], count[name]) for name in LARGEST}
+        total.update(count)
+        for name, value in largest.items():
+            total[name] = value
+        progress(f"part {done} of {len(parts)} built, {total['users']:,} users")
+    return [part for part in written if part is not None], total

@@ -1,0 +1,278 @@
+"""Point-in-time counts: what happened to a key in [t - window, t - delay), from events alone.
+
+`python -m jobs.prepare` makes them for a search log (`prepare: {kind: search}`). The keys are the pair of
+query and item, the item, and the query. Impressions and clicks of all users count, so rows travel to the
+partition of their key: once by item, which serves the pairs too, and once by query. Each partition is one
+vectorised kernel: a sort, running sums, and a binary search per window, so the cost is E log E in the
+events, whatever the windows hold. What comes back are integers; `features` makes numbers for models.
+
+Shapes: E events, W windows, M marks that are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import ray
+
+from pipelines.data.survey import coded, read_coded
+
+DAY_MS, HOUR_MS, MINUTE_MS = 86_400_000, 3_600_000, 60_000
+IDS = ("user_id", "item_id", "request_id", "query")
+MARKS = ("exposures", "clicks")
+QUERY_MARKS = (*MARKS, "searches")
+MOST_BUCKETS = 64  # partitions of a key: enough for some hundred million events, and parts x 64 pieces in transit
+MARKS_OF = {"pair": MARKS, "item": MARKS, "query": QUERY_MARKS}
+UNSEEN = -1  # gap of a pair that was never shown before
+
+
+@dataclass(frozen=True)
+class SearchConfig:
+    """The features of a search log (Sec. 3.1 of QGS)."""
+
+    windows_days: list[float] = field(default_factory=lambda: [1.0, 7.0, 30.0])
+    """Lengths of the windows that counts cover, in days, ascending. A log without clock times has none."""
+    delay_minutes: float = 60.0
+    """What a log takes to arrive: counts at time t end at t - delay."""
+    ctr_prior: float = 0.1
+    """Click-through rate of what was never shown; smoothed: (clicks + prior * strength) / (exposures + strength)."""
+    ctr_strength: float = 10.0
+    """Exposures that the prior weighs as much as."""
+    page_size: int = 10
+    """Results per page; the page is position // page_size."""
+
+    def __post_init__(self) -> None:
+        days = self.windows_days
+        if any(a >= b for a, b in pairwise(days)):
+            raise ValueError(f"search.windows_days is {days}; give ascending lengths in days, such as [1, 7, 30]")
+        if self.delay_minutes < 0:
+            raise ValueError(f"search.delay_minutes is {self.delay_minutes}; it must be 0 or more")
+        if days and days[0] * DAY_MS <= self.delay_minutes * MINUTE_MS:
+            raise ValueError(
+                f"search.windows_days begins with {days[0]}, which ends before it begins with delay_minutes "
+                f"{self.delay_minutes}; give longer windows or a shorter delay"
+            )
+        if not 0 <= self.ctr_prior <= 1:
+            raise ValueError(f"search.ctr_prior is {self.ctr_prior}; it is a rate between 0 and 1")
+        if self.ctr_strength <= 0:
+            raise ValueError(f"search.ctr_strength is {self.ctr_strength}; it must be above 0")
+        if self.page_size < 1:
+            raise ValueError(f"search.page_size is {self.page_size}; a page has at least 1 result")
+
+    @property
+    def windows_ms(self) -> list[int]:
+        """Lengths of the windows."""
+        return [round(days * DAY_MS) for days in self.windows_days]
+
+    @property
+    def delay_ms(self) -> int:
+        """Length of the delay."""
+        return round(self.delay_minutes * MINUTE_MS)
+
+
+def window_counts(
+    key: np.ndarray, time: np.ndarray, marks: np.ndarray, windows_ms: list[int], delay_ms: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Marks of the same key in [t - window, t - delay) for every event, and the time since the last event.
+
+    key (E,) dense codes from 0, time (E,) ms, marks (E, M) int. Returns counts (E, W, M) int32 and gap (E,)
+    int64: ms since the key's last event before t - delay, UNSEEN where there is none. Events of one time
+    never count for each other, whatever the delay.
+    """
+    events = len(key)
+    counts = np.zeros((events, len(windows_ms), marks.shape[1]), dtype=np.int32)
+    gap = np.full(events, UNSEEN, dtype=np.int64)
+    if not events:
+        return counts, gap
+    # Times by rank, so that (key, rank) fits an integer whatever the clock's unit.
+    values, rank = np.unique(time, return_inverse=True)
+    order = np.lexsort((rank, key))
+    base = key[order].astype(np.int64) * (len(values) + 1)  # (E,) start of the key's stretch of the line
+    line = base + rank[order]  # ascending
+    moment = time[order]
+    total = np.concatenate([np.zeros((1, marks.shape[1]), np.int64), np.cumsum(marks[order], axis=0, dtype=np.int64)])
+
+    def earlier(shift: int) -> np.ndarray:
+        """(E,) events on the line before (key, t - shift)."""
+        return np.searchsorted(line, base + np.searchsorted(values, moment - shift))
+
+    end = earlier(delay_ms)
+    for number, window in enumerate(windows_ms):
+        counts[order, number] = total[end] - total[earlier(window)]
+    last = end - 1
+    seen = (end > 0) & (base[last] == base)
+    gap[order] = np.where(seen, moment - moment[last], UNSEEN)
+    return counts, gap
+
+
+def positions_in(values: pa.DictionaryArray, table: pa.Array) -> np.ndarray:
+    """(E,) int32: the place of each value in `table`, -1 where it is null or not there."""
+    place = pc.fill_null(pc.index_in(values.dictionary.cast(pa.large_string()), table), -1).to_numpy()
+    index = pc.fill_null(values.indices.cast(pa.int64()), -1).to_numpy()
+    return np.append(place, -1)[index].astype(np.int32)  # index -1 is the appended one
+
+
+def new_requests(events: pa.Table) -> np.ndarray:
+    """(E,) whether an event begins another (user, time, request id) than the one above it."""
+    new = np.ones(events.num_rows, dtype=bool)
+    if events.num_rows:
+        columns = [coded(events, name).indices.to_numpy() for name in ("user_id", "request_id")]
+        columns.append(events["timestamp_ms"].to_numpy())
+        new[1:] = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
+    return new
+
+
+def request_order(query: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Events in the order of their requests and (E,) which of them begin one.
+
+    One request id is one request, unless its events carry several queries: then it is one per query, in
+    the order of query_index. query (E,) query_index, new (E,) of `new_requests`.
+    """
+    other = np.zeros(len(query), dtype=bool)
+    other[1:] = query[1:] != query[:-1]
+    if not (other & ~new).any():
+        return np.arange(len(query)), new
+    group = np.cumsum(new)
+    order = np.lexsort((query, group))
+    begins = np.ones(len(query), dtype=bool)
+    begins[1:] = (group[order][1:] != group[order][:-1]) | (query[order][1:] != query[order][:-1])
+    return order, begins
+
+
+def _scatter(uri: str, catalogue: pa.Array, queries: pa.Array, label: str, buckets: int) -> list[dict[str, np.ndarray]]:
+    """One part's events by bucket of their item, then by bucket of their query: 2 x buckets pieces."""
+    events = read_coded(uri, [*IDS, "timestamp_ms", f"label_{label}"], IDS)
+    item = positions_in(coded(events, "item_id"), catalogue)
+    query = positions_in(coded(events, "query"), queries)
+    order, begins = request_order(query, new_requests(events))
+    searches = np.zeros(len(item), dtype=bool)
+    searches[order[begins]] = True
+    columns = {
+        "item": item,
+        "query": query,
+        "time": events["timestamp_ms"].to_numpy(),
+        "clicks": pc.fill_null(events[f"label_{label}"].combine_chunks(), False).to_numpy(zero_copy_only=False),
+        "searches": searches,
+    }
+    pieces = []
+    for key in (item, query):
+        bucket = np.where(key >= 0, key % buckets, -1)  # events without the key count for none
+        order = np.argsort(bucket, kind="stable")
+        edges = np.searchsorted(bucket[order], np.arange(buckets + 1))
+        for low, high in pairwise(edges):
+            rows = order[low:high]
+            pieces.append({"row": rows.astype(np.int32), **{name: column[rows] for name, column in columns.items()}})
+    return pieces
+
+
+def _marks(piece: dict[str, np.ndarray], names: tuple[str, ...]) -> np.ndarray:
+    ones = np.ones(len(piece["time"]), dtype=np.int32)
+    return np.stack([piece[name].astype(np.int32) if name in piece else ones for name in names], axis=1)
+
+
+def _count_bucket(kind: str, config: SearchConfig, *pieces: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+    """Counts of one bucket of the items or of the queries, back in a piece per part."""
+    whole = {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+    time = whole["time"]
+
+    def count(key: np.ndarray, names: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
+        dense = np.unique(key, return_inverse=True)[1]
+        counts, gap = window_counts(dense, time, _marks(whole, names), config.windows_ms, config.delay_ms)
+        return counts.reshape(len(time), counts.shape[1] * counts.shape[2]), gap
+
+    if kind == "query":
+        counted = {"row": whole["row"], "query": count(whole["query"], QUERY_MARKS)[0]}
+    else:
+        pairs, gap = count(whole["item"].astype(np.int64) << 32 | whole["query"].astype(np.int64) + 1, MARKS)
+        asked = whole["query"] >= 0  # without a query there is no pair
+        counted = {"row": whole["row"], "item": count(whole["item"], MARKS)[0]}
+        counted["pair"] = np.where(asked[:, None], pairs, 0)
+        counted["gap"] = np.where(asked, gap, UNSEEN)
+    edges = np.cumsum([len(piece["time"]) for piece in pieces])[:-1]
+    split = {name: np.split(column, edges) for name, column in counted.items()}
+    return [{name: split[name][number] for name in split} for number in range(len(pieces))]
+
+
+def count_windows(
+    parts: list[str], catalogue: ray.ObjectRef, queries: ray.ObjectRef, label: str, config: SearchConfig
+) -> list[list[ray.ObjectRef]]:
+    """Per events part the pieces that `gather` puts together; they stay in Ray's object store."""
+    buckets = min(len(parts), MOST_BUCKETS)
+
+    def several(function: Callable[..., Any], returns: int) -> Any:
+        """The function as a task that always returns a list of references."""
+        task: Any = ray.remote(function).options(num_returns=returns)
+        return lambda *call: refs if isinstance(refs := task.remote(*call), list) else [refs]
+
+    scatter = several(_scatter, 2 * buckets)
+    pieces = [scatter(uri, catalogue, queries, label, buckets) for uri in parts]  # parts x 2 buckets
+    count = several(_count_bucket, len(parts)) if len(parts) > 1 else None
+    counted = []
+    for number in range(2 * buckets):
+        call = ("item" if number < buckets else "query", config, *(piece[number] for piece in pieces))
+        counted.append(count(*call) if count else [ray.remote(_count_only).remote(*call)])
+    return [[bucket[number] for bucket in counted] for number in range(len(parts))]
+
+
+def _count_only(kind: str, config: SearchConfig, piece: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """`_count_bucket` of a log that has one part: Ray returns one value as it is and not as a list."""
+    return _count_bucket(kind, config, piece)[0]
+
+
+def gather(events: int, config: SearchConfig, pieces: tuple[dict[str, np.ndarray], ...]) -> dict[str, np.ndarray]:
+    """Counts of a part's events: `pair`, `item` (E, W, 2), `query` (E, W, 3) and `gap` (E,)."""
+    windows = len(config.windows_ms)
+    counts: dict[str, np.ndarray] = {
+        name: np.zeros((events, windows * len(marks)), np.int32) for name, marks in MARKS_OF.items()
+    }
+    counts["gap"] = np.full(events, UNSEEN, dtype=np.int64)
+    for piece in pieces:
+        for name in piece.keys() - {"row"}:
+            counts[name][piece["row"]] = piece[name]
+    return {
+        name: values if name == "gap" else values.reshape(events, windows, len(MARKS_OF[name]))
+        for name, values in counts.items()
+    }
+
+
+def feature_names(config: SearchConfig, clock: bool) -> list[str]:
+    """Names of the columns of `features`."""
+    names = []
+    for kind, marks in MARKS_OF.items() if clock else ():
+        for days in config.windows_days:
+            names += [f"{kind}_{measure}_{days:g}d" for measure in (*marks, "ctr")]
+    names += ["pair_gap", "pair_seen"] if clock and config.windows_days else []
+    names += ["position", "page"]
+    return names + (["hour_sin", "hour_cos", "weekday_sin", "weekday_cos"] if clock else [])
+
+
+def features(
+    counts: dict[str, np.ndarray] | None, position: np.ndarray, time: np.ndarray, config: SearchConfig, clock: bool
+) -> np.ndarray:
+    """(E, F) float32 in the order of `feature_names`: what a model reads, all of small size and none missing.
+
+    Counts, the gap in hours, position and page are log(1 + value); rates are smoothed; a pair that was not
+    shown before has gap 0 and `pair_seen` 0. Hour and weekday are of UTC.
+    """
+    columns: list[np.ndarray] = []
+    if counts is not None:
+        for kind in MARKS_OF:
+            for number in range(len(config.windows_ms)):
+                seen = counts[kind][:, number].astype(np.float64)  # (E, M): exposures, clicks, ...
+                rate = (seen[:, 1] + config.ctr_prior * config.ctr_strength) / (seen[:, 0] + config.ctr_strength)
+                columns += [*np.log1p(seen).T, rate]
+        gap = counts["gap"]
+        columns += [np.log1p(gap.clip(0) / HOUR_MS), gap >= 0]
+    columns += [np.log1p(position.clip(0)), np.log1p(position.clip(0) // config.page_size)]
+    if clock:
+        for period, start in ((DAY_MS, 0), (7 * DAY_MS, 3 * DAY_MS)):  # 1 January 1970 was a Thursday
+            angle = 2 * np.pi * ((time + start) % period // (HOUR_MS if period == DAY_MS else DAY_MS))
+            angle /= 24 if period == DAY_MS else 7
+            columns += [np.sin(angle), np.cos(angle)]
+    return np.stack(columns, axis=1).astype(np.float32)

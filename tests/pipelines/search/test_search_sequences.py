@@ -1,0 +1,287 @@
+"""The sequences of a search log against the plain reference, and `prepare` from raw files."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import plain_search as plain
+import pyarrow as pa
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.tables import UserError, join, read_manifest, read_table
+from pipelines.data.prepare import PrepareConfig, prepare
+from pipelines.data.search import SearchRules, build_search
+from pipelines.data.sources import load_source
+from pipelines.data.splits import SplitConfig
+from pipelines.data.survey import read_coded
+from pipelines.data.tables import events_schema, write_part
+from pipelines.data.windows import IDS, SearchConfig
+
+SCHEMA = events_schema({"click": "bool", "dwell": "float32", "buy": "bool"}, ["price"], ["city"])
+CATALOGUE, QUERIES = ["a", "b", "c"], ["p", "q", "r"]
+
+rows_strategy = st.lists(
+    st.fixed_dictionaries(
+        {
+            "user_id": st.sampled_from(["u", "user 2", "Ü", ""]),
+            "request_id": st.sampled_from(["", "r1", "r2"]),
+            "timestamp_ms": st.integers(0, 6),
+            "item_id": st.sampled_from(["a", "b", "c", "outside"]),
+            "query": st.sampled_from([None, "p", "q", "r"]),
+            "position": st.integers(0, 3),
+            "label_click": st.sampled_from([None, True, False, True]),
+            "label_dwell": st.sampled_from([None, 0.5]),
+            "label_buy": st.sampled_from([None, True, False]),
+            "num_price": st.sampled_from([None, 2.0]),
+            "cat_city": st.sampled_from([None, "t"]),
+        }
+    ),
+    min_size=1,
+    max_size=60,
+    unique_by=lambda row: tuple(row[name] for name in plain.KEY),
+)
+
+
+def rules_of(split: tuple[int, int] | None, max_events: int) -> SearchRules:
+    kind = {"kind": "leave_last_out"}
+    if split:
+        kind = {"kind": "temporal", "val_start_ms": split[0], "test_start_ms": split[1]}  # type: ignore[dict-item]
+    return SearchRules(SCHEMA, kind, max_events, ["click", "buy"], clock=False, search=SearchConfig(page_size=2))
+
+
+def part_of(rows: list[dict], folder: str) -> pa.Table:
+    rows = sorted(rows, key=lambda row: tuple(row[name] for name in plain.KEY))
+    return read_coded(join(folder, write_part(folder, pa.Table.from_pylist(rows, schema=SCHEMA)).path), None, IDS)
+
+
+@settings(max_examples=80, deadline=None)
+@given(rows=rows_strategy, temporal=st.booleans(), max_events=st.sampled_from([1, 2, 5, 100]))
+def test_sequences_equal_the_reference(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[dict], temporal: bool, max_events: int
+) -> None:
+    split = (2, 5) if temporal else None
+    labels = ["label_click", "label_buy"]
+    expected = plain.sequences(rows, CATALOGUE, labels, split, max_events)
+    events = part_of(rows, str(tmp_path_factory.mktemp("events")))
+    large = [pa.array(values, pa.large_string()) for values in (CATALOGUE, QUERIES)]
+    table, count = build_search(events, *large, None, rules_of(split, max_events))
+    table.validate(full=True)
+    found = {row["user_id"]: row for row in table.to_pylist()}
+    assert list(found) == sorted(expected)
+    queries = {None: -1, **{query: index for index, query in enumerate(QUERIES)}}
+    for user, lists in expected.items():
+        kept, row = lists["behaviours"], found[user]
+        assert row["item_index"] == [CATALOGUE.index(r["item_id"]) for r in kept]
+        assert row["query_index"] == [queries[r["query"]] for r in kept]
+        for name in ("timestamp_ms", "position", "label_click", "label_dwell", "label_buy", "num_price", "cat_city"):
+            assert row[name] == [r[name] for r in kept], name
+        places = [[r["position"], r["position"] // 2] for r in kept]
+        np.testing.assert_allclose(np.reshape(row["features"], (-1, 2)), np.reshape(np.log1p(places), (-1, 2)), 1e-6)
+        assert len(row["requests"]) == len(lists["requests"])
+        for request, wanted in zip(row["requests"], lists["requests"], strict=True):
+            assert request["candidates"] == [CATALOGUE.index(item) for item in wanted["candidates"]]
+            assert request["query_index"] == queries[wanted["query"]]
+            for name in ("timestamp_ms", "history_end", "split", "positions", *labels):
+                assert request[name] == wanted[name], name
+            places = [[position, position // 2] for position in wanted["positions"]]
+            np.testing.assert_allclose(request["features"], np.log1p(places).reshape(-1), rtol=1e-6)
+    asked = [request for lists in expected.values() for request in lists["requests"]]
+    for name in ("train", "val", "test"):
+        mine = [request for request in asked if request["split"] == name]
+        assert count[f"requests_{name}"] == len(mine)
+        assert count[f"candidates_{name}"] == sum(len(request["candidates"]) for request in mine)
+        assert count[f"one_class_{name}"] == sum(len(set(request["label_click"])) == 1 for request in mine)
+        assert count[f"without_history_{name}"] == sum(request["history_end"] == 0 for request in mine)
+    assert count["requests_without_query"] == sum(request["query"] is None for request in asked)
+    assert count["candidates_outside"] == sum(row["item_id"] == "outside" for row in rows)
+    groups: dict[tuple, bool] = {}
+    for row in rows:
+        group = (row["user_id"], row["timestamp_ms"], row["request_id"], row["query"])
+        groups[group] = groups.get(group, False) or row["item_id"] != "outside"
+    assert count["requests_outside"] == sum(not inside for inside in groups.values())
+    assert count["requests_outside"] + count["requests_truncated"] + len(asked) == len(groups)
+    assert count["interactions"] == sum(len(lists["behaviours"]) for lists in expected.values())
+
+
+def test_an_empty_part_gives_an_empty_table(tmp_path: Path) -> None:
+    events = part_of([], str(tmp_path))
+    table, count = build_search(events, *[pa.array([], pa.large_string())] * 2, None, rules_of(None, 10))
+    assert table.num_rows == 0
+    assert count == Counter()
+
+
+SOURCE = {
+    "layout": "mapping",
+    "files": "log_*.jsonl",
+    "user": "user",
+    "request": "search",
+    "query": "query",
+    "item": "shown",
+    "time": {"column": "ms", "unit": "ms"},
+    "explode": {"columns": ["shown"]},
+    "labels": {"buy": {"member_of": "bought"}, "click": {"member_of": "clicked"}},
+    "items": {"files": "items.csv", "item": "item", "texts": ["title"]},
+    "prepare": {
+        "kind": "search",
+        "core": 0,
+        "behaviour": "click",
+        "split": {"kind": "temporal", "val_fraction": 0.2, "test_fraction": 0.2},
+        "search": {"windows_days": [1, 7], "delay_minutes": 30},
+    },
+}
+
+
+def searches(count: int = 240, seed: int = 0) -> list[dict[str, Any]]:
+    """A raw log of searches; some have no click, some only clicks, some no query, a few no results."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for number in range(count):
+        day = int(rng.integers(20))
+        shown = [f"i{n}" for n in rng.choice(15, rng.integers(1, 6), replace=False)] + ["new"] * (day > 17)
+        shown = [] if number % 40 == 7 else shown
+        clicked = [item for item in shown if rng.random() < 0.4]
+        rows.append(
+            {
+                "user": f"u{rng.integers(12)}",
+                "search": f"s{number:04}",
+                "ms": day * plain.DAY + int(rng.integers(24)) * plain.HOUR,
+                "query": ["red", "blue", "red lamp", None][rng.integers(4)],
+                "shown": shown,
+                "clicked": clicked,
+                "bought": clicked[:1],
+            }
+        )
+    return rows
+
+
+def write_log(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> tuple[Any, PrepareConfig, str]:
+    """Raw files and their source: (source, config, input)."""
+    raw = folder / "raw"
+    raw.mkdir()
+    (raw / "log_1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (raw / "items.csv").write_text("item,title\n" + "".join(f"i{n},title {n}\n" for n in range(10)))
+    content = SOURCE | {"prepare": SOURCE["prepare"] | changes}
+    (folder / "source.yaml").write_text(yaml.safe_dump(content))
+    source, defaults = load_source(str(folder / "source.yaml"))
+    return source, PrepareConfig.of(defaults, {"partitions": 3, "max_rejects": 0.1}), str(raw)
+
+
+def as_events(rows: list[dict[str, Any]]) -> list[plain.Row]:
+    return [
+        {
+            "user_id": row["user"],
+            "request_id": row["search"],
+            "timestamp_ms": row["ms"],
+            "item_id": item,
+            "query": row["query"],
+            "position": position,
+            "label_click": item in row["clicked"],
+            "label_buy": item in row["bought"],
+        }
+        for row in rows
+        for position, item in enumerate(row["shown"])
+    ]
+
+
+@pytest.mark.usefixtures("ray_local")
+@pytest.mark.parametrize("window", ["all", "train"])
+def test_a_raw_log_becomes_the_tables_of_the_reference(tmp_path: Path, window: str) -> None:
+    rows = searches()
+    source, config, raw = write_log(tmp_path, rows, core_window=window)
+    out = str(tmp_path / "out")
+    statistics = prepare(source, raw, out, config, say=lambda line: None)
+
+    events = as_events(rows)
+    times = sorted(row["timestamp_ms"] for row in events)
+    split = times[int(len(times) * 0.6)], times[int(len(times) * 0.8)]
+    seen = [row for row in events if window == "all" or row["timestamp_ms"] < split[0]]
+    catalogue = sorted({row["item_id"] for row in seen})
+    labels = ["label_click", "label_buy"]
+    expected = plain.sequences(events, catalogue, labels, split)
+
+    queries = read_table(join(out, "queries"), "queries").to_pylist()
+    assert [row["query"] for row in queries] == ["blue", "red", "red lamp"]
+    assert [row["query_index"] for row in queries] == [0, 1, 2]
+    items = read_table(join(out, "items"), "items")["item_id"].to_pylist()
+    assert items == catalogue
+    info = read_manifest(join(out, "sequences")).info
+    assert (info["kind"], info["labels"], info["windows"]) == ("search", ["click", "buy"], ["1d", "7d"])
+    names, place = info["features"], {None: -1, "blue": 0, "red": 1, "red lamp": 2}
+    found = {row["user_id"]: row for row in read_table(join(out, "sequences"), "sequences").to_pylist()}
+    assert sorted(found) == sorted(expected)
+    assert len(read_manifest(join(out, "events")).files) > 1
+    for user, lists in expected.items():
+        row = found[user]
+        assert row["item_index"] == [catalogue.index(r["item_id"]) for r in lists["behaviours"]]
+        for request, wanted in zip(row["requests"], lists["requests"], strict=True):
+            assert request["candidates"] == [catalogue.index(item) for item in wanted["candidates"]]
+            assert request["query_index"] == place[wanted["query"]]
+            for name in ("timestamp_ms", "history_end", "split", "positions", *labels):
+                assert request[name] == wanted[name], name
+            known = [plain.features(events, r, config.search, "label_click") for r in wanted["rows"]]
+            values = [[one[name] for name in names] for one in known]
+            np.testing.assert_allclose(np.reshape(request["features"], (-1, len(names))), values, rtol=1e-5, atol=1e-6)
+        for kept, values in zip(lists["behaviours"], row["features"], strict=True):
+            one = plain.features(events, kept, config.search, "label_click")
+            np.testing.assert_allclose(values, [one[name] for name in names], rtol=1e-5, atol=1e-6)
+
+    asked = [request for lists in expected.values() for request in lists["requests"]]
+    one_class = sum(len(set(request["label_click"])) == 1 for request in asked)
+    assert sum(statistics["requests_one_class"].values()) == one_class > 0
+    assert sum(statistics["requests"].values()) == len(asked)
+    empty = sum(not row["shown"] for row in rows)  # a search that showed nothing is a reject, with its reason
+    assert sum(statistics["raw"]["reject_reasons"].values()) == empty > 0
+    outside = sum(row["item_id"] not in catalogue for row in events)
+    assert statistics["candidates_outside"] == outside
+    assert (outside > 0) == (window == "train")
+
+    said: list[str] = []
+    assert prepare(source, raw, out, config, say=said.append) == statistics
+    assert [line for line in said if "up to date" in line] == said
+
+
+@pytest.mark.usefixtures("ray_local")
+def test_a_log_of_orders_has_no_windows(tmp_path: Path) -> None:
+    rows = [row | {"ms": number} for number, row in enumerate(searches(60))]
+    source, _, raw = write_log(tmp_path, rows)
+    source = type(source)(**{**source.__dict__, "time": {"column": "ms", "unit": "order"}})
+    config = PrepareConfig.of(SOURCE["prepare"] | {"split": {"kind": "leave_last_out"}}, {"max_rejects": 0.1})
+    prepare(source, raw, str(tmp_path / "out"), config, say=lambda line: None)
+    info = read_manifest(str(tmp_path / "out" / "sequences")).info
+    assert info["features"] == ["position", "page"]
+    assert info["windows"] == []
+    assert info["split"] == {"kind": "leave_last_out"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"behaviour": None}, "set behaviour to one of: buy, click"),
+        ({"core": 5}, "use --core 0"),
+        ({"ties": "log_order"}, "use --ties strict"),
+        ({"kind": "serch"}, "one of retrieval, search"),
+        ({"search": {"windows": [1]}}, "prepare.search.windows'; the nearest key is 'windows_days'"),
+        ({"search": [1]}, "a mapping"),
+        ({"split": "temporal"}, "a mapping"),
+    ],
+)
+def test_settings_that_a_search_log_cannot_have(tmp_path: Path, changes: dict, words: str) -> None:
+    def attempt() -> None:
+        source, config, raw = write_log(tmp_path, searches(5), **changes)
+        prepare(source, raw, str(tmp_path / "out"), config, say=lambda line: None)
+
+    with pytest.raises(UserError, match=words):
+        attempt()
+
+
+def test_split_config_is_still_read() -> None:
+    config = PrepareConfig.of(SOURCE["prepare"], {"split": {"kind": None, "val_fraction": 0.3}})
+    assert config.split == SplitConfig("temporal", 0.3, 0.2)
+    assert config.search.windows_days == [1, 7]
