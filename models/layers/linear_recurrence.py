@@ -53,7 +53,7 @@ class Recurrence(torch.autograd.Function):
         h, decay = ctx.saved_tensors
         # dL/dx_t = g_t = dL/dh_t + decay * g_{t+1};  dL/d decay = sum_t g_t * h_{t-1}
         g = scan(gradients[0], decay, reverse=True)
-        by_decay = torch.einsum("bld,bld->d", g[:, 1:], h[:, :-1]) if ctx.needs_input_grad[1] else None
+        by_decay = (g[:, 1:] * h[:, :-1]).sum((0, 1)) if ctx.needs_input_grad[1] else None
         return g.to(gradients[0].dtype), by_decay
 
 
