@@ -57,14 +57,14 @@ class TeacherMemory:
                 self._answers[number] = answer
                 self.bytes += size
         answers = [asked[number] if number in asked else self._answers[number] for number in numbers]
-        states = pad_sequence([states for states, _ in answers], batch_first=True).float()
+        states = pad_sequence([states.float() for states, _ in answers], batch_first=True)
         lengths = [len(states) for states, _ in answers]
         padding = None
         if min(lengths) < states.shape[1]:
             place = torch.arange(states.shape[1], device=states.device)
             padded = place >= torch.tensor(lengths, device=states.device).unsqueeze(1)
             padding = states.new_zeros(padded.shape).masked_fill(padded, -torch.inf)[:, None, None]
-        return states, padding, torch.stack([logits for _, logits in answers]).float()
+        return states, padding, torch.stack([logits.float() for _, logits in answers])
 
     @staticmethod
     def _ask(
