@@ -246,6 +246,7 @@ class SidMlpPpEncoder(nn.Module):
         self.source = Tiger(config.tiger(), catalogue).requires_grad_(False).eval()
         del self.source.t5.encoder, self.source.t5.decoder  # what is left are tokens and their embeddings
         self.encoder = RoleEncoder(self.source, config)
+        self._catalogue = catalogue
         self._teacher: tuple[Tiger, ...] = ()  # no submodule: it is no part of the student's weights
 
     def set_teacher(self, teacher: Tiger) -> None:
@@ -258,17 +259,23 @@ class SidMlpPpEncoder(nn.Module):
         self.encoder.norm.weight.data.copy_(teacher.t5.encoder.final_layer_norm.weight)
         self._teacher = (teacher.to(self.source.sids.device),)
 
+    @property
+    def teacher(self) -> Tiger:
+        """What the states are compared with; of a loaded checkpoint found again at its path, which has to be there."""
+        if not self._teacher:
+            teacher = teachers.load(teachers.resolve(self.config, self._catalogue), self._catalogue)
+            self._teacher = (teacher.to(self.source.sids.device),)
+        return self._teacher[0]
+
     def encode(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """The student's states, as `RoleEncoder` gives them."""
         return self.encoder(batch, self.source)
 
     def matched(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """(error (B, S, D), the teacher's states (B, S, D), real (B, S, 1)); error and states are 0 at padding."""
-        if not self._teacher:
-            raise UserError("the encoder has no teacher to match; train it by jobs.train with model.teacher set")
         states, _ = self.encode(batch)
         with torch.no_grad():
-            target, _ = self._teacher[0].encode(batch)
+            target, _ = self.teacher.encode(batch)
         end = 1 + len(self.source.sizes) * batch["history_length"].unsqueeze(1)
         real = (torch.arange(states.shape[1], device=end.device) <= end).unsqueeze(-1)
         target = target.float().masked_fill(~real, 0.0)

@@ -114,6 +114,8 @@ def recommend_all(
     )
     about = checkpoint.read(uri)
     entry = registry.find(about.name)
+    if not hasattr(entry.build, "recommend"):
+        raise UserError(f"the model '{about.name}' ranks no catalogue; give --checkpoint of a model that recommends")
     chosen = recommend_options(about.name, options or {})
     catalogue = load_catalogue(entry, about.name, tables, sids)
     checkpoint.check(about, uri, catalogue.hashes)

@@ -31,6 +31,8 @@ from models.retrieval.sid_mlp_pp import (
 from models.retrieval.tiger import Tiger, TigerConfig
 from models.setup import set_up
 from models.tables import UserError
+from pipelines.evaluation.inference import recommend_all
+from pipelines.evaluation.ranking import evaluate
 
 CONFIGS = Path(__file__).parents[3] / "jobs" / "configs"
 ITEMS = 24
@@ -190,7 +192,7 @@ def test_stage_1_measures_the_error_over_real_tokens_however_the_rows_are_batche
 
 def test_stage_1_needs_its_teacher_to_train_and_keeps_it_out_of_its_weights():
     model = SidMlpPpEncoder(SidMlpPpEncoderConfig(**SIZES, teacher_model=TIGER), catalogue())
-    with pytest.raises(UserError, match=r"model\.teacher"):
+    with pytest.raises(UserError, match=r"model\.teacher is not set"):
         model(requests([1, 2]))
     names = set(model.state_dict())
     stage_1()[0].load_state_dict(model.state_dict())
@@ -335,6 +337,21 @@ def test_stage_2_takes_the_encoder_as_it_is_and_ranks_better_than_chance(trained
     assert torch.equal(one.source.t5.shared.weight, two.source.t5.shared.weight)
     assert about.model["encoder_width"] == 32
     assert about.metrics["recall@5"] > 2 * 5 / ITEMS
+
+
+def test_stage_1_is_evaluated_by_its_error_while_its_teacher_is_there_and_recommends_nothing(trained):
+    options = {"split": "test", "batch_size": 64}
+    result, _ = evaluate(str(trained.encoder / "best"), trained.tables, trained.sids, **options)
+    assert set(result.metrics) == {"mse", "neg_mse", "r2"}
+    assert result.metrics["r2"] > 0.5
+    moved = trained.teacher.rename(trained.teacher.with_name("gone"))
+    try:
+        with pytest.raises(UserError, match=r"the teacher .* is neither a checkpoint nor a finished run"):
+            evaluate(str(trained.encoder / "best"), trained.tables, trained.sids, **options)
+    finally:
+        moved.rename(trained.teacher)
+    with pytest.raises(UserError, match="'sid_mlp_pp_encoder' ranks no catalogue"):
+        recommend_all(str(trained.encoder / "best"), trained.tables, trained.sids, str(trained.root / "top"))
 
 
 def test_recommending_needs_neither_teacher_nor_stage_1(trained, tmp_path):
