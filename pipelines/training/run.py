@@ -132,7 +132,7 @@ def train(
             experiment = experiment or f"{entry.family.name}/{dataset_name(tables)}"
             settings = {**config, "tables": tables, "sids": sids, "ray": asdict(ray_options)}
             run = tracking.open_run(uri, experiment, name, storage, config=settings, hashes=hashes, parent=parent_run)
-            if sids:  # what the tokenizer measured stands beside what a model makes of its codes
+            if sids and entry.sids:  # what the tokenizer measured stands beside what a model makes of its codes
                 tracking.Logger(run).log(figures(read_manifest(join(sids, "sids"), "sids").info, "sids"), 0)
             created = datetime.now(UTC).isoformat(timespec="seconds")
             record = {"config": config, "hashes": hashes, "tracking": run.to_dict(), "status": "running"}
