@@ -1,6 +1,6 @@
 """Paired timings, one JSON line per variant and size.
 
-python -m jobs.benchmark decode [--json FILE]       TIGER's users per second, by decoder
+python -m jobs.benchmark decode [--json FILE] [--histories TABLES]   users per second by model, path and size
 python -m jobs.benchmark search_encoder [--json FILE]   encoders of search models, by mode and length
 python -m jobs.benchmark sequences [--json FILE]    events per second of the sequence step, beside polars
 """
@@ -31,6 +31,8 @@ class Config:
     """Timings of each variant."""
     threads: int = 2
     """CPU threads of `decode` and `search_encoder`."""
+    histories: str | None = None
+    """Tables of jobs.prepare whose test histories `decode` takes; random ones, 9 items in the mean, without."""
     sizes: list[int] = field(default_factory=lambda: [1_000_000, 5_000_000, 20_000_000])
     """Events in the logs of `sequences`."""
 
@@ -49,7 +51,7 @@ def _sequences(config: Config) -> Iterable[dict[str, Any]]:
 
 
 BENCHMARKS: dict[str, Callable[[Config], Iterable[dict[str, Any]]]] = {
-    "decode": lambda config: decode(runs=config.runs, threads=config.threads),
+    "decode": lambda config: decode(runs=config.runs, threads=config.threads, histories=config.histories),
     "search_encoder": lambda config: search_encoder(runs=config.runs, threads=config.threads),
     "sequences": _sequences,
 }

@@ -1,0 +1,240 @@
+"""Users per second, latency and peak memory of every way to decode semantic IDs here, on one catalogue.
+
+    python -m models.bench decode
+
+Variants, slowest first: TIGER by `transformers` generate without and with its cache; TIGER by our decoder; SID-MLP
+and SID-MLP++ with every history padded to the maximum, as published; and both by the fast path. Weights are
+random: what a search does depends on the shape of the catalogue, not on what was learned. All variants of a size
+are timed in turn in one run; batches hold users of like history length, as in evaluation, and those of the runs
+are spread evenly over the lengths, so the median run is that of the median user.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from models.bench import Row, device, paired, peak_memory, resident_peak_mb
+from models.matmul import use_exact_onednn
+from models.retrieval.data import PAD, Catalogue, Examples
+from models.retrieval.sid_mlp import SidMlp, SidMlpConfig
+from models.retrieval.sid_mlp_pp import SidMlpPp, SidMlpPpConfig
+from models.retrieval.tiger import Tiger, TigerConfig
+from models.tables import UserError, join
+
+Batch = dict[str, Tensor]
+
+VARIANTS = (
+    "hf_nocache",
+    "hf",
+    "tiger_shared_kv",
+    "sid_mlp_plain",
+    "sid_mlp_fast",
+    "sid_mlp_pp_plain",
+    "sid_mlp_pp_fast",
+)
+"""All variants, slowest first."""
+
+SLOW = ("hf_nocache", "hf", "tiger_shared_kv")
+"""Timed at one size only."""
+
+BATCHES, BEAMS = (1, 32, 256), (10, 20, 50)
+"""Sizes of the others."""
+
+SLOW_SIZE = (32, 50)
+"""Batch and beam of the slow ones."""
+
+MEAN_BRANCHING = (256, 38, 2.2, 1.2)
+"""Children per node of the Instruments catalogue (Table 7 of the SID-MLP paper)."""
+
+TOP_K = 10
+USERS = 1024
+"""Histories that batches are cut from."""
+
+
+class PaddedPp(SidMlpPp):
+    """SID-MLP++ whose encoder computes the places of padding too, as published."""
+
+    def encode(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        return self.encoder(batch, self.source, packed=False)
+
+
+def random_codes(items: int, generator: torch.Generator) -> Tensor:
+    """(items, 4) distinct codes of uneven branching whose means follow `MEAN_BRANCHING`."""
+    first, second, third, fourth = MEAN_BRANCHING
+    scale = max(1.0, items / (first * second * third * fourth))
+    # second codes: the highest of uneven random weights, so that some first codes have many and some few
+    weight = torch.randn(256, 1, generator=generator) * 0.5 + torch.randn(256, 256, generator=generator)
+    prefix = weight.flatten().topk(min(256 * 256, round(first * second * scale))).indices
+    children = 1 + torch.poisson(torch.full((len(prefix),), third - 1 + 0.15), generator).long()
+    prefix = prefix.repeat_interleave(children)
+    prefix = (prefix * 256 + torch.randint(0, 256, prefix.shape, generator=generator)).unique()
+    conflicts = 1 + torch.poisson(torch.full((len(prefix),), fourth - 1 + 0.05), generator).long()
+    last = torch.cat([torch.arange(int(n)) for n in conflicts.tolist()])
+    prefix = prefix.repeat_interleave(conflicts)
+    if len(prefix) < items:
+        raise UserError(f"{items} items are more than the {len(prefix)} that codes can be made for; ask for fewer")
+    kept = torch.randperm(len(prefix), generator=generator)[:items]
+    return torch.stack([prefix // 65536, prefix // 256 % 256, prefix % 256, last], 1)[kept]
+
+
+def random_histories(users: int, items: int, generator: torch.Generator) -> list[list[int]]:
+    """Histories of 3 to 20 random items, 9 in the mean, shortest first."""
+    extra = torch.empty(users).geometric_(1 / 8, generator=generator).long() - 1
+    lengths = (3 + extra).clamp(max=20).sort().values
+    return [torch.randint(0, items, (n,), generator=generator).tolist() for n in lengths.tolist()]
+
+
+def real_histories(users: int, tables: str, longest: int) -> list[list[int]]:
+    """The latest `longest` items of test requests of the folder `tables` of jobs.prepare, shortest first; `users` of
+    them, evenly over the lengths, or all where there are fewer."""
+    examples = Examples.load(join(tables, "sequences"), "test", max_history=longest)
+    if len(examples) == 0:
+        raise UserError(f"{tables} has no test requests to take histories from; give other tables")
+    order = np.argsort(examples.lengths, kind="stable")
+    rows = order[np.linspace(0, len(order) - 1, min(users, len(order))).round().astype(np.int64)]
+    return [examples.collate(row[None])["history"][0].tolist() for row in rows]
+
+
+def make_models(items: int, seed: int, variants: Iterable[str]) -> dict[str, nn.Module]:
+    """A model per variant, with random weights, those of one kind shared."""
+    torch.manual_seed(seed)
+    codes = random_codes(items, torch.Generator().manual_seed(seed))
+    catalogue = Catalogue.from_codes(codes, (256, 256, 256, 256))
+    tiger = Tiger(TigerConfig(), catalogue)
+    kinds: dict[str, Callable[[], nn.Module]] = {
+        "sid_mlp_pp_plain": lambda: PaddedPp(SidMlpPpConfig(), catalogue),
+        "sid_mlp_pp": lambda: SidMlpPp(SidMlpPpConfig(), catalogue),
+        "sid_mlp": lambda: SidMlp(SidMlpConfig(), catalogue),
+    }
+    made: dict[str, nn.Module] = {}
+    models: dict[str, nn.Module] = {}
+    for variant in variants:
+        kind = next((kind for kind in kinds if variant.startswith(kind)), "tiger")
+        if kind not in made:
+            made[kind] = (kinds[kind]() if kind in kinds else tiger).eval().to(device())
+        models[variant] = made[kind]
+    return models
+
+
+def caller(variant: str, model: nn.Module, beam: int) -> Callable[[Batch], Any]:
+    """What is timed: recommending to a batch."""
+    options: dict[str, Any] = {"beam": beam}
+    if variant in SLOW:
+        options["decoder"] = "shared_kv" if variant == "tiger_shared_kv" else variant
+    else:
+        options["path"] = "plain" if variant.endswith("plain") else "fast"
+    recommend: Any = model.recommend
+    return lambda batch: recommend(batch, TOP_K, **options)
+
+
+def make_batches(histories: list[list[int]], size: int, runs: int, width: int | None) -> list[Batch]:
+    """A batch per run, shortest histories first, padded to `width` or else to its own longest."""
+    batches = []
+    for run in range(runs):
+        begin = max(0, round((run + 0.5) / runs * (len(histories) - size)))
+        rows = histories[begin : begin + size]
+        columns = width or max(map(len, rows))
+        batch = {
+            "history": torch.tensor([row + [PAD] * (columns - len(row)) for row in rows]),
+            "history_length": torch.tensor([len(row) for row in rows]),
+            "user": torch.arange(len(rows)),
+        }
+        batches.append({name: value.to(device()) for name, value in batch.items()})
+    return batches
+
+
+class Setting:
+    """Models, histories and batches of the benchmark."""
+
+    def __init__(self, params: Row, variants: Iterable[str]) -> None:
+        torch.set_num_threads(params["threads"])
+        use_exact_onednn()  # for all variants
+        longest = TigerConfig().max_history
+        items = params["items"]
+        if params["histories"] is None:
+            generator = torch.Generator().manual_seed(params["seed"])
+            self.histories = random_histories(USERS, items, generator)
+        else:
+            self.histories = real_histories(USERS, params["histories"], longest)
+            items = max(items, 1 + max(map(max, self.histories)))
+        self.longest, self.runs = longest, params["runs"]
+        self.models = make_models(items, params["seed"], variants)
+
+    def batches(self, variant: str, size: int) -> list[Batch]:
+        """One per run; for a plain variant padded to the longest history there may be."""
+        if size > len(self.histories):
+            raise UserError(f"batch {size} exceeds the {len(self.histories)} histories; give tables of more users")
+        return make_batches(self.histories, size, self.runs, self.longest if variant.endswith("plain") else None)
+
+    def calls(self, variant: str, size: int, beam: int) -> Callable[[int], Any]:
+        """What a run of the variant does, by the number of the run."""
+        call, given = caller(variant, self.models[variant], beam), self.batches(variant, size)
+        return lambda run: call(given[run])
+
+    def warm_up(self, variant: str) -> None:
+        """Builds what a first call builds."""
+        caller(variant, self.models[variant], 2)(self.batches(variant, 1)[0])
+
+
+def decode(
+    runs: int = 5,
+    threads: int = 2,
+    items: int = 25_000,
+    seed: int = 0,
+    variants: Iterable[str] = VARIANTS,
+    batches: Iterable[int] = BATCHES,
+    beams: Iterable[int] = BEAMS,
+    slow: tuple[int, int] = SLOW_SIZE,
+    histories: str | None = None,
+) -> Iterator[Row]:
+    """One row per variant and size (batch, beam), each size timed in one interleaved run; `SLOW` variants at the size
+    `slow` alone. `histories` are tables of jobs.prepare, or None for random ones."""
+    shared: Row = {"items": items, "threads": threads, "seed": seed, "runs": runs, "histories": histories}
+    shared |= {"k": TOP_K, "device": torch.cuda.get_device_name() if device().type == "cuda" else "cpu"}
+    variants = list(variants)
+    quick = [variant for variant in variants if variant not in SLOW]
+    sizes = {(batch, beam): list(quick) for batch in sorted(batches) for beam in sorted(beams)} if quick else {}
+    if len(quick) < len(variants):
+        sizes.setdefault(slow, [])[:0] = [variant for variant in variants if variant in SLOW]
+    memory = {
+        variant: peak_memory(peaks, shared, variant, [size for size, timed in sizes.items() if variant in timed])
+        for variant in variants
+    }
+    setting = Setting(shared, variants)
+    for variant in variants:
+        setting.warm_up(variant)
+    shared["mean_history"] = round(statistics.mean(map(len, setting.histories)), 2)
+    for (batch, beam), timed in sizes.items():
+        calls = {variant: setting.calls(variant, batch, beam) for variant in timed}
+        params = {"batch": batch, "beam": beam, **shared}
+        yield from paired("decode", calls, params, batch, {v: memory[v][batch, beam] for v in timed})
+
+
+def peaks(params: Row, variant: str, sizes: list[tuple[int, int]]) -> dict[tuple[int, int], float]:
+    """MB that a call of a variant needs at its peak, by size, on the longest histories; in a process of its own.
+
+    On a CPU a process's peak never falls, so a size's is that of all sizes up to it.
+    """
+    setting = Setting(params, [variant])
+    plain = variant.replace("_fast", "_plain")
+    setting.models[plain] = setting.models[variant]
+    setting.warm_up(plain)  # so that the tables of a fast path count as its memory
+    found = {}
+    before = resident_peak_mb()
+    for batch, beam in sizes:
+        call, longest = caller(variant, setting.models[variant], beam), setting.batches(variant, batch)[-1]
+        if device().type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            held = torch.cuda.memory_allocated()
+            call(longest)
+            found[batch, beam] = (torch.cuda.max_memory_allocated() - held) / 2**20
+        else:
+            call(longest)
+            found[batch, beam] = resident_peak_mb() - before
+    return found
