@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jobs import cli
-from models.tables import UserError
+from models.tables import UserError, join, read_manifest
 from pipelines.data.audit import audit, report
 
 
@@ -52,7 +52,9 @@ def run(config: Config) -> None:
             f"{found} in {config.tables}; do not train on these tables: make them again with python -m jobs.prepare "
             f"--overwrite"
         )
-    print("No violations. Next: python -m jobs.tokenize --help, or python -m jobs.train --help")
+    search = read_manifest(join(config.tables, "sequences"), "sequences").info.get("kind") == "search"
+    job = "encode" if search else "tokenize"
+    print(f"No violations. Next: python -m jobs.{job} --help, or python -m jobs.train --help")
 
 
 if __name__ == "__main__":

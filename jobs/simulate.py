@@ -1,8 +1,10 @@
 """Writes a simulated raw log with known causes, to try the other commands on.
 
     python -m jobs.simulate --output raw --users 1500 --items 400 --events 15000
+    python -m jobs.simulate --kind search --output raw_search --query_driven 0.5
 
-The same sizes and seed give the same log. Read it with `jobs/configs/sources/simulated.yaml`.
+The same settings give the same log. Read it with `jobs/configs/sources/simulated.yaml`, a search log with
+`simulated_search.yaml`.
 """
 
 from __future__ import annotations
@@ -10,11 +12,13 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 from jobs import cli
+from pipelines.data.search_simulator import SearchSettings, simulate_search
 from pipelines.data.simulator import Settings, is_simulated, simulate_retrieval
 
-SOURCE = Path(__file__).parent / "configs" / "sources" / "simulated.yaml"
+SOURCES = Path(__file__).parent / "configs" / "sources"
 
 
 @dataclass
@@ -23,30 +27,48 @@ class Config:
 
     output: str
     """Folder for the log: new, empty, or with an earlier simulated log, which is replaced."""
+    kind: Literal["retrieval", "search"] = "retrieval"
+    """`retrieval`: one item per event. `search`: searches with a query, ten results, clicks, purchases and dwell."""
     users: int = 1500
-    """Users, each with at least one event."""
+    """Users, each with at least one event or search."""
     items: int = 400
     """Items of the catalogue; rare ones may have no event."""
     events: int = 15_000
-    """Events, exactly."""
+    """Events or searches, exactly."""
     seed: int = 42
     """Seed of everything that is drawn."""
+    query_driven: float = 1.0
+    """Search: share of searches whose clicks follow the query; in the others they follow the history."""
 
     def __post_init__(self) -> None:
-        Settings(self.users, self.items, self.events, self.seed)
+        if self.kind == "retrieval" and self.query_driven != 1:
+            raise ValueError(f"query_driven is {self.query_driven}, which is of a search log; add --kind search")
+        self.settings()
+
+    def settings(self) -> Any:
+        """Settings of the simulator of this kind."""
+        sizes = (self.users, self.items, self.events, self.seed)
+        return SearchSettings(*sizes, self.query_driven) if self.kind == "search" else Settings(*sizes)
 
 
 def run(config: Config) -> None:
     """Writes the log, unless the folder holds it already."""
-    settings = Settings(config.users, config.items, config.events, config.seed)
-    size = f"{config.events:,} events of {config.users:,} users on {config.items:,} items, seed {config.seed}"
-    if is_simulated(config.output, settings):
+    settings = config.settings()
+    things = "searches" if config.kind == "search" else "events"
+    size = f"{config.events:,} {things} of {config.users:,} users on {config.items:,} items, seed {config.seed}"
+    size += f", {config.query_driven:.0%} query-driven" if config.kind == "search" else ""
+    if is_simulated(config.output, settings, config.kind):
         print(f"{config.output} is up to date: {size}")
     else:
         started = time.monotonic()
-        simulate_retrieval(config.output, config.users, config.items, config.events, config.seed)
+        sizes = (config.users, config.items, config.events, config.seed)
+        if config.kind == "search":
+            simulate_search(config.output, *sizes, config.query_driven)
+        else:
+            simulate_retrieval(config.output, *sizes)
         print(f"simulated {size}, in {time.monotonic() - started:.1f} s\n  {config.output}")
-    print(f"next: python -m jobs.prepare --source {SOURCE} --input {config.output} --output TABLES")
+    source = SOURCES / ("simulated_search.yaml" if config.kind == "search" else "simulated.yaml")
+    print(f"next: python -m jobs.prepare --source {source} --input {config.output} --output TABLES")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -112,7 +113,7 @@ def make_world(settings: Settings) -> World:
     return World(cluster, members, starts, following_cluster, following, tastes)
 
 
-def _lengths(settings: Settings, rng: np.random.Generator) -> np.ndarray:
+def draw_lengths(settings: Settings, rng: np.random.Generator) -> np.ndarray:
     """(U,) events per user: long-tailed, descending, of the exact sum, at least 5 where there are so many."""
     least = min(5, settings.events // settings.users)
     weight = rng.lognormal(0.0, 0.8, settings.users)
@@ -140,7 +141,7 @@ def _walk(world: World, lengths: np.ndarray, rng: np.random.Generator) -> np.nda
     return items
 
 
-def _times(lengths: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def draw_times(lengths: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """(E,) milliseconds, strictly increasing per user: bursts within a stretch of the log's span."""
     total = int(lengths.sum())
     first = np.cumsum(lengths) - lengths
@@ -155,7 +156,8 @@ def _times(lengths: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return START_MS + (moment * SPAN_MS).astype(np.int64) + place
 
 
-def _names(prefix: str, count: int) -> pa.Array:
+def numbered(prefix: str, count: int) -> pa.Array:
+    """Ids: the prefix and a number of fixed width, from 0."""
     width = len(str(count - 1))
     return (
         pl.int_range(count, eager=True).cast(pl.String).str.zfill(width).rename("n").to_frame()
@@ -164,7 +166,7 @@ def _names(prefix: str, count: int) -> pa.Array:
     )  # fmt: skip
 
 
-def _item_texts(world: World, ids: pa.Array, rng: np.random.Generator) -> pa.Table:
+def item_texts(world: World, ids: pa.Array, rng: np.random.Generator) -> pa.Table:
     """Titles and descriptions of the words of each item's cluster, with a maker and a model number."""
     count, clusters = len(world.cluster), len(world.starts) - 1
     noun = np.arange(clusters) % len(NOUNS)
@@ -201,26 +203,28 @@ def _item_texts(world: World, ids: pa.Array, rng: np.random.Generator) -> pa.Tab
     return texts.to_arrow().cast(pa.schema([(name, pa.string()) for name in texts.columns]))
 
 
-def _write(uri: str, table: pa.Table) -> None:
+def write_parquet(uri: str, table: pa.Table) -> None:
+    """One file of a raw log."""
     filesystem, path = open_uri(uri)
     with filesystem.open_output_stream(path) as stream:
         pq.write_table(table, stream, compression="zstd", compression_level=1, store_schema=False)
 
 
-def is_simulated(output_dir: str, settings: Settings) -> bool:
+def is_simulated(output_dir: str, settings: Any, kind: str = "retrieval") -> bool:
     """Whether the folder holds the finished log of these settings."""
     filesystem, path = open_uri(join(output_dir, RECORD))
     if filesystem.get_file_info(path).type != fs.FileType.File:
         return False
     with filesystem.open_input_stream(path) as stream:
-        return bool(stream.read().decode() == _record(settings))
+        return bool(stream.read().decode() == record(settings, kind))
 
 
-def _record(settings: Settings) -> str:
-    return json.dumps({"simulated": "retrieval", "version": VERSION, **asdict(settings)}, indent=2, sort_keys=True)
+def record(settings: Any, kind: str = "retrieval") -> str:
+    """What `simulation.json` holds: the settings that give this log again."""
+    return json.dumps({"simulated": kind, "version": VERSION, **asdict(settings)}, indent=2, sort_keys=True)
 
 
-def _clear(output_dir: str) -> None:
+def clear(output_dir: str) -> None:
     """Removes an earlier simulated log; UserError if the folder holds other things."""
     filesystem, root = open_uri(output_dir)
     entries = filesystem.get_file_info(fs.FileSelector(root))
@@ -242,16 +246,16 @@ def simulate_retrieval(output_dir: str, users: int, items: int, events: int, see
     except ValueError as error:
         raise UserError(str(error)) from error
     check_writable(output_dir)
-    _clear(output_dir)
+    clear(output_dir)
     world = make_world(settings)
     rng = np.random.default_rng([seed, 2])
-    lengths = _lengths(settings, rng)
+    lengths = draw_lengths(settings, rng)
     item = _walk(world, lengths, rng)
-    time = _times(lengths, rng)
+    time = draw_times(lengths, rng)
     order = np.argsort(time, kind="stable")
     # Users are numbered at random: `lengths` descends and an id must not tell a user's activity.
     user = np.repeat(rng.permutation(users).astype(np.int32), lengths)
-    user_ids, item_ids = _names("u", users), _names("i", items)
+    user_ids, item_ids = numbered("u", users), numbered("i", items)
     files = -(-events // ROWS_PER_FILE)
     for number in range(files):
         rows = order[number * ROWS_PER_FILE : (number + 1) * ROWS_PER_FILE]
@@ -262,7 +266,7 @@ def simulate_retrieval(output_dir: str, users: int, items: int, events: int, see
                 "timestamp_ms": time[rows],
             }
         )
-        _write(join(output_dir, f"events-{number:05d}.parquet"), table)
-    _write(join(output_dir, "items.parquet"), _item_texts(world, item_ids, rng))
-    write_file(join(output_dir, RECORD), _record(settings).encode())
+        write_parquet(join(output_dir, f"events-{number:05d}.parquet"), table)
+    write_parquet(join(output_dir, "items.parquet"), item_texts(world, item_ids, rng))
+    write_file(join(output_dir, RECORD), record(settings).encode())
     return world

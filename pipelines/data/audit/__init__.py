@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pipelines.data.audit.base import Rule, Tables
 from pipelines.data.audit.events import check_catalogue, check_events, check_users, read_catalogue
 from pipelines.data.audit.files import check_files, check_inputs
+from pipelines.data.audit.search import check_search, check_search_windows
 from pipelines.data.audit.sequences import check_sequences
 from pipelines.data.audit.windows import check_windows
 
@@ -27,9 +28,10 @@ RULES = {
     "catalogue": "item_index is dense in the order of item_id; the k-core keeps and drops the right items",
     "behaviours": "lists have equal length and hold exactly what events give, in order",
     "history": "history_end counts the user's strictly earlier behaviours",
-    "targets": "candidates are in the catalogue; in retrieval request i asks for behaviour i",
+    "targets": "candidates are in the catalogue: behaviour i for request i (retrieval), what was shown (search)",
     "splits": "each request is in the split that its place or its time says",
     "counts": "the manifest of sequences counts what the table holds",
+    "queries": "in a search log query_index is dense in the order of the text and covers what events ask",
     "windows": "a windowed count at time t covers [t - window, t - delay)",
 }
 
@@ -52,9 +54,13 @@ def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list
     items = read_catalogue(tables)
     event_users = check_events(tables, rules, progress)
     core_users = check_catalogue(tables, items, rules["catalogue"], progress)
-    sequence_users = check_sequences(tables, items, event_users, rules, progress)
+    if tables.search:
+        sequence_users, core_users = check_search(tables, items, event_users, rules, progress)
+        check_search_windows(tables, items, rules["windows"], progress)
+    else:
+        sequence_users = check_sequences(tables, items, event_users, rules, progress)
+        check_windows(tables, rules["windows"], progress)
     check_users(tables, event_users, core_users, sequence_users, rules["users"])
-    check_windows(tables, rules["windows"], progress)
     return list(rules.values())
 
 

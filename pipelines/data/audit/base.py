@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import polars as pl
 
@@ -34,6 +34,19 @@ REQUIRED = {
     },
 }
 """Columns that the rules read, as pyarrow writes their types."""
+
+SEARCH_REQUIRED = {
+    **{name: columns for name, columns in REQUIRED.items() if name != "sequences"},
+    "queries": {"query_index": "int32", "query": "string"},
+    "sequences": {
+        "user_id": "string",
+        "item_index": "list<item: int32>",
+        "timestamp_ms": "list<item: int64>",
+        "query_index": "list<item: int32>",
+        "position": "list<item: int32>",
+    },
+}
+"""The same for a search log; the manifest lists the other columns of its sequences."""
 
 
 @dataclass
@@ -74,11 +87,15 @@ class Tables:
     events: Manifest
     items: Manifest
     sequences: Manifest
+    queries: Manifest | None = None
+    """Of a search log only."""
 
     @classmethod
     def open(cls, uri: str) -> Tables:
         """Raises UserError where one of the three is not a table, or they do not fit each other."""
         tables = cls(uri, *(read_manifest(join(uri, name), name) for name in ("events", "items", "sequences")))
+        if tables.search:
+            tables = replace(tables, queries=read_manifest(join(uri, "queries"), "queries"))
         if tables.behaviour and tables.behaviour not in {column["name"] for column in tables.events.schema}:
             raise UserError(
                 f"sequences in {uri} hold the events with {tables.behaviour}, a column that events do not have; make "
@@ -88,7 +105,19 @@ class Tables:
 
     def manifest(self, table: str) -> Manifest:
         manifests = {"events": self.events, "items": self.items, "sequences": self.sequences}
+        if self.queries is not None:
+            manifests["queries"] = self.queries
         return manifests[table]
+
+    @property
+    def search(self) -> bool:
+        """Whether sequences are those of a search log."""
+        return bool(self.sequences.info.get("kind") == "search")
+
+    @property
+    def required(self) -> dict[str, dict[str, str]]:
+        """Columns that the rules read, by table."""
+        return SEARCH_REQUIRED if self.search else REQUIRED
 
     def part(self, table: str, number: int, columns: list[str] | None = None) -> pl.DataFrame:
         """Part `number` of `table`."""
@@ -107,6 +136,11 @@ class Tables:
         """The bool label that makes an event a behaviour; None where every event is one."""
         name = self.sequences.info.get("behaviour") or self.sequences.config.get("behaviour")
         return f"label_{name}" if name else None
+
+    @property
+    def counted(self) -> str | None:
+        """The label of the events that make the catalogue: in a search log, all that was shown."""
+        return None if self.search else self.behaviour
 
     @property
     def order_of_log(self) -> bool:

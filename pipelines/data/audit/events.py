@@ -70,8 +70,8 @@ def _core(
     while True:
         progress("k-core" if items is None else f"k-core, {items.len():,} items left")
         counts, users = [], []
-        for _, events in tables.parts("events", ["user_id", "item_id", "timestamp_ms", *label_of(tables.behaviour)]):
-            events = tables.behaviours_of(events)
+        for _, events in tables.parts("events", ["user_id", "item_id", "timestamp_ms", *label_of(tables.counted)]):
+            events = tables.behaviours_of(events) if tables.counted else events
             if before is not None:
                 events = events.filter(pl.col("timestamp_ms") < before)
             if items is not None:

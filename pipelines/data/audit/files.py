@@ -8,12 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from models.tables import Part, join, open_uri
-from pipelines.data.audit.base import REQUIRED, Rule, Tables
+from pipelines.data.audit.base import Rule, Tables
 
 
 def check_files(tables: Tables, rule: Rule) -> None:
     """Every listed file is there, whole, and has the columns that the rules read."""
-    for table, required in REQUIRED.items():
+    for table, required in tables.required.items():
         for part in tables.manifest(table).files:
             rule.rows += 1
             listed = {column["name"]: column["type"] for column in tables.manifest(table).schema}
@@ -60,8 +60,9 @@ def _plain(kind: str) -> str:
 
 
 def check_inputs(tables: Tables, rule: Rule) -> None:
-    """The hashes that items and sequences were made from are those of the tables beside them."""
-    for made, name in (("items", "events"), ("sequences", "events"), ("sequences", "items")):
+    """The hashes that tables were made from are those of the tables beside them."""
+    made_from = [("items", "events"), ("sequences", "events"), ("sequences", "items")]
+    for made, name in made_from + [("queries", "events"), ("sequences", "queries")] * tables.search:
         rule.rows += 1
         recorded, here = tables.manifest(made).inputs.get(name), tables.manifest(name).hash
         if recorded != here:

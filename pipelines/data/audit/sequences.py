@@ -38,51 +38,53 @@ def check_sequences(
                 kept = (source, tables.part("events", source))
             mine.append(kept[1].join(users.select("user_id", "row"), on="user_id"))
 
-        requests = _requests(users)
-        _check_splits(tables, requests, rules["splits"])
+        requests = request_rows(users)
+        check_splits(tables, requests, rules["splits"])
         for split, count in requests["split"].value_counts().iter_rows():
             in_split[split] = in_split.get(split, 0) + count
-        users = _check_lengths(users, rules["behaviours"])
+        users = check_lengths(users, rules["behaviours"])
         requests = requests.join(users.select("row"), on="row", how="semi")
-        behaviours = _behaviours(users)
+        behaviours = behaviour_rows(users)
         if mine:
-            _check_behaviours(tables, users, behaviours, _expected(tables, pl.concat(mine), items), rules["behaviours"])
-        tied += _check_history(tables, behaviours, requests, rules["history"])
-        _check_targets(tables, behaviours, requests, items.height, rules["targets"])
+            check_behaviours(
+                tables, users, behaviours, expected_behaviours(tables, pl.concat(mine), items), rules["behaviours"]
+            )
+        tied += check_history(tables, behaviours, requests, rules["history"])
+        check_targets(tables, behaviours, requests, items.height, rules["targets"])
     if tables.order_of_log:
         note = f"ties: log_order; {tied:,} requests have a behaviour of their own time in their history"
         rules["history"].note = note
-    _check_counts(tables, {**held, **{f"requests.{name}": n for name, n in in_split.items()}}, rules["counts"])
+    check_counts(tables, {**held, **{f"requests.{name}": n for name, n in in_split.items()}}, rules["counts"])
     return pl.concat(found) if found else pl.DataFrame(schema={"user": pl.UInt64, "part": pl.Int32})
 
 
-def _list_columns(users: pl.DataFrame) -> list[str]:
+def list_columns(users: pl.DataFrame) -> list[str]:
     return [name for name, kind in users.schema.items() if isinstance(kind, pl.List) and name != "requests"]
 
 
-def _check_lengths(users: pl.DataFrame, rule: Rule) -> pl.DataFrame:
+def check_lengths(users: pl.DataFrame, rule: Rule) -> pl.DataFrame:
     """Reports users whose lists differ in length and returns the others, which can be laid out as rows."""
-    lengths = [pl.col(name).list.len() for name in _list_columns(users)]
+    lengths = [pl.col(name).list.len() for name in list_columns(users)]
     equal = reduce(lambda a, b: a & b, (length == lengths[0] for length in lengths)).fill_null(False)
     rule.broken_rows(users.filter(~equal), lambda row: f"user {row['user_id']}: lists of unequal length")
     rule.rows += users.filter(~equal).height
     return users.filter(equal)
 
 
-def _behaviours(users: pl.DataFrame) -> pl.DataFrame:
+def behaviour_rows(users: pl.DataFrame) -> pl.DataFrame:
     """The behaviours of `users`, one row each: `row`, `user_id`, `place` and every list column."""
-    lists = _list_columns(users)
+    lists = list_columns(users)
     flat = users.select("row", "user_id", *lists).filter(pl.col("item_index").list.len() > 0).explode(lists)
     return flat.with_columns(place=pl.int_range(pl.len(), dtype=pl.Int32).over("row"))
 
 
-def _requests(users: pl.DataFrame) -> pl.DataFrame:
+def request_rows(users: pl.DataFrame) -> pl.DataFrame:
     """The requests of `users`, one row each: `row`, `user_id`, `place` and the struct's fields."""
     flat = users.select("row", "user_id", "requests").filter(pl.col("requests").list.len() > 0).explode("requests")
     return flat.unnest("requests").with_columns(place=pl.int_range(pl.len(), dtype=pl.Int32).over("row"))
 
 
-def _expected(tables: Tables, events: pl.DataFrame, items: pl.DataFrame) -> pl.DataFrame:
+def expected_behaviours(tables: Tables, events: pl.DataFrame, items: pl.DataFrame) -> pl.DataFrame:
     """The behaviours that `events` give: those in the catalogue, in the total order, the most recent ones.
 
     The sort keeps the file's order where all keys are equal.
@@ -98,10 +100,10 @@ def _expected(tables: Tables, events: pl.DataFrame, items: pl.DataFrame) -> pl.D
     )
 
 
-def _check_behaviours(
+def check_behaviours(
     tables: Tables, users: pl.DataFrame, behaviours: pl.DataFrame, expected: pl.DataFrame, rule: Rule
 ) -> None:
-    columns = _list_columns(users)
+    columns = list_columns(users)
     absent = [name for name in columns if behaviours.schema[name] != expected.schema.get(name)]
     if absent:
         rule.broken(behaviours.height, [f"column {absent[0]} of sequences is not in events, or is of another type"])
@@ -132,7 +134,7 @@ def _check_behaviours(
     )
 
 
-def _check_history(tables: Tables, behaviours: pl.DataFrame, requests: pl.DataFrame, rule: Rule) -> int:
+def check_history(tables: Tables, behaviours: pl.DataFrame, requests: pl.DataFrame, rule: Rule) -> int:
     """Checks `history_end`; returns how many requests have tied behaviours in their history."""
     rule.rows += requests.height
     known = requests.filter(pl.col("timestamp_ms").is_not_null())
@@ -154,7 +156,7 @@ def _check_history(tables: Tables, behaviours: pl.DataFrame, requests: pl.DataFr
     return counted.filter(pl.col("history_end") > pl.col("count")).height
 
 
-def _check_targets(tables: Tables, behaviours: pl.DataFrame, requests: pl.DataFrame, items: int, rule: Rule) -> None:
+def check_targets(tables: Tables, behaviours: pl.DataFrame, requests: pl.DataFrame, items: int, rule: Rule) -> None:
     rule.rows += requests.height
     inside = pl.col("candidates").list.eval((pl.element() >= 0) & (pl.element() < items)).list.all()
     known = (
@@ -193,7 +195,7 @@ def _check_targets(tables: Tables, behaviours: pl.DataFrame, requests: pl.DataFr
     )
 
 
-def _check_splits(tables: Tables, requests: pl.DataFrame, rule: Rule) -> None:
+def check_splits(tables: Tables, requests: pl.DataFrame, rule: Rule) -> None:
     rule.rows += requests.height
     split = tables.sequences.info.get("split") or {}
     starts = [split.get("val_start_ms"), split.get("test_start_ms")]
@@ -230,9 +232,10 @@ def _check_splits(tables: Tables, requests: pl.DataFrame, rule: Rule) -> None:
     )
 
 
-def _check_counts(tables: Tables, held: dict[str, int], rule: Rule) -> None:
+def check_counts(tables: Tables, held: dict[str, int], rule: Rule) -> None:
     info = tables.sequences.info
-    stated = {**info, **{f"requests.{name}": count for name, count in (info.get("requests") or {}).items()}}
+    by_split = {name: info.get(name) or {} for name in ("requests", "candidates", "requests_one_class")}
+    stated = info | {f"{name}.{split}": n for name, counts in by_split.items() for split, n in counts.items()}
     for name, count in held.items():
         rule.rows += 1
         if stated.get(name) != count:

@@ -18,8 +18,9 @@ from typing import Any
 
 import polars as pl
 import pyarrow as pa
+from pyarrow import fs
 
-from models.tables import UserError, join
+from models.tables import UserError, join, open_uri
 from pipelines.data.sources.base import Block, Source, list_files
 from pipelines.data.sources.load import build
 from pipelines.data.sources.normalise import Columns, Explode, Label, Time, blocks
@@ -33,13 +34,17 @@ class Items:
     """Where an item's texts and attributes come from."""
 
     files: str
-    """Pattern of the item files, relative to the input folder (`*`, `?`, `[...]`)."""
+    """Pattern of the item files, relative to their folder (`*`, `?`, `[...]`)."""
     item: str
     """Column with the item's id."""
     texts: Any = field(default_factory=dict)
     """Texts by name: {name: column}, or a list of columns that keep their names."""
     attributes: Any = field(default_factory=dict)
     """Categorical attributes by name: {name: column}, or a list of columns."""
+    folder: str = ""
+    """Folder of the item files, relative to the input folder, such as `../catalogue`; empty: the input folder."""
+    optional: bool = False
+    """Whether a log without the item files is read too; its items then have no texts, and are counted."""
     lists: list[str] = field(default_factory=list)
     """JSON: the columns that hold lists; their elements are joined by a space."""
     format: str | None = None
@@ -192,7 +197,14 @@ class Mapping(Source):
                 first += block.rows_read
 
     def item_files(self, input_uri: str) -> list[str]:
-        return list_files(input_uri, self.items.files, required=True, what="item file") if self.items else []
+        if not self.items:
+            return []
+        folder = join(input_uri, self.items.folder) if self.items.folder else input_uri
+        filesystem, path = open_uri(folder)
+        if self.items.optional and filesystem.get_file_info(path).type != fs.FileType.Directory:
+            return []
+        files = list_files(folder, self.items.files, required=not self.items.optional, what="item file")
+        return [join(self.items.folder, file) if self.items.folder else file for file in files]
 
     def read_items(self, input_uri: str, file: str) -> Iterator[pa.Table]:
         return read_items(self.items, input_uri, file)

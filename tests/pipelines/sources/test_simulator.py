@@ -108,7 +108,7 @@ def test_item_texts_cluster_by_their_cause(tmp_path: Path) -> None:
 def test_words_of_clusters_are_their_own() -> None:
     world = make_world(Settings(users=1, items=2000, events=1, seed=0))
     count = len(world.starts) - 1
-    texts = simulator._item_texts(world, simulator._names("i", 2000), np.random.default_rng(0))
+    texts = simulator.item_texts(world, simulator.numbered("i", 2000), np.random.default_rng(0))
     words = [tuple(title.split(",")[0].split()[1:3]) for title in texts["title"].to_pylist()]
     assert len(set(words)) == count == len(set(zip(words, world.cluster.tolist(), strict=True)))
 

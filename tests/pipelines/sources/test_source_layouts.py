@@ -186,7 +186,7 @@ def test_every_source_file_loads(path: Path) -> None:
         ("amazon18_instruments", 206_153, 24_772, 9_922, 0),
         ("movielens_small", 100_004, 671, 9_066, 9_125),
         ("kuairand_pure", 228_329, 25_156, 6_361, 7_583),
-        ("beauty_search", 1_857_497, 22_363, None, 0),
+        ("beauty_search", 1_857_497, 22_363, None, 12_101),
         ("kuaisearch_demo", 25_430, None, None, 200),
     ],
 )

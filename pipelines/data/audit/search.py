@@ -1,0 +1,274 @@
+"""Rules on the tables of a search log: requests with what they showed, and features that see the past only.
+
+Windowed counts of all users are recounted key by key: marks are summed per (key, time), added up along the
+time, and looked up where a window begins and where it ends. Parts of events are read one at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from pipelines.data.audit.base import EVENT_ORDER, SPLITS, Rule, Tables, name_request
+from pipelines.data.audit.sequences import (
+    behaviour_rows,
+    check_behaviours,
+    check_counts,
+    check_history,
+    check_lengths,
+    check_splits,
+    expected_behaviours,
+    request_rows,
+)
+
+HOUR, DAY = 3_600_000, 86_400_000
+TOLERANCE = 4e-6  # of features, which are 32-bit floats
+KEYS = {"pair": ["item_id", "query"], "item": ["item_id"], "query": ["query"]}
+MARKS = {"pair": ["exposures", "clicks"], "item": ["exposures", "clicks"], "query": ["exposures", "clicks", "searches"]}
+RAW = ["user_id", "request_id", "timestamp_ms", "item_id", "query", "position"]
+
+
+def read_queries(tables: Tables, rule: Rule) -> pl.DataFrame:
+    """`query_index` and `query` of all queries, after the check that they are dense and sorted."""
+    parts = [part for _, part in tables.parts("queries")]
+    queries = pl.concat(parts) if parts else pl.DataFrame(schema={"query_index": pl.Int32, "query": pl.String})
+    rule.rows += queries.height
+    expected, above = pl.int_range(pl.len(), dtype=pl.Int32), pl.col("query").shift(1)
+    wrong = queries.with_columns(expected=expected).filter(
+        pl.col("query_index").ne_missing(pl.col("expected")) | (pl.col("query") <= above).fill_null(False)
+    )
+    rule.broken_rows(wrong, lambda row: f"query '{row['query']}': index {row['query_index']} in row {row['expected']}")
+    return queries
+
+
+def check_search(
+    tables: Tables,
+    items: pl.DataFrame,
+    event_users: pl.DataFrame,
+    rules: dict[str, Rule],
+    progress: Callable[[str], None],
+) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Rules on rows of `sequences`. Returns the users of the table (`user`, `part`) and those that events give."""
+    queries = read_queries(tables, rules["queries"])
+    found, asked = [], pl.Series(dtype=pl.String)
+    held = {"users": 0, "interactions": 0, "items": items.height, "queries": queries.height}
+    in_split = {f"{name}.{split}": 0 for name in ("requests", "candidates", "requests_one_class") for split in SPLITS}
+    label = f"label_{tables.sequences.info['labels'][0]}"
+    for number, users in tables.parts("sequences"):
+        progress(f"sequences, part {number + 1} of {len(tables.sequences.files)}")
+        users = users.with_row_index("row")
+        hashes = users.select(user=pl.col("user_id").hash())
+        found.append(hashes.with_columns(part=pl.lit(number, pl.Int32)))
+        held["users"] += users.height
+        held["interactions"] += int(users["item_index"].list.len().sum())
+        sources = event_users.filter(pl.col("user").is_in(hashes["user"].implode()))["part"].unique().sort().to_list()
+        events = [
+            tables.part("events", source).join(users.select("user_id", "row"), on="user_id") for source in sources
+        ]
+        requests = request_rows(users).drop("features")
+        users = check_lengths(users, rules["behaviours"]).drop("features")
+        check_splits(tables, requests, rules["splits"])
+        count_requests(requests, label, in_split)
+        requests = requests.join(users.select("row"), on="row", how="semi")
+        behaviours = behaviour_rows(users)
+        if events:
+            mine = _with_queries(pl.concat(events), queries)
+            expected = expected_behaviours(tables, mine, items)
+            check_behaviours(tables, users, behaviours, expected, rules["behaviours"])
+            _check_requests(tables, requests, _expected_requests(tables, mine, items, expected), rules["targets"])
+        check_history(tables, behaviours, requests, rules["history"])
+    for number, events_part in tables.parts("events", ["query"]):
+        progress(f"queries, part {number + 1} of {len(tables.events.files)}")
+        asked = pl.concat([asked, events_part["query"].drop_nulls()]).unique()
+    lost = pl.DataFrame({"query": asked}).join(queries, on="query", how="anti").sort("query")
+    rules["queries"].broken_rows(lost, lambda row: f"query '{row['query']}': in events, but not in queries")
+    never = queries.filter(~pl.col("query").is_in(asked.implode()))
+    rules["queries"].broken_rows(never, lambda row: f"query '{row['query']}': in queries, but not in events")
+    check_counts(tables, {**held, **in_split}, rules["counts"])
+    shown = [
+        part.filter(pl.col("item_id").is_in(items["item_id"].implode())).select(user=pl.col("user_id").unique().hash())
+        for _, part in tables.parts("events", ["user_id", "item_id"])
+    ]
+    return pl.concat(found), pl.concat(shown).unique()
+
+
+def count_requests(requests: pl.DataFrame, label: str, in_split: dict[str, int]) -> None:
+    """Adds the requests of a part to what the manifest should count."""
+    one_class = (pl.col(label).list.any() == pl.col(label).list.all()).sum()
+    counted = requests.group_by("split").agg(pl.len(), pl.col("candidates").list.len().sum(), one_class)
+    for split, *numbers in counted.iter_rows():
+        for name, value in zip(("requests", "candidates", "requests_one_class"), numbers, strict=True):
+            in_split[f"{name}.{split}"] = in_split.get(f"{name}.{split}", 0) + value
+
+
+def _with_queries(events: pl.DataFrame, queries: pl.DataFrame) -> pl.DataFrame:
+    return events.join(queries, on="query", how="left").with_columns(pl.col("query_index").fill_null(-1))
+
+
+def _labels(tables: Tables) -> list[str]:
+    return [f"label_{name}" for name in tables.sequences.info["labels"]]
+
+
+def _expected_requests(
+    tables: Tables, events: pl.DataFrame, items: pl.DataFrame, behaviours: pl.DataFrame
+) -> pl.DataFrame:
+    """The requests that `events` give, one row each.
+
+    Of a user with more behaviours than are kept, requests older than the first kept one are left out.
+    """
+    engaged = tables.behaviours_of(events).join(items, on="item_id", how="semi").group_by("row").len("all")
+    kept = behaviours.group_by("row").agg(oldest=pl.col("timestamp_ms").min(), kept=pl.len())
+    cut = engaged.join(kept, on="row").filter(pl.col("all") > pl.col("kept")).select("row", "oldest")
+    return (
+        events.join(items, on="item_id")
+        .join(cut, on="row", how="left")
+        .filter((pl.col("timestamp_ms") >= pl.col("oldest")).fill_null(True))
+        .sort("row", *EVENT_ORDER)
+        .group_by("row", "timestamp_ms", "request_id", "query_index", maintain_order=True)
+        .agg(
+            candidates=pl.col("item_index"),
+            positions=pl.col("position"),
+            **{name: pl.col(name).fill_null(False) for name in _labels(tables)},
+        )
+        .sort("row", "timestamp_ms", "request_id", "query_index")
+        .with_columns(place=pl.int_range(pl.len(), dtype=pl.Int32).over("row"))
+    )
+
+
+def _check_requests(tables: Tables, requests: pl.DataFrame, expected: pl.DataFrame, rule: Rule) -> None:
+    columns = ["timestamp_ms", "query_index", "candidates", "positions", *_labels(tables)]
+    both = requests.select("row", "place", "user_id", *columns).join(
+        expected.select("row", "place", *columns), on=["row", "place"], how="full", coalesce=True, suffix="_events"
+    )
+    rule.rows += both.height
+    differ = pl.any_horizontal(pl.col(name).ne_missing(pl.col(f"{name}_events")).fill_null(True) for name in columns)
+    rule.broken_rows(
+        both.filter(differ).sort("row", "place"),
+        lambda row: (
+            f"{name_request(row)}: "
+            + "; ".join(
+                f"{name} is {row[name]}, events give {row[f'{name}_events']}"
+                for name in columns
+                if row[name] != row[f"{name}_events"]
+            )
+        ),
+    )
+
+
+def check_search_windows(tables: Tables, items: pl.DataFrame, rule: Rule, progress: Callable[[str], None]) -> None:
+    """Recomputes every feature of every candidate and behaviour from events."""
+    info = tables.sequences.info
+    rule.note = "" if info["windows"] else "no windowed features"
+    queries = read_queries(tables, Rule("queries", ""))
+    for number, users in tables.parts("sequences"):
+        points, values = _points(users, len(info["features"]), rule)
+        points = points.join(items, on="item_index", how="left").join(queries, on="query_index", how="left")
+        points = points.sort("point")
+        rule.rows += points.height
+        progress(f"features, part {number + 1} of {len(tables.sequences.files)}")
+        expected = _expected_features(tables, points)
+        for column, name in enumerate(info["features"]):
+            if name not in expected:
+                rule.broken(points.height, [f"{name}: a feature that the audit does not know"])
+                continue
+            right = expected[name]
+            wrong = ~(np.abs(values[:, column] - right) <= TOLERANCE * np.maximum(1, np.abs(right)))
+            said = points.with_columns(value=values[:, column], right=right, said=pl.lit(name)).filter(pl.Series(wrong))
+            rule.broken_rows(
+                said,
+                lambda row: (
+                    f"user {row['user_id']}, item {row['item_id']} at {row['timestamp_ms']}: {row['said']} is "
+                    f"{row['value']:.6g}, events give {row['right']:.6g}"
+                ),
+            )
+
+
+def _points(users: pl.DataFrame, features: int, rule: Rule) -> tuple[pl.DataFrame, np.ndarray]:
+    """Candidates and behaviours of `users`, one row each, and their features (rows, F)."""
+    keys = ["user_id", "item_index", "query_index", "timestamp_ms", "position"]
+    requests = users.select("user_id", "requests").explode("requests").drop_nulls("requests").unnest("requests")
+    fits = pl.col("features").list.len() == pl.col("candidates").list.len() * features
+    fits &= pl.col("positions").list.len() == pl.col("candidates").list.len()
+    rule.broken_rows(
+        requests.filter(~fits.fill_null(False)),
+        lambda row: f"user {row['user_id']} at {row['timestamp_ms']}: features of other length than candidates",
+    )
+    requests = requests.filter(fits.fill_null(False) & (pl.col("candidates").list.len() > 0))
+    shown = requests.rename({"candidates": "item_index", "positions": "position"}).select(*keys, "features")
+    equal = pl.all_horizontal(
+        pl.col(name).list.len() == pl.col("item_index").list.len() for name in (*keys[1:], "features")
+    )
+    behaviours = users.filter(equal & (pl.col("item_index").list.len() > 0))  # the others are found by `behaviours`
+    behaviours = behaviours.select(*keys, pl.col("features").cast(pl.List(pl.List(pl.Float32))))
+    values = [
+        shown["features"].explode().to_numpy().reshape(-1, features),
+        behaviours["features"].explode().explode().to_numpy().reshape(-1, features),
+    ]
+    points = [
+        shown.drop("features").explode("item_index", "position"),
+        behaviours.drop("features").explode(*keys[1:]),
+    ]
+    return pl.concat([p.select(keys) for p in points]).with_row_index("point"), np.concatenate(values).astype(float)
+
+
+def _expected_features(tables: Tables, points: pl.DataFrame) -> dict[str, np.ndarray]:
+    """Every feature by name, (points,) each."""
+    info = tables.sequences.info
+    settings: dict[str, Any] = info["search"]
+    position = points["position"].to_numpy().clip(0)
+    expected = {"position": np.log1p(position), "page": np.log1p(position // settings["page_size"])}
+    time = points["timestamp_ms"].to_numpy()
+    turn = {"hour": time % DAY // HOUR / 24, "weekday": (time // DAY + 3) % 7 / 7}
+    for name, share in turn.items():
+        expected |= {f"{name}_sin": np.sin(2 * math.pi * share), f"{name}_cos": np.cos(2 * math.pi * share)}
+    if not info["windows"]:
+        return expected
+    delay = round(settings["delay_minutes"] * 60_000)
+    lengths = [round(days * DAY) for days in settings["windows_days"]]
+    strength = settings["ctr_strength"]
+    for kind, keys in KEYS.items():
+        until = {
+            shift: _counts_before(tables, points, keys, MARKS[kind], shift)
+            for shift in dict.fromkeys((delay, *lengths))
+        }
+        for name, length in zip(info["windows"], lengths, strict=True):
+            count = {mark: (until[delay][mark] - until[length][mark]).to_numpy() for mark in MARKS[kind]}
+            expected |= {f"{kind}_{mark}_{name}": np.log1p(count[mark]) for mark in MARKS[kind]}
+            clicks = count["clicks"] + settings["ctr_prior"] * strength
+            expected[f"{kind}_ctr_{name}"] = clicks / (count["exposures"] + strength)
+        if kind == "pair":
+            last = until[delay]["last"]
+            expected["pair_seen"] = last.is_not_null().to_numpy()
+            expected["pair_gap"] = np.log1p(((points["timestamp_ms"] - last) / HOUR).fill_null(0).to_numpy())
+    return expected
+
+
+def _counts_before(tables: Tables, points: pl.DataFrame, keys: list[str], marks: list[str], shift: int) -> pl.DataFrame:
+    """Per point: the marks of its key before its time less `shift`, over all users, and the time of the last."""
+    label = f"label_{tables.sequences.info['labels'][0]}"
+    moved = points.select("point", *keys, at=pl.col("timestamp_ms") - shift).sort("at")
+    total = pl.DataFrame({name: np.zeros(points.height, np.int64) for name in marks}).with_columns(
+        last=pl.lit(None, pl.Int64)
+    )
+    for _, events in tables.parts("events", [*RAW, label]):
+        search = pl.struct("user_id", "timestamp_ms", "request_id", "query").is_first_distinct()
+        along = (
+            events.with_columns(exposures=pl.lit(1), clicks=pl.col(label).fill_null(False), searches=search)
+            .drop_nulls(keys)
+            .group_by(*keys, "timestamp_ms")
+            .agg(pl.col(marks).cast(pl.Int64).sum())
+            .sort("timestamp_ms")
+            .with_columns(pl.col(marks).cum_sum().over(keys), last=pl.col("timestamp_ms"))
+        )
+        found = moved.join_asof(
+            along, left_on="at", right_on="timestamp_ms", by=keys, allow_exact_matches=False, check_sortedness=False
+        ).sort("point")
+        total = total.with_columns(
+            *(total[name] + found[name].fill_null(0) for name in marks),
+            last=pl.max_horizontal(total["last"], found["last"]),
+        )
+    return total

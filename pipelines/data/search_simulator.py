@@ -1,0 +1,213 @@
+"""A simulated search log with known causes. A result on one is always labelled simulated.
+
+    python -m jobs.simulate --kind search --output raw --users 1500 --items 400 --events 15000
+
+A search has an intent, which is a cluster of items; it shows ten results, four of the intent, three of
+another cluster, and three of three more. Whether a result is clicked has three causes: it is of the intent,
+its maker is one that the user likes, and the user looked that far down (position bias). Purchases and dwell
+time follow the taste of those who clicked.
+
+`query_driven` says where the intent comes from. In a query-driven search it is drawn anew and the query
+names it: the history cannot tell it, the query does. In the others it follows from the user's last intent
+and the query names any cluster: the history tells it, the query is noise.
+
+Written are `events-*.parquet` (one row per result: user_id, search_id, timestamp_ms, query, item_id,
+position, click, purchase, dwell_ms), `items.parquet` and, last, `simulation.json`. No Ray.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+
+from models.tables import UserError, join
+from pipelines.data.simulator import (
+    MAKERS,
+    NOUNS,
+    RECORD,
+    ROWS_PER_FILE,
+    SKEW,
+    STYLES,
+    TASTES,
+    Settings,
+    World,
+    clear,
+    draw_lengths,
+    draw_times,
+    item_texts,
+    make_world,
+    numbered,
+    record,
+    write_parquet,
+)
+from pipelines.data.tables import check_writable, write_file
+
+OF_INTENT, OF_DECOY, OTHERS = 4, 3, 3  # results of a search by cluster
+RESULTS = OF_INTENT + OF_DECOY + OTHERS
+LIKED_MAKERS = 6  # of each user
+CLICK = np.array([[0.02, 0.06], [0.25, 0.85]])  # chance of a click on what was looked at: [of the intent][liked maker]
+LOOK = 1 / (1 + 0.3 * np.arange(RESULTS))  # chance that a user looks at a position
+PURCHASE = np.array([0.05, 0.4])  # chance of a purchase on a click: [liked maker]
+FOLLOW = 0.8  # share of the searches without query-driven intent whose intent follows the last one
+STYLED = 0.5  # share of the queries that name style and noun; the others name the noun
+
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """Size, seed and causes of a simulated search log."""
+
+    users: int = 1500
+    """Users, each with at least one search."""
+    items: int = 400
+    """Items of the catalogue."""
+    events: int = 15_000
+    """Searches, exactly; each shows ten results."""
+    seed: int = 42
+    """The same settings give the same log, byte for byte."""
+    query_driven: float = 1.0
+    """Share of searches whose clicks follow the query; in the others they follow the history."""
+
+    def __post_init__(self) -> None:
+        Settings(self.users, self.items, self.events, self.seed)
+        if self.items < 36:
+            raise ValueError(f"items is {self.items}, the least of a search log is 36; a search shows five clusters")
+        if not 0 <= self.query_driven <= 1:
+            raise ValueError(f"query_driven is {self.query_driven}; it is a share between 0 and 1")
+
+
+@dataclass(frozen=True)
+class Searches:
+    """The log as arrays, and its causes. S searches, user after user; P = RESULTS positions."""
+
+    user: np.ndarray
+    """(S,) the user, as numbered in the log."""
+    time: np.ndarray
+    """(S,) milliseconds."""
+    intent: np.ndarray
+    """(S,) the cluster that is sought."""
+    asked: np.ndarray
+    """(S,) the cluster that the query names."""
+    item: np.ndarray
+    """(S, P) what was shown, by position."""
+    liked: np.ndarray
+    """(S, P) whether the item's maker is one that the user likes."""
+    click: np.ndarray
+    """(S, P)"""
+    purchase: np.ndarray
+    """(S, P)"""
+    dwell_ms: np.ndarray
+    """(S, P) float32, NaN without a click."""
+
+
+def _intents(
+    world: World, lengths: np.ndarray, share: float, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """(S,) the intents and the clusters that queries name, user after user: one pass per place in the history."""
+    first = np.cumsum(lengths) - lengths
+    intent, asked = (np.empty(int(lengths.sum()), dtype=np.int32) for _ in range(2))
+    clusters = len(world.following_cluster)
+    last = np.zeros(0, dtype=np.int32)
+    for place in range(int(lengths[0])):
+        active = int(np.searchsorted(-lengths, -place, side="left"))
+        driven, cause, which = rng.random((3, active))
+        drawn, noise = (clusters * rng.random((2, active))).astype(np.int32)
+        remembered = world.tastes[np.arange(active), (which * TASTES).astype(np.int64)]
+        if place:
+            remembered = np.where(cause < FOLLOW, world.following_cluster[last[:active]], remembered)
+        chosen = np.where(driven < share, drawn, remembered).astype(np.int32)
+        intent[first[:active] + place] = last = chosen
+        asked[first[:active] + place] = np.where(driven < share, chosen, noise)
+    return intent, asked
+
+
+def _results(world: World, intent: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """(S, P) distinct items: neighbours in popularity of each cluster, shuffled."""
+    searches, clusters = len(intent), len(world.following_cluster)
+    offset = rng.integers(0, clusters - 1, searches)  # clusters other than the intent, each another one
+    picked = [intent, *((intent + 1 + (offset + j) % (clusters - 1)) % clusters for j in range(1 + OTHERS))]
+    size = np.diff(world.starts)
+    shown = []
+    for cluster, count in zip(picked, [OF_INTENT, OF_DECOY, *[1] * OTHERS], strict=True):
+        begin = (size[cluster] * rng.random(searches) ** SKEW).astype(np.int64)
+        place = (begin[:, None] + np.arange(count)) % size[cluster][:, None]
+        shown.append(world.members[world.starts[cluster][:, None] + place])
+    return rng.permuted(np.concatenate(shown, axis=1), axis=1)
+
+
+def draw_searches(settings: SearchSettings, world: World, brand: np.ndarray) -> Searches:
+    """Draws the log. brand (N,) each item's maker, as an index into MAKERS."""
+    rng = np.random.default_rng([settings.seed, 2])
+    lengths = draw_lengths(Settings(settings.users, settings.items, settings.events, settings.seed), rng)
+    user = np.repeat(rng.permutation(settings.users).astype(np.int32), lengths)
+    intent, asked = _intents(world, lengths, settings.query_driven, rng)
+    time = draw_times(lengths, rng)
+    item = _results(world, intent, rng)
+    taste = np.argsort(rng.random((settings.users, len(MAKERS))), axis=1) < LIKED_MAKERS  # (U, makers)
+    liked = taste[user[:, None], brand[item]]
+    chance = CLICK[(world.cluster[item] == intent[:, None]).astype(int), liked.astype(int)] * LOOK
+    click = rng.random(item.shape) < chance
+    purchase = click & (rng.random(item.shape) < PURCHASE[liked.astype(int)])
+    dwell = np.exp(rng.normal(9.5 + liked, 0.6))  # about 13 s, and 36 s on what the user likes
+    return Searches(
+        user, time, intent, asked, item, liked, click, purchase, np.where(click, dwell, np.nan).astype(np.float32)
+    )
+
+
+def _query_texts(world: World, asked: np.ndarray, rng: np.random.Generator) -> pa.Array:
+    """(S,) the words of each cluster, by the same rule as item texts."""
+    number = np.arange(len(world.following_cluster))
+    noun = pl.Series(NOUNS).gather(number % len(NOUNS))
+    style = pl.Series(STYLES).gather((number // len(NOUNS) + number) % len(STYLES))
+    texts = pl.concat([noun, style + " " + noun])  # of cluster c: c the noun, c + K style and noun
+    chosen = asked + len(number) * (rng.random(len(asked)) < STYLED)
+    return pa.DictionaryArray.from_arrays(pa.array(chosen.astype(np.int32)), texts.to_arrow().cast(pa.string()))
+
+
+def simulate_search(
+    output_dir: str, users: int, items: int, events: int, seed: int, query_driven: float = 1.0
+) -> tuple[World, Searches]:
+    """Writes a search log into `output_dir` (a local path or URI) and returns its causes.
+
+    Raises UserError for impossible settings, a folder that holds other files, or one that cannot be written.
+    """
+    try:
+        settings = SearchSettings(users, items, events, seed, query_driven)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    check_writable(output_dir)
+    clear(output_dir)
+    world = make_world(Settings(users, items, events, seed))
+    rng = np.random.default_rng([seed, 3])
+    user_ids, item_ids, search_ids = numbered("u", users), numbered("i", items), numbered("s", events)
+    texts = item_texts(world, item_ids, rng)
+    makers = {maker: index for index, maker in enumerate(MAKERS)}
+    log = draw_searches(settings, world, np.array([makers[name] for name in texts["brand"].to_pylist()]))
+    query = _query_texts(world, log.asked, rng)
+    order = np.argsort(log.time, kind="stable")
+    per_file = max(1, ROWS_PER_FILE // RESULTS)
+    for number, low in enumerate(range(0, events, per_file)):
+        rows = order[low : low + per_file]
+        each = np.repeat(rows, RESULTS)
+        dwell = log.dwell_ms[rows].reshape(-1)
+        table = pa.table(
+            {
+                "user_id": pa.DictionaryArray.from_arrays(log.user[each], user_ids),
+                "search_id": pa.DictionaryArray.from_arrays(
+                    np.repeat(np.arange(low, low + len(rows), dtype=np.int32), RESULTS), search_ids
+                ),
+                "timestamp_ms": log.time[each],
+                "query": query.take(pa.array(each)),
+                "item_id": pa.DictionaryArray.from_arrays(log.item[rows].reshape(-1), item_ids),
+                "position": np.tile(np.arange(RESULTS, dtype=np.int32), len(rows)),
+                "click": log.click[rows].reshape(-1),
+                "purchase": log.purchase[rows].reshape(-1),
+                "dwell_ms": pa.array(dwell, mask=np.isnan(dwell)),
+            }
+        )
+        write_parquet(join(output_dir, f"events-{number:05d}.parquet"), table)
+    write_parquet(join(output_dir, "items.parquet"), texts)
+    write_file(join(output_dir, RECORD), record(settings, "search").encode())
+    return world, log

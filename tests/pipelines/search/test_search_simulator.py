@@ -1,0 +1,112 @@
+"""The simulated search log: the same for the same settings, and the causes that it claims."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+
+from jobs import simulate as job
+from models.tables import UserError
+from pipelines.data.search_simulator import RESULTS, SearchSettings, simulate_search
+from pipelines.data.simulator import is_simulated
+from pipelines.data.sources import load_source
+
+CONFIG = Path(__file__).parents[3] / "jobs" / "configs" / "sources" / "simulated_search.yaml"
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize(("users", "items", "searches"), [(300, 400, 2000), (1, 36, 1), (5, 50, 5)])
+def test_searches_are_exact_and_show_distinct_items(tmp_path: Path, users: int, items: int, searches: int) -> None:
+    simulate_search(str(tmp_path), users, items, searches, seed=3)
+    log = pl.read_parquet(tmp_path / "events-*.parquet")
+    assert len(log) == searches * RESULTS
+    assert log["user_id"].n_unique() == users
+    assert log["search_id"].n_unique() == searches
+    shown = log.group_by("search_id").agg(
+        pl.col("item_id").n_unique(), pl.col("position").sort(), pl.col("query").n_unique()
+    )
+    assert set(shown["item_id"]) == {RESULTS}
+    assert set(shown["query"]) == {1}
+    assert shown["position"].to_list() == [list(range(RESULTS))] * searches
+    assert log["timestamp_ms"].is_sorted()
+    assert log.filter(pl.col("purchase") & ~pl.col("click")).is_empty()
+    assert log.filter(pl.col("dwell_ms").is_null() == pl.col("click")).is_empty()
+
+
+def test_the_same_settings_give_the_same_bytes_and_others_do_not(tmp_path: Path) -> None:
+    for name, share in (("a", 0.5), ("b", 0.5), ("c", 0.6)):
+        simulate_search(str(tmp_path / name), 100, 50, 500, 1, share)
+    assert digests(tmp_path / "a") == digests(tmp_path / "b")
+    assert digests(tmp_path / "a")["events-00000.parquet"] != digests(tmp_path / "c")["events-00000.parquet"]
+    settings = SearchSettings(100, 50, 500, 1, 0.5)
+    assert is_simulated(str(tmp_path / "a"), settings, "search")
+    assert not is_simulated(str(tmp_path / "c"), settings, "search")
+    assert not is_simulated(str(tmp_path / "a"), settings)
+
+
+@pytest.mark.parametrize("driven", [1.0, 0.0])
+def test_clicks_have_the_causes_that_are_claimed(tmp_path: Path, driven: float) -> None:
+    world, log = simulate_search(str(tmp_path), 1000, 400, 12_000, 42, driven)
+    rate = log.click.mean(0)
+    assert rate[0] > 2 * rate[-1]  # position bias
+    assert (np.diff(rate) < 0.03).all()
+    assert log.click[log.liked].mean() > 2 * log.click[~log.liked].mean()  # taste
+    of_intent = world.cluster[log.item] == log.intent[:, None]
+    assert log.click[of_intent].mean() > 5 * log.click[~of_intent].mean()
+    assert log.purchase[log.click & log.liked].mean() > 4 * log.purchase[log.click & ~log.liked].mean()
+    # What tells the intent: the query, or the intent before.
+    same_user = log.user[1:] == log.user[:-1]
+    follows = (world.following_cluster[log.intent[:-1]] == log.intent[1:])[same_user].mean()
+    asked = (log.asked == log.intent).mean()
+    chance = 1 / len(world.following_cluster)
+    assert (asked, follows) == pytest.approx((1.0, chance) if driven else (chance, 0.82), abs=0.04)
+
+
+def test_some_searches_have_no_click_and_histories_fill(tmp_path: Path) -> None:
+    _, log = simulate_search(str(tmp_path), 300, 100, 3000, 0)
+    clicks = log.click.sum(1)
+    assert 0.05 < (clicks == 0).mean() < 0.6
+    assert 0.7 < clicks.mean() < 3
+
+
+@pytest.mark.parametrize("sizes", [(0, 50, 10, 1, 1.0), (10, 35, 10, 1, 1.0), (10, 50, 9, 1, 1.0), (1, 50, 9, 1, 1.5)])
+def test_impossible_settings_are_refused(tmp_path: Path, sizes: tuple) -> None:
+    with pytest.raises(UserError, match=r"give|least|between"):
+        simulate_search(str(tmp_path / "raw"), *sizes)
+    assert not (tmp_path / "raw").exists()
+
+
+def test_the_shipped_source_file_reads_it(tmp_path: Path) -> None:
+    simulate_search(str(tmp_path), 100, 50, 300, 1)
+    source, prepare = load_source(str(CONFIG))
+    (file,) = source.event_files(str(tmp_path))
+    events = pl.concat([pl.from_arrow(b.events) for b in source.read_events(str(tmp_path), file)])  # type: ignore[type-var]
+    log = pl.read_parquet(tmp_path / file)
+    assert (
+        events.select(
+            request="request_id", query="query", item="item_id", click="label_click", dwell="label_dwell_ms"
+        ).rows()
+        == log.select("search_id", "query", "item_id", "click", "dwell_ms").rows()
+    )
+    assert events["position"].to_list() == log["position"].to_list()
+    assert source.info["labels"] == {"click": "bool", "purchase": "bool", "dwell_ms": "float32"}
+    assert (prepare["kind"], prepare["behaviour"]) == ("search", "click")
+
+
+def test_the_job_simulates_and_says_what_is_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = job.Config(output=str(tmp_path), kind="search", users=20, items=50, events=60, query_driven=0.25)
+    job.run(config)
+    said = capsys.readouterr().out
+    assert "60 searches of 20 users on 50 items, seed 42, 25% query-driven" in said
+    assert "simulated_search.yaml" in said
+    job.run(config)
+    assert "up to date" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="add --kind search"):
+        job.Config(output=str(tmp_path), query_driven=0.5)
