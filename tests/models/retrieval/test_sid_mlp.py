@@ -15,6 +15,7 @@ import yaml
 from torch import Tensor
 from training_tables import write_tables
 
+from jobs.train import parse
 from models import checkpoint, registry
 from models.fit import EpochEvent, FitConfig, StepEvent, fit
 from models.retrieval.data import PAD, Catalogue
@@ -280,6 +281,19 @@ def test_every_ablation_of_the_paper_has_its_file() -> None:
     ]  # fmt: skip
     assert all(row in found for row in rows)
     assert len(found) == len(rows)
+
+
+@pytest.mark.parametrize("path", ABLATIONS, ids=lambda path: path.stem)
+def test_an_ablation_is_read_after_the_base(path: Path) -> None:
+    base = ["--config", str(CONFIGS / "sid_mlp.yaml")]
+    rest = ["--config", str(path), "--tables", "t", "--storage", "s", "--name", "n"]
+    whole, cut = parse("train", [*base, *rest]), parse("train", [*base, *rest[2:]])
+    changed = {name: value for name, value in vars(whole.model).items() if getattr(cut.model, name) != value}
+    assert changed == ablation(path)
+    assert whole.fit == cut.fit
+    assert (whole.fit.lr, whole.fit.weight_decay, whole.fit.batch_size, whole.fit.max_epochs) == (5e-5, 1e-4, 512, 200)
+    with pytest.raises(UserError, match="no model is named"):
+        parse("train", rest)  # alone it would train with other settings than the paper's
 
 
 def logits_of(model: SidMlp, prefix: list[int], seed: int = 1) -> Tensor:
