@@ -4,7 +4,7 @@
 
 Prints Recall@K and NDCG@K with the number of users, writes them beside the checkpoint and into the MLflow
 run of the training; --item_shift adds those of users whose target is a new item. With --batch_inference FOLDER
-it writes the top K items of all users to a table instead.
+it writes the top K items of all users to a table instead; with --export FILE.pt2 a student as one program.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from typing import Literal
 
 from jobs import cli
 from pipelines.evaluation.ranking import CUTOFFS, Result, evaluate, record
+
+OPTIONS = ("decoder", "beam", "constrained", "path", "scores")
+"""Options of a model's `recommend`."""
 
 
 @dataclass
@@ -33,8 +36,10 @@ class Config:
     """Which requests to rank for."""
     batch_inference: str | None = None
     """Write the top K of all users, after all they did, to this folder as the table `recommendations`."""
+    export: str | None = None
+    """Write a SID-MLP or SID-MLP++ to this file as a program of torch.export, checked to rank as the model does."""
     k: int = 20
-    """Items per user of --batch_inference."""
+    """Items per user of --batch_inference and --export."""
     decoder: str | None = None
     """TIGER: shared_kv, hf or hf_nocache; by default the checkpoint's own."""
     beam: int | None = None
@@ -64,6 +69,14 @@ class Config:
                 raise ValueError(f"{name} is {getattr(self, name)}, the least is 1; give a positive number")
         if self.item_shift and self.batch_inference:
             raise ValueError("item_shift is true, but batch_inference measures nothing; run jobs.evaluate twice")
+        if self.export:
+            given = [name for name in (*OPTIONS, "batch_inference") if getattr(self, name) is not None]
+            given += ["item_shift"] if self.item_shift else []
+            if given:
+                raise ValueError(
+                    f"{given[0]} is given with export, which keeps to the checkpoint's own options and measures "
+                    f"nothing; leave it out"
+                )
         if self.text and self.batch_inference:
             raise ValueError(
                 "text is given, but search models rank what they are asked about; leave out batch_inference"
@@ -102,8 +115,18 @@ def print_ranking(result: Result) -> None:
 
 def run(config: Config) -> Result | None:
     """Evaluates and prints, or writes recommendations."""
-    names = ("decoder", "beam", "constrained", "path", "scores")
-    options = {name: getattr(config, name) for name in names}
+    options = {name: getattr(config, name) for name in OPTIONS}
+    if config.export:
+        from pipelines.evaluation.export import export
+
+        users = export(
+            config.checkpoint, config.tables, config.sids, config.export, k=config.k, batch_size=config.batch_size,
+            device=config.device,
+        )  # fmt: skip
+        print(f"Exported to {config.export}: (history, history_length, user) -> (items, scores), top {config.k}.")
+        print(f"  checked     the same items in the same order as the model for {users:,} users")
+        print("  use it      models.retrieval.decoding.export.load_exported, or torch.export.load(FILE).module()")
+        return None
     if config.batch_inference:
         from pipelines.evaluation.inference import recommend_all
 
