@@ -60,11 +60,12 @@ def export_student(model: nn.Module, path: str | Path, k: int) -> None:
     history[1, 1:] = PAD
     length = torch.tensor([history.shape[1], 1], device=device)
     batch, items = Dim("batch", min=1), Dim("items", min=1, max=longest)
-    program = torch.export.export(
-        Program(model, k).eval(),
-        (history, length, torch.zeros(2, dtype=torch.long, device=device)),
-        dynamic_shapes=({0: batch, 1: items} if longest > 1 else {0: batch}, {0: batch}, {0: batch}),
-    )
+    with torch.no_grad():
+        program = torch.export.export(
+            Program(model, k).eval(),
+            (history, length, torch.zeros(2, dtype=torch.long, device=device)),
+            dynamic_shapes=({0: batch, 1: items} if longest > 1 else {0: batch}, {0: batch}, {0: batch}),
+        )
     torch.export.save(program, str(path))
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_trie import catalogues
 from torch import Tensor
 
+from models.decode_bench import random_codes
 from models.retrieval.data import PAD, Catalogue
 from models.retrieval.sid_mlp import SidMlp, SidMlpConfig
 
@@ -66,3 +68,88 @@ def same(model: SidMlp, batch: dict[str, Tensor], k: int, beam: int, scores: str
 def test_any_trie(catalogue, scores, k, beam, seed):
     sizes, codes = catalogue
     same(student(torch.tensor(codes), sizes, seed), requests(5, len(codes), seed, longest=4), k, beam, scores)
+
+
+def table_7(items: int) -> Tensor:
+    """Codes that branch as published catalogues do: 256 first codes, uneven, mostly single from the third on."""
+    return random_codes(items, torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def real_shape() -> SidMlp:
+    return student(table_7(6000), (256, 256, 256, 256))
+
+
+@pytest.mark.parametrize("scores", ["children", "codebook"])
+@pytest.mark.parametrize(("k", "beam"), [(10, 1), (10, 10), (50, 50), (70, 20)])
+def test_the_shape_of_a_real_catalogue(real_shape, scores, k, beam):
+    same(real_shape, requests(40, 6000), k, beam, scores)
+
+
+@pytest.mark.parametrize("scores", ["children", "codebook"])
+def test_a_trained_student(scores):
+    """Some hundred steps from a random teacher's states towards the first item of the history."""
+    model = student(table_7(500), (256, 256, 256, 256), alpha=0.0)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 3e-3, fused=True)
+    for step in range(60):
+        batch = requests(64, 500, seed=100 + step, longest=5)
+        model.train()
+        optimizer.zero_grad()
+        model({**batch, "target": batch["history"][:, 0]})["loss"].backward()
+        optimizer.step()
+        model.eval()
+        if step % 30 == 0:
+            model.recommend(batch, 10)  # a walk of these weights, which the next steps leave behind
+    for k, beam in ((10, 50), (50, 50), (5, 3)):
+        same(model, requests(40, 500), k, beam, scores)
+
+
+@pytest.mark.parametrize("scores", ["children", "codebook"])
+def test_equal_scores_are_broken_alike(scores):
+    """Heads that know nothing: scores are equal wherever the numbers of children are, to the last bit."""
+    model = student(table_7(300), (256, 256, 256, 256))
+    for head in model.heads:
+        torch.nn.init.zeros_(head[-1].weight)
+        torch.nn.init.zeros_(head[-1].bias)
+    model.eval()
+    batch = requests(6, 300)
+    for k, beam in ((10, 50), (50, 7), (300, 300)):
+        items, plain = model.recommend(batch, k, beam=beam, path="plain", scores=scores)
+        found, fast = model.recommend(batch, k, beam=beam, path="fast", scores=scores)
+        torch.testing.assert_close(fast, plain, rtol=0, atol=1e-5)
+        assert found.tolist() == items.tolist()
+
+
+def test_one_item_and_bad_sizes():
+    model = student(torch.tensor([[3, 0, 1]]), (4, 2, 2))
+    items, scores = model.recommend(requests(3, 1, longest=2), 2, beam=5)
+    assert items.tolist() == [[0, -1]] * 3
+    assert scores[:, 1].tolist() == [-torch.inf] * 3
+    with pytest.raises(ValueError, match="k 0 and beam 5 need to be at least 1"):
+        model.recommend(requests(3, 1, longest=2), 0, beam=5)
+    model.trie = Catalogue.from_codes(torch.tensor([[0, 0]]), (2, 2)).trie
+    with pytest.raises(ValueError, match=r"scores \[4, 2, 2\] codes by level, the trie has \[2, 2\]; give"):
+        model.recommend(requests(3, 1, longest=2), 2)
+
+
+def test_the_order_of_a_batch_and_its_padding_change_nothing(real_shape):
+    """Requests are sorted by length inside, and come back where they were."""
+    batch = requests(30, 6000)
+    items, scores = real_shape.recommend(batch, 10)
+    order = torch.randperm(30, generator=torch.Generator().manual_seed(0))
+    shuffled = {name: value[order] for name, value in batch.items()}
+    shuffled["history"] = torch.nn.functional.pad(shuffled["history"], (0, 3), value=PAD)
+    others, other_scores = real_shape.recommend(shuffled, 10)
+    torch.testing.assert_close(other_scores, scores[order], rtol=CLOSE, atol=CLOSE)
+    assert others.tolist() == items[order].tolist()
+
+
+def test_without_counting_it_is_the_same_search(real_shape, monkeypatch):
+    """As on a GPU and in an exported program: no shape depends on what is found."""
+    batch = requests(20, 6000)
+    expected = {scores: real_shape.recommend(batch, 10, scores=scores) for scores in ("children", "codebook")}
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    for scores, (items, values) in expected.items():
+        found, others = real_shape.recommend(batch, 10, scores=scores)
+        torch.testing.assert_close(others, values, rtol=CLOSE, atol=CLOSE)
+        assert found.tolist() == items.tolist()
