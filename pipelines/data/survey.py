@@ -149,9 +149,13 @@ def merge(arrays: list[ray.ObjectRef], users: int, behaviour: str | None) -> Sur
 USERS_PER_CHECK = 4_000_000
 
 
-def _repeated(low: int, high: int, *parts: Arrays) -> int:
-    slices = [p["user_keys"][slice(*np.searchsorted(p["user_keys"], [low, high]))] for p in parts]
-    keys = np.concatenate(slices)
+def _key_ranges(arrays: Arrays, edges: list[int]) -> list[np.ndarray]:
+    keys = arrays["user_keys"]
+    return [keys[low:high] for low, high in pairwise(np.searchsorted(keys, edges))]
+
+
+def _repeated(*parts: list[np.ndarray] | np.ndarray) -> int:
+    keys = np.concatenate([np.ravel(part) for part in parts])
     return len(keys) - len(np.unique(keys))
 
 
@@ -160,6 +164,8 @@ def check_users_once(arrays: list[ray.ObjectRef], users: int) -> None:
     task holds more than some millions of them."""
     ranges = max(1, -(-users // USERS_PER_CHECK))
     edges = [(2**63 - 1) // ranges * i for i in range(ranges)] + [2**63 - 1]
-    repeated = sum(run_all(_repeated, [(low, high, *arrays) for low, high in pairwise(edges)]))
+    cut: Any = ray.remote(num_returns=ranges)(_key_ranges)
+    cuts = [cut.remote(part, edges) for part in arrays]  # per part: one reference for each range
+    repeated = sum(run_all(_repeated, list(zip(*cuts, strict=True)) if ranges > 1 else [tuple(cuts)]))
     if repeated:
         raise RuntimeError(f"the shuffle put {repeated} users into more than one part of events; nothing was committed")

@@ -231,7 +231,10 @@ def test_a_user_in_two_parts_is_found() -> None:
     arrays = [ray.put({"user_keys": np.array(keys, dtype=np.int64)}) for keys in ([1, 5, 9], [2, 2**62], [5, 7])]
     with pytest.raises(RuntimeError, match="put 1 users into more than one part"):
         check_users_once(arrays, 7)
+    with pytest.raises(RuntimeError, match="put 1 users into more than one part"):
+        check_users_once(arrays, 9_000_000)  # in three ranges of keys
     check_users_once(arrays[:2], 5)
+    check_users_once(arrays[:2], 9_000_000)
 
 
 def test_user_keys_are_stable_and_not_negative() -> None:
