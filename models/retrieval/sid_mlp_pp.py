@@ -127,13 +127,13 @@ class Layout:
 
     def mean(self, states: list[Tensor]) -> Tensor:
         """(B, D): g of equation 4, the mean over the real tokens of each request of their states."""
-        rows = len(self.counts)
-        codes, ends = states[-1].tensor_split([len(states[-1]) - 2 * rows])
+        rows, places = self.counts.shape[0], self.owners[-1].shape[0]
+        codes, ends = states[-1].split([places - 2 * rows, 2 * rows])
         for other in states[:-1]:
             codes = codes + other  # (R, D)
         total = ends[:rows] + ends[rows:]
         if self.real is None:
-            total = total.index_add(0, self.owners[-1][: len(codes)], codes)
+            total = total.index_add(0, self.owners[-1][: codes.shape[0]], codes)
         else:  # summed in a fixed order, which adding by index on a GPU is not
             total = total + codes.unflatten(0, self.real.shape).masked_fill(~self.real.unsqueeze(-1), 0.0).sum(1)
         return total / self.counts
@@ -144,11 +144,11 @@ class Layout:
         if self.real is not None:
             real = self.real.flatten().unsqueeze(-1)
             states = [state * real for state in states[:-1]] + [
-                torch.cat([states[-1][: len(real)] * real, states[-1][len(real) :]])
+                torch.cat([states[-1][: real.shape[0]] * real, states[-1][real.shape[0] :]])
             ]
         place = torch.cat([owner * length + at for owner, at in zip(self.owners, self.places, strict=True)])
         joined = torch.cat(states)
-        flat = joined.new_zeros((len(self.counts) * length, joined.shape[1]))
+        flat = joined.new_zeros((self.counts.shape[0] * length, joined.shape[1]))
         return flat.index_add(0, place, joined).unflatten(0, (-1, length))  # padding adds zeros where an end is
 
 
@@ -208,7 +208,7 @@ class RoleEncoder(nn.Module):
     def _updates(self, layer: nn.ModuleList, states: list[Tensor], mean: Tensor, owners: list[Tensor]) -> list[Tensor]:
         """F_role of the states of each role."""
         if self.shared:
-            return list(layer[0](torch.cat(states), mean, torch.cat(owners)).split([len(x) for x in states]))
+            return list(layer[0](torch.cat(states), mean, torch.cat(owners)).split([x.shape[0] for x in states]))
         return [mlp(x, mean, owner) for mlp, x, owner in zip(layer, states, owners, strict=True)]
 
 

@@ -20,6 +20,7 @@ from training_tables import write_tables
 from models import checkpoint, registry
 from models.fit import EpochEvent, FitConfig, fit
 from models.retrieval.data import PAD, Catalogue
+from models.retrieval.decoding.export import export_student, load_exported
 from models.retrieval.sid_mlp_pp import (
     EncoderSizes,
     RoleEncoder,
@@ -270,6 +271,17 @@ def test_it_recommends_as_sid_mlp_does_from_its_own_states(scores):
                     over = logits if scores == "codebook" or level == 0 else logits[children]
                     total += float(logits[codes[item, level]] - over.logsumexp(0))
                 assert value == pytest.approx(total, abs=1e-4)
+
+
+def test_the_exported_program_recommends_the_same_whatever_the_batch(tmp_path):
+    model, _ = stage_2()
+    model.eval()
+    export_student(model, tmp_path / "student.pt2", 10)
+    program = load_exported(tmp_path / "student.pt2")
+    for lengths in ([3, 5, 1, 2], [1], [7, 7]):
+        batch = requests(lengths)
+        items, _ = program(batch["history"], batch["history_length"], batch["user"])
+        assert items.tolist() == model.recommend(batch, 10)[0].tolist()
 
 
 @pytest.mark.parametrize(
