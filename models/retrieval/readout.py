@@ -7,8 +7,13 @@ Shapes: `B` users, `W` queries of a user, `S` source positions, `D` width, `H` h
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from models.retrieval.sid_mlp import SidMlpConfig
 
 
 def mean_state(states: Tensor, padding: Tensor | None) -> Tensor:
@@ -80,3 +85,19 @@ class MeanReadout(nn.Module):
     def forward(self, states: Tensor, padding: Tensor | None) -> Tensor:
         """z (B, D) of `states` (B, S, D)."""
         return self.query(mean_state(states, padding))
+
+
+def make_readout(config: SidMlpConfig, levels: int, dim: int) -> Readout | MeanReadout | nn.ModuleList:
+    """What `config.readout` names; with per_digit one for each of `levels`, none where the teacher generates it."""
+
+    def make(level: int = 0) -> Readout:
+        return Readout(
+            dim, config.attention_width, config.attention_heads, config.ffn_width, config.dropout,
+            ffn=config.context_ffn, given=level * dim,
+        )  # fmt: skip
+
+    if config.readout == "mean":
+        return MeanReadout(dim)
+    if config.readout == "attention":
+        return make()
+    return nn.ModuleList(nn.Identity() if level < config.m else make(level) for level in range(levels))

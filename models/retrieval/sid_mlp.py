@@ -27,8 +27,9 @@ from models.retrieval.decoding.beam import beam_search, unconstrained_beam_searc
 from models.retrieval.decoding.fast import fast_walk
 from models.retrieval.decoding.shared_kv import SharedKV
 from models.retrieval.distillation import Answer, TeacherMemory, distillation_loss
+from models.retrieval.heads import make_heads, predict
 from models.retrieval.one_layer import OneLayerDecoder
-from models.retrieval.readout import MeanReadout, Readout
+from models.retrieval.readout import make_readout
 from models.retrieval.tiger import Tiger, TigerConfig
 from models.tables import UserError
 
@@ -177,13 +178,6 @@ def check_choice(name: str, value: str) -> None:
         raise ValueError(f"{name} '{value}' is unknown; choose one of {', '.join(CHOICES[name])}")
 
 
-def mlp_head(inputs: int, width: int, outputs: int, dropout: float) -> nn.Sequential:
-    """f_t of equation 2: one hidden layer."""
-    return nn.Sequential(
-        nn.Linear(inputs, width), nn.LayerNorm(width), nn.GELU(), nn.Dropout(dropout), nn.Linear(width, outputs)
-    )
-
-
 class SidMlp(nn.Module):
     """The student. It holds the teacher's frozen encoder and embeddings in `source`; the teacher's decoder is kept
     only while training, outside of the weights (`set_teacher`), or where m asks for it."""
@@ -216,37 +210,8 @@ class SidMlp(nn.Module):
         if config.embeddings == "random":
             self.embeddings = nn.Embedding(vocabulary, dim)
 
-        def per_level(make: Any) -> nn.ModuleList:
-            """A module per level; none where the teacher generates the digit."""
-            return nn.ModuleList(nn.Identity() if level < config.m else make(level) for level in range(len(self.sizes)))
-
-        def make_readout(level: int = 0) -> Readout:
-            return Readout(
-                dim, config.attention_width, config.attention_heads, config.ffn_width, config.dropout,
-                ffn=config.context_ffn, given=level * dim,
-            )  # fmt: skip
-
-        self.readout: nn.Module
-        if config.readout == "mean":
-            self.readout = MeanReadout(dim)
-        else:
-            self.readout = make_readout() if config.readout == "attention" else per_level(make_readout)
-
-        def make_head(level: int) -> nn.Sequential:
-            inputs = {
-                "concat": (level + 1) * dim,
-                "none": dim,
-                "sum": 2 * dim,
-                "cascade": dim + config.head_width if level else dim,
-            }[config.prefix]
-            outputs = max(self.sizes) if config.shared_head else self.sizes[level]
-            outputs = vocabulary if config.logits == "vocabulary" else outputs
-            return mlp_head(inputs, config.head_width, outputs, config.dropout)
-
-        if config.shared_head:
-            self.heads = nn.ModuleList([make_head(0)] * len(self.sizes))
-        else:
-            self.heads = per_level(make_head)
+        self.readout: nn.Module = make_readout(config, len(self.sizes), dim)
+        self.heads = make_heads(config, self.sizes, dim, vocabulary)
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
@@ -286,20 +251,12 @@ class SidMlp(nn.Module):
                 weight = weight.narrow(0, self.first_token[level], self.sizes[level])
             return functional.linear(x, weight)
         given = functional.embedding(tokens, self.code_table())  # (B, W, level, D)
-        width = given.shape[1]
         if self.config.readout == "per_digit":
             states, padding = context
             z = cast(nn.ModuleList, self.readout)[level](states, padding, given.flatten(2))  # (B, W, D)
         else:
-            z = context.unsqueeze(1).expand(-1, width, -1)
-        if self.config.prefix == "cascade":
-            hidden = z
-            for before in range(level):
-                hidden = cast(nn.Sequential, self.heads[before])[:-1](hidden)
-                hidden = torch.cat([hidden, given[:, :, before]], -1)
-            return self.heads[level](hidden)
-        joined = {"concat": given.flatten(2), "none": given[:, :, :0].flatten(2), "sum": given.sum(2)}
-        return self.heads[level](torch.cat([z, joined[self.config.prefix]], -1))
+            z = context.unsqueeze(1).expand(-1, given.shape[1], -1)
+        return predict(self.heads, self.config.prefix, z, given)
 
     def set_teacher(self, teacher: Tiger) -> None:
         """Takes encoder and embeddings (and the decoder where m asks for it) from `teacher`, and keeps it, outside of
