@@ -176,14 +176,19 @@ class TextEncoder:
         longest = getattr(model.config, "max_position_embeddings", None) or max_tokens
         self.max_tokens = min(max_tokens, longest, self.tokenizer.model_max_length)
 
-    def encode(self, texts: list[str]) -> np.ndarray:
-        """Embeddings (texts, width) float32, in the order of the texts."""
+    def encode(self, texts: list[str], seconds: list[str] | None = None, separator: bool = False) -> np.ndarray:
+        """Embeddings (texts, width) float32, in the order of the texts.
+
+        `seconds` are read together with the texts, each pair as one input; the longer of the two is cut first.
+        `separator` adds the state of the first [SEP], which ends the text: (texts, 2 width), [SEP] last.
+        """
         import torch
 
         pooled = []
         for start in range(0, len(texts), self.batch_size):
             batch = self.tokenizer(
                 texts[start : start + self.batch_size],
+                None if seconds is None else seconds[start : start + self.batch_size],
                 padding=True,
                 truncation=True,
                 max_length=self.max_tokens,
@@ -198,6 +203,9 @@ class TextEncoder:
                 vectors = (states * mask).sum(1) / mask.sum(1).clamp(min=1)
             if self.normalize:
                 vectors = torch.nn.functional.normalize(vectors, dim=-1)
+            if separator:
+                first = (batch["input_ids"] == self.tokenizer.sep_token_id).int().argmax(1)
+                vectors = torch.cat([vectors, states[torch.arange(len(states)), first]], dim=-1)
             pooled.append(vectors.cpu().numpy())
         return np.concatenate(pooled)
 
@@ -245,7 +253,7 @@ def encode_texts(texts: list[str], name: str, config: EmbedConfig, say: Say = pr
     """Embeddings (texts, width) float32 by the `transformers` encoder `name`; each distinct text once."""
     distinct: dict[str, int] = {}
     which = np.array([distinct.setdefault(text, len(distinct)) for text in texts])
-    say(f"{len(texts)} items, {len(distinct)} distinct texts; loading {name}")
+    say(f"{len(texts)} texts, {len(distinct)} distinct; loading {name}")
     vectors: np.ndarray | None = None
     done, shown = 0, time.monotonic()
     for block in _encode_distributed(list(distinct), name, config, say):
@@ -262,23 +270,28 @@ def encode_texts(texts: list[str], name: str, config: EmbedConfig, say: Say = pr
     return vectors[which]
 
 
-def tfidf_embeddings(texts: list[str], width: int) -> np.ndarray:
-    """TF-IDF and truncated SVD: (texts, at most width) float32, rows of length 1 unless empty."""
+def fit_tfidf(texts: list[str], width: int) -> tuple[Any, Any, np.ndarray]:
+    """TF-IDF and truncated SVD: (vectorizer, SVD, vectors of the texts (texts, at most width))."""
     from sklearn.decomposition import TruncatedSVD
     from sklearn.feature_extraction.text import TfidfVectorizer
-    from sklearn.preprocessing import normalize
 
+    vectorizer = TfidfVectorizer(sublinear_tf=True, max_features=50_000, token_pattern=r"(?u)\b\w+\b")
     try:
-        counts = TfidfVectorizer(sublinear_tf=True, max_features=50_000, token_pattern=r"(?u)\b\w+\b").fit_transform(
-            texts
-        )
+        counts = vectorizer.fit_transform(texts)
     except ValueError as error:
         raise UserError(f"TF-IDF finds no words in {len(texts)} texts ({error}); check embed.template") from error
     width = min(width, counts.shape[1] - 1, counts.shape[0] - 1)
     if width < 1:
         raise UserError(f"TF-IDF finds {counts.shape[1]} words in {counts.shape[0]} texts; it needs 2 of each or more")
-    vectors = TruncatedSVD(width, random_state=0).fit_transform(counts)
-    return normalize(vectors).astype(np.float32)
+    svd = TruncatedSVD(width, random_state=0)
+    return vectorizer, svd, svd.fit_transform(counts)
+
+
+def tfidf_embeddings(texts: list[str], width: int) -> np.ndarray:
+    """TF-IDF and truncated SVD: (texts, at most width) float32, rows of length 1 unless empty."""
+    from sklearn.preprocessing import normalize
+
+    return normalize(fit_tfidf(texts, width)[2]).astype(np.float32)
 
 
 def pca(vectors: np.ndarray, width: int, whiten: bool = True) -> np.ndarray:

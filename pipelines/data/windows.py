@@ -92,19 +92,19 @@ def window_counts(
         return counts, gap
     # Times by rank, so that (key, rank) fits an integer whatever the clock's unit.
     values, rank = np.unique(time, return_inverse=True)
-    order = np.lexsort((rank, key))
-    base = key[order].astype(np.int64) * (len(values) + 1)  # (E,) start of the key's stretch of the line
-    line = base + rank[order]  # ascending
-    moment = time[order]
+    line = key.astype(np.int64) * (len(values) + 1) + rank
+    order = np.argsort(line)
+    rank, moment, line = rank[order], time[order], line[order]
+    base = line - rank  # (E,) start of the key's stretch of the line
     total = np.concatenate([np.zeros((1, marks.shape[1]), np.int64), np.cumsum(marks[order], axis=0, dtype=np.int64)])
 
     def earlier(shift: int) -> np.ndarray:
         """(E,) events on the line before (key, t - shift)."""
-        return np.searchsorted(line, base + np.searchsorted(values, moment - shift))
+        return np.searchsorted(line, base + np.searchsorted(values, values - shift)[rank])
 
     end = earlier(delay_ms)
-    for number, window in enumerate(windows_ms):
-        counts[order, number] = total[end] - total[earlier(window)]
+    if windows_ms:
+        counts[order] = np.stack([total[end] - total[earlier(window)] for window in windows_ms], axis=1)
     last = end - 1
     seen = (end > 0) & (base[last] == base)
     gap[order] = np.where(seen, moment - moment[last], UNSEEN)

@@ -66,7 +66,7 @@ def test_pool_of_actors_encodes_as_one_text_at_a_time(
     assert vectors.dtype == np.float32
     np.testing.assert_allclose(vectors, expected, atol=1e-5)
     distinct = len(set(TEXTS))
-    assert f"{len(TEXTS)} items, {distinct} distinct texts" in said[0]
+    assert f"{len(TEXTS)} texts, {distinct} distinct" in said[0]
     assert said[-1] == f"encoded {distinct} of {distinct} texts"
 
 

@@ -1,0 +1,58 @@
+"""Texts of a search log to embeddings: queries, documents, and the pairs that were shown.
+
+    python -m jobs.encode --tables TABLES --encoder minilm --output TEXT
+
+`--encoder tfidf` needs no weights, `minilm` is a pip package, anything else is a transformers name or folder.
+Each distinct text and each distinct pair is encoded once. Run again, it makes only what is missing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from jobs import cli
+from pipelines.data.search_text import SearchTextConfig, check_search_text, encode_search
+
+
+@dataclass
+class Config:
+    """Options of jobs.encode."""
+
+    tables: str
+    """TABLES of a search log, made by jobs.prepare."""
+    output: str
+    """TEXT: folder for the tables items, queries and pairs."""
+    encoder: str = "minilm"
+    """Text encoder: a transformers hub name or folder, `minilm` (a pip package), or `tfidf` (no weights)."""
+    overwrite: bool = False
+    """Replace tables that are there already."""
+    embed: SearchTextConfig = field(default_factory=SearchTextConfig)
+
+
+def run(config: Config) -> None:
+    """Encodes, and prints what was made and what to run next."""
+    started = time.monotonic()
+
+    def say(message: str) -> None:
+        print(f"[{time.monotonic() - started:6.1f}s] {message}", flush=True)
+
+    check_search_text(config.tables, config.encoder, config.embed)  # before Ray takes its seconds to start
+    cli.start_ray()
+    made = encode_search(config.tables, config.output, config.encoder, config.embed, config.overwrite, say)
+    counts = ", ".join(f"{manifest.rows:,} {name}" for name, manifest in made.items())
+    print(f"{counts}, width {made['items'].info['width']}, in {time.monotonic() - started:.0f} s: {config.output}")
+    print(
+        f"next: python -m jobs.train --config jobs/configs/qgs.yaml --tables {config.tables} --text {config.output} "
+        f"--storage runs --name qgs"
+    )
+
+
+def parse(job: str, argv: Sequence[str] | None = None) -> Config:
+    """The command line."""
+    return cli.parse(Config, job, argv, {"embed": SearchTextConfig})
+
+
+if __name__ == "__main__":
+    cli.main(run, Config, parse)

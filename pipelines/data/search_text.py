@@ -1,0 +1,315 @@
+"""The text of a search log as embeddings: queries alone, documents alone, and document and query together.
+
+`python -m jobs.encode --tables TABLES --encoder minilm --output TEXT` makes the three tables. Each distinct
+text is encoded once, and each distinct pair that was shown to anyone once, in Ray Data actors that write
+their parts themselves: the driver holds the keys of the pairs and never their embeddings.
+
+The condition on which a model predicts is the query alone. The paper takes the [SEP] state of one pass over
+query and document; the encoder is bidirectional, so that state has seen the document that is to be
+predicted. `query_condition: joint` stores it too, for comparison, and warns.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import ray
+import ray.data
+
+from models.tables import (
+    Manifest,
+    Part,
+    UserError,
+    has_manifest,
+    join,
+    part_uris,
+    read_manifest,
+    read_parquet,
+    read_table,
+)
+from pipelines.data.embed import (
+    ROWS_PER_PART,
+    EmbedConfig,
+    TextEncoder,
+    encode_texts,
+    encoder_version,
+    fit_tfidf,
+    item_texts,
+)
+from pipelines.data.tables import check_writable, commit, embeddings_schema, fingerprint, up_to_date, write_part
+from pipelines.data.tasks import run_tasks
+
+Say = Callable[[str], None]
+
+PAIRS_PER_PART = 1 << 15
+PAIR = ("item_index", "query_index")
+WARNING = (
+    "warning: query_condition joint stores the [SEP] state of query and document together, which has seen the "
+    "document: a model that is conditioned on it reads its own target; use it for comparison only"
+)
+
+
+@dataclass(frozen=True)
+class SearchTextConfig(EmbedConfig):
+    """Texts of a search log to embeddings."""
+
+    max_tokens: int = 180
+    """Tokens per text or pair; longer ones are cut (Sec. 4.1 of QGS)."""
+    svd: int = 64
+    """Width of the TF-IDF encoder's truncated SVD."""
+    query_condition: Literal["query", "joint"] = "query"
+    """`query`: the query alone. `joint`: adds the [SEP] state over query and document to the pairs, which leaks."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.query_condition not in ("query", "joint"):
+            raise ValueError(f"embed.query_condition is {self.query_condition!r}; it must be 'query' or 'joint'")
+
+
+class TfidfEncoder:
+    """TF-IDF and truncated SVD of the documents' words; a text of none of these words is all zeros."""
+
+    def __init__(self, texts: list[str], width: int) -> None:
+        self.vectorizer, self.svd, _ = fit_tfidf(texts, width)
+
+    def encode(self, texts: list[str], seconds: list[str] | None = None, separator: bool = False) -> np.ndarray:
+        """Embeddings (texts, width) float32; with `seconds`, of both texts as one. It has no [SEP]."""
+        from sklearn.preprocessing import normalize
+
+        whole = texts if seconds is None else [f"{a} {b}" for a, b in zip(texts, seconds, strict=True)]
+        return normalize(self.svd.transform(self.vectorizer.transform(whole))).astype(np.float32)
+
+
+class PairEncoder:
+    """A Ray Data actor: blocks of pairs to parts of the `pairs` table."""
+
+    def __init__(self, shared: dict[str, ray.ObjectRef], config: SearchTextConfig, output_uri: str) -> None:
+        """`shared` holds the texts of `items` and `queries`, and as `encoder` a name or a fitted TfidfEncoder."""
+        self.items, self.queries, encoder = (ray.get(shared[name]) for name in ("items", "queries", "encoder"))
+        joint = config.query_condition == "joint"
+        self.encoder = encoder
+        if isinstance(encoder, str):
+            self.encoder = TextEncoder(encoder, config.pooling, config.max_tokens, config.batch_size, config.normalize)
+            if joint and self.encoder.tokenizer.sep_token_id is None:
+                raise UserError(f"{encoder} has no [SEP] token; use --embed.query_condition query")
+        self.output_uri, self.joint = output_uri, joint
+
+    def __call__(self, block: pa.Table) -> pa.Table:
+        item, query = (block[name].to_numpy() for name in PAIR)
+        documents = [self.items[i] for i in item]
+        queries = [self.queries[i] if i >= 0 else "" for i in query]
+        # texts of like length beside each other: a batch is padded to its longest
+        order = np.argsort([-len(a) - len(b) for a, b in zip(queries, documents, strict=True)], kind="stable")
+        vectors = self.encoder.encode([queries[i] for i in order], [documents[i] for i in order], self.joint)
+        back = np.empty_like(vectors)
+        back[order] = vectors
+        columns = np.split(back, 2, axis=1) if self.joint else [back]
+        schema = embeddings_schema(columns[0].shape[1], PAIR, ("embedding", "joint")[: len(columns)])
+        lists = [as_lists(column) for column in columns]
+        part = write_part(
+            self.output_uri, pa.Table.from_arrays([pa.array(item), pa.array(query), *lists], schema=schema)
+        )
+        first = int(item[0]) << 32 | int(query[0]) + 1
+        return pa.table({"first": [first], "width": [columns[0].shape[1]], "part": [json.dumps(asdict(part))]})
+
+
+def as_lists(vectors: np.ndarray) -> pa.Array:
+    """(rows, width) as a column of fixed-size lists."""
+    return pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(vectors).reshape(-1)), vectors.shape[1])
+
+
+def _part_pairs(uri: str) -> np.ndarray:
+    """Distinct pairs of one part of sequences: item_index in the upper 32 bits, query_index + 1 in the lower."""
+    table = read_parquet(uri, ["item_index", "query_index", "requests"])
+    requests = table["requests"].combine_chunks().flatten()
+    shown, asked = (pc.struct_field(requests, name) for name in ("candidates", "query_index"))
+    of_candidates = [shown.flatten().to_numpy(), np.repeat(asked.to_numpy(), pc.list_value_length(shown).to_numpy())]
+    of_behaviours = [table[name].combine_chunks().flatten().to_numpy() for name in PAIR]
+    item, query = (np.concatenate(both).astype(np.int64) for both in zip(of_candidates, of_behaviours, strict=True))
+    return np.unique(item << 32 | query + 1)
+
+
+def distinct_pairs(parts: list[str]) -> np.ndarray:
+    """All pairs of a behaviour or a candidate, sorted by item, then query, as `_part_pairs` codes them."""
+    found = np.zeros(0, dtype=np.int64)
+    for _, pairs in run_tasks(_part_pairs, [(uri,) for uri in parts]):
+        found = np.union1d(found, pairs)
+    return found
+
+
+@dataclass
+class _Encoding:
+    """One call of `encode_search`."""
+
+    tables: str
+    output: str
+    encoder: str
+    config: SearchTextConfig
+    overwrite: bool
+    say: Say
+
+    def origin(self, names: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
+        """Settings and inputs that a table depends on."""
+        used = asdict(self.config)
+        for name in ("batch_size", "workers", "whiten"):  # how, not what; and no PCA here
+            del used[name]
+        if self.encoder == "tfidf":
+            used = {name: used[name] for name in ("template", "empty", "svd")}
+        else:
+            del used["svd"]
+            if "sequences" not in names:
+                del used["query_condition"]  # of pairs alone
+        inputs = {name: read_manifest(join(self.tables, name), name).hash for name in names}
+        return {"encoder": self.encoder, **used}, inputs | {"encoder": encoder_version(self.encoder)}
+
+    def finished(self, name: str, inputs: tuple[str, ...]) -> Manifest | None:
+        uri = join(self.output, name)
+        if self.overwrite or not has_manifest(uri):
+            return None
+        if not up_to_date(uri, fingerprint(*self.origin(inputs))):
+            raise UserError(f"{uri} was made from other input or settings; use --overwrite, or another --output")
+        self.say(f"{name}: up to date")
+        return read_manifest(uri, "embeddings")
+
+    def alone(self, texts: dict[str, list[str]], fitted: TfidfEncoder | None) -> dict[str, Manifest]:
+        """The tables of documents alone and of queries alone, by name: one pass encodes what is missing."""
+        begin = time.monotonic()
+        made = {name: done for name in texts if (done := self.finished(name, self.inputs(name)))}
+        missing = [name for name in texts if name not in made]
+        for name in missing:
+            check_writable(join(self.output, name))
+        whole = [text for name in missing for text in texts[name]]
+        if not whole:
+            vectors = np.zeros((0, made["items"].info["width"] if made else 0), np.float32)
+        elif fitted is not None:
+            vectors = fitted.encode(whole)
+        else:
+            vectors = encode_texts(whole, self.encoder, self.config, self.say)
+        for name in missing:
+            mine, vectors = np.split(vectors, [len(texts[name])])
+            made[name] = self.commit_texts(name, texts[name], mine, begin)
+        return made
+
+    def inputs(self, name: str) -> tuple[str, ...]:
+        """Tables that a table of embeddings is made from."""
+        return {"items": ("items",), "queries": ("items", "queries")}.get(name, ("items", "queries", "sequences"))
+
+    def commit_texts(self, name: str, texts: list[str], vectors: np.ndarray, begin: float) -> Manifest:
+        """One row per text, in the order of the texts."""
+        uri = join(self.output, name)
+        schema = embeddings_schema(vectors.shape[1], ["item_index" if name == "items" else "query_index"])
+        parts = []
+        for start in range(0, len(vectors), ROWS_PER_PART):
+            rows = vectors[start : start + ROWS_PER_PART]
+            index = pa.array(np.arange(start, start + len(rows), dtype=np.int32))
+            parts.append(write_part(uri, pa.Table.from_arrays([index, as_lists(rows)], schema=schema)))
+        config, hashes = self.origin(self.inputs(name))
+        unknown = int((~vectors.any(axis=1)).sum())
+        info = {
+            "encoder": self.encoder,
+            "width": vectors.shape[1],
+            "texts": len(texts),
+            "distinct_texts": len(set(texts)),
+            "texts_without_known_word": unknown,
+        }
+        manifest = commit(
+            uri, "embeddings", schema, parts, config=config, inputs=hashes, info=info,
+            timings={"encode_s": round(time.monotonic() - begin, 2)},
+        )  # fmt: skip
+        note = f", {unknown:,} of no known word (zeros)" if unknown else ""
+        self.say(f"{name}: {len(texts):,} texts, {info['distinct_texts']:,} distinct, width {vectors.shape[1]}{note}")
+        return manifest
+
+    def pairs(self, items: list[str], queries: list[str], fitted: TfidfEncoder | None) -> Manifest:
+        """The table of pairs, sorted by item, then query; query_index -1 is the empty query."""
+        inputs = self.inputs("pairs")
+        if finished := self.finished("pairs", inputs):
+            return finished
+        begin, uri = time.monotonic(), join(self.output, "pairs")
+        check_writable(uri)
+        sequences = join(self.tables, "sequences")
+        keys = distinct_pairs(part_uris(sequences, read_manifest(sequences, "sequences")))
+        item, query = (keys >> 32).astype(np.int32), ((keys & 0xFFFFFFFF) - 1).astype(np.int32)
+        blocks = [
+            pa.table({"item_index": item[low : low + PAIRS_PER_PART], "query_index": query[low : low + PAIRS_PER_PART]})
+            for low in range(0, len(keys), PAIRS_PER_PART)
+        ]
+        texts = {"items": items, "queries": queries, "encoder": fitted or self.encoder}
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
+        resources = ray.cluster_resources()
+        gpus = 0 if fitted else int(resources.get("GPU", 0))
+        workers = min(len(blocks), self.config.workers or gpus or int(resources.get("CPU", 1)))
+        self.say(f"pairs: {len(keys):,} distinct in {len(blocks)} parts; {workers} encoder actors")
+        dataset = ray.data.from_arrow(blocks).map_batches(
+            PairEncoder,
+            fn_constructor_args=({name: ray.put(value) for name, value in texts.items()}, self.config, uri),
+            batch_size=None,  # a block is a part of the table
+            batch_format="pyarrow",
+            compute=ray.data.ActorPoolStrategy(size=workers),
+            num_cpus=1,
+            num_gpus=1 if gpus else 0,
+        )
+        dataset.context.enable_progress_bars = False
+        written, width, done = [], 0, 0
+        block: Any
+        for block in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
+            for record in block.to_pylist():
+                part, width = Part(**json.loads(record["part"])), record["width"]
+                written.append((record["first"], part))
+                done += part.rows
+            rate = done / (time.monotonic() - begin)
+            self.say(f"pairs: {done:,} of {len(keys):,} encoded, {rate:,.0f} a second")
+        config, hashes = self.origin(inputs)
+        vectors = ("embedding", "joint") if self.config.query_condition == "joint" else ("embedding",)
+        return commit(
+            uri, "embeddings", embeddings_schema(width, PAIR, vectors), [part for _, part in sorted(written)],
+            config=config, inputs=hashes,
+            info={"encoder": self.encoder, "width": width, "pairs": len(keys)},
+            timings={"encode_s": round(time.monotonic() - begin, 2)},
+        )  # fmt: skip
+
+
+def encode_search(
+    tables_uri: str,
+    output_uri: str,
+    encoder: str,
+    config: SearchTextConfig | None = None,
+    overwrite: bool = False,
+    say: Say = print,
+) -> dict[str, Manifest]:
+    """Makes the tables `items`, `queries` and `pairs` of embeddings; finished ones of the same input stay.
+
+    Raises UserError for tables that are not of a search log, and for texts and encoders that do not work.
+    """
+    config = config or SearchTextConfig()
+    run = _Encoding(tables_uri, output_uri, encoder, config, overwrite, say)
+    check_search_text(tables_uri, encoder, config)
+    if config.query_condition == "joint":
+        say(WARNING)
+    items = item_texts(read_table(join(tables_uri, "items"), "items"), config)
+    queries: list[str] = []
+    if read_manifest(join(tables_uri, "queries"), "queries").rows:
+        queries = read_table(join(tables_uri, "queries"), "queries")["query"].to_pylist()
+    fitted = TfidfEncoder(items, config.svd) if encoder == "tfidf" else None
+    made = run.alone({"items": items, "queries": queries}, fitted)
+    return made | {"pairs": run.pairs(items, queries, fitted)}
+
+
+def check_search_text(tables_uri: str, encoder: str, config: SearchTextConfig) -> None:
+    """What can be known before Ray starts. Raises UserError."""
+    kind = read_manifest(join(tables_uri, "sequences"), "sequences").info.get("kind")
+    if kind != "search":
+        raise UserError(
+            f"{tables_uri} holds sequences of kind '{kind}', not search; set kind: search in the source's prepare"
+        )
+    if encoder == "tfidf" and config.query_condition == "joint":
+        raise UserError("tfidf has no [SEP] token for query_condition joint; use a transformers encoder, or query")
+    encoder_version(encoder)

@@ -1,0 +1,182 @@
+"""Text of a search log: each text and pair once, in order, equal to encoding one at a time; the [SEP] state leaks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from sklearn.metrics.pairwise import cosine_similarity
+from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTokenizerFast
+
+from jobs import encode as job
+from models.tables import UserError, join, read_manifest, read_table
+from pipelines.data import search_text
+from pipelines.data.embed import TextEncoder
+from pipelines.data.prepare import PrepareConfig, prepare
+from pipelines.data.search_simulator import simulate_search
+from pipelines.data.search_text import SearchTextConfig, TfidfEncoder, encode_search
+from pipelines.data.simulator import MAKERS, NOUNS, STYLES, TRAITS
+from pipelines.data.sources import load_source
+from pipelines.data.tables import commit
+
+SOURCE = Path(__file__).parents[3] / "jobs" / "configs" / "sources" / "simulated_search.yaml"
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random BERT of width 16 that knows the words of simulated items."""
+    folder = tmp_path_factory.mktemp("bert")
+    words = sorted({word.lower() for word in [*NOUNS, *STYLES, *TRAITS, *MAKERS, "made", "by"]})
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(tokens), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=40, initializer_range=0.5,
+    )  # fmt: skip
+    BertModel(config).eval().save_pretrained(folder)
+    BertTokenizerFast(vocab={token: i for i, token in enumerate(tokens)}, model_max_length=40).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> str:
+    """Tables of a small simulated log, in two parts."""
+    folder = tmp_path_factory.mktemp("text")
+    simulate_search(str(folder / "raw"), 20, 50, 60, 3, 0.5)
+    source, defaults = load_source(str(SOURCE))
+    prepare(source, str(folder / "raw"), str(folder / "tables"), PrepareConfig.of(defaults, {"partitions": 2}), say=str)
+    return str(folder / "tables")
+
+
+def texts_of(tables: str) -> tuple[list[str], list[str]]:
+    items = read_table(join(tables, "items")).to_pylist()
+    queries = read_table(join(tables, "queries"))["query"].to_pylist()
+    return [f"{row['text_title']} {row['text_description']}" for row in items], queries
+
+
+def shown_pairs(tables: str) -> list[tuple[int, int]]:
+    rows = read_table(join(tables, "sequences")).to_pylist()
+    pairs = {(i, r["query_index"]) for row in rows for r in row["requests"] for i in r["candidates"]}
+    return sorted(pairs | {pair for row in rows for pair in zip(row["item_index"], row["query_index"], strict=True)})
+
+
+def vectors(table: pa.Table, column: str = "embedding") -> np.ndarray:
+    return np.array(table[column].to_pylist(), dtype=np.float32)
+
+
+def state(folder: str, query: str, document: str) -> tuple[np.ndarray, np.ndarray]:
+    """(pooled, first [SEP]) of one pair on its own."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
+    inputs = tokenizer(query, document, truncation=True, max_length=24, return_tensors="pt")
+    with torch.inference_mode():
+        states = model(**inputs)[0][0]
+    first = inputs["input_ids"][0].tolist().index(tokenizer.sep_token_id)
+    pooled = states.mean(0)
+    return (pooled / pooled.norm()).numpy(), states[first].numpy()
+
+
+def test_texts_and_pairs_are_encoded_once_and_as_one_at_a_time(
+    tables: str, bert: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search_text, "PAIRS_PER_PART", 100)
+    config = SearchTextConfig(max_tokens=24, batch_size=7, workers=1, query_condition="joint")
+    said: list[str] = []
+    made = encode_search(tables, str(tmp_path), bert, config, say=said.append)
+    assert any("has seen the document" in line for line in said)
+    items, queries = texts_of(tables)
+    found = {name: read_table(str(tmp_path / name), "embeddings") for name in made}
+    assert found["items"]["item_index"].to_pylist() == list(range(len(items)))
+    assert found["queries"]["query_index"].to_pylist() == list(range(len(queries)))
+    encoder = TextEncoder(bert, "mean", 24, 1, True)
+    np.testing.assert_allclose(vectors(found["items"]), encoder.encode(items), atol=1e-5)
+    np.testing.assert_allclose(vectors(found["queries"]), encoder.encode(queries), atol=1e-5)
+
+    keys = list(zip(*(found["pairs"][name].to_pylist() for name in search_text.PAIR), strict=True))
+    assert keys == shown_pairs(tables)
+    assert len(made["pairs"].files) == -(-len(keys) // 100) > 1
+    embedding, joint = vectors(found["pairs"]), vectors(found["pairs"], "joint")
+    for place in range(0, len(keys), 37):
+        item, query = keys[place]
+        pooled, separator = state(bert, queries[query], items[item])
+        np.testing.assert_allclose(embedding[place], pooled, atol=1e-5)
+        np.testing.assert_allclose(joint[place], separator, atol=1e-4)
+
+    # The joint condition of one query differs by document; the query alone cannot.
+    query = max({q for _, q in keys}, key=[q for _, q in keys].count)
+    same = [place for place, (_, q) in enumerate(keys) if q == query]
+    assert np.abs(joint[same] - joint[same[0]]).max() > 0.01
+    assert made["pairs"].inputs["sequences"] == read_manifest(join(tables, "sequences")).hash
+    assert {manifest.info["width"] for manifest in made.values()} == {16}
+
+    again = encode_search(tables, str(tmp_path), bert, config, say=said.append)
+    assert {name: manifest.hash for name, manifest in again.items()} == {n: m.hash for n, m in made.items()}
+    assert said[-3:] == ["items: up to date", "queries: up to date", "pairs: up to date"]
+    with pytest.raises(UserError, match="use --overwrite"):
+        encode_search(tables, str(tmp_path), bert, SearchTextConfig(max_tokens=12), say=said.append)
+
+
+def test_tfidf_needs_no_weights_and_knows_the_words_of_documents_only(tables: str, tmp_path: Path) -> None:
+    config = job.Config(tables=tables, output=str(tmp_path), encoder="tfidf", embed=SearchTextConfig(svd=12))
+    job.run(config)
+    items, queries = texts_of(tables)
+    found = {name: read_table(str(tmp_path / name)) for name in ("items", "queries", "pairs")}
+    assert [len(found[name]) for name in ("items", "queries")] == [len(items), len(queries)]
+    encoder = TfidfEncoder(items, 12)
+    np.testing.assert_allclose(vectors(found["queries"]), encoder.encode(queries), atol=1e-5)
+    item, query = shown_pairs(tables)[5]
+    both = encoder.encode([f"{queries[query]} {items[item]}"])
+    np.testing.assert_allclose(vectors(found["pairs"])[5], both[0], atol=1e-5)
+    near = cosine_similarity(encoder.encode([queries[0]]), vectors(found["items"]))[0]
+    assert queries[0].split()[-1] in items[int(near.argmax())]
+    assert not encoder.encode(["zzz unheard"]).any()
+
+
+def test_queries_of_unknown_words_and_no_query_are_defined(tmp_path: Path, ray_local: None) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    rows = [
+        "u,s1,1000,red lamp,a,1",
+        "u,s1,1000,red lamp,b,0",
+        "u,s2,2000,zzz,a,1",
+        "u,s3,3000,,b,0",
+        "u,s4,9000,red,b,1",
+    ]
+    (raw / "log.csv").write_text("user,search,ms,query,item,click\n" + "\n".join(rows))
+    (raw / "items.csv").write_text("item,title\na,red lamp shade\nb,blue lamp oil\n")
+    (tmp_path / "source.yaml").write_text(
+        "{layout: mapping, files: log.csv, user: user, item: item, request: search, query: query, "
+        "time: {column: ms, unit: ms}, labels: {click: {column: click}}, "
+        "items: {files: items.csv, item: item, texts: [title]}}"
+    )
+    source, _ = load_source(str(tmp_path / "source.yaml"))
+    out = str(tmp_path / "tables")
+    prepare(
+        source,
+        str(raw),
+        out,
+        PrepareConfig.of({"kind": "search", "core": 0, "behaviour": "click", "split": {"kind": "leave_last_out"}}),
+        say=str,
+    )
+    made = encode_search(out, str(tmp_path / "text"), "tfidf", SearchTextConfig(svd=1), say=str)
+    assert made["queries"].info["texts_without_known_word"] == 1
+    pairs = read_table(str(tmp_path / "text" / "pairs"))
+    keys = list(zip(pairs["item_index"].to_pylist(), pairs["query_index"].to_pylist(), strict=True))
+    assert keys == [(0, 1), (0, 2), (1, -1), (1, 0), (1, 1)]  # queries: red, red lamp, zzz
+    assert np.isfinite(vectors(pairs)).all()
+
+
+def test_what_cannot_be_encoded_is_refused(tables: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no \\[SEP\\] token"):
+        encode_search(tables, str(tmp_path), "tfidf", SearchTextConfig(query_condition="joint"))
+    with pytest.raises(ValueError, match="'query' or 'joint'"):
+        SearchTextConfig(query_condition="sep")  # type: ignore[arg-type]
+    assert SearchTextConfig().max_tokens == 180
+    schema = pa.schema([("user_id", pa.string())])
+    retrieval = str(tmp_path / "tables")
+    commit(join(retrieval, "sequences"), "sequences", schema, [], config={}, inputs={}, info={"kind": "retrieval"})
+    with pytest.raises(UserError, match="of kind 'retrieval', not search"):
+        job.run(job.Config(tables=retrieval, output=str(tmp_path / "text"), encoder="tfidf"))
+    assert not (tmp_path / "text").exists()
