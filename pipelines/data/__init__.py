@@ -1,1 +1,1 @@
-"""Ray Data: raw logs to events and sequences; items to embeddings, semantic IDs and a trie."""
+"""On Ray: raw logs to events and sequences; items to embeddings, semantic IDs and a trie."""
