@@ -47,7 +47,8 @@ class HSTULayer(nn.Module):
         count = x.shape[1]
         u, v, q, k = functional.silu(self.project(self.norm(x))).chunk(4, -1)
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))  # (B, H, L, d)
-        scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[-1])  # (B, H, L, L)
+        v = v / self.length if mask is None else v * (mask[:, None, :, None] / self.length)
+        scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(2, 3)  # (B, H, L, L)
         if self.by_distance is not None and self.by_time is not None:
             place = torch.arange(count, device=x.device)
             scores = scores + self.by_distance[place[:, None] - place + self.length - 1]
@@ -55,11 +56,9 @@ class HSTULayer(nn.Module):
                 apart = (times[:, :, None] - times[:, None]).abs().double() / 1000
                 bucket = torch.log2(1 + apart).long().clamp(max=self.TIME_BUCKETS - 1)
                 scores = scores + self.by_time[bucket][:, None]
-        weights = functional.silu(scores) / self.length
+        weights = functional.silu(scores)
         if self.causal:
             weights = weights.tril()
-        if mask is not None:
-            weights = weights * mask[:, None, None]
         mixed = (weights @ v).transpose(1, 2).flatten(2)
         x = x + functional.dropout(self.out(self.mixed_norm(mixed) * u), self.dropout, self.training)
         return x if self.ffn is None else x + functional.dropout(self.ffn(x), self.dropout, self.training)
