@@ -4,9 +4,10 @@
         --name sid_mlp --model.teacher runs/tiger
 
 The teacher's encoder and embeddings stay frozen. z = readout(states) is computed once per user (equation 1,
-`readout.py`), the logits of digit t are f_t([z; e(c_1); ...; e(c_{t-1})]) (equation 2), and both are trained on
-the teacher's logits and the target (equation 3), with the teacher in the loop. Recommending needs no teacher.
-The paper's ablations are options of the one model; each has its YAML under `jobs/configs/sid_mlp/`.
+`readout.py`), the logits of digit t are f_t([z; e(c_1); ...; e(c_{t-1})]) (equation 2, `heads.py`), and both are
+trained on the teacher's logits and the target (equation 3, `distillation.py`), with the teacher in the loop.
+Recommending needs no teacher. The paper's ablations are options of the one model; each has its YAML under
+`jobs/configs/sid_mlp/`.
 
 Shapes: `B` requests, `S` tokens of a history, `D` width, `W` beams, `L` levels (digits), `C_l` codes of
 level l, `V` tokens of the vocabulary.
@@ -55,15 +56,15 @@ class SidMlpConfig:
     path: Path = "fast"
     """`fast` is the same search with shared work done once, where it covers the variant; `plain` is the definition."""
     attention_heads: int = 4
-    """Heads of the readout (Table 12)."""
+    """Heads of the readout (public code; swept over 4 and 8, Appendix C.2)."""
     attention_width: int = 384
-    """Inner width of the readout (Table 12)."""
+    """Inner width of the readout (public code; swept from 128 to 512, Appendix C.2)."""
     ffn_width: int = 1024
-    """Inner width of the readout's feed-forward."""
+    """Inner width of the readout's feed-forward (public code)."""
     head_width: int = 512
-    """Hidden width of each digit's head (Appendix E.1)."""
+    """Hidden width of each digit's head (public code; swept from 128 to 2048, Appendix C.2)."""
     dropout: float = 0.2
-    """Dropout of heads and feed-forward (Appendix C.2)."""
+    """Dropout of heads and feed-forward (public code; 0.1 and 0.2 in Appendix C.2)."""
     alpha: float = 0.7
     """Weight of the teacher against the target (Eq. 3); 0 is training from scratch (Table 8; Table 5, w/o KL)."""
     tau: float = 1.0
@@ -209,7 +210,6 @@ class SidMlp(nn.Module):
             return
         if config.embeddings == "random":
             self.embeddings = nn.Embedding(vocabulary, dim)
-
         self.readout: nn.Module = make_readout(config, len(self.sizes), dim)
         self.heads = make_heads(config, self.sizes, dim, vocabulary)
 
