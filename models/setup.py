@@ -163,8 +163,8 @@ def score(
     measure = getattr(model, "measure", None) or partial(family.measure, model)
     batches = examples.batches(batch_size)
     if limit and limit < len(examples):
-        rows = np.concatenate(list(batches))[np.linspace(0, len(examples) - 1, limit).astype(np.int64)]
-        batches = (rows[i : i + batch_size] for i in range(0, limit, batch_size))
+        chosen = np.concatenate(list(batches))[np.linspace(0, len(examples) - 1, limit).astype(np.int64)]
+        batches = (chosen[i : i + batch_size] for i in range(0, limit, batch_size))
     for rows in batches:
         batch = to_device(examples.collate(rows), device)
         began = time.perf_counter()
