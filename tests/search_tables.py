@@ -59,7 +59,9 @@ def request(time: int, query: int, end: int, split: str, shown: list[int], click
     }  # fmt: skip
 
 
-def write_text(folder: str, sequences: str, items: np.ndarray, queries: np.ndarray, joint: bool = False) -> None:
+def write_text(
+    folder: str, inputs: dict[str, str], items: np.ndarray, queries: np.ndarray, joint: bool = False
+) -> None:
     """TEXT of these vectors; a pair is the mean of its two, its joint form leans to the document."""
     count = len(items) * (len(queries) + 1)
     item, query = np.divmod(np.arange(count), len(queries) + 1)
@@ -73,7 +75,7 @@ def write_text(folder: str, sequences: str, items: np.ndarray, queries: np.ndarr
         if joint and name == "pairs":
             seen = (2 * items[item] + vectors).astype(np.float32)
             columns["joint"] = pa.FixedSizeListArray.from_arrays(pa.array(seen.ravel()), WIDTH)
-        write(join(folder, name), "embeddings", pa.table(columns), {"encoder": "test"}, {"sequences": sequences})
+        write(join(folder, name), "embeddings", pa.table(columns), {"encoder": "test"}, inputs)
 
 
 def write_tables(folder: Path, rows: list[dict], items: int, queries: int, joint: bool = False) -> tuple[str, str]:
@@ -81,14 +83,15 @@ def write_tables(folder: Path, rows: list[dict], items: int, queries: int, joint
     tables, text = str(folder / "tables"), str(folder / "text")
     rng = np.random.default_rng(0)
     names = {"items": ("item_index", "item_id", items), "queries": ("query_index", "query", queries)}
+    hashes = {}
     for name, (index, word, count) in names.items():
         values = {index: np.arange(count, dtype=np.int32), word: [f"{word}-{i:03d}" for i in range(count)]}
-        write(join(tables, name), name, pa.table(values), {}, {})
+        hashes[name] = write(join(tables, name), name, pa.table(values), {}, {}).hash
     info = {"kind": "search", "labels": list(LABELS), "features": list(FEATURES), "dataset": "search-test"}
     made = write(join(tables, "sequences"), "sequences", pa.Table.from_pylist(rows, SCHEMA), info, {})
     topics = rng.standard_normal((4, WIDTH))
     vectors = [topics[np.arange(n) % 4] + 0.1 * rng.standard_normal((n, WIDTH)) for n in (items, queries)]
-    write_text(text, made.hash, vectors[0], vectors[1], joint)
+    write_text(text, hashes | {"sequences": made.hash}, vectors[0], vectors[1], joint)
     return tables, text
 
 

@@ -4,8 +4,9 @@
 
 Variants, one row per mode and length: `linear_hstu`; `hstu`, without its relative bias, which favours it; and
 `projections`, the same four products of every layer and nothing else, which is the floor of both (HSTU's fifth
-product, of its output, is not in it). `append` adds one behaviour to cached states of users, to be compared
-with `linear_hstu` of the length at which they would be encoded anew. Weights are random.
+product, of its output, is not in it). `append` adds one behaviour to the cached states of several users,
+beside `linear_hstu`, which encodes their 1,000 anew; of one user alone most of the time goes into reading the
+weights. Weights are random.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from models.search.encoders import HSTULayer, LinearHSTU
 MODES = ("forward", "train")
 LENGTHS = (100, 300, 1000, 4000)
 VARIANTS = ("hstu", "linear_hstu", "projections", "append")
+
+APPEND_USERS, APPEND_LENGTH = 32, 1000
+"""Users whose states `append` goes on from, and the behaviours that each would have to be encoded anew."""
 
 MOST_ATTENTION_MB = 6000
 """`hstu` is left out where training would keep more than this of attention matrices."""
@@ -95,8 +99,8 @@ def memory_of(variant: str, params: Row) -> float:
 
 def fits(variant: str, params: Row) -> bool:
     """Whether the variant is one of this mode and length."""
-    if variant == "append":
-        return params["mode"] == "forward"
+    if variant == "append" or params["mode"] == "append":
+        return params["mode"] == "append" and variant in ("linear_hstu", "append")
     if variant != "hstu" or params["mode"] != "train":
         return True
     matrices = 3 * params["layers"] * params["heads"] * params["batch"]  # scores, SiLU and its causal part
@@ -115,16 +119,18 @@ def search_encoder(
     lengths: Iterable[int] = LENGTHS,
     variants: Iterable[str] = VARIANTS,
 ) -> Iterator[Row]:
-    """Users per second of every variant, mode by mode and length by length."""
+    """Users per second of every variant, mode by mode and length by length; last, of appending."""
     variants = list(variants)
-    for mode in modes:
-        for length in lengths:
-            params: Row = {
-                "mode": mode, "length": length, "batch": batch, "width": width, "layers": layers, "heads": heads,
-                "threads": threads, "seed": seed, "runs": runs,
-                "device": torch.cuda.get_device_name() if device().type == "cuda" else "cpu",
-            }  # fmt: skip
-            chosen = [variant for variant in variants if fits(variant, params)]
-            memory = {variant: peak_memory(memory_of, variant, params) for variant in chosen}
-            calls = {variant: call_of(variant, params) for variant in chosen}
-            yield from paired("search_encoder", calls, params, batch, memory)
+    settings = [(mode, length, batch) for mode in modes for length in lengths]
+    if "append" in variants:
+        settings.append(("append", APPEND_LENGTH, APPEND_USERS))
+    for mode, length, users in settings:
+        params: Row = {
+            "mode": mode, "length": length, "batch": users, "width": width, "layers": layers, "heads": heads,
+            "threads": threads, "seed": seed, "runs": runs,
+            "device": torch.cuda.get_device_name() if device().type == "cuda" else "cpu",
+        }  # fmt: skip
+        chosen = [variant for variant in variants if fits(variant, params)]
+        memory = {variant: peak_memory(memory_of, variant, params) for variant in chosen}
+        calls = {variant: call_of(variant, params) for variant in chosen}
+        yield from paired("search_encoder", calls, params, users, memory)

@@ -70,7 +70,8 @@ class SearchCatalogue:
         sequences = search_manifest(join(tables, "sequences"))
         made = {name: read_manifest(join(tables, name), name) for name in ("items", "queries")}
         parts = {name: read_manifest(join(text, name)) for name in ("items", "queries", "pairs")}
-        if parts["pairs"].inputs.get("sequences") != sequences.hash:
+        expected = {"pairs": ("sequences", sequences.hash), **{name: (name, made[name].hash) for name in made}}
+        if any(parts[name].inputs.get(table) != hash_ for name, (table, hash_) in expected.items()):
             raise UserError(f"the text of {text} was made from other tables than {tables}; run jobs.encode again")
         items, queries = made["items"].rows, made["queries"].rows
         pairs = read_table(join(text, "pairs"))

@@ -28,6 +28,8 @@ class Text(nn.Module):
         tables["joint"] = torch.zeros(0) if catalogue.joint is None else catalogue.joint
         for name, table in tables.items():
             self.register_buffer(name, table, persistent=False)
+        size = float(catalogue.items.square().mean().sqrt())
+        self.gain = 1 / size if size > 0 else 1.0  # normalised vectors of W numbers are small beside features
         self.document = nn.Linear(catalogue.items.shape[1], width)
         self.of_query = nn.Linear(catalogue.items.shape[1], width)
 
@@ -35,23 +37,24 @@ class Text(nn.Module):
         """(..., E): the query alone; zero where there is none."""
         if not len(self.queries):
             return self.of_query.weight.new_zeros(*query.shape, self.of_query.out_features)
-        return self.of_query(self.queries[query.clamp(min=0)]) * (query != NO_QUERY)[..., None]
+        return self.of_query(self.gain * self.queries[query.clamp(min=0)]) * (query != NO_QUERY)[..., None]
 
     def item(self, item: Tensor) -> Tensor:
         """(..., E): the document alone. Padding gives that of item 0."""
-        return self.document(self.items[item.clamp(min=0)])
+        return self.document(self.gain * self.items[item.clamp(min=0)])
 
     def pair(self, item: Tensor, query: Tensor) -> Tensor:
         """(..., E): document and query together ([CLS] in Eq. 1 of QGS); the document alone without a query."""
         place = self.place(item, query)
-        return self.document(
-            torch.where((place >= 0)[..., None], self.pairs[place.clamp(min=0)], self.items[item.clamp(min=0)])
-        )
+        alone = self.items[item.clamp(min=0)]
+        if len(self.pairs):
+            alone = torch.where((place >= 0)[..., None], self.pairs[place.clamp(min=0)], alone)
+        return self.document(self.gain * alone)
 
     def seen(self, item: Tensor, query: Tensor) -> Tensor:
         """(..., E): the [SEP] output over query and document, which has seen the document; zero without a query."""
         place = self.place(item, query)
-        return self.of_query(self.joint[place.clamp(min=0)]) * (place >= 0)[..., None]
+        return self.of_query(self.gain * self.joint[place.clamp(min=0)]) * (place >= 0)[..., None]
 
     def place(self, item: Tensor, query: Tensor) -> Tensor:
         """(...) int64: row of each pair, -1 for padding and where there is no query.
