@@ -142,29 +142,31 @@ class FastWalk:
         widest = int(count.max()) if counted else trie.max_branching[level]
         child = torch.arange(widest, device=node.device)
         valid = child < count.unsqueeze(-1)
-        edge = torch.where(valid, begin.unsqueeze(-1) + child, 0)  # rising along the flattened beams
-        scores = score.unsqueeze(-1).expand(valid.shape)
-        if not counted:
-            logits = self._head(level, rows.flatten(0, 1), hidden.repeat_interleave(rows.shape[1], 0))
-            found = self._normalised(logits, tokens[edge].flatten(0, 1), valid.flatten(0, 1), children)
-            scores = scores + found.unflatten(0, node.shape)
-        elif widest > 1 or not children:
-            scored = (score > -torch.inf) & (count > 1) if children else score > -torch.inf
-            user, beam = scored.nonzero(as_tuple=True)  # (R,)
-            logits = self._head(level, rows[user, beam], hidden[user])
-            found = self._normalised(logits, tokens[edge[user, beam]], valid[user, beam], children)
-            scores = scores.contiguous()
-            scores[user, beam] += found
-        return edge, scores.masked_fill(~valid, -torch.inf).flatten(1)
+        edge = torch.where(valid, begin.unsqueeze(-1) + child, 0)  # (B, W, M), rising along the flattened beams
+        scores = torch.where(valid, score.unsqueeze(-1), -torch.inf)
+        if widest == 1 and children:
+            return edge, scores.flatten(1)
+        beams = rows.shape[1]
+        rows, edges, valid = rows.flatten(0, 1), edge.flatten(0, 1), valid.flatten(0, 1)  # (B * W, ...)
+        if counted:  # only those whose scores are not known
+            scored = score > -torch.inf
+            scored = (scored & (count > 1) if children else scored).flatten().nonzero().squeeze(1)  # (R,)
+            rows, edges, valid = (x.index_select(0, scored) for x in (rows, edges, valid))
+            hidden = hidden.index_select(0, scored // beams)
+        else:
+            hidden = hidden.repeat_interleave(beams, 0)
+        logits = self._head(level, rows, hidden).float()
+        token = tokens.index_select(0, edges.flatten()).view(edges.shape)
+        if children:
+            found = logits.gather(1, token).masked_fill(~valid, -torch.inf).log_softmax(-1)
+        else:
+            found = logits.log_softmax(-1).gather(1, token)
+        if counted:
+            scores.flatten(0, 1).index_add_(0, scored, found)
+        else:
+            scores = scores + found.view(scores.shape)
+        return edge, scores.flatten(1)
 
     def _head(self, level: int, rows: Tensor, hidden: Tensor) -> Tensor:
         """(R, C_level): logits after the codes of the table rows (R, level); `hidden` (R, N) is the part of z."""
         return self.rest[level](functional.embedding_bag(rows, self.tables[level], mode="sum") + hidden)
-
-    @staticmethod
-    def _normalised(logits: Tensor, token: Tensor, valid: Tensor, children: bool) -> Tensor:
-        """(R, M): log-probabilities of the codes `token` (R, M), among the valid of them or in the codebook."""
-        logits = logits.float()
-        if children:
-            return logits.gather(1, token).masked_fill(~valid, -torch.inf).log_softmax(-1)
-        return logits.log_softmax(-1).gather(1, token)
