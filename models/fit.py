@@ -442,6 +442,11 @@ def validation(
     if config.metric not in metrics:
         known = ", ".join(sorted(metrics))
         raise UserError(f"fit.metric is '{config.metric}', which is not measured; choose one of {known}")
+    if not math.isfinite(metrics[config.metric]):
+        raise UserError(
+            f"{config.metric} is {metrics[config.metric]} on the {count} rows validated, so none is the best; "
+            f"validate on more (fit.eval_examples) or choose another fit.metric"
+        )
     return metrics, count
 
 

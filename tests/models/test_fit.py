@@ -150,6 +150,8 @@ def test_validation_every_n_steps_within_epochs() -> None:
 def test_unknown_metric_and_lost_loss_are_named() -> None:
     with pytest.raises(UserError, match=r"fit\.metric is 'auc'.*ndcg@10, recall@10"):
         finish(start(), FitConfig(metric="auc", max_epochs=1))
+    with pytest.raises(UserError, match=r"ndcg@10 is nan on the 4 rows validated.*fit\.metric"):
+        list(fit(start(), Batches(), lambda model: ({"ndcg@10": math.nan}, 4), CONFIG))
     model = start()
     with torch.no_grad():
         model.hidden.bias[0] = math.nan

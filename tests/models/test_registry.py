@@ -43,6 +43,9 @@ def test_every_search_model_builds_from_its_config_and_round_trips(name):
     assert entry.family.means(sums)["requests"] == 1
 
 
+ENCODERS = ["sid_mlp_pp_encoder"]
+
+
 @pytest.mark.parametrize("name", RETRIEVAL)
 def test_every_model_builds_from_its_own_defaults_and_round_trips(name):
     entry = registry.find(name)
@@ -56,10 +59,14 @@ def test_every_model_builds_from_its_own_defaults_and_round_trips(name):
         "user": torch.tensor([7]),
         "target": torch.tensor([2]),
     }
+    assert config.max_history >= 1
+    if name in ENCODERS:  # stage 1 of SID-MLP++ ranks nothing
+        assert not hasattr(model, "recommend")
+        assert hasattr(model, "measure")
+        return
     items, scores = model.eval().recommend(batch, 3)
     assert sorted(items[0].tolist()) == [0, 1, 2]
     assert scores.shape == (1, 3)
-    assert config.max_history >= 1
     assert entry.gradient != hasattr(model, "fit_counts")
 
 
