@@ -49,7 +49,8 @@ from pipelines.data.tasks import run_tasks
 
 Say = Callable[[str], None]
 
-PAIRS_PER_PART = 1 << 15
+PAIRS_PER_PART = 1 << 15  # at most; of few pairs smaller parts keep all actors at work
+SMALL_PART, PARTS = 2048, 64
 PAIR = ("item_index", "query_index")
 WARNING = (
     "warning: query_condition joint stores the [SEP] state of query and document together, which has seen the "
@@ -238,9 +239,10 @@ class _Encoding:
         sequences = join(self.tables, "sequences")
         keys = distinct_pairs(part_uris(sequences, read_manifest(sequences, "sequences")))
         item, query = (keys >> 32).astype(np.int32), ((keys & 0xFFFFFFFF) - 1).astype(np.int32)
+        size = min(max(len(keys) // PARTS, SMALL_PART), PAIRS_PER_PART)
         blocks = [
-            pa.table({"item_index": item[low : low + PAIRS_PER_PART], "query_index": query[low : low + PAIRS_PER_PART]})
-            for low in range(0, len(keys), PAIRS_PER_PART)
+            pa.table({"item_index": item[low : low + size], "query_index": query[low : low + size]})
+            for low in range(0, len(keys), size)
         ]
         texts = {"items": items, "queries": queries, "encoder": fitted or self.encoder}
         logging.getLogger("ray.data").setLevel(logging.ERROR)
