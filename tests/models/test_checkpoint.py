@@ -10,10 +10,11 @@ import torch
 from training_tables import write_tables
 
 from models import checkpoint, registry
-from models.fit import FitConfig, main
+from models.fit import FitConfig
 from models.retrieval.data import Catalogue
 from models.setup import set_up
 from models.tables import UserError
+from models.train import main
 
 SASREC = {"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 12}
 TIGER = {"name": "tiger", "d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 1,
