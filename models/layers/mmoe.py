@@ -1,0 +1,42 @@
+"""Multi-gate mixture of experts (Ma et al., 2018): experts that all tasks share, a gate and a tower per task.
+
+Shapes: `D` width of the input, `E` experts of width `w`, `K` tasks, `h` width of a tower.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class MMoE(nn.Module):
+    """Logit of task k = tower_k(sum_e softmax(gate_k(x))_e * expert_e(x)) (Eq. 6 and 7 of MMoE)."""
+
+    def __init__(
+        self, width: int, tasks: int, *, experts: int, expert_width: int, tower_width: int, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        for name, value in (("tasks", tasks), ("experts", experts), ("expert_width", expert_width)):
+            if value < 1:
+                raise ValueError(f"{name} {value} is below 1; give a positive number")
+        self.shape, self.dropout = (tasks, experts), dropout
+        self.experts = nn.Linear(width, experts * expert_width)
+        self.gates = nn.Linear(width, tasks * experts)
+        # towers of all tasks in one product: a loop over more than ten tasks costs more than they do
+        self.tower = nn.Parameter(torch.empty(tasks, expert_width, tower_width))
+        self.tower_bias = nn.Parameter(torch.zeros(tasks, tower_width))
+        self.out = nn.Parameter(torch.empty(tasks, tower_width))
+        self.bias = nn.Parameter(torch.zeros(tasks))
+        for weight, fan_in in ((self.tower, expert_width), (self.out, tower_width)):
+            nn.init.uniform_(weight, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., K) logits of `x` (..., D)."""
+        experts = functional.relu(self.experts(x)).unflatten(-1, (self.shape[1], -1))  # (..., E, w)
+        experts = functional.dropout(experts, self.dropout, self.training)
+        gates = self.gates(x).unflatten(-1, self.shape).softmax(-1)  # (..., K, E)
+        towers = torch.einsum("...kw,kwh->...kh", gates @ experts, self.tower) + self.tower_bias
+        return (functional.relu(towers) * self.out).sum(-1) + self.bias

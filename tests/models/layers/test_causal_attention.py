@@ -1,0 +1,75 @@
+"""The query shift against an explicit mask, and candidates against a brute force over positions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from models.layers.causal_attention import CausalAttention, CausalBlock, Layout, shifted_attention
+from models.layers.rotary import rotate
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 64])
+def test_the_shift_equals_an_explicit_mask(length):
+    q, k, v = torch.randn(3, 2, 3, length, 4, requires_grad=True).unbind()
+    got = shifted_attention(q, k, v)
+    mask = torch.ones(length, length, dtype=torch.bool).tril(-1)
+    mask[0, 0] = True  # softmax over nothing is not a number; the row is put to zero below
+    expected = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    expected = expected * (torch.arange(length) > 0)[:, None]
+    torch.testing.assert_close(got, expected)
+    assert not got[:, :, 0].any()
+    if length > 1:
+        for left, right in zip(
+            torch.autograd.grad(got.square().sum(), (q, k, v), retain_graph=True),
+            torch.autograd.grad(expected.square().sum(), (q, k, v)),
+            strict=True,
+        ):
+            torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_every_position_reads_what_it_may(strict):
+    torch.manual_seed(0)
+    attention, context = CausalAttention(8, 2, strict=strict), 5
+    states, values = torch.randn(2, 2, 8, 8).unbind()  # 5 context positions, 3 candidates
+    seen = torch.arange(5) < torch.tensor([[5, 2, 0], [1, 4, 4]])[..., None]
+    layout = Layout.of(seen, 4)
+    got = attention(states, values, layout)
+    q, k = (rotate(attention.split(part(states)), layout.turn) for part in (attention.q, attention.k))
+    v = attention.split(attention.v(values))
+    for row in range(2):
+        for i in range(8):
+            read = [j for j in range(context) if (j < i if i < context else seen[row, i - context, j])]
+            read += [] if strict else [i]
+            mixed = torch.zeros(2, 4)
+            if read:
+                weights = (torch.einsum("hd,hjd->hj", q[row, :, i], k[row][:, read]) / 2).softmax(1)
+                mixed = torch.einsum("hj,hjd->hd", weights, v[row][:, read])
+            torch.testing.assert_close(got[row, i], attention.o(mixed.flatten()))
+
+
+def test_a_candidate_stands_where_the_next_event_would():
+    seen = torch.arange(5) < torch.tensor([[3, 0]])[..., None]
+    turn = Layout.of(seen, 4).turn
+    torch.testing.assert_close(turn[:, 0, 0, 5], turn[:, 0, 0, 3])
+    torch.testing.assert_close(turn[:, 0, 0, 6], turn[:, 0, 0, 0])
+
+
+def test_mixed_values_never_touch_queries_and_keys():
+    torch.manual_seed(0)
+    block = CausalBlock(8, 2, 16, 0.0, strict=True)
+    x, layout = torch.randn(1, 4, 8), Layout.of(torch.zeros(1, 0, 4, dtype=torch.bool), 4)
+    same = torch.ones(1, 4, 8)  # the same for all values: weights sum to 1, so the mixture moves by a constant
+    with torch.no_grad():
+        moved = block.attention(block.norm(x), block.norm(x) + same, layout)
+        plain = block.attention(block.norm(x), block.norm(x), layout)
+    shift = block.attention.o(block.attention.v(same[0, 0]))
+    torch.testing.assert_close(moved[0, 1:], plain[0, 1:] + shift)
+    torch.testing.assert_close(moved[0, 0], plain[0, 0])
+
+
+def test_a_width_that_heads_do_not_divide_is_refused():
+    with pytest.raises(ValueError, match="9 is not a multiple of num_heads 2"):
+        CausalAttention(9, 2, strict=True)
