@@ -1,0 +1,185 @@
+"""What all seven models of the family share: item and action networks, sizes, late fusion, MMoE head, the loss.
+
+    model = AttnMVP(AttnMVPConfig(), catalogue)
+    model(batch)["loss"]; model.score(batch)      # a batch as models/actions/batch.py says
+    model.parameter_counts()                      # by part, to be printed side by side
+
+A model is an `encode`: how actions meet items. All else is the same, so that only the fusion differs.
+
+Shapes: `B` users, `T` context events, `C` candidates, `L` = T + C, `D` width, `A` kinds of action, `K` tasks,
+`F` features, `S` width of the states that a model gives to its head.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from models.actions.batch import ActionsCatalogue, Batch, visible
+from models.layers.causal_attention import CausalBlock, Layout
+from models.layers.mmoe import MMoE
+
+
+@dataclass
+class ActionsConfig:
+    """Sizes that all models of the family share."""
+
+    max_history: int = 1024
+    """Latest events of a user that are read (Sec. 3)."""
+    width: int = 128
+    """D, width of item and action embeddings and of all states (the paper names none)."""
+    num_layers: int = 12
+    """Transformer blocks (Sec. 2)."""
+    num_heads: int = 4
+    """Attention heads (the paper names none)."""
+    ffn: int = 512
+    """Inner width of a feed-forward block (the paper names none)."""
+    experts: int = 4
+    """Experts of the MMoE head (the paper names none)."""
+    expert_width: int = 128
+    """Width of an expert's output."""
+    tower_width: int = 64
+    """Inner width of a task's tower."""
+    dropout: float = 0.1
+    """Dropout in blocks and head."""
+
+    def __post_init__(self) -> None:
+        sizes = "max_history width num_layers num_heads ffn experts expert_width tower_width"
+        for name in sizes.split():
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} is below 1; give a positive number")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout {self.dropout} is not in [0, 1); give a share")
+        if self.width % (2 * self.num_heads):
+            raise ValueError(
+                f"width {self.width} is not a multiple of twice num_heads {self.num_heads}; change either "
+                "(rotary positions turn pairs of a head's channels)"
+            )
+
+
+def projection(inputs: int, width: int) -> nn.Sequential:
+    """A projection network; the norm puts items and actions on one scale, so that lambda = 1 means as much of each."""
+    return nn.Sequential(nn.Linear(inputs, width), nn.GELU(), nn.Linear(width, width), nn.LayerNorm(width))
+
+
+class ItemNetwork(nn.Module):
+    """Item features, concatenated and projected (Sec. 2): the id's own embedding, categories, numbers."""
+
+    numbers: Tensor
+    categories: Tensor
+
+    def __init__(self, catalogue: ActionsCatalogue, width: int) -> None:
+        super().__init__()
+        items = catalogue.num_items
+        for name in ("numbers", "categories"):
+            table = getattr(catalogue, name)
+            self.register_buffer(name, table.clone().view(items, table.numel() // items))
+        sizes = [items, *(int(column.max()) + 1 for column in self.categories.T)]
+        self.tables = nn.ModuleList(
+            nn.Embedding.from_pretrained(torch.randn(size, width) * width**-0.5, freeze=False) for size in sizes
+        )
+        self.project = projection(len(sizes) * width + self.numbers.shape[1], width)
+
+    def forward(self, item: Tensor) -> Tensor:
+        """(..., D) of `item` (...), int64."""
+        keys = [item, *self.categories[item].unbind(-1)]
+        parts = [table(key) for table, key in zip(self.tables, keys, strict=True)]
+        return self.project(torch.cat([*parts, self.numbers[item]], -1))
+
+
+class LateFeatures(nn.Module):
+    """Counting statistics, standardised over training events and cut at 5 deviations."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, catalogue: ActionsCatalogue) -> None:
+        super().__init__()
+        self.register_buffer("mean", catalogue.feature_mean.clone())
+        self.register_buffer("std", catalogue.feature_std.clone())
+
+    def forward(self, feature: Tensor) -> Tensor:
+        """(..., F)."""
+        return ((feature - self.mean) / self.std).clamp(-5, 5)
+
+
+class ActionsModel(nn.Module):
+    """Logits of every task for context events and candidates; a subclass gives `encode`."""
+
+    history_targets = True
+    """Whether context events are learned from; not where a context token holds its own label."""
+    states_width = 1
+    """S in units of D."""
+
+    def __init__(self, config: ActionsConfig, catalogue: ActionsCatalogue) -> None:
+        super().__init__()
+        self.config, self.labels = config, catalogue.labels
+        self.items = ItemNetwork(catalogue, config.width)
+        self.actions = projection(len(catalogue.actions), config.width)
+        self.features = LateFeatures(catalogue)
+        self.head = MMoE(
+            self.states_width * config.width + len(catalogue.features), len(catalogue.labels), experts=config.experts,
+            expert_width=config.expert_width, tower_width=config.tower_width, dropout=config.dropout,
+        )  # fmt: skip
+
+    def blocks(self, *, strict: bool) -> nn.ModuleList:
+        c = self.config
+        return nn.ModuleList(
+            CausalBlock(c.width, c.num_heads, c.ffn, c.dropout, strict=strict) for _ in range(c.num_layers)
+        )
+
+    def layout(self, seen: Tensor) -> Layout:
+        """Of `seen` (B, C, T), what each candidate reads."""
+        return Layout.of(seen, self.config.width // self.config.num_heads)
+
+    def encode(self, items: Tensor, actions: Tensor, seen: Tensor) -> Tensor:
+        """(B, L, S) states of context events, then candidates, from `items` (B, L, D) and the context's `actions`
+        (B, T, D). The state of event t may depend on actions before t, that of a candidate on those that `seen`
+        (B, C, T) shows it."""
+        raise NotImplementedError
+
+    def logits(self, batch: Batch, *, history: bool) -> Tensor:
+        """(B, L, K), or (B, C, K) of the candidates alone where not `history`."""
+        items = self.items(torch.cat([batch["item"], batch["candidate_item"]], 1))
+        states = self.encode(items, self.actions(batch["action"]), visible(batch))
+        return self.head(
+            torch.cat([select(states, batch, history), self.features(joined(batch, "feature", history))], 2)
+        )
+
+    def score(self, batch: Batch) -> Tensor:
+        """(N, K) logits of the N candidates of all users, row by row, padding left out."""
+        return self.logits(batch, history=False)[batch["candidate_valid"]]
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        """Per task the mean binary cross-entropy over events that are learned from, summed over tasks."""
+        history = self.history_targets
+        if not history and not batch["candidate_item"].shape[1]:
+            raise ValueError(
+                f"{type(self).__name__} learns from candidates only and the batch has none; cut each user's "
+                "sequence into a context and a candidate segment"
+            )
+        there = joined(batch, "valid", history)
+        logits, label = self.logits(batch, history=history)[there], joined(batch, "label", history)[there]
+        loss = functional.binary_cross_entropy_with_logits(logits.float(), label.float(), reduction="sum")
+        return {"loss": loss / max(1, len(label))}
+
+    def parameter_counts(self) -> dict[str, int]:
+        """Learned numbers by part: items, actions, head, and what the fusion consists of; and `total`."""
+        counts: Counter[str] = Counter()
+        for name, parameter in self.named_parameters():
+            counts[name.split(".")[0]] += parameter.numel()
+        return {**counts, "total": sum(counts.values())}
+
+
+def joined(batch: Batch, name: str, history: bool) -> Tensor:
+    """(B, L, ...) of context and candidates, or (B, C, ...) of candidates."""
+    return torch.cat([batch[name], batch[f"candidate_{name}"]], 1) if history else batch[f"candidate_{name}"]
+
+
+def select(states: Tensor, batch: Batch, history: bool) -> Tensor:
+    """`states` (B, L, S), or those of the candidates alone."""
+    return states if history else states[:, batch["item"].shape[1] :]

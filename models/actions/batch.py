@@ -1,0 +1,108 @@
+"""What the actions family is built on and fed with: the catalogue, and the tensors of a batch.
+
+    check_batch(batch, catalogue)      # where batches are made or tested; costs a pass over them
+    mask = visible(batch)              # what each candidate may know
+
+A row is one user. Its context is what happened before, in order of time, each event with its actions and labels.
+Its candidates are events whose actions are to be predicted: all in one pass, none reading another, each reading
+the context that is strictly earlier than it. A candidate's actions are not in the batch, only its labels.
+
+    item, time              (B, T) int64          context events: `item_index`, milliseconds; ascending in time
+    action                  (B, T, A) float32     what the user did: 0 or 1 each, or graded
+    label                   (B, T, K) float32     the tasks' 0 or 1
+    feature                 (B, T, F) float32     counting statistics at the time of the event, for late fusion
+    valid                   (B, T) bool           false on padding, which comes after the events
+    candidate_item, candidate_time, candidate_label, candidate_feature, candidate_valid
+                            the same for candidates, (B, C, ...), in any order; C may be 0 in training
+
+Events at the same millisecond keep the log's order within the context: the later one has seen the earlier one's
+actions. Where that must not be, pass all but the first of them as candidates.
+
+Shapes: `B` users, `T` context events, `C` candidates, `A` kinds of action, `K` tasks, `F` features, `I` items.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class ActionsCatalogue:
+    """Items with their attributes, and the names of actions, tasks and features of a log."""
+
+    num_items: int
+    """I; `item_index` is dense from 0."""
+    actions: tuple[str, ...]
+    """Names of the A kinds of action that models read."""
+    labels: tuple[str, ...]
+    """Names of the K tasks."""
+    features: tuple[str, ...] = ()
+    """Names of the F late-fusion features."""
+    feature_mean: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """(F,) mean over training events."""
+    feature_std: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """(F,) standard deviation over training events; 1 for a constant."""
+    numbers: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """(I, X) float32 attributes of items, or empty."""
+    categories: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    """(I, G) int64 attributes of items such as author or type, each dense from 0; or empty."""
+    hashes: dict[str, str] = field(default_factory=dict)
+    """Hashes of the tables it comes from."""
+
+    def __post_init__(self) -> None:
+        for name, size in (("num_items", self.num_items), ("actions", len(self.actions)), ("labels", len(self.labels))):
+            if size < 1:
+                raise ValueError(f"{name} has {size} entries where at least 1 is needed; check the tables")
+        for name in ("feature_mean", "feature_std"):
+            if len(getattr(self, name)) != len(self.features):
+                raise ValueError(
+                    f"{name} has {len(getattr(self, name))} entries for {len(self.features)} features; give one each"
+                )
+        if len(self.features) and not bool((self.feature_std > 0).all()):
+            raise ValueError("feature_std has an entry that is not positive; give 1 for a constant feature")
+        for name in ("numbers", "categories"):
+            table = getattr(self, name)
+            if table.numel() and (table.ndim != 2 or len(table) != self.num_items):
+                raise ValueError(
+                    f"{name} has shape {tuple(table.shape)}; give a row for each of {self.num_items} items"
+                )
+
+
+def visible(batch: Batch) -> Tensor:
+    """(B, C, T) bool: context events strictly earlier than each candidate, by timestamp."""
+    earlier = batch["time"][:, None] < batch["candidate_time"][:, :, None]
+    return earlier & batch["valid"][:, None] & batch["candidate_valid"][:, :, None]
+
+
+def check_batch(batch: Batch, catalogue: ActionsCatalogue) -> None:
+    """Raises ValueError where `batch` is not what the module says, naming the tensor and the remedy."""
+    widths = {"label": len(catalogue.labels), "feature": len(catalogue.features), "action": len(catalogue.actions)}
+    for prefix in ("", "candidate_"):
+        size = tuple(batch[prefix + "item"].shape)
+        for name in ("item", "time", "valid", "label", "feature", "action"):
+            if prefix and name == "action":
+                continue
+            expected = (*size, widths[name]) if name in widths else size
+            if tuple(batch[prefix + name].shape) != expected:
+                raise ValueError(f"{prefix}{name} has shape {tuple(batch[prefix + name].shape)}; give {expected}")
+        item, valid, label = batch[prefix + "item"], batch[prefix + "valid"], batch[prefix + "label"]
+        if item.numel() and not 0 <= int(item.min()) <= int(item.max()) < catalogue.num_items:
+            raise ValueError(
+                f"{prefix}item is not within 0 to {catalogue.num_items - 1}; give item_index, 0 on padding"
+            )
+        if not bool(((label[valid] == 0) | (label[valid] == 1)).all()):
+            raise ValueError(f"{prefix}label has a value other than 0 and 1; apply the task's threshold first")
+    if batch["item"].shape[1] < 1:
+        raise ValueError("the context has no position; pad a user without context to one")
+    if not bool(torch.isfinite(batch["action"]).all()):
+        raise ValueError("action has a value that is not finite; give 0 where the user did nothing")
+    time, valid = batch["time"], batch["valid"]
+    if bool((valid[:, 1:] & ~valid[:, :-1]).any()):
+        raise ValueError("valid has padding before an event; pad on the right, so that causal attention never reads it")
+    if bool(((time[:, 1:] < time[:, :-1]) & valid[:, 1:]).any()):
+        raise ValueError("time falls within a context; sort events by time")

@@ -1,0 +1,44 @@
+"""GenRank-style early fusion (Huang et al., 2025), prior work that AttnMVP argues against.
+
+    python -m jobs.train --config jobs/configs/actions/genrank.yaml --tables TABLES --storage runs --name genrank
+
+A context token is item + action, a candidate token item + a learned mask action. A context token holds its own
+label, so nothing is learned from it: sequences must be cut into context and candidates for training too.
+
+Shapes: as in models/actions/base.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from models.actions.base import ActionsConfig, ActionsModel
+from models.actions.batch import ActionsCatalogue
+
+
+@dataclass
+class GenRankConfig(ActionsConfig):
+    """Sizes of GenRank-style early fusion."""
+
+
+class GenRank(ActionsModel):
+    """See the module."""
+
+    history_targets = False
+
+    def __init__(self, config: GenRankConfig, catalogue: ActionsCatalogue) -> None:
+        super().__init__(config, catalogue)
+        self.mask_action = nn.Parameter(0.02 * torch.randn(config.width))
+        self.transformer = self.blocks(strict=False)
+        self.norm = nn.LayerNorm(config.width)
+
+    def encode(self, items: Tensor, actions: Tensor, seen: Tensor) -> Tensor:
+        rows, candidates, _ = seen.shape
+        masked = self.mask_action.to(actions.dtype).expand(rows, candidates, -1)
+        layout, x = self.layout(seen), items + torch.cat([actions, masked], 1)
+        for block in self.transformer:
+            x = block(x, layout)
+        return self.norm(x)

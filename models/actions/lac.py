@@ -1,0 +1,43 @@
+"""LAC: lagged action conditioning (Wei et al., 2025), prior work that AttnMVP argues against.
+
+    python -m jobs.train --config jobs/configs/actions/lac.yaml --tables TABLES --storage runs --name lac
+
+Token t is the pair (a_{t-1}, i_t), as a sum, and predicts a_t: one token per event, no label of its own. The first
+token has a learned action. A candidate's action before is the latest that it may know.
+
+Shapes: as in models/actions/base.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from models.actions.base import ActionsConfig, ActionsModel
+from models.actions.batch import ActionsCatalogue
+
+
+@dataclass
+class LACConfig(ActionsConfig):
+    """Sizes of LAC."""
+
+
+class LAC(ActionsModel):
+    """See the module."""
+
+    def __init__(self, config: LACConfig, catalogue: ActionsCatalogue) -> None:
+        super().__init__(config, catalogue)
+        self.first = nn.Parameter(0.02 * torch.randn(config.width))
+        self.transformer = self.blocks(strict=False)
+        self.norm = nn.LayerNorm(config.width)
+
+    def encode(self, items: Tensor, actions: Tensor, seen: Tensor) -> Tensor:
+        rows, n, width = actions.shape
+        before = torch.cat([self.first.to(actions.dtype).expand(rows, 1, width), actions], 1)  # (B, T + 1, D): a_{t-1}
+        latest = seen.sum(2)[..., None].expand(-1, -1, width)  # (B, C, D): 0 where nothing is seen
+        layout, x = self.layout(seen), items + torch.cat([before[:, :n], before.gather(1, latest)], 1)
+        for block in self.transformer:
+            x = block(x, layout)
+        return self.norm(x)

@@ -1,0 +1,42 @@
+"""A small catalogue and a batch of users with contexts of several lengths, one of them empty."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from models.actions.batch import ActionsCatalogue, check_batch
+
+
+@pytest.fixture(scope="session")
+def catalogue() -> ActionsCatalogue:
+    torch.manual_seed(1)
+    return ActionsCatalogue(
+        num_items=30,
+        actions=("click", "like", "share", "dwell"),
+        labels=("long_dwell", "like", "contribution"),
+        features=("item_clicks", "user_clicks"),
+        feature_mean=torch.tensor([1.0, 2.0]),
+        feature_std=torch.tensor([2.0, 1.0]),
+        numbers=torch.randn(30, 2),
+        categories=torch.stack([torch.arange(30) % 5, torch.arange(30) % 3], 1),
+    )
+
+
+@pytest.fixture
+def batch(catalogue) -> dict[str, torch.Tensor]:
+    """4 users: contexts of 7, 3, 1 and 0 events; 3, 3, 1 and 2 candidates, one of user 0's amid the context."""
+    torch.manual_seed(2)
+    sizes = {"": (4, 7), "candidate_": (4, 3)}
+    batch = {}
+    for prefix, size in sizes.items():
+        batch[f"{prefix}item"] = torch.randint(30, size)
+        batch[f"{prefix}feature"] = torch.randn(*size, 2)
+        batch[f"{prefix}label"] = torch.randint(2, (*size, 3)).float()
+    batch["time"] = torch.arange(7).repeat(4, 1) * 10
+    batch["candidate_time"] = torch.tensor([[100, 35, 80], [100, 90, 110], [90, 0, 0], [50, 60, 0]])
+    batch["action"] = torch.rand(4, 7, 4).round(decimals=1)
+    batch["valid"] = torch.arange(7) < torch.tensor([[7], [3], [1], [0]])
+    batch["candidate_valid"] = torch.arange(3) < torch.tensor([[3], [3], [1], [2]])
+    check_batch(batch, catalogue)
+    return batch

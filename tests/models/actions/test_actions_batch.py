@@ -1,0 +1,56 @@
+"""The batch contract: what is refused, and who sees what."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from models.actions.batch import ActionsCatalogue, check_batch, visible
+
+
+def test_a_candidate_sees_events_strictly_before_it(batch):
+    batch["candidate_time"][0] = torch.tensor([30, 31, -5])
+    assert visible(batch)[0].sum(1).tolist() == [3, 4, 0]
+    assert visible(batch)[3].sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value", "said"),
+    [
+        ("item", (0, 0), 30, "item is not within 0 to 29"),
+        ("candidate_item", (0, 0), -1, "candidate_item is not within"),
+        ("label", (0, 0, 0), 0.5, "label has a value other than 0 and 1"),
+        ("action", (0, 0, 0), float("nan"), "action has a value that is not finite"),
+        ("valid", (0, 2), False, "padding before an event"),
+        ("time", (0, 3), 5, "time falls within a context"),
+    ],
+)
+def test_bad_values_are_named(name, place, value, said, catalogue, batch):
+    batch[name][place] = value
+    with pytest.raises(ValueError, match=said):
+        check_batch(batch, catalogue)
+
+
+def test_wrong_shapes_are_named(catalogue, batch):
+    with pytest.raises(ValueError, match="action has shape"):
+        check_batch(batch | {"action": batch["action"][:, :, :2]}, catalogue)
+    empty = {key: tensor if key.startswith("candidate") else tensor[:, :0] for key, tensor in batch.items()}
+    with pytest.raises(ValueError, match="the context has no position"):
+        check_batch(empty, catalogue)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"actions": ()}, "actions has 0 entries"),
+        ({"features": ("clicks",)}, "feature_mean has 0 entries for 1 features"),
+        (
+            {"features": ("clicks",), "feature_mean": torch.zeros(1), "feature_std": torch.zeros(1)},
+            "feature_std has an entry that is not positive",
+        ),
+        ({"numbers": torch.zeros(3, 1)}, "give a row for each of 4 items"),
+    ],
+)
+def test_an_impossible_catalogue_is_refused(changes, said):
+    with pytest.raises(ValueError, match=said):
+        ActionsCatalogue(**({"num_items": 4, "actions": ("like",), "labels": ("like",)} | changes))

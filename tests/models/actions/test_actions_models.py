@@ -1,0 +1,210 @@
+"""All seven models: causal, candidates apart, padding unread, all weights learned; and their own promises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from models.actions.attn_dhn import AttnDHN, AttnDHNConfig
+from models.actions.attn_lfa import AttnLFA, AttnLFAConfig
+from models.actions.attn_mvp import AttnMVP, AttnMVPConfig, AttnMVPNoLFAConfig
+from models.actions.base import ActionsConfig, ActionsModel
+from models.actions.batch import visible
+from models.actions.genrank import GenRank, GenRankConfig
+from models.actions.interleaved import Interleaved, InterleavedConfig
+from models.actions.lac import LAC, LACConfig
+
+SMALL = {
+    "width": 16, "num_layers": 2, "num_heads": 2, "ffn": 24, "experts": 3, "expert_width": 8, "tower_width": 6,
+    "dropout": 0.0,
+}  # fmt: skip
+VARIANTS = {
+    "interleaved": (Interleaved, InterleavedConfig),
+    "attn_lfa": (AttnLFA, AttnLFAConfig),
+    "attn_mvp": (AttnMVP, AttnMVPConfig),
+    "attn_mvp_no_lfa": (AttnMVP, AttnMVPNoLFAConfig),
+    "attn_dhn": (AttnDHN, AttnDHNConfig),
+    "lac": (LAC, LACConfig),
+    "genrank": (GenRank, GenRankConfig),
+}
+LEARN_FROM_HISTORY = [name for name in VARIANTS if name != "genrank"]
+
+
+def make(name: str, catalogue, **changes) -> ActionsModel:
+    kind, config = VARIANTS[name]
+    torch.manual_seed(0)
+    model = kind(config(**(SMALL | changes)), catalogue).eval()
+    with torch.no_grad():  # away from zeros, so that a leak would show
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def predictions(model: ActionsModel, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of context events (B, T, K), where the model has such, and of candidates (B, C, K)."""
+    with torch.no_grad():
+        logits = model.logits(batch, history=model.history_targets)
+    n = logits.shape[1] - batch["candidate_item"].shape[1]
+    return logits[:, :n], logits[:, n:]
+
+
+def moved(model: ActionsModel, batch: dict, changed: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    before, after = predictions(model, batch), predictions(model, changed)
+    past, candidates = ((b - a).abs().amax(2) > 1e-5 for b, a in zip(before, after, strict=True))
+    return past, candidates
+
+
+def edit(batch: dict, name: str, place: tuple, value: float) -> dict:
+    copy = {key: tensor.clone() for key, tensor in batch.items()}
+    copy[name][place] = value
+    return copy
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_an_action_moves_no_prediction_at_or_before_it(name, catalogue, batch):
+    model = make(name, catalogue)
+    for t in range(7):
+        past, candidates = moved(model, batch, edit(batch, "action", (0, t), 3.0))
+        assert not past[0, : t + 1].any()
+        assert not past[1:].any()
+        assert not candidates[1:].any()
+        assert not (candidates[0] & ~visible(batch)[0, :, t]).any()
+        if name != "lac":
+            assert past[0, t + 1 :].all()
+            assert candidates[0].tolist() == visible(batch)[0, :, t].tolist()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_labels_are_never_read_as_inputs(name, catalogue, batch):
+    model = make(name, catalogue)
+    flipped = batch | {key: 1 - batch[key] for key in ("label", "candidate_label")}
+    assert not any(part.any() for part in moved(model, batch, flipped))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("changed", ["candidate_item", "candidate_time", "candidate_feature"])
+def test_a_candidate_moves_no_other_prediction(name, changed, catalogue, batch):
+    model = make(name, catalogue)
+    for c in range(3):
+        past, candidates = moved(model, batch, edit(batch, changed, (0, c), 21))
+        assert not past.any()
+        assert not candidates[1:].any()
+        assert candidates[0].tolist() == [place == c for place in range(3)]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_an_item_moves_no_earlier_prediction(name, catalogue, batch):
+    past, candidates = moved(make(name, catalogue), batch, edit(batch, "item", (0, 4), 29))
+    assert not past[0, :4].any()
+    assert candidates[0].tolist() == visible(batch)[0, :, 4].tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_padding_is_not_read(name, catalogue, batch):
+    model = make(name, catalogue)
+    padded = {key: tensor.clone() for key, tensor in batch.items()}
+    for key, there in (("item", "valid"), ("action", "valid"), ("candidate_item", "candidate_valid")):
+        padded[key][~batch[there]] = 1
+    with torch.no_grad():
+        torch.testing.assert_close(model.score(padded), model.score(batch))
+        alone = {key: tensor[1:2, :3] for key, tensor in batch.items()}  # user 1 without padding
+        torch.testing.assert_close(model.score(alone), model.score(batch)[3:6])
+        torch.testing.assert_close(model(padded)["loss"], model(batch)["loss"])
+
+
+@pytest.mark.parametrize("name", LEARN_FROM_HISTORY)
+def test_a_candidate_is_predicted_as_the_context_s_next_event_would_be(name, catalogue, batch):
+    """Serving and training agree: what is learned at position n of a sequence is what scores a candidate after n."""
+    model = make(name, catalogue)
+    last = {key: tensor[:1] for key, tensor in batch.items()}
+    in_context, _ = predictions(model, last)
+    for n in range(7):
+        cut = {key: tensor[:, : max(n, 1)] for key, tensor in last.items() if not key.startswith("candidate")}
+        cut["valid"] = cut["valid"] & torch.tensor(n > 0)
+        cut |= {f"candidate_{key}": last[key][:, n : n + 1] for key in ("item", "time", "feature", "label", "valid")}
+        torch.testing.assert_close(predictions(model, cut)[1][:, 0], in_context[:, n], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_user_without_a_past_is_scored_by_the_item(name, catalogue, batch):
+    model = make(name, catalogue)
+    scores = model.score(batch)
+    assert torch.isfinite(scores).all()
+    assert scores.shape == (9, 3)
+    past, candidates = moved(model, batch, edit(batch, "candidate_item", (3, 0), 29))
+    assert candidates[3, 0]
+    assert not past.any()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_loss_reaches_every_weight(name, catalogue, batch):
+    model = make(name, catalogue).train()
+    model(batch)["loss"].backward()
+    unreached = [name for name, weight in model.named_parameters() if weight.grad is None or not weight.grad.any()]
+    assert not unreached
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_loss_is_of_events_that_do_not_hold_their_label(name, catalogue, batch):
+    model = make(name, catalogue)
+    logits = torch.cat(predictions(model, batch), 1)
+    names = ("label", "valid")
+    label, valid = (torch.cat([batch[key], batch[f"candidate_{key}"]], 1)[:, -logits.shape[1] :] for key in names)
+    cost = torch.nn.functional.binary_cross_entropy_with_logits(logits, label, reduction="none").sum(2)
+    assert int(valid.sum()) == (9 if name == "genrank" else 9 + 11)
+    torch.testing.assert_close(model(batch)["loss"], cost[valid].mean())
+
+
+def test_a_sequence_without_candidates_trains_all_but_genrank(catalogue, batch):
+    whole = {key: tensor[:, :0] if key.startswith("candidate") else tensor for key, tensor in batch.items()}
+    for name in LEARN_FROM_HISTORY:
+        assert torch.isfinite(make(name, catalogue)(whole)["loss"])
+    with pytest.raises(ValueError, match="learns from candidates only"):
+        make("genrank", catalogue)(whole)
+
+
+def test_without_lambda_mvp_ignores_actions_until_the_late_fusion(catalogue, batch):
+    other = batch | {"action": 1 - batch["action"]}
+    blind = make("attn_mvp_no_lfa", catalogue, action_weight=0.0)
+    assert not any(part.any() for part in moved(blind, batch, other))
+    late = make("attn_mvp", catalogue, action_weight=0.0)
+    assert all(part[0, 1:].all() for part in moved(late, batch, other))
+    width, inputs = late.config.width, []
+    late.pool.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+    late.head.register_forward_pre_hook(lambda _, given: inputs.append(given[0][..., :width]))
+    for some in (batch, other):
+        predictions(late, some)
+    states, head, other_states, other_head = inputs
+    assert torch.equal(states, other_states)
+    assert torch.equal(head, other_head)
+
+
+def test_only_the_fusion_differs_in_size(catalogue):
+    counts = {name: make(name, catalogue).parameter_counts() for name in VARIANTS}
+    for part in ("items", "actions"):
+        assert len({count[part] for count in counts.values()}) == 1
+    blocks = [count["transformer"] for name, count in counts.items() if name != "attn_dhn"]
+    assert len(set(blocks)) == 1
+    assert counts["attn_dhn"]["item_blocks"] == counts["attn_dhn"]["action_blocks"] == blocks[0]
+    assert counts["attn_lfa"] == counts["attn_mvp"]
+    assert counts["interleaved"] == counts["attn_mvp_no_lfa"]
+    assert counts["lac"]["total"] == counts["genrank"]["total"] == counts["interleaved"]["total"] + SMALL["width"]
+    assert all(count["total"] == sum(count.values()) / 2 for count in counts.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"width": 0}, "width 0 is below 1"),
+        ({"dropout": 1.0}, "dropout 1.0 is not in"),
+        ({"width": 18, "num_heads": 6}, "width 18 is not a multiple of twice num_heads 6"),
+    ],
+)
+def test_impossible_sizes_are_refused(changes, said):
+    with pytest.raises(ValueError, match=said):
+        ActionsConfig(**(SMALL | changes))
+
+
+def test_a_negative_lambda_is_refused():
+    with pytest.raises(ValueError, match="action_weight -1 is below 0"):
+        AttnMVPConfig(action_weight=-1)
