@@ -1,7 +1,5 @@
 """AttnDHN: attention-based dual-helix network (Sec. 5 and Fig. 8 of AttnMVP), which the paper leaves as exploratory.
 
-    python -m jobs.train --config jobs/configs/actions/attn_dhn.yaml --tables TABLES --storage runs --name dhn
-
 Each layer updates items by (Q, K, V) = (i, i, i + a), then actions by (a, a, i + a); twice the blocks of the other
 models. Items read strictly earlier values. Actions read their own position too: a_t meets the i_t that caused it,
 and only later items read it. Candidates have no action, so the action stream is the context's. Half the learning

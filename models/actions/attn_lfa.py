@@ -1,7 +1,5 @@
 """AttnLFA: attention-based late fusion for actions (Sec. 3 of AttnMVP).
 
-    python -m jobs.train --config jobs/configs/actions/attn_lfa.yaml --tables TABLES --storage runs --name lfa
-
 A Transformer over items alone; its last states are queries and keys of one attention whose values are actions:
 the response to an item resembles the responses to similar items. Strictly causal, as values hold labels. Item
 attention may include the own position: the item is known when its action is predicted.

@@ -1,7 +1,5 @@
 """AttnMVP: attention-based mixed value pooling (Sec. 4 of AttnMVP), with and without the late fusion of AttnLFA.
 
-    python -m jobs.train --config jobs/configs/actions/attn_mvp.yaml --tables TABLES --storage runs --name mvp
-
 In every layer Q = K = H and V = H + lambda a: items gather what was done with similar items before, and become
 "preferred dog" or "disfavoured cat". Strictly causal in every layer, since the value at t holds the label of t; what
 an item knows of itself stays in the residual stream. H is the block's normed input, as blocks are pre-norm.

@@ -1,7 +1,5 @@
 """GenRank-style early fusion (Huang et al., 2025), prior work that AttnMVP argues against.
 
-    python -m jobs.train --config jobs/configs/actions/genrank.yaml --tables TABLES --storage runs --name genrank
-
 A context token is item + action, a candidate token item + a learned mask action. A context token holds its own
 label, so nothing is learned from it: sequences must be cut into context and candidates for training too.
 

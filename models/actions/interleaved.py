@@ -1,7 +1,5 @@
 """The interleaved transformer, the baseline (Fig. 3 of AttnMVP; HSTU's layout): tokens i_0, a_0, i_1, a_1, ...
 
-    python -m jobs.train --config jobs/configs/actions/interleaved.yaml --tables TABLES --storage runs --name base
-
 Twice as many tokens as events. What comes next after an item's token is its action, so that token's state, which
 has seen all earlier items and actions and its own item, predicts it. Candidates are item tokens alone.
 

@@ -1,7 +1,5 @@
 """LAC: lagged action conditioning (Wei et al., 2025), prior work that AttnMVP argues against.
 
-    python -m jobs.train --config jobs/configs/actions/lac.yaml --tables TABLES --storage runs --name lac
-
 Token t is the pair (a_{t-1}, i_t), as a sum, and predicts a_t: one token per event, no label of its own. The first
 token has a learned action. A candidate's action before is the latest that it may know.
 
