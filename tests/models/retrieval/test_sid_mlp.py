@@ -1,11 +1,9 @@
-"""SID-MLP: its equations written out, its search against every item, its ablations, what it takes from a teacher."""
+"""SID-MLP: its equations written out, its search against every item, and its ablations."""
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +11,14 @@ import pytest
 import torch
 import yaml
 from torch import Tensor
-from training_tables import write_tables
 
 from jobs.train import parse
 from models import checkpoint, registry
-from models.fit import EpochEvent, FitConfig, StepEvent, fit
 from models.retrieval.data import PAD, Catalogue
 from models.retrieval.decoding.shared_kv import SharedKV
 from models.retrieval.distillation import TeacherMemory, distillation_loss
 from models.retrieval.sid_mlp import SidMlp, SidMlpConfig
-from models.retrieval.teacher import locate, resolve
 from models.retrieval.tiger import Tiger, TigerConfig
-from models.setup import Setup, set_up
 from models.tables import UserError
 
 CONFIGS = Path(__file__).parents[3] / "jobs/configs"
@@ -367,139 +361,6 @@ def test_remembered_answers_are_the_teachers() -> None:
     assert 2000 < memory.bytes <= 3000
     for ours, theirs in zip(memory(known, asking.ask), forgetful(known, asking.ask), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
-
-
-@dataclass
-class Taught:
-    """A small trained teacher and a student distilled from it."""
-
-    tables: str
-    sids: str
-    teacher: str
-    accuracy: float
-    setup: Setup
-    before: dict[str, Tensor]
-    events: list[StepEvent | EpochEvent]
-
-
-def fit_small(model: dict[str, Any], tables: str, sids: str, lr: float, epochs: int) -> tuple[Setup, list[Any], dict]:
-    config = FitConfig(batch_size=32, max_epochs=epochs, lr=lr, warmup_share=0.0, weight_decay=1e-4, patience=0, seed=2)
-    setup = set_up(model, config, tables, sids)
-    before = {name: value.clone() for name, value in setup.model.state_dict().items()}
-    return setup, list(fit(setup.model, setup.train, setup.validate, config, means=setup.means)), before
-
-
-@pytest.fixture(scope="module")
-def taught(tmp_path_factory: pytest.TempPathFactory) -> Taught:
-    folder = tmp_path_factory.mktemp("distillation")
-    tables, sids = write_tables(folder, users=120)
-    setup, events, _ = fit_small({"name": "tiger", **TEACHER, "dropout": 0.0}, tables, sids, 5e-3, 12)
-    checkpoint.save(folder / "tiger/best", setup.model, setup.checkpoint(epoch=12))
-    config = {"name": "sid_mlp", "teacher": str(folder / "tiger"), "dropout": 0.0, **SMALL}
-    distilled, lines, before = fit_small(config, tables, sids, 5e-3, 8)
-    return Taught(tables, sids, str(folder / "tiger"), events[-1].metrics["ndcg@10"], distilled, before, lines)
-
-
-def test_a_student_learns_what_its_teacher_knows(taught: Taught) -> None:
-    losses = [event.loss for event in taught.events if isinstance(event, EpochEvent)]
-    metrics = taught.events[-1].metrics  # type: ignore[union-attr]
-    assert losses[-1] < 0.5 * losses[0]
-    chance = sum(1 / math.log2(rank + 1) for rank in range(1, 11)) / 24
-    assert taught.accuracy > 2 * chance
-    assert metrics["ndcg@10"] > 0.9 * taught.accuracy
-    assert metrics["recall@10"] > 2 * 10 / 24 * 0.9
-
-
-def test_what_is_frozen_stays(taught: Taught) -> None:
-    model = taught.setup.model
-    teacher, _ = checkpoint.load(locate(taught.teacher), taught.setup.catalogue)
-    for name, value in model.source.state_dict().items():
-        assert torch.equal(value, teacher.state_dict()[name])
-        assert torch.equal(value, taught.before[f"source.{name}"])
-    assert all(p.grad is None and not p.requires_grad for p in model.source.parameters())
-    assert not model.train().source.training
-    moved = [n for n, v in model.state_dict().items() if not torch.equal(v, taught.before[n])]
-    assert {name.split(".")[0] for name in moved} == {"readout", "heads"}
-    assert not [name for name in model.state_dict() if "decoder" in name or "teacher" in name]
-
-
-def test_recommending_needs_no_teacher(taught: Taught, tmp_path: Path) -> None:
-    """The checkpoint alone gives the same recommendations where the teacher's folder is gone; training does not."""
-    gone = tmp_path / "tiger"
-    shutil.copytree(taught.teacher, gone)
-    config = {"name": "sid_mlp", "teacher": str(gone), **SMALL}
-    setup = set_up(config, FitConfig(batch_size=32), taught.tables, taught.sids)
-    assert setup.config.teacher == str(gone / "best")
-    checkpoint.save(tmp_path / "student", setup.model, setup.checkpoint(epoch=1))
-    batch = setup.val.collate(next(setup.val.batches(40)))
-    expected = setup.model.eval().recommend(batch, 20)
-    shutil.rmtree(gone)
-    loaded, about = checkpoint.load(tmp_path / "student", setup.catalogue, "sid_mlp")
-    items, scores = loaded.recommend(batch, 20)
-    assert torch.equal(items, expected[0])
-    assert torch.equal(scores, expected[1])
-    assert loaded.config.teacher_hash
-    with pytest.raises(UserError, match="has no teacher to learn from"):
-        loaded(batch)
-    with pytest.raises(UserError, match="is neither a checkpoint nor a finished run"):
-        set_up(about.model, FitConfig(batch_size=32), taught.tables, taught.sids)
-
-
-def test_resolving_twice_changes_nothing(taught: Taught) -> None:
-    catalogue = taught.setup.catalogue
-    once = resolve(SidMlpConfig(teacher=taught.teacher), catalogue)
-    assert resolve(once, catalogue) == once
-    assert once.teacher_model["d_model"] == 16
-    assert once.max_history == 20
-    assert registry.config_from_dict(json.loads(json.dumps(registry.config_to_dict(once)))) == once
-
-
-def test_a_teacher_that_does_not_fit_is_refused(taught: Taught, tmp_path: Path) -> None:
-    def train(teacher: str, tables: str = taught.tables, sids: str = taught.sids, **options: Any) -> None:
-        set_up({"name": "sid_mlp", "teacher": teacher, **SMALL, **options}, FitConfig(batch_size=32), tables, sids)
-
-    with pytest.raises(UserError, match=r"model\.teacher is not set; give the folder of a trained TIGER"):
-        train("")
-    with pytest.raises(UserError, match=r"the teacher .*/nowhere is neither a checkpoint nor a finished run"):
-        train(str(tmp_path / "nowhere"))
-    (tmp_path / "running").mkdir()
-    with pytest.raises(
-        UserError, match=r"neither a checkpoint nor a finished run: it holds no config.json and no best"
-    ):
-        train(str(tmp_path / "running"))
-    checkpoint.save(tmp_path / "student", taught.setup.model, taught.setup.checkpoint(epoch=1))
-    with pytest.raises(UserError, match=r"is of the model 'sid_mlp'; give a checkpoint of 'tiger'"):
-        train(str(tmp_path / "student"))
-    with pytest.raises(UserError, match=r"teacher_hash is 0123, the teacher .* has .*; leave model\.teacher_hash out"):
-        train(taught.teacher, teacher_hash="0123")
-    with pytest.raises(UserError, match=r"m 3 leaves no digit of 3 to the student"):
-        train(taught.teacher, m=3)
-
-    wide, wide_sids = write_tables(tmp_path / "wide", users=8, items=40)
-    with pytest.raises(
-        UserError, match=r"has 16 tokens, semantic IDs of 3 levels \[4, 10, 2\] need 20; give the --sids"
-    ):
-        train(taught.teacher, wide, wide_sids)
-    other, other_sids = write_tables(tmp_path / "other", users=8, seed=5)
-    with pytest.raises(UserError, match=r"the teacher .* belongs to another table 'sequences': \w+ was trained on"):
-        train(taught.teacher, other, other_sids)
-
-    cut = tmp_path / "cut"
-    shutil.copytree(locate(taught.teacher), cut)
-    (cut / checkpoint.WEIGHTS).write_bytes((cut / checkpoint.WEIGHTS).read_bytes()[:-9])
-    with pytest.raises(UserError, match=r"truncated or replaced"):
-        train(str(cut))
-
-
-def test_a_teacher_of_another_depth_is_refused(taught: Taught, tmp_path: Path) -> None:
-    """As many tokens, cut into other levels: the hashes of the semantic IDs tell."""
-    teacher = locate(taught.teacher)
-    catalogue = taught.setup.catalogue
-    codes = torch.cat([catalogue.sids[:, :2], torch.zeros(24, 2, dtype=torch.long)], 1)
-    deep = Catalogue.from_codes(codes, (4, 6, 1, 1))
-    deep = Catalogue(24, deep.sids, (4, 6, 1, 1), deep.trie, {**catalogue.hashes, "sids": "d" * 64})
-    with pytest.raises(UserError, match=r"belongs to another table 'sids': \w+ was trained on, dddddddddddd is given"):
-        resolve(SidMlpConfig(teacher=teacher), deep)
 
 
 def test_a_trie_of_other_codebooks_is_refused() -> None:
