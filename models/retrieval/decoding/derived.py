@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Self, TypeVar, cast
 
+import torch
 from torch import Tensor, nn
 
 T = TypeVar("T")
@@ -43,7 +44,8 @@ def derived(owner: nn.Module, name: str, make: Callable[[], T]) -> T:
     made = cast(Derived, owner.derived).made
     now = [(p.detach(), -1 if p.is_inference() else p._version) for p in owner.parameters()]
     if name not in made or not _same(made[name][0], now):
-        made[name] = now, make()
+        with torch.autocast(now[0][0].device.type, enabled=False):  # what is kept is of the weights' own precision
+            made[name] = now, make()
     return cast(T, made[name][1])
 
 

@@ -153,3 +153,15 @@ def test_without_counting_it_is_the_same_search(real_shape, monkeypatch):
         found, others = real_shape.recommend(batch, 10, scores=scores)
         torch.testing.assert_close(others, values, rtol=CLOSE, atol=CLOSE)
         assert found.tolist() == items.tolist()
+
+
+def test_what_is_kept_is_not_of_an_autocast_precision(real_shape):
+    batch = requests(4, 500)
+    before = real_shape.recommend(batch, 10)
+    for model in (real_shape, real_shape.source):  # the student's tables and the encoder's
+        model.eval()  # forgets them
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rough, _ = real_shape.recommend(batch, 10)
+    assert rough.shape == (4, 10)
+    for ours, first in zip(real_shape.recommend(batch, 10), before, strict=True):
+        assert torch.equal(ours, first)
