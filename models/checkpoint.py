@@ -8,6 +8,7 @@ Nothing in it is pickled code: `state.pt` holds tensors and numbers and is read 
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -24,7 +25,7 @@ import torch
 from pyarrow import fs
 from torch import nn
 
-from models.tables import UserError, open_uri
+from models.tables import UserError, join, open_uri
 
 WEIGHTS, CONFIG, STATE = "model.safetensors", "config.json", "state.pt"
 
@@ -138,6 +139,13 @@ def read(uri: str | Path) -> Checkpoint:
                 f"checkpoint or train again"
             )
     return about
+
+
+def weights_hash(uri: str) -> str:
+    """SHA-256 of the weights file of the checkpoint at `uri`."""
+    filesystem, path = open_uri(join(uri, WEIGHTS))
+    with filesystem.open_input_stream(path) as stream:
+        return hashlib.sha256(stream.read()).hexdigest()
 
 
 def check(about: Checkpoint, uri: str | Path, hashes: dict[str, str | None], name: str | None = None) -> None:

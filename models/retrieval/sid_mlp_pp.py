@@ -379,7 +379,7 @@ def resolve(config: SidMlpPpConfig, catalogue: Catalogue) -> SidMlpPpConfig:
             f"the encoder {uri} matches another teacher ({about.model['teacher_hash'][:12]}) than {config.teacher} "
             f"({config.teacher_hash[:12]}); leave model.teacher out, or train stage 1 with this one"
         )
-    weights = teachers.weights_hash(uri)
+    weights = checkpoint.weights_hash(uri)
     if config.encoder_hash not in ("", weights):
         raise UserError(
             f"the encoder {uri} is not the one that this run began with ({weights[:12]} and "

@@ -6,7 +6,6 @@ tiger = load(config, catalogue)         # frozen, in evaluation mode
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -54,7 +53,7 @@ def resolve(config: C, catalogue: Catalogue) -> C:
         checkpoint.check(about, uri, dict(catalogue.hashes))
     except UserError as error:
         raise UserError(f"the teacher {error}, for teacher and student alike") from error
-    found = {"teacher_model": model, "teacher_hash": weights_hash(uri)}
+    found = {"teacher_model": model, "teacher_hash": checkpoint.weights_hash(uri)}
     for name, value in found.items():
         given = getattr(config, name)
         if given and given != value:
@@ -84,13 +83,6 @@ def locate(given: str, what: str = "teacher") -> str:
         f"the {what} {uri} is neither a checkpoint nor a finished run: it holds no {checkpoint.CONFIG} and no best/; "
         f"give the folder that jobs.train printed"
     )
-
-
-def weights_hash(uri: str) -> str:
-    """SHA-256 of the weights file of the checkpoint at `uri`."""
-    filesystem, path = open_uri(join(uri, checkpoint.WEIGHTS))
-    with filesystem.open_input_stream(path) as stream:
-        return hashlib.sha256(stream.read()).hexdigest()
 
 
 def _check_vocabulary(uri: str, config: TigerConfig, catalogue: Catalogue) -> None:

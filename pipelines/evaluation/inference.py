@@ -17,7 +17,6 @@ import torch
 
 from models import checkpoint, registry
 from models.fit import autocast, to_device
-from models.retrieval.teacher import weights_hash
 from models.setup import load_catalogue
 from models.tables import Manifest, Part, UserError, has_manifest, join, read_manifest, read_table
 from pipelines.data.tables import check_writable, commit, fingerprint, up_to_date, write_part
@@ -121,7 +120,10 @@ def recommend_all(
     checkpoint.check(about, uri, catalogue.hashes)
     users = read_manifest(join(tables, "sequences"), "sequences").rows
     config = {"k": k, "users_per_part": users_per_part, "model": about.model, **chosen}
-    inputs = {**{name: value for name, value in about.hashes.items() if value}, "checkpoint": weights_hash(uri)}
+    inputs = {
+        **{name: value for name, value in about.hashes.items() if value},
+        "checkpoint": checkpoint.weights_hash(uri),
+    }
     if has_manifest(output) and not overwrite:
         if up_to_date(output, fingerprint(config, inputs)):
             return read_manifest(output, "recommendations"), True

@@ -19,7 +19,6 @@ import torch
 from models import checkpoint, registry
 from models.checkpoint import Checkpoint
 from models.retrieval.metrics import CUTOFFS, add_sums
-from models.retrieval.teacher import weights_hash
 from models.setup import load_catalogue, means_of, score
 from models.tables import UserError, join, read_manifest
 from pipelines import tracking
@@ -204,7 +203,7 @@ def record(result: Result, about: Checkpoint, tracking_uri: str | None = None) -
         values = {f"{prefix}/{name}": value for name, value in result.metrics.items()}
         values |= {f"{prefix}/examples": result.examples, f"{prefix}/users_per_s": result.users_per_s}
         logger.log(values, about.step)
-        logger.tag(**{tracking.WEIGHTS_TAG: weights_hash(result.checkpoint)})
+        logger.tag(**{tracking.WEIGHTS_TAG: checkpoint.weights_hash(result.checkpoint)})
         tracking.log_json(run, asdict(result), os.path.basename(place))
     return place
 

@@ -11,10 +11,10 @@ from training_tables import write_tables
 
 from jobs.evaluate import parse, run
 from models import checkpoint, registry
+from models.checkpoint import weights_hash
 from models.fit import FitConfig
 from models.retrieval.data import Catalogue, Examples
 from models.retrieval.decoding.export import load_exported
-from models.retrieval.teacher import weights_hash
 from models.setup import set_up
 from models.tables import UserError
 from pipelines import tracking
