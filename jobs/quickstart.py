@@ -1,6 +1,9 @@
-"""The whole flow in minutes: a log, tables, audit, semantic IDs, SASRec, TIGER and its student SID-MLP, compared.
+"""The whole flow in minutes: a log, tables, audit, the models of a family, compared.
 
-Without options it simulates a small log (`results are labelled simulated`); `--data FOLDER` takes a real
+    python -m jobs.quickstart                     # next items: semantic IDs, SASRec, TIGER and its student SID-MLP
+    python -m jobs.quickstart --family search     # searches: text embeddings, Base, HSTU, HLLM and QGS
+
+Without `--data` it simulates a small log (`results are labelled simulated`); `--data FOLDER` takes a real
 one whose mapping file is `jobs/configs/sources/FOLDER.yaml`, or the one that `--source` names. Every step
 is one of the other commands and is printed as such before it runs, so each can be repeated on its own.
 """
@@ -15,7 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import yaml
 
 from jobs import cli
 from models import registry
@@ -28,6 +33,8 @@ CONFIGS = Path(__file__).parent / "configs"
 class Config:
     """Options."""
 
+    family: Literal["retrieval", "search"] = "retrieval"
+    """Which models: `retrieval` finds the next item in a catalogue, `search` ranks what a search shows."""
     data: str | None = None
     """Folder of a real raw log; without it a log is simulated."""
     source: str | None = None
@@ -35,21 +42,21 @@ class Config:
     output: str = "runs"
     """Folder for everything that is made: one folder below it per dataset."""
     encoder: str = "tfidf"
-    """Encoder of the item texts: tfidf, minilm (make encoder), or a transformers name or path."""
-    epochs: int = 20
-    """Most epochs of each model, half as many for the student, which learns from its teacher in fewer. A real model
-    wants more: see the walk-through in the README."""
+    """Encoder of the texts: tfidf, minilm (make encoder), or a transformers name or path."""
+    epochs: int | None = None
+    """Most epochs of each model, half as many for a student, which learns from its teacher in fewer; by default 20, of
+    search 4. A real model wants more: see the walk-through in the README."""
     users: int = 1500
     """Users of the simulated log."""
     items: int = 400
     """Items of the simulated log."""
     events: int = 15000
-    """Events of the simulated log."""
+    """Events or searches of the simulated log."""
     seed: int = 42
     """Seed of the simulation and of the trainings."""
 
     def __post_init__(self) -> None:
-        if self.epochs < 1:
+        if self.epochs is not None and self.epochs < 1:
             raise ValueError(f"epochs is {self.epochs}, the least is 1; give a positive number")
 
 
@@ -77,32 +84,28 @@ def published_sids(folder: Path) -> Path | None:
     return found[0] if found else None
 
 
-def run(config: Config) -> None:
-    """Runs the flow."""
-    name = Path(config.data).resolve().name if config.data else "simulated"
-    source = Path(config.source) if config.source else CONFIGS / "sources" / f"{name}.yaml"
-    if not source.is_file():
-        raise UserError(f"there is no mapping file {source} for {config.data}; name one with --source")
-    if config.data and not Path(config.data).is_dir():
-        raise UserError(f"{config.data} is not a folder; --data takes the folder of a raw log")
-    home = Path(config.output).absolute() / name
-    raw, tables, sids, runs = (
-        Path(config.data).absolute() if config.data else home / "raw",
-        str(home / "tables"),
-        str(home / "sids"),
-        str(home / "runs"),
-    )
-    models = {"popularity": "popularity", "sasrec": "sasrec", "tiger": "tiger_small", "sid_mlp": "sid_mlp_small"}
-    steps = Steps(count=5 + 2 * len(models) - (1 if config.data else 0))
-    cli.start_ray()
+@dataclass(frozen=True)
+class Place:
+    """Where a flow reads and writes."""
 
-    if not config.data:
-        size = ["--users", str(config.users), "--items", str(config.items), "--events", str(config.events)]
-        steps.run("Simulate a raw log", "simulate", "--output", str(raw), *size, "--seed", str(config.seed))
-    steps.run("Raw log to tables", "prepare", "--source", str(source), "--input", str(raw), "--output", tables)
-    steps.run("Prove the tables free of leakage", "audit", "--tables", tables)
-    texts = read_manifest(f"{tables}/items", "items").info["texts"]
-    published = published_sids(raw)
+    dataset: str
+    """Name of the dataset."""
+    source: str
+    """Mapping file of the log."""
+    raw: Path
+    """Folder of the log."""
+    tables: str
+    """Folder of the tables."""
+    extra: str
+    """Folder of what models need beside them: semantic IDs or text embeddings."""
+    runs: str
+    """Folder of the runs."""
+
+
+def retrieval(config: Config, place: Place, steps: Steps) -> None:
+    """Semantic IDs, popularity, SASRec, TIGER, and SID-MLP distilled from it."""
+    texts = read_manifest(f"{place.tables}/items", "items").info["texts"]
+    published = published_sids(place.raw)
     if texts:
         tokenizer = ["--tokenizer", "rqkmeans", "--encoder", config.encoder]
         tokenizer += [] if config.data else ["--rqkmeans.codebook_size", "32"]
@@ -110,20 +113,94 @@ def run(config: Config) -> None:
         tokenizer = ["--tokenizer", "published", "--published", str(published)]
     else:
         raise UserError(f"{config.data} has neither item texts nor published semantic IDs; TIGER needs one of them")
-    steps.run("Items to semantic IDs and a trie", "tokenize", "--tables", tables, *tokenizer, "--output", sids)
-    for model, file in models.items():
-        place = ["--tables", tables, *(["--sids", sids] if registry.find(model).sids else [])]
-        student = ["--model.teacher", f"{runs}/tiger"] if model == "sid_mlp" else []
-        epochs = -(-config.epochs // 2) if student else config.epochs
-        fit = ["--fit.max_epochs", str(epochs), "--fit.seed", str(config.seed)] if model != "popularity" else []
-        train = ["--config", str(CONFIGS / f"{file}.yaml"), *place, "--storage", runs, "--name", model, *student, *fit]
-        steps.run(f"Distil {model} from tiger" if student else f"Train {model}", "train", *train)
-        steps.run(f"Evaluate {model} on test", "evaluate", "--checkpoint", f"{runs}/{model}", *place, "--split", "test")
-    uri = f"sqlite:///{runs}/mlflow.db"
-    steps.run("Compare", "compare", "--experiment", f"retrieval/{name}", "--tracking_uri", uri)
+    made = ["--tables", place.tables, *tokenizer, "--output", place.extra]
+    steps.run("Items to semantic IDs and a trie", "tokenize", *made)
+    most = config.epochs or 20
+    measure(config, place, steps, "popularity", "popularity", None)
+    measure(config, place, steps, "sasrec", "sasrec", most)
+    measure(config, place, steps, "tiger", "tiger_small", most)
+    measure(config, place, steps, "sid_mlp", "sid_mlp_small", -(-most // 2), "--model.teacher", f"{place.runs}/tiger")
+
+
+def search(config: Config, place: Place, steps: Steps) -> None:
+    """Text embeddings, then Base, HSTU, HLLM and QGS in one small size."""
+    made = ["--tables", place.tables, "--encoder", config.encoder, "--output", place.extra]
+    steps.run("Queries, documents and shown pairs to text embeddings", "encode", *made)
+    for model, file in (("base", "search/base"), ("hstu", "search/hstu"), ("hllm", "search/hllm"), ("qgs", "qgs")):
+        measure(config, place, steps, model, f"{file}_small", config.epochs or 4)
+
+
+def measure(
+    config: Config, place: Place, steps: Steps, model: str, file: str, epochs: int | None, *options: str
+) -> None:
+    """Trains a model, by at most `epochs` where it is trained by gradient, and evaluates it on test."""
+    extra = registry.find(model).extra
+    where = ["--tables", place.tables, *([f"--{extra}", place.extra] if extra else [])]
+    fit = ["--fit.max_epochs", str(epochs), "--fit.seed", str(config.seed)] if epochs else []
+    train = ["--config", str(CONFIGS / f"{file}.yaml"), *where, "--storage", place.runs, "--name", model]
+    steps.run(f"Distil {model}" if options else f"Train {model}", "train", *train, *options, *fit)
+    checkpoint = ["--checkpoint", f"{place.runs}/{model}"]
+    steps.run(f"Evaluate {model} on test", "evaluate", *checkpoint, *where, "--split", "test")
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What one family does with tables, and how its log is simulated."""
+
+    run: Callable[[Config, Place, Steps], None]
+    """From audited tables to evaluated models."""
+    steps: int
+    """Commands that `run` runs."""
+    simulated: str
+    """Name of the simulated dataset and of its mapping file."""
+    extra: str
+    """Folder of what models need beside the tables."""
+
+
+FLOWS = {
+    "retrieval": Flow(retrieval, 9, "simulated", "sids"),
+    "search": Flow(search, 9, "simulated_search", "text"),
+}
+
+
+def locate(config: Config) -> Place:
+    """Where everything is; UserError for a log that is not there or of another family."""
+    flow = FLOWS[config.family]
+    name = Path(config.data).resolve().name if config.data else flow.simulated
+    source = Path(config.source) if config.source else CONFIGS / "sources" / f"{name}.yaml"
+    if not source.is_file():
+        raise UserError(f"there is no mapping file {source} for {config.data}; name one with --source")
+    if config.data and not Path(config.data).is_dir():
+        raise UserError(f"{config.data} is not a folder; --data takes the folder of a raw log")
+    kind = ((yaml.safe_load(source.read_text()) or {}).get("prepare") or {}).get("kind", "retrieval")
+    if kind != config.family:
+        raise UserError(f"{source} makes tables of kind '{kind}', not '{config.family}'; give --family {kind}")
+    home = Path(config.output).absolute() / name
+    raw = Path(config.data).absolute() if config.data else home / "raw"
+    return Place(name, str(source), raw, str(home / "tables"), str(home / flow.extra), str(home / "runs"))
+
+
+def run(config: Config) -> None:
+    """Runs the flow."""
+    flow, place = FLOWS[config.family], locate(config)
+    steps = Steps(count=flow.steps + 3 + (0 if config.data else 1))
+    cli.start_ray()
+    if not config.data:
+        size = ["--users", str(config.users), "--items", str(config.items), "--events", str(config.events)]
+        kind = [] if config.family == "retrieval" else ["--kind", config.family]
+        log = [*kind, "--output", str(place.raw), *size, "--seed", str(config.seed)]
+        steps.run("Simulate a raw log", "simulate", *log)
+    log = ["--source", place.source, "--input", str(place.raw), "--output", place.tables]
+    steps.run("Raw log to tables", "prepare", *log)
+    steps.run("Prove the tables free of leakage", "audit", "--tables", place.tables)
+    flow.run(config, place, steps)
+    uri = f"sqlite:///{place.runs}/mlflow.db"
+    steps.run("Compare", "compare", "--experiment", f"{config.family}/{place.dataset}", "--tracking_uri", uri)
     label = "simulated data: the figures say that the flow works, nothing about a real log" if not config.data else ""
     print(f"\nDone in {time.monotonic() - steps.started:.0f} s. {label}")
-    print(f"  tables        {tables}\n  semantic IDs  {sids}\n  checkpoints   {runs}")
+    print(f"  tables        {place.tables}")
+    print(f"  {'semantic IDs' if flow.extra == 'sids' else 'text        '}  {place.extra}")
+    print(f"  checkpoints   {place.runs}")
     print(f"  look at it    {Path(sys.executable).parent}/mlflow ui --backend-store-uri {uri}")
 
 
