@@ -20,11 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from jobs import cli
 from models import registry
 from models.tables import UserError, read_manifest
+from pipelines.data.sources import load_source
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -172,7 +171,7 @@ def locate(config: Config) -> Place:
         raise UserError(f"there is no mapping file {source} for {config.data}; name one with --source")
     if config.data and not Path(config.data).is_dir():
         raise UserError(f"{config.data} is not a folder; --data takes the folder of a raw log")
-    kind = ((yaml.safe_load(source.read_text()) or {}).get("prepare") or {}).get("kind", "retrieval")
+    kind = load_source(str(source))[1].get("kind", "retrieval")
     if kind != config.family:
         raise UserError(f"{source} makes tables of kind '{kind}', not '{config.family}'; give --family {kind}")
     home = Path(config.output).absolute() / name
