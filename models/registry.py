@@ -13,6 +13,15 @@ from typing import Any
 
 from torch import nn
 
+from models.actions import metrics as actions_metrics
+from models.actions.attn_dhn import AttnDHN, AttnDHNConfig
+from models.actions.attn_lfa import AttnLFA, AttnLFAConfig
+from models.actions.attn_mvp import AttnMVP, AttnMVPConfig, AttnMVPNoLFAConfig
+from models.actions.batch import ActionsCatalogue
+from models.actions.data import ActionsExamples
+from models.actions.genrank import GenRank, GenRankConfig
+from models.actions.interleaved import Interleaved, InterleavedConfig
+from models.actions.lac import LAC, LACConfig
 from models.fit import Sums
 from models.matmul import use_exact_onednn
 from models.retrieval import metrics, sid_mlp_pp
@@ -66,7 +75,7 @@ class Entry:
     family: Family
     """How to batch and score."""
     unit: str
-    """What a row of a training batch is, such as a user or a request."""
+    """What a row of a training batch is, such as a user, a request, or a user's sequence that is cut in two."""
     gradient: bool = True
     """False: not trained by gradient; call `fit_counts(batches)` once instead."""
     sids: bool = False
@@ -88,6 +97,10 @@ RETRIEVAL = Family("retrieval", Catalogue, Examples, metrics.measure, metrics.me
 SEARCH = Family(
     "search", SearchCatalogue, SearchExamples, search_metrics.measure, search_metrics.means, text=True, served=False
 )
+ACTIONS = Family(
+    "actions", ActionsCatalogue, ActionsExamples, actions_metrics.measure, actions_metrics.means, eval_unit="user",
+    served=False,
+)  # fmt: skip
 GENERATIVE: dict[str, Any] = {"unit": "user", "resolve": sequence.resolve, "teach": sequence.teach}
 
 MODELS: dict[str, Entry] = {
@@ -117,6 +130,13 @@ MODELS: dict[str, Entry] = {
     "hstu": Entry(HSTUConfig, HSTURanker, SEARCH, **GENERATIVE),
     "hllm": Entry(HLLMConfig, HLLM, SEARCH, **GENERATIVE),
     "qgs": Entry(QGSConfig, QGS, SEARCH, **GENERATIVE),
+    "interleaved": Entry(InterleavedConfig, Interleaved, ACTIONS, unit="user"),
+    "attn_lfa": Entry(AttnLFAConfig, AttnLFA, ACTIONS, unit="user"),
+    "attn_mvp": Entry(AttnMVPConfig, AttnMVP, ACTIONS, unit="user"),
+    "attn_mvp_no_lfa": Entry(AttnMVPNoLFAConfig, AttnMVP, ACTIONS, unit="user"),
+    "attn_dhn": Entry(AttnDHNConfig, AttnDHN, ACTIONS, unit="user"),
+    "lac": Entry(LACConfig, LAC, ACTIONS, unit="user"),
+    "genrank": Entry(GenRankConfig, GenRank, ACTIONS, unit="cut"),
 }
 
 

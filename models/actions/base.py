@@ -117,7 +117,7 @@ class ActionsModel(nn.Module):
 
     def __init__(self, config: ActionsConfig, catalogue: ActionsCatalogue) -> None:
         super().__init__()
-        self.config, self.labels = config, catalogue.labels
+        self.config, self.labels, self.train_rates = config, catalogue.labels, catalogue.train_rates
         self.items = ItemNetwork(catalogue, config.width)
         self.actions = projection(len(catalogue.actions), config.width)
         self.features = LateFeatures(catalogue)
@@ -162,7 +162,9 @@ class ActionsModel(nn.Module):
                 f"{type(self).__name__} learns from candidates only and the batch has none; cut each user's "
                 "sequence into a context and a candidate segment"
             )
-        there = joined(batch, "valid", history)
+        there = batch["candidate_valid"]
+        if history:
+            there = torch.cat([batch["learn"], there], 1)
         logits, label = self.logits(batch, history=history)[there], joined(batch, "label", history)[there]
         loss = functional.binary_cross_entropy_with_logits(logits.float(), label.float(), reduction="sum")
         return {"loss": loss / max(1, len(label))}

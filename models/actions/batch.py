@@ -12,11 +12,12 @@ the context that is strictly earlier than it. A candidate's actions are not in t
     label                   (B, T, K) float32     the tasks' 0 or 1
     feature                 (B, T, F) float32     counting statistics at the time of the event, for late fusion
     valid                   (B, T) bool           false on padding, which comes after the events
+    learn                   (B, T) bool           events that are learned from in training, where a model can
     candidate_item, candidate_time, candidate_label, candidate_feature, candidate_valid
                             the same for candidates, (B, C, ...), in any order; C may be 0 in training
 
-Events at the same millisecond keep the log's order within the context: the later one has seen the earlier one's
-actions. Where that must not be, pass all but the first of them as candidates.
+Events at the same millisecond keep the log's order within the context, where the later one has seen the earlier
+one's actions. So `learn` is false for all but the first of them, and in training they are candidates as well.
 
 Shapes: `B` users, `T` context events, `C` candidates, `A` kinds of action, `K` tasks, `F` features, `I` items.
 """
@@ -24,9 +25,15 @@ Shapes: `B` users, `T` context events, `C` candidates, `A` kinds of action, `K` 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Self
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
+
+from models.tables import Manifest, UserError, join, read_manifest, read_table
 
 Batch = dict[str, Tensor]
 
@@ -51,8 +58,41 @@ class ActionsCatalogue:
     """(I, X) float32 attributes of items, or empty."""
     categories: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     """(I, G) int64 attributes of items such as author or type, each dense from 0; or empty."""
+    train_rates: tuple[float, ...] = ()
+    """Each task's share of positives among training events; or empty where it is not known."""
     hashes: dict[str, str] = field(default_factory=dict)
     """Hashes of the tables it comes from."""
+
+    @classmethod
+    def load(cls, tables: str, extra: str | None = None) -> Self:
+        """Reads what jobs.prepare made at `tables` from a source of kind `actions`; nothing `extra` is needed.
+
+        Raises UserError where the tables do not belong together.
+        """
+        sequences = actions_manifest(join(tables, "sequences"))
+        made = read_manifest(join(tables, "items"), "items")
+        if sequences.inputs.get("items") != made.hash:
+            raise UserError(f"the sequences of {tables} were made from other items; run jobs.prepare again")
+        info, items = sequences.info, read_table(join(tables, "items"), "items")
+        if not np.array_equal(items["item_index"].to_numpy(), np.arange(len(items))):
+            raise UserError(
+                f"{join(tables, 'items')}: item_index is not dense and sorted from 0; run jobs.prepare again"
+            )
+        columns = {kind: [name for name in items.column_names if name.startswith(kind)] for kind in ("num_", "cat_")}
+        numbers = [standardised(items[name]) for name in columns["num_"]]
+        categories = [dense(items[name]) for name in columns["cat_"]]
+        return cls(
+            num_items=len(items),
+            actions=tuple(info["actions"]),
+            labels=tuple(info["tasks"]),
+            features=tuple(info["features"]),
+            feature_mean=torch.tensor(info["feature_mean"], dtype=torch.float32),
+            feature_std=torch.tensor(info["feature_std"], dtype=torch.float32),
+            numbers=torch.stack(numbers, 1) if numbers else torch.zeros(0),
+            categories=torch.stack(categories, 1) if categories else torch.zeros(0, dtype=torch.int64),
+            train_rates=tuple(float(info["base_rates"][task]) for task in info["tasks"]),
+            hashes={"sequences": sequences.hash, "items": made.hash},
+        )
 
     def __post_init__(self) -> None:
         for name, size in (("num_items", self.num_items), ("actions", len(self.actions)), ("labels", len(self.labels))):
@@ -71,6 +111,35 @@ class ActionsCatalogue:
                 raise ValueError(
                     f"{name} has shape {tuple(table.shape)}; give a row for each of {self.num_items} items"
                 )
+        if self.train_rates and len(self.train_rates) != len(self.labels):
+            raise ValueError(
+                f"train_rates has {len(self.train_rates)} entries for {len(self.labels)} tasks; give one each"
+            )
+
+
+def actions_manifest(uri: str) -> Manifest:
+    """The manifest of sequences of kind `actions`."""
+    manifest = read_manifest(uri, "sequences")
+    kind = manifest.info.get("kind", "retrieval")
+    if kind != "actions":
+        raise UserError(
+            f"{uri} holds sequences of kind '{kind}'; models of actions need 'actions' (prepare: kind: actions)"
+        )
+    return manifest
+
+
+def dense(column: pa.ChunkedArray) -> Tensor:
+    """(I,) int64: each string a number, in the order of the strings; 0 where there is none."""
+    values, codes = np.unique(pc.fill_null(column, "").to_numpy().astype(str), return_inverse=True)
+    return torch.from_numpy(codes.astype(np.int64) + int(values[0] != ""))
+
+
+def standardised(column: pa.ChunkedArray) -> Tensor:
+    """(I,) float32 with mean 0 and deviation 1 over items; 0 where there is none, and for a constant."""
+    values = pc.cast(column, pa.float64()).to_numpy()
+    values = values - np.nanmean(values) if np.isfinite(values).any() else values
+    spread = np.nanstd(values) if np.isfinite(values).any() else 0.0
+    return torch.from_numpy(np.nan_to_num(values / spread if spread > 1e-9 else 0.0 * values)).float()
 
 
 def visible(batch: Batch) -> Tensor:
@@ -84,8 +153,8 @@ def check_batch(batch: Batch, catalogue: ActionsCatalogue) -> None:
     widths = {"label": len(catalogue.labels), "feature": len(catalogue.features), "action": len(catalogue.actions)}
     for prefix in ("", "candidate_"):
         size = tuple(batch[prefix + "item"].shape)
-        for name in ("item", "time", "valid", "label", "feature", "action"):
-            if prefix and name == "action":
+        for name in ("item", "time", "valid", "label", "feature", "action", "learn"):
+            if prefix and name in ("action", "learn"):
                 continue
             expected = (*size, widths[name]) if name in widths else size
             if tuple(batch[prefix + name].shape) != expected:
@@ -106,3 +175,6 @@ def check_batch(batch: Batch, catalogue: ActionsCatalogue) -> None:
         raise ValueError("valid has padding before an event; pad on the right, so that causal attention never reads it")
     if bool(((time[:, 1:] < time[:, :-1]) & valid[:, 1:]).any()):
         raise ValueError("time falls within a context; sort events by time")
+    tied = (time[:, 1:] == time[:, :-1]) & batch["learn"][:, 1:]
+    if bool((batch["learn"] & ~valid).any()) or bool(tied.any()):
+        raise ValueError("learn is true for padding, or for an event of the same millisecond as the one before it")

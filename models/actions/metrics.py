@@ -4,9 +4,11 @@
     means(sums)["like/normalised_entropy"], means(sums)["mean/normalised_entropy"]
 
 A request is a user: GAUC is the mean of AUC over users. `eval_loss` is the training loss over candidates. Normalised
-entropy has two forms: `normalised_entropy` by the entropy of the evaluated candidates' own base rate, and, where
-`train_rates` are given, `normalised_entropy_train` by the log loss of always predicting the training rate; the
-constant predictor of either rate has 1.
+entropy (NE) has two forms: `normalised_entropy` by the entropy of the evaluated candidates' own base rate, and, where
+the training rate is known, `normalised_entropy_train` by the log loss of always predicting that; the
+constant predictor of either rate has 1. `mean/...` is over tasks; a task whose candidates are of one class has no NE
+(NaN, with a warning) and no part in it. `mean/rig` is the relative information gain 1 - NE, larger is better, by which
+checkpoints are chosen.
 
 Shapes: `N` candidates, `K` tasks.
 """
@@ -22,36 +24,42 @@ from torch import Tensor
 
 from models.ranking_metrics import EXAMPLES, ranking_means, ranking_sums
 
+AVERAGED = ("normalised_entropy", "normalised_entropy_train", "auc", "gauc")
+"""Metrics whose mean over tasks is given."""
+
 
 def measure(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Sums over a batch's candidates. `model.score(batch)` gives logits (N, K), `model.labels` the tasks' names."""
-    logits, valid = model.score(batch), batch["candidate_valid"]
+    """Sums over a batch's candidates. `model.score(batch)` gives logits (N, K), `model.labels` the tasks' names,
+    `model.train_rates` their shares of positives in training, or nothing."""
+    logits, valid = model.score(batch).float(), batch["candidate_valid"]
     label = batch["candidate_label"][valid]
     user = torch.arange(len(valid), device=valid.device)[:, None].expand_as(valid)[valid]
     sums = {EXAMPLES: torch.tensor(float(len(valid)), dtype=torch.float64)}
     for i, name in enumerate(model.labels):
         sums |= ranking_sums(logits[:, i], label[:, i], user, f"{name}/")
+        if model.train_rates:
+            sums[f"{name}/constant_loss"] = constant_loss(label[:, i].double(), model.train_rates[i])
     return sums
 
 
-def means(sums: dict[str, Any], train_rates: dict[str, float] | None = None) -> dict[str, float]:
-    """Metrics from the sums of all batches and workers; `train_rates` are tasks' shares of positives in training."""
+def means(sums: dict[str, Any]) -> dict[str, float]:
+    """Metrics from the sums of all batches and workers."""
     tasks = [name.removesuffix("/histogram") for name in sums if name.endswith("/histogram")]
     found: dict[str, float] = {}
     for task in tasks:
         found |= ranking_means(sums, f"{task}/")
-        if train_rates is not None:
-            constant = constant_loss(found[f"{task}/positives"], found[f"{task}/candidates"], train_rates[task])
-            found[f"{task}/normalised_entropy_train"] = found[f"{task}/log_loss"] / constant
+        constant = float(sums.get(f"{task}/constant_loss", math.nan))
+        found[f"{task}/normalised_entropy_train"] = float(sums[f"{task}/loss"]) / constant if constant else math.nan
     found["eval_loss"] = sum(found[f"{task}/log_loss"] for task in tasks)
-    known = [value for task in tasks if not math.isnan(value := found[f"{task}/normalised_entropy"])]
-    found["mean/normalised_entropy"] = statistics.fmean(known) if known else math.nan
+    for metric in AVERAGED:
+        known = [value for task in tasks if not math.isnan(value := found[f"{task}/{metric}"])]
+        found[f"mean/{metric}"] = statistics.fmean(known) if known else math.nan
+    found["mean/rig"] = 1 - found["mean/normalised_entropy"]
     return found
 
 
-def constant_loss(positives: float, candidates: float, rate: float) -> float:
-    """Log loss in nats of predicting `rate` for all candidates; NaN where a rate of 0 or 1 is contradicted or
-    there are none."""
-    if not candidates or not 0 < rate < 1:
-        return math.nan
-    return -(positives * math.log(rate) + (candidates - positives) * math.log(1 - rate)) / candidates
+def constant_loss(label: Tensor, rate: float) -> Tensor:
+    """Log loss in nats, summed over `label` (N,), of predicting `rate` for all; NaN for a rate of 0 or 1."""
+    if not 0 < rate < 1:
+        return torch.full((), math.nan, dtype=torch.float64)
+    return -(label.sum() * math.log(rate) + (1 - label).sum() * math.log(1 - rate))

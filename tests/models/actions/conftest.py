@@ -20,6 +20,7 @@ def catalogue() -> ActionsCatalogue:
         feature_std=torch.tensor([2.0, 1.0]),
         numbers=torch.randn(30, 2),
         categories=torch.stack([torch.arange(30) % 5, torch.arange(30) % 3], 1),
+        train_rates=(0.3, 0.1, 0.5),
     )
 
 
@@ -37,6 +38,7 @@ def batch(catalogue) -> dict[str, torch.Tensor]:
     batch["candidate_time"] = torch.tensor([[100, 35, 80], [100, 90, 110], [90, 0, 0], [50, 60, 0]])
     batch["action"] = torch.rand(4, 7, 4).round(decimals=1)
     batch["valid"] = torch.arange(7) < torch.tensor([[7], [3], [1], [0]])
+    batch["learn"] = batch["valid"].clone()
     batch["candidate_valid"] = torch.arange(3) < torch.tensor([[3], [3], [1], [2]])
     check_batch(batch, catalogue)
     return batch

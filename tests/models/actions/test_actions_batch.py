@@ -23,6 +23,8 @@ def test_a_candidate_sees_events_strictly_before_it(batch):
         ("action", (0, 0, 0), float("nan"), "action has a value that is not finite"),
         ("valid", (0, 2), False, "padding before an event"),
         ("time", (0, 3), 5, "time falls within a context"),
+        ("time", (0, 3), 20, "learn is true for .* an event of the same millisecond"),
+        ("learn", (1, 5), True, "learn is true for padding"),
     ],
 )
 def test_bad_values_are_named(name, place, value, said, catalogue, batch):
@@ -49,6 +51,7 @@ def test_wrong_shapes_are_named(catalogue, batch):
             "feature_std has an entry that is not positive",
         ),
         ({"numbers": torch.zeros(3, 1)}, "give a row for each of 4 items"),
+        ({"train_rates": (0.5, 0.5)}, "train_rates has 2 entries for 1 tasks"),
     ],
 )
 def test_an_impossible_catalogue_is_refused(changes, said):

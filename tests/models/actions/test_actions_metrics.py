@@ -17,8 +17,8 @@ class Known:
 
     labels = LABELS
 
-    def __init__(self, logits: torch.Tensor) -> None:
-        self.logits = logits
+    def __init__(self, logits: torch.Tensor, train_rates: tuple[float, ...] = ()) -> None:
+        self.logits, self.train_rates = logits, train_rates
 
     def score(self, batch):
         return self.logits[batch["candidate_valid"]]
@@ -34,22 +34,24 @@ def candidates():
 def test_the_constant_predictor_has_a_normalised_entropy_of_one(candidates):
     label = candidates["candidate_label"][candidates["candidate_valid"]]
     own = torch.logit(label.mean(0).double()).expand(3, 9, 2)
-    train = {"like": 0.1, "share": 0.7}
-    of_train = torch.logit(torch.tensor([0.1, 0.7], dtype=torch.float64)).expand(3, 9, 2)
-    found = metrics.means(metrics.measure(Known(own), candidates), train)
+    train = (0.1, 0.7)
+    of_train = torch.logit(torch.tensor(train, dtype=torch.float64)).expand(3, 9, 2)
+    found = metrics.means(metrics.measure(Known(own, train), candidates))
     for task in LABELS:
         assert found[f"{task}/normalised_entropy"] == pytest.approx(1)
         assert found[f"{task}/normalised_entropy_train"] < 1
     assert found["mean/normalised_entropy"] == pytest.approx(1)
-    found = metrics.means(metrics.measure(Known(of_train), candidates), train)
+    assert found["mean/rig"] == pytest.approx(0, abs=1e-6)
+    found = metrics.means(metrics.measure(Known(of_train, train), candidates))
     assert all(found[f"{task}/normalised_entropy_train"] == pytest.approx(1) for task in LABELS)
 
 
 def test_sums_of_batches_add_up_and_the_loss_is_that_of_training(candidates):
     logits = torch.randn(3, 9, 2)
-    whole = metrics.measure(Known(logits), candidates)
+    train = (0.3, 0.3)
+    whole = metrics.measure(Known(logits, train), candidates)
     parts = [
-        metrics.measure(Known(logits[rows]), {key: value[rows] for key, value in candidates.items()})
+        metrics.measure(Known(logits[rows], train), {key: value[rows] for key, value in candidates.items()})
         for rows in (slice(0, 1), slice(1, 3))
     ]
     found = metrics.means(whole)
@@ -65,7 +67,8 @@ def test_sums_of_batches_add_up_and_the_loss_is_that_of_training(candidates):
 def test_a_task_of_one_class_is_not_a_number(candidates):
     candidates["candidate_label"][..., 1] = 0
     with pytest.warns(UserWarning, match="share/"):
-        found = metrics.means(metrics.measure(Known(torch.zeros(3, 9, 2)), candidates), {"like": 0.5, "share": 0.0})
+        found = metrics.means(metrics.measure(Known(torch.zeros(3, 9, 2), (0.5, 0.0)), candidates))
     assert math.isnan(found["share/normalised_entropy"])
     assert math.isnan(found["share/normalised_entropy_train"])
     assert found["mean/normalised_entropy"] == found["like/normalised_entropy"]
+    assert found["mean/rig"] == 1 - found["like/normalised_entropy"]

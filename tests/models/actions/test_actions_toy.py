@@ -31,7 +31,7 @@ def users(count: int, context: int = 12, candidates: int = 4) -> dict[str, torch
     }  # fmt: skip
     batch = {name: value[:, :context] for name, value in whole.items()}
     batch |= {f"candidate_{name}": value[:, context:] for name, value in whole.items()}
-    return batch | {"action": torch.cat([liked, 1 - liked], 2)[:, :context]}
+    return batch | {"action": torch.cat([liked, 1 - liked], 2)[:, :context], "learn": batch["valid"]}
 
 
 def learned(model: ActionsModel, steps: int) -> float:

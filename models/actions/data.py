@@ -1,0 +1,288 @@
+"""Users' sequences as batches for models of actions: what was done before, and what is to be predicted.
+
+    examples = ActionsExamples.load("tables/sequences", "train", unit="user", max_history=1024)
+    for rows in examples.batches(64, seed=1, epoch=0, shuffle=True):
+        batch = examples.collate(rows)      # as models/actions/batch.py says
+
+Training takes batches of like length and of equally many events, so that little is padding and every step
+weighs its events alike; a user with more than `max_history` training events gives several rows, cut from the end.
+
+Shapes: `B` rows, `T` context events, `C` candidates, `A` kinds of action, `K` tasks, `F` features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from models.actions.batch import actions_manifest
+from models.tables import UserError, iter_parts
+
+Unit = Literal["user", "cut"]
+Split = Literal["train", "val", "test"]
+
+JITTER = 1.1
+"""Rows of a training batch are neighbours by length times a random factor of 1 to this: other ones each epoch."""
+
+MOST_PAIRS = 1 << 24
+"""Largest B x C x T of an evaluation batch, which bounds its attention of candidates to the context."""
+
+
+class ActionsExamples:
+    """The events of one split, in rows of one user.
+
+    Training, `user`: a row is a sequence of training events, all context, each learned from. Events of the
+    same millisecond as the one before are candidates instead, which see the strictly earlier ones alone.
+    Training, `cut`, for models that learn from candidates only: the sequence is cut in two, context and candidates.
+    The share of the context is drawn anew for each batch of each epoch, uniformly; at least one event is a candidate.
+    Validation and test: the context is the latest `max_history` events before the split's time, the
+    candidates are all of the user's events in it, also of users without a context.
+
+    Only events of the split and before it are read.
+    """
+
+    context: NDArray[np.int64]
+    """Of each row, events of the context."""
+    candidates: NDArray[np.int64]
+    """Of each row, its candidates; 0 in training."""
+    rows_per_rank: NDArray[np.int64]
+    """Rows of every rank."""
+    skipped = 0
+    """Nothing is left out: a user without a context is scored too."""
+
+    def __init__(self, split: Split, unit: Unit, max_history: int, rank: int, world: int) -> None:
+        if split not in ("train", "val", "test"):
+            raise UserError(f"actions have no split '{split}'; choose train, val or test")
+        if unit not in (("user", "cut") if split == "train" else ("user",)):
+            raise ValueError(f"unit '{unit}' is unknown for the split '{split}'; choose 'user'")
+        if max_history < 1:
+            raise ValueError(f"max_history {max_history} is below 1; a sequence needs at least one event")
+        if not 0 <= rank < world:
+            raise ValueError(f"rank {rank} is not below the number of workers {world}")
+        self.split, self.unit, self.max_history, self.rank, self.world = split, unit, max_history, rank, world
+
+    @classmethod
+    def load(
+        cls,
+        sequences_uri: str,
+        split: Split,
+        *,
+        unit: Unit = "user",
+        max_history: int = 1024,
+        rank: int = 0,
+        world: int = 1,
+    ) -> Self:
+        """The users of this rank: every `world`-th row of the table from row `rank` on."""
+        self = cls(split, unit, max_history, rank, world)
+        info = actions_manifest(sequences_uri).info
+        widths = {name: len(info[name]) for name in ("actions", "tasks", "features")}
+        self.rows_per_rank = np.zeros(world, np.int64)
+        events: list[dict[str, NDArray]] = []
+        rows: list[dict[str, NDArray]] = []
+        users = before = 0
+        columns = ["item_index", "timestamp_ms", *widths, "train_end", "val_end"]
+        for table in iter_parts(sequences_uri, "sequences", columns):
+            lengths = pc.list_value_length(table["item_index"].combine_chunks()).to_numpy().astype(np.int64)
+            user = np.arange(users, users + table.num_rows)
+            users += table.num_rows
+            begin, context, candidates, owner = self._rows(table, lengths)
+            self.rows_per_rank += np.bincount(user[owner] % world, minlength=world)
+            mine = user % world == rank
+            kept = np.where(mine, self._known(table, lengths), 0)
+            place = np.arange(int(lengths.sum())) - np.repeat(starts(lengths), lengths)
+            part = read_part(table, widths)
+            events.append({name: value[place < np.repeat(kept, lengths)] for name, value in part.items()})
+            chosen = mine[owner]
+            rows.append(
+                {
+                    "begin": before + (starts(kept)[owner] + begin)[chosen],
+                    "context": context[chosen],
+                    "candidates": candidates[chosen],
+                    "user": user[owner[chosen]],
+                }
+            )
+            before += int(kept.sum())
+        if not users:
+            raise UserError(f"{sequences_uri} has no users; check the filters of jobs.prepare")
+        self.events = {name: np.concatenate([part[name] for part in events]) for name in events[0]}
+        for name, values in self.events.items():  # padding is gathered from an event of zeros behind the last one
+            self.events[name] = np.concatenate([values, np.zeros((1, *values.shape[1:]), values.dtype)])
+        self.begin, self.context, self.candidates, self.user = (
+            np.concatenate([part[name] for part in rows]) for name in ("begin", "context", "candidates", "user")
+        )
+        self.lengths = self.context + self.candidates
+        self._find_ties()
+        return self
+
+    def _known(self, table: pa.Table, lengths: NDArray) -> NDArray[np.int64]:
+        """By user: events in the split and before it."""
+        ends = {"train": "train_end", "val": "val_end"}
+        return table[ends[self.split]].to_numpy().astype(np.int64) if self.split in ends else lengths
+
+    def _rows(self, table: pa.Table, lengths: NDArray) -> tuple[NDArray, NDArray, NDArray, NDArray]:
+        """(first event within the user, events of the context, candidates, user within the part) of the part's rows."""
+        known = self._known(table, lengths)
+        if self.split == "train":
+            windows = -(-known // self.max_history)
+            owner = np.repeat(np.arange(len(known)), windows)
+            later = np.arange(len(owner)) - np.repeat(starts(windows), windows)  # windows after this one
+            end = known[owner] - later * self.max_history
+            begin = np.maximum(end - self.max_history, 0)
+            return begin, end - begin, np.zeros_like(end), owner
+        past = table["train_end" if self.split == "val" else "val_end"].to_numpy().astype(np.int64)
+        owner = np.flatnonzero(known > past)
+        begin = np.maximum(past[owner] - self.max_history, 0)
+        return begin, past[owner] - begin, (known - past)[owner], owner
+
+    def _find_ties(self) -> None:
+        """Notes which events, but for a row's first, have the time of the event before them."""
+        time = self.events["time"]
+        tied = np.zeros(len(time), bool)
+        tied[1:] = time[1:] == time[:-1]
+        tied[self.begin] = False
+        tied[-1] = False
+        self.tied = np.flatnonzero(tied)
+        self.first_tied = np.searchsorted(self.tied, self.begin)
+        self.ties = np.searchsorted(self.tied, self.begin + self.context) - self.first_tied
+        self.events["learn"] = ~tied
+
+    def __len__(self) -> int:
+        """Rows on this rank."""
+        return len(self.begin)
+
+    @property
+    def requests(self) -> int:
+        """Rows on this rank; in evaluation a user's candidates are one request."""
+        return len(self)
+
+    def steps(self, batch_size: int) -> int:
+        """Batches per shuffled epoch, the same on every rank."""
+        return -(-int(self.rows_per_rank.max()) // batch_size)
+
+    def batches(
+        self, batch_size: int, *, seed: int = 0, epoch: int = 0, shuffle: bool = False
+    ) -> Iterator[NDArray[np.int64]]:
+        """Row numbers, batch by batch, the same for the same arguments; of unit `cut` (B, 2): row, size of the context.
+
+        Shuffled: `steps(batch_size)` batches of `batch_size` rows in the mean and equally many events each. In
+        order: each row once, in batches of at most `batch_size`.
+        """
+        if not shuffle:
+            yield from self._in_order(batch_size)
+            return
+        if not len(self):
+            raise UserError(
+                f"worker {self.rank} of {self.world} has no rows to train on; use fewer workers or more users"
+            )
+        rng = np.random.default_rng([seed, epoch, self.rank])
+        order = np.resize(rng.permutation(len(self)), int(self.rows_per_rank.max()))
+        order = order[np.argsort(self.lengths[order] * rng.uniform(1, JITTER, len(order)), kind="stable")]
+        edges = equal_parts(self.lengths[order], self.steps(batch_size))
+        for part in rng.permutation(len(edges) - 1):
+            rows = order[edges[part] : edges[part + 1]]
+            if self.unit == "cut":
+                yield np.stack([rows, (rng.random() * self.lengths[rows]).astype(np.int64)], 1)
+            else:
+                yield rows
+
+    def _in_order(self, batch_size: int) -> Iterator[NDArray[np.int64]]:
+        """Contexts within a factor of two together, and of those like numbers of candidates."""
+        octave = np.log2(self.context + 1).astype(np.int64)
+        order = np.lexsort((self.context, self.candidates, octave))
+        if self.unit == "cut":
+            raise ValueError("sequences are cut in training alone; give shuffle=True")
+        first, longest, most = 0, 0, 0
+        for i, row in enumerate(order):
+            longest, most = max(longest, int(self.context[row])), max(most, int(self.candidates[row]))
+            if i > first and (i - first == batch_size or (i - first + 1) * longest * most > MOST_PAIRS):
+                yield order[first:i]
+                first, longest, most = i, int(self.context[row]), int(self.candidates[row])
+        if len(order):
+            yield order[first:]
+
+    def _sizes(self, rows: NDArray[np.int64]) -> tuple[NDArray, NDArray, NDArray, NDArray]:
+        """(row, events of the context, first candidate, candidates) of a batch; in training with unit `user`
+        candidates are numbers in `tied`, else events."""
+        if rows.ndim == 2:
+            row, context = rows.T
+            return row, context, self.begin[row] + context, self.lengths[row] - context
+        if self.split == "train":
+            return rows, self.context[rows], self.first_tied[rows], self.ties[rows]
+        return rows, self.context[rows], self.begin[rows] + self.context[rows], self.candidates[rows]
+
+    def positions(self, rows: NDArray[np.int64]) -> tuple[int, int]:
+        """(events, positions) of a batch, context and candidates together: the difference is padding."""
+        _, context, _, candidates = self._sizes(rows)
+        wide = max(1, int(context.max())) + int(candidates.max())
+        return int(context.sum() + candidates.sum()), len(rows) * wide
+
+    def collate(self, rows: NDArray[np.int64]) -> dict[str, Tensor]:
+        """The rows as the tensors of `models/actions/batch.py`; and `user_row` (B,), the row in the table."""
+        row, context, first, candidates = self._sizes(rows)
+        batch = {"user_row": torch.from_numpy(self.user[row])}
+        index, batch["valid"] = padded(self.begin[row], context, 1)
+        self._gather(batch, "", index, ("item", "time", "action", "label", "feature", "learn"))
+        batch["learn"] &= batch["valid"]
+        index, batch["candidate_valid"] = padded(first, candidates, 0)
+        if self.split == "train" and self.unit == "user":
+            index = np.append(self.tied, -1)[index]
+        self._gather(batch, "candidate_", index, ("item", "time", "label", "feature"))
+        return batch
+
+    def _gather(self, batch: dict[str, Tensor], prefix: str, index: NDArray, names: tuple[str, ...]) -> None:
+        for name in names:
+            values = torch.from_numpy(self.events[name][index])
+            batch[prefix + name] = values if name == "learn" else values.to(KINDS.get(name, torch.float32))
+
+
+KINDS = {"item": torch.int64, "time": torch.int64}
+"""Types of a batch's tensors that are not float32."""
+
+
+def starts(lengths: NDArray) -> NDArray[np.int64]:
+    """Where each of consecutive runs of these lengths begins."""
+    return np.cumsum(lengths, dtype=np.int64) - lengths
+
+
+def padded(begin: NDArray, count: NDArray, least: int) -> tuple[NDArray[np.int64], Tensor]:
+    """(index, valid), each (B, width of the largest `count`, at least `least`): begin, begin + 1, ... and -1 behind."""
+    place = np.arange(max(least, int(count.max(initial=0))))
+    inside = place < count[:, None]
+    return np.where(inside, begin[:, None] + place, -1), torch.from_numpy(inside)
+
+
+def equal_parts(lengths: NDArray, parts: int) -> NDArray[np.int64]:
+    """(parts + 1,) edges of runs of rows with about equal sums of `lengths`; each run has a row at least."""
+    total = np.cumsum(lengths)
+    number = np.arange(parts + 1)
+    edges = np.concatenate([[0], np.searchsorted(total, total[-1] * number[1:] / parts - 0.5) + 1])
+    edges = np.maximum.accumulate(edges - number) + number
+    return np.minimum(edges, len(lengths) - parts + number)
+
+
+def read_part(table: pa.Table, widths: dict[str, int]) -> dict[str, NDArray]:
+    """Flat arrays over the events of one part."""
+
+    def flat(name: str) -> pa.Array:
+        return table[name].combine_chunks().flatten()
+
+    def vectors(name: str) -> NDArray:
+        values = flat(name).flatten().to_numpy(zero_copy_only=False)
+        return values.reshape(-1, max(1, widths[name]))[:, : widths[name]]
+
+    item = flat("item_index").to_numpy().astype(np.int32)
+    feature = vectors("features") if widths["features"] else np.zeros((len(item), 0), np.float32)
+    return {
+        "item": item,
+        "time": flat("timestamp_ms").to_numpy(),
+        "action": vectors("actions"),
+        "label": vectors("tasks"),
+        "feature": feature,
+    }
