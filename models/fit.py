@@ -159,6 +159,8 @@ class StepEvent(Event):
     """Learning rate of the last step."""
     grad_norm: float = 0.0
     """Global norm of the last step's gradient before clipping."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """What else the model gave beside its loss, such as the parts of it, averaged as the loss is."""
 
 
 @dataclass(frozen=True)
@@ -251,13 +253,25 @@ class Meter:
 
     def clear(self) -> None:
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.parts: dict[str, Tensor] = {}
         self.steps = self.examples = 0
-        self.seconds = self.waited = 0.0
+        self.waited = 0.0
 
-    def read(self) -> tuple[float, int, float, float, float]:
-        """(loss summed over steps and averaged over ranks, steps, examples of all ranks, seconds, seconds waited)."""
-        loss, examples, waited = reduce([self.loss.item(), self.examples, self.waited], self.world, self.device)
-        return loss / self.world, self.steps, examples, self.seconds, waited / self.world
+    def add(self, found: dict[str, Tensor]) -> None:
+        """Notes the losses of one step."""
+        self.steps += 1
+        self.loss += found["loss"].detach()
+        for name in found.keys() - {"loss"}:
+            self.parts[name] = self.parts.get(name, 0.0) + found[name].detach().double()
+
+    def read(self) -> tuple[float, int, float, float, dict[str, float]]:
+        """(loss summed over steps and averaged over ranks, steps, examples of all ranks, seconds waited, other parts
+        averaged over both)."""
+        names = sorted(self.parts)
+        values = [self.loss.item(), self.examples, self.waited, *(self.parts[name].item() for name in names)]
+        loss, examples, waited, *parts = reduce(values, self.world, self.device)
+        mean = {name: part / self.world / self.steps for name, part in zip(names, parts, strict=True)}
+        return loss / self.world, self.steps, examples, waited / self.world, mean
 
 
 def fit(
@@ -347,20 +361,19 @@ def fit(
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(config, step, total_steps)
             with autocast(config.precision, device):
-                loss = module(to_device(batch, device))["loss"]
-            loss.backward()
+                found = module(to_device(batch, device))
+            found["loss"].backward()
             norm = nn.utils.clip_grad_norm_(parameters, config.clip_norm or math.inf)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            meter.loss += loss.detach()
-            meter.steps += 1
+            meter.add(found)
             cursor["step"], cursor["step_in_epoch"] = step + 1, i + 1
             inside = i + 1 < steps
             check = inside and due(config.eval_every_steps, step + 1)
             save = check or (inside and due(config.checkpoint_every_steps, step + 1))
             if inside and not (save or due(config.log_every_steps, step + 1)):
                 continue
-            summed, taken, examples, _, waited = meter.read()  # waits for the device
+            summed, taken, examples, waited, parts = meter.read()  # waits for the device
             seconds = time.perf_counter() - began
             if not math.isfinite(summed):
                 raise UserError(
@@ -368,7 +381,7 @@ def fit(
                 )
             for name, value in {"loss": summed, "seconds": seconds, "examples": examples, "waited": waited}.items():
                 cursor[name] += value
-            found = validated(epoch + 1) if check else {}
+            measured = validated(epoch + 1) if check else {}
             stop = cursor["stopped"] = bool(check) and impatient()
             yield StepEvent(
                 step=step + 1,
@@ -379,7 +392,8 @@ def fit(
                 grad_norm=float(norm),
                 examples_per_s=examples / seconds,
                 data_wait=waited / seconds,
-                **found,
+                parts=parts,
+                **measured,
                 stop=stop,
                 state=snapshot() if save else {},
             )
@@ -390,7 +404,7 @@ def fit(
 
         ended = epoch + 1 == config.max_epochs
         check = ended or (epoch + 1) % config.eval_every_epochs == 0
-        found = validated(epoch + 1) if check else {}
+        measured = validated(epoch + 1) if check else {}
         stop = ended or (check and impatient())
         totals = {name: cursor[name] for name in ("loss", "seconds", "examples", "waited")}
         cursor.update(epoch=epoch + 1, step_in_epoch=0, stopped=stop, loss=0.0, seconds=0.0, examples=0.0, waited=0.0)
@@ -401,7 +415,7 @@ def fit(
             seconds=totals["seconds"],
             examples_per_s=totals["examples"] / totals["seconds"],
             data_wait=totals["waited"] / totals["seconds"],
-            **found,
+            **measured,
             stop=stop,
             state=snapshot(),
         )

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,45 +72,76 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+@dataclass
+class Place:
+    """Where a worker stands among the others, and how it hands in what it made."""
+
+    rank: int
+    """Its number, from 0."""
+    world: int
+    """Number of workers."""
+    device: torch.device
+    """Where its model is."""
+    workers_here: int
+    """Workers on this machine, which share its cores."""
+    report: Callable[[Setup, checkpoint.Checkpoint, dict[str, Any] | None, float], None]
+    """`report(setup, about, state, score)` at every checkpoint, on every rank."""
+    say: Callable[[str], Any]
+    """Tells the driver of the progress; called by rank 0."""
+
+
 def worker(config: dict[str, Any]) -> None:
-    """Trains, from the last checkpoint where there is one. `config` is {"task": Task, "progress": actor}."""
+    """A worker of Ray Train. `config` is {"task": Task, "progress": actor}."""
     task: Task = config["task"]
-    context = train.get_context()
-    rank, world = context.get_world_rank(), context.get_world_size()
-    device = get_device()
-    torch.set_num_threads(threads_per_worker(task.threads, context.get_local_world_size()))
-    setup = set_up(
-        task.model, FitConfig(**task.fit), task.tables, task.sids, device=device, rank=rank, world=world
+    context, latest = train.get_context(), train.get_checkpoint()
+    rank = context.get_world_rank()
+
+    def report(setup: Setup, about: checkpoint.Checkpoint, state: dict[str, Any] | None, score: float) -> None:
+        hand_in(setup, about, state, rank, score)
+
+    place = Place(
+        rank, context.get_world_size(), get_device(), context.get_local_world_size(), report,
+        config["progress"].say.remote,
     )  # fmt: skip
-    state, about = restore(setup, task)
-    say = config["progress"].say.remote if rank == 0 else (lambda line: None)
-    if rank == 0:
-        workers = "1 worker" if world == 1 else f"{world} workers"
+    perform(task, place, latest.as_directory() if latest else nullcontext(task.resume_from))
+
+
+def perform(task: Task, place: Place, latest: AbstractContextManager[str | None]) -> None:
+    """Trains, from the checkpoint in the folder `latest` where there is one."""
+    torch.set_num_threads(threads_per_worker(task.threads, place.workers_here))
+    setup = set_up(
+        task.model, FitConfig(**task.fit), task.tables, task.sids, device=place.device, rank=place.rank,
+        world=place.world,
+    )  # fmt: skip
+    state, about = restore(setup, task, latest)
+    if place.rank == 0:
+        workers = "1 worker" if place.world == 1 else f"{place.world} workers"
         parameters = sum(p.numel() for p in setup.model.parameters())
-        say(f"{workers} on {device.type}, {torch.get_num_threads()} threads each; {parameters:,} parameters")
-        say(
+        place.say(f"{workers} on {place.device.type}, {torch.get_num_threads()} threads each; {parameters:,} parameters")
+        place.say(
             f"{setup.train.examples.requests:,} training and {setup.val.requests:,} validation requests here, "
             f"{setup.train.steps(0)} steps per epoch"
         )
         if about is not None:
-            say(f"continuing after epoch {about.epoch}, step {about.step}")
+            place.say(f"continuing after epoch {about.epoch}, step {about.step}")
     with ExitStack() as stack:
         log = None
-        if rank == 0 and task.tracking:
+        if place.rank == 0 and task.tracking:
             run = tracking.RunRef(**task.tracking)
             log = tracking.Logger(run, resumed=about is not None)
             stack.enter_context(tracking.system_metrics(run))
             log.log({"train/parameters": parameters}, 0)
         if setup.entry.gradient:
-            by_gradient(setup, task, state, about, rank, world, log, say)
+            by_gradient(setup, task, state, about, place, log)
         elif about is None:
-            by_counts(setup, task, rank, log, say)
+            by_counts(setup, task, place, log)
 
 
-def restore(setup: Setup, task: Task) -> tuple[dict[str, Any] | None, checkpoint.Checkpoint | None]:
+def restore(
+    setup: Setup, task: Task, latest: AbstractContextManager[str | None]
+) -> tuple[dict[str, Any] | None, checkpoint.Checkpoint | None]:
     """Loads weights and state of the last checkpoint, which must be of this model and these tables."""
-    latest = train.get_checkpoint()
-    with latest.as_directory() if latest else nullcontext(task.resume_from) as folder:
+    with latest as folder:
         if folder is None:
             return None, None
         about = checkpoint.read(folder)
@@ -123,16 +155,14 @@ def by_gradient(
     task: Task,
     state: dict[str, Any] | None,
     before: checkpoint.Checkpoint | None,
-    rank: int,
-    world: int,
+    place: Place,
     log: tracking.Logger | None,
-    say: Any,
 ) -> None:
     """Runs `fit` to its end."""
     spent = dict(before.timing) if before else {"train_seconds": 0.0, "eval_seconds": 0.0}
     for event in fit(
         setup.model, setup.train, setup.validate, setup.fit, means=setup.means, state=state, device=setup.device,
-        rank=rank, world=world,
+        rank=place.rank, world=place.world,
     ):  # fmt: skip
         if log:
             log.log(step_metrics(event) if isinstance(event, StepEvent) else epoch_metrics(event), event.step)
@@ -144,16 +174,17 @@ def by_gradient(
             spent["train_seconds"] += event.seconds
             spent["examples_per_s"] = event.examples_per_s
         if event.metrics or isinstance(event, EpochEvent):
-            say(describe(event, setup.fit))
+            if place.rank == 0:
+                place.say(describe(event, setup.fit))
         score = event.metrics[setup.fit.metric] if event.is_best else LOWEST
         about = setup.checkpoint(
             epoch=event.epoch, step=event.step, metrics=event.metrics, best=best_of(event.state), timing=spent,
             tracking=task.tracking or {},
         )  # fmt: skip
-        report(setup, about, event.state, rank, score)
+        place.report(setup, about, event.state, score)
 
 
-def by_counts(setup: Setup, task: Task, rank: int, log: tracking.Logger | None, say: Any) -> None:
+def by_counts(setup: Setup, task: Task, place: Place, log: tracking.Logger | None) -> None:
     """One pass over the training data for a model without gradients."""
     began = time.perf_counter()
     model: Any = setup.model
@@ -164,18 +195,18 @@ def by_counts(setup: Setup, task: Task, rank: int, log: tracking.Logger | None, 
     if log:
         log.log({f"val/{name}": value for name, value in metrics.items()}, 1)
         log.log({"val/examples": count, "train/seconds": seconds}, 1)
-    say(f"counted in {seconds:.1f} s  val {setup.fit.metric} {metrics.get(setup.fit.metric, float('nan')):.4f}")
+    place.say(f"counted in {seconds:.1f} s  val {setup.fit.metric} {metrics.get(setup.fit.metric, float('nan')):.4f}")
     best = {"value": metrics.get(setup.fit.metric), "epoch": 1, "step": 1}
     about = setup.checkpoint(
         epoch=1, step=1, metrics=metrics, best=best, timing={"train_seconds": seconds}, tracking=task.tracking or {}
     )
-    report(setup, about, None, rank, 0.0)
+    place.report(setup, about, None, 0.0)
 
 
-def report(
+def hand_in(
     setup: Setup, about: checkpoint.Checkpoint, state: dict[str, Any] | None, rank: int, score: float
 ) -> None:  # fmt: skip
-    """Reports on every rank; rank 0 with the checkpoint."""
+    """Reports to Ray Train on every rank; rank 0 with the checkpoint."""
     metrics = {"score": score, "epoch": about.epoch, "step": about.step, **about.metrics}
     if rank != 0:
         train.report(metrics, checkpoint=None, checkpoint_dir_name=step_name(about.step))
@@ -194,6 +225,7 @@ def step_metrics(event: StepEvent) -> dict[str, float]:
         "train/grad_norm": event.grad_norm,
         "train/examples_per_s": event.examples_per_s,
         "train/data_wait": event.data_wait,
+        **{f"train/{name}": value for name, value in event.parts.items()},
     }
 
 

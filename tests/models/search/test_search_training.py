@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from models import checkpoint, registry
-from models.fit import EpochEvent, FitConfig, fit
+from models.fit import EpochEvent, FitConfig, StepEvent, fit
 from models.setup import load_catalogue, score, set_up
 from models.tables import UserError
 from tests.search_tables import write_search
@@ -26,6 +26,10 @@ def test_a_run_improves_gauc_and_its_checkpoint_scores_alike(search, tmp_path):
     setup = set_up({"name": "qgs", **SMALL}, FIT, tables, text)
     events = list(fit(setup.model, setup.train, setup.validate, setup.fit, means=setup.means))
     ends = [event for event in events if isinstance(event, EpochEvent)]
+    for event in events:
+        if isinstance(event, StepEvent):  # both parts of the loss are told apart
+            parts = event.parts["ranking"] + setup.model.config.infonce_weight * event.parts["infonce"]
+            assert event.loss == pytest.approx(parts, rel=1e-5)
     assert ends[-1].metrics["gauc"] > max(0.6, ends[0].metrics["gauc"])
     assert ends[-1].metrics["requests"] == 40
     checkpoint.save(tmp_path / "best", setup.model, setup.checkpoint(epoch=6))
