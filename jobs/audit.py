@@ -52,9 +52,11 @@ def run(config: Config) -> None:
             f"{found} in {config.tables}; do not train on these tables: make them again with python -m jobs.prepare "
             f"--overwrite"
         )
-    search = read_manifest(join(config.tables, "sequences"), "sequences").info.get("kind") == "search"
-    job = "encode" if search else "tokenize"
-    print(f"No violations. Next: python -m jobs.{job} --help, or python -m jobs.train --help")
+    kind = read_manifest(join(config.tables, "sequences"), "sequences").info.get("kind", "retrieval")
+    job = {"search": "python -m jobs.encode --help, or ", "actions": ""}.get(
+        kind, "python -m jobs.tokenize --help, or "
+    )
+    print(f"No violations. Next: {job}python -m jobs.train --help")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,10 @@ class SplitOptions:
     """Share of the behaviours in the validation window of a temporal split (0.1)."""
     test_fraction: float | None = None
     """Share of the behaviours in the test window of a temporal split (0.1)."""
+    val_start: str | None = None
+    """First moment of the validation window, as ISO 8601 or epoch ms; with test_start, instead of the fractions."""
+    test_start: str | None = None
+    """First moment of the test window."""
 
 
 @dataclass
@@ -41,7 +45,8 @@ class Config:
     overwrite: bool = False
     """Make all tables again, whatever is there."""
     kind: str | None = None
-    """`retrieval`: each behaviour is a request of its own. `search`: requests are searches with what they showed."""
+    """`retrieval`: each behaviour is a request of its own. `search`: requests are searches with what they showed.
+    `actions`: impressions with their actions."""
     core: int | None = None
     """k of the iterative k-core; 0 keeps all users and items (5)."""
     core_window: str | None = None
@@ -71,10 +76,11 @@ def run(config: Config) -> dict[str, object]:
     check(source, config.input, config.output, settings)  # before Ray takes its seconds to start
     cli.start_ray()
     statistics = prepare(source, config.input, config.output, settings, config.overwrite)
-    requests = ", ".join(f"{rows:,} {name}" for name, rows in statistics["requests"].items())
+    unit = "requests" if "requests" in statistics else "events"
+    per_split = ", ".join(f"{rows:,} {name}" for name, rows in statistics[unit].items())
     print(
         f"\n{statistics['users']:,} users, {statistics['items']:,} items, {statistics['interactions']:,} interactions; "
-        f"sparsity {statistics['sparsity']:.2%}, mean length {statistics['mean_length']:.2f}; requests: {requests}\n"
+        f"sparsity {statistics['sparsity']:.2%}, mean length {statistics['mean_length']:.2f}; {unit}: {per_split}\n"
         f"made in {time.perf_counter() - begin:.1f} s: {config.output}/{{events,items,sequences,rejects}} and "
         f"{config.output}/statistics.json\n"
         f"next: python -m jobs.audit --tables {config.output}"

@@ -2,9 +2,10 @@
 
     python -m jobs.simulate --output raw --users 1500 --items 400 --events 15000
     python -m jobs.simulate --kind search --output raw_search --query_driven 0.5
+    python -m jobs.simulate --kind feed --output raw_feed --events 30000
 
 The same settings give the same log. Read it with `jobs/configs/sources/simulated.yaml`, a search log with
-`simulated_search.yaml`.
+`simulated_search.yaml`, a feed with `simulated_feed.yaml`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jobs import cli
+from pipelines.data.feed_simulator import KINDS, best_entropy, simulate_feed
 from pipelines.data.search_simulator import SearchSettings, simulate_search
 from pipelines.data.simulator import Settings, is_simulated, simulate_retrieval
 
@@ -27,8 +29,9 @@ class Config:
 
     output: str
     """Folder for the log: new, empty, or with an earlier simulated log, which is replaced."""
-    kind: Literal["retrieval", "search"] = "retrieval"
-    """`retrieval`: one item per event. `search`: searches with a query, ten results, clicks, purchases and dwell."""
+    kind: Literal["retrieval", "search", "feed"] = "retrieval"
+    """`retrieval`: one item per event. `search`: searches with a query, ten results, clicks, purchases and dwell.
+    `feed`: impressions with likes, comments, shares, follows, hides and dwell of dog and cat users."""
     users: int = 1500
     """Users, each with at least one event or search."""
     items: int = 400
@@ -41,7 +44,7 @@ class Config:
     """Search: share of searches whose clicks follow the query; in the others they follow the history."""
 
     def __post_init__(self) -> None:
-        if self.kind == "retrieval" and self.query_driven != 1:
+        if self.kind != "search" and self.query_driven != 1:
             raise ValueError(f"query_driven is {self.query_driven}, which is of a search log; add --kind search")
         self.settings()
 
@@ -64,10 +67,19 @@ def run(config: Config) -> None:
         sizes = (config.users, config.items, config.events, config.seed)
         if config.kind == "search":
             simulate_search(config.output, *sizes, config.query_driven)
+        elif config.kind == "feed":
+            simulate_feed(config.output, *sizes)
         else:
             simulate_retrieval(config.output, *sizes)
         print(f"simulated {size}, in {time.monotonic() - started:.1f} s\n  {config.output}")
-    source = SOURCES / ("simulated_search.yaml" if config.kind == "search" else "simulated.yaml")
+    if config.kind == "feed":
+        print(
+            f"half of the users like {KINDS[0]}s, half {KINDS[1]}s, which only their actions tell: normalised entropy "
+            f"of like is 1 without actions and {best_entropy('like'):.3f} at best"
+        )
+    source = SOURCES / {"search": "simulated_search.yaml", "feed": "simulated_feed.yaml"}.get(
+        config.kind, "simulated.yaml"
+    )
     print(f"next: python -m jobs.prepare --source {source} --input {config.output} --output TABLES")
 
 

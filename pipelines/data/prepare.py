@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from pyarrow import fs
@@ -28,6 +28,8 @@ from models.tables import (
     read_manifest,
     read_table,
 )
+from pipelines.data.actions_config import ActionsConfig
+from pipelines.data.actions_steps import check_actions, make_actions
 from pipelines.data.catalogue import core_items
 from pipelines.data.events import hash_files, ingest, partitions_for
 from pipelines.data.items import write_items
@@ -47,8 +49,9 @@ Say = Callable[[str], None]
 class PrepareConfig:
     """What is made of a raw log. A source file's `prepare` section sets these; the command line wins."""
 
-    kind: Literal["retrieval", "search"] = "retrieval"
-    """What a request is: `retrieval`, each behaviour asks for itself; `search`, a search with the results it showed."""
+    kind: Literal["retrieval", "search", "actions"] = "retrieval"
+    """What a request is: `retrieval`, each behaviour asks for itself; `search`, a search with the results it showed;
+    `actions`, an impression whose actions are asked for."""
     core: int = 5
     """Iterative k-core: users and items with fewer behaviours are left out. 0 or 1 keeps all."""
     core_window: Literal["all", "train"] = "all"
@@ -68,10 +71,12 @@ class PrepareConfig:
     """Share of rows that may break the schema before the job fails."""
     search: SearchConfig = field(default_factory=SearchConfig)
     """The features of a search log."""
+    actions: ActionsConfig = field(default_factory=ActionsConfig)
+    """Tasks, inputs and counts of a log of actions."""
 
     def __post_init__(self) -> None:
-        if self.kind not in ("retrieval", "search"):
-            raise ValueError(f"kind is '{self.kind}'; it is one of retrieval, search")
+        if self.kind not in ("retrieval", "search", "actions"):
+            raise ValueError(f"kind is '{self.kind}'; it is one of retrieval, search, actions")
         if self.core < 0:
             raise ValueError(f"core is {self.core}; it must be 0 (keep all) or more")
         if self.core_window not in ("all", "train"):
@@ -110,7 +115,7 @@ class PrepareConfig:
         return None if self.kind == "search" else self.behaviour
 
 
-NESTED: dict[str, Any] = {"split": SplitConfig, "search": SearchConfig}
+NESTED: dict[str, Any] = {"split": SplitConfig, "search": SearchConfig, "actions": ActionsConfig}
 
 
 def _check_keys(values: dict[str, Any], kind: type, where: str) -> None:
@@ -196,6 +201,8 @@ def prepare(
     items = _make_items(run, events, {file: by_file[file] for file in item_files}, split)
     if config.kind == "search":
         sequences = make_search(run, events, items, split, _split_key(run, events))
+    elif config.kind == "actions":
+        sequences = make_actions(run, events, items, split, _split_key(run, events))
     else:
         sequences = _make_sequences(run, events, items, split)
     statistics = summarise(events, items, sequences)
@@ -218,6 +225,8 @@ def check(source: Source, input_uri: str, output_uri: str, config: PrepareConfig
         )
     if config.kind == "search":
         check_search(source, config)
+    if config.kind == "actions":
+        check_actions(source, config)
     source.event_files(input_uri)
     source.item_files(input_uri)
     check_writable(output_uri)
@@ -356,7 +365,7 @@ def _split_rule(run: _Run, events: Manifest) -> dict[str, Any]:
 
 def _split_key(run: _Run, events: Manifest) -> list[Any]:
     """What the cut times depend on."""
-    return [events.hash, asdict(run.config.split), run.config.counted]
+    return [events.hash, run.config.split.settings(), run.config.counted]
 
 
 def _before(run: _Run, split: dict[str, Any]) -> int | None:
@@ -371,7 +380,7 @@ def _make_items(run: _Run, events: Manifest, files: dict[str, str], split: dict[
             "core": config.core,
             "core_window": config.core_window,
             "behaviour": config.counted,
-            **({"split": asdict(config.split)} if config.core_window == "train" else {}),
+            **({"split": config.split.settings()} if config.core_window == "train" else {}),
         }
     )
     inputs = {"events": events.hash, **files}
@@ -411,7 +420,7 @@ def _make_sequences(run: _Run, events: Manifest, items: Manifest, split: dict[st
     settings = _plain(
         {
             "kind": "retrieval",
-            "split": asdict(config.split),
+            "split": config.split.settings(),
             "max_events": config.max_events,
             "core": config.core,
             "core_window": config.core_window,

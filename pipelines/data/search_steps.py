@@ -61,7 +61,7 @@ def make_search(run: _Run, events: Manifest, items: Manifest, split: dict[str, A
     queries = make_queries(run, events)
     settings = {
         "kind": "search",
-        "split": asdict(config.split),
+        "split": config.split.settings(),
         "max_events": config.max_events,
         "core_window": config.core_window,
         "behaviour": config.behaviour,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 import numpy as np
@@ -26,6 +27,10 @@ class SplitConfig:
     """Share of all behaviours that the validation window of a temporal split holds."""
     test_fraction: float = 0.1
     """Share of all behaviours that the test window of a temporal split holds."""
+    val_start: Any = None
+    """First moment of the validation window, as ISO 8601 (UTC) or epoch ms: with `test_start`, instead of fractions."""
+    test_start: Any = None
+    """First moment of the test window."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("auto", "leave_last_out", "temporal"):
@@ -38,6 +43,22 @@ class SplitConfig:
             total = self.val_fraction + self.test_fraction
             raise ValueError(f"split.val_fraction + split.test_fraction is {total}, which leaves nothing to train on")
 
+        if (self.val_start is None) != (self.test_start is None):
+            raise ValueError("split has one of val_start and test_start; give both, or neither to cut by fractions")
+        if self.val_start is not None:
+            if self.kind == "leave_last_out":
+                raise ValueError("split.val_start is a cut time, but split.kind is leave_last_out; use temporal")
+            starts = epoch_ms(self.val_start, "val_start"), epoch_ms(self.test_start, "test_start")
+            if not starts[0] < starts[1]:
+                raise ValueError(
+                    f"split.val_start {self.val_start} is not before split.test_start {self.test_start}; swap them"
+                )
+            self.val_start, self.test_start = starts
+
+    def settings(self) -> dict[str, Any]:
+        """The settings as plain values; cut times that are not given are left out."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
     def resolve(self, clock: bool) -> str:
         """The kind for a log with or without clock times; UserError for a temporal split without."""
         if self.kind == "temporal" and not clock:
@@ -46,6 +67,18 @@ class SplitConfig:
                 "time holds for all users; use --split.kind leave_last_out"
             )
         return ("temporal" if clock else "leave_last_out") if self.kind == "auto" else self.kind
+
+
+def epoch_ms(moment: Any, name: str) -> int:
+    """A cut time in epoch ms, from that or from ISO 8601; UTC where it names no offset. ValueError otherwise."""
+    text = str(moment)
+    if text.isdecimal():
+        return int(text)
+    try:
+        parsed = datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError(f"split.{name} is '{moment}'; give a moment such as 2022-05-07 or epoch ms") from None
+    return round((parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).timestamp() * 1000)
 
 
 def _histogram(arrays: Arrays, low: int, width: int) -> np.ndarray:
@@ -72,6 +105,14 @@ def nth_time(survey: Survey, rank: int) -> int:
 def cut_times(survey: Survey, config: SplitConfig) -> dict[str, Any]:
     """The temporal split as its manifest records it: `val_start_ms` and `test_start_ms`, the first
     timestamps of the two windows. UserError if the clock is too coarse to cut."""
+    if config.val_start is not None:
+        starts = [config.val_start, config.test_start]
+        if not survey.first_ms < starts[0] < starts[1] <= survey.last_ms:
+            raise UserError(
+                f"the cuts at {starts[0]} and {starts[1]} ms leave a side without events: the log runs from "
+                f"{survey.first_ms} to {survey.last_ms} ms; choose split.val_start and split.test_start within it"
+            )
+        return {"kind": "temporal", "val_start_ms": starts[0], "test_start_ms": starts[1]}
     starts = [
         nth_time(survey, min(int(survey.behaviours * share), survey.behaviours - 1))
         for share in (1 - config.val_fraction - config.test_fraction, 1 - config.test_fraction)

@@ -11,6 +11,7 @@ from typing import Any
 from models.tables import Manifest
 from pipelines.data.splits import NAMES
 
+PER_SPLIT = ("requests", "requests_without_history", "events")
 SEARCH = (
     "queries",
     "candidates",
@@ -20,6 +21,17 @@ SEARCH = (
     "candidates_outside",
 )
 """What only a search log counts."""
+
+ACTIONS = (
+    "base_rates",
+    "users_with_candidates",
+    "users_with_context",
+    "users_without_context",
+    "events_without_context",
+    "events_outside",
+    "dropped",
+)
+"""What only a log of actions counts."""
 
 
 def summarise(events: Manifest, items: Manifest, sequences: Manifest) -> dict[str, Any]:
@@ -34,9 +46,8 @@ def summarise(events: Manifest, items: Manifest, sequences: Manifest) -> dict[st
         "mean_length": round(interactions / users, 4),
         "max_length": info["max_length"],
         "split": dict(sorted(info["split"].items())),  # the same bytes whether just computed or read back
-        "requests": {name: info["requests"][name] for name in NAMES},
-        "requests_without_history": {name: info["requests_without_history"][name] for name in NAMES},
-        **{name: info[name] for name in SEARCH if name in info},
+        **{kind: {name: info[kind][name] for name in NAMES} for kind in PER_SPLIT if kind in info},
+        **{name: info[name] for name in (*SEARCH, *ACTIONS) if name in info},
         "tied_behaviours": info["tied_behaviours"],
         "truncated_users": info["truncated_users"],
         "truncated_events": info["truncated_events"],

@@ -143,6 +143,29 @@ def search_schema(events: pa.Schema, labels: Iterable[str], features: int) -> pa
     )
 
 
+def actions_schema(events: pa.Schema, tasks: int, actions: int, features: int) -> pa.Schema:
+    """sequences of a log of actions: one row per user, all lists of equal length, an entry per impression.
+
+    Events are sorted by (timestamp_ms, request_id, position, item_id). The manifest names the `tasks`,
+    `actions` and `features` in order. Context of validation: events before `train_end`; its candidates: from
+    there to `val_end`. Of test: before `val_end`, and from there on.
+    """
+    extra = [field for field in events if field.name.startswith(("label_", "num_", "cat_"))]
+    return pa.schema(
+        [
+            pa.field("user_id", pa.string(), nullable=False),
+            _list("item_index", pa.int32()),
+            _list("timestamp_ms", pa.int64()),
+            *(_list(field.name, field.type) for field in extra),
+            _list("tasks", pa.list_(pa.field("item", pa.uint8()), tasks)),  # 0 or 1
+            _list("actions", pa.list_(pa.field("item", pa.float32()), actions)),  # what models read, from 0 to 1
+            _list("features", pa.list_(pa.field("item", pa.float32()), features)),  # counts at the time of the event
+            pa.field("train_end", pa.int32(), nullable=False),  # the user's events before the validation cut
+            pa.field("val_end", pa.int32(), nullable=False),  # the user's events before the test cut
+        ]
+    )
+
+
 def embeddings_schema(
     width: int, keys: Iterable[str] = ("item_index",), vectors: Iterable[str] = ("embedding",)
 ) -> pa.Schema:

@@ -204,25 +204,39 @@ def count_windows(
 ) -> list[list[ray.ObjectRef]]:
     """Per events part the pieces that `gather` puts together; they stay in Ray's object store."""
     buckets = min(len(parts), MOST_BUCKETS)
-
-    def several(function: Callable[..., Any], returns: int) -> Any:
-        """The function as a task that always returns a list of references."""
-        task: Any = ray.remote(function).options(num_returns=returns)
-        return lambda *call: refs if isinstance(refs := task.remote(*call), list) else [refs]
-
-    scatter = several(_scatter, 2 * buckets)
-    pieces = [scatter(uri, catalogue, queries, label, buckets) for uri in parts]  # parts x 2 buckets
-    count = several(_count_bucket, len(parts)) if len(parts) > 1 else None
-    counted = []
-    for number in range(2 * buckets):
-        call = ("item" if number < buckets else "query", config, *(piece[number] for piece in pieces))
-        counted.append(count(*call) if count else [ray.remote(_count_only).remote(*call)])
-    return [[bucket[number] for bucket in counted] for number in range(len(parts))]
+    calls = [(uri, catalogue, queries, label, buckets) for uri in parts]
+    return exchange(
+        _scatter, calls, _count_bucket, [(kind, config) for kind in ("item", "query") for _ in range(buckets)]
+    )
 
 
-def _count_only(kind: str, config: SearchConfig, piece: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """`_count_bucket` of a log that has one part: Ray returns one value as it is and not as a list."""
-    return _count_bucket(kind, config, piece)[0]
+def exchange(
+    scatter: Callable[..., list[Any]],
+    calls: list[tuple[Any, ...]],
+    count: Callable[..., list[Any]],
+    heads: list[tuple[Any, ...]],
+) -> list[list[ray.ObjectRef]]:
+    """Rows to the bucket of their key and what is counted there back: per call one piece of every bucket.
+
+    `scatter(*call)` gives a piece for each of `heads`; `count(*heads[n], *pieces)` has piece n of all calls
+    and gives a piece back to each of them.
+    """
+
+    def several(function: Callable[..., Any], returns: int) -> Callable[..., list[ray.ObjectRef]]:
+        """The function as a task that returns a list of references, whatever their number."""
+        if returns == 1:  # Ray returns one value as it is and not as a list
+            return lambda *call: [ray.remote(_only).remote(function, *call)]
+        return ray.remote(function).options(num_returns=returns).remote  # type: ignore[no-any-return]
+
+    pieces = [several(scatter, len(heads))(*call) for call in calls]  # calls x heads
+    count_there = several(count, len(calls))
+    counted = [count_there(*head, *(piece[number] for piece in pieces)) for number, head in enumerate(heads)]
+    return [[bucket[number] for bucket in counted] for number in range(len(calls))]
+
+
+def _only(function: Callable[..., list[Any]], *call: Any) -> Any:
+    """The one element of what the function returns."""
+    return function(*call)[0]
 
 
 def gather(events: int, config: SearchConfig, pieces: tuple[dict[str, np.ndarray], ...]) -> dict[str, np.ndarray]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pipelines.data.audit.actions import check_actions
 from pipelines.data.audit.base import Rule, Tables
 from pipelines.data.audit.events import check_catalogue, check_events, check_users, read_catalogue
 from pipelines.data.audit.files import check_files, check_inputs
@@ -29,7 +30,8 @@ RULES = {
     "behaviours": "lists have equal length and hold exactly what events give, in order",
     "history": "history_end counts the user's strictly earlier behaviours",
     "targets": "candidates are in the catalogue: behaviour i for request i (retrieval), what was shown (search)",
-    "splits": "each request is in the split that its place or its time says",
+    "splits": "each request is in the split that its place or its time says; train_end and val_end are the cuts",
+    "tasks": "in a log of actions tasks and actions are what the labels say",
     "counts": "the manifest of sequences counts what the table holds",
     "queries": "in a search log query_index is dense in the order of the text and covers what events ask",
     "windows": "a windowed count at time t covers [t - window, t - delay)",
@@ -57,6 +59,8 @@ def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list
     if tables.search:
         sequence_users, core_users = check_search(tables, items, event_users, rules, progress)
         check_search_windows(tables, items, rules["windows"], progress)
+    elif tables.actions:
+        sequence_users, core_users = check_actions(tables, items, event_users, rules, progress)
     else:
         sequence_users = check_sequences(tables, items, event_users, rules, progress)
         check_windows(tables, rules["windows"], progress)

@@ -48,6 +48,18 @@ SEARCH_REQUIRED = {
 }
 """The same for a search log; the manifest lists the other columns of its sequences."""
 
+ACTIONS_REQUIRED = {
+    **{name: columns for name, columns in REQUIRED.items() if name != "sequences"},
+    "sequences": {
+        "user_id": "string",
+        "item_index": "list<item: int32>",
+        "timestamp_ms": "list<item: int64>",
+        "train_end": "int32",
+        "val_end": "int32",
+    },
+}
+"""The same for a log of actions."""
+
 
 @dataclass
 class Rule:
@@ -115,8 +127,15 @@ class Tables:
         return bool(self.sequences.info.get("kind") == "search")
 
     @property
+    def actions(self) -> bool:
+        """Whether sequences are those of a log of actions."""
+        return bool(self.sequences.info.get("kind") == "actions")
+
+    @property
     def required(self) -> dict[str, dict[str, str]]:
         """Columns that the rules read, by table."""
+        if self.actions:
+            return ACTIONS_REQUIRED
         return SEARCH_REQUIRED if self.search else REQUIRED
 
     def part(self, table: str, number: int, columns: list[str] | None = None) -> pl.DataFrame:

@@ -9,6 +9,16 @@ import polars as pl
 
 from pipelines.data.audit.base import EVENT_ORDER, SHOWN, SPLITS, Rule, Tables, count_before, name_request
 
+PER_SPLIT = (
+    "requests",
+    "candidates",
+    "requests_one_class",
+    "events",
+    "users_with_candidates",
+    "users_without_context",
+)
+"""What manifests count by split."""
+
 
 def check_sequences(
     tables: Tables,
@@ -234,7 +244,7 @@ def check_splits(tables: Tables, requests: pl.DataFrame, rule: Rule) -> None:
 
 def check_counts(tables: Tables, held: dict[str, int], rule: Rule) -> None:
     info = tables.sequences.info
-    by_split = {name: info.get(name) or {} for name in ("requests", "candidates", "requests_one_class")}
+    by_split = {name: info.get(name) or {} for name in PER_SPLIT}
     stated = info | {f"{name}.{split}": n for name, counts in by_split.items() for split, n in counts.items()}
     for name, count in held.items():
         rule.rows += 1

@@ -139,7 +139,16 @@ class Mapping(Source):
             "numbers": list(self.numbers),
             "categories": list(self.categories),
             "clock": self.time.clock,
+            "ranges": {name: label.range for name, label in self.labels.items() if label.range is not None},
         }
+
+    @property
+    def config(self) -> dict[str, Any]:
+        content = super().config
+        for label in content["labels"].values():  # what is not set leaves the fingerprint as it is without the key
+            if label["range"] is None:
+                del label["range"]
+        return content
 
     @property
     def columns(self) -> Columns:

@@ -61,6 +61,8 @@ class Label:
     """bool: a comparison such as `> 0`, `>= 4` or `== buy`; None: the column holds 0, 1, true or false."""
     member_of: str | None = None
     """bool: a list column; the label is whether the row's item is in it, such as clicked_item_ids."""
+    range: list[float] | None = None
+    """float32: the least and the largest value, such as [0.5, 5]; rows outside are rejected. None: any number."""
 
     def __post_init__(self) -> None:
         if self.type not in LABEL_TYPES:
@@ -69,10 +71,21 @@ class Label:
             raise ValueError("a label needs either 'column' or 'member_of'; give exactly one of them")
         if self.type != "bool" and (self.true_when or self.member_of):
             raise ValueError(f"'true_when' and 'member_of' make bool labels, not {self.type}; set type to bool")
+        if self.range is not None:
+            if self.type != "float32":
+                raise ValueError(f"'range' is of float32 labels, this one is {self.type}; leave it out")
+            check_range(self.range)
         if self.true_when is not None:
             if self.column is None:
                 raise ValueError("'true_when' compares a column; give 'column' and not 'member_of'")
             comparison(self.true_when)
+
+
+def check_range(span: object) -> None:
+    """ValueError unless `span` is [low, high]."""
+    numbers = isinstance(span, list) and len(span) == 2 and all(isinstance(end, int | float) for end in span)
+    if not numbers or not span[0] < span[1]:  # type: ignore[index]
+        raise ValueError(f"range is {span!r}; give the least and the largest value, such as [0.5, 5]")
 
 
 @dataclass(frozen=True)
@@ -192,11 +205,14 @@ class _Row:
         self.reasons += [*reasons, (number > LAST_INT32, "position: more than int32 holds")]
         self.values.append(number.cast(pl.Int32, strict=False).alias("position"))
 
-    def number(self, target: str, column: str) -> None:
-        """A finite float32, or null where the log has none."""
+    def number(self, target: str, column: str, span: list[float] | None = None) -> None:
+        """A finite float32 within `span`, or null where the log has none."""
         value, reasons = self._float(target, column, pl.Float32)
         self.values.append(value.alias(target))
         self.reasons += reasons
+        if span is not None:
+            low, high = span
+            self.reasons.append(((value < low) | (value > high), f"{target}: outside {low:g} to {high:g}"))
 
     def _float(self, target: str, column: str, kind: type) -> tuple[pl.Expr, list[tuple[pl.Expr, str]]]:
         dtype = self.schema[column]
@@ -369,7 +385,7 @@ def _block(
         elif label.column and label.type == "bool":
             row.flag(target, label.column, label.true_when)
         elif label.column:
-            row.number(target, label.column)
+            row.number(target, label.column, label.range)
     for name, column in columns.numbers.items():
         row.number(f"num_{name}", column)
     for name, column in columns.categories.items():

@@ -1,0 +1,269 @@
+"""A log of actions as `sequences`: every impression with all its actions, tasks and counts, cut in time.
+
+`python -m jobs.prepare` makes them where a source says `prepare: {kind: actions}`. An events part holds
+each of its users whole and sorted, so a part becomes a part of `sequences` in one vectorised pass. What a
+user did before the two cut times of the log is told by two integers, `train_end` and `val_end`: context
+and candidates of validation and of test are slices, and nothing is copied.
+
+Shapes: E events of a part, U users, K tasks, A actions that models read, F features.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import ray
+
+from models.tables import Part, UserError
+from pipelines.data.actions_config import ActionsConfig
+from pipelines.data.actions_counts import IDS, count_actions, features, gather
+from pipelines.data.splits import NAMES
+from pipelines.data.survey import coded, read_coded, runs
+from pipelines.data.tables import actions_schema, write_part
+from pipelines.data.tasks import run_tasks
+from pipelines.data.windows import positions_in
+
+
+@dataclass(frozen=True)
+class ActionsRules:
+    """What turns the events of a log of actions into sequences."""
+
+    schema: pa.Schema
+    """Schema of the events."""
+    split: dict[str, Any]
+    """The cut times as the manifest records them: `val_start_ms`, `test_start_ms`."""
+    max_events: int
+    """A user's most recent events that are kept."""
+    actions: ActionsConfig
+    """Tasks, inputs and counts, resolved."""
+
+    @property
+    def cuts(self) -> tuple[int, int]:
+        """First ms of validation, and of test."""
+        return self.split["val_start_ms"], self.split["test_start_ms"]
+
+    @property
+    def output(self) -> pa.Schema:
+        """Schema of the sequences."""
+        return actions_schema(
+            self.schema, len(self.actions.tasks), len(self.actions.inputs), len(self.actions.features)
+        )
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns of events that are read."""
+        carried = [name for name in self.schema.names if name.startswith(("label_", "num_", "cat_"))]
+        return [*IDS, "timestamp_ms", *carried]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The events of a part that sequences hold."""
+
+    row: np.ndarray
+    """(E,) their rows in the part."""
+    item: np.ndarray
+    """(E,) item_index."""
+    user: np.ndarray
+    """(E,) code of the user."""
+    time: np.ndarray
+    """(E,) ms."""
+    outside: int
+    """Events of items outside the catalogue."""
+    truncated_users: int
+    truncated_events: int
+
+    @classmethod
+    def of(cls, events: pa.Table, catalogue: pa.Array, max_events: int) -> Kept:
+        """Events of items of the catalogue, the most recent of each user."""
+        codes = coded(events, "user_id").indices.to_numpy()
+        item = positions_in(coded(events, "item_id"), catalogue)
+        row = np.flatnonzero(item >= 0)
+        start = runs(codes[row])
+        length = np.diff(np.append(start, len(row)))
+        recent = np.repeat(start + length, length) - np.arange(len(row)) <= max_events
+        outside, row = events.num_rows - len(row), row[recent]
+        lost = int((~recent).sum())
+        time = events["timestamp_ms"].to_numpy()[row]
+        return cls(row, item[row], codes[row], time, outside, int((length > max_events).sum()), lost)
+
+
+def _survey_part(uri: str, catalogue: pa.Array, rules: ActionsRules) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Events per split, and over training events the positives of each task and the least and largest input."""
+    events = read_coded(uri, rules.columns, IDS)
+    if not events.num_rows:
+        return np.zeros(len(NAMES), dtype=np.int64), {}
+    kept = Kept.of(events, catalogue, rules.max_events)
+    split = np.digitize(kept.time, rules.cuts)
+    train = kept.row[split == 0]
+    found = {}
+    for name, task in rules.actions.tasks.items():
+        found[f"task {name}"] = np.array([task.values(events)[train].sum()])
+    for name, action in rules.actions.inputs.items() if len(train) else ():
+        values = action.values(events)[train]
+        found[f"input {name}"] = np.array([values.min(), values.max()])
+    return np.bincount(split, minlength=len(NAMES)), found
+
+
+def drop_constants(
+    parts: list[str], catalogue: ray.ObjectRef, rules: ActionsRules
+) -> tuple[ActionsRules, dict[str, str]]:
+    """The rules without tasks and inputs that are constant in training, and why each was dropped.
+
+    A constant task has nothing to learn and no entropy to normalise by; a constant input tells nothing, and
+    models would meet its other values untrained. UserError where a side of a cut is empty, or nothing is left.
+    """
+    events = np.zeros(len(NAMES), dtype=np.int64)
+    positives = dict.fromkeys(rules.actions.tasks, 0)
+    ends: dict[str, list[np.ndarray]] = {name: [] for name in rules.actions.inputs}
+    for _, (rows, found) in run_tasks(_survey_part, [(uri, catalogue, rules) for uri in parts]):
+        events += rows
+        for name in positives:
+            positives[name] += int(found[f"task {name}"].sum()) if found else 0
+        for name, seen in ends.items():
+            seen += [found[f"input {name}"]] if f"input {name}" in found else []
+    check_sides(dict(zip(NAMES, events.tolist(), strict=True)), rules)
+    train = int(events[0])
+    dropped = {
+        f"task {name}": f"{count and 1} for all {train:,} training events"
+        for name, count in positives.items()
+        if count in (0, train)
+    }
+    for name, seen in ends.items():
+        low, high = np.min(seen), np.max(seen)
+        if low == high:
+            dropped[f"action {name}"] = f"{low:g} for all {train:,} training events"
+    tasks = {name: task for name, task in rules.actions.tasks.items() if f"task {name}" not in dropped}
+    inputs = {name: action for name, action in rules.actions.inputs.items() if f"action {name}" not in dropped}
+    for name, left in (("task", tasks), ("action", inputs)):
+        if not left:
+            raise UserError(
+                f"every {name} is constant in training ({', '.join(dropped)}); define one that is not in the source "
+                f"file, or choose another cut"
+            )
+    marks = [name for name in rules.actions.counts.marks if name in tasks]
+    actions = ActionsConfig(tasks, inputs, replace(rules.actions.counts, marks=marks))
+    return replace(rules, actions=actions), dropped
+
+
+def check_sides(events: dict[str, int], rules: ActionsRules) -> None:
+    """UserError where a side of a cut has no event."""
+    empty = [name for name in NAMES if not events[name]]
+    if empty:
+        val, test = rules.cuts
+        raise UserError(
+            f"the cuts at {val} and {test} ms leave no event in {' and '.join(empty)} "
+            f"({', '.join(f'{name} {rows:,}' for name, rows in events.items())}); choose split.val_start and "
+            f"split.test_start within the log, or larger fractions"
+        )
+
+
+def build_actions(
+    events: pa.Table, catalogue: pa.Array, pieces: tuple[dict[str, np.ndarray], ...], rules: ActionsRules
+) -> tuple[pa.Table, Counter[str], np.ndarray]:
+    """Sequences of one events part (sorted, IDS dictionary-coded), what was counted on the way, and (2, F)
+    sums and sums of squares of the features of training events.
+
+    catalogue: the sorted ids whose places are item_index; pieces: of `count_actions`.
+    """
+    count: Counter[str] = Counter()
+    schema, config = rules.output, rules.actions
+    sums = np.zeros((2, len(config.features)))
+    kept = Kept.of(events, catalogue, rules.max_events) if events.num_rows else None
+    if kept is None or not len(kept.row):
+        count["outside"] = kept.outside if kept else 0
+        return schema.empty_table(), count, sums
+    rows = pa.array(kept.row)
+    values = features(gather(events, config, pieces), config, events.num_rows)[kept.row]  # (E, F)
+    tasks = np.stack([task.values(events)[kept.row] for task in config.tasks.values()], axis=1)  # (E, K)
+    actions = np.stack([action.values(events)[kept.row] for action in config.inputs.values()], axis=1)  # (E, A)
+
+    start = runs(kept.user)  # (U,) first event of each user
+    offsets = pa.array(np.append(start, len(kept.row)).astype(np.int32))
+    split = np.digitize(kept.time, rules.cuts)
+    ends = [np.add.reduceat(split <= side, start).astype(np.int32) for side in (0, 1)]  # train_end, val_end
+
+    def listed(flat: pa.Array, field: pa.Field) -> pa.Array:
+        return pa.ListArray.from_arrays(offsets, flat.cast(field.type.value_type), type=field.type)
+
+    def wide(flat: np.ndarray, kind: pa.DataType) -> pa.Array:
+        return pa.FixedSizeListArray.from_arrays(pa.array(flat.reshape(-1), kind), flat.shape[1])
+
+    user = coded(events, "user_id")
+    made: dict[str, pa.Array] = {
+        "user_id": pa.DictionaryArray.from_arrays(pa.array(kept.user[start]), user.dictionary).cast(pa.string()),
+        "train_end": pa.array(ends[0]),
+        "val_end": pa.array(ends[1]),
+    }
+    flat = {
+        "item_index": pa.array(kept.item),
+        "timestamp_ms": pa.array(kept.time),
+        "tasks": wide(tasks.astype(np.uint8), pa.uint8()),
+        "actions": wide(actions, pa.float32()),
+        "features": wide(values, pa.float32()),
+    }
+    columns = []
+    for field in schema:
+        if field.name in made:
+            columns.append(made[field.name])
+        else:
+            column = flat.get(field.name)
+            column = events[field.name].combine_chunks().take(rows) if column is None else column
+            columns.append(listed(column, field))
+
+    length = np.diff(np.append(start, len(kept.row)))
+    train = split == 0
+    tied = (kept.time[1:] == kept.time[:-1]) & (kept.user[1:] == kept.user[:-1])
+    count.update(users=len(start), interactions=len(kept.row), outside=kept.outside, tied_rows=int(tied.sum()))
+    count.update(truncated_users=kept.truncated_users, truncated_events=kept.truncated_events)
+    count["max_length"] = int(length.max())
+    for name, positives in zip(config.tasks, tasks[train].sum(axis=0), strict=True):
+        count[f"positives_{name}"] = int(positives)
+    befores = (np.zeros_like(ends[0]), ends[0], ends[1])
+    for code, (name, before, end) in enumerate(zip(NAMES, befores, (*ends, length), strict=True)):
+        count[f"events_{name}"] = int((split == code).sum())
+        count[f"users_{name}"] = int((end > before).sum())
+        count[f"with_context_{name}"] = int(((end > before) & (before > 0)).sum())
+        count[f"events_without_context_{name}"] = int((end - before)[before == 0].sum())
+    doubles = values[train].astype(np.float64)
+    sums += [doubles.sum(axis=0), (doubles**2).sum(axis=0)]
+    return pa.Table.from_arrays(columns, schema=schema), count, sums
+
+
+def _write_part(
+    uri: str, sequences_uri: str, catalogue: pa.Array, rules: ActionsRules, *pieces: dict[str, np.ndarray]
+) -> tuple[Part | None, Counter[str], np.ndarray]:
+    table, count, sums = build_actions(read_coded(uri, rules.columns, IDS), catalogue, pieces, rules)
+    return (write_part(sequences_uri, table) if table.num_rows else None), count, sums
+
+
+def write_actions(
+    parts: list[str],
+    sequences_uri: str,
+    catalogue: ray.ObjectRef,
+    attributes: dict[str, np.ndarray],
+    rules: ActionsRules,
+    progress: Callable[[str], None] = lambda line: None,
+) -> tuple[list[Part], Counter[str], np.ndarray]:
+    """Writes the parts of the sequences table, uncommitted, in the order of the events parts; also gives
+    (2, F) mean and standard deviation of the features over training events, 1 for a constant."""
+    counted = count_actions(parts, catalogue, attributes, rules.actions)
+    written: list[Part | None] = [None] * len(parts)
+    total: Counter[str] = Counter()
+    sums: list[np.ndarray] = [np.zeros((2, len(rules.actions.features)))] * len(parts)
+    calls = [(uri, sequences_uri, catalogue, rules, *pieces) for uri, pieces in zip(parts, counted, strict=True)]
+    del counted
+    for done, (number, (part, count, of_part)) in enumerate(run_tasks(_write_part, calls), start=1):
+        written[number], sums[number] = part, of_part
+        longest = max(total["max_length"], count["max_length"])
+        total.update(count)
+        total["max_length"] = longest
+        progress(f"part {done} of {len(parts)} built, {total['users']:,} users")
+    mean, square = np.sum(sums, axis=0) / max(1, total["events_train"])  # in the order of the parts, always the same
+    std = np.sqrt((square - mean**2).clip(0))
+    return [part for part in written if part is not None], total, np.stack([mean, np.where(std > 1e-6, std, 1.0)])

@@ -1,0 +1,265 @@
+"""What a source file says of a log of actions: the tasks, what models read of an action, the counts.
+
+    prepare:
+      kind: actions
+      actions:
+        tasks:
+          long_dwell: {label: dwell_ms, above: 10000}          # 1(dwell > tau)
+          contribution: {any: [like, comment, share, follow]}
+        inputs:
+          dwell: {label: dwell_ms, range: [0, 60000], log_unit: 1000}
+        counts: {keys: [item, author, user], windows_days: [1, 7]}
+
+Bool labels that no entry names become tasks and inputs of their own. A label that an event lacks counts as
+an action that was not taken: 0.
+
+Shapes: E events, K tasks, A actions that models read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipelines.data.sources.load import build
+from pipelines.data.sources.normalise import check_range
+from pipelines.data.windows import DAY_MS, MINUTE_MS
+
+USER, ITEM = "user", "item"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A 0/1 task made of labels."""
+
+    label: str | None = None
+    """The label it is of: a bool one as it is, a number by `above` or `at_least`; or `any`."""
+    above: float | None = None
+    """Number labels: 1 where the label is above this, as 1(dwell > tau) of Sec. 3 of AttnMVP."""
+    at_least: float | None = None
+    """Number labels: 1 where the label is this or more."""
+    any: list[str] | None = None
+    """Bool labels: 1 where one of them is true, as `contribution` of Sec. 3 of AttnMVP."""
+
+    def __post_init__(self) -> None:
+        if (self.label is None) == (self.any is None):
+            raise ValueError("a task needs either 'label' or 'any'; give exactly one of them")
+        if self.any is not None and (not isinstance(self.any, list) or not self.any):
+            raise ValueError(f"'any' is {self.any!r}; give a list of bool labels, such as [like, comment]")
+        if self.above is not None and self.at_least is not None:
+            raise ValueError("a task has both 'above' and 'at_least'; give one of them")
+        if self.any is not None and self.threshold is not None:
+            raise ValueError("'any' is of bool labels, which have no threshold; leave out 'above' and 'at_least'")
+
+    @property
+    def threshold(self) -> float | None:
+        return self.at_least if self.above is None else self.above
+
+    @property
+    def labels(self) -> list[str]:
+        return [self.label] if self.label is not None else list(self.any or ())
+
+    def check(self, name: str, labels: dict[str, str]) -> None:
+        """ValueError unless the log's labels {name: type} can give the task."""
+        for label in self.labels:
+            kind = known(label, labels, f"tasks.{name}")
+            if kind == "bool" and self.threshold is not None:
+                raise ValueError(f"tasks.{name}: label '{label}' is bool, which has no threshold; leave it out")
+            if kind != "bool" and self.threshold is None:
+                raise ValueError(f"tasks.{name}: label '{label}' is a number; give 'above' or 'at_least'")
+
+    def values(self, events: pa.Table) -> np.ndarray:
+        """(E,) bool."""
+        if self.label is None or self.threshold is None:
+            return np.logical_or.reduce([flags(events, label) for label in self.labels])
+        compare = pc.greater if self.above is not None else pc.greater_equal
+        over = compare(events[f"label_{self.label}"].combine_chunks(), self.threshold)
+        return pc.fill_null(over, False).to_numpy(zero_copy_only=False)
+
+
+@dataclass(frozen=True)
+class Input:
+    """An action as models read it: 0 or 1, or graded from 0 to 1."""
+
+    label: str
+    """The label it is of."""
+    range: list[float] | None = None
+    """Number labels: values that become 0 and 1; what lies outside is cut to them. By default the range that the
+    label declares."""
+    log_unit: float | None = None
+    """Number labels: log(1 + value / log_unit) is graded instead of the value: for times and other long tails."""
+
+    def __post_init__(self) -> None:
+        if self.range is not None:
+            check_range(self.range)
+        if self.log_unit is not None and not self.log_unit > 0:
+            raise ValueError(f"log_unit is {self.log_unit}; it must be above 0, such as 1000 for a time in ms")
+
+    def check(self, name: str, labels: dict[str, str], ranges: dict[str, list[float]]) -> Input:
+        """The input with its range; ValueError unless the log's labels can give it."""
+        kind = known(self.label, labels, f"inputs.{name}")
+        if kind == "bool":
+            if self.range is not None or self.log_unit is not None:
+                raise ValueError(f"inputs.{name}: label '{self.label}' is bool; leave out 'range' and 'log_unit'")
+            return self
+        span = self.range or ranges.get(self.label)
+        if span is None:
+            raise ValueError(f"inputs.{name}: label '{self.label}' is a number; give its 'range', such as [0, 5]")
+        return Input(self.label, [float(end) for end in span], self.log_unit)
+
+    def values(self, events: pa.Table) -> np.ndarray:
+        """(E,) float32, finite, from 0 to 1."""
+        if self.range is None:
+            return flags(events, self.label).astype(np.float32)
+        low, high = self.range
+        raw = pc.fill_null(events[f"label_{self.label}"].combine_chunks(), low).to_numpy(zero_copy_only=False)
+        share = (raw.astype(np.float64).clip(low, high) - low) / (self.log_unit or 1.0)
+        most = (high - low) / (self.log_unit or 1.0)
+        graded = np.log1p(share) / np.log1p(most) if self.log_unit else share / most
+        return graded.astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The counting statistics that late fusion reads (Sec. 2 of AttnMVP), each of a key over a window."""
+
+    keys: list[str] = field(default_factory=lambda: [ITEM, USER])
+    """What is counted for: `item`, `user`, or the name of an attribute of items such as `author`."""
+    marks: list[str] | None = None
+    """Tasks that are counted besides exposures; by default all."""
+    windows_days: list[float] = field(default_factory=lambda: [1.0, 7.0])
+    """Lengths of the windows, in days, ascending."""
+    delay_minutes: float = 60.0
+    """What a log takes to arrive: counts at time t end at t - delay. Events of one time never count for each other."""
+    prior: float = 0.1
+    """Rate of what was never shown; smoothed: (count + prior * strength) / (exposures + strength)."""
+    strength: float = 10.0
+    """Exposures that the prior weighs as much as."""
+
+    def __post_init__(self) -> None:
+        if len(set(self.keys)) < len(self.keys):
+            raise ValueError(f"counts.keys is {self.keys}; name each once")
+        days = self.windows_days
+        if any(a >= b for a, b in pairwise(days)):
+            raise ValueError(f"counts.windows_days is {days}; give ascending lengths in days, such as [1, 7, 30]")
+        if self.delay_minutes < 0:
+            raise ValueError(f"counts.delay_minutes is {self.delay_minutes}; it must be 0 or more")
+        if days and days[0] * DAY_MS <= self.delay_minutes * MINUTE_MS:
+            raise ValueError(
+                f"counts.windows_days begins with {days[0]}, which ends before it begins with delay_minutes "
+                f"{self.delay_minutes}; give longer windows or a shorter delay"
+            )
+        if not 0 <= self.prior <= 1:
+            raise ValueError(f"counts.prior is {self.prior}; it is a rate between 0 and 1")
+        if self.strength <= 0:
+            raise ValueError(f"counts.strength is {self.strength}; it must be above 0")
+
+    @property
+    def windows_ms(self) -> list[int]:
+        return [round(days * DAY_MS) for days in self.windows_days]
+
+    @property
+    def delay_ms(self) -> int:
+        return round(self.delay_minutes * MINUTE_MS)
+
+
+@dataclass(frozen=True)
+class ActionsConfig:
+    """Tasks, inputs and counts of a log of actions."""
+
+    tasks: dict[str, Any] = field(default_factory=dict)
+    """Tasks by name, in order: {name: {label, above | at_least}} or {name: {any: [labels]}}. Bool labels that are no
+    task by themselves follow, each as its own."""
+    inputs: dict[str, Any] = field(default_factory=dict)
+    """What models read of an action, by name: {name: {label, range, log_unit}}. Bool labels that are not named follow
+    as 0 or 1."""
+    counts: Any = field(default_factory=Counts)
+    """The counting statistics."""
+
+    def __post_init__(self) -> None:
+        for key, kind in (("tasks", Task), ("inputs", Input)):
+            given = getattr(self, key) or {}
+            if not isinstance(given, dict):
+                raise ValueError(f"actions.{key} is {given!r}; write name: {{label: ...}}")
+            made = {}
+            for name, value in given.items():
+                made[name] = _built(kind, value, f"actions.{key}.{name}")
+            object.__setattr__(self, key, made)
+        object.__setattr__(self, "counts", _built(Counts, self.counts, "actions.counts"))
+
+    def resolve(self, info: dict[str, Any], attributes: list[str]) -> ActionsConfig:
+        """The configuration with all defaults of a log decided, whose source says `info` and whose items have
+        `attributes`. ValueError names what the log does not have."""
+        labels: dict[str, str] = info["labels"]
+        flags = [name for name, kind in labels.items() if kind == "bool"]
+        tasks = dict(self.tasks)
+        for name, task in tasks.items():
+            task.check(name, labels)
+        single = [task.label for task in tasks.values()]
+        tasks |= {name: Task(name) for name in flags if name not in single and name not in tasks}
+        if not tasks:
+            raise ValueError("the log has no bool label and actions.tasks is empty; define at least one task")
+        inputs = {
+            name: value.check(name, labels, info.get("ranges", {})) for name, value in self.inputs.items()
+        }  # fmt: skip
+        read = [value.label for value in inputs.values()]
+        inputs |= {name: Input(name) for name in flags if name not in read and name not in inputs}
+        if not inputs:
+            raise ValueError("the log has no bool label and actions.inputs is empty; say what models read of an action")
+        counts: Counts = self.counts
+        for key in counts.keys:
+            if key not in (USER, ITEM, *attributes):
+                had = ", ".join((USER, ITEM, *attributes))
+                raise ValueError(f"counts.keys has '{key}', which is no attribute of items; those are: {had}")
+        marks = list(tasks) if counts.marks is None else counts.marks
+        for mark in marks:
+            if mark not in tasks:
+                raise ValueError(f"counts.marks has '{mark}', which is no task; those are: {', '.join(tasks)}")
+        return ActionsConfig(tasks, inputs, Counts(**{**vars(counts), "marks": marks}))
+
+    @property
+    def labels(self) -> list[str]:
+        """Names of the label columns that tasks and inputs are made of."""
+        named = [label for task in self.tasks.values() for label in task.labels]
+        return list(dict.fromkeys([*named, *(value.label for value in self.inputs.values())]))
+
+    @property
+    def features(self) -> list[str]:
+        """Names of the features, in the order of `actions_counts.features`."""
+        names = []
+        for key in self.counts.keys:
+            for days in self.counts.windows_days:
+                names.append(f"{key}_exposures_{days:g}d")
+                names += [f"{key}_{mark}_{days:g}d" for mark in self.counts.marks]
+                names += [f"{key}_{mark}_rate_{days:g}d" for mark in self.counts.marks]
+        return names
+
+
+def _built(kind: type, value: Any, where: str) -> Any:
+    """An instance of `kind` from plain values, unless it is one."""
+    if isinstance(value, kind):
+        return value
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is {value!r}; it is a mapping of keys")
+    try:
+        return build(kind, value, f"{where}.")
+    except ValueError as error:
+        text = str(error)
+        raise ValueError(text if where in text else f"{where}: {text}") from error
+
+
+def known(label: str, labels: dict[str, str], where: str) -> str:
+    """The type of a label; ValueError if the log has none of the name."""
+    if label not in labels:
+        raise ValueError(f"{where}: the log has no label '{label}'; those are: {', '.join(labels) or 'none'}")
+    return labels[label]
+
+
+def flags(events: pa.Table, label: str) -> np.ndarray:
+    """(E,) bool: a bool label, false where the event lacks it."""
+    return pc.fill_null(events[f"label_{label}"].combine_chunks(), False).to_numpy(zero_copy_only=False)
