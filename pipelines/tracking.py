@@ -41,6 +41,9 @@ BATCH = 100
 WEIGHTS_TAG = "checkpoint.weights"
 """Tag with the SHA-256 of the weights that were evaluated, by which a student's teacher is found."""
 
+KIND_TAG, TRIAL_TAG, POINT_TAG, ERROR_TAG = "trieline.kind", "sweep.trial", "sweep.point", "sweep.error"
+"""Tags of sweeps: whether a run is a `sweep` or its `trial`; of a trial its stable id, its values, why it failed."""
+
 
 @dataclass(frozen=True)
 class RunRef:
@@ -182,30 +185,42 @@ def open_run(
     config: dict[str, Any],
     hashes: dict[str, str],
     parent: str | None = None,
+    tags: dict[str, str] | None = None,
 ) -> RunRef:
     """Makes a run with its params, tags and the config as an artifact.
 
-    Every value of `config` is a param; `hashes` of tables, the git commit and the command are tags.
-    `parent` makes it the child of a sweep's run.
+    Every value of `config` is a param; `hashes` of tables, the git commit, the command and `tags` are tags.
+    `parent` makes it the child of a sweep's run; a child of the same `sweep.trial` tag that is there already,
+    since its trial was killed before it could note it, is taken up again.
     """
     client = connect(uri)
     command = " ".join([f"python -m jobs.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
-    tags = {
+    labels = {
         "mlflow.source.name": Path(sys.argv[0]).name,
         "mlflow.source.type": "JOB",
         "command": command[:5000],
         **{f"table.{table}": value for table, value in hashes.items()},
+        **(tags or {}),
     }
     if commit := git_commit():
-        tags["mlflow.source.git.commit"] = commit
+        labels["mlflow.source.git.commit"] = commit
     if parent:
-        tags["mlflow.parentRunId"] = parent
-    run = client.create_run(_experiment(client, uri, experiment, storage), run_name=name, tags=tags)
+        labels["mlflow.parentRunId"] = parent
+    place = _experiment(client, uri, experiment, storage)
+    run = _trial_run(client, place, labels) or client.create_run(place, run_name=name, tags=labels)
     params = [Param(key, value[:6000]) for key, value in flatten(config).items()]
     for start in range(0, len(params), BATCH):
         client.log_batch(run.info.run_id, params=params[start : start + BATCH])
     client.log_dict(run.info.run_id, config, "config.yaml")
     return RunRef(uri, experiment, run.info.run_id)
+
+
+def _trial_run(client: MlflowClient, experiment_id: str, tags: dict[str, str]) -> Any:
+    """The run of the same trial of the same sweep, if there is one."""
+    if "mlflow.parentRunId" not in tags or TRIAL_TAG not in tags:
+        return None
+    found = client.search_runs([experiment_id], f"tags.`{TRIAL_TAG}` = '{tags[TRIAL_TAG]}'")
+    return next((run for run in found if run.data.tags.get("mlflow.parentRunId") == tags["mlflow.parentRunId"]), None)
 
 
 def reopen(run: RunRef) -> None:
@@ -307,7 +322,12 @@ def log_json(run: RunRef, content: Any, name: str) -> None:
     connect(run.uri).log_text(run.run_id, json.dumps(content, indent=2, sort_keys=True), name)
 
 
+def log_yaml(run: RunRef, content: dict[str, Any], name: str) -> None:
+    """Logs a mapping as an artifact; `name` ends in .yaml."""
+    connect(run.uri).log_dict(run.run_id, content, name)
+
+
 __all__ = [
-    "Logger", "RunRef", "check_nodes", "connect", "flatten", "log_curves", "log_json", "metric_name", "mlflow",
+    "Logger", "RunRef", "check_nodes", "connect", "flatten", "log_curves", "log_json", "log_yaml", "metric_name", "mlflow",
     "open_run", "reopen", "resolve_uri", "shown_name", "system_metrics",
 ]  # fmt: skip

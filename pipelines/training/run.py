@@ -30,7 +30,7 @@ from models.setup import load_catalogue
 from models.tables import UserError, join, open_uri, read_manifest
 from pipelines import tracking
 from pipelines.data.tables import check_writable, write_file
-from pipelines.training import package
+from pipelines.training import here, package
 from pipelines.training.worker import Progress, Task, step_name, worker
 
 RUN, SNAPSHOT, BEST = "run.json", "checkpoint_manager_snapshot.json", "best"
@@ -97,6 +97,9 @@ def train(
     parent_run: str | None = None,
     log_model: bool = True,
     say: Callable[[str], None] = print,
+    tags: dict[str, str] | None = None,
+    heard: here.Heard | None = None,
+    wait: float = 0,
 ) -> Trained:
     """Trains one model, or continues or finds finished the run of this name. Ray must be started.
 
@@ -104,6 +107,10 @@ def train(
     is started or written where that is possible. `parent_run` is a sweep's MLflow run; `log_model` also
     stores the best model there, with the tables that it needs to be served. `sids` is the folder that the model
     needs beside the tables (`Entry.extra`).
+
+    With `heard` one worker trains in this process, which is told of every checkpoint; a SystemExit that it raises
+    leaves the run as it is, to be continued or concluded. `tags` are further tags of the MLflow run. A run that
+    another process holds is waited for that many seconds.
     """
     began = time.monotonic()
     check_name(name)
@@ -123,7 +130,7 @@ def train(
     folder = join(storage, name)
     config = {"model": model, "fit": asdict(fit), "ray": {"num_workers": workers}}
 
-    with held(storage, name):
+    with held(storage, name, wait):
         if overwrite:
             remove(folder)
         record = read_record(folder)
@@ -131,12 +138,17 @@ def train(
             check_writable(folder)
             experiment = experiment or f"{entry.family.name}/{dataset_name(tables)}"
             settings = {**config, "tables": tables, "sids": sids, "ray": asdict(ray_options)}
-            run = tracking.open_run(uri, experiment, name, storage, config=settings, hashes=hashes, parent=parent_run)
+            run = tracking.open_run(
+                uri, experiment, name, storage, config=settings, hashes=hashes, parent=parent_run, tags=tags
+            )
             if sids and entry.sids:  # what the tokenizer measured stands beside what a model makes of its codes
                 tracking.Logger(run).log(figures(read_manifest(join(sids, "sids"), "sids").info, "sids"), 0)
             created = datetime.now(UTC).isoformat(timespec="seconds")
-            record = {"config": config, "hashes": hashes, "tracking": run.to_dict(), "status": "running"}
-            write_record(folder, {**record, "created": created})
+            record = {
+                "config": config, "hashes": hashes, "tracking": run.to_dict(), "status": "running", "created": created,
+                "tables": tables, "sids": sids,
+            }  # fmt: skip
+            write_record(folder, record)
         else:
             check_same(record, config, hashes, name, storage)
             run = tracking.RunRef(**record["tracking"])
@@ -144,26 +156,42 @@ def train(
                 about = checkpoint.read(join(folder, BEST))
                 return Trained(name, join(folder, BEST), about, run, record["epochs"], 0.0, already=True)
             tracking.reopen(run)
+            record = {**record, "tables": tables, "sids": sids}  # tables may have moved
 
         task = Task(model, asdict(fit), tables, sids, run.to_dict(), ray_options.threads, lost_checkpoint(folder))
-        logger = tracking.Logger(run)
         try:
-            last = carry_out(task, storage, name, workers, use_gpu, ray_options, say)
-            publish(join(folder, step_name(last.best["step"])), join(folder, BEST))
-            about = checkpoint.read(join(folder, BEST))
-            values = {"best/epoch": last.best["epoch"], **{f"best/{name}": v for name, v in about.metrics.items()}}
-            values["train/total_seconds"] = last.timing["train_seconds"] + last.timing.get("eval_seconds", 0.0)
-            logger.log(values, last.step)
-            logger.tag(checkpoint=join(folder, BEST))
-            tracking.log_curves(run)
-            if log_model and entry.family.served:
-                logger.tag(model=package.log_model(run, join(folder, BEST), tables, sids))
-        except BaseException as error:
-            logger.end("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+            if heard and workers == 1:
+                last = here.carry_out(task, folder, use_gpu, heard, say)
+            else:
+                last = carry_out(task, storage, name, workers, use_gpu, ray_options, say)
+            about = conclude(folder, record, last, log_model)
+        except SystemExit:  # told to stop where it stands
             raise
-        logger.end()
-        write_record(folder, {**record, "status": "finished", "epochs": last.epoch})
+        except BaseException as error:
+            tracking.Logger(run).end("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+            raise
     return Trained(name, join(folder, BEST), about, run, last.epoch, time.monotonic() - began)
+
+
+def conclude(folder: str, record: dict[str, Any], last: Checkpoint, log_model: bool = False, **more: Any) -> Checkpoint:
+    """Ends the run at its checkpoint `last`: its best one is published, MLflow told, and `run.json` says finished.
+
+    `more` is noted in `run.json` too. Returns what the best checkpoint says.
+    """
+    run = tracking.RunRef(**record["tracking"])
+    publish(join(folder, step_name(last.best["step"])), join(folder, BEST))
+    about = checkpoint.read(join(folder, BEST))
+    logger = tracking.Logger(run)
+    values = {"best/epoch": last.best["epoch"], **{f"best/{name}": v for name, v in about.metrics.items()}}
+    values["train/total_seconds"] = last.timing["train_seconds"] + last.timing.get("eval_seconds", 0.0)
+    logger.log(values, last.step)
+    logger.tag(checkpoint=join(folder, BEST))
+    tracking.log_curves(run)
+    if log_model and registry.find(about.name).family.served:
+        logger.tag(model=package.log_model(run, join(folder, BEST), record["tables"], record["sids"]))
+    logger.end()
+    write_record(folder, {**record, "status": "finished", "epochs": last.epoch, **more})
+    return about
 
 
 def carry_out(
@@ -197,20 +225,29 @@ def carry_out(
 
 
 @contextmanager
-def held(storage: str, name: str) -> Iterator[None]:
-    """Keeps other processes of this machine from the run; let go when the process ends, however it ends."""
+def held(storage: str, name: str, wait: float = 0) -> Iterator[None]:
+    """Keeps other processes of this machine from the run; let go when the process ends, however it ends.
+
+    One that another process holds is waited for `wait` seconds.
+    """
     if "://" in storage:
         yield
         return
     check_writable(storage)
+    until = time.monotonic() + wait
     with open(Path(storage) / f".{name}.lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"the run '{name}' in {storage} is being trained by another process; wait for it or choose "
-                f"another --name"
-            ) from error
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() < until:
+                    time.sleep(0.2)
+                    continue
+                raise UserError(
+                    f"the run '{name}' in {storage} is being trained by another process; wait for it or choose "
+                    f"another --name"
+                ) from error
         yield
 
 
@@ -323,14 +360,7 @@ def lost_checkpoint(folder: str) -> str | None:
         return None
     except ValueError:
         filesystem.delete_file(record)
-    for entry in sorted(filesystem.get_file_info(fs.FileSelector(path)), key=lambda info: info.path, reverse=True):
-        if entry.base_name.startswith("step-"):
-            try:
-                checkpoint.read(join(folder, entry.base_name))
-                return join(folder, entry.base_name)
-            except UserError:  # it was being written too: the one before it counts
-                continue
-    return None
+    return here.last_whole(folder)
 
 
 def publish(source: str, target: str) -> None:

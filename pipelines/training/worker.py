@@ -117,7 +117,9 @@ def perform(task: Task, place: Place, latest: AbstractContextManager[str | None]
     if place.rank == 0:
         workers = "1 worker" if place.world == 1 else f"{place.world} workers"
         parameters = sum(p.numel() for p in setup.model.parameters())
-        place.say(f"{workers} on {place.device.type}, {torch.get_num_threads()} threads each; {parameters:,} parameters")
+        place.say(
+            f"{workers} on {place.device.type}, {torch.get_num_threads()} threads each; {parameters:,} parameters"
+        )
         place.say(
             f"{setup.train.examples.requests:,} training and {setup.val.requests:,} validation requests here, "
             f"{setup.train.steps(0)} steps per epoch"

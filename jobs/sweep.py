@@ -1,0 +1,183 @@
+"""Sweep over a documented grid: every trial is a training run of its own, beside the others in MLflow.
+
+    python -m jobs.sweep --grid tuning/grids/sid_mlp_alpha.yaml --tables TABLES --sids SIDS --storage runs \\
+        --name alpha --model.teacher runs/tiger
+
+Any setting of all trials can be given as --model.KEY or --fit.KEY, other values of an axis as --axes.KEY '[A, B]'.
+--smoke takes the grid's variant of about a minute, --dry_run prints the trials and what they would cost, --resume goes on
+where a sweep of that name was stopped. A folder of a finished sweep stands for its best trial, as in
+--model.encoder runs/STAGE_1.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import yaml
+
+from jobs import cli
+from models import registry
+from models.tables import UserError
+from pipelines.training.run import RayOptions
+from tuning.grid import Grid, Trial, load
+from tuning.sweep import Options, Swept, best_checkpoint, estimate, sweep
+
+FREE = ("model", "fit", "evaluate", "axes")
+"""Options whose keys are those of the grid's model, training and evaluation."""
+
+TRAINED = ("model.teacher", "model.encoder", "checkpoint")
+"""Settings that name a trained model, and so can name a sweep."""
+
+
+@dataclass
+class Config:
+    """Options."""
+
+    grid: str
+    """Grid file, such as tuning/grids/sid_mlp_alpha.yaml."""
+    tables: str | None = None
+    """TABLES: the folder that jobs.prepare made."""
+    storage: str | None = None
+    """Folder for all runs: checkpoints, and MLflow's SQLite store where no other is named."""
+    name: str | None = None
+    """Name of this sweep; by default that of the grid."""
+    sids: str | None = None
+    """SIDS: the folder that jobs.tokenize made, for models that use semantic IDs."""
+    text: str | None = None
+    """TEXT: the folder that jobs.encode made, for search models."""
+    smoke: bool = False
+    """Take the grid's small variant."""
+    resume: bool = False
+    """Go on with the sweep of this name: what is done is left alone."""
+    dry_run: bool = False
+    """Print the trials and their estimated cost, and do nothing."""
+    samples: int | None = None
+    """Draw this many points of the grid; by default as the grid says."""
+    set: dict[str, Any] = field(default_factory=dict)
+    """What --model.KEY, --fit.KEY, --evaluate.KEY and --axes.KEY say, by dotted key."""
+    options: Options = field(default_factory=Options)
+    """How the sweep is run."""
+    ray: RayOptions = field(default_factory=RayOptions)
+    """Workers and resources of each trial."""
+    tracking_uri: str | None = None
+    """MLflow; by default MLFLOW_TRACKING_URI, else a SQLite file in the storage folder."""
+    experiment: str | None = None
+    """MLflow experiment; by default family/dataset."""
+
+    def __post_init__(self) -> None:
+        if self.dry_run:
+            return
+        for name in ("tables", "storage"):
+            if getattr(self, name) is None:
+                raise ValueError(f"--{name} is not given; only --dry_run does without")
+
+
+def parse(job: str, argv: Sequence[str] | None = None) -> Config:
+    """The command line; keys below model, fit, evaluate and axes are the grid's business."""
+    words, given = list(sys.argv[1:] if argv is None else argv), {}
+    rest: list[str] = []
+    while words:
+        word = words.pop(0)
+        head, _, value = word.partition("=")
+        if word.startswith("--") and head[2:].split(".")[0] in FREE and "." in head:
+            if "=" not in word:
+                if not words:
+                    raise UserError(f"{head} has no value; give one after it")
+                value = words.pop(0)
+            given[head[2:]] = scalar(value)
+        else:
+            rest.append("--dry_run" + word.removeprefix("--dry-run") if word.startswith("--dry-run") else word)
+    config = cli.parse(Config, job, rest, {"options": Options, "ray": RayOptions})
+    config.set = {**config.set, **given}
+    return config
+
+
+def scalar(word: str) -> Any:
+    """The value of a word of the command line: a number, a list, true, null or text; 1e-4 is a number."""
+    try:
+        return float(word) if "e" in word.lower() and word[:1].isdigit() else yaml.safe_load(word)
+    except (ValueError, yaml.YAMLError):
+        return word
+
+
+def read(config: Config) -> tuple[Grid, list[Trial]]:
+    """The grid with what the command line says, and its trials."""
+    axes = {key.removeprefix("axes."): value for key, value in config.set.items() if key.startswith("axes.")}
+    for key, values in axes.items():
+        if not isinstance(values, list):
+            raise UserError(f"--axes.{key} is {values!r}, it must be a list such as '[0.1, 0.2]'")
+    if "checkpoint" in axes:
+        axes["checkpoint"] = [best_checkpoint(value) for value in axes["checkpoint"]]
+    grid = load(config.grid).varied(config.smoke, axes)
+    if config.samples is not None:
+        if config.samples < 1:
+            raise UserError(f"--samples is {config.samples}, it must be at least 1")
+        grid.samples = config.samples
+    sets = {key: value for key, value in config.set.items() if not key.startswith("axes.")}
+    for key in TRAINED:
+        if isinstance(sets.get(key), str):
+            sets[key] = best_checkpoint(sets[key])
+    return grid, grid.trials(sets, check=not config.dry_run)
+
+
+def run(config: Config) -> Swept | None:
+    """Runs the sweep and prints its outcome, or the trials alone."""
+    grid, trials = read(config)
+    extra = config.text or config.sids
+    if config.dry_run:
+        show(grid, trials, config, extra)
+        return None
+    cli.start_ray()
+    swept = sweep(
+        grid, trials, tables=str(config.tables), extra=extra, storage=str(config.storage),
+        name=config.name or grid.name, ray_options=config.ray, options=config.options,
+        tracking_uri=config.tracking_uri, experiment=config.experiment, resume=config.resume,
+        command=" ".join(["python -m jobs.sweep", *sys.argv[1:]]), say=partial(print, flush=True),
+    )  # fmt: skip
+    ranked = sorted(swept.outcomes, key=lambda o: -math.inf if o.value is None else o.value, reverse=True)
+    for found in ranked[:20]:
+        value = "        -" if found.value is None else f"{found.value:9.4f}"
+        print(f"{value}  {found.status:<9} {found.name}" + (f"  ({found.error})" if found.error else ""))
+    if len(ranked) > 20:
+        print(f"           and {len(ranked) - 20} more in trials.json")
+    if swept.already:
+        print(f"The sweep '{swept.name}' is finished; nothing to do.")
+    else:
+        print(f"Swept {len(trials)} trials of {grid.name} in {swept.seconds:.0f} s.")
+    if swept.best is not None:
+        print(f"  best        {swept.best.name}: {grid.metric} {swept.best.value:.4f}")
+        print(f"  checkpoint  {swept.best.checkpoint}")
+    print(f"  MLflow run  {swept.run.run_id} in {swept.run.experiment}")
+    print(f"  look at it  mlflow ui --backend-store-uri {swept.run.uri}")
+    print(f"  next        python -m jobs.compare --experiment {swept.run.experiment} --tracking_uri {swept.run.uri}")
+    return swept
+
+
+def show(grid: Grid, trials: list[Trial], config: Config, extra: str | None) -> None:
+    """Prints the trials and, where the model is there and tables are given, what they would cost."""
+    size, _ = grid.all_points()
+    print(f"{grid.name}: {grid.source}")
+    for trial in trials:
+        print(f"  {trial.name}  " + "  ".join(f"{key} {value}" for key, value in trial.point.items()))
+    print(f"{len(trials)} of {size:,} points; metric {grid.metric}; scheduler {grid.scheduler.name}")
+    names = sorted({str(trial.model.get("name")) for trial in trials if trial.model})
+    missing = [name for name in names if name not in registry.MODELS]
+    if missing:
+        print(f"the model '{missing[0]}' is not there yet, so these are not run")
+    elif config.tables and grid.kind == "train":
+        grid.trials({key: value for key, value in config.set.items() if not key.startswith("axes.")})
+        threads = config.ray.threads or max(1, int(config.ray.cpus_per_worker))
+        hours = estimate(grid, trials, config.tables, extra, threads) / 3600
+        print(
+            f"at most about {hours:.2f} hours of {config.ray.cpus_per_worker:g} CPUs with {threads} threads, timed here "
+            f"on up to three of them; divide by the trials that run at once"
+        )
+
+
+if __name__ == "__main__":
+    cli.main(run, Config, parse)

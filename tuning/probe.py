@@ -1,0 +1,84 @@
+"""A look at a trial before any starts: what its validation measures, and with `timed` how long its parts take.
+
+It builds the trial's model on the tables, so all that a training would refuse is refused here, in one line. What
+all trials share and only the first one makes, such as a table of a teacher's outputs, is made here too.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+from models.fit import FitConfig, autocast, to_device
+from models.setup import Setup, set_up
+from models.tables import UserError
+from tuning.grid import Trial
+
+ROWS = 32
+"""Validation rows that are measured."""
+
+STEPS = 3
+"""Steps that are timed."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What was seen."""
+
+    family: str
+    """Family of the model."""
+    metrics: list[str]
+    """What its validation measures."""
+    seconds: float
+    """Estimated time of the trial at all of its epochs; 0 where nothing was timed."""
+
+
+def look(trial: Trial, tables: str, extra: str | None, timed: bool, threads: int) -> Look:
+    """Builds the trial's model and measures a few validation rows; `timed` also takes a few steps."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        began = time.perf_counter()
+        setup = set_up(trial.model, FitConfig(**trial.fit), tables, extra)
+        loading = time.perf_counter() - began
+        if not setup.entry.gradient:
+            return Look(setup.entry.family.name, [setup.fit.metric], loading)
+        if len(setup.val) == 0:
+            raise UserError(f"the validation split of {tables} has no request; check the split of jobs.prepare")
+        few = replace(setup, fit=replace(setup.fit, eval_examples=ROWS, eval_batch_size=ROWS))
+        began = time.perf_counter()
+        sums, count = few.validate(setup.model)
+        per_row = (time.perf_counter() - began) / count
+        metrics = sorted(setup.means(sums))
+        if not timed:
+            return Look(setup.entry.family.name, metrics, 0.0)
+        epochs, rows = setup.fit.max_epochs, setup.fit.eval_examples or len(setup.val)
+        evaluations = -(-epochs // setup.fit.eval_every_epochs)
+        cost = epochs * setup.train.steps(0) * step_seconds(setup) + evaluations * rows * per_row
+        return Look(setup.entry.family.name, metrics, loading + cost)
+    finally:
+        torch.set_num_threads(before)
+
+
+def step_seconds(setup: Setup) -> float:
+    """Seconds of a training step, with its batch; the mean of a few after the first."""
+    model: Any = setup.model.train()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=0.0)
+    batches = setup.train(0, 0)
+    began, taken = 0.0, 0
+    for number, batch in zip(range(STEPS + 1), batches, strict=False):
+        if number == 1:
+            began = time.perf_counter()
+        with autocast(setup.fit.precision, setup.device):
+            loss = model(to_device(batch, setup.device))["loss"]
+        loss.backward()
+        clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        taken = number
+    return (time.perf_counter() - began) / taken if taken else 0.0

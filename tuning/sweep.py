@@ -1,0 +1,410 @@
+"""A sweep: the trials of a grid through Ray Tune, as child runs of one MLflow run. `jobs.sweep` is its command.
+
+`STORAGE/NAME/` holds `sweep.json` (the trials and the MLflow run), a folder per trial (`tuning/trial.py`) and Tune's
+own. What is done is read from the trials' folders alone: Tune writes its state now and then, and a driver
+that is killed in between would lose trials or run them twice.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # MLflow has the metrics; no files beside it
+os.environ.setdefault("TUNE_FUNCTION_THREAD_TIMEOUT_S", "30")  # a stopped trial leaves its process to the next one
+os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the ledger below says what there is to say
+
+import ray
+from pyarrow import fs
+from ray import tune
+from ray.tune import Callback
+
+from models import checkpoint, registry
+from models.setup import load_catalogue
+from models.tables import UserError, join, open_uri
+from pipelines import tracking
+from pipelines.data.tables import check_writable, write_file
+from pipelines.training.run import (
+    BEST,
+    RayOptions,
+    absolute,
+    check_cluster,
+    check_name,
+    dataset_name,
+    held,
+    read_record,
+    resources,
+    wants_gpu,
+)
+from tuning.grid import Grid, Trial, evaluation_options
+from tuning.halving import EPOCH, TRIAL, VALUE, Halving, make
+from tuning.probe import look
+from tuning.trial import PATIENCE, Plan, fail, read_reports, run_trial, stop, tested
+
+logging.getLogger("ray.tune.analysis.experiment_analysis").setLevel(logging.ERROR)  # misses the files left out above
+
+SWEEP = "sweep.json"
+
+
+@dataclass
+class Options:
+    """How a sweep is run."""
+
+    concurrency: int = 0
+    """Trials at once at most; 0: as many as the cluster has room for."""
+    retries: int = 2
+    """How often a trial whose process was lost is continued; then it is recorded as failed."""
+    budget_hours: float = 0.0
+    """Time after which no trial goes on; 0: none. --resume takes the sweep up again."""
+    test: bool = True
+    """Measure each finished trial on the test split too; the best is chosen on val all the same."""
+
+    def __post_init__(self) -> None:
+        for name in ("concurrency", "retries", "budget_hours"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, it must be at least 0")
+
+
+@dataclass
+class Outcome:
+    """A trial, as `trials.json` lists it."""
+
+    trial: str
+    """Stable id."""
+    name: str
+    """Folder and MLflow name."""
+    point: dict[str, Any]
+    """Values of the axes."""
+    status: str
+    """finished, stopped (early, by the scheduler or a stop condition), failed, or unfinished."""
+    value: float | None = None
+    """The sweep's metric: of the best epoch, or of the evaluation."""
+    epochs: int | None = None
+    """Epochs done."""
+    run_id: str | None = None
+    """MLflow run."""
+    checkpoint: str | None = None
+    """Folder of the best weights."""
+    error: str | None = None
+    """Why it failed."""
+
+
+@dataclass
+class Swept:
+    """What a sweep made."""
+
+    name: str
+    """Name of the sweep."""
+    folder: str
+    """Its folder."""
+    run: tracking.RunRef
+    """Its MLflow run."""
+    outcomes: list[Outcome]
+    """All trials, in the grid's order."""
+    best: Outcome | None
+    """The best of those that have a value."""
+    seconds: float
+    """Time of this call."""
+    already: bool = False
+    """Whether it was finished before."""
+
+
+class Ledger(Callback):
+    """Follows the trials: says how they come on, ends those that are stopped, notes those that failed for good."""
+
+    def __init__(self, plan: Plan, done: int, total: int, say: Callable[[str], None]) -> None:
+        self.plan, self.done, self.total, self.say = plan, done, total, say
+
+    def on_trial_result(self, iteration: int, trials: list, trial: Any, result: dict, **info: Any) -> None:
+        if VALUE in result:
+            name = trial.config[TRIAL]
+            self.say(f"  {name}  epoch {result[EPOCH]:>3}  {self.plan.metric} {result[VALUE]:.4f}")
+
+    def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
+        one = self.plan.trials[trial.config[TRIAL]]
+        stop(one, self.plan)
+        self._count(outcome(one, self.plan))
+
+    def on_trial_error(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
+        if not trial.status == "ERROR":  # it is started again
+            return
+        one = self.plan.trials[trial.config[TRIAL]]
+        lines = str(trial.error_msg if hasattr(trial, "error_msg") else "").strip().splitlines()
+        fail(one, self.plan, lines[-1] if lines else "the process of the trial was lost")
+        self._count(outcome(one, self.plan))
+
+    def _count(self, found: Outcome) -> None:
+        self.done += 1
+        value = f"  {self.plan.metric} {found.value:.4f}" if found.value is not None else ""
+        why = f": {found.error}" if found.error else ""
+        self.say(f"[{self.done}/{self.total}] {found.name} {found.status}{value}{why}")
+
+
+def sweep(
+    grid: Grid,
+    trials: list[Trial],
+    *,
+    tables: str,
+    extra: str | None,
+    storage: str,
+    name: str,
+    ray_options: RayOptions,
+    options: Options,
+    tracking_uri: str | None = None,
+    experiment: str | None = None,
+    resume: bool = False,
+    command: str = "",
+    say: Callable[[str], None] = print,
+) -> Swept:
+    """Runs the trials of the grid, or with `resume` those that a sweep of this name has not done. Ray must be started.
+
+    Raises UserError before anything is started for what no trial could do: tables, models or settings that do not
+    fit, a metric that is not measured, an MLflow that is not there.
+    """
+    began = time.monotonic()
+    check_name(name)
+    tables, storage = absolute(tables), absolute(storage)
+    extra = absolute(extra) if extra else None
+    folder = join(storage, name)
+    uri = tracking.resolve_uri(tracking_uri, storage)
+    tracking.check_nodes(uri, sum(node["Alive"] for node in ray.nodes()))
+    tracking.connect(uri)
+    workers = 1 if grid.kind == "evaluate" else ray_options.num_workers
+    gpu = wants_gpu(ray_options, workers)
+    check_cluster(ray_options, workers, gpu)
+    threads = ray_options.threads or (0 if grid.kind == "evaluate" else max(1, int(ray_options.cpus_per_worker)))
+    ray_options = replace(ray_options, threads=threads)
+    family, hashes = check(grid, trials, tables, extra, max(1, threads))
+    with held(storage, name, PATIENCE if resume else 0):
+        before = read_sweep(folder)
+        if before is None:
+            check_writable(folder)
+            tags = {
+                tracking.KIND_TAG: "sweep", "sweep.grid": grid.name, "sweep.axes": json.dumps(grid.keys),
+                "sweep.metric": grid.metric, "sweep.mode": grid.mode, "command": command,
+                "mlflow.source.name": "jobs.sweep",
+            }  # fmt: skip
+            settings = {
+                "sweep": {"grid": grid.name, "source": grid.source, "trials": len(trials), "tables": tables},
+                "ray": asdict(ray_options), "options": asdict(options),
+            }  # fmt: skip
+            run = tracking.open_run(
+                uri, experiment or f"{family}/{dataset_name(tables)}", name, storage, config=settings, hashes=hashes,
+                tags=tags,
+            )  # fmt: skip
+            tracking.log_yaml(run, asdict(grid), "grid.yaml")
+            before = {"grid": grid.name, "trials": [asdict(t) for t in trials], "tracking": run.to_dict()}
+            write_sweep(folder, {**before, "status": "running"})
+        else:
+            check_same(before, trials, name, storage, resume)
+            run = tracking.RunRef(**before["tracking"])
+        plan = Plan(
+            {t.name: t for t in trials}, grid.kind, grid.metric, tables, extra, folder, run.uri, run.experiment,
+            run.run_id, ray_options, options.test and grid.kind == "train" and family == "retrieval", command,
+        )  # fmt: skip
+        pending = [t for t in trials if not is_done(t, plan)]
+        if before.get("status") == "finished" and not pending:
+            found = [outcome(t, plan) for t in trials]
+            return Swept(name, folder, run, found, best_of(found), 0.0, already=True)
+        tracking.reopen(run)
+        say(f"{len(trials)} trials of {grid.name}, {len(trials) - len(pending)} done before; metric {grid.metric}")
+        logger = tracking.Logger(run)
+        try:
+            if pending:
+                run_pending(grid, plan, pending, options, workers, gpu, say)
+            found = [outcome(t, plan) for t in trials]
+            best = best_of(found)
+            tracking.log_json(run, [asdict(o) for o in found], "trials.json")
+            counts = Counter(o.status for o in found)
+            if best is not None and best.run_id:
+                logger.log(best_metrics(run, best, grid), len(trials))
+                logger.tag(**{"sweep.best": best.run_id})
+            logger.log({f"trials/{status}": count for status, count in counts.items()}, len(trials))
+        except BaseException as error:
+            logger.end("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+            raise
+        if counts["unfinished"]:
+            logger.end("KILLED")
+            raise UserError(
+                f"the sweep '{name}' stopped with {counts['unfinished']} of {len(trials)} trials to do; the same line "
+                f"with --resume goes on"
+            )
+        logger.end()
+        write_sweep(folder, {**before, "status": "finished", "best": best.name if best else None})
+    return Swept(name, folder, run, found, best, time.monotonic() - began)
+
+
+def run_pending(
+    grid: Grid, plan: Plan, pending: list[Trial], options: Options, workers: int, gpu: bool,
+    say: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Runs the trials that are not done through Tune."""
+    scheduler = make(grid.scheduler, max((int(t.fit.get("max_epochs", 1)) for t in plan.trials.values()), default=1))
+    if isinstance(scheduler, Halving):
+        for trial in plan.trials.values():
+            scheduler.replay(trial.name, read_reports(join(plan.folder, trial.name)))
+    each = resources(plan.ray, gpu)
+    room = min(int(ray.cluster_resources().get(kind, 0) / (need * workers)) for kind, need in each.items() if need)
+    at_once = 1 if grid.kind == "evaluate" else min(options.concurrency or room, room)
+    needs = {kind.lower(): need for kind, need in each.items()} if workers == 1 else {"cpu": 0}
+    stopped = {key.removeprefix("val/"): value for key, value in grid.stop.items()}
+    tune.Tuner(
+        tune.with_resources(tune.with_parameters(run_trial, plan=plan), needs),
+        param_space={TRIAL: tune.grid_search([t.name for t in pending])},
+        tune_config=tune.TuneConfig(
+            scheduler=scheduler, max_concurrent_trials=max(1, at_once), reuse_actors=grid.kind == "train",
+            time_budget_s=options.budget_hours * 3600 or None,
+        ),
+        run_config=tune.RunConfig(
+            name="tune", storage_path=plan.folder, stop=stopped or None, verbose=0,
+            failure_config=tune.FailureConfig(max_failures=options.retries),
+            callbacks=[Ledger(plan, len(plan.trials) - len(pending), len(plan.trials), say)],
+        ),
+    ).fit()  # fmt: skip
+
+
+def check(grid: Grid, trials: list[Trial], tables: str, extra: str | None, threads: int) -> tuple[str, dict[str, str]]:
+    """(family, hashes of the tables): refuses what no trial could do, by a look at one of each model and folder."""
+    seen: dict[tuple, Trial] = {}
+    for trial in trials:
+        seen.setdefault((trial.model.get("name"), *sorted(trial.folders.items())), trial)
+    families, hashes = set(), {}
+    for trial in seen.values():
+        own = trial.folders.get("sids") or trial.folders.get("text") or extra
+        if grid.kind == "evaluate":
+            name, taken = evaluated(trial)
+            entry = registry.find(name)
+            catalogue = load_catalogue(entry, name, tables, own)
+            known = evaluation_options(name)
+            for key in trial.evaluate:
+                if key not in known:
+                    raise UserError(
+                        f"the grid {grid.name} has the axis 'evaluate.{key}', which the model '{name}' does not have; "
+                        f"it takes {', '.join(known)}"
+                    )
+            checkpoint.check(taken, trial.folders["checkpoint"], dict(catalogue.hashes))
+            families.add(entry.family.name)
+            hashes = catalogue.hashes
+            continue
+        entry = registry.find(trial.model["name"])
+        hashes = load_catalogue(entry, trial.model["name"], tables, own).hashes
+        seen_there = look(trial, tables, own, False, threads)
+        families.add(seen_there.family)
+        metric = grid.metric.removeprefix("val/")
+        if metric not in seen_there.metrics and entry.gradient:
+            known = ", ".join(seen_there.metrics)
+            raise UserError(
+                f"the metric of the grid {grid.name} is {grid.metric}, which no trial reports; choose val/ and one of {known}"
+            )
+    if len(families) > 1:
+        raise UserError(f"the grid {grid.name} mixes models of {', '.join(sorted(families))}; sweep them apart")
+    return families.pop(), hashes
+
+
+def evaluated(trial: Trial) -> tuple[str, checkpoint.Checkpoint]:
+    """(model, checkpoint) of a trial that measures one."""
+    from pipelines.evaluation.ranking import find_checkpoint
+
+    if "checkpoint" not in trial.folders:
+        raise UserError("a grid of kind evaluate needs checkpoints; give --axes.checkpoint '[RUN, ...]'")
+    about = checkpoint.read(find_checkpoint(trial.folders["checkpoint"]))
+    return about.name, about
+
+
+def estimate(grid: Grid, trials: list[Trial], tables: str, extra: str | None, threads: int) -> float:
+    """Estimated seconds of all trials one after the other, at all of their epochs, from a look at three of them."""
+    if not trials or grid.kind == "evaluate":
+        return math.nan
+    places = sorted({0, len(trials) // 2, len(trials) - 1})
+    own = [t.folders.get("sids") or t.folders.get("text") or extra for t in trials]
+    looks = [look(trials[i], absolute(tables), own[i], True, threads) for i in places]
+    return len(trials) * sum(one.seconds for one in looks) / len(looks)
+
+
+def is_done(trial: Trial, plan: Plan) -> bool:
+    """Whether there is nothing left to do for the trial."""
+    folder = join(plan.folder, trial.name)
+    noted = read_record(folder)
+    if noted is None or noted["status"] not in ("finished", "failed"):
+        return False
+    return noted["status"] == "failed" or not plan.test or bool(noted.get("stopped")) or tested(folder)
+
+
+def outcome(trial: Trial, plan: Plan) -> Outcome:
+    """What has become of the trial, read from its folder."""
+    folder = join(plan.folder, trial.name)
+    noted = read_record(folder)
+    made = Outcome(trial.id, trial.name, trial.point, "unfinished")
+    if noted is None:
+        return made
+    made.run_id = noted["tracking"]["run_id"]
+    if noted["status"] == "failed":
+        made.status, made.error = "failed", noted["error"]
+    elif noted["status"] == "finished":
+        made.status = "stopped" if noted.get("stopped") else "finished"
+        if plan.kind == "evaluate":
+            made.value, made.checkpoint = noted["values"].get(plan.metric), trial.folders["checkpoint"]
+            return made
+        about = checkpoint.read(join(folder, BEST))
+        made.value = about.metrics.get(plan.metric.removeprefix("val/"))
+        made.epochs, made.checkpoint = noted["epochs"], join(folder, BEST)
+    return made
+
+
+def best_of(outcomes: list[Outcome]) -> Outcome | None:
+    """The trial with the largest value, the first of equals."""
+    return max((o for o in outcomes if o.value is not None), key=lambda o: o.value or 0.0, default=None)
+
+
+def best_metrics(run: tracking.RunRef, best: Outcome, grid: Grid) -> dict[str, float]:
+    """The best trial's own metrics, under `best/`, for the sweep's run."""
+    logged = tracking.connect(run.uri).get_run(str(best.run_id)).data.metrics
+    values = {tracking.shown_name(key): value for key, value in logged.items()}
+    wanted = {key.removeprefix("best/"): value for key, value in values.items() if key.startswith("best/")}
+    wanted |= {key: value for key, value in values.items() if key.startswith("test/")}
+    return {f"best/{key}": value for key, value in wanted.items()} | {grid.metric: float(best.value or math.nan)}
+
+
+def best_checkpoint(folder: str) -> str:
+    """The best trial's checkpoint of a finished sweep, for a folder that is one; any other path as it is."""
+    noted = read_sweep(absolute(folder)) if folder else None
+    if noted is None:
+        return folder
+    if noted["status"] != "finished" or not noted["best"]:
+        raise UserError(f"the sweep {folder} is not finished, so it has no best trial yet; run it with --resume")
+    return join(absolute(folder), noted["best"])
+
+
+def read_sweep(folder: str) -> dict[str, Any] | None:
+    """`sweep.json`, or None for a folder that is no sweep's."""
+    filesystem, path = open_uri(join(folder, SWEEP))
+    if filesystem.get_file_info(path).type != fs.FileType.File:
+        return None
+    with filesystem.open_input_stream(path) as stream:
+        return dict(json.loads(stream.read()))
+
+
+def write_sweep(folder: str, content: dict[str, Any]) -> None:
+    write_file(join(folder, SWEEP), json.dumps(content, indent=2, sort_keys=True).encode())
+
+
+def check_same(before: dict[str, Any], trials: list[Trial], name: str, storage: str, resume: bool) -> None:
+    """Refuses a sweep that is there already, unless it is resumed with the same trials."""
+    if not resume:
+        raise UserError(f"the sweep '{name}' is in {storage} already; give --resume, or choose another --name")
+    old = {one["name"]: one for one in before["trials"]}
+    now = {trial.name: json.loads(json.dumps(asdict(trial))) for trial in trials}
+    for key in [*old, *now]:
+        if old.get(key) != now.get(key):
+            what = "was started with other settings" if key in old and key in now else "is not in both"
+            raise UserError(
+                f"the sweep '{name}' in {storage} has other trials ({key} {what}); resume it with the line that "
+                f"started it, or choose another --name"
+            )

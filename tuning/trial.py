@@ -1,0 +1,192 @@
+"""One trial of a sweep: an ordinary training run with a folder of its own, in the process that Tune gives it.
+
+The folder is what lasts: `run.json` says whether the trial is done, the checkpoints where it stands, `reports.json` what
+it told the scheduler. So a trial that is started again, by Tune or by the next sweep, goes on or is found finished.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from pyarrow import fs
+from ray import tune
+
+from models.bench import resident_peak_mb
+from models.checkpoint import Checkpoint
+from models.fit import FitConfig
+from models.tables import UserError, join, open_uri
+from pipelines import tracking
+from pipelines.data.tables import check_writable, write_file
+from pipelines.evaluation.ranking import evaluate, record
+from pipelines.training import run as runs
+from pipelines.training.run import BEST, RayOptions, read_record, train, write_record
+from pipelines.training.worker import threads_per_worker
+from tuning.grid import Trial
+from tuning.halving import EPOCH, TRIAL, VALUE
+
+REPORTS = "reports.json"
+
+PATIENCE = 60.0
+"""Seconds that a trial waits for a process of an interrupted sweep to let go of its folder."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the trials of a sweep share."""
+
+    trials: dict[str, Trial]
+    """All of them, by name."""
+    kind: str
+    """train or evaluate."""
+    metric: str
+    """What they are ranked by, such as `val/ndcg@10`."""
+    tables: str
+    """TABLES."""
+    extra: str | None
+    """SIDS or TEXT, for trials whose point names none."""
+    folder: str
+    """The sweep's folder."""
+    uri: str
+    """MLflow."""
+    experiment: str
+    """MLflow experiment."""
+    parent: str
+    """The sweep's MLflow run."""
+    ray: RayOptions
+    """Workers of each trial."""
+    test: bool
+    """Whether finished trials are measured on the test split too."""
+    command: str
+    """Command line of the sweep."""
+
+    def extra_of(self, trial: Trial) -> str | None:
+        """SIDS or TEXT of a trial."""
+        return trial.folders.get("sids") or trial.folders.get("text") or self.extra
+
+    def tags(self, trial: Trial) -> dict[str, str]:
+        """Tags of the trial's MLflow run."""
+        return {
+            tracking.KIND_TAG: "trial", tracking.TRIAL_TAG: trial.id, tracking.POINT_TAG: json.dumps(trial.point),
+            "command": self.command, "mlflow.source.name": "jobs.sweep",
+        }  # fmt: skip
+
+
+def run_trial(config: dict[str, Any], plan: Plan) -> None:
+    """What Tune runs. A UserError, which would come again, is noted and not retried."""
+    trial = plan.trials[config[TRIAL]]
+    try:
+        if plan.kind == "evaluate":
+            measure(trial, plan)
+        else:
+            fit(trial, plan)
+    except UserError as error:
+        fail(trial, plan, str(error))
+
+
+def fit(trial: Trial, plan: Plan) -> None:
+    """Trains, telling Tune of every validation; then measures on test where the plan says so."""
+    began, folder, metric = time.monotonic(), join(plan.folder, trial.name), plan.metric.removeprefix("val/")
+
+    def heard(about: Checkpoint) -> None:
+        if metric in about.metrics:
+            value = about.metrics[metric]
+            reports = [*(past for past in read_reports(folder) if past[0] < about.epoch), [about.epoch, value]]
+            write_file(join(folder, REPORTS), json.dumps(reports).encode())
+            seconds = time.monotonic() - began
+            tune.report({EPOCH: about.epoch, VALUE: value, "seconds": seconds, **about.metrics})
+
+    trained = train(
+        model=trial.model, fit=FitConfig(**trial.fit), ray_options=plan.ray, tables=plan.tables,
+        sids=plan.extra_of(trial), storage=plan.folder, name=trial.name, tracking_uri=plan.uri,
+        experiment=plan.experiment, parent_run=plan.parent, log_model=False, say=quiet, tags=plan.tags(trial),
+        heard=heard, wait=PATIENCE,
+    )  # fmt: skip
+    if plan.test and not tested(folder):
+        result, about = evaluate(join(folder, BEST), plan.tables, plan.extra_of(trial), device=device(plan.ray))
+        record(result, about)
+
+
+def measure(trial: Trial, plan: Plan) -> None:
+    """Measures a checkpoint on test with the options of the point."""
+    folder = join(plan.folder, trial.name)
+    check_writable(folder)
+    options = dict(trial.evaluate)
+    batch_size = int(options.pop("batch_size", 256))
+    torch.set_num_threads(threads_per_worker(plan.ray.threads, 1))
+    result, about = evaluate(
+        trial.folders["checkpoint"], plan.tables, plan.extra_of(trial), batch_size=batch_size, options=options,
+        device=device(plan.ray),
+    )  # fmt: skip
+    config = {"model": about.model, "fit": about.fit, "evaluate": result.options, "checkpoint": result.checkpoint}
+    run = tracking.open_run(
+        plan.uri, plan.experiment, trial.name, plan.folder, config=config, hashes=about.hashes, parent=plan.parent,
+        tags=plan.tags(trial),
+    )  # fmt: skip
+    on_gpu = device(plan.ray) == "cuda"
+    peak = torch.cuda.max_memory_allocated() / 2**20 if on_gpu else resident_peak_mb()
+    values = {f"test/{name}": value for name, value in result.metrics.items()}
+    values |= {
+        "test/users_per_s": result.users_per_s,
+        "test/peak_memory_mb": peak,
+        "test/examples": float(result.examples),
+    }
+    logger = tracking.Logger(run)
+    logger.log(values, about.step)
+    tracking.log_json(run, asdict(result), "evaluation-test.json")
+    logger.end()
+    write_record(folder, {"status": "finished", "tracking": run.to_dict(), "values": values})
+    tune.report({EPOCH: 1, VALUE: values.get(plan.metric, float("nan")), **values})
+
+
+def fail(trial: Trial, plan: Plan, error: str) -> None:
+    """Notes that the trial failed, in its folder and in MLflow; its run is made where there was none yet."""
+    folder = join(plan.folder, trial.name)
+    check_writable(folder)
+    noted = read_record(folder) or {}
+    if "tracking" not in noted:
+        config = {"model": trial.model, "fit": trial.fit}
+        run = tracking.open_run(
+            plan.uri, plan.experiment, trial.name, plan.folder, config=config, hashes={}, parent=plan.parent,
+            tags=plan.tags(trial),
+        )  # fmt: skip
+        noted["tracking"] = run.to_dict()
+    logger = tracking.Logger(tracking.RunRef(**noted["tracking"]))
+    logger.tag(**{tracking.ERROR_TAG: error[:5000]})
+    logger.end("FAILED")
+    write_record(folder, {**noted, "status": "failed", "error": error})
+
+
+def stop(trial: Trial, plan: Plan) -> None:
+    """Ends a trial that was told to stop at its last checkpoint."""
+    folder = join(plan.folder, trial.name)
+    noted, last = read_record(folder), runs.here.last_whole(folder)
+    if noted and noted["status"] == "running" and last:
+        runs.conclude(folder, noted, runs.checkpoint.read(last), stopped=True)
+
+
+def read_reports(folder: str) -> list[list[float]]:
+    """(epoch, value) of every validation that the trial reported."""
+    filesystem, path = open_uri(join(folder, REPORTS))
+    if filesystem.get_file_info(path).type != fs.FileType.File:
+        return []
+    with filesystem.open_input_stream(path) as stream:
+        return list(json.loads(stream.read()))
+
+
+def tested(folder: str) -> bool:
+    """Whether the trial was measured on test."""
+    filesystem, path = open_uri(join(folder, BEST, "evaluation-test.json"))
+    return bool(filesystem.get_file_info(path).type == fs.FileType.File)
+
+
+def device(options: RayOptions) -> str:
+    """Where a trial's model runs."""
+    return "cuda" if runs.wants_gpu(options, 1) else "cpu"
+
+
+def quiet(line: str) -> None:
+    """Trials run side by side: what one would say of itself is in its metrics."""
