@@ -29,6 +29,7 @@ from models.retrieval.data import Catalogue, Examples
 from models.retrieval.popularity import Popularity, PopularityConfig
 from models.retrieval.sasrec import SASRec, SASRecConfig
 from models.retrieval.sid_mlp import SidMlp, SidMlpConfig, teach
+from models.retrieval.teacher import remember
 from models.retrieval.teacher import resolve as resolve_teacher
 from models.retrieval.tiger import Tiger, TigerConfig
 from models.search import metrics as search_metrics
@@ -86,6 +87,9 @@ class Entry:
     teach: Callable[[nn.Module, Any, Any], None] | None = None
     """`teach(module, config, catalogue)`: before training, gives a student what it learns from. What only the
     loss needs stays out of the module's weights."""
+    remember: Callable[[Any, Any, Any, dict[str, Any]], list[str]] | None = None
+    """`remember(module, config, catalogue, examples)`: after `teach`, for what is worked out once about all examples
+    of a worker, given by split; on every worker. Lines that say what it did."""
 
     @property
     def extra(self) -> str | None:
@@ -107,7 +111,16 @@ MODELS: dict[str, Entry] = {
     "popularity": Entry(PopularityConfig, Popularity, RETRIEVAL, unit="request", gradient=False),
     "sasrec": Entry(SASRecConfig, SASRec, RETRIEVAL, unit="user"),
     "tiger": Entry(TigerConfig, Tiger, RETRIEVAL, unit="request", sids=True),
-    "sid_mlp": Entry(SidMlpConfig, SidMlp, RETRIEVAL, unit="request", sids=True, resolve=resolve_teacher, teach=teach),
+    "sid_mlp": Entry(
+        SidMlpConfig,
+        SidMlp,
+        RETRIEVAL,
+        unit="request",
+        sids=True,
+        resolve=resolve_teacher,
+        teach=teach,
+        remember=remember,
+    ),
     "sid_mlp_pp_encoder": Entry(
         sid_mlp_pp.SidMlpPpEncoderConfig,
         sid_mlp_pp.SidMlpPpEncoder,
@@ -116,6 +129,7 @@ MODELS: dict[str, Entry] = {
         sids=True,
         resolve=resolve_teacher,
         teach=sid_mlp_pp.teach_encoder,
+        remember=remember,
     ),
     "sid_mlp_pp": Entry(
         sid_mlp_pp.SidMlpPpConfig,
@@ -125,6 +139,7 @@ MODELS: dict[str, Entry] = {
         sids=True,
         resolve=sid_mlp_pp.resolve,
         teach=sid_mlp_pp.teach,
+        remember=remember,
     ),
     "base": Entry(BaseConfig, Base, SEARCH, unit="user"),
     "hstu": Entry(HSTUConfig, HSTURanker, SEARCH, **GENERATIVE),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -64,6 +64,8 @@ class Setup:
     """Where the model is."""
     world: int
     """Number of workers."""
+    notes: list[str] = field(default_factory=list)
+    """What was worked out once before training, in a line each."""
 
     def validate(self, model: nn.Module) -> tuple[Sums, int]:
         """Sums of the metrics over this rank's validation rows, and their number."""
@@ -132,8 +134,9 @@ def set_up(
         raise UserError(
             f"{sequences} has no train request with a history; check the split of jobs.prepare, or use fewer workers"
         )
+    notes = entry.remember(module, config, catalogue, {"train": train, "val": val}) if entry.remember else []
     batches = Batches(train, fit.batch_size // world, fit.seed)
-    return Setup(entry, config, catalogue, module, batches, val, fit, device, world)
+    return Setup(entry, config, catalogue, module, batches, val, fit, device, world, notes)
 
 
 def means_of(entry: registry.Entry) -> Callable[[Sums], dict[str, float]]:

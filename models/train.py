@@ -36,6 +36,8 @@ def main(argv: list[str] | None = None) -> None:
         content = yaml.safe_load(Path(options.config).read_text())
         config = FitConfig(**content.get("fit", {}))
         setup = set_up(content["model"], config, options.tables, options.text or options.sids, device=device)
+        for note in setup.notes:
+            print(note)
         output = Path(options.output)
         state, last = None, max(output.glob("step-*"), default=None)
         if last is not None:

@@ -271,6 +271,11 @@ class Examples:
         """Requests on this rank: the number of training targets or of evaluated users."""
         return len(self._end)
 
+    @property
+    def request_numbers(self) -> NDArray[np.int64]:
+        """Numbers, in the sequences table, of the requests on this rank: no two splits share one, but for `next`."""
+        return self._request
+
     def steps(self, batch_size: int) -> int:
         """Batches per shuffled epoch, the same on every rank."""
         return -(-int(self.rows_per_rank.max()) // batch_size)

@@ -31,6 +31,7 @@ from models.retrieval.distillation import Answer, TeacherMemory, distillation_lo
 from models.retrieval.heads import make_heads, predict
 from models.retrieval.one_layer import OneLayerDecoder
 from models.retrieval.readout import make_readout
+from models.retrieval.teacher_cache import Question, States
 from models.retrieval.tiger import Tiger, TigerConfig
 from models.tables import UserError
 
@@ -73,6 +74,9 @@ class SidMlpConfig:
     """Memory of each worker for what the frozen teacher says of the training requests (5 to 25 kB each at the
     published sizes), so that epochs after the first do not ask it again; 0 asks it at every step. Remembered
     answers are of half precision, and a resumed run equals an undisturbed one up to that."""
+    teacher_cache: str = ""
+    """Folder of tables of what the frozen teacher says, which runs share: the first one makes them, so that epochs,
+    validation included, need no pass of its encoder or decoder; of half precision, unpadded (`teacher_cache.py`)."""
     m: int = 0
     """Digits that the teacher's decoder generates before the student takes over (Table 1; Appendix E.1)."""
     decoder: Literal["mlp", "transformer"] = "mlp"
@@ -116,6 +120,11 @@ class SidMlpConfig:
                 raise ValueError(f"{name} {getattr(self, name)} is below 0; give the number of {meaning}")
         for name in ("scores", "path", "decoder", "prefix", "readout", "logits", "embeddings"):
             check_choice(name, getattr(self, name))
+        if self.teacher_memory_mb and self.teacher_cache:
+            raise ValueError(
+                f"teacher_memory_mb {self.teacher_memory_mb} and teacher_cache {self.teacher_cache} keep the same "
+                f"twice; leave one of them out"
+            )
         self.tiger()
         self._check_combination()
 
@@ -204,6 +213,7 @@ class SidMlp(nn.Module):
         self.register_buffer("first", torch.tensor(self.first_token), persistent=False)
         self._teacher: tuple[Tiger, ...] = ()  # no submodule: it is no part of the student's weights
         self._memory = TeacherMemory(config.teacher_memory_mb) if config.teacher_memory_mb else None
+        self._known: dict[str, States] = {}  # tables of `teacher_cache`, while training
         dim, vocabulary = self.source.config.d_model, self.source.end + 1
         if config.decoder == "transformer":
             self.decoder = OneLayerDecoder(self.source.t5, config.self_attention, config.cross_attention)
@@ -220,8 +230,15 @@ class SidMlp(nn.Module):
 
     def encode(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """The frozen encoder's (states (B, S, D), padding (B, 1, 1, S) of 0 and -inf or None)."""
+        if found := self.known("encoder", batch):
+            return found
         with torch.no_grad():
             return self.source.encode(batch)
+
+    def known(self, name: str, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None] | None:
+        """What the table `name` of `teacher_cache` has of the batch's requests; None where it does not have them all,
+        as in all but training and its validation."""
+        return self._known[name].padded(batch) if name in self._known else None
 
     def context(self, states: Tensor, padding: Tensor | None) -> Any:
         """What `logits` reads of a user: z (B, D) of equation 1; in variants that keep the states, a tuple."""
@@ -275,9 +292,34 @@ class SidMlp(nn.Module):
     def teacher_logits(self, batch: dict[str, Tensor], encoded: tuple[Tensor, Tensor | None]) -> Tensor:
         """(B, L, V): the teacher's logits of each digit of the target given those before. `encoded` is what `encode`
         gave, here the teacher's own states."""
-        given = functional.pad(self.source.sids[batch["target"]][:, :-1], (1, 0))  # the start, then all but the last
         with torch.no_grad():
-            return self.teacher.t5.decode(given, *encoded, 0.0)
+            found = self.known("decoder", batch)
+            return self.teacher.t5.logits(found[0] if found else self.teacher_states(batch, encoded))
+
+    def teacher_states(self, batch: dict[str, Tensor], encoded: tuple[Tensor, Tensor | None]) -> Tensor:
+        """(B, L, D): the states of the teacher's decoder that `teacher_logits` are made of."""
+        given = functional.pad(self.source.sids[batch["target"]][:, :-1], (1, 0))  # the start, then all but the last
+        t5, (states, padding) = self.teacher.t5, encoded
+        return t5.decoder(t5.shared(given), t5.decoder.position_bias(given.shape[1]), 0.0, states, padding)
+
+    def questions(self) -> list[Question]:
+        """What `teacher_cache` can keep: states of an encoder that is not trained, and the teacher's answers."""
+        config = {"width": self.source.config.d_model, "teacher_model": self.config.teacher_model}
+        found = [Question("encoder", self.config.teacher_hash, config, self._ask_encoder, ("train", "val"))]
+        if self.config.alpha > 0:
+            found.append(Question("decoder", self.config.teacher_hash, config, self._ask_decoder, ("train",)))
+        return found
+
+    def _ask_encoder(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.encode(batch)[0], 2 + len(self.sizes) * batch["history_length"]
+
+    def _ask_decoder(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        states = self.teacher_states(batch, self.teacher.encode(batch))
+        return states, torch.full_like(batch["target"], states.shape[1])
+
+    def set_known(self, known: dict[str, States]) -> None:
+        """Takes the tables that answer `questions`."""
+        self._known = known
 
     def ask(self, batch: dict[str, Tensor]) -> Answer:
         """What does not change while the student learns: encoded histories, and the teacher's logits cut to what the
@@ -342,7 +384,9 @@ class SidMlp(nn.Module):
         check_choice("scores", scores)
         check_choice("path", path)
         if path == "fast" and constrained is not False and self.fast_supported():
-            return fast_walk(self)(batch, k, beam, children=scores == "children")
+            walk, known = fast_walk(self), self.known("encoder", batch)
+            z = walk.read(*known) if known else walk.context(batch)
+            return walk.walk(z, k, beam, children=scores == "children")
         scorer = StudentScorer(self, batch)
         if constrained is False:
             return unconstrained_beam_search(scorer, self.trie, k, beam)

@@ -28,6 +28,7 @@ from models.retrieval import teacher as teachers
 from models.retrieval.data import Catalogue
 from models.retrieval.sid_mlp import SidMlp, SidMlpConfig
 from models.retrieval.t5 import dropout
+from models.retrieval.teacher_cache import Question, States
 from models.retrieval.tiger import Tiger, TigerConfig
 from models.tables import UserError
 
@@ -222,6 +223,8 @@ class SidMlpPpEncoderConfig(EncoderSizes):
     """The teacher's `TigerConfig`, filled in from its checkpoint; empty: TIGER's defaults."""
     teacher_hash: str = ""
     """SHA-256 of the teacher's weights file, filled in from its checkpoint."""
+    teacher_cache: str = ""
+    """As of SID-MLP: folder of the table of the teacher's states, which is SID-MLP's too."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -248,6 +251,7 @@ class SidMlpPpEncoder(nn.Module):
         self.encoder = RoleEncoder(self.source, config)
         self._catalogue = catalogue
         self._teacher: tuple[Tiger, ...] = ()  # no submodule: it is no part of the student's weights
+        self._known: States | None = None  # the table of `teacher_cache`, while training
 
     def set_teacher(self, teacher: Tiger) -> None:
         """Takes the embeddings from `teacher`, and keeps it, outside of the weights, for its states.
@@ -271,11 +275,24 @@ class SidMlpPpEncoder(nn.Module):
         """The student's states, as `RoleEncoder` gives them."""
         return self.encoder(batch, self.source)
 
+    def questions(self) -> list[Question]:
+        """What `teacher_cache` can keep: the teacher's states."""
+        config = {"width": self.source.config.d_model, "teacher_model": self.config.teacher_model}
+        return [Question("encoder", self.config.teacher_hash, config, self._ask_teacher, ("train", "val"))]
+
+    def _ask_teacher(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.teacher.encode(batch)[0], 2 + len(self.source.sizes) * batch["history_length"]
+
+    def set_known(self, known: dict[str, States]) -> None:
+        """Takes the table that answers the question."""
+        self._known = known["encoder"]
+
     def matched(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """(error (B, S, D), the teacher's states (B, S, D), real (B, S, 1)); error and states are 0 at padding."""
         states, _ = self.encode(batch)
+        known = self._known.padded(batch) if self._known else None
         with torch.no_grad():
-            target, _ = self.teacher.encode(batch)
+            target, _ = known or self.teacher.encode(batch)
         end = 1 + len(self.source.sizes) * batch["history_length"].unsqueeze(1)
         real = (torch.arange(states.shape[1], device=end.device) <= end).unsqueeze(-1)
         target = target.float().masked_fill(~real, 0.0)
@@ -349,13 +366,22 @@ class SidMlpPp(SidMlp):
 
     def encode(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """The student encoder's (states (B, S, D), padding (B, 1, 1, S) of 0 and -inf or None)."""
+        if found := self.known("encoder", batch):
+            return found
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.config.end_to_end):
             return self.encoder(batch, self.source)
 
-    def teacher_logits(self, batch: dict[str, Tensor], encoded: tuple[Tensor, Tensor | None]) -> Tensor:
-        """(B, L, V): as in `SidMlp`, from the teacher's own states."""
-        with torch.no_grad():
-            return super().teacher_logits(batch, self.teacher.encode(batch))
+    def teacher_states(self, batch: dict[str, Tensor], encoded: tuple[Tensor, Tensor | None]) -> Tensor:
+        """(B, L, D): as in `SidMlp`, from the teacher's own encoder, not the student's."""
+        return super().teacher_states(batch, self.teacher.encode(batch))
+
+    def questions(self) -> list[Question]:
+        """As in `SidMlp`, but that the encoder is the student's, and not to be kept where it is trained."""
+        encoder, *rest = super().questions()
+        if self.config.end_to_end:
+            return rest
+        sizes = {name: getattr(self.config, name) for name in EncoderSizes.__dataclass_fields__}
+        return [replace(encoder, weights=self.config.encoder_hash, config={**encoder.config, **sizes}), *rest]
 
 
 def resolve(config: SidMlpPpConfig, catalogue: Catalogue) -> SidMlpPpConfig:

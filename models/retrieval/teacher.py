@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import safetensors
+import torch
 from pyarrow import fs
 
 from models import checkpoint
-from models.retrieval.data import Catalogue
+from models.retrieval import teacher_cache
+from models.retrieval.data import Catalogue, Examples
 from models.retrieval.tiger import Tiger, TigerConfig
 from models.tables import UserError, join, open_uri
 
@@ -28,13 +30,15 @@ class Taught(Protocol):
     """The teacher's `TigerConfig`."""
     teacher_hash: str
     """SHA-256 of the teacher's weights file."""
+    teacher_cache: str
+    """Folder of the tables of what the teacher says; empty for none."""
 
 
 C = TypeVar("C", bound=Taught)
 
 
 def resolve(config: C, catalogue: Catalogue) -> C:
-    """`config` with the teacher's checkpoint as an absolute path, its sizes and the hash of its weights.
+    """`config` with teacher and cache as absolute paths, the teacher's sizes and the hash of its weights.
 
     Raises UserError where no teacher is named, it is gone, is not TIGER, was trained on other tables or
     semantic IDs than the catalogue's, or is not the one that `config` was made with.
@@ -61,7 +65,8 @@ def resolve(config: C, catalogue: Catalogue) -> C:
                 f"model.{name} is {given}, the teacher {uri} has {value}; leave model.{name} out, or give back the "
                 f"teacher that this run began with"
             )
-    return replace(config, teacher=uri, **found)  # type: ignore[type-var]
+    cache = absolute(config.teacher_cache) if config.teacher_cache else ""
+    return replace(config, teacher=uri, teacher_cache=cache, **found)  # type: ignore[type-var]
 
 
 def load(config: Taught, catalogue: Catalogue) -> Tiger:
@@ -71,10 +76,25 @@ def load(config: Taught, catalogue: Catalogue) -> Tiger:
     return tiger.requires_grad_(False).eval()
 
 
+def remember(model: Any, config: Taught, catalogue: Catalogue, examples: dict[str, Examples]) -> list[str]:
+    """Gives a student the tables of its `teacher_cache`, made where they are not there yet; a line about each."""
+    if not config.teacher_cache:
+        return []
+    with torch.no_grad():
+        known, lines = teacher_cache.remember(config.teacher_cache, model.questions(), catalogue, examples)
+    model.set_known(known)
+    return lines
+
+
+def absolute(given: str) -> str:
+    """A path made absolute, since workers run in other folders; URIs as they are."""
+    return given.rstrip("/") if "://" in given else str(Path(given).expanduser().absolute())
+
+
 def locate(given: str, what: str = "teacher") -> str:
     """The checkpoint at `given`, or the best one of the finished run whose folder it is; absolute. `what` is said in
     the UserError where there is none."""
-    uri = given.rstrip("/") if "://" in given else str(Path(given).expanduser().absolute())
+    uri = absolute(given)
     for candidate in (uri, join(uri, "best")):
         filesystem, path = open_uri(candidate)
         if filesystem.get_file_info(join(path, checkpoint.CONFIG)).type == fs.FileType.File:

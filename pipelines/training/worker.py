@@ -124,6 +124,8 @@ def perform(task: Task, place: Place, latest: AbstractContextManager[str | None]
             f"{setup.train.examples.requests:,} training and {setup.val.requests:,} validation requests here, "
             f"{setup.train.steps(0)} steps per epoch"
         )
+        for note in setup.notes:
+            place.say(note)
         if about is not None:
             place.say(f"continuing after epoch {about.epoch}, step {about.step}")
     with ExitStack() as stack:

@@ -1,0 +1,294 @@
+"""What a frozen teacher says of each request, kept as a table: made once, read by every epoch, run and sweep trial.
+
+    python -m jobs.train --config jobs/configs/sid_mlp.yaml ... --model.teacher_cache runs/teacher_cache
+
+Two tables of vectors by request, unpadded, at half precision, in Parquet: `encoder` has the states of the history's
+tokens, for the requests of training and validation; `decoder` has the decoder's state before each code of the target,
+for those of training, from which the tied embeddings give the teacher's logits over any part of the vocabulary (128
+numbers a code at the published sizes, where a vocabulary has a thousand). Each stands in a folder named after all
+that it depends on, so one folder serves all teachers, tokenizers and variants of the student. Its `manifest.json` is
+written last, so a half-written table is made anew. Workers each make the rows of their own requests; in training
+they read them from a memory-mapped file, so the rows need not fit in memory.
+
+Shapes: `B` requests, `S` vectors of the longest, `D` width, `L` levels.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from pyarrow import fs
+from torch import Tensor
+
+from models.retrieval.data import PAD, Catalogue, Examples
+from models.tables import (
+    MANIFEST,
+    Manifest,
+    Part,
+    UserError,
+    has_manifest,
+    join,
+    open_uri,
+    part_uris,
+    read_manifest,
+    read_parquet,
+)
+
+SCHEMA = pa.schema(
+    [
+        pa.field("request", pa.int64(), nullable=False),  # number of the request in the sequences table
+        pa.field("states", pa.list_(pa.field("element", pa.float16())), nullable=False),  # vectors, one after the other
+    ]
+)
+SCHEMA_VERSION = 1
+
+BATCH = 256
+"""Requests asked about at once."""
+
+PART_BYTES = 64 * 2**20
+"""A part of the table is written when it holds this much."""
+
+Ask = Callable[[dict[str, Tensor]], tuple[Tensor, Tensor]]
+"""Vectors (B, S, D) of a batch, and how many of each row are real (B,)."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked about the requests of some splits."""
+
+    name: str
+    """Of the table: `encoder` or `decoder`."""
+    weights: str
+    """SHA-256 of the weights file of the one who answers."""
+    config: dict[str, Any]
+    """What the answer depends on beside weights and tables: `width` D, and the sizes of the model."""
+    ask: Ask
+    """Asks."""
+    splits: Sequence[str]
+    """`train` and `val`, or one of them."""
+
+
+class States:
+    """Vectors of half precision by request, in a memory-mapped file."""
+
+    def __init__(self, requests: NDArray[np.int64], lengths: NDArray[np.int64], values: NDArray[np.float16]) -> None:
+        """`values` (sum of lengths, D) has the vectors of `requests` one after the other."""
+        order = np.argsort(requests)
+        self.requests, self.lengths = requests[order], lengths[order]
+        self.starts = (np.cumsum(lengths) - lengths)[order]
+        self.values = values
+
+    def find(self, batch: dict[str, Tensor]) -> NDArray[np.int64] | None:
+        """Places of the batch's requests; None where one of them is not here, or is no request of the log."""
+        if "request" not in batch or bool((batch.get("target", batch["request"]) == PAD).any()):
+            return None
+        numbers = batch["request"].cpu().numpy()
+        place = np.searchsorted(self.requests, numbers)
+        found = place < len(self.requests)
+        return place if found.all() and (self.requests[place] == numbers).all() else None
+
+    def padded(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None] | None:
+        """(float32 vectors (B, S, D), zero at padding; padding (B, 1, 1, S) of 0 and -inf, or None where nothing is
+        padded) of the batch's requests; None where they are not all known."""
+        place = self.find(batch)
+        if place is None:
+            return None
+        device = batch["request"].device
+        length = self.lengths[place]
+        position = np.arange(int(length.max()))
+        inside = position < length[:, None]
+        index = np.where(inside, self.starts[place][:, None] + position, self.starts[place][:, None])
+        states = torch.from_numpy(self.values[index]).to(device).float()
+        if inside.all():
+            return states, None
+        outside = torch.from_numpy(~inside).to(device)
+        padding = states.new_zeros(outside.shape).masked_fill(outside, -torch.inf)[:, None, None]
+        return states.masked_fill_(outside.unsqueeze(-1), 0.0), padding
+
+
+def remember(
+    folder: str, questions: Sequence[Question], catalogue: Catalogue, examples: dict[str, Examples]
+) -> tuple[dict[str, States], list[str]]:
+    """The answers to `questions` for this rank's `examples` of each split, and a line about each table.
+
+    Tables that are not there yet are made: every rank calls this, makes its rows, and waits for the others. A run
+    that starts meanwhile with the same local folder waits too. Raises UserError for a table that is damaged, of
+    something else, or without some of the requests.
+    """
+    known, lines = {}, []
+    for question in questions:
+        parts = [examples[split] for split in question.splits]
+        inputs = {**catalogue.hashes, "weights": question.weights}
+        config = {**question.config, "max_history": parts[0].max_history, "splits": list(question.splits)}
+        print_ = _digest([SCHEMA_VERSION, question.name, config, inputs])
+        uri = join(folder, f"{question.name}-{print_[:16]}")
+        rank, world = parts[0].rank, parts[0].world
+        with _held(uri) if rank == 0 else nullcontext():
+            there = _agree(has_manifest(uri) if rank == 0 else None, world)
+            if not there:
+                began = time.monotonic()
+                written = [part for ranks in _all(_write(uri, question.ask, parts), world) for part in ranks]
+                if rank == 0:
+                    _commit(uri, question.name, written, config, inputs, print_, time.monotonic() - began)
+                _agree(None, world)
+        known[question.name] = _open(uri, question.name, config, inputs, parts)
+        manifest = read_manifest(uri)
+        size = sum(part.bytes for part in manifest.files) / 2**20
+        what = "found" if there else f"made in {manifest.timings['seconds']:.0f} s"
+        lines.append(
+            f"teacher cache: {question.name} states of {manifest.rows:,} requests, {size:,.1f} MiB at half precision, "
+            f"{what}: {uri}"
+        )
+    return known, lines
+
+
+def _write(uri: str, ask: Ask, parts: list[Examples]) -> list[dict[str, Any]]:
+    """Writes the rows of this rank's requests; the files, as `Part` fields."""
+    filesystem, path = open_uri(uri)
+    filesystem.create_dir(path, recursive=True)
+    made: list[dict[str, Any]] = []
+    tables: list[pa.Table] = []
+    for examples in parts:
+        for rows in examples.batches(BATCH):
+            batch = examples.collate(rows)
+            states, lengths = ask(batch)
+            inside = torch.arange(states.shape[1], device=states.device) < lengths.unsqueeze(1)
+            values = states[inside].half().cpu()  # (tokens, D), row after row
+            if not bool(values.isfinite().all()):
+                raise UserError(
+                    f"the teacher's states go up to {float(states.abs().max()):.3g}, half precision to 65504; leave "
+                    f"model.teacher_cache out"
+                )
+            ends = np.append(0, np.cumsum(lengths.cpu().numpy() * states.shape[2]))
+            lists = pa.ListArray.from_arrays(ends.astype(np.int32), pa.array(values.flatten().numpy()))
+            tables.append(pa.Table.from_arrays([pa.array(batch["request"].numpy()), lists], schema=SCHEMA))
+            if sum(table.nbytes for table in tables) > PART_BYTES:
+                made.append(_write_part(uri, pa.concat_tables(tables)))
+                tables = []
+    if tables:
+        made.append(_write_part(uri, pa.concat_tables(tables)))
+    return made
+
+
+def _write_part(uri: str, table: pa.Table) -> dict[str, Any]:
+    buffer = pa.BufferOutputStream()
+    pq.write_table(  # statistics of half precision are slow to make, and nobody asks for them
+        table, buffer, compression="zstd", compression_level=1, use_dictionary=False, write_statistics=False,
+        column_encoding={"request": "PLAIN", "states.list.element": "BYTE_STREAM_SPLIT"},
+    )  # fmt: skip
+    content = buffer.getvalue()
+    sha256 = hashlib.sha256(content).hexdigest()
+    part = Part(f"part-{sha256[:20]}.parquet", content.size, table.num_rows, sha256)
+    filesystem, path = open_uri(join(uri, part.path))
+    with filesystem.open_output_stream(path) as stream:
+        stream.write(content)
+    return asdict(part)
+
+
+def _commit(
+    uri: str, name: str, parts: list[dict[str, Any]], config: dict, inputs: dict, print_: str, seconds: float
+) -> None:
+    """Writes the manifest, and removes what an interrupted run left."""
+    files = [Part(**part) for part in parts]
+    schema = [{"name": f.name, "type": str(f.type), "nullable": str(f.nullable)} for f in SCHEMA]
+    manifest = Manifest(
+        table=name, schema_version=SCHEMA_VERSION, schema=schema, files=files, rows=sum(part.rows for part in files),
+        hash=_digest([part.sha256 for part in files]), fingerprint=print_, config=config, inputs=inputs,
+        created=datetime.now(UTC).isoformat(timespec="seconds"), timings={"seconds": round(seconds, 3)},
+    )  # fmt: skip
+    filesystem, path = open_uri(uri)
+    with filesystem.open_output_stream(f"{path}/{MANIFEST}.new") as stream:
+        stream.write(manifest.to_json().encode())
+    filesystem.move(f"{path}/{MANIFEST}.new", f"{path}/{MANIFEST}")
+    listed = {part.path for part in files} | {MANIFEST}
+    for entry in filesystem.get_file_info(fs.FileSelector(path)):
+        if entry.base_name not in listed:
+            filesystem.delete_file(entry.path)
+
+
+def _open(uri: str, name: str, config: dict[str, Any], inputs: dict[str, str], parts: list[Examples]) -> States:
+    """The rows of the examples' requests."""
+    remedy = f"remove the folder {uri}, and the next training makes it"
+    try:
+        manifest = read_manifest(uri, name)
+        for key, expected in {**inputs, **config}.items():
+            found = {**manifest.inputs, **manifest.config}.get(key)
+            if found != expected:
+                raise UserError(f"it is of {key} {str(found)[:12]}, not {str(expected)[:12]}")
+        wanted = np.concatenate([part.request_numbers for part in parts])
+        requests, lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        width = int(config["width"])
+        file = tempfile.TemporaryFile()  # noqa: SIM115 - without a name, it is gone with the last who has it open
+        for part in part_uris(uri, manifest):
+            table = read_parquet(part)
+            numbers, lists = table["request"].to_numpy(), table["states"].combine_chunks()
+            ends = lists.offsets.to_numpy().astype(np.int64)
+            mine = np.isin(numbers, wanted)
+            requests.append(numbers[mine])
+            lengths.append((np.diff(ends) // width)[mine])
+            file.write(lists.values.to_numpy()[np.repeat(mine, np.diff(ends))].tobytes())
+        known = np.concatenate(requests)
+        if missing := len(np.setdiff1d(wanted, known)):
+            raise UserError(f"it lacks {missing:,} of {len(wanted):,} requests")
+    except UserError as error:
+        raise UserError(f"the teacher cache {uri} cannot be used ({error}); {remedy}") from error
+    file.flush()
+    values = np.memmap(file, np.float16, "r").reshape(-1, width)
+    return States(known, np.concatenate(lengths), values)
+
+
+@contextmanager
+def _held(uri: str) -> Iterator[None]:
+    """Keeps other processes of this machine from making the table; let go however the process ends."""
+    if "://" in uri:
+        yield
+        return
+    path = Path(open_uri(uri)[1])
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = (path.parent / f".{path.name}.lock").open("w")
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {path.parent} ({error.strerror}); give model.teacher_cache a folder that you may write"
+        ) from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _agree(value: Any, world: int) -> Any:
+    """Rank 0's value, on every rank, when all have come here."""
+    if world == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+def _all(value: Any, world: int) -> list[Any]:
+    """The values of all ranks."""
+    if world == 1:
+        return [value]
+    values = [None] * world
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
