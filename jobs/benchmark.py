@@ -2,6 +2,7 @@
 
 python -m jobs.benchmark decode [--json FILE] [--histories TABLES]   users per second by model, path and size
 python -m jobs.benchmark search_encoder [--json FILE]   encoders of search models, by mode and length
+python -m jobs.benchmark actions [--json FILE]      models of actions, by mode and length
 python -m jobs.benchmark sequences [--json FILE]    events per second of the sequence step, beside polars
 """
 
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs import cli
-from models.bench import decode, search_encoder, write_rows
+from models.bench import actions, decode, search_encoder, write_rows
 from models.tables import UserError
 
 
@@ -24,13 +25,13 @@ class Config:
     """Options of the benchmarks; the name may stand first, without its option."""
 
     name: str
-    """Which benchmark: decode, search_encoder or sequences."""
+    """Which benchmark: decode, search_encoder, actions or sequences."""
     json: str | None = None
     """File for the JSON lines, which are printed too."""
     runs: int = 5
     """Timings of each variant."""
     threads: int = 2
-    """CPU threads of `decode` and `search_encoder`."""
+    """CPU threads of all but `sequences`."""
     histories: str | None = None
     """Tables of jobs.prepare whose test histories `decode` takes; random ones, 9 items in the mean, without."""
     sizes: list[int] = field(default_factory=lambda: [1_000_000, 5_000_000, 20_000_000])
@@ -53,6 +54,7 @@ def _sequences(config: Config) -> Iterable[dict[str, Any]]:
 BENCHMARKS: dict[str, Callable[[Config], Iterable[dict[str, Any]]]] = {
     "decode": lambda config: decode(runs=config.runs, threads=config.threads, histories=config.histories),
     "search_encoder": lambda config: search_encoder(runs=config.runs, threads=config.threads),
+    "actions": lambda config: actions(runs=config.runs, threads=config.threads),
     "sequences": _sequences,
 }
 

@@ -91,7 +91,18 @@ def search_encoder(**options: Any) -> Iterator[Row]:
     return bench.search_encoder(**options)
 
 
-BENCHMARKS: dict[str, Callable[..., Iterator[Row]]] = {"decode": decode, "search_encoder": search_encoder}
+def actions(**options: Any) -> Iterator[Row]:
+    """See `models/actions/bench.py`, which stands on this module."""
+    from models.actions import bench
+
+    return bench.actions(**options)
+
+
+BENCHMARKS: dict[str, Callable[..., Iterator[Row]]] = {
+    "decode": decode,
+    "search_encoder": search_encoder,
+    "actions": actions,
+}
 
 
 def write_rows(rows: Iterable[Row], path: str | None) -> list[Row]:

@@ -155,7 +155,8 @@ class ActionsModel(nn.Module):
         return self.logits(batch, history=False)[batch["candidate_valid"]]
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        """Per task the mean binary cross-entropy over events that are learned from, summed over tasks."""
+        """`loss`: per task the mean binary cross-entropy over events that are learned from, summed over tasks;
+        `padding`: the share of the batch's positions that hold no event."""
         history = self.history_targets
         if not history and not batch["candidate_item"].shape[1]:
             raise ValueError(
@@ -167,7 +168,8 @@ class ActionsModel(nn.Module):
             there = torch.cat([batch["learn"], there], 1)
         logits, label = self.logits(batch, history=history)[there], joined(batch, "label", history)[there]
         loss = functional.binary_cross_entropy_with_logits(logits.float(), label.float(), reduction="sum")
-        return {"loss": loss / max(1, len(label))}
+        events = torch.cat([batch["valid"], batch["candidate_valid"]], 1)
+        return {"loss": loss / max(1, len(label)), "padding": 1 - events.float().mean()}
 
     def parameter_counts(self) -> dict[str, int]:
         """Learned numbers by part: items, actions, head, and what the fusion consists of; and `total`."""

@@ -1,0 +1,169 @@
+"""Paired timings of the models of actions, with PyTorch alone.
+
+    python -m models.bench actions [--json FILE] [--runs 5] [--threads 2]
+
+`train` is one step of the training loop on full sequences of `length` events: forward, backward, clipped AdamW.
+GenRank's are cut in the middle, as it learns from candidates only. `forward` scores `candidates` events after a
+context of `length`. Every row has the arithmetic of all attention of one forward pass, counted where it happens:
+`attention_gflops`, two operations per product, of the positions that are read alone.
+
+Items, weights and what the users do are random: none of it changes the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from models import registry
+from models.actions.base import ActionsModel
+from models.actions.batch import ActionsCatalogue, Batch
+from models.bench import Row, device, paired, peak_memory, resident_peak_mb
+from models.fit import autocast, to_device
+
+MODES = ("train", "forward")
+LENGTHS = (128, 512, 1024)
+VARIANTS = ("interleaved", "attn_lfa", "attn_mvp", "attn_mvp_no_lfa", "attn_dhn", "lac", "genrank")
+
+ITEMS, TASKS, ACTIONS, FEATURES = 10_000, 12, 12, 24
+"""Of the catalogue; twelve tasks as in Sec. 3 of AttnMVP."""
+
+
+class AttentionCount(TorchFunctionMode):
+    """Counts the operations of scores and of weighted values in every fused attention that runs inside it."""
+
+    operations = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is nn.functional.scaled_dot_product_attention:
+            q, k, _ = args
+            rows, heads, queries, width = q.shape
+            if kwargs.get("is_causal"):
+                pairs = rows * queries * (queries + 1) // 2
+            elif (mask := kwargs.get("attn_mask")) is not None:
+                pairs = int(mask.expand(rows, 1, queries, k.shape[2]).sum())
+            else:
+                pairs = rows * queries * k.shape[2]
+            self.operations += 4 * heads * pairs * width
+        return function(*args, **kwargs)
+
+
+def catalogue() -> ActionsCatalogue:
+    """Random items of two categories."""
+    names = {"actions": ACTIONS, "labels": TASKS, "features": FEATURES}
+    return ActionsCatalogue(
+        num_items=ITEMS,
+        **{kind: tuple(f"{kind}_{i}" for i in range(count)) for kind, count in names.items()},  # type: ignore[arg-type]
+        feature_mean=torch.zeros(FEATURES),
+        feature_std=torch.ones(FEATURES),
+        categories=torch.stack([torch.arange(ITEMS) % 1000, torch.arange(ITEMS) % 20], 1),
+    )
+
+
+def batch_of(rows: int, context: int, candidates: int) -> Batch:
+    """Sequences without padding; all candidates come after the context."""
+    length = context + candidates
+    whole: dict[str, Tensor] = {
+        "item": torch.randint(ITEMS, (rows, length)),
+        "time": torch.arange(length).clamp(max=context).repeat(rows, 1),
+        "label": torch.randint(2, (rows, length, TASKS)).float(),
+        "feature": torch.randn(rows, length, FEATURES),
+        "valid": torch.ones(rows, length, dtype=torch.bool),
+    }
+    batch = {name: value[:, :context] for name, value in whole.items()}
+    batch |= {f"candidate_{name}": value[:, context:] for name, value in whole.items()}
+    return batch | {"action": torch.randint(2, (rows, context, ACTIONS)).float(), "learn": batch["valid"]}
+
+
+def model_of(variant: str, params: Row) -> ActionsModel:
+    sizes = {"width": params["width"], "num_layers": params["layers"], "num_heads": params["heads"]}
+    config = registry.config_from_dict({"name": variant, "ffn": 4 * params["width"], "dropout": 0.0, **sizes})
+    model: Any = registry.build(config, catalogue())
+    return model
+
+
+def call_of(variant: str, params: Row) -> Callable[[int], Any]:
+    """One training step or one scoring of `batch` users."""
+    torch.set_num_threads(params["threads"])
+    torch.manual_seed(params["seed"])
+    model = model_of(variant, params).to(device())
+    rows, length = params["batch"], params["length"]
+    if params["mode"] == "train":
+        cut = 0 if model.history_targets else length // 2
+        batch = to_device(batch_of(rows, length - cut, cut), device())
+    else:
+        batch = to_device(batch_of(rows, length, params["candidates"]), device())
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+
+    def forward(run: int) -> None:
+        with torch.no_grad(), autocast("auto", device()):
+            model.score(batch)
+
+    def train(run: int) -> None:
+        with autocast("auto", device()):
+            loss = model(batch)["loss"]
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    call = train if params["mode"] == "train" else forward
+    model.train(params["mode"] == "train")
+    call(0)
+    return call
+
+
+def attention_of(variant: str, params: Row) -> int:
+    """Operations of all attention in one forward pass."""
+    call = call_of(variant, params)
+    with AttentionCount() as count:
+        call(0)
+    return count.operations
+
+
+def memory_of(variant: str, params: Row) -> float:
+    """MB that one call needs at its peak beside weights, optimizer and input; in its own process."""
+    call_of(variant, params | {"length": 2, "candidates": 1})
+    if device().type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        call_of(variant, params)
+        return (torch.cuda.max_memory_allocated() - held) / 2**20
+    before = resident_peak_mb()
+    call_of(variant, params)
+    return resident_peak_mb() - before
+
+
+def actions(
+    runs: int = 5,
+    threads: int = 2,
+    events: int = 4096,
+    candidates: int = 32,
+    width: int = 128,
+    layers: int = 12,
+    heads: int = 4,
+    seed: int = 0,
+    modes: Iterable[str] = MODES,
+    lengths: Iterable[int] = LENGTHS,
+    variants: Iterable[str] = VARIANTS,
+) -> Iterator[Row]:
+    """Users per second of every variant, mode by mode and length by length; `events` / length users at once."""
+    variants = list(variants)
+    for mode in modes:
+        for length in lengths:
+            params: Row = {
+                "mode": mode, "length": length, "batch": max(1, events // length), "width": width, "layers": layers,
+                "heads": heads, "candidates": candidates, "threads": threads, "seed": seed, "runs": runs,
+                "device": torch.cuda.get_device_name() if device().type == "cuda" else "cpu",
+            }  # fmt: skip
+            memory = {variant: peak_memory(memory_of, variant, params) for variant in variants}
+            operations = {variant: attention_of(variant, params) for variant in variants}
+            calls = {variant: call_of(variant, params) for variant in variants}
+            for row in paired("actions", calls, params, params["batch"], memory):
+                yield row | {"attention_gflops": round(operations[row["variant"]] / 1e9, 4)}
