@@ -1,11 +1,14 @@
-"""The runs of an MLflow experiment as a table: models beside each other, mean and deviation over seeds.
+"""MLflow runs beside each other, beside the papers, as tables and as a page of plots; and the papers' claims.
 
     python -m jobs.compare --experiment retrieval/DATASET --tracking_uri sqlite:////ABSOLUTE/runs/mlflow.db
+    python -m jobs.compare --sweep SWEEP_NAME --html page.html
+    python -m jobs.compare --run RUN --run OTHER_RUN
     python -m jobs.compare --sids SIDS --sids OTHER_SIDS
 
-Runs that differ in their seed alone are one row. Students stand beside their teachers with the test of
-whether they are as good. --markdown FILE writes the same as Markdown, --pareto FILE.png draws accuracy
-against users per second. With --sids it shows tokenizers: branching, codes in use, collisions.
+Runs that differ in their seed alone are one row. Students stand beside their teachers with the test of whether they
+are as good. --markdown FILE writes the same as Markdown, --html FILE one self-contained page with the plots,
+--pareto FILE.png accuracy against users per second alone. With --sids it shows tokenizers: branching, codes in
+use, collisions.
 """
 
 from __future__ import annotations
@@ -19,45 +22,71 @@ from pathlib import Path
 from jobs import cli
 from models.tables import UserError
 from pipelines import tracking
-from pipelines.evaluation.comparison import compare, ranked_rows
+from pipelines.evaluation.comparison import Comparison, compare
+from pipelines.evaluation.comparison_tables import best_table, tables
+from pipelines.evaluation.runs import select
 from pipelines.evaluation.table import Table
 from pipelines.evaluation.tokenizers import sids_table
+
+LISTS = ("experiment", "run", "sids")
+"""Options that may be given several times."""
 
 
 @dataclass
 class Config:
     """Options."""
 
-    experiment: str | None = None
-    """MLflow experiment: family/dataset."""
+    experiment: list[str] = field(default_factory=list)
+    """MLflow experiment: family/dataset; once per experiment."""
+    sweep: str | None = None
+    """A sweep's trials: its name or the id of its run."""
+    run: list[str] = field(default_factory=list)
+    """A run: its name or id; once per run."""
     tracking_uri: str | None = None
     """MLflow; by default MLFLOW_TRACKING_URI, else runs/mlflow.db here."""
     markdown: str | None = None
     """Also write the tables to this file as Markdown."""
+    html: str | None = None
+    """Also write tables and plots to this file as one page, which is logged to MLflow too."""
     metric: str | None = None
-    """Rows are sorted by this metric on test, then on val; by default gauc where runs have it, else ndcg@10."""
+    """Rows are sorted by it on test, then on val; by default the sweep's, gauc where runs have it, or ndcg@10."""
     pareto: str | None = None
     """Also draw the metric on test against users per second to this file (.png, .svg or .pdf)."""
+    benchmark: str | None = None
+    """JSON lines of jobs.benchmark, to draw on the page as well."""
     sids: list[str] = field(default_factory=list)
     """SIDS: folders that jobs.tokenize made, to compare their tokenizers; once per folder."""
 
     def __post_init__(self) -> None:
-        if not self.experiment and not self.sids:
-            raise ValueError("neither experiment nor sids is given; name the MLflow experiment, or folders of SIDs")
-        if self.pareto and not self.experiment:
-            raise ValueError(f"pareto is {self.pareto}, but there is no experiment to draw; give --experiment too")
+        if not (self.from_mlflow or self.sids):
+            raise ValueError(
+                "nothing is given to compare; name an --experiment, a --sweep, a --run, or a folder of --sids"
+            )
+        if self.sweep and self.run:
+            raise ValueError(f"sweep is {self.sweep} and run is {self.run[0]}; give one of them")
+        for name in ("pareto", "html"):
+            if getattr(self, name) and not self.from_mlflow:
+                raise ValueError(f"{name} is {getattr(self, name)}, but there are no runs; give --experiment too")
+        if self.pareto and len(self.experiment) > 1:
+            raise ValueError(f"pareto draws one experiment, there are {len(self.experiment)}; give one --experiment")
+        if self.benchmark and not self.html:
+            raise ValueError(f"benchmark is {self.benchmark}, and is drawn on the page alone; give --html FILE")
+
+    @property
+    def from_mlflow(self) -> bool:
+        return bool(self.experiment or self.sweep or self.run)
 
 
 def parse(job: str, argv: Sequence[str] | None = None) -> Config:
-    """The command line; every --sids adds a folder."""
+    """The command line; every --experiment, --run and --sids adds one."""
     words = list(sys.argv[1:] if argv is None else argv)
-    return cli.parse(
-        Config, job, ["--sids+" + word.removeprefix("--sids") if is_sids(word) else word for word in words]
-    )
+    return cli.parse(Config, job, [added(word) for word in words])
 
 
-def is_sids(word: str) -> bool:
-    return word == "--sids" or word.startswith("--sids=")
+def added(word: str) -> str:
+    """`--sids` as jsonargparse's `--sids+`, and so for all options of LISTS."""
+    name = word.removeprefix("--").split("=", 1)[0]
+    return word.replace(f"--{name}", f"--{name}+", 1) if word.startswith("--") and name in LISTS else word
 
 
 def store(option: str | None) -> str:
@@ -70,25 +99,49 @@ def store(option: str | None) -> str:
     return tracking.resolve_uri(uri, ".")
 
 
+def comparisons(config: Config, uri: str) -> list[Comparison]:
+    """One for each experiment, or for the sweep or the runs."""
+    if config.sweep or config.run:
+        return [compare(select(uri, config.experiment, config.sweep, config.run), config.metric)]
+    return [compare(select(uri, [name]), config.metric) for name in config.experiment]
+
+
+def write_page(config: Config, found: Sequence[Comparison], shown: Sequence[Table], path: str) -> None:
+    """Writes the page and logs it to MLflow."""
+    from pipelines.evaluation import page
+    from pipelines.evaluation.benchmark_plots import read_lines
+    from pipelines.evaluation.plots import plots
+
+    lines = read_lines(config.benchmark) if config.benchmark else []
+    drawn = [plot for place, comparison in enumerate(found) for plot in plots(comparison, lines if place == 0 else ())]
+    selection = found[0].selection
+    title = ", ".join(comparison.selection.title for comparison in found)
+    content = page.build(title, selection.uri, shown, drawn)
+    page.write(content, path)
+    run = page.log(selection, content, "\n".join(table.markdown() for table in shown))
+    print(f"{len(drawn)} plots written to {path}, and to MLflow as compare.html of the run '{run}'")
+
+
 def run(config: Config) -> None:
-    """Prints the tables."""
-    uri = store(config.tracking_uri) if config.experiment else ""
-    tables: list[Table] = compare(uri, config.experiment, config.metric) if config.experiment else []
-    tables += [sids_table(config.sids)] if config.sids else []
-    print("\n\n".join(table.text() for table in tables))
+    """Prints the tables, and writes what is asked for."""
+    uri = store(config.tracking_uri) if config.from_mlflow else ""
+    found = comparisons(config, uri)
+    shown: list[Table] = [table for comparison in found for table in tables(comparison)]
+    shown += [best] if (best := best_table(found)) else []
+    shown += [sids_table(config.sids)] if config.sids else []
+    print("\n\n".join(table.text() for table in shown))
     if config.markdown:
-        try:
-            Path(config.markdown).parent.mkdir(parents=True, exist_ok=True)
-            Path(config.markdown).write_text("\n".join(table.markdown() for table in tables))
-        except OSError as error:
-            raise UserError(f"cannot write {config.markdown} ({error.strerror}); choose another file") from error
+        from pipelines.evaluation.page import write
+
+        write("\n".join(table.markdown() for table in shown), config.markdown)
         print(f"written to {config.markdown}")
-    if config.experiment and config.pareto:
+    if config.html:
+        write_page(config, found, shown, config.html)
+    if config.pareto:
         from pipelines.evaluation.pareto import draw
 
-        drawn = draw(*ranked_rows(uri, config.experiment, config.metric), config.pareto, config.experiment)
-        print(f"{drawn} points drawn to {config.pareto}")
-    if config.experiment:
+        print(f"{draw(found[0], config.pareto)} points drawn to {config.pareto}")
+    if found:
         print(f"look at it: mlflow ui --backend-store-uri {uri}")
 
 

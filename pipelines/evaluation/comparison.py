@@ -1,33 +1,27 @@
-"""The runs of an MLflow experiment side by side: one row per model and settings, seeds together.
+"""MLflow runs side by side: one row per model and settings, seeds together, best first.
 
-An evaluation with other options than the checkpoint's own, such as the teacher without the trie, is a row
-of its own. Below stand, where there is something to say, the students' non-inferiority to their teachers
-and the temporal item shift.
+    compare(select(uri, ["retrieval/DATASET"])).rows
+
+An evaluation with other options than the checkpoint's own, such as the teacher without the trie, is a row of its
+own. What is shown of them: `comparison_tables.py`, and the plots and the page beside it.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from models.tables import UserError
 from pipelines import tracking
-from pipelines.evaluation.noninferiority import MARGIN, non_inferiority
-from pipelines.evaluation.table import Table
-
-SHOWN = (
-    "val/ndcg@10", "test/recall@5", "test/recall@10", "test/ndcg@5", "test/ndcg@10",
-    "val/gauc", "test/gauc", "test/auc", "test/normalised_entropy", "test/log_loss",
-)  # fmt: skip
-"""Metrics of the table, in order; those that no run has are left out."""
+from pipelines.evaluation.runs import Selection
 
 OTHER = {
-    "model.name", "model.teacher", "model.encoder", "fit.seed", "fit.log_every_steps", "fit.eval_batch_size",
-    "fit.checkpoint_every_steps",
+    "model.name", "model.teacher", "model.encoder", "model.teacher_cache", "model.teacher_memory_mb", "fit.seed",
+    "fit.log_every_steps", "fit.eval_batch_size", "fit.checkpoint_every_steps",
 }  # fmt: skip
 """Params in which runs of one row may differ; a teacher or an encoder is told by the hash of its weights."""
 
@@ -39,6 +33,8 @@ EVALUATION = re.compile(r"(?P<split>val|test)(?:-(?P<options>.+?))?/(?P<metric>.
 class Run:
     """One training and one way of evaluating it."""
 
+    id: str
+    """Id of the MLflow run."""
     name: str
     """Name of the MLflow run."""
     seed: str
@@ -51,6 +47,8 @@ class Run:
     """SHA-256 of its teacher's weights, or nothing."""
     metrics: dict[str, float]
     """Metrics by name; validation is at the best epoch."""
+    sids: str = ""
+    """Name of the folder of its semantic IDs, or nothing."""
 
 
 @dataclass
@@ -65,6 +63,10 @@ class Row:
     """Its runs, oldest first."""
     settings: dict[str, str] = field(default_factory=dict)
     """Params in which it differs from other rows of the same model."""
+    experiment: str = ""
+    """Name of the experiment."""
+    params: dict[str, str] = field(default_factory=dict)
+    """Params of model and training, and hashes of tables, which its runs share."""
 
     @property
     def name(self) -> str:
@@ -73,6 +75,10 @@ class Row:
         for run in self.runs[1:]:
             name = shared_name(name, run.name)
         return f"{name} [{self.options}]" if self.options else name
+
+    def measured(self) -> set[str]:
+        """Names of its metrics on val and test."""
+        return {name for run in self.runs for name in run.metrics if name.startswith(("val/", "test/"))}
 
     def values(self, metric: str) -> list[float]:
         """One value per run that has the metric."""
@@ -93,44 +99,30 @@ class Row:
         return statistics.stdev(values) if len(values) > 1 else math.nan
 
 
-def read_rows(uri: str, experiment: str) -> list[Row]:
-    """The experiment's runs, grouped; UserError with the nearest name for an experiment that is not there."""
-    client = tracking.connect(uri)
-    found = client.get_experiment_by_name(experiment)
-    if found is None:
-        known = [e.name for e in client.search_experiments() if e.name != "Default"]
-        there = f"there are {', '.join(known)}" if known else "it holds none"
-        raise UserError(f"the experiment '{experiment}' is not at {uri}; {there}")
-    runs: list = []
-    token: str | None = None
-    while True:
-        page = client.search_runs([found.experiment_id], order_by=["attributes.start_time ASC"], page_token=token)
-        runs += page
-        token = page.token
-        if not token:
-            break
+def rows_of(selection: Selection) -> list[Row]:
+    """The selected runs, grouped."""
     rows: dict[tuple, Row] = {}
-    params: dict[tuple, dict[str, str]] = {}
-    for run in runs:
+    for run in selection.runs:
         given, tags = run.data.params, run.data.tags
-        if "model.name" not in given:
-            continue
         alike = {key: value for key, value in given.items() if key not in OTHER and key.startswith(("model.", "fit."))}
         alike |= {key: value for key, value in tags.items() if key.startswith("table.")}
+        experiment = selection.experiments[run.info.experiment_id]
         for options, metrics in evaluations(run.data.metrics).items():
-            key = (given["model.name"], *sorted(alike.items()), options)
-            params[key] = alike
-            rows.setdefault(key, Row(given["model.name"], options)).runs.append(
+            key = (experiment, given["model.name"], *sorted(alike.items()), options)
+            row = rows.setdefault(key, Row(given["model.name"], options, experiment=experiment, params=alike))
+            row.runs.append(
                 Run(
-                    run.info.run_name, given.get("fit.seed", ""), run.info.status == "FINISHED",
+                    run.info.run_id, run.info.run_name, given.get("fit.seed", ""), run.info.status == "FINISHED",
                     tags.get(tracking.WEIGHTS_TAG, ""), given.get("model.teacher_hash", ""), metrics,
+                    Path(given.get("sids", "")).name,
                 )
             )  # fmt: skip
-    for key, row in rows.items():
-        others = [p for other, p in params.items() if other[0] == key[0]]
-        for name in sorted({name for p in others for name in p}):
-            if len({p.get(name) for p in others}) > 1:
-                row.settings[name] = params[key].get(name, "none")
+    for row in rows.values():
+        kin = (row.model, row.experiment)
+        others = [other.params for other in rows.values() if (other.model, other.experiment) == kin]
+        for name in sorted({name for params in others for name in params}):
+            if len({params.get(name) for params in others}) > 1:
+                row.settings[name] = row.params.get(name, "none")
     return list(rows.values())
 
 
@@ -162,129 +154,44 @@ def shared_name(first: str, second: str) -> str:
     return f"{common}*"
 
 
-def compare(uri: str, experiment: str, metric: str | None = None) -> list[Table]:
-    """The table of an experiment, best first by `metric` on test, then on val; and the tables below it."""
-    rows, metric = ranked_rows(uri, experiment, metric)
-    return [runs_table(rows, experiment, metric), *non_inferiority_tables(rows, metric), *item_shift_tables(rows)]
+@dataclass
+class Comparison:
+    """Rows of a selection, best first."""
+
+    selection: Selection
+    """Where they are from."""
+    rows: list[Row]
+    """Best first by the metric on test, then on val."""
+    metric: str
+    """The metric that they are compared by."""
 
 
-def ranked_rows(uri: str, experiment: str, metric: str | None = None) -> tuple[list[Row], str]:
-    """The rows, best first, and the metric by which: left out, gauc where runs have it, else ndcg@10.
+def compare(selection: Selection, metric: str | None = None) -> Comparison:
+    """The rows, best first. UserError for a metric that no run has, and where no run has ended well.
 
-    UserError for an experiment without runs.
+    The metric is, left out: the sweep's own; gauc or mean/normalised_entropy where runs have it; else ndcg@10.
     """
-    rows = read_rows(uri, experiment)
-    if not rows:
-        raise UserError(f"the experiment '{experiment}' at {uri} has no runs; train one with jobs.train")
-    metric = metric or ("gauc" if any(row.values("val/gauc") or row.values("test/gauc") for row in rows) else "ndcg@10")
+    rows = rows_of(selection)
+    if not any(run.finished for row in rows for run in row.runs) and not any(row.measured() for row in rows):
+        raise UserError(f"no run of {selection.title} at {selection.uri} is finished; wait for one, or train one")
+    if metric is None and selection.sweep is not None:
+        metric = selection.sweep.data.tags.get("sweep.metric", "").removeprefix("val/") or None
+    found = {name.split("/", 1)[1] for row in rows for name in row.measured()}
+    if metric is None:
+        metric = next((name for name in ("gauc", "mean/normalised_entropy") if name in found), "ndcg@10")
+    elif metric not in found:
+        near = difflib.get_close_matches(metric, sorted(found), n=1, cutoff=0.0)
+        hint = f"the nearest is '{near[0]}'" if near else "none is evaluated yet"
+        raise UserError(f"no run of {selection.title} has the metric '{metric}' on val or test; {hint}")
+    sign = 1 if lower_is_better(metric) else -1
 
     def rank(row: Row) -> tuple[float, float]:
         test, val = row.mean(f"test/{metric}"), row.mean(f"val/{metric}")
-        return (-test if math.isfinite(test) else math.inf, -val if math.isfinite(val) else math.inf)
+        return (sign * test if math.isfinite(test) else math.inf, sign * val if math.isfinite(val) else math.inf)
 
-    return sorted(rows, key=rank), metric
-
-
-def runs_table(rows: Sequence[Row], experiment: str, metric: str) -> Table:
-    """All rows with their metrics, sizes, times and users per second."""
-    wanted = list(dict.fromkeys([f"val/{metric}", *SHOWN, f"test/{metric}"]))
-    metrics = [name for name in wanted if any(row.values(name) for row in rows)]
-    header = ["model", "run", "seeds", *metrics, "users", "params", "epoch", "train s", "users/s"]
-    cells = [
-        [
-            row.model,
-            row.name,
-            str(len({run.seed for run in row.runs})),
-            *(figure(row, name) for name in metrics),
-            number(row, "test/examples"),
-            number(row, "train/parameters"),
-            number(row, "val/epoch"),
-            number(row, "train/total_seconds"),
-            number(row, "test/users_per_s"),
-        ]
-        for row in rows
-    ]
-    ranked = (
-        "requests of test, candidates ranked in each"
-        if metric.endswith("gauc")
-        else ("requests ranked on test over the full catalogue, one each")
-    )
-    notes = [f"val: at the best epoch. users: {ranked}."]
-    if any(row.options for row in rows):
-        notes.append("[...]: evaluated with these options in place of the checkpoint's own.")
-    if any(len({run.seed for run in row.runs}) > 1 for row in rows):
-        notes.append("±: sample standard deviation over the runs of a row, which differ in their seed alone.")
-    for row in rows:
-        if row.options:
-            continue
-        if row.settings:
-            shown = ", ".join(f"{name} {value[:12]}" for name, value in row.settings.items())
-            notes.append(f"{row.name}: {shown}")
-        if unfinished := sum(not run.finished for run in row.runs):
-            notes.append(f"{row.name}: {unfinished} of {len(row.runs)} runs not finished")
-    return Table(experiment, header, cells, notes)
+    return Comparison(selection, sorted(rows, key=rank), metric)
 
 
-def non_inferiority_tables(rows: Sequence[Row], metric: str) -> list[Table]:
-    """Students beside each evaluation of their teacher, told by the hash of its weights; none without such pairs.
-
-    A student that was evaluated with other options than its own stands beside a teacher with the same alone.
-    """
-    name = f"test/{metric}"
-    cells = []
-    for student in rows:
-        taught_by = student.runs[0].teacher  # all runs of a row have the same
-        teachers = {
-            row.name: run.metrics[name]
-            for row in rows
-            for run in row.runs
-            if taught_by and run.weights == taught_by and name in run.metrics
-            if student.options in ("", row.options)
-        }
-        values = student.by_seed(name)
-        for teacher, value in teachers.items() if values else ():
-            found = non_inferiority(list(values.values()), value)
-            mean = f"{found.mean:.4f}" + ("" if len(values) == 1 else f" ± {found.deviation:.4f}")
-            p = "needs 2 seeds" if len(values) == 1 else f"{found.p:.3f}{' †' if found.p < 0.05 else ''}"
-            cells.append([student.name, teacher, str(len(values)), mean, f"{value:.4f}", f"{found.difference:+.4f}", p])
-    if not cells:
-        return []
-    header = ["student", "teacher", "seeds", name, "teacher's", "difference", "p"]
-    notes = [
-        f"p: one-sided t-test over seeds that the student loses no more than {MARGIN:.0%} (App. C.4 of SID-MLP); "
-        f"† below 0.05: it does not."
-    ]
-    return [Table("Students and their teachers", header, cells, notes)]
-
-
-def item_shift_tables(rows: Sequence[Row]) -> list[Table]:
-    """NDCG@10 and Recall@10 on targets first seen late in the log; none where no run was so evaluated."""
-    measured = {name for row in rows for run in row.runs for name in run.metrics}
-    names = sorted({found[1] for name in measured if (found := re.fullmatch(r"test/(temporal\d+)/examples", name))})
-    there = [row for row in rows if any(row.values(f"test/{name}/examples") for name in names)]
-    if not there:
-        return []
-    header, cells = ["model", "run"], [[row.model, row.name] for row in there]
-    for name in names:
-        header += [f"{name} users", "recall@10", "ndcg@10"]
-        for row, line in zip(there, cells, strict=True):
-            line.append(number(row, f"test/{name}/examples"))
-            line += [figure(row, f"test/{name}/{metric}") for metric in ("recall@10", "ndcg@10")]
-    notes = [
-        "test users whose target was first interacted with, by anyone, after the timestamp by which 80% (90%) of all "
-        "interactions had happened (App. E.3 of SID-MLP)."
-    ]
-    return [Table("Temporal item shift", header, cells, notes)]
-
-
-def figure(row: Row, metric: str) -> str:
-    """Mean, with the deviation where there are several runs."""
-    mean, deviation = row.mean(metric), row.deviation(metric)
-    if math.isnan(mean):
-        return "-"
-    return f"{mean:.4f}" if math.isnan(deviation) else f"{mean:.4f} ± {deviation:.4f}"
-
-
-def number(row: Row, metric: str) -> str:
-    """Mean as a whole number."""
-    return "-" if math.isnan(row.mean(metric)) else f"{row.mean(metric):,.0f}"
+def lower_is_better(metric: str) -> bool:
+    """Whether a smaller value of the metric is the better one."""
+    return metric.endswith(("entropy", "entropy_train", "loss", "/mse", "seconds"))

@@ -53,3 +53,14 @@ def non_inferiority(student: Sequence[float], teacher: float, margin: float = MA
         return NonInferiority(mean, 0.0, teacher, 0.0 if above > 0 else 1.0)
     statistic = above / (deviation / math.sqrt(len(student)))
     return NonInferiority(mean, deviation, teacher, float(student_t.sf(statistic, len(student) - 1)))
+
+
+def paired_test(differences: Sequence[float]) -> float:
+    """p of the two-sided paired t-test that differences, one per seed, are 0 in the mean. ValueError below two."""
+    if len(differences) < 2:
+        raise ValueError(f"there are {len(differences)} differences, the test needs at least 2; train more seeds")
+    deviation, mean = statistics.stdev(differences), statistics.fmean(differences)
+    if deviation == 0:  # all alike: t is without bound, or there is no difference at all
+        return 1.0 if mean == 0 else 0.0
+    statistic = abs(mean) / (deviation / math.sqrt(len(differences)))
+    return float(2 * student_t.sf(statistic, len(differences) - 1))

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from matplotlib import rcParams
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -19,12 +20,10 @@ from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
 from models.tables import UserError
-from pipelines.evaluation.comparison import Row
+from pipelines.evaluation.comparison import Comparison, Row, lower_is_better
+from pipelines.evaluation.run_plots import COLOURS
 
 FORMATS = (".png", ".svg", ".pdf")
-COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
-"""Of models, in order of their names; told apart by people who see colours differently (Tol's bright scheme)."""
-
 LINE = 13
 """Points of height by which a label moves away where it would hide another."""
 
@@ -55,29 +54,57 @@ def points_of(rows: Sequence[Row], metric: str) -> list[Point]:
     ]
 
 
-def frontier(points: Sequence[Point]) -> list[Point]:
-    """Those that no other beats: none is both as fast and as accurate, and better in one. Slowest first."""
+def frontier(points: Sequence[Point], lower: bool = False) -> list[Point]:
+    """Those that no other beats: none is both as fast and as accurate, and better in one. Slowest first.
+
+    With `lower` a smaller figure is the more accurate one.
+    """
+    sign = -1 if lower else 1
     best: list[Point] = []
-    for point in sorted(points, key=lambda p: (-p.speed, -p.accuracy)):
-        if not best or point.accuracy > best[-1].accuracy:
+    for point in sorted(points, key=lambda p: (-p.speed, -sign * p.accuracy)):
+        if not best or sign * point.accuracy > sign * best[-1].accuracy:
             best.append(point)
     return best[::-1]
 
 
-def draw(rows: Sequence[Row], metric: str, path: str, title: str) -> int:
+def draw(comparison: Comparison, path: str) -> int:
     """Draws the rows to `path` and returns how many there are; UserError where none was evaluated on test."""
-    points = points_of(rows, metric)
+    title, metric = comparison.selection.title, comparison.metric
+    points = points_of(comparison.rows, metric)
     if not points:
         raise UserError(f"no run of {title} has {metric} and users per second on test; run jobs.evaluate first")
     if Path(path).suffix not in FORMATS:
         raise UserError(f"--pareto is {path}; give a name that ends in one of {', '.join(FORMATS)}")
+    figure = picture(points, metric, f"{title}   (dashed: no other is both faster and better)")
+    try:
+        Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=130)
+    except OSError as error:
+        raise UserError(f"cannot write {path} ({error.strerror}); choose another file") from error
+    return len(points)
+
+
+def plot(comparison: Comparison) -> list[tuple[str, str, str, Figure | None]]:
+    """The picture for a page; none with fewer than two points."""
+    points = points_of(comparison.rows, comparison.metric)
+    if len(points) < 2:
+        return []
+    caption = (
+        "Each row evaluated on test; dashed: no other is both faster and better (SID-MLP, Figure 4). Speeds compare "
+        "only where they were measured on the same machine, with the same batch."
+    )
+    return [("pareto", f"{comparison.metric} against throughput", caption, picture(points, comparison.metric, ""))]
+
+
+def picture(points: Sequence[Point], metric: str, title: str) -> Figure:
+    """The points, their frontier and their names."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     colours = dict(zip(sorted({p.model for p in points}), COLOURS * len(points), strict=False))
-    line = frontier(points)
+    line = frontier(points, lower_is_better(metric))
     axes.plot(
-        [p.speed for p in line], [p.accuracy for p in line], color="#bbbbbb", zorder=1, linestyle="--",
+        [p.speed for p in line], [p.accuracy for p in line], color="#999999", zorder=1, linestyle="--",
         drawstyle="steps-pre",
     )  # fmt: skip
     for point in points:
@@ -85,19 +112,14 @@ def draw(rows: Sequence[Row], metric: str, path: str, title: str) -> int:
     axes.set_xscale("log")
     axes.margins(x=0.12, y=0.12)
     axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
-    axes.grid(which="both", alpha=0.2)
+    axes.grid(alpha=0.2)
     axes.set_xlabel("users per second on test (log scale)")
     axes.set_ylabel(f"test {metric}")
-    axes.set_title(f"{title}   (dashed: no other is both faster and better)", fontsize=11)
+    axes.set_title(title, fontsize=11)
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # the labels find their places on axes that stay where they are
     label(axes, points)
-    try:
-        Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=130)
-    except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror}); choose another file") from error
-    return len(points)
+    return figure
 
 
 def label(axes: Axes, points: Sequence[Point]) -> None:
@@ -114,7 +136,7 @@ def label(axes: Axes, points: Sequence[Point]) -> None:
             text = axes.annotate(
                 point.label, (point.speed, point.accuracy), xytext=(9 if side == "left" else -9, up),
                 textcoords="offset points", ha=side, va="center", fontsize=9, zorder=3,
-                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
+                bbox={"facecolor": rcParams["figure.facecolor"], "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
                 arrowprops=line if up else None,
             )  # fmt: skip
             text.update_positions(renderer)

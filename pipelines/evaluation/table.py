@@ -1,9 +1,10 @@
-"""A table to be printed: columns aligned for the terminal, or whole as Markdown."""
+"""A table to be printed: columns aligned for the terminal, or whole as Markdown or HTML."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from html import escape
 
 
 @dataclass
@@ -41,3 +42,19 @@ class Table:
         body = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
         notes = "".join(f"\n{note}\n" for note in self.notes)
         return f"### {self.title}\n\n{body}\n{notes}"
+
+    def html(self) -> str:
+        """As an HTML section with its heading; a click on a column's name sorts by it (`page.py`)."""
+
+        def line(cells: Iterable[str], tag: str) -> str:
+            kinds = [""] * self.words + [" class=number"] * (len(self.header) - self.words)
+            return "<tr>" + "".join(f"<{tag}{k}>{escape(c)}" for c, k in zip(cells, kinds, strict=True))
+
+        body = "\n".join(line(cells, "td") for cells in self.cells)
+        notes = "".join(f"<li>{escape(note)}" for note in self.notes)
+        return (
+            f"<section><h2>{escape(self.title)}</h2>\n<div class=wide><table>\n"
+            f"<thead>{line(self.header, 'th')}</thead>\n<tbody>\n{body}\n</tbody></table></div>\n"
+            + (f"<ul class=notes>{notes}</ul>" if notes else "")
+            + "</section>"
+        )

@@ -15,7 +15,9 @@ from pipelines import tracking
 from pipelines.data.tables import check_writable, commit, items_schema, write_part
 from pipelines.data.tokenize import TokenizerConfig, tokenize
 from pipelines.evaluation.comparison import compare, shared_name
+from pipelines.evaluation.comparison_tables import tables
 from pipelines.evaluation.pareto import Point, frontier
+from pipelines.evaluation.runs import select
 from pipelines.evaluation.table import Table
 
 
@@ -45,7 +47,7 @@ def test_runs_with_other_settings_stay_apart(tmp_path: Path, capsys: pytest.Capt
         logger = tracking.Logger(tracking.open_run(uri, "retrieval/x", name, str(tmp_path), config=config, hashes={}))
         logger.log({"test/ndcg@10": value, "val/ndcg@10": 0.3}, 5)
         logger.log({"best/ndcg@10": 0.4}, 6)
-    run(Config("retrieval/x", uri, str(tmp_path / "out/table.md")))
+    run(Config(["retrieval/x"], tracking_uri=uri, markdown=str(tmp_path / "out/table.md")))
     printed = capsys.readouterr().out
     assert printed.index("wide ") < printed.index("narrow ")  # best first
     assert "0.4000" in printed  # val at the best epoch
@@ -54,7 +56,7 @@ def test_runs_with_other_settings_stay_apart(tmp_path: Path, capsys: pytest.Capt
     assert "wide: 1 of 1 runs not finished" in printed
     assert "| sasrec | wide |" in (tmp_path / "out/table.md").read_text()
     with pytest.raises(UserError, match="cannot write /proc/x"):
-        run(Config("retrieval/x", uri, "/proc/x/table.md"))
+        run(Config(["retrieval/x"], tracking_uri=uri, markdown="/proc/x/table.md"))
 
 
 def log_run(uri: str, folder: Path, name: str, metrics: dict[str, float], seed: int = 42, **model: str) -> None:
@@ -66,6 +68,11 @@ def log_run(uri: str, folder: Path, name: str, metrics: dict[str, float], seed: 
     logger.log(metrics, 5)
     logger.tag(**{tracking.WEIGHTS_TAG: weights or name})
     logger.end()
+
+
+def tables_of(uri: str) -> list[Table]:
+    """The tables of the runs that `log_run` logged."""
+    return tables(compare(select(uri, ["retrieval/x"])))
 
 
 def evaluated(ndcg: float, speed: float, options: str = "") -> dict[str, float]:
@@ -87,7 +94,7 @@ def taught(tmp_path: Path) -> str:
 
 
 def test_students_stand_beside_each_evaluation_of_their_own_teacher(taught: str) -> None:
-    runs, students, shift = compare(taught, "retrieval/x")
+    runs, students, shift = tables_of(taught)
     assert [row[1] for row in runs.cells] == ["sid_mlp-4*", "tiger", "tiger [constrained-False]", "sid_mlp-7"]
     assert [row[-1] for row in runs.cells] == ["343", "20", "25", "290"]  # users per second
     rows = {row[1]: row for row in students.cells}
@@ -109,7 +116,7 @@ def test_one_seed_is_no_test(tmp_path: Path) -> None:
     log_run(uri, tmp_path, "tiger", evaluated(0.03, 20), weights="abc")
     for _ in range(2):  # the same seed twice is one seed
         log_run(uri, tmp_path, "sid_mlp", evaluated(0.031, 300), 42, teacher_hash="abc")
-    _, students = compare(uri, "retrieval/x")
+    _, students = tables_of(uri)
     assert students.cells == [["sid_mlp", "tiger", "1", "0.0310", "0.0300", "+0.0010", "needs 2 seeds"]]
 
 
@@ -131,13 +138,13 @@ def test_the_frontier_is_what_no_other_beats_in_both() -> None:
 
 
 def test_the_picture_has_a_point_per_evaluated_row(taught: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    run(Config("retrieval/x", taught, pareto=str(tmp_path / "new/pareto.svg")))
+    run(Config(["retrieval/x"], tracking_uri=taught, pareto=str(tmp_path / "new/pareto.svg")))
     assert "4 points drawn" in capsys.readouterr().out
     assert "constrained-False" in (tmp_path / "new/pareto.svg").read_text()
     with pytest.raises(UserError, match=r"ends in one of \.png"):
-        run(Config("retrieval/x", taught, pareto="pareto.txt"))
-    with pytest.raises(UserError, match=r"no run of retrieval/x has recall@7 .* run jobs.evaluate first"):
-        run(Config("retrieval/x", taught, metric="recall@7", pareto="pareto.png"))
+        run(Config(["retrieval/x"], tracking_uri=taught, pareto="pareto.txt"))
+    with pytest.raises(UserError, match=r"no run of retrieval/x has the metric 'recall@7' .* the nearest is"):
+        run(Config(["retrieval/x"], tracking_uri=taught, metric="recall@7", pareto="pareto.png"))
 
 
 def test_tokenizers_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -164,7 +171,7 @@ def test_tokenizers_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture) 
     assert two[7:] == ["4", "0.0000", "1"]
     with pytest.raises(UserError, match="is not a table"):
         run(parse("compare", ["--sids", str(tmp_path)]))
-    with pytest.raises(UserError, match="neither experiment nor sids is given"):
+    with pytest.raises(UserError, match="nothing is given to compare"):
         parse("compare", [])
 
 
@@ -172,14 +179,14 @@ def test_the_store_must_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(UserError, match="give --tracking_uri"):
-        run(Config("retrieval/x"))
+        run(Config(["retrieval/x"]))
 
 
 def test_models_that_rank_candidates_are_sorted_by_gauc(tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     for name, value in (("base", 0.61), ("qgs", 0.66)):
         log_run(uri, tmp_path, name, {"test/gauc": value, "test/auc": 0.9 - value, "test/users_per_s": 5.0})
-    (table,) = compare(uri, "retrieval/x")
+    (table,) = tables_of(uri)
     assert [row[1:5] for row in table.cells] == [["qgs", "1", "0.6600", "0.2400"], ["base", "1", "0.6100", "0.2900"]]
     assert table.header[3:5] == ["test/gauc", "test/auc"]
     assert "candidates ranked in each" in table.text()

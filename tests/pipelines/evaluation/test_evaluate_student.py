@@ -19,7 +19,9 @@ from models.setup import set_up
 from models.tables import UserError
 from pipelines import tracking
 from pipelines.evaluation.comparison import compare
+from pipelines.evaluation.comparison_tables import tables as tables_of
 from pipelines.evaluation.export import differs
+from pipelines.evaluation.runs import select
 
 TIGER = {"name": "tiger", "d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 1,
          "num_decoder_layers": 1, "beam": 24}  # fmt: skip
@@ -59,7 +61,7 @@ def test_students_find_their_teacher_in_the_comparison(world: tuple[Path, list[s
     run_id = checkpoint.read(world[0] / "tiger").tracking["run_id"]
     tags = tracking.connect(uri).get_run(run_id).data.tags
     assert tags[tracking.WEIGHTS_TAG] == weights_hash(str(world[0] / "tiger"))
-    runs, students = compare(uri, "retrieval/small")
+    runs, students = tables_of(compare(select(uri, ["retrieval/small"])))
     assert {row[1] for row in runs.cells} == {
         "tiger", "tiger [constrained-False]", "student-*", "student-1 [path-plain]", "student-2 [scores-codebook]"
     }  # fmt: skip

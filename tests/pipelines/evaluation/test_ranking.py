@@ -18,9 +18,11 @@ from models.retrieval.data import Catalogue, Examples
 from models.setup import set_up
 from models.tables import UserError, read_manifest, read_table
 from pipelines import tracking
-from pipelines.evaluation.comparison import compare, read_rows
+from pipelines.evaluation.comparison import compare, rows_of
+from pipelines.evaluation.comparison_tables import tables as tables_of
 from pipelines.evaluation.inference import recommend_all
 from pipelines.evaluation.ranking import evaluate, record
+from pipelines.evaluation.runs import select
 
 SASREC = {"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 12}
 TIGER = {"name": "tiger", "d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 1,
@@ -93,7 +95,7 @@ def test_results_reach_the_training_run_and_the_comparison(world: World, capsys:
     assert metrics["test/examples"] == written["examples"] == 60
     assert metrics["test/users_per_s"] > 0
 
-    (table,) = compare(world.uri, "retrieval/small")
+    (table,) = tables_of(compare(select(world.uri, ["retrieval/small"])))
     rows = {cells[1]: dict(zip(table.header, cells, strict=True)) for cells in table.cells}
     assert set(rows) == {"sasrec-*", "tiger"}  # two seeds are one row
     assert rows["sasrec-*"]["seeds"] == "2"
@@ -115,7 +117,7 @@ def test_another_decoder_is_recorded_beside_the_plain_one(world: World) -> None:
     assert place.endswith("evaluation-test-beam-6.json")
     metrics = tracking.connect(world.uri).get_run(about.tracking["run_id"]).data.metrics
     assert "test-beam-6/ndcg_at_10" in metrics
-    rows = {row.name: row for row in read_rows(world.uri, "retrieval/small")}
+    rows = {row.name: row for row in rows_of(select(world.uri, ["retrieval/small"]))}
     assert rows["tiger [beam-6]"].values("test/ndcg@10") == [result.metrics["ndcg@10"]]
     assert rows["tiger [beam-6]"].values("test/ndcg@10") != rows["tiger"].values("test/ndcg@10")
 
@@ -128,7 +130,7 @@ def test_mistakes_are_named(world: World, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a checkpoint"):
         evaluate(str(tmp_path), world.tables)
     with pytest.raises(UserError, match=r"'retrieval/smal' is not at .*there are retrieval/small"):
-        compare(world.uri, "retrieval/smal")
+        select(world.uri, ["retrieval/smal"])
     with pytest.raises(UserError, match="unknown key 'splitt'; the nearest key is 'split'"):
         parse("evaluate", ["--checkpoint", "c", "--tables", "t", "--splitt", "val"])
     assert parse("evaluate", ["--checkpoint", "c", "--tables", "t", "--batch-inference", "o"]).batch_inference == "o"

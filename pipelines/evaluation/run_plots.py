@@ -1,0 +1,150 @@
+"""Plots of runs: training loss (Fig. 3 of QGS), tokenizers (Fig. 3a of SID-MLP), NDCG by beams (its Fig. 3c).
+
+Each function gives (name, title, caption, figure) tuples, none where no runs have what it shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from pipelines import tracking
+from pipelines.evaluation.comparison import Comparison, Row
+
+Drawn = tuple[str, str, str, Figure | None]
+
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
+"""Told apart by people who see colours differently (Tol's bright scheme), on light and on dark ground."""
+
+PANELS, LINES = 4, 7
+"""Models and rows of a model whose curves are drawn, at most; the best."""
+
+POINTS = 300
+"""Points of a curve, at most; more are averaged, neighbours together."""
+
+
+def new_figure(columns: int, rows: int = 1, width: float = 4.6, height: float = 3.2) -> tuple[Figure, list[Axes]]:
+    """A figure with `rows` x `columns` axes."""
+    figure = Figure(figsize=(max(columns * width, 6), rows * height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
+
+
+def curves(comparison: Comparison) -> list[Drawn]:
+    """Training loss, and the metric on validation, over steps: a panel per model, a colour per row, a line per run."""
+    models: dict[str, list[Row]] = {}
+    for row in comparison.rows:
+        if not row.options:
+            models.setdefault(row.model, []).append(row)
+    client = comparison.selection.client
+    drawn: list[tuple[str, str, list[tuple[Row, list[tuple[float, float]]]]]] = []
+    for model, rows in list(models.items())[:PANELS]:
+        for key in ("train/loss", f"val/{comparison.metric}"):
+            lines = [
+                (row, [(point.step, point.value) for point in client.get_metric_history(run.id, name)])
+                for row in rows[:LINES]
+                for run in row.runs
+                if (name := tracking.metric_name(key)) and key in run.metrics
+            ]
+            lines = [(row, points) for row, points in lines if len(points) > 1]
+            if lines:
+                drawn.append((model, key, lines))
+    if not drawn:
+        return []
+    columns = min(len(drawn), 2)
+    figure, panels = new_figure(columns, math.ceil(len(drawn) / columns))
+    for axes, (model, key, lines) in zip(panels, drawn, strict=False):
+        rows = list({id(row): row for row, _ in lines}.values())
+        for row, points in lines:
+            place = next(i for i, other in enumerate(rows) if other is row)
+            label = (
+                row.name if all(len(line.get_label()) and line.get_label() != row.name for line in axes.lines) else None
+            )
+            steps, values = zip(*thinned(sorted(points)), strict=True)
+            axes.plot(steps, values, color=COLOURS[place % len(COLOURS)], lw=1.2, alpha=0.85, label=label)
+        axes.set_title(model)
+        axes.set_xlabel("optimizer step")
+        axes.set_ylabel(key)
+        axes.grid(alpha=0.15)
+        axes.legend()
+    for axes in panels[len(drawn) :]:
+        axes.remove()
+    caption = (
+        "Training loss as logged, and validation, by optimizer step; one line per run, a colour per row of the table. "
+        "Losses of different models are different sums, so each model has its own panel (QGS, Figure 3)."
+    )
+    return [("curves", "Learning curves", caption, figure)]
+
+
+def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most `POINTS` points, each the mean of its neighbours."""
+    size = math.ceil(len(points) / POINTS)
+    groups = [points[i : i + size] for i in range(0, len(points), size)]
+    return [(sum(p[0] for p in g) / len(g), sum(p[1] for p in g) / len(g)) for g in groups]
+
+
+def tokenizers(comparison: Comparison) -> list[Drawn]:
+    """Teacher and student side by side for each folder of semantic IDs; none with fewer than two."""
+    name = f"test/{comparison.metric}"
+    pairs: dict[str, tuple[float, Row]] = {}
+    for student in comparison.rows:
+        teachers = [
+            run.metrics[name]
+            for row in comparison.rows
+            for run in row.runs
+            if not row.options and run.weights == student.runs[0].teacher and name in run.metrics
+        ]
+        folder = student.runs[0].sids
+        if (
+            student.runs[0].teacher
+            and not student.options
+            and teachers
+            and student.values(name)
+            and folder not in pairs
+        ):
+            pairs[folder] = (teachers[0], student)
+    if len(pairs) < 2:
+        return []
+    figure, (axes,) = new_figure(1)
+    for place, (teacher, student) in enumerate(pairs.values()):
+        value, deviation = student.mean(name), student.deviation(name)
+        axes.bar(place - 0.2, teacher, 0.38, color=COLOURS[6], label=None if place else "teacher")
+        error = None if math.isnan(deviation) else deviation
+        axes.bar(place + 0.2, value, 0.38, yerr=error, color=COLOURS[0], label=None if place else "student")
+        axes.annotate(
+            f"{value / teacher:.1%}", (place + 0.2, value), xytext=(0, 3), textcoords="offset points", ha="center",
+            fontsize=8,
+        )  # fmt: skip
+    axes.set_xticks(range(len(pairs)), list(pairs))
+    axes.set_ylabel(name)
+    axes.legend(loc="lower right")
+    caption = "Each student beside its own teacher, by tokenizer; above, what it keeps (SID-MLP, Figure 3a)."
+    return [("tokenizers", "Tokenizers", caption, figure)]
+
+
+def beams(comparison: Comparison) -> list[Drawn]:
+    """The metric by the number of beams, for models evaluated with two or more."""
+    name = f"test/{comparison.metric}"
+    lines: dict[str, dict[int, float]] = {}
+    for row in comparison.rows:
+        own = row.params.get("model.beam", "")
+        beam = row.options.removeprefix("beam-") if row.options.startswith("beam-") else "" if row.options else own
+        if beam.isdigit() and row.values(name):
+            named = row.name.removesuffix(f" [{row.options}]")
+            lines.setdefault(named, {})[int(beam)] = row.mean(name)
+    lines = {label: points for label, points in lines.items() if len(points) > 1}
+    if not lines:
+        return []
+    figure, (axes,) = new_figure(1)
+    for place, (label, points) in enumerate(lines.items()):
+        axes.plot(*zip(*sorted(points.items()), strict=True), marker="o", color=COLOURS[place % 7], label=label)
+    axes.set_xlabel("beams")
+    axes.set_ylabel(name)
+    axes.grid(alpha=0.15)
+    axes.legend()
+    caption = "Checkpoints evaluated again with other numbers of beams (SID-MLP, Figure 3c)."
+    return [("beams", "Beams and accuracy", caption, figure)]

@@ -1,0 +1,124 @@
+"""Which MLflow runs are compared: those of experiments, of a sweep, or named one by one.
+
+In the view of an experiment a sweep is its best trial; asked for by name it is all of its trials.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlflow import MlflowClient
+
+from models.tables import UserError
+from pipelines import tracking
+
+KIND, PARENT, BEST = "trieline.kind", "mlflow.parentRunId", "sweep.best"
+"""Tags: what a run is (sweep, trial, compare, or nothing: a training), its sweep, and a sweep's best trial."""
+
+
+@dataclass
+class Selection:
+    """Runs to be compared, oldest first."""
+
+    uri: str
+    """Tracking URI."""
+    title: str
+    """What they are, such as the experiment's name."""
+    runs: list[Any]
+    """Trainings, as MLflow gives them."""
+    experiments: dict[str, str]
+    """Name of the experiment of each id."""
+    sweep: Any = None
+    """The sweep's own run, where the runs are its trials."""
+    notes: list[str] = field(default_factory=list)
+    """What was left out."""
+
+    @property
+    def client(self) -> MlflowClient:
+        return tracking.connect(self.uri)
+
+
+def select(uri: str, experiments: Sequence[str] = (), sweep: str | None = None, runs: Sequence[str] = ()) -> Selection:
+    """The trainings of `experiments`, the trials of `sweep` (name or run id), or `runs` (names or ids).
+
+    A sweep or runs are looked for in the experiments, in all where none is named. UserError with the nearest
+    name for what is not there, and where nothing is left to compare.
+    """
+    client = tracking.connect(uri)
+    known = {e.name: str(e.experiment_id) for e in client.search_experiments()}
+    for name in experiments:
+        if name not in known:
+            there = [other for other in known if other != "Default"]
+            hint = f"there are {', '.join(there)}" if there else "it holds none"
+            raise UserError(f"the experiment '{name}' is not at {uri}; {hint}")
+    chosen = {known[name]: name for name in experiments or known}
+    there = search(client, list(chosen))
+    if sweep:
+        sweeps = [run for run in there if run.data.tags.get(KIND) == "sweep"]
+        parent = only(sweeps, sweep, "sweep", uri)
+        trials = [run for run in there if run.data.tags.get(PARENT) == parent.info.run_id]
+        if not (trials := trainings(trials)):
+            raise UserError(f"the sweep '{sweep}' at {uri} has no trials yet; start it with jobs.sweep")
+        return Selection(uri, f"{chosen[parent.info.experiment_id]}: {parent.info.run_name}", trials, chosen, parent)
+    if runs:
+        found = [only(trainings(there), name, "run", uri) for name in runs]
+        return Selection(uri, ", ".join(run.info.run_name for run in found), found, chosen)
+    kept, notes = without_trials(trainings(there), there)
+    title = ", ".join(experiments) or "all experiments"
+    if not kept:
+        raise UserError(f"the experiment '{title}' at {uri} has no runs; train one with jobs.train")
+    return Selection(uri, title, kept, chosen, notes=notes)
+
+
+def search(client: MlflowClient, ids: list[str]) -> list[Any]:
+    """All runs of the experiments, oldest first."""
+    runs: list[Any] = []
+    token: str | None = None
+    while ids:
+        page = client.search_runs(ids, order_by=["attributes.start_time ASC"], page_token=token)
+        runs += page
+        token = page.token
+        if not token:
+            break
+    return runs
+
+
+def trainings(runs: Sequence[Any]) -> list[Any]:
+    """Those of a model: neither the run of a sweep nor that of a page."""
+    return [run for run in runs if "model.name" in run.data.params and run.data.tags.get(KIND) != "sweep"]
+
+
+def without_trials(runs: Sequence[Any], everything: Sequence[Any]) -> tuple[list[Any], list[str]]:
+    """The runs with each sweep's trials but its best left out, and a note for each sweep."""
+    best = {run.info.run_id: run.data.tags.get(BEST) for run in everything if run.data.tags.get(KIND) == "sweep"}
+    names = {run.info.run_id: run.info.run_name for run in everything}
+    kept, left = [], dict.fromkeys(best, 0)
+    for run in runs:
+        parent = run.data.tags.get(PARENT)
+        if parent in best and run.info.run_id != best[parent]:
+            left[parent] += 1
+        else:
+            kept.append(run)
+    notes = [
+        f"{names[parent]}: {'the best' if best[parent] else 'none'} of its {count + bool(best[parent])} trials is "
+        f"here; all of them: --sweep {names[parent]}"
+        for parent, count in left.items()
+        if count
+    ]
+    return kept, notes
+
+
+def only(runs: Sequence[Any], name: str, what: str, uri: str) -> Any:
+    """The one run of this id or name; UserError where there is none, or more than one."""
+    found = [run for run in runs if name in (run.info.run_id, run.info.run_name)]
+    if len(found) > 1:
+        ids = ", ".join(run.info.run_id for run in found)
+        raise UserError(f"{len(found)} {what}s at {uri} are called '{name}'; give the id of one: {ids}")
+    if not found:
+        near = difflib.get_close_matches(name, [run.info.run_name for run in runs], n=1, cutoff=0.0)
+        hint = f"the nearest is '{near[0]}'" if near else "there is none"
+        raise UserError(f"there is no {what} '{name}' at {uri}; {hint}")
+    return found[0]
