@@ -1,0 +1,378 @@
+"""The sequences of a log of actions against the plain reference, and `prepare` from raw files."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import plain_actions as plain
+import pyarrow as pa
+import pytest
+import ray
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.tables import UserError, join, read_manifest, read_parquet, read_table
+from pipelines.data.actions import ActionsRules, build_actions, write_actions
+from pipelines.data.actions_config import ActionsConfig
+from pipelines.data.actions_counts import IDS
+from pipelines.data.prepare import PrepareConfig, check, prepare
+from pipelines.data.sources import load_source
+from pipelines.data.survey import read_coded
+from pipelines.data.tables import events_schema, write_part
+
+LABELS = {"click": "bool", "like": "bool", "dwell": "float32"}
+SCHEMA = events_schema(LABELS, ["price"], ["city"])
+CATALOGUE = ["a", "b", "c", "d"]
+AUTHORS = {"a": "x", "b": "x", "c": "y", "d": None}
+HOUR = plain.DAY // 24
+CUTS = (8 * HOUR, 12 * HOUR)
+SPLIT = {"kind": "temporal", "val_start_ms": CUTS[0], "test_start_ms": CUTS[1]}
+
+TASKS = {
+    "long": lambda row: (row["label_dwell"] or 0.0) > 3,
+    "some": lambda row: bool(row["label_click"] or row["label_like"]),
+    "click": lambda row: bool(row["label_click"]),
+    "like": lambda row: bool(row["label_like"]),
+}
+INPUTS = {
+    "dwell": lambda row: math.log1p(min(row["label_dwell"] or 0.0, 8.0) / 2) / math.log1p(4),
+    "click": lambda row: float(bool(row["label_click"])),
+    "like": lambda row: float(bool(row["label_like"])),
+}
+
+
+def config_of(**counts: Any) -> ActionsConfig:
+    """The configuration that TASKS and INPUTS write out."""
+    given = ActionsConfig(
+        tasks={"long": {"label": "dwell", "above": 3}, "some": {"any": ["click", "like"]}},
+        inputs={"dwell": {"label": "dwell", "range": [0, 8], "log_unit": 2}},
+        counts={"windows_days": [0.25, 1], "delay_minutes": 90, "prior": 0.2, "strength": 4, **counts},
+    )
+    return given.resolve({"labels": LABELS}, ["author"])
+
+
+def rules_of(max_events: int = 100, **counts: Any) -> ActionsRules:
+    return ActionsRules(SCHEMA, SPLIT, max_events, config_of(**counts))
+
+
+rows_strategy = st.lists(
+    st.fixed_dictionaries(
+        {
+            "user_id": st.sampled_from(["u", "user 2", "Ü", ""]),
+            "request_id": st.sampled_from(["", "r1"]),
+            "timestamp_ms": st.integers(0, 16).map(lambda hour: hour * HOUR),
+            "item_id": st.sampled_from([*CATALOGUE, "outside"]),
+            "query": st.none(),
+            "position": st.integers(0, 3),
+            "label_click": st.sampled_from([None, True, False]),
+            "label_like": st.sampled_from([None, True, False]),
+            "label_dwell": st.sampled_from([None, 0.5, 3.0, 4.0, 50.0]),
+            "num_price": st.sampled_from([None, 2.0]),
+            "cat_city": st.sampled_from([None, "t"]),
+        }
+    ),
+    min_size=1,
+    max_size=50,
+    unique_by=lambda row: tuple(row[name] for name in plain.KEY),
+)
+
+
+def ordered(rows: list[dict]) -> list[dict]:
+    return sorted(rows, key=lambda row: tuple(row[name] for name in plain.KEY))
+
+
+def part_of(rows: list[dict], folder: str) -> str:
+    return join(folder, write_part(folder, pa.Table.from_pylist(ordered(rows), schema=SCHEMA)).path)
+
+
+def check_sequences(found: list[dict], rows: list[dict], keys: dict, marks: dict, max_events: int) -> None:
+    """`found` is what the reference makes of `rows`."""
+    expected = plain.sequences(rows, CATALOGUE, CUTS, max_events)
+    assert sorted(row["user_id"] for row in found) == sorted(expected)
+    for row in found:
+        wanted = expected[row["user_id"]]
+        events = wanted["events"]
+        assert row["item_index"] == [CATALOGUE.index(event["item_id"]) for event in events]
+        for name in ("timestamp_ms", *(f"label_{label}" for label in LABELS), "num_price", "cat_city"):
+            assert row[name] == [event[name] for event in events], name
+        assert (row["train_end"], row["val_end"]) == (wanted["train_end"], wanted["val_end"])
+        assert row["tasks"] == [[int(task(event)) for task in TASKS.values()] for event in events]
+        actions = [[action(event) for action in INPUTS.values()] for event in events]
+        np.testing.assert_allclose(row["actions"], actions, rtol=1e-6)
+        counts = [plain.features(rows, event, keys, marks, [0.25, 1], 90, 0.2, 4) for event in events]
+        np.testing.assert_allclose(row["features"], counts, rtol=1e-6, atol=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=rows_strategy, max_events=st.sampled_from([1, 2, 5, 100]))
+def test_sequences_equal_the_reference(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[dict], max_events: int
+) -> None:
+    rules = rules_of(max_events, keys=["user"], marks=["long", "like"])
+    events = read_coded(part_of(rows, str(tmp_path_factory.mktemp("events"))), rules.columns, IDS)
+    table, count, sums = build_actions(events, pa.array(CATALOGUE, pa.large_string()), (), rules)
+    table.validate(full=True)
+    found = table.to_pylist()
+    marks = {name: TASKS[name] for name in ("long", "like")}
+    check_sequences(found, rows, {"user": lambda row: row["user_id"]}, marks, max_events)
+
+    sides = {"train": (0, "train_end"), "val": ("train_end", "val_end"), "test": ("val_end", "length")}
+    for row in found:
+        row["length"] = len(row["item_index"])
+    for split, (begin, end) in sides.items():
+        spans = [(row[begin] if begin else 0, row[end]) for row in found]
+        assert count[f"events_{split}"] == sum(high - low for low, high in spans)
+        assert count[f"users_{split}"] == sum(high > low for low, high in spans)
+        assert count[f"with_context_{split}"] == sum(high > low > 0 for low, high in spans)
+        assert count[f"events_without_context_{split}"] == sum(high for low, high in spans if low == 0)
+    trained = [values for row in found for values in row["features"][: row["train_end"]]]
+    np.testing.assert_allclose(sums[0], np.sum(np.reshape(trained, (-1, len(sums[0]))), axis=0), rtol=1e-5)
+    assert count["outside"] == sum(row["item_id"] == "outside" for row in rows)
+    assert count["interactions"] + count["outside"] + count["truncated_events"] == len(rows)
+    times = [(row["user_id"], row["timestamp_ms"]) for row in found]
+    assert count["tied_rows"] == sum(a == b for _, time in times for a, b in pairwise(time))
+
+
+@pytest.mark.usefixtures("ray_local")
+@settings(max_examples=6, deadline=None)
+@given(rows=rows_strategy, parts=st.integers(1, 3))
+def test_counts_across_partitions_equal_the_reference(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[dict], parts: int
+) -> None:
+    folder, made = (str(tmp_path_factory.mktemp(name)) for name in ("events", "sequences"))
+    users = sorted({row["user_id"] for row in rows})
+    of_part = [[row for row in rows if users.index(row["user_id"]) % parts == number] for number in range(parts)]
+    uris = [part_of(part, folder) for part in of_part if part]
+    codes = {"author": np.array([{"x": 0, "y": 1, None: -1}[AUTHORS[item]] for item in CATALOGUE], dtype=np.int32)}
+    rules = rules_of(keys=["item", "author", "user"])
+    catalogue = ray.put(pa.array(CATALOGUE, pa.large_string()))
+    written, count, scale = write_actions(uris, made, catalogue, codes, rules)
+    found = [row for part in written for row in read_parquet(join(made, part.path)).to_pylist()]
+    inside = {item: item for item in CATALOGUE}
+    keys = {
+        "item": lambda row: inside.get(row["item_id"]),
+        "author": lambda row: AUTHORS.get(row["item_id"]),
+        "user": lambda row: row["user_id"],
+    }
+    check_sequences(found, rows, keys, TASKS, 100)
+    trained = [values for row in found for values in row["features"][: row["train_end"]]]
+    if trained:
+        np.testing.assert_allclose(scale[0], np.mean(trained, axis=0), rtol=1e-5, atol=1e-7)
+        std = np.std(np.array(trained, dtype=float), axis=0)
+        np.testing.assert_allclose(scale[1], np.where(std > 1e-6, std, 1), rtol=1e-4, atol=1e-6)
+        assert count["events_train"] == len(trained)
+
+
+def test_names_of_features_follow_keys_windows_and_marks() -> None:
+    names = config_of(keys=["author"], marks=["like"]).features
+    assert names == [
+        "author_exposures_0.25d", "author_like_0.25d", "author_like_rate_0.25d",
+        "author_exposures_1d", "author_like_1d", "author_like_rate_1d",
+    ]  # fmt: skip
+
+
+def test_bool_labels_without_an_entry_are_tasks_and_actions_of_their_own() -> None:
+    config = config_of()
+    assert list(config.tasks) == list(TASKS)
+    assert list(config.inputs) == list(INPUTS)
+    assert config.counts.marks == list(TASKS)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"tasks": {"t": {"label": "nothing"}}}, "no label 'nothing'; those are: click, like, dwell"),
+        ({"tasks": {"t": {"any": ["like", "nothing"]}}}, "no label 'nothing'"),
+        ({"tasks": {"t": {"label": "dwell"}}}, "give 'above' or 'at_least'"),
+        ({"tasks": {"t": {"label": "like", "above": 1}}}, "no threshold"),
+        ({"tasks": {"t": {"any": ["dwell"]}}}, "give 'above' or 'at_least'"),
+        ({"tasks": {"t": {"label": "like", "any": ["click"]}}}, "exactly one"),
+        ({"tasks": {"t": {"label": "dwell", "above": 1, "at_least": 1}}}, "give one of them"),
+        ({"tasks": {"t": {"lable": "like"}}}, "nearest key is 'label'"),
+        ({"tasks": {"t": "like"}}, "mapping"),
+        ({"tasks": ["like"]}, "write name"),
+        ({"inputs": {"a": {"label": "dwell"}}}, "give its 'range'"),
+        ({"inputs": {"a": {"label": "dwell", "range": [5, 1]}}}, "least and the largest"),
+        ({"inputs": {"a": {"label": "dwell", "range": [0, 5], "log_unit": 0}}}, "above 0"),
+        ({"inputs": {"a": {"label": "like", "range": [0, 1]}}}, "is bool"),
+        ({"counts": {"keys": ["maker"]}}, "those are: user, item, author"),
+        ({"counts": {"keys": ["user", "user"]}}, "each once"),
+        ({"counts": {"marks": ["nothing"]}}, "no task"),
+        ({"counts": {"windows_days": [7, 1]}}, "ascending"),
+        ({"counts": {"delay_minutes": -1}}, "0 or more"),
+        ({"counts": {"windows_days": [0.5], "delay_minutes": 800}}, "longer windows"),
+        ({"counts": {"prior": 2}}, "between 0 and 1"),
+        ({"counts": {"strength": 0}}, "above 0"),
+    ],
+)
+def test_what_the_log_cannot_give_is_refused(given: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ActionsConfig(**given).resolve({"labels": LABELS}, ["author"])
+
+
+def test_a_log_without_bool_labels_needs_tasks_and_inputs() -> None:
+    with pytest.raises(ValueError, match="define at least one task"):
+        ActionsConfig().resolve({"labels": {"dwell": "float32"}}, [])
+    with pytest.raises(ValueError, match="say what models read"):
+        ActionsConfig(tasks={"t": {"label": "dwell", "above": 1}}).resolve({"labels": {"dwell": "float32"}}, [])
+
+
+def test_an_input_takes_the_range_that_its_label_declares() -> None:
+    info = {"labels": {"rating": "float32"}, "ranges": {"rating": [1, 5]}}
+    config = ActionsConfig(tasks={"t": {"label": "rating", "at_least": 4}}, inputs={"r": {"label": "rating"}})
+    events = pa.table({"label_rating": pa.array([1, 5, None, 2], pa.float32())})
+    assert config.resolve(info, []).inputs["r"].values(events).tolist() == [0, 1, 0, 0.25]
+    assert config.tasks["t"].values(events).tolist() == [False, True, False, False]
+
+
+SOURCE = {
+    "layout": "mapping",
+    "files": "log_standard*.csv*",
+    "user": "u",
+    "item": "i",
+    "time": {"column": "t", "unit": "ms"},
+    "labels": {
+        "click": {"column": "click"},
+        "like": {"column": "like"},
+        "never": {"column": "never"},
+        "rating": {"column": "rating", "type": "float32", "range": [0.5, 5]},
+    },
+    "items": {"files": "items.csv", "item": "i", "attributes": {"author": "a"}},
+    "prepare": {
+        "kind": "actions",
+        "core": 0,
+        "split": {"kind": "temporal", "val_start": 20, "test_start": 30},
+        "max_rejects": 1,
+        "actions": {
+            "tasks": {"liked": {"label": "rating", "at_least": 4}},
+            "inputs": {"rating": {"label": "rating"}},
+            "counts": {"keys": ["item", "author", "user"], "windows_days": [1], "delay_minutes": 0},
+        },
+    },
+}
+
+LOG = [
+    "u,i,t,click,like,never,rating",
+    "old,a,1,1,0,0,4.5",
+    "old,b,2,0,0,0,1",
+    "old,a,3,1,1,0,2",
+    "old,b,25,0,1,0,",
+    "new,a,31,1,0,0,5",  # a user with candidates and no context
+    "new,b,32,0,0,0,3",
+    "old,a,40,1,0,0,4",
+]
+
+
+def raw_log(folder: Path, lines: list[str], more: dict[str, list[str]] | None = None) -> tuple[Any, dict, str]:
+    """A raw log of some files, and its source with the `prepare` section."""
+    folder.mkdir()
+    (folder / "log_standard_1.csv").write_text("\n".join(lines) + "\n")
+    for name, content in (more or {}).items():
+        (folder / name).write_bytes(gzip.compress(("\n".join([LOG[0], *content]) + "\n").encode()))
+    (folder / "items.csv").write_text("i,a\na,x\nb,\n")
+    (folder / "source.yaml").write_text(yaml.safe_dump(SOURCE))
+    return *load_source(str(folder / "source.yaml")), str(folder)
+
+
+def prepared(folder: Path, lines: list[str], *layers: dict, more: dict | None = None) -> tuple[str, list[str]]:
+    """Tables of the log, and what was said."""
+    source, defaults, raw = raw_log(folder / "raw", lines, more)
+    said: list[str] = []
+    prepare(source, raw, str(folder / "tables"), PrepareConfig.of(defaults, *layers), say=said.append)
+    return str(folder / "tables"), said
+
+
+@pytest.mark.usefixtures("ray_local")
+def test_raw_files_to_tables(tmp_path: Path) -> None:
+    """Several files, rows in both of them, bad actions, a constant action, a user without context."""
+    more = {"log_standard_2.csv.gz": [LOG[3], "old,b,4,2,0,0,3", "old,b,5,0,0,0,7.5", "old,a,6,1,0,0,0.5"]}
+    tables, said = prepared(tmp_path, LOG, more=more)
+    statistics = json.loads((tmp_path / "tables" / "statistics.json").read_text())
+    info = read_manifest(tables + "/sequences").info
+
+    assert statistics["raw"]["reject_reasons"] == {"label_click: not a bool": 1, "label_rating: outside 0.5 to 5": 1}
+    assert statistics["raw"]["duplicates"] == 1
+    rejects = read_table(tables + "/rejects").to_pylist()
+    assert sorted((row["file"], row["row"]) for row in rejects) == [("log_standard_2.csv.gz", n) for n in (1, 2)]
+
+    assert info["tasks"] == ["liked", "click", "like"]
+    assert info["actions"] == ["rating", "click", "like"]
+    assert info["dropped"] == {
+        "task never": "0 for all 4 training events",
+        "action never": "0 for all 4 training events",
+    }
+    assert any(line.startswith("dropped: task never is 0 for all") for line in said)
+    assert info["base_rates"] == {"liked": 0.25, "click": 0.75, "like": 0.25}
+    assert len(info["features"]) == len(info["feature_mean"]) == len(info["feature_std"]) == 3 * 7
+
+    rows = {row["user_id"]: row for row in read_table(tables + "/sequences").to_pylist()}
+    assert (rows["old"]["train_end"], rows["old"]["val_end"]) == (4, 5)
+    assert (rows["new"]["train_end"], rows["new"]["val_end"]) == (0, 0)
+    assert rows["old"]["tasks"] == [[1, 1, 0], [0, 0, 0], [0, 1, 1], [0, 1, 0], [0, 0, 1], [1, 1, 0]]
+    assert info["events"] == {"train": 4, "val": 1, "test": 3}
+    assert info["users_with_candidates"] == {"train": 1, "val": 1, "test": 2}
+    assert info["users_without_context"] == {"train": 1, "val": 0, "test": 1}
+    assert info["events_without_context"]["test"] == 2
+    again: list[str] = []
+    source, defaults = load_source(str(tmp_path / "raw" / "source.yaml"))
+    prepare(source, str(tmp_path / "raw"), tables, PrepareConfig.of(defaults), say=again.append)
+    assert [line.split(":")[0] for line in again] == ["events", "rejects", "items", "sequences"]
+    assert all("up to date" in line for line in again)
+
+
+@pytest.mark.usefixtures("ray_local")
+@pytest.mark.parametrize(
+    ("split", "words"),
+    [
+        ({"val_start": 1, "test_start": 30}, "the log runs from 1 to 40 ms"),
+        ({"val_start": 20, "test_start": 41}, "the log runs from 1 to 40 ms"),
+        ({"val_start": 26, "test_start": 30}, r"leave no event in val \(train 4, val 0, test 3\)"),
+    ],
+)
+def test_a_cut_that_leaves_a_side_empty_is_an_error(tmp_path: Path, split: dict, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        prepared(tmp_path, LOG, {"split": split})
+    assert not (tmp_path / "tables" / "sequences").exists()
+
+
+@pytest.mark.usefixtures("ray_local")
+def test_a_log_of_constant_actions_is_an_error(tmp_path: Path) -> None:
+    constant = [LOG[0], *(",".join([*line.split(",")[:3], "1", "0", "0", "3"]) for line in LOG[1:])]
+    with pytest.raises(UserError, match="every task is constant in training"):
+        prepared(tmp_path, constant)
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        ({"split": {"kind": "leave_last_out", "val_start": None}}, "cut"),
+        ({"core": 5}, "use --core 0"),
+        ({"behaviour": "click"}, "every impression is a behaviour"),
+        ({"ties": "log_order"}, "--ties strict"),
+        ({"actions": {"tasks": {"t": {"label": "dwell"}}}}, "no label 'dwell'"),
+        ({"actions": {"task": {}}}, "nearest key is 'tasks'"),
+        ({"split": {"val_start": "2022-05-07", "test_start": "2022-05-06"}}, "swap them"),
+        ({"split": {"val_start": "soon", "test_start": "2022-05-06"}}, "give a moment"),
+    ],
+)
+def test_settings_that_do_not_fit_are_errors(tmp_path: Path, layer: dict, words: str) -> None:
+    source, defaults, raw = raw_log(tmp_path / "raw", LOG)
+    with pytest.raises(UserError, match=words):
+        check(source, raw, str(tmp_path / "tables"), PrepareConfig.of(defaults, layer))
+
+
+def test_cut_times_are_dates_or_ms() -> None:
+    for starts in (("1970-01-02", "1970-01-03T00:00:00+00:00"), (plain.DAY, str(2 * plain.DAY))):
+        split = PrepareConfig.of({"split": dict(zip(("val_start", "test_start"), starts, strict=True))}).split
+        assert (split.val_start, split.test_start) == (plain.DAY, 2 * plain.DAY)
+        assert split.settings()["val_start"] == plain.DAY
+    with pytest.raises(UserError, match="give both"):
+        PrepareConfig.of({"split": {"val_start": "1970-01-02"}})
+    assert "val_start" not in PrepareConfig().split.settings()
