@@ -11,6 +11,8 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 TOLERANCE = 1e-5
 """Largest error of a product, relative to its largest entry, that counts as float32 (bfloat16: 2e-3)."""
@@ -36,3 +38,31 @@ def use_exact_onednn() -> bool:
         torch.set_float32_matmul_precision(before)
         return False
     return True
+
+
+class Packed:
+    """A product with a fixed weight, laid out for oneDNN once, with the ReLU or the addition that follows it done
+    while its results are at hand. Where oneDNN does not apply (a GPU, another precision, an exported program), or
+    gradients are wanted, it is PyTorch's linear. Later changes of the weight are not seen."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """`weight` (out, in), `bias` (out,)."""
+        self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
+        self.packed: Tensor | None = None
+        if weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.contiguous())
+
+    def __call__(self, x: Tensor, relu: bool = False, add: Tensor | None = None) -> Tensor:
+        """x W' + b (..., out) of x (..., in), then ReLU if `relu`, or plus `add` (..., out)."""
+        if self.packed is None or x.dtype != torch.float32 or not plain_inference():
+            y = functional.linear(x, self.weight, self.bias)
+            y = y.relu() if relu else y
+            return y if add is None else y + add
+        if add is not None:
+            return torch.ops.mkldnn._linear_pointwise.binary(x, add, self.packed, self.bias, "add")
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "relu" if relu else "none", [], "")
+
+
+def plain_inference() -> bool:
+    """Whether what is computed on a CPU now is float32 without gradients, and not being traced to be exported."""
+    return not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling())

@@ -83,8 +83,13 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu" and not torch.is_grad_enabled():  # torch's takes three times longer there
-            return x * torch.rsqrt((x * x).mean(-1, keepdim=True).add_(self.epsilon)) * self.weight
+            return self.scaled(x) * self.weight
         return functional.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """x over its root mean square: the norm but for the weight."""
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x * norm.square().mul_(1 / x.shape[-1]).add_(self.epsilon).rsqrt_()
 
 
 class Attention(nn.Module):
@@ -117,6 +122,10 @@ class Attention(nn.Module):
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, share: float) -> Tensor:
         """(B, T, D): attention of q (B, H, T, K) to k and v (B, H, S, K); `bias` is added to the scores."""
+        return self.o(self.attend(q, k, v, bias, share))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, share: float) -> Tensor:
+        """(B, T, H * K): as `mix`, before the output projection."""
         if share == 0.0 and q.device.type != "cpu":  # at these lengths torch's kernel for CPUs takes ten times longer
             mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
         else:
@@ -124,7 +133,7 @@ class Attention(nn.Module):
             if bias is not None:
                 scores = scores + bias if torch.is_grad_enabled() else scores.add_(bias)
             mixed = dropout(scores.softmax(-1), share) @ v
-        return self.o(mixed.transpose(1, 2).flatten(2))
+        return mixed.transpose(1, 2).flatten(2)
 
 
 class DenseReluDense(nn.Module):
@@ -177,7 +186,10 @@ class Block(nn.Module):
 
     def norm(self, index: int, x: Tensor) -> Tensor:
         """The input of the sub-layer `index`."""
-        return cast(Norm, self.layer[index].get_submodule("layer_norm"))(x)
+        return self.norm_of(index)(x)
+
+    def norm_of(self, index: int) -> Norm:
+        return cast(Norm, self.layer[index].get_submodule("layer_norm"))
 
     def forward(
         self, x: Tensor, bias: Tensor, share: float, source: Tensor | None = None, source_bias: Tensor | None = None

@@ -2,27 +2,32 @@
 
     states, padding = packed_encoder(t5)(tokens, lengths)
 
-The same states as `T5.encode`, up to the rounding of float32. On a CPU requests are sorted by length and
-encoded in buckets of like length whose activations stay in the processor's cache; on a GPU, which would have
-to wait to see lengths, in one padded piece. Weights of queries, keys and values are joined once, and what the
-first block computes from a token alone is a table.
+The same states as `T5.encode`, up to the rounding of float32. On a CPU the histories stand end to end and each
+attends to its own (`kernels.py`); without the compiled kernels they are sorted by length and encoded in buckets of
+like length. Either way in pieces whose activations stay in the processor's cache. On a GPU, which would have to wait
+to see lengths, in one padded piece. Weights of queries, keys and values are joined once, norms' weights are folded
+into what follows, and what the first block computes from a token alone is a table.
 
-Shapes: `B` requests, `S` tokens of the longest, `D` width, `H` heads, `K` width of a head, `V` vocabulary.
+Shapes: `B` requests, `S` tokens of the longest, `n` tokens of a piece, `D` width, `H` heads, `K` width of a head,
+`V` vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from models.matmul import Packed
+from models.retrieval.decoding import kernels
 from models.retrieval.decoding.derived import derived
 from models.retrieval.t5 import T5
 
 TOKENS = 768
-"""Most tokens of a bucket: past this, measured, activations fall out of the cache and time per token doubles."""
+"""Most tokens of a piece: past this, measured, activations fall out of the cache and time per token doubles."""
 
 WASTE = 64
 """Most padded tokens of a bucket: about what one bucket more costs."""
@@ -40,48 +45,66 @@ class PackedEncoder:
     def __init__(self, t5: T5) -> None:
         self.t5 = t5
         blocks = t5.encoder.blocks
-        self.qkv = [torch.cat([a.q.weight, a.k.weight, a.v.weight]) for a in (b.attention for b in blocks)]
-        self.first = functional.linear(blocks[0].norm(0, t5.shared.weight), self.qkv[0])  # (V, 3 * H * K)
+        self.scaled = blocks[0].norm_of(0).scaled
+        self.qkv = [
+            Packed(torch.cat([a.q.weight, a.k.weight, a.v.weight]) * block.norm_of(0).weight)
+            for block, a in ((block, block.attention) for block in blocks)
+        ]
+        self.o = [Packed(block.attention.o.weight) for block in blocks]
+        self.wi = [Packed(block.feedforward.wi.weight * block.norm_of(-1).weight) for block in blocks]
+        self.wo = [Packed(block.feedforward.wo.weight) for block in blocks]
+        self.first = self.qkv[0](self.scaled(t5.shared.weight))  # (V, 3 * H * K)
 
     def __call__(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor | None]:
         """(states (B, S, D); padding (B, 1, 1, S) of 0 and -inf or None where nothing is padded) of `tokens` (B, S),
         each row's first `lengths` (B,) real. States of padding are finite and mean nothing."""
-        parts = list(self.parts(tokens, lengths))
-        if isinstance(parts[0][0], slice):
-            return parts[0][1:]
-        full = self.t5.shared.weight.new_zeros((*tokens.shape, self.t5.sizes.d_model))
-        for rows, states, _ in parts:
-            full[rows, : states.shape[1]] = states
-        return full, padding_of(lengths, tokens.shape[1], full.dtype)
-
-    def parts(self, tokens: Tensor, lengths: Tensor) -> Iterator[tuple[Tensor | slice, Tensor, Tensor | None]]:
-        """(rows of the batch, their states (b, s, D), their padding) of each bucket; every row is in one."""
-        dtype = self.t5.shared.weight.dtype
+        weight = self.t5.shared.weight
+        padding = padding_of(lengths, tokens.shape[1], weight.dtype)
         if tokens.device.type != "cpu" or torch.compiler.is_compiling():
-            padding = padding_of(lengths, tokens.shape[1], dtype)
-            yield slice(None), self.states(tokens, padding), padding
-            return
+            return self.padded(tokens, padding), padding
+        full = weight.new_zeros((*tokens.shape, self.t5.sizes.d_model))
+        if kernels.ready(weight):
+            real = torch.arange(tokens.shape[1]) < lengths.unsqueeze(1)
+            full[real] = self.packed(tokens[real], lengths)
+            return full, padding
         for rows in buckets(lengths):
-            own = lengths[rows]
-            length = int(own.max())
-            padding = padding_of(own, length, dtype)
-            yield rows, self.states(tokens[rows, :length], padding), padding
+            longest = int(lengths[rows].max())
+            states = self.padded(tokens[rows, :longest], padding_of(lengths[rows], longest, weight.dtype))
+            full[rows, :longest] = states.to(full.dtype)
+        return full, padding
 
-    def states(self, tokens: Tensor, padding: Tensor | None) -> Tensor:
+    def packed(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """(sum of lengths, D): states of histories that stand end to end, `tokens` (sum of lengths,)."""
+        bias = self.t5.encoder.position_bias(int(lengths.max()))[0]
+        heads = self.t5.sizes.num_heads
+        begin = functional.pad(lengths.cumsum(0), (1, 0))
+        pieces = -(-len(tokens) // TOKENS)
+        requests = torch.bincount(begin[:-1] * pieces // len(tokens))  # per piece, whose tokens are about as many
+        edges = functional.pad(requests[requests > 0].cumsum(0), (1, 0)).tolist()
+        return torch.cat([
+            self.states(
+                tokens[begin[first] : begin[last]],
+                lambda qkv, own=begin[first : last + 1] - begin[first]: kernels.packed_attention(qkv, own, bias, heads),
+            )
+            for first, last in itertools.pairwise(edges)
+        ])  # fmt: skip
+
+    def padded(self, tokens: Tensor, padding: Tensor | None) -> Tensor:
         """(B, S, D) of tokens (B, S), all of which are computed; `padding` (B, 1, 1, S) is -inf at padded ones."""
-        encoder = self.t5.encoder
-        bias = encoder.position_bias(tokens.shape[1])
+        bias = self.t5.encoder.position_bias(tokens.shape[1])
         bias = bias if padding is None else bias + padding
+        attention = self.t5.encoder.blocks[0].attention  # the splitting into heads is that of all blocks
+        return self.states(tokens, lambda qkv: attention.attend(*attention.split(qkv, 3), bias, 0.0))
+
+    def states(self, tokens: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+        """(..., D) of tokens (...); `attend` makes of (..., 3 * H * K) queries, keys and values the (..., H * K)
+        that they mix to."""
         x = self.t5.shared(tokens)
-        for i, block in enumerate(encoder.blocks):
-            if i == 0:
-                qkv = functional.embedding(tokens, self.first)
-            else:
-                qkv = functional.linear(block.norm(0, x), self.qkv[i])
-            q, k, v = block.attention.split(qkv, 3)
-            x = x + block.attention.mix(q, k, v, bias, 0.0)
-            x = x + block.feedforward(block.norm(-1, x), 0.0)
-        return encoder.final_layer_norm(x)
+        for i, (qkv, o, wi, wo) in enumerate(zip(self.qkv, self.o, self.wi, self.wo, strict=True)):
+            mixed = attend(functional.embedding(tokens, self.first) if i == 0 else qkv(self.scaled(x)))
+            x = o(mixed, add=x)
+            x = wo(wi(self.scaled(x), relu=True), add=x)
+        return self.t5.encoder.final_layer_norm(x)
 
 
 def padding_of(lengths: Tensor, longest: int, dtype: torch.dtype) -> Tensor | None:

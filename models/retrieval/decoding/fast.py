@@ -82,15 +82,7 @@ class FastWalk:
         if self.encoder is None:
             return self.read(*self.student.encode(batch))
         tokens, real = self.student.source.tokens(batch)
-        parts = [
-            (rows, self.read(states, padding)) for rows, states, padding in self.encoder.parts(tokens, real.sum(1))
-        ]
-        if len(parts) == 1 and isinstance(parts[0][0], slice):
-            return parts[0][1]
-        z = parts[0][1].new_empty((len(tokens), parts[0][1].shape[1]))
-        for rows, part in parts:
-            z[rows] = part
-        return z
+        return self.read(*self.encoder(tokens, real.sum(1)))
 
     def read(self, states: Tensor, padding: Tensor | None) -> Tensor:
         """z (B, D) of `states` (B, S, D)."""

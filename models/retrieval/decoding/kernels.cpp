@@ -1,0 +1,227 @@
+// What decoding does between its matrix products on a CPU; kernels.py builds and calls it and says what each does.
+//
+// Matrices are row-major float32. Vectors are of the compiler's own type, which it maps to what the processor has.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+typedef float Lanes __attribute__((vector_size(64)));
+typedef int32_t IntLanes __attribute__((vector_size(64)));
+typedef float Loose __attribute__((vector_size(64), aligned(4), may_alias));
+
+namespace {
+
+constexpr int64_t LANES = 16;
+constexpr float NONE = -std::numeric_limits<float>::infinity();
+
+int64_t lanes_of(int64_t size) { return (size + LANES - 1) / LANES; }
+Lanes load(const float* at) { return *reinterpret_cast<const Loose*>(at); }
+void store(float* at, Lanes value) { *reinterpret_cast<Loose*>(at) = value; }
+
+// e^x for x <= 0 (Cephes' polynomial, two units in the last place); 0 below -87.
+Lanes exponential(Lanes x) {
+    const Lanes magic = Lanes{} + 12582912.0f;  // adding it rounds to whole numbers
+    const Lanes shifted = x * 1.44269504f + magic;
+    const Lanes n = shifted - magic;
+    const Lanes r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    Lanes y = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.0f;
+    const IntLanes exponent = ((IntLanes)shifted - 0x4B400000 + 127) << 23;  // casts keep the bits
+    y *= (Lanes)exponent;
+    return x < -87.0f ? Lanes{} : y;
+}
+
+float largest(const float* x, int64_t size) {
+    float most = NONE;
+    for (int64_t i = 0; i < size; i++) most = std::max(most, x[i]);
+    return most;
+}
+
+float total(Lanes x) {
+    float sum = 0;
+    for (int64_t i = 0; i < LANES; i++) sum += x[i];
+    return sum;
+}
+
+float log_sum_exp(const float* x, int64_t size) {
+    const float most = largest(x, size);
+    Lanes sum{};
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) sum += exponential(load(x + i) - most);
+    if (i < size) {
+        Lanes rest = Lanes{} + NONE;
+        for (int64_t j = i; j < size; j++) rest[j - i] = x[j] - most;
+        sum += exponential(rest);
+    }
+    return most + std::log(total(sum));
+}
+
+// Four rows of a product: c (4, 16 * lanes) = a (4, depth) b (depth, 16 * lanes); rows of a by pointer.
+template <int width>
+void product(const float* const* a, const float* b, int64_t stride_b, int64_t depth, float* c, int64_t stride_c) {
+    Lanes sums[4][width] = {};
+    for (int64_t d = 0; d < depth; d++) {
+        Lanes right[width];
+        for (int l = 0; l < width; l++) right[l] = load(b + d * stride_b + l * LANES);
+        for (int r = 0; r < 4; r++)
+            for (int l = 0; l < width; l++) sums[r][l] += a[r][d] * right[l];
+    }
+    for (int r = 0; r < 4; r++)
+        for (int l = 0; l < width; l++) store(c + r * stride_c + l * LANES, sums[r][l]);
+}
+
+void four_rows(const float* const* a, const float* b, int64_t stride_b, int64_t depth, float* c, int64_t lanes) {
+    const int64_t stride_c = lanes * LANES;
+    int64_t l = 0;
+    for (; l + 4 <= lanes; l += 4) product<4>(a, b + l * LANES, stride_b, depth, c + l * LANES, stride_c);
+    if (lanes - l == 3) product<3>(a, b + l * LANES, stride_b, depth, c + l * LANES, stride_c);
+    if (lanes - l == 2) product<2>(a, b + l * LANES, stride_b, depth, c + l * LANES, stride_c);
+    if (lanes - l == 1) product<1>(a, b + l * LANES, stride_b, depth, c + l * LANES, stride_c);
+}
+
+struct Candidate {
+    float score;
+    int64_t order, edge, parent;
+};
+
+bool better(const Candidate& a, const Candidate& b) {
+    return a.score > b.score || (a.score == b.score && a.order < b.order);
+}
+
+}  // namespace
+
+extern "C" {
+
+void packed_attention(const float* qkv, const int64_t* begin, int64_t users, int64_t heads, int64_t width,
+                      const float* bias, int64_t span, float* out) {
+    const int64_t inner = heads * width, row = 3 * inner, wide = lanes_of(width);
+#pragma omp parallel
+    {
+        std::vector<Lanes> keys, values(0), scores, mixed(4 * wide);
+#pragma omp for collapse(2) schedule(dynamic, 4)
+        for (int64_t user = 0; user < users; user++)
+            for (int64_t head = 0; head < heads; head++) {
+                const int64_t size = begin[user + 1] - begin[user], long_ = lanes_of(size), stride = long_ * LANES;
+                const float* q = qkv + begin[user] * row + head * width;
+                keys.assign(width * long_, Lanes{});  // (width, size), padded
+                values.assign(size * wide, Lanes{});  // (size, width), padded
+                scores.resize(4 * long_);
+                float *key = reinterpret_cast<float*>(keys.data()), *value = reinterpret_cast<float*>(values.data());
+                float *score = reinterpret_cast<float*>(scores.data()), *mix = reinterpret_cast<float*>(mixed.data());
+                for (int64_t j = 0; j < size; j++) {
+                    const float* k = q + j * row + inner;
+                    for (int64_t d = 0; d < width; d++) key[d * stride + j] = k[d];
+                    std::copy_n(k + inner, width, value + j * wide * LANES);
+                }
+                for (int64_t i = 0; i < size; i += 4) {
+                    const float *asked[4], *shares[4];
+                    for (int64_t r = 0; r < 4; r++) {
+                        asked[r] = q + std::min(i + r, size - 1) * row;  // past the end the last row again
+                        shares[r] = score + r * stride;
+                    }
+                    four_rows(asked, key, stride, width, score, long_);
+                    for (int64_t r = 0; r < 4 && i + r < size; r++) {
+                        float* s = score + r * stride;
+                        const float* b = bias + (head * span + i + r) * span;
+                        for (int64_t j = 0; j < size; j++) s[j] += b[j];
+                        const float most = largest(s, size);
+                        std::fill(s + size, s + stride, NONE);
+                        Lanes sum{};
+                        for (int64_t l = 0; l < long_; l++) {
+                            const Lanes share = exponential(load(s + l * LANES) - most);
+                            store(s + l * LANES, share);
+                            sum += share;
+                        }
+                        const float scale = 1 / total(sum);
+                        for (int64_t l = 0; l < long_; l++) store(s + l * LANES, load(s + l * LANES) * scale);
+                    }
+                    four_rows(shares, value, wide * LANES, size, mix, wide);
+                    for (int64_t r = 0; r < 4 && i + r < size; r++)
+                        std::copy_n(mix + r * wide * LANES, width, out + (begin[user] + i + r) * inner + head * width);
+                }
+            }
+    }
+}
+
+void beam_attention(const float* const* codes, const int64_t* const* places, int64_t levels, int64_t rows,
+                    int64_t heads, int64_t width, const float* bias, float* out) {
+    const int64_t inner = heads * width, row = 3 * inner;
+#pragma omp parallel for
+    for (int64_t beam = 0; beam < rows; beam++) {
+        std::vector<float> share(levels);
+        for (int64_t head = 0; head < heads; head++) {
+            const float* q = codes[levels - 1] + beam * row + head * width;
+            for (int64_t t = 0; t < levels; t++) {
+                const float* k = codes[t] + places[t][beam] * row + head * width + inner;
+                float sum = 0;
+#pragma omp simd reduction(+ : sum)
+                for (int64_t d = 0; d < width; d++) sum += q[d] * k[d];
+                share[t] = sum + bias[head * levels + t];
+            }
+            const float all = log_sum_exp(share.data(), levels);
+            float* mixed = out + beam * inner + head * width;
+            std::fill_n(mixed, width, 0.0f);
+            for (int64_t t = 0; t < levels; t++) {
+                const float* v = codes[t] + places[t][beam] * row + head * width + 2 * inner;
+                const float weight = std::exp(share[t] - all);
+#pragma omp simd
+                for (int64_t d = 0; d < width; d++) mixed[d] += weight * v[d];
+            }
+        }
+    }
+}
+
+void log_softmax_part(const float* logits, int64_t rows, int64_t width, int64_t first, int64_t size, float* out) {
+#pragma omp parallel for
+    for (int64_t r = 0; r < rows; r++) {
+        const float all = log_sum_exp(logits + r * width, width);
+        for (int64_t c = 0; c < size; c++) out[r * size + c] = logits[r * width + first + c] - all;
+    }
+}
+
+void best_children(const float* logits, int64_t codes, const int64_t* place, const int64_t* node, const float* score,
+                   int64_t users, int64_t beams, const int64_t* offsets, const int64_t* tokens, bool children,
+                   int64_t keep, bool by_score, int64_t* best_edge, int64_t* best_parent, float* best_score) {
+#pragma omp parallel
+    {
+        std::vector<Candidate> found;
+        std::vector<float> own;
+#pragma omp for schedule(dynamic)
+        for (int64_t user = 0; user < users; user++) {
+            found.clear();
+            for (int64_t parent = 0; parent < beams; parent++) {
+                const int64_t at = user * beams + parent, begin = offsets[node[at]], end = offsets[node[at] + 1];
+                if (!(score[at] > NONE)) continue;
+                own.assign(end - begin, 0.0f);
+                if (place[at] >= 0) {
+                    const float* row = logits + place[at] * codes;
+                    for (int64_t e = begin; e < end; e++) own[e - begin] = row[tokens[e]];
+                    const float all = children ? log_sum_exp(own.data(), end - begin) : log_sum_exp(row, codes);
+                    for (float& value : own) value -= all;
+                }
+                for (int64_t e = begin; e < end; e++) {
+                    const float value = score[at] + own[e - begin];
+                    if (value > NONE) found.push_back({value, int64_t(found.size()), e, parent});  // no NaN either
+                }
+            }
+            const int64_t kept = std::min(keep, int64_t(found.size()));
+            if (kept < int64_t(found.size())) std::nth_element(found.begin(), found.begin() + kept, found.end(), better);
+            const auto rising = [](const Candidate& a, const Candidate& b) { return a.order < b.order; };
+            std::sort(found.begin(), found.begin() + kept, by_score ? better : rising);
+            for (int64_t i = 0; i < keep; i++) {
+                const Candidate chosen = i < kept ? found[i] : Candidate{NONE, 0, 0, 0};
+                best_edge[user * keep + i] = chosen.edge;
+                best_parent[user * keep + i] = chosen.parent;
+                best_score[user * keep + i] = chosen.score;
+            }
+        }
+    }
+}
+}
