@@ -1,0 +1,237 @@
+"""The teacher's cache: training as without it, made once, unpadded, and refused where it is not the right one."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from training_tables import write_tables
+
+from models import checkpoint
+from models.fit import EpochEvent, FitConfig, fit
+from models.retrieval.data import Examples
+from models.setup import Setup, set_up
+from models.tables import UserError, read_manifest, read_table
+
+TIGER = {"name": "tiger", "d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 2,
+         "num_decoder_layers": 2, "n_user_tokens": 2, "max_history": 6}  # fmt: skip
+HEADS = {"attention_heads": 2, "attention_width": 24, "ffn_width": 32, "head_width": 20, "dropout": 0.0}
+ENCODER = {"name": "sid_mlp_pp_encoder", "encoder_layers": 1, "encoder_width": 24}
+FIT = FitConfig(batch_size=32, max_epochs=2, lr=5e-3, warmup_share=0.0, patience=0, seed=2)
+
+
+@dataclass
+class World:
+    """Tables and a teacher; nothing is said of how good it is."""
+
+    folder: Path
+    tables: str
+    sids: str
+
+    def set_up(self, cache: Path | None, fit: FitConfig = FIT, **model: Any) -> Setup:
+        options = {"name": "sid_mlp", "teacher": str(self.folder / "tiger"), "teacher_cache": str(cache or ""), **model}
+        if options["name"] != "sid_mlp_pp_encoder":
+            options = {**HEADS, **options}
+        return set_up(options, fit, self.tables, self.sids)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    folder = tmp_path_factory.mktemp("cache")
+    made = World(folder, *write_tables(folder, users=30))
+    setup = set_up(TIGER, FIT, made.tables, made.sids)
+    torch.nn.init.normal_(setup.model.t5.shared.weight, std=2.0)  # an opinion that is far from uniform
+    checkpoint.save(folder / "tiger/best", setup.model, setup.checkpoint(epoch=1))
+    stage_1 = made.set_up(None, **ENCODER)
+    checkpoint.save(folder / "encoder/best", stage_1.model, stage_1.checkpoint(epoch=1))
+    return made
+
+
+@pytest.fixture(scope="module")
+def cache(world: World) -> Path:
+    world.set_up(world.folder / "kept")
+    return world.folder / "kept"
+
+
+def run(setup: Setup) -> list[EpochEvent]:
+    events = fit(setup.model, setup.train, setup.validate, setup.fit, means=setup.means)
+    return [event for event in events if isinstance(event, EpochEvent)]
+
+
+def requests(world: World, split: Any) -> Examples:
+    return Examples.load(f"{world.tables}/sequences", split, max_history=6)
+
+
+def tables(cache: Path) -> list[str]:
+    return sorted(path.name.split("-")[0] for path in cache.iterdir() if path.is_dir())
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        {"alpha": 0.3, "tau": 2.0, "logits": "vocabulary", "readout": "per_digit"},
+        {"alpha": 0.0, "path": "plain"},
+        {"m": 1, "decoder": "transformer"},
+        ENCODER,
+        {"name": "sid_mlp_pp", "encoder": "encoder"},
+        {"name": "sid_mlp_pp", "end_to_end": True},
+    ],
+)
+def test_it_trains_as_without_up_to_half_precision(world: World, cache: Path, model: dict[str, Any]) -> None:
+    if "encoder" in model:
+        model = {**model, "encoder": str(world.folder / model["encoder"]), "teacher": ""}
+    options = FitConfig(**{**vars(FIT), "metric": "neg_mse" if model is ENCODER else "ndcg@10"})
+    plain, kept = world.set_up(None, options, **model), world.set_up(cache, options, **model)
+    before = {name: value.clone() for name, value in plain.model.state_dict().items()}
+    expected, found = run(plain), run(kept)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=2e-3)
+        assert ours.metrics[options.metric] == pytest.approx(theirs.metrics[options.metric], rel=0.1, abs=0.02)
+    ours, theirs = kept.model.state_dict(), plain.model.state_dict()
+    moved = [name for name, value in theirs.items() if not torch.equal(value, before[name])]
+    assert moved
+    for name in moved:
+        change = (theirs[name] - before[name]).norm()
+        assert (ours[name] - theirs[name]).norm() < 0.1 * change
+
+
+def test_epochs_and_validation_ask_neither_encoder_nor_teacher(world: World, cache: Path) -> None:
+    setup = world.set_up(cache)
+    for module in (setup.model.source.t5.encoder, setup.model.teacher.t5.decoder, setup.model.teacher.t5.encoder):
+        for parameter in module.parameters():
+            parameter.fill_(math.nan)
+    assert all(math.isfinite(event.loss) and event.metrics["recall@20"] > 0 for event in run(setup))
+    for split in ("test", "next"):  # the numbers of `next` are those of other requests
+        examples = requests(world, split)
+        batch = examples.collate(next(examples.batches(8)))
+        assert setup.model.known("encoder", batch) is None
+
+
+def test_it_holds_each_request_once_without_padding_at_half_precision(world: World, cache: Path) -> None:
+    train, val = requests(world, "train"), requests(world, "val")
+    encoder, decoder = (next(cache.glob(f"{name}-*")) for name in ("encoder", "decoder"))
+    table = read_table(str(encoder), "encoder")
+    assert sorted(table["request"].to_pylist()) == sorted([*train.request_numbers, *val.request_numbers])
+    lengths = {
+        n: 2 + 3 * length for part in (train, val) for n, length in zip(part.request_numbers, part.lengths, strict=True)
+    }
+    assert {n: len(states) // 16 for n, states in zip(*table.to_pydict().values(), strict=True)} == lengths
+    assert str(table.schema.field("states").type.value_type) == "halffloat"
+    table = read_table(str(decoder), "decoder")
+    assert sorted(table["request"].to_pylist()) == sorted(train.request_numbers)
+    assert {len(states) for states in table["states"].to_pylist()} == {3 * 16}
+
+    setup = world.set_up(cache)
+    counts = {"encoder": len(train) + len(val), "decoder": len(train)}
+    for line, (name, count) in zip(setup.notes, counts.items(), strict=True):
+        assert f"{name} states of {count:,} requests, " in line
+        assert "MiB at half precision, found" in line
+    batch = train.collate(np.array([5, 0, 9]))
+    states, padding = setup.model.known("encoder", batch)
+    expected, outside = setup.model.teacher.encode(batch)
+    assert torch.equal(padding == 0, outside == 0)
+    real = (padding == 0)[:, 0, 0]
+    torch.testing.assert_close(states[real], expected[real], rtol=1e-3, atol=1e-4)
+    assert (states[~real] == 0).all()
+
+
+def test_runs_share_what_is_the_same(world: World, tmp_path: Path) -> None:
+    world.set_up(tmp_path, alpha=0.0)
+    assert tables(tmp_path) == ["encoder"]  # the targets alone need no teacher's logits
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.parquet")}
+    world.set_up(tmp_path, **ENCODER)
+    world.set_up(tmp_path, logits="vocabulary")
+    world.set_up(tmp_path, m=2)
+    assert tables(tmp_path) == ["decoder", "encoder"]
+    assert all(path.stat().st_mtime_ns == time for path, time in before.items())
+    world.set_up(tmp_path, name="sid_mlp_pp", end_to_end=True)
+    assert tables(tmp_path) == ["decoder", "encoder"]
+    world.set_up(tmp_path, name="sid_mlp_pp", encoder=str(world.folder / "encoder"))
+    assert tables(tmp_path) == ["decoder", "encoder", "encoder"]
+
+
+def test_half_written_it_is_made_anew(world: World, tmp_path: Path) -> None:
+    world.set_up(tmp_path, **ENCODER)
+    uri = next(tmp_path.glob("encoder-*"))
+    content = read_table(str(uri))
+    (uri / "manifest.json").unlink()
+    (uri / "part-of-another-try.parquet").write_bytes(b"cut o")
+    setup = world.set_up(tmp_path, **ENCODER)
+    assert "made in" in setup.notes[0]
+    assert read_table(str(uri)).equals(content)
+    assert sorted(path.name for path in uri.iterdir()) == sorted(
+        ["manifest.json", *(part.path for part in read_manifest(str(uri)).files)]
+    )
+
+
+def test_a_wrong_one_is_refused_with_what_to_do(world: World, cache: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "cache"
+    shutil.copytree(cache, copy)
+    uri = next(copy.glob("encoder-*"))
+    manifest = json.loads((uri / "manifest.json").read_text())
+
+    def refused(why: str) -> None:
+        with pytest.raises(
+            UserError, match=rf"the teacher cache {uri} cannot be used \(.*{why}.*\); remove the folder"
+        ):
+            world.set_up(copy)
+
+    def changed(**change: Any) -> None:
+        (uri / "manifest.json").write_text(json.dumps({**manifest, **change}))
+
+    for table in ("weights", "sequences", "trie"):
+        changed(inputs={**manifest["inputs"], table: "f" * 64})
+        refused(f"it is of {table} ffffffffffff, not")
+    changed(config={**manifest["config"], "max_history": 3})
+    refused("it is of max_history 3, not 6")
+    changed(files=[])
+    refused("it lacks .* requests")
+    (uri / "manifest.json").write_text("{")
+    refused("is damaged")
+    changed()
+    part = next(uri.glob("*.parquet"))
+    part.write_bytes(part.read_bytes()[:-7])
+    refused("truncated or replaced")
+    shutil.rmtree(uri)
+    assert "made in" in world.set_up(copy).notes[0]
+
+    with pytest.raises(UserError, match=r"teacher_memory_mb 5 and teacher_cache .* keep the same twice"):
+        world.set_up(copy, teacher_memory_mb=5)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot write to .*; give model\.teacher_cache a folder"):
+        world.set_up(tmp_path / "file")
+
+
+def make(rank: int, rendezvous: str, world: World, cache: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    options = {"name": "sid_mlp", "teacher": str(world.folder / "tiger"), "teacher_cache": str(cache), **HEADS}
+    setup = set_up(options, FIT, world.tables, world.sids, rank=rank, world=2)
+    mine = np.concatenate([setup.train.examples.request_numbers, setup.val.request_numbers])
+    assert sorted(setup.model._known["encoder"].requests) == sorted(mine)
+    dist.destroy_process_group()
+
+
+def test_workers_make_it_together(world: World, cache: Path, tmp_path: Path) -> None:
+    mp.spawn(make, (str(tmp_path / "rendezvous"), world, tmp_path / "cache"), nprocs=2)
+    for whole in cache.glob("[!.]*"):
+        ours, alone = (
+            read_table(str(folder / whole.name)).sort_by("request") for folder in (tmp_path / "cache", cache)
+        )
+        assert len(read_manifest(str(tmp_path / "cache" / whole.name)).files) == 2
+        assert ours["request"].equals(alone["request"])
+        torch.testing.assert_close(
+            *(torch.tensor(t["states"].combine_chunks().flatten().to_numpy()) for t in (ours, alone)),
+            rtol=2e-3,
+            atol=1e-3,
+        )
