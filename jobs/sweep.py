@@ -4,8 +4,8 @@
         --name alpha --model.teacher runs/tiger
 
 Any setting of all trials can be given as --model.KEY or --fit.KEY, other values of an axis as --axes.KEY '[A, B]'.
---smoke takes the grid's variant of about a minute, --dry_run prints the trials and what they would cost, --resume goes on
-where a sweep of that name was stopped. A folder of a finished sweep stands for its best trial, as in
+--smoke takes the grid's variant of about a minute, --dry_run prints the trials and what they would cost, --resume
+goes on where a sweep of that name was stopped. A folder of a finished sweep stands for its best trial, as in
 --model.encoder runs/STAGE_1.
 """
 
@@ -174,8 +174,8 @@ def show(grid: Grid, trials: list[Trial], config: Config, extra: str | None) -> 
         threads = config.ray.threads or max(1, int(config.ray.cpus_per_worker))
         hours = estimate(grid, trials, config.tables, extra, threads) / 3600
         print(
-            f"at most about {hours:.2f} hours of {config.ray.cpus_per_worker:g} CPUs with {threads} threads, timed here "
-            f"on up to three of them; divide by the trials that run at once"
+            f"at most about {hours:.2f} hours one after the other with {config.ray.cpus_per_worker:g} CPUs each, "
+            f"as timed here with {threads} threads on up to three of them"
         )
 
 

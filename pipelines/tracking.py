@@ -328,6 +328,6 @@ def log_yaml(run: RunRef, content: dict[str, Any], name: str) -> None:
 
 
 __all__ = [
-    "Logger", "RunRef", "check_nodes", "connect", "flatten", "log_curves", "log_json", "log_yaml", "metric_name", "mlflow",
-    "open_run", "reopen", "resolve_uri", "shown_name", "system_metrics",
+    "Logger", "RunRef", "check_nodes", "connect", "flatten", "log_curves", "log_json", "log_yaml", "metric_name",
+    "mlflow", "open_run", "reopen", "resolve_uri", "shown_name", "system_metrics",
 ]  # fmt: skip

@@ -239,7 +239,8 @@ class Grid:
                 near = difflib.get_close_matches(stem, known, n=1, cutoff=0.0)[0]
                 what = "has the axis" if key in self.keys else "sets"
                 raise UserError(
-                    f"the grid {self.name} {what} '{key}', which the model '{name}' does not have; the nearest is '{near}'"
+                    f"the grid {self.name} {what} '{key}', which the model '{name}' does not have; the nearest is "
+                    f"'{near}'"
                 )
         if f"val/{fit['metric']}" != self.metric:
             raise UserError(f"fit.metric is {fit['metric']}, the grid {self.name} ranks by {self.metric}; leave it out")
@@ -342,7 +343,7 @@ def short(point: Point) -> str:
     for key, value in point.items():
         shown = Path(value).name if isinstance(value, str) and "/" in value else str(value)
         words.append(f"{key.rpartition('.')[2]}-{shown}")
-    return re.sub(r"[^A-Za-z0-9._+=-]", "_", "-".join(words))[:60] or "only"
+    return re.sub(r"[^A-Za-z0-9._+=-]", "_", "-".join(words))[:60] or "base"
 
 
 def evaluation_options(name: str) -> list[str]:

@@ -50,7 +50,7 @@ from tuning.trial import PATIENCE, Plan, fail, read_reports, run_trial, stop, te
 
 logging.getLogger("ray.tune.analysis.experiment_analysis").setLevel(logging.ERROR)  # misses the files left out above
 
-SWEEP = "sweep.json"
+SWEEP, TUNE = "sweep.json", "tune"
 
 
 @dataclass
@@ -119,8 +119,8 @@ class Swept:
 class Ledger(Callback):
     """Follows the trials: says how they come on, ends those that are stopped, notes those that failed for good."""
 
-    def __init__(self, plan: Plan, done: int, total: int, say: Callable[[str], None]) -> None:
-        self.plan, self.done, self.total, self.say = plan, done, total, say
+    def __init__(self, plan: Plan, done: int, until: float, say: Callable[[str], None]) -> None:
+        self.plan, self.done, self.until, self.say = plan, done, until, say
 
     def on_trial_result(self, iteration: int, trials: list, trial: Any, result: dict, **info: Any) -> None:
         if VALUE in result:
@@ -129,11 +129,14 @@ class Ledger(Callback):
 
     def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
         one = self.plan.trials[trial.config[TRIAL]]
-        stop(one, self.plan)
-        self._count(outcome(one, self.plan))
+        if time.monotonic() < self.until:
+            stop(one, self.plan)
+        found = outcome(one, self.plan)
+        if found.status != "unfinished":
+            self._count(found)
 
     def on_trial_error(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-        if not trial.status == "ERROR":  # it is started again
+        if trial.status != "ERROR":  # it is started again
             return
         one = self.plan.trials[trial.config[TRIAL]]
         lines = str(trial.error_msg if hasattr(trial, "error_msg") else "").strip().splitlines()
@@ -144,7 +147,7 @@ class Ledger(Callback):
         self.done += 1
         value = f"  {self.plan.metric} {found.value:.4f}" if found.value is not None else ""
         why = f": {found.error}" if found.error else ""
-        self.say(f"[{self.done}/{self.total}] {found.name} {found.status}{value}{why}")
+        self.say(f"[{self.done}/{len(self.plan.trials)}] {found.name} {found.status}{value}{why}")
 
 
 def sweep(
@@ -207,7 +210,7 @@ def sweep(
             run = tracking.RunRef(**before["tracking"])
         plan = Plan(
             {t.name: t for t in trials}, grid.kind, grid.metric, tables, extra, folder, run.uri, run.experiment,
-            run.run_id, ray_options, options.test and grid.kind == "train" and family == "retrieval", command,
+            run.run_id, ray_options, options.test and grid.kind == "train", command,
         )  # fmt: skip
         pending = [t for t in trials if not is_done(t, plan)]
         if before.get("status") == "finished" and not pending:
@@ -237,6 +240,7 @@ def sweep(
                 f"with --resume goes on"
             )
         logger.end()
+        forget_tune(folder)
         write_sweep(folder, {**before, "status": "finished", "best": best.name if best else None})
     return Swept(name, folder, run, found, best, time.monotonic() - began)
 
@@ -250,9 +254,11 @@ def run_pending(
     if isinstance(scheduler, Halving):
         for trial in plan.trials.values():
             scheduler.replay(trial.name, read_reports(join(plan.folder, trial.name)))
+    forget_tune(plan.folder)
     each = resources(plan.ray, gpu)
     room = min(int(ray.cluster_resources().get(kind, 0) / (need * workers)) for kind, need in each.items() if need)
     at_once = 1 if grid.kind == "evaluate" else min(options.concurrency or room, room)
+    budget = options.budget_hours * 3600
     needs = {kind.lower(): need for kind, need in each.items()} if workers == 1 else {"cpu": 0}
     stopped = {key.removeprefix("val/"): value for key, value in grid.stop.items()}
     tune.Tuner(
@@ -260,12 +266,12 @@ def run_pending(
         param_space={TRIAL: tune.grid_search([t.name for t in pending])},
         tune_config=tune.TuneConfig(
             scheduler=scheduler, max_concurrent_trials=max(1, at_once), reuse_actors=grid.kind == "train",
-            time_budget_s=options.budget_hours * 3600 or None,
+            time_budget_s=budget or None,
         ),
         run_config=tune.RunConfig(
-            name="tune", storage_path=plan.folder, stop=stopped or None, verbose=0,
+            name=TUNE, storage_path=plan.folder, stop=stopped or None, verbose=0,
             failure_config=tune.FailureConfig(max_failures=options.retries),
-            callbacks=[Ledger(plan, len(plan.trials) - len(pending), len(plan.trials), say)],
+            callbacks=[Ledger(plan, len(plan.trials) - len(pending), time.monotonic() + (budget or math.inf), say)],
         ),
     ).fit()  # fmt: skip
 
@@ -301,7 +307,8 @@ def check(grid: Grid, trials: list[Trial], tables: str, extra: str | None, threa
         if metric not in seen_there.metrics and entry.gradient:
             known = ", ".join(seen_there.metrics)
             raise UserError(
-                f"the metric of the grid {grid.name} is {grid.metric}, which no trial reports; choose val/ and one of {known}"
+                f"the metric of the grid {grid.name} is {grid.metric}, which no trial reports; choose val/ and one of "
+                f"{known}"
             )
     if len(families) > 1:
         raise UserError(f"the grid {grid.name} mixes models of {', '.join(sorted(families))}; sweep them apart")
@@ -393,6 +400,13 @@ def read_sweep(folder: str) -> dict[str, Any] | None:
 
 def write_sweep(folder: str, content: dict[str, Any]) -> None:
     write_file(join(folder, SWEEP), json.dumps(content, indent=2, sort_keys=True).encode())
+
+
+def forget_tune(folder: str) -> None:
+    """Removes what Tune wrote for itself: nothing of it is read again."""
+    filesystem, path = open_uri(join(folder, TUNE))
+    if filesystem.get_file_info(path).type == fs.FileType.Directory:
+        filesystem.delete_dir(path)
 
 
 def check_same(before: dict[str, Any], trials: list[Trial], name: str, storage: str, resume: bool) -> None:

@@ -1,7 +1,8 @@
 """One trial of a sweep: an ordinary training run with a folder of its own, in the process that Tune gives it.
 
-The folder is what lasts: `run.json` says whether the trial is done, the checkpoints where it stands, `reports.json` what
-it told the scheduler. So a trial that is started again, by Tune or by the next sweep, goes on or is found finished.
+The folder is what lasts: `run.json` says whether the trial is done, the checkpoints where it stands, `reports.json`
+what it told the scheduler. So a trial that is started again, by Tune or by the next sweep, goes on or is found
+finished.
 """
 
 from __future__ import annotations
@@ -99,14 +100,17 @@ def fit(trial: Trial, plan: Plan) -> None:
             seconds = time.monotonic() - began
             tune.report({EPOCH: about.epoch, VALUE: value, "seconds": seconds, **about.metrics})
 
-    trained = train(
+    train(
         model=trial.model, fit=FitConfig(**trial.fit), ray_options=plan.ray, tables=plan.tables,
         sids=plan.extra_of(trial), storage=plan.folder, name=trial.name, tracking_uri=plan.uri,
         experiment=plan.experiment, parent_run=plan.parent, log_model=False, say=quiet, tags=plan.tags(trial),
         heard=heard, wait=PATIENCE,
     )  # fmt: skip
     if plan.test and not tested(folder):
-        result, about = evaluate(join(folder, BEST), plan.tables, plan.extra_of(trial), device=device(plan.ray))
+        result, about = evaluate(
+            join(folder, BEST), plan.tables, plan.extra_of(trial), device=device(plan.ray),
+            batch_size=FitConfig(**trial.fit).eval_batch_size,
+        )  # fmt: skip
         record(result, about)
 
 

@@ -126,6 +126,9 @@ def perform(task: Task, place: Place, latest: AbstractContextManager[str | None]
         )
         for note in setup.notes:
             place.say(note)
+        parts: dict[str, int] = getattr(setup.model, "parameter_counts", dict)()
+        if parts:
+            place.say("parameters: " + ", ".join(f"{name} {number:,}" for name, number in parts.items()))
         if about is not None:
             place.say(f"continuing after epoch {about.epoch}, step {about.step}")
     with ExitStack() as stack:
@@ -134,7 +137,7 @@ def perform(task: Task, place: Place, latest: AbstractContextManager[str | None]
             run = tracking.RunRef(**task.tracking)
             log = tracking.Logger(run, resumed=about is not None)
             stack.enter_context(tracking.system_metrics(run))
-            log.log({"train/parameters": parameters}, 0)
+            log.log({"train/parameters": parameters, **{f"parameters/{name}": n for name, n in parts.items()}}, 0)
         if setup.entry.gradient:
             by_gradient(setup, task, state, about, place, log)
         elif about is None:
@@ -177,9 +180,8 @@ def by_gradient(
         if isinstance(event, EpochEvent):
             spent["train_seconds"] += event.seconds
             spent["examples_per_s"] = event.examples_per_s
-        if event.metrics or isinstance(event, EpochEvent):
-            if place.rank == 0:
-                place.say(describe(event, setup.fit))
+        if place.rank == 0 and (event.metrics or isinstance(event, EpochEvent)):
+            place.say(describe(event, setup.fit))
         score = event.metrics[setup.fit.metric] if event.is_best else LOWEST
         about = setup.checkpoint(
             epoch=event.epoch, step=event.step, metrics=event.metrics, best=best_of(event.state), timing=spent,

@@ -1,0 +1,151 @@
+"""Grid files: what they make of axes, points and seeds, what they refuse, and that the documented ones are whole."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models import registry
+from models.tables import UserError
+from tuning.grid import Grid, load
+
+GRIDS = sorted((Path(__file__).parents[2] / "tuning/grids").glob("*.yaml"))
+SASREC = {"model": {"name": "sasrec", "dim": 16}, "fit": {"lr": 0.01}}
+
+
+def grid(**fields: Any) -> Grid:
+    return Grid(**{"name": "g", "source": "a test", "base": SASREC, "axes": {"fit.lr": [0.1, 0.2]}, **fields})
+
+
+@given(
+    st.lists(st.lists(st.integers(), min_size=1, max_size=4, unique=True), min_size=1, max_size=3), st.integers(1, 70)
+)
+def test_points_are_the_product_or_a_sample_of_it(values: list[list[int]], samples: int) -> None:
+    keys = [f"fit.{name}" for name in ("warmup_steps", "seed", "patience")][: len(values)]
+    axes: dict[str, list[Any] | None] = dict(zip(keys, values, strict=True))
+    product = [dict(zip(keys, chosen, strict=True)) for chosen in itertools.product(*values)]
+    size, points = grid(axes=axes).all_points()
+    assert size == len(product)
+    assert [point for _, point in points] == product
+    drawn = [point for _, point in grid(axes=axes, samples=samples).all_points()[1]]
+    assert len(drawn) == min(samples, size)
+    assert [point for point in product if point in drawn] == drawn  # in order, none twice
+    assert drawn == [point for _, point in grid(axes=axes, samples=samples).all_points()[1]]
+
+
+def test_settings_go_over_each_other() -> None:
+    made = grid(
+        base={"model": {"name": "sasrec", "dim": 16, "num_layers": 1}, "fit": {"lr": 1.0, "eval_options": {}}},
+        fixed={"model.num_layers": 2, "model.dropout": 0.1}, seeds=[7],
+        axes={"model.dim": [32, 64], "fit.eval_options.k": [5]},
+    ).varied(False).trials({"model.dropout": 0.3})  # fmt: skip
+    assert [trial.model["dim"] for trial in made] == [32, 64]
+    assert made[0].model == {"name": "sasrec", "dim": 32, "num_layers": 2, "dropout": 0.3}
+    assert made[0].fit == {"lr": 1.0, "eval_options": {"k": 5}, "seed": 7, "metric": "ndcg@10"}
+    assert made[0].point == {"model.dim": 32, "fit.eval_options.k": 5}
+    assert made[1].fit["eval_options"] is not made[0].fit["eval_options"]
+
+
+def test_ids_are_of_the_values_alone() -> None:
+    one = grid().trials()
+    other = grid(axes={"fit.lr": [0.2, 0.1]}, fixed={"model.dim": 8}).trials()
+    assert {trial.point["fit.lr"]: trial.name for trial in one} == {t.point["fit.lr"]: t.name for t in other}
+    assert len({trial.name for trial in one}) == 2
+    assert one[0].name.startswith("lr-0.1-")
+
+
+def test_several_seeds_are_an_axis_and_some_axes_go_together() -> None:
+    made = grid(axes={}, seeds=[1, 2]).varied(False)
+    assert made.keys == ["fit.seed"]
+    assert [trial.fit["seed"] for trial in made.trials()] == [1, 2]
+    pairs = grid(
+        axes={"fit.lr": [0.1, 0.2], "fit.seed": [5, 6], "model.dim": [8, 4]}, together=[["fit.lr", "fit.seed"]]
+    )
+    found = [(t.fit["lr"], t.fit["seed"], t.model["dim"]) for t in pairs.trials()]
+    assert found == [(0.1, 5, 8), (0.1, 5, 4), (0.2, 6, 8), (0.2, 6, 4)]
+    crossed = grid(points=[{"model.dim": 8}, {"model.num_layers": 1}], axes={"fit.seed": [1, 2]})
+    assert [trial.point for trial in crossed.trials()][2] == {"model.num_layers": 1, "fit.seed": 1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"axes": {}}, "the grid g is empty: it has neither axes nor points"),
+        ({"axes": {"fit.lr": []}}, r"the axis 'fit.lr' of the grid g has no values; give --axes.fit.lr '\[A, B\]'"),
+        ({"axes": {"sids": None}}, "the axis 'sids' of the grid g is for you to fill in"),
+        ({"axes": {"model.dimm": [1]}}, "has the axis 'model.dimm', which the model 'sasrec' does not have; the nearest is 'model.dim'"),
+        ({"axes": {"fit.lrr": [1]}}, "the nearest is 'fit.lr'"),
+        ({"axes": {"dim": [1]}}, r"sets 'dim'; keys start with one of model\."),
+        ({"fixed": {"model.hidden": 1}}, "the grid g sets 'model.hidden', which the model 'sasrec' does not have"),
+        ({"axes": {"fit.lr": [0.1, -1]}}, r"fit.lr is -1, it must be above 0"),
+        ({"axes": {"model.dropout": [2]}}, "model 'sasrec': .*dropout"),
+        ({"axes": {"fit.lr": [0.1, 0.1]}}, r'has the point {"fit.lr": 0.1} twice'),
+        ({"axes": {"fit.lr": [1], "fit.seed": [1, 2]}, "together": [["fit.lr", "fit.seed"]]}, "fit.lr has 1, fit.seed has 2"),
+        ({"base": {"model": {"name": "nezha"}}}, "the model 'nezha' of the grid g is not there yet"),
+        ({"fixed": {"fit.metric": "recall@5"}}, "fit.metric is recall@5, the grid g ranks by val/ndcg@10"),
+    ],
+)  # fmt: skip
+def test_what_no_sweep_could_do_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        grid(**fields).trials()
+
+
+def test_a_setting_of_an_axis_is_refused() -> None:
+    with pytest.raises(UserError, match=r"'fit.lr' is an axis of the grid g; give --axes.fit.lr"):
+        grid().trials({"fit.lr": 1})
+    with pytest.raises(UserError, match="has no axis 'fit.l' to give values to; the nearest is 'fit.lr'"):
+        grid().varied(False, {"fit.l": [1]})
+    assert [t.fit["lr"] for t in grid().varied(False, {"fit.lr": [3]}).trials()] == [3]
+
+
+def test_files_are_read_with_care(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot read .*none.yaml"):
+        load(str(tmp_path / "none.yaml"))
+    for content, message in [
+        ("[1, 2]", "holds list, not a mapping"),
+        ("axes: {", "is not valid YAML"),
+        ("source: x\naxis: {}", "unknown key 'axis' in .*; the nearest key is 'axes'"),
+        ("axes: {}", "source"),
+        (
+            "source: x\nscheduler: {name: asha, grase: 1}",
+            "unknown key 'grase' in scheduler; the nearest key is 'grace'",
+        ),
+        ("source: x\nmode: min", "checkpoints are kept where the metric is largest"),
+        ("source: x\nmetric: ndcg@10", "starts with val/"),
+    ]:
+        (tmp_path / "g.yaml").write_text(content)
+        with pytest.raises(UserError, match=message):
+            load(str(tmp_path / "g.yaml"))
+
+
+@pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
+def test_documented_grids_are_whole(path: Path) -> None:
+    for smoke in (False, True):
+        one = load(str(path))
+        one = one.varied(smoke, {key: [f"{key}-a", f"{key}-b"] for key, values in one.axes.items() if values is None})
+        trials = one.trials(check=False)
+        there = all(trial.model.get("name") in registry.MODELS for trial in trials)
+        if one.kind == "train" and there:
+            trials = one.trials()
+        assert 1 <= len(trials) <= (8 if smoke else 100)
+        assert one.name == path.stem
+        assert one.source
+        if smoke and one.kind == "train":
+            assert max(trial.fit["max_epochs"] for trial in trials) <= 3
+        points = {key for point in one.points for key in point} | set(one.axes) | {"model.name"}
+        for entry in load(str(path)).published:
+            assert set(entry) <= {"point", "dataset", "metrics", "source", "relative_to"}
+            assert entry["source"]
+            assert set(entry["point"]) <= points | set(load(str(path)).keys) | {"fit.seed"}, entry
+
+
+def test_published_values_are_numbers() -> None:
+    for path in GRIDS:
+        for entry in yaml.safe_load(path.read_text()).get("published") or []:
+            assert all(isinstance(value, float) for value in entry["metrics"].values()), path

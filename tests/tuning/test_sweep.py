@@ -1,0 +1,186 @@
+"""Sweeps on a real local Ray and MLflow: what the trials make, what is stopped, lost or refused."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from training_tables import write_tables
+
+from models import checkpoint
+from models.fit import FitConfig, fit
+from models.setup import set_up
+from models.tables import UserError
+from pipelines import tracking
+from pipelines.training.run import RayOptions
+from tuning.grid import Grid, Scheduler
+from tuning.sweep import Options, Swept, best_checkpoint, sweep
+
+MODEL = {"name": "sasrec", "dim": 16, "num_layers": 1, "dropout": 0.0, "max_history": 12}
+FIT = {"batch_size": 16, "max_epochs": 4, "log_every_steps": 2, "patience": 0, "seed": 3}
+
+
+@dataclass
+class World:
+    """Tables, and a sweep under successive halving with one trial at a time."""
+
+    folder: Path
+    tables: str
+    lines: list[str]
+    swept: Swept
+
+    def sweep(self, grid: Grid, **changes: Any) -> Swept:
+        arguments: dict[str, Any] = {
+            "tables": self.tables, "extra": None, "storage": str(self.folder / "runs"), "name": "halved",
+            "ray_options": RayOptions(), "options": Options(concurrency=1), "say": self.lines.append,
+        }  # fmt: skip
+        return sweep(grid, grid.trials(), **{**arguments, **changes})
+
+    def children(self, swept: Swept) -> dict[str, Any]:
+        """MLflow runs of the sweep's trials, by the point's JSON."""
+        client = tracking.connect(swept.run.uri)
+        experiment = client.get_experiment_by_name(swept.run.experiment)
+        found = client.search_runs(
+            [experiment.experiment_id], f"tags.`mlflow.parentRunId` = '{swept.run.run_id}'"
+        )  # fmt: skip
+        assert len({run.data.tags[tracking.TRIAL_TAG] for run in found}) == len(found)
+        return {run.data.tags[tracking.POINT_TAG]: run for run in found}
+
+
+def grid(**fields: Any) -> Grid:
+    axes = {"fit.lr": [0.03, 0.01, 0.0001]}
+    return Grid(**{"name": "g", "source": "a test", "base": {"model": MODEL, "fit": FIT}, "axes": axes, **fields})
+
+
+HALVED = grid(scheduler=Scheduler(name="asha", grace=1, reduction=2))
+
+
+@pytest.fixture(scope="module")
+def world(ray_local: None, tmp_path_factory: pytest.TempPathFactory) -> World:
+    folder = tmp_path_factory.mktemp("sweep")
+    tables, _ = write_tables(folder / "small")
+    made = World(folder, tables, [], None)  # type: ignore[arg-type]
+    made.swept = made.sweep(HALVED)
+    return made
+
+
+def test_trials_train_as_jobs_train_does(world: World) -> None:
+    best = world.swept.best
+    assert best is not None
+    assert best.point == {"fit.lr": 0.03}
+    config = FitConfig(**FIT, lr=0.03)
+    setup = set_up(MODEL, config, world.tables)
+    values = [
+        event.metrics["ndcg@10"]
+        for event in fit(setup.model, setup.train, setup.validate, config, means=setup.means)
+        if event.metrics
+    ]
+    assert best.value == pytest.approx(max(values), abs=1e-6)
+    last = max((world.folder / "runs/halved" / best.name).glob("step-*"))
+    for name, value in checkpoint.safetensors.torch.load_file(last / "model.safetensors").items():
+        torch.testing.assert_close(value, setup.model.state_dict()[name])
+
+
+def test_trials_stopped_early_keep_their_best(world: World) -> None:
+    first, *others = world.swept.outcomes
+    assert (first.status, first.epochs) == ("finished", 4)
+    for other in others:  # worse than all before them after the first epoch
+        assert (other.status, other.epochs) == ("stopped", 1)
+        about = checkpoint.read(str(other.checkpoint))
+        assert about.epoch == 1
+        assert about.metrics["ndcg@10"] == other.value
+    assert not (world.folder / "runs/halved/tune").exists()
+
+
+def test_mlflow_has_the_sweep_and_its_trials(world: World) -> None:
+    client = tracking.connect(world.swept.run.uri)
+    parent = client.get_run(world.swept.run.run_id)
+    tags = parent.data.tags
+    assert parent.info.status == "FINISHED"
+    assert (tags["trieline.kind"], tags["sweep.grid"], tags["sweep.metric"]) == ("sweep", "g", "val/ndcg@10")
+    assert json.loads(tags["sweep.axes"]) == ["fit.lr"]
+    assert world.swept.best is not None
+    assert tags["sweep.best"] == world.swept.best.run_id
+    assert parent.data.metrics["best/ndcg_at_10"] == pytest.approx(world.swept.best.value)
+    assert {"grid.yaml", "trials.json"} <= {a.path for a in client.list_artifacts(parent.info.run_id)}
+    children = world.children(world.swept)
+    assert set(children) == {json.dumps({"fit.lr": lr}) for lr in (0.03, 0.01, 0.0001)}
+    for point, run in children.items():
+        assert run.info.status == "FINISHED"
+        assert run.data.tags["trieline.kind"] == "trial"
+        assert run.data.params["fit.lr"] == str(json.loads(point)["fit.lr"])
+        epochs = 4 if "0.03" in point else 1
+        assert len(client.get_metric_history(run.info.run_id, "val/ndcg_at_10")) == epochs
+        assert ("test/ndcg_at_10" in run.data.metrics) == (epochs == 4)  # those that were stopped are not measured
+
+
+def test_a_sweep_of_the_name_is_resumed_or_refused(world: World) -> None:
+    with pytest.raises(UserError, match=r"the sweep 'halved' is in .* already; give --resume"):
+        world.sweep(HALVED)
+    again = world.sweep(HALVED, resume=True)
+    assert again.already
+    assert again.best == world.swept.best
+    assert len(world.children(again)) == 3
+    with pytest.raises(UserError, match="has other trials .*was started with other settings"):
+        world.sweep(grid(fixed={"model.dim": 8}), resume=True)
+    assert best_checkpoint(str(world.folder / "runs/halved")) == str(world.folder / "runs/halved" / again.best.name)  # type: ignore[union-attr]
+    assert best_checkpoint("runs/elsewhere") == "runs/elsewhere"
+
+
+def kill_trial() -> None:
+    """SIGKILL to the process of the trial that runs now, one of this test's Ray."""
+    for child in psutil.Process().children(recursive=True):
+        if "run_trial" in child.name() or "run_trial" in " ".join(child.cmdline()):
+            child.send_signal(signal.SIGKILL)
+
+
+def test_lost_trials_are_continued_and_lost_ones_recorded(world: World) -> None:
+    kills: list[str] = []
+
+    def watch(line: str) -> None:
+        name = line.split()[0]
+        often = {"lr-0.03": 1, "lr-0.01": 2}.get(name.rsplit("-", 1)[0], 0)
+        if "epoch" in line and kills.count(name) < often:
+            kills.append(name)
+            kill_trial()
+
+    three = grid(axes={"fit.lr": [0.03, 0.01, 1e30]})
+    swept = world.sweep(three, name="killed", options=Options(concurrency=1, retries=1), say=watch)
+    first, second, third = swept.outcomes
+    assert len(kills) == 3
+    assert first.status == "finished"
+    assert first.value == pytest.approx(world.swept.outcomes[0].value)  # as if nothing had happened
+    assert second.status == "failed"
+    assert third.status == "failed"
+    assert "the loss is" in str(third.error)
+    children = world.children(swept)
+    assert len(children) == 3
+    client = tracking.connect(swept.run.uri)
+    history = client.get_metric_history(str(first.run_id), "val/ndcg_at_10")
+    assert len({point.step for point in history}) == len(history) == 4  # no step twice
+    for outcome in (second, third):
+        run = client.get_run(str(outcome.run_id))
+        assert run.info.status == "FAILED"
+        assert run.data.tags[tracking.ERROR_TAG] == outcome.error
+    assert client.get_run(swept.run.run_id).info.status == "FINISHED"
+
+
+def test_what_no_trial_could_do_is_refused_before_any_starts(world: World) -> None:
+    refused: list[tuple[str, Grid, dict[str, Any]]] = [
+        ("is val/recall@7, which no trial reports; choose val/ and one of .*recall@5", grid(metric="val/recall@7"), {}),
+        ("cannot reach MLflow at http://127.0.0.1:9", grid(), {"tracking_uri": "http://127.0.0.1:9"}),
+        ("is not a table", grid(), {"tables": str(world.folder)}),
+        ("needs semantic IDs; give --sids", grid(base={"model": {"name": "tiger"}, "fit": FIT}), {}),
+        ("need 100 CPUs, the cluster has 2", grid(), {"ray_options": RayOptions(cpus_per_worker=100)}),
+        ("names a folder", grid(), {"name": "a/b"}),
+    ]
+    for message, one, changes in refused:
+        with pytest.raises(UserError, match=message):
+            world.sweep(one, **{"name": "refused", **changes})
+    assert not (world.folder / "runs/refused").exists()
