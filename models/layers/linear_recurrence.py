@@ -34,9 +34,10 @@ def linear_recurrence(x: Tensor, decay: Tensor, state: Tensor | None = None) -> 
     return Recurrence.apply(torch.cat([first, x[:, 1:].float()], 1), decay).to(x.dtype)
 
 
-def recurrent_step(state: Tensor, x: Tensor, decay: Tensor) -> Tensor:
-    """(B, D) fp32: the state after one more position, from `state` (B, D) before it and `x` (B, D) at it."""
-    return torch.addcmul(x.float(), state.float(), decay.float())
+def recurrent_step(state: Tensor, x: Tensor, decay: Tensor, out: Tensor | None = None) -> Tensor:
+    """(B, D) fp32, in `out` if given: the state after one more position, from `state` (B, D) before it and `x` (B, D)
+    at it."""
+    return torch.addcmul(x.float(), state.float(), decay.float(), out=out)
 
 
 class Recurrence(torch.autograd.Function):

@@ -4,9 +4,9 @@
 
 Variants, one row per mode and length: `linear_hstu`; `hstu`, without its relative bias, which favours it; and
 `projections`, the same four products of every layer and nothing else, which is the floor of both (HSTU's fifth
-product, of its output, is not in it). `append` adds one behaviour to the cached states of several users,
-beside `linear_hstu`, which encodes their 1,000 anew; of one user alone most of the time goes into reading the
-weights. Weights are random.
+product, of its output, is not in it). `append` adds one behaviour to the cached states of one user and of
+several, beside `linear_hstu`, which encodes their 1,000 anew; of one user alone nearly all of the time goes
+into reading the weights. Weights are random.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from models.matmul import use_exact_onednn
 from models.search.encoders import HSTULayer, LinearHSTU
 
 MODES = ("forward", "train")
-LENGTHS = (100, 300, 1000, 4000)
+LENGTHS = (100, 300, 1000, 4000, 16000)
 VARIANTS = ("hstu", "linear_hstu", "projections", "append")
 
-APPEND_USERS, APPEND_LENGTH = 32, 1000
+APPEND_USERS, APPEND_LENGTH = (1, 32), 1000
 """Users whose states `append` goes on from, and the behaviours that each would have to be encoded anew."""
 
 MOST_ATTENTION_MB = 6000
-"""`hstu` is left out where training would keep more than this of attention matrices."""
+"""`hstu` is left out where it would hold more than this of attention matrices."""
 
 
 class Projections(nn.Module):
@@ -101,9 +101,10 @@ def fits(variant: str, params: Row) -> bool:
     """Whether the variant is one of this mode and length."""
     if variant == "append" or params["mode"] == "append":
         return params["mode"] == "append" and variant in ("linear_hstu", "append")
-    if variant != "hstu" or params["mode"] != "train":
+    if variant != "hstu":
         return True
-    matrices = 3 * params["layers"] * params["heads"] * params["batch"]  # scores, SiLU and its causal part
+    kept = params["layers"] if params["mode"] == "train" else 1  # layers whose matrices are held at once
+    matrices = 3 * kept * params["heads"] * params["batch"]  # scores, SiLU and its causal part
     return matrices * params["length"] ** 2 * 4 / 2**20 <= MOST_ATTENTION_MB
 
 
@@ -123,7 +124,7 @@ def search_encoder(
     variants = list(variants)
     settings = [(mode, length, batch) for mode in modes for length in lengths]
     if "append" in variants:
-        settings.append(("append", APPEND_LENGTH, APPEND_USERS))
+        settings += [("append", APPEND_LENGTH, users) for users in APPEND_USERS]
     for mode, length, users in settings:
         params: Row = {
             "mode": mode, "length": length, "batch": users, "width": width, "layers": layers, "heads": heads,

@@ -14,6 +14,7 @@ from transformers import BertConfig, BertModel
 
 from models.layers.hstu import HSTULayer
 from models.layers.linear_recurrence import Decay, linear_recurrence, recurrent_step
+from models.matmul import Packed
 from models.tables import UserError
 
 
@@ -38,12 +39,6 @@ class LinearHSTULayer(nn.Module):
         c = linear_recurrence(k * v, self.decay())  # (B, T, D): Eq. 7 and 8
         return h + functional.dropout(q * c * u, self.dropout, self.training)
 
-    def step(self, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Output and new state, each (B, D), of the next position `h` (B, D) after `state`; in evaluation."""
-        q, k, v, u = self.projections(h)
-        state = recurrent_step(state, k * v, self.decay())
-        return h + q * state.to(q.dtype) * u, state
-
 
 class LinearHSTU(nn.Module):
     """Layers of Linear HSTU. A user's state is one vector per layer."""
@@ -51,6 +46,7 @@ class LinearHSTU(nn.Module):
     def __init__(self, width: int, num_layers: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.layers = nn.ModuleList(LinearHSTULayer(width, dropout) for _ in range(num_layers))
+        self._packed: tuple[list[tuple[int, int]], list[Packed], Tensor] | None = None
 
     def forward(self, h: Tensor, times: Tensor | None = None) -> Tensor:
         """(B, T, D) states; padding is on the right, where no real position sees it. Times are not read."""
@@ -59,12 +55,28 @@ class LinearHSTU(nn.Module):
         return h
 
     def step(self, h: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """(output (B, D), new states (layers, B, D)) of one more behaviour."""
-        after = []
-        for layer, state in zip(self.layers, states, strict=True):
-            h, state = layer.step(h, state)  # type: ignore[operator]
-            after.append(state)
-        return h, torch.stack(after)
+        """(output (B, D), new states (layers, B, D)) of one more behaviour; no gradients.
+
+        Of a few users most of the time goes into reading the weights, so they are kept as the product wants them,
+        with the norm's gain folded in, until they change.
+        """
+        with torch.no_grad():
+            products, decays = self.packed()
+            after = torch.empty_like(states, dtype=torch.float32)
+            for product, decay, state, new in zip(products, decays, states, after, strict=True):
+                q, k, v, u = functional.silu(product(functional.rms_norm(h, h.shape[-1:])), inplace=True).chunk(4, -1)
+                recurrent_step(state, k.mul_(v), decay, out=new)  # Eq. 7 and 8
+                h = torch.addcmul(h, q.mul_(new.to(q.dtype)), u)  # Eq. 9 and 10
+            return h, after
+
+    def packed(self) -> tuple[list[Packed], Tensor]:
+        """Per layer the product of Eq. 6 after the norm, and the decays (layers, D); made anew when weights change."""
+        layers = [(layer.project.weight, layer.norm.weight, layer.decay.logit) for layer in self.layers]
+        made = [(weight.data_ptr(), weight._version) for weights in layers for weight in weights]
+        if self._packed is None or self._packed[0] != made:
+            products = [Packed(project * gain) for project, gain, _ in layers]
+            self._packed = made, products, torch.stack([torch.sigmoid(logit.float()) for *_, logit in layers])
+        return self._packed[1:]
 
 
 class HSTU(nn.Module):

@@ -28,6 +28,7 @@ def test_attention_too_large_to_train_is_left_out():
     params = {"mode": "train", "length": 4000, "layers": 12, "heads": 8, "batch": 1}
     assert not bench.fits("hstu", params)
     assert bench.fits("hstu", params | {"mode": "forward"})
+    assert not bench.fits("hstu", params | {"mode": "forward", "length": 16000})
     assert bench.fits("hstu", params | {"length": 1000})
     assert bench.fits("linear_hstu", params)
     assert not bench.fits("append", params)

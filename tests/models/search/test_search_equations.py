@@ -97,6 +97,10 @@ def test_parallel_and_step_by_step_encoding_agree():
     for t in range(30):
         out, states = encoder.step(h[:, t], states)
         assert torch.allclose(out, whole[:, t], atol=1e-5)
+    for weight in encoder.parameters():  # what a step keeps of the weights follows them
+        torch.nn.init.normal_(weight, std=0.3)
+    out, _ = encoder.step(h[:, 0], torch.zeros(3, 2, 8))
+    assert torch.allclose(out, encoder(h)[:, 0], atol=1e-5)
 
 
 def test_hstu_attention_is_its_loop():
