@@ -105,12 +105,20 @@ def item_shift_lines(metrics: dict[str, float]) -> list[str]:
 
 def print_ranking(result: Result) -> None:
     """What a model that scores candidates was found to do, label by label."""
+    found, kinds = result.metrics, ["gauc", "auc", "log_loss", "normalised_entropy"]
+    kinds += ["calibration"] if "eval_loss" in found else []
     print(f"{result.model} on {result.split}: {result.examples:,} requests, seed {result.seed}")
-    for prefix in sorted(name.removesuffix("gauc") for name in result.metrics if name.endswith("gauc")):
-        found = {name: result.metrics[prefix + name] for name in ("gauc", "auc", "log_loss", "normalised_entropy")}
-        print(f"  {prefix:<10}" + "  ".join(f"{name} {value:.4f}" for name, value in found.items()))
-        one, all_ = (int(result.metrics[prefix + name]) for name in ("requests_one_class", "requests"))
-        print(f"  {prefix:<10}{one:,} of {all_:,} requests have one class and no part in gauc")
+    prefixes = sorted(name.removesuffix("requests_one_class") for name in found if name.endswith("requests_one_class"))
+    width = max(10, *(len(prefix) + 1 for prefix in prefixes))
+    for prefix in prefixes:
+        print(f"  {prefix:<{width}}" + "  ".join(f"{name} {found[prefix + name]:.4f}" for name in kinds))
+        one, all_ = (int(found[prefix + name]) for name in ("requests_one_class", "requests"))
+        print(f"  {'':<{width}}{one:,} of {all_:,} requests have one class and no part in gauc")
+    if "eval_loss" in found:
+        both = (
+            f"{found['mean/normalised_entropy']:.4f} ({found['mean/normalised_entropy_train']:.4f} by training rates)"
+        )
+        print(f"  loss over tasks {found['eval_loss']:.4f}, mean normalised entropy {both}")
 
 
 def run(config: Config) -> Result | None:
@@ -147,7 +155,7 @@ def run(config: Config) -> Result | None:
         shards=config.shards, device=config.device, options=options, item_shift=config.item_shift,
     )  # fmt: skip
     place = record(result, about, config.tracking_uri)
-    if "gauc" in result.metrics:
+    if any(name.endswith("requests_one_class") for name in result.metrics):
         print_ranking(result)
     elif "recall@10" not in result.metrics:  # what is no recommender yet, such as an encoder
         print(f"{result.model} on {result.split}: {result.examples:,} users, seed {result.seed}")

@@ -23,6 +23,9 @@ from models.fit import FitConfig
 from models.tables import UserError
 from pipelines.training.run import RayOptions, Trained, train
 
+SHOWN = ("gauc", "auc", "eval_loss", "mean/normalised_entropy", "mean/auc")
+"""Metrics of the best epoch that are printed, of models that score candidates; of others those at 10."""
+
 
 @dataclass
 class Config:
@@ -123,7 +126,7 @@ def run(config: Config) -> Trained:
         print(f"The run '{trained.name}' is finished; nothing to do. --overwrite trains it anew.")
     else:
         print(f"Trained {best.name} for {trained.epochs} epochs in {trained.seconds:.0f} s.")
-    names = ("gauc", "auc") if "gauc" in best.metrics else [name for name in best.metrics if name.endswith("@10")]
+    names = [name for name in SHOWN if name in best.metrics] or [name for name in best.metrics if name.endswith("@10")]
     shown = "  ".join(f"{name} {best.metrics[name]:.4f}" for name in names)
     beside = f" --{extra} {getattr(config, extra)}" if extra else ""
     print(

@@ -151,6 +151,7 @@ class ActionsExamples:
         self.tied = np.flatnonzero(tied)
         self.first_tied = np.searchsorted(self.tied, self.begin)
         self.ties = np.searchsorted(self.tied, self.begin + self.context) - self.first_tied
+        self._extra = self.ties if self.unit == "user" else np.zeros_like(self.ties)
         self.events["learn"] = ~tied
 
     def __len__(self) -> int:
@@ -183,7 +184,10 @@ class ActionsExamples:
             )
         rng = np.random.default_rng([seed, epoch, self.rank])
         order = np.resize(rng.permutation(len(self)), int(self.rows_per_rank.max()))
-        order = order[np.argsort(self.lengths[order] * rng.uniform(1, JITTER, len(order)), kind="stable")]
+        size = (self.lengths[order] + self._extra[order]) * rng.uniform(1, JITTER, len(order))
+        # rows that have candidates beside the context apart, as one such row widens its whole batch; longest to longest
+        beside = self._extra[order] > 0
+        order = order[np.lexsort((np.where(beside, -size, size), beside))]
         edges = equal_parts(self.lengths[order], self.steps(batch_size))
         for part in rng.permutation(len(edges) - 1):
             rows = order[edges[part] : edges[part + 1]]
