@@ -71,7 +71,8 @@ class LinearHSTU(nn.Module):
 
     def packed(self) -> tuple[list[Packed], Tensor]:
         """Per layer the product of Eq. 6 after the norm, and the decays (layers, D); made anew when weights change."""
-        layers = [(layer.project.weight, layer.norm.weight, layer.decay.logit) for layer in self.layers]
+        own: list[Any] = list(self.layers)
+        layers = [(layer.project.weight, layer.norm.weight, layer.decay.logit) for layer in own]
         made = [(weight.data_ptr(), weight._version) for weights in layers for weight in weights]
         if self._packed is None or self._packed[0] != made:
             products = [Packed(project * gain) for project, gain, _ in layers]
