@@ -4,6 +4,7 @@ python -m jobs.benchmark decode [--json FILE] [--histories TABLES]   users per s
 python -m jobs.benchmark search_encoder [--json FILE]   encoders of search models, by mode and length
 python -m jobs.benchmark actions [--json FILE]      models of actions, by mode and length
 python -m jobs.benchmark sequences [--json FILE]    events per second of the sequence step, beside polars
+python -m jobs.benchmark sweep --histories TABLES [--json FILE]   what a sweep adds to the trainings in it
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Config:
     """Options of the benchmarks; the name may stand first, without its option."""
 
     name: str
-    """Which benchmark: decode, search_encoder, actions or sequences."""
+    """Which benchmark: decode, search_encoder, actions, sequences or sweep."""
     json: str | None = None
     """File for the JSON lines, which are printed too."""
     runs: int = 5
@@ -33,7 +34,8 @@ class Config:
     threads: int = 2
     """CPU threads of all but `sequences`."""
     histories: str | None = None
-    """Tables of jobs.prepare whose test histories `decode` takes; random ones, 9 items in the mean, without."""
+    """Tables of jobs.prepare whose test histories `decode` takes, random ones, 9 items in the mean, without; and those
+    that `sweep` trains on."""
     sizes: list[int] = field(default_factory=lambda: [1_000_000, 5_000_000, 20_000_000])
     """Events in the logs of `sequences`."""
 
@@ -51,11 +53,19 @@ def _sequences(config: Config) -> Iterable[dict[str, Any]]:
     return benchmark.run(config.sizes, config.runs)
 
 
+def _sweep(config: Config) -> Iterable[dict[str, Any]]:
+    from tuning import bench
+
+    cli.start_ray()
+    return bench.bench(config.histories, config.runs, config.threads)
+
+
 BENCHMARKS: dict[str, Callable[[Config], Iterable[dict[str, Any]]]] = {
     "decode": lambda config: decode(runs=config.runs, threads=config.threads, histories=config.histories),
     "search_encoder": lambda config: search_encoder(runs=config.runs, threads=config.threads),
     "actions": lambda config: actions(runs=config.runs, threads=config.threads),
     "sequences": _sequences,
+    "sweep": _sweep,
 }
 
 

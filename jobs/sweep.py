@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -122,7 +122,18 @@ def read(config: Config) -> tuple[Grid, list[Trial]]:
     for key in TRAINED:
         if isinstance(sets.get(key), str):
             sets[key] = best_checkpoint(sets[key])
-    return grid, grid.trials(sets, check=not config.dry_run)
+    trials = grid.trials(sets, check=not config.dry_run)
+    if config.storage and not config.dry_run and all(takes_cache(trial.model) for trial in trials):
+        trials = grid.trials({**sets, "model.teacher_cache": f"{config.storage.rstrip('/')}/teacher_cache"})
+    return grid, trials
+
+
+def takes_cache(model: dict[str, Any]) -> bool:
+    """Whether the model can keep what its teacher says, for all trials, and is not told otherwise."""
+    name = str(model.get("name"))
+    if name not in registry.MODELS or "teacher_cache" not in {f.name for f in fields(registry.model_config(name))}:
+        return False
+    return not (model.get("teacher_cache") or model.get("teacher_memory_mb") or model.get("end_to_end"))
 
 
 def run(config: Config) -> Swept | None:

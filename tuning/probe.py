@@ -7,6 +7,7 @@ all trials share and only the first one makes, such as a table of a teacher's ou
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +38,9 @@ class Look:
     """Estimated time of the trial at all of its epochs; 0 where nothing was timed."""
 
 
-def look(trial: Trial, tables: str, extra: str | None, timed: bool, threads: int) -> Look:
+def look(
+    trial: Trial, tables: str, extra: str | None, timed: bool, threads: int, say: Callable[[str], None] = print
+) -> Look:
     """Builds the trial's model and measures a few validation rows; `timed` also takes a few steps."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -45,6 +48,8 @@ def look(trial: Trial, tables: str, extra: str | None, timed: bool, threads: int
         began = time.perf_counter()
         setup = set_up(trial.model, FitConfig(**trial.fit), tables, extra)
         loading = time.perf_counter() - began
+        for note in setup.notes:
+            say(note)
         if not setup.entry.gradient:
             return Look(setup.entry.family.name, [setup.fit.metric], loading)
         if len(setup.val) == 0:

@@ -136,11 +136,9 @@ class Ledger(Callback):
             self._count(found)
 
     def on_trial_error(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-        if trial.status != "ERROR":  # it is started again
-            return
         one = self.plan.trials[trial.config[TRIAL]]
-        lines = str(trial.error_msg if hasattr(trial, "error_msg") else "").strip().splitlines()
-        fail(one, self.plan, lines[-1] if lines else "the process of the trial was lost")
+        lines = str(trial.get_pickled_error() or "").strip().splitlines()
+        fail(one, self.plan, lines[-1].strip() if lines else "the process of the trial was lost")
         self._count(outcome(one, self.plan))
 
     def _count(self, found: Outcome) -> None:
@@ -184,7 +182,7 @@ def sweep(
     check_cluster(ray_options, workers, gpu)
     threads = ray_options.threads or (0 if grid.kind == "evaluate" else max(1, int(ray_options.cpus_per_worker)))
     ray_options = replace(ray_options, threads=threads)
-    family, hashes = check(grid, trials, tables, extra, max(1, threads))
+    family, hashes = check(grid, trials, tables, extra, max(1, threads), say)
     with held(storage, name, PATIENCE if resume else 0):
         before = read_sweep(folder)
         if before is None:
@@ -259,7 +257,7 @@ def run_pending(
     room = min(int(ray.cluster_resources().get(kind, 0) / (need * workers)) for kind, need in each.items() if need)
     at_once = 1 if grid.kind == "evaluate" else min(options.concurrency or room, room)
     budget = options.budget_hours * 3600
-    needs = {kind.lower(): need for kind, need in each.items()} if workers == 1 else {"cpu": 0}
+    needs: dict[str, float] = {kind.lower(): need for kind, need in each.items()} if workers == 1 else {"cpu": 0}
     stopped = {key.removeprefix("val/"): value for key, value in grid.stop.items()}
     tune.Tuner(
         tune.with_resources(tune.with_parameters(run_trial, plan=plan), needs),
@@ -276,7 +274,9 @@ def run_pending(
     ).fit()  # fmt: skip
 
 
-def check(grid: Grid, trials: list[Trial], tables: str, extra: str | None, threads: int) -> tuple[str, dict[str, str]]:
+def check(
+    grid: Grid, trials: list[Trial], tables: str, extra: str | None, threads: int, say: Callable[[str], None]
+) -> tuple[str, dict[str, str]]:
     """(family, hashes of the tables): refuses what no trial could do, by a look at one of each model and folder."""
     seen: dict[tuple, Trial] = {}
     for trial in trials:
@@ -301,14 +301,14 @@ def check(grid: Grid, trials: list[Trial], tables: str, extra: str | None, threa
             continue
         entry = registry.find(trial.model["name"])
         hashes = load_catalogue(entry, trial.model["name"], tables, own).hashes
-        seen_there = look(trial, tables, own, False, threads)
+        seen_there = look(trial, tables, own, False, threads, say)
         families.add(seen_there.family)
         metric = grid.metric.removeprefix("val/")
         if metric not in seen_there.metrics and entry.gradient:
-            known = ", ".join(seen_there.metrics)
+            there = ", ".join(seen_there.metrics)
             raise UserError(
                 f"the metric of the grid {grid.name} is {grid.metric}, which no trial reports; choose val/ and one of "
-                f"{known}"
+                f"{there}"
             )
     if len(families) > 1:
         raise UserError(f"the grid {grid.name} mixes models of {', '.join(sorted(families))}; sweep them apart")

@@ -79,14 +79,20 @@ def test_several_seeds_are_an_axis_and_some_axes_go_together() -> None:
         ({"axes": {}}, "the grid g is empty: it has neither axes nor points"),
         ({"axes": {"fit.lr": []}}, r"the axis 'fit.lr' of the grid g has no values; give --axes.fit.lr '\[A, B\]'"),
         ({"axes": {"sids": None}}, "the axis 'sids' of the grid g is for you to fill in"),
-        ({"axes": {"model.dimm": [1]}}, "has the axis 'model.dimm', which the model 'sasrec' does not have; the nearest is 'model.dim'"),
+        (
+            {"axes": {"model.dimm": [1]}},
+            r"has the axis 'model\.dimm', which the model 'sasrec' does not have; the nearest is 'model\.dim'",
+        ),
         ({"axes": {"fit.lrr": [1]}}, "the nearest is 'fit.lr'"),
         ({"axes": {"dim": [1]}}, r"sets 'dim'; keys start with one of model\."),
         ({"fixed": {"model.hidden": 1}}, "the grid g sets 'model.hidden', which the model 'sasrec' does not have"),
         ({"axes": {"fit.lr": [0.1, -1]}}, r"fit.lr is -1, it must be above 0"),
         ({"axes": {"model.dropout": [2]}}, "model 'sasrec': .*dropout"),
         ({"axes": {"fit.lr": [0.1, 0.1]}}, r'has the point {"fit.lr": 0.1} twice'),
-        ({"axes": {"fit.lr": [1], "fit.seed": [1, 2]}, "together": [["fit.lr", "fit.seed"]]}, "fit.lr has 1, fit.seed has 2"),
+        (
+            {"axes": {"fit.lr": [1], "fit.seed": [1, 2]}, "together": [["fit.lr", "fit.seed"]]},
+            r"fit\.lr has 1, fit\.seed has 2",
+        ),
         ({"base": {"model": {"name": "nezha"}}}, "the model 'nezha' of the grid g is not there yet"),
         ({"fixed": {"fit.metric": "recall@5"}}, "fit.metric is recall@5, the grid g ranks by val/ndcg@10"),
     ],
@@ -99,13 +105,13 @@ def test_what_no_sweep_could_do_is_refused(fields: dict[str, Any], message: str)
 def test_a_setting_of_an_axis_is_refused() -> None:
     with pytest.raises(UserError, match=r"'fit.lr' is an axis of the grid g; give --axes.fit.lr"):
         grid().trials({"fit.lr": 1})
-    with pytest.raises(UserError, match="has no axis 'fit.l' to give values to; the nearest is 'fit.lr'"):
+    with pytest.raises(UserError, match=r"has no axis 'fit.l' to give values to; the nearest is 'fit.lr'"):
         grid().varied(False, {"fit.l": [1]})
     assert [t.fit["lr"] for t in grid().varied(False, {"fit.lr": [3]}).trials()] == [3]
 
 
 def test_files_are_read_with_care(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot read .*none.yaml"):
+    with pytest.raises(UserError, match=r"cannot read .*none\.yaml"):
         load(str(tmp_path / "none.yaml"))
     for content, message in [
         ("[1, 2]", "holds list, not a mapping"),

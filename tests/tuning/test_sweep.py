@@ -127,7 +127,7 @@ def test_a_sweep_of_the_name_is_resumed_or_refused(world: World) -> None:
     assert again.already
     assert again.best == world.swept.best
     assert len(world.children(again)) == 3
-    with pytest.raises(UserError, match="has other trials .*was started with other settings"):
+    with pytest.raises(UserError, match=r"has other trials .*was started with other settings"):
         world.sweep(grid(fixed={"model.dim": 8}), resume=True)
     assert best_checkpoint(str(world.folder / "runs/halved")) == str(world.folder / "runs/halved" / again.best.name)  # type: ignore[union-attr]
     assert best_checkpoint("runs/elsewhere") == "runs/elsewhere"

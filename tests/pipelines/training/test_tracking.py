@@ -1,9 +1,17 @@
-"""The MLflow store: several runs at once, and what was logged before an interruption is not logged twice."""
+"""The MLflow store: many runs at once, and what was logged before an interruption is not logged twice."""
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -33,7 +41,7 @@ def test_runs_that_start_together_share_one_new_store(tmp_path: Path) -> None:
         subprocess.Popen(
             [sys.executable, "-c", WRITER, uri, str(tmp_path), f"run{i}"], cwd=ROOT, stderr=subprocess.PIPE, text=True
         )
-        for i in range(3)
+        for i in range(8)
     ]
     for writer in writers:
         _, errors = writer.communicate(timeout=200)
@@ -44,9 +52,78 @@ def test_runs_that_start_together_share_one_new_store(tmp_path: Path) -> None:
     assert experiment is not None
     assert experiment.artifact_location == f"{tmp_path}/mlartifacts"
     runs = client.search_runs([experiment.experiment_id])
-    assert len(runs) == 3
+    assert len(runs) == 8
     for run in runs:
         assert len(client.get_metric_history(run.info.run_id, "val/ndcg_at_10")) == 30
+
+
+@contextmanager
+def server(folder: Path) -> Iterator[str]:
+    """An `mlflow server` on a SQLite file; its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{free.getsockname()[1]}"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", address.rpartition(":")[2],
+         "--workers", "1", "--backend-store-uri", f"sqlite:///{folder}/server.db",
+         "--artifacts-destination", str(folder / "artifacts")],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    try:
+        until = time.monotonic() + 120
+        while True:
+            try:
+                urllib.request.urlopen(f"{address}/health", timeout=5).close()
+                break
+            except (urllib.error.URLError, OSError):
+                assert process.poll() is None
+                assert time.monotonic() < until
+                time.sleep(0.2)
+        yield address
+    finally:
+        os.killpg(process.pid, 15)
+        process.wait(timeout=30)
+
+
+def test_trials_of_a_sweep_log_at_once_to_a_server(tmp_path: Path) -> None:
+    with server(tmp_path) as uri:
+        parent = tracking.open_run(uri, "retrieval/x", "sweep", str(tmp_path), config={"sweep": {}}, hashes={})
+
+        def trial(i: int) -> str:
+            tags = {tracking.KIND_TAG: "trial", tracking.TRIAL_TAG: f"id{i}"}
+            run = tracking.open_run(
+                uri, "retrieval/x", f"run{i}", str(tmp_path), config={"model": {"name": f"m{i}"}}, hashes={},
+                parent=parent.run_id, tags=tags,
+            )  # fmt: skip
+            logger = tracking.Logger(run)
+            for step in range(30):
+                logger.log({"train/loss": float(step), "val/ndcg@10": 0.5}, step)
+            logger.end()
+            return run.run_id
+
+        with ThreadPoolExecutor(8) as threads:
+            runs = list(threads.map(trial, range(8)))
+        client = tracking.connect(uri)
+        assert len(set(runs)) == 8
+        for run_id in runs:
+            assert len(client.get_metric_history(run_id, "train/loss")) == 30
+            assert client.get_run(run_id).data.tags["mlflow.parentRunId"] == parent.run_id
+
+
+def test_a_trial_that_was_killed_takes_up_its_run(tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+
+    def opened(name: str, trial: str, parent: str | None = None) -> str:
+        tags = {tracking.TRIAL_TAG: trial} if parent else {}
+        return tracking.open_run(
+            uri, "retrieval/x", name, str(tmp_path), config={"fit": {"lr": 1}}, hashes={}, parent=parent, tags=tags
+        ).run_id  # fmt: skip
+
+    one, other = opened("one", ""), opened("other", "")
+    first = opened("t", "id", one)
+    assert opened("t", "id", one) == first
+    assert opened("t", "other id", one) != first
+    assert opened("t", "id", other) != first
 
 
 def test_a_continued_run_logs_each_step_once(tmp_path: Path) -> None:

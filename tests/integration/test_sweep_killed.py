@@ -1,0 +1,80 @@
+"""A sweep whose driver is killed and that is resumed: no trial lost or run twice, the same best."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from training_tables import write_tables
+
+from models.fit import FitConfig, fit
+from models.setup import set_up
+from pipelines import tracking
+
+ROOT = Path(__file__).parents[2]
+MODEL = {"name": "sasrec", "dim": 16, "num_layers": 1, "dropout": 0.0, "max_history": 12}
+FIT = {"batch_size": 16, "max_epochs": 12, "log_every_steps": 2, "patience": 0, "seed": 3}
+RATES = [0.01, 0.03, 0.001]
+
+
+def values_of(tables: str, lr: float) -> list[float]:
+    """Validation metric by epoch of an undisturbed training."""
+    config = FitConfig(**FIT, lr=lr)
+    setup = set_up(MODEL, config, tables)
+    events = fit(setup.model, setup.train, setup.validate, config, means=setup.means)
+    return [event.metrics["ndcg@10"] for event in events if event.metrics]
+
+
+def test_a_killed_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
+    tables, _ = write_tables(tmp_path / "small")
+    grid = {"source": "a test", "base": {"model": MODEL, "fit": FIT}, "axes": {"fit.lr": RATES}}
+    (tmp_path / "rates.yaml").write_text(yaml.safe_dump(grid))
+    line = [
+        sys.executable, "-m", "jobs.sweep", "--grid", str(tmp_path / "rates.yaml"), "--tables", tables, "--storage",
+        str(tmp_path / "runs"), "--options.concurrency", "1", "--options.test", "false",
+    ]  # fmt: skip
+    folder = tmp_path / "runs/rates"
+    driver = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 200
+    while True:  # until one trial is done and the next one has begun
+        records = [json.loads(path.read_text()) for path in folder.glob("*/run.json")]
+        reported = len(list(folder.glob("*/reports.json")))
+        if [record["status"] for record in records].count("finished") == 1 and reported == 2:
+            break
+        assert driver.poll() is None, driver.stderr.read()  # type: ignore[union-attr]
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    driver.send_signal(signal.SIGKILL)
+    driver.communicate()
+    done = next(path.parent for path in folder.glob("*/best"))
+    before = {path: path.stat().st_mtime_ns for path in done.rglob("*")}
+
+    again = subprocess.run([*line, "--resume"], cwd=ROOT, capture_output=True, text=True, timeout=250)
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert "3 trials of rates, 1 done before" in again.stdout
+    assert {path: path.stat().st_mtime_ns for path in done.rglob("*")} == before
+
+    client = tracking.connect(f"sqlite:///{tmp_path}/runs/mlflow.db")
+    experiment = client.get_experiment_by_name("retrieval/small")
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id])
+    trials = [run for run in runs if run.data.tags["trieline.kind"] == "trial"]
+    (parent,) = [run for run in runs if run.data.tags["trieline.kind"] == "sweep"]
+    assert len(trials) == len(RATES)  # none lost, none run twice
+    expected = {lr: values_of(tables, lr) for lr in RATES}
+    for run in trials:
+        assert run.info.status == "FINISHED"
+        lr = json.loads(run.data.tags["sweep.point"])["fit.lr"]
+        history = client.get_metric_history(run.info.run_id, "val/ndcg_at_10")
+        values = [point.value for point in sorted(history, key=lambda point: point.step)]
+        assert values == pytest.approx(expected[lr], abs=1e-6), lr  # every epoch once, as if undisturbed
+    best = max(RATES, key=lambda lr: max(expected[lr]))
+    chosen = client.get_run(parent.data.tags["sweep.best"])
+    assert json.loads(chosen.data.tags["sweep.point"]) == {"fit.lr": best}
+    assert parent.info.status == "FINISHED"

@@ -1,0 +1,90 @@
+"""The command line of jobs.sweep: free keys, dry runs, and mistakes answered in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from training_tables import write_tables
+
+from jobs import sweep as job
+from models.tables import UserError
+from pipelines.training.run import RayOptions
+
+GRIDS = Path(__file__).parents[2] / "tuning/grids"
+
+
+def parse(*words: str) -> job.Config:
+    return job.parse("sweep", ["--grid", str(GRIDS / "sid_mlp_alpha.yaml"), *words])
+
+
+def test_keys_below_model_fit_and_axes_are_free() -> None:
+    config = parse(
+        "--dry-run", "--model.teacher=runs/tiger", "--fit.lr", "5e-4", "--axes.model.alpha", "[0, 1.0]",
+        "--ray.threads", "2", "--options.retries", "0",
+    )  # fmt: skip
+    assert config.dry_run
+    assert config.set == {"model.teacher": "runs/tiger", "fit.lr": 5e-4, "axes.model.alpha": [0, 1.0]}
+    assert config.ray == RayOptions(threads=2)
+    grid, trials = job.read(config)
+    assert [trial.model["alpha"] for trial in trials] == [0, 1.0]
+    assert {trial.fit["lr"] for trial in trials} == {5e-4}
+    assert trials[0].model["head_width"] == 512  # of the base config
+    assert grid.published
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--tables is not given; only --dry_run does without"),
+        (["--dry-run", "--resum"], "unknown key 'resum'; the nearest key is 'resume'"),
+        (["--dry-run", "--model.alpha"], r"--model\.alpha has no value"),
+        (["--dry-run", "--options.retries", "-1"], "retries is -1, it must be at least 0"),
+    ],
+)
+def test_mistakes_are_named(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--axes.model.alpha", "0.5"], "--axes.model.alpha is 0.5, it must be a list"),
+        (["--model.alpha", "0.5"], "'model.alpha' is an axis of the grid sid_mlp_alpha"),
+        (["--axes.model.alfa", "[1]"], "has no axis 'model.alfa' to give values to; the nearest is 'model.alpha'"),
+        (["--axes.model.alpha", "[]"], "the axis 'model.alpha' of the grid sid_mlp_alpha has no values"),
+        (["--model.teechar", "x"], "the nearest is 'model.teacher'"),
+        (["--samples", "0"], "--samples is 0, it must be at least 1"),
+    ],
+)
+def test_what_does_not_fit_the_grid_is_named(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        job.read(parse("--tables", "t", "--storage", "s", *words))
+
+
+def test_a_dry_run_prints_the_trials(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tables, _ = write_tables(tmp_path / "small")
+    grid: dict[str, Any] = {
+        "source": "a test",
+        "base": {"model": {"name": "sasrec", "dim": 16}, "fit": {"max_epochs": 2, "batch_size": 16}},
+        "axes": {"fit.lr": [0.1, 0.2, 0.3]},
+    }  # fmt: skip
+    (tmp_path / "g.yaml").write_text(yaml.safe_dump(grid))
+    job.run(job.parse("sweep", ["--grid", str(tmp_path / "g.yaml"), "--tables", tables, "--dry-run", "--samples", "2"]))
+    printed = capsys.readouterr().out
+    assert "2 of 3 points; metric val/ndcg@10; scheduler none" in printed
+    assert "at most about 0.0" in printed
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["g.yaml", "small"]
+
+
+def test_grids_of_models_that_are_not_there_are_shown_and_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--grid", str(GRIDS / "nezha.yaml"), "--tables", "t", "--storage", "s"]
+    with pytest.raises(
+        UserError, match="the model 'nezha' of the grid nezha is not there yet; --dry-run shows its trials"
+    ):
+        job.run(job.parse("sweep", words))
+    job.run(job.parse("sweep", [*words, "--dry-run"]))
+    assert "15 of 15 points" in capsys.readouterr().out
