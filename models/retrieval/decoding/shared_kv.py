@@ -6,7 +6,8 @@ and the output projection into the values: `(x Wq)(s Wk)' = x (s Wk Wq')'`. Self
 stay where they were computed; a beam looks them up by its ancestors. The cache that `transformers` keeps
 holds the cross-attention's once per beam and copies it at every step.
 
-Shapes: `B` users, `W` beams, `S` source positions, `D` width, `H` heads, `K` width of a head.
+Shapes: `B` users, `W` beams, `N = B * W`, `S` source positions, `D` width, `H` heads, `K` width of a head, `V`
+vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +16,41 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.retrieval.t5 import T5, Attention
+from models.matmul import Packed
+from models.retrieval.decoding import kernels
+from models.retrieval.decoding.derived import derived
+from models.retrieval.t5 import T5
+
+
+def packed_decoder(t5: T5) -> PackedDecoder:
+    """The decoder's weights of `t5` as they are now, kept on it until they change."""
+    return derived(t5, "packed_decoder", lambda: PackedDecoder(t5))
+
+
+class PackedDecoder:
+    """The decoder's weights at this time: joined, with the norms' weights in what follows them."""
+
+    @torch.no_grad()
+    def __init__(self, t5: T5) -> None:
+        self.t5, blocks = t5, t5.decoder.blocks
+        self.scaled, self.heads = blocks[0].norm_of(0).scaled, t5.sizes.num_heads
+        self.qkv = [
+            Packed(torch.cat([a.q.weight, a.k.weight, a.v.weight]) * block.norm_of(0).weight)
+            for block, a in ((block, block.attention) for block in blocks)
+        ]
+        self.o = [Packed(block.attention.o.weight) for block in blocks]
+        self.wi = [Packed(block.feedforward.wi.weight * block.norm_of(-1).weight) for block in blocks]
+        self.wo = [Packed(block.feedforward.wo.weight) for block in blocks]
+        self.first = self.qkv[0](self.scaled(t5.shared.weight))  # (V, 3 * H * K): what block 0 makes of a token
+        self.logits = Packed(t5.shared.weight * (t5.decoder.final_layer_norm.weight * t5.sizes.d_model**-0.5))
+        self.keys, self.values = [], []  # each (H * D, D): of the source, with the projections of q and o in them
+        for block in blocks:
+            cross = block.cross_attention
+            q, k, v = (layer.weight.unflatten(0, (cross.heads, -1)) for layer in (cross.q, cross.k, cross.v))
+            o = cross.o.weight.unflatten(1, (cross.heads, -1))  # (D, H, K)
+            keys = torch.einsum("hkd,hke->hde", q * block.norm_of(1).weight, k)
+            self.keys.append(Packed(keys.flatten(0, 1)))
+            self.values.append(Packed(torch.einsum("dhk,hke->hde", o, v).flatten(0, 1)))
 
 
 class SharedKV:
@@ -27,73 +62,63 @@ class SharedKV:
     def __init__(self, t5: T5, source: Tensor, padding: Tensor | None, first_token: list[int], sizes: list[int]):
         """`source` (B, S, D) are encoder states, `padding` (B, 1, 1, S) is -inf where there is none; level
         l has `sizes[l]` tokens from `first_token[l]` on."""
-        self.t5, self.padding, self.first_token, self.sizes = t5, padding, first_token, sizes
-        self.blocks = t5.decoder.blocks
-        self.cross = [_fold(block.cross_attention, source) for block in self.blocks]
-        self.qkv = [torch.cat([a.q.weight, a.k.weight, a.v.weight]) for a in (b.attention for b in self.blocks)]
+        self.decoder = decoder = packed_decoder(t5)
+        self.padding, self.first_token, self.sizes = padding, first_token, sizes
+        shape = (decoder.heads, -1)
+        self.cross = [  # keys and values (B, H * S, D) of each block
+            tuple(fold(source).unflatten(-1, shape).transpose(1, 2).flatten(1, 2) for fold in folds)
+            for folds in zip(decoder.keys, decoder.values, strict=True)
+        ]
         self.bias = t5.decoder.position_bias(len(sizes))[0]  # (H, L, L)
-        self.cache: list[list[Tensor]] = [[] for _ in self.blocks]  # per block and level (B, W, 2HK): keys, values
-        self.ancestors: list[Tensor] = []  # per level but the first (B, W): each beam's place in that level's cache
+        self.codes: list[list[Tensor]] = [[] for _ in decoder.qkv]  # per block and level (n, 3 * H * K): q, k, v
+        self.places: list[Tensor] = []  # per level (N,): each beam's row among those of that level
         self.batch = len(source)
 
     def start(self) -> Tensor:
         begin = torch.zeros((self.batch, 1), dtype=torch.long, device=self.bias.device)  # T5 starts with padding
-        return self._advance(self.t5.shared(begin), 0)[:, 0]
+        return self._advance(begin, 0)[:, 0]
 
     def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
-        level = len(self.cache[0])
-        self.ancestors = [ancestor.gather(1, parents) for ancestor in self.ancestors]
-        if level > 1:
-            self.ancestors.append(parents)
-        return self._advance(self.t5.shared(tokens + self.first_token[level - 1]), level)
+        level = len(self.places)
+        user = torch.arange(self.batch, device=parents.device).unsqueeze(1)
+        parent = (parents + user * (len(self.places[-1]) // self.batch)).flatten()
+        self.places = [place[parent] for place in self.places]
+        return self._advance(tokens + self.first_token[level - 1], level)
 
-    def _advance(self, x: Tensor, level: int) -> Tensor:
-        """(B, W, C_level) from the embedded last tokens x (B, W, D)."""
-        for i, block in enumerate(self.blocks):
-            x = x + self._attend_to_codes(i, block.norm(0, x), level)
-            keys, values = self.cross[i]  # (B, D, H * S) and (B, H * S, D)
-            scores = (block.norm(1, x) @ keys).unflatten(-1, (block.cross_attention.heads, -1))  # (B, W, H, S)
-            scores = scores if self.padding is None else scores + self.padding
-            x = x + scores.softmax(-1).flatten(2) @ values
-            x = x + block.feedforward(block.norm(-1, x), 0.0)
-        logits = self.t5.logits(self.t5.decoder.final_layer_norm(x))
-        codes = logits.narrow(-1, self.first_token[level], self.sizes[level])
-        return codes - logits.logsumexp(-1, keepdim=True)
+    def _advance(self, tokens: Tensor, level: int) -> Tensor:
+        """(B, W, C_level) after the last tokens (B, W)."""
+        decoder, tokens_of = self.decoder, tokens.shape
+        self.places.append(torch.arange(tokens.numel(), device=tokens.device))
+        tokens = tokens.flatten()
+        x = functional.embedding(tokens, decoder.t5.shared.weight)  # (N, D)
+        for i, (keys, values) in enumerate(self.cross):
+            qkv = functional.embedding(tokens, decoder.first) if i == 0 else decoder.qkv[i](decoder.scaled(x))
+            self.codes[i].append(qkv)
+            x = decoder.o[i](self._attend_to_codes(i, level), add=x).unflatten(0, tokens_of)  # (B, W, D)
+            scores = (decoder.scaled(x) @ keys.transpose(1, 2)).unflatten(-1, (decoder.heads, -1))  # (B, W, H, S)
+            scores = scores if self.padding is None else scores.add_(self.padding)
+            x = (x + scores.softmax(-1).flatten(2) @ values).flatten(0, 1)
+            x = decoder.wo[i](decoder.wi[i](decoder.scaled(x), relu=True), add=x)
+        logits = decoder.logits(decoder.scaled(x))  # (N, V)
+        first, size = self.first_token[level], self.sizes[level]
+        if kernels.ready(logits):
+            return kernels.log_softmax_part(logits, first, size).unflatten(0, tokens_of)
+        return (logits.narrow(1, first, size) - logits.logsumexp(1, keepdim=True)).unflatten(0, tokens_of)
 
-    def _attend_to_codes(self, i: int, x: Tensor, level: int) -> Tensor:
-        """(B, W, D): self-attention of block i from the last codes to all codes of their beams."""
-        attention = self.blocks[i].attention
-        width = attention.q.weight.shape[0]
-        q, kv = functional.linear(x, self.qkv[i]).split([width, 2 * width], -1)
-        seen = self.cache[i][:1] + [
-            _rows(kept, ancestor) for kept, ancestor in zip(self.cache[i][1:], self.ancestors, strict=True)
-        ]  # the start's is one per user and broadcasts
-        if level < len(self.sizes) - 1:
-            self.cache[i].append(kv)
-        q = q.unflatten(-1, (attention.heads, -1))  # (B, W, H, K)
-        pairs = [other.unflatten(-1, (2, attention.heads, -1)).unbind(2) for other in (*seen, kv)]
-        scores = torch.stack([(q * k).sum(-1) for k, _ in pairs], -1)  # (B, W, H, level + 1)
-        share = (scores + self.bias[:, level, : level + 1]).softmax(-1).unsqueeze(-2)
-        mixed = share[..., 0] * pairs[0][1]
-        for at, (_, v) in enumerate(pairs[1:], start=1):
+    def _attend_to_codes(self, i: int, level: int) -> Tensor:
+        """(N, H * K): self-attention of block i from the last codes to all codes of their beams."""
+        codes, heads, bias = self.codes[i], self.decoder.heads, self.bias[:, level, : level + 1]
+        if kernels.ready(codes[-1]):
+            return kernels.beam_attention(codes, self.places, bias, heads)
+        inner = codes[-1].shape[1] // 3
+        query = codes[-1][:, :inner].unflatten(-1, (heads, -1))  # (N, H, K)
+        seen = [
+            qkv[:, inner:].index_select(0, place).unflatten(-1, (2, heads, -1)).unbind(1)  # k and v (N, H, K)
+            for qkv, place in zip(codes, self.places, strict=True)
+        ]
+        scores = torch.stack([(query * k).sum(-1) for k, _ in seen], -1)  # (N, H, level + 1)
+        share = (scores + bias).softmax(-1).unsqueeze(-2)
+        mixed = share[..., 0] * seen[0][1]
+        for at, (_, v) in enumerate(seen[1:], start=1):
             mixed = mixed + share[..., at] * v
-        return attention.o(mixed.flatten(2))
-
-
-def _fold(attention: Attention, source: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys (B, D, H * S) and values (B, H * S, D) of the source, with the projections of q and o in them."""
-    q, k, v = (layer.weight.unflatten(0, (attention.heads, -1)) for layer in (attention.q, attention.k, attention.v))
-    o = attention.o.weight.unflatten(1, (attention.heads, -1))  # (D, H, K)
-    keys = functional.linear(source, torch.einsum("hkd,hke->hde", q, k).flatten(0, 1))  # (B, S, H * D)
-    values = functional.linear(source, torch.einsum("dhk,hke->hde", o, v).flatten(0, 1))
-    shape = (attention.heads, -1)
-    return (
-        keys.unflatten(-1, shape).permute(0, 3, 2, 1).flatten(2),
-        values.unflatten(-1, shape).transpose(1, 2).flatten(1, 2),
-    )
-
-
-def _rows(kept: Tensor, place: Tensor) -> Tensor:
-    """(B, W, ...): of `kept` (B, W', ...), for each beam the row at its `place` (B, W)."""
-    first = torch.arange(len(kept), device=kept.device).unsqueeze(1) * kept.shape[1]
-    return kept.flatten(0, 1).index_select(0, (place + first).flatten()).unflatten(0, place.shape)
+        return mixed.flatten(1)
