@@ -80,8 +80,10 @@ def remember(model: Any, config: Taught, catalogue: Catalogue, examples: dict[st
     """Gives a student the tables of its `teacher_cache`, made where they are not there yet; a line about each."""
     if not config.teacher_cache:
         return []
+    model.eval()  # without dropout
+    device = next(model.parameters()).device
     with torch.no_grad():
-        known, lines = teacher_cache.remember(config.teacher_cache, model.questions(), catalogue, examples)
+        known, lines = teacher_cache.remember(config.teacher_cache, model.questions(), catalogue, examples, device)
     model.set_known(known)
     return lines
 

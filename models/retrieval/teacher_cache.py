@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 from pyarrow import fs
 from torch import Tensor
 
+from models.fit import to_device
 from models.retrieval.data import PAD, Catalogue, Examples
 from models.tables import (
     MANIFEST,
@@ -123,9 +124,14 @@ class States:
 
 
 def remember(
-    folder: str, questions: Sequence[Question], catalogue: Catalogue, examples: dict[str, Examples]
+    folder: str,
+    questions: Sequence[Question],
+    catalogue: Catalogue,
+    examples: dict[str, Examples],
+    device: torch.device | str = "cpu",
 ) -> tuple[dict[str, States], list[str]]:
-    """The answers to `questions` for this rank's `examples` of each split, and a line about each table.
+    """The answers to `questions` for this rank's `examples` of each split, and a line about each table; batches are
+    asked about on `device`.
 
     Tables that are not there yet are made: every rank calls this, makes its rows, and waits for the others. A run
     that starts meanwhile with the same local folder waits too. Raises UserError for a table that is damaged, of
@@ -143,7 +149,7 @@ def remember(
             there = _agree(has_manifest(uri) if rank == 0 else None, world)
             if not there:
                 began = time.monotonic()
-                written = [part for ranks in _all(_write(uri, question.ask, parts), world) for part in ranks]
+                written = [part for ranks in _all(_write(uri, question.ask, parts, device), world) for part in ranks]
                 if rank == 0:
                     _commit(uri, question.name, written, config, inputs, print_, time.monotonic() - began)
                 _agree(None, world)
@@ -158,7 +164,7 @@ def remember(
     return known, lines
 
 
-def _write(uri: str, ask: Ask, parts: list[Examples]) -> list[dict[str, Any]]:
+def _write(uri: str, ask: Ask, parts: list[Examples], device: torch.device | str) -> list[dict[str, Any]]:
     """Writes the rows of this rank's requests; the files, as `Part` fields."""
     filesystem, path = open_uri(uri)
     filesystem.create_dir(path, recursive=True)
@@ -167,7 +173,7 @@ def _write(uri: str, ask: Ask, parts: list[Examples]) -> list[dict[str, Any]]:
     for examples in parts:
         for rows in examples.batches(BATCH):
             batch = examples.collate(rows)
-            states, lengths = ask(batch)
+            states, lengths = ask(to_device(batch, torch.device(device)))
             inside = torch.arange(states.shape[1], device=states.device) < lengths.unsqueeze(1)
             values = states[inside].half().cpu()  # (tokens, D), row after row
             if not bool(values.isfinite().all()):
@@ -246,9 +252,13 @@ def _open(uri: str, name: str, config: dict[str, Any], inputs: dict[str, str], p
         known = np.concatenate(requests)
         if missing := len(np.setdiff1d(wanted, known)):
             raise UserError(f"it lacks {missing:,} of {len(wanted):,} requests")
+        file.flush()
+    except OSError as error:
+        raise UserError(
+            f"cannot lay out {uri} in {tempfile.gettempdir()} ({error.strerror}); set TMPDIR to a folder with room"
+        ) from error
     except UserError as error:
         raise UserError(f"the teacher cache {uri} cannot be used ({error}); {remedy}") from error
-    file.flush()
     values = np.memmap(file, np.float16, "r").reshape(-1, width)
     return States(known, np.concatenate(lengths), values)
 

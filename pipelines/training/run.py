@@ -117,7 +117,16 @@ def train(
     tables, sids, storage = absolute(tables), absolute(sids) if sids else None, absolute(storage)
     entry = registry.find(model["name"])
     catalogue = load_catalogue(entry, model["name"], tables, sids)
-    model = registry.config_to_dict(registry.resolve(registry.config_from_dict(model), catalogue))
+    folder = join(storage, name)
+    asked = registry.config_from_dict(model)
+    given = registry.config_to_dict(asked)
+    try:
+        model = registry.config_to_dict(registry.resolve(asked, catalogue))
+    except UserError:
+        done = None if overwrite else read_record(folder)
+        if not done or done["status"] != "finished" or done.get("given") != given:
+            raise
+        model = done["config"]["model"]  # a finished run no longer needs the checkpoints that it was made from
     hashes = catalogue.hashes
     sids = sids if entry.extra else None
     workers = ray_options.num_workers if entry.gradient else 1
@@ -127,7 +136,6 @@ def train(
         raise UserError(f"fit.batch_size {fit.batch_size} does not divide by {workers} workers; choose a multiple")
     uri = tracking.resolve_uri(tracking_uri, storage)
     tracking.check_nodes(uri, sum(node["Alive"] for node in ray.nodes()))
-    folder = join(storage, name)
     config = {"model": model, "fit": asdict(fit), "ray": {"num_workers": workers}}
 
     with held(storage, name, wait):
@@ -146,7 +154,7 @@ def train(
             created = datetime.now(UTC).isoformat(timespec="seconds")
             record = {
                 "config": config, "hashes": hashes, "tracking": run.to_dict(), "status": "running", "created": created,
-                "tables": tables, "sids": sids,
+                "tables": tables, "sids": sids, "given": given,
             }  # fmt: skip
             write_record(folder, record)
         else:

@@ -78,6 +78,26 @@ def test_the_run_records_its_teacher(world: World) -> None:
     assert not (world.folder / "runs/orphan").exists()
 
 
+def test_a_finished_run_is_found_so_where_its_teacher_is_gone(world: World) -> None:
+    runs = world.folder / "runs"
+    teacher = (runs / "tiger").rename(runs / "elsewhere")
+    try:
+        again = world.distil("student")
+        assert again.already
+        assert again.about.model["teacher"] == str(runs / "tiger/best")
+        gone = r"tiger is neither a checkpoint nor a finished run"
+        with pytest.raises(UserError, match=gone):
+            world.distil("student", overwrite=True)
+        with pytest.raises(UserError, match=gone):
+            world.train({**STUDENT, "teacher": str(runs / "tiger"), "alpha": 0.5}, "student")
+        with pytest.raises(UserError, match=gone):
+            world.distil("another")
+        assert (runs / "student/best").is_dir()
+        assert not (runs / "another").exists()
+    finally:
+        teacher.rename(runs / "tiger")
+
+
 def test_broken_off_and_run_again_it_ends_the_same(world: World) -> None:
     """A run of which the first epoch's checkpoint is left goes on from there to the undisturbed run's weights."""
     whole = world.folder / "runs/student"
