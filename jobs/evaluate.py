@@ -3,18 +3,20 @@
     python -m jobs.evaluate --checkpoint runs/sasrec/best --tables TABLES --split test
 
 Prints Recall@K and NDCG@K with the number of users, writes them beside the checkpoint and into the MLflow
-run of the training; --item_shift adds those of users whose target is a new item. With --batch_inference FOLDER
+run of the training; --item_shift adds those of users whose target is a new item. A model that scores candidates
+is measured by AUC, GAUC and log loss; --replay true adds estimates of online metrics of a search model. With --batch_inference FOLDER
 it writes the top K items of all users to a table instead; with --export FILE.pt2 a student as one program.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from jobs import cli
-from pipelines.evaluation.ranking import CUTOFFS, Result, evaluate, record
+from pipelines.evaluation.ranking import CUTOFFS, Result, device_of, evaluate, find_checkpoint, record
+from pipelines.training.run import absolute
 
 OPTIONS = ("decoder", "beam", "constrained", "path", "scores")
 """Options of a model's `recommend`."""
@@ -52,6 +54,14 @@ class Config:
     """SID-MLP: probabilities of a code among the valid children of its prefix, or in its codebook."""
     item_shift: bool = False
     """Also measure on targets first seen after the global 80% and 90% timestamp (App. E.3 of SID-MLP)."""
+    replay: bool = False
+    """Search: also estimate online metrics by replaying logged searches (`pipelines/evaluation/replay.py`)."""
+    replay_page: int = 10
+    """Results on a page of the replay."""
+    replay_base: str | None = None
+    """Checkpoint or run that lifts of the replay are over; by default the order in which the log showed results."""
+    replay_propensities: list[float] = field(default_factory=list)
+    """Chance that a user looks at each position, from the first; by default the click rates by position in training."""
     batch_size: int = 256
     """Users per batch."""
     shards: int = 1
@@ -64,9 +74,13 @@ class Config:
     """Replace the table of --batch_inference."""
 
     def __post_init__(self) -> None:
-        for name in ("k", "batch_size", "shards"):
+        for name in ("k", "batch_size", "shards", "replay_page"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, the least is 1; give a positive number")
+        if (self.replay_base or self.replay_propensities or self.replay_page != 10) and not self.replay:
+            raise ValueError("options of the replay are given without it; add --replay true")
+        if self.replay and (self.batch_inference or self.export):
+            raise ValueError("replay is true, but batch_inference and export measure nothing; run jobs.evaluate twice")
         if self.item_shift and self.batch_inference:
             raise ValueError("item_shift is true, but batch_inference measures nothing; run jobs.evaluate twice")
         if self.export:
@@ -101,6 +115,19 @@ def item_shift_lines(metrics: dict[str, float]) -> list[str]:
             found += "".join(f", {metric} {metrics[f'{name}/{metric}']:.4f}" for metric in ("recall@10", "ndcg@10"))
         lines.append(f"  {name}  {found}")
     return lines
+
+
+def replay_of(config: Config, result: Result) -> list[str]:
+    """Replays and adds what was found to the metrics; the lines to print."""
+    from pipelines.evaluation.replay import replay
+
+    found = replay(
+        result.checkpoint, absolute(config.tables), config.text, split=config.split, page=config.replay_page,
+        base=find_checkpoint(config.replay_base) if config.replay_base else None,
+        propensities=config.replay_propensities, batch_size=config.batch_size, device=device_of(config.device),
+    )  # fmt: skip
+    result.metrics |= found.metrics()
+    return found.lines()
 
 
 def print_ranking(result: Result) -> None:
@@ -154,9 +181,12 @@ def run(config: Config) -> Result | None:
         config.checkpoint, config.tables, config.text or config.sids, split=config.split, batch_size=config.batch_size,
         shards=config.shards, device=config.device, options=options, item_shift=config.item_shift,
     )  # fmt: skip
+    replayed = replay_of(config, result) if config.replay else []
     place = record(result, about, config.tracking_uri)
     if any(name.endswith("requests_one_class") for name in result.metrics):
         print_ranking(result)
+        for line in replayed:
+            print(line)
     elif "recall@10" not in result.metrics:  # what is no recommender yet, such as an encoder
         print(f"{result.model} on {result.split}: {result.examples:,} users, seed {result.seed}")
         print("  " + "  ".join(f"{name} {value:.6g}" for name, value in result.metrics.items()))
