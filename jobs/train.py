@@ -127,6 +127,7 @@ def run(config: Config) -> Trained:
     else:
         print(f"Trained {best.name} for {trained.epochs} epochs in {trained.seconds:.0f} s.")
     names = [name for name in SHOWN if name in best.metrics] or [name for name in best.metrics if name.endswith("@10")]
+    names = names or list(best.metrics)
     shown = "  ".join(f"{name} {best.metrics[name]:.4f}" for name in names)
     beside = f" --{extra} {getattr(config, extra)}" if extra else ""
     print(
