@@ -3,12 +3,13 @@
     python -m jobs.compare --experiment retrieval/DATASET --tracking_uri sqlite:////ABSOLUTE/runs/mlflow.db
     python -m jobs.compare --sweep SWEEP_NAME --html page.html
     python -m jobs.compare --run RUN --run OTHER_RUN
+    python -m jobs.compare --claims
     python -m jobs.compare --sids SIDS --sids OTHER_SIDS
 
 Runs that differ in their seed alone are one row. Students stand beside their teachers with the test of whether they
 are as good. --markdown FILE writes the same as Markdown, --html FILE one self-contained page with the plots,
---pareto FILE.png accuracy against users per second alone. With --sids it shows tokenizers: branching, codes in
-use, collisions.
+--pareto FILE.png accuracy against users per second alone. --claims decides the papers' numeric claims by what is in
+MLflow. With --sids it shows tokenizers: branching, codes in use, collisions.
 """
 
 from __future__ import annotations
@@ -22,9 +23,14 @@ from pathlib import Path
 from jobs import cli
 from models.tables import UserError
 from pipelines import tracking
-from pipelines.evaluation.comparison import Comparison, compare
+from pipelines.evaluation import sweep_plots
+from pipelines.evaluation.benchmark_plots import read_lines
+from pipelines.evaluation.benchmark_runs import log_lines
+from pipelines.evaluation.claims import verdicts, verdicts_table
+from pipelines.evaluation.comparison import Comparison, compare, rows_of
 from pipelines.evaluation.comparison_tables import best_table, tables
-from pipelines.evaluation.runs import select
+from pipelines.evaluation.published import CLAIMS, Papers, beside_the_papers, load, of_grid
+from pipelines.evaluation.runs import select, select_all
 from pipelines.evaluation.table import Table
 from pipelines.evaluation.tokenizers import sids_table
 
@@ -53,14 +59,18 @@ class Config:
     pareto: str | None = None
     """Also draw the metric on test against users per second to this file (.png, .svg or .pdf)."""
     benchmark: str | None = None
-    """JSON lines of jobs.benchmark, to draw on the page as well."""
+    """JSON lines of jobs.benchmark, to log to MLflow and to draw on the page."""
+    claims: bool = False
+    """Also say of each numeric claim of the papers whether it holds, by the runs of the experiments, or of all."""
+    claims_file: str | None = None
+    """Claims and published figures; by default claims.yaml of this checkout."""
     sids: list[str] = field(default_factory=list)
     """SIDS: folders that jobs.tokenize made, to compare their tokenizers; once per folder."""
 
     def __post_init__(self) -> None:
         if not (self.from_mlflow or self.sids):
             raise ValueError(
-                "nothing is given to compare; name an --experiment, a --sweep, a --run, or a folder of --sids"
+                "nothing is given to compare; name an --experiment, a --sweep, a --run, --claims, or a folder of --sids"
             )
         if self.sweep and self.run:
             raise ValueError(f"sweep is {self.sweep} and run is {self.run[0]}; give one of them")
@@ -69,12 +79,12 @@ class Config:
                 raise ValueError(f"{name} is {getattr(self, name)}, but there are no runs; give --experiment too")
         if self.pareto and len(self.experiment) > 1:
             raise ValueError(f"pareto draws one experiment, there are {len(self.experiment)}; give one --experiment")
-        if self.benchmark and not self.html:
-            raise ValueError(f"benchmark is {self.benchmark}, and is drawn on the page alone; give --html FILE")
+        if self.pareto and not (self.experiment or self.sweep or self.run):
+            raise ValueError(f"pareto is {self.pareto}, but there are no runs to draw; give --experiment too")
 
     @property
     def from_mlflow(self) -> bool:
-        return bool(self.experiment or self.sweep or self.run)
+        return bool(self.experiment or self.sweep or self.run or self.claims or self.benchmark)
 
 
 def parse(job: str, argv: Sequence[str] | None = None) -> Config:
@@ -106,18 +116,36 @@ def comparisons(config: Config, uri: str) -> list[Comparison]:
     return [compare(select(uri, [name]), config.metric) for name in config.experiment]
 
 
-def write_page(config: Config, found: Sequence[Comparison], shown: Sequence[Table], path: str) -> None:
+def paper_tables(found: Sequence[Comparison], papers: Papers) -> list[Table]:
+    """Ours beside what the papers print, and what the grid of a sweep says that its paper prints."""
+    shown = []
+    for comparison in found:
+        shown += beside_the_papers(comparison, papers)
+        if points := sweep_plots.grid_of(comparison).get("published"):
+            sources, systems = of_grid(points, comparison.rows[0].model)
+            shown += beside_the_papers(comparison, Papers(systems, sources, []))
+    return shown
+
+
+def claims_table(config: Config, uri: str, papers: Papers) -> Table:
+    """All claims, by the runs of the experiments and of benchmarks, or by all."""
+    chosen = [e.name for e in tracking.connect(uri).search_experiments() if e.name.startswith("benchmark/")]
+    everything = select_all(uri, [*config.experiment, *chosen] if config.experiment else [])
+    return verdicts_table(verdicts(rows_of(everything), papers))
+
+
+def write_page(config: Config, uri: str, found: Sequence[Comparison], shown: Sequence[Table], path: str) -> None:
     """Writes the page and logs it to MLflow."""
     from pipelines.evaluation import page
-    from pipelines.evaluation.benchmark_plots import read_lines
-    from pipelines.evaluation.plots import plots
+    from pipelines.evaluation.plots import benchmark_plots, plots
 
-    lines = read_lines(config.benchmark) if config.benchmark else []
-    drawn = [plot for place, comparison in enumerate(found) for plot in plots(comparison, lines if place == 0 else ())]
-    selection = found[0].selection
-    title = ", ".join(comparison.selection.title for comparison in found)
-    content = page.build(title, selection.uri, shown, drawn)
+    drawn = [plot for comparison in found for plot in plots(comparison)]
+    if config.benchmark:
+        drawn += benchmark_plots(read_lines(config.benchmark))
+    title = ", ".join(comparison.selection.title for comparison in found) or "Claims of the papers"
+    content = page.build(title, uri, shown, drawn)
     page.write(content, path)
+    selection = found[0].selection if found else select_all(uri)
     run = page.log(selection, content, "\n".join(table.markdown() for table in shown))
     print(f"{len(drawn)} plots written to {path}, and to MLflow as compare.html of the run '{run}'")
 
@@ -125,9 +153,14 @@ def write_page(config: Config, found: Sequence[Comparison], shown: Sequence[Tabl
 def run(config: Config) -> None:
     """Prints the tables, and writes what is asked for."""
     uri = store(config.tracking_uri) if config.from_mlflow else ""
+    if config.benchmark:
+        print(f"{log_lines(uri, read_lines(config.benchmark))} new lines of {config.benchmark} logged to MLflow")
     found = comparisons(config, uri)
-    shown: list[Table] = [table for comparison in found for table in tables(comparison)]
+    papers = load(config.claims_file or CLAIMS) if config.from_mlflow else Papers({}, [], [])
+    shown = [table for comparison in found for table in tables(comparison)]
     shown += [best] if (best := best_table(found)) else []
+    shown += paper_tables(found, papers)
+    shown += [claims_table(config, uri, papers)] if config.claims else []
     shown += [sids_table(config.sids)] if config.sids else []
     print("\n\n".join(table.text() for table in shown))
     if config.markdown:
@@ -136,12 +169,12 @@ def run(config: Config) -> None:
         write("\n".join(table.markdown() for table in shown), config.markdown)
         print(f"written to {config.markdown}")
     if config.html:
-        write_page(config, found, shown, config.html)
+        write_page(config, uri, found, shown, config.html)
     if config.pareto:
         from pipelines.evaluation.pareto import draw
 
         print(f"{draw(found[0], config.pareto)} points drawn to {config.pareto}")
-    if found:
+    if uri:
         print(f"look at it: mlflow ui --backend-store-uri {uri}")
 
 

@@ -76,6 +76,13 @@ class Row:
             name = shared_name(name, run.name)
         return f"{name} [{self.options}]" if self.options else name
 
+    @property
+    def beam(self) -> int:
+        """Beams that it was evaluated with, or 0."""
+        asked = self.options.removeprefix("beam-") if self.options.startswith("beam-") else ""
+        beam = asked or self.params.get("evaluate.beam", "") or self.params.get("model.beam", "")
+        return int(beam) if beam.isdigit() and (asked or not self.options) else 0
+
     def measured(self) -> set[str]:
         """Names of its metrics on val and test."""
         return {name for run in self.runs for name in run.metrics if name.startswith(("val/", "test/"))}
@@ -104,7 +111,11 @@ def rows_of(selection: Selection) -> list[Row]:
     rows: dict[tuple, Row] = {}
     for run in selection.runs:
         given, tags = run.data.params, run.data.tags
-        alike = {key: value for key, value in given.items() if key not in OTHER and key.startswith(("model.", "fit."))}
+        alike = {
+            key: value
+            for key, value in given.items()
+            if key not in OTHER and key.startswith(("model.", "fit.", "evaluate."))
+        }
         alike |= {key: value for key, value in tags.items() if key.startswith("table.")}
         experiment = selection.experiments[run.info.experiment_id]
         for options, metrics in evaluations(run.data.metrics).items():

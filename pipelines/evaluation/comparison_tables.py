@@ -93,7 +93,7 @@ def best_table(comparisons: Sequence[Comparison]) -> Table | None:
                 [experiment, model + star, rows[0].name, str(len(rows)), name]
                 + [figure(rows[0], f"{split}/{name}") for split in ("val", "test")]
             )
-    if len(comparisons) == 1 and all(line[3] == "1" for line in cells):
+    if not cells or (len(comparisons) == 1 and all(line[3] == "1" for line in cells)):
         return None
     header = ["experiment", "model", "best run", "settings tried", "metric", "val", "test"]
     return Table("Best of each model", header, cells, ["by the metric on val; *: the best model of its experiment."], 3)

@@ -21,7 +21,7 @@ from matplotlib.transforms import Bbox
 
 from models.tables import UserError
 from pipelines.evaluation.comparison import Comparison, Row, lower_is_better
-from pipelines.evaluation.run_plots import COLOURS
+from pipelines.evaluation.run_plots import COLOURS, Drawn
 
 FORMATS = (".png", ".svg", ".pdf")
 LINE = 13
@@ -84,7 +84,7 @@ def draw(comparison: Comparison, path: str) -> int:
     return len(points)
 
 
-def plot(comparison: Comparison) -> list[tuple[str, str, str, Figure | None]]:
+def plot(comparison: Comparison) -> list[Drawn]:
     """The picture for a page; none with fewer than two points."""
     points = points_of(comparison.rows, comparison.metric)
     if len(points) < 2:

@@ -16,8 +16,10 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from pipelines.evaluation import benchmark_plots, pareto, run_plots, sweep_plots
+from pipelines.evaluation import pareto, run_plots, sweep_plots
+from pipelines.evaluation.benchmark_plots import sizes
 from pipelines.evaluation.comparison import Comparison
+from pipelines.evaluation.run_plots import Drawn
 
 INK, PAGE = "#010203", "#040506"
 """Stand-ins for the page's colours of text and ground."""
@@ -45,24 +47,30 @@ class Plot:
     """The drawing."""
 
 
-def plots(comparison: Comparison, benchmark: Sequence[dict[str, Any]] = ()) -> list[Plot]:
-    """All plots that the rows, and lines of jobs.benchmark, have something to show in."""
-    makers: list[Callable[[], list[tuple[str, str, str, Figure | None]]]] = [
-        lambda: sweep_plots.axes(comparison),
-        lambda: sweep_plots.parallel_coordinates(comparison),
-        lambda: run_plots.curves(comparison),
-        lambda: pareto.plot(comparison),
-        lambda: run_plots.tokenizers(comparison),
-        lambda: run_plots.beams(comparison),
-        lambda: benchmark_plots.sizes(benchmark),
+def plots(comparison: Comparison) -> list[Plot]:
+    """All plots that the rows have something to show in."""
+    makers: list[Callable[[Comparison], list[Drawn]]] = [
+        sweep_plots.axes,
+        sweep_plots.parallel_coordinates,
+        run_plots.curves,
+        pareto.plot,
+        run_plots.tokenizers,
+        run_plots.beams,
     ]
-    made = []
     with rc_context(STYLE):
-        for make in makers:
-            for name, title, caption, figure in make():
-                if figure is not None:
-                    made.append(Plot(name, title, caption, svg(figure, name)))
-    return made
+        prefix = re.sub(r"\W+", "-", comparison.selection.title)
+        return [finished(drawn, prefix) for make in makers for drawn in make(comparison)]
+
+
+def benchmark_plots(lines: Sequence[dict[str, Any]]) -> list[Plot]:
+    """Throughput and memory by size."""
+    with rc_context(STYLE):
+        return [finished(drawn, "benchmark") for drawn in sizes(lines)]
+
+
+def finished(drawn: Drawn, prefix: str) -> Plot:
+    name, title, caption, figure = drawn
+    return Plot(f"{prefix}-{name}", title, caption, svg(figure, f"{prefix}-{name}"))
 
 
 def svg(figure: Figure, name: str) -> str:

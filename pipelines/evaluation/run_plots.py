@@ -15,7 +15,8 @@ from matplotlib.figure import Figure
 from pipelines import tracking
 from pipelines.evaluation.comparison import Comparison, Row
 
-Drawn = tuple[str, str, str, Figure | None]
+Drawn = tuple[str, str, str, Figure]
+"""Name, title, caption and figure of a plot."""
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
 """Told apart by people who see colours differently (Tol's bright scheme), on light and on dark ground."""
@@ -131,11 +132,9 @@ def beams(comparison: Comparison) -> list[Drawn]:
     name = f"test/{comparison.metric}"
     lines: dict[str, dict[int, float]] = {}
     for row in comparison.rows:
-        own = row.params.get("model.beam", "")
-        beam = row.options.removeprefix("beam-") if row.options.startswith("beam-") else "" if row.options else own
-        if beam.isdigit() and row.values(name):
-            named = row.name.removesuffix(f" [{row.options}]")
-            lines.setdefault(named, {})[int(beam)] = row.mean(name)
+        if row.beam and row.values(name):
+            named = row.name.removesuffix(f" [{row.options}]") if "evaluate.beam" not in row.params else row.model
+            lines.setdefault(named, {})[row.beam] = row.mean(name)
     lines = {label: points for label, points in lines.items() if len(points) > 1}
     if not lines:
         return []

@@ -73,6 +73,17 @@ def select(uri: str, experiments: Sequence[str] = (), sweep: str | None = None, 
     return Selection(uri, title, kept, chosen, notes=notes)
 
 
+def select_all(uri: str, experiments: Sequence[str] = ()) -> Selection:
+    """All trainings, trials and benchmarks of the experiments, of all where none is named."""
+    client = tracking.connect(uri)
+    chosen = {str(e.experiment_id): e.name for e in client.search_experiments()}
+    for name in experiments:
+        if name not in chosen.values():
+            raise UserError(f"the experiment '{name}' is not at {uri}; there are {', '.join(chosen.values())}")
+    chosen = {key: name for key, name in chosen.items() if name in experiments or not experiments}
+    return Selection(uri, ", ".join(experiments) or "all runs", trainings(search(client, list(chosen))), chosen)
+
+
 def search(client: MlflowClient, ids: list[str]) -> list[Any]:
     """All runs of the experiments, oldest first."""
     runs: list[Any] = []

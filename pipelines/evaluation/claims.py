@@ -1,0 +1,310 @@
+"""The papers' claims, decided by MLflow runs alone: each holds, does not hold, or is not yet measured.
+
+    table = verdicts(rows_of(select_all(uri)), load())
+
+A claim is a rule of `claims.yaml`: one system against another by a metric, a setting's effect, or a metric's range. It
+is decided on every dataset (and trie) where its systems were evaluated. Direction and size both have to hold; what
+counts as the size is the printed range, from half to double.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+
+from models.tables import UserError
+from pipelines.evaluation.comparison import Row, lower_is_better
+from pipelines.evaluation.noninferiority import non_inferiority
+from pipelines.evaluation.published import Papers, System, check_names, percent, value_of
+from pipelines.evaluation.sweep_plots import controlled, number
+from pipelines.evaluation.table import Table
+
+HOLDS, FAILS, OPEN = "holds", "does not hold", "not yet measured"
+
+PAIRED = ("higher", "lower", "same", "no_worse", "no_lower", "non_inferior")
+"""What may be expected of left against right."""
+
+OF_PARAM = ("best_in", "falls", "flat")
+"""What may be expected of a setting."""
+
+FACTOR = 2.0
+"""A size holds within the printed range, this many times smaller at its lower end and larger at its upper."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A rule; the head of claims.yaml says what its fields mean."""
+
+    id: str
+    """Short name."""
+    source: str
+    """Paper and table."""
+    says: str
+    """The claim in words."""
+    metric: str
+    """What decides it."""
+    left: str | None = None
+    """System that is claimed of."""
+    right: str | None = None
+    """System that it is compared with."""
+    system: str | None = None
+    """System of a rule about a setting or a range."""
+    match: str = "settings"
+    """`teacher`: right is the teacher of left; settings: all else is equal."""
+    as_: str = "change"
+    """change, points or times."""
+    expect: str = "higher"
+    """One of PAIRED or OF_PARAM."""
+    within: float = 0.01
+    """Share that same, no_worse, no_lower and flat leave room for."""
+    paper: tuple[float, float] | None = None
+    """The printed sizes, from and to."""
+    size: str = "printed"
+    """any: only the direction is claimed."""
+    param: str | None = None
+    """Setting whose effect is claimed."""
+    values: tuple[float, ...] = ()
+    """Where the best value of the setting is claimed to be."""
+    range: tuple[float, float] | None = None
+    """Where the metric is claimed to lie."""
+
+    def __post_init__(self) -> None:
+        rules = {"left and right": bool(self.left and self.right), "param": bool(self.param), "range": bool(self.range)}
+        if sum(rules.values()) != 1 or (bool(self.system) == bool(self.left)):
+            raise UserError(f"claim {self.id}: give left and right, or a system with a param or a range")
+        known = PAIRED if self.left else OF_PARAM if self.param else ("higher",)
+        check_names([self.expect], known, f"claim {self.id}, expect")
+        check_names([self.as_], ("change", "points", "times"), f"claim {self.id}, as")
+        check_names([self.match], ("settings", "teacher"), f"claim {self.id}, match")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A claim on one dataset."""
+
+    claim: Claim
+    verdict: str
+    """HOLDS, FAILS or OPEN."""
+    where: str = ""
+    """Experiment, and the semantic IDs where there are several."""
+    ours: str = ""
+    """What was measured."""
+    paper: str = ""
+    """What is printed."""
+    why: str = ""
+    """Which part decided."""
+    rows: tuple[Row, ...] = field(default=(), repr=False)
+    """The rows that it rests on."""
+
+
+def read_claims(papers: Papers) -> list[Claim]:
+    """The rules; UserError for an impossible one."""
+    claims = []
+    for given in papers.claims:
+        content = {"as_" if key == "as" else key: value for key, value in given.items()}
+        check_names(content, [f.name for f in fields(Claim)], f"claim {given.get('id')}")
+        for key in ("paper", "range", "values"):
+            if key in content:
+                content[key] = tuple(content[key])
+        claims.append(Claim(**content))
+    return claims
+
+
+def decide(claim: Claim, rows: Sequence[Row], papers: Papers) -> list[Verdict]:
+    """The claim on every dataset where it was measured, or once as not yet measured."""
+    ended = [row for row in rows if any(run.finished for run in row.runs)]
+    if claim.left and claim.right:
+        found = pairs(claim, ended, papers.systems[claim.left], papers.systems[claim.right])
+        verdicts = [judge_pair(claim, left, right, papers) for left, right in found]
+    elif claim.param:
+        verdicts = judge_param(claim, ended, papers.systems[str(claim.system)])
+    else:
+        verdicts = judge_range(claim, ended, papers.systems[str(claim.system)])
+    return verdicts or [Verdict(claim, OPEN, paper=printed(claim, paper_range(claim, papers)))]
+
+
+def pairs(claim: Claim, rows: Sequence[Row], left: System, right: System) -> list[tuple[Row, Row]]:
+    """One pair per experiment and trie: that with the most seeds, then the best left on validation."""
+    groups: dict[tuple[str, str], list[tuple[Row, Row]]] = {}
+    named = {name if "." in name else f"model.{name}" for name in (*left.params, *right.params)}
+    for ours in rows:
+        if not (left.matches(ours) and ours.values(claim.metric)):
+            continue
+        for theirs in rows:
+            if right.matches(theirs) and theirs.values(claim.metric) and comparable(ours, theirs, named, claim.match):
+                groups.setdefault((ours.experiment, ours.params.get("table.trie", "")), []).append((ours, theirs))
+    on_val = f"val/{claim.metric.split('/', 1)[-1]}"
+    sign = -1 if lower_is_better(claim.metric) else 1
+
+    def rank(pair: tuple[Row, Row]) -> tuple[int, int, float]:
+        seeds = sorted(len({run.seed for run in row.runs}) for row in pair)
+        return seeds[0], seeds[1], sign * pair[0].mean(on_val) if pair[0].values(on_val) else -math.inf
+
+    return [max(group, key=rank) for group in groups.values()]
+
+
+def comparable(left: Row, right: Row, named: set[str], match: str) -> bool:
+    """Whether two rows may be compared: same experiment and tables, and all else equal where the models are the same,
+    or of one benchmark; for `match` teacher right is the teacher of left."""
+    if left is right or left.experiment != right.experiment:
+        return False
+    if match == "teacher":
+        return bool(left.runs[0].teacher) and any(run.weights == left.runs[0].teacher for run in right.runs)
+    shared = left.params.keys() & right.params.keys()
+    if left.model != right.model and "/" not in left.model:
+        shared = {key for key in shared if key.startswith("table.")}
+    return all(left.params[key] == right.params[key] for key in shared - named - {"evaluate.beam"})
+
+
+def size_of(claim: Claim, left: float, right: float) -> float:
+    """The claimed quantity of two figures."""
+    if claim.as_ == "points":
+        return left - right
+    if not right:
+        return math.nan
+    return left / right if claim.as_ == "times" else left / right - 1
+
+
+def paper_range(claim: Claim, papers: Papers) -> tuple[float, float] | None:
+    """The printed sizes: the claim's own, else those of the published tables."""
+    if claim.paper or not (claim.left and claim.right):
+        return claim.paper or claim.range
+    sizes = []
+    for published in papers.published:
+        for dataset in published.datasets:
+            change = published.change(dataset, claim.left, claim.metric, claim.right)
+            left, right = (published.value(dataset, name, claim.metric) for name in (claim.left, claim.right))
+            if change is not None and left is not None and right is not None:
+                sizes.append(change if claim.as_ == "change" else size_of(claim, left, right))
+    return (min(sizes), max(sizes)) if sizes else None
+
+
+def judge_pair(claim: Claim, left: Row, right: Row, papers: Papers) -> Verdict:
+    """Left against right: the means over their seeds."""
+    size = size_of(claim, left.mean(claim.metric), right.mean(claim.metric))
+    theirs = paper_range(claim, papers)
+    neutral = 1.0 if claim.as_ == "times" else 0.0
+    above, why = size - neutral, "direction"
+    if claim.expect == "non_inferior":
+        values = list(left.by_seed(claim.metric).values())
+        if len(values) < 2:
+            return Verdict(claim, OPEN, place(left), show(claim, size), why="needs 2 seeds", rows=(left, right))
+        p = non_inferiority(values, right.mean(claim.metric)).p
+        good, why = p < 0.05, f"p = {p:.3f}"
+    elif claim.expect in ("higher", "lower"):
+        good = above > 0 if claim.expect == "higher" else above < 0
+        if good and theirs and claim.size == "printed":
+            low, high = sorted(sized(claim, end) for end in theirs)
+            ours = sized(claim, size)
+            good, why = low / FACTOR <= ours <= high * FACTOR, "size"
+    else:
+        good = {
+            "same": abs(above) <= claim.within,
+            "no_worse": above >= -claim.within,
+            "no_lower": above >= -claim.within,
+        }[claim.expect]
+        why = f"within {percent(claim.within).lstrip('+')}"
+    seeds = " / ".join(str(len({run.seed for run in row.runs})) for row in (left, right))
+    return Verdict(
+        claim, HOLDS if good else FAILS, place(left), show(claim, size), printed(claim, theirs),
+        f"{why}; seeds {seeds}" if "/" not in left.model else why, (left, right),
+    )  # fmt: skip
+
+
+def sized(claim: Claim, size: float) -> float:
+    """How large an effect is: of times the logarithm, so that half and double are alike; else without its sign."""
+    return abs(math.log(size)) if claim.as_ == "times" and size > 0 else abs(size)
+
+
+def judge_param(claim: Claim, rows: Sequence[Row], system: System) -> list[Verdict]:
+    """What a setting does, all else equal, per experiment and trie: of the group with the most values."""
+    without = System(system.model, {name: value for name, value in system.params.items() if name != claim.param})
+    key = f"model.{claim.param}"
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for group in controlled([row for row in rows if without.matches(row)], key):
+        place_of = (group[0].experiment, group[0].params.get("table.trie", ""))
+        if len(group) > len(groups.get(place_of, [])):
+            groups[place_of] = group
+    return [judged for group in groups.values() if len(group) > 2 and (judged := judge_line(claim, group)) is not None]
+
+
+def judge_line(claim: Claim, group: Sequence[Row]) -> Verdict | None:
+    """Rows in order of one param; None where fewer than three have the metric."""
+    name = claim.metric
+    if "/" not in name or not name.startswith(("val/", "test/", "train/")):
+        name = next((f"{s}/{name}" for s in ("test", "val") if all(r.values(f"{s}/{name}") for r in group)), name)
+    line = [(number(value_of(row, str(claim.param))), row.mean(name)) for row in group if row.values(name)]
+    if len(line) < 3:
+        return None
+    figures = [figure for _, figure in line]
+    if claim.expect == "best_in":
+        best = (min if lower_is_better(name) else max)(line, key=lambda point: point[1])[0]
+        good, ours, paper = best in claim.values, f"best at {best:g}", " or ".join(f"{v:g}" for v in claim.values)
+    elif claim.expect == "falls":
+        good = all(later < earlier for earlier, later in pairwise(figures))
+        ours, paper = f"{figures[0]:.4g} to {figures[-1]:.4g}", "falls"
+    else:
+        spread = max(figures) / min(figures) - 1 if min(figures) > 0 else math.inf
+        good, ours, paper = spread <= claim.within, percent(spread), f"within {claim.within:.0%}"
+    values = ", ".join(f"{value:g}" for value, _ in line)
+    return Verdict(claim, HOLDS if good else FAILS, place(group[0]), ours, paper, f"{name} at {values}", tuple(group))
+
+
+def judge_range(claim: Claim, rows: Sequence[Row], system: System) -> list[Verdict]:
+    """Whether a metric of a system lies in its range, per experiment and trie."""
+    low, high = claim.range or (-math.inf, math.inf)
+    found: dict[tuple[str, str], Verdict] = {}
+    for row in rows:
+        if system.matches(row) and row.values(claim.metric):
+            value = statistics.fmean(row.values(claim.metric))
+            verdict = HOLDS if low <= value <= high else FAILS
+            found[(row.experiment, row.params.get("table.trie", ""))] = Verdict(
+                claim, verdict, place(row), f"{value:.4g}", f"{low:g} to {high:g}", claim.metric, (row,)
+            )
+    return list(found.values())
+
+
+def place(row: Row) -> str:
+    """The experiment, with the folder of its semantic IDs."""
+    return f"{row.experiment}, {row.runs[0].sids}" if row.runs[0].sids else row.experiment
+
+
+def show(claim: Claim, size: float) -> str:
+    """A size as it is claimed: 8.74x, -2.4%, +1.91 points."""
+    if claim.as_ == "times":
+        return f"{size:.3f}x" if size < 2 else f"{size:.3g}x"
+    return percent(size) if claim.as_ == "change" else f"{100 * size:+.2f} points"
+
+
+def printed(claim: Claim, sizes: tuple[float, float] | None) -> str:
+    """The printed sizes."""
+    if sizes is None or claim.expect == "non_inferior":
+        return ""
+    if claim.range:
+        return f"{sizes[0]:g} to {sizes[1]:g}"
+    low, high = (show(claim, size) for size in sizes)
+    return low if low == high else f"{low} to {high}"
+
+
+def verdicts_table(verdicts: Sequence[Verdict]) -> Table:
+    """All claims, in the order of the file, with a count of each verdict."""
+    cells = [
+        [v.verdict, v.claim.source, v.claim.says, v.where, v.ours, v.paper, v.why]
+        for v in verdicts
+    ]  # fmt: skip
+    counts = {verdict: sum(v.verdict == verdict for v in verdicts) for verdict in (HOLDS, FAILS, OPEN)}
+    notes = [
+        ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + ".",
+        f"A claim that one system is above or below another holds where its direction does and its size lies within "
+        f"the printed range, {FACTOR:g} times widened. The rules are in claims.yaml, the figures from MLflow alone.",
+    ]
+    header = ["verdict", "source", "claim", "measured on", "ours", "printed", "decided by"]
+    return Table("Claims of the papers", header, cells, notes, 7)
+
+
+def verdicts(rows: Sequence[Row], papers: Papers) -> list[Verdict]:
+    """Every claim, decided."""
+    return [verdict for claim in read_claims(papers) for verdict in decide(claim, rows, papers)]
