@@ -111,8 +111,9 @@ def read(config: Config) -> tuple[Grid, list[Trial]]:
     for key, values in axes.items():
         if not isinstance(values, list):
             raise UserError(f"--axes.{key} is {values!r}, it must be a list such as '[0.1, 0.2]'")
-    if "checkpoint" in axes:
-        axes["checkpoint"] = [best_checkpoint(value) for value in axes["checkpoint"]]
+    for key in TRAINED:
+        if key in axes:
+            axes[key] = [best_checkpoint(value) for value in axes[key]]
     grid = load(config.grid).varied(config.smoke, axes)
     if config.samples is not None:
         if config.samples < 1:

@@ -27,12 +27,16 @@ import yaml
 from models import registry
 from models.fit import FitConfig
 from models.tables import UserError
+from pipelines.training.run import absolute
 
 Point = dict[str, Any]
 """Values of the axes, by dotted key."""
 
 FOLDERS = ("sids", "text", "checkpoint")
 """Axes that are no options of model, training or evaluation."""
+
+PATHS = (*FOLDERS, "model.teacher", "model.encoder", "model.teacher_cache")
+"""Settings that are made absolute, since trials run in other folders."""
 
 
 @dataclass
@@ -208,6 +212,8 @@ class Grid:
         folders: dict[str, str] = {}
         for key, value in settings.items():
             head, _, tail = key.partition(".")
+            if key in PATHS and isinstance(value, str) and value:
+                value = absolute(value)
             if head in parts and tail:
                 nest(parts[head], tail, value)
             elif key in FOLDERS:

@@ -119,8 +119,8 @@ class Swept:
 class Ledger(Callback):
     """Follows the trials: says how they come on, ends those that are stopped, notes those that failed for good."""
 
-    def __init__(self, plan: Plan, done: int, until: float, say: Callable[[str], None]) -> None:
-        self.plan, self.done, self.until, self.say = plan, done, until, say
+    def __init__(self, grid: Grid, plan: Plan, done: int, until: float, say: Callable[[str], None]) -> None:
+        self.grid, self.plan, self.done, self.until, self.say = grid, plan, done, until, say
 
     def on_trial_result(self, iteration: int, trials: list, trial: Any, result: dict, **info: Any) -> None:
         if VALUE in result:
@@ -131,7 +131,7 @@ class Ledger(Callback):
         one = self.plan.trials[trial.config[TRIAL]]
         if time.monotonic() < self.until:
             stop(one, self.plan)
-        found = outcome(one, self.plan)
+        found = outcome(one, self.plan.folder, self.grid)
         if found.status != "unfinished":
             self._count(found)
 
@@ -139,7 +139,7 @@ class Ledger(Callback):
         one = self.plan.trials[trial.config[TRIAL]]
         lines = str(trial.get_pickled_error() or "").strip().splitlines()
         fail(one, self.plan, lines[-1].strip() if lines else "the process of the trial was lost")
-        self._count(outcome(one, self.plan))
+        self._count(outcome(one, self.plan.folder, self.grid))
 
     def _count(self, found: Outcome) -> None:
         self.done += 1
@@ -174,17 +174,26 @@ def sweep(
     tables, storage = absolute(tables), absolute(storage)
     extra = absolute(extra) if extra else None
     folder = join(storage, name)
+    if (before := read_sweep(folder)) is not None:
+        check_same(before, trials, name, storage, resume)
+        if before["status"] == "finished":
+            run, found = tracking.RunRef(**before["tracking"]), [outcome(t, folder, grid) for t in trials]
+            return Swept(name, folder, run, found, best_of(found), 0.0, already=True)
     uri = tracking.resolve_uri(tracking_uri, storage)
     tracking.check_nodes(uri, sum(node["Alive"] for node in ray.nodes()))
     tracking.connect(uri)
     workers = 1 if grid.kind == "evaluate" else ray_options.num_workers
+    if workers > 1 and (grid.scheduler.name != "none" or grid.stop):
+        raise UserError(
+            f"the grid {grid.name} stops trials early, and trials of {workers} workers report at their end; set "
+            f"ray.num_workers 1, or scheduler none in the grid's file"
+        )
     gpu = wants_gpu(ray_options, workers)
     check_cluster(ray_options, workers, gpu)
     threads = ray_options.threads or (0 if grid.kind == "evaluate" else max(1, int(ray_options.cpus_per_worker)))
     ray_options = replace(ray_options, threads=threads)
     family, hashes = check(grid, trials, tables, extra, max(1, threads), say)
     with held(storage, name, PATIENCE if resume else 0):
-        before = read_sweep(folder)
         if before is None:
             check_writable(folder)
             tags = {
@@ -202,25 +211,22 @@ def sweep(
             )  # fmt: skip
             tracking.log_yaml(run, asdict(grid), "grid.yaml")
             before = {"grid": grid.name, "trials": [asdict(t) for t in trials], "tracking": run.to_dict()}
-            write_sweep(folder, {**before, "status": "running"})
+            before["status"] = "running"
+            write_sweep(folder, before)
         else:
-            check_same(before, trials, name, storage, resume)
             run = tracking.RunRef(**before["tracking"])
         plan = Plan(
             {t.name: t for t in trials}, grid.kind, grid.metric, tables, extra, folder, run.uri, run.experiment,
             run.run_id, ray_options, options.test and grid.kind == "train", command,
         )  # fmt: skip
         pending = [t for t in trials if not is_done(t, plan)]
-        if before.get("status") == "finished" and not pending:
-            found = [outcome(t, plan) for t in trials]
-            return Swept(name, folder, run, found, best_of(found), 0.0, already=True)
         tracking.reopen(run)
         say(f"{len(trials)} trials of {grid.name}, {len(trials) - len(pending)} done before; metric {grid.metric}")
         logger = tracking.Logger(run)
         try:
             if pending:
                 run_pending(grid, plan, pending, options, workers, gpu, say)
-            found = [outcome(t, plan) for t in trials]
+            found = [outcome(t, folder, grid) for t in trials]
             best = best_of(found)
             tracking.log_json(run, [asdict(o) for o in found], "trials.json")
             counts = Counter(o.status for o in found)
@@ -258,6 +264,7 @@ def run_pending(
     at_once = 1 if grid.kind == "evaluate" else min(options.concurrency or room, room)
     budget = options.budget_hours * 3600
     needs: dict[str, float] = {kind.lower(): need for kind, need in each.items()} if workers == 1 else {"cpu": 0}
+    ledger = Ledger(grid, plan, len(plan.trials) - len(pending), time.monotonic() + (budget or math.inf), say)
     stopped = {key.removeprefix("val/"): value for key, value in grid.stop.items()}
     tune.Tuner(
         tune.with_resources(tune.with_parameters(run_trial, plan=plan), needs),
@@ -269,7 +276,7 @@ def run_pending(
         run_config=tune.RunConfig(
             name=TUNE, storage_path=plan.folder, stop=stopped or None, verbose=0,
             failure_config=tune.FailureConfig(max_failures=options.retries),
-            callbacks=[Ledger(plan, len(plan.trials) - len(pending), time.monotonic() + (budget or math.inf), say)],
+            callbacks=[ledger],
         ),
     ).fit()  # fmt: skip
 
@@ -304,6 +311,12 @@ def check(
         seen_there = look(trial, tables, own, False, threads, say)
         families.add(seen_there.family)
         metric = grid.metric.removeprefix("val/")
+        for key in grid.stop:
+            if key.removeprefix("val/") not in (EPOCH, "seconds", *seen_there.metrics):
+                raise UserError(
+                    f"the grid {grid.name} stops by '{key}', which no trial reports; choose epoch, seconds or one of "
+                    f"{', '.join(seen_there.metrics)}"
+                )
         if metric not in seen_there.metrics and entry.gradient:
             there = ", ".join(seen_there.metrics)
             raise UserError(
@@ -344,9 +357,9 @@ def is_done(trial: Trial, plan: Plan) -> bool:
     return noted["status"] == "failed" or not plan.test or bool(noted.get("stopped")) or tested(folder)
 
 
-def outcome(trial: Trial, plan: Plan) -> Outcome:
+def outcome(trial: Trial, sweep_folder: str, grid: Grid) -> Outcome:
     """What has become of the trial, read from its folder."""
-    folder = join(plan.folder, trial.name)
+    folder = join(sweep_folder, trial.name)
     noted = read_record(folder)
     made = Outcome(trial.id, trial.name, trial.point, "unfinished")
     if noted is None:
@@ -356,11 +369,11 @@ def outcome(trial: Trial, plan: Plan) -> Outcome:
         made.status, made.error = "failed", noted["error"]
     elif noted["status"] == "finished":
         made.status = "stopped" if noted.get("stopped") else "finished"
-        if plan.kind == "evaluate":
-            made.value, made.checkpoint = noted["values"].get(plan.metric), trial.folders["checkpoint"]
+        if grid.kind == "evaluate":
+            made.value, made.checkpoint = noted["values"].get(grid.metric), trial.folders["checkpoint"]
             return made
         about = checkpoint.read(join(folder, BEST))
-        made.value = about.metrics.get(plan.metric.removeprefix("val/"))
+        made.value = about.metrics.get(grid.metric.removeprefix("val/"))
         made.epochs, made.checkpoint = noted["epochs"], join(folder, BEST)
     return made
 

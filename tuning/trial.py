@@ -100,12 +100,15 @@ def fit(trial: Trial, plan: Plan) -> None:
             seconds = time.monotonic() - began
             tune.report({EPOCH: about.epoch, VALUE: value, "seconds": seconds, **about.metrics})
 
-    train(
+    trained = train(
         model=trial.model, fit=FitConfig(**trial.fit), ray_options=plan.ray, tables=plan.tables,
         sids=plan.extra_of(trial), storage=plan.folder, name=trial.name, tracking_uri=plan.uri,
         experiment=plan.experiment, parent_run=plan.parent, log_model=False, say=quiet, tags=plan.tags(trial),
         heard=heard, wait=PATIENCE,
     )  # fmt: skip
+    if plan.ray.num_workers > 1:  # its workers report to Ray Train
+        value = trained.about.metrics[metric]
+        tune.report({EPOCH: trained.epochs, VALUE: value, "seconds": time.monotonic() - began})
     if plan.test and not tested(folder):
         result, about = evaluate(
             join(folder, BEST), plan.tables, plan.extra_of(trial), device=device(plan.ray),

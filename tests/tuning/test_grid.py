@@ -52,6 +52,12 @@ def test_settings_go_over_each_other() -> None:
     assert made[1].fit["eval_options"] is not made[0].fit["eval_options"]
 
 
+def test_paths_are_made_absolute_and_the_point_stays() -> None:
+    (one,) = grid(axes={"sids": ["here/sids"]}).trials()
+    assert one.folders == {"sids": str(Path("here/sids").absolute())}
+    assert one.point == {"sids": "here/sids"}
+
+
 def test_ids_are_of_the_values_alone() -> None:
     one = grid().trials()
     other = grid(axes={"fit.lr": [0.2, 0.1]}, fixed={"model.dim": 8}).trials()
