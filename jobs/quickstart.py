@@ -2,6 +2,7 @@
 
     python -m jobs.quickstart                     # next items: semantic IDs, SASRec, TIGER and its student SID-MLP
     python -m jobs.quickstart --family search     # searches: text embeddings, Base, HSTU, HLLM and QGS
+    python -m jobs.quickstart --family actions    # a feed: interleaved, AttnLFA, AttnMVP; without actions
 
 Without `--data` it simulates a small log (`results are labelled simulated`); `--data FOLDER` takes a real
 one whose mapping file is `jobs/configs/sources/FOLDER.yaml`, or the one that `--source` names. Every step
@@ -32,8 +33,9 @@ CONFIGS = Path(__file__).parent / "configs"
 class Config:
     """Options."""
 
-    family: Literal["retrieval", "search"] = "retrieval"
-    """Which models: `retrieval` finds the next item in a catalogue, `search` ranks what a search shows."""
+    family: Literal["retrieval", "search", "actions"] = "retrieval"
+    """Which models: `retrieval` finds the next item in a catalogue, `search` ranks what a search shows, `actions`
+    predicts what a user will do with an item."""
     data: str | None = None
     """Folder of a real raw log; without it a log is simulated."""
     source: str | None = None
@@ -44,13 +46,13 @@ class Config:
     """Encoder of the texts: tfidf, minilm (make encoder), or a transformers name or path."""
     epochs: int | None = None
     """Most epochs of each model, half as many for a student, which learns from its teacher in fewer; by default 20, of
-    search 4. A real model wants more: see the walk-through in the README."""
+    search and actions 4. A real model wants more: see the walk-through in the README."""
     users: int = 1500
     """Users of the simulated log."""
     items: int = 400
     """Items of the simulated log."""
     events: int = 15000
-    """Events or searches of the simulated log."""
+    """Events or searches of the simulated log; impressions of a feed are twice as many."""
     seed: int = 42
     """Seed of the simulation and of the trainings."""
 
@@ -129,17 +131,36 @@ def search(config: Config, place: Place, steps: Steps) -> None:
         measure(config, place, steps, model, f"{file}_small", config.epochs or 4)
 
 
+def actions(config: Config, place: Place, steps: Steps) -> None:
+    """The interleaved baseline, AttnLFA, AttnMVP, and AttnMVP that is shown no action and so knows the items alone."""
+    small = ("--model.num_layers", "2", "--fit.batch_size", "16", "--fit.lr", "0.002")
+    for model in ("interleaved", "attn_lfa", "attn_mvp"):
+        measure(config, place, steps, model, f"actions/{model}", config.epochs or 4, *small)
+    blind = (*small, "--model.action_weight", "0")
+    model = "attn_mvp_no_lfa"
+    measure(config, place, steps, model, f"actions/{model}", config.epochs or 4, *blind, name="without_actions")
+
+
 def measure(
-    config: Config, place: Place, steps: Steps, model: str, file: str, epochs: int | None, *options: str
+    config: Config,
+    place: Place,
+    steps: Steps,
+    model: str,
+    file: str,
+    epochs: int | None,
+    *options: str,
+    name: str | None = None,
 ) -> None:
     """Trains a model, by at most `epochs` where it is trained by gradient, and evaluates it on test."""
+    name = name or model
     extra = registry.find(model).extra
     where = ["--tables", place.tables, *([f"--{extra}", place.extra] if extra else [])]
     fit = ["--fit.max_epochs", str(epochs), "--fit.seed", str(config.seed)] if epochs else []
-    train = ["--config", str(CONFIGS / f"{file}.yaml"), *where, "--storage", place.runs, "--name", model]
-    steps.run(f"Distil {model}" if options else f"Train {model}", "train", *train, *options, *fit)
-    checkpoint = ["--checkpoint", f"{place.runs}/{model}"]
-    steps.run(f"Evaluate {model} on test", "evaluate", *checkpoint, *where, "--split", "test")
+    train = ["--config", str(CONFIGS / f"{file}.yaml"), *where, "--storage", place.runs, "--name", name]
+    title = f"Distil {name}" if "--model.teacher" in options else f"Train {name}"
+    steps.run(title, "train", *train, *options, *fit)
+    checkpoint = ["--checkpoint", f"{place.runs}/{name}"]
+    steps.run(f"Evaluate {name} on test", "evaluate", *checkpoint, *where, "--split", "test")
 
 
 @dataclass(frozen=True)
@@ -153,12 +174,17 @@ class Flow:
     simulated: str
     """Name of the simulated dataset and of its mapping file."""
     extra: str
-    """Folder of what models need beside the tables."""
+    """Folder of what models need beside the tables, or nothing."""
+    log: str
+    """Kind of the simulated log."""
+    events: int = 1
+    """Events of it per event that is asked for."""
 
 
 FLOWS = {
-    "retrieval": Flow(retrieval, 9, "simulated", "sids"),
-    "search": Flow(search, 9, "simulated_search", "text"),
+    "retrieval": Flow(retrieval, 9, "simulated", "sids", "retrieval"),
+    "search": Flow(search, 9, "simulated_search", "text", "search"),
+    "actions": Flow(actions, 8, "simulated_feed", "", "feed", events=2),
 }
 
 
@@ -185,8 +211,9 @@ def run(config: Config) -> None:
     steps = Steps(count=flow.steps + 3 + (0 if config.data else 1))
     cli.start_ray()
     if not config.data:
-        size = ["--users", str(config.users), "--items", str(config.items), "--events", str(config.events)]
-        kind = [] if config.family == "retrieval" else ["--kind", config.family]
+        events = str(config.events * flow.events)
+        size = ["--users", str(config.users), "--items", str(config.items), "--events", events]
+        kind = [] if config.family == "retrieval" else ["--kind", flow.log]
         log = [*kind, "--output", str(place.raw), *size, "--seed", str(config.seed)]
         steps.run("Simulate a raw log", "simulate", *log)
     log = ["--source", place.source, "--input", str(place.raw), "--output", place.tables]
@@ -198,7 +225,8 @@ def run(config: Config) -> None:
     label = "simulated data: the figures say that the flow works, nothing about a real log" if not config.data else ""
     print(f"\nDone in {time.monotonic() - steps.started:.0f} s. {label}")
     print(f"  tables        {place.tables}")
-    print(f"  {'semantic IDs' if flow.extra == 'sids' else 'text        '}  {place.extra}")
+    if flow.extra:
+        print(f"  {'semantic IDs' if flow.extra == 'sids' else 'text        '}  {place.extra}")
     print(f"  checkpoints   {place.runs}")
     print(f"  look at it    {Path(sys.executable).parent}/mlflow ui --backend-store-uri {uri}")
 

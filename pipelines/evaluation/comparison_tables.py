@@ -10,13 +10,15 @@ import re
 import statistics
 from collections.abc import Sequence
 
+from pipelines.evaluation.baseline_tables import baseline_tables, figure
 from pipelines.evaluation.comparison import Comparison, Row, lower_is_better
 from pipelines.evaluation.noninferiority import MARGIN, non_inferiority, paired_test
 from pipelines.evaluation.table import Table
 
 SHOWN = (
     "val/ndcg@10", "test/recall@5", "test/recall@10", "test/ndcg@5", "test/ndcg@10",
-    "val/gauc", "test/gauc", "test/auc", "test/normalised_entropy", "test/log_loss",
+    "val/gauc", "test/gauc", "test/auc", "test/normalised_entropy", "test/log_loss", "test/eval_loss",
+    "test/mean/normalised_entropy", "test/mean/auc",
 )  # fmt: skip
 """Metrics of the table, in order; those that no run has are left out."""
 
@@ -28,6 +30,7 @@ def tables(comparison: Comparison) -> list[Table]:
         *paired_tables(comparison),
         *non_inferiority_tables(comparison.rows, comparison.metric),
         *item_shift_tables(comparison.rows),
+        *baseline_tables(comparison.rows),
     ]
 
 
@@ -35,8 +38,7 @@ def runs_table(comparison: Comparison) -> Table:
     """All rows with their metrics, sizes, times and users per second."""
     rows, metric = comparison.rows, comparison.metric
     measured = {name for row in rows for name in row.measured()}
-    tasks = sorted(name for name in measured if re.fullmatch(r"test/(?!mean/|temporal)\w+/normalised_entropy", name))
-    wanted = dict.fromkeys([f"val/{metric}", *SHOWN, f"test/{metric}", *tasks])
+    wanted = dict.fromkeys([f"val/{metric}", *SHOWN, f"test/{metric}"])
     metrics = [name for name in wanted if name in measured]
     several = len({row.experiment for row in rows}) > 1
     header = ["model", "run", "seeds", *metrics, "users", "params", "epoch", "train s", "users/s"]
@@ -176,14 +178,6 @@ def item_shift_tables(rows: Sequence[Row]) -> list[Table]:
         "interactions had happened (App. E.3 of SID-MLP)."
     ]
     return [Table("Temporal item shift", header, cells, notes)]
-
-
-def figure(row: Row, metric: str) -> str:
-    """Mean, with the deviation where there are several runs."""
-    mean, deviation = row.mean(metric), row.deviation(metric)
-    if math.isnan(mean):
-        return "-"
-    return f"{mean:.4f}" if math.isnan(deviation) else f"{mean:.4f} ± {deviation:.4f}"
 
 
 def number(row: Row, metric: str) -> str:

@@ -1,0 +1,239 @@
+"""Actions batches: what a slow reading of the table says; nothing known too early; little padding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models import registry
+from models.actions.batch import ActionsCatalogue, check_batch
+from models.actions.data import ActionsExamples, equal_parts
+from models.tables import UserError, join, read_table
+from tests.actions_tables import TASKS, user, write_actions, write_rows
+from tests.training_tables import write_tables
+
+SMALL = {"width": 16, "num_layers": 1, "num_heads": 2, "ffn": 24, "expert_width": 8, "tower_width": 6, "dropout": 0.0}
+ACTIONS = [name for name, entry in registry.MODELS.items() if entry.family is registry.ACTIONS]
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory) -> str:
+    return write_actions(tmp_path_factory.mktemp("actions"))
+
+
+def load(tables: str, split: str, **options) -> ActionsExamples:
+    return ActionsExamples.load(join(tables, "sequences"), split, **{"max_history": 10, **options})
+
+
+def batches(examples: ActionsExamples, batch_size: int = 7, **options) -> list[dict[str, torch.Tensor]]:
+    return [examples.collate(rows) for rows in examples.batches(batch_size, **options)]
+
+
+def events_of(batch: dict[str, torch.Tensor], row: int, prefix: str = "") -> list[tuple]:
+    """(item, time, tasks, features) of each valid position."""
+    valid = batch[f"{prefix}valid"][row]
+    columns = [batch[f"{prefix}{name}"][row][valid].tolist() for name in ("item", "time", "label", "feature")]
+    return [(i, t, tuple(k), tuple(f)) for i, t, k, f in zip(*columns, strict=True)]
+
+
+def wanted(row: dict, begin: int, end: int) -> list[tuple]:
+    return [
+        (
+            row["item_index"][i],
+            row["timestamp_ms"][i],
+            tuple(float(task) for task in row["tasks"][i]),
+            tuple(float(np.float32(value)) for value in row["features"][i]),
+        )
+        for i in range(begin, end)
+    ]
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+@pytest.mark.parametrize("limit", [1, 10, 100])
+def test_evaluation_reads_the_latest_before_the_cut_and_asks_for_all_after_it(tables, split, limit):
+    users = read_table(join(tables, "sequences")).to_pylist()
+    seen = {}
+    for batch in batches(load(tables, split, max_history=limit)):
+        check_batch(batch, ActionsCatalogue.load(tables))
+        for row, number in enumerate(batch["user_row"].tolist()):
+            assert number not in seen
+            seen[number] = events_of(batch, row), events_of(batch, row, "candidate_")
+            actions = batch["action"][row][batch["valid"][row]].tolist()
+            end = users[number]["train_end" if split == "val" else "val_end"]
+            expected = users[number]["actions"][max(0, end - limit) : end]
+            assert actions == [[float(np.float32(value)) for value in event] for event in expected]
+    for number, row in enumerate(users):
+        begin, end = (row["train_end"], row["val_end"]) if split == "val" else (row["val_end"], len(row["item_index"]))
+        if begin == end:
+            assert number not in seen
+        else:
+            assert seen[number] == (wanted(row, max(0, begin - limit), begin), wanted(row, begin, end))
+    assert seen[0][0] == [] or split == "test"  # who comes after the cut is asked about without a context
+
+
+@pytest.mark.parametrize("limit", [4, 100])
+def test_training_learns_from_each_event_once_and_never_after_one_of_its_millisecond(tables, limit):
+    learned: dict[int, list] = {}
+    for batch in batches(load(tables, "train", max_history=limit), shuffle=True, epoch=3):
+        check_batch(batch, ActionsCatalogue.load(tables))
+        for row, number in enumerate(batch["user_row"].tolist()):
+            times = batch["time"][row][batch["valid"][row]]
+            first = torch.ones_like(times, dtype=torch.bool)
+            first[1:] = times[1:] > times[:-1]
+            assert torch.equal(batch["learn"][row][batch["valid"][row]], first)
+            context = [event for event, own in zip(events_of(batch, row), first.tolist(), strict=True) if own]
+            learned.setdefault(number, []).extend(context + events_of(batch, row, "candidate_"))
+            assert len(times) <= limit
+    for number, row in enumerate(read_table(join(tables, "sequences")).to_pylist()):
+        assert sorted(learned.get(number, [])) == sorted(wanted(row, 0, row["train_end"]))
+
+
+def test_sequences_are_cut_for_models_that_learn_from_candidates_only(tables):
+    examples = load(tables, "train", unit="cut")
+    found = [batches(examples, shuffle=True, epoch=epoch) for epoch in (0, 0, 1)]
+    cuts = []
+    for epoch in found:
+        cuts.append({})
+        for batch in epoch:
+            check_batch(batch, ActionsCatalogue.load(tables))
+            assert batch["candidate_valid"].any(1).all()
+            for row, number in enumerate(batch["user_row"].tolist()):
+                context, candidates = events_of(batch, row), events_of(batch, row, "candidate_")
+                cuts[-1].setdefault(number, []).append((len(context), len(candidates)))
+    assert cuts[0] == cuts[1] != cuts[2]
+    for number, row in enumerate(read_table(join(tables, "sequences")).to_pylist()):
+        assert sum(context + candidates for context, candidates in cuts[0].get(number, [])) == row["train_end"]
+
+
+def test_steps_are_of_equally_many_events_and_little_is_padding(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = []
+    for number in range(600):  # lengths as skewed as those of a real feed
+        count = 1 + int(rng.geometric(0.12))
+        times = np.sort(rng.integers(0, 10**6, count)).tolist()
+        liked = (rng.random(count) < 0.5).tolist()
+        rows.append(user(f"u{number}", rng.integers(9, size=count).tolist(), times, liked, (10**6, 10**6), rng))
+    examples = load(write_rows(tmp_path, rows, 9), "train", max_history=1024)
+    for epoch in (0, 1):
+        order = list(examples.batches(32, shuffle=True, epoch=epoch))
+        assert len(order) == examples.steps(32) == 19
+        assert sorted(np.concatenate(order).tolist()) == list(range(600))
+        events, positions = zip(*map(examples.positions, order), strict=True)
+        assert 1 - sum(events) / sum(positions) < 0.1
+        assert max(events) < 1.5 * np.mean(events)
+        batch = examples.collate(order[0])
+        there = batch["valid"].sum() + batch["candidate_valid"].sum()
+        assert (int(there), batch["valid"].numel() + batch["candidate_valid"].numel()) == (events[0], positions[0])
+    again = list(examples.batches(32, shuffle=True, epoch=1))
+    assert all(np.array_equal(a, b) for a, b in zip(order, again, strict=True))
+    assert not np.array_equal(order[0], next(examples.batches(32, shuffle=True, epoch=0)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.data())
+def test_equal_parts_hold_every_row_and_none_is_empty(lengths, data):
+    parts = data.draw(st.integers(1, len(lengths)))
+    edges = equal_parts(np.array(lengths), parts)
+    assert (edges[0], edges[-1], len(edges)) == (0, len(lengths), parts + 1)
+    assert (np.diff(edges) > 0).all()
+
+
+def test_workers_share_out_the_users(tables):
+    whole = load(tables, "val")
+    parts = [load(tables, "val", rank=rank, world=3) for rank in range(3)]
+    assert sorted(np.concatenate([part.user for part in parts]).tolist()) == sorted(whole.user.tolist())
+    trains = [load(tables, "train", rank=rank, world=3) for rank in range(3)]
+    assert trains[0].rows_per_rank.tolist() == [len(part) for part in trains]
+    assert {len(list(part.batches(5, shuffle=True))) for part in trains} == {trains[0].steps(5)}
+
+
+def test_a_large_batch_of_long_users_is_split(tables, monkeypatch):
+    monkeypatch.setattr("models.actions.data.MOST_PAIRS", 200)
+    order = list(load(tables, "val", max_history=100).batches(1000))
+    assert len(order) > 3
+    assert sorted(np.concatenate(order).tolist()) == list(range(len(load(tables, "val"))))
+
+
+@pytest.mark.parametrize("name", ACTIONS)
+def test_what_a_candidate_was_answered_changes_no_prediction(name, tmp_path):
+    """Through the tables: actions and tasks of all candidates are reversed, and one user's of one candidate."""
+    rng = np.random.default_rng(0)
+    rows = [
+        user(f"u{n}", rng.integers(9, size=12).tolist(), list(range(12)), (rng.random(12) < 0.5).tolist(), (5, 9), rng)
+        for n in range(4)
+    ]
+    other = [
+        {**row, **{key: [*row[key][:9], *(reverse(row[key][9:]))] for key in ("actions", "tasks")}} for row in rows
+    ]
+    tables = [write_rows(tmp_path / f"{i}", content, 9) for i, content in enumerate((rows, other))]
+    catalogue = ActionsCatalogue.load(tables[0])
+    torch.manual_seed(0)
+    model = registry.build(registry.config_from_dict({"name": name, **SMALL}), catalogue).eval()
+    scores = []
+    for made in tables:
+        examples = load(made, "test", max_history=100)
+        with torch.no_grad():
+            scores.append(torch.cat([model.score(batch) for batch in batches(examples)]))
+    assert torch.equal(*scores)
+
+
+def reverse(events: list[list]) -> list[list]:
+    return [[1 - value for value in event] for event in events]
+
+
+@pytest.mark.parametrize("name", ACTIONS)
+def test_one_pass_scores_all_candidates_as_one_at_a_time(name, tables):
+    catalogue = ActionsCatalogue.load(tables)
+    torch.manual_seed(0)
+    model = registry.build(registry.config_from_dict({"name": name, **SMALL}), catalogue).eval()
+    examples = load(tables, "val")
+    batch = examples.collate(np.arange(12))
+    with torch.no_grad():
+        together = model.score(batch)
+        alone = []
+        for row, column in batch["candidate_valid"].nonzero().tolist():
+            one = {key: value[row : row + 1] for key, value in batch.items()}
+            one |= {key: value[:, column : column + 1] for key, value in one.items() if key.startswith("candidate_")}
+            alone.append(model.score(one))
+    torch.testing.assert_close(together, torch.cat(alone), atol=1e-5, rtol=1e-4)
+    assert torch.isfinite(together).all()
+    assert (~batch["valid"].any(1)).any()  # one of them has no context
+
+
+def test_what_does_not_belong_is_refused(tables, tmp_path):
+    with pytest.raises(UserError, match="actions have no split 'next'; choose train, val or test"):
+        load(tables, "next")
+    with pytest.raises(ValueError, match="unit 'cut' is unknown for the split 'val'"):
+        load(tables, "val", unit="cut")
+    with pytest.raises(ValueError, match="max_history 0 is below 1"):
+        load(tables, "val", max_history=0)
+    with pytest.raises(UserError, match="worker 60 of 61 has no rows to train on"):
+        next(load(tables, "train", rank=60, world=61).batches(4, shuffle=True))
+    retrieval, _ = write_tables(tmp_path)
+    with pytest.raises(UserError, match="holds sequences of kind 'retrieval'; models of actions need 'actions'"):
+        ActionsCatalogue.load(retrieval)
+
+
+def test_the_catalogue_has_attributes_and_rates(tables):
+    catalogue = ActionsCatalogue.load(tables)
+    rows = read_table(join(tables, "sequences")).to_pylist()
+    train = [event for row in rows for event in row["tasks"][: row["train_end"]]]
+    assert catalogue.labels == TASKS
+    assert catalogue.train_rates == pytest.approx(np.mean(train, 0).tolist())
+    kind, author = catalogue.categories[:, 1].tolist(), catalogue.categories[:, 0].tolist()
+    assert [value == kind[0] for value in kind] == [i % 2 == 0 for i in range(12)]
+    assert author[0] == 0  # has none
+    assert all((author[i] == author[j]) == (i % 5 == j % 5) for i in range(1, 12) for j in range(1, 12))
+    moved = write_actions(Path(tables).parent / "other", items=13)
+    (Path(moved) / "items").rename(Path(moved) / "others")
+    (Path(tables) / "items").rename(Path(moved) / "items")
+    try:
+        with pytest.raises(UserError, match="were made from other items"):
+            ActionsCatalogue.load(moved)
+    finally:
+        (Path(moved) / "items").rename(Path(tables) / "items")
