@@ -2,9 +2,9 @@
 
     python -m jobs.evaluate --checkpoint runs/sasrec/best --tables TABLES --split test
 
-Prints Recall@K and NDCG@K with the number of users, writes them beside the checkpoint and into the MLflow
-run of the training; --item_shift adds those of users whose target is a new item. A model that scores candidates
-is measured by AUC, GAUC and log loss; --replay true adds estimates of online metrics of a search model. With --batch_inference FOLDER
+Prints Recall@K and NDCG@K with the number of users, or AUC, GAUC and log loss of a model that scores candidates;
+writes them beside the checkpoint and into the MLflow run of the training. --item_shift adds those of users whose
+target is a new item, --replay true estimates of online metrics of a search model. With --batch_inference FOLDER
 it writes the top K items of all users to a table instead; with --export FILE.pt2 a student as one program.
 """
 
