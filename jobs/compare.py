@@ -1,7 +1,7 @@
 """MLflow runs beside each other, beside the papers, as tables and as a page of plots; and the papers' claims.
 
     python -m jobs.compare --experiment retrieval/DATASET --tracking_uri sqlite:////ABSOLUTE/runs/mlflow.db
-    python -m jobs.compare --sweep SWEEP_NAME --html page.html
+    python -m jobs.compare --sweep SWEEP_NAME --html page.html --register MODEL_NAME
     python -m jobs.compare --run RUN --run OTHER_RUN
     python -m jobs.compare --claims
     python -m jobs.compare --sids SIDS --sids OTHER_SIDS
@@ -27,7 +27,7 @@ from pipelines.evaluation import sweep_plots
 from pipelines.evaluation.benchmark_plots import read_lines
 from pipelines.evaluation.benchmark_runs import log_lines
 from pipelines.evaluation.claims import verdicts, verdicts_table
-from pipelines.evaluation.comparison import Comparison, compare, rows_of
+from pipelines.evaluation.comparison import Comparison, best_run, compare, rows_of
 from pipelines.evaluation.comparison_tables import best_table, tables
 from pipelines.evaluation.published import CLAIMS, Papers, beside_the_papers, load, of_grid
 from pipelines.evaluation.runs import select, select_all
@@ -60,6 +60,8 @@ class Config:
     """Also draw the metric on test against users per second to this file (.png, .svg or .pdf)."""
     benchmark: str | None = None
     """JSON lines of jobs.benchmark, to log to MLflow and to draw on the page."""
+    register: str | None = None
+    """Register the best checkpoint by validation under this name in MLflow's model registry."""
     claims: bool = False
     """Also say of each numeric claim of the papers whether it holds, by the runs of the experiments, or of all."""
     claims_file: str | None = None
@@ -74,13 +76,14 @@ class Config:
             )
         if self.sweep and self.run:
             raise ValueError(f"sweep is {self.sweep} and run is {self.run[0]}; give one of them")
-        for name in ("pareto", "html"):
-            if getattr(self, name) and not self.from_mlflow:
-                raise ValueError(f"{name} is {getattr(self, name)}, but there are no runs; give --experiment too")
-        if self.pareto and len(self.experiment) > 1:
-            raise ValueError(f"pareto draws one experiment, there are {len(self.experiment)}; give one --experiment")
-        if self.pareto and not (self.experiment or self.sweep or self.run):
-            raise ValueError(f"pareto is {self.pareto}, but there are no runs to draw; give --experiment too")
+        if self.html and not self.from_mlflow:
+            raise ValueError(f"html is {self.html}, but there are no runs to show; give --experiment too")
+        for name in ("pareto", "register"):
+            if getattr(self, name) and (self.sweep is None and not self.run) and len(self.experiment) != 1:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, which is of one experiment and there are "
+                    f"{len(self.experiment)}; give one --experiment, or a --sweep"
+                )
 
     @property
     def from_mlflow(self) -> bool:
@@ -117,13 +120,12 @@ def comparisons(config: Config, uri: str) -> list[Comparison]:
 
 
 def paper_tables(found: Sequence[Comparison], papers: Papers) -> list[Table]:
-    """Ours beside what the papers print, and what the grid of a sweep says that its paper prints."""
+    """Ours beside what the papers print, by claims.yaml or else by the grid of the sweep."""
     shown = []
     for comparison in found:
-        shown += beside_the_papers(comparison, papers)
-        if points := sweep_plots.grid_of(comparison).get("published"):
-            sources, systems = of_grid(points, comparison.rows[0].model)
-            shown += beside_the_papers(comparison, Papers(systems, sources, []))
+        points = sweep_plots.grid_of(comparison).get("published") or []
+        theirs = of_grid(points, comparison.rows[0].model)
+        shown += beside_the_papers(comparison, papers) or beside_the_papers(comparison, theirs)
     return shown
 
 
@@ -150,6 +152,17 @@ def write_page(config: Config, uri: str, found: Sequence[Comparison], shown: Seq
     print(f"{len(drawn)} plots written to {path}, and to MLflow as compare.html of the run '{run}'")
 
 
+def register_best(comparison: Comparison, name: str) -> None:
+    """The comparison's best run by validation as a version of the registered model `name`."""
+    from pipelines.training.registered_model import register
+
+    best = best_run(comparison)
+    ref = tracking.RunRef(comparison.selection.uri, comparison.rows[0].experiment, best.id)
+    version = register(ref, name, f"val/{comparison.metric}")
+    print(f"registered: version {version.version} of {name} is the best checkpoint of {best.name} by validation")
+    print(f"  load it   mlflow.pyfunc.load_model('models:/{name}/{version.version}')")
+
+
 def run(config: Config) -> None:
     """Prints the tables, and writes what is asked for."""
     uri = store(config.tracking_uri) if config.from_mlflow else ""
@@ -170,6 +183,8 @@ def run(config: Config) -> None:
         print(f"written to {config.markdown}")
     if config.html:
         write_page(config, uri, found, shown, config.html)
+    if config.register:
+        register_best(found[0], config.register)
     if config.pareto:
         from pipelines.evaluation.pareto import draw
 

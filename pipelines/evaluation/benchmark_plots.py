@@ -7,6 +7,7 @@ python -m jobs.compare --experiment retrieval/DATASET --benchmark decode.jsonl -
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def sizes(lines: Sequence[dict[str, Any]]) -> list[Drawn]:
             ):
                 for place, (name, points) in enumerate(series.items()):
                     x = [line["params"][parameter] for line in points]
-                    y = [line.get(key) for line in points]
+                    y = [line.get(key, math.nan) for line in points]
                     axes.plot(x, y, marker="o", ms=4, color=COLOURS[place % 7], label=name)
                 axes.set_xscale("log", base=2)
                 axes.set_xticks(

@@ -151,12 +151,16 @@ def comparable(left: Row, right: Row, named: set[str], match: str) -> bool:
     or of one benchmark; for `match` teacher right is the teacher of left."""
     if left is right or left.experiment != right.experiment:
         return False
+    how = {key for row in (left, right) for key in row.params if key.startswith("evaluate.")}
+    how -= {"evaluate.beam"} if "model.beam" in named else set()
+    if any(left.params.get(key) != right.params.get(key) for key in how):
+        return False
     if match == "teacher":
         return bool(left.runs[0].teacher) and any(run.weights == left.runs[0].teacher for run in right.runs)
     shared = left.params.keys() & right.params.keys()
     if left.model != right.model and "/" not in left.model:
         shared = {key for key in shared if key.startswith("table.")}
-    return all(left.params[key] == right.params[key] for key in shared - named - {"evaluate.beam"})
+    return all(left.params[key] == right.params[key] for key in shared - named - {"evaluate.beam", "checkpoint"})
 
 
 def size_of(claim: Claim, left: float, right: float) -> float:

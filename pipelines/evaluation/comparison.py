@@ -118,6 +118,8 @@ def rows_of(selection: Selection) -> list[Row]:
         }
         alike |= {key: value for key, value in tags.items() if key.startswith("table.")}
         experiment = selection.experiments[run.info.experiment_id]
+        if "evaluate.batch_size" in given:  # one of several evaluations of a checkpoint, a run of its own
+            alike["checkpoint"] = given.get("checkpoint", "")
         for options, metrics in evaluations(run.data.metrics).items():
             key = (experiment, given["model.name"], *sorted(alike.items()), options)
             row = rows.setdefault(key, Row(given["model.name"], options, experiment=experiment, params=alike))
@@ -186,7 +188,7 @@ def compare(selection: Selection, metric: str | None = None) -> Comparison:
     if not any(run.finished for row in rows for run in row.runs) and not any(row.measured() for row in rows):
         raise UserError(f"no run of {selection.title} at {selection.uri} is finished; wait for one, or train one")
     if metric is None and selection.sweep is not None:
-        metric = selection.sweep.data.tags.get("sweep.metric", "").removeprefix("val/") or None
+        metric = selection.sweep.data.tags.get("sweep.metric", "").split("/", 1)[-1] or None
     found = {name.split("/", 1)[1] for row in rows for name in row.measured()}
     if metric is None:
         metric = next((name for name in ("gauc", "mean/normalised_entropy") if name in found), "ndcg@10")
@@ -201,6 +203,17 @@ def compare(selection: Selection, metric: str | None = None) -> Comparison:
         return (sign * test if math.isfinite(test) else math.inf, sign * val if math.isfinite(val) else math.inf)
 
     return Comparison(selection, sorted(rows, key=rank), metric)
+
+
+def best_run(comparison: Comparison) -> Run:
+    """The finished run that is best on validation; UserError where none has the metric there."""
+    name, sign = f"val/{comparison.metric}", 1 if lower_is_better(comparison.metric) else -1
+    runs = [run for row in comparison.rows if not row.options for run in row.runs if run.finished]
+    there = [run for run in runs if name in run.metrics]
+    if not there:
+        title = comparison.selection.title
+        raise UserError(f"no finished run of {title} has {name}; train one, or choose another --metric")
+    return min(there, key=lambda run: sign * run.metrics[name])
 
 
 def lower_is_better(metric: str) -> bool:

@@ -24,7 +24,7 @@ from pipelines.evaluation.run_plots import Drawn
 INK, PAGE = "#010203", "#040506"
 """Stand-ins for the page's colours of text and ground."""
 
-STYLE = {
+STYLE: Any = {
     "text.color": INK, "axes.edgecolor": INK, "axes.labelcolor": INK, "axes.titlecolor": INK, "xtick.color": INK,
     "ytick.color": INK, "grid.color": INK, "legend.labelcolor": INK, "legend.framealpha": 0.0, "hatch.color": INK,
     "figure.facecolor": PAGE, "axes.facecolor": PAGE, "savefig.transparent": True, "svg.fonttype": "none",

@@ -61,7 +61,8 @@ class Published:
     def value(self, dataset: str, system: str, metric: str) -> float | None:
         """The printed figure, or None."""
         line = self.datasets[dataset].get(system)
-        return line[self.metrics.index(metric)] if line and metric in self.metrics else None
+        value = line[self.metrics.index(metric)] if line and metric in self.metrics else math.nan
+        return None if math.isnan(value) else value
 
     def change(self, dataset: str, system: str, metric: str, reference: str | None = None) -> float | None:
         """(system - reference) / reference, or None where one is not printed."""
@@ -171,16 +172,16 @@ def beside_the_papers(comparison: Comparison, papers: Papers) -> list[Table]:
 
 
 def beside(comparison: Comparison, published: Published, systems: dict[str, System]) -> Table | None:
-    """Ours beside one source's; None where no system but the reference is measured here."""
+    """Ours beside one source's; None where no system is measured here, or none beside the reference."""
     names = list(dict.fromkeys(name for lines in published.datasets.values() for name in lines))
     datasets = list(published.datasets)
     cells: list[list[str]] = []
     for metric in published.metrics:
         found = {name: best_row(comparison.rows, systems[name], metric) for name in names}
         ours = {name: row for name, row in found.items() if row is not None}
-        if not ours.keys() - {published.reference}:
-            continue
         base = ours.get(published.reference or "")
+        if not ours or (published.reference and (base is None or len(ours) == 1)):
+            continue
         for name, row in ours.items():
             change = row.mean(metric) / base.mean(metric) - 1 if base and base is not row else None
             absolute = [published.value(dataset, name, metric) for dataset in datasets]
@@ -207,24 +208,31 @@ def percent(change: float | None) -> str:
     return "" if change is None else f"{change:+.1%}" if abs(change) >= 0.01 else f"{change:+.2%}"
 
 
-def of_grid(points: Sequence[dict[str, Any]], model: str) -> tuple[list[Published], dict[str, System]]:
-    """The published results of a grid file as sources and systems, a system per point."""
+def of_grid(points: Sequence[dict[str, Any]], model: str) -> Papers:
+    """The published results of a grid file: a system per point, of `model` where the point names none."""
     systems: dict[str, System] = {}
-    sources: dict[str, Published] = {}
+    sources: dict[tuple[str, str | None], Published] = {}
+
+    def system(point: dict[str, Any]) -> str:
+        params = {key: value for key, value in point.items() if key != "model.name"}
+        words = [point["model.name"]] if "model.name" in point else []
+        name = ", ".join(words + [f"{key.removeprefix('model.')} {value}" for key, value in params.items()])
+        systems[name] = System(point.get("model.name", model), params)
+        return name
+
     for given in points:
-        name = ", ".join(f"{key.removeprefix('model.')} {value}" for key, value in given.get("point", {}).items())
-        systems[name] = System(model, given.get("point", {}))
-        source = given.get("source", "the grid's paper")
-        entry = sources.setdefault(source, Published(source, [], {}))
-        for metric in given.get("metrics", {}):
-            if metric not in entry.metrics:
-                entry.metrics.append(metric)
-        line = entry.datasets.setdefault(given.get("dataset", "published"), {}).setdefault(name, [])
-        line += [math.nan] * (len(entry.metrics) - len(line))
-        for metric, value in given.get("metrics", {}).items():
-            line[entry.metrics.index(metric)] = value
+        name, source = system(given.get("point", {})), given.get("source", "the grid's paper")
+        base = system(given["relative_to"]) if "relative_to" in given else None
+        entry = sources.setdefault((source, base), Published(source, [], {}, base, relative=base is not None))
+        entry.metrics.extend(metric for metric in given.get("metrics", {}) if metric not in entry.metrics)
+        lines = entry.datasets.setdefault(given.get("dataset", "published"), {})
+        for each, figures in ((base, {}), (name, given.get("metrics", {}))):
+            if each is not None:
+                known = dict(zip(entry.metrics, lines.get(each, []), strict=False)) | figures
+                empty = 0.0 if each == base else math.nan
+                lines[each] = [known.get(metric, empty) for metric in entry.metrics]
     for entry in sources.values():
         for lines in entry.datasets.values():
-            for line in lines.values():
-                line += [math.nan] * (len(entry.metrics) - len(line))
-    return list(sources.values()), systems
+            for name, line in lines.items():
+                line += [0.0 if name == entry.reference else math.nan] * (len(entry.metrics) - len(line))
+    return Papers(systems, list(sources.values()), [])

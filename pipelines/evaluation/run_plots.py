@@ -45,7 +45,7 @@ def curves(comparison: Comparison) -> list[Drawn]:
     drawn: list[tuple[str, str, list[tuple[Row, list[tuple[float, float]]]]]] = []
     for model, rows in list(models.items())[:PANELS]:
         for key in ("train/loss", f"val/{comparison.metric}"):
-            lines = [
+            lines: list[tuple[Row, list[tuple[float, float]]]] = [
                 (row, [(point.step, point.value) for point in client.get_metric_history(run.id, name)])
                 for row in rows[:LINES]
                 for run in row.runs
@@ -59,14 +59,12 @@ def curves(comparison: Comparison) -> list[Drawn]:
     columns = min(len(drawn), 2)
     figure, panels = new_figure(columns, math.ceil(len(drawn) / columns))
     for axes, (model, key, lines) in zip(panels, drawn, strict=False):
-        rows = list({id(row): row for row, _ in lines}.values())
+        colours: dict[str, str] = {}
         for row, points in lines:
-            place = next(i for i, other in enumerate(rows) if other is row)
-            label = (
-                row.name if all(len(line.get_label()) and line.get_label() != row.name for line in axes.lines) else None
-            )
+            label = None if row.name in colours else row.name  # one entry of the legend for all seeds
+            colour = colours.setdefault(row.name, COLOURS[len(colours) % len(COLOURS)])
             steps, values = zip(*thinned(sorted(points)), strict=True)
-            axes.plot(steps, values, color=COLOURS[place % len(COLOURS)], lw=1.2, alpha=0.85, label=label)
+            axes.plot(steps, values, color=colour, lw=1.2, alpha=0.85, label=label)
         axes.set_title(model)
         axes.set_xlabel("optimizer step")
         axes.set_ylabel(key)

@@ -6,6 +6,7 @@ In the view of an experiment a sweep is its best trial; asked for by name it is 
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,8 @@ from mlflow import MlflowClient
 
 from models.tables import UserError
 from pipelines import tracking
+
+os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
 KIND, PARENT, BEST = "trieline.kind", "mlflow.parentRunId", "sweep.best"
 """Tags: what a run is (sweep, trial, compare, or nothing: a training), its sweep, and a sweep's best trial."""
@@ -51,8 +54,8 @@ def select(uri: str, experiments: Sequence[str] = (), sweep: str | None = None, 
     known = {e.name: str(e.experiment_id) for e in client.search_experiments()}
     for name in experiments:
         if name not in known:
-            there = [other for other in known if other != "Default"]
-            hint = f"there are {', '.join(there)}" if there else "it holds none"
+            others = [other for other in known if other != "Default"]
+            hint = f"there are {', '.join(others)}" if others else "it holds none"
             raise UserError(f"the experiment '{name}' is not at {uri}; {hint}")
     chosen = {known[name]: name for name in experiments or known}
     there = search(client, list(chosen))

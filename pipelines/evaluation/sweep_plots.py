@@ -9,6 +9,7 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import mlflow
@@ -59,7 +60,7 @@ def controlled(rows: Sequence[Row], key: str) -> list[list[Row]]:
         if not row.options and key in row.params:
             others = tuple(sorted((name, value) for name, value in row.params.items() if name != key))
             groups.setdefault((row.experiment, row.model, *others), []).append(row)
-    return [sorted(group, key=lambda row: number(row.params[key]) or 0.0) for group in groups.values()]
+    return [sorted(group, key=lambda row: order(row.params[key])) for group in groups.values()]
 
 
 def axes(comparison: Comparison) -> list[Drawn]:
@@ -74,7 +75,7 @@ def axes(comparison: Comparison) -> list[Drawn]:
     published = grid_of(comparison).get("published") or []
     drawn: list[Drawn] = []
     for key in keys:
-        if key == "fit.seed":
+        if key == "fit.seed":  # runs that differ in it are one row
             continue
         groups = [group for group in controlled(own, key) if len(group) >= (2 if swept else LEAST)]
         if not groups and swept:
@@ -90,51 +91,60 @@ def best_of_each(rows: Sequence[Row], key: str, comparison: Comparison) -> list[
     name, sign = f"val/{comparison.metric}", 1 if lower_is_better(comparison.metric) else -1
     found: dict[str, Row] = {}
     for row in sorted((r for r in rows if r.values(name)), key=lambda r: sign * r.mean(name)):
-        found.setdefault(row.params.get(key, ""), row)
-    return sorted(found.values(), key=lambda row: number(row.params.get(key)) or 0.0)
+        found.setdefault(setting(row, key), row)
+    return sorted(found.values(), key=lambda row: order(setting(row, key)))
 
 
 def setting_plot(
     comparison: Comparison, key: str, groups: Sequence[Sequence[Row]], published: Sequence[dict[str, Any]], best: bool
 ) -> Drawn:
-    """The panels of one setting."""
-    metric = comparison.metric
+    """The panels of one setting: the metric, users per second, peak memory, and beside what is published."""
     rows = [row for group in groups for row in group]
-    tasks = sorted(
-        name for name in {name for row in rows for name in row.measured()} if name.endswith("/normalised_entropy")
-    ) if metric.endswith("normalised_entropy") else []  # fmt: skip
-    names = [
-        name for name in (tasks or [f"val/{metric}", f"test/{metric}"]) if sum(bool(r.values(name)) for r in rows) > 1
+    measured = {name for row in rows for name in row.measured() if sum(bool(row.values(name)) for row in rows) > 1}
+    metric, entropy = comparison.metric, comparison.metric.endswith(("normalised_entropy", "/rig"))
+    shown = sorted(name for name in measured if entropy and name.endswith("/normalised_entropy"))
+    main = [name for name in shown or (f"val/{metric}", f"test/{metric}") if name in measured][: len(COLOURS)]
+    more: list[list[str]] = [
+        [name] for name in ("test/users_per_s", "test/peak_memory_mb") if name in measured and name not in main
     ]
-    theirs = {
-        point["point"][key]: value
-        for point in published
-        if key in point.get("point", {})
-        for name, value in point.get("metrics", {}).items()
-        if name.removeprefix("test/") == metric and len(point["point"]) == 1
-    }
-    speed = sum(bool(row.values("test/users_per_s")) for row in rows) > 1
-    figure, panels = new_figure(1 + speed + (len(theirs) > 1))
-    values = sorted({row.params.get(key, "") for row in rows}, key=lambda v: (number(v) is None, number(v) or 0.0, v))
-    places = {value: place for place, value in enumerate(values)}
-    for panel, wanted in zip(panels, [names, ["test/users_per_s"]][: 1 + speed], strict=False):
-        for line, (name, group) in enumerate((name, group) for name in wanted for group in groups):
+    theirs = printed(published, key, metric)
+    figure, panels = new_figure(bool(main) + len(more) + bool(theirs))
+    values = sorted({setting(row, key) for row in rows}, key=order)
+    for panel, names in zip(panels, ([main] if main else []) + more, strict=False):
+        for line, (name, group) in enumerate((name, group) for name in names for group in groups):
             there = [row for row in group if row.values(name)]
-            x = [places[row.params.get(key, "")] for row in there]
             spread = [0.0 if math.isnan(row.deviation(name)) else row.deviation(name) for row in there]
-            label = name if len(groups) == 1 else f"{name}: {group[0].model}"
-            colour = COLOURS[line % len(COLOURS)]
             panel.errorbar(
-                x, [row.mean(name) for row in there], spread, marker="o", color=colour, label=label, capsize=2
-            )
-        dress(panel, values, key, " / ".join(dict.fromkeys(wanted)) if len(wanted) < 3 else metric)
+                [values.index(setting(row, key)) for row in there], [row.mean(name) for row in there], spread,
+                marker="o", capsize=2, color=COLOURS[line % len(COLOURS)], linestyle="-" if numeric(values) else "none",
+                label=name if len(groups) == 1 else f"{name}: {group[0].model}",
+            )  # fmt: skip
+        dress(panel, values, key, names[0] if len(names) == 1 else "NE" if shown else metric)
         panel.legend()
-    if len(theirs) > 1:
+    if theirs:
         beside_published(panels[-1], comparison, key, groups[0], theirs)
-    task = "" if not tasks else " A line per task."
-    line = "the best trial on validation for each value" if best else "all else equal"
-    caption = f"{key}: {line}; bars are the deviation over seeds.{task} SID-MLP shows alpha, width and m in Figure 5."
+    how = "the best trial on validation for each value" if best else "all else equal"
+    caption = f"{key}: {how}; bars are the deviation over seeds. SID-MLP shows alpha, width and m in Figure 5."
     return (key.replace(".", "-"), f"What {key} does", caption, figure)
+
+
+def printed(published: Sequence[dict[str, Any]], key: str, metric: str) -> dict[str, dict[str, float]]:
+    """By dataset the published figure of each value of the setting, where there are two or more."""
+    found: dict[str, dict[str, float]] = {}
+    for given in published:
+        figure = given.get("metrics", {}).get(f"test/{metric}")
+        if list(given.get("point", {})) == [key] and figure is not None and "relative_to" not in given:
+            found.setdefault(given.get("dataset", "the paper"), {})[str(given["point"][key])] = figure
+    return {dataset: line for dataset, line in found.items() if len(line) > 1}
+
+
+def order(value: str) -> tuple[bool, float, str]:
+    """Numbers by size, then words."""
+    return number(value) is None, number(value) or 0.0, value
+
+
+def numeric(values: Sequence[str]) -> bool:
+    return all(number(value) is not None for value in values)
 
 
 def dress(axes: Axes, values: Sequence[str], key: str, label: str) -> None:
@@ -146,21 +156,20 @@ def dress(axes: Axes, values: Sequence[str], key: str, label: str) -> None:
 
 
 def beside_published(
-    axes: Axes, comparison: Comparison, key: str, rows: Sequence[Row], theirs: dict[Any, float]
+    axes: Axes, comparison: Comparison, key: str, rows: Sequence[Row], theirs: dict[str, dict[str, float]]
 ) -> None:
     """Ours and the paper's, each relative to its own best, since datasets differ."""
     metric = comparison.metric
     name = next((n for n in (f"test/{metric}", f"val/{metric}") if all(row.values(n) for row in rows)), "")
-    best = min if lower_is_better(metric) else max
-    lines = {"the paper": {number(str(value)): figure for value, figure in theirs.items()}}
-    if name:
-        lines = {"ours": {number(row.params[key]): row.mean(name) for row in rows}, **lines}
+    ours = {"ours": {setting(row, key): row.mean(name) for row in rows}} if name else {}
+    lines = {label: {number(value): f for value, f in line.items()} for label, line in {**ours, **theirs}.items()}
     everything = sorted({value for line in lines.values() for value in line if value is not None})
-    for place, (label, line) in enumerate(lines.items()):
+    for drawn, (label, line) in enumerate(lines.items()):
         there = [value for value in everything if value in line]
-        top = best(line[value] for value in there)
+        top = (min if lower_is_better(metric) else max)(line[value] for value in there)
         shown = [100 * (line[value] / top - 1) for value in there]
-        axes.plot([everything.index(v) for v in there], shown, marker="os"[place], color=COLOURS[place], label=label)
+        colour = COLOURS[drawn % len(COLOURS)]
+        axes.plot([everything.index(v) for v in there], shown, marker="s" if drawn else "o", color=colour, label=label)
     dress(axes, [f"{value:g}" for value in everything], key, f"{metric}, % of own best")
     axes.legend()
 
@@ -178,7 +187,7 @@ def parallel_coordinates(comparison: Comparison) -> list[Drawn]:
     sign = -1 if lower_is_better(comparison.metric) else 1
     heights: dict[str, dict[str, float]] = {}
     for key in keys:
-        values = sorted({setting(row, key) for row in rows}, key=lambda v: (number(v) is None, number(v) or 0.0, v))
+        values = sorted({setting(row, key) for row in rows}, key=order)
         heights[key] = {value: i / max(len(values) - 1, 1) for i, value in enumerate(values)}
     colour = colormaps["viridis"]
     for row in sorted(rows, key=lambda row: sign * row.mean(name)):
@@ -193,8 +202,8 @@ def parallel_coordinates(comparison: Comparison) -> list[Drawn]:
         for value, height in heights[key].items():
             axes.annotate(value[:14], (place, height), xytext=(3, 2), textcoords="offset points", fontsize=7)
     axes.axvline(len(keys), lw=0.8, alpha=0.5, color=axes.xaxis.label.get_color())
-    for height, value in ((0, low), (0.5, statistics.fmean([low, high])), (1, high)):
-        axes.annotate(f"{value:.4f}", (len(keys), height), xytext=(4, 2), textcoords="offset points", fontsize=7)
+    for height, result in ((0.0, low), (0.5, statistics.fmean([low, high])), (1.0, high)):
+        axes.annotate(f"{result:.4f}", (len(keys), height), xytext=(4, 2), textcoords="offset points", fontsize=7)
     axes.set_xticks(range(len(keys) + 1), [key.split(".", 1)[-1] for key in keys] + [name])
     axes.set_yticks([])
     axes.spines[:].set_visible(False)
@@ -204,5 +213,7 @@ def parallel_coordinates(comparison: Comparison) -> list[Drawn]:
 
 
 def setting(row: Row, key: str) -> str:
-    """The row's value of a swept key; one that makes no difference to a row, such as the seed, is the runs' own."""
-    return row.runs[0].seed if key == "fit.seed" else row.params.get(key, "none")
+    """The row's value of a swept key."""
+    if key == "fit.seed":
+        return ", ".join(sorted({run.seed for run in row.runs}))
+    return row.model if key == "model.name" else Path(row.params.get(key, "none")).name

@@ -6,6 +6,8 @@ import os
 import shutil
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
@@ -48,21 +50,16 @@ def log_model(run: RunRef, uri: str, tables: str, sids: str | None) -> str:
         if sids:
             fetch(join(sids, "sids"), bundle / "sids/sids")
             fetch(join(sids, "trie"), bundle / "sids/trie")
-        before = os.environ.get("MLFLOW_TRACKING_URI")  # set_tracking_uri sets it too, for all that follows here
-        mlflow.set_tracking_uri(run.uri)
-        try:
-            with mlflow.start_run(run_id=run.run_id), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # asks for an input example, which it would run
-                logged = mlflow.pyfunc.log_model(
-                    name="model",
-                    python_model=str(Path(__file__).with_name("served_model.py")),
-                    code_paths=[str(Path(models.__path__[0]))],
-                    artifacts={"data": str(bundle)},
-                    signature=SIGNATURE,
-                    pip_requirements=REQUIREMENTS,
-                )
-        finally:
-            mlflow.set_tracking_uri(before)  # type: ignore[arg-type]
+        with at(run.uri), mlflow.start_run(run_id=run.run_id), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # asks for an input example, which it would run
+            logged = mlflow.pyfunc.log_model(
+                name="model",
+                python_model=str(Path(__file__).with_name("served_model.py")),
+                code_paths=[str(Path(models.__path__[0]))],
+                artifacts={"data": str(bundle)},
+                signature=SIGNATURE,
+                pip_requirements=REQUIREMENTS,
+            )
     return str(logged.model_uri)
 
 
@@ -73,3 +70,14 @@ def fetch(uri: str, target: Path, manifest_only: bool = False) -> None:
     local = fs.LocalFileSystem()
     source, place = (f"{path}/{MANIFEST}", str(target / MANIFEST)) if manifest_only else (path, str(target))
     fs.copy_files(source, place, source_filesystem=filesystem, destination_filesystem=local)
+
+
+@contextmanager
+def at(uri: str) -> Iterator[None]:
+    """MLflow's global functions at this store, and as before afterwards; what sets it sets the environment too."""
+    before = os.environ.get("MLFLOW_TRACKING_URI")
+    mlflow.set_tracking_uri(uri)
+    try:
+        yield
+    finally:
+        mlflow.set_tracking_uri(before)  # type: ignore[arg-type]
