@@ -21,7 +21,7 @@ class SplitOptions:
     """How requests are split."""
 
     kind: str | None = None
-    """temporal, leave_last_out, or auto: temporal where the log has clock times."""
+    """temporal, leave_last_out, per_user (logs of actions), or auto: temporal where the log has clock times."""
     val_fraction: float | None = None
     """Share of the behaviours in the validation window of a temporal split (0.1)."""
     test_fraction: float | None = None

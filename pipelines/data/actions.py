@@ -28,6 +28,8 @@ from pipelines.data.tables import actions_schema, write_part
 from pipelines.data.tasks import run_tasks
 from pipelines.data.windows import positions_in
 
+LAST = np.iinfo(np.int64).max
+
 
 @dataclass(frozen=True)
 class ActionsRules:
@@ -36,16 +38,31 @@ class ActionsRules:
     schema: pa.Schema
     """Schema of the events."""
     split: dict[str, Any]
-    """The cut times as the manifest records them: `val_start_ms`, `test_start_ms`."""
+    """As the manifest records it: `kind`, temporal or per_user, and the cut times of a temporal one."""
+    shares: tuple[float, float]
+    """Shares of each user's events before the two cuts of `per_user`."""
     max_events: int
     """A user's most recent events that are kept."""
     actions: ActionsConfig
     """Tasks, inputs and counts, resolved."""
 
-    @property
-    def cuts(self) -> tuple[int, int]:
-        """First ms of validation, and of test."""
-        return self.split["val_start_ms"], self.split["test_start_ms"]
+    def sides(self, time: np.ndarray, start: np.ndarray) -> np.ndarray:
+        """(E,) index into NAMES. time (E,) ms, start (U,) first event of each user.
+
+        An event at a cut belongs to the later side. `per_user` cuts at the time of the event that has a share
+        of the user's events before it, so that events of one time are on one side.
+        """
+        if self.split["kind"] == "temporal":
+            return np.digitize(time, [self.split["val_start_ms"], self.split["test_start_ms"]])
+        length = np.diff(np.append(start, len(time)))
+        side = np.zeros(len(time), dtype=np.int64)
+        for share in self.shares:
+            place = np.ceil(length * share - 1e-9).astype(np.int64)  # 0.8 * 10 may come out above 8
+            some = place < length
+            cut = np.full(len(start), LAST, dtype=np.int64)
+            cut[some] = time[(start + place)[some]]
+            side += time >= np.repeat(cut, length)
+        return side
 
     @property
     def output(self) -> pa.Schema:
@@ -99,7 +116,7 @@ def _survey_part(uri: str, catalogue: pa.Array, rules: ActionsRules) -> tuple[np
     if not events.num_rows:
         return np.zeros(len(NAMES), dtype=np.int64), {}
     kept = Kept.of(events, catalogue, rules.max_events)
-    split = np.digitize(kept.time, rules.cuts)
+    split = rules.sides(kept.time, runs(kept.user))
     train = kept.row[split == 0]
     found = {}
     for name, task in rules.actions.tasks.items():
@@ -155,11 +172,11 @@ def check_sides(events: dict[str, int], rules: ActionsRules) -> None:
     """UserError where a side of a cut has no event."""
     empty = [name for name in NAMES if not events[name]]
     if empty:
-        val, test = rules.cuts
+        where = " and ".join(str(rules.split[name]) for name in ("val_start_ms", "test_start_ms"))
         raise UserError(
-            f"the cuts at {val} and {test} ms leave no event in {' and '.join(empty)} "
-            f"({', '.join(f'{name} {rows:,}' for name, rows in events.items())}); choose split.val_start and "
-            f"split.test_start within the log, or larger fractions"
+            f"the cuts {f'at {where} ms' if rules.split['kind'] == 'temporal' else 'of each user'} leave no event in "
+            f"{' and '.join(empty)} ({', '.join(f'{name} {rows:,}' for name, rows in events.items())}); choose "
+            f"split.val_start and split.test_start within the log, or larger fractions"
         )
 
 
@@ -179,13 +196,13 @@ def build_actions(
         count["outside"] = kept.outside if kept else 0
         return schema.empty_table(), count, sums
     rows = pa.array(kept.row)
-    values = features(gather(events, config, pieces), config, events.num_rows)[kept.row]  # (E, F)
+    values = features(gather(events, config, pieces), config)[kept.row]  # (E, F)
     tasks = np.stack([task.values(events)[kept.row] for task in config.tasks.values()], axis=1)  # (E, K)
     actions = np.stack([action.values(events)[kept.row] for action in config.inputs.values()], axis=1)  # (E, A)
 
     start = runs(kept.user)  # (U,) first event of each user
     offsets = pa.array(np.append(start, len(kept.row)).astype(np.int32))
-    split = np.digitize(kept.time, rules.cuts)
+    split = rules.sides(kept.time, start)
     ends = [np.add.reduceat(split <= side, start).astype(np.int32) for side in (0, 1)]  # train_end, val_end
 
     def listed(flat: pa.Array, field: pa.Field) -> pa.Array:

@@ -78,7 +78,8 @@ class Task:
         if self.label is None or self.threshold is None:
             return np.logical_or.reduce([flags(events, label) for label in self.labels])
         compare = pc.greater if self.above is not None else pc.greater_equal
-        over = compare(events[f"label_{self.label}"].combine_chunks(), self.threshold)
+        limit = pa.scalar(self.threshold, pa.float32())  # as labels are: 3.3 is not below itself
+        over = compare(events[f"label_{self.label}"].combine_chunks(), limit)
         return pc.fill_null(over, False).to_numpy(zero_copy_only=False)
 
 
@@ -142,14 +143,16 @@ class Counts:
     """Exposures that the prior weighs as much as."""
 
     def __post_init__(self) -> None:
-        if len(set(self.keys)) < len(self.keys):
-            raise ValueError(f"counts.keys is {self.keys}; name each once")
+        if not self.keys or len(set(self.keys)) < len(self.keys):
+            raise ValueError(f"counts.keys is {self.keys}; name at least one, and each once")
         days = self.windows_days
+        if not days:
+            raise ValueError("counts.windows_days is empty; give at least one length in days, such as [7]")
         if any(a >= b for a, b in pairwise(days)):
             raise ValueError(f"counts.windows_days is {days}; give ascending lengths in days, such as [1, 7, 30]")
         if self.delay_minutes < 0:
             raise ValueError(f"counts.delay_minutes is {self.delay_minutes}; it must be 0 or more")
-        if days and days[0] * DAY_MS <= self.delay_minutes * MINUTE_MS:
+        if days[0] * DAY_MS <= self.delay_minutes * MINUTE_MS:
             raise ValueError(
                 f"counts.windows_days begins with {days[0]}, which ends before it begins with delay_minutes "
                 f"{self.delay_minutes}; give longer windows or a shorter delay"

@@ -80,7 +80,7 @@ def count_actions(
     attributes: per name (I,) int32, the code of each item's value, -1 where it has none.
     """
     keys = [name for name in config.counts.keys if name != USER]
-    if not keys or not config.counts.windows_days:
+    if not keys:
         return [[] for _ in parts]
     buckets, shared = min(len(parts), MOST_BUCKETS), ray.put(attributes)
     calls = [(uri, catalogue, shared, config, keys, buckets) for uri in parts]
@@ -94,13 +94,13 @@ def gather(events: pa.Table, config: ActionsConfig, pieces: tuple[Piece, ...]) -
     for piece in pieces:
         [name] = piece.keys() - {"row"}
         counts[name][piece["row"]] = piece[name]
-    if USER in counts and events.num_rows and config.counts.windows_days:
+    if USER in counts and events.num_rows:
         user, time = coded(events, "user_id").indices.to_numpy(), events["timestamp_ms"].to_numpy()
         counts[USER] = count_key(user, time, marks_of(events, config), config)
     return counts
 
 
-def features(counts: dict[str, np.ndarray], config: ActionsConfig, events: int) -> np.ndarray:
+def features(counts: dict[str, np.ndarray], config: ActionsConfig) -> np.ndarray:
     """(E, F) float32 in the order of `config.features`: log(1 + count) of each mark and smoothed rates of tasks."""
     prior, strength = config.counts.prior, config.counts.strength
     columns: list[Any] = []
@@ -108,4 +108,4 @@ def features(counts: dict[str, np.ndarray], config: ActionsConfig, events: int) 
         for number in range(len(config.counts.windows_ms)):
             seen = counts[name][:, number].astype(np.float64)  # (E, M)
             columns += [*np.log1p(seen).T, *((seen[:, 1:] + prior * strength) / (seen[:, :1] + strength)).T]
-    return np.stack(columns, axis=1).astype(np.float32) if columns else np.zeros((events, 0), dtype=np.float32)
+    return np.stack(columns, axis=1).astype(np.float32)

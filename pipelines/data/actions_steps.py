@@ -34,10 +34,10 @@ def check_actions(source: Source, config: PrepareConfig) -> ActionsConfig:
         )
     if config.ties != "strict":
         raise UserError(f"ties is {config.ties}; counts see strictly earlier events only: use --ties strict")
-    if config.split.resolve(source.info["clock"]) != "temporal":
+    if config.split.resolve(source.info["clock"]) == "leave_last_out":
         raise UserError(
-            "split.kind is leave_last_out, but a log of actions is cut in time, the same for all users; use "
-            "--split.kind temporal"
+            "split.kind is leave_last_out, but a log of actions is cut in time; use --split.kind temporal, the same "
+            "cut for all users, or per_user"
         )
     try:
         return config.actions.resolve(source.info, source.items_columns[1])
@@ -73,7 +73,7 @@ def make_actions(run: _Run, events: Manifest, items: Manifest, split: dict[str, 
     parts = part_uris(run.table("events"), events)
     ids = read_table(run.table("items"), "items", ["item_id"])["item_id"].cast("large_string").combine_chunks()
     catalogue = ray.put(ids)
-    rules = ActionsRules(source.schema, split, config.max_events, check_actions(source, config))
+    rules = ActionsRules(source.schema, split, config.split.shares, config.max_events, check_actions(source, config))
     rules, dropped = drop_constants(parts, catalogue, rules)
     for name, reason in dropped.items():
         run.say(f"dropped: {name} is {reason}, so there is nothing to learn of it")

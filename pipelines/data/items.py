@@ -61,7 +61,7 @@ def _write_range(
         frame = frame.join(first, on="item_index", how="left", maintain_order="left")
     for field in schema:
         if field.name not in frame.columns:
-            frame = frame.with_columns(pl.lit(None, dtype=pl.String).alias(field.name))
+            frame = frame.with_columns(pl.lit(None).alias(field.name))
     table = frame.select(schema.names).to_arrow().cast(schema)
     return write_part(items_uri, table), missing, repeated
 
@@ -75,7 +75,7 @@ def write_items(
     catalogue is left out and counted.
     """
     texts, attributes = source.items_columns
-    schema = items_schema(texts, attributes)
+    schema = items_schema(texts, attributes, source.items_numbers)
     shared = ray.put(catalogue)
     read: Any = ray.remote(num_returns=2)(_read_file)
     refs = [read.remote(source, input_uri, file, shared, schema) for file in files]
@@ -88,6 +88,7 @@ def write_items(
     info = {
         "texts": texts,
         "attributes": attributes,
+        "numbers": source.items_numbers,
         "items_without_metadata": sum(missing for _, missing, _ in written),
         "metadata_outside_catalogue": sum(count["outside"] for count in counts),
         "metadata_repeated": sum(count["repeated"] for count in counts) + sum(repeated for _, _, repeated in written),

@@ -26,20 +26,19 @@ from models.tables import (
     open_uri,
     part_uris,
     read_manifest,
-    read_table,
 )
 from pipelines.data.actions_config import ActionsConfig
 from pipelines.data.actions_steps import check_actions, make_actions
 from pipelines.data.catalogue import core_items
 from pipelines.data.events import hash_files, ingest, partitions_for
 from pipelines.data.items import write_items
+from pipelines.data.retrieval_steps import make_retrieval
 from pipelines.data.search_steps import check_search, make_search
-from pipelines.data.sequences import Rules, write_sequences
 from pipelines.data.sources.base import Source
-from pipelines.data.splits import NAMES, SplitConfig, cut_times
+from pipelines.data.splits import SplitConfig, cut_times
 from pipelines.data.statistics import summarise
 from pipelines.data.survey import Survey, check_users_once, merge, survey
-from pipelines.data.tables import REJECTS, check_writable, commit, fingerprint, sequences_schema, up_to_date, write_file
+from pipelines.data.tables import REJECTS, check_writable, commit, fingerprint, up_to_date, write_file
 from pipelines.data.windows import SearchConfig
 
 Say = Callable[[str], None]
@@ -204,7 +203,7 @@ def prepare(
     elif config.kind == "actions":
         sequences = make_actions(run, events, items, split, _split_key(run, events))
     else:
-        sequences = _make_sequences(run, events, items, split)
+        sequences = make_retrieval(run, events, items, split, _split_key(run, events), _before(run, split))
     statistics = summarise(events, items, sequences)
     content = json.dumps(statistics, indent=2) + "\n"
     write_file(join(run.output, "statistics.json"), content.encode())
@@ -223,6 +222,8 @@ def check(source: Source, input_uri: str, output_uri: str, config: PrepareConfig
         raise UserError(
             "core_window is train, which needs a temporal split; use --split.kind temporal or core_window all"
         )
+    if kind == "per_user" and config.kind != "actions":
+        raise UserError(f"split.kind is per_user, which is of logs of actions; use temporal for kind {config.kind}")
     if config.kind == "search":
         check_search(source, config)
     if config.kind == "actions":
@@ -349,6 +350,12 @@ def _split_rule(run: _Run, events: Manifest) -> dict[str, Any]:
                 "later than a test request; use --split.kind temporal for an honest estimate"
             )
         return {"kind": "leave_last_out"}
+    if kind == "per_user":
+        run.say(
+            "warning: per_user cuts let training see other users' actions that are later than a test event; use "
+            "--split.kind temporal for an honest estimate"
+        )
+        return {"kind": "per_user", "val_start_ms": None, "test_start_ms": None}
     if run.config.core_window == "all" and run.config.core > 1:
         run.say(
             "note: the k-core counts the whole log, test window included, as papers do; use --core_window train to "
@@ -413,82 +420,6 @@ def _make_items(run: _Run, events: Manifest, files: dict[str, str], split: dict[
         f"{info['metadata_outside_catalogue']:,} metadata rows of other items left out"
     )
     return items
-
-
-def _make_sequences(run: _Run, events: Manifest, items: Manifest, split: dict[str, Any]) -> Manifest:
-    config = run.config
-    settings = _plain(
-        {
-            "kind": "retrieval",
-            "split": config.split.settings(),
-            "max_events": config.max_events,
-            "core": config.core,
-            "core_window": config.core_window,
-            "behaviour": config.behaviour,
-            "ties": config.ties,
-        }
-    )
-    inputs = {"events": events.hash, "items": items.hash}
-    if finished := run.finished("sequences", settings, inputs):
-        return finished
-    begin = time.perf_counter()
-    uri, schema = run.table("sequences"), run.source.schema
-    rules = Rules(
-        schema=schema,
-        split=split,
-        core=config.core,
-        before_ms=_before(run, split),
-        max_events=config.max_events,
-        log_order=config.ties == "log_order",
-        behaviour=config.behaviour,
-    )
-    catalogue = read_table(run.table("items"), "items", ["item_id"])["item_id"]
-    with _clean_on_error(uri):
-        check_writable(uri)
-        parts, count = write_sequences(
-            part_uris(run.table("events"), events),
-            uri,
-            catalogue.cast("large_string").combine_chunks(),
-            rules,
-            run.progress("sequences"),
-        )
-        info = {
-            "kind": "retrieval",
-            "users": count["users"],
-            "interactions": count["interactions"],
-            "items": items.rows,
-            "split": split,
-            "split_made_from": _split_key(run, events),
-            "ties": config.ties,
-            "clock": events.info["clock"],
-            "behaviour": config.behaviour,
-            "core": config.core,
-            "core_window": config.core_window,
-            "max_events": config.max_events,
-            "max_length": count["max_length"],
-            "truncated_users": count["truncated_users"],
-            "truncated_events": count["truncated_events"],
-            "tied_behaviours": count["tied_rows"],
-            "requests": {name: count[f"requests_{name}"] for name in NAMES},
-            "requests_without_history": {name: count[f"without_history_{name}"] for name in NAMES},
-            "items_hash": items.hash,
-            "labels": run.source.info["labels"],
-            "numbers": run.source.info["numbers"],
-            "categories": run.source.info["categories"],
-        }
-        timings = {"build_write_s": time.perf_counter() - begin}
-        sequences = commit(
-            uri,
-            "sequences",
-            sequences_schema(schema),
-            parts,
-            config=settings,
-            inputs=inputs,
-            info=info,
-            timings=timings,
-        )
-    run.say(f"sequences: {sequences.rows:,} users in {time.perf_counter() - begin:.1f} s")
-    return sequences
 
 
 def _plain(config: dict[str, Any]) -> dict[str, Any]:

@@ -20,21 +20,22 @@ BINS = 1 << 16
 class SplitConfig:
     """How requests are split."""
 
-    kind: Literal["auto", "leave_last_out", "temporal"] = "auto"
+    kind: Literal["auto", "leave_last_out", "temporal", "per_user"] = "auto"
     """`temporal`: by two cut times for all users. `leave_last_out`: each user's last request is for test,
-    the one before it for validation. `auto`: temporal where the log has clock times."""
+    the one before it for validation. `per_user`, for logs of actions: by two cut times of each user's own.
+    `auto`: temporal where the log has clock times."""
     val_fraction: float = 0.1
-    """Share of all behaviours that the validation window of a temporal split holds."""
+    """Share of all behaviours that the validation window of a temporal split holds; `per_user`: of each user's."""
     test_fraction: float = 0.1
-    """Share of all behaviours that the test window of a temporal split holds."""
+    """Share of all behaviours that the test window of a temporal split holds; `per_user`: of each user's."""
     val_start: Any = None
     """First moment of the validation window, as ISO 8601 (UTC) or epoch ms: with `test_start`, instead of fractions."""
     test_start: Any = None
     """First moment of the test window."""
 
     def __post_init__(self) -> None:
-        if self.kind not in ("auto", "leave_last_out", "temporal"):
-            raise ValueError(f"split.kind is '{self.kind}'; it is one of auto, leave_last_out, temporal")
+        if self.kind not in ("auto", "leave_last_out", "temporal", "per_user"):
+            raise ValueError(f"split.kind is '{self.kind}'; it is one of auto, leave_last_out, temporal, per_user")
         for name in ("val_fraction", "test_fraction"):
             value = getattr(self, name)
             if not 0 < value < 1:
@@ -42,12 +43,11 @@ class SplitConfig:
         if self.val_fraction + self.test_fraction >= 1:
             total = self.val_fraction + self.test_fraction
             raise ValueError(f"split.val_fraction + split.test_fraction is {total}, which leaves nothing to train on")
-
         if (self.val_start is None) != (self.test_start is None):
             raise ValueError("split has one of val_start and test_start; give both, or neither to cut by fractions")
         if self.val_start is not None:
-            if self.kind == "leave_last_out":
-                raise ValueError("split.val_start is a cut time, but split.kind is leave_last_out; use temporal")
+            if self.kind not in ("auto", "temporal"):
+                raise ValueError(f"split.val_start is a cut time, but split.kind is {self.kind}; use temporal")
             starts = epoch_ms(self.val_start, "val_start"), epoch_ms(self.test_start, "test_start")
             if not starts[0] < starts[1]:
                 raise ValueError(
@@ -59,12 +59,17 @@ class SplitConfig:
         """The settings as plain values; cut times that are not given are left out."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
+    @property
+    def shares(self) -> tuple[float, float]:
+        """Shares of the behaviours that lie before validation, and before test."""
+        return 1 - self.val_fraction - self.test_fraction, 1 - self.test_fraction
+
     def resolve(self, clock: bool) -> str:
         """The kind for a log with or without clock times; UserError for a temporal split without."""
-        if self.kind == "temporal" and not clock:
+        if self.kind in ("temporal", "per_user") and not clock:
             raise UserError(
-                "split.kind is temporal, but the log has no clock times (only an order within each user), so no cut "
-                "time holds for all users; use --split.kind leave_last_out"
+                f"split.kind is {self.kind}, but the log has no clock times (only an order within each user), so there "
+                f"is no cut time; use --split.kind leave_last_out"
             )
         return ("temporal" if clock else "leave_last_out") if self.kind == "auto" else self.kind
 
@@ -113,10 +118,7 @@ def cut_times(survey: Survey, config: SplitConfig) -> dict[str, Any]:
                 f"{survey.first_ms} to {survey.last_ms} ms; choose split.val_start and split.test_start within it"
             )
         return {"kind": "temporal", "val_start_ms": starts[0], "test_start_ms": starts[1]}
-    starts = [
-        nth_time(survey, min(int(survey.behaviours * share), survey.behaviours - 1))
-        for share in (1 - config.val_fraction - config.test_fraction, 1 - config.test_fraction)
-    ]
+    starts = [nth_time(survey, min(int(survey.behaviours * share), survey.behaviours - 1)) for share in config.shares]
     if not survey.first_ms < starts[0] < starts[1]:
         raise UserError(
             f"a temporal split finds no two cut times: training would end at {starts[0]} and validation at {starts[1]} "

@@ -58,7 +58,7 @@ REJECTS = pa.schema(
 )
 
 
-def items_schema(texts: Iterable[str] = (), attributes: Iterable[str] = ()) -> pa.Schema:
+def items_schema(texts: Iterable[str] = (), attributes: Iterable[str] = (), numbers: Iterable[str] = ()) -> pa.Schema:
     """items: one row per item of the catalogue, sorted by `item_index`."""
     return pa.schema(
         [
@@ -66,6 +66,7 @@ def items_schema(texts: Iterable[str] = (), attributes: Iterable[str] = ()) -> p
             pa.field("item_id", pa.string(), nullable=False),
             *(pa.field(f"text_{name}", pa.string()) for name in texts),
             *(pa.field(f"cat_{name}", pa.string()) for name in attributes),
+            *(pa.field(f"num_{name}", pa.float32()) for name in numbers),
         ]
     )
 

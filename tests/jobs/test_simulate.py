@@ -22,9 +22,17 @@ def test_a_second_run_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixt
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "raw").iterdir()} == before
 
 
+def test_a_feed_says_what_can_be_reached_on_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    simulate.run(cli.parse(simulate.Config, "simulate", ["--kind", "feed", "--output", str(tmp_path / "raw"), *SIZE]))
+    said = capsys.readouterr().out
+    assert "normalised entropy of like is 1 without actions and 0.469 at best" in said
+    assert "simulated_feed.yaml" in said
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
+        (["--kind", "feed", "--query_driven", "0.5"], "add --kind search"),
         (["--users", "0"], "users is 0"),
         (["--users", "many"], "users"),
         (["--evnts", "5"], "the nearest key is 'events'"),

@@ -56,7 +56,8 @@ def check_actions(
         flat = behaviour_rows(users.drop(WIDE))
         check_ends(tables, users, flat, rules["splits"])
         _count_users(users, held)
-        train = flat.select(pl.col("timestamp_ms") < info["val_start_ms"]).to_series().to_numpy()
+        ends = flat.join(users.select("row", "train_end"), on="row", how="left", maintain_order="left")
+        train = ends.select(pl.col("place") < pl.col("train_end")).to_series().to_numpy()
         positives += values["tasks"][train].sum(axis=0)
         scale += [values["features"][train].sum(axis=0), (values["features"][train] ** 2).sum(axis=0)]
         if sources:
@@ -94,10 +95,20 @@ def _flat(users: pl.DataFrame, name: str, width: int) -> np.ndarray:
 
 
 def check_ends(tables: Tables, users: pl.DataFrame, flat: pl.DataFrame, rule: Rule) -> None:
-    """`train_end` and `val_end` count the user's events before the two cut times."""
+    """`train_end` and `val_end` count the user's events before the two cut times.
+
+    Those of a per_user split are the times of the events that have the shares of the user's events before them.
+    """
     info = tables.sequences.info
     rule.rows += users.height
-    before = [(pl.col("timestamp_ms") < info[name]).sum().cast(pl.Int32) for name in ("val_start_ms", "test_start_ms")]
+    time = pl.col("timestamp_ms")
+    if info["split"]["kind"] == "per_user":
+        after = [tables.sequences.config["split"][name] for name in ("val_fraction", "test_fraction")]
+        places = [(pl.len() * (1 - share) - 1e-9).ceil().cast(pl.Int64) for share in (sum(after), after[1])]
+        before = [(time < time.get(place, null_on_oob=True)).fill_null(True).sum().cast(pl.Int32) for place in places]
+        rule.note = "per_user cuts let other users' later actions into training; a temporal split does not"
+    else:
+        before = [(time < info[name]).sum().cast(pl.Int32) for name in ("val_start_ms", "test_start_ms")]
     counted = flat.group_by("row").agg(train=before[0], val=before[1])
     both = users.select("row", "user_id", "train_end", "val_end").join(counted, on="row", how="left")
     wrong = both.filter(

@@ -63,6 +63,11 @@ class Source(ABC):
     def items_columns(self) -> tuple[list[str], list[str]]:
         """Names of the item table's texts and attributes, without the `text_` and `cat_` prefixes."""
 
+    @property
+    def items_numbers(self) -> list[str]:
+        """Names of the item table's numbers, without the `num_` prefix."""
+        return []
+
     @abstractmethod
     def event_files(self, input_uri: str) -> list[str]:
         """Raw event files relative to the input folder, sorted. UserError if there is none."""
@@ -78,8 +83,8 @@ class Source(ABC):
 
     @abstractmethod
     def read_items(self, input_uri: str, file: str) -> Iterator[pa.Table]:
-        """Streams one item file: `item_id`, then `text_*` and `cat_*`, all strings. Rows without an id
-        are left out; an id may come more than once."""
+        """Streams one item file: `item_id`, then `text_*` and `cat_*`, all strings, and `num_*`, float32. Rows
+        without an id are left out; an id may come more than once."""
 
 
 def list_files(input_uri: str, pattern: str, *, required: bool, what: str) -> list[str]:

@@ -12,7 +12,7 @@ items: {files: videos.csv*, item: video_id, texts: {title: title}}
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,8 @@ class Items:
     """Texts by name: {name: column}, or a list of columns that keep their names."""
     attributes: Any = field(default_factory=dict)
     """Categorical attributes by name: {name: column}, or a list of columns."""
+    numbers: Any = field(default_factory=dict)
+    """Numeric attributes by name: {name: column}, or a list of columns."""
     folder: str = ""
     """Folder of the item files, relative to the input folder, such as `../catalogue`; empty: the input folder."""
     optional: bool = False
@@ -55,14 +57,14 @@ class Items:
     """CSV without a header line: its column names."""
 
     def __post_init__(self) -> None:
-        for key in ("texts", "attributes"):
+        for key in ("texts", "attributes", "numbers"):
             object.__setattr__(self, key, _named(getattr(self, key), f"items.{key}"))
         _check_texts(self, ("files", "item"), "items.")
         _check_format(self.format, "items.")
 
     @property
     def reading(self) -> Reading:
-        columns = (self.item, *self.texts.values(), *self.attributes.values())
+        columns = (self.item, *self.texts.values(), *self.attributes.values(), *self.numbers.values())
         return Reading(
             columns=tuple(dict.fromkeys(columns)),
             lists=frozenset(self.lists),
@@ -148,6 +150,8 @@ class Mapping(Source):
         for label in content["labels"].values():  # what is not set leaves the fingerprint as it is without the key
             if label["range"] is None:
                 del label["range"]
+        if content["items"] and not content["items"]["numbers"]:
+            del content["items"]["numbers"]
         return content
 
     @property
@@ -187,6 +191,10 @@ class Mapping(Source):
     def items_columns(self) -> tuple[list[str], list[str]]:
         return (list(self.items.texts), list(self.items.attributes)) if self.items else ([], [])
 
+    @property
+    def items_numbers(self) -> list[str]:
+        return list(self.items.numbers) if self.items else []
+
     def event_files(self, input_uri: str) -> list[str]:
         return list_files(input_uri, self.files, required=True, what="event file")
 
@@ -219,22 +227,42 @@ class Mapping(Source):
         return read_items(self.items, input_uri, file)
 
 
-def items_fields(texts: list[str], attributes: list[str]) -> pa.Schema:
+def items_fields(texts: list[str], attributes: list[str], numbers: Iterable[str] = ()) -> pa.Schema:
     """Schema of what `read_items` gives."""
     names = ["item_id", *(f"text_{name}" for name in texts), *(f"cat_{name}" for name in attributes)]
-    return pa.schema([pa.field(name, pa.string()) for name in names])
+    return pa.schema(
+        [*(pa.field(name, pa.string()) for name in names), *(pa.field(f"num_{name}", pa.float32()) for name in numbers)]
+    )
 
 
 def read_items(items: Items, input_uri: str, file: str) -> Iterator[pa.Table]:
-    """The item file's rows that have an id, as text; lists are joined, empty text is null."""
-    schema = items_fields(list(items.texts), list(items.attributes))
-    sources = [items.item, *items.texts.values(), *items.attributes.values()]
+    """The item file's rows that have an id; texts and attributes as text, with lists joined, empty text is null."""
+    schema = items_fields(list(items.texts), list(items.attributes), items.numbers)
+    sources = [items.item, *items.texts.values(), *items.attributes.values(), *items.numbers.values()]
     for frame in read_frames(input_uri, file, items.reading):
         rows = frame.rows.select(
-            _as_text(frame.rows, column, join(input_uri, file)).alias(target)
+            (_as_number if target.startswith("num_") else _as_text)(frame.rows, column, join(input_uri, file)).alias(
+                target
+            )
             for target, column in zip(schema.names, sources, strict=True)
         )
         yield rows.filter(pl.col("item_id").is_not_null()).to_arrow().cast(schema)
+
+
+def _as_number(rows: pl.DataFrame, column: str, uri: str) -> pl.Expr:
+    """A finite float32 or null; UserError names the first value that is neither a number nor empty."""
+    dtype = rows.schema[column]
+    if not (dtype == pl.String or dtype.is_numeric() or dtype == pl.Null):
+        raise UserError(f"{uri}: column '{column}' is {dtype}, not numbers; name another column in the source file")
+    value = pl.col(column).cast(pl.Float32, strict=False)
+    value = pl.when(value.is_finite()).then(value)
+    if dtype == pl.String:
+        strange = rows.filter(value.is_null() & (pl.col(column).str.strip_chars() != ""))
+        if strange.height:
+            raise UserError(
+                f"{uri}: column '{column}' has '{strange[column][0]}', which is no number; name another column"
+            )
+    return value
 
 
 def _as_text(rows: pl.DataFrame, column: str, uri: str) -> pl.Expr:

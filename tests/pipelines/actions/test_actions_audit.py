@@ -61,6 +61,19 @@ def test_correct_tables_pass(prepared: str) -> None:
     assert rules["splits"].rows == info["users"] == 60
 
 
+@pytest.mark.usefixtures("ray_local")
+def test_cuts_of_each_user_pass_and_a_moved_one_is_found(tmp_path: Path) -> None:
+    simulate_feed(str(tmp_path / "raw"), 20, 20, 300, 4)
+    source, defaults = load_source(str(SOURCE))
+    config = PrepareConfig.of(defaults, {"split": {"kind": "per_user"}})
+    said: list[str] = []
+    prepare(source, str(tmp_path / "raw"), str(tmp_path / "tables"), config, say=said.append)
+    assert any("later than a test event" in line for line in said)
+    assert broken(str(tmp_path / "tables")) == []
+    moved = rewrite(str(tmp_path / "tables"), tmp_path / "moved", test_in_context)
+    assert broken(moved) == ["splits"]
+
+
 def candidate(rows: list[dict]) -> tuple[dict, int]:
     """A user and the place of one of his candidates of the test window."""
     row = next(row for row in rows if 2 < row["train_end"] < row["val_end"] < len(row["item_index"]) - 1)
@@ -176,7 +189,7 @@ PLANTED: list[tuple[Callable[[list[dict], dict], None], list[str]]] = [
     (other_action, ["tasks"]),
     (other_threshold, ["tasks", "windows"]),
     (test_in_context, ["splits"]),
-    (later_cut, ["splits", "counts"]),
+    (later_cut, ["splits"]),
     (count_of_the_future, ["windows"]),
     (count_of_another_author, ["windows"]),
     (no_delay, ["windows"]),

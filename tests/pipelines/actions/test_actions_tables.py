@@ -37,6 +37,7 @@ SPLIT = {"kind": "temporal", "val_start_ms": CUTS[0], "test_start_ms": CUTS[1]}
 
 TASKS = {
     "long": lambda row: (row["label_dwell"] or 0.0) > 3,
+    "short": lambda row: (row["label_dwell"] or 0.0) >= 0.1,
     "some": lambda row: bool(row["label_click"] or row["label_like"]),
     "click": lambda row: bool(row["label_click"]),
     "like": lambda row: bool(row["label_like"]),
@@ -51,15 +52,19 @@ INPUTS = {
 def config_of(**counts: Any) -> ActionsConfig:
     """The configuration that TASKS and INPUTS write out."""
     given = ActionsConfig(
-        tasks={"long": {"label": "dwell", "above": 3}, "some": {"any": ["click", "like"]}},
+        tasks={
+            "long": {"label": "dwell", "above": 3},
+            "short": {"label": "dwell", "at_least": 0.1},
+            "some": {"any": ["click", "like"]},
+        },
         inputs={"dwell": {"label": "dwell", "range": [0, 8], "log_unit": 2}},
         counts={"windows_days": [0.25, 1], "delay_minutes": 90, "prior": 0.2, "strength": 4, **counts},
     )
     return given.resolve({"labels": LABELS}, ["author"])
 
 
-def rules_of(max_events: int = 100, **counts: Any) -> ActionsRules:
-    return ActionsRules(SCHEMA, SPLIT, max_events, config_of(**counts))
+def rules_of(max_events: int = 100, split: dict[str, Any] = SPLIT, **counts: Any) -> ActionsRules:
+    return ActionsRules(SCHEMA, split, (0.8, 0.9), max_events, config_of(**counts))
 
 
 rows_strategy = st.lists(
@@ -73,7 +78,7 @@ rows_strategy = st.lists(
             "position": st.integers(0, 3),
             "label_click": st.sampled_from([None, True, False]),
             "label_like": st.sampled_from([None, True, False]),
-            "label_dwell": st.sampled_from([None, 0.5, 3.0, 4.0, 50.0]),
+            "label_dwell": st.sampled_from([None, 0.1, 0.5, 3.0, 4.0, 50.0]),
             "num_price": st.sampled_from([None, 2.0]),
             "cat_city": st.sampled_from([None, "t"]),
         }
@@ -92,16 +97,18 @@ def part_of(rows: list[dict], folder: str) -> str:
     return join(folder, write_part(folder, pa.Table.from_pylist(ordered(rows), schema=SCHEMA)).path)
 
 
-def check_sequences(found: list[dict], rows: list[dict], keys: dict, marks: dict, max_events: int) -> None:
+def check_sequences(
+    found: list[dict], rows: list[dict], keys: dict, marks: dict, max_events: int, cuts: tuple[int, int] | None = CUTS
+) -> None:
     """`found` is what the reference makes of `rows`."""
-    expected = plain.sequences(rows, CATALOGUE, CUTS, max_events)
+    expected = plain.sequences(rows, CATALOGUE, cuts, max_events)
     assert sorted(row["user_id"] for row in found) == sorted(expected)
     for row in found:
         wanted = expected[row["user_id"]]
         events = wanted["events"]
         assert row["item_index"] == [CATALOGUE.index(event["item_id"]) for event in events]
         for name in ("timestamp_ms", *(f"label_{label}" for label in LABELS), "num_price", "cat_city"):
-            assert row[name] == [event[name] for event in events], name
+            assert row[name] == pa.array([event[name] for event in events], SCHEMA.field(name).type).to_pylist(), name
         assert (row["train_end"], row["val_end"]) == (wanted["train_end"], wanted["val_end"])
         assert row["tasks"] == [[int(task(event)) for task in TASKS.values()] for event in events]
         actions = [[action(event) for action in INPUTS.values()] for event in events]
@@ -111,17 +118,18 @@ def check_sequences(found: list[dict], rows: list[dict], keys: dict, marks: dict
 
 
 @settings(max_examples=60, deadline=None)
-@given(rows=rows_strategy, max_events=st.sampled_from([1, 2, 5, 100]))
+@given(rows=rows_strategy, max_events=st.sampled_from([1, 2, 5, 100]), own_cuts=st.booleans())
 def test_sequences_equal_the_reference(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[dict], max_events: int
+    tmp_path_factory: pytest.TempPathFactory, rows: list[dict], max_events: int, own_cuts: bool
 ) -> None:
-    rules = rules_of(max_events, keys=["user"], marks=["long", "like"])
+    split = {"kind": "per_user"} if own_cuts else SPLIT
+    rules = rules_of(max_events, split, keys=["user"], marks=["long", "like"])
     events = read_coded(part_of(rows, str(tmp_path_factory.mktemp("events"))), rules.columns, IDS)
     table, count, sums = build_actions(events, pa.array(CATALOGUE, pa.large_string()), (), rules)
     table.validate(full=True)
     found = table.to_pylist()
     marks = {name: TASKS[name] for name in ("long", "like")}
-    check_sequences(found, rows, {"user": lambda row: row["user_id"]}, marks, max_events)
+    check_sequences(found, rows, {"user": lambda row: row["user_id"]}, marks, max_events, None if own_cuts else CUTS)
 
     sides = {"train": (0, "train_end"), "val": ("train_end", "val_end"), "test": ("val_end", "length")}
     for row in found:
@@ -204,6 +212,8 @@ def test_bool_labels_without_an_entry_are_tasks_and_actions_of_their_own() -> No
         ({"inputs": {"a": {"label": "like", "range": [0, 1]}}}, "is bool"),
         ({"counts": {"keys": ["maker"]}}, "those are: user, item, author"),
         ({"counts": {"keys": ["user", "user"]}}, "each once"),
+        ({"counts": {"keys": []}}, "at least one"),
+        ({"counts": {"windows_days": []}}, "at least one length"),
         ({"counts": {"marks": ["nothing"]}}, "no task"),
         ({"counts": {"windows_days": [7, 1]}}, "ascending"),
         ({"counts": {"delay_minutes": -1}}, "0 or more"),
@@ -244,7 +254,7 @@ SOURCE = {
         "never": {"column": "never"},
         "rating": {"column": "rating", "type": "float32", "range": [0.5, 5]},
     },
-    "items": {"files": "items.csv", "item": "i", "attributes": {"author": "a"}},
+    "items": {"files": "items.csv", "item": "i", "attributes": {"author": "a"}, "numbers": {"length": "s"}},
     "prepare": {
         "kind": "actions",
         "core": 0,
@@ -276,7 +286,7 @@ def raw_log(folder: Path, lines: list[str], more: dict[str, list[str]] | None = 
     (folder / "log_standard_1.csv").write_text("\n".join(lines) + "\n")
     for name, content in (more or {}).items():
         (folder / name).write_bytes(gzip.compress(("\n".join([LOG[0], *content]) + "\n").encode()))
-    (folder / "items.csv").write_text("i,a\na,x\nb,\n")
+    (folder / "items.csv").write_text("i,a,s\na,x,1.5\nb,,\n")
     (folder / "source.yaml").write_text(yaml.safe_dump(SOURCE))
     return *load_source(str(folder / "source.yaml")), str(folder)
 
@@ -312,6 +322,11 @@ def test_raw_files_to_tables(tmp_path: Path) -> None:
     assert info["base_rates"] == {"liked": 0.25, "click": 0.75, "like": 0.25}
     assert len(info["features"]) == len(info["feature_mean"]) == len(info["feature_std"]) == 3 * 7
 
+    items = read_table(tables + "/items").to_pylist()
+    assert [(row["item_id"], row["cat_author"], row["num_length"]) for row in items] == [
+        ("a", "x", 1.5),
+        ("b", None, None),
+    ]
     rows = {row["user_id"]: row for row in read_table(tables + "/sequences").to_pylist()}
     assert (rows["old"]["train_end"], rows["old"]["val_end"]) == (4, 5)
     assert (rows["new"]["train_end"], rows["new"]["val_end"]) == (0, 0)
@@ -352,7 +367,8 @@ def test_a_log_of_constant_actions_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layer", "words"),
     [
-        ({"split": {"kind": "leave_last_out", "val_start": None}}, "cut"),
+        ({"split": {"kind": "leave_last_out"}}, "cut"),
+        ({"kind": "retrieval", "split": {"kind": "per_user", "val_start": None}}, "cut"),
         ({"core": 5}, "use --core 0"),
         ({"behaviour": "click"}, "every impression is a behaviour"),
         ({"ties": "log_order"}, "--ties strict"),
@@ -366,6 +382,19 @@ def test_settings_that_do_not_fit_are_errors(tmp_path: Path, layer: dict, words:
     source, defaults, raw = raw_log(tmp_path / "raw", LOG)
     with pytest.raises(UserError, match=words):
         check(source, raw, str(tmp_path / "tables"), PrepareConfig.of(defaults, layer))
+
+
+def test_per_user_cuts_are_for_logs_of_actions(tmp_path: Path) -> None:
+    source, _, raw = raw_log(tmp_path / "raw", LOG)
+    with pytest.raises(UserError, match="per_user, which is of logs of actions"):
+        check(source, raw, str(tmp_path / "tables"), PrepareConfig.of({"split": {"kind": "per_user"}}))
+
+
+def test_an_item_number_that_is_none_is_an_error(tmp_path: Path) -> None:
+    source, _, raw = raw_log(tmp_path / "raw", LOG)
+    (tmp_path / "raw" / "items.csv").write_text("i,a,s\na,x,long\n")
+    with pytest.raises(UserError, match="'s' has 'long', which is no number"):
+        list(source.read_items(raw, "items.csv"))
 
 
 def test_cut_times_are_dates_or_ms() -> None:
