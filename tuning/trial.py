@@ -17,7 +17,7 @@ from pyarrow import fs
 from ray import tune
 
 from models.bench import resident_peak_mb
-from models.checkpoint import Checkpoint
+from models.checkpoint import Checkpoint, weights_hash
 from models.fit import FitConfig
 from models.tables import UserError, join, open_uri
 from pipelines import tracking
@@ -143,6 +143,7 @@ def measure(trial: Trial, plan: Plan) -> None:
     }
     logger = tracking.Logger(run)
     logger.log(values, about.step)
+    logger.tag(**{tracking.WEIGHTS_TAG: weights_hash(result.checkpoint)})  # students find their teacher by it
     tracking.log_json(run, asdict(result), "evaluation-test.json")
     logger.end()
     write_record(folder, {"status": "finished", "tracking": run.to_dict(), "values": values})
