@@ -14,11 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from hypothesis import given
+from hypothesis import strategies as st
 from training_tables import write_tables
 
 from models import checkpoint
 from models.fit import EpochEvent, FitConfig, fit
 from models.retrieval.data import Examples
+from models.retrieval.teacher_cache import States
 from models.setup import Setup, set_up
 from models.tables import UserError, read_manifest, read_table
 
@@ -210,6 +213,29 @@ def test_a_wrong_one_is_refused_with_what_to_do(world: World, cache: Path, tmp_p
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot write to .*; give model\.teacher_cache a folder"):
         world.set_up(tmp_path / "file")
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=9), st.data())
+def test_vectors_of_any_requests_in_any_order(lengths: list[int], data: st.DataObject) -> None:
+    """Padded to the longest that is asked for, as one by one from the file; None where a number is not in it."""
+    numbers = data.draw(st.permutations([3 * i + 2 for i in range(len(lengths))]))
+    values = np.arange(4 * sum(lengths), dtype=np.float16).reshape(-1, 4)
+    own = dict(zip(numbers, np.split(values, np.cumsum(lengths)[:-1]), strict=True))
+    states = States(np.array(numbers), np.array(lengths), values)
+    asked = data.draw(st.lists(st.sampled_from(numbers), min_size=1, max_size=6))
+    found = states.padded({"request": torch.tensor(asked)})
+    assert found is not None
+    longest = max(len(own[number]) for number in asked)
+    assert found[0].shape == (len(asked), longest, 4)
+    assert (found[1] is None) == all(len(own[number]) == longest for number in asked)
+    for row, number in enumerate(asked):
+        length = len(own[number])
+        assert found[0][row, :length].numpy().tolist() == own[number].astype(np.float32).tolist()
+        assert (found[0][row, length:] == 0).all()
+        assert found[1] is None or (found[1][row, 0, 0] == 0).tolist() == [i < length for i in range(longest)]
+    for missing in (0, 1, 3 * len(lengths) + 2):
+        assert states.padded({"request": torch.tensor([*asked, missing])}) is None
+    assert states.padded({"request": torch.tensor(asked), "target": torch.full((len(asked),), -1)}) is None
 
 
 def make(rank: int, rendezvous: str, world: World, cache: Path) -> None:
