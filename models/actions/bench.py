@@ -5,7 +5,7 @@
 `train` is one step of the training loop on full sequences of `length` events: forward, backward, clipped AdamW.
 GenRank's are cut in the middle, as it learns from candidates only. `forward` scores `candidates` events after a
 context of `length`. Every row has the arithmetic of all attention of one forward pass, counted where it happens:
-`attention_gflops`, two operations per product, of the positions that are read alone.
+`attention_flops`, two operations per product, of the positions that are read alone.
 
 Items, weights and what the users do are random: none of it changes the time.
 """
@@ -166,4 +166,4 @@ def actions(
             operations = {variant: attention_of(variant, params) for variant in variants}
             calls = {variant: call_of(variant, params) for variant in variants}
             for row in paired("actions", calls, params, params["batch"], memory):
-                yield row | {"attention_gflops": round(operations[row["variant"]] / 1e9, 4)}
+                yield row | {"attention_flops": operations[row["variant"]]}

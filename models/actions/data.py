@@ -13,7 +13,7 @@ Shapes: `B` rows, `T` context events, `C` candidates, `A` kinds of action, `K` t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import pyarrow as pa
@@ -48,12 +48,26 @@ class ActionsExamples:
     Only events of the split and before it are read.
     """
 
+    events: dict[str, NDArray[Any]]
+    """Of this rank's users, flat: item, time, action, label, feature, learn; and an event of zeros at the end."""
+    begin: NDArray[np.int64]
+    """Of each row, its first event."""
     context: NDArray[np.int64]
     """Of each row, events of the context."""
     candidates: NDArray[np.int64]
-    """Of each row, its candidates; 0 in training."""
+    """Of each row, its candidates after the context; 0 in training."""
+    lengths: NDArray[np.int64]
+    """Of each row, both together."""
+    user: NDArray[np.int64]
+    """Of each row, the row of its user in the table."""
     rows_per_rank: NDArray[np.int64]
     """Rows of every rank."""
+    # events, but for a row's first, with the time of the one before; of each row, its first of these and their number
+    _tied: NDArray[np.int64]
+    _first_tied: NDArray[np.int64]
+    _ties: NDArray[np.int64]
+    # of each row, candidates beside the whole context: its ties in training with unit `user`
+    _extra: NDArray[np.int64]
     skipped = 0
     """Nothing is left out: a user without a context is scored too."""
 
@@ -84,8 +98,8 @@ class ActionsExamples:
         info = actions_manifest(sequences_uri).info
         widths = {name: len(info[name]) for name in ("actions", "tasks", "features")}
         self.rows_per_rank = np.zeros(world, np.int64)
-        events: list[dict[str, NDArray]] = []
-        rows: list[dict[str, NDArray]] = []
+        events: list[dict[str, NDArray[Any]]] = []
+        rows: list[dict[str, NDArray[Any]]] = []
         users = before = 0
         columns = ["item_index", "timestamp_ms", *widths, "train_end", "val_end"]
         for table in iter_parts(sequences_uri, "sequences", columns):
@@ -148,10 +162,10 @@ class ActionsExamples:
         tied[1:] = time[1:] == time[:-1]
         tied[self.begin] = False
         tied[-1] = False
-        self.tied = np.flatnonzero(tied)
-        self.first_tied = np.searchsorted(self.tied, self.begin)
-        self.ties = np.searchsorted(self.tied, self.begin + self.context) - self.first_tied
-        self._extra = self.ties if self.unit == "user" else np.zeros_like(self.ties)
+        self._tied = np.flatnonzero(tied)
+        self._first_tied = np.searchsorted(self._tied, self.begin)
+        self._ties = np.searchsorted(self._tied, self.begin + self.context) - self._first_tied
+        self._extra = self._ties if self.unit == "user" else np.zeros_like(self._ties)
         self.events["learn"] = ~tied
 
     def __len__(self) -> int:
@@ -213,12 +227,12 @@ class ActionsExamples:
 
     def _sizes(self, rows: NDArray[np.int64]) -> tuple[NDArray, NDArray, NDArray, NDArray]:
         """(row, events of the context, first candidate, candidates) of a batch; in training with unit `user`
-        candidates are numbers in `tied`, else events."""
+        candidates are numbers in `_tied`, else events."""
         if rows.ndim == 2:
-            row, context = rows.T
+            row, context = rows[:, 0], rows[:, 1]
             return row, context, self.begin[row] + context, self.lengths[row] - context
         if self.split == "train":
-            return rows, self.context[rows], self.first_tied[rows], self.ties[rows]
+            return rows, self.context[rows], self._first_tied[rows], self._ties[rows]
         return rows, self.context[rows], self.begin[rows] + self.context[rows], self.candidates[rows]
 
     def positions(self, rows: NDArray[np.int64]) -> tuple[int, int]:
@@ -236,7 +250,7 @@ class ActionsExamples:
         batch["learn"] &= batch["valid"]
         index, batch["candidate_valid"] = padded(first, candidates, 0)
         if self.split == "train" and self.unit == "user":
-            index = np.append(self.tied, -1)[index]
+            index = np.append(self._tied, -1)[index]
         self._gather(batch, "candidate_", index, ("item", "time", "label", "feature"))
         return batch
 

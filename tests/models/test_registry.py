@@ -15,6 +15,7 @@ CODES = torch.tensor([[0, 0], [0, 1], [1, 0]])
 
 
 RETRIEVAL = [name for name, entry in registry.MODELS.items() if entry.family is registry.RETRIEVAL]
+ACTIONS = [name for name, entry in registry.MODELS.items() if entry.family is registry.ACTIONS]
 SEARCH = [name for name, entry in registry.MODELS.items() if entry.family is registry.SEARCH]
 
 
@@ -68,6 +69,16 @@ def test_every_model_builds_from_its_own_defaults_and_round_trips(name):
     assert sorted(items[0].tolist()) == [0, 1, 2]
     assert scores.shape == (1, 3)
     assert entry.gradient != hasattr(model, "fit_counts")
+
+
+@pytest.mark.parametrize("name", ACTIONS)
+def test_every_actions_model_round_trips_and_needs_tables_alone(name):
+    entry = registry.find(name)
+    config = registry.config_from_dict({"name": name, "dropout": 0.2})
+    assert registry.config_from_dict(registry.config_to_dict(config)) == config
+    assert registry.name_of(config) == name
+    assert entry.extra is None
+    assert entry.unit == ("cut" if name == "genrank" else "user")
 
 
 def test_mistakes_are_answered_with_the_nearest_name():

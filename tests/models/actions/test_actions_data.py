@@ -161,7 +161,7 @@ def test_a_large_batch_of_long_users_is_split(tables, monkeypatch):
 
 @pytest.mark.parametrize("name", ACTIONS)
 def test_what_a_candidate_was_answered_changes_no_prediction(name, tmp_path):
-    """Through the tables: actions and tasks of all candidates are reversed, and one user's of one candidate."""
+    """Through the tables: the actions and tasks of all candidates are reversed."""
     rng = np.random.default_rng(0)
     rows = [
         user(f"u{n}", rng.integers(9, size=12).tolist(), list(range(12)), (rng.random(12) < 0.5).tolist(), (5, 9), rng)
@@ -183,7 +183,7 @@ def test_what_a_candidate_was_answered_changes_no_prediction(name, tmp_path):
 
 
 def reverse(events: list[list]) -> list[list]:
-    return [[1 - value for value in event] for event in events]
+    return [[type(value)(1 - value) for value in event] for event in events]
 
 
 @pytest.mark.parametrize("name", ACTIONS)
@@ -225,7 +225,7 @@ def test_the_catalogue_has_attributes_and_rates(tables):
     train = [event for row in rows for event in row["tasks"][: row["train_end"]]]
     assert catalogue.labels == TASKS
     assert catalogue.train_rates == pytest.approx(np.mean(train, 0).tolist())
-    kind, author = catalogue.categories[:, 1].tolist(), catalogue.categories[:, 0].tolist()
+    kind, author = catalogue.categories[:, 0].tolist(), catalogue.categories[:, 1].tolist()
     assert [value == kind[0] for value in kind] == [i % 2 == 0 for i in range(12)]
     assert author[0] == 0  # has none
     assert all((author[i] == author[j]) == (i % 5 == j % 5) for i in range(1, 12) for j in range(1, 12))
