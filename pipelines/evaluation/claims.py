@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 
 from models.tables import UserError
@@ -134,7 +134,11 @@ def pairs(claim: Claim, rows: Sequence[Row], left: System, right: System) -> lis
         if not (left.matches(ours) and ours.values(claim.metric)):
             continue
         for theirs in rows:
-            if right.matches(theirs) and theirs.values(claim.metric) and comparable(ours, theirs, named, claim.match):
+            if not (right.matches(theirs) and comparable(ours, theirs, named, claim.match)):
+                continue
+            if claim.match == "teacher":  # which one of the row's runs it is
+                theirs = replace(theirs, runs=[run for run in theirs.runs if run.weights == ours.runs[0].teacher])
+            if theirs.values(claim.metric):
                 groups.setdefault((ours.experiment, ours.params.get("table.trie", "")), []).append((ours, theirs))
     on_val = f"val/{claim.metric.split('/', 1)[-1]}"
     sign = -1 if lower_is_better(claim.metric) else 1
@@ -159,7 +163,7 @@ def comparable(left: Row, right: Row, named: set[str], match: str) -> bool:
         return bool(left.runs[0].teacher) and any(run.weights == left.runs[0].teacher for run in right.runs)
     shared = left.params.keys() & right.params.keys()
     if left.model != right.model and "/" not in left.model:
-        shared = {key for key in shared if key.startswith("table.")}
+        shared = {key for key in shared if key.startswith("table.") or key == "model.teacher_hash"}
     return all(left.params[key] == right.params[key] for key in shared - named - {"evaluate.beam", "checkpoint"})
 
 
@@ -273,7 +277,7 @@ def judge_range(claim: Claim, rows: Sequence[Row], system: System) -> list[Verdi
 
 def place(row: Row) -> str:
     """The experiment, with the folder of its semantic IDs."""
-    return f"{row.experiment}, {row.runs[0].sids}" if row.runs[0].sids else row.experiment
+    return f"{row.experiment}, {row.runs[0].sids}" if "table.trie" in row.params else row.experiment
 
 
 def show(claim: Claim, size: float) -> str:

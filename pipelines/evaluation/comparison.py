@@ -20,7 +20,7 @@ from pipelines import tracking
 from pipelines.evaluation.runs import Selection
 
 OTHER = {
-    "model.name", "model.teacher", "model.encoder", "model.teacher_cache", "model.teacher_memory_mb", "fit.seed",
+    "model.name", "model.teacher", "model.teacher_cache", "model.teacher_memory_mb", "fit.seed",
     "fit.log_every_steps", "fit.eval_batch_size", "fit.checkpoint_every_steps",
 }  # fmt: skip
 """Params in which runs of one row may differ; a teacher or an encoder is told by the hash of its weights."""
@@ -111,11 +111,9 @@ def rows_of(selection: Selection) -> list[Row]:
     rows: dict[tuple, Row] = {}
     for run in selection.runs:
         given, tags = run.data.params, run.data.tags
-        alike = {
-            key: value
-            for key, value in given.items()
-            if key not in OTHER and key.startswith(("model.", "fit.", "evaluate."))
-        }
+        told = {key: value for key, value in given.items() if key.startswith(("model.", "fit.", "evaluate."))}
+        apart = OTHER | ({"model.encoder"} if "model.encoder_hash" in given else set())  # SID-MLP++'s is a checkpoint
+        alike = {key: value for key, value in told.items() if key not in apart}
         alike |= {key: value for key, value in tags.items() if key.startswith("table.")}
         experiment = selection.experiments[run.info.experiment_id]
         if "evaluate.batch_size" in given:  # one of several evaluations of a checkpoint, a run of its own

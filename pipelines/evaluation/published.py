@@ -32,7 +32,7 @@ class System:
     model: str | list[str]
     """Name in the registry, or BENCHMARK/VARIANT; or several names."""
     params: dict[str, Any] = field(default_factory=dict)
-    """Params of the model and what they are: a value, a list of values, or {above: n}."""
+    """Params of the model and what they are: a value, a list of values, {above: n}, or any."""
 
     def matches(self, row: Row) -> bool:
         """Whether the row is this system's, evaluated as it was trained or with the `beam` that is asked for."""
@@ -95,8 +95,8 @@ def value_of(row: Row, name: str) -> str | None:
 
 def fits(value: str | None, wanted: Any) -> bool:
     """Whether a param, a string, is what is wanted."""
-    if value is None:
-        return False
+    if wanted == "any" or value is None:
+        return bool(wanted == "any")
     if isinstance(wanted, list):
         return any(fits(value, each) for each in wanted)
     try:

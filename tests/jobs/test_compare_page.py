@@ -1,0 +1,188 @@
+"""jobs.compare on a sweep and on runs: the page and its plots, bad input, and the page in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from jobs.compare import Config, parse, run
+from models.tables import UserError
+from pipelines import tracking
+from pipelines.evaluation.comparison import compare
+from pipelines.evaluation.plots import benchmark_plots, plots
+from pipelines.evaluation.runs import select
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+LOOK = """<script>
+const seen = [...document.querySelectorAll('figure svg')].map(svg => {
+  const box = svg.getBoundingClientRect();
+  const ink = getComputedStyle(svg.querySelector('text')).color;
+  return [box.width, box.height, svg.querySelectorAll('path').length, ink];
+});
+const head = [...document.querySelectorAll('th')].find(th => th.textContent === 'val/ndcg@10');
+head.click();
+const first = document.querySelector('tbody tr').cells[head.cellIndex].textContent;
+head.click();
+const last = document.querySelector('tbody tr').cells[head.cellIndex].textContent;
+document.title = JSON.stringify({seen, first, last});
+</script></body>"""
+
+GRID = """
+published:
+  - {point: {model.alpha: 0.0}, dataset: Instruments, metrics: {test/ndcg@10: 0.0323}, source: Table 5}
+  - {point: {model.alpha: 0.7}, dataset: Instruments, metrics: {test/ndcg@10: 0.0332}, source: Table 5}
+"""
+
+
+def log(uri: str, folder: Path, name: str, model: dict, values: dict[str, float], **more: object) -> tracking.RunRef:
+    """A finished run with a short curve."""
+    opened = tracking.open_run(
+        uri, "retrieval/x", name, str(folder), config={"model": model, "fit": {"seed": more.pop("seed", 42)}},
+        hashes={"trie": "t"}, **more,
+    )  # fmt: skip
+    logger = tracking.Logger(opened)
+    for step in range(1, 4):
+        logger.log({"train/loss": 3.0 / step, "val/ndcg@10": values["best/ndcg@10"] * step / 3}, step)
+    logger.log(values, 4)
+    logger.end()
+    return opened
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A sweep of alpha and heads, with its grid file, and beside it a SASRec of two seeds and a run that began."""
+    folder = tmp_path_factory.mktemp("sweep")
+    uri = f"sqlite:///{folder}/mlflow.db"
+    axes = json.dumps(["model.alpha", "model.attention_heads"])
+    tags = {tracking.KIND_TAG: "sweep", "sweep.axes": axes, "sweep.metric": "val/ndcg@10"}
+    sweep = tracking.open_run(uri, "retrieval/x", "alphas", str(folder), config={}, hashes={}, tags=tags)
+    tracking.connect(uri).log_text(sweep.run_id, GRID, "grid.yaml")
+    trials = []
+    for alpha in (0.0, 0.3, 0.7, 1.0):
+        for heads in (4, 8):
+            value = 0.05 - 0.02 * abs(alpha - 0.7) + heads / 1e4
+            found = {"best/ndcg@10": value + 0.04, "test/ndcg@10": value, "test/users_per_s": 900.0 + 100 * heads}
+            model = {"name": "sid_mlp", "alpha": alpha, "attention_heads": heads}
+            trials.append(
+                log(
+                    uri,
+                    folder,
+                    f"alpha-{alpha}-{heads}",
+                    model,
+                    found,
+                    parent=sweep.run_id,
+                    tags={"sweep.trial": str(len(trials))},
+                )
+            )
+    tracking.Logger(sweep).tag(**{"sweep.best": trials[5].run_id})
+    tracking.Logger(sweep).end()
+    for seed in (1, 2):
+        log(uri, folder, f"sasrec-{seed}", {"name": "sasrec"}, {"best/ndcg@10": 0.05, "test/ndcg@10": 0.03}, seed=seed)
+    tracking.open_run(uri, "retrieval/begun", "begun", str(folder), config={"model": {"name": "tiger"}}, hashes={})
+    return uri
+
+
+def test_an_experiment_shows_the_best_trial_of_a_sweep_alone(store: str) -> None:
+    comparison = compare(select(store, ["retrieval/x"]))
+    assert [row.name for row in comparison.rows] == ["alpha-0.7-8", "sasrec-*"]
+    assert comparison.selection.notes == ["alphas: the best of its 8 trials is here; all of them: --sweep alphas"]
+    assert len(compare(select(store, sweep="alphas")).rows) == 8
+
+
+def test_plots_appear_where_their_runs_exist(store: str, tmp_path: Path) -> None:
+    drawn = {
+        plot.name.removeprefix("retrieval-x-alphas-"): plot for plot in plots(compare(select(store, sweep="alphas")))
+    }
+    assert list(drawn) == ["model-alpha", "model-attention_heads", "trials", "curves", "pareto"]
+    assert "% of own best" in drawn["model-alpha"].svg  # beside what the grid says is published
+    assert "% of own best" not in drawn["model-attention_heads"].svg
+    assert "alpha-0.7-8" in drawn["pareto"].svg
+    assert [plot.title for plot in plots(compare(select(store, runs=["sasrec-1", "sasrec-2"])))] == ["Learning curves"]
+    line = {"benchmark": "decode", "variant": "fast", "median_s": 1.0}
+    lines = [{**line, "params": {"batch": batch, "k": 10}, "items_per_s": batch / 2} for batch in (1, 32)]
+    assert [plot.title for plot in benchmark_plots(lines)] == ["Benchmark decode by batch"]
+    assert benchmark_plots(lines[:1]) == []
+
+
+def test_the_page_stands_alone_and_is_logged(store: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    page = tmp_path / "new/page.html"
+    run(
+        parse(
+            "compare", ["--sweep", "alphas", "--tracking_uri", store, "--html", str(page), "--markdown", f"{page}.md"]
+        )
+    )
+    assert "5 plots written to" in capsys.readouterr().out
+    text = page.read_text()
+    assert not re.search(r"https?://|src=|@import|url\((?!#)", text)
+    ids = re.findall(r'\sid="([^"]+)"', text)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', text)) <= set(ids)
+    client = tracking.connect(store)
+    (parent,) = client.search_runs(["1"], "tags.`trieline.kind` = 'sweep'")
+    assert {"compare.html", "compare.md"} <= {item.path for item in client.list_artifacts(parent.info.run_id)}
+    for _ in range(2):  # beside the experiment's runs, in one run that is no training
+        run(Config(["retrieval/x"], tracking_uri=store, html=str(page)))
+    (own,) = client.search_runs(["1"], "tags.`trieline.kind` = 'compare'")
+    assert [item.path for item in client.list_artifacts(own.info.run_id)] == ["compare.html", "compare.md"]
+    assert "run 'compare'" in capsys.readouterr().out
+    assert len(compare(select(store, ["retrieval/x"])).rows) == 2
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_browser_shows_the_page(store: str, tmp_path: Path, dark: bool) -> None:
+    page = tmp_path / "page.html"
+    run(Config(sweep="alphas", tracking_uri=store, html=str(page)))
+    page.write_text(page.read_text().replace("</body>", LOOK))
+    scheme = ["--blink-settings=preferredColorScheme=0"] if dark else ["--blink-settings=preferredColorScheme=1"]
+    shown = subprocess.run(
+        [str(BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", *scheme,
+         f"--user-data-dir={tmp_path}/profile", "--host-resolver-rules=MAP * ~NOTFOUND", "--dump-dom", page.as_uri()],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert "CONSOLE" not in shown.stderr, shown.stderr
+    title = re.search(r"<title>(.*?)</title>", shown.stdout)
+    assert title, shown.stdout[:500]
+    found = json.loads(title[1])
+    assert len(found["seen"]) == 5
+    for width, height, paths, colour in found["seen"]:
+        assert width > 300
+        assert height > 150
+        assert paths > 10
+        bright = int(re.findall(r"\d+", colour)[0]) > 128
+        assert bright == dark  # the drawing follows the page
+    assert float(found["first"]) > float(found["last"])  # a click on a head sorts, another turns it round
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--sweep", "alpha"], r"there is no sweep 'alpha' at .*; the nearest is 'alphas'"),
+        (["--run", "sasrec-3"], r"there is no run 'sasrec-3' at .*; the nearest is 'sasrec-"),
+        (["--experiment", "retrieval/y"], r"the experiment 'retrieval/y' is not at .* there are .*retrieval/x"),
+        (["--experiment", "retrieval/x", "--metric", "ndgc@10"], r"metric 'ndgc@10' .* nearest is 'ndcg@10'"),
+        (["--experiment", "retrieval/begun"], r"no run of retrieval/begun at .* is finished"),
+        (["--sweep", "alphas", "--html", "/proc/x/page.html"], r"cannot write /proc/x/page.html .*choose another file"),
+        (["--sweep", "alphas", "--run", "sasrec-1"], "sweep is alphas and run is sasrec-1; give one of them"),
+        (["--sweep", "alphas", "--benchmark", "/gone"], "cannot read /gone .*check --benchmark"),
+        (["--sweep", "alphas", "--claims_file", "/gone"], "cannot read /gone"),
+        (["--html", "page.html"], "nothing is given to compare"),
+        (["--register", "m", "--claims"], "register is m, which is of one experiment and there are 0"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line(store: str, words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        run(parse("compare", [*words, "--tracking_uri", store]))
+
+
+def test_a_name_of_two_runs_is_no_name(store: str, tmp_path: Path) -> None:
+    for _ in range(2):
+        log(store, tmp_path, "twin", {"name": "tiger"}, {"best/ndcg@10": 0.1})
+    with pytest.raises(UserError, match=r"2 runs at .* are called 'twin'; give the id of one: \w+, \w+"):
+        select(store, runs=["twin"])

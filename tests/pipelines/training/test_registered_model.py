@@ -1,0 +1,121 @@
+"""The best checkpoint as a registered model: with its hashes, and the same ranking in a fresh process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from training_tables import write_tables
+
+from jobs.compare import Config, run
+from models import checkpoint, registry
+from models.fit import FitConfig
+from models.retrieval.data import Catalogue
+from models.setup import set_up
+from models.tables import UserError
+from pipelines import tracking
+from pipelines.training.registered_model import register
+
+TIGER = {"name": "tiger", "d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 1,
+         "num_decoder_layers": 1, "beam": 24}  # fmt: skip
+
+FRESH = """
+import json, sys
+import mlflow, pandas
+uri, model = sys.argv[1:]
+mlflow.set_tracking_uri(uri)
+loaded = mlflow.pyfunc.load_model(model)
+ranked = loaded.predict(pandas.DataFrame({"history": json.loads(sys.stdin.read())}), params={"k": 5})
+print(json.dumps(ranked["item_id"].tolist()))
+"""
+
+
+def train_nothing(folder: Path, name: str, parent: str | None, seed: int, ndcg: float) -> tracking.RunRef:
+    """An untrained TIGER as jobs.train leaves a trained one, the trial of a sweep where there is a parent."""
+    tables, sids = str(folder / "small/tables"), str(folder / "small/sids")
+    setup = set_up(TIGER, FitConfig(batch_size=8, seed=seed), tables, sids)
+    model = registry.config_to_dict(setup.config)
+    config = {"model": model, "fit": {"seed": seed}, "tables": tables, "sids": sids}
+    uri, hashes = f"sqlite:///{folder}/mlflow.db", setup.catalogue.hashes
+    opened = tracking.open_run(
+        uri,
+        "retrieval/small",
+        name,
+        str(folder),
+        config=config,
+        hashes=hashes,
+        parent=parent,
+        tags={"sweep.trial": name},
+    )
+    checkpoint.save(folder / name, setup.model, setup.checkpoint(epoch=1, step=4, tracking=opened.to_dict()))
+    logger = tracking.Logger(opened)
+    logger.log({"best/ndcg@10": ndcg}, 4)
+    logger.tag(checkpoint=str(folder / name))
+    logger.end()
+    return opened
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sweep of two trials, of which the second is the better one."""
+    folder = tmp_path_factory.mktemp("registered")
+    write_tables(folder / "small")
+    tags = {tracking.KIND_TAG: "sweep", "sweep.axes": '["fit.seed"]', "sweep.metric": "val/ndcg@10"}
+    uri = f"sqlite:///{folder}/mlflow.db"
+    sweep = tracking.open_run(uri, "retrieval/small", "seeds", str(folder), config={}, hashes={}, tags=tags)
+    for seed, ndcg in ((1, 0.2), (2, 0.3)):
+        train_nothing(folder, f"tiger-{seed}", sweep.run_id, seed, ndcg)
+    tracking.Logger(sweep).end()
+    return folder
+
+
+def test_the_best_of_a_sweep_ranks_alike_in_a_fresh_process(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    uri = f"sqlite:///{folder}/mlflow.db"
+    run(Config(sweep="seeds", tracking_uri=uri, register="small"))
+    assert "version 1 of small is the best checkpoint of tiger-2" in capsys.readouterr().out
+    (version,) = tracking.connect(uri).search_model_versions("name = 'small'")
+    about = checkpoint.read(folder / "tiger-2")
+    assert version.tags[tracking.WEIGHTS_TAG] == checkpoint.weights_hash(str(folder / "tiger-2"))
+    assert {name: version.tags[f"table.{name}"] for name in about.hashes} == about.hashes
+    assert {"table.trie", "table.sids", "table.items"} <= version.tags.keys()
+    assert version.description == "tiger-2: val/ndcg@10 0.3000"
+
+    model, _ = checkpoint.load(folder / "tiger-2", Catalogue.load(f"{folder}/small/tables", f"{folder}/small/sids"))
+    history = torch.tensor([[1, 8, -1], [5, 4, 23]])
+    users = torch.zeros(2, dtype=torch.int64)
+    items, _ = model.recommend({"history": history, "history_length": torch.tensor([2, 3]), "user": users}, 5)  # type: ignore[operator]
+    names = [[f"item-{item:03d}" for item in row if item >= 0] for row in history.tolist()]
+    fresh = subprocess.run(
+        [sys.executable, "-c", FRESH, uri, "models:/small/1"], input=json.dumps(names), capture_output=True, text=True,
+        cwd=folder, timeout=200,
+    )  # fmt: skip
+    assert fresh.returncode == 0, fresh.stderr
+    assert json.loads(fresh.stdout.splitlines()[-1]) == [[f"item-{i:03d}" for i in row] for row in items.tolist()]
+
+
+def test_a_checkpoint_is_registered_once(folder: Path) -> None:
+    uri = f"sqlite:///{folder}/mlflow.db"
+    (found,) = tracking.connect(uri).search_runs(["1"], "attributes.run_name = 'tiger-1'")
+    ref = tracking.RunRef(uri, "retrieval/small", found.info.run_id)
+    first = register(ref, "other")
+    assert register(ref, "other").version == first.version
+    assert len(tracking.connect(uri).search_model_versions("name = 'other'")) == 1
+
+
+def test_what_cannot_be_registered_is_refused(folder: Path) -> None:
+    uri = f"sqlite:///{folder}/mlflow.db"
+    opened = tracking.open_run(
+        uri, "retrieval/small", "started", str(folder), config={"model": {"name": "tiger"}}, hashes={}
+    )
+    with pytest.raises(UserError, match=r"the run 'started' .* has no checkpoint to register"):
+        register(opened, "small")
+    searching = tracking.open_run(
+        uri, "search/small", "base", str(folder), config={"model": {"name": "base"}}, hashes={}
+    )
+    tracking.Logger(searching).tag(checkpoint="/somewhere")
+    with pytest.raises(UserError, match="the model 'base' ranks no catalogue"):
+        register(searching, "small")
