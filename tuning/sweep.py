@@ -194,27 +194,11 @@ def sweep(
     ray_options = replace(ray_options, threads=threads)
     family, hashes = check(grid, trials, tables, extra, max(1, threads), say)
     with held(storage, name, PATIENCE if resume else 0):
-        if before is None:
-            check_writable(folder)
-            tags = {
-                tracking.KIND_TAG: "sweep", "sweep.grid": grid.name, "sweep.axes": json.dumps(grid.keys),
-                "sweep.metric": grid.metric, "sweep.mode": grid.mode, "command": command,
-                "mlflow.source.name": "jobs.sweep",
-            }  # fmt: skip
-            settings = {
-                "sweep": {"grid": grid.name, "source": grid.source, "trials": len(trials), "tables": tables},
-                "ray": asdict(ray_options), "options": asdict(options),
-            }  # fmt: skip
-            run = tracking.open_run(
-                uri, experiment or f"{family}/{dataset_name(tables)}", name, storage, config=settings, hashes=hashes,
-                tags=tags,
-            )  # fmt: skip
-            tracking.log_yaml(run, asdict(grid), "grid.yaml")
-            before = {"grid": grid.name, "trials": [asdict(t) for t in trials], "tracking": run.to_dict()}
-            before["status"] = "running"
-            write_sweep(folder, before)
-        else:
-            run = tracking.RunRef(**before["tracking"])
+        noted = before or begin(
+            grid, trials, folder, uri, experiment or f"{family}/{dataset_name(tables)}", hashes=hashes, command=command,
+            settings={"tables": tables, "ray": asdict(ray_options), "options": asdict(options)},
+        )  # fmt: skip
+        run = tracking.RunRef(**noted["tracking"])
         plan = Plan(
             {t.name: t for t in trials}, grid.kind, grid.metric, tables, extra, folder, run.uri, run.experiment,
             run.run_id, ray_options, options.test and grid.kind == "train", command,
@@ -222,31 +206,65 @@ def sweep(
         pending = [t for t in trials if not is_done(t, plan)]
         tracking.reopen(run)
         say(f"{len(trials)} trials of {grid.name}, {len(trials) - len(pending)} done before; metric {grid.metric}")
-        logger = tracking.Logger(run)
         try:
             if pending:
                 run_pending(grid, plan, pending, options, workers, gpu, say)
             found = [outcome(t, folder, grid) for t in trials]
-            best = best_of(found)
-            tracking.log_json(run, [asdict(o) for o in found], "trials.json")
-            counts = Counter(o.status for o in found)
-            if best is not None and best.run_id:
-                logger.log(best_metrics(run, best, grid), len(trials))
-                logger.tag(**{"sweep.best": best.run_id})
-            logger.log({f"trials/{status}": count for status, count in counts.items()}, len(trials))
+            best = close(grid, run, found)
         except BaseException as error:
-            logger.end("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+            tracking.Logger(run).end("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
             raise
-        if counts["unfinished"]:
-            logger.end("KILLED")
+        if left := sum(o.status == "unfinished" for o in found):
             raise UserError(
-                f"the sweep '{name}' stopped with {counts['unfinished']} of {len(trials)} trials to do; the same line "
-                f"with --resume goes on"
+                f"the sweep '{name}' stopped with {left} of {len(trials)} trials to do; the same line with --resume "
+                f"goes on"
             )
-        logger.end()
         forget_tune(folder)
-        write_sweep(folder, {**before, "status": "finished", "best": best.name if best else None})
+        write_sweep(folder, {**noted, "status": "finished", "best": best.name if best else None})
     return Swept(name, folder, run, found, best, time.monotonic() - began)
+
+
+def begin(
+    grid: Grid,
+    trials: list[Trial],
+    folder: str,
+    uri: str,
+    experiment: str,
+    *,
+    hashes: dict[str, str],
+    command: str,
+    settings: dict[str, Any],
+) -> dict[str, Any]:
+    """Opens the sweep's MLflow run and writes `sweep.json`, which is returned."""
+    check_writable(folder)
+    tags = {
+        tracking.KIND_TAG: "sweep", "sweep.grid": grid.name, "sweep.axes": json.dumps(grid.keys),
+        "sweep.metric": grid.metric, "sweep.mode": grid.mode, "command": command, "mlflow.source.name": "jobs.sweep",
+    }  # fmt: skip
+    about = {"sweep": {"grid": grid.name, "source": grid.source, "trials": len(trials)}, **settings}
+    storage, _, name = folder.rpartition("/")
+    run = tracking.open_run(uri, experiment, name, storage, config=about, hashes=hashes, tags=tags)
+    tracking.log_yaml(run, asdict(grid), "grid.yaml")
+    noted = {
+        "grid": grid.name, "trials": [asdict(t) for t in trials], "tracking": run.to_dict(), "status": "running"
+    }  # fmt: skip
+    write_sweep(folder, noted)
+    return noted
+
+
+def close(grid: Grid, run: tracking.RunRef, outcomes: list[Outcome]) -> Outcome | None:
+    """Tells MLflow what became of the trials, and ends the sweep's run; returns the best trial."""
+    tracking.log_json(run, [asdict(o) for o in outcomes], "trials.json")
+    logger, best, counts = tracking.Logger(run), best_of(outcomes), Counter(o.status for o in outcomes)
+    if best is not None and best.run_id:
+        logger.log(best_metrics(run, best, grid), len(outcomes))
+        logger.tag(**{"sweep.best": best.run_id})
+    logger.log({f"trials/{status}": count for status, count in counts.items()}, len(outcomes))
+    for cut in outcomes:
+        if cut.status == "unfinished" and cut.run_id:
+            tracking.Logger(tracking.RunRef(run.uri, run.experiment, cut.run_id)).end("KILLED")
+    logger.end("KILLED" if counts["unfinished"] else "FINISHED")
+    return best
 
 
 def run_pending(

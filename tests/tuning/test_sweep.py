@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,15 +134,13 @@ def test_a_sweep_of_the_name_is_resumed_or_refused(world: World) -> None:
     assert best_checkpoint("runs/elsewhere") == "runs/elsewhere"
 
 
-def kill_trial() -> list[str]:
-    """SIGKILL to the process of the trial that runs now, one of this test's Ray."""
-    killed = []
-    for child in psutil.Process().children(recursive=True):
-        title = " ".join(child.cmdline())
-        if "run_trial" in title:
-            child.send_signal(signal.SIGKILL)
-            killed.append(title)
-    return killed
+def kill_holder(lock: Path) -> None:
+    """SIGKILL to the process that holds a trial's lock: the one that runs it."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid != os.getpid() and str(lock) in {file.path for file in process.open_files()}:
+                return process.send_signal(signal.SIGKILL)
+    raise AssertionError(f"nobody holds {lock}")
 
 
 def test_lost_trials_are_continued_and_lost_ones_recorded(world: World) -> None:
@@ -151,7 +151,7 @@ def test_lost_trials_are_continued_and_lost_ones_recorded(world: World) -> None:
         often = {"lr-0.03": 1, "lr-0.01": 2}.get(name.rsplit("-", 1)[0], 0)
         if "epoch" in line and kills.count(name) < often:
             kills.append(name)
-            print(line, kill_trial())
+            kill_holder(world.folder / f"runs/killed/.{name}.lock")
 
     three = grid(axes={"fit.lr": [0.03, 0.01, 1e30]})
     swept = world.sweep(three, name="killed", options=Options(concurrency=1, retries=1), say=watch)
