@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 
 from models.tables import UserError
 from pipelines.evaluation.comparison import Row, lower_is_better
 from pipelines.evaluation.noninferiority import non_inferiority
-from pipelines.evaluation.published import Papers, System, check_names, percent, value_of
+from pipelines.evaluation.published import Papers, System, check_names, pairs, percent, value_of
 from pipelines.evaluation.sweep_plots import controlled, number
 from pipelines.evaluation.table import Table
 
@@ -117,54 +117,13 @@ def decide(claim: Claim, rows: Sequence[Row], papers: Papers) -> list[Verdict]:
     """The claim on every dataset where it was measured, or once as not yet measured."""
     ended = [row for row in rows if any(run.finished for run in row.runs)]
     if claim.left and claim.right:
-        found = pairs(claim, ended, papers.systems[claim.left], papers.systems[claim.right])
+        found = pairs(ended, papers.systems[claim.left], papers.systems[claim.right], claim.metric, claim.match)
         verdicts = [judge_pair(claim, left, right, papers) for left, right in found]
     elif claim.param:
         verdicts = judge_param(claim, ended, papers.systems[str(claim.system)])
     else:
         verdicts = judge_range(claim, ended, papers.systems[str(claim.system)])
     return verdicts or [Verdict(claim, OPEN, paper=printed(claim, paper_range(claim, papers)))]
-
-
-def pairs(claim: Claim, rows: Sequence[Row], left: System, right: System) -> list[tuple[Row, Row]]:
-    """One pair per experiment and trie: that with the most seeds, then the best left on validation."""
-    groups: dict[tuple[str, str], list[tuple[Row, Row]]] = {}
-    named = {name if "." in name else f"model.{name}" for name in (*left.params, *right.params)}
-    for ours in rows:
-        if not (left.matches(ours) and ours.values(claim.metric)):
-            continue
-        for theirs in rows:
-            if not (right.matches(theirs) and comparable(ours, theirs, named, claim.match)):
-                continue
-            if claim.match == "teacher":  # which one of the row's runs it is
-                theirs = replace(theirs, runs=[run for run in theirs.runs if run.weights == ours.runs[0].teacher])
-            if theirs.values(claim.metric):
-                groups.setdefault((ours.experiment, ours.params.get("table.trie", "")), []).append((ours, theirs))
-    on_val = f"val/{claim.metric.split('/', 1)[-1]}"
-    sign = -1 if lower_is_better(claim.metric) else 1
-
-    def rank(pair: tuple[Row, Row]) -> tuple[int, int, float]:
-        seeds = sorted(len({run.seed for run in row.runs}) for row in pair)
-        return seeds[0], seeds[1], sign * pair[0].mean(on_val) if pair[0].values(on_val) else -math.inf
-
-    return [max(group, key=rank) for group in groups.values()]
-
-
-def comparable(left: Row, right: Row, named: set[str], match: str) -> bool:
-    """Whether two rows may be compared: same experiment and tables, and all else equal where the models are the same,
-    or of one benchmark; for `match` teacher right is the teacher of left."""
-    if left is right or left.experiment != right.experiment:
-        return False
-    how = {key for row in (left, right) for key in row.params if key.startswith("evaluate.")}
-    how -= {"evaluate.beam"} if "model.beam" in named else set()
-    if any(left.params.get(key) != right.params.get(key) for key in how):
-        return False
-    if match == "teacher":
-        return bool(left.runs[0].teacher) and any(run.weights == left.runs[0].teacher for run in right.runs)
-    shared = left.params.keys() & right.params.keys()
-    if left.model != right.model and "/" not in left.model:
-        shared = {key for key in shared if key.startswith("table.") or key == "model.teacher_hash"}
-    return all(left.params[key] == right.params[key] for key in shared - named - {"evaluate.beam", "checkpoint"})
 
 
 def size_of(claim: Claim, left: float, right: float) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -153,16 +153,57 @@ def check_names(given: Iterable[str], known: Iterable[str], where: str) -> None:
             raise UserError(f"{where}: '{name}' is unknown; the nearest is '{near[0] if near else 'none'}'")
 
 
+def pairs(rows: Sequence[Row], left: System, right: System, metric: str, match: str) -> list[tuple[Row, Row]]:
+    """Rows of two systems that compare, one pair per experiment and trie: that with the most seeds, then the best left
+    on validation. `match` teacher: right is the run that taught left; settings: all else is equal."""
+    groups: dict[tuple[str, str], list[tuple[Row, Row]]] = {}
+    named = {name if "." in name else f"model.{name}" for name in (*left.params, *right.params)}
+    for ours in rows:
+        if not (left.matches(ours) and ours.values(metric)):
+            continue
+        for theirs in rows:
+            if not (right.matches(theirs) and comparable(ours, theirs, named, match)):
+                continue
+            if match == "teacher":  # which one of the row's runs it is
+                theirs = replace(theirs, runs=[run for run in theirs.runs if run.weights == ours.runs[0].teacher])
+            if theirs.values(metric):
+                groups.setdefault((ours.experiment, ours.params.get("table.trie", "")), []).append((ours, theirs))
+
+    def rank(pair: tuple[Row, Row]) -> tuple[int, int, float]:
+        fewer, more = sorted(len({run.seed for run in row.runs}) for row in pair)
+        return fewer, more, on_val(pair[0], metric)
+
+    return [max(group, key=rank) for group in groups.values()]
+
+
+def comparable(left: Row, right: Row, named: set[str], match: str) -> bool:
+    """Whether two rows may be compared: same experiment and tables, evaluated alike, and all else equal but for the
+    params `named`, where the models are the same or of one benchmark; for `match` teacher right has taught left."""
+    if left is right or left.experiment != right.experiment:
+        return False
+    how = {key for row in (left, right) for key in row.params if key.startswith("evaluate.")}
+    how -= {"evaluate.beam"} if "model.beam" in named else set()
+    if any(left.params.get(key) != right.params.get(key) for key in how):
+        return False
+    if match == "teacher":
+        return bool(left.runs[0].teacher) and any(run.weights == left.runs[0].teacher for run in right.runs)
+    shared = left.params.keys() & right.params.keys()
+    if left.model != right.model and "/" not in left.model:
+        shared = {key for key in shared if key.startswith("table.") or key == "model.teacher_hash"}
+    return all(left.params[key] == right.params[key] for key in shared - named - {"evaluate.beam", "checkpoint"})
+
+
+def on_val(row: Row, metric: str) -> float:
+    """How good the row is on validation by the metric, larger is better; where that is not known, worse than all."""
+    name = f"val/{metric.split('/', 1)[-1]}"
+    sign = -1 if lower_is_better(metric) else 1
+    return sign * row.mean(name) if row.values(name) else -math.inf
+
+
 def best_row(rows: Sequence[Row], system: System, metric: str) -> Row | None:
-    """Of the system's rows that have the metric the one that is best on validation."""
+    """Of the system's rows that have the metric that with the most seeds, then the best on validation."""
     there = [row for row in rows if system.matches(row) and row.values(metric)]
-    on_val = f"val/{metric.split('/', 1)[1]}"
-    sign = 1 if lower_is_better(metric) else -1
-
-    def rank(row: Row) -> float:
-        return sign * row.mean(on_val) if row.values(on_val) else math.inf
-
-    return min(there, key=rank) if there else None
+    return max(there, key=lambda row: (len(row.by_seed(metric)), on_val(row, metric)), default=None)
 
 
 def beside_the_papers(comparison: Comparison, papers: Papers) -> list[Table]:
@@ -172,39 +213,45 @@ def beside_the_papers(comparison: Comparison, papers: Papers) -> list[Table]:
 
 
 def beside(comparison: Comparison, published: Published, systems: dict[str, System]) -> Table | None:
-    """Ours beside one source's; None where no system is measured here, or none beside the reference."""
+    """Ours beside one source's; None where no system is measured here, or none that compares with the reference."""
     names = list(dict.fromkeys(name for lines in published.datasets.values() for name in lines))
-    datasets = list(published.datasets)
+    datasets, reference = list(published.datasets), published.reference
     cells: list[list[str]] = []
+
+    def line(name: str, row: Row, metric: str, change: float | None) -> list[str]:
+        absolute = [published.value(dataset, name, metric) for dataset in datasets]
+        theirs = [published.change(dataset, name, metric) for dataset in datasets]
+        return [
+            name, row.name, metric, f"{row.mean(metric):.4f}",
+            *([] if published.relative else ("-" if value is None else f"{value:.4f}" for value in absolute)),
+            *([percent(value) if name != reference else "" for value in (change, *theirs)] if reference else []),
+        ]  # fmt: skip
+
     for metric in published.metrics:
-        found = {name: best_row(comparison.rows, systems[name], metric) for name in names}
-        ours = {name: row for name, row in found.items() if row is not None}
-        base = ours.get(published.reference or "")
-        if not ours or (published.reference and (base is None or len(ours) == 1)):
+        if reference is None:
+            found = [(name, best_row(comparison.rows, systems[name], metric)) for name in names]
+            cells += [line(name, row, metric, None) for name, row in found if row is not None]
             continue
-        for name, row in ours.items():
-            change = row.mean(metric) / base.mean(metric) - 1 if base and base is not row else None
-            absolute = [published.value(dataset, name, metric) for dataset in datasets]
-            theirs = [published.change(dataset, name, metric) for dataset in datasets]
-            cells.append(
-                [name, row.name, metric, f"{row.mean(metric):.4f}"]
-                + ([] if published.relative else ["-" if value is None else f"{value:.4f}" for value in absolute])
-                + (
-                    [percent(change), *("" if name == published.reference else percent(value) for value in theirs)]
-                    if published.reference
-                    else []
-                )
-            )
+        base: Row | None = None
+        for name in names:
+            sides = (comparison.rows, systems[name], systems[reference], metric)
+            if name == reference or not (found_pairs := pairs(*sides, "teacher") or pairs(*sides, "settings")):
+                continue
+            row, other = found_pairs[0]
+            if base is None or other.name != base.name:  # ablations may have a reference of their own settings
+                cells.append(line(reference, base := other, metric, None))
+            cells.append(line(name, row, metric, row.mean(metric) / other.mean(metric) - 1))
     if not cells:
         return None
-    against = f"vs {published.reference}"
+    against = f"vs {reference}"
     header = ["system", "run", "metric", "ours"] + ([] if published.relative else datasets)
-    header += [f"ours {against}", *(f"{dataset} {against}" for dataset in datasets)] if published.reference else []
+    header += [f"ours {against}", *(f"{dataset} {against}" for dataset in datasets)] if reference else []
     notes = [f"{', '.join(datasets)}: as printed in {published.source}; ours on {comparison.selection.title}."]
     return Table(f"Beside the paper: {published.source}", header, cells, notes, 3)
 
 
 def percent(change: float | None) -> str:
+    """A relative change, or nothing."""
     return "" if change is None else f"{change:+.1%}" if abs(change) >= 0.01 else f"{change:+.2%}"
 
 

@@ -134,6 +134,25 @@ def test_the_page_stands_alone_and_is_logged(store: str, tmp_path: Path, capsys:
     assert len(compare(select(store, ["retrieval/x"])).rows) == 2
 
 
+def test_tokenizers_and_beams(tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    for folder, kept in (("rqvae", 1.01), ("psid", 0.99)):
+        for name, found in (("tiger", 0.05), ("sid_mlp", 0.05 * kept)):
+            model = {"name": name, "beam": 50, "teacher_hash": f"tiger-{folder}" if name == "sid_mlp" else ""}
+            opened = tracking.open_run(
+                uri, "retrieval/x", f"{name}-{folder}", str(tmp_path), hashes={"trie": folder},
+                config={"model": model, "sids": f"/somewhere/{folder}"},
+            )  # fmt: skip
+            logger = tracking.Logger(opened)
+            logger.log({"test/ndcg@10": found, "test-beam-10/ndcg@10": 0.9 * found}, 1)
+            logger.tag(**{tracking.WEIGHTS_TAG: f"{name}-{folder}"})
+            logger.end()
+    drawn = {plot.title: plot.svg for plot in plots(compare(select(uri, ["retrieval/x"])))}
+    assert list(drawn) == ["Tokenizers", "Beams and accuracy"]
+    assert all(text in drawn["Tokenizers"] for text in ("101.0%", "99.0%", "rqvae", "psid"))
+    assert all(f"{name}-psid" in drawn["Beams and accuracy"] for name in ("tiger", "sid_mlp"))
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
 @pytest.mark.parametrize("dark", [False, True])
 def test_a_browser_shows_the_page(store: str, tmp_path: Path, dark: bool) -> None:
