@@ -153,6 +153,28 @@ def test_tokenizers_and_beams(tmp_path: Path) -> None:
     assert all(f"{name}-psid" in drawn["Beams and accuracy"] for name in ("tiger", "sid_mlp"))
 
 
+def test_entropy_over_lambda(tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    for weight in (0.5, 0.75, 1.0):
+        found = {
+            "test/mean/normalised_entropy": 0.9 - weight / 10,
+            "test/like/normalised_entropy": 0.8,
+            "best/mean/rig": 0.1,
+        }
+        log(
+            uri,
+            tmp_path,
+            f"lambda-{weight}",
+            {"name": "attn_mvp", "action_weight": weight},
+            {"best/ndcg@10": 0, **found},
+        )
+    comparison = compare(select(uri, ["retrieval/x"]))
+    assert comparison.metric == "mean/normalised_entropy"
+    assert [row.name for row in comparison.rows] == ["lambda-1.0", "lambda-0.75", "lambda-0.5"]  # less is better
+    drawn = {plot.title: plot.svg for plot in plots(comparison)}
+    assert "test/like/normalised_entropy" in drawn["What model.action_weight does"]
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
 @pytest.mark.parametrize("dark", [False, True])
 def test_a_browser_shows_the_page(store: str, tmp_path: Path, dark: bool) -> None:
