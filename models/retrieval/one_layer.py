@@ -49,7 +49,8 @@ class OneLayerDecoder(nn.Module):
         x = embedded[:, :, -1]  # (B, W, D)
         if self.self_attention:
             normed = block.norm(0, embedded.flatten(0, 1))  # (B * W, level + 1, D)
-            (query,) = block.attention.project(normed[:, -1:], "q")
+            newest = normed[:, -1:].contiguous()  # a strided one would be multiplied row by row, 80 times slower
+            (query,) = block.attention.project(newest, "q")
             keys, values = block.attention.project(normed, "kv")
             bias = self.stack.position_bias(level + 1)[:, :, -1:]
             mixed = block.attention.mix(query, keys, values, bias, share)
