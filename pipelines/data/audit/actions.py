@@ -71,7 +71,6 @@ def check_actions(
         check_features(tables, points, values["features"], attributed, rules["windows"], progress)
     check_counts(tables, held, rules["counts"])
     check_scale(info, positives, scale, rules["counts"])
-    rules["windows"].note = "" if info["features"] else "no counts"
     kept = [
         part.filter(pl.col("item_id").is_in(items["item_id"].implode())).select(user=pl.col("user_id").unique().hash())
         for _, part in tables.parts("events", ["user_id", "item_id"])

@@ -168,7 +168,9 @@ def test_amazon_refuses_the_same_events_twice(tmp_path: Path) -> None:
 def test_every_source_file_loads(path: Path) -> None:
     source, prepare = load_source(str(path))
     config = PrepareConfig.of(prepare)
-    assert config.kind == "retrieval" or config.behaviour
+    assert config.kind != "search" or config.behaviour
+    if config.kind == "actions":
+        assert config.actions.resolve(source.info, source.items_columns[1]).tasks
     behaviour = prepare.get("behaviour")
     assert behaviour is None or source.info["labels"][behaviour] == "bool"
     assert source.info["clock"] or prepare["split"]["kind"] == "leave_last_out"
