@@ -28,6 +28,19 @@ from pipelines.data.sources import load_source
 
 CONFIGS = Path(__file__).parent / "configs"
 
+SEARCH_MODELS = {
+    "base": "search/base_small", "hstu": "search/hstu_small", "hllm": "search/hllm_small", "qgs": "qgs_small"
+}  # fmt: skip
+"""Models of the search flow and their configs."""
+
+ACTIONS_MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "interleaved": ("interleaved", ()),
+    "attn_lfa": ("attn_lfa", ()),
+    "attn_mvp": ("attn_mvp", ()),
+    "without_actions": ("attn_mvp_no_lfa", ("--model.action_weight", "0")),
+}
+"""Runs of the actions flow: model and options."""
+
 
 @dataclass
 class Config:
@@ -127,18 +140,15 @@ def search(config: Config, place: Place, steps: Steps) -> None:
     """Text embeddings, then Base, HSTU, HLLM and QGS in one small size."""
     made = ["--tables", place.tables, "--encoder", config.encoder, "--output", place.extra]
     steps.run("Queries, documents and shown pairs to text embeddings", "encode", *made)
-    for model, file in (("base", "search/base"), ("hstu", "search/hstu"), ("hllm", "search/hllm"), ("qgs", "qgs")):
-        measure(config, place, steps, model, f"{file}_small", config.epochs or 4)
+    for model, file in SEARCH_MODELS.items():
+        measure(config, place, steps, model, file, config.epochs or 4)
 
 
 def actions(config: Config, place: Place, steps: Steps) -> None:
     """The interleaved baseline, AttnLFA, AttnMVP, and AttnMVP that is shown no action and so knows the items alone."""
     small = ("--model.num_layers", "2", "--fit.batch_size", "16", "--fit.lr", "0.002")
-    for model in ("interleaved", "attn_lfa", "attn_mvp"):
-        measure(config, place, steps, model, f"actions/{model}", config.epochs or 4, *small)
-    blind = (*small, "--model.action_weight", "0")
-    model = "attn_mvp_no_lfa"
-    measure(config, place, steps, model, f"actions/{model}", config.epochs or 4, *blind, name="without_actions")
+    for name, (model, options) in ACTIONS_MODELS.items():
+        measure(config, place, steps, model, f"actions/{model}", config.epochs or 4, *small, *options, name=name)
 
 
 def measure(

@@ -119,9 +119,8 @@ def call_of(variant: str, params: Row) -> Callable[[int], Any]:
     return call
 
 
-def attention_of(variant: str, params: Row) -> int:
+def attention_of(call: Callable[[int], Any]) -> int:
     """Operations of all attention in one forward pass."""
-    call = call_of(variant, params)
     with AttentionCount() as count:
         call(0)
     return count.operations
@@ -163,7 +162,7 @@ def actions(
                 "device": torch.cuda.get_device_name() if device().type == "cuda" else "cpu",
             }  # fmt: skip
             memory = {variant: peak_memory(memory_of, variant, params) for variant in variants}
-            operations = {variant: attention_of(variant, params) for variant in variants}
             calls = {variant: call_of(variant, params) for variant in variants}
+            operations = {variant: attention_of(call) for variant, call in calls.items()}
             for row in paired("actions", calls, params, params["batch"], memory):
                 yield row | {"attention_flops": operations[row["variant"]]}

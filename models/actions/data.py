@@ -38,8 +38,8 @@ MOST_PAIRS = 1 << 24
 class ActionsExamples:
     """The events of one split, in rows of one user.
 
-    Training, `user`: a row is a sequence of training events, all context, each learned from. Events of the
-    same millisecond as the one before are candidates instead, which see the strictly earlier ones alone.
+    Training, `user`: a row is a sequence of training events, all context, each learned from once. Those of the
+    same millisecond as the one before are learned from as candidates, which see the strictly earlier ones alone.
     Training, `cut`, for models that learn from candidates only: the sequence is cut in two, context and candidates.
     The share of the context is drawn anew for each batch of each epoch, uniformly; at least one event is a candidate.
     Validation and test: the context is the latest `max_history` events before the split's time, the
@@ -212,10 +212,10 @@ class ActionsExamples:
 
     def _in_order(self, batch_size: int) -> Iterator[NDArray[np.int64]]:
         """Contexts within a factor of two together, and of those like numbers of candidates."""
-        octave = np.log2(self.context + 1).astype(np.int64)
-        order = np.lexsort((self.context, self.candidates, octave))
         if self.unit == "cut":
             raise ValueError("sequences are cut in training alone; give shuffle=True")
+        octave = np.log2(self.context + 1).astype(np.int64)
+        order = np.lexsort((self.context, self.candidates, octave))
         first, longest, most = 0, 0, 0
         for i, row in enumerate(order):
             longest, most = max(longest, int(self.context[row])), max(most, int(self.candidates[row]))
