@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from models.bench import Row, device, paired, peak_memory, resident_peak_mb
 from models.matmul import use_exact_onednn
 from models.retrieval.data import PAD, Catalogue, Examples
+from models.retrieval.decoding import kernels
 from models.retrieval.sid_mlp import SidMlp, SidMlpConfig
 from models.retrieval.sid_mlp_pp import SidMlpPp, SidMlpPpConfig
 from models.retrieval.tiger import Tiger, TigerConfig
@@ -197,6 +198,7 @@ def decode(
     `slow` alone. `histories` are tables of jobs.prepare, or None for random ones."""
     shared: Row = {"items": items, "threads": threads, "seed": seed, "runs": runs, "histories": histories}
     shared |= {"k": TOP_K, "device": torch.cuda.get_device_name() if device().type == "cuda" else "cpu"}
+    shared["kernels"] = shared["device"] == "cpu" and kernels.library() is not None  # built here, if they are not yet
     variants = list(variants)
     quick = [variant for variant in variants if variant not in SLOW]
     sizes = {(batch, beam): list(quick) for batch in sorted(batches) for beam in sorted(beams)} if quick else {}

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -81,20 +82,24 @@ class PackedEncoder:
         pieces = -(-len(tokens) // TOKENS)
         requests = torch.bincount(begin[:-1] * pieces // len(tokens))  # per piece, whose tokens are about as many
         edges = functional.pad(requests[requests > 0].cumsum(0), (1, 0)).tolist()
-        return torch.cat([
-            self.states(
-                tokens[begin[first] : begin[last]],
-                lambda qkv, own=begin[first : last + 1] - begin[first]: kernels.packed_attention(qkv, own, bias, heads),
-            )
-            for first, last in itertools.pairwise(edges)
-        ])  # fmt: skip
+        states = []
+        for first, last in itertools.pairwise(edges):
+            own = begin[first : last + 1]
+            attend = partial(kernels.packed_attention, begin=own - own[0], bias=bias, heads=heads)
+            states.append(self.states(tokens[own[0] : own[-1]], attend))
+        return torch.cat(states)
 
     def padded(self, tokens: Tensor, padding: Tensor | None) -> Tensor:
         """(B, S, D) of tokens (B, S), all of which are computed; `padding` (B, 1, 1, S) is -inf at padded ones."""
         bias = self.t5.encoder.position_bias(tokens.shape[1])
         bias = bias if padding is None else bias + padding
-        attention = self.t5.encoder.blocks[0].attention  # the splitting into heads is that of all blocks
-        return self.states(tokens, lambda qkv: attention.attend(*attention.split(qkv, 3), bias, 0.0))
+        attention = self.t5.encoder.blocks[0].attention  # splits into heads as those of all blocks do
+
+        def attend(qkv: Tensor) -> Tensor:
+            q, k, v = attention.split(qkv, 3)
+            return attention.attend(q, k, v, bias, 0.0)
+
+        return self.states(tokens, attend)
 
     def states(self, tokens: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
         """(..., D) of tokens (...); `attend` makes of (..., 3 * H * K) queries, keys and values the (..., H * K)

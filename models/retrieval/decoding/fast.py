@@ -24,9 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from models.retrieval.decoding import kernels
 from models.retrieval.decoding.derived import derived
 from models.retrieval.decoding.encoder import PackedEncoder
 from models.retrieval.decoding.topk import select, top_k
+from models.retrieval.decoding.trie import Trie
 from models.retrieval.readout import Readout, mean_state
 
 if TYPE_CHECKING:
@@ -60,7 +62,8 @@ class FastWalk:
         first = [cast(nn.Linear, head[0]) for head in heads]
         self.z_weight = torch.cat([layer.weight[:, :dim] for layer in first])  # (L * N, D)
         self.z_bias = torch.cat([layer.bias for layer in first])
-        self.rest = [head[1:] for head in heads]
+        self.rest = [head[1:-1] for head in heads]
+        self.outputs = [cast(nn.Linear, head[-1]) for head in heads]
         codes = [
             student.code_table().narrow(0, begin, size)
             for begin, size in zip(student.first_token, student.sizes, strict=True)
@@ -106,59 +109,79 @@ class FastWalk:
                 f"the semantic IDs that it was trained with"
             )
         hidden = functional.linear(z, self.z_weight, self.z_bias).chunk(trie.levels, 1)  # per level (B, N)
-        log_probs = self.rest[0](hidden[0]).float().log_softmax(-1)
-        edge = torch.arange(trie.edges[0], device=z.device).expand(z.shape[0], 1, -1)  # (B, 1, M)
-        scores = log_probs[:, trie.tokens(0)]  # (B, M)
+        node, parent = torch.zeros((2, z.shape[0], 1), dtype=torch.long, device=z.device).unbind(0)  # (B, W)
+        score = torch.zeros(node.shape, device=z.device)
         rows = z.new_zeros((z.shape[0], 1, 0), dtype=torch.long)  # (B, W, level): table rows of each beam's codes
-        for level in range(1, trie.levels):
-            position = select(scores, min(beam, trie.edges[level - 1], scores.shape[1]))  # (B, W)
-            score = scores.gather(1, position)
-            node = edge.flatten(1).gather(1, position)
-            parent = position // edge.shape[2]
-            token = trie.tokens(level - 1)[node] + self.first_row[level - 1]
-            rows = torch.cat([rows.gather(1, parent.unsqueeze(-1).expand(-1, -1, level - 1)), token.unsqueeze(-1)], -1)
-            edge, scores = self._extend(level, hidden[level], rows, node, score, children)
-        position, score = top_k(scores, k)
-        item = trie.leaves[edge.flatten(1).gather(1, position.clamp(min=0))]
-        return torch.where(score == -torch.inf, -1, item), score
+        for level in range(trie.levels):
+            if level > 0:
+                token = trie.tokens(level - 1)[node] + self.first_row[level - 1]
+                before = rows.gather(1, parent.unsqueeze(-1).expand(-1, -1, level - 1))
+                rows = torch.cat([before, token.unsqueeze(-1)], -1)
+            last = level == trie.levels - 1
+            renormalised = children and level > 0
+            x, place = self._hidden(level, hidden[level], rows, node, score, renormalised)
+            keep, head = k if last else min(beam, trie.edges[level]), self.outputs[level]
+            node, parent, score = _best_children(trie, level, x, head, place, node, score, renormalised, keep, last)
+        return torch.where(score == -torch.inf, -1, trie.leaves[node]), score
 
-    def _extend(
+    def _hidden(
         self, level: int, hidden: Tensor, rows: Tensor, node: Tensor, score: Tensor, children: bool
-    ) -> tuple[Tensor, Tensor]:
-        """(edges (B, W, M) to the children of the beams, their scores (B, W * M)), -inf where there is none."""
-        trie = self.student.trie
-        offsets, tokens = trie.offsets(level), trie.tokens(level)
-        begin = offsets[node]
-        count = offsets[node + 1] - begin  # (B, W)
-        counted = node.device.type == "cpu" and not torch.compiler.is_compiling()  # a GPU would have to wait
-        widest = int(count.max()) if counted else trie.max_branching[level]
-        child = torch.arange(widest, device=node.device)
-        valid = child < count.unsqueeze(-1)
-        edge = torch.where(valid, begin.unsqueeze(-1) + child, 0)  # (B, W, M), rising along the flattened beams
-        scores = torch.where(valid, score.unsqueeze(-1), -torch.inf)
-        if widest == 1 and children:
-            return edge, scores.flatten(1)
-        beams = rows.shape[1]
-        rows, edges, valid = rows.flatten(0, 1), edge.flatten(0, 1), valid.flatten(0, 1)  # (B * W, ...)
-        if counted:  # only those whose scores are not known
-            scored = score > -torch.inf
-            scored = (scored & (count > 1) if children else scored).flatten().nonzero().squeeze(1)  # (R,)
-            rows, edges, valid = (x.index_select(0, scored) for x in (rows, edges, valid))
-            hidden = hidden.index_select(0, scored // beams)
+    ) -> tuple[Tensor, Tensor | None]:
+        """(hidden activations (R, N) of the beams whose head is needed, their place there by beam (B, W), else -1).
+
+        The place is None where all have them: on a GPU, which would have to wait to see how many need them.
+        `hidden` (B, N) is the part of z.
+        """
+        offsets, beams, tables = self.student.trie.offsets(level), rows.shape[1], rows.flatten(0, 1)
+        place = None
+        if node.device.type == "cpu" and not torch.compiler.is_compiling():
+            count = offsets[node + 1] - offsets[node]
+            needed = ((count > 1) & (score > -torch.inf) if children else score > -torch.inf).flatten()
+            place = torch.where(needed, needed.cumsum(0) - 1, -1).unflatten(0, node.shape)
+            needed = needed.nonzero().squeeze(1)  # (R,)
+            tables, hidden = tables.index_select(0, needed), hidden.index_select(0, needed // beams)
         else:
             hidden = hidden.repeat_interleave(beams, 0)
-        logits = self._head(level, rows, hidden).float()
-        token = tokens.index_select(0, edges.flatten()).view(edges.shape)
-        if children:
-            found = logits.gather(1, token).masked_fill(~valid, -torch.inf).log_softmax(-1)
-        else:
-            found = logits.log_softmax(-1).gather(1, token)
-        if counted:
-            scores.flatten(0, 1).index_add_(0, scored, found)
-        else:
-            scores = scores + found.view(scores.shape)
-        return edge, scores.flatten(1)
+        if level > 0:
+            hidden = functional.embedding_bag(tables, self.tables[level], mode="sum") + hidden
+        return self.rest[level](hidden), place
 
-    def _head(self, level: int, rows: Tensor, hidden: Tensor) -> Tensor:
-        """(R, C_level): logits after the codes of the table rows (R, level); `hidden` (R, N) is the part of z."""
-        return self.rest[level](functional.embedding_bag(rows, self.tables[level], mode="sum") + hidden)
+
+def _best_children(
+    trie: Trie, level: int, x: Tensor, head: nn.Linear, place: Tensor | None, node: Tensor, score: Tensor,
+    children: bool, keep: int, by_score: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `kernels.best_children`, `children` or all codes; where fewer than `keep` are found that many may be given."""
+    offsets, tokens = trie.offsets(level), trie.tokens(level)
+    if place is not None and kernels.ready(x, head.weight):
+        x, own = (x, head) if children else (head(x), None)
+        return kernels.best_children(x, own, place, node, score, offsets, tokens, keep, by_score)
+    logits = head(x).float()
+    begin = offsets[node]
+    count = offsets[node + 1] - begin  # (B, W)
+    widest = trie.max_branching[level] if place is None else int(count.max())
+    child = torch.arange(widest, device=node.device)
+    valid = child < count.unsqueeze(-1)
+    edge = torch.where(valid, begin.unsqueeze(-1) + child, 0)  # (B, W, M), rising along the flattened beams
+    scores = torch.where(valid, score.unsqueeze(-1), -torch.inf)
+    edges, real = edge.flatten(0, 1), valid.flatten(0, 1)  # (B * W, M)
+    if place is not None:
+        scored = (place.flatten() >= 0).nonzero().squeeze(1)  # (R,)
+        edges, real = edges.index_select(0, scored), real.index_select(0, scored)
+    token = tokens.index_select(0, edges.flatten()).view(edges.shape)
+    if children:
+        found = logits.gather(1, token).masked_fill(~real, -torch.inf).log_softmax(-1)
+    else:
+        found = logits.log_softmax(-1).gather(1, token)
+    if place is not None:
+        scores.flatten(0, 1).index_add_(0, scored, found)
+    else:
+        scores = scores + found.view(scores.shape)
+    scores = scores.flatten(1)
+    if by_score:
+        position, best = top_k(scores, keep)
+        position = position.clamp(min=0)
+    else:
+        position = select(scores, min(keep, scores.shape[1]))
+        best = scores.gather(1, position)
+    return edge.flatten(1).gather(1, position), position // widest, best

@@ -40,7 +40,16 @@ Lanes exponential(Lanes x) {
 
 float largest(const float* x, int64_t size) {
     float most = NONE;
-    for (int64_t i = 0; i < size; i++) most = std::max(most, x[i]);
+    int64_t i = 0;
+    if (size >= LANES) {
+        Lanes best = load(x);
+        for (i = LANES; i + LANES <= size; i += LANES) {
+            const Lanes next = load(x + i);
+            best = next > best ? next : best;
+        }
+        for (int64_t l = 0; l < LANES; l++) most = std::max(most, best[l]);
+    }
+    for (; i < size; i++) most = std::max(most, x[i]);
     return most;
 }
 
@@ -56,11 +65,36 @@ float log_sum_exp(const float* x, int64_t size) {
     int64_t i = 0;
     for (; i + LANES <= size; i += LANES) sum += exponential(load(x + i) - most);
     if (i < size) {
-        Lanes rest = Lanes{} + NONE;
-        for (int64_t j = i; j < size; j++) rest[j - i] = x[j] - most;
-        sum += exponential(rest);
+        float rest[LANES];
+        std::fill_n(rest, LANES, NONE);
+        std::copy_n(x + i, size - i, rest);
+        sum += exponential(load(rest) - most);
     }
     return most + std::log(total(sum));
+}
+
+// In place; x has room for whole lanes, and what is past its end becomes 0.
+void softmax(float* x, int64_t size) {
+    const float most = largest(x, size);
+    std::fill(x + size, x + lanes_of(size) * LANES, NONE);
+    Lanes sum{};
+    for (int64_t i = 0; i < size; i += LANES) {
+        const Lanes share = exponential(load(x + i) - most);
+        store(x + i, share);
+        sum += share;
+    }
+    const float scale = 1 / total(sum);
+    for (int64_t i = 0; i < size; i += LANES) store(x + i, load(x + i) * scale);
+}
+
+float dot(const float* a, const float* b, int64_t size) {
+    Lanes sums[4] = {};  // of four chains, as one would wait for its own results
+    int64_t i = 0;
+    for (; i + 4 * LANES <= size; i += 4 * LANES)
+        for (int64_t l = 0; l < 4; l++) sums[l] += load(a + i + l * LANES) * load(b + i + l * LANES);
+    float sum = total((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    for (; i < size; i++) sum += a[i] * b[i];
+    return sum;
 }
 
 // Four rows of a product: c (4, 16 * lanes) = a (4, depth) b (depth, 16 * lanes); rows of a by pointer.
@@ -131,16 +165,7 @@ void packed_attention(const float* qkv, const int64_t* begin, int64_t users, int
                         float* s = score + r * stride;
                         const float* b = bias + (head * span + i + r) * span;
                         for (int64_t j = 0; j < size; j++) s[j] += b[j];
-                        const float most = largest(s, size);
-                        std::fill(s + size, s + stride, NONE);
-                        Lanes sum{};
-                        for (int64_t l = 0; l < long_; l++) {
-                            const Lanes share = exponential(load(s + l * LANES) - most);
-                            store(s + l * LANES, share);
-                            sum += share;
-                        }
-                        const float scale = 1 / total(sum);
-                        for (int64_t l = 0; l < long_; l++) store(s + l * LANES, load(s + l * LANES) * scale);
+                        softmax(s, size);
                     }
                     four_rows(shares, value, wide * LANES, size, mix, wide);
                     for (int64_t r = 0; r < 4 && i + r < size; r++)
@@ -155,7 +180,7 @@ void beam_attention(const float* const* codes, const int64_t* const* places, int
     const int64_t inner = heads * width, row = 3 * inner;
 #pragma omp parallel for
     for (int64_t beam = 0; beam < rows; beam++) {
-        std::vector<float> share(levels);
+        std::vector<float> share(lanes_of(levels) * LANES);
         for (int64_t head = 0; head < heads; head++) {
             const float* q = codes[levels - 1] + beam * row + head * width;
             for (int64_t t = 0; t < levels; t++) {
@@ -165,12 +190,12 @@ void beam_attention(const float* const* codes, const int64_t* const* places, int
                 for (int64_t d = 0; d < width; d++) sum += q[d] * k[d];
                 share[t] = sum + bias[head * levels + t];
             }
-            const float all = log_sum_exp(share.data(), levels);
+            softmax(share.data(), levels);
             float* mixed = out + beam * inner + head * width;
             std::fill_n(mixed, width, 0.0f);
             for (int64_t t = 0; t < levels; t++) {
                 const float* v = codes[t] + places[t][beam] * row + head * width + 2 * inner;
-                const float weight = std::exp(share[t] - all);
+                const float weight = share[t];
 #pragma omp simd
                 for (int64_t d = 0; d < width; d++) mixed[d] += weight * v[d];
             }
@@ -186,9 +211,10 @@ void log_softmax_part(const float* logits, int64_t rows, int64_t width, int64_t 
     }
 }
 
-void best_children(const float* logits, int64_t codes, const int64_t* place, const int64_t* node, const float* score,
-                   int64_t users, int64_t beams, const int64_t* offsets, const int64_t* tokens, bool children,
-                   int64_t keep, bool by_score, int64_t* best_edge, int64_t* best_parent, float* best_score) {
+void best_children(const float* x, int64_t width, const float* weight, const float* bias, const int64_t* place,
+                   const int64_t* node, const float* score, int64_t users, int64_t beams, const int64_t* offsets,
+                   const int64_t* tokens, int64_t keep, bool by_score, int64_t* best_edge, int64_t* best_parent,
+                   float* best_score) {
 #pragma omp parallel
     {
         std::vector<Candidate> found;
@@ -201,9 +227,12 @@ void best_children(const float* logits, int64_t codes, const int64_t* place, con
                 if (!(score[at] > NONE)) continue;
                 own.assign(end - begin, 0.0f);
                 if (place[at] >= 0) {
-                    const float* row = logits + place[at] * codes;
-                    for (int64_t e = begin; e < end; e++) own[e - begin] = row[tokens[e]];
-                    const float all = children ? log_sum_exp(own.data(), end - begin) : log_sum_exp(row, codes);
+                    const float* row = x + place[at] * width;
+                    for (int64_t e = begin; e < end; e++) {
+                        const int64_t code = tokens[e];
+                        own[e - begin] = weight ? dot(weight + code * width, row, width) + bias[code] : row[code];
+                    }
+                    const float all = weight ? log_sum_exp(own.data(), end - begin) : log_sum_exp(row, width);
                     for (float& value : own) value -= all;
                 }
                 for (int64_t e = begin; e < end; e++) {

@@ -26,7 +26,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from models.matmul import plain_inference
 
@@ -38,7 +38,7 @@ ARGUMENTS: dict[str, list[Any]] = {
     "packed_attention": [c_void_p, c_void_p, *[c_int64] * 3, c_void_p, c_int64, c_void_p],
     "beam_attention": [POINTER(c_void_p), POINTER(c_void_p), *[c_int64] * 4, c_void_p, c_void_p],
     "log_softmax_part": [c_void_p, *[c_int64] * 4, c_void_p],
-    "best_children": [c_void_p, c_int64, *[c_void_p] * 3, c_int64, c_int64, c_void_p, c_void_p, c_bool, c_int64, c_bool,
+    "best_children": [c_void_p, c_int64, *[c_void_p] * 5, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_bool,
                       *[c_void_p] * 3],
 }  # fmt: skip
 
@@ -134,23 +134,24 @@ def log_softmax_part(logits: Tensor, first: int, size: int) -> Tensor:
 
 
 def best_children(
-    logits: Tensor, place: Tensor, node: Tensor, score: Tensor, offsets: Tensor, tokens: Tensor,
-    children: bool, keep: int, by_score: bool,
+    x: Tensor, head: nn.Linear | None, place: Tensor, node: Tensor, score: Tensor, offsets: Tensor, tokens: Tensor,
+    keep: int, by_score: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(edges, their parents among the beams, scores), each (B, keep): the best continuations of the beams in a trie.
 
-    Beams stand at the nodes `node` (B, W) of a level with scores `score` (B, W). `logits` (R, C) are of the next code
-    and `place` (B, W) says which row is a beam's; -1: all its children have probability 1. They are normalised over
-    the children or, without `children`, over all C codes. Of equal scores the first are taken; `by_score` orders
-    them by score, else they come in order of beam and edge. Where there are fewer the tail is edge 0 with -inf.
+    Beams stand at the nodes `node` (B, W) of a level with scores `score` (B, W); `place` (B, W) is a beam's row of
+    `x`, or -1 where its children have probability 1. With a `head` the logits are those that it makes of x (R, N),
+    computed for valid children only and normalised over them; without, x (R, C) are the logits, normalised over all
+    codes. Of equal scores the first are taken; `by_score` orders them by score, else they come in order of beam and
+    edge. Where there are fewer the tail is edge 0 with -inf.
     """
-    logits, place, node, score = (x.contiguous() for x in (logits, place, node, score))
+    x, place, node, score = (given.contiguous() for given in (x, place, node, score))
     users, beams = node.shape
     edge, parent = node.new_empty((2, users, keep)).unbind(0)
     best = score.new_empty((users, keep))
     _call(
-        "best_children", logits, logits.shape[-1], place, node, score, users, beams, offsets, tokens, children, keep,
-        by_score, edge, parent, best,
+        "best_children", x, x.shape[-1], *((None, None) if head is None else (head.weight, head.bias)), place, node,
+        score, users, beams, offsets, tokens, keep, by_score, edge, parent, best,
     )  # fmt: skip
     return edge, parent, best
 

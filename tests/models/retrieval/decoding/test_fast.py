@@ -13,6 +13,7 @@ from torch import Tensor
 
 from models.decode_bench import random_codes
 from models.retrieval.data import PAD, Catalogue
+from models.retrieval.decoding import kernels
 from models.retrieval.sid_mlp import SidMlp, SidMlpConfig
 
 TEACHER = {"d_model": 16, "d_ff": 24, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 2, "num_decoder_layers": 1,
@@ -67,7 +68,11 @@ def same(model: SidMlp, batch: dict[str, Tensor], k: int, beam: int, scores: str
 )
 def test_any_trie(catalogue, scores, k, beam, seed):
     sizes, codes = catalogue
-    same(student(torch.tensor(codes), sizes, seed), requests(5, len(codes), seed, longest=4), k, beam, scores)
+    model, batch = student(torch.tensor(codes), sizes, seed), requests(5, len(codes), seed, longest=4)
+    same(model, batch, k, beam, scores)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "library", lambda: None)
+        same(model, batch, k, beam, scores)
 
 
 def table_7(items: int) -> Tensor:
@@ -80,9 +85,12 @@ def real_shape() -> SidMlp:
     return student(table_7(6000), (256, 256, 256, 256))
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("scores", ["children", "codebook"])
 @pytest.mark.parametrize(("k", "beam"), [(10, 1), (10, 10), (50, 50), (70, 20)])
-def test_the_shape_of_a_real_catalogue(real_shape, scores, k, beam):
+def test_the_shape_of_a_real_catalogue(real_shape, scores, k, beam, compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(kernels, "library", lambda: None)
     same(real_shape, requests(40, 6000), k, beam, scores)
 
 

@@ -1,0 +1,178 @@
+"""The compiled kernels do what PyTorch does, and their absence changes no result."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_trie import catalogues
+from torch import Tensor
+
+from models.matmul import TOLERANCE, Packed
+from models.retrieval.data import PAD, Catalogue
+from models.retrieval.decoding import kernels
+from models.retrieval.decoding.fast import _best_children
+from models.retrieval.decoding.trie import Trie
+from models.retrieval.tiger import Tiger, TigerConfig
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("c++") is None, reason="there is no C++ compiler to build the kernels with"
+)
+
+
+def numbers(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+@needs_compiler
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 70), min_size=1, max_size=9), st.sampled_from([1, 3]), st.sampled_from([1, 8, 16, 40, 64]),
+    st.sampled_from([0.01, 1.0, 20.0]),
+)  # fmt: skip
+def test_packed_attention(lengths, heads, width, scale):
+    """`scale` takes the scores from even ones to one taking all."""
+    qkv, span = numbers(sum(lengths), 3 * heads * width, scale=scale**0.5), max(lengths) + 2
+    bias, begin = numbers(heads, span, span, seed=1), torch.tensor([0, *lengths]).cumsum(0)
+    found = kernels.packed_attention(qkv, begin, bias, heads)
+    for own, mixed in zip(qkv.split(lengths), found.split(lengths), strict=True):
+        q, k, v = own.double().unflatten(1, (3, heads, width)).permute(1, 2, 0, 3).unbind(0)  # (H, S, K)
+        share = (q @ k.transpose(1, 2) + bias[:, : len(own), : len(own)]).softmax(-1)
+        expected = (share @ v).transpose(0, 1).flatten(1)
+        torch.testing.assert_close(mixed.double(), expected, rtol=1e-3, atol=1e-4 * scale**0.5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("levels", [1, 2, 4, 19])
+@pytest.mark.parametrize("width", [5, 64])
+def test_beam_attention(levels, width):
+    heads, rows = 3, 40
+    codes = [numbers(7 + level, 3 * heads * width, seed=level) for level in range(levels - 1)]
+    codes.append(numbers(rows, 3 * heads * width, seed=99))
+    generator = torch.Generator().manual_seed(0)
+    places = [torch.randint(0, len(x), (rows,), generator=generator) for x in codes[:-1]] + [torch.arange(rows)]
+    bias = numbers(heads, levels)
+    q = codes[-1].unflatten(1, (3, heads, width))[:, 0]
+    k, v = (
+        torch.stack([x[place] for x, place in zip(codes, places, strict=True)])
+        .unflatten(2, (3, heads, width))
+        .unbind(2)[1:]
+    )
+    share = (torch.einsum("nhk,tnhk->nht", q, k) + bias).softmax(-1)
+    expected = torch.einsum("nht,tnhk->nhk", share, v).flatten(1)
+    torch.testing.assert_close(kernels.beam_attention(codes, places, bias, heads), expected, rtol=1e-4, atol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("width", [1, 15, 16, 17, 100])
+def test_log_softmax_part(width):
+    logits = numbers(6, width, scale=30.0)
+    logits[0, 0] = -torch.inf
+    logits[1] = 500.0
+    first = width // 3
+    found = kernels.log_softmax_part(logits, first, width - first)
+    if width > 1:
+        torch.testing.assert_close(found, logits.log_softmax(1)[:, first:], rtol=1e-5, atol=1e-5)
+    else:
+        assert found[1:].tolist() == [[0.0]] * 5
+
+
+@needs_compiler
+@settings(max_examples=100, deadline=None)
+@given(
+    catalogues(), st.booleans(), st.integers(1, 12), st.booleans(), st.booleans(), st.integers(0, 5),
+    st.data(),
+)  # fmt: skip
+def test_best_children_are_pytorchs(catalogue, children, keep, by_score, even, seed, data):
+    """Some beams are dead, some are not scored; with `even` logits many scores are equal, to the last bit."""
+    sizes, codes = catalogue
+    trie = Trie.from_codes(torch.tensor(codes), sizes)
+    level = data.draw(st.integers(0, trie.levels - 1))
+    generator = torch.Generator().manual_seed(seed)
+    nodes = len(trie.offsets(level)) - 1
+    node = torch.stack([torch.randperm(nodes, generator=generator)[: min(nodes, 6)].sort().values for _ in range(3)])
+    score = torch.randint(-2, 1, node.shape, generator=generator).float()
+    score[torch.rand(score.shape, generator=generator) < 0.2] = -torch.inf
+    scored = torch.rand(score.shape, generator=generator) < 0.7 if children else torch.ones_like(score).bool()
+    place = torch.where(scored, scored.flatten().cumsum(0).view(scored.shape) - 1, -1)
+    logits = torch.randint(0, 1 if even else 4, (int(scored.sum()), sizes[level]), generator=generator).float()
+    head = torch.nn.Linear(sizes[level], sizes[level])  # gives what it is given
+    torch.nn.init.eye_(head.weight)
+    torch.nn.init.zeros_(head.bias)
+    arguments = (trie, level, logits, head, place, node, score, children, keep, by_score)
+    with torch.no_grad():
+        found = _best_children(*arguments)
+    expected = _best_children(*arguments)  # with gradients it is PyTorch's way
+    for ours, theirs in zip(zip(*found, strict=True), zip(*expected, strict=True), strict=True):  # by user
+        live, others = ours[2] > -torch.inf, theirs[2] > -torch.inf
+        torch.testing.assert_close(ours[2][live].sort().values, theirs[2][others].sort().values, rtol=1e-5, atol=1e-5)
+        if even:
+            assert torch.equal(ours[0][live], theirs[0][others])
+            assert torch.equal(ours[1][live], theirs[1][others])
+
+
+def test_without_a_compiler_a_warning_says_so_and_results_stay(monkeypatch, tmp_path):
+    torch.manual_seed(0)
+    codes = torch.cartesian_prod(torch.arange(4), torch.arange(4), torch.arange(2))
+    config = TigerConfig(d_model=16, d_ff=24, num_heads=2, d_kv=8, num_encoder_layers=2, num_decoder_layers=2)
+    tiger = Tiger(config, Catalogue.from_codes(codes, (4, 4, 2))).eval()
+    batch = {
+        "history": torch.tensor([[5, 3, PAD], [7, 9, 1], [2, PAD, PAD]]),
+        "history_length": torch.tensor([2, 3, 1]),
+        "user": torch.tensor([4, 2, 1]),
+    }
+    items, scores = tiger.recommend(batch, 5)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.warns(UserWarning, match=r"there is no C\+\+ compiler.*TRIELINE_KERNELS=0"):
+        assert kernels.library.__wrapped__() is None
+    monkeypatch.setenv("TRIELINE_KERNELS", "0")
+    assert kernels.library.__wrapped__() is None
+    monkeypatch.setattr(kernels, "library", lambda: None)
+    found, others = tiger.recommend(batch, 5)
+    assert found.tolist() == items.tolist()
+    torch.testing.assert_close(others, scores, rtol=1e-5, atol=1e-5)
+
+
+@needs_compiler
+def test_a_broken_source_names_the_compilers_complaint(monkeypatch, tmp_path):
+    source = tmp_path / "kernels.cpp"
+    source.write_text("int main( {")
+    monkeypatch.setattr(kernels, "SOURCE", source)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.warns(UserWarning, match="without its compiled kernels"):
+        assert kernels.library.__wrapped__() is None
+    assert list((tmp_path / "cache" / "trieline").iterdir()) == []  # nothing half-made
+
+
+@needs_compiler
+def test_the_library_is_built_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert kernels.library.__wrapped__() is not None
+    (built,) = (tmp_path / "trieline").iterdir()
+    monkeypatch.setenv("PATH", "")
+    assert kernels.library.__wrapped__() is not None
+    assert list((tmp_path / "trieline").iterdir()) == [built]
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_packed_products(with_bias):
+    weight, bias = numbers(30, 20), numbers(30, seed=1) if with_bias else None
+    packed = Packed(weight, bias)
+    x, other = numbers(4, 7, 20, seed=2), numbers(4, 7, 30, seed=3)
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias)
+    for context in (torch.no_grad(), torch.enable_grad(), torch.inference_mode()):
+        with context:
+            for found, expected in (
+                (packed(x), exact),
+                (packed(x, relu=True), exact.relu()),
+                (packed(x, add=other), exact + other),
+            ):
+                assert found.shape == (4, 7, 30)
+                assert (found - expected).abs().max() < TOLERANCE * expected.abs().max()
+    given_grad = x.clone().requires_grad_()
+    packed(given_grad, add=other).sum().backward()
+    torch.testing.assert_close(given_grad.grad, weight.sum(0).expand_as(x))
