@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -93,18 +94,33 @@ class Store:
         return {v.claim.id: v for v in verdicts(rows_of(select_all(self.uri)), papers)}
 
 
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty store: making one takes seconds, copying it nothing."""
+    folder = tmp_path_factory.mktemp("template")
+    tracking.connect(f"sqlite:///{folder}/mlflow.db")
+    return folder / "mlflow.db"
+
+
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    """A teacher and three seeds of its student, within half a per cent of it."""
-    store = Store(tmp_path)
+def empty(tmp_path: Path, template: Path) -> Store:
+    with sqlite3.connect(template) as source, sqlite3.connect(tmp_path / "mlflow.db") as copy:
+        source.backup(copy)
+    return Store(tmp_path)
+
+
+@pytest.fixture
+def store(empty: Store) -> Store:
+    """A teacher and three seeds of its student, which is within one per cent of it."""
+    store = empty
     store.log("teacher", 0.0300, name="tiger")
     for seed, value in ((1, 0.0301), (2, 0.0302), (3, 0.0303)):
         store.log(f"student-{seed}", value, seed=seed, alpha=0.7, teacher_hash="teacher")
     return store
 
 
-def test_nothing_is_decided_without_runs(tmp_path: Path, papers: Papers) -> None:
-    store = Store(tmp_path)
+def test_nothing_is_decided_without_runs(empty: Store, papers: Papers) -> None:
+    store = empty
     store.log("unfinished", 0.03, end=False, alpha=0.7, teacher_hash="teacher")
     store.log("teacher", 0.03, end=False, name="tiger")
     assert {v.verdict for v in store.decided(papers).values()} == {OPEN}
@@ -227,7 +243,7 @@ def test_every_claim_of_the_papers_is_a_rule(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_wrong_file_is_refused(tmp_path: Path, change: dict, message: str) -> None:
-    (tmp_path / "claims.yaml").write_text(yaml.safe_dump({**yaml.safe_load(PAPERS), **change}))
+    (tmp_path / "claims.yaml").write_text(yaml.safe_dump({**yaml.safe_load(PAPERS), **change}, sort_keys=False))
     with pytest.raises(UserError, match=message):
         load(tmp_path / "claims.yaml")
 
