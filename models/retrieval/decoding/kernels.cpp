@@ -92,6 +92,7 @@ float dot(const float* a, const float* b, int64_t size) {
     int64_t i = 0;
     for (; i + 4 * LANES <= size; i += 4 * LANES)
         for (int64_t l = 0; l < 4; l++) sums[l] += load(a + i + l * LANES) * load(b + i + l * LANES);
+    for (; i + LANES <= size; i += LANES) sums[0] += load(a + i) * load(b + i);
     float sum = total((sums[0] + sums[1]) + (sums[2] + sums[3]));
     for (; i < size; i++) sum += a[i] * b[i];
     return sum;
@@ -175,26 +176,21 @@ void packed_attention(const float* qkv, const int64_t* begin, int64_t users, int
     }
 }
 
-void beam_attention(const float* const* codes, const int64_t* const* places, int64_t levels, int64_t rows,
-                    int64_t heads, int64_t width, const float* bias, float* out) {
-    const int64_t inner = heads * width, row = 3 * inner;
+void beam_attention(const float* queries, const float* const* codes, const int64_t* const* places, int64_t levels,
+                    int64_t rows, int64_t heads, int64_t width, const float* bias, float* out) {
+    const int64_t inner = heads * width, row = 2 * inner;
 #pragma omp parallel for
     for (int64_t beam = 0; beam < rows; beam++) {
         std::vector<float> share(lanes_of(levels) * LANES);
         for (int64_t head = 0; head < heads; head++) {
-            const float* q = codes[levels - 1] + beam * row + head * width;
-            for (int64_t t = 0; t < levels; t++) {
-                const float* k = codes[t] + places[t][beam] * row + head * width + inner;
-                float sum = 0;
-#pragma omp simd reduction(+ : sum)
-                for (int64_t d = 0; d < width; d++) sum += q[d] * k[d];
-                share[t] = sum + bias[head * levels + t];
-            }
+            const float* q = queries + beam * inner + head * width;
+            for (int64_t t = 0; t < levels; t++)
+                share[t] = dot(q, codes[t] + places[t][beam] * row + head * width, width) + bias[head * levels + t];
             softmax(share.data(), levels);
             float* mixed = out + beam * inner + head * width;
             std::fill_n(mixed, width, 0.0f);
             for (int64_t t = 0; t < levels; t++) {
-                const float* v = codes[t] + places[t][beam] * row + head * width + 2 * inner;
+                const float* v = codes[t] + places[t][beam] * row + head * width + inner;
                 const float weight = share[t];
 #pragma omp simd
                 for (int64_t d = 0; d < width; d++) mixed[d] += weight * v[d];

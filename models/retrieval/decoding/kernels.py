@@ -36,7 +36,7 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC")
 
 ARGUMENTS: dict[str, list[Any]] = {
     "packed_attention": [c_void_p, c_void_p, *[c_int64] * 3, c_void_p, c_int64, c_void_p],
-    "beam_attention": [POINTER(c_void_p), POINTER(c_void_p), *[c_int64] * 4, c_void_p, c_void_p],
+    "beam_attention": [c_void_p, POINTER(c_void_p), POINTER(c_void_p), *[c_int64] * 4, c_void_p, c_void_p],
     "log_softmax_part": [c_void_p, *[c_int64] * 4, c_void_p],
     "best_children": [c_void_p, c_int64, *[c_void_p] * 5, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_bool,
                       *[c_void_p] * 3],
@@ -111,17 +111,17 @@ def packed_attention(qkv: Tensor, begin: Tensor, bias: Tensor, heads: int) -> Te
     return out
 
 
-def beam_attention(codes: list[Tensor], places: list[Tensor], bias: Tensor, heads: int) -> Tensor:
-    """(N, H * K): attention, without scaling, of the newest code of each beam to all of its codes.
+def beam_attention(q: Tensor, codes: list[Tensor], places: list[Tensor], bias: Tensor, heads: int) -> Tensor:
+    """(N, H * K): attention, without scaling, of the newest code of each beam, `q` (N, H * K), to all of its codes.
 
-    `codes` has by level (n_t, 3 * H * K): queries, keys, values of the codes that were there; `places` (N,) the row
-    of each beam's own among them, at the last level 0 to N - 1. `bias` (H, levels) is added to the scores.
+    `codes` has by level (n_t, 2 * H * K): keys and values of the codes that were there; `places` (N,) the row of
+    each beam's own among them. `bias` (H, levels) is added to the scores.
     """
-    codes, places, bias = [x.contiguous() for x in codes], [x.contiguous() for x in places], bias.contiguous()
-    rows, inner = len(places[-1]), codes[-1].shape[1] // 3
-    out = bias.new_empty((rows, inner))
+    codes, places = [x.contiguous() for x in codes], [x.contiguous() for x in places]
+    q, bias = q.contiguous(), bias.contiguous()
+    out = torch.empty_like(q)
     pointers = [(c_void_p * len(codes))(*(x.data_ptr() for x in tensors)) for tensors in (codes, places)]
-    _call("beam_attention", *pointers, len(codes), rows, heads, inner // heads, bias, out)
+    _call("beam_attention", q, *pointers, len(codes), len(q), heads, q.shape[1] // heads, bias, out)
     return out
 
 

@@ -34,14 +34,14 @@ class PackedDecoder:
     def __init__(self, t5: T5) -> None:
         self.t5, blocks = t5, t5.decoder.blocks
         self.scaled, self.heads = blocks[0].norm_of(0).scaled, t5.sizes.num_heads
-        self.qkv = [
-            Packed(torch.cat([a.q.weight, a.k.weight, a.v.weight]) * block.norm_of(0).weight)
-            for block, a in ((block, block.attention) for block in blocks)
-        ]
+        attentions = [(block.attention, block.norm_of(0).weight) for block in blocks]
+        self.q = [Packed(a.q.weight * norm) for a, norm in attentions]
+        self.kv = [Packed(torch.cat([a.k.weight, a.v.weight]) * norm) for a, norm in attentions]
         self.o = [Packed(block.attention.o.weight) for block in blocks]
         self.wi = [Packed(block.feedforward.wi.weight * block.norm_of(-1).weight) for block in blocks]
         self.wo = [Packed(block.feedforward.wo.weight) for block in blocks]
-        self.first = self.qkv[0](self.scaled(t5.shared.weight))  # (V, 3 * H * K): what block 0 makes of a token
+        token = self.scaled(t5.shared.weight)
+        self.first_q, self.first_kv = self.q[0](token), self.kv[0](token)  # (V, ...): what block 0 makes of a token
         self.logits = Packed(t5.shared.weight * (t5.decoder.final_layer_norm.weight * t5.sizes.d_model**-0.5))
         self.keys, self.values = [], []  # each (H * D, D): of the source, with the projections of q and o in them
         for block in blocks:
@@ -70,7 +70,7 @@ class SharedKV:
             for folds in zip(decoder.keys, decoder.values, strict=True)
         ]
         self.bias = t5.decoder.position_bias(len(sizes))[0]  # (H, L, L)
-        self.codes: list[list[Tensor]] = [[] for _ in decoder.qkv]  # per block and level (n, 3 * H * K): q, k, v
+        self.codes: list[list[Tensor]] = [[] for _ in decoder.kv]  # per block and level (n, 2 * H * K): keys, values
         self.places: list[Tensor] = []  # per level (N,): each beam's row among those of that level
         self.batch = len(source)
 
@@ -92,9 +92,16 @@ class SharedKV:
         tokens = tokens.flatten()
         x = functional.embedding(tokens, decoder.t5.shared.weight)  # (N, D)
         for i, (keys, values) in enumerate(self.cross):
-            qkv = functional.embedding(tokens, decoder.first) if i == 0 else decoder.qkv[i](decoder.scaled(x))
-            self.codes[i].append(qkv)
-            x = decoder.o[i](self._attend_to_codes(i, level), add=x).unflatten(0, tokens_of)  # (B, W, D)
+            if i == 0:
+                q, kv = (functional.embedding(tokens, table) for table in (decoder.first_q, decoder.first_kv))
+            else:
+                normed = decoder.scaled(x)
+                q, kv = decoder.q[i](normed), decoder.kv[i](normed)
+            codes = [*self.codes[i], kv]
+            if level < len(self.sizes) - 1:
+                self.codes[i] = codes
+            mixed = self._attend_to_codes(q, codes, self.bias[:, level, : level + 1])
+            x = decoder.o[i](mixed, add=x).unflatten(0, tokens_of)  # (B, W, D)
             scores = (decoder.scaled(x) @ keys.transpose(1, 2)).unflatten(-1, (decoder.heads, -1))  # (B, W, H, S)
             scores = scores if self.padding is None else scores.add_(self.padding)
             x = (x + scores.softmax(-1).flatten(2) @ values).flatten(0, 1)
@@ -105,16 +112,15 @@ class SharedKV:
             return kernels.log_softmax_part(logits, first, size).unflatten(0, tokens_of)
         return (logits.narrow(1, first, size) - logits.logsumexp(1, keepdim=True)).unflatten(0, tokens_of)
 
-    def _attend_to_codes(self, i: int, level: int) -> Tensor:
-        """(N, H * K): self-attention of block i from the last codes to all codes of their beams."""
-        codes, heads, bias = self.codes[i], self.decoder.heads, self.bias[:, level, : level + 1]
-        if kernels.ready(codes[-1]):
-            return kernels.beam_attention(codes, self.places, bias, heads)
-        inner = codes[-1].shape[1] // 3
-        query = codes[-1][:, :inner].unflatten(-1, (heads, -1))  # (N, H, K)
+    def _attend_to_codes(self, q: Tensor, codes: list[Tensor], bias: Tensor) -> Tensor:
+        """(N, H * K): self-attention of a block from the last codes, `q` (N, H * K), to all codes of their beams."""
+        heads = self.decoder.heads
+        if kernels.ready(q):
+            return kernels.beam_attention(q, codes, self.places, bias, heads)
+        query = q.unflatten(-1, (heads, -1))  # (N, H, K)
         seen = [
-            qkv[:, inner:].index_select(0, place).unflatten(-1, (2, heads, -1)).unbind(1)  # k and v (N, H, K)
-            for qkv, place in zip(codes, self.places, strict=True)
+            kv.index_select(0, place).unflatten(-1, (2, heads, -1)).unbind(1)  # keys and values (N, H, K)
+            for kv, place in zip(codes, self.places, strict=True)
         ]
         scores = torch.stack([(query * k).sum(-1) for k, _ in seen], -1)  # (N, H, level + 1)
         share = (scores + bias).softmax(-1).unsqueeze(-2)

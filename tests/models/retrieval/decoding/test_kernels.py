@@ -50,20 +50,16 @@ def test_packed_attention(lengths, heads, width, scale):
 @pytest.mark.parametrize("width", [5, 64])
 def test_beam_attention(levels, width):
     heads, rows = 3, 40
-    codes = [numbers(7 + level, 3 * heads * width, seed=level) for level in range(levels - 1)]
-    codes.append(numbers(rows, 3 * heads * width, seed=99))
+    q, codes = numbers(rows, heads * width, seed=99), [numbers(7 + t, 2 * heads * width, seed=t) for t in range(levels)]
     generator = torch.Generator().manual_seed(0)
-    places = [torch.randint(0, len(x), (rows,), generator=generator) for x in codes[:-1]] + [torch.arange(rows)]
+    places = [torch.randint(0, len(x), (rows,), generator=generator) for x in codes]
     bias = numbers(heads, levels)
-    q = codes[-1].unflatten(1, (3, heads, width))[:, 0]
-    k, v = (
-        torch.stack([x[place] for x, place in zip(codes, places, strict=True)])
-        .unflatten(2, (3, heads, width))
-        .unbind(2)[1:]
-    )
-    share = (torch.einsum("nhk,tnhk->nht", q, k) + bias).softmax(-1)
+    seen = torch.stack([x[place] for x, place in zip(codes, places, strict=True)]).unflatten(2, (2, heads, width))
+    k, v = seen.unbind(2)  # (levels, rows, heads, width)
+    share = (torch.einsum("nhk,tnhk->nht", q.unflatten(1, (heads, width)), k) + bias).softmax(-1)
     expected = torch.einsum("nht,tnhk->nhk", share, v).flatten(1)
-    torch.testing.assert_close(kernels.beam_attention(codes, places, bias, heads), expected, rtol=1e-4, atol=1e-5)
+    found = kernels.beam_attention(q, codes, places, bias, heads)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @needs_compiler
