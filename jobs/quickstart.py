@@ -59,7 +59,7 @@ class Config:
     """Encoder of the texts: tfidf, minilm (make encoder), or a transformers name or path."""
     epochs: int | None = None
     """Most epochs of each model, half as many for a student, which learns from its teacher in fewer; by default 20, of
-    search and actions 4. A real model wants more: see the walk-through in the README."""
+    search 4, of actions 10. A real model wants more: see the walk-through in the README."""
     users: int = 1500
     """Users of the simulated log."""
     items: int = 400
@@ -146,9 +146,9 @@ def search(config: Config, place: Place, steps: Steps) -> None:
 
 def actions(config: Config, place: Place, steps: Steps) -> None:
     """The interleaved baseline, AttnLFA, AttnMVP, and AttnMVP that is shown no action and so knows the items alone."""
-    small = ("--model.num_layers", "2", "--fit.batch_size", "16", "--fit.lr", "0.002")
+    small = ("--model.num_layers", "2", "--fit.batch_size", "16", "--fit.lr", "0.002", "--fit.patience", "0")
     for name, (model, options) in ACTIONS_MODELS.items():
-        measure(config, place, steps, model, f"actions/{model}", config.epochs or 4, *small, *options, name=name)
+        measure(config, place, steps, model, f"actions/{model}", config.epochs or 10, *small, *options, name=name)
 
 
 def measure(
