@@ -55,7 +55,7 @@ for (const head of document.querySelectorAll('th')) head.addEventListener('click
 
 
 def build(title: str, source: str, tables: Sequence[Table], plots: Sequence[Plot]) -> str:
-    """The page: `title`, where the runs are from, a list of what follows, tables, plots."""
+    """The page: `title`, where the runs are from, links to the plots; the first table, the plots, the other tables."""
     links = "".join(f'<a href="#{escape(plot.name)}">{escape(plot.title)}</a>' for plot in plots)
     figures = "\n".join(
         f'<section id="{escape(plot.name)}"><h2>{escape(plot.title)}</h2>\n<figure role=group aria-label='
@@ -66,8 +66,8 @@ def build(title: str, source: str, tables: Sequence[Table], plots: Sequence[Plot
         f'<!doctype html>\n<html lang=en>\n<meta charset=utf-8>\n<meta name=viewport content="width=device-width">\n'
         f'<link rel=icon href="data:,">\n<title>{escape(title)}</title>\n<style>{STYLE}</style>\n<body>\n'
         f"<h1>{escape(title)}</h1>\n<p class=notes>from {escape(source)}</p>\n<nav>{links}</nav>\n"
-        + "\n".join(table.html() for table in tables)
-        + f"\n{figures}\n<script>{SCRIPT}</script>\n</body></html>\n"
+        + "\n".join([*(table.html() for table in tables[:1]), figures, *(table.html() for table in tables[1:])])
+        + f"\n<script>{SCRIPT}</script>\n</body></html>\n"
     )
 
 

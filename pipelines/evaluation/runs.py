@@ -68,7 +68,9 @@ def select(uri: str, experiments: Sequence[str] = (), sweep: str | None = None, 
         return Selection(uri, f"{chosen[parent.info.experiment_id]}: {parent.info.run_name}", trials, chosen, parent)
     if runs:
         found = [only(trainings(there), name, "run", uri) for name in runs]
-        return Selection(uri, ", ".join(run.info.run_name for run in found), found, chosen)
+        homes = ", ".join(dict.fromkeys(chosen[run.info.experiment_id] for run in found))
+        names = ", ".join(run.info.run_name for run in found)
+        return Selection(uri, names if len(found) < 4 else f"{homes}: {len(found)} runs", found, chosen)
     kept, notes = without_trials(trainings(there), there)
     title = ", ".join(experiments) or "all experiments"
     if not kept:
