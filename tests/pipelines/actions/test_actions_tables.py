@@ -37,7 +37,7 @@ SPLIT = {"kind": "temporal", "val_start_ms": CUTS[0], "test_start_ms": CUTS[1]}
 
 TASKS = {
     "long": lambda row: (row["label_dwell"] or 0.0) > 3,
-    "short": lambda row: (row["label_dwell"] or 0.0) >= 0.1,
+    "middling": lambda row: (row["label_dwell"] or 0.0) >= 3.3,
     "some": lambda row: bool(row["label_click"] or row["label_like"]),
     "click": lambda row: bool(row["label_click"]),
     "like": lambda row: bool(row["label_like"]),
@@ -54,7 +54,7 @@ def config_of(**counts: Any) -> ActionsConfig:
     given = ActionsConfig(
         tasks={
             "long": {"label": "dwell", "above": 3},
-            "short": {"label": "dwell", "at_least": 0.1},
+            "middling": {"label": "dwell", "at_least": 3.3},
             "some": {"any": ["click", "like"]},
         },
         inputs={"dwell": {"label": "dwell", "range": [0, 8], "log_unit": 2}},
@@ -78,7 +78,7 @@ rows_strategy = st.lists(
             "position": st.integers(0, 3),
             "label_click": st.sampled_from([None, True, False]),
             "label_like": st.sampled_from([None, True, False]),
-            "label_dwell": st.sampled_from([None, 0.1, 0.5, 3.0, 4.0, 50.0]),
+            "label_dwell": st.sampled_from([None, 0.5, 3.0, 3.3, 4.0, 50.0]),
             "num_price": st.sampled_from([None, 2.0]),
             "cat_city": st.sampled_from([None, "t"]),
         }
@@ -140,12 +140,26 @@ def test_sequences_equal_the_reference(
         assert count[f"users_{split}"] == sum(high > low for low, high in spans)
         assert count[f"with_context_{split}"] == sum(high > low > 0 for low, high in spans)
         assert count[f"events_without_context_{split}"] == sum(high for low, high in spans if low == 0)
+    learned = np.array([tasks for row in found for tasks in row["tasks"][: row["train_end"]]]).reshape(-1, len(TASKS))
+    assert [count[f"positives_{name}"] for name in TASKS] == learned.sum(axis=0).tolist()
     trained = [values for row in found for values in row["features"][: row["train_end"]]]
     np.testing.assert_allclose(sums[0], np.sum(np.reshape(trained, (-1, len(sums[0]))), axis=0), rtol=1e-5)
     assert count["outside"] == sum(row["item_id"] == "outside" for row in rows)
     assert count["interactions"] + count["outside"] + count["truncated_events"] == len(rows)
     times = [(row["user_id"], row["timestamp_ms"]) for row in found]
     assert count["tied_rows"] == sum(a == b for _, time in times for a, b in pairwise(time))
+
+
+def test_cuts_of_each_user_are_at_his_own_times() -> None:
+    """Users of 1 to 40 events, many of them tied: an event at a cut is on the later side."""
+    rng = np.random.default_rng(0)
+    times = [np.sort(rng.integers(0, length, length)) for length in range(1, 41)]
+    start = np.cumsum([0, *map(len, times[:-1])])
+    found = np.split(rules_of(split={"kind": "per_user"}).sides(np.concatenate(times), start), start[1:])
+    for mine, sides in zip(times, found, strict=True):
+        cuts = [mine[place] if place < len(mine) else np.inf for place in (-(-len(mine) * n // 10) for n in (8, 9))]
+        assert sides.tolist() == [sum(time >= cut for cut in cuts) for time in mine]
+    assert {side for sides in found for side in sides.tolist()} == {0, 1, 2}
 
 
 @pytest.mark.usefixtures("ray_local")
