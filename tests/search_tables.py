@@ -78,8 +78,11 @@ def write_text(
         write(join(folder, name), "embeddings", pa.table(columns), {"encoder": "test"}, inputs)
 
 
-def write_tables(folder: Path, rows: list[dict], items: int, queries: int, joint: bool = False) -> tuple[str, str]:
-    """TABLES and TEXT with these rows of `sequences`; item i and query q have topics i % 4 and q % 4."""
+def write_tables(
+    folder: Path, rows: list[dict], items: int, queries: int, joint: bool = False, topic: Any = None
+) -> tuple[str, str]:
+    """TABLES and TEXT with these rows of `sequences`; text is of the topics `topic` (items,) and q, or of i % 4 and
+    q % 4."""
     tables, text = str(folder / "tables"), str(folder / "text")
     rng = np.random.default_rng(0)
     names = {"items": ("item_index", "item_id", items), "queries": ("query_index", "query", queries)}
@@ -89,8 +92,11 @@ def write_tables(folder: Path, rows: list[dict], items: int, queries: int, joint
         hashes[name] = write(join(tables, name), name, pa.table(values), {}, {}).hash
     info = {"kind": "search", "labels": list(LABELS), "features": list(FEATURES), "dataset": "search-test"}
     made = write(join(tables, "sequences"), "sequences", pa.Table.from_pylist(rows, SCHEMA), info, {})
-    topics = rng.standard_normal((4, WIDTH))
-    vectors = [topics[np.arange(n) % 4] + 0.1 * rng.standard_normal((n, WIDTH)) for n in (items, queries)]
+    of_items, of_queries = (
+        (topic, np.arange(queries)) if topic is not None else (np.arange(n) % 4 for n in (items, queries))
+    )
+    topics = rng.standard_normal((4 if topic is None else queries, WIDTH))
+    vectors = [topics[of] + 0.1 * rng.standard_normal((len(of), WIDTH)) for of in (of_items, of_queries)]
     write_text(text, hashes | {"sequences": made.hash}, vectors[0], vectors[1], joint)
     return tables, text
 

@@ -132,4 +132,6 @@ class Ranker(nn.Module):
         return {"loss": self.ranking_loss(self.score(batch), batch)}
 
     def ranking_loss(self, logits: Tensor, batch: Batch) -> Tensor:
-        return functional.binary_cross_entropy_with_logits(logits.float(), batch["labels"].float()) * len(self.labels)
+        labels = batch["labels"].float()
+        total = functional.binary_cross_entropy_with_logits(logits.float(), labels, reduction="sum")
+        return total / max(1, len(logits))  # 0 for searches that showed nothing

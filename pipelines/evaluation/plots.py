@@ -16,7 +16,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from pipelines.evaluation import pareto, run_plots, sweep_plots
+from pipelines.evaluation import condition_plot, pareto, run_plots, sweep_plots
 from pipelines.evaluation.benchmark_plots import sizes
 from pipelines.evaluation.comparison import Comparison
 from pipelines.evaluation.run_plots import Drawn
@@ -53,6 +53,7 @@ def plots(comparison: Comparison) -> list[Plot]:
         sweep_plots.axes,
         sweep_plots.parallel_coordinates,
         run_plots.curves,
+        condition_plot.condition,
         pareto.plot,
         run_plots.tokenizers,
         run_plots.beams,

@@ -112,8 +112,9 @@ class Replay:
         for name in NAMES:
             if name in self.estimates:
                 e, lift = self.estimates[name], self.estimates[f"{name}_lift"]
+                form = ",.0f" if name == "dwell_ms_per_page" else ".4f"
                 lines.append(
-                    f"  {name:<20}{e.value:.4g} [{e.low:.4g}, {e.high:.4g}]   {lift.value:+.2%} "
+                    f"  {name:<20}{e.value:{form}} [{e.low:{form}}, {e.high:{form}}]   {lift.value:+.2%} "
                     f"[{lift.low:+.2%}, {lift.high:+.2%}] over {self.base}"
                 )
         return lines

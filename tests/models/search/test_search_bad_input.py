@@ -1,0 +1,83 @@
+"""Requests that a log can hold and a model has nothing to go by: kept, defined, counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from search_tables import request, write_tables
+
+from models.search import metrics
+from models.search.data import NO_QUERY, SearchCatalogue, SearchExamples
+from models.search.qgs import QGS, QGSConfig
+from models.tables import join
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """One user without history or query, one whose first search shows nothing, one who clicks all or nothing."""
+    folder: Path = tmp_path_factory.mktemp("odd")
+    features = np.zeros((3, 6))
+
+    def row(user: str, past: list[int], requests: list[dict]) -> dict:
+        times = list(range(1, len(past) + 1))
+        columns = {"item_index": past, "timestamp_ms": times, "query_index": [0] * len(past)}
+        lists = {"position": [0] * len(past), "features": [[0.0] * 6] * len(past)}
+        return {"user_id": user, **columns, **lists, "requests": requests}
+
+    rows = [
+        row("a", [], [request(9, NO_QUERY, 0, "train", [0, 1, 2], [True, False, False], features)]),
+        row(
+            "b", [3],
+            [request(9, 1, 1, "train", [], [], features[:0]), request(10, 1, 1, "train", [4], [True], features[:1])],
+        ),
+        row(
+            "c", [5, 6],
+            [
+                request(9, 2, 2, "train", [0, 1, 2], [True] * 3, features),
+                request(10, 2, 2, "train", [0, 1, 2], [False] * 3, features),
+                request(11, 3, 2, "train", [], [], features[:0]),
+            ],
+        ),
+    ]  # fmt: skip
+    return write_tables(folder, rows, 8, 4)
+
+
+def test_nothing_is_lost_and_what_has_no_auc_is_counted(odd: tuple[str, str]) -> None:
+    tables, text = odd
+    examples = SearchExamples.load(join(tables, "sequences"), "train", unit="user", max_history=4)
+    batch = examples.collate(np.arange(len(examples)))
+    assert len(batch["request_row"]) == 6
+    assert len(batch["candidate"]) == 10
+    assert np.bincount(batch["candidate_request"], minlength=6).tolist().count(0) == 2
+    options = {"width": 16, "num_layers": 1, "max_history": 4, "dnn_width": 16, "tower_width": 8, "text_width": 8}
+    torch.manual_seed(0)
+    model = QGS(QGSConfig(**options), SearchCatalogue.load(tables, text))
+    loss = model(batch)["loss"]
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+    with torch.no_grad():
+        found = metrics.means(metrics.measure(model.eval(), batch))
+    assert (found["requests"], found["candidates"]) == (4, 10)  # two searches showed nothing
+    assert found["requests_one_class"] == 3
+    assert 0 <= found["gauc"] <= 1
+    assert found["gauc"] == found["gauc_by_impressions"]  # of the one request that has both
+
+
+def test_a_batch_of_searches_that_showed_nothing(odd: tuple[str, str]) -> None:
+    tables, text = odd
+    examples = SearchExamples.load(join(tables, "sequences"), "train", unit="user", max_history=4)
+    batch = examples.collate(np.arange(len(examples)))
+    nothing = {name: value[:0] for name, value in batch.items() if name.startswith(("candidate", "labels", "features"))}
+    model = QGS(QGSConfig(width=16, num_layers=1, max_history=4), SearchCatalogue.load(tables, text)).eval()
+    with torch.no_grad():
+        assert model.score(batch | nothing).shape == (0, 2)
+        sums = metrics.measure(model, batch | nothing)
+        assert torch.isfinite(model(batch | nothing)["loss"])
+    with pytest.warns(UserWarning, match="there are no candidates"):
+        found = metrics.means(sums)
+    assert found["candidates"] == 0
+    assert np.isnan(found["gauc"])
