@@ -212,8 +212,8 @@ class Grid:
         folders: dict[str, str] = {}
         for key, value in settings.items():
             head, _, tail = key.partition(".")
-            if key in PATHS and isinstance(value, str) and value:
-                value = absolute(value)
+            if key in PATHS and isinstance(value, str) and ("/" in value or Path(value).is_dir()):
+                value = absolute(value)  # an encoder of search models is a word
             if head in parts and tail:
                 nest(parts[head], tail, value)
             elif key in FOLDERS:
