@@ -1,0 +1,35 @@
+"""The search flow from a simulated log to the table that compares, in small: what `--family search` runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jobs import quickstart
+from models.tables import UserError
+
+
+def test_a_search_log_becomes_a_table_of_models(
+    ray_local: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(quickstart, "SEARCH_MODELS", {"qgs": "qgs_small"})  # the others go the same way
+    sizes = {"users": 60, "items": 60, "events": 500, "epochs": 1}
+    quickstart.run(quickstart.Config(family="search", output=str(tmp_path), **sizes))
+    printed = capsys.readouterr().out
+    assert "No violations" in printed
+    assert "search/simulated_search" in printed
+    assert "simulated data" in printed
+    row = next(line for line in printed.splitlines() if line.split()[:2] == ["qgs", "qgs"])  # model, run
+    runs = tmp_path / "simulated_search" / "runs"
+    found = json.loads((runs / "qgs" / "best" / "evaluation-test.json").read_text())
+    assert found["examples"] == 50
+    assert f"{found['metrics']['gauc']:.4f}" in row
+
+
+def test_a_log_of_another_family_is_refused(tmp_path: Path) -> None:
+    source = str(quickstart.CONFIGS / "sources" / "simulated_search.yaml")
+    config = quickstart.Config(data=str(tmp_path), source=source)
+    with pytest.raises(UserError, match="makes tables of kind 'search', not 'retrieval'; give --family search"):
+        quickstart.locate(config)
