@@ -134,7 +134,7 @@ def buckets(lengths: Tensor) -> list[Tensor]:
         rows = torch.arange(1, len(order) - begin + 1)
         waste = rows * longest - (before[begin + 1 :] - before[begin])
         fits = int((waste <= WASTE).sum())  # the waste never falls
-        pieces = -(-fits * longest // TOKENS)
-        found += order[begin : begin + fits].tensor_split(min(pieces, fits))
+        pieces = -(-fits // max(1, TOKENS // longest))
+        found += order[begin : begin + fits].tensor_split(pieces)
         begin += fits
     return found
