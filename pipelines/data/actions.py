@@ -46,23 +46,42 @@ class ActionsRules:
     actions: ActionsConfig
     """Tasks, inputs and counts, resolved."""
 
-    def sides(self, time: np.ndarray, start: np.ndarray) -> np.ndarray:
-        """(E,) index into NAMES. time (E,) ms, start (U,) first event of each user.
+    def cuts(self, time: np.ndarray, start: np.ndarray) -> np.ndarray:
+        """(2, U) ms: where validation and test of each user begin. time (E,) ms, start (U,) first event of each user.
 
-        An event at a cut belongs to the later side. `per_user` cuts at the time of the event that has a share
-        of the user's events before it, so that events of one time are on one side.
+        `per_user` cuts at the time of the event that has a share of the user's events before it, so that
+        events of one time are on one side.
         """
+        cuts = np.full((2, len(start)), LAST, dtype=np.int64)
         if self.split["kind"] == "temporal":
-            return np.digitize(time, [self.split["val_start_ms"], self.split["test_start_ms"]])
+            cuts[:] = [[self.split["val_start_ms"]], [self.split["test_start_ms"]]]
+            return cuts
         length = np.diff(np.append(start, len(time)))
-        side = np.zeros(len(time), dtype=np.int64)
-        for share in self.shares:
+        for cut, share in zip(cuts, self.shares, strict=True):
             place = np.ceil(length * share - 1e-9).astype(np.int64)  # 0.8 * 10 may come out above 8
             some = place < length
-            cut = np.full(len(start), LAST, dtype=np.int64)
             cut[some] = time[(start + place)[some]]
-            side += time >= np.repeat(cut, length)
-        return side
+        return cuts
+
+    def sides(self, time: np.ndarray, start: np.ndarray) -> np.ndarray:
+        """(E,) index into NAMES, as `cuts` says; an event at a cut belongs to the later side."""
+        length = np.diff(np.append(start, len(time)))
+        return (time >= np.repeat(self.cuts(time, start), length, axis=1)).sum(axis=0)
+
+    def moments(self, events: pa.Table, catalogue: pa.Array) -> np.ndarray:
+        """(E,) ms: when each event's counts are taken. Its own time in training; for candidates the cut before them,
+        when they are all scored, so that no candidate's counts know what was done with another."""
+        moment = events["timestamp_ms"].to_numpy().copy()
+        if not len(moment):
+            return moment
+        kept = Kept.of(events, catalogue, self.max_events)
+        start = runs(kept.user)
+        length = np.diff(np.append(start, len(kept.row)))
+        for cut in self.cuts(kept.time, start):  # validation's, then test's
+            begin = np.repeat(cut, length)
+            after = kept.time >= begin
+            moment[kept.row[after]] = begin[after]
+        return moment
 
     @property
     def output(self) -> pa.Schema:
@@ -196,7 +215,8 @@ def build_actions(
         count["outside"] = kept.outside if kept else 0
         return schema.empty_table(), count, sums
     rows = pa.array(kept.row)
-    values = features(gather(events, config, pieces), config)[kept.row]  # (E, F)
+    moment = rules.moments(events, catalogue)
+    values = features(gather(events, config, pieces, moment), config)[kept.row]  # (E, F)
     tasks = np.stack([task.values(events)[kept.row] for task in config.tasks.values()], axis=1)  # (E, K)
     actions = np.stack([action.values(events)[kept.row] for action in config.inputs.values()], axis=1)  # (E, A)
 
@@ -269,7 +289,7 @@ def write_actions(
 ) -> tuple[list[Part], Counter[str], np.ndarray]:
     """Writes the parts of the sequences table, uncommitted, in the order of the events parts; also gives
     (2, F) mean and standard deviation of the features over training events, 1 for a constant."""
-    counted = count_actions(parts, catalogue, attributes, rules.actions)
+    counted = count_actions(parts, catalogue, attributes, rules.actions, rules.moments)
     written: list[Part | None] = [None] * len(parts)
     total: Counter[str] = Counter()
     sums: list[np.ndarray] = [np.zeros((2, len(rules.actions.features)))] * len(parts)

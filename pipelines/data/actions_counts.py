@@ -1,7 +1,9 @@
 """Counting statistics of a log of actions, point in time: what items, authors and users got before an event.
 
-`python -m jobs.prepare` makes them where a source says `prepare: {kind: actions}`. At time t a count covers
-[t - window, t - delay) and comes from events alone. A user's events are in one part, so users are counted
+`python -m jobs.prepare` makes them where a source says `prepare: {kind: actions}`. At moment t a count covers
+[t - window, t - delay) and comes from events alone. For a training event t is its time; for candidates of validation
+and test it is the cut before them, as all of a user's candidates are scored at once: at its own time, a candidate's
+counts would hold what the user did with earlier candidates. A user's events are in one part, so users are counted
 there; the rows of any other key travel to the partition of the key. The kernel is that of search logs
 (`windows.window_counts`): a sort, running sums and a binary search per window, E log E in the events.
 
@@ -10,6 +12,7 @@ Shapes: E events, W windows, M marks (exposures, then tasks), I items, F feature
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +27,8 @@ from pipelines.data.windows import MOST_BUCKETS, exchange, positions_in, window_
 IDS = ("user_id", "item_id")
 
 Piece = dict[str, np.ndarray]
+Moments = Callable[[pa.Table, pa.Array], np.ndarray]
+"""Of a part's events and the catalogue, (E,) ms: t of each event."""
 
 
 def marks_of(events: pa.Table, config: ActionsConfig) -> np.ndarray:
@@ -37,13 +42,18 @@ def _scatter(
     catalogue: pa.Array,
     attributes: dict[str, np.ndarray],
     config: ActionsConfig,
+    moments: Moments,
     keys: list[str],
     buckets: int,
 ) -> list[Piece]:
     """One part's events by bucket of each key in turn: keys x buckets pieces. Events without the key are in none."""
     events = read_coded(uri, [*IDS, "timestamp_ms", *(f"label_{name}" for name in config.labels)], IDS)
     item = positions_in(coded(events, "item_id"), catalogue)
-    time, marks = events["timestamp_ms"].to_numpy(), marks_of(events, config)
+    columns = {
+        "time": events["timestamp_ms"].to_numpy(),
+        "moment": moments(events, catalogue),
+        "marks": marks_of(events, config),
+    }
     pieces = []
     for name in keys:
         key = item if name == ITEM else np.append(attributes[name], -1)[item]  # item -1 is the appended one
@@ -51,21 +61,23 @@ def _scatter(
         order = np.argsort(bucket, kind="stable")
         for low, high in pairwise(np.searchsorted(bucket[order], np.arange(buckets + 1))):
             rows = order[low:high]
-            piece = {"row": rows.astype(np.int32), "key": key[rows], "time": time[rows], "marks": marks[rows]}
-            pieces.append(piece)
+            piece = {"row": rows.astype(np.int32), "key": key[rows]}
+            pieces.append(piece | {name: column[rows] for name, column in columns.items()})
     return pieces
 
 
-def count_key(key: np.ndarray, time: np.ndarray, marks: np.ndarray, config: ActionsConfig) -> np.ndarray:
-    """(E, W, M) int32: marks of the same key in each window. key (E,), time (E,) ms, marks (E, M)."""
+def count_key(
+    key: np.ndarray, time: np.ndarray, moment: np.ndarray, marks: np.ndarray, config: ActionsConfig
+) -> np.ndarray:
+    """(E, W, M) int32: marks of the same key in each window. key (E,), time and moment (E,) ms, marks (E, M)."""
     dense = np.unique(key, return_inverse=True)[1]
-    return window_counts(dense, time, marks, config.counts.windows_ms, config.counts.delay_ms)[0]
+    return window_counts(dense, time, marks, config.counts.windows_ms, config.counts.delay_ms, moment)[0]
 
 
 def _count_bucket(name: str, config: ActionsConfig, *pieces: Piece) -> list[Piece]:
     """Counts of one bucket of a key, back in a piece per part."""
     whole = {column: np.concatenate([piece[column] for piece in pieces]) for column in pieces[0]}
-    counts = count_key(whole["key"], whole["time"], whole["marks"], config)
+    counts = count_key(whole["key"], whole["time"], whole["moment"], whole["marks"], config)
     edges = np.cumsum([len(piece["row"]) for piece in pieces])[:-1]
     return [
         {"row": piece["row"], name: found} for piece, found in zip(pieces, np.split(counts, edges), strict=True)
@@ -73,7 +85,11 @@ def _count_bucket(name: str, config: ActionsConfig, *pieces: Piece) -> list[Piec
 
 
 def count_actions(
-    parts: list[str], catalogue: ray.ObjectRef, attributes: dict[str, np.ndarray], config: ActionsConfig
+    parts: list[str],
+    catalogue: ray.ObjectRef,
+    attributes: dict[str, np.ndarray],
+    config: ActionsConfig,
+    moments: Moments,
 ) -> list[list[ray.ObjectRef]]:
     """Per events part the pieces that `gather` puts together; they stay in Ray's object store.
 
@@ -83,12 +99,14 @@ def count_actions(
     if not keys:
         return [[] for _ in parts]
     buckets, shared = min(len(parts), MOST_BUCKETS), ray.put(attributes)
-    calls = [(uri, catalogue, shared, config, keys, buckets) for uri in parts]
+    calls = [(uri, catalogue, shared, config, moments, keys, buckets) for uri in parts]
     return exchange(_scatter, calls, _count_bucket, [(name, config) for name in keys for _ in range(buckets)])
 
 
-def gather(events: pa.Table, config: ActionsConfig, pieces: tuple[Piece, ...]) -> dict[str, np.ndarray]:
-    """Counts (E, W, M) int32 of a part's events by key; 0 for events without the key."""
+def gather(
+    events: pa.Table, config: ActionsConfig, pieces: tuple[Piece, ...], moment: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Counts (E, W, M) int32 of a part's events by key; 0 for events without the key. moment (E,) ms."""
     shape = (events.num_rows, len(config.counts.windows_ms), 1 + len(config.counts.marks))
     counts = {name: np.zeros(shape, dtype=np.int32) for name in config.counts.keys}
     for piece in pieces:
@@ -96,7 +114,7 @@ def gather(events: pa.Table, config: ActionsConfig, pieces: tuple[Piece, ...]) -
         counts[name][piece["row"]] = piece[name]
     if USER in counts and events.num_rows:
         user, time = coded(events, "user_id").indices.to_numpy(), events["timestamp_ms"].to_numpy()
-        counts[USER] = count_key(user, time, marks_of(events, config), config)
+        counts[USER] = count_key(user, time, moment, marks_of(events, config), config)
     return counts
 
 

@@ -65,6 +65,7 @@ def make_actions(run: _Run, events: Manifest, items: Manifest, split: dict[str, 
         "max_events": config.max_events,
         "core_window": config.core_window,
         "actions": asdict(config.actions),
+        "candidates_counted_at": "cut",  # tables of earlier code, which counted at each candidate's time, are not these
     }
     inputs = {"events": events.hash, "items": items.hash}
     if finished := run.finished("sequences", settings, inputs):

@@ -77,13 +77,18 @@ class SearchConfig:
 
 
 def window_counts(
-    key: np.ndarray, time: np.ndarray, marks: np.ndarray, windows_ms: list[int], delay_ms: int
+    key: np.ndarray,
+    time: np.ndarray,
+    marks: np.ndarray,
+    windows_ms: list[int],
+    delay_ms: int,
+    moment: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Marks of the same key in [t - window, t - delay) for every event, and the time since the last event.
 
-    key (E,) dense codes from 0, time (E,) ms, marks (E, M) int. Returns counts (E, W, M) int32 and gap (E,)
-    int64: ms since the key's last event before t - delay, UNSEEN where there is none. Events of one time
-    never count for each other, whatever the delay.
+    key (E,) dense codes from 0, time (E,) ms, marks (E, M) int; t is `moment` (E,) ms, by default the event's own
+    time. Returns counts (E, W, M) int32 and gap (E,) int64: ms since the key's last event before t - delay,
+    UNSEEN where there is none. Events of one time never count for each other, whatever the delay.
     """
     events = len(key)
     counts = np.zeros((events, len(windows_ms), marks.shape[1]), dtype=np.int32)
@@ -92,22 +97,23 @@ def window_counts(
         return counts, gap
     # Times by rank, so that (key, rank) fits an integer whatever the clock's unit.
     values, rank = np.unique(time, return_inverse=True)
+    moments, which = (values, rank) if moment is None else np.unique(moment, return_inverse=True)
     line = key.astype(np.int64) * (len(values) + 1) + rank
     order = np.argsort(line)
-    rank, moment, line = rank[order], time[order], line[order]
+    rank, which, time, line = rank[order], which[order], time[order], line[order]
     base = line - rank  # (E,) start of the key's stretch of the line
     total = np.concatenate([np.zeros((1, marks.shape[1]), np.int64), np.cumsum(marks[order], axis=0, dtype=np.int64)])
 
     def earlier(shift: int) -> np.ndarray:
         """(E,) events on the line before (key, t - shift)."""
-        return np.searchsorted(line, base + np.searchsorted(values, values - shift)[rank])
+        return np.searchsorted(line, base + np.searchsorted(values, moments - shift)[which])
 
     end = earlier(delay_ms)
     if windows_ms:
         counts[order] = np.stack([total[end] - total[earlier(window)] for window in windows_ms], axis=1)
     last = end - 1
     seen = (end > 0) & (base[last] == base)
-    gap[order] = np.where(seen, moment - moment[last], UNSEEN)
+    gap[order] = np.where(seen, moments[which] - time[last], UNSEEN)
     return counts, gap
 
 

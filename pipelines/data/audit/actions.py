@@ -1,7 +1,8 @@
 """Rules on the tables of a log of actions: the cuts, tasks and actions from labels, counts that see the past only.
 
 Everything is computed from `events` with plain polars, by the definitions that the manifest of sequences
-names. Counts are marks added up along the time of each key and looked up where a window begins and ends.
+names. Counts are marks added up along the time of each key and looked up where a window begins and ends; those of
+candidates at the cut before them.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def check_actions(
             expected = expected_behaviours(tables, pl.concat(mine), items)
             check_behaviours(tables, users.drop(WIDE), flat, expected, rules["behaviours"])
         check_definitions(info, flat, values, rules["tasks"])
-        points = flat.join(attributed, on="item_index", how="left", maintain_order="left")
+        points = flat.with_columns(moment_of(tables, flat)).join(
+            attributed, on="item_index", how="left", maintain_order="left"
+        )
         check_features(tables, points, values["features"], attributed, rules["windows"], progress)
     check_counts(tables, held, rules["counts"])
     check_scale(info, positives, scale, rules["counts"])
@@ -93,22 +96,31 @@ def _flat(users: pl.DataFrame, name: str, width: int) -> np.ndarray:
     return users[name].cast(pl.List(pl.List(pl.Float64))).explode().drop_nulls().explode().to_numpy().reshape(-1, width)
 
 
-def check_ends(tables: Tables, users: pl.DataFrame, flat: pl.DataFrame, rule: Rule) -> None:
-    """`train_end` and `val_end` count the user's events before the two cut times.
+def cut_times(tables: Tables, flat: pl.DataFrame) -> pl.DataFrame:
+    """Per `row` of a user the two cut times, `val_cut` and `test_cut`; null where no event of his is after it.
 
     Those of a per_user split are the times of the events that have the shares of the user's events before them.
     """
     info = tables.sequences.info
-    rule.rows += users.height
-    time = pl.col("timestamp_ms")
     if info["split"]["kind"] == "per_user":
         after = [tables.sequences.config["split"][name] for name in ("val_fraction", "test_fraction")]
         places = [(pl.len() * (1 - share) - 1e-9).ceil().cast(pl.Int64) for share in (sum(after), after[1])]
-        before = [(time < time.get(place, null_on_oob=True)).fill_null(True).sum().cast(pl.Int32) for place in places]
-        rule.note = "per_user cuts let other users' later actions into training; a temporal split does not"
+        cuts = [pl.col("timestamp_ms").get(place, null_on_oob=True) for place in places]
     else:
-        before = [(time < info[name]).sum().cast(pl.Int32) for name in ("val_start_ms", "test_start_ms")]
-    counted = flat.group_by("row").agg(train=before[0], val=before[1])
+        cuts = [pl.lit(info[name], pl.Int64).first() for name in ("val_start_ms", "test_start_ms")]
+    return flat.group_by("row").agg(val_cut=cuts[0], test_cut=cuts[1])
+
+
+def check_ends(tables: Tables, users: pl.DataFrame, flat: pl.DataFrame, rule: Rule) -> None:
+    """`train_end` and `val_end` count the user's events before the two cut times."""
+    rule.rows += users.height
+    if tables.sequences.info["split"]["kind"] == "per_user":
+        rule.note = "per_user cuts let other users' later actions into training; a temporal split does not"
+    before = [
+        (pl.col("timestamp_ms") < pl.col(cut)).fill_null(True).sum().cast(pl.Int32) for cut in ("val_cut", "test_cut")
+    ]
+    timed = flat.join(cut_times(tables, flat), on="row")
+    counted = timed.group_by("row").agg(train=before[0], val=before[1])
     both = users.select("row", "user_id", "train_end", "val_end").join(counted, on="row", how="left")
     wrong = both.filter(
         pl.col("train_end").ne_missing(pl.col("train")) | pl.col("val_end").ne_missing(pl.col("val"))
@@ -120,6 +132,13 @@ def check_ends(tables: Tables, users: pl.DataFrame, flat: pl.DataFrame, rule: Ru
             f"{row['train']}, {row['val']} events"
         ),
     )
+
+
+def moment_of(tables: Tables, flat: pl.DataFrame) -> pl.Series:
+    """When each event's counts are taken, in ms: its time in training, for candidates the cut before them."""
+    time, val, test = pl.col("timestamp_ms"), pl.col("val_cut"), pl.col("test_cut")
+    timed = flat.join(cut_times(tables, flat), on="row", how="left", maintain_order="left")
+    return timed.select(moment=pl.when(time >= test).then(test).when(time >= val).then(val).otherwise(time)).to_series()
 
 
 def _count_users(users: pl.DataFrame, held: dict[str, int]) -> None:
@@ -220,15 +239,14 @@ def check_features(
 def marks_before(
     tables: Tables, points: pl.DataFrame, by: str, items: pl.DataFrame, shifts: list[int]
 ) -> dict[int, np.ndarray]:
-    """Per shift (points, 1 + marks): exposures and tasks of the key before the point's time less the shift, over all
-    users; no point counts an event of its own time."""
+    """Per shift (points, 1 + marks): exposures and tasks of the key before the point's `moment` less the shift, over
+    all users; no point counts an event of its own time."""
     made = tables.sequences.info["definitions"]
     marks = [task_of(made["tasks"][name]).cast(pl.Int64).alias(f"mark_{name}") for name in made["counts"]["marks"]]
     names = ["mark", *(f"mark_{name}" for name in made["counts"]["marks"])]
     total = {shift: np.zeros((points.height, len(names))) for shift in shifts}
     moved = {
-        shift: points.select("point", by, at=pl.col("timestamp_ms") - shift).drop_nulls(by).sort("at")
-        for shift in shifts
+        shift: points.select("point", by, at=pl.col("moment") - shift).drop_nulls(by).sort("at") for shift in shifts
     }
     for _, events in tables.parts("events"):
         if by not in events.columns:

@@ -14,6 +14,7 @@ KEY = ("user_id", "timestamp_ms", "request_id", "position", "item_id")
 def features(
     rows: list[Row],
     row: Row,
+    t: int,
     keys: dict[str, Callable[[Row], Any]],
     marks: dict[str, Callable[[Row], bool]],
     days: list[float],
@@ -23,7 +24,6 @@ def features(
 ) -> list[float]:
     """Counts of the row's keys in [t - window, t - delay): exposures, each mark, the rate of each mark."""
     found: list[float] = []
-    t = row["timestamp_ms"]
     for key in keys.values():
         for window in days:
             seen = [
@@ -40,7 +40,8 @@ def features(
 
 
 def sequences(rows: list[Row], catalogue: list[str], cuts: tuple[int, int] | None, max_events: int) -> dict[str, Row]:
-    """{user: {events, train_end, val_end}}: the user's latest events on items of the catalogue, in the total order.
+    """{user: {events, train_end, val_end, moments}}: the user's latest events on items of the catalogue, in the total
+    order; moments: t of their counts, which is their own time in training and that of the cut after it.
 
     Without cuts each user has his own: the times of the events that have 8 and 9 tenths of his before them.
     """
@@ -52,5 +53,8 @@ def sequences(rows: list[Row], catalogue: list[str], cuts: tuple[int, int] | Non
             places = [-(-len(mine) * tenths // 10) for tenths in (8, 9)]
             own = [mine[place]["timestamp_ms"] if place < len(mine) else math.inf for place in places]
             before = [sum(row["timestamp_ms"] < cut for row in mine) for cut in cuts or own]
-            users[user] = {"events": mine, "train_end": before[0], "val_end": before[1]}
+            moments = [
+                max([cut for cut in cuts or own if cut <= row["timestamp_ms"]] or [row["timestamp_ms"]]) for row in mine
+            ]
+            users[user] = {"events": mine, "train_end": before[0], "val_end": before[1], "moments": moments}
     return users

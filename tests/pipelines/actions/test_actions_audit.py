@@ -189,7 +189,7 @@ PLANTED: list[tuple[Callable[[list[dict], dict], None], list[str]]] = [
     (other_action, ["tasks"]),
     (other_threshold, ["tasks", "windows"]),
     (test_in_context, ["splits"]),
-    (later_cut, ["splits"]),
+    (later_cut, ["splits", "windows"]),
     (count_of_the_future, ["windows"]),
     (count_of_another_author, ["windows"]),
     (no_delay, ["windows"]),

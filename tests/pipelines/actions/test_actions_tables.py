@@ -113,7 +113,10 @@ def check_sequences(
         assert row["tasks"] == [[int(task(event)) for task in TASKS.values()] for event in events]
         actions = [[action(event) for action in INPUTS.values()] for event in events]
         np.testing.assert_allclose(row["actions"], actions, rtol=1e-6)
-        counts = [plain.features(rows, event, keys, marks, [0.25, 1], 90, 0.2, 4) for event in events]
+        counts = [
+            plain.features(rows, event, moment, keys, marks, [0.25, 1], 90, 0.2, 4)
+            for event, moment in zip(events, wanted["moments"], strict=True)
+        ]
         np.testing.assert_allclose(row["features"], counts, rtol=1e-6, atol=1e-6)
 
 
@@ -190,6 +193,36 @@ def test_counts_across_partitions_equal_the_reference(
         std = np.std(np.array(trained, dtype=float), axis=0)
         np.testing.assert_allclose(scale[1], np.where(std > 1e-6, std, 1), rtol=1e-4, atol=1e-6)
         assert count["events_train"] == len(trained)
+
+
+def test_no_count_of_a_candidate_knows_what_was_done_with_another() -> None:
+    """Counts of candidates are taken at the cut: else a user's one like would speak against his other candidates."""
+    rules = rules_of(keys=["user"], delay_minutes=0, windows_days=[1])
+    rows = [
+        {
+            "user_id": "u",
+            "request_id": "",
+            "timestamp_ms": hour * HOUR,
+            "item_id": "a",
+            "position": 0,
+            "label_like": True,
+        }
+        for hour in range(17)
+    ]
+    found = []
+    for changed in (0, CUTS[0] // HOUR, CUTS[1] // HOUR):
+        rows[changed]["label_like"] = False
+        events = pa.Table.from_pylist(rows, schema=SCHEMA).select(rules.columns)
+        for number, name in enumerate(IDS):
+            events = events.set_column(number, name, events[name].combine_chunks().dictionary_encode())
+        table, _, _ = build_actions(events, pa.array(CATALOGUE, pa.large_string()), (), rules)
+        found.append(np.array(table.to_pylist()[0]["features"]))
+        rows[changed]["label_like"] = True
+    first, of_val, of_test = found
+    assert np.array_equal(of_val[8:12], np.tile(of_val[8], (4, 1)))
+    assert np.array_equal(of_test[12:], np.tile(of_test[12], (5, 1)))
+    assert not np.array_equal(of_val[12:], of_test[12:])  # what was done in validation is known at the cut of test
+    assert not np.array_equal(first[8:12], of_val[8:12])
 
 
 def test_names_of_features_follow_keys_windows_and_marks() -> None:
