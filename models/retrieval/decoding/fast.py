@@ -12,6 +12,8 @@ The same items in the same order as the plain path, and scores equal up to the r
   [z; e(c1); e(c2)] W + b = (z Wz + b) + T1[c1] + T2[c2];
 - where scores are those among the valid children, a prefix with one child costs nothing and its head is not run.
 
+On a CPU all that comes after z is one compiled call (`kernels.walk`), a hidden layer never leaving the core's cache.
+
 Shapes: `B` users, `S` source positions, `D` width, `H` heads and `K` their width, `W` beams, `R` prefixes that
 are scored, `M` children of the widest, `N` hidden width of a head, `C_l` codes of level l, `L` levels.
 """
@@ -59,6 +61,7 @@ class FastWalk:
         self.ask, self.answer = self.ask.to(t5.shared.weight.dtype), self.answer.to(t5.shared.weight.dtype)
         dim = t5.sizes.d_model
         heads = [cast(nn.Sequential, head) for head in student.heads]
+        norms = [cast(nn.LayerNorm, head[1]) for head in heads]
         first = [cast(nn.Linear, head[0]) for head in heads]
         self.z_weight = torch.cat([layer.weight[:, :dim] for layer in first])  # (L * N, D)
         self.z_bias = torch.cat([layer.bias for layer in first])
@@ -75,6 +78,11 @@ class FastWalk:
             for level, layer in enumerate(first)
         ]  # of each level (C_0 + ... + C_(l-1), N): what a code of a level before adds to the hidden layer
         self.first_row = [begin - student.first_token[0] for begin in student.first_token]
+        self.levels = [
+            (table, norm.weight, norm.bias, output.weight, output.bias)
+            for table, norm, output in zip(self.tables, norms, self.outputs, strict=True)
+        ]  # what `kernels.walk` is given
+        self.epsilon = norms[0].eps
 
     def __call__(self, batch: dict[str, Tensor], k: int, beam: int, children: bool) -> tuple[Tensor, Tensor]:
         """(items, scores), each (B, k), as `beam_search(scorer, trie, k, beam, children)` gives them."""
@@ -108,7 +116,13 @@ class FastWalk:
                 f"the model scores {self.student.sizes} codes by level, the trie has {list(trie.codebook_sizes)}; give "
                 f"the semantic IDs that it was trained with"
             )
-        hidden = functional.linear(z, self.z_weight, self.z_bias).chunk(trie.levels, 1)  # per level (B, N)
+        joined = functional.linear(z, self.z_weight, self.z_bias)  # (B, L * N)
+        if kernels.ready(joined, self.z_weight):
+            edges = [(trie.offsets(level), trie.tokens(level)) for level in range(trie.levels)]
+            sizes = self.student.sizes
+            node, score = kernels.walk(joined, self.levels, edges, sizes, self.epsilon, beam, k, children)
+            return torch.where(score == -torch.inf, -1, trie.leaves[node]), score
+        hidden = joined.chunk(trie.levels, 1)  # per level (B, N)
         node, parent = torch.zeros((2, z.shape[0], 1), dtype=torch.long, device=z.device).unbind(0)  # (B, W)
         score = torch.zeros(node.shape, device=z.device)
         rows = z.new_zeros((z.shape[0], 1, 0), dtype=torch.long)  # (B, W, level): table rows of each beam's codes
@@ -151,11 +165,13 @@ def _best_children(
     trie: Trie, level: int, x: Tensor, head: nn.Linear, place: Tensor | None, node: Tensor, score: Tensor,
     children: bool, keep: int, by_score: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """As `kernels.best_children`, `children` or all codes; where fewer than `keep` are found that many may be given."""
+    """(edges, their parents among the beams, scores), each (B, keep): the best continuations of the beams at the
+    nodes `node` (B, W) of a level with scores `score` (B, W). `place` (B, W) is a beam's row of `x` (R, N), the hidden
+    layer of `head`, or -1 where its only child has probability 1; None where every beam has a row. With `children`
+    scores are normalised over them, else over all codes. Of equal scores the first are taken; `by_score` orders them
+    by score, else they come in order of beam and edge. Where fewer than `keep` are found that many may be given.
+    """
     offsets, tokens = trie.offsets(level), trie.tokens(level)
-    if place is not None and kernels.ready(x, head.weight):
-        x, own = (x, head) if children else (head(x), None)
-        return kernels.best_children(x, own, place, node, score, offsets, tokens, keep, by_score)
     logits = head(x).float()
     begin = offsets[node]
     count = offsets[node + 1] - begin  # (B, W)

@@ -121,13 +121,59 @@ void four_rows(const float* const* a, const float* b, int64_t stride_b, int64_t 
     if (lanes - l == 1) product<1>(a, b + l * LANES, stride_b, depth, c + l * LANES, stride_c);
 }
 
-struct Candidate {
-    float score;
-    int64_t order, edge, parent;
+// GELU by the error function (Abramowitz and Stegun 7.1.26, to 1.5e-7, as torch's own on AVX-512).
+Lanes gelu(Lanes x) {
+    const Lanes y = (x < 0 ? -x : x) * 0.70710678f;
+    const Lanes t = 1 / (1 + 0.3275911f * y);
+    Lanes tail = 1.061405429f * t - 1.453152027f;
+    tail = tail * t + 1.421413741f;
+    tail = tail * t - 0.284496736f;
+    tail = tail * t + 0.254829592f;
+    tail = tail * t * exponential(-y * y);  // 1 - erf(y)
+    return 0.5f * x * (x < 0 ? tail : 2 - tail);
+}
+
+// One level of a student and of a trie: the table of what codes before add to the hidden layer, the head, the edges.
+struct Level {
+    const float *table, *scale, *shift, *weight, *bias;
+    const int64_t *offsets, *tokens;
 };
 
+// x = GELU(norm(base + the rows)), `width` numbers, then zeros to whole lanes.
+void activate(const float* base, const int64_t* rows, int64_t count, const Level& level, int64_t width,
+              float epsilon, Lanes* x) {
+    const int64_t lanes = lanes_of(width), whole = width / LANES, rest = width % LANES;
+    const auto get = [&](const float* at, int64_t l) {
+        if (l < whole) return load(at + l * LANES);
+        float padded[LANES] = {};
+        std::copy_n(at + l * LANES, rest, padded);
+        return load(padded);
+    };
+    Lanes sum{}, squares{};
+    for (int64_t l = 0; l < lanes; l++) {
+        Lanes h = get(base, l);
+        for (int64_t r = 0; r < count; r++) h += get(level.table + rows[r] * width, l);
+        x[l] = h;
+        sum += h;
+    }
+    const float mean = total(sum) / width;
+    for (int64_t l = 0; l < lanes; l++) {
+        x[l] -= mean;
+        for (int64_t i = rest; l == whole && i < LANES; i++) x[l][i] = 0;
+        squares += x[l] * x[l];
+    }
+    const float scale = 1 / std::sqrt(total(squares) / width + epsilon);
+    for (int64_t l = 0; l < lanes; l++) x[l] = gelu(x[l] * scale * get(level.scale, l) + get(level.shift, l));
+}
+
+struct Candidate {
+    float score;
+    int64_t edge, parent;
+};
+
+bool earlier(const Candidate& a, const Candidate& b) { return a.edge < b.edge; }
 bool better(const Candidate& a, const Candidate& b) {
-    return a.score > b.score || (a.score == b.score && a.order < b.order);
+    return a.score > b.score || (a.score == b.score && earlier(a, b));
 }
 
 }  // namespace
@@ -207,44 +253,61 @@ void log_softmax_part(const float* logits, int64_t rows, int64_t width, int64_t 
     }
 }
 
-void best_children(const float* x, int64_t width, const float* weight, const float* bias, const int64_t* place,
-                   const int64_t* node, const float* score, int64_t users, int64_t beams, const int64_t* offsets,
-                   const int64_t* tokens, int64_t keep, bool by_score, int64_t* best_edge, int64_t* best_parent,
-                   float* best_score) {
+void walk(const float* hidden, const Level* levels, const int64_t* sizes, int64_t depth, int64_t users, int64_t width,
+          float epsilon, int64_t beam, int64_t keep, bool children, int64_t* best_node, float* best_score) {
 #pragma omp parallel
     {
-        std::vector<Candidate> found;
-        std::vector<float> own;
+        std::vector<Lanes> active(lanes_of(width));
+        const float* x = reinterpret_cast<const float*>(active.data());
+        std::vector<Candidate> beams, found;  // of the beams, the edge is the node that they stand at
+        std::vector<int64_t> rows, before;    // (beams, level): table rows of each beam's codes
+        std::vector<float> scores;
 #pragma omp for schedule(dynamic)
         for (int64_t user = 0; user < users; user++) {
-            found.clear();
-            for (int64_t parent = 0; parent < beams; parent++) {
-                const int64_t at = user * beams + parent, begin = offsets[node[at]], end = offsets[node[at] + 1];
-                if (!(score[at] > NONE)) continue;
-                own.assign(end - begin, 0.0f);
-                if (place[at] >= 0) {
-                    const float* row = x + place[at] * width;
-                    for (int64_t e = begin; e < end; e++) {
-                        const int64_t code = tokens[e];
-                        own[e - begin] = weight ? dot(weight + code * width, row, width) + bias[code] : row[code];
+            beams.assign(1, {0, 0, 0});
+            rows.clear();
+            int64_t first_row = 0;  // of the level's codes
+            for (int64_t d = 0; d < depth; d++) {
+                const Level& level = levels[d];
+                const bool all_codes = d == 0 || !children, last = d + 1 == depth;
+                found.clear();
+                for (int64_t b = 0; b < int64_t(beams.size()); b++) {
+                    const int64_t begin = level.offsets[beams[b].edge], end = level.offsets[beams[b].edge + 1];
+                    if (!all_codes && end - begin == 1) {  // the only child has probability 1
+                        found.push_back({beams[b].score, begin, b});
+                        continue;
                     }
-                    const float all = weight ? log_sum_exp(own.data(), end - begin) : log_sum_exp(row, width);
-                    for (float& value : own) value -= all;
+                    activate(hidden + (user * depth + d) * width, rows.data() + b * d, d, level, width,
+                             epsilon, active.data());
+                    scores.resize(all_codes ? sizes[d] : end - begin);
+                    for (int64_t i = 0; i < int64_t(scores.size()); i++) {
+                        const int64_t code = all_codes ? i : level.tokens[begin + i];
+                        scores[i] = dot(level.weight + code * width, x, width) + level.bias[code];
+                    }
+                    const float all = log_sum_exp(scores.data(), scores.size());
+                    for (int64_t e = begin; e < end; e++) {
+                        const float value = beams[b].score + (scores[all_codes ? level.tokens[e] : e - begin] - all);
+                        if (value > NONE) found.push_back({value, e, b});  // no NaN either
+                    }
                 }
-                for (int64_t e = begin; e < end; e++) {
-                    const float value = score[at] + own[e - begin];
-                    if (value > NONE) found.push_back({value, int64_t(found.size()), e, parent});  // no NaN either
+                const int64_t kept = std::min(last ? keep : beam, int64_t(found.size()));
+                if (kept < int64_t(found.size())) std::nth_element(found.begin(), found.begin() + kept, found.end(), better);
+                found.resize(kept);
+                std::sort(found.begin(), found.end(), last ? better : earlier);
+                before.swap(rows);
+                rows.clear();
+                for (int64_t b = 0; b < kept && !last; b++) {
+                    const auto path = before.begin() + found[b].parent * d;
+                    rows.insert(rows.end(), path, path + d);
+                    rows.push_back(first_row + level.tokens[found[b].edge]);
                 }
+                first_row += sizes[d];
+                beams.swap(found);
             }
-            const int64_t kept = std::min(keep, int64_t(found.size()));
-            if (kept < int64_t(found.size())) std::nth_element(found.begin(), found.begin() + kept, found.end(), better);
-            const auto rising = [](const Candidate& a, const Candidate& b) { return a.order < b.order; };
-            std::sort(found.begin(), found.begin() + kept, by_score ? better : rising);
             for (int64_t i = 0; i < keep; i++) {
-                const Candidate chosen = i < kept ? found[i] : Candidate{NONE, 0, 0, 0};
-                best_edge[user * keep + i] = chosen.edge;
-                best_parent[user * keep + i] = chosen.parent;
-                best_score[user * keep + i] = chosen.score;
+                const bool there = i < int64_t(beams.size());
+                best_node[user * keep + i] = there ? beams[i].edge : 0;
+                best_score[user * keep + i] = there ? beams[i].score : NONE;
             }
         }
     }

@@ -3,11 +3,12 @@
     kernels.ready(x) and kernels.packed_attention(...)
 
 Small ragged work, for which PyTorch on a CPU needs padding and many passes: attention within histories of any
-length, of a beam to its few ancestors, and the choice of the best children in a trie. Built once with the
+length, of a beam to its few ancestors, and the whole search of a student through a trie. Built once with the
 machine's C++ compiler, when first needed, and kept in the user's cache folder. Without a compiler, on a GPU and
 in an exported program callers take PyTorch's way to the same results; TRIELINE_KERNELS=0 asks for that.
 
-Shapes: `n` tokens of `B` users, `H` heads and `K` their width, `W` beams of a user, `N = B * W`, `V` vocabulary.
+Shapes: `n` tokens of `B` users, `H` heads and `K` their width, `W` beams of a user, `N = B * W`, `V` vocabulary,
+`L` levels and `C` codes of one, `M` hidden width of a student's head.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ import platform
 import shutil
 import subprocess
 import warnings
-from ctypes import POINTER, c_bool, c_int64, c_void_p
+from collections.abc import Sequence
+from ctypes import POINTER, c_bool, c_float, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.matmul import plain_inference
 
@@ -38,8 +40,8 @@ ARGUMENTS: dict[str, list[Any]] = {
     "packed_attention": [c_void_p, c_void_p, *[c_int64] * 3, c_void_p, c_int64, c_void_p],
     "beam_attention": [c_void_p, POINTER(c_void_p), POINTER(c_void_p), *[c_int64] * 4, c_void_p, c_void_p],
     "log_softmax_part": [c_void_p, *[c_int64] * 4, c_void_p],
-    "best_children": [c_void_p, c_int64, *[c_void_p] * 5, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_bool,
-                      *[c_void_p] * 3],
+    "walk": [c_void_p, POINTER(c_void_p), POINTER(c_int64), *[c_int64] * 3, c_float, c_int64, c_int64, c_bool,
+             c_void_p, c_void_p],
 }  # fmt: skip
 
 
@@ -133,27 +135,27 @@ def log_softmax_part(logits: Tensor, first: int, size: int) -> Tensor:
     return out
 
 
-def best_children(
-    x: Tensor, head: nn.Linear | None, place: Tensor, node: Tensor, score: Tensor, offsets: Tensor, tokens: Tensor,
-    keep: int, by_score: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(edges, their parents among the beams, scores), each (B, keep): the best continuations of the beams in a trie.
+def walk(
+    hidden: Tensor, heads: Sequence[tuple[Tensor, ...]], trie: Sequence[tuple[Tensor, Tensor]], sizes: Sequence[int],
+    epsilon: float, beam: int, keep: int, children: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(nodes, scores), each (B, keep): the leaves that a student's beam search finds, best first; 0 and -inf past them.
 
-    Beams stand at the nodes `node` (B, W) of a level with scores `score` (B, W); `place` (B, W) is a beam's row of
-    `x`, or -1 where its children have probability 1. With a `head` the logits are those that it makes of x (R, N),
-    computed for valid children only and normalised over them; without, x (R, C) are the logits, normalised over all
-    codes. Of equal scores the first are taken; `by_score` orders them by score, else they come in order of beam and
-    edge. Where there are fewer the tail is edge 0 with -inf.
+    By level, `heads` has the table (rows, M) of what codes before add to the hidden layer, a row per code of the
+    levels before, end to end; scale and shift (M,) of the norm, whose `epsilon` it is; weight (C, M) and bias (C,) of
+    the outputs. `trie` has offsets and tokens, `sizes` are the C. `hidden` (B, L * M) is z's part of the hidden layers.
+    With `children` scores are normalised over the valid children past the first level, and only these are computed;
+    else over all codes. Of equal scores the first are taken.
     """
-    x, place, node, score = (given.contiguous() for given in (x, place, node, score))
-    users, beams = node.shape
-    edge, parent = node.new_empty((2, users, keep)).unbind(0)
-    best = score.new_empty((users, keep))
+    hidden = hidden.contiguous()
+    levels = [x for head, edges in zip(heads, trie, strict=True) for x in (*head, *edges)]
+    node = torch.empty((len(hidden), keep), dtype=torch.long)
+    score = torch.empty((len(hidden), keep))
     _call(
-        "best_children", x, x.shape[-1], *((None, None) if head is None else (head.weight, head.bias)), place, node,
-        score, users, beams, offsets, tokens, keep, by_score, edge, parent, best,
+        "walk", hidden, (c_void_p * len(levels))(*(x.data_ptr() for x in levels)), (c_int64 * len(sizes))(*sizes),
+        len(sizes), len(hidden), hidden.shape[1] // len(sizes), epsilon, beam, keep, children, node, score,
     )  # fmt: skip
-    return edge, parent, best
+    return node, score
 
 
 def _call(name: str, *arguments: Any) -> None:
