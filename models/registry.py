@@ -62,7 +62,7 @@ class Family:
     text: bool = False
     """Whether its models read the text embeddings of jobs.encode."""
     served: bool = True
-    """Whether its models can be logged to MLflow as ones that recommend."""
+    """Whether every training logs its model to MLflow; those of others are logged when they are registered."""
 
 
 @dataclass(frozen=True)

@@ -60,10 +60,11 @@ class SearchCatalogue:
     """Hashes of the tables it comes from."""
 
     @classmethod
-    def load(cls, tables: str, text: str | None) -> Self:
+    def load(cls, tables: str, text: str | None, scale: bool = True) -> Self:
         """Reads what jobs.prepare made at `tables` and jobs.encode at `text`.
 
-        Raises UserError where they do not belong together.
+        Without `scale` the manifest of the sequences is enough: 0 and 1 stand for the features' mean and deviation,
+        which a checkpoint brings with it. Raises UserError where they do not belong together.
         """
         if text is None:
             raise UserError("search models read text; give --text with the folder that jobs.encode made")
@@ -87,7 +88,10 @@ class SearchCatalogue:
             raise UserError(f"the text of {text} has several widths ({widths}); run jobs.encode again")
         joint = "joint" in pairs.column_names
         hashes = {"sequences": sequences.hash, **{name: manifest.hash for name, manifest in made.items()}}
-        mean, std = feature_scale(join(tables, "sequences"), len(sequences.info["features"]))
+        features = len(sequences.info["features"])
+        mean, std = torch.zeros(features), torch.ones(features)
+        if scale:
+            mean, std = feature_scale(join(tables, "sequences"), features)
         return cls(
             num_items=items,
             num_queries=queries,

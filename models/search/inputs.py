@@ -20,6 +20,8 @@ class Text(nn.Module):
     pairs: Tensor
     pair_keys: Tensor
     joint: Tensor
+    complete = True
+    """Whether a pair that was not encoded is an error; else its document alone is read, as where there is no query."""
 
     def __init__(self, catalogue: SearchCatalogue, width: int) -> None:
         super().__init__()
@@ -59,22 +61,22 @@ class Text(nn.Module):
     def place(self, item: Tensor, query: Tensor) -> Tensor:
         """(...) int64: row of each pair, -1 for padding and where there is no query.
 
-        Raises UserError for a pair that was not encoded.
+        Raises UserError for a pair that was not encoded, if the text is to be `complete`; else it is -1 too.
         """
         asked = (item >= 0) & (query != NO_QUERY)
         if not len(self.pair_keys):
-            if bool(asked.any()):
+            if self.complete and bool(asked.any()):
                 raise UserError("the text holds no pair of query and item; run jobs.encode again on these tables")
             return torch.full_like(item, -1)
         key = pair_key(item, query, self.num_queries)
         place = torch.searchsorted(self.pair_keys, key).clamp(max=len(self.pair_keys) - 1)
         missing = asked & (self.pair_keys[place] != key)
-        if bool(missing.any()):
+        if self.complete and bool(missing.any()):
             raise UserError(
                 f"the text has no embedding of item {int(item[missing][0])} with query {int(query[missing][0])}; run "
                 f"jobs.encode again on these tables"
             )
-        return torch.where(asked, place, -1)
+        return torch.where(asked & ~missing, place, -1)
 
 
 class Scale(nn.Module):

@@ -1,4 +1,7 @@
-"""Logs a trained model to MLflow with a signature, loadable anywhere with `mlflow.pyfunc.load_model`, no pickle."""
+"""Logs a trained model to MLflow with a signature, loadable anywhere with `mlflow.pyfunc.load_model`, no pickle.
+
+Retrieval models rank the catalogue after a history, the others the candidates of a request.
+"""
 
 from __future__ import annotations
 
@@ -19,26 +22,75 @@ from mlflow.types.schema import Array
 from pyarrow import fs
 
 import models
-from models import checkpoint
-from models.tables import MANIFEST, join, open_uri
+from models import checkpoint, registry
+from models.tables import MANIFEST, join, open_uri, read_manifest
 from pipelines.tracking import RunRef
 
-SIGNATURE = ModelSignature(
-    inputs=Schema(
-        [
-            ColSpec(Array(DataType.string), "history"),  # item ids, oldest first
-            ColSpec(DataType.string, "user_id", required=False),
-        ]
+STRINGS, NUMBERS, VECTORS = Array(DataType.string), Array(DataType.double), Array(Array(DataType.double))
+TIMES = Array(DataType.long)
+RANKED = Schema([ColSpec(STRINGS, "item_id"), ColSpec(NUMBERS, "score")])  # best first
+BY_LABEL = ParamSchema([ParamSpec("label", DataType.string, "")])  # whose chance is the score; "" is the model's first
+
+SIGNATURES = {
+    "retrieval": ModelSignature(
+        inputs=Schema(
+            [
+                ColSpec(STRINGS, "history"),  # item ids, oldest first
+                ColSpec(DataType.string, "user_id", required=False),
+            ]
+        ),
+        outputs=RANKED,
+        params=ParamSchema([ParamSpec("k", DataType.long, 10)]),
     ),
-    outputs=Schema([ColSpec(Array(DataType.string), "item_id"), ColSpec(Array(DataType.double), "score")]),
-    params=ParamSchema([ParamSpec("k", DataType.long, 10)]),
-)
+    "search": ModelSignature(
+        inputs=Schema(
+            [
+                ColSpec(STRINGS, "candidates"),  # item ids of what the search found
+                ColSpec(STRINGS, "history"),  # items engaged with, oldest first
+                ColSpec(DataType.string, "query", required=False),
+                ColSpec(VECTORS, "features", required=False),  # of each candidate
+                ColSpec(STRINGS, "history_query", required=False),  # the query of each behaviour, "" for none
+                ColSpec(TIMES, "history_time_ms", required=False),
+                ColSpec(VECTORS, "history_features", required=False),
+            ]
+        ),
+        outputs=RANKED,
+        params=BY_LABEL,
+    ),
+    "actions": ModelSignature(
+        inputs=Schema(
+            [
+                ColSpec(STRINGS, "candidates"),
+                ColSpec(STRINGS, "history"),  # items that were shown, oldest first
+                ColSpec(VECTORS, "history_actions"),  # what the user did with each
+                ColSpec(
+                    DataType.long, "timestamp_ms", required=False
+                ),  # of the request; events from then on are unseen
+                ColSpec(VECTORS, "features", required=False),
+                ColSpec(TIMES, "history_time_ms", required=False),
+                ColSpec(VECTORS, "history_features", required=False),
+            ]
+        ),
+        outputs=RANKED,
+        params=BY_LABEL,
+    ),
+}
+
+SERVED = {"retrieval": "served_model.py"}
+"""The model's code by family; `served_ranker.py` is that of all others."""
 
 REQUIREMENTS = ["mlflow", "torch", "numpy", "pandas", "pyarrow", "safetensors", "transformers"]
 
 
-def log_model(run: RunRef, uri: str, tables: str, sids: str | None) -> str:
-    """Logs the checkpoint at `uri` with the tables that it needs to the run; the model's MLflow URI."""
+def log_model(run: RunRef, uri: str, tables: str, extra: str | None) -> str:
+    """Logs the checkpoint at `uri` with the tables that it needs to the run; the model's MLflow URI.
+
+    `extra` is the folder beside the tables that the model needs: SIDS or TEXT.
+    """
+    entry = registry.find(checkpoint.read(uri).name)
+    family = entry.family.name
+    info = read_manifest(join(tables, "sequences"), "sequences").info
+    names = {"labels": "tasks" if family == "actions" else "labels", "features": "features", "actions": "actions"}
     with tempfile.TemporaryDirectory() as folder:
         bundle = Path(folder) / "data"
         with checkpoint.local(uri) as local:
@@ -47,17 +99,22 @@ def log_model(run: RunRef, uri: str, tables: str, sids: str | None) -> str:
                 shutil.copyfile(local / name, bundle / "checkpoint" / name)
         fetch(join(tables, "items"), bundle / "tables/items")
         fetch(join(tables, "sequences"), bundle / "tables/sequences", manifest_only=True)
-        if sids:
-            fetch(join(sids, "sids"), bundle / "sids/sids")
-            fetch(join(sids, "trie"), bundle / "sids/trie")
+        if extra and family == "search":
+            fetch(join(tables, "queries"), bundle / "tables/queries")
+            for name in ("items", "queries", "pairs"):
+                fetch(join(extra, name), bundle / "text" / name)
+        elif extra:
+            fetch(join(extra, "sids"), bundle / "sids/sids")
+            fetch(join(extra, "trie"), bundle / "sids/trie")
         with at(run.uri), mlflow.start_run(run_id=run.run_id), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # asks for an input example, which it would run
             logged = mlflow.pyfunc.log_model(
                 name="model",
-                python_model=str(Path(__file__).with_name("served_model.py")),
+                python_model=str(Path(__file__).with_name(SERVED.get(family, "served_ranker.py"))),
                 code_paths=[str(Path(models.__path__[0]))],
                 artifacts={"data": str(bundle)},
-                signature=SIGNATURE,
+                signature=SIGNATURES[family],
+                metadata={name: list(info[key]) for name, key in names.items() if key in info},
                 pip_requirements=REQUIREMENTS,
             )
     return str(logged.model_uri)

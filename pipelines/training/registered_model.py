@@ -3,6 +3,9 @@
     version = register(RunRef(uri, experiment, run_id), "industrial")
     mlflow.pyfunc.load_model("models:/industrial/1").predict(pandas.DataFrame({"history": [["item-1", "item-7"]]}))
 
+Retrieval models rank their catalogue (`served_model.py`), models of search and of actions the candidates of a request
+(`served_ranker.py`).
+
 A version carries the hashes of its weights, tables, semantic IDs and trie as tags; loading checks them again.
 """
 
@@ -27,7 +30,7 @@ def register(run: tracking.RunRef, name: str, metric: str | None = None) -> Mode
     """A new version of the model `name` from the run's best checkpoint, or the version that this already is.
 
     The checkpoint is logged to the run first, where that is not done. `metric` (`val/...`) stands in the version's
-    description. UserError for a run that has no checkpoint yet, or whose model ranks no catalogue.
+    description. UserError for a run that has no checkpoint yet, or whose model ranks nothing.
     """
     client = tracking.connect(run.uri)
     found = client.get_run(run.run_id)
@@ -37,8 +40,8 @@ def register(run: tracking.RunRef, name: str, metric: str | None = None) -> Mode
         raise UserError(
             f"the run '{found.info.run_name}' at {run.uri} has no checkpoint to register; name a finished one"
         )
-    if not entry.family.served or not hasattr(entry.build, "recommend"):
-        raise UserError(f"the model '{params['model.name']}' ranks no catalogue, so it is not served; register another")
+    if not hasattr(entry.build, "recommend" if entry.family is registry.RETRIEVAL else "score"):
+        raise UserError(f"the model '{params['model.name']}' ranks nothing, so it is not served; register another")
     weights = checkpoint.weights_hash(tags["checkpoint"])
     with package.at(run.uri):
         for version in versions(client, name):

@@ -113,9 +113,9 @@ def test_what_cannot_be_registered_is_refused(folder: Path) -> None:
     )
     with pytest.raises(UserError, match=r"the run 'started' .* has no checkpoint to register"):
         register(opened, "small")
-    searching = tracking.open_run(
-        uri, "search/small", "base", str(folder), config={"model": {"name": "base"}}, hashes={}
+    encoder = tracking.open_run(
+        uri, "retrieval/small", "encoder", str(folder), config={"model": {"name": "sid_mlp_pp_encoder"}}, hashes={}
     )
-    tracking.Logger(searching).tag(checkpoint="/somewhere")
-    with pytest.raises(UserError, match="the model 'base' ranks no catalogue"):
-        register(searching, "small")
+    tracking.Logger(encoder).tag(checkpoint="/somewhere")
+    with pytest.raises(UserError, match="the model 'sid_mlp_pp_encoder' ranks nothing"):
+        register(encoder, "small")

@@ -1,0 +1,229 @@
+"""A search model or a model of actions as MLflow loads it: a history and candidates in, the candidates ranked out.
+
+    model = mlflow.pyfunc.load_model("models:/beauty/1")
+    model.predict(pandas.DataFrame([{"history": ["B01", "B02"], "history_query": ["lip balm", "soap"],
+                                     "query": "soap", "candidates": ["B07", "B02"]}]))     # item_id, score
+
+Run by MLflow, not imported; a "model from code" as `served_model.py` is. A row is one request. What the columns mean
+is in `package.py`; the names and the order of features, actions and labels are in the model's metadata. A feature
+that is not given, or NaN, counts as its mean over training. Candidates that are not in the catalogue are ranked last,
+in the order given, with the score NaN; items of a history that are not are skipped.
+
+Shapes: `N` candidates, `F` features, `A` kinds of action, `K` labels, `T` positions.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import mlflow
+import numpy as np
+import pandas as pd
+import torch
+from mlflow.pyfunc import PythonModel
+from numpy.typing import NDArray
+
+from models import checkpoint, registry
+from models.retrieval.data import PAD
+from models.search.data import NO_QUERY, SearchCatalogue, pair_key
+from models.setup import load_catalogue
+from models.tables import UserError, read_manifest, read_table
+
+ROWS = 256
+"""Requests that are scored at once."""
+
+Floats = NDArray[np.float32]
+
+
+def given(row: pd.Series, name: str) -> Any:
+    """What the row has in a column, None where it has nothing."""
+    value = row.get(name)
+    return None if isinstance(value, float) and np.isnan(value) else value
+
+
+def vectors(row: pd.Series, name: str, count: int, empty: Floats) -> Floats:
+    """(count, width) of a column of vectors, `empty` (width,) for what is not given; UserError for another shape."""
+    there = given(row, name)
+    if there is None:
+        return np.tile(empty, (count, 1))
+    widths = {len(vector) for vector in there} or {len(empty)}
+    if len(there) != count or widths != {len(empty)}:
+        wide = ", ".join(map(str, sorted(widths)))
+        raise UserError(
+            f"{name} has {len(there)} vectors of {wide} numbers, {count} of {len(empty)} are expected; the model's "
+            f"metadata names them"
+        )
+    values = np.array([list(vector) for vector in there], np.float32).reshape(count, len(empty))
+    return np.where(np.isnan(values), empty, values)
+
+
+def sequence(row: pd.Series, name: str, count: int, empty: Any) -> list[Any]:
+    """`count` entries of a column of lists, `empty` for what is not given; UserError for another number."""
+    there = given(row, name)
+    values = [empty] * count if there is None else list(there)
+    if len(values) != count:
+        raise UserError(f"{name} has {len(values)} entries for a history of {count}; give one each")
+    return values
+
+
+class SearchRequests:
+    """Rows of a frame as a batch of `models/search/data.py`."""
+
+    def __init__(self, folder: str, model: Any) -> None:
+        self.text, self.length, self.mean = model.text, model.config.max_history, model.scale.mean.numpy()
+        self.text.complete = False
+        has_queries = read_manifest(f"{folder}/tables/queries", "queries").rows > 0
+        queries = read_table(f"{folder}/tables/queries", "queries")["query"].to_pylist() if has_queries else []
+        self.query = {query: number for number, query in enumerate(queries)}
+
+    def batch(self, rows: list[pd.Series], index: dict[str, int], known: list[list[int]]) -> dict[str, torch.Tensor]:
+        """`known` are the places of each row's candidates that are in the catalogue."""
+        history: list[tuple[NDArray, ...]] = []
+        for row in rows:
+            items = list(row["history"])
+            kept = [i for i, item in enumerate(items) if item in index][-self.length :]
+            asked = sequence(row, "history_query", len(items), "")
+            times = sequence(row, "history_time_ms", len(items), 0)
+            features = vectors(row, "history_features", len(items), self.mean)
+            history.append(
+                (
+                    np.array([index[items[i]] for i in kept], np.int64),
+                    np.array([self.query.get(asked[i], NO_QUERY) for i in kept], np.int64),
+                    np.array([times[i] for i in kept], np.int64),
+                    features[kept],
+                )
+            )
+        lengths = np.array([len(items) for items, *_ in history])
+        inside = np.arange(max(1, lengths.max())) < lengths[:, None]  # (B, T)
+
+        def padded(part: int, empty: float, shape: tuple[int, ...] = ()) -> torch.Tensor:
+            made = np.full((*inside.shape, *shape), empty, history[0][part].dtype)
+            made[inside] = np.concatenate([values[part] for values in history])
+            return torch.from_numpy(made)
+
+        pairs = list(zip(rows, known, strict=True))
+        shown = [vectors(row, "features", len(row["candidates"]), self.mean)[places] for row, places in pairs]
+        asked = [self.query.get(given(row, "query"), NO_QUERY) for row in rows]
+        batch = {
+            "history": padded(0, PAD),
+            "history_query": padded(1, NO_QUERY),
+            "history_time": padded(2, 0),
+            "history_features": padded(3, 0, (len(self.mean),)),
+            "history_length": torch.from_numpy(lengths),
+            "request_row": torch.arange(len(rows)),
+            "request_end": torch.from_numpy(lengths),
+            "request_query": torch.tensor(asked),
+            "candidate": torch.tensor([index[row["candidates"][i]] for row, places in pairs for i in places]),
+            "candidate_request": torch.repeat_interleave(torch.tensor([len(places) for places in known])),
+            "features": torch.from_numpy(np.concatenate(shown)),
+        }
+        self.warn(batch)
+        return batch
+
+    def warn(self, batch: dict[str, torch.Tensor]) -> None:
+        """Says how many pairs were never encoded."""
+        query = batch["request_query"][batch["candidate_request"]]
+        key = pair_key(batch["candidate"], query, self.text.num_queries)[query != NO_QUERY]
+        missing = int((~torch.isin(key, self.text.pair_keys)).sum())
+        if missing:
+            warnings.warn(
+                f"{missing} of {len(query)} candidates were never encoded together with their query; their document "
+                f"alone is read",
+                stacklevel=2,
+            )
+
+
+class ActionsRequests:
+    """Rows of a frame as a batch of `models/actions/batch.py`."""
+
+    def __init__(self, folder: str, model: Any) -> None:
+        self.length, self.mean = model.config.max_history, model.features.mean.numpy()
+        self.actions = len(read_manifest(f"{folder}/tables/sequences", "sequences").info["actions"])
+
+    def batch(self, rows: list[pd.Series], index: dict[str, int], known: list[list[int]]) -> dict[str, torch.Tensor]:
+        """`known` are the places of each row's candidates that are in the catalogue."""
+        kept = [[i for i, item in enumerate(row["history"]) if item in index][-self.length :] for row in rows]
+        batch = self.padding(len(rows), max(1, *map(len, kept)))
+        batch["action"] = torch.zeros(*batch["item"].shape, self.actions)
+        candidates = self.padding(len(rows), max(map(len, known)))
+        batch |= {f"candidate_{name}": values for name, values in candidates.items()}
+        for at, (row, past, places) in enumerate(zip(rows, kept, known, strict=True)):
+            size = len(row["history"])
+            times = sequence(row, "history_time_ms", size, None)
+            times = list(range(size)) if None in times else times
+            now = given(row, "timestamp_ms")
+            now = max(times, default=0) + 1 if now is None else int(now)
+            filled: dict[str, Any] = {
+                "item": [index[row["history"][i]] for i in past],
+                "time": [times[i] for i in past],
+                "action": vectors(row, "history_actions", size, np.zeros(self.actions, np.float32))[past],
+                "feature": vectors(row, "history_features", size, self.mean)[past],
+                "valid": [True] * len(past),
+                "candidate_item": [index[row["candidates"][i]] for i in places],
+                "candidate_time": [now] * len(places),
+                "candidate_feature": vectors(row, "features", len(row["candidates"]), self.mean)[places],
+                "candidate_valid": [True] * len(places),
+            }
+            for name, values in filled.items():
+                batch[name][at, : len(values)] = torch.as_tensor(np.asarray(values), dtype=batch[name].dtype)
+        return batch
+
+    def padding(self, rows: int, width: int) -> dict[str, torch.Tensor]:
+        """(rows, width, ...) without an event."""
+        return {
+            "item": torch.zeros(rows, width, dtype=torch.int64),
+            "time": torch.zeros(rows, width, dtype=torch.int64),
+            "feature": torch.zeros(rows, width, len(self.mean)),
+            "valid": torch.zeros(rows, width, dtype=torch.bool),
+        }
+
+
+class RequestRanker(PythonModel):
+    """Ranks the candidates of each row of a frame."""
+
+    def load_context(self, context: Any) -> None:
+        folder = context.artifacts["data"]
+        about = checkpoint.read(f"{folder}/checkpoint")
+        entry = registry.find(about.name)
+        searches = entry.family is registry.SEARCH
+        if searches:
+            catalogue = SearchCatalogue.load(f"{folder}/tables", f"{folder}/text", scale=False)
+        else:
+            catalogue = load_catalogue(entry, about.name, f"{folder}/tables", None)
+        self.model: Any = checkpoint.load(f"{folder}/checkpoint", catalogue)[0]
+        self.requests = (SearchRequests if searches else ActionsRequests)(folder, self.model)
+        items = read_table(f"{folder}/tables/items", "items", ["item_id"])["item_id"].to_pylist()
+        self.index = {item: index for index, item in enumerate(items)}
+
+    def predict(self, context: Any, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
+        """`item_id` and `score`, the chance of the label `params["label"]` (by default the model's first one)."""
+        label = (params or {}).get("label") or self.model.labels[0]
+        if label not in self.model.labels:
+            raise UserError(f"the model has no label '{label}'; choose one of {', '.join(self.model.labels)}")
+        place = list(self.model.labels).index(label)
+        rows = [row for _, row in model_input.iterrows()]
+        ranked = [pair for low in range(0, len(rows), ROWS) for pair in self.rank(rows[low : low + ROWS], place)]
+        return pd.DataFrame(ranked, columns=["item_id", "score"])
+
+    def rank(self, rows: list[pd.Series], label: int) -> list[tuple[list[str], list[float]]]:
+        """Per row its candidates, best first, and their scores."""
+        known = [[i for i, item in enumerate(row["candidates"]) if item in self.index] for row in rows]
+        chances = torch.zeros(0)
+        if any(known):
+            with torch.no_grad():
+                chances = torch.sigmoid(
+                    self.model.score(self.requests.batch(rows, self.index, known))[:, label].float()
+                )
+        found, first = [], 0
+        for row, places in zip(rows, known, strict=True):
+            mine = chances[first : first + len(places)]
+            first += len(places)
+            order = mine.argsort(descending=True, stable=True).tolist()
+            others = [item for item in row["candidates"] if item not in self.index]
+            scores = [float(mine[i]) for i in order] + [np.nan] * len(others)
+            found.append(([row["candidates"][places[i]] for i in order] + others, scores))
+        return found
+
+
+mlflow.models.set_model(RequestRanker())
