@@ -42,16 +42,20 @@ class Config:
     """Seed of everything that is drawn."""
     query_driven: float = 1.0
     """Search: share of searches whose clicks follow the query; in the others they follow the history."""
+    taste: Literal["user", "query"] = "user"
+    """Search: whether a user likes the same makers everywhere, or others in every second cluster of items."""
 
     def __post_init__(self) -> None:
         if self.kind != "search" and self.query_driven != 1:
             raise ValueError(f"query_driven is {self.query_driven}, which is of a search log; add --kind search")
+        if self.kind != "search" and self.taste != "user":
+            raise ValueError(f"taste is {self.taste}, which is of a search log; add --kind search")
         self.settings()
 
     def settings(self) -> Any:
         """Settings of the simulator of this kind."""
         sizes = (self.users, self.items, self.events, self.seed)
-        return SearchSettings(*sizes, self.query_driven) if self.kind == "search" else Settings(*sizes)
+        return SearchSettings(*sizes, self.query_driven, self.taste) if self.kind == "search" else Settings(*sizes)
 
 
 def run(config: Config) -> None:
@@ -59,14 +63,15 @@ def run(config: Config) -> None:
     settings = config.settings()
     things = "searches" if config.kind == "search" else "events"
     size = f"{config.events:,} {things} of {config.users:,} users on {config.items:,} items, seed {config.seed}"
-    size += f", {config.query_driven:.0%} query-driven" if config.kind == "search" else ""
+    if config.kind == "search":
+        size += f", {config.query_driven:.0%} query-driven" + (", taste by query" if config.taste == "query" else "")
     if is_simulated(config.output, settings, config.kind):
         print(f"{config.output} is up to date: {size}")
     else:
         started = time.monotonic()
         sizes = (config.users, config.items, config.events, config.seed)
         if config.kind == "search":
-            simulate_search(config.output, *sizes, config.query_driven)
+            simulate_search(config.output, *sizes, config.query_driven, config.taste)
         elif config.kind == "feed":
             simulate_feed(config.output, *sizes)
         else:

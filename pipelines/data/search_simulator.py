@@ -11,6 +11,11 @@ time follow the taste of those who clicked.
 names it: the history cannot tell it, the query does. In the others it follows from the user's last intent
 and the query names any cluster: the history tells it, the query is noise.
 
+`taste` says whether a user's taste depends on what is searched. `user`: he likes the same makers everywhere,
+so query and history each tell their part of a click. `query`: in every second cluster he likes exactly those
+makers that he does not like in the others, so that a history says nothing of a maker unless it is read
+together with the queries, and the query of a search decides what of it counts.
+
 Written are `events-*.parquet` (one row per result: user_id, search_id, timestamp_ms, query, item_id,
 position, click, purchase, dwell_ms), `items.parquet` and, last, `simulation.json`. No Ray.
 """
@@ -18,6 +23,7 @@ position, click, purchase, dwell_ms), `items.parquet` and, last, `simulation.jso
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import polars as pl
@@ -47,7 +53,7 @@ from pipelines.data.tables import check_writable, write_file
 
 OF_INTENT, OF_DECOY, OTHERS = 4, 3, 3  # results of a search by cluster
 RESULTS = OF_INTENT + OF_DECOY + OTHERS
-LIKED_MAKERS = 6  # of each user
+LIKED_MAKERS = {"user": 6, "query": len(MAKERS) // 2}  # of each user, by `taste`
 CLICK = np.array([[0.02, 0.06], [0.25, 0.85]])  # chance of a click on what was looked at: [of the intent][liked maker]
 LOOK = 1 / (1 + 0.3 * np.arange(RESULTS))  # chance that a user looks at a position
 PURCHASE = np.array([0.05, 0.4])  # chance of a purchase on a click: [liked maker]
@@ -69,6 +75,8 @@ class SearchSettings:
     """The same settings give the same log, byte for byte."""
     query_driven: float = 1.0
     """Share of searches whose clicks follow the query; in the others they follow the history."""
+    taste: Literal["user", "query"] = "user"
+    """Whether the makers that a user likes are the same everywhere, or others in every second cluster."""
 
     def __post_init__(self) -> None:
         Settings(self.users, self.items, self.events, self.seed)
@@ -76,6 +84,8 @@ class SearchSettings:
             raise ValueError(f"items is {self.items}, the least of a search log is 36; a search shows five clusters")
         if not 0 <= self.query_driven <= 1:
             raise ValueError(f"query_driven is {self.query_driven}; it is a share between 0 and 1")
+        if self.taste not in LIKED_MAKERS:
+            raise ValueError(f"taste is '{self.taste}', it must be one of {', '.join(LIKED_MAKERS)}")
 
 
 @dataclass(frozen=True)
@@ -93,7 +103,7 @@ class Searches:
     item: np.ndarray
     """(S, P) what was shown, by position."""
     liked: np.ndarray
-    """(S, P) whether the item's maker is one that the user likes."""
+    """(S, P) whether the item's maker is one that the user likes, in the item's cluster."""
     click: np.ndarray
     """(S, P)"""
     purchase: np.ndarray
@@ -145,8 +155,10 @@ def draw_searches(settings: SearchSettings, world: World, brand: np.ndarray) -> 
     intent, asked = _intents(world, lengths, settings.query_driven, rng)
     time = draw_times(lengths, rng)
     item = _results(world, intent, rng)
-    taste = np.argsort(rng.random((settings.users, len(MAKERS))), axis=1) < LIKED_MAKERS  # (U, makers)
-    liked = taste[user[:, None], brand[item]]
+    likes = np.argsort(rng.random((settings.users, len(MAKERS))), axis=1) < LIKED_MAKERS[settings.taste]  # (U, makers)
+    liked = likes[user[:, None], brand[item]]
+    if settings.taste == "query":
+        liked ^= world.cluster[item] % 2 == 1
     chance = CLICK[(world.cluster[item] == intent[:, None]).astype(int), liked.astype(int)] * LOOK
     click = rng.random(item.shape) < chance
     purchase = click & (rng.random(item.shape) < PURCHASE[liked.astype(int)])
@@ -167,14 +179,15 @@ def _query_texts(world: World, asked: np.ndarray, rng: np.random.Generator) -> p
 
 
 def simulate_search(
-    output_dir: str, users: int, items: int, events: int, seed: int, query_driven: float = 1.0
-) -> tuple[World, Searches]:
+    output_dir: str, users: int, items: int, events: int, seed: int, query_driven: float = 1.0,
+    taste: Literal["user", "query"] = "user",
+) -> tuple[World, Searches]:  # fmt: skip
     """Writes a search log into `output_dir` (a local path or URI) and returns its causes.
 
     Raises UserError for impossible settings, a folder that holds other files, or one that cannot be written.
     """
     try:
-        settings = SearchSettings(users, items, events, seed, query_driven)
+        settings = SearchSettings(users, items, events, seed, query_driven, taste)
     except ValueError as error:
         raise UserError(str(error)) from error
     check_writable(output_dir)

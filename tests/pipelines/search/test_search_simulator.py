@@ -69,6 +69,25 @@ def test_clicks_have_the_causes_that_are_claimed(tmp_path: Path, driven: float) 
     assert (asked, follows) == pytest.approx((1.0, chance) if driven else (chance, 0.82), abs=0.04)
 
 
+def test_taste_by_query_is_told_by_history_and_query_together(tmp_path: Path) -> None:
+    world, log = simulate_search(str(tmp_path), 300, 400, 6000, 0, taste="query")
+    brand = pl.read_parquet(tmp_path / "items.parquet")["brand"].to_numpy()
+    frame = pl.DataFrame(
+        {
+            "user": np.repeat(log.user, RESULTS), "maker": brand[log.item.ravel()],
+            "odd": world.cluster[log.item.ravel()] % 2, "liked": log.liked.ravel(), "click": log.click.ravel(),
+        }
+    )  # fmt: skip
+    likes = frame.group_by("user", "maker", "odd").agg(
+        pl.col("liked").n_unique().alias("kinds"), pl.col("liked").first()
+    )
+    assert likes["kinds"].max() == 1
+    sides = likes.pivot("odd", index=["user", "maker"], values="liked").drop_nulls()
+    assert (sides["0"] != sides["1"]).all()
+    assert 0.45 < log.liked.mean() < 0.55
+    assert log.click[log.liked].mean() > 2 * log.click[~log.liked].mean()
+
+
 def test_some_searches_have_no_click_and_histories_fill(tmp_path: Path) -> None:
     _, log = simulate_search(str(tmp_path), 300, 100, 3000, 0)
     clicks = log.click.sum(1)
@@ -108,5 +127,8 @@ def test_the_job_simulates_and_says_what_is_next(tmp_path: Path, capsys: pytest.
     assert "simulated_search.yaml" in said
     job.run(config)
     assert "up to date" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="add --kind search"):
-        job.Config(output=str(tmp_path), query_driven=0.5)
+    for options in ({"query_driven": 0.5}, {"taste": "query"}):
+        with pytest.raises(ValueError, match="add --kind search"):
+            job.Config(output=str(tmp_path), **options)
+    with pytest.raises(ValueError, match="taste is 'item', it must be one of user, query"):
+        SearchSettings(taste="item")  # type: ignore[arg-type]
