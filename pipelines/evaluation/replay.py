@@ -16,7 +16,9 @@ Each is unbiased under that model with the true theta. A result below the page h
 the mean theta of their places. What biases it: theta is taken, where none is given, as the click rate by position
 in the training split, which is right where the log's order says nothing of the results (simulated logs), and too
 steep where the logging ranker put better ones first (results moved up then look better than they are); a click is
-never seen on what was not shown; results influence each other; users change with the ranking.
+never seen on what was not shown; results influence each other (where every search has just one click, a ratio can
+pass 1); users change with the ranking. On a page that holds all results every order is worth nearly the same: choose
+a shorter one (`--replay_page 3`).
 
 Intervals are 95% percentiles of a bootstrap over users, the same resamples for model and base.
 
@@ -173,13 +175,19 @@ def matched(keys: tuple[NDArray, ...], table: tuple[NDArray, ...], values: NDArr
 
 
 def click_rates(log: Log) -> Floats:
-    """(P,) theta by position relative to the first: click rates, of rare positions that of the one above."""
+    """(P,) theta by position relative to the first: click rates, of rare positions that of the one above.
+
+    None is above the one before it (isotonic regression): users look from the top, and what rises is noise.
+    """
+    from sklearn.isotonic import isotonic_regression
+
     positions = int(log.position.max()) + 1
     shown = np.bincount(log.position, minlength=positions)
     clicks = np.bincount(log.position, log.click, minlength=positions)
     rate = np.zeros(positions)
     for p in range(positions):
         rate[p] = clicks[p] / shown[p] if shown[p] >= LEAST_SHOWN or (p == 0 and shown[p]) else rate[max(0, p - 1)]
+    rate = isotonic_regression(rate, sample_weight=np.maximum(shown, 1), increasing=False)
     if not rate[0] > 0:
         raise UserError("no result at the first position was clicked in training; give --replay_propensities")
     return np.clip(rate / rate[0], SMALLEST, None)

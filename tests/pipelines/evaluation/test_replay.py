@@ -119,6 +119,14 @@ def test_estimates_are_unbiased_where_the_click_model_holds():
         assert found[f"{name}_lift"].low == found[f"{name}_lift"].high == 0  # the same resamples for both
 
 
+def test_no_position_is_looked_at_more_than_the_one_before_it():
+    """Clicks that do not depend on the position give 1 throughout, so that noise moves no estimate."""
+    shown = np.tile(np.arange(4), 1000)
+    click = np.isin(np.arange(4000), np.concatenate([4 * np.arange(n) + p for p, n in enumerate((100, 110, 90, 50))]))
+    log = Log(np.zeros(1000, int), np.arange(1000), np.full(1000, 4), shown, click, None)
+    assert click_rates(log) == pytest.approx([1, 1, 90 / 105, 50 / 105])
+
+
 def test_an_interval_covers_as_a_resampling_of_users_does():
     rng = np.random.default_rng(3)
     sums = np.stack([np.full(60, 10.0), np.full(60, 1.0), rng.poisson(2, 60), rng.random(60), rng.random(60)], 1)
