@@ -1,6 +1,7 @@
 """The linear recurrence h_t = decay * h_{t-1} + x_t, one decay per channel, in parallel and step by step.
 
     h = linear_recurrence(x, decay)            # (B, L, D): all positions at once, for training
+    h = key_value_recurrence(k, v, decay)      # the same of x = k * v, on GPUs in one pass (linear_recurrence_triton)
     h_t = recurrent_step(state, x_t, decay)    # (B, D): the next position from the last one's state
 
 The parallel form cuts the positions into about sqrt(L) chunks. All chunks run their own recurrence side by
@@ -13,7 +14,10 @@ Shapes: `B` rows, `L` positions, `D` channels, `N` chunks of `K` positions.
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import os
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,6 +36,24 @@ def linear_recurrence(x: Tensor, decay: Tensor, state: Tensor | None = None) -> 
         return Recurrence.apply(x, decay)
     first = x[:, :1].float() + decay * state.float()[:, None]
     return Recurrence.apply(torch.cat([first, x[:, 1:].float()], 1), decay).to(x.dtype)
+
+
+def key_value_recurrence(k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
+    """(B, L, D) in the dtype of `k`: `linear_recurrence` of k * v, both (B, L, D) (Eq. 7 and 8 of QGS).
+
+    On a GPU where Triton can be imported it is one pass over memory, unless TRIELINE_KERNELS=0.
+    """
+    if k.is_cuda and fused_available():
+        from models.layers.linear_recurrence_triton import FusedRecurrence
+
+        return FusedRecurrence.apply(k, v, decay.float())
+    return linear_recurrence(k * v, decay)
+
+
+@cache
+def fused_available() -> bool:
+    """Whether Triton is installed, as it is with PyTorch for GPUs, and wanted."""
+    return os.environ.get("TRIELINE_KERNELS") != "0" and importlib.util.find_spec("triton") is not None
 
 
 def recurrent_step(state: Tensor, x: Tensor, decay: Tensor, out: Tensor | None = None) -> Tensor:

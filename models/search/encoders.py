@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers import BertConfig, BertModel
 
 from models.layers.hstu import HSTULayer
-from models.layers.linear_recurrence import Decay, linear_recurrence, recurrent_step
+from models.layers.linear_recurrence import Decay, key_value_recurrence, recurrent_step
 from models.matmul import Packed
 from models.tables import UserError
 
@@ -36,7 +36,7 @@ class LinearHSTULayer(nn.Module):
     def forward(self, h: Tensor) -> Tensor:
         """(B, T, D) from (B, T, D): all positions at once."""
         q, k, v, u = self.projections(h)
-        c = linear_recurrence(k * v, self.decay())  # (B, T, D): Eq. 7 and 8
+        c = key_value_recurrence(k, v, self.decay())  # (B, T, D): Eq. 7 and 8
         return h + functional.dropout(q * c * u, self.dropout, self.training)
 
 

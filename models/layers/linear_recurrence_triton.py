@@ -1,0 +1,111 @@
+"""The linear recurrence on GPUs as one pass over memory: h_t = decay * h_{t-1} + k_t * v_t, and its gradient.
+
+Used by `linear_recurrence.key_value_recurrence` where the tensors are on a GPU and Triton can be imported;
+`linear_recurrence` is its reference. A program takes a block of channels of one row through all positions, a
+tile of them at a time: an associative scan within the tile, and the state carried from tile to tile. k and v are
+read once and h is written once, where the PyTorch form passes over memory about eight times. The backward pass
+is the same recurrence from the last position to the first. Sums are fp32 whatever the dtype of k and v.
+
+Checked on a CPU with Triton's interpreter (`tests/models/layers/test_linear_recurrence_triton.py`) and compiled
+for compute capabilities 8.0 and 9.0; not timed on a GPU yet. `TRIELINE_KERNELS=0` leaves it out.
+
+Shapes: `B` rows, `L` positions, `D` channels, `T` positions and `C` channels of a tile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-not-found]
+import triton.language as tl  # type: ignore[import-not-found]
+from torch import Tensor
+
+POSITIONS, CHANNELS = 32, 32
+"""T and C: a tile's rows are then 128 bytes of float32, as wide as a GPU reads at once."""
+
+
+@triton.jit
+def combine(first_decay, first, second_decay, second):  # type: ignore[no-untyped-def]
+    """Two stretches of positions as one: the decay over both, and the state after both from a state of zero."""
+    return first_decay * second_decay, second_decay * first + second
+
+
+@triton.jit
+def forward_kernel(  # type: ignore[no-untyped-def]
+    k, v, decay, h, length, width, k_row, k_step, v_row, v_step, T: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """Writes h (B, L, D). A position of k and v is `k_step` and `v_step` numbers after the one before it."""
+    row, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C)
+    place, inside = tl.arange(0, T), channel < width
+    gamma = tl.load(decay + channel, mask=inside, other=0.0)
+    state = tl.zeros((C,), dtype=tl.float32)
+    for begin in range(0, length, T):
+        t = begin + place
+        there = (t < length)[:, None] & inside[None, :]
+        key = tl.load(k + row * k_row + t[:, None] * k_step + channel[None, :], mask=there, other=0.0)
+        value = tl.load(v + row * v_row + t[:, None] * v_step + channel[None, :], mask=there, other=0.0)
+        x = key.to(tl.float32) * value.to(tl.float32)  # (T, C)
+        power, own = tl.associative_scan((tl.broadcast_to(gamma[None, :], (T, C)), x), 0, combine)
+        tile = own + power * state[None, :]
+        tl.store(h + row * length * width + t[:, None] * width + channel[None, :], tile, mask=there)
+        state = tl.sum(tl.where((place == T - 1)[:, None], tile, 0.0), 0)
+
+
+@triton.jit
+def backward_kernel(  # type: ignore[no-untyped-def]
+    grad, k, v, decay, h, dk, dv, by_decay, length, width, k_row, k_step, v_row, v_step,
+    T: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Writes dk and dv (B, L, D) and by_decay (B, D) from grad = dL/dh (B, L, D) and h.
+
+    g_t = grad_t + decay * g_{t+1}; dk = g v, dv = g k, by_decay = sum_t g_t h_{t-1}.
+    """
+    row, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C)
+    place, inside = tl.arange(0, T), channel < width
+    gamma = tl.load(decay + channel, mask=inside, other=0.0)
+    state, total = tl.zeros((C,), dtype=tl.float32), tl.zeros((C,), dtype=tl.float32)
+    for begin in range(0, length, T):
+        t = length - 1 - begin - place
+        there = (t >= 0)[:, None] & inside[None, :]
+        flat = row * length * width + t[:, None] * width + channel[None, :]
+        x = tl.load(grad + flat, mask=there, other=0.0).to(tl.float32)
+        power, own = tl.associative_scan((tl.broadcast_to(gamma[None, :], (T, C)), x), 0, combine)
+        g = own + power * state[None, :]
+        key = tl.load(k + row * k_row + t[:, None] * k_step + channel[None, :], mask=there, other=0.0)
+        value = tl.load(v + row * v_row + t[:, None] * v_step + channel[None, :], mask=there, other=0.0)
+        tl.store(dk + flat, g * value.to(tl.float32), mask=there)
+        tl.store(dv + flat, g * key.to(tl.float32), mask=there)
+        before = tl.load(h + flat - width, mask=there & (t > 0)[:, None], other=0.0)
+        total += tl.sum(g * before.to(tl.float32), 0)
+        state = tl.sum(tl.where((place == T - 1)[:, None], g, 0.0), 0)
+    tl.store(by_decay + row * width + channel, total, mask=inside)
+
+
+class FusedRecurrence(torch.autograd.Function):
+    """`FusedRecurrence.apply(k, v, decay)`: h (B, L, D) in the dtype of k, of k and v (B, L, D) and decay (D,) fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
+        k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+        batch, length, width = k.shape
+        h = torch.empty(k.shape, dtype=torch.float32, device=k.device)
+        if h.numel():
+            forward_kernel[(batch, triton.cdiv(width, CHANNELS))](
+                k, v, decay, h, length, width, *k.stride()[:2], *v.stride()[:2], T=POSITIONS, C=CHANNELS
+            )
+        ctx.save_for_backward(k, v, decay, h)
+        return h.to(k.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        k, v, decay, h = ctx.saved_tensors
+        batch, length, width = k.shape
+        dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+        by_decay = torch.zeros(batch, width, dtype=torch.float32, device=k.device)
+        if h.numel():
+            backward_kernel[(batch, triton.cdiv(width, CHANNELS))](
+                gradients[0].contiguous(), k, v, decay, h, dk, dv, by_decay, length, width, *k.stride()[:2],
+                *v.stride()[:2], T=POSITIONS, C=CHANNELS,
+            )  # fmt: skip
+        return dk, dv, by_decay.sum(0)
