@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import sqlite3
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,6 +30,7 @@ from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 
 from models.tables import UserError
+from pipelines.data.tables import git
 
 for chatty in ("mlflow", "alembic"):
     logging.getLogger(chatty).setLevel(logging.WARNING)
@@ -170,12 +170,6 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def git_commit() -> str | None:
-    """The commit of the checkout that this code runs from."""
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
-    return git.stdout.strip() if git.returncode == 0 else None
-
-
 def open_run(
     uri: str,
     experiment: str,
@@ -202,7 +196,7 @@ def open_run(
         **{f"table.{table}": value for table, value in hashes.items()},
         **(tags or {}),
     }
-    if commit := git_commit():
+    if commit := git("rev-parse", "HEAD"):
         labels["mlflow.source.git.commit"] = commit
     if parent:
         labels["mlflow.parentRunId"] = parent

@@ -148,8 +148,9 @@ def actions_schema(events: pa.Schema, tasks: int, actions: int, features: int) -
     """sequences of a log of actions: one row per user, all lists of equal length, an entry per impression.
 
     Events are sorted by (timestamp_ms, request_id, position, item_id). The manifest names the `tasks`,
-    `actions` and `features` in order. Context of validation: events before `train_end`; its candidates: from
-    there to `val_end`. Of test: before `val_end`, and from there on.
+    `actions` and `features` in order, and the values of each `cat_*` column in training (`viewers`). Context of
+    validation: events before `train_end`; its candidates: from there to `val_end`. Of test: before `val_end`, and
+    from there on.
     """
     extra = [field for field in events if field.name.startswith(("label_", "num_", "cat_"))]
     return pa.schema(
@@ -160,7 +161,7 @@ def actions_schema(events: pa.Schema, tasks: int, actions: int, features: int) -
             *(_list(field.name, field.type) for field in extra),
             _list("tasks", pa.list_(pa.field("item", pa.uint8()), tasks)),  # 0 or 1
             _list("actions", pa.list_(pa.field("item", pa.float32()), actions)),  # what models read, from 0 to 1
-            _list("features", pa.list_(pa.field("item", pa.float32()), features)),  # counts at the time of the event
+            _list("features", pa.list_(pa.field("item", pa.float32()), features)),  # counts before the event or its cut
             pa.field("train_end", pa.int32(), nullable=False),  # the user's events before the validation cut
             pa.field("val_end", pa.int32(), nullable=False),  # the user's events before the test cut
         ]
@@ -268,10 +269,16 @@ def code_version() -> str:
         release = version("trieline")
     except PackageNotFoundError:
         release = "unknown"
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True
-    )
-    return f"{release} {git.stdout.strip()}".strip() if git.returncode == 0 else release
+    return f"{release} {git('describe', '--always', '--dirty') or ''}".strip()
+
+
+def git(*words: str) -> str | None:
+    """What git says of the checkout that this code runs from; None where there is none, or no git, as in an image."""
+    try:
+        said = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+    return said.stdout.strip() if said.returncode == 0 else None
 
 
 def commit(

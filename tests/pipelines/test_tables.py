@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from models.tables import UserError, read_manifest, read_table
-from pipelines.data.tables import SIDS, check_writable, commit, fingerprint, up_to_date, write_part
+from pipelines.data.tables import SIDS, check_writable, code_version, commit, fingerprint, git, up_to_date, write_part
 
 
 def sids(*codes: list[int]) -> pa.Table:
@@ -92,3 +92,11 @@ def test_unwritable_output(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write to"):
         check_writable(str(tmp_path / "file" / "t"))
+
+
+def test_tables_are_made_where_there_is_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert git("rev-parse", "HEAD") is None
+    assert len(code_version().split()) == 1  # the release alone
+    make(tmp_path / "t", sids([1, 2]))
+    assert read_manifest(str(tmp_path / "t")).code_version == code_version()
