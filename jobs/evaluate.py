@@ -10,6 +10,7 @@ it writes the top K items of all users to a table instead; with --export FILE.pt
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -134,13 +135,14 @@ def print_ranking(result: Result) -> None:
     """What a model that scores candidates was found to do, label by label."""
     found, kinds = result.metrics, ["gauc", "auc", "log_loss", "normalised_entropy"]
     kinds += ["calibration"] if "eval_loss" in found else []
-    print(f"{result.model} on {result.split}: {result.examples:,} requests, seed {result.seed}")
+    asked = "users" if "eval_loss" in found else "requests"  # in a log of actions all candidates of a user are one
+    print(f"{result.model} on {result.split}: {result.examples:,} {asked}, seed {result.seed}")
     prefixes = sorted(name.removesuffix("requests_one_class") for name in found if name.endswith("requests_one_class"))
     width = max(10, *(len(prefix) + 1 for prefix in prefixes))
     for prefix in prefixes:
         print(f"  {prefix:<{width}}" + "  ".join(f"{name} {found[prefix + name]:.4f}" for name in kinds))
         one, all_ = (int(found[prefix + name]) for name in ("requests_one_class", "requests"))
-        print(f"  {'':<{width}}{one:,} of {all_:,} requests have one class and no part in gauc")
+        print(f"  {'':<{width}}{one:,} of {all_:,} {asked} have one class and no part in gauc")
     if "eval_loss" in found:
         both = (
             f"{found['mean/normalised_entropy']:.4f} ({found['mean/normalised_entropy_train']:.4f} by training rates)"
@@ -175,11 +177,13 @@ def run(config: Config) -> Result | None:
         print(f"Recommendations of {manifest.info['model']}: top {config.k} of {manifest.rows:,} users {what}.")
         print(f"  table       {config.batch_inference}: user_id, item_id (best first), score")
         return None
-    if config.shards > 1:
+    remote = bool(os.environ.get("RAY_ADDRESS"))  # a cluster's GPUs are not where its jobs' drivers run
+    if config.shards > 1 or remote:
         cli.start_ray()
     result, about = evaluate(
         config.checkpoint, config.tables, config.text or config.sids, split=config.split, batch_size=config.batch_size,
         shards=config.shards, device=config.device, options=options, item_shift=config.item_shift,
+        remote=remote,
     )  # fmt: skip
     replayed = replay_of(config, result) if config.replay else []
     place = record(result, about, config.tracking_uri)

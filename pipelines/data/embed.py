@@ -205,7 +205,7 @@ class TextEncoder:
                 vectors = torch.nn.functional.normalize(vectors, dim=-1)
             if separator:
                 first = (batch["input_ids"] == self.tokenizer.sep_token_id).int().argmax(1)
-                vectors = torch.cat([vectors, states[torch.arange(len(states)), first]], dim=-1)
+                vectors = torch.cat([vectors, states[torch.arange(len(states), device=self.device), first]], dim=-1)
             pooled.append(vectors.cpu().numpy())
         return np.concatenate(pooled)
 
@@ -226,7 +226,9 @@ def _encode_distributed(texts: list[str], name: str, config: EmbedConfig, say: S
     """Blocks of `text_index` and `embedding`, in the order in which actors finish them."""
     import ray
 
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    from pipelines.data.tasks import quiet_ray_data
+
+    quiet_ray_data()
     # longest first: batches hold texts of like length, and the last blocks to run are short ones
     order = sorted(range(len(texts)), key=lambda i: (-len(texts[i]), texts[i]))
     table = pa.table({"text_index": pa.array(order, pa.int64()), "text": pa.array([texts[i] for i in order])})
@@ -245,7 +247,6 @@ def _encode_distributed(texts: list[str], name: str, config: EmbedConfig, say: S
         num_cpus=1,
         num_gpus=1 if gpus else 0,
     )
-    dataset.context.enable_progress_bars = False
     yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow")
 
 

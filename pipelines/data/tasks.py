@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -57,6 +58,14 @@ def fetch(ref: ray.ObjectRef) -> Any:
         if isinstance(error.cause, UserError):
             raise UserError(str(error.cause)) from None
         raise
+
+
+def quiet_ray_data() -> None:
+    """Keeps what Ray Data says of its progress off the terminal, where jobs say how far they are; errors stay."""
+    import ray.data  # sets up its logger, so it comes first
+
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    ray.data.DataContext.get_current().enable_progress_bars = False
 
 
 def stop(refs: list[ray.ObjectRef]) -> None:

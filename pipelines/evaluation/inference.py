@@ -20,7 +20,8 @@ from models.fit import autocast, to_device
 from models.setup import load_catalogue
 from models.tables import Manifest, Part, UserError, has_manifest, join, read_manifest, read_table
 from pipelines.data.tables import check_writable, commit, fingerprint, up_to_date, write_part
-from pipelines.evaluation.ranking import device_of, find_checkpoint, recommend_options
+from pipelines.data.tasks import quiet_ray_data
+from pipelines.evaluation.ranking import device_of, find_checkpoint, recommend_options, takes_gpu
 from pipelines.training.run import absolute
 from pipelines.training.worker import threads_per_worker
 
@@ -129,9 +130,8 @@ def recommend_all(
             return read_manifest(output, "recommendations"), True
         raise UserError(f"{output} holds another table; choose another folder or replace it with --overwrite")
     check_writable(output)
-    gpu = device_of(device).type == "cuda"
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
+    gpu = takes_gpu(device, actors)
+    quiet_ray_data()
     parts = (
         ray.data.range(-(-users // users_per_part), override_num_blocks=-(-users // users_per_part))
         .map_batches(

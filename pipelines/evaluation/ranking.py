@@ -56,7 +56,7 @@ class Result:
     hashes: dict[str, str]
     """Hashes of the tables."""
     device: str
-    """cpu or cuda, with the number of threads or the GPU's name."""
+    """`cpu` with the number of threads, or the GPU's name; before it how many worked at once, if more than one."""
 
 
 def find_checkpoint(uri: str) -> str:
@@ -82,6 +82,11 @@ def recommend_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
         if key not in known:
             takes = f"it takes {', '.join(known)}" if known else "it takes none"
             raise UserError(f"the model '{name}' has no option --{key} when recommending; {takes}")
+    if chosen.get("beam", 1) < 1:
+        raise UserError(f"--beam is {chosen['beam']}, the least is 1; give the prefixes to keep at each code")
+    for key in ("path", "scores"):
+        if key in chosen and chosen.get("constrained") is False:
+            raise UserError(f"--{key} is of the search in the trie, and --constrained is false; leave one of them out")
     return chosen
 
 
@@ -92,6 +97,16 @@ def device_of(option: str) -> torch.device:
     if option == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda, but PyTorch sees no GPU here; use --device cpu")
     return torch.device(option)
+
+
+def takes_gpu(option: str, at_once: int) -> bool:
+    """Whether `at_once` Ray tasks or actors take a GPU each: the cluster's, as a job's own machine may have none."""
+    there = ray.cluster_resources().get("GPU", 0)
+    if option == "cuda" and there < at_once:
+        raise UserError(
+            f"--device cuda takes {at_once} GPUs at once, the cluster has {there:g}; lower --shards or use --device cpu"
+        )
+    return option != "cpu" and there >= at_once
 
 
 def new_items_of(name: str, tables: str) -> shift.Subsets:
@@ -105,8 +120,8 @@ def new_items_of(name: str, tables: str) -> shift.Subsets:
 def rank_shard(
     uri: str, tables: str, sids: str | None, split: Any, batch_size: int, options: dict[str, Any], device: str,
     threads: int, subsets: shift.Subsets, shard: tuple[int, int],
-) -> tuple[dict[str, Any], int, int, float]:  # fmt: skip
-    """(sums, requests, skipped, seconds in recommend) of shard (rank, world): every `world`-th user."""
+) -> tuple[dict[str, Any], int, int, float, str]:  # fmt: skip
+    """(sums, requests, skipped, seconds in recommend, device) of shard (rank, world): every `world`-th user."""
     rank, world = shard
     if threads:
         torch.set_num_threads(threads)
@@ -125,7 +140,8 @@ def rank_shard(
     if len(examples):
         score(model, family, examples, limit=min(batch_size, len(examples)), **common)  # warms up
     sums, count, seconds = score(model, family, examples, **common)
-    return sums, count, examples.skipped, seconds
+    label = torch.cuda.get_device_name() if where.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    return sums, count, examples.skipped, seconds, label
 
 
 def evaluate(
@@ -139,8 +155,9 @@ def evaluate(
     device: str = "auto",
     options: dict[str, Any] | None = None,
     item_shift: bool = False,
+    remote: bool = False,
 ) -> tuple[Result, Checkpoint]:
-    """Ranks and measures; `shards` above 1 needs Ray. Writes nothing.
+    """Ranks and measures, in this process, or where `shards` is above 1 or with `remote` in Ray tasks. Writes nothing.
 
     With `item_shift` also the users whose target is a new item (`pipelines/evaluation/item_shift.py`).
     """
@@ -152,19 +169,16 @@ def evaluate(
     chosen = recommend_options(about.name, options or {})
     subsets = new_items_of(about.name, tables) if item_shift else {}
     arguments = (uri, tables, sids, split, batch_size, chosen, device)
-    if shards == 1:
+    if shards == 1 and not remote:
         parts = [rank_shard(*arguments, 0, subsets, (0, 1))]
     else:
-        task = ray.remote(num_cpus=1, num_gpus=1 if device_of(device).type == "cuda" else 0)(rank_shard)
+        task = ray.remote(num_cpus=1, num_gpus=1 if takes_gpu(device, 1) else 0)(rank_shard)
         parts = ray.get([task.remote(*arguments, 1, subsets, (rank, shards)) for rank in range(shards)])
     count = sum(part[1] for part in parts)
     if count == 0:
         raise UserError(f"the split '{split}' of {tables} has no request with a history; choose another --split")
     total = add_sums(part[0] for part in parts)
     metrics = shift.means(total, subsets) if subsets else means_of(registry.find(about.name))(total)
-    where = device_of(device)
-    threads = torch.get_num_threads() if shards == 1 else shards
-    label = torch.cuda.get_device_name() if where.type == "cuda" else f"cpu, {threads} threads"
     return (
         Result(
             model=about.name,
@@ -178,7 +192,7 @@ def evaluate(
             seed=about.fit.get("seed"),
             options={**chosen, "batch_size": batch_size},
             hashes=about.hashes,
-            device=label,
+            device=parts[0][4] if shards == 1 else f"{shards} x {parts[0][4]}",
         ),
         about,
     )

@@ -81,6 +81,16 @@ def test_shards_add_up_to_the_whole(world: World, ray_local: None) -> None:
     shards, _ = evaluate(world.place("sasrec-1"), world.tables, split="val", shards=2)
     assert shards.examples == whole.examples
     assert shards.metrics == pytest.approx(whole.metrics)
+    assert shards.device == "2 x cpu, 1 threads"
+    elsewhere, _ = evaluate(world.place("sasrec-1"), world.tables, split="val", remote=True)
+    assert elsewhere.metrics == pytest.approx(whole.metrics)
+
+
+def test_gpus_that_the_cluster_has_not_are_refused(world: World, ray_local: None) -> None:
+    with pytest.raises(UserError, match="takes 1 GPUs at once, the cluster has 0"):
+        evaluate(world.place("sasrec-1"), world.tables, split="val", shards=2, device="cuda")
+    with pytest.raises(UserError, match="takes 2 GPUs at once, the cluster has 0"):
+        recommend_all(world.place("sasrec-1"), world.tables, None, str(world.folder / "none"), actors=2, device="cuda")
 
 
 def test_results_reach_the_training_run_and_the_comparison(world: World, capsys: pytest.CaptureFixture) -> None:
