@@ -62,6 +62,8 @@ WARNING = (
 class SearchTextConfig(EmbedConfig):
     """Texts of a search log to embeddings."""
 
+    pooling: str = "cls"
+    """The `cls` token's state, as in the paper (Sec. 3.3), or the `mean` over tokens."""
     max_tokens: int = 180
     """Tokens per text or pair; longer ones are cut (Sec. 4.1 of QGS)."""
     svd: int = 64

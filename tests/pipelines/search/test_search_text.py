@@ -68,14 +68,13 @@ def vectors(table: pa.Table, column: str = "embedding") -> np.ndarray:
 
 
 def state(folder: str, query: str, document: str) -> tuple[np.ndarray, np.ndarray]:
-    """(pooled, first [SEP]) of one pair on its own."""
+    """([CLS] of length 1, first [SEP]) of one pair on its own."""
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
     inputs = tokenizer(query, document, truncation=True, max_length=24, return_tensors="pt")
     with torch.inference_mode():
         states = model(**inputs)[0][0]
     first = inputs["input_ids"][0].tolist().index(tokenizer.sep_token_id)
-    pooled = states.mean(0)
-    return (pooled / pooled.norm()).numpy(), states[first].numpy()
+    return (states[0] / states[0].norm()).numpy(), states[first].numpy()
 
 
 def test_texts_and_pairs_are_encoded_once_and_as_one_at_a_time(
@@ -90,7 +89,7 @@ def test_texts_and_pairs_are_encoded_once_and_as_one_at_a_time(
     found = {name: read_table(str(tmp_path / name), "embeddings") for name in made}
     assert found["items"]["item_index"].to_pylist() == list(range(len(items)))
     assert found["queries"]["query_index"].to_pylist() == list(range(len(queries)))
-    encoder = TextEncoder(bert, "mean", 24, 1, True)
+    encoder = TextEncoder(bert, "cls", 24, 1, True)
     np.testing.assert_allclose(vectors(found["items"]), encoder.encode(items), atol=1e-5)
     np.testing.assert_allclose(vectors(found["queries"]), encoder.encode(queries), atol=1e-5)
 
