@@ -5,8 +5,9 @@
     python -m jobs.quickstart --family actions    # a feed: interleaved, AttnLFA, AttnMVP; without actions
 
 Without `--data` it simulates a small log (`results are labelled simulated`); `--data FOLDER` takes a real
-one whose mapping file is `jobs/configs/sources/FOLDER.yaml`, or the one that `--source` names. Every step
-is one of the other commands and is printed as such before it runs, so each can be repeated on its own.
+one whose mapping file is `jobs/configs/sources/FOLDER_FAMILY.yaml` or `FOLDER.yaml` there, or the one that `--source`
+names. Every step is one of the other commands and is printed as such before it runs, so each can be repeated on its
+own.
 """
 
 from __future__ import annotations
@@ -202,7 +203,8 @@ def locate(config: Config) -> Place:
     """Where everything is; UserError for a log that is not there or of another family."""
     flow = FLOWS[config.family]
     name = Path(config.data).resolve().name if config.data else flow.simulated
-    source = Path(config.source) if config.source else CONFIGS / "sources" / f"{name}.yaml"
+    named = [CONFIGS / "sources" / f"{stem}.yaml" for stem in (f"{name}_{config.family}", name)]
+    source = Path(config.source) if config.source else next((file for file in named if file.is_file()), named[-1])
     if not source.is_file():
         raise UserError(f"there is no mapping file {source} for {config.data}; name one with --source")
     if config.data and not Path(config.data).is_dir():

@@ -136,6 +136,8 @@ def set_up(
         )
     notes = entry.remember(module, config, catalogue, {"train": train, "val": val}) if entry.remember else []
     batches = Batches(train, fit.batch_size // world, fit.seed)
+    if hasattr(train, "padded_share"):
+        notes.append(f"padding: {train.padded_share(batches.batch_size, fit.seed):.1%} of the positions of an epoch")
     return Setup(entry, config, catalogue, module, batches, val, fit, device, world, notes)
 
 

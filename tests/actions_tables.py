@@ -16,6 +16,11 @@ ACTIONS = ("like", "share", "dwell")
 FEATURES = ("item_likes", "user_events")
 
 
+DEVICES = ("tablet", None, "phone", "watch")
+SEEN = ["phone", "tablet"]
+"""Devices that count as seen in training."""
+
+
 def lists(kind: pa.DataType) -> pa.DataType:
     return pa.list_(pa.field("item", kind))
 
@@ -25,6 +30,7 @@ SCHEMA = pa.schema(
         ("user_id", pa.string()),
         ("item_index", lists(pa.int32())),
         ("timestamp_ms", lists(pa.int64())),
+        ("cat_device", lists(pa.string())),
         ("tasks", lists(pa.list_(pa.bool_(), len(TASKS)))),
         ("actions", lists(pa.list_(pa.float32(), len(ACTIONS)))),
         ("features", lists(pa.list_(pa.float32(), len(FEATURES)))),
@@ -45,6 +51,7 @@ def user(
         "user_id": name,
         "item_index": items,
         "timestamp_ms": times,
+        "cat_device": [DEVICES[time % len(DEVICES)] for time in times],
         "tasks": np.stack([dwell > 0.15, like | share, like], 1).tolist(),
         "actions": np.stack([like, share, dwell], 1).astype(np.float32).tolist(),
         "features": rng.random((len(like), len(FEATURES))).astype(np.float32).tolist(),
@@ -53,8 +60,8 @@ def user(
     }
 
 
-def write_rows(folder: Path, rows: list[dict[str, Any]], items: int) -> str:
-    """TABLES with these rows of `sequences`; even items are dogs."""
+def write_rows(folder: Path, rows: list[dict[str, Any]], items: int, *, viewers: bool = False) -> str:
+    """TABLES with these rows of `sequences`; even items are dogs. With `viewers` models read the device."""
     tables = str(folder / "tables")
     catalogue = pa.table(
         {
@@ -70,13 +77,16 @@ def write_rows(folder: Path, rows: list[dict[str, Any]], items: int) -> str:
     info = {
         "kind": "actions", "tasks": list(TASKS), "actions": list(ACTIONS), "features": list(FEATURES),
         "feature_mean": [0.5] * len(FEATURES), "feature_std": [0.3] * len(FEATURES), "dataset": "actions-test",
+        "viewers": {"device": SEEN} if viewers else {},
         "base_rates": dict(zip(TASKS, rates.tolist(), strict=True)),
     }  # fmt: skip
     write(join(tables, "sequences"), "sequences", pa.Table.from_pylist(rows, SCHEMA), info, {"items": made.hash})
     return tables
 
 
-def write_actions(folder: Path, users: int = 60, items: int = 12, longest: int = 30, seed: int = 0) -> str:
+def write_actions(
+    folder: Path, users: int = 60, items: int = 12, longest: int = 30, seed: int = 0, *, viewers: bool = False
+) -> str:
     """A log of 100 ms, cut at 60 and 80, in which some events share a millisecond.
 
     User 0 has candidates alone, user 1 nothing to be evaluated on.
@@ -90,4 +100,4 @@ def write_actions(folder: Path, users: int = 60, items: int = 12, longest: int =
         item = rng.integers(items, size=len(times))
         liked = (item % 2 == 0) == (number % 2 == 0)
         rows.append(user(f"user-{number:03d}", item.tolist(), times.tolist(), liked.tolist(), (60, 80), rng))
-    return write_rows(folder, rows, items)
+    return write_rows(folder, rows, items, viewers=viewers)

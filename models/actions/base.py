@@ -67,7 +67,8 @@ def projection(inputs: int, width: int) -> nn.Sequential:
 
 
 class ItemNetwork(nn.Module):
-    """Item features, concatenated and projected (Sec. 2): the id's own embedding, categories, numbers."""
+    """Item features, concatenated and projected (Sec. 2): the id's own embedding, categories, numbers; and viewer-side
+    categories of the event."""
 
     numbers: Tensor
     categories: Tensor
@@ -79,14 +80,17 @@ class ItemNetwork(nn.Module):
             table = getattr(catalogue, name)
             self.register_buffer(name, table.clone().view(items, table.numel() // items))
         sizes = [items, *(int(column.max()) + 1 for column in self.categories.T)]
+        sizes += [len(values) + 1 for values in catalogue.viewers.values()]
+        self.viewers = len(catalogue.viewers)
         self.tables = nn.ModuleList(
             nn.Embedding.from_pretrained(torch.randn(size, width) * width**-0.5, freeze=False) for size in sizes
         )
         self.project = projection(len(sizes) * width + self.numbers.shape[1], width)
 
-    def forward(self, item: Tensor) -> Tensor:
-        """(..., D) of `item` (...), int64."""
-        keys = [item, *self.categories[item].unbind(-1)]
+    def forward(self, item: Tensor, viewer: Tensor | None = None) -> Tensor:
+        """(..., D) of `item` (...) and `viewer` (..., V), both int64; without `viewer` nothing is known of it."""
+        viewer = item.new_zeros(*item.shape, self.viewers) if viewer is None else viewer
+        keys = [item, *self.categories[item].unbind(-1), *viewer.unbind(-1)]
         parts = [table(key) for table, key in zip(self.tables, keys, strict=True)]
         return self.project(torch.cat([*parts, self.numbers[item]], -1))
 
@@ -144,7 +148,8 @@ class ActionsModel(nn.Module):
 
     def logits(self, batch: Batch, *, history: bool) -> Tensor:
         """(B, L, K), or (B, C, K) of the candidates alone where not `history`."""
-        items = self.items(torch.cat([batch["item"], batch["candidate_item"]], 1))
+        viewer = joined(batch, "viewer", True) if "viewer" in batch else None
+        items = self.items(joined(batch, "item", True), viewer)
         states = self.encode(items, self.actions(batch["action"]), visible(batch))
         return self.head(
             torch.cat([select(states, batch, history), self.features(joined(batch, "feature", history))], 2)

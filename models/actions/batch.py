@@ -11,15 +11,18 @@ the context that is strictly earlier than it. A candidate's actions are not in t
     action                  (B, T, A) float32     what the user did: 0 or 1 each, or graded
     label                   (B, T, K) float32     the tasks' 0 or 1
     feature                 (B, T, F) float32     counting statistics at the time of the event, for late fusion
+    viewer                  (B, T, V) int64       viewer-side categories of the event, such as the device: 0 for none
+                                                  and for what training has not seen; left out where V is 0
     valid                   (B, T) bool           false on padding, which comes after the events
     learn                   (B, T) bool           events that are learned from in training, where a model can
-    candidate_item, candidate_time, candidate_label, candidate_feature, candidate_valid
+    candidate_item, candidate_time, candidate_label, candidate_feature, candidate_viewer, candidate_valid
                             the same for candidates, (B, C, ...), in any order; C may be 0 in training
 
 Events at the same millisecond keep the log's order within the context, where the later one has seen the earlier
 one's actions. So `learn` is false for all but the first of them, and in training they are candidates as well.
 
-Shapes: `B` users, `T` context events, `C` candidates, `A` kinds of action, `K` tasks, `F` features, `I` items.
+Shapes: `B` users, `T` context events, `C` candidates, `A` kinds of action, `K` tasks, `F` features,
+`V` viewer-side categories, `I` items.
 """
 
 from __future__ import annotations
@@ -58,6 +61,9 @@ class ActionsCatalogue:
     """(I, X) float32 attributes of items, or empty."""
     categories: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     """(I, G) int64 attributes of items such as author or type, each dense from 0; or empty."""
+    viewers: dict[str, list[str]] = field(default_factory=dict)
+    """The V viewer-side categories of events, such as device or place in the app (Sec. 1 of AttnMVP), and the values
+    that training has seen of each."""
     train_rates: tuple[float, ...] = ()
     """Each task's share of positives among training events; or empty where it is not known."""
     hashes: dict[str, str] = field(default_factory=dict)
@@ -90,6 +96,7 @@ class ActionsCatalogue:
             feature_std=torch.tensor(info["feature_std"], dtype=torch.float32),
             numbers=torch.stack(numbers, 1) if numbers else torch.zeros(0),
             categories=torch.stack(categories, 1) if categories else torch.zeros(0, dtype=torch.int64),
+            viewers=info.get("viewers", {}),
             train_rates=tuple(float(info["base_rates"][task]) for task in info["tasks"]),
             hashes={"sequences": sequences.hash, "items": made.hash},
         )
@@ -151,9 +158,11 @@ def visible(batch: Batch) -> Tensor:
 def check_batch(batch: Batch, catalogue: ActionsCatalogue) -> None:
     """Raises ValueError where `batch` is not what the module says, naming the tensor and the remedy."""
     widths = {"label": len(catalogue.labels), "feature": len(catalogue.features), "action": len(catalogue.actions)}
+    sizes = [len(values) for values in catalogue.viewers.values()]
+    widths |= {"viewer": len(sizes)} if sizes else {}
     for prefix in ("", "candidate_"):
         size = tuple(batch[prefix + "item"].shape)
-        for name in ("item", "time", "valid", "label", "feature", "action", "learn"):
+        for name in ("item", "time", "valid", "learn", *widths):
             if prefix and name in ("action", "learn"):
                 continue
             expected = (*size, widths[name]) if name in widths else size
@@ -164,6 +173,8 @@ def check_batch(batch: Batch, catalogue: ActionsCatalogue) -> None:
             raise ValueError(
                 f"{prefix}item is not within 0 to {catalogue.num_items - 1}; give item_index, 0 on padding"
             )
+        if sizes and bool(((viewer := batch[prefix + "viewer"]) < 0).any() | (viewer > torch.tensor(sizes)).any()):
+            raise ValueError(f"{prefix}viewer is not within 0 to {sizes}; give the value's number from 1, 0 for none")
         if not bool(((label[valid] == 0) | (label[valid] == 1)).all()):
             raise ValueError(f"{prefix}label has a value other than 0 and 1; apply the task's threshold first")
     if batch["item"].shape[1] < 1:

@@ -49,7 +49,8 @@ class ActionsExamples:
     """
 
     events: dict[str, NDArray[Any]]
-    """Of this rank's users, flat: item, time, action, label, feature, learn; and an event of zeros at the end."""
+    """Of this rank's users, flat: item, time, action, label, feature, learn, viewer where the log has some; and an
+    event of zeros at the end."""
     begin: NDArray[np.int64]
     """Of each row, its first event."""
     context: NDArray[np.int64]
@@ -101,7 +102,9 @@ class ActionsExamples:
         events: list[dict[str, NDArray[Any]]] = []
         rows: list[dict[str, NDArray[Any]]] = []
         users = before = 0
-        columns = ["item_index", "timestamp_ms", *widths, "train_end", "val_end"]
+        viewers: dict[str, list[str]] = info.get("viewers", {})
+        carried = [f"cat_{name}" for name in viewers]
+        columns = ["item_index", "timestamp_ms", *carried, *widths, "train_end", "val_end"]
         for table in iter_parts(sequences_uri, "sequences", columns):
             lengths = pc.list_value_length(table["item_index"].combine_chunks()).to_numpy().astype(np.int64)
             user = np.arange(users, users + table.num_rows)
@@ -111,7 +114,7 @@ class ActionsExamples:
             mine = user % world == rank
             kept = np.where(mine, self._known(table, lengths), 0)
             place = np.arange(int(lengths.sum())) - np.repeat(starts(lengths), lengths)
-            part = read_part(table, widths)
+            part = read_part(table, widths, viewers)
             events.append({name: value[place < np.repeat(kept, lengths)] for name, value in part.items()})
             chosen = mine[owner]
             rows.append(
@@ -241,17 +244,24 @@ class ActionsExamples:
         wide = max(1, int(context.max())) + int(candidates.max())
         return int(context.sum() + candidates.sum()), len(rows) * wide
 
+    def padded_share(self, batch_size: int, seed: int) -> float:
+        """Share of the positions of a training epoch that hold no event."""
+        sizes = [self.positions(rows) for rows in self.batches(batch_size, seed=seed, shuffle=True)]
+        events, positions = np.sum(sizes, axis=0)
+        return float(1 - events / positions)
+
     def collate(self, rows: NDArray[np.int64]) -> dict[str, Tensor]:
         """The rows as the tensors of `models/actions/batch.py`; and `user_row` (B,), the row in the table."""
         row, context, first, candidates = self._sizes(rows)
         batch = {"user_row": torch.from_numpy(self.user[row])}
         index, batch["valid"] = padded(self.begin[row], context, 1)
-        self._gather(batch, "", index, ("item", "time", "action", "label", "feature", "learn"))
+        read = ("item", "time", "label", "feature", *(["viewer"] if "viewer" in self.events else []))
+        self._gather(batch, "", index, (*read, "action", "learn"))
         batch["learn"] &= batch["valid"]
         index, batch["candidate_valid"] = padded(first, candidates, 0)
         if self.split == "train" and self.unit == "user":
             index = np.append(self._tied, -1)[index]
-        self._gather(batch, "candidate_", index, ("item", "time", "label", "feature"))
+        self._gather(batch, "candidate_", index, read)
         return batch
 
     def _gather(self, batch: dict[str, Tensor], prefix: str, index: NDArray, names: tuple[str, ...]) -> None:
@@ -260,7 +270,7 @@ class ActionsExamples:
             batch[prefix + name] = values if name == "learn" else values.to(KINDS.get(name, torch.float32))
 
 
-KINDS = {"item": torch.int64, "time": torch.int64}
+KINDS = {"item": torch.int64, "time": torch.int64, "viewer": torch.int64}
 """Types of a batch's tensors that are not float32."""
 
 
@@ -285,8 +295,8 @@ def equal_parts(lengths: NDArray, parts: int) -> NDArray[np.int64]:
     return np.minimum(edges, len(lengths) - parts + number)
 
 
-def read_part(table: pa.Table, widths: dict[str, int]) -> dict[str, NDArray]:
-    """Flat arrays over the events of one part."""
+def read_part(table: pa.Table, widths: dict[str, int], viewers: dict[str, list[str]]) -> dict[str, NDArray]:
+    """Flat arrays over the events of one part. `viewer` (E, V): the number of each value in `viewers`, from 1, or 0."""
 
     def flat(name: str) -> pa.Array:
         return table[name].combine_chunks().flatten()
@@ -297,7 +307,10 @@ def read_part(table: pa.Table, widths: dict[str, int]) -> dict[str, NDArray]:
 
     item = flat("item_index").to_numpy().astype(np.int32)
     feature = vectors("features") if widths["features"] else np.zeros((len(item), 0), np.float32)
+    known = {name: pc.index_in(flat(f"cat_{name}"), pa.array(values, pa.string())) for name, values in viewers.items()}
+    codes = [pc.fill_null(place, -1).to_numpy(zero_copy_only=False) + 1 for place in known.values()]
     return {
+        **({"viewer": np.stack(codes, 1).astype(np.int32)} if codes else {}),
         "item": item,
         "time": flat("timestamp_ms").to_numpy(),
         "action": vectors("actions"),

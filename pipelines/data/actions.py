@@ -91,6 +91,11 @@ class ActionsRules:
         )
 
     @property
+    def categories(self) -> list[str]:
+        """Columns of the viewer-side categories."""
+        return [name for name in self.schema.names if name.startswith("cat_")]
+
+    @property
     def columns(self) -> list[str]:
         """Columns of events that are read."""
         carried = [name for name in self.schema.names if name.startswith(("label_", "num_", "cat_"))]
@@ -129,15 +134,18 @@ class Kept:
         return cls(row, item[row], codes[row], time, outside, int((length > max_events).sum()), lost)
 
 
-def _survey_part(uri: str, catalogue: pa.Array, rules: ActionsRules) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Events per split, and over training events the positives of each task and the least and largest input."""
+def _survey_part(uri: str, catalogue: pa.Array, rules: ActionsRules) -> tuple[np.ndarray, dict[str, Any]]:
+    """Events per split, and over training events the positives of each task, the least and largest input and the
+    values of each category."""
     events = read_coded(uri, rules.columns, IDS)
     if not events.num_rows:
         return np.zeros(len(NAMES), dtype=np.int64), {}
     kept = Kept.of(events, catalogue, rules.max_events)
     split = rules.sides(kept.time, runs(kept.user))
     train = kept.row[split == 0]
-    found = {}
+    found: dict[str, Any] = {
+        name: set(events[name].take(pa.array(train)).unique().drop_null().to_pylist()) for name in rules.categories
+    }
     for name, task in rules.actions.tasks.items():
         found[f"task {name}"] = np.array([task.values(events)[train].sum()])
     for name, action in rules.actions.inputs.items() if len(train) else ():
@@ -148,8 +156,9 @@ def _survey_part(uri: str, catalogue: pa.Array, rules: ActionsRules) -> tuple[np
 
 def drop_constants(
     parts: list[str], catalogue: ray.ObjectRef, rules: ActionsRules
-) -> tuple[ActionsRules, dict[str, str]]:
-    """The rules without tasks and inputs that are constant in training, and why each was dropped.
+) -> tuple[ActionsRules, dict[str, str], dict[str, list[str]]]:
+    """The rules without tasks and inputs that are constant in training, why each was dropped, and the values of the
+    viewer-side categories in training.
 
     A constant task has nothing to learn and no entropy to normalise by; a constant input tells nothing, and
     models would meet its other values untrained. UserError where a side of a cut is empty, or nothing is left.
@@ -157,12 +166,15 @@ def drop_constants(
     events = np.zeros(len(NAMES), dtype=np.int64)
     positives = dict.fromkeys(rules.actions.tasks, 0)
     ends: dict[str, list[np.ndarray]] = {name: [] for name in rules.actions.inputs}
+    viewers: dict[str, set[str]] = {name: set() for name in rules.categories}
     for _, (rows, found) in run_tasks(_survey_part, [(uri, catalogue, rules) for uri in parts]):
         events += rows
         for name in positives:
             positives[name] += int(found[f"task {name}"].sum()) if found else 0
         for name, seen in ends.items():
             seen += [found[f"input {name}"]] if f"input {name}" in found else []
+        for name, values in viewers.items():
+            values |= found.get(name, set())
     check_sides(dict(zip(NAMES, events.tolist(), strict=True)), rules)
     train = int(events[0])
     dropped = {
@@ -184,7 +196,7 @@ def drop_constants(
             )
     marks = [name for name in rules.actions.counts.marks if name in tasks]
     actions = ActionsConfig(tasks, inputs, replace(rules.actions.counts, marks=marks))
-    return replace(rules, actions=actions), dropped
+    return replace(rules, actions=actions), dropped, {name[4:]: sorted(values) for name, values in viewers.items()}
 
 
 def check_sides(events: dict[str, int], rules: ActionsRules) -> None:

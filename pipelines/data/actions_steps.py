@@ -75,7 +75,7 @@ def make_actions(run: _Run, events: Manifest, items: Manifest, split: dict[str, 
     ids = read_table(run.table("items"), "items", ["item_id"])["item_id"].cast("large_string").combine_chunks()
     catalogue = ray.put(ids)
     rules = ActionsRules(source.schema, split, config.split.shares, config.max_events, check_actions(source, config))
-    rules, dropped = drop_constants(parts, catalogue, rules)
+    rules, dropped, viewers = drop_constants(parts, catalogue, rules)
     for name, reason in dropped.items():
         run.say(f"dropped: {name} is {reason}, so there is nothing to learn of it")
     attributes = attribute_codes(run, [name for name in rules.actions.counts.keys if name not in (USER, ITEM)])
@@ -90,6 +90,7 @@ def make_actions(run: _Run, events: Manifest, items: Manifest, split: dict[str, 
             "tasks": list(rules.actions.tasks),
             "actions": list(rules.actions.inputs),
             "features": rules.actions.features,
+            "viewers": viewers,
             "feature_mean": scale[0].tolist(),
             "feature_std": scale[1].tolist(),
             "base_rates": {name: count[f"positives_{name}"] / count["events_train"] for name in rules.actions.tasks},

@@ -192,10 +192,12 @@ def prepare(
     """
     config = check(source, input_uri, output_uri, config)
     run = _Run(source, str(input_uri), str(output_uri), config, overwrite, say)
-    files, item_files = source.event_files(run.input), source.item_files(run.input)
-    hashes = hash_files([join(run.input, file) for file in [*files, *item_files]])
-    by_file = dict(zip([*files, *item_files], hashes, strict=True))
-    events = _make_events(run, {file: by_file[file] for file in files})
+    files, item_files, user_files = (
+        kind(run.input) for kind in (source.event_files, source.item_files, source.user_files)
+    )
+    every = [*files, *item_files, *user_files]
+    by_file = dict(zip(every, hash_files([join(run.input, file) for file in every]), strict=True))
+    events = _make_events(run, files, {file: by_file[file] for file in [*files, *user_files]})
     split = _split_rule(run, events)
     items = _make_items(run, events, {file: by_file[file] for file in item_files}, split)
     if config.kind == "search":
@@ -230,6 +232,7 @@ def check(source: Source, input_uri: str, output_uri: str, config: PrepareConfig
         check_actions(source, config)
     source.event_files(input_uri)
     source.item_files(input_uri)
+    source.user_files(input_uri)
     check_writable(output_uri)
     return replace(config, split=replace(config.split, kind=kind))
 
@@ -260,9 +263,9 @@ def _discard(uri: str) -> None:
         filesystem.delete_dir(root)
 
 
-def _make_events(run: _Run, inputs: dict[str, str]) -> Manifest:
+def _make_events(run: _Run, files: list[str], inputs: dict[str, str]) -> Manifest:
     source, config = run.source, run.config
-    uris = [join(run.input, file) for file in inputs]
+    uris = [join(run.input, file) for file in files]
     partitions = config.partitions or partitions_for(uris)
     settings = _plain({"source": source.config, "ties": config.ties, "partitions": partitions})
     finished = run.finished("events", settings, inputs)
@@ -271,7 +274,7 @@ def _make_events(run: _Run, inputs: dict[str, str]) -> Manifest:
         _check_rejects(run, finished.info["rows_read"], finished.info["reject_reasons"])
         return finished
     events_uri, rejects_uri = run.table("events"), run.table("rejects")
-    run.say(f"events: reading {_count(len(inputs), 'file')} into {_count(partitions, 'partition')}")
+    run.say(f"events: reading {_count(len(files), 'file')} into {_count(partitions, 'partition')}")
     begin = time.perf_counter()
     with _clean_on_error(events_uri, rejects_uri):
         check_writable(events_uri)
@@ -279,7 +282,7 @@ def _make_events(run: _Run, inputs: dict[str, str]) -> Manifest:
         result = ingest(
             source,
             run.input,
-            list(inputs),
+            files,
             events_uri,
             rejects_uri,
             partitions,
@@ -291,7 +294,7 @@ def _make_events(run: _Run, inputs: dict[str, str]) -> Manifest:
         for reason, rows in result.reasons.most_common():
             run.say(f"rejects: {rows:,} rows, {reason}; such as {result.examples[reason]}")
         if not result.rows_read:
-            raise UserError(f"{run.input} holds no rows in {', '.join(list(inputs)[:3])}; check --input")
+            raise UserError(f"{run.input} holds no rows in {', '.join(files[:3])}; check --input")
         _check_rejects(run, result.rows_read, result.reasons)
         if not result.parts:
             raise UserError(f"{run.input} holds no valid event; see the reasons above")

@@ -43,6 +43,7 @@ def check_actions(
     held |= {f"users_without_context.{split}": 0 for split in SPLITS}
     positives = np.zeros(len(info["tasks"]))
     scale = np.zeros((2, len(info["features"])))
+    viewers: dict[str, set[str]] = {name: set() for name in info.get("viewers", {})}
     attributed = items.join(_attributes(tables), on="item_index", how="left")
     for number, users in tables.parts("sequences"):
         progress(f"sequences, part {number + 1} of {len(tables.sequences.files)}")
@@ -60,6 +61,8 @@ def check_actions(
         ends = flat.join(users.select("row", "train_end"), on="row", how="left", maintain_order="left")
         train = ends.select(pl.col("place") < pl.col("train_end")).to_series().to_numpy()
         positives += values["tasks"][train].sum(axis=0)
+        for name, seen in viewers.items():
+            seen |= set(flat.filter(pl.Series(train))[f"cat_{name}"].drop_nulls().unique())
         scale += [values["features"][train].sum(axis=0), (values["features"][train] ** 2).sum(axis=0)]
         if sources:
             mine = [
@@ -74,6 +77,13 @@ def check_actions(
         check_features(tables, points, values["features"], attributed, rules["windows"], progress)
     check_counts(tables, held, rules["counts"])
     check_scale(info, positives, scale, rules["counts"])
+    for name, seen in viewers.items():
+        rules["counts"].rows += 1
+        if sorted(seen) != info["viewers"][name]:
+            stated = len(info["viewers"][name])
+            rules["counts"].broken(
+                1, [f"viewers of {name}: {stated} values, which are not the {len(seen)} of training"]
+            )
     kept = [
         part.filter(pl.col("item_id").is_in(items["item_id"].implode())).select(user=pl.col("user_id").unique().hash())
         for _, part in tables.parts("events", ["user_id", "item_id"])

@@ -77,6 +77,10 @@ class Source(ABC):
         """Streams one file as bounded blocks, in the file's order. UserError if the file as a whole
         cannot be read: a missing column, a wrong format, an empty or truncated file."""
 
+    def user_files(self, input_uri: str) -> list[str]:
+        """Raw files about users that `read_events` reads beside each event file; empty if the layout has none."""
+        return []
+
     @abstractmethod
     def item_files(self, input_uri: str) -> list[str]:
         """Raw item files relative to the input folder, sorted; empty if the layout has none."""

@@ -7,6 +7,7 @@ item: video_id
 time: {column: time_ms, unit: ms}
 labels: {click: {column: is_click}}
 items: {files: videos.csv*, item: video_id, texts: {title: title}}
+users: {files: users.csv*, user: user_id, attributes: {age: age_range}}
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from pipelines.data.sources.base import Block, Source, list_files
 from pipelines.data.sources.load import build
 from pipelines.data.sources.normalise import Columns, Explode, Label, Time, blocks
 from pipelines.data.sources.readers import FORMATS, Reading, read_frames
+
+OF_USER = "user: "
+"""Begins the columns that a user file adds to an event's."""
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
@@ -75,6 +79,49 @@ class Items:
 
 
 @dataclass(frozen=True)
+class Users:
+    """Where attributes of users come from: categories of each of their events, known before it."""
+
+    files: str
+    """Pattern of the user files, relative to the input folder (`*`, `?`, `[...]`)."""
+    user: str
+    """Column with the user's id; of several rows of a user the first counts."""
+    attributes: Any
+    """Categorical attributes by name: {name: column}, or a list of columns."""
+    format: str | None = None
+    """csv, jsonl or parquet; None: by the suffix."""
+    delimiter: str | None = None
+    """CSV: the column separator; None: a tab for `.tsv`, else a comma."""
+    header: list[str] | None = None
+    """CSV without a header line: its column names."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "attributes", _named(self.attributes, "users.attributes"))
+        _check_texts(self, ("files", "user"), "users.")
+        _check_format(self.format, "users.")
+        if not self.attributes:
+            raise ValueError("users.attributes is empty; name at least one column, or leave out users")
+
+    def listed(self, input_uri: str) -> list[str]:
+        """The user files; UserError if there is none."""
+        return list_files(input_uri, self.files, required=True, what="user file")
+
+    def read(self, input_uri: str) -> pl.DataFrame:
+        """`OF_USER` and the id, then `OF_USER` and each attribute's name; all text, empty text is null."""
+        columns = {"": self.user, **self.attributes}
+        header = tuple(self.header) if self.header else None
+        wanted = tuple(dict.fromkeys(columns.values()))
+        reading = Reading(columns=wanted, format=self.format, delimiter=self.delimiter, header=header)
+        found = [pl.DataFrame(schema={OF_USER + name: pl.String for name in columns})]
+        for file in self.listed(input_uri):
+            for frame in read_frames(input_uri, file, reading):
+                uri = join(input_uri, file)
+                made = [_as_text(frame.rows, column, uri).alias(OF_USER + name) for name, column in columns.items()]
+                found.append(frame.rows.select(made))
+        return pl.concat(found).drop_nulls(OF_USER).unique(OF_USER, keep="first", maintain_order=True)
+
+
+@dataclass(frozen=True)
 class Mapping(Source):
     """A log described column by column."""
 
@@ -108,11 +155,13 @@ class Mapping(Source):
     """List columns that become one row per element: {columns, separator}."""
     items: Any = None
     """The item files; None: the log has none."""
+    users: Any = None
+    """The user files; None: the log has none."""
 
     def __post_init__(self) -> None:
         _check_texts(self, ("files", "user", "item"))
         _check_format(self.format)
-        nested = {"time": Time, "explode": Explode, "items": Items}
+        nested = {"time": Time, "explode": Explode, "items": Items, "users": Users}
         for key, kind in nested.items():
             if isinstance(getattr(self, key), dict):
                 object.__setattr__(self, key, build(kind, getattr(self, key), f"{key}."))
@@ -131,6 +180,9 @@ class Mapping(Source):
         object.__setattr__(self, "labels", labels)
         for key in ("numbers", "categories"):
             object.__setattr__(self, key, _named(getattr(self, key), key))
+        twice = set(self.categories) & set(self.users.attributes if self.users else ())
+        if twice:
+            raise ValueError(f"'{min(twice)}' is in 'categories' and in 'users.attributes'; name one of them otherwise")
         if self.explode and self.item not in self.explode.columns:
             raise ValueError(f"explode.columns is {self.explode.columns}; the item column '{self.item}' must be in it")
 
@@ -139,7 +191,7 @@ class Mapping(Source):
         return {
             "labels": {name: label.type for name, label in self.labels.items()},
             "numbers": list(self.numbers),
-            "categories": list(self.categories),
+            "categories": list(self.all_categories),
             "clock": self.time.clock,
             "ranges": {name: label.range for name, label in self.labels.items() if label.range is not None},
         }
@@ -150,9 +202,17 @@ class Mapping(Source):
         for label in content["labels"].values():  # what is not set leaves the fingerprint as it is without the key
             if label["range"] is None:
                 del label["range"]
+        if content["users"] is None:
+            del content["users"]
         if content["items"] and not content["items"]["numbers"]:
             del content["items"]["numbers"]
         return content
+
+    @property
+    def all_categories(self) -> dict[str, str]:
+        """Categorical features by name: those of events, then those of users."""
+        attributes = self.users.attributes if self.users else {}
+        return {**self.categories, **{name: OF_USER + name for name in attributes}}
 
     @property
     def columns(self) -> Columns:
@@ -165,7 +225,7 @@ class Mapping(Source):
             position=self.position,
             labels=self.labels,
             numbers=self.numbers,
-            categories=self.categories,
+            categories=self.all_categories,
             explode=self.explode,
         )
 
@@ -200,9 +260,14 @@ class Mapping(Source):
 
     def read_events(self, input_uri: str, file: str) -> Iterator[Block]:
         schema, columns, first = self.block_schema, self.columns, 0
+        users = self.users.read(input_uri) if self.users else None
         for frame in read_frames(input_uri, file, self.reading):
+            rows = frame.rows
+            if users is not None:
+                key = pl.col(self.user).cast(pl.String).str.strip_chars()
+                rows = rows.join(users, left_on=key, right_on=OF_USER, how="left", maintain_order="left")
             for block in blocks(
-                frame.rows,
+                rows,
                 frame.broken,
                 columns,
                 schema,
@@ -212,6 +277,9 @@ class Mapping(Source):
             ):
                 yield block
                 first += block.rows_read
+
+    def user_files(self, input_uri: str) -> list[str]:
+        return self.users.listed(input_uri) if self.users else []
 
     def item_files(self, input_uri: str) -> list[str]:
         if not self.items:

@@ -20,6 +20,7 @@ def catalogue() -> ActionsCatalogue:
         feature_std=torch.tensor([2.0, 1.0]),
         numbers=torch.randn(30, 2),
         categories=torch.stack([torch.arange(30) % 5, torch.arange(30) % 3], 1),
+        viewers={"device": ["phone", "tablet"], "tab": ["feed"]},
         train_rates=(0.3, 0.1, 0.5),
     )
 
@@ -34,6 +35,7 @@ def batch(catalogue) -> dict[str, torch.Tensor]:
         batch[f"{prefix}item"] = torch.randint(30, size)
         batch[f"{prefix}feature"] = torch.randn(*size, 2)
         batch[f"{prefix}label"] = torch.randint(2, (*size, 3)).float()
+        batch[f"{prefix}viewer"] = torch.randint(2, (*size, 2))
     batch["time"] = torch.arange(7).repeat(4, 1) * 10
     batch["candidate_time"] = torch.tensor([[100, 35, 80], [100, 90, 110], [90, 0, 0], [50, 60, 0]])
     batch["action"] = torch.rand(4, 7, 4).round(decimals=1)

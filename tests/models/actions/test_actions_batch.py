@@ -17,6 +17,7 @@ def test_a_candidate_sees_events_strictly_before_it(batch):
 @pytest.mark.parametrize(
     ("name", "place", "value", "said"),
     [
+        ("viewer", (0, 0, 1), 2, "viewer is not within 0 to"),
         ("item", (0, 0), 30, "item is not within 0 to 29"),
         ("candidate_item", (0, 0), -1, "candidate_item is not within"),
         ("label", (0, 0, 0), 0.5, "label has a value other than 0 and 1"),

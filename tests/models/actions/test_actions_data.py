@@ -14,7 +14,7 @@ from models import registry
 from models.actions.batch import ActionsCatalogue, check_batch
 from models.actions.data import ActionsExamples, equal_parts
 from models.tables import UserError, join, read_table
-from tests.actions_tables import TASKS, user, write_actions, write_rows
+from tests.actions_tables import SEEN, TASKS, user, write_actions, write_rows
 from tests.training_tables import write_tables
 
 SMALL = {"width": 16, "num_layers": 1, "num_heads": 2, "ffn": 24, "expert_width": 8, "tower_width": 6, "dropout": 0.0}
@@ -23,7 +23,7 @@ ACTIONS = [name for name, entry in registry.MODELS.items() if entry.family is re
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory) -> str:
-    return write_actions(tmp_path_factory.mktemp("actions"))
+    return write_actions(tmp_path_factory.mktemp("actions"), viewers=True)
 
 
 def load(tables: str, split: str, **options) -> ActionsExamples:
@@ -35,10 +35,10 @@ def batches(examples: ActionsExamples, batch_size: int = 7, **options) -> list[d
 
 
 def events_of(batch: dict[str, torch.Tensor], row: int, prefix: str = "") -> list[tuple]:
-    """(item, time, tasks, features) of each valid position."""
+    """(item, time, tasks, features, device) of each valid position."""
     valid = batch[f"{prefix}valid"][row]
-    columns = [batch[f"{prefix}{name}"][row][valid].tolist() for name in ("item", "time", "label", "feature")]
-    return [(i, t, tuple(k), tuple(f)) for i, t, k, f in zip(*columns, strict=True)]
+    columns = [batch[f"{prefix}{name}"][row][valid].tolist() for name in ("item", "time", "label", "feature", "viewer")]
+    return [(i, t, tuple(k), tuple(f), v) for i, t, k, f, [v] in zip(*columns, strict=True)]
 
 
 def wanted(row: dict, begin: int, end: int) -> list[tuple]:
@@ -48,6 +48,7 @@ def wanted(row: dict, begin: int, end: int) -> list[tuple]:
             row["timestamp_ms"][i],
             tuple(float(task) for task in row["tasks"][i]),
             tuple(float(np.float32(value)) for value in row["features"][i]),
+            SEEN.index(row["cat_device"][i]) + 1 if row["cat_device"][i] in SEEN else 0,
         )
         for i in range(begin, end)
     ]

@@ -82,11 +82,12 @@ def test_labels_are_never_read_as_inputs(name, catalogue, batch):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("changed", ["candidate_item", "candidate_time", "candidate_feature"])
+@pytest.mark.parametrize("changed", ["candidate_item", "candidate_time", "candidate_feature", "candidate_viewer"])
 def test_a_candidate_moves_no_other_prediction(name, changed, catalogue, batch):
     model = make(name, catalogue)
     for c in range(3):
-        past, candidates = moved(model, batch, edit(batch, changed, (0, c), 21))
+        place, value = ((0, c, 0), 2) if changed == "candidate_viewer" else ((0, c), 21)
+        past, candidates = moved(model, batch, edit(batch, changed, place, value))
         assert not past.any()
         assert not candidates[1:].any()
         assert candidates[0].tolist() == [place == c for place in range(3)]
@@ -121,7 +122,8 @@ def test_a_candidate_is_predicted_as_the_context_s_next_event_would_be(name, cat
     for n in range(7):
         cut = {key: tensor[:, : max(n, 1)] for key, tensor in last.items() if not key.startswith("candidate")}
         cut["valid"] = cut["valid"] & torch.tensor(n > 0)
-        cut |= {f"candidate_{key}": last[key][:, n : n + 1] for key in ("item", "time", "feature", "label", "valid")}
+        names = ("item", "time", "feature", "viewer", "label", "valid")
+        cut |= {f"candidate_{key}": last[key][:, n : n + 1] for key in names}
         torch.testing.assert_close(predictions(model, cut)[1][:, 0], in_context[:, n], atol=1e-5, rtol=1e-4)
 
 

@@ -77,6 +77,9 @@ def test_the_share_of_padding_is_an_event_of_training(tables):
     events_, positions = zip(
         *map(setup.train.examples.positions, setup.train.examples.batches(8, shuffle=True)), strict=True
     )
+    share = setup.train.examples.padded_share(8, 0)
+    assert share == pytest.approx(1 - sum(events_) / sum(positions))
+    assert setup.notes == [f"padding: {share:.1%} of the positions of an epoch"]
     steps = [event.parts["padding"] for event in events if isinstance(event, StepEvent)]
     assert steps == pytest.approx([1 - e / p for e, p in zip(events_, positions, strict=True)][: len(steps)], abs=1e-5)
 

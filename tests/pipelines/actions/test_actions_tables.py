@@ -18,10 +18,12 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from models.actions.data import ActionsExamples
 from models.tables import UserError, join, read_manifest, read_parquet, read_table
 from pipelines.data.actions import ActionsRules, build_actions, write_actions
 from pipelines.data.actions_config import ActionsConfig
 from pipelines.data.actions_counts import IDS
+from pipelines.data.audit import audit
 from pipelines.data.prepare import PrepareConfig, check, prepare
 from pipelines.data.sources import load_source
 from pipelines.data.survey import read_coded
@@ -315,6 +317,8 @@ SOURCE = {
     },
 }
 
+USERS = {"files": "users.csv", "user": "id", "attributes": {"age": "age"}}
+
 LOG = [
     "u,i,t,click,like,never,rating",
     "old,a,1,1,0,0,4.5",
@@ -327,20 +331,25 @@ LOG = [
 ]
 
 
-def raw_log(folder: Path, lines: list[str], more: dict[str, list[str]] | None = None) -> tuple[Any, dict, str]:
-    """A raw log of some files, and its source with the `prepare` section."""
+def raw_log(
+    folder: Path, lines: list[str], more: dict[str, list[str]] | None = None, **source: Any
+) -> tuple[Any, dict, str]:
+    """A raw log of some files, and its source, with `source` besides, and the `prepare` section."""
     folder.mkdir()
     (folder / "log_standard_1.csv").write_text("\n".join(lines) + "\n")
     for name, content in (more or {}).items():
         (folder / name).write_bytes(gzip.compress(("\n".join([LOG[0], *content]) + "\n").encode()))
     (folder / "items.csv").write_text("i,a,s\na,x,1.5\nb,,\n")
-    (folder / "source.yaml").write_text(yaml.safe_dump(SOURCE))
+    (folder / "users.csv").write_text("id,age\nold,70\nnew,20\nold,7\n")
+    (folder / "source.yaml").write_text(yaml.safe_dump({**SOURCE, **source}))
     return *load_source(str(folder / "source.yaml")), str(folder)
 
 
-def prepared(folder: Path, lines: list[str], *layers: dict, more: dict | None = None) -> tuple[str, list[str]]:
+def prepared(
+    folder: Path, lines: list[str], *layers: dict, more: dict | None = None, **given: Any
+) -> tuple[str, list[str]]:
     """Tables of the log, and what was said."""
-    source, defaults, raw = raw_log(folder / "raw", lines, more)
+    source, defaults, raw = raw_log(folder / "raw", lines, more, **given)
     said: list[str] = []
     prepare(source, raw, str(folder / "tables"), PrepareConfig.of(defaults, *layers), say=said.append)
     return str(folder / "tables"), said
@@ -387,6 +396,53 @@ def test_raw_files_to_tables(tmp_path: Path) -> None:
     prepare(source, str(tmp_path / "raw"), tables, PrepareConfig.of(defaults), say=again.append)
     assert [line.split(":")[0] for line in again] == ["events", "rejects", "items", "sequences"]
     assert all("up to date" in line for line in again)
+
+
+@pytest.mark.usefixtures("ray_local")
+def test_what_is_known_of_viewers_stands_at_their_events(tmp_path: Path) -> None:
+    """Attributes of users and categories of events; the first row of a user counts, models know training's values."""
+    places = ["home", "home", "", "shop", "shop", "home", "home"]
+    lines = [f"{line},{place}" for line, place in zip(LOG, ["place", *places], strict=True)]
+    tables, _ = prepared(tmp_path, lines, users=USERS, categories=["place"])
+    rows = {row["user_id"]: row for row in read_table(tables + "/sequences").to_pylist()}
+    assert rows["old"]["cat_age"] == ["70"] * 5
+    assert rows["new"]["cat_age"] == ["20"] * 2
+    assert rows["old"]["cat_place"] == ["home", "home", None, "shop", "home"]
+    assert read_manifest(tables + "/sequences").info["viewers"] == {"place": ["home"], "age": ["70"]}
+    assert not [rule.name for rule in audit(tables) if rule.violations]
+    examples = ActionsExamples.load(tables + "/sequences", "test")
+    batch = examples.collate(np.arange(len(examples)))
+    seen = {
+        int(user): batch["candidate_viewer"][row][there].tolist()
+        for row, (user, there) in enumerate(zip(batch["user_row"], batch["candidate_valid"], strict=True))
+    }
+    names = [row["user_id"] for row in read_table(tables + "/sequences").to_pylist()]
+    assert {names[user]: values for user, values in seen.items()} == {
+        "old": [[1, 1]],
+        "new": [[0, 0], [0, 1]],
+    }  # by name
+    (tmp_path / "raw" / "users.csv").write_text("id,age\nold,71\n")
+    source, defaults = load_source(str(tmp_path / "raw" / "source.yaml"))
+    with pytest.raises(UserError, match="was made from other inputs"):
+        prepare(source, str(tmp_path / "raw"), tables, PrepareConfig.of(defaults), say=lambda line: None)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"users": {**USERS, "files": "nobody.csv"}}, "no user file like 'nobody.csv'"),
+        ({"users": {**USERS, "attributes": {}}}, "users.attributes is empty"),
+        ({"users": {**USERS, "atributes": {}}}, "nearest key is 'attributes'"),
+        ({"users": USERS, "categories": {"age": "click"}}, "'age' is in 'categories' and in 'users.attributes'"),
+    ],
+)
+def test_user_files_that_do_not_fit_are_errors(tmp_path: Path, given: dict, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        check(
+            *raw_log(tmp_path / "raw", LOG, **given)[::2],
+            str(tmp_path / "tables"),
+            PrepareConfig.of({"kind": "actions", "core": 0}),
+        )
 
 
 @pytest.mark.usefixtures("ray_local")
