@@ -3,13 +3,14 @@
     python -m jobs.compare --experiment retrieval/DATASET --tracking_uri sqlite:////ABSOLUTE/runs/mlflow.db
     python -m jobs.compare --sweep SWEEP_NAME --html page.html --register MODEL_NAME
     python -m jobs.compare --run RUN --run OTHER_RUN
-    python -m jobs.compare --claims
+    python -m jobs.compare --claims --tracking_uri STORE --tracking_uri OTHER_STORE
     python -m jobs.compare --sids SIDS --sids OTHER_SIDS
 
 Runs that differ in their seed alone are one row. Students stand beside their teachers with the test of whether they
 are as good. --markdown FILE writes the same as Markdown, --html FILE one self-contained page with the plots,
 --pareto FILE.png accuracy against users per second alone. --claims decides the papers' numeric claims by what is in
-MLflow. With --sids it shows tokenizers: branching, codes in use, collisions.
+MLflow, in several stores together where several are named. With --sids it shows tokenizers: branching, codes in use,
+collisions.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jobs import cli
@@ -34,7 +35,7 @@ from pipelines.evaluation.runs import select, select_all
 from pipelines.evaluation.table import Table
 from pipelines.evaluation.tokenizers import sids_table
 
-LISTS = ("experiment", "run", "sids")
+LISTS = ("experiment", "run", "sids", "tracking_uri")
 """Options that may be given several times."""
 
 
@@ -48,8 +49,8 @@ class Config:
     """A sweep's trials: its name or the id of its run."""
     run: list[str] = field(default_factory=list)
     """A run: its name or id; once per run."""
-    tracking_uri: str | None = None
-    """MLflow; by default MLFLOW_TRACKING_URI, else runs/mlflow.db here."""
+    tracking_uri: list[str] = field(default_factory=list)
+    """MLflow, once per store; by default MLFLOW_TRACKING_URI, else runs/mlflow.db here."""
     markdown: str | None = None
     """Also write the tables to this file as Markdown."""
     html: str | None = None
@@ -78,6 +79,8 @@ class Config:
             raise ValueError(f"sweep is {self.sweep} and run is {self.run[0]}; give one of them")
         if self.html and not self.from_mlflow:
             raise ValueError(f"html is {self.html}, but there are no runs to show; give --experiment too")
+        if (self.sweep or self.run) and len(self.tracking_uri) > 1:
+            raise ValueError(f"tracking_uri is given {len(self.tracking_uri)} times; a sweep or runs are of one store")
         for name in ("pareto", "register"):
             if getattr(self, name) and (self.sweep is None and not self.run) and len(self.experiment) != 1:
                 raise ValueError(
@@ -102,21 +105,37 @@ def added(word: str) -> str:
     return word.replace(f"--{name}", f"--{name}+", 1) if word.startswith("--") and name in LISTS else word
 
 
-def store(option: str | None) -> str:
-    """The tracking URI of the option, the environment, or this folder; UserError where there is none."""
-    uri = option or os.environ.get("MLFLOW_TRACKING_URI")
-    if not uri:
+def stores(options: Sequence[str]) -> list[str]:
+    """The tracking URIs of the options, the environment, or this folder; UserError where there is none."""
+    uris = list(options) or [os.environ.get("MLFLOW_TRACKING_URI", "")]
+    if uris == [""]:
         if not Path("runs/mlflow.db").is_file():
             raise UserError("no MLflow store is named; give --tracking_uri, as jobs.train prints it")
-        uri = f"sqlite:///{Path('runs/mlflow.db').absolute()}"
-    return tracking.resolve_uri(uri, ".")
+        uris = [f"sqlite:///{Path('runs/mlflow.db').absolute()}"]
+    return list(dict.fromkeys(tracking.resolve_uri(uri, ".") for uri in uris))
 
 
-def comparisons(config: Config, uri: str) -> list[Comparison]:
+def homes(uris: Sequence[str], experiments: Sequence[str]) -> dict[str, list[str]]:
+    """The experiments by the store that they are in; UserError for one that is in none."""
+    known = {uri: {found.name for found in tracking.connect(uri).search_experiments()} for uri in uris}
+    for name in experiments:
+        if not any(name in there for there in known.values()):
+            others = ", ".join(sorted({other for there in known.values() for other in there} - {"Default"}))
+            hint = f"there are {others}" if others else "no experiment is there"
+            raise UserError(f"the experiment '{name}' is not at {', '.join(uris)}; {hint}")
+    return {uri: [name for name in experiments if name in known[uri]] for uri in uris}
+
+
+def comparisons(config: Config, uris: Sequence[str]) -> list[Comparison]:
     """One for each experiment, or for the sweep or the runs."""
     if config.sweep or config.run:
-        return [compare(select(uri, config.experiment, config.sweep, config.run), config.metric)]
-    return [compare(select(uri, [name]), config.metric) for name in config.experiment]
+        return [compare(select(uris[0], config.experiment, config.sweep, config.run), config.metric)]
+    there = homes(uris, config.experiment)
+    found = []
+    for name in config.experiment:
+        first, *others = (select(uri, [name]) for uri in uris if name in there[uri])
+        found.append(compare(first, config.metric, others))
+    return found
 
 
 def paper_tables(found: Sequence[Comparison], papers: Papers) -> list[Table]:
@@ -129,25 +148,33 @@ def paper_tables(found: Sequence[Comparison], papers: Papers) -> list[Table]:
     return shown
 
 
-def claims_table(config: Config, uri: str, papers: Papers) -> Table:
+def claims_table(config: Config, uris: Sequence[str], papers: Papers) -> Table:
     """All claims, by the runs of the experiments and of benchmarks, or by all."""
-    chosen = [e.name for e in tracking.connect(uri).search_experiments() if e.name.startswith("benchmark/")]
-    everything = select_all(uri, [*config.experiment, *chosen] if config.experiment else [])
-    return verdicts_table(verdicts(rows_of(everything), papers))
+    selections = []
+    for uri, names in homes(uris, config.experiment).items():
+        chosen = [e.name for e in tracking.connect(uri).search_experiments() if e.name.startswith("benchmark/")]
+        selections.append(select_all(uri, [*names, *chosen] if config.experiment else None))
+    return verdicts_table(verdicts(rows_of(*selections), papers))
 
 
-def write_page(config: Config, uri: str, found: Sequence[Comparison], shown: Sequence[Table], path: str) -> None:
-    """Writes the page and logs it to MLflow."""
+def write_page(
+    config: Config, uris: Sequence[str], found: Sequence[Comparison], shown: Sequence[Table], path: str
+) -> None:
+    """Writes the page and logs it to MLflow, of several stores to the first one's."""
     from pipelines.evaluation import page
     from pipelines.evaluation.plots import benchmark_plots, plots
 
-    drawn = [plot for comparison in found for plot in plots(comparison)]
+    drawn = [
+        replace(plot, title=f"{comparison.selection.title}: {plot.title}") if len(found) > 1 else plot
+        for comparison in found
+        for plot in plots(comparison)
+    ]
     if config.benchmark:
         drawn += benchmark_plots(read_lines(config.benchmark))
     title = ", ".join(comparison.selection.title for comparison in found) or "Claims of the papers"
-    content = page.build(title, uri, shown, drawn)
+    content = page.build(title, ", ".join(uris), shown, drawn)
     page.write(content, path)
-    selection = found[0].selection if found else select_all(uri)
+    selection = found[0].selection if found else select_all(uris[0])
     run = page.log(selection, content, "\n".join(table.markdown() for table in shown))
     print(f"{len(drawn)} plots written to {path}, and to MLflow as compare.html of the run '{run}'")
 
@@ -157,7 +184,7 @@ def register_best(comparison: Comparison, name: str) -> None:
     from pipelines.training.registered_model import register
 
     best = best_run(comparison)
-    ref = tracking.RunRef(comparison.selection.uri, comparison.rows[0].experiment, best.id)
+    ref = tracking.RunRef(best.uri, comparison.rows[0].experiment, best.id)
     version = register(ref, name, f"val/{comparison.metric}")
     print(f"registered: version {version.version} of {name} is the best checkpoint of {best.name} by validation")
     print(f"  load it   mlflow.pyfunc.load_model('models:/{name}/{version.version}')")
@@ -165,15 +192,15 @@ def register_best(comparison: Comparison, name: str) -> None:
 
 def run(config: Config) -> None:
     """Prints the tables, and writes what is asked for."""
-    uri = store(config.tracking_uri) if config.from_mlflow else ""
+    uris = stores(config.tracking_uri) if config.from_mlflow else []
     if config.benchmark:
-        print(f"{log_lines(uri, read_lines(config.benchmark))} new lines of {config.benchmark} logged to MLflow")
-    found = comparisons(config, uri)
+        print(f"{log_lines(uris[0], read_lines(config.benchmark))} new lines of {config.benchmark} logged to MLflow")
+    found = comparisons(config, uris)
     papers = load(config.claims_file or CLAIMS) if config.from_mlflow else Papers({}, [], [])
     shown = [table for comparison in found for table in tables(comparison)]
     shown += [best] if (best := best_table(found)) else []
     shown += paper_tables(found, papers)
-    shown += [claims_table(config, uri, papers)] if config.claims else []
+    shown += [claims_table(config, uris, papers)] if config.claims else []
     shown += [sids_table(config.sids)] if config.sids else []
     print("\n\n".join(table.text() for table in shown))
     if config.markdown:
@@ -182,14 +209,14 @@ def run(config: Config) -> None:
         write("\n".join(table.markdown() for table in shown), config.markdown)
         print(f"written to {config.markdown}")
     if config.html:
-        write_page(config, uri, found, shown, config.html)
+        write_page(config, uris, found, shown, config.html)
     if config.register:
         register_best(found[0], config.register)
     if config.pareto:
         from pipelines.evaluation.pareto import draw
 
         print(f"{draw(found[0], config.pareto)} points drawn to {config.pareto}")
-    if uri:
+    for uri in uris:
         print(f"look at it: mlflow ui --backend-store-uri {uri}")
 
 

@@ -2,6 +2,7 @@
 
     compare(select(uri, ["retrieval/DATASET"])).rows
 
+Runs of several stores stand in one table, since a row is told by its experiment, settings and tables.
 An evaluation with other options than the checkpoint's own, such as the teacher without the trie, is a row of its
 own. What is shown of them: `comparison_tables.py`, and the plots and the page beside it.
 """
@@ -12,8 +13,12 @@ import difflib
 import math
 import re
 import statistics
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
+
+from mlflow import MlflowClient
 
 from models.tables import UserError
 from pipelines import tracking
@@ -49,6 +54,8 @@ class Run:
     """Metrics by name; validation is at the best epoch."""
     sids: str = ""
     """Name of the folder of its semantic IDs, or nothing."""
+    uri: str = ""
+    """Tracking URI of its store."""
 
 
 @dataclass
@@ -106,10 +113,10 @@ class Row:
         return statistics.stdev(values) if len(values) > 1 else math.nan
 
 
-def rows_of(selection: Selection) -> list[Row]:
+def rows_of(*selections: Selection) -> list[Row]:
     """The selected runs, grouped."""
     rows: dict[tuple, Row] = {}
-    for run in selection.runs:
+    for selection, run in ((each, run) for each in selections for run in each.runs):
         given, tags = run.data.params, run.data.tags
         told = {key: value for key, value in given.items() if key.startswith(("model.", "fit.", "evaluate."))}
         apart = OTHER | ({"model.encoder"} if "model.encoder_hash" in given else set())  # SID-MLP++'s is a checkpoint
@@ -125,7 +132,7 @@ def rows_of(selection: Selection) -> list[Row]:
                 Run(
                     run.info.run_id, run.info.run_name, given.get("fit.seed", ""), run.info.status == "FINISHED",
                     tags.get(tracking.WEIGHTS_TAG, ""), given.get("model.teacher_hash", ""), metrics,
-                    Path(given.get("sids", "")).name,
+                    Path(given.get("sids", "")).name, selection.uri,
                 )
             )  # fmt: skip
     for row in rows.values():
@@ -170,19 +177,32 @@ class Comparison:
     """Rows of a selection, best first."""
 
     selection: Selection
-    """Where they are from."""
+    """Where they are from; of several stores the first."""
     rows: list[Row]
     """Best first by the metric on test, then on val."""
     metric: str
     """The metric that they are compared by."""
 
+    def history(self, run: Run, metric: str) -> list[tuple[float, float]]:
+        """(step, value) of everything that the run logged of the metric, in order of the steps."""
+        points = client_of(run.uri).get_metric_history(run.id, tracking.metric_name(metric))
+        return sorted((point.step, point.value) for point in points)
 
-def compare(selection: Selection, metric: str | None = None) -> Comparison:
-    """The rows, best first. UserError for a metric that no run has, and where no run has ended well.
+
+@lru_cache
+def client_of(uri: str) -> MlflowClient:
+    """A client that all runs of a store share."""
+    return tracking.connect(uri)
+
+
+def compare(selection: Selection, metric: str | None = None, others: Sequence[Selection] = ()) -> Comparison:
+    """The rows, best first, with those of `others`, the same experiment in other stores. UserError for a metric that no
+    run has, and where no run has ended well.
 
     The metric is, left out: the sweep's own; gauc or mean/normalised_entropy where runs have it; else ndcg@10.
     """
-    rows = rows_of(selection)
+    rows = rows_of(selection, *others)
+    selection = replace(selection, notes=[note for each in (selection, *others) for note in each.notes])
     if not any(run.finished for row in rows for run in row.runs) and not any(row.measured() for row in rows):
         raise UserError(f"no run of {selection.title} at {selection.uri} is finished; wait for one, or train one")
     if metric is None and selection.sweep is not None:

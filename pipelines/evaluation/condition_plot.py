@@ -7,7 +7,6 @@ Drawn where an experiment has runs of a model with and without the condition who
 
 from __future__ import annotations
 
-from pipelines import tracking
 from pipelines.evaluation.comparison import Comparison, Row
 from pipelines.evaluation.run_plots import COLOURS, Drawn, new_figure, thinned
 
@@ -23,12 +22,11 @@ def condition(comparison: Comparison) -> list[Drawn]:
     pair = pair_of(comparison.rows)
     if not pair:
         return []
-    client = comparison.selection.client
     figure, (axes,) = new_figure(1, width=6)
     for place, row in enumerate(pair):
         label: str | None = LABELS[row.params[CONDITION]]
         for run in row.runs:
-            points = sorted((p.step, p.value) for p in client.get_metric_history(run.id, tracking.metric_name(LOSS)))
+            points = comparison.history(run, LOSS)
             if len(points) > 1:
                 steps, values = zip(*thinned(points), strict=True)
                 axes.plot(steps, values, color=COLOURS[place], lw=1.2, alpha=0.85, label=label)

@@ -86,7 +86,7 @@ def log(selection: Selection, content: str, markdown: str) -> str:
     client = selection.client
     run = selection.sweep
     if run is None:
-        home = selection.runs[0].info.experiment_id
+        home = selection.runs[0].info.experiment_id if selection.runs else next(iter(selection.experiments))
         found = client.search_runs([home], f"tags.`{KIND}` = 'compare'", max_results=1)
         run = found[0] if found else client.create_run(home, run_name="compare", tags={KIND: "compare"})
     client.log_text(run.info.run_id, content, "compare.html")

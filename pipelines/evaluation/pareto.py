@@ -43,12 +43,16 @@ class Point:
     """Users per second on test."""
     accuracy: float
     """The metric on test, mean over seeds."""
+    parameters: float = 0.0
+    """Learned numbers, which the size of the point shows."""
 
 
 def points_of(rows: Sequence[Row], metric: str) -> list[Point]:
     """The rows that were evaluated on test."""
     return [
-        Point(row.name, row.model, row.mean("test/users_per_s"), row.mean(f"test/{metric}"))
+        Point(
+            row.name, row.model, row.mean("test/users_per_s"), row.mean(f"test/{metric}"), row.mean("train/parameters")
+        )
         for row in rows
         if row.values("test/users_per_s") and row.values(f"test/{metric}")
     ]
@@ -90,8 +94,8 @@ def plot(comparison: Comparison) -> list[Drawn]:
     if len(points) < 2:
         return []
     caption = (
-        "Each row evaluated on test; dashed: no other is both faster and better (SID-MLP, Figure 4). Speeds compare "
-        "only where they were measured on the same machine, with the same batch."
+        "Each row evaluated on test, larger points for more parameters; dashed: no other is both faster and better "
+        "(SID-MLP, Figure 4). Speeds compare only where they were measured on the same machine, with the same batch."
     )
     return [("pareto", f"{comparison.metric} against throughput", caption, picture(points, comparison.metric, ""))]
 
@@ -107,8 +111,10 @@ def picture(points: Sequence[Point], metric: str, title: str) -> Figure:
         [p.speed for p in line], [p.accuracy for p in line], color="#999999", zorder=1, linestyle="--",
         drawstyle="steps-pre",
     )  # fmt: skip
+    largest = max([p.parameters for p in points if p.parameters > 0], default=1.0)
     for point in points:
-        axes.scatter(point.speed, point.accuracy, color=colours[point.model], s=60, zorder=2)
+        share = point.parameters / largest if point.parameters > 0 else 0.0  # not logged: NaN
+        axes.scatter(point.speed, point.accuracy, color=colours[point.model], s=30 + 120 * share**0.5, zorder=2)
     axes.set_xscale("log")
     axes.margins(x=0.12, y=0.12)
     axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))

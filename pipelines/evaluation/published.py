@@ -154,8 +154,8 @@ def check_names(given: Iterable[str], known: Iterable[str], where: str) -> None:
 
 
 def pairs(rows: Sequence[Row], left: System, right: System, metric: str, match: str) -> list[tuple[Row, Row]]:
-    """Rows of two systems that compare, one pair per experiment and trie: that with the most seeds, then the best left
-    on validation. `match` teacher: right is the run that taught left; settings: all else is equal."""
+    """Rows of two systems that compare, one pair per experiment and trie: that with the most seeds, then the best left,
+    then the best right on validation. `match` teacher: right is the run that taught left; settings: all else alike."""
     groups: dict[tuple[str, str], list[tuple[Row, Row]]] = {}
     named = {name if "." in name else f"model.{name}" for name in (*left.params, *right.params)}
     for ours in rows:
@@ -169,9 +169,9 @@ def pairs(rows: Sequence[Row], left: System, right: System, metric: str, match: 
             if theirs.values(metric):
                 groups.setdefault((ours.experiment, ours.params.get("table.trie", "")), []).append((ours, theirs))
 
-    def rank(pair: tuple[Row, Row]) -> tuple[int, int, float]:
+    def rank(pair: tuple[Row, Row]) -> tuple[float, ...]:
         fewer, more = sorted(len({run.seed for run in row.runs}) for row in pair)
-        return fewer, more, on_val(pair[0], metric)
+        return fewer, more, *(on_val(row, metric) for row in pair)
 
     return [max(group, key=rank) for group in groups.values()]
 

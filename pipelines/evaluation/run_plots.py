@@ -12,7 +12,6 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from pipelines import tracking
 from pipelines.evaluation.comparison import Comparison, Row
 
 Drawn = tuple[str, str, str, Figure]
@@ -41,15 +40,11 @@ def curves(comparison: Comparison) -> list[Drawn]:
     for row in comparison.rows:
         if not row.options:
             models.setdefault(row.model, []).append(row)
-    client = comparison.selection.client
     drawn: list[tuple[str, str, list[tuple[Row, list[tuple[float, float]]]]]] = []
     for model, rows in list(models.items())[:PANELS]:
         for key in ("train/loss", f"val/{comparison.metric}"):
             lines: list[tuple[Row, list[tuple[float, float]]]] = [
-                (row, [(point.step, point.value) for point in client.get_metric_history(run.id, name)])
-                for row in rows[:LINES]
-                for run in row.runs
-                if (name := tracking.metric_name(key)) and key in run.metrics
+                (row, comparison.history(run, key)) for row in rows[:LINES] for run in row.runs if key in run.metrics
             ]
             lines = [(row, points) for row, points in lines if len(points) > 1]
             if lines:
@@ -63,7 +58,7 @@ def curves(comparison: Comparison) -> list[Drawn]:
         for row, points in lines:
             label = None if row.name in colours else row.name  # one entry of the legend for all seeds
             colour = colours.setdefault(row.name, COLOURS[len(colours) % len(COLOURS)])
-            steps, values = zip(*thinned(sorted(points)), strict=True)
+            steps, values = zip(*thinned(points), strict=True)
             axes.plot(steps, values, color=colour, lw=1.2, alpha=0.85, label=label)
         axes.set_title(model)
         axes.set_xlabel("optimizer step")

@@ -78,15 +78,13 @@ def select(uri: str, experiments: Sequence[str] = (), sweep: str | None = None, 
     return Selection(uri, title, kept, chosen, notes=notes)
 
 
-def select_all(uri: str, experiments: Sequence[str] = ()) -> Selection:
-    """All trainings, trials and benchmarks of the experiments, of all where none is named."""
+def select_all(uri: str, experiments: Sequence[str] | None = None) -> Selection:
+    """All trainings, trials and benchmarks of the experiments, which are there; of all by default."""
     client = tracking.connect(uri)
-    chosen = {str(e.experiment_id): e.name for e in client.search_experiments()}
-    for name in experiments:
-        if name not in chosen.values():
-            raise UserError(f"the experiment '{name}' is not at {uri}; there are {', '.join(chosen.values())}")
-    chosen = {key: name for key, name in chosen.items() if name in experiments or not experiments}
-    return Selection(uri, ", ".join(experiments) or "all runs", trainings(search(client, list(chosen))), chosen)
+    there = {str(e.experiment_id): e.name for e in client.search_experiments()}
+    chosen = {key: name for key, name in there.items() if experiments is None or name in experiments}
+    title = "all runs" if experiments is None else ", ".join(experiments)
+    return Selection(uri, title, trainings(search(client, list(chosen))), chosen)
 
 
 def search(client: MlflowClient, ids: list[str]) -> list[Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sqlite3
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +49,7 @@ def test_runs_with_other_settings_stay_apart(tmp_path: Path, capsys: pytest.Capt
         logger = tracking.Logger(tracking.open_run(uri, "retrieval/x", name, str(tmp_path), config=config, hashes={}))
         logger.log({"test/ndcg@10": value, "val/ndcg@10": 0.3}, 5)
         logger.log({"best/ndcg@10": 0.4}, 6)
-    run(Config(["retrieval/x"], tracking_uri=uri, markdown=str(tmp_path / "out/table.md")))
+    run(Config(["retrieval/x"], tracking_uri=[uri], markdown=str(tmp_path / "out/table.md")))
     printed = capsys.readouterr().out
     assert printed.index("wide ") < printed.index("narrow ")  # best first
     assert "0.4000" in printed  # val at the best epoch
@@ -56,7 +58,7 @@ def test_runs_with_other_settings_stay_apart(tmp_path: Path, capsys: pytest.Capt
     assert "wide: 1 of 1 runs not finished" in printed
     assert "| sasrec | wide |" in (tmp_path / "out/table.md").read_text()
     with pytest.raises(UserError, match="cannot write /proc/x"):
-        run(Config(["retrieval/x"], tracking_uri=uri, markdown="/proc/x/table.md"))
+        run(Config(["retrieval/x"], tracking_uri=[uri], markdown="/proc/x/table.md"))
 
 
 def log_run(uri: str, folder: Path, name: str, metrics: dict[str, float], seed: int = 42, **model: str) -> None:
@@ -138,13 +140,13 @@ def test_the_frontier_is_what_no_other_beats_in_both() -> None:
 
 
 def test_the_picture_has_a_point_per_evaluated_row(taught: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    run(Config(["retrieval/x"], tracking_uri=taught, pareto=str(tmp_path / "new/pareto.svg")))
+    run(Config(["retrieval/x"], tracking_uri=[taught], pareto=str(tmp_path / "new/pareto.svg")))
     assert "4 points drawn" in capsys.readouterr().out
     assert "constrained-False" in (tmp_path / "new/pareto.svg").read_text()
     with pytest.raises(UserError, match=r"ends in one of \.png"):
-        run(Config(["retrieval/x"], tracking_uri=taught, pareto="pareto.txt"))
+        run(Config(["retrieval/x"], tracking_uri=[taught], pareto="pareto.txt"))
     with pytest.raises(UserError, match=r"no run of retrieval/x has the metric 'recall@7' .* the nearest is"):
-        run(Config(["retrieval/x"], tracking_uri=taught, metric="recall@7", pareto="pareto.png"))
+        run(Config(["retrieval/x"], tracking_uri=[taught], metric="recall@7", pareto="pareto.png"))
 
 
 def test_tokenizers_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -173,6 +175,34 @@ def test_tokenizers_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture) 
         run(parse("compare", ["--sids", str(tmp_path)]))
     with pytest.raises(UserError, match="nothing is given to compare"):
         parse("compare", [])
+
+
+def test_stores_are_compared_as_one(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    uris = [f"sqlite:///{tmp_path}/{name}.db" for name in ("first", "second")]
+    tracking.connect(uris[0])
+    with sqlite3.connect(tmp_path / "first.db") as source, sqlite3.connect(tmp_path / "second.db") as copy:
+        source.backup(copy)  # making a store takes seconds
+    log_run(uris[0], tmp_path, "sid_mlp-1", evaluated(0.031, 300), 1, teacher_hash="abc")
+    for name, found, seed, given in (
+        ("tiger", 0.03, 42, {"weights": "abc"}),
+        ("sid_mlp-2", 0.033, 2, {"teacher_hash": "abc"}),
+    ):
+        log_run(uris[1], tmp_path, name, evaluated(found, 20), seed, **given)
+    words = ["--tracking_uri", uris[0], f"--tracking_uri={uris[1]}"]
+    (tmp_path / "claims.yaml").write_text(
+        "systems: {t: {model: tiger}, s: {model: sid_mlp}}\n"
+        "claims: [{id: a, source: T, says: keeps, left: s, right: t, match: teacher, metric: test/ndcg@10, "
+        "expect: no_worse}]"
+    )
+    words += ["--claims_file", str(tmp_path / "claims.yaml")]
+    run(parse("compare", [*words, "--experiment", "retrieval/x", "--claims"]))
+    printed = capsys.readouterr().out
+    assert re.search(r"sid_mlp-\* +2 +0\.0320 ± 0\.0014", printed)
+    assert re.search(r"holds +T +keeps .* \+6\.7%", printed)
+    with pytest.raises(UserError, match=r"'retrieval/y' is not at .*first.db, .*second.db; there are retrieval/x"):
+        run(parse("compare", [*words, "--experiment", "retrieval/y"]))
+    with pytest.raises(UserError, match="tracking_uri is given 2 times; a sweep or runs are of one store"):
+        parse("compare", [*words, "--run", "tiger"])
 
 
 def test_the_store_must_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,7 +127,7 @@ def test_the_page_stands_alone_and_is_logged(store: str, tmp_path: Path, capsys:
     (parent,) = client.search_runs(["1"], "tags.`trieline.kind` = 'sweep'")
     assert {"compare.html", "compare.md"} <= {item.path for item in client.list_artifacts(parent.info.run_id)}
     for _ in range(2):  # beside the experiment's runs, in one run that is no training
-        run(Config(["retrieval/x"], tracking_uri=store, html=str(page)))
+        run(Config(["retrieval/x"], tracking_uri=[store], html=str(page)))
     (own,) = client.search_runs(["1"], "tags.`trieline.kind` = 'compare'")
     assert [item.path for item in client.list_artifacts(own.info.run_id)] == ["compare.html", "compare.md"]
     assert "run 'compare'" in capsys.readouterr().out
@@ -179,7 +179,7 @@ def test_entropy_over_lambda(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dark", [False, True])
 def test_a_browser_shows_the_page(store: str, tmp_path: Path, dark: bool) -> None:
     page = tmp_path / "page.html"
-    run(Config(sweep="alphas", tracking_uri=store, html=str(page)))
+    run(Config(sweep="alphas", tracking_uri=[store], html=str(page)))
     page.write_text(page.read_text().replace("</body>", LOOK))
     scheme = ["--blink-settings=preferredColorScheme=0"] if dark else ["--blink-settings=preferredColorScheme=1"]
     shown = subprocess.run(

@@ -156,6 +156,13 @@ def test_too_small_a_size_does_not_hold(store: Store, papers: Papers) -> None:
     assert (lost.verdict, lost.ours, lost.why.split(";")[0]) == (FAILS, "-3.0%", "size")
 
 
+def test_of_several_rows_the_best_on_validation_are_compared(store: Store, papers: Papers) -> None:
+    store.log("scratch", 0.027, alpha=0.0, teacher_hash="other")
+    for alpha, value in ((0.3, 0.028), (0.5, 0.030), (0.8, 0.029)):
+        store.log(f"alpha-{alpha}", value, alpha=alpha, teacher_hash="other")
+    assert store.decided(papers)["scratch"].ours == "-10.0%"
+
+
 def test_rows_that_differ_in_more_are_not_compared(store: Store, papers: Papers) -> None:
     store.log("scratch", 0.02, alpha=0.0, head_width=64, teacher_hash="teacher")
     store.log("elsewhere", 0.02, alpha=0.0, teacher_hash="teacher", sequences="others")
