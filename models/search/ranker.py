@@ -79,6 +79,9 @@ class GroupAttention(nn.Module):
 class Ranker(nn.Module):
     """Scores candidates; `sequence_width` is that of what a subclass knows of the user's past (0 for nothing)."""
 
+    by_group: Tensor
+    """(F,) places of the features, group after group."""
+
     def __init__(self, config: RankerConfig, catalogue: SearchCatalogue, sequence_width: int = 0) -> None:
         super().__init__()
         self.config = config
@@ -90,12 +93,19 @@ class Ranker(nn.Module):
             nn.Linear(raw, config.dnn_width), nn.ReLU(), nn.Dropout(config.dropout),
             nn.Linear(config.dnn_width, config.dnn_width), nn.ReLU(),
         )  # fmt: skip
-        self.group_places = list(feature_groups(catalogue.features).values())
+        places = list(feature_groups(catalogue.features).values())
+        self.group_sizes = [len(group) for group in places]
+        self.register_buffer(
+            "by_group", torch.tensor([place for group in places for place in group], dtype=torch.long), persistent=False
+        )
         self.groups = None
         if config.group_attention:
-            sizes = [len(places) for places in self.group_places] + [config.text_width] * 2
             self.groups = GroupAttention(
-                sizes, config.dnn_width, config.group_width, config.group_heads, config.group_output
+                [*self.group_sizes, *[config.text_width] * 2],
+                config.dnn_width,
+                config.group_width,
+                config.group_heads,
+                config.group_output,
             )
         fused = config.text_width + config.dnn_width + sequence_width
         fused += config.group_output if config.group_attention else 0
@@ -116,7 +126,7 @@ class Ranker(nn.Module):
         shared = self.dnn(torch.cat([features, asked, document], 1))
         parts = [document, shared]
         if self.groups is not None:
-            groups = [features[:, places] for places in self.group_places] + [asked, document]
+            groups = [*features[:, self.by_group].split(self.group_sizes, 1), asked, document]
             there = torch.ones(len(query), len(groups), dtype=torch.bool, device=query.device)
             there[:, -2] = query != NO_QUERY
             parts.insert(0, self.groups(groups, there, shared))

@@ -1,0 +1,192 @@
+"""Models on another device than the CPU, with none at hand: every tensor that a step leaves behind is an error.
+
+A tensor of the pretended device says that it is on `meta`, whose kernels nothing here may reach, while its numbers
+lie on the CPU. An operation over tensors of both devices fails as it does on a GPU, and what makes a GPU wait for
+its results is counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from models import checkpoint, registry
+from models.fit import FitConfig, autocast, to_device
+from models.setup import Setup, set_up
+from tests import actions_tables, search_tables, training_tables
+
+aten = torch.ops.aten
+THERE = torch.device("meta")
+
+MOVES = {aten._to_copy.default, aten.copy_.default}
+WAITS = {
+    aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default,
+    aten.bincount.default, aten._unique2.default, aten.unique_consecutive.default, aten.unique_dim.default,
+}  # fmt: skip
+"""Operations whose result, or its shape, the program has to wait for."""
+INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+"""As well, where an index is a mask."""
+
+
+class Elsewhere(Tensor):
+    """A tensor of the pretended device; `held` (the same shape, on the CPU) are its numbers."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> Elsewhere:
+        made = Tensor._make_wrapper_subclass(
+            cls, held.shape, held.stride(), held.storage_offset(), dtype=held.dtype, device=THERE
+        )
+        made.held = held
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return carried_out(func, args, kwargs or {}, Counter())
+
+
+def carried_out(func: Any, args: Any, kwargs: dict[str, Any], waits: Counter[str]) -> Any:
+    """The operation on the CPU, its results where a GPU's would be; AssertionError where it mixes devices."""
+    inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    there = [x for x in inputs if isinstance(x, Elsewhere)]
+    here = [x for x in inputs if not isinstance(x, Elsewhere) and x.dim() > 0]
+    assert not (there and here) or func in MOVES, f"{func} mixes devices: {[tuple(x.shape) for x in here]} on the CPU"
+    wanted = kwargs.get("device")
+    goes_there = bool(there) if wanted is None else torch.device(wanted) == THERE
+    if func is aten.copy_.default:
+        goes_there = isinstance(args[0], Elsewhere)
+    masked = func in INDEXING and any(x is not None and x.dtype == torch.bool for x in args[1])
+    counted = func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
+    if there and (func in WAITS or masked or counted or not goes_there):
+        waits[str(func)] += 1
+    if wanted is not None:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    args, kwargs = tree_map(lambda x: x.held if isinstance(x, Elsewhere) else x, (args, kwargs))
+    found = func(*args, **kwargs)
+    if not goes_there:
+        return found
+    own = {id(x.held): x for x in there}  # what is changed in place stays the same tensor
+    return tree_map(lambda x: own.get(id(x), Elsewhere(x)) if isinstance(x, Tensor) else x, found)
+
+
+class Pretended(TorchDispatchMode):
+    """While it is on, `meta` is a device with numbers; `waits` counts what a GPU would have to be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return carried_out(func, args, kwargs or {}, self.waits)
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
+    """The device, with the autocast that torch does not let `meta` have."""
+    own = torch.autocast
+    monkeypatch.setattr(
+        torch, "autocast", lambda kind, *args, **kw: nullcontext() if kind == "meta" else own(kind, *args, **kw)
+    )
+    with Pretended() as mode:
+        yield mode
+
+
+TIGER = {"d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 2, "num_decoder_layers": 2}
+SIZES: dict[str, dict[str, Any]] = {
+    "tiger": {**TIGER, "beam": 8},
+    "sasrec": {"dim": 16, "num_layers": 1, "max_history": 12},
+    **{name: {"beam": 8, "attention_heads": 2, "attention_width": 24, "ffn_width": 32, "head_width": 20}
+       for name in ("sid_mlp", "sid_mlp_pp")},
+    **{name: {"width": 16, "num_layers": 1, "num_heads": 2} for name in ("hstu", "qgs", "hllm")},
+    **{name: {"width": 16, "num_layers": 2, "num_heads": 2, "ffn": 32, "experts": 2, "expert_width": 16}
+       for name, entry in registry.MODELS.items() if entry.family.name == "actions"},
+}  # fmt: skip
+FIT = FitConfig(batch_size=8, eval_batch_size=8)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Tables by family, and checkpoints that students are made from."""
+    folder = tmp_path_factory.mktemp("devices")
+    tables = {
+        "retrieval": training_tables.write_tables(folder / "retrieval", users=12),
+        "search": search_tables.write_search(folder / "search", users=10, requests=6),
+        "actions": (actions_tables.write_actions(folder / "actions", users=12), None),
+    }
+    made: dict[str, Any] = {"teacher": str(folder / "tiger"), "encoder": str(folder / "encoder")}
+    for name, model in {"tiger": SIZES["tiger"], "sid_mlp_pp_encoder": {"teacher": made["teacher"]}}.items():
+        setup = set_up({"name": name, **model}, FIT, *tables["retrieval"])
+        checkpoint.save(made["teacher" if name == "tiger" else "encoder"], setup.model, setup.checkpoint())
+    return {**tables, **made}
+
+
+MOST_WAITS = {"retrieval": 0, "search": 2, "actions": 3}
+"""In a training step, beside one in `fit` every `log_every_steps`: a pair of query and item that has no text, of
+history or candidates, is an error of the step that meets it; events that are learned from are picked by a mask."""
+
+
+def set_up_small(name: str, data: dict[str, Any], fit: FitConfig, device: Any) -> Setup:
+    named = ["teacher"] * name.startswith("sid_mlp") + ["encoder"] * (name == "sid_mlp_pp")
+    model = {"name": name, **SIZES.get(name, {}), **{key: data[key] for key in named}}
+    return set_up(model, fit, *data[registry.find(name).family.name], device=device)
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    """Of all trained parameters: DDP waits for every one of them in every step."""
+    trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert [name for name, grad in trained.items() if grad is None] == []
+    return [grad for grad in trained.values() if grad is not None]
+
+
+@pytest.mark.filterwarnings("ignore:for .* copying from a non-meta parameter")  # which is what is wanted here
+@pytest.mark.parametrize("name", registry.MODELS)
+def test_a_step_and_a_validation_leave_no_tensor_on_the_cpu(
+    name: str, data: dict[str, Any], pretended: Pretended
+) -> None:
+    setup = set_up_small(name, data, FIT, THERE)
+    if setup.entry.gradient:
+        batch = to_device(next(setup.train(0, 0)), THERE)
+        setup.model.train()
+        pretended.waits.clear()
+        setup.model(batch)["loss"].backward()
+        assert pretended.waits.total() <= MOST_WAITS[setup.entry.family.name], pretended.waits
+        assert all(isinstance(grad, Elsewhere) for grad in gradients(setup.model))
+    else:
+        setup.model.fit_counts(setup.train(0, 0))  # type: ignore[operator]
+    sums, count = setup.validate(setup.model)
+    assert count
+    assert not any(isinstance(value, Elsewhere) for value in sums.values())
+
+
+@pytest.mark.parametrize("name", [name for name, entry in registry.MODELS.items() if entry.gradient])
+def test_a_step_and_a_validation_in_bfloat16(name: str, data: dict[str, Any]) -> None:
+    """As a GPU does them by default; here by the autocast of the CPU."""
+    setup = set_up_small(name, data, replace(FIT, precision="bf16"), "cpu")
+    with autocast("bf16", setup.device):
+        loss = setup.model.train()(next(setup.train(0, 0)))["loss"]
+    loss.backward()
+    assert all(bool(value.isfinite().all()) for value in [loss, *gradients(setup.model)])
+    sums, count = setup.validate(setup.model)
+    assert count
+    assert all(bool(torch.as_tensor(value).isfinite().all()) for value in sums.values())
+
+
+def test_the_pretended_device_finds_what_is_left_on_the_cpu(pretended: Pretended) -> None:
+    x = torch.arange(6.0).to(THERE)
+    assert type(x + 1) is Elsewhere
+    assert (x.view(2, 3).add_(1).sum(0) * 2).cpu().tolist() == [10.0, 14.0, 18.0]
+    assert pretended.waits.total() == 1
+    with pytest.raises(AssertionError, match="mixes devices"):
+        x + torch.ones(6)
+    with pytest.raises(AssertionError, match="mixes devices"):
+        x[torch.tensor([0, 1])]
