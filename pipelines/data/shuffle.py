@@ -12,6 +12,11 @@ What bounds it, however long the log:
 - the number of shards grows with the bytes of the log, not with files times partitions: a shard averages
   SHARD_BYTES or more, up to MAX_WAITING / SHARD_BYTES = 1024 partitions.
 
+A reader whose worker dies is run again by Ray, and what it sent counts once. Ray 2.60 has open faults there (such as
+ray-project/ray#64695): under load one of its own checks has ended a driver. Nothing is committed then, and the job
+run again makes the tables. Readers that do not stream would need no such retries, but hold a whole file's rows;
+without retries a lost node would be a lost job.
+
 Ray Data's hash shuffle was measured beside this, with the same work in its tasks: RESULTS.md.
 """
 
