@@ -24,11 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models import checkpoint
-from models.matmul import Packed
 from models.retrieval import teacher as teachers
 from models.retrieval.data import Catalogue
-from models.retrieval.decoding import kernels
-from models.retrieval.decoding.derived import derived
 from models.retrieval.sid_mlp import SidMlp, SidMlpConfig
 from models.retrieval.t5 import dropout
 from models.retrieval.teacher_cache import Question, States
@@ -80,21 +77,13 @@ class RoleMlp(nn.Module):
         if not on_cpu(x) or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             hidden = self.inner(torch.cat([x, mean[owner]], 1))  # (n, width)
             return self.outer(dropout(functional.gelu(self.norm(hidden)), self.share if self.training else 0.0))
-        given = self.inner.weight[:, x.shape[1] :]  # [x; mean] W = x W_own + mean W_given
+        own, given = self.inner.weight.tensor_split(2, 1)  # [x; mean] W = x W_own + mean W_given
         shared = functional.linear(mean, given, self.inner.bias)  # (B, width), once per request
-        own, outer = derived(self, "packed", self._packed)
-        compiled = kernels.ready(x, self.norm.weight)
-        pieces = []
-        for piece, request in zip(x.split(IN_CACHE), owner.split(IN_CACHE), strict=True):
-            hidden = own(piece, add=shared[request])
-            hidden = kernels.norm_gelu(hidden, self.norm) if compiled else functional.gelu(self.norm(hidden))
-            pieces.append(outer(hidden))
+        pieces = [
+            self.outer(functional.gelu(self.norm(torch.addmm(shared[request], piece, own.T))))
+            for piece, request in zip(x.split(IN_CACHE), owner.split(IN_CACHE), strict=True)
+        ]
         return torch.cat(pieces)
-
-    def _packed(self) -> tuple[Packed, Packed]:
-        """The products with a token and with the inner width, their weights laid out once."""
-        own = self.inner.weight[:, : self.outer.out_features]
-        return Packed(own), Packed(self.outer.weight, self.outer.bias)
 
 
 @dataclass(frozen=True)
