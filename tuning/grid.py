@@ -208,29 +208,31 @@ class Grid:
         return {**content, **dotted(self.base)}
 
     def _trial(self, settings: Point, point: Point, check: bool) -> Trial:
-        parts: dict[str, dict[str, Any]] = {"model": {}, "fit": {}, "evaluate": {}}
+        trains = self.kind == "train"
+        parts: dict[str, dict[str, Any]] = {part: {} for part in (("model", "fit") if trains else ("evaluate",))}
         folders: dict[str, str] = {}
+        places = [name for name in FOLDERS if name != "checkpoint" or not trains]
         for key, value in settings.items():
             head, _, tail = key.partition(".")
-            if key in PATHS and isinstance(value, str) and ("/" in value or Path(value).is_dir()):
-                value = absolute(value)  # an encoder of search models is a word
+            if key in PATHS and isinstance(value, str) and value and ("/" in value or Path(value).is_dir()):
+                value = absolute(value)  # an encoder of search models is a word, and nothing is no path
             if head in parts and tail:
                 nest(parts[head], tail, value)
-            elif key in FOLDERS:
+            elif key in places:
                 folders[key] = value
             else:
-                known = [f"{part}.…" for part in parts]
+                known = [f"{part}.…" for part in parts] + places
                 raise UserError(
-                    f"the grid {self.name} sets '{key}'; keys start with one of {', '.join(known)} or are "
-                    f"{', '.join(FOLDERS)}"
+                    f"the grid {self.name} of kind {self.kind} has no use for '{key}'; its settings are "
+                    f"{', '.join(known)}"
                 )
-        model, fit = parts["model"], parts["fit"]
-        if self.kind == "train":
+        model, fit = parts.get("model", {}), parts.get("fit", {})
+        if trains:
             fit.setdefault("metric", self.metric.removeprefix("val/"))
             if check:
                 self._check(model, fit, settings)
         id_ = hashlib.sha256(json.dumps(point, sort_keys=True).encode()).hexdigest()[:8]
-        return Trial(id_, f"{short(point)}-{id_}", point, model, fit, folders, parts["evaluate"])
+        return Trial(id_, f"{short(point)}-{id_}", point, model, fit, folders, parts.get("evaluate", {}))
 
     def _check(self, model: dict[str, Any], fit: dict[str, Any], settings: Point) -> None:
         """Raises UserError where the model is not there, or model or training have no such option or value."""

@@ -46,7 +46,7 @@ from pipelines.training.run import (
 from tuning.grid import Grid, Trial, evaluation_options
 from tuning.halving import EPOCH, TRIAL, VALUE, Halving, make
 from tuning.probe import look
-from tuning.trial import PATIENCE, Plan, fail, read_reports, run_trial, stop, tested
+from tuning.trial import PATIENCE, Plan, fail, forgive, read_reports, run_trial, stop, tested
 
 logging.getLogger("ray.tune.analysis.experiment_analysis").setLevel(logging.ERROR)  # misses the files left out above
 
@@ -61,6 +61,8 @@ class Options:
     """Trials at once at most; 0: as many as the cluster has room for."""
     retries: int = 2
     """How often a trial whose process was lost is continued; then it is recorded as failed."""
+    again: bool = False
+    """With --resume: trials that failed are taken up again."""
     budget_hours: float = 0.0
     """Time after which no trial goes on; 0: none. --resume takes the sweep up again."""
     test: bool = True
@@ -176,10 +178,10 @@ def sweep(
     folder = join(storage, name)
     if (before := read_sweep(folder)) is not None:
         check_same(before, trials, name, storage, resume)
-        if before["status"] == "finished":
-            run, found = tracking.RunRef(**before["tracking"]), [outcome(t, folder, grid) for t in trials]
+        run, found = tracking.RunRef(**before["tracking"]), [outcome(t, folder, grid) for t in trials]
+        if before["status"] == "finished" and not (options.again and any(o.status == "failed" for o in found)):
             return Swept(name, folder, run, found, best_of(found), 0.0, already=True)
-    uri = tracking.resolve_uri(tracking_uri, storage)
+    uri = run.uri if before else tracking.resolve_uri(tracking_uri, storage)
     tracking.check_nodes(uri, sum(node["Alive"] for node in ray.nodes()))
     tracking.connect(uri)
     workers = 1 if grid.kind == "evaluate" else ray_options.num_workers
@@ -193,6 +195,8 @@ def sweep(
     threads = ray_options.threads or (0 if grid.kind == "evaluate" else max(1, int(ray_options.cpus_per_worker)))
     ray_options = replace(ray_options, threads=threads)
     family, hashes = check(grid, trials, tables, extra, max(1, threads), say)
+    if before:
+        check_tables(before, hashes, name)
     with held(storage, name, PATIENCE if resume else 0):
         noted = before or begin(
             grid, trials, folder, uri, experiment or f"{family}/{dataset_name(tables)}", hashes=hashes, command=command,
@@ -203,6 +207,10 @@ def sweep(
             {t.name: t for t in trials}, grid.kind, grid.metric, tables, extra, folder, run.uri, run.experiment,
             run.run_id, ray_options, options.test and grid.kind == "train", command,
         )  # fmt: skip
+        if options.again:
+            for trial in trials:
+                forgive(trial, plan)
+            write_sweep(folder, {**noted, "status": "running"})
         pending = [t for t in trials if not is_done(t, plan)]
         tracking.reopen(run)
         say(f"{len(trials)} trials of {grid.name}, {len(trials) - len(pending)} done before; metric {grid.metric}")
@@ -246,7 +254,8 @@ def begin(
     run = tracking.open_run(uri, experiment, name, storage, config=about, hashes=hashes, tags=tags)
     tracking.log_yaml(run, asdict(grid), "grid.yaml")
     noted = {
-        "grid": grid.name, "trials": [asdict(t) for t in trials], "tracking": run.to_dict(), "status": "running"
+        "grid": grid.name, "trials": [asdict(t) for t in trials], "tracking": run.to_dict(), "status": "running",
+        "hashes": hashes,
     }  # fmt: skip
     write_sweep(folder, noted)
     return noted
@@ -321,6 +330,7 @@ def check(
                         f"it takes {', '.join(known)}"
                     )
             checkpoint.check(taken, trial.folders["checkpoint"], dict(catalogue.hashes))
+            check_metric(grid, [*taken.metrics, "users_per_s", "peak_memory_mb"])
             families.add(entry.family.name)
             hashes = catalogue.hashes
             continue
@@ -328,22 +338,27 @@ def check(
         hashes = load_catalogue(entry, trial.model["name"], tables, own).hashes
         seen_there = look(trial, tables, own, False, threads, say)
         families.add(seen_there.family)
-        metric = grid.metric.removeprefix("val/")
         for key in grid.stop:
             if key.removeprefix("val/") not in (EPOCH, "seconds", *seen_there.metrics):
                 raise UserError(
                     f"the grid {grid.name} stops by '{key}', which no trial reports; choose epoch, seconds or one of "
                     f"{', '.join(seen_there.metrics)}"
                 )
-        if metric not in seen_there.metrics and entry.gradient:
-            there = ", ".join(seen_there.metrics)
-            raise UserError(
-                f"the metric of the grid {grid.name} is {grid.metric}, which no trial reports; choose val/ and one of "
-                f"{there}"
-            )
+        if entry.gradient:
+            check_metric(grid, seen_there.metrics)
     if len(families) > 1:
         raise UserError(f"the grid {grid.name} mixes models of {', '.join(sorted(families))}; sweep them apart")
     return families.pop(), hashes
+
+
+def check_metric(grid: Grid, known: list[str]) -> None:
+    """UserError for a metric that trials, which measure `known`, do not report."""
+    split, _, metric = grid.metric.partition("/")
+    if metric not in known:
+        raise UserError(
+            f"the metric of the grid {grid.name} is {grid.metric}, which no trial reports; choose {split}/ and one of "
+            f"{', '.join(known)}"
+        )
 
 
 def evaluated(trial: Trial) -> tuple[str, checkpoint.Checkpoint]:
@@ -452,4 +467,14 @@ def check_same(before: dict[str, Any], trials: list[Trial], name: str, storage: 
             raise UserError(
                 f"the sweep '{name}' in {storage} has other trials ({key} {what}); resume it with the line that "
                 f"started it, or choose another --name"
+            )
+
+
+def check_tables(before: dict[str, Any], hashes: dict[str, str], name: str) -> None:
+    """Refuses to go on with other tables than those that the sweep was started with."""
+    for table, value in before.get("hashes", hashes).items():
+        if hashes.get(table) != value:
+            raise UserError(
+                f"the sweep '{name}' was started with another table '{table}'; give the tables that it was started "
+                f"with, or choose another --name"
             )

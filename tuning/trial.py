@@ -168,6 +168,21 @@ def fail(trial: Trial, plan: Plan, error: str) -> None:
     write_record(folder, {**noted, "status": "failed", "error": error})
 
 
+def forgive(trial: Trial, plan: Plan) -> None:
+    """Lets a trial that failed go on from its last checkpoint, or start anew in its MLflow run where it has none."""
+    folder = join(plan.folder, trial.name)
+    noted = read_record(folder)
+    if noted is None or noted["status"] != "failed":
+        return
+    run = tracking.RunRef(**noted["tracking"])
+    tracking.Logger(run).client.delete_tag(run.run_id, tracking.ERROR_TAG)
+    if "config" in noted:
+        write_record(folder, {key: value for key, value in noted.items() if key != "error"} | {"status": "running"})
+    else:
+        filesystem, path = open_uri(join(folder, runs.RUN))
+        filesystem.delete_file(path)
+
+
 def stop(trial: Trial, plan: Plan) -> None:
     """Ends a trial that was told to stop at its last checkpoint."""
     folder = join(plan.folder, trial.name)

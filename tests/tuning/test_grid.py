@@ -53,6 +53,9 @@ def test_settings_go_over_each_other() -> None:
 
 
 def test_paths_are_made_absolute_and_the_point_stays() -> None:
+    student = {"model.name": "sid_mlp", "model.teacher": "runs/tiger", "model.teacher_cache": ""}
+    (taught,) = grid(base={}, fixed=student, axes={"fit.lr": [0.1]}).trials()
+    assert (taught.model["teacher"], taught.model["teacher_cache"]) == (str(Path("runs/tiger").absolute()), "")
     (one,) = grid(axes={"sids": ["here/sids"]}).trials()
     assert one.folders == {"sids": str(Path("here/sids").absolute())}
     assert one.point == {"sids": "here/sids"}
@@ -90,7 +93,13 @@ def test_several_seeds_are_an_axis_and_some_axes_go_together() -> None:
             r"has the axis 'model\.dimm', which the model 'sasrec' does not have; the nearest is 'model\.dim'",
         ),
         ({"axes": {"fit.lrr": [1]}}, "the nearest is 'fit.lr'"),
-        ({"axes": {"dim": [1]}}, r"sets 'dim'; keys start with one of model\."),
+        ({"fixed": {"evaluate.beam": 5}}, "of kind train has no use for 'evaluate.beam'"),
+        ({"fixed": {"checkpoint": "runs/x"}}, "of kind train has no use for 'checkpoint'"),
+        (
+            {"kind": "evaluate", "metric": "test/ndcg@10", "base": {}, "axes": {"fit.lr": [1]}},
+            r"of kind evaluate has no use for 'fit\.lr'; its settings are evaluate\.…, sids, text, checkpoint",
+        ),
+        ({"axes": {"dim": [1]}}, r"of kind train has no use for 'dim'; its settings are model\."),
         ({"fixed": {"model.hidden": 1}}, "the grid g sets 'model.hidden', which the model 'sasrec' does not have"),
         ({"axes": {"fit.lr": [0.1, -1]}}, r"fit.lr is -1, it must be above 0"),
         ({"axes": {"model.dropout": [2]}}, "model 'sasrec': .*dropout"),

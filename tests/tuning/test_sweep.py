@@ -20,6 +20,7 @@ from models.fit import FitConfig, fit
 from models.setup import set_up
 from models.tables import UserError
 from pipelines import tracking
+from pipelines.evaluation.ranking import evaluate
 from pipelines.training.run import RayOptions
 from tuning.grid import Grid, Scheduler
 from tuning.sweep import Options, Swept, best_checkpoint, sweep
@@ -173,6 +174,43 @@ def test_lost_trials_are_continued_and_lost_ones_recorded(world: World) -> None:
         assert run.data.tags[tracking.ERROR_TAG] == outcome.error
     assert client.get_run(swept.run.run_id).info.status == "FINISHED"
 
+    changes: dict[str, Any] = {"name": "killed", "resume": True, "options": Options(concurrency=1, again=True)}
+    with pytest.raises(UserError, match="the sweep 'killed' was started with another table 'items'"):
+        world.sweep(three, **changes, tables=write_tables(world.folder / "other", items=20)[0])
+    assert [o.status for o in world.sweep(three, **changes).outcomes] == ["finished", "finished", "failed"]
+    again = world.children(swept)
+    assert {run.info.run_id for run in again.values()} == {run.info.run_id for run in children.values()}
+    healed = again[json.dumps({"fit.lr": 0.01})]
+    assert healed.info.status == "FINISHED"
+    assert tracking.ERROR_TAG not in healed.data.tags
+    assert len(client.get_metric_history(healed.info.run_id, "val/ndcg_at_10")) == 4
+
+
+def test_conditions_and_budgets_end_trials(world: World) -> None:
+    one = grid(stop={"epoch": 2}, axes={"fit.lr": [0.03]})
+    with pytest.raises(UserError, match="stopped with 1 of 1 trials to do; the same line with --resume goes on"):
+        world.sweep(one, name="cut", options=Options(budget_hours=1e-7))
+    swept = world.sweep(one, name="cut", resume=True)
+    assert [(outcome.status, outcome.epochs) for outcome in swept.outcomes] == [("stopped", 2)]
+    assert [run.info.status for run in world.children(swept).values()] == ["FINISHED"]
+
+
+def measured(world: World, **fields: Any) -> Grid:
+    """A grid that measures the first trial's checkpoint."""
+    axes = {"checkpoint": [str(world.folder / "runs/halved" / world.swept.outcomes[0].name)], **fields.pop("axes", {})}
+    return Grid(**{"name": "g", "source": "a test", "kind": "evaluate", "axes": axes, **fields})
+
+
+def test_a_checkpoint_is_measured_at_every_point(world: World) -> None:
+    each = measured(world, metric="test/ndcg@10", axes={"evaluate.batch_size": [8, 32]})
+    swept = world.sweep(each, name="measured")
+    found, _ = evaluate(str(each.axes["checkpoint"][0]), world.tables)  # type: ignore[index]
+    assert [outcome.value for outcome in swept.outcomes] == pytest.approx([found.metrics["ndcg@10"]] * 2)
+    for run in world.children(swept).values():
+        assert {"test/ndcg_at_10", "test/users_per_s", "test/peak_memory_mb"} <= set(run.data.metrics)
+    with pytest.raises(UserError, match=r"has the axis .evaluate\.beams., which the model 'sasrec' does not have"):
+        world.sweep(measured(world, metric="test/ndcg@10", axes={"evaluate.beams": [1]}), name="refused")
+
 
 def test_what_no_trial_could_do_is_refused_before_any_starts(world: World) -> None:
     refused: list[tuple[str, Grid, dict[str, Any]]] = [
@@ -182,6 +220,12 @@ def test_what_no_trial_could_do_is_refused_before_any_starts(world: World) -> No
         ("needs semantic IDs; give --sids", grid(base={"model": {"name": "tiger"}, "fit": FIT}), {}),
         ("need 100 CPUs, the cluster has 2", grid(), {"ray_options": RayOptions(cpus_per_worker=100)}),
         ("names a folder", grid(), {"name": "a/b"}),
+        ("stops by 'val/ndgc', which no trial reports; choose epoch, seconds or", grid(stop={"val/ndgc": 1}), {}),
+        (
+            "is test/recall@7, which no trial reports; choose test/ and one of .*users_per_s",
+            measured(world, metric="test/recall@7"),
+            {},
+        ),
     ]
     for message, one, changes in refused:
         with pytest.raises(UserError, match=message):
