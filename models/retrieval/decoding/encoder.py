@@ -106,10 +106,16 @@ class PackedEncoder:
         that they mix to."""
         x = self.t5.shared(tokens)
         for i, (qkv, o, wi, wo) in enumerate(zip(self.qkv, self.o, self.wi, self.wo, strict=True)):
-            mixed = attend(functional.embedding(tokens, self.first) if i == 0 else qkv(self.scaled(x)))
+            mixed = attend(functional.embedding(tokens, self.first) if i == 0 else qkv(self.norm(x)))
             x = o(mixed, add=x)
-            x = wo(wi(self.scaled(x), relu=True), add=x)
-        return self.t5.encoder.final_layer_norm(x)
+            x = wo(wi(self.norm(x), relu=True), add=x)
+        return self.norm(x) * self.t5.encoder.final_layer_norm.weight
+
+    def norm(self, x: Tensor) -> Tensor:
+        """x (..., D) over its root mean square; the weights of norms are in what follows them."""
+        if x.dim() == 2 and kernels.ready(x):
+            return kernels.scaled_rows(x, self.t5.sizes.epsilon)
+        return self.scaled(x)
 
 
 def padding_of(lengths: Tensor, longest: int, dtype: torch.dtype) -> Tensor | None:

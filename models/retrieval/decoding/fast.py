@@ -93,17 +93,30 @@ class FastWalk:
         if self.encoder is None:
             return self.read(*self.student.encode(batch))
         tokens, real = self.student.source.tokens(batch)
-        return self.read(*self.encoder(tokens, real.sum(1)))
+        lengths = real.sum(1)
+        if not kernels.ready(self.ask):
+            return self.read(*self.encoder(tokens, lengths))
+        states = self.encoder.packed(tokens[real], lengths)
+        begin = functional.pad(lengths.cumsum(0), (1, 0))
+        place = torch.arange(len(states))
+        query = self.readout.query(functional.embedding_bag(place, states, begin[:-1], mode="mean"))
+        return self._readout(query, kernels.packed_readout(self._asked(query), states, begin))
 
     def read(self, states: Tensor, padding: Tensor | None) -> Tensor:
         """z (B, D) of `states` (B, S, D)."""
-        readout = self.readout
-        query = readout.query(mean_state(states, padding))
-        asked = functional.linear(query, self.ask).unflatten(1, (readout.attention.heads, -1))  # (B, H, D)
-        scores = asked @ states.transpose(1, 2)  # (B, H, S)
+        query = self.readout.query(mean_state(states, padding))
+        scores = self._asked(query) @ states.transpose(1, 2)  # (B, H, S)
         scores = scores if padding is None else scores + padding[:, 0]
-        answer = functional.linear((scores.softmax(-1) @ states).flatten(1), self.answer)
-        z = readout.norm1(query + answer)
+        return self._readout(query, scores.softmax(-1) @ states)
+
+    def _asked(self, query: Tensor) -> Tensor:
+        """(B, H, D): what each head looks for in the states."""
+        return functional.linear(query, self.ask).unflatten(1, (self.readout.attention.heads, -1))
+
+    def _readout(self, query: Tensor, mixed: Tensor) -> Tensor:
+        """z (B, D) of the query (B, D) and the states as each head weighs them (B, H, D)."""
+        readout = self.readout
+        z = readout.norm1(query + functional.linear(mixed.flatten(1), self.answer))
         return readout.norm2(z + cast(nn.Sequential, readout.ffn)(z))
 
     def walk(self, z: Tensor, k: int, beam: int, children: bool) -> tuple[Tensor, Tensor]:

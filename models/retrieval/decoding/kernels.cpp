@@ -222,6 +222,55 @@ void packed_attention(const float* qkv, const int64_t* begin, int64_t users, int
     }
 }
 
+void packed_readout(const float* queries, const float* states, const int64_t* begin, int64_t users, int64_t heads,
+                    int64_t width, float* out) {
+#pragma omp parallel
+    {
+        std::vector<float> share;
+#pragma omp for collapse(2) schedule(dynamic, 4)
+        for (int64_t user = 0; user < users; user++)
+            for (int64_t head = 0; head < heads; head++) {
+                const int64_t size = begin[user + 1] - begin[user];
+                const float *q = queries + (user * heads + head) * width, *own = states + begin[user] * width;
+                float* mixed = out + (user * heads + head) * width;
+                share.resize(lanes_of(size) * LANES);
+                for (int64_t j = 0; j < size; j++) share[j] = dot(q, own + j * width, width);
+                softmax(share.data(), size);
+                std::fill_n(mixed, width, 0.0f);
+                for (int64_t j = 0; j < size; j++) {
+                    const float* v = own + j * width;
+                    const float weight = share[j];
+#pragma omp simd
+                    for (int64_t d = 0; d < width; d++) mixed[d] += weight * v[d];
+                }
+            }
+    }
+}
+
+void norm_gelu(const float* x, int64_t rows, int64_t width, const float* scale, const float* shift, float epsilon,
+               float* out) {
+    const Level norm{nullptr, scale, shift, nullptr, nullptr, nullptr, nullptr};
+#pragma omp parallel
+    {
+        std::vector<Lanes> active(lanes_of(width));
+#pragma omp for
+        for (int64_t r = 0; r < rows; r++) {
+            activate(x + r * width, nullptr, 0, norm, width, epsilon, active.data());
+            std::copy_n(reinterpret_cast<const float*>(active.data()), width, out + r * width);
+        }
+    }
+}
+
+void scaled_rows(const float* x, int64_t rows, int64_t width, float epsilon, float* out) {
+#pragma omp parallel for if (rows > 64)
+    for (int64_t r = 0; r < rows; r++) {
+        const float* row = x + r * width;
+        const float scale = 1 / std::sqrt(dot(row, row, width) / width + epsilon);
+#pragma omp simd
+        for (int64_t d = 0; d < width; d++) out[r * width + d] = row[d] * scale;
+    }
+}
+
 void beam_attention(const float* queries, const float* const* codes, const int64_t* const* places, int64_t levels,
                     int64_t rows, int64_t heads, int64_t width, const float* bias, float* out) {
     const int64_t inner = heads * width, row = 2 * inner;

@@ -3,9 +3,10 @@
     kernels.ready(x) and kernels.packed_attention(...)
 
 Small ragged work, for which PyTorch on a CPU needs padding and many passes: attention within histories of any
-length, of a beam to its few ancestors, and the whole search of a student through a trie. Built once with the
-machine's C++ compiler, when first needed, and kept in the user's cache folder. Without a compiler, on a GPU and
-in an exported program callers take PyTorch's way to the same results; TRIELINE_KERNELS=0 asks for that.
+length, of a user's one query to them, of a beam to its few ancestors, norms, and the whole search of a student
+through a trie. Built once with the machine's C++ compiler, when first needed, and kept in the user's cache folder.
+Without a compiler, on a GPU and in an exported program callers take PyTorch's way to the same results;
+TRIELINE_KERNELS=0 asks for that.
 
 Shapes: `n` tokens of `B` users, `H` heads and `K` their width, `W` beams of a user, `N = B * W`, `V` vocabulary,
 `L` levels and `C` codes of one, `M` hidden width of a student's head.
@@ -28,7 +29,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from models.matmul import plain_inference
 
@@ -38,6 +39,9 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC")
 
 ARGUMENTS: dict[str, list[Any]] = {
     "packed_attention": [c_void_p, c_void_p, *[c_int64] * 3, c_void_p, c_int64, c_void_p],
+    "packed_readout": [*[c_void_p] * 3, *[c_int64] * 3, c_void_p],
+    "norm_gelu": [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_float, c_void_p],
+    "scaled_rows": [c_void_p, c_int64, c_int64, c_float, c_void_p],
     "beam_attention": [c_void_p, POINTER(c_void_p), POINTER(c_void_p), *[c_int64] * 4, c_void_p, c_void_p],
     "log_softmax_part": [c_void_p, *[c_int64] * 4, c_void_p],
     "walk": [c_void_p, POINTER(c_void_p), POINTER(c_int64), *[c_int64] * 3, c_float, c_int64, c_int64, c_bool,
@@ -110,6 +114,33 @@ def packed_attention(qkv: Tensor, begin: Tensor, bias: Tensor, heads: int) -> Te
     inner = qkv.shape[1] // 3
     out = qkv.new_empty((len(qkv), inner))
     _call("packed_attention", qkv, begin, len(begin) - 1, heads, inner // heads, bias, bias.shape[-1], out)
+    return out
+
+
+def packed_readout(asked: Tensor, states: Tensor, begin: Tensor) -> Tensor:
+    """(B, H, D): each query of a user, `asked` (B, H, D), attends to the user's states without scaling.
+
+    The states of user u are rows `begin[u] : begin[u + 1]` (B + 1,) of `states` (n, D).
+    """
+    asked, states, begin = asked.contiguous(), states.contiguous(), begin.contiguous()
+    out = torch.empty_like(asked)
+    _call("packed_readout", asked, states, begin, *asked.shape, out)
+    return out
+
+
+def norm_gelu(x: Tensor, norm: nn.LayerNorm) -> Tensor:
+    """(n, D): GELU of the layer norm of the rows of `x` (n, D)."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _call("norm_gelu", x, *x.shape, norm.weight, norm.bias, norm.eps, out)
+    return out
+
+
+def scaled_rows(x: Tensor, epsilon: float) -> Tensor:
+    """(n, D): the rows of `x` (n, D) over their root mean square, to the mean square of which `epsilon` is added."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _call("scaled_rows", x, *x.shape, epsilon, out)
     return out
 
 

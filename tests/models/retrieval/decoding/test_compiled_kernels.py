@@ -47,6 +47,43 @@ def test_packed_attention(lengths, heads, width, scale):
 
 
 @needs_compiler
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.integers(1, 70), min_size=1, max_size=9), st.sampled_from([1, 3]), st.sampled_from([1, 16, 40, 128]),
+    st.sampled_from([0.01, 1.0, 20.0]),
+)  # fmt: skip
+def test_packed_readout(lengths, heads, width, scale):
+    asked, states = numbers(len(lengths), heads, width, scale=scale), numbers(sum(lengths), width, seed=1)
+    found = kernels.packed_readout(asked, states, torch.tensor([0, *lengths]).cumsum(0))
+    for query, own, mixed in zip(asked.double(), states.double().split(lengths), found, strict=True):
+        expected = (query @ own.T).softmax(-1) @ own
+        torch.testing.assert_close(mixed.double(), expected, rtol=1e-3, atol=1e-4 * max(1.0, scale))
+
+
+@needs_compiler
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 17), (130, 256)])
+@pytest.mark.parametrize("scale", [0.01, 30.0])
+def test_norm_gelu(rows, width, scale):
+    """Also far outside of where the error function bends."""
+    x, norm = numbers(rows, width) + 3.0, torch.nn.LayerNorm(width)
+    torch.nn.init.constant_(norm.weight, scale)
+    torch.nn.init.normal_(norm.bias, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        exact = functional.layer_norm(x.double(), (width,), norm.weight.double(), norm.bias.double(), norm.eps)
+        found = kernels.norm_gelu(x, norm)
+        torch.testing.assert_close(found.double(), functional.gelu(exact), rtol=1e-5, atol=1e-5 * max(1.0, scale))
+
+
+@needs_compiler
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 17), (200, 128)])
+def test_scaled_rows(rows, width):
+    x = numbers(rows, width)
+    x[0] = 0.0
+    expected = functional.rms_norm(x.double(), (width,), eps=1e-6)
+    torch.testing.assert_close(kernels.scaled_rows(x, 1e-6).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@needs_compiler
 @pytest.mark.parametrize("levels", [1, 2, 4, 19])
 @pytest.mark.parametrize("width", [5, 64])
 def test_beam_attention(levels, width):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +17,10 @@ from models.decode_bench import random_codes
 from models.retrieval.data import PAD, Catalogue
 from models.retrieval.decoding import kernels
 from models.retrieval.sid_mlp import SidMlp, SidMlpConfig
+from models.retrieval.tokenizers.conflict import with_conflict_level
+from models.retrieval.tokenizers.published import read_published
+
+SHARED = Path(__file__).parents[4] / "../shared/data"
 
 TEACHER = {"d_model": 16, "d_ff": 24, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 2, "num_decoder_layers": 1,
            "n_user_tokens": 2}  # fmt: skip
@@ -92,6 +98,25 @@ def test_the_shape_of_a_real_catalogue(real_shape, scores, k, beam, compiled, mo
     if not compiled:
         monkeypatch.setattr(kernels, "library", lambda: None)
     same(real_shape, requests(40, 6000), k, beam, scores)
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="real logs are not on this machine")
+@pytest.mark.parametrize(
+    "published",
+    [
+        "amazon18_instruments/Instruments.index.json.gz",
+        "amazon14_beauty_llm_sids/index_rqvae.json.gz",
+        "amazon14_beauty_llm_sids/index_rqkmeans.json.gz",
+    ],
+)
+def test_real_catalogues(published):
+    """Semantic IDs as they were published, with a last code that tells apart the items that share one."""
+    codes = np.array(list(read_published(str(SHARED / published))[0].values()))
+    if len(np.unique(codes, axis=0)) < len(codes):
+        codes = with_conflict_level(codes)
+    model = student(torch.from_numpy(codes), tuple(int(size) for size in codes.max(0) + 1))
+    for scores, k, beam in (("children", 50, 50), ("codebook", 10, 20)):
+        same(model, requests(30, len(codes)), k, beam, scores)
 
 
 @pytest.mark.parametrize("scores", ["children", "codebook"])
