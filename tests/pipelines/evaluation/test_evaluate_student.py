@@ -94,6 +94,20 @@ def test_an_exported_student_ranks_as_it_did(
         parse("evaluate", [*options, "--beam", "3"])
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--beam", "0"], "--beam is 0, the least is 1"),
+        (["--constrained", "false", "--scores", "children"], "--scores is of the search in the trie"),
+        (["--constrained", "false", "--path", "plain"], "--path is of the search in the trie"),
+        (["--decoder", "hf"], "the model 'sid_mlp' has no option --decoder"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(world: tuple[Path, list[str]], options: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        evaluate(world, "student-1", *options)
+
+
 def test_rankings_differ_but_where_rounding_decides() -> None:
     scores = torch.tensor([[-1.0, -2.0, -2.000001, -4.0, -5.0]])
     items = torch.tensor([[10, 11, 12, 13, 14]])
