@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from jobs import cli
 from pipelines.data.feed_simulator import KINDS, best_entropy, simulate_feed
-from pipelines.data.search_simulator import SearchSettings, simulate_search
+from pipelines.data.search_simulator import SearchSettings, best_gauc, simulate_search
 from pipelines.data.simulator import Settings, is_simulated, simulate_retrieval
 
 SOURCES = Path(__file__).parent / "configs" / "sources"
@@ -68,15 +68,17 @@ def run(config: Config) -> None:
     if is_simulated(config.output, settings, config.kind):
         print(f"{config.output} is up to date: {size}")
     else:
-        started = time.monotonic()
+        started, bounds = time.monotonic(), {}
         sizes = (config.users, config.items, config.events, config.seed)
         if config.kind == "search":
-            simulate_search(config.output, *sizes, config.query_driven, config.taste)
+            bounds = best_gauc(*simulate_search(config.output, *sizes, config.query_driven, config.taste))
         elif config.kind == "feed":
             simulate_feed(config.output, *sizes)
         else:
             simulate_retrieval(config.output, *sizes)
         print(f"simulated {size}, in {time.monotonic() - started:.1f} s\n  {config.output}")
+        if bounds:
+            print("GAUC of clicks at best, by " + ", ".join(f"{name} {value:.4f}" for name, value in bounds.items()))
     if config.kind == "feed":
         print(
             f"half of the users like {KINDS[0]}s, half {KINDS[1]}s, which only their actions tell: normalised entropy "

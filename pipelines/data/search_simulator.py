@@ -28,7 +28,9 @@ from typing import Literal
 import numpy as np
 import polars as pl
 import pyarrow as pa
+import torch
 
+from models.ranking_metrics import request_auc
 from models.tables import UserError, join
 from pipelines.data.simulator import (
     MAKERS,
@@ -58,6 +60,7 @@ CLICK = np.array([[0.02, 0.06], [0.25, 0.85]])  # chance of a click on what was 
 LOOK = 1 / (1 + 0.3 * np.arange(RESULTS))  # chance that a user looks at a position
 PURCHASE = np.array([0.05, 0.4])  # chance of a purchase on a click: [liked maker]
 FOLLOW = 0.8  # share of the searches without query-driven intent whose intent follows the last one
+MEASURED = 100_000  # most searches that `best_gauc` looks at, spread over the log
 STYLED = 0.5  # share of the queries that name style and noun; the others name the noun
 
 
@@ -166,6 +169,25 @@ def draw_searches(settings: SearchSettings, world: World, brand: np.ndarray) -> 
     return Searches(
         user, time, intent, asked, item, liked, click, purchase, np.where(click, dwell, np.nan).astype(np.float32)
     )
+
+
+def best_gauc(world: World, log: Searches) -> dict[str, float]:
+    """GAUC of the clicks by ranking with their true chances: of `all causes`, and of those that one reader knows."""
+    every = -(-len(log.item) // MEASURED)
+    item, intent, liked, click = (part[::every] for part in (log.item, log.intent, log.liked, log.click))
+    of_intent, liked = (world.cluster[item] == intent[:, None]).astype(int), liked.astype(int)
+    chances = {
+        "all causes": CLICK[of_intent, liked] * LOOK,
+        "intent and position": CLICK.mean(1)[of_intent] * LOOK,
+        "taste and position": CLICK.mean(0)[liked] * LOOK,
+        "position": np.tile(LOOK, (len(click), 1)),
+    }
+    request, clicks = (torch.from_numpy(np.ascontiguousarray(x).ravel()) for x in (np.indices(click.shape)[0], click))
+    found = {}
+    for name, chance in chances.items():
+        auc, both = request_auc(torch.from_numpy(chance.ravel()), clicks, request)
+        found[name] = float(auc[both].mean())
+    return found
 
 
 def _query_texts(world: World, asked: np.ndarray, rng: np.random.Generator) -> pa.Array:

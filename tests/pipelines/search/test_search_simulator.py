@@ -11,7 +11,7 @@ import pytest
 
 from jobs import simulate as job
 from models.tables import UserError
-from pipelines.data.search_simulator import RESULTS, SearchSettings, simulate_search
+from pipelines.data.search_simulator import RESULTS, SearchSettings, best_gauc, simulate_search
 from pipelines.data.simulator import is_simulated
 from pipelines.data.sources import load_source
 
@@ -95,6 +95,17 @@ def test_some_searches_have_no_click_and_histories_fill(tmp_path: Path) -> None:
     assert 0.7 < clicks.mean() < 3
 
 
+def test_who_knows_more_causes_can_rank_better(tmp_path: Path) -> None:
+    world, log = simulate_search(str(tmp_path), 300, 100, 3000, 0)
+    best = best_gauc(world, log)
+    assert best["all causes"] > best["intent and position"] > best["taste and position"] > best["position"] > 0.55
+    aucs = []  # by position alone: earlier results above later ones
+    for click in log.click[(log.click.sum(1) > 0)]:
+        pairs = [i < j for i in np.flatnonzero(click) for j in np.flatnonzero(~click)]
+        aucs += [np.mean(pairs)] if pairs else []
+    assert best["position"] == pytest.approx(np.mean(aucs))
+
+
 @pytest.mark.parametrize("sizes", [(0, 50, 10, 1, 1.0), (10, 35, 10, 1, 1.0), (10, 50, 9, 1, 1.0), (1, 50, 9, 1, 1.5)])
 def test_impossible_settings_are_refused(tmp_path: Path, sizes: tuple) -> None:
     with pytest.raises(UserError, match=r"give|least|between"):
@@ -124,6 +135,7 @@ def test_the_job_simulates_and_says_what_is_next(tmp_path: Path, capsys: pytest.
     job.run(config)
     said = capsys.readouterr().out
     assert "60 searches of 20 users on 50 items, seed 42, 25% query-driven" in said
+    assert "GAUC of clicks at best, by all causes 0." in said
     assert "simulated_search.yaml" in said
     job.run(config)
     assert "up to date" in capsys.readouterr().out
