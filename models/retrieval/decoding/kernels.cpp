@@ -247,20 +247,6 @@ void packed_readout(const float* queries, const float* states, const int64_t* be
     }
 }
 
-void norm_gelu(const float* x, int64_t rows, int64_t width, const float* scale, const float* shift, float epsilon,
-               float* out) {
-    const Level norm{nullptr, scale, shift, nullptr, nullptr, nullptr, nullptr};
-#pragma omp parallel
-    {
-        std::vector<Lanes> active(lanes_of(width));
-#pragma omp for
-        for (int64_t r = 0; r < rows; r++) {
-            activate(x + r * width, nullptr, 0, norm, width, epsilon, active.data());
-            std::copy_n(reinterpret_cast<const float*>(active.data()), width, out + r * width);
-        }
-    }
-}
-
 void scaled_rows(const float* x, int64_t rows, int64_t width, float epsilon, float* out) {
 #pragma omp parallel for if (rows > 64)
     for (int64_t r = 0; r < rows; r++) {

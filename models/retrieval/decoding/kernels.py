@@ -29,7 +29,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.matmul import plain_inference
 
@@ -40,7 +40,6 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC")
 ARGUMENTS: dict[str, list[Any]] = {
     "packed_attention": [c_void_p, c_void_p, *[c_int64] * 3, c_void_p, c_int64, c_void_p],
     "packed_readout": [*[c_void_p] * 3, *[c_int64] * 3, c_void_p],
-    "norm_gelu": [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_float, c_void_p],
     "scaled_rows": [c_void_p, c_int64, c_int64, c_float, c_void_p],
     "beam_attention": [c_void_p, POINTER(c_void_p), POINTER(c_void_p), *[c_int64] * 4, c_void_p, c_void_p],
     "log_softmax_part": [c_void_p, *[c_int64] * 4, c_void_p],
@@ -125,14 +124,6 @@ def packed_readout(asked: Tensor, states: Tensor, begin: Tensor) -> Tensor:
     asked, states, begin = asked.contiguous(), states.contiguous(), begin.contiguous()
     out = torch.empty_like(asked)
     _call("packed_readout", asked, states, begin, *asked.shape, out)
-    return out
-
-
-def norm_gelu(x: Tensor, norm: nn.LayerNorm) -> Tensor:
-    """(n, D): GELU of the layer norm of the rows of `x` (n, D)."""
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    _call("norm_gelu", x, *x.shape, norm.weight, norm.bias, norm.eps, out)
     return out
 
 
