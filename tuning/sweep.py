@@ -290,7 +290,8 @@ def run_pending(
     room = min(int(ray.cluster_resources().get(kind, 0) / (need * workers)) for kind, need in each.items() if need)
     at_once = 1 if grid.kind == "evaluate" else min(options.concurrency or room, room)
     budget = options.budget_hours * 3600
-    needs: dict[str, float] = {kind.lower(): need for kind, need in each.items()} if workers == 1 else {"cpu": 0}
+    # A trial of several workers only waits for them: all CPUs are theirs, and Tune wants its trials to need something.
+    needs: dict[str, float] = {kind.lower(): need for kind, need in each.items()} if workers == 1 else {"memory": 1}
     ledger = Ledger(grid, plan, len(plan.trials) - len(pending), time.monotonic() + (budget or math.inf), say)
     stopped = {key.removeprefix("val/"): value for key, value in grid.stop.items()}
     tune.Tuner(

@@ -201,6 +201,15 @@ def measured(world: World, **fields: Any) -> Grid:
     return Grid(**{"name": "g", "source": "a test", "kind": "evaluate", "axes": axes, **fields})
 
 
+def test_a_trial_can_have_several_workers(world: World) -> None:
+    two = grid(axes={"fit.lr": [0.01]}, base={"model": MODEL, "fit": {**FIT, "max_epochs": 1}})
+    swept = world.sweep(two, name="workers", ray_options=RayOptions(num_workers=2, cpus_per_worker=0.5))
+    (run,) = world.children(swept).values()
+    assert [o.status for o in swept.outcomes] == ["finished"]
+    assert run.data.params["ray.num_workers"] == "2"
+    assert run.data.metrics["val/ndcg_at_10"] == pytest.approx(swept.outcomes[0].value)
+
+
 def test_a_checkpoint_is_measured_at_every_point(world: World) -> None:
     each = measured(world, metric="test/ndcg@10", axes={"evaluate.batch_size": [8, 32]})
     swept = world.sweep(each, name="measured")
