@@ -19,6 +19,7 @@ from models.search.data import SearchExamples
 from models.setup import Setup, set_up
 from models.tables import UserError, join, read_table
 from pipelines import tracking
+from pipelines.training import package
 from pipelines.training.registered_model import register
 from tests.actions_tables import write_actions
 from tests.search_tables import write_search
@@ -145,12 +146,8 @@ def test_candidates_are_ranked_alike_in_a_fresh_process(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     tables, text = write_search(tmp_path)
     trained(tmp_path, "qgs", tables, text)
-    uri = tracking.mlflow.get_tracking_uri()
-    tracking.mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
-    try:
+    with package.at(f"sqlite:///{tmp_path}/mlflow.db"):
         model = tracking.mlflow.pyfunc.load_model("models:/qgs/1").unwrap_python_model()
-    finally:
-        tracking.mlflow.set_tracking_uri(uri)
     import pandas as pd
 
     row = {"candidates": ["item_id-003"], "history": ["item_id-001"], "query": "query-001"}
