@@ -35,6 +35,9 @@ Point = dict[str, Any]
 FOLDERS = ("sids", "text", "checkpoint")
 """Axes that are no options of model, training or evaluation."""
 
+SEED = "fit.seed"
+"""The axis that every grid of trainings has: runs that differ in it alone are one row of a comparison."""
+
 PATHS = (*FOLDERS, "model.teacher", "model.encoder", "model.teacher_cache")
 """Settings that are made absolute, since trials run in other folders."""
 
@@ -139,7 +142,7 @@ class Grid:
         return list(dict.fromkeys([*(key for point in self.points for key in point), *self.axes]))
 
     def varied(self, smoke: bool, axes: dict[str, list[Any]] | None = None) -> Grid:
-        """The grid with its smoke settings, and with axes that the user gives."""
+        """The grid with its smoke settings, and with axes that the user gives; any grid can be repeated over seeds."""
         grid = self
         if smoke:
             known = {"fixed", "axes", "points", "samples", "seeds"}
@@ -150,16 +153,14 @@ class Grid:
                 **{key: self.smoke[key] for key in ("points", "samples", "seeds") if key in self.smoke},
             )  # fmt: skip
         for key in axes or {}:
-            if key not in grid.axes:
+            if key not in grid.axes and key != SEED:
                 near = difflib.get_close_matches(key, grid.axes, n=1, cutoff=0.0)
                 hint = f"the nearest is '{near[0]}'" if near else "it has none"
                 raise UserError(f"the grid {self.name} has no axis '{key}' to give values to; {hint}")
         grid = replace(grid, axes={**grid.axes, **(axes or {})})
         if grid.seeds:
-            several = {"fit.seed": list(grid.seeds)} if len(grid.seeds) > 1 else {}
-            grid = replace(
-                grid, axes={**grid.axes, **several}, fixed={**grid.fixed, "fit.seed": grid.seeds[0]}, seeds=[]
-            )
+            several = {SEED: list(grid.seeds)} if len(grid.seeds) > 1 and SEED not in grid.axes else {}
+            grid = replace(grid, axes={**grid.axes, **several}, fixed={**grid.fixed, SEED: grid.seeds[0]}, seeds=[])
         return grid
 
     def all_points(self) -> tuple[int, Iterable[tuple[int, Point]]]:

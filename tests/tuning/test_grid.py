@@ -73,6 +73,9 @@ def test_several_seeds_are_an_axis_and_some_axes_go_together() -> None:
     made = grid(axes={}, seeds=[1, 2]).varied(False)
     assert made.keys == ["fit.seed"]
     assert [trial.fit["seed"] for trial in made.trials()] == [1, 2]
+    repeated = grid(axes={"model.dim": [8]}, seeds=[1, 2]).varied(False, {"fit.seed": [3, 4]})
+    assert [trial.point for trial in repeated.trials()] == [{"model.dim": 8, "fit.seed": seed} for seed in (3, 4)]
+    assert grid().varied(True, {"fit.seed": [3]}).trials()[0].fit["seed"] == 3
     pairs = grid(
         axes={"fit.lr": [0.1, 0.2], "fit.seed": [5, 6], "model.dim": [8, 4]}, together=[["fit.lr", "fit.seed"]]
     )
