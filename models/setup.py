@@ -113,10 +113,7 @@ def set_up(
     `sids` is the folder beside the tables that the model needs: that of semantic IDs, or of text embeddings.
     """
     entry = registry.find(model["name"])
-    if fit.batch_size % world:
-        raise UserError(
-            f"fit.batch_size {fit.batch_size} does not divide by {world} workers; choose a multiple of {world}"
-        )
+    check_batch(fit, world)
     device = torch.device(device)
     catalogue = load_catalogue(entry, model["name"], tables, sids)
     config = registry.resolve(registry.config_from_dict(model), catalogue)
@@ -180,3 +177,11 @@ def score(
         seconds += time.perf_counter() - began
         count += len(rows)
     return sums, count, seconds
+
+
+def check_batch(fit: FitConfig, world: int) -> None:
+    """Raises UserError where `world` workers cannot have equal parts of a batch."""
+    if fit.batch_size % world:
+        raise UserError(
+            f"fit.batch_size {fit.batch_size} does not divide by {world} workers; choose a multiple of {world}"
+        )

@@ -27,7 +27,8 @@ from ray import tune
 from ray.tune import Callback
 
 from models import checkpoint, registry
-from models.setup import load_catalogue
+from models.fit import FitConfig
+from models.setup import check_batch, load_catalogue
 from models.tables import UserError, join, open_uri
 from pipelines import tracking
 from pipelines.data.tables import check_writable, write_file
@@ -190,6 +191,8 @@ def sweep(
             f"the grid {grid.name} stops trials early, and trials of {workers} workers report at their end; set "
             f"ray.num_workers 1, or scheduler none in the grid's file"
         )
+    for trial in trials if workers > 1 else []:
+        check_batch(FitConfig(**trial.fit), workers)
     gpu = wants_gpu(ray_options, workers)
     check_cluster(ray_options, workers, gpu)
     threads = ray_options.threads or (0 if grid.kind == "evaluate" else max(1, int(ray_options.cpus_per_worker)))

@@ -26,7 +26,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from models import checkpoint, registry
 from models.checkpoint import Checkpoint
 from models.fit import FitConfig
-from models.setup import load_catalogue
+from models.setup import check_batch, load_catalogue
 from models.tables import UserError, join, open_uri, read_manifest
 from pipelines import tracking
 from pipelines.data.tables import check_writable, write_file
@@ -132,8 +132,7 @@ def train(
     workers = ray_options.num_workers if entry.gradient else 1
     use_gpu = wants_gpu(ray_options, workers) and entry.gradient
     check_cluster(ray_options, workers, use_gpu)
-    if fit.batch_size % workers:
-        raise UserError(f"fit.batch_size {fit.batch_size} does not divide by {workers} workers; choose a multiple")
+    check_batch(fit, workers)
     uri = tracking.resolve_uri(tracking_uri, storage)
     tracking.check_nodes(uri, sum(node["Alive"] for node in ray.nodes()))
     config = {"model": model, "fit": asdict(fit), "ray": {"num_workers": workers}}

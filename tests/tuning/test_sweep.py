@@ -228,6 +228,11 @@ def test_what_no_trial_could_do_is_refused_before_any_starts(world: World) -> No
         ("is not a table", grid(), {"tables": str(world.folder)}),
         ("needs semantic IDs; give --sids", grid(base={"model": {"name": "tiger"}, "fit": FIT}), {}),
         ("need 100 CPUs, the cluster has 2", grid(), {"ray_options": RayOptions(cpus_per_worker=100)}),
+        (
+            "fit.batch_size 9 does not divide by 2 workers; choose a multiple of 2",
+            grid(axes={"fit.batch_size": [8, 9]}),
+            {"ray_options": RayOptions(num_workers=2, cpus_per_worker=0.5)},
+        ),
         ("names a folder", grid(), {"name": "a/b"}),
         ("stops by 'val/ndgc', which no trial reports; choose epoch, seconds or", grid(stop={"val/ndgc": 1}), {}),
         (
