@@ -68,3 +68,11 @@ def test_plain_is_padded_to_the_longest_and_gives_what_fast_gives():
             found, fast_scores = decode_bench.caller(f"{kind}_fast", model, 10)(batch)
             torch.testing.assert_close(fast_scores, scores, rtol=1e-4, atol=1e-4)
             assert found.tolist() == items.tolist()
+
+
+def test_a_process_does_not_inherit_the_peak_of_the_one_that_started_it():
+    before = bench.peak_memory(bench.resident_peak_mb)
+    held = np.ones(2**27)  # 1 GiB
+    assert bench.resident_peak_mb() > 1000
+    assert bench.peak_memory(bench.resident_peak_mb) == pytest.approx(before, abs=100)
+    assert held.sum() == 2**27
