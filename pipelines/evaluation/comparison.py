@@ -30,6 +30,9 @@ OTHER = {
 }  # fmt: skip
 """Params in which runs of one row may differ; a teacher or an encoder is told by the hash of its weights."""
 
+SEEDED = re.compile(r"[-_]?seed[-_]?\d*$")
+"""What names of a row's runs end with where they begin to differ."""
+
 EVALUATION = re.compile(r"(?P<split>val|test)(?:-(?P<options>.+?))?/(?P<metric>.+)")
 """`test/ndcg@10`, or `test-beam-20/ndcg@10` where options were other than the checkpoint's."""
 
@@ -163,13 +166,13 @@ def evaluations(logged: dict[str, float]) -> dict[str, dict[str, float]]:
 
 
 def shared_name(first: str, second: str) -> str:
-    """What two names begin with, as `tiger-seed*`."""
+    """What two names begin with, as `tiger*` of `tiger-seed-42` and `tiger-seed-43`."""
     if first == second:
         return first
     common = Path(first.rstrip("*")).name
     while not second.startswith(common):
         common = common[:-1]
-    return f"{common}*"
+    return f"{SEEDED.sub('', common)}*"
 
 
 @dataclass

@@ -36,9 +36,10 @@ def number(text: str | None) -> float | None:
 
 
 def sweep_axes(comparison: Comparison) -> list[str]:
-    """Dotted keys that the sweep varies; none of other selections."""
+    """Dotted keys that the sweep varies, but for seeds, which are together in a row; none of other selections."""
     sweep = comparison.selection.sweep
-    return json.loads(sweep.data.tags.get("sweep.axes", "[]")) if sweep is not None else []
+    varied = json.loads(sweep.data.tags.get("sweep.axes", "[]")) if sweep is not None else []
+    return [key for key in varied if key != "fit.seed"]
 
 
 def grid_of(comparison: Comparison) -> dict[str, Any]:
@@ -75,8 +76,6 @@ def axes(comparison: Comparison) -> list[Drawn]:
     published = grid_of(comparison).get("published") or []
     drawn: list[Drawn] = []
     for key in keys:
-        if key == "fit.seed":  # runs that differ in it are one row
-            continue
         groups = [group for group in controlled(own, key) if len(group) >= (2 if swept else LEAST)]
         if not groups and swept:
             groups = [best_of_each(own, key, comparison)]
@@ -102,7 +101,8 @@ def setting_plot(
     rows = [row for group in groups for row in group]
     measured = {name for row in rows for name in row.measured() if sum(bool(row.values(name)) for row in rows) > 1}
     metric, entropy = comparison.metric, comparison.metric.endswith(("normalised_entropy", "/rig"))
-    shown = sorted(name for name in measured if entropy and name.endswith("/normalised_entropy"))
+    entropies = sorted(name for name in measured if entropy and name.endswith("/normalised_entropy"))
+    shown = [name for name in entropies if name.startswith("test/")] or entropies
     main = [name for name in shown or (f"val/{metric}", f"test/{metric}") if name in measured][: len(COLOURS)]
     more: list[list[str]] = [
         [name] for name in ("test/users_per_s", "test/peak_memory_mb") if name in measured and name not in main
@@ -124,7 +124,7 @@ def setting_plot(
     if theirs:
         beside_published(panels[-1], comparison, key, groups[0], theirs)
     how = "the best trial on validation for each value" if best else "all else equal"
-    caption = f"{key}: {how}; bars are the deviation over seeds. SID-MLP shows alpha, width and m in Figure 5."
+    caption = f"{key}: {how}; bars are the deviation over seeds."
     return (key.replace(".", "-"), f"What {key} does", caption, figure)
 
 
@@ -214,6 +214,4 @@ def parallel_coordinates(comparison: Comparison) -> list[Drawn]:
 
 def setting(row: Row, key: str) -> str:
     """The row's value of a swept key."""
-    if key == "fit.seed":
-        return ", ".join(sorted({run.seed for run in row.runs}))
     return row.model if key == "model.name" else Path(row.params.get(key, "none")).name
