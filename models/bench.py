@@ -43,6 +43,11 @@ def resident_peak_mb() -> float:
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
 
 
+def risen_mb(before: float) -> float:
+    """MB by which the peak has risen since it was `before`. As its counts are off by pages, at least 0."""
+    return max(0.0, resident_peak_mb() - before)
+
+
 def peak_memory(function: Callable[..., T], *arguments: Any) -> T:
     """The result of the function in a fresh process, so that no variant profits from another's memory."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from models.bench import Row, device, paired, peak_memory, resident_peak_mb
+from models.bench import Row, device, paired, peak_memory, resident_peak_mb, risen_mb
 from models.matmul import use_exact_onednn
 from models.retrieval.data import PAD, Catalogue, Examples
 from models.retrieval.decoding import kernels
@@ -238,5 +238,5 @@ def peaks(params: Row, variant: str, sizes: list[tuple[int, int]]) -> dict[tuple
             found[batch, beam] = (torch.cuda.max_memory_allocated() - held) / 2**20
         else:
             call(longest)
-            found[batch, beam] = resident_peak_mb() - before
+            found[batch, beam] = risen_mb(before)
     return found

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from models import registry
 from models.actions.base import ActionsModel
 from models.actions.batch import ActionsCatalogue, Batch
-from models.bench import Row, device, paired, peak_memory, resident_peak_mb
+from models.bench import Row, device, paired, peak_memory, resident_peak_mb, risen_mb
 from models.fit import autocast, to_device
 
 MODES = ("train", "forward")
@@ -136,7 +136,7 @@ def memory_of(variant: str, params: Row) -> float:
         return (torch.cuda.max_memory_allocated() - held) / 2**20
     before = resident_peak_mb()
     call_of(variant, params)
-    return resident_peak_mb() - before
+    return risen_mb(before)
 
 
 def actions(

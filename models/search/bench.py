@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.bench import Row, device, paired, peak_memory, resident_peak_mb
+from models.bench import Row, device, paired, peak_memory, resident_peak_mb, risen_mb
 from models.fit import autocast
 from models.matmul import use_exact_onednn
 from models.search.encoders import HSTULayer, LinearHSTU
@@ -94,7 +94,7 @@ def memory_of(variant: str, params: Row) -> float:
         return (torch.cuda.max_memory_allocated() - held) / 2**20
     before = resident_peak_mb()
     call_of(variant, params)
-    return resident_peak_mb() - before
+    return risen_mb(before)
 
 
 def fits(variant: str, params: Row) -> bool:

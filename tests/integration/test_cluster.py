@@ -114,7 +114,7 @@ def cluster() -> Iterator[Cluster]:
     finally:
         head.terminate()  # with --block the head ends what it started
         try:
-            head.wait(30)
+            head.wait(10)
         except subprocess.TimeoutExpired:
             os.killpg(head.pid, signal.SIGKILL)  # its own session: nobody else's processes
             head.wait()
