@@ -25,8 +25,9 @@ $(DONE): pyproject.toml constraints.txt
 quickstart: $(DONE)
 	@$(BIN)/python -m jobs.quickstart $(if $(DATA),--data $(DATA))
 
+# Two workers at once, each with the files of its own: half of a run is waiting for processes to start.
 test: $(DONE)
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(DONE)
 	@$(BIN)/ruff check .

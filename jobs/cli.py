@@ -180,7 +180,7 @@ def main(run: Callable[[Any], Any], config: type, parse_: Callable[[str], Any] |
 
     `parse_(job)` is for jobs whose options are more than those of `config`.
     """
-    job = Path(sys.modules["__main__"].__file__ or "job").stem
+    job = Path(sys.argv[0]).stem
     try:
         run(parse_(job) if parse_ else parse(config, job))
     except Exception as error:
