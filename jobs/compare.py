@@ -35,7 +35,7 @@ from pipelines.evaluation.runs import select, select_all
 from pipelines.evaluation.table import Table
 from pipelines.evaluation.tokenizers import sids_table
 
-LISTS = ("experiment", "run", "sids", "tracking_uri")
+LISTS = ("experiment", "run", "sids", "tracking_uri", "benchmark")
 """Options that may be given several times."""
 
 
@@ -59,8 +59,8 @@ class Config:
     """Rows are sorted by it on test, then on val; by default the sweep's, gauc where runs have it, or ndcg@10."""
     pareto: str | None = None
     """Also draw the metric on test against users per second to this file (.png, .svg or .pdf)."""
-    benchmark: str | None = None
-    """JSON lines of jobs.benchmark, to log to MLflow and to draw on the page."""
+    benchmark: list[str] = field(default_factory=list)
+    """JSON lines of jobs.benchmark, to log to MLflow and to draw on the page; once per file."""
     register: str | None = None
     """Register the best checkpoint by validation under this name in MLflow's model registry."""
     claims: bool = False
@@ -94,7 +94,7 @@ class Config:
 
 
 def parse(job: str, argv: Sequence[str] | None = None) -> Config:
-    """The command line; every --experiment, --run and --sids adds one."""
+    """The command line; every option of LISTS adds one."""
     words = list(sys.argv[1:] if argv is None else argv)
     return cli.parse(Config, job, [added(word) for word in words])
 
@@ -169,8 +169,7 @@ def write_page(
         for comparison in found
         for plot in plots(comparison)
     ]
-    if config.benchmark:
-        drawn += benchmark_plots(read_lines(config.benchmark))
+    drawn += benchmark_plots([line for file in config.benchmark for line in read_lines(file)])
     title = ", ".join(comparison.selection.title for comparison in found) or "Claims of the papers"
     content = page.build(title, ", ".join(uris), shown, drawn)
     page.write(content, path)
@@ -193,8 +192,8 @@ def register_best(comparison: Comparison, name: str) -> None:
 def run(config: Config) -> None:
     """Prints the tables, and writes what is asked for."""
     uris = stores(config.tracking_uri) if config.from_mlflow else []
-    if config.benchmark:
-        print(f"{log_lines(uris[0], read_lines(config.benchmark))} new lines of {config.benchmark} logged to MLflow")
+    for file, lines in [(file, read_lines(file)) for file in config.benchmark]:  # all are read before one is logged
+        print(f"{log_lines(uris[0], lines)} new lines of {file} logged to MLflow")
     found = comparisons(config, uris)
     papers = load(config.claims_file or CLAIMS) if config.from_mlflow else Papers({}, [], [])
     shown = [table for comparison in found for table in tables(comparison)]

@@ -12,6 +12,23 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def threads() -> int:
+    """PyTorch's threads at the start."""
+    import torch
+
+    return torch.get_num_threads()
+
+
+@pytest.fixture(autouse=True)
+def same_threads(threads: int) -> Iterator[None]:
+    """Benchmarks set their own, and sums by another number of threads differ in their last digits."""
+    import torch
+
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def ray_local() -> Iterator[None]:
     """One local Ray for the whole test run: starting one takes seconds."""

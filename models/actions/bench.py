@@ -24,6 +24,7 @@ from models.actions.base import ActionsModel
 from models.actions.batch import ActionsCatalogue, Batch
 from models.bench import Row, device, paired, peak_memory, resident_peak_mb, risen_mb
 from models.fit import autocast, to_device
+from models.layers.causal_product import causal_product
 
 MODES = ("train", "forward")
 LENGTHS = (128, 512, 1024)
@@ -40,10 +41,10 @@ class AttentionCount(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function is nn.functional.scaled_dot_product_attention:
+        if function in (causal_product, nn.functional.scaled_dot_product_attention):
             q, k, _ = args
             rows, heads, queries, width = q.shape
-            if kwargs.get("is_causal"):
+            if function is causal_product:
                 pairs = rows * queries * (queries + 1) // 2
             elif (mask := kwargs.get("attn_mask")) is not None:
                 pairs = int(mask.expand(rows, 1, queries, k.shape[2]).sum())

@@ -5,8 +5,8 @@
     mixed = attention(states, values, layout)
 
 Positions are the context's, in order of time, padded on the right, then the candidates'. No mask is needed
-over the context, so fused kernels apply: causal attention is `is_causal=True`, and the strict form is the same
-kernel on queries 1..n-1 against keys 0..n-2, with zero for the first position, which has no past (Fig. 6 of
+over the context, so fused kernels apply: causal attention is `causal_product`, and the strict form is the same
+on queries 1..n-1 against keys 0..n-2, with zero for the first position, which has no past (Fig. 6 of
 AttnMVP). Candidates have a mask of their own.
 
 Shapes: `B` rows, `T` context positions, `C` candidates, `L` = T + C, `D` width, `H` heads, `d` = D / H.
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from models.layers.causal_product import causal_product
 from models.layers.rotary import rotary, rotate
 
 
@@ -28,7 +29,7 @@ def shifted_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """(B, H, T, d): softmax attention in which position t reads 0..t-1 and never itself; zero at t = 0."""
     if q.shape[2] == 1:
         return torch.zeros_like(v)
-    later = functional.scaled_dot_product_attention(q[:, :, 1:], k[:, :, :-1], v[:, :, :-1], is_causal=True)
+    later = causal_product(q[:, :, 1:], k[:, :, :-1], v[:, :, :-1])
     return functional.pad(later, (0, 0, 1, 0))
 
 
@@ -78,10 +79,7 @@ class CausalAttention(nn.Module):
         k = rotate(self.split(self.k(states[:, :read])), layout.turn[:, :, :, :read])
         v = self.split(self.v(values[:, :read]))
         past = q[:, :, :n], k[:, :, :n], v[:, :, :n]
-        if self.strict:
-            mixed = shifted_attention(*past)
-        else:
-            mixed = functional.scaled_dot_product_attention(*past, is_causal=True)
+        mixed = shifted_attention(*past) if self.strict else causal_product(*past)
         if states.shape[1] > n:
             mixed = torch.cat([mixed, self.of_candidates(q[:, :, n:], k, v, layout.visible)], 2)
         return self.o(mixed.transpose(1, 2).flatten(2))

@@ -201,6 +201,19 @@ def test_a_browser_shows_the_page(store: str, tmp_path: Path, dark: bool) -> Non
     assert float(found["first"]) > float(found["last"])  # a click on a head sorts, another turns it round
 
 
+def test_every_benchmark_file_is_logged(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    files = []
+    for name in ("decode", "actions"):
+        line = {"benchmark": name, "variant": "fast", "params": {"batch": 1}, "median_s": 1.0, "items_per_s": 2.0}
+        files += ["--benchmark", str(tmp_path / f"{name}.jsonl")]
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(line))
+    store = ["--tracking_uri", f"sqlite:///{tmp_path}/mlflow.db"]
+    with pytest.raises(UserError, match="cannot read /gone"):
+        run(parse("compare", [*files, "--benchmark", "/gone", *store]))
+    run(parse("compare", [*files, *store]))
+    assert capsys.readouterr().out.count("1 new lines of") == 2  # and none by the call that could not read its third
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -1,0 +1,52 @@
+"""Causal attention in tiles is that of a mask in float64, forward and backward, whatever the tiles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.layers import causal_product as module
+from models.layers.causal_product import LONGEST, causal_product
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The definition, row by row."""
+    rows = []
+    for t in range(q.shape[2]):
+        scores = torch.einsum("bhd,bhsd->bhs", q[:, :, t], k[:, :, : t + 1]) / q.shape[3] ** 0.5
+        rows.append(torch.einsum("bhs,bhsd->bhd", scores.softmax(-1), v[:, :, : t + 1]))
+    return torch.stack(rows, 2)
+
+
+@pytest.mark.parametrize("length", [1, 2, 127, 128, 129, 300, LONGEST, LONGEST + 1])
+@pytest.mark.parametrize("tile", [1, 2**14, module.TILE])
+def test_outputs_and_gradients_are_those_of_a_mask(length: int, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TILE", tile)
+    torch.manual_seed(length)
+    shape = (2, 3, length, 8)
+    ours = [(2 * torch.randn(2, length, 3, 8)).transpose(1, 2).requires_grad_() for _ in range(3)]  # not contiguous
+    exact = [x.detach().double().requires_grad_() for x in ours]
+    mixed, expected = causal_product(*ours), masked(*exact)
+    assert mixed.shape == shape
+    torch.testing.assert_close(mixed.double(), expected, rtol=0, atol=2e-5)
+    weight = torch.randn(shape)
+    gradients = torch.autograd.grad(mixed, ours, weight)
+    for ours_, theirs in zip(gradients, torch.autograd.grad(expected, exact, weight.double()), strict=True):
+        torch.testing.assert_close(ours_.double(), theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_scores_that_would_overflow_do_not() -> None:
+    q = torch.full((1, 1, 5, 4), 1e4)
+    found = causal_product(q, q, torch.arange(5.0).view(1, 1, 5, 1).expand(-1, -1, -1, 4))
+    torch.testing.assert_close(found[0, 0, :, 0], torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0]))
+
+
+def test_other_types_and_autocast_take_the_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_Tiled", None)
+    q = torch.randn(1, 2, 6, 4)
+    torch.testing.assert_close(causal_product(q.double(), q.double(), q.double()), masked(*[q.double()] * 3))
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(causal_product(q, q, q).float(), masked(q, q, q), rtol=0.05, atol=0.05)
+    with pytest.raises(AttributeError):  # the tiles, which float32 takes
+        causal_product(q, q, q)
