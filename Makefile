@@ -27,7 +27,7 @@ quickstart: $(DONE)
 
 # Two workers at once, each with the files of its own: half of a run is waiting for processes to start.
 test: $(DONE)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(DONE)
 	@$(BIN)/ruff check .

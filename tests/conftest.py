@@ -12,6 +12,15 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+LONG = ("tests/tuning/test_sweep", "tests/pipelines/training", "tests/integration", "tests/jobs")
+"""Tests that start clusters, trainings and commands."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long ones come first, so that several workers end at about the same time."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def threads() -> int:
     """PyTorch's threads at the start."""

@@ -5,17 +5,19 @@ Shapes: `B` users, `T` positions, `D` width.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import BertConfig, BertModel
 
 from models.layers.hstu import HSTULayer
 from models.layers.linear_recurrence import Decay, key_value_recurrence, recurrent_step
 from models.matmul import Packed
 from models.tables import UserError
+
+if TYPE_CHECKING:  # else imported where it is used: it takes as long as PyTorch, in every process of every training
+    from transformers import BertModel
 
 
 class LinearHSTULayer(nn.Module):
@@ -102,6 +104,8 @@ class CausalBert(nn.Module):
 
     def __init__(self, width: int, num_layers: int, heads: int, ffn: int, length: int, dropout: float = 0.0) -> None:
         super().__init__()
+        from transformers import BertConfig, BertModel
+
         config = BertConfig(
             vocab_size=1, hidden_size=width, num_hidden_layers=num_layers, num_attention_heads=heads,
             intermediate_size=ffn, max_position_embeddings=length, hidden_dropout_prob=dropout,
@@ -127,6 +131,8 @@ def sizes_of(config: Any) -> dict[str, Any]:
 
 def load_pretrained(path: str) -> BertModel:
     """The pretrained BERT at `path`, a folder or a name of the model hub; UserError where there is none."""
+    from transformers import BertModel
+
     try:
         return BertModel.from_pretrained(path, add_pooling_layer=False)
     except (OSError, ValueError) as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import posixpath
 import threading
 import time
@@ -34,6 +35,10 @@ from pipelines.training import here, package
 from pipelines.training.worker import Progress, Task, step_name, worker
 
 RUN, SNAPSHOT, BEST = "run.json", "checkpoint_manager_snapshot.json", "best"
+
+# How often Ray Train's controller asks for checkpoints. A worker that hands one in waits until it is asked: by default
+# up to 2 s, which is longer than many an epoch.
+os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
 
 MAY_CHANGE = {"log_every_steps", "eval_batch_size", "checkpoint_every_steps"}
 """Options of `fit` that a continued run may change, as they do not change what it ends with."""
