@@ -35,7 +35,7 @@ ITEMS, TASKS, ACTIONS, FEATURES = 10_000, 12, 12, 24
 
 
 class AttentionCount(TorchFunctionMode):
-    """Counts the operations of scores and of weighted values in every fused attention that runs inside it."""
+    """Counts the operations of scores and of weighted values in every attention that runs inside it."""
 
     operations = 0
 
