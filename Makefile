@@ -25,7 +25,7 @@ $(DONE): pyproject.toml constraints.txt
 quickstart: $(DONE)
 	@$(BIN)/python -m jobs.quickstart $(if $(DATA),--data $(DATA))
 
-# Two workers at once, each with the files of its own: half of a run is waiting for processes to start.
+# Two workers at once, each with the files of its own: much of a run is waiting for processes to start.
 test: $(DONE)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
