@@ -100,7 +100,7 @@ class PairEncoder:
         joint = config.query_condition == "joint"
         self.encoder = encoder
         if isinstance(encoder, str):
-            self.encoder = TextEncoder(encoder, config.pooling, config.max_tokens, config.batch_size, config.normalize)
+            self.encoder = TextEncoder(encoder, *config.encoder_options())
             if joint and self.encoder.tokenizer.sep_token_id is None:
                 raise UserError(f"{encoder} has no [SEP] token; use --embed.query_condition query")
         self.output_uri, self.joint = output_uri, joint
