@@ -94,7 +94,7 @@ def test_without_normalisation_vectors_keep_their_length(tiny_bert: str) -> None
 
 
 def test_bf16_gives_nearly_the_same_vectors(tiny_bert: str) -> None:
-    full, half = (TextEncoder(tiny_bert, "mean", 12, 5, True, precision).encode(TEXTS) for precision in ("fp32", "bf16"))
+    full, half = (TextEncoder(tiny_bert, "mean", 12, 5, True, bits).encode(TEXTS) for bits in ("fp32", "bf16"))
     assert half.dtype == np.float32
     assert 0 < abs(half - full).max() < 0.03  # of vectors of length 1; bf16 has 8 bits of mantissa
 
