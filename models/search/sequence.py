@@ -38,7 +38,8 @@ class SequenceConfig(RankerConfig):
     ffn: int = 2048
     """Inner width of the transformer's feed-forward blocks; the others have none."""
     pretrained: str = ""
-    """Encoder `transformer`: folder or name of the pretrained BERT that it starts from; read in training only."""
+    """Encoder `transformer`: folder or name of the pretrained BERT that it starts from, or `minilm`, a pip package;
+    read in training only."""
     token: Literal["pair", "item"] = "pair"
     """Text of a behaviour: document and query together (Eq. 1 of QGS), or the document alone."""
     context_features: bool = True

