@@ -48,6 +48,8 @@ class Config:
     """Width of the PCA of the embeddings; 0: none. SID-MLP takes 128, whitened."""
     published: str = ""
     """File with published SIDs, for --tokenizer published: CSV or LC-Rec index.json, gzipped or not."""
+    embeddings: str = ""
+    """Folder of the embeddings, made where there are none; OUTPUT/embeddings if not given. Tokenizers share it."""
     overwrite: bool = False
     """Replace tables that are there already."""
     embed: EmbedConfig = field(default_factory=EmbedConfig)
@@ -58,6 +60,8 @@ class Config:
     def __post_init__(self) -> None:
         if self.pca < 0:
             raise ValueError(f"pca is {self.pca}; it must be 0 (none) or more")
+        if self.embeddings and self.tokenizer == "published":
+            raise ValueError(f"embeddings is {self.embeddings!r}, but published SIDs need none; leave it out")
         self.sids_config()
 
     def sids_config(self) -> TokenizerConfig:
@@ -109,6 +113,7 @@ def run(config: Config) -> None:
         config.embed,
         config.overwrite,
         say,
+        config.embeddings,
     )
     for line in summary(sids, trie):
         print(line)

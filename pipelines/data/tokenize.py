@@ -24,7 +24,7 @@ from models.retrieval.tokenizers.residual import Progress, Quantized, quantizati
 from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
 from models.retrieval.tokenizers.rqvae import RqvaeConfig
 from models.tables import Manifest, UserError, has_manifest, join, open_uri, read_manifest, read_table
-from pipelines.data.embed import EmbedConfig, Say, embed_items, read_embeddings
+from pipelines.data.embed import EmbedConfig, Say, embed_items, embed_origin, read_embeddings
 from pipelines.data.tables import SIDS, TRIE, check_writable, commit, fingerprint, up_to_date, write_part
 
 OTHER = "{} was made from other input or settings; use --overwrite, or another --output"
@@ -185,14 +185,17 @@ def write_trie(uri: str, sids_uri: str) -> Manifest:
     return commit(uri, "trie", TRIE, [part], config={}, inputs={"sids": sids.hash}, info=info)
 
 
-def _embed_first(
-    items_uri: str, output: str, encoder: str, pca_width: int, embed: EmbedConfig, overwrite: bool, say: Say
-) -> str:
-    """Makes the embeddings and returns their hash; refuses first if SIDs of other embeddings stand there."""
-    uri = join(output, "embeddings")
+def _embed_first(origin: tuple[str, str, int, EmbedConfig], output: str, shared: str, overwrite: bool, say: Say) -> str:
+    """Makes the embeddings and returns their hash; refuses first if SIDs of other embeddings stand there.
+
+    `origin` is what `embed_origin` is given. Finished ones that tokenizers share are not made again.
+    """
+    uri = shared or join(output, "embeddings")
     if not overwrite and not has_manifest(uri) and has_manifest(join(output, "sids")):
         raise UserError(OTHER.format(join(output, "sids")))
-    return embed_items(items_uri, uri, encoder, pca_width, embed, overwrite, say).hash
+    finished = shared and up_to_date(uri, fingerprint(*embed_origin(*origin)))
+    items_uri, encoder, width, embed = origin
+    return embed_items(items_uri, uri, encoder, width, embed, overwrite and not finished, say).hash
 
 
 def tokenize(
@@ -204,22 +207,24 @@ def tokenize(
     embed: EmbedConfig | None = None,
     overwrite: bool = False,
     say: Say = print,
+    embeddings: str = "",
 ) -> tuple[Manifest, Manifest, bool]:
     """Makes `embeddings` (unless SIDs are published), `sids` and `trie` under `output`.
 
+    Embeddings are in the folder `embeddings` instead where that is given, so that tokenizers can share them.
     Returns the manifests of sids and trie, and whether anything was made. Raises UserError for input that
     does not fit, and for an `output` made from something else unless `overwrite`.
     """
     started = time.monotonic()
     items = read_manifest(items_uri, "items")
-    embeddings_uri, sids_uri, trie_uri = (join(output, name) for name in ("embeddings", "sids", "trie"))
+    own, sids_uri, trie_uri = (join(output, name) for name in ("embeddings", "sids", "trie"))
     published: dict[str, list[int]] = {}
     inputs = {"items": items.hash}
     if config.tokenizer == "published":
         published, inputs["published"] = read_published(config.published)
     else:
-        embed = embed or EmbedConfig()
-        inputs["embeddings"] = _embed_first(items_uri, output, encoder, pca_width, embed, overwrite, say)
+        origin = (items_uri, encoder, pca_width, embed or EmbedConfig())
+        inputs["embeddings"] = _embed_first(origin, output, embeddings, overwrite, say)
     used = config.used()
     current = not overwrite and up_to_date(sids_uri, fingerprint(used, inputs))
     if not current:
@@ -229,7 +234,7 @@ def tokenize(
         if config.tokenizer == "published":
             made = _published_codes(read_table(items_uri, "items"), published, config.published)
         else:
-            made = _trained_codes(embeddings_uri, config, say)
+            made = _trained_codes(embeddings or own, config, say)
         info = {
             "codebook_sizes": made.sizes,
             "tokenizer": config.tokenizer,
@@ -242,7 +247,7 @@ def tokenize(
     sids = read_manifest(sids_uri, "sids")
     complete = current and up_to_date(trie_uri, fingerprint({}, {"sids": sids.hash}))
     trie = read_manifest(trie_uri, "trie") if complete else write_trie(trie_uri, sids_uri)
-    if config.tokenizer == "published" and has_manifest(embeddings_uri):
-        filesystem, path = open_uri(embeddings_uri)  # of SIDs that are no more
+    if config.tokenizer == "published" and has_manifest(own):
+        filesystem, path = open_uri(own)  # of SIDs that are no more
         filesystem.delete_dir(path)
     return sids, trie, not complete

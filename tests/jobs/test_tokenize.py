@@ -48,6 +48,7 @@ def test_nested_options_reach_the_tokenizer(tables: Path, tmp_path: Path) -> Non
         (["--tokenizer", "rqvae", "--rqvae.epoch", "3"], "nearest key is 'rqvae.epochs'"),
         (["--tokenizer", "bpe"], "bpe"),
         (["--tokenizer", "rqvae", "--pca", "-1"], "pca is -1"),
+        (["--tokenizer", "published", "--published", "f", "--embeddings", "e"], "published SIDs need none"),
         (["--tokenizer", "psid", "--psid.method", "best"], "psid.method is 'best'"),
         (["--tokenizer", "published"], "--published FILE go together"),
     ],

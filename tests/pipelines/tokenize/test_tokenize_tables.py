@@ -106,6 +106,22 @@ def test_a_second_run_changes_no_file_and_equal_runs_make_equal_tables(
     assert overwritten[0].hash == first[0].hash
 
 
+def test_tokenizers_share_embeddings_that_are_made_once(ray_local: None, items_uri: str, tmp_path: Path) -> None:
+    shared = str(tmp_path / "embeddings")
+    first = run(items_uri, tmp_path / "a", embeddings=shared)
+    before = stamps(tmp_path / "embeddings")
+    other = run(items_uri, tmp_path / "b", RQ_OTHER, embeddings=shared, overwrite=True)
+    assert stamps(tmp_path / "embeddings") == before
+    assert first[0].inputs == other[0].inputs
+    assert first[0].hash == run(items_uri, tmp_path / "alone")[0].hash
+    assert not (tmp_path / "a/embeddings").exists()
+    with pytest.raises(UserError, match=r"embeddings was made from other input or settings"):
+        run(items_uri, tmp_path / "c", embeddings=shared, pca_width=5)
+    assert not (tmp_path / "c/sids").exists()
+    run(items_uri, tmp_path / "c", embeddings=shared, pca_width=5, overwrite=True)
+    assert read_embeddings(shared).shape == (COUNT, 5)
+
+
 def test_other_settings_need_overwrite_and_replace_all(ray_local: None, items_uri: str, tmp_path: Path) -> None:
     run(items_uri, tmp_path / "sids")
     before = stamps(tmp_path / "sids")
