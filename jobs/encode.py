@@ -23,7 +23,7 @@ class Config:
     tables: str
     """TABLES of a search log, made by jobs.prepare."""
     output: str
-    """TEXT: folder for the tables items, queries and pairs."""
+    """TEXT: folder for the tables items, queries, pairs and (but for tfidf) tokens."""
     encoder: str = "minilm"
     """Text encoder: a transformers hub name or folder, `minilm` (a pip package), or `tfidf` (no weights)."""
     overwrite: bool = False
@@ -41,7 +41,7 @@ def run(config: Config) -> None:
     check_search_text(config.tables, config.encoder, config.embed)  # before Ray takes its seconds to start
     cli.start_ray()
     made = encode_search(config.tables, config.output, config.encoder, config.embed, config.overwrite, say)
-    counts = ", ".join(f"{manifest.rows:,} {name}" for name, manifest in made.items())
+    counts = ", ".join(f"{made[name].rows:,} {name}" for name in ("items", "queries", "pairs"))
     print(f"{counts}, width {made['items'].info['width']}, in {time.monotonic() - started:.0f} s: {config.output}")
     print(
         f"next: python -m jobs.train --config jobs/configs/qgs.yaml --tables {config.tables} --text {config.output} "

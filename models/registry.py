@@ -32,8 +32,8 @@ from models.retrieval.sid_mlp import SidMlp, SidMlpConfig, teach
 from models.retrieval.teacher import remember
 from models.retrieval.teacher import resolve as resolve_teacher
 from models.retrieval.tiger import Tiger, TigerConfig
+from models.search import hllm, sequence
 from models.search import metrics as search_metrics
-from models.search import sequence
 from models.search.base import Base, BaseConfig
 from models.search.data import SearchCatalogue, SearchExamples
 from models.search.hllm import HLLM, HLLMConfig
@@ -143,7 +143,7 @@ MODELS: dict[str, Entry] = {
     ),
     "base": Entry(BaseConfig, Base, SEARCH, unit="user"),
     "hstu": Entry(HSTUConfig, HSTURanker, SEARCH, **GENERATIVE),
-    "hllm": Entry(HLLMConfig, HLLM, SEARCH, **GENERATIVE),
+    "hllm": Entry(HLLMConfig, HLLM, SEARCH, unit="user", resolve=hllm.resolve, teach=hllm.teach),
     "qgs": Entry(QGSConfig, QGS, SEARCH, **GENERATIVE),
     "interleaved": Entry(InterleavedConfig, Interleaved, ACTIONS, unit="user"),
     "attn_lfa": Entry(AttnLFAConfig, AttnLFA, ACTIONS, unit="user"),

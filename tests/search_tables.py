@@ -59,10 +59,22 @@ def request(time: int, query: int, end: int, split: str, shown: list[int], click
     }  # fmt: skip
 
 
+ITEM_MODEL = {
+    "model_type": "bert", "vocab_size": 20, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 12, "max_position_embeddings": 9, "initializer_range": 0.5,
+}  # fmt: skip
+"""An encoder that the documents' tokens may be of."""
+
+
 def write_text(
     folder: str, inputs: dict[str, str], items: np.ndarray, queries: np.ndarray, joint: bool = False
 ) -> None:
-    """TEXT of these vectors; a pair is the mean of its two, its joint form leans to the document."""
+    """TEXT of these vectors; a pair is the mean of its two, its joint form leans to the document; documents have 3 to
+    9 random tokens."""
+    rng = np.random.default_rng(1)
+    tokens = pa.array([rng.integers(20, size=3 + i % 7).tolist() for i in range(len(items))], lists(pa.int32()))
+    table = pa.table({"item_index": pa.array(np.arange(len(items), dtype=np.int32)), "tokens": tokens})
+    write(join(folder, "tokens"), "tokens", table, {"pooling": "cls", "normalize": False}, inputs)
     count = len(items) * (len(queries) + 1)
     item, query = np.divmod(np.arange(count), len(queries) + 1)
     query = query - 1

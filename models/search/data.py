@@ -24,10 +24,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from models.retrieval.data import PAD, Examples, Split, Unit, hash_strings
-from models.tables import Manifest, UserError, iter_parts, join, read_manifest, read_table
+from models.tables import Manifest, UserError, has_manifest, iter_parts, join, read_manifest, read_table
 
 NO_QUERY = -1
 """`query_index` of a behaviour or request without a query."""
+
+
+@dataclass(frozen=True)
+class DocumentTokens:
+    """What the text encoder read of each document, and what it made of its states."""
+
+    tokens: Tensor
+    """int32, end to end, special tokens among them."""
+    begin: Tensor
+    """(I + 1,) int64: where each document begins, and the end."""
+    pooling: str
+    """`cls`: the first token's state; `mean`: that of all tokens."""
+    normalize: bool
+    """Whether the result is scaled to length 1."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +72,8 @@ class SearchCatalogue:
     """(F,) standard deviation over train candidates; 1 for a constant."""
     hashes: dict[str, str] = field(default_factory=dict)
     """Hashes of the tables it comes from."""
+    documents: DocumentTokens | None = None
+    """What the encoder read; None for TF-IDF."""
 
     @classmethod
     def load(cls, tables: str, text: str | None, scale: bool = True) -> Self:
@@ -103,7 +119,21 @@ class SearchCatalogue:
             feature_mean=mean,
             feature_std=std,
             hashes=hashes | {f"text_{name}": manifest.hash for name, manifest in parts.items()},
+            documents=load_documents(join(text, "tokens"), made["items"]),
         )
+
+
+def load_documents(uri: str, items: Manifest) -> DocumentTokens | None:
+    """The table of documents' tokens, if there is one; UserError where it is of other items."""
+    if not has_manifest(uri):
+        return None
+    manifest = read_manifest(uri, "tokens")
+    if manifest.inputs.get("items") != items.hash:
+        raise UserError(f"{uri} was made from other items; run jobs.encode again")
+    lists = read_table(uri, "tokens")["tokens"].combine_chunks()
+    begin = np.append(0, np.cumsum(pc.list_value_length(lists).to_numpy(), dtype=np.int64))
+    tokens = torch.from_numpy(lists.flatten().to_numpy().copy())
+    return DocumentTokens(tokens, torch.from_numpy(begin), manifest.info["pooling"], manifest.info["normalize"])
 
 
 def search_manifest(uri: str) -> Manifest:

@@ -14,8 +14,8 @@ from torch.nn import functional
 from models.layers.hstu import HSTULayer
 from models.layers.linear_recurrence import Decay, key_value_recurrence, recurrent_step
 from models.matmul import Packed
-from models.minilm import locate_encoder
 from models.tables import UserError
+from models.text_encoder import load_encoder
 
 if TYPE_CHECKING:  # else imported where it is used: it takes as long as PyTorch, in every process of every training
     from transformers import BertModel
@@ -132,13 +132,10 @@ def sizes_of(config: Any) -> dict[str, Any]:
 
 def load_pretrained(path: str) -> BertModel:
     """The pretrained BERT at `path`, a folder, a name of the model hub or `minilm`; UserError where there is none."""
-    from transformers import BertModel
-
-    try:
-        return BertModel.from_pretrained(locate_encoder(path), add_pooling_layer=False)
-    except (OSError, ValueError) as error:
-        first = str(error).splitlines()[0]
-        raise UserError(f"no pretrained BERT at {path} ({first}); give a folder with its config and weights") from error
+    found = load_encoder(path)
+    if found.config.model_type != "bert":
+        raise UserError(f"the encoder {path} is a {found.config.model_type}, no BERT; give one that is")
+    return found  # type: ignore[no-any-return]
 
 
 def copy_pretrained(encoder: CausalBert, path: str) -> None:

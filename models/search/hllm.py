@@ -2,17 +2,23 @@
 
     python -m jobs.train --config jobs/configs/search/hllm.yaml --tables TABLES --text TEXT --storage runs --name hllm
 
-The item tower is the pretrained text encoder, frozen (its output comes with the catalogue), and a trained
-projection; the paper trains it too. The user tower is a causal BERT that starts from `pretrained` where that
-is given. A token carries text alone, no features.
+The item tower is the pretrained text encoder and a trained projection. The paper trains the encoder too: so it is
+with `item_tower`; without, it is frozen, and its output comes with the catalogue. The user tower is a causal BERT
+that starts from `pretrained` where that is given. A token carries text alone, no features.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
 
+from torch import Tensor
+
+from models.search import sequence
+from models.search.data import SearchCatalogue
+from models.search.item_tower import ItemTower, encoder_model
 from models.search.sequence import SequenceConfig, SequenceRanker
+from models.text_encoder import load_encoder
 
 
 @dataclass
@@ -33,7 +39,39 @@ class HLLMConfig(SequenceConfig):
     """No features in a token."""
     query_condition: Literal["query", "joint", "none"] = "none"
     """The next item is predicted from the past alone."""
+    item_tower: str = ""
+    """The encoder of jobs.encode (folder, name, or `minilm`), to be trained further as item tower; read in training
+    only. Empty: documents keep the embeddings that it gave them."""
+    item_model: dict[str, Any] = field(default_factory=dict)
+    """Sizes of the item tower, taken from it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.item_tower and self.token != "item":
+            raise ValueError(f"item_tower is '{self.item_tower}', which token '{self.token}' does not read; use item")
 
 
 class HLLM(SequenceRanker):
     """See the module."""
+
+    def __init__(self, config: HLLMConfig, catalogue: SearchCatalogue) -> None:
+        super().__init__(config, catalogue)
+        self.item_tower = ItemTower(config.item_model, catalogue) if config.item_model else None
+
+    def document(self, item: Tensor) -> Tensor:
+        if self.item_tower is None:
+            return super().document(item)
+        return self.text.document(self.text.gain * self.item_tower(item.clamp(min=0)))
+
+
+def resolve(config: Any, catalogue: Any) -> Any:
+    """The config with the sizes of the pretrained encoders that it names."""
+    config = sequence.resolve(config, catalogue)
+    return replace(config, item_model=encoder_model(config.item_tower)) if config.item_tower else config
+
+
+def teach(module: Any, config: Any, catalogue: Any) -> None:
+    """Before training: fills the towers with the pretrained weights that the config names."""
+    sequence.teach(module, config, catalogue)
+    if config.item_tower:
+        cast(ItemTower, module.item_tower).encoder.load_state_dict(load_encoder(config.item_tower).state_dict())

@@ -116,8 +116,12 @@ class SequenceRanker(Ranker):
 
     def tokens(self, item: Tensor, query: Tensor, features: Tensor) -> Tensor:
         """(..., F + E): x_t = [f_t, e_t] of Eq. 1, of behaviours."""
-        text = self.text.pair(item, query) if self.config.token == "pair" else self.text.item(item)
+        text = self.text.pair(item, query) if self.config.token == "pair" else self.document(item)
         return torch.cat([self.scale(features), text], -1) if self.config.context_features else text
+
+    def document(self, item: Tensor) -> Tensor:
+        """(..., E): the text of behaviours alone; that of padding means nothing."""
+        return self.text.item(item)
 
     def history_tokens(self, batch: Batch) -> Tensor:
         return self.tokens(batch["history"], batch["history_query"], batch["history_features"])

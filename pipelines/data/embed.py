@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from models.minilm import locate_encoder
 from models.tables import Manifest, UserError, has_manifest, read_manifest, read_table
+from models.text_encoder import load_encoder, load_tokenizer, locate_encoder
 from pipelines.data.tables import check_writable, commit, embeddings_schema, fingerprint, up_to_date, write_part
 
 Say = Callable[[str], None]
@@ -152,26 +152,12 @@ class TextEncoder:
         self, name: str, pooling: str, max_tokens: int, batch_size: int, normalize: bool, precision: str = "fp32"
     ) -> None:
         import torch
-        from transformers import AutoModel, AutoTokenizer
-        from transformers.utils import logging as transformers_logging
 
-        transformers_logging.set_verbosity_error()
-        transformers_logging.disable_progress_bar()
-        location = locate_encoder(name)
-        local = Path(location).is_dir()
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(location, local_files_only=local)
-            model = AutoModel.from_pretrained(location, local_files_only=local)
-        except (OSError, ValueError) as error:
-            first = str(error).splitlines()[0]
-            raise UserError(f"cannot load the encoder {name} ({first}); check that its folder is complete") from error
-        model = model.get_encoder() if model.config.is_encoder_decoder else model
-        self.model = model.eval().to(self.device)
+        self.tokenizer, self.max_tokens = load_tokenizer(name, max_tokens)
+        self.model = load_encoder(name).eval().to(self.device)
         self.pooling, self.batch_size, self.normalize = pooling, batch_size, normalize
         self.bf16 = precision == "bf16"
-        longest = getattr(model.config, "max_position_embeddings", None) or max_tokens
-        self.max_tokens = min(max_tokens, longest, self.tokenizer.model_max_length)
 
     def encode(self, texts: list[str], seconds: list[str] | None = None, separator: bool = False) -> np.ndarray:
         """Embeddings (texts, width) float32, in the order of the texts.

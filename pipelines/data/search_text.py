@@ -2,7 +2,8 @@
 
 `python -m jobs.encode --tables TABLES --encoder minilm --output TEXT` makes the three tables. Each distinct
 text is encoded once, and each distinct pair that was shown to anyone once, in Ray Data actors that write
-their parts themselves: the driver holds the keys of the pairs and never their embeddings.
+their parts themselves: the driver holds the keys of the pairs and never their embeddings. A fourth table has
+the documents' tokens, for a model that trains the encoder on (HLLM's item tower); TF-IDF has none.
 
 The condition on which a model predicts is the query alone. The paper takes the [SEP] state of one pass over
 query and document; the encoder is bidirectional, so that state has seen the document that is to be
@@ -30,11 +31,13 @@ from models.tables import (
     UserError,
     has_manifest,
     join,
+    open_uri,
     part_uris,
     read_manifest,
     read_parquet,
     read_table,
 )
+from models.text_encoder import load_tokenizer
 from pipelines.data.embed import (
     ROWS_PER_PART,
     EmbedConfig,
@@ -44,7 +47,7 @@ from pipelines.data.embed import (
     fit_tfidf,
     item_texts,
 )
-from pipelines.data.tables import check_writable, commit, embeddings_schema, fingerprint, up_to_date, write_part
+from pipelines.data.tables import TOKENS, check_writable, commit, embeddings_schema, fingerprint, up_to_date, write_part
 from pipelines.data.tasks import run_tasks
 
 Say = Callable[[str], None]
@@ -173,14 +176,14 @@ class _Encoding:
         inputs = {name: read_manifest(join(self.tables, name), name).hash for name in names}
         return {"encoder": self.encoder, **used}, inputs | {"encoder": encoder_version(self.encoder)}
 
-    def finished(self, name: str, inputs: tuple[str, ...]) -> Manifest | None:
+    def finished(self, name: str, inputs: tuple[str, ...], kind: str = "embeddings") -> Manifest | None:
         uri = join(self.output, name)
         if self.overwrite or not has_manifest(uri):
             return None
         if not up_to_date(uri, fingerprint(*self.origin(inputs))):
             raise UserError(f"{uri} was made from other input or settings; use --overwrite, or another --output")
         self.say(f"{name}: up to date")
-        return read_manifest(uri, "embeddings")
+        return read_manifest(uri, kind)
 
     def alone(self, texts: dict[str, list[str]], fitted: TfidfEncoder | None) -> dict[str, Manifest]:
         """The tables of documents alone and of queries alone, by name: one pass encodes what is missing."""
@@ -203,7 +206,8 @@ class _Encoding:
 
     def inputs(self, name: str) -> tuple[str, ...]:
         """Tables that a table of embeddings is made from."""
-        return {"items": ("items",), "queries": ("items", "queries")}.get(name, ("items", "queries", "sequences"))
+        only = {"items": ("items",), "tokens": ("items",), "queries": ("items", "queries")}
+        return only.get(name, ("items", "queries", "sequences"))
 
     def commit_texts(self, name: str, texts: list[str], vectors: np.ndarray, begin: float) -> Manifest:
         """One row per text, in the order of the texts."""
@@ -229,6 +233,30 @@ class _Encoding:
         )  # fmt: skip
         note = f", {unknown:,} of no known word (zeros)" if unknown else ""
         self.say(f"{name}: {len(texts):,} texts, {info['distinct_texts']:,} distinct, width {vectors.shape[1]}{note}")
+        return manifest
+
+    def tokens(self, documents: list[str]) -> Manifest:
+        """The table of the documents' tokens, one row per document, as the encoder reads them."""
+        inputs = self.inputs("tokens")
+        if finished := self.finished("tokens", inputs, "tokens"):
+            return finished
+        begin, uri = time.monotonic(), join(self.output, "tokens")
+        check_writable(uri)
+        tokenizer, longest = load_tokenizer(self.encoder, self.config.max_tokens)
+        parts, total = [], 0
+        for start in range(0, len(documents), ROWS_PER_PART):
+            rows = documents[start : start + ROWS_PER_PART]
+            tokens = pa.array(tokenizer(rows, truncation=True, max_length=longest)["input_ids"], TOKENS.field(1).type)
+            index = pa.array(np.arange(start, start + len(rows), dtype=np.int32))
+            parts.append(write_part(uri, pa.Table.from_arrays([index, tokens], schema=TOKENS)))
+            total += len(tokens.flatten())
+        config, hashes = self.origin(inputs)
+        manifest = commit(
+            uri, "tokens", TOKENS, parts, config=config, inputs=hashes,
+            info={"encoder": self.encoder, "pooling": self.config.pooling, "normalize": self.config.normalize},
+            timings={"tokens_s": round(time.monotonic() - begin, 2)},
+        )  # fmt: skip
+        self.say(f"tokens: {total:,} of {len(documents):,} documents, {total / max(1, len(documents)):.1f} in the mean")
         return manifest
 
     def pairs(self, items: list[str], queries: list[str], fitted: TfidfEncoder | None) -> Manifest:
@@ -289,7 +317,8 @@ def encode_search(
     overwrite: bool = False,
     say: Say = print,
 ) -> dict[str, Manifest]:
-    """Makes the tables `items`, `queries` and `pairs` of embeddings; finished ones of the same input stay.
+    """Makes the tables `items`, `queries` and `pairs` of embeddings and, but for TF-IDF, `tokens` of the documents;
+    finished ones of the same input stay.
 
     Raises UserError for tables that are not of a search log, and for texts and encoders that do not work.
     """
@@ -304,6 +333,11 @@ def encode_search(
         queries = read_table(join(tables_uri, "queries"), "queries")["query"].to_pylist()
     fitted = TfidfEncoder(items, config.svd) if encoder == "tfidf" else None
     made = run.alone({"items": items, "queries": queries}, fitted)
+    if fitted is None:
+        made["tokens"] = run.tokens(items)
+    elif has_manifest(join(output_uri, "tokens")):
+        filesystem, path = open_uri(join(output_uri, "tokens"))  # of another encoder
+        filesystem.delete_dir(path)
     return made | {"pairs": run.pairs(items, queries, fitted)}
 
 

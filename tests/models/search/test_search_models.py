@@ -14,6 +14,7 @@ from models.search.hstu import HSTUConfig, HSTURanker
 from models.search.qgs import QGS, QGSConfig
 from models.search.sequence import SequenceRanker
 from models.tables import UserError, join
+from tests.search_tables import ITEM_MODEL
 
 SMALL = {
     "max_history": 8, "text_width": 6, "dnn_width": 12, "tower_width": 8, "group_output": 10, "dropout": 0.0,
@@ -23,6 +24,7 @@ VARIANTS = {
     "base": (Base, BaseConfig, SMALL),
     "hstu": (HSTURanker, HSTUConfig, DEEP),
     "hllm": (HLLM, HLLMConfig, DEEP),
+    "hllm_item_tower": (HLLM, HLLMConfig, DEEP | {"item_model": ITEM_MODEL}),
     "qgs": (QGS, QGSConfig, DEEP),
     "qgs_hstu": (QGS, QGSConfig, DEEP | {"encoder": "hstu"}),
     "qgs_transformer": (QGS, QGSConfig, DEEP | {"encoder": "transformer"}),

@@ -12,6 +12,7 @@ from sklearn.metrics.pairwise import cosine_similarity
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTokenizerFast
 
 from jobs import encode as job
+from models.search.data import SearchCatalogue
 from models.tables import UserError, join, read_manifest, read_table
 from pipelines.data import search_text
 from pipelines.data.embed import TextEncoder
@@ -86,7 +87,7 @@ def test_texts_and_pairs_are_encoded_once_and_as_one_at_a_time(
     made = encode_search(tables, str(tmp_path), bert, config, say=said.append)
     assert any("has seen the document" in line for line in said)
     items, queries = texts_of(tables)
-    found = {name: read_table(str(tmp_path / name), "embeddings") for name in made}
+    found = {name: read_table(str(tmp_path / name), "embeddings") for name in ("items", "queries", "pairs")}
     assert found["items"]["item_index"].to_pylist() == list(range(len(items)))
     assert found["queries"]["query_index"].to_pylist() == list(range(len(queries)))
     encoder = TextEncoder(bert, "cls", 24, 1, True)
@@ -108,13 +109,27 @@ def test_texts_and_pairs_are_encoded_once_and_as_one_at_a_time(
     same = [place for place, (_, q) in enumerate(keys) if q == query]
     assert np.abs(joint[same] - joint[same[0]]).max() > 0.01
     assert made["pairs"].inputs["sequences"] == read_manifest(join(tables, "sequences")).hash
-    assert {manifest.info["width"] for manifest in made.values()} == {16}
+    assert {made[name].info["width"] for name in found} == {16}
+
+    # The documents' tokens give the same embeddings.
+    documents = SearchCatalogue.load(tables, str(tmp_path)).documents
+    assert documents is not None
+    assert (documents.begin.diff() <= 24).all()
+    model = AutoModel.from_pretrained(bert).eval()
+    for place in range(0, len(items), 7):
+        tokens = documents.tokens[documents.begin[place] : documents.begin[place + 1]]
+        assert tokens.tolist() == encoder.tokenizer(items[place], truncation=True, max_length=24)["input_ids"]
+        with torch.inference_mode():
+            pooled = model(input_ids=tokens[None].long()).last_hidden_state[0, 0]
+        np.testing.assert_allclose(vectors(found["items"])[place], pooled / pooled.norm(), atol=1e-5)
 
     again = encode_search(tables, str(tmp_path), bert, config, say=said.append)
     assert {name: manifest.hash for name, manifest in again.items()} == {n: m.hash for n, m in made.items()}
-    assert said[-3:] == ["items: up to date", "queries: up to date", "pairs: up to date"]
+    assert said[-4:] == [f"{name}: up to date" for name in ("items", "queries", "tokens", "pairs")]
     with pytest.raises(UserError, match="use --overwrite"):
         encode_search(tables, str(tmp_path), bert, SearchTextConfig(max_tokens=12), say=said.append)
+    assert "tokens" not in encode_search(tables, str(tmp_path), "tfidf", SearchTextConfig(svd=8), True, said.append)
+    assert SearchCatalogue.load(tables, str(tmp_path)).documents is None
 
 
 def test_tfidf_needs_no_weights_and_knows_the_words_of_documents_only(tables: str, tmp_path: Path) -> None:

