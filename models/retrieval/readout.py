@@ -36,7 +36,12 @@ class CrossAttention(nn.Module):
         self.o = nn.Linear(width, dim, bias=False)
 
     def forward(self, query: Tensor, states: Tensor, padding: Tensor | None) -> Tensor:
-        """(B, W, D): `query` (B, W, D) attends to `states` (B, S, D); scores are scaled by 1 / sqrt(K)."""
+        """(B, W, D): `query` (B, W, D) attends to `states` (B, S, D); scores are scaled by 1 / sqrt(K).
+
+        In training, which asks once per user, the same without keys and values of the states.
+        """
+        if self.training and query.shape[1] == 1:
+            return self.one_query(query[:, 0], states, padding).unsqueeze(1)
         q, k, v = (
             layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, W or S, K)
             for layer, x in ((self.q, query), (self.k, states), (self.v, states))
@@ -44,6 +49,16 @@ class CrossAttention(nn.Module):
         scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
         scores = scores if padding is None else scores + padding
         return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    def one_query(self, query: Tensor, states: Tensor, padding: Tensor | None) -> Tensor:
+        """(B, D) of `query` (B, D): the query goes through the projection of keys, and the states as each head weighs
+        them through that of values: q (H Wk)' = (q Wk') H' and p (H Wv) = (p H) Wv."""
+        k, v = (layer.weight.unflatten(0, (self.heads, -1)) for layer in (self.k, self.v))  # (H, K, D)
+        asked = torch.einsum("bhk,hkd->bhd", self.q(query).unflatten(1, (self.heads, -1)), k)
+        scores = asked @ states.transpose(1, 2) * k.shape[1] ** -0.5  # (B, H, S)
+        scores = scores if padding is None else scores + padding[:, 0]
+        mixed = scores.softmax(-1) @ states  # (B, H, D)
+        return self.o(torch.einsum("bhd,hkd->bhk", mixed, v).flatten(1))
 
 
 class Readout(nn.Module):

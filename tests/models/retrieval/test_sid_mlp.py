@@ -17,6 +17,7 @@ from models import checkpoint, registry
 from models.retrieval.data import PAD, Catalogue
 from models.retrieval.decoding.shared_kv import SharedKV
 from models.retrieval.distillation import TeacherMemory, distillation_loss
+from models.retrieval.readout import CrossAttention
 from models.retrieval.sid_mlp import SidMlp, SidMlpConfig
 from models.retrieval.tiger import Tiger, TigerConfig
 from models.tables import UserError
@@ -72,6 +73,22 @@ def ablation(path: Path) -> dict[str, Any]:
 def log_softmax(values: list[float]) -> list[float]:
     total = math.log(sum(math.exp(value) for value in values))
     return [value - total for value in values]
+
+
+def test_one_query_in_training_is_the_same_attention() -> None:
+    torch.manual_seed(0)
+    layer = CrossAttention(12, 20, 4).double()
+    query, states = torch.randn(5, 1, 12, dtype=torch.double), torch.randn(5, 7, 12, dtype=torch.double)
+    padding = torch.zeros(5, 1, 1, 7, dtype=torch.double)
+    padding[2, ..., 4:] = padding[4, ..., 1:] = -torch.inf
+    found = []
+    for training in (True, False):
+        given = [query.clone().requires_grad_(), states.clone().requires_grad_()]
+        out = layer.train(training)(*given, padding)
+        grads = torch.autograd.grad((out * torch.arange(12)).sum(), [*given, *layer.parameters()])
+        found.append([out, *grads])
+    for one, all_ in zip(*found, strict=True):
+        torch.testing.assert_close(one, all_, atol=1e-12, rtol=1e-10)
 
 
 @pytest.mark.parametrize(("alpha", "tau"), [(0.7, 1.0), (0.3, 2.5), (1.0, 0.5), (0.0, 1.0)])
