@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from models.search.data import SearchCatalogue, SearchExamples
 from models.search.encoders import pretrained_sizes
 from models.search.hllm import HLLMConfig
 from models.search.item_tower import ItemTower
-from models.tables import UserError, join
-from tests.search_tables import ITEM_MODEL, WIDTH
+from models.tables import UserError, join, read_table
+from tests.search_tables import ITEM_MODEL, WIDTH, write_search
+from tests.training_tables import write
 
 SMALL = {"max_history": 8, "text_width": 6, "dnn_width": 12, "width": 24, "num_layers": 1, "num_heads": 2, "ffn": 16}
 
@@ -164,3 +166,12 @@ def test_what_does_not_fit_is_refused(catalogue: SearchCatalogue, tmp_path: Path
         registry.resolve(HLLMConfig(**SMALL, item_tower=str(tmp_path / "none")), catalogue)
     with pytest.raises(ValueError, match="which token 'pair' does not read"):
         HLLMConfig(item_tower="minilm", token="pair")
+
+
+def test_tokens_of_other_items_are_refused(tmp_path: Path) -> None:
+    tables, text = write_search(tmp_path, users=4)
+    tokens = read_table(join(text, "tokens"))
+    shutil.rmtree(join(text, "tokens"))
+    write(join(text, "tokens"), "tokens", tokens, {"pooling": "cls", "normalize": False}, {"items": "other"})
+    with pytest.raises(UserError, match=r"tokens was made from other items; run jobs\.encode again"):
+        SearchCatalogue.load(tables, text)
