@@ -44,18 +44,24 @@ class Config:
     """Search: share of searches whose clicks follow the query; in the others they follow the history."""
     taste: Literal["user", "query"] = "user"
     """Search: whether a user likes the same makers everywhere, or others in every second cluster of items."""
+    disliked_click: float = 0.25
+    """Search: chance of a click on a fitting result of a maker that the user does not like, if looked at; else 0.85."""
 
     def __post_init__(self) -> None:
         if self.kind != "search" and self.query_driven != 1:
             raise ValueError(f"query_driven is {self.query_driven}, which is of a search log; add --kind search")
         if self.kind != "search" and self.taste != "user":
             raise ValueError(f"taste is {self.taste}, which is of a search log; add --kind search")
+        if self.kind != "search" and self.disliked_click != Config.disliked_click:
+            raise ValueError(f"disliked_click is {self.disliked_click}, which is of a search log; add --kind search")
         self.settings()
 
     def settings(self) -> Any:
         """Settings of the simulator of this kind."""
         sizes = (self.users, self.items, self.events, self.seed)
-        return SearchSettings(*sizes, self.query_driven, self.taste) if self.kind == "search" else Settings(*sizes)
+        if self.kind == "search":
+            return SearchSettings(*sizes, self.query_driven, self.taste, self.disliked_click)
+        return Settings(*sizes)
 
 
 def run(config: Config) -> None:
@@ -65,13 +71,16 @@ def run(config: Config) -> None:
     size = f"{config.events:,} {things} of {config.users:,} users on {config.items:,} items, seed {config.seed}"
     if config.kind == "search":
         size += f", {config.query_driven:.0%} query-driven" + (", taste by query" if config.taste == "query" else "")
+        if config.disliked_click != Config.disliked_click:
+            size += f", clicks on disliked makers {config.disliked_click:g}"
     if is_simulated(config.output, settings, config.kind):
         print(f"{config.output} is up to date: {size}")
     else:
         started, bounds = time.monotonic(), {}
         sizes = (config.users, config.items, config.events, config.seed)
         if config.kind == "search":
-            bounds = best_gauc(*simulate_search(config.output, *sizes, config.query_driven, config.taste))
+            causes = (config.query_driven, config.taste, config.disliked_click)
+            bounds = best_gauc(*simulate_search(config.output, *sizes, *causes))
         elif config.kind == "feed":
             simulate_feed(config.output, *sizes)
         else:

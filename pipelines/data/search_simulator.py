@@ -22,7 +22,7 @@ position, click, purchase, dwell_ms), `items.parquet` and, last, `simulation.jso
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import numpy as np
@@ -56,11 +56,12 @@ from pipelines.data.tables import check_writable, write_file
 OF_INTENT, OF_DECOY, OTHERS = 4, 3, 3  # results of a search by cluster
 RESULTS = OF_INTENT + OF_DECOY + OTHERS
 LIKED_MAKERS = {"user": 6, "query": len(MAKERS) // 2}  # of each user, by `taste`
-CLICK = np.array([[0.02, 0.06], [0.25, 0.85]])  # chance of a click on what was looked at: [of the intent][liked maker]
+NOT_SOUGHT = [0.02, 0.06]  # chance of a click on what was looked at and is not of the intent: [liked maker]
+LIKED_CLICK = 0.85  # and on what is, of a liked maker; of others `disliked_click`
 LOOK = 1 / (1 + 0.3 * np.arange(RESULTS))  # chance that a user looks at a position
 PURCHASE = np.array([0.05, 0.4])  # chance of a purchase on a click: [liked maker]
 FOLLOW = 0.8  # share of the searches without query-driven intent whose intent follows the last one
-MEASURED = 100_000  # most searches that `best_gauc` looks at, spread over the log
+MEASURED = 100_000  # searches, about, that `best_gauc` looks at: those of users spread over the log
 STYLED = 0.5  # share of the queries that name style and noun; the others name the noun
 
 
@@ -80,6 +81,8 @@ class SearchSettings:
     """Share of searches whose clicks follow the query; in the others they follow the history."""
     taste: Literal["user", "query"] = "user"
     """Whether the makers that a user likes are the same everywhere, or others in every second cluster."""
+    disliked_click: float = 0.25
+    """Chance of a click on a result of the intent that was looked at, of a maker the user does not like; else 0.85."""
 
     def __post_init__(self) -> None:
         Settings(self.users, self.items, self.events, self.seed)
@@ -89,12 +92,21 @@ class SearchSettings:
             raise ValueError(f"query_driven is {self.query_driven}; it is a share between 0 and 1")
         if self.taste not in LIKED_MAKERS:
             raise ValueError(f"taste is '{self.taste}', it must be one of {', '.join(LIKED_MAKERS)}")
+        if not 0 < self.disliked_click <= LIKED_CLICK:
+            raise ValueError(
+                f"disliked_click is {self.disliked_click}; it must be above 0 and at most {LIKED_CLICK}, that of liked"
+            )
+
+    def click(self) -> np.ndarray:
+        """(2, 2): the chance of a click on what was looked at, by [of the intent][liked maker]."""
+        return np.array([NOT_SOUGHT, [self.disliked_click, LIKED_CLICK]])
 
 
 @dataclass(frozen=True)
 class Searches:
     """The log as arrays, and its causes. S searches, user after user; P = RESULTS positions."""
 
+    settings: SearchSettings
     user: np.ndarray
     """(S,) the user, as numbered in the log."""
     time: np.ndarray
@@ -105,6 +117,8 @@ class Searches:
     """(S,) the cluster that the query names."""
     item: np.ndarray
     """(S, P) what was shown, by position."""
+    maker: np.ndarray
+    """(S, P) the item's maker, as an index into MAKERS."""
     liked: np.ndarray
     """(S, P) whether the item's maker is one that the user likes, in the item's cluster."""
     click: np.ndarray
@@ -162,32 +176,64 @@ def draw_searches(settings: SearchSettings, world: World, brand: np.ndarray) -> 
     liked = likes[user[:, None], brand[item]]
     if settings.taste == "query":
         liked ^= world.cluster[item] % 2 == 1
-    chance = CLICK[(world.cluster[item] == intent[:, None]).astype(int), liked.astype(int)] * LOOK
+    chance = settings.click()[(world.cluster[item] == intent[:, None]).astype(int), liked.astype(int)] * LOOK
     click = rng.random(item.shape) < chance
     purchase = click & (rng.random(item.shape) < PURCHASE[liked.astype(int)])
     dwell = np.exp(rng.normal(9.5 + liked, 0.6))  # about 13 s, and 36 s on what the user likes
     return Searches(
-        user, time, intent, asked, item, liked, click, purchase, np.where(click, dwell, np.nan).astype(np.float32)
-    )
+        settings, user, time, intent, asked, item, brand[item], liked, click, purchase,
+        np.where(click, dwell, np.nan).astype(np.float32),
+    )  # fmt: skip
 
 
 def best_gauc(world: World, log: Searches) -> dict[str, float]:
-    """GAUC of the clicks by ranking with their true chances: of `all causes`, and of those that one reader knows."""
-    every = -(-len(log.item) // MEASURED)
-    item, intent, liked, click = (part[::every] for part in (log.item, log.intent, log.liked, log.click))
-    of_intent, liked = (world.cluster[item] == intent[:, None]).astype(int), liked.astype(int)
+    """GAUC of the clicks by ranking with their true chances: of `all causes`, and of those that one reader knows.
+
+    A reader of `earlier clicks` knows taste only as far as the user's clicks before the search tell it, which is
+    about what a model can make of a history; it is an estimate, the others are exact.
+    """
+    place = np.cumsum(np.diff(log.user, prepend=-1) != 0)  # (S,) of the user, from 1
+    measured = place % -(-len(log.item) // MEASURED) == 0
+    log = replace(log, **{each.name: getattr(log, each.name)[measured] for each in fields(log)[1:]})
+    click = log.settings.click()
+    of_intent, liked = (world.cluster[log.item] == log.intent[:, None]).astype(int), log.liked.astype(int)
+    share = LIKED_MAKERS[log.settings.taste] / len(MAKERS)
+    told = taste_from_clicks(world, log, of_intent, share)
     chances = {
-        "all causes": CLICK[of_intent, liked] * LOOK,
-        "intent and position": CLICK.mean(1)[of_intent] * LOOK,
-        "taste and position": CLICK.mean(0)[liked] * LOOK,
-        "position": np.tile(LOOK, (len(click), 1)),
+        "all causes": click[of_intent, liked] * LOOK,
+        "intent, position and earlier clicks": (click[of_intent, 0] * (1 - told) + click[of_intent, 1] * told) * LOOK,
+        "intent and position": (click @ [1 - share, share])[of_intent] * LOOK,
+        "taste and position": click.mean(0)[liked] * LOOK,
+        "position": np.tile(LOOK, (len(log.click), 1)),
     }
-    request, clicks = (torch.from_numpy(np.ascontiguousarray(x).ravel()) for x in (np.indices(click.shape)[0], click))
+    request = torch.arange(len(log.click)).repeat_interleave(RESULTS)
+    clicks = torch.from_numpy(log.click.ravel())
     found = {}
     for name, chance in chances.items():
         auc, both = request_auc(torch.from_numpy(chance.ravel()), clicks, request)
         found[name] = float(auc[both].mean())
     return found
+
+
+def taste_from_clicks(world: World, log: Searches, of_intent: np.ndarray, share: float) -> np.ndarray:
+    """(S, P) the chance that the user likes a result's maker, by his clicks in earlier searches of what he sought.
+
+    Clicks on a maker are taken as Poisson counts that are higher by the ratio of the two chances if he likes it.
+    `share` of the makers are liked.
+    """
+    disliked, liked = log.settings.click()[1]
+    odd = (log.settings.taste == "query") & (world.cluster[log.item] % 2 == 1)
+    sign = np.where(odd, -1, 1)  # who is liked in the one is not in the other
+    clicks = np.where(log.click & (of_intent == 1), sign, 0)
+    counts = np.zeros((len(clicks), len(MAKERS)))
+    np.add.at(counts, (np.arange(len(clicks))[:, None], log.maker), clicks)
+    expected = (liked - disliked) / (share * liked + (1 - share) * disliked) / len(MAKERS)
+    odds = np.log(liked / disliked) * counts - expected * clicks.sum(1, keepdims=True)
+    before = np.cumsum(odds, axis=0) - odds  # (S, makers)
+    begins = np.diff(log.user, prepend=-1) != 0
+    before -= before[begins][np.cumsum(begins) - 1]  # since the user's first search
+    told = np.log(share / (1 - share)) + sign * np.take_along_axis(before, log.maker.astype(np.int64), axis=1)
+    return 1 / (1 + np.exp(-told))
 
 
 def _query_texts(world: World, asked: np.ndarray, rng: np.random.Generator) -> pa.Array:
@@ -202,14 +248,14 @@ def _query_texts(world: World, asked: np.ndarray, rng: np.random.Generator) -> p
 
 def simulate_search(
     output_dir: str, users: int, items: int, events: int, seed: int, query_driven: float = 1.0,
-    taste: Literal["user", "query"] = "user",
+    taste: Literal["user", "query"] = "user", disliked_click: float = 0.25,
 ) -> tuple[World, Searches]:  # fmt: skip
     """Writes a search log into `output_dir` (a local path or URI) and returns its causes.
 
     Raises UserError for impossible settings, a folder that holds other files, or one that cannot be written.
     """
     try:
-        settings = SearchSettings(users, items, events, seed, query_driven, taste)
+        settings = SearchSettings(users, items, events, seed, query_driven, taste, disliked_click)
     except ValueError as error:
         raise UserError(str(error)) from error
     check_writable(output_dir)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import polars as pl
@@ -11,8 +12,8 @@ import pytest
 
 from jobs import simulate as job
 from models.tables import UserError
-from pipelines.data.search_simulator import RESULTS, SearchSettings, best_gauc, simulate_search
-from pipelines.data.simulator import is_simulated
+from pipelines.data.search_simulator import RESULTS, SearchSettings, best_gauc, simulate_search, taste_from_clicks
+from pipelines.data.simulator import MAKERS, is_simulated
 from pipelines.data.sources import load_source
 
 CONFIG = Path(__file__).parents[3] / "jobs" / "configs" / "sources" / "simulated_search.yaml"
@@ -99,11 +100,48 @@ def test_who_knows_more_causes_can_rank_better(tmp_path: Path) -> None:
     world, log = simulate_search(str(tmp_path), 300, 100, 3000, 0)
     best = best_gauc(world, log)
     assert best["all causes"] > best["intent and position"] > best["taste and position"] > best["position"] > 0.55
+    assert best["all causes"] > best["intent, position and earlier clicks"]
     aucs = []  # by position alone: earlier results above later ones
     for click in log.click[(log.click.sum(1) > 0)]:
         pairs = [i < j for i in np.flatnonzero(click) for j in np.flatnonzero(~click)]
         aucs += [np.mean(pairs)] if pairs else []
     assert best["position"] == pytest.approx(np.mean(aucs))
+
+
+@pytest.mark.parametrize("taste", ["user", "query"])
+def test_earlier_clicks_tell_taste_the_more_the_more_it_matters(
+    tmp_path: Path, taste: Literal["user", "query"]
+) -> None:
+    told = {}
+    for chance in (0.85, 0.25, 0.05):
+        best = best_gauc(*simulate_search(str(tmp_path), 300, 100, 9000, 0, taste=taste, disliked_click=chance))
+        told[chance] = best["intent, position and earlier clicks"] - best["intent and position"]
+    assert told[0.85] == pytest.approx(0, abs=0.002)
+    assert told[0.05] > told[0.25] + 0.01
+
+
+def test_earlier_clicks_are_those_of_the_user_in_earlier_searches(tmp_path: Path) -> None:
+    """The same chances from a loop over searches, which keeps each user's clicks in a dictionary."""
+    world, log = simulate_search(str(tmp_path), 20, 100, 400, 0, taste="query", disliked_click=0.1)
+    of_intent = (world.cluster[log.item] == log.intent[:, None]).astype(int)
+    told = taste_from_clicks(world, log, of_intent, 0.5)
+    seen: dict[int, list[tuple[int, int]]] = {}
+    for s, user in enumerate(log.user.tolist()):
+        clicks = seen.setdefault(user, [])
+        for p in range(RESULTS):
+            odd = world.cluster[log.item[s, p]] % 2
+            agree = [1 if kind == odd else -1 for _, kind in clicks]
+            of_maker = sum(a for a, (maker, _) in zip(agree, clicks, strict=True) if maker == log.maker[s, p])
+            odds = np.log(0.85 / 0.1) * of_maker - sum(agree) * 0.75 / 0.475 / len(MAKERS)
+            assert told[s, p] == pytest.approx(1 / (1 + np.exp(-odds)))
+        shown = zip(log.maker[s], world.cluster[log.item[s]] % 2, log.click[s] & (of_intent[s] == 1), strict=True)
+        clicks += [(maker, kind) for maker, kind, clicked in shown if clicked]
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.9])
+def test_impossible_chances_are_refused(chance: float) -> None:
+    with pytest.raises(ValueError, match=f"disliked_click is {chance}; it must be above 0 and at most 0.85"):
+        SearchSettings(disliked_click=chance)
 
 
 @pytest.mark.parametrize("sizes", [(0, 50, 10, 1, 1.0), (10, 35, 10, 1, 1.0), (10, 50, 9, 1, 1.0), (1, 50, 9, 1, 1.5)])
@@ -139,7 +177,7 @@ def test_the_job_simulates_and_says_what_is_next(tmp_path: Path, capsys: pytest.
     assert "simulated_search.yaml" in said
     job.run(config)
     assert "up to date" in capsys.readouterr().out
-    for options in ({"query_driven": 0.5}, {"taste": "query"}):
+    for options in ({"query_driven": 0.5}, {"taste": "query"}, {"disliked_click": 0.1}):
         with pytest.raises(ValueError, match="add --kind search"):
             job.Config(output=str(tmp_path), **options)
     with pytest.raises(ValueError, match="taste is 'item', it must be one of user, query"):
