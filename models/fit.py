@@ -72,7 +72,7 @@ class FitConfig:
     clip_norm: float = 1.0
     """Largest global norm of the gradient; 0 does not clip."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Autocast to bfloat16, or not; auto: bf16 on a GPU that has it, fp32 elsewhere."""
+    """Autocast of training to bfloat16, or not; auto: bf16 on a GPU that has it, fp32 elsewhere. Validation is fp32."""
     seed: int = 0
     """Seed of weights, order of batches and dropout."""
     log_every_steps: int = 50
@@ -193,8 +193,9 @@ def step_seed(seed: int, rank: int, step: int) -> int:
 
 
 def autocast(precision: str, device: torch.device) -> Any:
-    """The context in which a model runs forward."""
-    bf16 = precision == "bf16" or (precision == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported())
+    """The context in which a model runs forward in training."""
+    there = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    bf16 = precision == "bf16" or (precision == "auto" and there)
     return torch.autocast(device.type, dtype=torch.bfloat16) if bf16 else nullcontext()
 
 
@@ -438,7 +439,7 @@ def validation(
 ) -> tuple[dict[str, float], int]:
     """Validation metrics over the rows of all ranks, and the number of rows; equal on every rank."""
     model.eval()
-    with torch.no_grad(), autocast(config.precision, device):
+    with torch.no_grad():
         parts: list[Any] = [validate(model)]
     model.train()
     if world > 1:

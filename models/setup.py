@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from models import registry
 from models.checkpoint import Checkpoint
-from models.fit import FitConfig, Sums, autocast, to_device
+from models.fit import FitConfig, Sums, to_device
 from models.tables import UserError, join
 
 
@@ -72,7 +72,7 @@ class Setup:
         limit = -(-self.fit.eval_examples // self.world)
         sums, count, _ = score(
             model, self.entry.family, self.val, batch_size=self.fit.eval_batch_size, device=self.device,
-            precision=self.fit.precision, limit=limit, options=self.fit.eval_options,
+            limit=limit, options=self.fit.eval_options,
         )  # fmt: skip
         return sums, count
 
@@ -150,11 +150,10 @@ def score(
     *,
     batch_size: int,
     device: torch.device,
-    precision: str = "auto",
     limit: int = 0,
     options: dict[str, Any] | None = None,
 ) -> tuple[Sums, int, float]:
-    """Measures the model on the examples' rows.
+    """Measures the model on the examples' rows, in float32: bfloat16 ties scores that are close, and swaps them.
 
     Returns the sums of the metrics, the number of rows, and the seconds spent in measuring. With `limit` it
     takes that many rows, evenly spread over the lengths of their histories. `options` go to `measure`.
@@ -170,7 +169,7 @@ def score(
     for rows in batches:
         batch = to_device(examples.collate(rows), device)
         began = time.perf_counter()
-        with torch.no_grad(), autocast(precision, device):
+        with torch.no_grad():
             part = measure(batch, **(options or {}))
         for name, value in part.items():
             sums[name] = sums.get(name, 0.0) + torch.as_tensor(value, dtype=torch.float64).cpu()  # waits for the device

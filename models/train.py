@@ -8,6 +8,7 @@ The same configs, loop and checkpoints as `jobs.train`, without Ray and MLflow. 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -17,9 +18,21 @@ import torch
 import yaml
 
 from models import checkpoint
+from models.checkpoint import Checkpoint
 from models.fit import EpochEvent, FitConfig, best_of, describe, fit
 from models.setup import set_up
 from models.tables import UserError
+
+
+def check_same(about: Checkpoint, now: Checkpoint, output: Path) -> None:
+    """Refuses to go on with other settings, or with a teacher that was trained anew."""
+    for part in ("model", "fit"):
+        before, wanted = getattr(about, part), json.loads(json.dumps(getattr(now, part), default=str))
+        for key in sorted(before.keys() & wanted.keys()):
+            if before[key] != wanted[key]:
+                raise UserError(
+                    f"{output} was begun with {part}.{key} {before[key]}, not {wanted[key]}; give another --output"
+                )
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -41,7 +54,9 @@ def main(argv: list[str] | None = None) -> None:
         output = Path(options.output)
         state, last = None, max(output.glob("step-*"), default=None)
         if last is not None:
-            checkpoint.check(checkpoint.read(last), last, setup.catalogue.hashes, content["model"]["name"])
+            about = checkpoint.read(last)
+            checkpoint.check(about, last, setup.catalogue.hashes, content["model"]["name"])
+            check_same(about, setup.checkpoint(), output)
             checkpoint.load_weights(setup.model, last)
             state = checkpoint.load_state(last)
             print(f"continuing from {last}")

@@ -78,7 +78,7 @@ def write_text(
     count = len(items) * (len(queries) + 1)
     item, query = np.divmod(np.arange(count), len(queries) + 1)
     query = query - 1
-    mixed = (items[item] + np.where(query[:, None] >= 0, queries[query], 0)) / 2
+    mixed = (items[item] + np.vstack([queries, np.zeros(WIDTH)])[query]) / 2
     keys = {"items": {"item_index": np.arange(len(items))}, "queries": {"query_index": np.arange(len(queries))}}
     keys["pairs"] = {"item_index": item, "query_index": query}
     for name, vectors in {"items": items, "queries": queries, "pairs": mixed}.items():

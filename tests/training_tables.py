@@ -22,7 +22,8 @@ from pipelines.data.tables import (
 
 def write(uri: str, table: str, content: pa.Table, info: dict, inputs: dict[str, str]) -> Manifest:
     check_writable(uri)
-    return commit(uri, table, content.schema, [write_part(uri, content)], config={}, inputs=inputs, info=info)
+    parts = [write_part(uri, content)] if len(content) else []  # as the jobs do
+    return commit(uri, table, content.schema, parts, config={}, inputs=inputs, info=info)
 
 
 def write_tables(folder: Path, users: int = 60, items: int = 24, length: int = 9, seed: int = 0) -> tuple[str, str]:

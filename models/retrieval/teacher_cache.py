@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pyarrow as pa
@@ -210,22 +211,32 @@ def _write_part(uri: str, table: pa.Table) -> dict[str, Any]:
 def _commit(
     uri: str, name: str, parts: list[dict[str, Any]], config: dict, inputs: dict, print_: str, seconds: float
 ) -> None:
-    """Writes the manifest, and removes what an interrupted run left."""
+    """Writes the manifest, and removes what an interrupted run left.
+
+    At a URI there is no lock (`_held`): whoever commits first is right, another run's table gives way to it, and
+    what is not listed stays, as someone may be writing it.
+    """
     files = [Part(**part) for part in parts]
+    listed = {part.path for part in files}
+    filesystem, path = open_uri(uri)
+    if has_manifest(uri):
+        for mine in listed - {part.path for part in read_manifest(uri).files}:
+            filesystem.delete_file(f"{path}/{mine}")
+        return
     schema = [{"name": f.name, "type": str(f.type), "nullable": str(f.nullable)} for f in SCHEMA]
     manifest = Manifest(
         table=name, schema_version=SCHEMA_VERSION, schema=schema, files=files, rows=sum(part.rows for part in files),
         hash=_digest([part.sha256 for part in files]), fingerprint=print_, config=config, inputs=inputs,
         created=datetime.now(UTC).isoformat(timespec="seconds"), timings={"seconds": round(seconds, 3)},
     )  # fmt: skip
-    filesystem, path = open_uri(uri)
-    with filesystem.open_output_stream(f"{path}/{MANIFEST}.new") as stream:
+    new = f"{path}/{MANIFEST}.{uuid4().hex}"
+    with filesystem.open_output_stream(new) as stream:
         stream.write(manifest.to_json().encode())
-    filesystem.move(f"{path}/{MANIFEST}.new", f"{path}/{MANIFEST}")
-    listed = {part.path for part in files} | {MANIFEST}
-    for entry in filesystem.get_file_info(fs.FileSelector(path)):
-        if entry.base_name not in listed:
-            filesystem.delete_file(entry.path)
+    filesystem.move(new, f"{path}/{MANIFEST}")
+    if "://" not in uri:
+        for entry in filesystem.get_file_info(fs.FileSelector(path)):
+            if entry.base_name not in {*listed, MANIFEST}:
+                filesystem.delete_file(entry.path)
 
 
 def _open(uri: str, name: str, config: dict[str, Any], inputs: dict[str, str], parts: list[Examples]) -> States:

@@ -90,6 +90,10 @@ class SearchCatalogue:
         expected = {"pairs": ("sequences", sequences.hash), **{name: (name, made[name].hash) for name in made}}
         if any(parts[name].inputs.get(table) != hash_ for name, (table, hash_) in expected.items()):
             raise UserError(f"the text of {text} was made from other tables than {tables}; run jobs.encode again")
+        if has_manifest(join(text, "tokens")):
+            parts["tokens"] = read_manifest(join(text, "tokens"), "tokens")
+        if any(encoded_by(manifest) != encoded_by(parts["items"]) for manifest in parts.values()):
+            raise UserError(f"the tables of {text} were encoded with several settings; run jobs.encode again")
         items, queries = made["items"].rows, made["queries"].rows
         pairs = read_table(join(text, "pairs"))
         key = pair_key(as_numpy(pairs["item_index"]), as_numpy(pairs["query_index"]), queries)
@@ -97,7 +101,9 @@ class SearchCatalogue:
         vectors = {
             name: vectors_of(read_table(join(text, name)), "embedding", number, join(text, name))
             for name, number in (("items", items), ("queries", queries))
+            if number
         }
+        vectors.setdefault("queries", torch.zeros(0, vectors["items"].shape[1]))
         vectors["pairs"] = vectors_of(pairs, "embedding", len(key), join(text, "pairs"))[order]
         if len({matrix.shape[1] for matrix in vectors.values()}) > 1:
             widths = ", ".join(f"{name} {matrix.shape[1]}" for name, matrix in vectors.items())
@@ -118,9 +124,15 @@ class SearchCatalogue:
             joint=vectors_of(pairs, "joint", len(key), join(text, "pairs"))[order] if joint else None,
             feature_mean=mean,
             feature_std=std,
-            hashes=hashes | {f"text_{name}": manifest.hash for name, manifest in parts.items()},
+            hashes=hashes | {f"text_{name}": parts[name].hash for name in ("items", "queries", "pairs")},
             documents=load_documents(join(text, "tokens"), made["items"]),
         )
+
+
+def encoded_by(manifest: Manifest) -> tuple[Any, dict[str, Any]]:
+    """The encoder of a table of texts, and its settings; pairs may have a [SEP] state beside."""
+    settings = {name: value for name, value in manifest.config.items() if name != "query_condition"}
+    return manifest.inputs.get("encoder"), settings
 
 
 def load_documents(uri: str, items: Manifest) -> DocumentTokens | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from models.derived import derived
 from models.layers.hstu import HSTULayer
 from models.layers.linear_recurrence import Decay, key_value_recurrence, recurrent_step
 from models.matmul import Packed
@@ -49,7 +50,6 @@ class LinearHSTU(nn.Module):
     def __init__(self, width: int, num_layers: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.layers = nn.ModuleList(LinearHSTULayer(width, dropout) for _ in range(num_layers))
-        self._packed: tuple[list[tuple[int, int]], list[Packed], Tensor] | None = None
 
     def forward(self, h: Tensor, times: Tensor | None = None) -> Tensor:
         """(B, T, D) states; padding is on the right, where no real position sees it. Times are not read."""
@@ -61,10 +61,10 @@ class LinearHSTU(nn.Module):
         """(output (B, D), new states (layers, B, D)) of one more behaviour; no gradients.
 
         Of a few users most of the time goes into reading the weights, so they are kept as the product wants them,
-        with the norm's gain folded in, until they change.
+        with the norm's gain folded in, until they change (see `derived`).
         """
         with torch.no_grad():
-            products, decays = self.packed()
+            products, decays = derived(self, "packed", self.packed)
             after = torch.empty_like(states, dtype=torch.float32)
             for product, decay, state, new in zip(products, decays, states, after, strict=True):
                 q, k, v, u = functional.silu(product(functional.rms_norm(h, h.shape[-1:])), inplace=True).chunk(4, -1)
@@ -73,14 +73,10 @@ class LinearHSTU(nn.Module):
             return h, after
 
     def packed(self) -> tuple[list[Packed], Tensor]:
-        """Per layer the product of Eq. 6 after the norm, and the decays (layers, D); made anew when weights change."""
+        """Per layer the product of Eq. 6 after the norm, and the decays (layers, D)."""
         own: list[Any] = list(self.layers)
-        layers = [(layer.project.weight, layer.norm.weight, layer.decay.logit) for layer in own]
-        made = [(weight.data_ptr(), weight._version) for weights in layers for weight in weights]
-        if self._packed is None or self._packed[0] != made:
-            products = [Packed(project * gain) for project, gain, _ in layers]
-            self._packed = made, products, torch.stack([torch.sigmoid(logit.float()) for *_, logit in layers])
-        return self._packed[1:]
+        products = [Packed(layer.project.weight * layer.norm.weight) for layer in own]
+        return products, torch.stack([layer.decay() for layer in own])
 
 
 class HSTU(nn.Module):

@@ -37,8 +37,8 @@ class Text(nn.Module):
 
     def query(self, query: Tensor) -> Tensor:
         """(..., E): the query alone; zero where there is none."""
-        if not len(self.queries):
-            return self.of_query.weight.new_zeros(*query.shape, self.of_query.out_features)
+        if not len(self.queries):  # of a log without queries; of the graph, as DDP wants gradients of all weights
+            return self.of_query(self.items.new_zeros(*query.shape, self.items.shape[1])) * 0
         return self.of_query(self.gain * self.queries[query.clamp(min=0)]) * (query != NO_QUERY)[..., None]
 
     def item(self, item: Tensor) -> Tensor:

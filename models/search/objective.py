@@ -18,7 +18,8 @@ def masked_logits(z: Tensor, v: Tensor, items: Tensor, valid: Tensor, temperatur
     positive, on the diagonal, stays.
     """
     z, v = (functional.normalize(x.float(), dim=-1).transpose(0, 1) for x in (z, v))  # (T, B, D)
-    logits = z @ v.transpose(1, 2) / temperature
+    with torch.autocast(z.device.type, enabled=False):  # it would multiply in bfloat16, 1/16 apart at 10
+        logits = z @ v.transpose(1, 2) / temperature
     items, valid = items.T, valid.T  # (T, B)
     same = items[:, :, None] == items[:, None]
     self_ = torch.eye(z.shape[1], dtype=torch.bool, device=z.device)

@@ -188,7 +188,9 @@ class TextEncoder:
                 vectors = torch.nn.functional.normalize(vectors, dim=-1)
             if separator:
                 first = (batch["input_ids"] == self.tokenizer.sep_token_id).int().argmax(1)
-                vectors = torch.cat([vectors, states[torch.arange(len(states), device=self.device), first]], dim=-1)
+                seen = states[torch.arange(len(states), device=self.device), first]
+                seen = torch.nn.functional.normalize(seen, dim=-1) if self.normalize else seen
+                vectors = torch.cat([vectors, seen], dim=-1)
             pooled.append(vectors.cpu().numpy())
         return np.concatenate(pooled)
 

@@ -16,7 +16,7 @@ import ray
 import torch
 
 from models import checkpoint, registry
-from models.fit import autocast, to_device
+from models.fit import to_device
 from models.setup import load_catalogue
 from models.tables import Manifest, Part, UserError, has_manifest, join, read_manifest, read_table
 from pipelines.data.tables import check_writable, commit, fingerprint, up_to_date, write_part
@@ -69,7 +69,7 @@ class Recommender:
         users, items, scores = [], [], []
         for start in range(0, len(rows), self.batch_size):
             batch = to_device(self.examples.collate(rows[start : start + self.batch_size]), self.device)
-            with torch.no_grad(), autocast("auto", self.device):
+            with torch.no_grad():
                 ranked, score = self.model.recommend(batch, self.k, **self.options)
             users.append(batch["user_row"].cpu().numpy())
             items.append(ranked.cpu().numpy())

@@ -12,8 +12,10 @@ often. So with w = theta_new / theta_logged of each result and c its click,
 * click-search ratio: mean over searches of 1 - prod(1 - w c): the product's mean is the chance of no click;
 * dwell per page: mean over searches of sum of w c dwell, in ms.
 
-Each is unbiased under that model with the true theta. A result below the page has theta 0, and equal scores share
-the mean theta of their places. What biases it: theta is taken, where none is given, as the click rate by position
+Each is unbiased under that model with the true theta. The places of a request are the positions that it was logged
+with; a result below the page has theta 0, and equal scores share the mean theta of their places. Models do not see
+the logged position and page: each result has their mean over training, as what is served has none before the model
+has ranked it. What biases the estimates: theta is taken, where none is given, as the click rate by position
 in the training split, which is right where the log's order says nothing of the results (simulated logs), and too
 steep where the logging ranker put better ones first (results moved up then look better than they are); a click is
 never seen on what was not shown; results influence each other (where every search has just one click, a ratio can
@@ -43,6 +45,9 @@ from models.setup import load_catalogue
 from models.tables import UserError, iter_parts, join
 
 Floats = NDArray[np.float64]
+
+LOGGED = ("position", "page")
+"""Features that tell where a result was shown."""
 
 DWELL = "label_dwell_ms"
 """Column of behaviours that dwell per page needs."""
@@ -203,15 +208,18 @@ def given_rates(values: list[float], log: Log) -> Floats:
     return np.asarray(values, np.float64)
 
 
-def new_theta(scores: Floats, counts: NDArray[np.int64], theta: Floats, page: int) -> Floats:
+def new_theta(
+    scores: Floats, counts: NDArray[np.int64], position: NDArray[np.int64], theta: Floats, page: int
+) -> Floats:
     """(N,) theta of the place of each result when its request's results are sorted by score, highest first.
 
-    Places from `page` on have 0; places past the last known one have its theta. Equal scores share their mean.
+    The places of a request are its logged positions (N,), from the top. Those from the `page`-th on have 0. Equal
+    scores share the mean of their places.
     """
     request = np.repeat(np.arange(len(counts)), counts)
     order = np.lexsort((-scores, request))
     place = np.arange(len(scores)) - np.repeat(starts(counts), counts)
-    at = np.where(place < page, theta[np.minimum(place, len(theta) - 1)], 0.0)
+    at = np.where(place < page, theta[position[np.lexsort((position, request))]], 0.0)
     ranked, owner = scores[order], request[order]
     new = np.ones(len(order), bool)
     new[1:] = (ranked[1:] != ranked[:-1]) | (owner[1:] != owner[:-1])
@@ -224,7 +232,7 @@ def new_theta(scores: Floats, counts: NDArray[np.int64], theta: Floats, page: in
 
 def user_sums(log: Log, scores: Floats, theta: Floats, page: int) -> tuple[NDArray[np.int64], Floats]:
     """Users, and their sums (U, M): results on pages, requests, weighted clicks, searches with a click, dwell."""
-    weight = new_theta(scores, log.counts, theta, page) / theta[log.position] * log.click
+    weight = new_theta(scores, log.counts, log.position, theta, page) / theta[log.position] * log.click
     request = np.repeat(np.arange(len(log.counts)), log.counts)
     total = len(log.counts)
     none = np.ones(total)
@@ -272,7 +280,8 @@ def scores_of(
     """(name, (N,) score of every result of the log) of the checkpoint, in the log's order; of the first label."""
     about = checkpoint.read(uri)
     entry = registry.find(about.name)
-    model, _ = checkpoint.load(uri, load_catalogue(entry, about.name, tables, text))
+    catalogue = load_catalogue(entry, about.name, tables, text)
+    model, _ = checkpoint.load(uri, catalogue)
     scorer: Any = model.to(device).eval()
     config: Any = registry.config_from_dict(about.model)
     examples = SearchExamples.load(
@@ -280,9 +289,12 @@ def scores_of(
     )  # fmt: skip
     scores = np.full(len(log.position), np.nan)
     first = starts(log.counts)
+    logged = [place for place, feature in enumerate(catalogue.features) if feature in LOGGED]
+    mean = scorer.scale.mean.cpu()
     with torch.no_grad():
         for rows in examples.batches(batch_size):
             batch = examples.collate(rows)
+            batch["features"][:, logged] = mean[logged]
             found = scorer.score(to_device(batch, device))[:, 0].double().cpu().numpy()
             place = np.searchsorted(log.request, batch["request"].numpy())
             scores[runs(first[place], log.counts[place])] = found

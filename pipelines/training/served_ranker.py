@@ -7,7 +7,8 @@
 Run by MLflow, not imported; a "model from code" as `served_model.py` is. A row is one request. What the columns mean
 is in `package.py`; the names and the order of features, actions and labels are in the model's metadata. A feature
 that is not given, or NaN, counts as its mean over training. Candidates that are not in the catalogue are ranked last,
-in the order given, with the score NaN; items of a history that are not are skipped.
+in the order given, with the score NaN; items of a history that are not are skipped. A query counts as none if it is
+not, to the letter, one of the training tables', and a warning says so.
 
 Shapes: `N` candidates, `F` features, `A` kinds of action, `K` labels, `T` positions.
 """
@@ -76,6 +77,7 @@ class SearchRequests:
         has_queries = read_manifest(f"{folder}/tables/queries", "queries").rows > 0
         queries = read_table(f"{folder}/tables/queries", "queries")["query"].to_pylist() if has_queries else []
         self.query = {query: number for number, query in enumerate(queries)}
+        self.reads_times = getattr(model.config, "encoder", "") == "hstu"
 
     def batch(self, rows: list[pd.Series], index: dict[str, int], known: list[list[int]]) -> dict[str, torch.Tensor]:
         """`known` are the places of each row's candidates that are in the catalogue."""
@@ -84,13 +86,15 @@ class SearchRequests:
             items = list(row["history"])
             kept = [i for i, item in enumerate(items) if item in index][-self.length :]
             asked = sequence(row, "history_query", len(items), "")
-            times = sequence(row, "history_time_ms", len(items), 0)
+            times = sequence(row, "history_time_ms", len(items), None)
+            if self.reads_times and None in times:
+                raise UserError("history_time_ms is missing, and the model reads when each behaviour was; give it")
             features = vectors(row, "history_features", len(items), self.mean)
             history.append(
                 (
                     np.array([index[items[i]] for i in kept], np.int64),
-                    np.array([self.query.get(asked[i], NO_QUERY) for i in kept], np.int64),
-                    np.array([times[i] for i in kept], np.int64),
+                    self.numbers([asked[i] for i in kept]),
+                    np.array([times[i] or 0 for i in kept], np.int64),
                     features[kept],
                 )
             )
@@ -104,7 +108,6 @@ class SearchRequests:
 
         pairs = list(zip(rows, known, strict=True))
         shown = [vectors(row, "features", len(row["candidates"]), self.mean)[places] for row, places in pairs]
-        asked = [self.query.get(given(row, "query"), NO_QUERY) for row in rows]
         batch = {
             "history": padded(0, PAD),
             "history_query": padded(1, NO_QUERY),
@@ -113,23 +116,34 @@ class SearchRequests:
             "history_length": torch.from_numpy(lengths),
             "request_row": torch.arange(len(rows)),
             "request_end": torch.from_numpy(lengths),
-            "request_query": torch.tensor(asked),
+            "request_query": torch.from_numpy(self.numbers([given(row, "query") for row in rows])),
             "candidate": torch.tensor([index[row["candidates"][i]] for row, places in pairs for i in places]),
             "candidate_request": torch.repeat_interleave(torch.tensor([len(places) for places in known])),
             "features": torch.from_numpy(np.concatenate(shown)),
         }
-        self.warn(batch)
+        self.warn("candidates", batch["candidate"], batch["request_query"][batch["candidate_request"]])
+        real = batch["history"] != PAD
+        self.warn("behaviours", batch["history"][real], batch["history_query"][real])
         return batch
 
-    def warn(self, batch: dict[str, torch.Tensor]) -> None:
+    def numbers(self, queries: list[str | None]) -> NDArray[np.int64]:
+        """The number of each query, NO_QUERY for none and, with a warning, for those that training did not have."""
+        unknown = sum(bool(query) and query not in self.query for query in queries)
+        if unknown:
+            warnings.warn(
+                f"{unknown} of {len(queries)} queries are none of the training tables'; they count as no query",
+                stacklevel=2,
+            )
+        return np.array([self.query.get(query, NO_QUERY) for query in queries], np.int64)  # type: ignore[arg-type]
+
+    def warn(self, what: str, item: torch.Tensor, query: torch.Tensor) -> None:
         """Says how many pairs were never encoded."""
-        query = batch["request_query"][batch["candidate_request"]]
-        key = pair_key(batch["candidate"], query, self.text.num_queries)[query != NO_QUERY]
+        key = pair_key(item, query, self.text.num_queries)[query != NO_QUERY]
         missing = int((~torch.isin(key, self.text.pair_keys)).sum())
         if missing:
             warnings.warn(
-                f"{missing} of {len(query)} candidates were never encoded together with their query; their document "
-                f"alone is read",
+                f"{missing} of {len(query)} {what} were never encoded together with their query; their document alone "
+                f"is read",
                 stacklevel=2,
             )
 

@@ -129,6 +129,9 @@ def test_training_with_pytorch_alone_goes_on_where_it_was(
     assert "continuing from" in again
     assert "epoch" not in again
     assert checkpoint.read(tmp_path / "run/best").metrics["ndcg@10"] > 0.3  # random order: about 0.19
+    config.write_text(json.dumps({"model": SASREC, "fit": {"batch_size": 8, "max_epochs": 4}}))
+    with pytest.raises(SystemExit, match=r"run was begun with fit.max_epochs 3, not 4; give another --output"):
+        main(arguments)
     config.write_text(json.dumps({"model": TIGER}))
     with pytest.raises(SystemExit, match="needs semantic IDs"):
         main(arguments)

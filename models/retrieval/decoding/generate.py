@@ -54,11 +54,11 @@ def generate(
     """(items, scores), each (B, k), from a `transformers` encoder-decoder and its input (B, S).
 
     Unconstrained, any token of the vocabulary may come at any level, also one of another level; tuples of
-    no item are dropped in the end.
+    no item are dropped in the end. Items beyond the beam are -1, and a beam of 1 is searched as one of 2.
     """
     from transformers import LogitsProcessorList
 
-    kept = max(k, beam, 2)  # generate returns no more sequences than it has beams, and no scores for a single one
+    kept = max(beam, 2)  # generate returns no scores for a single one
     out = model.generate(
         input_ids=tokens,
         attention_mask=attention_mask,

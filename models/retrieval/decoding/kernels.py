@@ -18,6 +18,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import warnings
@@ -81,24 +82,27 @@ def library() -> ctypes.CDLL | None:
 def _built() -> Path:
     """The library for this source and processor in the user's cache folder; compiled there if absent."""
     cpu = Path("/proc/cpuinfo")
-    flags = [line for line in cpu.read_text().splitlines() if line.startswith("flags")][:1] if cpu.exists() else []
-    about = repr((SOURCE.read_bytes(), FLAGS, platform.machine(), flags))
+    lines = cpu.read_text().splitlines() if cpu.exists() else []
+    flags = [line for line in lines if line.startswith(("flags", "Features"))][:1]  # of x86, of ARM
+    command, *options = shlex.split(os.environ.get("CXX") or "c++")
+    about = repr((SOURCE.read_bytes(), FLAGS, command, options, platform.machine(), flags))
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trieline"
     path = folder / f"kernels-{hashlib.sha256(about.encode()).hexdigest()[:16]}.so"
     if path.exists():
         return path
-    compiler = shutil.which(os.environ.get("CXX") or "c++")
+    compiler = shutil.which(command)
     if compiler is None:
         raise OSError("there is no C++ compiler")
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder) as work:
         steps = [
-            [compiler, *FLAGS, "-c", str(SOURCE), "-o", f"{work}/kernels.o"],
+            [compiler, *options, *FLAGS, "-c", str(SOURCE), "-o", f"{work}/kernels.o"],
             # without -fopenmp: its functions are those that torch has loaded, so that there is one pool of threads
-            [compiler, "-shared", f"{work}/kernels.o", "-o", f"{work}/kernels.so"],
+            [compiler, *options, "-shared", f"{work}/kernels.o", "-o", f"{work}/kernels.so"],
         ]
         for step in steps:
             subprocess.run(step, check=True, capture_output=True, text=True, timeout=120)
+        ctypes.CDLL(f"{work}/kernels.so")  # what cannot be loaded is not kept
         Path(work, "kernels.so").replace(path)  # at once, as other processes may be at it
     return path
 

@@ -159,8 +159,8 @@ def _batches(count: int, size: int, generator: torch.Generator) -> Iterator[Tens
 def fit(embeddings: Tensor, config: RqvaeConfig, report_every: int = 50) -> Generator[Progress, None, Quantized]:
     """Trains an RQ-VAE on `embeddings` (N, E), on their device; yields every `report_every` epochs.
 
-    Equal seeds give equal codes on the same hardware. Raises UserError if there are fewer items than
-    codes per level.
+    Equal seeds give equal codes on the same hardware. With `kmeans_init` it raises UserError if there are fewer
+    items than codes per level.
     """
     generator = torch.Generator().manual_seed(config.seed)
     with torch.random.fork_rng(devices=[]):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from training_tables import write_tables
 from models import checkpoint
 from models.fit import EpochEvent, FitConfig, fit
 from models.retrieval.data import Examples
-from models.retrieval.teacher_cache import States
+from models.retrieval.teacher_cache import SCHEMA, States, _commit, _write_part
 from models.setup import Setup, set_up
 from models.tables import UserError, read_manifest, read_table
 
@@ -175,6 +176,15 @@ def test_half_written_it_is_made_anew(world: World, tmp_path: Path) -> None:
     assert sorted(path.name for path in uri.iterdir()) == sorted(
         ["manifest.json", *(part.path for part in read_manifest(str(uri)).files)]
     )
+
+
+def test_of_two_who_make_it_where_there_is_no_lock_the_first_counts(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}"
+    made = [[_write_part(uri, pa.table({"request": [7], "states": [[value]]}, SCHEMA))] for value in (0.0, 1.0)]
+    for parts in made:
+        _commit(uri, "encoder", parts, {}, {}, "the same", 0.0)
+    assert read_table(uri)["states"].to_pylist() == [[0.0]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", made[0][0]["path"]]
 
 
 def test_a_wrong_one_is_refused_with_what_to_do(world: World, cache: Path, tmp_path: Path) -> None:

@@ -98,6 +98,16 @@ def test_decoders_agree_with_transformers(request, name, constrained):
     assert (items >= 0).all() or not constrained
 
 
+def test_transformers_keeps_to_the_beam_where_more_items_are_asked_for(trained):
+    """Ours has more: its last step ranks every code after the beam's prefixes."""
+    batch = requests(4)
+    items, scores = trained.recommend(batch, 9, beam=4)
+    others, other_scores = trained.recommend(batch, 9, beam=4, decoder="hf")
+    torch.testing.assert_close(other_scores[:, :4], scores[:, :4], rtol=1e-4, atol=1e-4)
+    assert others[:, :4].tolist() == items[:, :4].tolist()
+    assert (others[:, 4:] == -1).all()
+
+
 def test_with_a_beam_as_wide_as_the_catalogue_it_is_the_training_loss(tiger):
     """Scores are log-probabilities of whole IDs: what the loss is the negative mean of."""
     batch = requests(3)

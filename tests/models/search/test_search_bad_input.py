@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ from search_tables import request, write_tables
 from models.search import metrics
 from models.search.data import NO_QUERY, SearchCatalogue, SearchExamples
 from models.search.qgs import QGS, QGSConfig
-from models.tables import join
+from models.tables import UserError, join
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +45,38 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
         ),
     ]  # fmt: skip
     return write_tables(folder, rows, 8, 4)
+
+
+def test_a_log_without_queries_is_trained_on(tmp_path: Path) -> None:
+    rows = [
+        {
+            "user_id": user, "item_index": [3], "timestamp_ms": [1], "query_index": [NO_QUERY], "position": [0],
+            "features": [[0.0] * 6],
+            "requests": [request(9, NO_QUERY, 1, "train", [0, 1, 2], [True, False, False], np.zeros((3, 6)))],
+        }
+        for user in "ab"
+    ]  # fmt: skip
+    catalogue = SearchCatalogue.load(*write_tables(tmp_path, rows, 8, 0))
+    assert catalogue.queries.shape == (0, catalogue.items.shape[1])
+    examples = SearchExamples.load(join(str(tmp_path / "tables"), "sequences"), "train", unit="user", max_history=4)
+    options = {"width": 16, "num_layers": 1, "max_history": 4, "dnn_width": 16, "tower_width": 8, "text_width": 8}
+    model = QGS(QGSConfig(**options, infonce_weight=0), catalogue)
+    model(examples.collate(np.arange(2)))["loss"].backward()
+    without = [name for name, weight in model.named_parameters() if weight.grad is None]
+    assert without == []  # what DDP wants
+
+
+def test_text_of_several_encoders_is_refused(odd: tuple[str, str], tmp_path: Path) -> None:
+    tables, text = odd
+    shutil.copytree(text, tmp_path / "text")
+    for name in ("tokens", "pairs"):
+        path = tmp_path / "text" / name / "manifest.json"
+        before = path.read_text()
+        path.write_text(json.dumps({**json.loads(before), "config": {"encoder": "another"}}))
+        with pytest.raises(UserError, match="were encoded with several settings"):
+            SearchCatalogue.load(tables, str(tmp_path / "text"))
+        path.write_text(before)
+    SearchCatalogue.load(tables, str(tmp_path / "text"))
 
 
 def test_nothing_is_lost_and_what_has_no_auc_is_counted(odd: tuple[str, str]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -46,6 +48,8 @@ def test_info_nce_is_the_loop(negatives):
     valid = torch.arange(7) < torch.tensor([7, 5, 1, 0, 3])[:, None]
     want = loop_loss(z, v, items, valid, 0.3, negatives)
     assert float(info_nce(z, v, items, valid, 0.3, negatives)) == pytest.approx(want, rel=1e-5)
+    with torch.autocast("cpu", torch.bfloat16):  # similarities over a temperature are too coarse in it
+        assert float(info_nce(z, v, items, valid, 0.3, negatives)) == pytest.approx(want, rel=1e-5)
 
 
 def test_padding_and_collisions_are_no_negatives():
@@ -102,6 +106,12 @@ def test_parallel_and_step_by_step_encoding_agree():
         torch.nn.init.normal_(weight, std=0.3)
     out, _ = encoder.step(h[:, 0], torch.zeros(3, 2, 8))
     assert torch.allclose(out, encoder(h)[:, 0], atol=1e-5)
+    optimizer = torch.optim.AdamW(encoder.train().parameters(), lr=0.1, fused=True)  # which torch does not count
+    encoder(h).square().sum().backward()
+    optimizer.step()
+    for copied in (encoder.eval(), copy.deepcopy(encoder), pickle.loads(pickle.dumps(encoder))):
+        out, _ = copied.step(h[:, 0], torch.zeros(3, 2, 8))
+        assert torch.allclose(out, encoder(h)[:, 0], atol=1e-5)
 
 
 def test_hstu_attention_is_its_loop():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from search_tables import write_search
+from search_tables import FEATURES, write_search
 
 from jobs.evaluate import Config, run
 from models import checkpoint
@@ -34,14 +34,14 @@ SMALL = {"width": 16, "num_layers": 1, "max_history": 8, "dnn_width": 16, "tower
 
 
 def draw(rng: np.random.Generator, users: int, requests: int, results: int) -> Log:
-    """A log with random clicks and dwell times, results in order of their position."""
+    """A log with random clicks and dwell times, some of the `results` positions in any order."""
     counts = rng.integers(1, results + 1, users * requests)
     click = rng.random(counts.sum()) < 0.4
     return Log(
         np.repeat(np.arange(users), requests),
         np.arange(users * requests),
         counts,
-        np.concatenate([rng.permutation(n) for n in counts]),
+        np.concatenate([rng.permutation(results)[:n] for n in counts]),
         click,
         np.where(click, 1000 * rng.random(len(click)), 0.0),
     )
@@ -55,12 +55,13 @@ def looped(log: Log, scores: np.ndarray, theta: np.ndarray, page: int) -> dict[i
         rows = range(begin, begin + count)
         begin += count
         ranked = sorted(rows, key=lambda i: -scores[i])
+        at = sorted(log.position[i] for i in rows)
         new, place = {}, 0
         for _, tied in groupby(ranked, key=lambda i: scores[i]):
             tied = list(tied)
             places = range(place, place + len(tied))
             place += len(tied)
-            share = sum(theta[k] if k < page else 0.0 for k in places) / len(tied)
+            share = sum(theta[at[k]] if k < page else 0.0 for k in places) / len(tied)
             new |= dict.fromkeys(tied, share)
         weights = {i: new[i] / theta[log.position[i]] for i in rows if log.click[i]}
         none = math.prod(1 - weight for weight in weights.values())
@@ -138,11 +139,12 @@ def test_an_interval_covers_as_a_resampling_of_users_does():
     assert found.high == pytest.approx(high, abs=0.004)
 
 
-def test_places_past_the_page_and_past_theta():
-    theta = np.array([1.0, 0.5])
-    found = new_theta(np.array([3.0, 2.0, 1.0, 0.0]), np.array([4]), theta, 3)
-    assert found.tolist() == [1.0, 0.5, 0.5, 0.0]
-    assert new_theta(np.zeros(0), np.zeros(0, int), theta, 3).tolist() == []
+def test_places_are_the_logged_positions_up_to_the_page():
+    theta = np.array([1.0, 0.8, 0.6, 0.5, 0.4, 0.3])
+    found = new_theta(np.array([3.0, 2.0, 1.0, 0.0]), np.array([4]), np.array([5, 2, 3, 4]), theta, 3)
+    assert found.tolist() == [0.6, 0.5, 0.4, 0.0]
+    nothing = np.zeros(0, int)
+    assert new_theta(np.zeros(0), nothing, nothing, theta, 3).tolist() == []
 
 
 def test_dwell_comes_from_the_behaviour_of_the_same_result():
@@ -174,6 +176,22 @@ def test_a_log_is_the_split_of_the_table_and_scores_are_in_its_order(trained):
     assert name == "base"
     again = scores_of(str(folder / "base"), tables, text, "test", log, 64, "cpu")[1]
     np.testing.assert_allclose(scores, again, atol=1e-5)
+
+
+def test_models_do_not_see_where_a_result_was_logged(trained, tmp_path):
+    """The same log with other values of the feature `position` gives the same scores; with other rates not."""
+    folder, tables, text = trained
+    scores = {}
+    for feature in ("", "position", "pair_ctr_7d"):
+        setup = set_up({"name": "base"}, FitConfig(), tables, text)
+        loaded = checkpoint.load(str(folder / "base"), setup.catalogue)[0]
+        if feature:
+            loaded.scale.mean[FEATURES.index(feature)] += 1  # as if all values were lower
+        checkpoint.save(tmp_path / f"base{feature}", loaded, setup.checkpoint(epoch=1))
+        log = read_log(join(tables, "sequences"), "test")
+        scores[feature] = scores_of(str(tmp_path / f"base{feature}"), tables, text, "test", log, 64, "cpu")[1]
+    np.testing.assert_allclose(scores["position"], scores[""], atol=1e-6)
+    assert np.abs(scores["pair_ctr_7d"] - scores[""]).max() > 1e-3
 
 
 def test_evaluate_prints_and_keeps_estimates(trained, capsys):

@@ -69,13 +69,13 @@ def vectors(table: pa.Table, column: str = "embedding") -> np.ndarray:
 
 
 def state(folder: str, query: str, document: str) -> tuple[np.ndarray, np.ndarray]:
-    """([CLS] of length 1, first [SEP]) of one pair on its own."""
+    """([CLS], first [SEP]) of one pair on its own, of length 1."""
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
     inputs = tokenizer(query, document, truncation=True, max_length=24, return_tensors="pt")
     with torch.inference_mode():
         states = model(**inputs)[0][0]
     first = inputs["input_ids"][0].tolist().index(tokenizer.sep_token_id)
-    return (states[0] / states[0].norm()).numpy(), states[first].numpy()
+    return tuple((states[place] / states[place].norm()).numpy() for place in (0, first))
 
 
 def test_texts_and_pairs_are_encoded_once_and_as_one_at_a_time(

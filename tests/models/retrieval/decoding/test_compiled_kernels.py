@@ -194,6 +194,20 @@ def test_a_broken_source_names_the_compilers_complaint(monkeypatch, tmp_path):
 
 
 @needs_compiler
+def test_a_library_that_cannot_be_loaded_is_not_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    wrong = tmp_path / "wrong"
+    wrong.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; echo nothing > "$2"\n')
+    wrong.chmod(0o755)
+    monkeypatch.setenv("CXX", str(wrong))
+    with pytest.warns(UserWarning, match="without its compiled kernels"):
+        assert kernels.library.__wrapped__() is None
+    assert list((tmp_path / "cache" / "trieline").iterdir()) == []
+    monkeypatch.setenv("CXX", "c++ -g")  # a command with options
+    assert kernels.library.__wrapped__() is not None
+
+
+@needs_compiler
 def test_the_library_is_built_once(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert kernels.library.__wrapped__() is not None
