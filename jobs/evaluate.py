@@ -186,7 +186,6 @@ def run(config: Config) -> Result | None:
         remote=remote,
     )  # fmt: skip
     replayed = replay_of(config, result) if config.replay else []
-    place = record(result, about, config.tracking_uri)
     if any(name.endswith("requests_one_class") for name in result.metrics):
         print_ranking(result)
         for line in replayed:
@@ -203,6 +202,7 @@ def run(config: Config) -> Result | None:
             print(line)
         left_out = f"{result.skipped:,} requests without history left out"
         print(f"  {result.users_per_s:,.0f} users/s on {result.device}; {left_out}")
+    place = record(result, about, config.tracking_uri)  # after the figures, which MLflow need not be there for
     print(f"  written to  {place}")
     if about.tracking:
         uri = config.tracking_uri or about.tracking["uri"]

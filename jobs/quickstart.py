@@ -25,6 +25,7 @@ from typing import Any, Literal
 from jobs import cli
 from models import registry
 from models.tables import UserError, read_manifest
+from pipelines import tracking
 from pipelines.data.sources import load_source
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -232,7 +233,7 @@ def run(config: Config) -> None:
     steps.run("Raw log to tables", "prepare", *log)
     steps.run("Prove the tables free of leakage", "audit", "--tables", place.tables)
     flow.run(config, place, steps)
-    uri = f"sqlite:///{place.runs}/mlflow.db"
+    uri = tracking.resolve_uri(None, place.runs)  # where the trainings logged
     steps.run("Compare", "compare", "--experiment", f"{config.family}/{place.dataset}", "--tracking_uri", uri)
     label = "simulated data: the figures say that the flow works, nothing about a real log" if not config.data else ""
     print(f"\nDone in {time.monotonic() - steps.started:.0f} s. {label}")

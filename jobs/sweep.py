@@ -162,9 +162,8 @@ def run(config: Config) -> Swept | None:
         print(f"The sweep '{swept.name}' is finished; nothing to do.")
     else:
         print(f"Swept {len(trials)} trials of {grid.name} in {swept.seconds:.0f} s.")
-    if swept.best is not None:
-        print(f"  best        {swept.best.name}: {grid.metric} {swept.best.value:.4f}")
-        print(f"  checkpoint  {swept.best.checkpoint}")
+    print(f"  best        {swept.best.name}: {grid.metric} {swept.best.value:.4f}")
+    print(f"  checkpoint  {swept.best.checkpoint}")
     print(f"  MLflow run  {swept.run.run_id} in {swept.run.experiment}")
     print(f"  look at it  mlflow ui --backend-store-uri {swept.run.uri}")
     print(f"  next        python -m jobs.compare --experiment {swept.run.experiment} --tracking_uri {swept.run.uri}")

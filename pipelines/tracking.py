@@ -229,6 +229,18 @@ def reopen(run: RunRef) -> None:
         ) from error
 
 
+def delete(run: RunRef) -> None:
+    """Marks a run as deleted, so that no comparison counts it; UserError where it cannot be."""
+    try:
+        connect(run.uri).delete_run(run.run_id)
+    except (MlflowException, UserError) as error:
+        first = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"the MLflow run {run.run_id} of what was there before cannot be deleted at {run.uri} ({first}); delete it "
+            f"there with mlflow runs delete, or comparisons count it too"
+        ) from error
+
+
 class Logger:
     """Logs the metrics of one run; used by rank 0 alone."""
 
@@ -322,6 +334,6 @@ def log_yaml(run: RunRef, content: dict[str, Any], name: str) -> None:
 
 
 __all__ = [
-    "Logger", "RunRef", "check_nodes", "connect", "flatten", "log_curves", "log_json", "log_yaml", "metric_name",
-    "mlflow", "open_run", "reopen", "resolve_uri", "shown_name", "system_metrics",
+    "Logger", "RunRef", "check_nodes", "connect", "delete", "flatten", "log_curves", "log_json", "log_yaml",
+    "metric_name", "mlflow", "open_run", "reopen", "resolve_uri", "shown_name", "system_metrics",
 ]  # fmt: skip

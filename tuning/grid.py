@@ -27,7 +27,7 @@ import yaml
 from models import registry
 from models.fit import FitConfig
 from models.tables import UserError
-from pipelines.training.run import absolute
+from pipelines.training.run import ENCODERS, absolute, located
 
 Point = dict[str, Any]
 """Values of the axes, by dotted key."""
@@ -217,6 +217,8 @@ class Grid:
             head, _, tail = key.partition(".")
             if key in PATHS and isinstance(value, str) and value and ("/" in value or Path(value).is_dir()):
                 value = absolute(value)  # an encoder of search models is a word, and nothing is no path
+            elif head == "model" and tail in ENCODERS and isinstance(value, str):
+                value = located(value)
             if head in parts and tail:
                 nest(parts[head], tail, value)
             elif key in places:

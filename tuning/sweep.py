@@ -53,6 +53,8 @@ logging.getLogger("ray.tune.analysis.experiment_analysis").setLevel(logging.ERRO
 
 SWEEP, TUNE = "sweep.json", "tune"
 
+NO_BEST = "no trial of the sweep {} has a value; mend what failed, then run it with --resume --options.again true"
+
 
 @dataclass
 class Options:
@@ -111,7 +113,7 @@ class Swept:
     """Its MLflow run."""
     outcomes: list[Outcome]
     """All trials, in the grid's order."""
-    best: Outcome | None
+    best: Outcome
     """The best of those that have a value."""
     seconds: float
     """Time of this call."""
@@ -170,7 +172,7 @@ def sweep(
     """Runs the trials of the grid, or with `resume` those that a sweep of this name has not done. Ray must be started.
 
     Raises UserError before anything is started for what no trial could do: tables, models or settings that do not
-    fit, a metric that is not measured, an MLflow that is not there.
+    fit, a metric that is not measured, an MLflow that is not there; and at the end where no trial has a value.
     """
     began = time.monotonic()
     check_name(name)
@@ -181,7 +183,7 @@ def sweep(
         check_same(before, trials, name, storage, resume)
         run, found = tracking.RunRef(**before["tracking"]), [outcome(t, folder, grid) for t in trials]
         if before["status"] == "finished" and not (options.again and any(o.status == "failed" for o in found)):
-            return Swept(name, folder, run, found, best_of(found), 0.0, already=True)
+            return Swept(name, folder, run, found, chosen(best_of(found), folder, found), 0.0, already=True)
     uri = run.uri if before else tracking.resolve_uri(tracking_uri, storage)
     tracking.check_nodes(uri, sum(node["Alive"] for node in ray.nodes()))
     tracking.connect(uri)
@@ -232,7 +234,7 @@ def sweep(
             )
         forget_tune(folder)
         write_sweep(folder, {**noted, "status": "finished", "best": best.name if best else None})
-    return Swept(name, folder, run, found, best, time.monotonic() - began)
+    return Swept(name, folder, run, found, chosen(best, folder, found), time.monotonic() - began)
 
 
 def begin(
@@ -275,7 +277,7 @@ def close(grid: Grid, run: tracking.RunRef, outcomes: list[Outcome]) -> Outcome 
     for cut in outcomes:
         if cut.status == "unfinished" and cut.run_id:
             tracking.Logger(tracking.RunRef(run.uri, run.experiment, cut.run_id)).end("KILLED")
-    logger.end("KILLED" if counts["unfinished"] else "FINISHED")
+    logger.end("KILLED" if counts["unfinished"] else "FINISHED" if best else "FAILED")
     return best
 
 
@@ -420,6 +422,14 @@ def best_of(outcomes: list[Outcome]) -> Outcome | None:
     return max((o for o in outcomes if o.value is not None), key=lambda o: o.value or 0.0, default=None)
 
 
+def chosen(best: Outcome | None, folder: str, outcomes: list[Outcome]) -> Outcome:
+    """The best trial; UserError where none has a value."""
+    if best is None:
+        why = next((f" ({o.name}: {o.error})" for o in outcomes if o.error), "")
+        raise UserError(f"{NO_BEST.format(folder)}{why}")
+    return best
+
+
 def best_metrics(run: tracking.RunRef, best: Outcome, grid: Grid) -> dict[str, float]:
     """The best trial's own metrics, under `best/`, for the sweep's run."""
     logged = tracking.connect(run.uri).get_run(str(best.run_id)).data.metrics
@@ -434,8 +444,10 @@ def best_checkpoint(folder: str) -> str:
     noted = read_sweep(absolute(folder)) if folder else None
     if noted is None:
         return folder
-    if noted["status"] != "finished" or not noted["best"]:
+    if noted["status"] != "finished":
         raise UserError(f"the sweep {folder} is not finished, so it has no best trial yet; run it with --resume")
+    if not noted["best"]:
+        raise UserError(NO_BEST.format(folder))
     return join(absolute(folder), noted["best"])
 
 

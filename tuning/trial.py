@@ -169,16 +169,20 @@ def fail(trial: Trial, plan: Plan, error: str) -> None:
 
 
 def forgive(trial: Trial, plan: Plan) -> None:
-    """Lets a trial that failed go on from its last checkpoint, or start anew in its MLflow run where it has none."""
+    """Lets a trial that failed go on from its last checkpoint; one that failed before its training began starts anew.
+
+    Such a one's MLflow run has the params of the grid, which cannot become those that the training finds.
+    """
     folder = join(plan.folder, trial.name)
     noted = read_record(folder)
     if noted is None or noted["status"] != "failed":
         return
     run = tracking.RunRef(**noted["tracking"])
-    tracking.Logger(run).client.delete_tag(run.run_id, tracking.ERROR_TAG)
     if "config" in noted:
+        tracking.connect(run.uri).delete_tag(run.run_id, tracking.ERROR_TAG)
         write_record(folder, {key: value for key, value in noted.items() if key != "error"} | {"status": "running"})
     else:
+        tracking.delete(run)
         filesystem, path = open_uri(join(folder, runs.RUN))
         filesystem.delete_file(path)
 

@@ -38,7 +38,7 @@ from pipelines.data.sources.base import Source
 from pipelines.data.splits import SplitConfig, cut_times
 from pipelines.data.statistics import summarise
 from pipelines.data.survey import Survey, check_users_once, merge, survey
-from pipelines.data.tables import REJECTS, check_writable, commit, fingerprint, up_to_date, write_file
+from pipelines.data.tables import REJECTS, check_writable, commit, fingerprint, up_to_date, write_file, writing
 from pipelines.data.windows import SearchConfig
 
 Say = Callable[[str], None]
@@ -197,18 +197,19 @@ def prepare(
     )
     every = [*files, *item_files, *user_files]
     by_file = dict(zip(every, hash_files([join(run.input, file) for file in every]), strict=True))
-    events = _make_events(run, files, {file: by_file[file] for file in [*files, *user_files]})
-    split = _split_rule(run, events)
-    items = _make_items(run, events, {file: by_file[file] for file in item_files}, split)
-    if config.kind == "search":
-        sequences = make_search(run, events, items, split, _split_key(run, events))
-    elif config.kind == "actions":
-        sequences = make_actions(run, events, items, split, _split_key(run, events))
-    else:
-        sequences = make_retrieval(run, events, items, split, _split_key(run, events), _before(run, split))
-    statistics = summarise(events, items, sequences)
-    content = json.dumps(statistics, indent=2) + "\n"
-    write_file(join(run.output, "statistics.json"), content.encode())
+    with writing(run.output):
+        events = _make_events(run, files, {file: by_file[file] for file in [*files, *user_files]})
+        split = _split_rule(run, events)
+        items = _make_items(run, events, {file: by_file[file] for file in item_files}, split)
+        if config.kind == "search":
+            sequences = make_search(run, events, items, split, _split_key(run, events))
+        elif config.kind == "actions":
+            sequences = make_actions(run, events, items, split, _split_key(run, events))
+        else:
+            sequences = make_retrieval(run, events, items, split, _split_key(run, events), _before(run, split))
+        statistics = summarise(events, items, sequences)
+        content = json.dumps(statistics, indent=2) + "\n"
+        write_file(join(run.output, "statistics.json"), content.encode())
     return statistics
 
 

@@ -4,15 +4,20 @@ A table is written in two steps. Tasks anywhere write parts with `write_part`; t
 `commit`, which writes `manifest.json` last and removes files that it does not list. Parts are named by
 the hash of their content, so a task that Ray runs twice writes the same file, a killed run leaves only
 files that no reader sees, and a new version never touches a file of the old one before the switch.
+
+Jobs hold their output while they write (`writing`), since `commit` would remove the parts of another one.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import subprocess
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,6 +30,9 @@ from pyarrow import fs
 from models.tables import MANIFEST, Manifest, Part, UserError, has_manifest, join, open_uri, read_manifest
 
 SCHEMA_VERSION = 1
+
+LOCK = ".lock"
+"""File by which a job holds the folder that it writes."""
 
 LABEL_TYPES = {"bool": pa.bool_(), "float32": pa.float32()}
 
@@ -235,6 +243,51 @@ def check_writable(uri: str) -> None:
         raise UserError(f"cannot write to {uri} ({first}); choose an output folder that you may write") from error
 
 
+@contextmanager
+def locked(place: str, busy: str, wait: float = 0) -> Iterator[None]:
+    """Keeps other processes of this machine out by the lock file `place`; let go when the process ends, however it
+    ends. One that another process holds is waited for `wait` seconds, then UserError says `busy`.
+
+    A URI is not locked, as object stores know no locks: there `commit` alone tells that another job has interfered.
+    """
+    if "://" in place:
+        yield
+        return
+    path = Path(place).expanduser()
+    check_writable(str(path.parent))
+    until = time.monotonic() + wait
+    while True:
+        with path.open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if time.monotonic() >= until:
+                    raise UserError(busy) from error
+                time.sleep(0.2)
+                continue
+            if not _is_at(lock.fileno(), path):  # its last holder has removed it meanwhile
+                continue
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
+def _is_at(file: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def writing(uri: str) -> AbstractContextManager[None]:
+    """Holds a folder of tables while a job writes them (`locked`)."""
+    return locked(
+        join(uri, LOCK), f"{uri} is being written by another process; wait for it or choose another output folder"
+    )
+
+
 def write_part(uri: str, table: pa.Table) -> Part:
     """Writes one Parquet file into the directory `uri`, named by the hash of its bytes.
 
@@ -299,7 +352,10 @@ def commit(
     info: dict[str, Any] | None = None,
     timings: dict[str, float] | None = None,
 ) -> Manifest:
-    """Makes the parts the table: writes the manifest, then removes every file that it does not list."""
+    """Makes the parts the table: writes the manifest, then removes every file that it does not list.
+
+    UserError where a part is gone: another job that wrote to `uri` too has removed it.
+    """
     manifest = Manifest(
         table=table,
         schema_version=SCHEMA_VERSION,
@@ -317,9 +373,15 @@ def commit(
     )
     filesystem, root = open_uri(uri)
     filesystem.create_dir(root, recursive=True)
+    there = filesystem.get_file_info(fs.FileSelector(root))
+    if gone := {part.path for part in parts} - {entry.base_name for entry in there}:
+        raise UserError(
+            f"{join(uri, min(gone))} is gone before its table was complete: another job writes to {uri} too; wait "
+            f"for it, then run this one again or choose another output folder"
+        )
     write_file(join(uri, MANIFEST), manifest.to_json().encode())
-    listed = {part.path for part in parts} | {MANIFEST}
-    for entry in filesystem.get_file_info(fs.FileSelector(root)):
+    listed = {part.path for part in parts} | {MANIFEST, LOCK}
+    for entry in there:
         if entry.type == fs.FileType.File and entry.base_name not in listed:
             filesystem.delete_file(entry.path)
     return manifest

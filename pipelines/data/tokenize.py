@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -25,7 +26,7 @@ from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
 from models.retrieval.tokenizers.rqvae import RqvaeConfig
 from models.tables import Manifest, UserError, has_manifest, join, open_uri, read_manifest, read_table
 from pipelines.data.embed import EmbedConfig, Say, embed_items, embed_origin, read_embeddings
-from pipelines.data.tables import SIDS, TRIE, check_writable, commit, fingerprint, up_to_date, write_part
+from pipelines.data.tables import SIDS, TRIE, check_writable, commit, fingerprint, up_to_date, write_part, writing
 
 OTHER = "{} was made from other input or settings; use --overwrite, or another --output"
 
@@ -195,7 +196,8 @@ def _embed_first(origin: tuple[str, str, int, EmbedConfig], output: str, shared:
         raise UserError(OTHER.format(join(output, "sids")))
     finished = shared and up_to_date(uri, fingerprint(*embed_origin(*origin)))
     items_uri, encoder, width, embed = origin
-    return embed_items(items_uri, uri, encoder, width, embed, overwrite and not finished, say).hash
+    with writing(shared) if shared and not finished else nullcontext():
+        return embed_items(items_uri, uri, encoder, width, embed, overwrite and not finished, say).hash
 
 
 def tokenize(
@@ -213,41 +215,42 @@ def tokenize(
 
     Embeddings are in the folder `embeddings` instead where that is given, so that tokenizers can share them.
     Returns the manifests of sids and trie, and whether anything was made. Raises UserError for input that
-    does not fit, and for an `output` made from something else unless `overwrite`.
+    does not fit, for an `output` made from something else unless `overwrite`, and for one that another job writes.
     """
     started = time.monotonic()
     items = read_manifest(items_uri, "items")
     own, sids_uri, trie_uri = (join(output, name) for name in ("embeddings", "sids", "trie"))
     published: dict[str, list[int]] = {}
     inputs = {"items": items.hash}
-    if config.tokenizer == "published":
-        published, inputs["published"] = read_published(config.published)
-    else:
-        origin = (items_uri, encoder, pca_width, embed or EmbedConfig())
-        inputs["embeddings"] = _embed_first(origin, output, embeddings, overwrite, say)
-    used = config.used()
-    current = not overwrite and up_to_date(sids_uri, fingerprint(used, inputs))
-    if not current:
-        if not overwrite and has_manifest(sids_uri):
-            raise UserError(OTHER.format(sids_uri))
-        check_writable(sids_uri)
+    with writing(output):
         if config.tokenizer == "published":
-            made = _published_codes(read_table(items_uri, "items"), published, config.published)
+            published, inputs["published"] = read_published(config.published)
         else:
-            made = _trained_codes(embeddings or own, config, say)
-        info = {
-            "codebook_sizes": made.sizes,
-            "tokenizer": config.tokenizer,
-            "items_hash": items.hash,
-            "conflict_level": made.conflict_level,
-            **made.measures,
-        }
-        timings = {"tokenize_s": round(time.monotonic() - started, 2)}
-        _write_sids(sids_uri, made, config=used, inputs=inputs, info=info, timings=timings)
-    sids = read_manifest(sids_uri, "sids")
-    complete = current and up_to_date(trie_uri, fingerprint({}, {"sids": sids.hash}))
-    trie = read_manifest(trie_uri, "trie") if complete else write_trie(trie_uri, sids_uri)
-    if config.tokenizer == "published" and has_manifest(own):
-        filesystem, path = open_uri(own)  # of SIDs that are no more
-        filesystem.delete_dir(path)
-    return sids, trie, not complete
+            origin = (items_uri, encoder, pca_width, embed or EmbedConfig())
+            inputs["embeddings"] = _embed_first(origin, output, embeddings, overwrite, say)
+        used = config.used()
+        current = not overwrite and up_to_date(sids_uri, fingerprint(used, inputs))
+        if not current:
+            if not overwrite and has_manifest(sids_uri):
+                raise UserError(OTHER.format(sids_uri))
+            check_writable(sids_uri)
+            if config.tokenizer == "published":
+                made = _published_codes(read_table(items_uri, "items"), published, config.published)
+            else:
+                made = _trained_codes(embeddings or own, config, say)
+            info = {
+                "codebook_sizes": made.sizes,
+                "tokenizer": config.tokenizer,
+                "items_hash": items.hash,
+                "conflict_level": made.conflict_level,
+                **made.measures,
+            }
+            timings = {"tokenize_s": round(time.monotonic() - started, 2)}
+            _write_sids(sids_uri, made, config=used, inputs=inputs, info=info, timings=timings)
+        sids = read_manifest(sids_uri, "sids")
+        complete = current and up_to_date(trie_uri, fingerprint({}, {"sids": sids.hash}))
+        trie = read_manifest(trie_uri, "trie") if complete else write_trie(trie_uri, sids_uri)
+        if config.tokenizer == "published" and has_manifest(own):
+            filesystem, path = open_uri(own)  # of SIDs that are no more
+            filesystem.delete_dir(path)
+        return sids, trie, not complete

@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 import torch
+from mlflow.exceptions import MlflowException
 
 from models import checkpoint, registry
 from models.checkpoint import Checkpoint
@@ -100,13 +101,17 @@ def device_of(option: str) -> torch.device:
 
 
 def takes_gpu(option: str, at_once: int) -> bool:
-    """Whether `at_once` Ray tasks or actors take a GPU each: the cluster's, as a job's own machine may have none."""
+    """Whether `at_once` Ray tasks or actors take a GPU each: the cluster's, as a job's own machine may have none.
+
+    UserError where there are too few of them, for auto only where there are any.
+    """
     there = ray.cluster_resources().get("GPU", 0)
-    if option == "cuda" and there < at_once:
+    if (option == "cuda" and there < at_once) or (option == "auto" and 0 < there < at_once):
         raise UserError(
-            f"--device cuda takes {at_once} GPUs at once, the cluster has {there:g}; lower --shards or use --device cpu"
+            f"--device {option} takes {at_once} GPUs at once, the cluster has {there:g} at this moment; lower --shards "
+            f"or use --device cpu"
         )
-    return option != "cpu" and there >= at_once
+    return option != "cpu" and there > 0
 
 
 def new_items_of(name: str, tables: str) -> shift.Subsets:
@@ -202,7 +207,7 @@ def record(result: Result, about: Checkpoint, tracking_uri: str | None = None) -
     """Writes the result beside the checkpoint and into the training's MLflow run; returns the file's place.
 
     Options that differ from the model's own are part of the names, so that an evaluation with another
-    decoder does not take the place of the plain one.
+    decoder does not take the place of the plain one. UserError where MLflow or the run in it is not there any more.
     """
     suffix = "".join(
         f"-{key}-{value}" for key, value in sorted(result.options.items())
@@ -212,13 +217,20 @@ def record(result: Result, about: Checkpoint, tracking_uri: str | None = None) -
     write_file(place, json.dumps(asdict(result), indent=2, sort_keys=True).encode())
     if about.tracking:
         run = tracking.RunRef(**{**about.tracking, **({"uri": tracking_uri} if tracking_uri else {})})
-        logger = tracking.Logger(run)
         prefix = f"{result.split}{suffix}"
         values = {f"{prefix}/{name}": value for name, value in result.metrics.items()}
         values |= {f"{prefix}/examples": result.examples, f"{prefix}/users_per_s": result.users_per_s}
-        logger.log(values, about.step)
-        logger.tag(**{tracking.WEIGHTS_TAG: checkpoint.weights_hash(result.checkpoint)})
-        tracking.log_json(run, asdict(result), os.path.basename(place))
+        try:
+            logger = tracking.Logger(run)
+            logger.log(values, about.step)
+            logger.tag(**{tracking.WEIGHTS_TAG: checkpoint.weights_hash(result.checkpoint)})
+            tracking.log_json(run, asdict(result), os.path.basename(place))
+        except (MlflowException, UserError) as error:
+            first = " ".join(str(error).split())[:200]
+            raise UserError(
+                f"the figures are in {place}, but not in MLflow: run {run.run_id} at {run.uri} ({first}); "
+                f"give the --tracking_uri where that run is now, and evaluate again"
+            ) from error
     return place
 
 

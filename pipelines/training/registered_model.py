@@ -30,7 +30,8 @@ def register(run: tracking.RunRef, name: str, metric: str | None = None) -> Mode
     """A new version of the model `name` from the run's best checkpoint, or the version that this already is.
 
     The checkpoint is logged to the run first, where that is not done. `metric` (`val/...`) stands in the version's
-    description. UserError for a run that has no checkpoint yet, or whose model ranks nothing.
+    description. UserError for a run that has no checkpoint yet, whose checkpoint was replaced by that of a later run,
+    or whose model ranks nothing.
     """
     client = tracking.connect(run.uri)
     found = client.get_run(run.run_id)
@@ -42,6 +43,11 @@ def register(run: tracking.RunRef, name: str, metric: str | None = None) -> Mode
         )
     if not hasattr(entry.build, "recommend" if entry.family is registry.RETRIEVAL else "score"):
         raise UserError(f"the model '{params['model.name']}' ranks nothing, so it is not served; register another")
+    if (owner := checkpoint.read(tags["checkpoint"]).tracking.get("run_id")) != run.run_id:
+        raise UserError(
+            f"the checkpoint {tags['checkpoint']} is now of the MLflow run {owner}, not of '{found.info.run_name}' "
+            f"({run.run_id}), which was overwritten; register that one, or mlflow runs delete --run-id {run.run_id}"
+        )
     weights = checkpoint.weights_hash(tags["checkpoint"])
     with package.at(run.uri):
         for version in versions(client, name):

@@ -6,14 +6,13 @@ from (`step-*`, the last one and the best one) and, when it is done, `best/`: th
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import posixpath
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,8 +20,10 @@ from typing import Any, Literal
 
 import ray
 from pyarrow import fs
+from ray.exceptions import RayError
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from models import checkpoint, registry
 from models.checkpoint import Checkpoint
@@ -30,7 +31,7 @@ from models.fit import FitConfig
 from models.setup import check_batch, load_catalogue
 from models.tables import UserError, join, open_uri, read_manifest
 from pipelines import tracking
-from pipelines.data.tables import check_writable, write_file
+from pipelines.data.tables import check_writable, locked, write_file
 from pipelines.training import here, package
 from pipelines.training.worker import Progress, Task, step_name, worker
 
@@ -43,6 +44,9 @@ os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
 MAY_CHANGE = {"log_every_steps", "eval_batch_size", "checkpoint_every_steps"}
 """Options of `fit` that a continued run may change, as they do not change what it ends with."""
 
+ENCODERS = ("pretrained", "item_tower")
+"""Options of `model` that name an encoder, which may be a folder."""
+
 
 @dataclass
 class RayOptions:
@@ -51,7 +55,7 @@ class RayOptions:
     num_workers: int = 1
     """Training processes; each gets an equal part of `fit.batch_size`. On GPUs one per GPU."""
     use_gpu: bool | Literal["auto"] = "auto"
-    """Whether each worker takes a GPU; auto: if the cluster has enough of them."""
+    """Whether each worker takes a GPU; auto: if the cluster has any, then one for each."""
     cpus_per_worker: float = 1
     """CPUs that Ray sets aside per worker; what is left serves data tasks."""
     threads: int = 0
@@ -120,6 +124,7 @@ def train(
     began = time.monotonic()
     check_name(name)
     tables, sids, storage = absolute(tables), absolute(sids) if sids else None, absolute(storage)
+    model = {key: located(value) if key in ENCODERS else value for key, value in model.items()}
     entry = registry.find(model["name"])
     catalogue = load_catalogue(entry, model["name"], tables, sids)
     folder = join(storage, name)
@@ -144,7 +149,7 @@ def train(
 
     with held(storage, name, wait):
         if overwrite:
-            remove(folder)
+            remove(folder, say)
         record = read_record(folder)
         if record is None:
             check_writable(folder)
@@ -236,36 +241,20 @@ def carry_out(
     return checkpoint.read(join(storage, name, posixpath.basename(result.checkpoint.path)))
 
 
-@contextmanager
-def held(storage: str, name: str, wait: float = 0) -> Iterator[None]:
-    """Keeps other processes of this machine from the run; let go when the process ends, however it ends.
-
-    One that another process holds is waited for `wait` seconds.
-    """
-    if "://" in storage:
-        yield
-        return
-    check_writable(storage)
-    until = time.monotonic() + wait
-    with open(Path(storage) / f".{name}.lock", "w") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() < until:
-                    time.sleep(0.2)
-                    continue
-                raise UserError(
-                    f"the run '{name}' in {storage} is being trained by another process; wait for it or choose "
-                    f"another --name"
-                ) from error
-        yield
+def held(storage: str, name: str, wait: float = 0) -> AbstractContextManager[None]:
+    """Keeps other processes of this machine from the run (`locked`)."""
+    busy = f"the run '{name}' in {storage} is being trained by another process; wait for it or choose another --name"
+    return locked(join(storage, f".{name}.lock"), busy, wait)
 
 
 def absolute(uri: str) -> str:
     """A local path made absolute, since workers run in other folders; URIs as they are."""
     return uri if "://" in uri else str(Path(uri).expanduser().absolute())
+
+
+def located(encoder: str) -> str:
+    """The folder of an encoder made absolute; `minilm` and names of the model hub as they are."""
+    return absolute(encoder) if encoder != "minilm" and Path(encoder).expanduser().is_dir() else encoder
 
 
 def check_name(name: str) -> None:
@@ -274,10 +263,16 @@ def check_name(name: str) -> None:
 
 
 def wants_gpu(options: RayOptions, workers: int) -> bool:
-    """Whether workers take GPUs."""
-    if options.use_gpu == "auto":
-        return ray.cluster_resources().get("GPU", 0) >= workers
-    return bool(options.use_gpu)
+    """Whether workers take GPUs; UserError for auto where there are GPUs, but too few."""
+    if options.use_gpu != "auto":
+        return bool(options.use_gpu)
+    there = ray.cluster_resources().get("GPU", 0)
+    if 0 < there < workers:
+        raise UserError(
+            f"ray.use_gpu is auto, and for {workers} workers the cluster has {there:g} GPUs at this moment; lower "
+            f"--ray.num_workers, give --ray.use_gpu false, or true once the cluster has grown to a GPU for each"
+        )
+    return bool(there)
 
 
 def resources(options: RayOptions, use_gpu: bool) -> dict[str, float]:
@@ -345,15 +340,21 @@ def check_same(record: dict[str, Any], config: dict[str, Any], hashes: dict[str,
             raise UserError(f"the run '{name}' was started with another table '{table}'; {remedy}")
 
 
-def remove(folder: str) -> None:
-    """Removes a run's folder; refuses one that holds something else."""
+def remove(folder: str, say: Callable[[str], None]) -> None:
+    """Removes a run's folder, and its MLflow run from comparisons; refuses a folder that holds something else."""
     filesystem, path = open_uri(folder)
     kind = filesystem.get_file_info(path).type
     if kind == fs.FileType.NotFound:
         return
-    if read_record(folder) is None and filesystem.get_file_info(fs.FileSelector(path)):
+    record = read_record(folder)
+    if record is None and filesystem.get_file_info(fs.FileSelector(path)):
         raise UserError(f"{folder} is not the folder of a run, so --overwrite leaves it alone; choose another --name")
     filesystem.delete_dir(path)
+    if record:
+        try:
+            tracking.delete(tracking.RunRef(**record["tracking"]))
+        except UserError as error:
+            say(f"note: {error}")
 
 
 def lost_checkpoint(folder: str) -> str | None:
@@ -387,14 +388,26 @@ def publish(source: str, target: str) -> None:
 
 @contextmanager
 def shown(say: Callable[[str], None]) -> Iterator[Any]:
-    """An actor to which rank 0 tells its progress, and a thread here that hands it on to `say`."""
-    progress = Progress.remote()  # type: ignore[attr-defined]
+    """An actor to which rank 0 tells its progress, and a thread here that hands it on to `say`.
+
+    It is on the driver's node, whose loss ends the training anyway; where it is lost all the same, only its lines are.
+    """
+    here_if_possible = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    progress = Progress.options(scheduling_strategy=here_if_possible).remote()  # type: ignore[attr-defined]
     done = threading.Event()
-    seen = 0
+    seen, lost = 0, False
 
     def pump() -> None:
-        nonlocal seen
-        for line in ray.get(progress.since.remote(seen)):
+        nonlocal seen, lost
+        if lost:
+            return
+        try:
+            lines = ray.get(progress.since.remote(seen))
+        except RayError as error:
+            lost = True
+            say(f"note: no more progress is shown, as the actor that tells it is lost ({type(error).__name__})")
+            return
+        for line in lines:
             seen += 1
             say(line)
 

@@ -33,3 +33,14 @@ def test_a_log_of_another_family_is_refused(tmp_path: Path) -> None:
     config = quickstart.Config(data=str(tmp_path), source=source)
     with pytest.raises(UserError, match="makes tables of kind 'search', not 'retrieval'; give --family search"):
         quickstart.locate(config)
+
+
+def test_runs_are_compared_where_they_were_logged(
+    ray_local: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server:5000")
+    lines: list[tuple[str, ...]] = []
+    monkeypatch.setattr(quickstart.Steps, "run", lambda self, title, *words: lines.append(words))
+    quickstart.run(quickstart.Config(family="search", output=str(tmp_path)))
+    assert lines[-1][0] == "compare"
+    assert lines[-1][-2:] == ("--tracking_uri", "http://server:5000")

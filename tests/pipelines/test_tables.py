@@ -10,7 +10,18 @@ import pyarrow.parquet as pq
 import pytest
 
 from models.tables import UserError, read_manifest, read_table
-from pipelines.data.tables import SIDS, check_writable, code_version, commit, fingerprint, git, up_to_date, write_part
+from pipelines.data.tables import (
+    LOCK,
+    SIDS,
+    check_writable,
+    code_version,
+    commit,
+    fingerprint,
+    git,
+    up_to_date,
+    write_part,
+    writing,
+)
 
 
 def sids(*codes: list[int]) -> pa.Table:
@@ -44,6 +55,25 @@ def test_a_new_version_leaves_only_its_own_files(tmp_path: Path) -> None:
     make(tmp_path / "t", sids([3]), config={"k": 1})
     assert pq.read_table(uri.rstrip("/") + "/" + read_manifest(uri).files[0].path).equals(sids([3]))
     assert sorted(p.name for p in (tmp_path / "t").iterdir()) == ["manifest.json", read_manifest(uri).files[0].path]
+
+
+def test_parts_that_another_job_removed_are_no_table(tmp_path: Path) -> None:
+    uri = make(tmp_path / "t", sids([1]))
+    mine = write_part(uri, sids([2]))
+    make(tmp_path / "t", sids([3]), config={"k": 1})  # removes what it does not list
+    with pytest.raises(UserError, match=r"part-.* is gone before its table was complete: another job writes to"):
+        commit(uri, "sids", SIDS, [mine], config={}, inputs={})
+    assert read_table(uri, "sids").equals(sids([3]))
+
+
+def test_a_folder_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
+    with writing(str(tmp_path / "t")):
+        with pytest.raises(UserError, match=r"t is being written by another process; wait for it or choose another"):
+            writing(str(tmp_path / "t")).__enter__()
+        make(tmp_path / "t", sids([1]))
+        assert (tmp_path / "t" / LOCK).exists()
+    with writing(str(tmp_path / "t")):
+        pass
 
 
 def test_same_content_same_hash(tmp_path: Path) -> None:

@@ -61,6 +61,16 @@ def test_paths_are_made_absolute_and_the_point_stays() -> None:
     assert one.point == {"sids": "here/sids"}
 
 
+def test_encoders_that_are_folders_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bert").mkdir()
+    monkeypatch.chdir(tmp_path)
+    hllm = {"model.name": "hllm", "model.item_tower": "google/bert"}
+    made = grid(base={}, fixed=hllm, axes={"model.pretrained": ["bert", "minilm"]}, metric="val/gauc").trials()
+    assert [trial.model["pretrained"] for trial in made] == [str(tmp_path / "bert"), "minilm"]
+    assert made[0].model["item_tower"] == "google/bert"
+    assert made[0].point == {"model.pretrained": "bert"}
+
+
 def test_ids_are_of_the_values_alone() -> None:
     one = grid().trials()
     other = grid(axes={"fit.lr": [0.2, 0.1]}, fixed={"model.dim": 8}).trials()

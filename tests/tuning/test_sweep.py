@@ -18,6 +18,8 @@ import torch
 from training_tables import write_tables
 
 from models import checkpoint
+from models.fit import FitConfig
+from models.setup import set_up
 from models.tables import UserError
 from pipelines import tracking
 from pipelines.evaluation.ranking import evaluate
@@ -28,6 +30,8 @@ from tuning.sweep import Options, Swept, best_checkpoint, sweep
 ROOT = Path(__file__).parents[2]
 
 MODEL = {"name": "sasrec", "dim": 16, "num_layers": 1, "dropout": 0.0, "max_history": 12}
+TIGER = {"name": "tiger", "d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 1,
+         "num_decoder_layers": 1}  # fmt: skip
 FIT = {"batch_size": 16, "max_epochs": 4, "log_every_steps": 2, "patience": 0, "seed": 3}
 
 
@@ -186,6 +190,35 @@ def test_lost_trials_are_continued_and_lost_ones_recorded(world: World) -> None:
     assert healed.info.status == "FINISHED"
     assert tracking.ERROR_TAG not in healed.data.tags
     assert len(client.get_metric_history(healed.info.run_id, "val/ndcg_at_10")) == 4
+
+
+def test_a_sweep_without_a_value_fails_and_is_taken_up_again(world: World) -> None:
+    tables, sids = write_tables(world.folder / "taught")
+    teacher, away = world.folder / "tiger", world.folder / "away"
+    setup = set_up(TIGER, FitConfig(batch_size=16), tables, sids)
+    checkpoint.save(teacher / "best", setup.model, setup.checkpoint(epoch=1))
+    student = {"name": "sid_mlp", "head_width": 16, "teacher": str(teacher)}
+    one = grid(base={"model": student, "fit": {**FIT, "max_epochs": 1}}, axes={"fit.lr": [0.01]})
+    asked: dict[str, Any] = {"name": "lost", "tables": tables, "extra": sids}
+
+    def lose(line: str) -> None:
+        if "trials of g" in line:  # what a look at the trials has found is gone when they start
+            teacher.rename(away)
+
+    again = (
+        r"no trial of the sweep .*/lost has a value; mend what failed, then run it with --resume --options.again true"
+    )
+    with pytest.raises(UserError, match=rf"{again} \(lr-0.01-\w+: the teacher .* is neither a checkpoint"):
+        world.sweep(one, **asked, say=lose)
+    away.rename(teacher)
+    with pytest.raises(UserError, match=again):
+        world.sweep(one, **asked, resume=True)
+    with pytest.raises(UserError, match=again):
+        best_checkpoint(str(world.folder / "runs/lost"))
+    swept = world.sweep(one, **asked, resume=True, options=Options(concurrency=1, again=True))
+    (run,) = world.children(swept).values()
+    assert [(o.status, o.run_id) for o in swept.outcomes] == [("finished", run.info.run_id)]
+    assert run.data.params["model.teacher"] == str(teacher / "best")  # which the grid's own line does not say
 
 
 def test_conditions_and_budgets_end_trials(world: World) -> None:

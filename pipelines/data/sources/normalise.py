@@ -378,9 +378,8 @@ def _block(
         target = f"label_{name}"
         if label.member_of:
             pairs = members[label.member_of].with_columns(pl.lit(True).alias(f"__{target}"))
-            raw = raw.join(
-                pairs, left_on=[ROW, columns.item], right_on=[ROW, "__item"], how="left", maintain_order="left"
-            )
+            raw = raw.with_columns(pl.col(columns.item).cast(pl.String).alias("__item"))  # members are text too
+            raw = raw.join(pairs, on=[ROW, "__item"], how="left", maintain_order="left")
             row.values.append(pl.col(f"__{target}").fill_null(False).alias(target))
         elif label.column and label.type == "bool":
             row.flag(target, label.column, label.true_when)

@@ -18,6 +18,7 @@ from pipelines.data import benchmark
 from pipelines.data.prepare import PrepareConfig, prepare
 from pipelines.data.sources import Source, load_source
 from pipelines.data.splits import SplitConfig
+from pipelines.data.tables import writing
 
 pytestmark = pytest.mark.usefixtures("ray_local")
 
@@ -166,6 +167,13 @@ def test_running_again_does_nothing_and_overwrite_replaces(tmp_path: Path) -> No
     assert {path.name for path in (out / "items").glob("*.parquet")} == {
         part.path for part in read_manifest(str(out / "items")).files
     }
+
+
+def test_an_output_that_another_job_writes_is_left_alone(tmp_path: Path) -> None:
+    raw, source, out = make_log(tmp_path / "raw", random_rows(50)), make_source(tmp_path), tmp_path / "out"
+    with writing(str(out)), pytest.raises(UserError, match="out is being written by another process; wait for it or"):
+        prepare(source, raw, str(out), PrepareConfig(core=0), say=lambda line: None)
+    assert not list(out.rglob("*.parquet"))
 
 
 def test_rejects_are_kept_and_too_many_leave_nothing(tmp_path: Path) -> None:

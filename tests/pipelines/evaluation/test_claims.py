@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import sqlite3
 from pathlib import Path
@@ -238,6 +239,17 @@ def test_every_claim_of_the_papers_is_a_rule(tmp_path: Path) -> None:
             if "/" not in name and name not in absent:
                 known = {f.name for f in registry.model_config(name).__dataclass_fields__.values()}
                 assert set(system.params) <= known | {"beam"}
+
+
+def test_claims_on_benchmarks_name_what_is_measured() -> None:
+    files = [*(Path(__file__).parents[3] / "models").rglob("*bench.py")]
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    keys = [key for node in nodes if isinstance(node, ast.Dict) for key in node.keys]
+    measured = {key.value for key in keys if isinstance(key, ast.Constant)}
+    papers = load()
+    timed = [claim for claim in read_claims(papers) if claim.left and "/" in str(papers.systems[claim.left].model)]
+    assert len(timed) > 10
+    assert not {claim.metric for claim in timed} - measured
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,16 @@ def test_results_reach_the_training_run_and_the_comparison(world: World, capsys:
     assert "| sasrec | sasrec-* | 2 |" in table.markdown()
 
 
+def test_figures_are_printed_where_the_run_is_gone(world: World, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    for gone in (uri, "http://127.0.0.1:9"):
+        with pytest.raises(
+            UserError, match=r"are in .*evaluation-val\.json, but not in MLflow: .*; give the --tracking_uri"
+        ):
+            run(Config(world.place("sasrec-2"), world.tables, split="val", tracking_uri=gone))
+        assert "sasrec on val: 60 users, seed 2" in capsys.readouterr().out
+
+
 def test_another_decoder_is_recorded_beside_the_plain_one(world: World) -> None:
     result, about = evaluate(world.place("tiger"), world.tables, world.sids, options={"beam": 6, "decoder": None})
     place = record(result, about)

@@ -321,6 +321,16 @@ def test_lists_of_integers_match_lists_of_integers(tmp_path: Path) -> None:
     assert events["request_id"].to_pylist() == ["000000000000"] * 2  # a row is a request
 
 
+@pytest.mark.parametrize("name", ["log.jsonl", "log.parquet"])
+def test_integer_items_are_found_in_lists(tmp_path: Path, name: str) -> None:
+    rows = [{"u": 1, "t": 2, "i": item, "clicked": [11, 12], "bought": [12]} for item in (10, 11, 12)]
+    (tmp_path / name).write_bytes(FORMATS[name](rows))
+    source = plain(item="i", labels={"click": {"member_of": "clicked"}, "buy": {"member_of": "bought"}})
+    events = read(source, tmp_path).events
+    assert events["label_click"].to_pylist() == [False, True, True]
+    assert events["label_buy"].to_pylist() == [False, False, True]
+
+
 def test_rows_without_impressions_or_with_unequal_lists_are_rejected(tmp_path: Path) -> None:
     odd = [SEARCHES[0] | {"dwell": [1]}, SEARCHES[0] | {"shown": [], "dwell": []}, SEARCHES[1]]
     (tmp_path / "log.jsonl").write_bytes(to_jsonl(odd))

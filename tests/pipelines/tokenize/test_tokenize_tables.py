@@ -15,7 +15,7 @@ from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
 from models.retrieval.tokenizers.rqvae import RqvaeConfig
 from models.tables import UserError, has_manifest, read_manifest, read_table
 from pipelines.data.embed import EmbedConfig, read_embeddings
-from pipelines.data.tables import SIDS, TRIE, commit, items_schema, write_part
+from pipelines.data.tables import SIDS, TRIE, commit, items_schema, write_part, writing
 from pipelines.data.tokenize import TokenizerConfig, read_codes, tokenize
 
 COUNT = 90
@@ -120,6 +120,17 @@ def test_tokenizers_share_embeddings_that_are_made_once(ray_local: None, items_u
     assert not (tmp_path / "c/sids").exists()
     run(items_uri, tmp_path / "c", embeddings=shared, pca_width=5, overwrite=True)
     assert read_embeddings(shared).shape == (COUNT, 5)
+
+
+def test_folders_that_another_job_writes_are_left_alone(ray_local: None, items_uri: str, tmp_path: Path) -> None:
+    output, shared = tmp_path / "sids", tmp_path / "embeddings"
+    for busy in (output, shared):
+        with writing(str(busy)), pytest.raises(UserError, match=f"{busy} is being written by another process"):
+            run(items_uri, output, embeddings=str(shared))
+    assert not list(tmp_path.glob("[se]*/**/*.parquet"))
+    run(items_uri, output, embeddings=str(shared))
+    with writing(str(shared)):  # finished embeddings are read, whoever makes other ones
+        assert run(items_uri, tmp_path / "other", RQ_OTHER, embeddings=str(shared))[2]
 
 
 def test_other_settings_need_overwrite_and_replace_all(ray_local: None, items_uri: str, tmp_path: Path) -> None:

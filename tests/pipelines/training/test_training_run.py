@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +14,12 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import ray
 import torch
+from search_tables import ITEM_MODEL, write_search
 from torch import Tensor, nn
 from training_tables import write_tables
+from transformers import AutoConfig, AutoModel
 
 from models import checkpoint
 from models.fit import FitConfig, StepEvent, fit
@@ -22,7 +27,10 @@ from models.retrieval.data import Catalogue
 from models.setup import Batches, set_up
 from models.tables import UserError
 from pipelines import tracking
-from pipelines.training.run import RayOptions, Trained, lost_checkpoint, train
+from pipelines.evaluation.comparison import rows_of
+from pipelines.evaluation.runs import select
+from pipelines.training.registered_model import register
+from pipelines.training.run import RayOptions, Trained, lost_checkpoint, shown, train
 
 SASREC = {"name": "sasrec", "dim": 16, "num_layers": 1, "dropout": 0.0, "max_history": 12}
 FIT = FitConfig(batch_size=16, max_epochs=4, lr=0.01, log_every_steps=2, checkpoint_every_steps=3, patience=0, seed=3)
@@ -249,3 +257,71 @@ def test_killed_after_training_it_is_only_finished(world: World) -> None:
     assert not [line for line in lines if line.startswith("epoch")]
     assert again.about == world.trained.about
     assert (run / "best/model.safetensors").read_bytes() == best
+
+
+def test_an_overwritten_run_counts_no_more(world: World) -> None:
+    counted: dict[str, Any] = {"model": {"name": "popularity"}, "fit": FitConfig(), "name": "anew", "log_model": False}
+    first, second = world.again(**counted), world.again(**counted, overwrite=True)
+    runs = [run.id for row in rows_of(select(second.run.uri, [second.run.experiment])) for run in row.runs]
+    assert second.run.run_id in runs
+    assert first.run.run_id not in runs
+    assert not [line for line in world.lines if line.startswith("note:")]
+    with pytest.raises(
+        UserError, match=rf"of the MLflow run {second.run.run_id}, not of 'anew' \({first.run.run_id}\)"
+    ):
+        register(first.run, "small")
+
+    place = world.folder / "runs/anew/run.json"
+    record = json.loads(place.read_text())
+    elsewhere = {**record["tracking"], "uri": "http://127.0.0.1:9"}
+    place.write_text(json.dumps({**record, "tracking": elsewhere}))
+    assert not world.again(**counted, overwrite=True).already
+    (note,) = [line for line in world.lines if line.startswith("note:")]
+    assert f"the MLflow run {second.run.run_id} of what was there before cannot be deleted" in note
+
+
+def test_lost_progress_is_no_lost_training(ray_local: None) -> None:
+    lines: list[str] = []
+    with shown(lines.append) as progress:
+        ray.kill(progress)
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(progress.since.remote(0))
+    assert lines == ["note: no more progress is shown, as the actor that tells it is lost (ActorDiedError)"]
+
+
+SOME_GPUS = """
+import ray
+from models.tables import UserError
+from pipelines.evaluation.ranking import takes_gpu
+from pipelines.training.run import RayOptions, wants_gpu
+
+ray.init(address="local", num_cpus=1, num_gpus=2, include_dashboard=False, log_to_driver=False)
+print(wants_gpu(RayOptions(), 2), wants_gpu(RayOptions(use_gpu=False), 4), takes_gpu("auto", 2), takes_gpu("cpu", 4))
+for ask in (lambda: wants_gpu(RayOptions(), 4), lambda: takes_gpu("auto", 4)):
+    try:
+        print(ask())
+    except UserError as error:
+        print(error)
+"""
+
+
+def test_too_few_gpus_are_not_passed_over_in_silence() -> None:
+    said = subprocess.run([sys.executable, "-c", SOME_GPUS], capture_output=True, text=True, timeout=120)
+    assert said.returncode == 0, said.stderr
+    answers, training, inference = said.stdout.splitlines()
+    assert answers == "True False True False"
+    assert "auto, and for 4 workers the cluster has 2 GPUs at this moment; lower --ray.num_workers" in training
+    assert "--device auto takes 4 GPUs at once, the cluster has 2 at this moment; lower --shards" in inference
+
+
+def test_encoders_are_found_from_the_folder_of_the_command(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables, text = write_search(world.folder / "search", users=20)
+    AutoModel.from_config(AutoConfig.for_model(**ITEM_MODEL)).save_pretrained(world.folder / "search/bert")
+    monkeypatch.chdir(world.folder / "search")
+    trained = world.again(
+        model={"name": "hllm", "pretrained": "bert", "item_tower": "bert", "max_history": 8},
+        fit=FitConfig(batch_size=16, max_epochs=1, metric="gauc"), ray_options=RayOptions(threads=1), tables=tables,
+        sids=text, name="hllm", log_model=False,
+    )  # fmt: skip
+    folder = str(world.folder / "search/bert")
+    assert (trained.about.model["pretrained"], trained.about.model["item_tower"]) == (folder, folder)
