@@ -47,7 +47,16 @@ from pipelines.data.embed import (
     fit_tfidf,
     item_texts,
 )
-from pipelines.data.tables import TOKENS, check_writable, commit, embeddings_schema, fingerprint, up_to_date, write_part
+from pipelines.data.tables import (
+    TOKENS,
+    check_writable,
+    commit,
+    embeddings_schema,
+    fingerprint,
+    up_to_date,
+    write_part,
+    writing,
+)
 from pipelines.data.tasks import run_tasks
 
 Say = Callable[[str], None]
@@ -320,7 +329,8 @@ def encode_search(
     """Makes the tables `items`, `queries` and `pairs` of embeddings and, but for TF-IDF, `tokens` of the documents;
     finished ones of the same input stay.
 
-    Raises UserError for tables that are not of a search log, and for texts and encoders that do not work.
+    Raises UserError for tables that are not of a search log, for texts and encoders that do not work, and for an
+    output that another job writes.
     """
     config = config or SearchTextConfig()
     run = _Encoding(tables_uri, output_uri, encoder, config, overwrite, say)
@@ -332,13 +342,14 @@ def encode_search(
     if read_manifest(join(tables_uri, "queries"), "queries").rows:
         queries = read_table(join(tables_uri, "queries"), "queries")["query"].to_pylist()
     fitted = TfidfEncoder(items, config.svd) if encoder == "tfidf" else None
-    made = run.alone({"items": items, "queries": queries}, fitted)
-    if fitted is None:
-        made["tokens"] = run.tokens(items)
-    elif has_manifest(join(output_uri, "tokens")):
-        filesystem, path = open_uri(join(output_uri, "tokens"))  # of another encoder
-        filesystem.delete_dir(path)
-    return made | {"pairs": run.pairs(items, queries, fitted)}
+    with writing(output_uri):
+        made = run.alone({"items": items, "queries": queries}, fitted)
+        if fitted is None:
+            made["tokens"] = run.tokens(items)
+        elif has_manifest(join(output_uri, "tokens")):
+            filesystem, path = open_uri(join(output_uri, "tokens"))  # of another encoder
+            filesystem.delete_dir(path)
+        return made | {"pairs": run.pairs(items, queries, fitted)}
 
 
 def check_search_text(tables_uri: str, encoder: str, config: SearchTextConfig) -> None:

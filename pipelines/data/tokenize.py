@@ -196,7 +196,7 @@ def _embed_first(origin: tuple[str, str, int, EmbedConfig], output: str, shared:
         raise UserError(OTHER.format(join(output, "sids")))
     finished = shared and up_to_date(uri, fingerprint(*embed_origin(*origin)))
     items_uri, encoder, width, embed = origin
-    with writing(shared) if shared and not finished else nullcontext():
+    with writing(shared) if shared not in ("", output) and not finished else nullcontext():
         return embed_items(items_uri, uri, encoder, width, embed, overwrite and not finished, say).hash
 
 

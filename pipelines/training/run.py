@@ -253,8 +253,8 @@ def absolute(uri: str) -> str:
 
 
 def located(encoder: str) -> str:
-    """The folder of an encoder made absolute; `minilm` and names of the model hub as they are."""
-    return absolute(encoder) if encoder != "minilm" and Path(encoder).expanduser().is_dir() else encoder
+    """The folder of an encoder made absolute; none, `minilm` and names of the model hub as they are."""
+    return absolute(encoder) if encoder not in ("", "minilm") and Path(encoder).expanduser().is_dir() else encoder
 
 
 def check_name(name: str) -> None:

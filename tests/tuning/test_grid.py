@@ -65,8 +65,8 @@ def test_encoders_that_are_folders_are_made_absolute(tmp_path: Path, monkeypatch
     (tmp_path / "bert").mkdir()
     monkeypatch.chdir(tmp_path)
     hllm = {"model.name": "hllm", "model.item_tower": "google/bert"}
-    made = grid(base={}, fixed=hllm, axes={"model.pretrained": ["bert", "minilm"]}, metric="val/gauc").trials()
-    assert [trial.model["pretrained"] for trial in made] == [str(tmp_path / "bert"), "minilm"]
+    made = grid(base={}, fixed=hllm, axes={"model.pretrained": ["bert", "minilm", ""]}, metric="val/gauc").trials()
+    assert [trial.model["pretrained"] for trial in made] == [str(tmp_path / "bert"), "minilm", ""]
     assert made[0].model["item_tower"] == "google/bert"
     assert made[0].point == {"model.pretrained": "bert"}
 
