@@ -153,6 +153,10 @@ def check_names(given: Iterable[str], known: Iterable[str], where: str) -> None:
             raise UserError(f"{where}: '{name}' is unknown; the nearest is '{near[0] if near else 'none'}'")
 
 
+OF_STAGE_1 = {"model.shared_mlp", "model.end_to_end", "model.encoder_layers", "model.encoder_width"}
+"""Params of SID-MLP++ that make its stage 1 another one, so that the encoder's hash differs with them."""
+
+
 def pairs(rows: Sequence[Row], left: System, right: System, metric: str, match: str) -> list[tuple[Row, Row]]:
     """Rows of two systems that compare, one pair per experiment and trie: that with the most seeds, then the best left,
     then the best right on validation. `match` teacher: right is the run that taught left; settings: all else alike."""
@@ -190,7 +194,8 @@ def comparable(left: Row, right: Row, named: set[str], match: str) -> bool:
     shared = left.params.keys() & right.params.keys()
     if left.model != right.model and "/" not in left.model:
         shared = {key for key in shared if key.startswith("table.") or key == "model.teacher_hash"}
-    return all(left.params[key] == right.params[key] for key in shared - named - {"evaluate.beam", "checkpoint"})
+    apart = named | {"evaluate.beam", "checkpoint"} | ({"model.encoder_hash"} if named & OF_STAGE_1 else set())
+    return all(left.params[key] == right.params[key] for key in shared - apart)
 
 
 def on_val(row: Row, metric: str) -> float:

@@ -170,6 +170,22 @@ def test_rows_that_differ_in_more_are_not_compared(store: Store, papers: Papers)
     assert store.decided(papers)["scratch"].verdict == OPEN
 
 
+def test_another_stage_1_is_no_other_difference(empty: Store, tmp_path: Path) -> None:
+    (tmp_path / "pp.yaml").write_text("""
+systems:
+  own: {model: sid_mlp_pp, params: {shared_mlp: false}}
+  shared: {model: sid_mlp_pp, params: {shared_mlp: true}}
+claims: [{id: shared, source: Table 14, says: loses, left: shared, right: own, metric: test/ndcg@10, expect: lower,
+          paper: [-0.2, -0.1]}]
+""")
+    papers = load(tmp_path / "pp.yaml")
+    empty.log("own", 0.030, name="sid_mlp_pp", shared_mlp=False, encoder="a", encoder_hash="a")
+    empty.log("narrow", 0.027, name="sid_mlp_pp", shared_mlp=True, head_width=64, encoder="b", encoder_hash="b")
+    assert empty.decided(papers)["shared"].verdict == OPEN
+    empty.log("shared", 0.027, name="sid_mlp_pp", shared_mlp=True, encoder="b", encoder_hash="b")
+    assert empty.decided(papers)["shared"].verdict == HOLDS
+
+
 def test_what_a_setting_does(store: Store, papers: Papers) -> None:
     for place, (alpha, value) in enumerate(((0.3, 0.025), (0.5, 0.028), (1.0, 0.029))):
         store.log(f"alpha-{alpha}", value, speed=30.0 - place, alpha=alpha, teacher_hash="teacher")
