@@ -31,6 +31,9 @@ from tuning.halving import EPOCH, TRIAL, VALUE
 
 REPORTS = "reports.json"
 
+TEST = "evaluation-test.json"
+"""What the trial did on test, beside its best checkpoint."""
+
 PATIENCE = 60.0
 """Seconds that a trial waits for a process of an interrupted sweep to let go of its folder."""
 
@@ -171,7 +174,8 @@ def fail(trial: Trial, plan: Plan, error: str) -> None:
 def forgive(trial: Trial, plan: Plan) -> None:
     """Lets a trial that failed go on from its last checkpoint; one that failed before its training began starts anew.
 
-    Such a one's MLflow run has the params of the grid, which cannot become those that the training finds.
+    Such a one's MLflow run has the params of the grid, which cannot become those that the training finds. What was
+    measured on test is measured again, as it may have failed to reach MLflow.
     """
     folder = join(plan.folder, trial.name)
     noted = read_record(folder)
@@ -180,6 +184,9 @@ def forgive(trial: Trial, plan: Plan) -> None:
     run = tracking.RunRef(**noted["tracking"])
     if "config" in noted:
         tracking.connect(run.uri).delete_tag(run.run_id, tracking.ERROR_TAG)
+        filesystem, path = open_uri(join(folder, BEST, TEST))
+        if filesystem.get_file_info(path).type == fs.FileType.File:
+            filesystem.delete_file(path)
         write_record(folder, {key: value for key, value in noted.items() if key != "error"} | {"status": "running"})
     else:
         tracking.delete(run)
@@ -206,7 +213,7 @@ def read_reports(folder: str) -> list[list[float]]:
 
 def tested(folder: str) -> bool:
     """Whether the trial was measured on test."""
-    filesystem, path = open_uri(join(folder, BEST, "evaluation-test.json"))
+    filesystem, path = open_uri(join(folder, BEST, TEST))
     return bool(filesystem.get_file_info(path).type == fs.FileType.File)
 
 

@@ -19,7 +19,7 @@ from models import checkpoint, registry
 from models.fit import to_device
 from models.setup import load_catalogue
 from models.tables import Manifest, Part, UserError, has_manifest, join, read_manifest, read_table
-from pipelines.data.tables import check_writable, commit, fingerprint, up_to_date, write_part
+from pipelines.data.tables import check_writable, commit, fingerprint, up_to_date, write_part, writing
 from pipelines.data.tasks import quiet_ray_data
 from pipelines.evaluation.ranking import device_of, find_checkpoint, recommend_options, takes_gpu
 from pipelines.training.run import absolute
@@ -131,21 +131,24 @@ def recommend_all(
         raise UserError(f"{output} holds another table; choose another folder or replace it with --overwrite")
     check_writable(output)
     gpu = takes_gpu(device, actors)
-    quiet_ray_data()
-    parts = (
-        ray.data.range(-(-users // users_per_part), override_num_blocks=-(-users // users_per_part))
-        .map_batches(
-            Recommender,
-            fn_constructor_args=(
-                uri, tables, sids, output, k, batch_size, chosen, device, threads_per_worker(0, actors), users_per_part,
-            ),
-            batch_size=1,
-            compute=ray.data.ActorPoolStrategy(size=actors),
-            num_cpus=min(1.0, max(0.5, ray.cluster_resources().get("CPU", 1) - 1) / actors),  # one is left to read
-            num_gpus=1 if gpu else 0,
-        )
-        .take_all()
+    arguments = (
+        uri, tables, sids, output, k, batch_size, chosen, device, threads_per_worker(0, actors), users_per_part,
     )  # fmt: skip
-    made = [Part(**json.loads(row["part"])) for row in sorted(parts, key=lambda row: row["id"])]
-    info = {"users": users, "k": k, "model": about.name, "checkpoint": uri}
-    return commit(output, "recommendations", RECOMMENDATIONS, made, config=config, inputs=inputs, info=info), False
+    quiet_ray_data()
+    with writing(output):
+        parts = (
+            ray.data.range(-(-users // users_per_part), override_num_blocks=-(-users // users_per_part))
+            .map_batches(
+                Recommender,
+                fn_constructor_args=arguments,
+                batch_size=1,
+                compute=ray.data.ActorPoolStrategy(size=actors),
+                num_cpus=min(1.0, max(0.5, ray.cluster_resources().get("CPU", 1) - 1) / actors),  # one is left to read
+                num_gpus=1 if gpu else 0,
+            )
+            .take_all()
+        )
+        made = [Part(**json.loads(row["part"])) for row in sorted(parts, key=lambda row: row["id"])]
+        info = {"users": users, "k": k, "model": about.name, "checkpoint": uri}
+        manifest = commit(output, "recommendations", RECOMMENDATIONS, made, config=config, inputs=inputs, info=info)
+    return manifest, False

@@ -346,7 +346,12 @@ def remove(folder: str, say: Callable[[str], None]) -> None:
     kind = filesystem.get_file_info(path).type
     if kind == fs.FileType.NotFound:
         return
-    record = read_record(folder)
+    record: dict[str, Any] | None
+    try:
+        record = read_record(folder)
+    except UserError:  # damaged, so a run's all the same
+        record = {}
+        say(f"note: {folder}/{RUN} is damaged and does not tell the MLflow run, which stays in comparisons")
     if record is None and filesystem.get_file_info(fs.FileSelector(path)):
         raise UserError(f"{folder} is not the folder of a run, so --overwrite leaves it alone; choose another --name")
     filesystem.delete_dir(path)

@@ -220,6 +220,18 @@ def test_a_sweep_without_a_value_fails_and_is_taken_up_again(world: World) -> No
     assert [(o.status, o.run_id) for o in swept.outcomes] == [("finished", run.info.run_id)]
     assert run.data.params["model.teacher"] == str(teacher / "best")  # which the grid's own line does not say
 
+    # It was measured on test, but the figures did not reach MLflow: they are measured anew.
+    (outcome,) = swept.outcomes
+    place = world.folder / "runs/lost" / outcome.name
+    noted = json.loads((place / "run.json").read_text())
+    (place / "run.json").write_text(json.dumps({**noted, "status": "failed", "error": "no MLflow"}))
+    tracking.Logger(tracking.RunRef(**noted["tracking"])).tag(**{tracking.ERROR_TAG: "no MLflow"})
+    measured = json.loads((place / "best/evaluation-test.json").read_text())
+    (place / "best/evaluation-test.json").write_text("{}")
+    (healed,) = world.sweep(one, **asked, resume=True, options=Options(concurrency=1, again=True)).outcomes
+    assert healed.status == "finished"
+    assert json.loads((place / "best/evaluation-test.json").read_text())["metrics"] == measured["metrics"]
+
 
 def test_conditions_and_budgets_end_trials(world: World) -> None:
     one = grid(stop={"epoch": 2}, axes={"fit.lr": [0.03]})

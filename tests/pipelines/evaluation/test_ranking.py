@@ -18,6 +18,7 @@ from models.retrieval.data import Catalogue, Examples
 from models.setup import set_up
 from models.tables import UserError, read_manifest, read_table
 from pipelines import tracking
+from pipelines.data.tables import writing
 from pipelines.evaluation.comparison import compare, rows_of
 from pipelines.evaluation.comparison_tables import tables as tables_of
 from pipelines.evaluation.inference import recommend_all
@@ -175,3 +176,5 @@ def test_all_users_to_a_table(world: World, ray_local: None, tmp_path: Path) -> 
     assert recommend_all(*arguments, k=5, actors=1, users_per_part=25) == (read_manifest(output), True)
     with pytest.raises(UserError, match=r"holds another table; .*--overwrite"):
         recommend_all(*arguments, k=4, users_per_part=25)
+    with writing(output), pytest.raises(UserError, match="is being written by another process"):
+        recommend_all(*arguments, k=4, users_per_part=25, overwrite=True)

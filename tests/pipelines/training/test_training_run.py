@@ -279,6 +279,14 @@ def test_an_overwritten_run_counts_no_more(world: World) -> None:
     (note,) = [line for line in world.lines if line.startswith("note:")]
     assert f"the MLflow run {second.run.run_id} of what was there before cannot be deleted" in note
 
+    place.write_text('{"stat')
+    world.lines.clear()
+    with pytest.raises(UserError, match=r"anew/run.json is damaged .* train again with --overwrite"):
+        world.again(**counted)
+    assert not world.again(**counted, overwrite=True).already
+    (note,) = [line for line in world.lines if line.startswith("note:")]
+    assert "run.json is damaged and does not tell the MLflow run, which stays in comparisons" in note
+
 
 def test_lost_progress_is_no_lost_training(ray_local: None) -> None:
     lines: list[str] = []
