@@ -105,14 +105,19 @@ def added(word: str) -> str:
     return word.replace(f"--{name}", f"--{name}+", 1) if word.startswith("--") and name in LISTS else word
 
 
-def stores(options: Sequence[str]) -> list[str]:
-    """The tracking URIs of the options, the environment, or this folder; UserError where there is none."""
+def stores(options: Sequence[str], new: bool = False) -> list[str]:
+    """The tracking URIs of the options, the environment, or this folder; UserError where there is none, or, unless it
+    may be a `new` one, no store."""
     uris = list(options) or [os.environ.get("MLFLOW_TRACKING_URI", "")]
     if uris == [""]:
         if not Path("runs/mlflow.db").is_file():
             raise UserError("no MLflow store is named; give --tracking_uri, as jobs.train prints it")
         uris = [f"sqlite:///{Path('runs/mlflow.db').absolute()}"]
-    return list(dict.fromkeys(tracking.resolve_uri(uri, ".") for uri in uris))
+    found = list(dict.fromkeys(tracking.resolve_uri(uri, ".") for uri in uris))
+    for uri in [] if new else found:  # MLflow would make it
+        if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).is_file():
+            raise UserError(f"there is no MLflow store at {uri}; give the --tracking_uri that jobs.train prints")
+    return found
 
 
 def homes(uris: Sequence[str], experiments: Sequence[str]) -> dict[str, list[str]]:
@@ -191,7 +196,7 @@ def register_best(comparison: Comparison, name: str) -> None:
 
 def run(config: Config) -> None:
     """Prints the tables, and writes what is asked for."""
-    uris = stores(config.tracking_uri) if config.from_mlflow else []
+    uris = stores(config.tracking_uri, new=bool(config.benchmark)) if config.from_mlflow else []
     for file, lines in [(file, read_lines(file)) for file in config.benchmark]:  # all are read before one is logged
         print(f"{log_lines(uris[0], lines)} new lines of {file} logged to MLflow")
     found = comparisons(config, uris)
@@ -216,7 +221,7 @@ def run(config: Config) -> None:
 
         print(f"{draw(found[0], config.pareto)} points drawn to {config.pareto}")
     for uri in uris:
-        print(f"look at it: mlflow ui --backend-store-uri {uri}")
+        print(f"look at it: {tracking.viewer(uri)}")
 
 
 if __name__ == "__main__":

@@ -241,7 +241,7 @@ def run(config: Config) -> None:
     if flow.extra:
         print(f"  {'semantic IDs' if flow.extra == 'sids' else 'text        '}  {place.extra}")
     print(f"  checkpoints   {place.runs}")
-    print(f"  look at it    {Path(sys.executable).parent}/mlflow ui --backend-store-uri {uri}")
+    print(f"  look at it    {tracking.viewer(uri, f'{Path(sys.executable).parent}/mlflow')}")
 
 
 if __name__ == "__main__":

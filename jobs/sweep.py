@@ -24,6 +24,7 @@ import yaml
 from jobs import cli
 from models import registry
 from models.tables import UserError
+from pipelines import tracking
 from pipelines.training.run import RayOptions
 from tuning.grid import Grid, Trial, load
 from tuning.sweep import Options, Swept, best_checkpoint, estimate, sweep
@@ -165,7 +166,7 @@ def run(config: Config) -> Swept | None:
     print(f"  best        {swept.best.name}: {grid.metric} {swept.best.value:.4f}")
     print(f"  checkpoint  {swept.best.checkpoint}")
     print(f"  MLflow run  {swept.run.run_id} in {swept.run.experiment}")
-    print(f"  look at it  mlflow ui --backend-store-uri {swept.run.uri}")
+    print(f"  look at it  {tracking.viewer(swept.run.uri)}")
     print(f"  next        python -m jobs.compare --experiment {swept.run.experiment} --tracking_uri {swept.run.uri}")
     return swept
 

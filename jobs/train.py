@@ -21,6 +21,7 @@ from jobs import cli
 from models import registry
 from models.fit import FitConfig
 from models.tables import UserError
+from pipelines import tracking
 from pipelines.training.run import RayOptions, Trained, train
 
 SHOWN = ("gauc", "auc", "eval_loss", "mean/normalised_entropy", "mean/auc")
@@ -134,7 +135,7 @@ def run(config: Config) -> Trained:
         f"  best epoch  {best.epoch}: {shown} on val\n"
         f"  checkpoint  {trained.checkpoint}\n"
         f"  MLflow run  {trained.run.run_id} in {trained.run.experiment}\n"
-        f"  look at it  mlflow ui --backend-store-uri {trained.run.uri}\n"
+        f"  look at it  {tracking.viewer(trained.run.uri)}\n"
         f"  next        python -m jobs.evaluate --checkpoint {trained.checkpoint} --tables {config.tables}{beside} "
         f"--split test"
     )

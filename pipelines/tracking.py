@@ -45,6 +45,16 @@ KIND_TAG, TRIAL_TAG, POINT_TAG, ERROR_TAG = "trieline.kind", "sweep.trial", "swe
 """Tags of sweeps: whether a run is a `sweep` or its `trial`; of a trial its stable id, its values, why it failed."""
 
 
+def settings_of(point: dict[str, Any]) -> str:
+    """A trial's values but for its seed: trials with the same are one setting."""
+    return json.dumps({key: value for key, value in point.items() if key != "fit.seed"}, sort_keys=True)
+
+
+def viewer(uri: str, mlflow: str = "mlflow") -> str:
+    """What shows a store: its own address, or a command of the program `mlflow` where it is no server."""
+    return uri if uri.startswith(("http://", "https://")) else f"{mlflow} ui --backend-store-uri {uri}"
+
+
 @dataclass(frozen=True)
 class RunRef:
     """Where a run is."""

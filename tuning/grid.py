@@ -79,6 +79,10 @@ class Trial:
     evaluate: dict[str, Any]
     """Options of the evaluation."""
 
+    def extra(self, shared: str | None) -> str | None:
+        """Its SIDS or TEXT: its own, or else that of the sweep."""
+        return self.folders.get("sids") or self.folders.get("text") or shared
+
 
 @dataclass
 class Grid:

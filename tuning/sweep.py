@@ -11,10 +11,12 @@ import json
 import logging
 import math
 import os
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
 from typing import Any
 
 os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # MLflow has the metrics; no files beside it
@@ -181,6 +183,7 @@ def sweep(
     folder = join(storage, name)
     if (before := read_sweep(folder)) is not None:
         check_same(before, trials, name, storage, resume)
+        check_tables(before, hashes_of(grid, trials, tables, extra), name)
         run, found = tracking.RunRef(**before["tracking"]), [outcome(t, folder, grid) for t in trials]
         if before["status"] == "finished" and not (options.again and any(o.status == "failed" for o in found)):
             return Swept(name, folder, run, found, chosen(best_of(found), folder, found), 0.0, already=True)
@@ -199,12 +202,11 @@ def sweep(
     check_cluster(ray_options, workers, gpu)
     threads = ray_options.threads or (0 if grid.kind == "evaluate" else max(1, int(ray_options.cpus_per_worker)))
     ray_options = replace(ray_options, threads=threads)
-    family, hashes = check(grid, trials, tables, extra, max(1, threads), say)
-    if before:
-        check_tables(before, hashes, name)
+    family = check(grid, trials, tables, extra, max(1, threads), say)
     with held(storage, name, PATIENCE if resume else 0):
         noted = before or begin(
-            grid, trials, folder, uri, experiment or f"{family}/{dataset_name(tables)}", hashes=hashes, command=command,
+            grid, trials, folder, uri, experiment or f"{family}/{dataset_name(tables)}", command=command,
+            hashes=hashes_of(grid, trials, tables, extra),
             settings={"tables": tables, "ray": asdict(ray_options), "options": asdict(options)},
         )  # fmt: skip
         run = tracking.RunRef(**noted["tracking"])
@@ -316,14 +318,14 @@ def run_pending(
 
 def check(
     grid: Grid, trials: list[Trial], tables: str, extra: str | None, threads: int, say: Callable[[str], None]
-) -> tuple[str, dict[str, str]]:
-    """(family, hashes of the tables): refuses what no trial could do, by a look at one of each model and folder."""
+) -> str:
+    """The family: refuses what no trial could do, by a look at one of each model and folder."""
     seen: dict[tuple, Trial] = {}
     for trial in trials:
         seen.setdefault((trial.model.get("name"), *sorted(trial.folders.items())), trial)
-    families, hashes = set(), {}
+    families = set()
     for trial in seen.values():
-        own = trial.folders.get("sids") or trial.folders.get("text") or extra
+        own = trial.extra(extra)
         if grid.kind == "evaluate":
             name, taken = evaluated(trial)
             entry = registry.find(name)
@@ -338,10 +340,8 @@ def check(
             checkpoint.check(taken, trial.folders["checkpoint"], dict(catalogue.hashes))
             check_metric(grid, [*taken.metrics, "users_per_s", "peak_memory_mb"])
             families.add(entry.family.name)
-            hashes = catalogue.hashes
             continue
         entry = registry.find(trial.model["name"])
-        hashes = load_catalogue(entry, trial.model["name"], tables, own).hashes
         seen_there = look(trial, tables, own, False, threads, say)
         families.add(seen_there.family)
         for key in grid.stop:
@@ -354,7 +354,20 @@ def check(
             check_metric(grid, seen_there.metrics)
     if len(families) > 1:
         raise UserError(f"the grid {grid.name} mixes models of {', '.join(sorted(families))}; sweep them apart")
-    return families.pop(), hashes
+    return families.pop()
+
+
+def hashes_of(grid: Grid, trials: list[Trial], tables: str, extra: str | None) -> dict[str, str]:
+    """Hashes of the tables that the trials read; where a table is of several folders, one over all of them."""
+    read = {(evaluated(t)[0] if grid.kind == "evaluate" else t.model["name"], t.extra(extra)) for t in trials}
+    found: dict[str, set[str]] = {}
+    for name, own in read:
+        for table, value in load_catalogue(registry.find(name), name, tables, own).hashes.items():
+            found.setdefault(table, set()).add(value)
+    return {
+        table: values.pop() if len(values) == 1 else sha256("".join(sorted(values)).encode()).hexdigest()
+        for table, values in found.items()
+    }
 
 
 def check_metric(grid: Grid, known: list[str]) -> None:
@@ -382,7 +395,7 @@ def estimate(grid: Grid, trials: list[Trial], tables: str, extra: str | None, th
     if not trials or grid.kind == "evaluate":
         return math.nan
     places = sorted({0, len(trials) // 2, len(trials) - 1})
-    own = [t.folders.get("sids") or t.folders.get("text") or extra for t in trials]
+    own = [t.extra(extra) for t in trials]
     looks = [look(trials[i], absolute(tables), own[i], True, threads) for i in places]
     return len(trials) * sum(one.seconds for one in looks) / len(looks)
 
@@ -418,8 +431,16 @@ def outcome(trial: Trial, sweep_folder: str, grid: Grid) -> Outcome:
 
 
 def best_of(outcomes: list[Outcome]) -> Outcome | None:
-    """The trial with the largest value, the first of equals."""
-    return max((o for o in outcomes if o.value is not None), key=lambda o: o.value or 0.0, default=None)
+    """The best trial of the settings with the most seeds, and of those with the largest mean over their seeds."""
+    seeds: dict[str, list[float]] = {}
+    for o in outcomes:
+        seeds.setdefault(tracking.settings_of(o.point), []).extend([] if o.value is None else [o.value])
+
+    def rank(one: Outcome) -> tuple[float, ...]:
+        values = seeds[tracking.settings_of(one.point)]
+        return len(values), statistics.fmean(values), one.value or 0.0
+
+    return max((o for o in outcomes if o.value is not None), key=rank, default=None)
 
 
 def chosen(best: Outcome | None, folder: str, outcomes: list[Outcome]) -> Outcome:

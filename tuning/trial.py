@@ -67,10 +67,6 @@ class Plan:
     command: str
     """Command line of the sweep."""
 
-    def extra_of(self, trial: Trial) -> str | None:
-        """SIDS or TEXT of a trial."""
-        return trial.folders.get("sids") or trial.folders.get("text") or self.extra
-
     def tags(self, trial: Trial) -> dict[str, str]:
         """Tags of the trial's MLflow run."""
         return {
@@ -105,7 +101,7 @@ def fit(trial: Trial, plan: Plan) -> None:
 
     trained = train(
         model=trial.model, fit=FitConfig(**trial.fit), ray_options=plan.ray, tables=plan.tables,
-        sids=plan.extra_of(trial), storage=plan.folder, name=trial.name, tracking_uri=plan.uri,
+        sids=trial.extra(plan.extra), storage=plan.folder, name=trial.name, tracking_uri=plan.uri,
         experiment=plan.experiment, parent_run=plan.parent, log_model=False, say=quiet, tags=plan.tags(trial),
         heard=heard, wait=PATIENCE,
     )  # fmt: skip
@@ -114,7 +110,7 @@ def fit(trial: Trial, plan: Plan) -> None:
         tune.report({EPOCH: trained.epochs, VALUE: value, "seconds": time.monotonic() - began})
     if plan.test and not tested(folder):
         result, about = evaluate(
-            join(folder, BEST), plan.tables, plan.extra_of(trial), device=device(plan.ray),
+            join(folder, BEST), plan.tables, trial.extra(plan.extra), device=device(plan.ray),
             batch_size=FitConfig(**trial.fit).eval_batch_size,
         )  # fmt: skip
         record(result, about)
@@ -128,7 +124,7 @@ def measure(trial: Trial, plan: Plan) -> None:
     batch_size = int(options.pop("batch_size", 256))
     torch.set_num_threads(threads_per_worker(plan.ray.threads, 1))
     result, about = evaluate(
-        trial.folders["checkpoint"], plan.tables, plan.extra_of(trial), batch_size=batch_size, options=options,
+        trial.folders["checkpoint"], plan.tables, trial.extra(plan.extra), batch_size=batch_size, options=options,
         device=device(plan.ray),
     )  # fmt: skip
     config = {"model": about.model, "fit": about.fit, "evaluate": result.options, "checkpoint": result.checkpoint}

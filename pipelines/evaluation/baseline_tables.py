@@ -8,7 +8,7 @@ import re
 import statistics
 from collections.abc import Sequence
 
-from pipelines.evaluation.comparison import Row
+from pipelines.evaluation.comparison import Row, ratio
 from pipelines.evaluation.table import Table
 
 BASELINE = "interleaved"
@@ -35,14 +35,17 @@ def task_tables(rows: Sequence[Row], entropies: Sequence[str]) -> list[Table]:
 
 
 def relative_tables(rows: Sequence[Row], entropies: Sequence[str]) -> list[Table]:
-    """Each row's change on test against the baseline, over the seeds that both have."""
-    baseline = next((row for row in rows if row.model == BASELINE and row.by_seed("test/eval_loss")), None)
-    if baseline is None:
-        return []
+    """Each row's change on test against the baseline of the same log, the best, over the seeds that both have."""
+    baselines: dict[tuple[str, ...], Row] = {}
+    for row in rows:
+        if row.model == BASELINE and row.by_seed("test/eval_loss"):
+            baselines.setdefault(row.log, row)
     major = [name for task in MAJOR if (name := f"test/{task}/normalised_entropy") in entropies] or entropies
     names = ["test/eval_loss", "test/mean/normalised_entropy", *major]
     cells = []
     for row in rows:
+        if (baseline := baselines.get(row.log)) is None:
+            continue
         seeds = sorted(row.by_seed(names[0]).keys() & baseline.by_seed(names[0]).keys())
         if row is not baseline and seeds:
             changes = (change(row, baseline, name, seeds) for name in names)
@@ -51,8 +54,8 @@ def relative_tables(rows: Sequence[Row], entropies: Sequence[str]) -> list[Table
         return []
     header = ["model", "run", "seeds", "eval loss", "mean NE", *(f"{task_of(name)} NE" for name in major)]
     notes = [
-        f"change on test relative to {baseline.name} of the same seed; below 0 is better. ±: sample standard deviation "
-        f"over seeds. NE: normalised entropy."
+        f"change on test relative to {', '.join(row.name for row in baselines.values())} of the same seed; below 0 is "
+        f"better. ±: sample standard deviation over seeds. NE: normalised entropy."
     ]
     return [Table("Against the interleaved baseline", header, cells, notes)]
 
@@ -65,11 +68,12 @@ def task_of(name: str) -> str:
 def change(row: Row, baseline: Row, name: str, seeds: Sequence[str]) -> str:
     """Mean relative change over `seeds`, with its deviation where there are several."""
     ours, theirs = row.by_seed(name), baseline.by_seed(name)
-    changes = [ours[seed] / theirs[seed] - 1 for seed in seeds if seed in ours and seed in theirs]
+    changes = [ratio(ours[seed], theirs[seed]) - 1 for seed in seeds if seed in ours and seed in theirs]
     if not changes:
         return "-"
     spread = f" ± {statistics.stdev(changes):.2%}" if len(changes) > 1 else ""
-    return f"{statistics.fmean(changes):+.2%}{spread}"
+    mean = statistics.fmean(changes)
+    return "-" if math.isnan(mean) else f"{mean:+.2%}{spread}"
 
 
 def figure(row: Row, metric: str) -> str:

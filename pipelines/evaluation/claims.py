@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 
 from models.tables import UserError
-from pipelines.evaluation.comparison import Row, lower_is_better
+from pipelines.evaluation.comparison import Row, lower_is_better, ratio
 from pipelines.evaluation.noninferiority import non_inferiority
-from pipelines.evaluation.published import Papers, System, check_names, pairs, percent, value_of
+from pipelines.evaluation.published import Papers, System, check_names, check_there, pairs, value_of
 from pipelines.evaluation.sweep_plots import controlled, number
-from pipelines.evaluation.table import Table
+from pipelines.evaluation.table import Table, percent
 
 HOLDS, FAILS, OPEN = "holds", "does not hold", "not yet measured"
 
@@ -106,6 +106,7 @@ def read_claims(papers: Papers) -> list[Claim]:
     for given in papers.claims:
         content = {"as_" if key == "as" else key: value for key, value in given.items()}
         check_names(content, [f.name for f in fields(Claim)], f"claim {given.get('id')}")
+        check_there(content, ("id", "source", "says", "metric"), f"claim {given.get('id')}")
         for key in ("paper", "range", "values"):
             if key in content:
                 content[key] = tuple(content[key])
@@ -130,9 +131,7 @@ def size_of(claim: Claim, left: float, right: float) -> float:
     """The claimed quantity of two figures."""
     if claim.as_ == "points":
         return left - right
-    if not right:
-        return math.nan
-    return left / right if claim.as_ == "times" else left / right - 1
+    return ratio(left, right) - (claim.as_ == "change")
 
 
 def paper_range(claim: Claim, papers: Papers) -> tuple[float, float] | None:
@@ -153,20 +152,23 @@ def judge_pair(claim: Claim, left: Row, right: Row, papers: Papers) -> Verdict:
     """Left against right: the means over their seeds."""
     size = size_of(claim, left.mean(claim.metric), right.mean(claim.metric))
     theirs = paper_range(claim, papers)
+    if math.isnan(size):
+        return Verdict(
+            claim, OPEN, left.place, paper=printed(claim, theirs), why="nothing to be relative to", rows=(left, right)
+        )
     neutral = 1.0 if claim.as_ == "times" else 0.0
     above, why = size - neutral, "direction"
     if claim.expect == "non_inferior":
         values = list(left.by_seed(claim.metric).values())
         if len(values) < 2:
-            return Verdict(claim, OPEN, place(left), show(claim, size), why="needs 2 seeds", rows=(left, right))
+            return Verdict(claim, OPEN, left.place, show(claim, size), why="needs 2 seeds", rows=(left, right))
         p = non_inferiority(values, right.mean(claim.metric)).p
         good, why = p < 0.05, f"p = {p:.3f}"
     elif claim.expect in ("higher", "lower"):
         good = above > 0 if claim.expect == "higher" else above < 0
         if good and theirs and claim.size == "printed":
-            low, high = sorted(sized(claim, end) for end in theirs)
-            ours = sized(claim, size)
-            good, why = low / FACTOR <= ours <= high * FACTOR, "size"
+            low, high = sorted(abs(end) for end in theirs)
+            good, why = low / FACTOR <= abs(size) <= high * FACTOR, "size"
     else:
         good = {
             "same": abs(above) <= claim.within,
@@ -176,14 +178,9 @@ def judge_pair(claim: Claim, left: Row, right: Row, papers: Papers) -> Verdict:
         why = f"within {percent(claim.within).lstrip('+')}"
     seeds = " / ".join(str(len({run.seed for run in row.runs})) for row in (left, right))
     return Verdict(
-        claim, HOLDS if good else FAILS, place(left), show(claim, size), printed(claim, theirs),
+        claim, HOLDS if good else FAILS, left.place, show(claim, size), printed(claim, theirs),
         f"{why}; seeds {seeds}" if "/" not in left.model else why, (left, right),
     )  # fmt: skip
-
-
-def sized(claim: Claim, size: float) -> float:
-    """How large an effect is: of times the logarithm, so that half and double are alike; else without its sign."""
-    return abs(math.log(size)) if claim.as_ == "times" and size > 0 else abs(size)
 
 
 def judge_param(claim: Claim, rows: Sequence[Row], system: System) -> list[Verdict]:
@@ -217,7 +214,7 @@ def judge_line(claim: Claim, group: Sequence[Row]) -> Verdict | None:
         spread = max(figures) / min(figures) - 1 if min(figures) > 0 else math.inf
         good, ours, paper = spread <= claim.within, percent(spread), f"within {claim.within:.0%}"
     values = ", ".join(f"{value:g}" for value, _ in line)
-    return Verdict(claim, HOLDS if good else FAILS, place(group[0]), ours, paper, f"{name} at {values}", tuple(group))
+    return Verdict(claim, HOLDS if good else FAILS, group[0].place, ours, paper, f"{name} at {values}", tuple(group))
 
 
 def judge_range(claim: Claim, rows: Sequence[Row], system: System) -> list[Verdict]:
@@ -229,14 +226,9 @@ def judge_range(claim: Claim, rows: Sequence[Row], system: System) -> list[Verdi
             value = statistics.fmean(row.values(claim.metric))
             verdict = HOLDS if low <= value <= high else FAILS
             found[(row.experiment, row.params.get("table.trie", ""))] = Verdict(
-                claim, verdict, place(row), f"{value:.4g}", f"{low:g} to {high:g}", claim.metric, (row,)
+                claim, verdict, row.place, f"{value:.4g}", f"{low:g} to {high:g}", claim.metric, (row,)
             )
     return list(found.values())
-
-
-def place(row: Row) -> str:
-    """The experiment, with the folder of its semantic IDs."""
-    return f"{row.experiment}, {row.runs[0].sids}" if "table.trie" in row.params else row.experiment
 
 
 def show(claim: Claim, size: float) -> str:

@@ -13,7 +13,7 @@ import difflib
 import math
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -84,6 +84,7 @@ class Row:
         name = self.runs[0].name
         for run in self.runs[1:]:
             name = shared_name(name, run.name)
+        name = f"{self.model}*" if name == "*" else name
         return f"{name} [{self.options}]" if self.options else name
 
     @property
@@ -102,18 +103,32 @@ class Row:
         return [run.metrics[metric] for run in self.runs if metric in run.metrics]
 
     def by_seed(self, metric: str) -> dict[str, float]:
-        """One value per seed: the newest run's."""
-        return {run.seed: run.metrics[metric] for run in self.runs if metric in run.metrics}
+        """One value per seed: the newest run's; of what has no seed, as benchmarks, one per run."""
+        return {run.seed or run.id: run.metrics[metric] for run in self.runs if metric in run.metrics}
 
     def mean(self, metric: str) -> float:
-        """Mean over the runs, or NaN."""
-        values = self.values(metric)
+        """Mean over the seeds, or NaN."""
+        values = self.by_seed(metric).values()
         return statistics.fmean(values) if values else math.nan
 
     def deviation(self, metric: str) -> float:
-        """Sample standard deviation over the runs, or NaN for one run."""
-        values = self.values(metric)
+        """Sample standard deviation over the seeds, or NaN for one seed."""
+        values = self.by_seed(metric).values()
         return statistics.stdev(values) if len(values) > 1 else math.nan
+
+    @property
+    def log(self) -> tuple[str, ...]:
+        """Experiment, items and sequences: rows that differ in them are not of the same requests."""
+        return self.experiment, *(self.params.get(f"table.{table}", "") for table in ("items", "sequences"))
+
+    @property
+    def place(self) -> str:
+        """The experiment, with the folder of its semantic IDs."""
+        return f"{self.experiment}, {self.runs[0].sids}" if "table.trie" in self.params else self.experiment
+
+    def only(self, seeds: Collection[str]) -> Row:
+        """The row with its runs of these seeds alone."""
+        return replace(self, runs=[run for run in self.runs if (run.seed or run.id) in seeds])
 
 
 def rows_of(*selections: Selection) -> list[Row]:
@@ -185,6 +200,8 @@ class Comparison:
     """Best first by the metric on test, then on val."""
     metric: str
     """The metric that they are compared by."""
+    teachers: list[Row] = field(default_factory=list)
+    """Of a sweep's trials, which have taught them and are not among the rows."""
 
     def history(self, run: Run, metric: str) -> list[tuple[float, float]]:
         """(step, value) of everything that the run logged of the metric, in order of the steps."""
@@ -223,7 +240,8 @@ def compare(selection: Selection, metric: str | None = None, others: Sequence[Se
         test, val = row.mean(f"test/{metric}"), row.mean(f"val/{metric}")
         return (sign * test if math.isfinite(test) else math.inf, sign * val if math.isfinite(val) else math.inf)
 
-    return Comparison(selection, sorted(rows, key=rank), metric)
+    teachers = rows_of(replace(selection, runs=selection.teachers)) if selection.teachers else []
+    return Comparison(selection, sorted(rows, key=rank), metric, teachers)
 
 
 def best_run(comparison: Comparison) -> Run:
@@ -239,4 +257,10 @@ def best_run(comparison: Comparison) -> Run:
 
 def lower_is_better(metric: str) -> bool:
     """Whether a smaller value of the metric is the better one."""
-    return metric.endswith(("entropy", "entropy_train", "loss", "/mse", "seconds"))
+    last = metric.rsplit("/", 1)[-1]
+    return last in ("mse", "median_s") or last.endswith(("entropy", "entropy_train", "loss", "seconds", "memory_mb"))
+
+
+def ratio(value: float, base: float) -> float:
+    """value / base; NaN where the base is 0, so that there is nothing to be relative to."""
+    return value / base if base else math.nan

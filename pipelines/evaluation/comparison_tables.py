@@ -11,9 +11,9 @@ import statistics
 from collections.abc import Sequence
 
 from pipelines.evaluation.baseline_tables import baseline_tables, figure
-from pipelines.evaluation.comparison import Comparison, Row, lower_is_better
+from pipelines.evaluation.comparison import Comparison, Row, lower_is_better, ratio
 from pipelines.evaluation.noninferiority import MARGIN, non_inferiority, paired_test
-from pipelines.evaluation.table import Table
+from pipelines.evaluation.table import Table, percent
 
 SHOWN = (
     "val/ndcg@10", "test/recall@5", "test/recall@10", "test/ndcg@5", "test/ndcg@10",
@@ -28,7 +28,7 @@ def tables(comparison: Comparison) -> list[Table]:
     return [
         runs_table(comparison),
         *paired_tables(comparison),
-        *non_inferiority_tables(comparison.rows, comparison.metric),
+        *non_inferiority_tables(comparison.rows, comparison.metric, comparison.teachers),
         *item_shift_tables(comparison.rows),
         *baseline_tables(comparison.rows),
     ]
@@ -102,34 +102,36 @@ def best_table(comparisons: Sequence[Comparison]) -> Table | None:
 
 
 def paired_tables(comparison: Comparison) -> list[Table]:
-    """Each row with two or more seeds against the best row that has them too, seed by seed."""
+    """Each row with two or more seeds against the best of the same log that has them too, seed by seed."""
     name = f"test/{comparison.metric}"
-    rows = [row for row in comparison.rows if len(row.by_seed(name)) > 1]
-    if len(rows) < 2:
-        return []
-    best, cells = rows[0], []
-    for row in rows[1:]:
-        ours, theirs = row.by_seed(name), best.by_seed(name)
+    best: dict[tuple[str, ...], Row] = {}
+    cells = []
+    for row in comparison.rows:
+        if len(row.by_seed(name)) < 2 or (first := best.setdefault(row.log, row)) is row:
+            continue
+        ours, theirs = row.by_seed(name), first.by_seed(name)
         shared = sorted(ours.keys() & theirs.keys())
         if len(shared) < 2:
             continue
         differences = [ours[seed] - theirs[seed] for seed in shared]
         mean = statistics.fmean(differences)
-        relative = mean / statistics.fmean(theirs[seed] for seed in shared)
+        relative = ratio(mean, statistics.fmean(theirs[seed] for seed in shared))
         deviation, p = statistics.stdev(differences), paired_test(differences)
         cells.append(
-            [row.model, row.name, ", ".join(shared), f"{mean:+.4f} ± {deviation:.4f}", f"{relative:+.1%}", f"{p:.3f}"]
+            [row.model, row.name, ", ".join(shared), f"{mean:+.4f} ± {deviation:.4f}", percent(relative), f"{p:.3f}"]
         )
     header = ["model", "run", "seeds", f"{name} less the best's", "relative", "p"]
+    names = ", ".join(row.name for row in best.values())
     notes = [
-        f"the best: {best.name}. p: two-sided paired t-test over shared seeds; with few seeds only large, steady "
+        f"the best: {names}. p: two-sided paired t-test over shared seeds; with few seeds only large, steady "
         f"differences are below 0.05."
     ]
     return [Table("Against the best, seed by seed", header, cells, notes)] if cells else []
 
 
-def non_inferiority_tables(rows: Sequence[Row], metric: str) -> list[Table]:
-    """Students beside each evaluation of their teacher, told by the hash of its weights; none without such pairs.
+def non_inferiority_tables(rows: Sequence[Row], metric: str, teachers: Sequence[Row] = ()) -> list[Table]:
+    """Students beside each evaluation of their teacher, told by the hash of its weights, among the rows or `teachers`;
+    none without such pairs.
 
     A student that was evaluated with other options than its own stands beside a teacher with the same alone.
     """
@@ -137,15 +139,15 @@ def non_inferiority_tables(rows: Sequence[Row], metric: str) -> list[Table]:
     cells = []
     for student in rows:
         taught_by = student.runs[0].teacher  # all runs of a row have the same
-        teachers = {
+        beside = {
             row.name: run.metrics[name]
-            for row in rows
+            for row in (*rows, *teachers)
             for run in row.runs
             if taught_by and run.weights == taught_by and name in run.metrics
             if student.options in ("", row.options)
         }
         values = student.by_seed(name)
-        for teacher, value in teachers.items() if values else ():
+        for teacher, value in beside.items() if values else ():
             found = non_inferiority(list(values.values()), value)
             mean = f"{found.mean:.4f}" + ("" if len(values) == 1 else f" ± {found.deviation:.4f}")
             p = "needs 2 seeds" if len(values) == 1 else f"{found.p:.3f}{' †' if found.p < 0.05 else ''}"

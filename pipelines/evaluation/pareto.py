@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from matplotlib import rcParams
+from matplotlib import rc_context, rcParams
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -79,7 +79,8 @@ def draw(comparison: Comparison, path: str) -> int:
         raise UserError(f"no run of {title} has {metric} and users per second on test; run jobs.evaluate first")
     if Path(path).suffix not in FORMATS:
         raise UserError(f"--pareto is {path}; give a name that ends in one of {', '.join(FORMATS)}")
-    figure = picture(points, metric, f"{title}   (dashed: no other is both faster and better)")
+    with rc_context({"text.parse_math": False}):  # names may hold $
+        figure = picture(points, metric, f"{title}   (dashed: no other is both faster and better)")
     try:
         Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=130)
@@ -117,7 +118,8 @@ def picture(points: Sequence[Point], metric: str, title: str) -> Figure:
         axes.scatter(point.speed, point.accuracy, color=colours[point.model], s=30 + 120 * share**0.5, zorder=2)
     axes.set_xscale("log")
     axes.margins(x=0.12, y=0.12)
-    axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
+    if all(point.accuracy >= 0 for point in points):
+        axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
     axes.grid(alpha=0.2)
     axes.set_xlabel("users per second on test (log scale)")
     axes.set_ylabel(f"test {metric}")

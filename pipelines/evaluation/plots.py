@@ -29,7 +29,7 @@ STYLE: Any = {
     "ytick.color": INK, "grid.color": INK, "legend.labelcolor": INK, "legend.framealpha": 0.0, "hatch.color": INK,
     "figure.facecolor": PAGE, "axes.facecolor": PAGE, "savefig.transparent": True, "svg.fonttype": "none",
     "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 10, "axes.labelsize": 9,
-    "xtick.labelsize": 8, "ytick.labelsize": 8, "legend.fontsize": 8,
+    "xtick.labelsize": 8, "ytick.labelsize": 8, "legend.fontsize": 8, "text.parse_math": False,
 }  # fmt: skip
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import yaml
 
 from models.tables import UserError
-from pipelines.evaluation.comparison import Comparison, Row, lower_is_better
-from pipelines.evaluation.table import Table
+from pipelines.evaluation.comparison import Comparison, Row, lower_is_better, ratio
+from pipelines.evaluation.table import Table, percent
 
 CLAIMS = Path(__file__).parents[2] / "claims.yaml"
 """The file of this checkout."""
@@ -73,7 +73,7 @@ class Published:
             return None
         if self.relative:
             return (1 + value) / (1 + base) - 1
-        return value / base - 1
+        return ratio(value, base) - 1
 
 
 @dataclass
@@ -127,11 +127,13 @@ def load(path: str | Path = CLAIMS) -> Papers:
             base = systems[given["like"]]
             systems[name] = System(base.model, {**base.params, **given.get("params", {})})
         else:
+            check_there(given, ("model",), f"{path}, system {name}")
             systems[name] = System(given["model"], given.get("params", {}))
     published = []
     for given in content.get("published", []):
         where = f"{path}, {given.get('source', 'published')}"
         check_names(given, [f.name for f in fields(Published)], where)
+        check_there(given, ("source", "metrics", "datasets"), where)
         published.append(Published(**given))
         for lines in given["datasets"].values():
             check_names(lines, systems, where)
@@ -153,13 +155,20 @@ def check_names(given: Iterable[str], known: Iterable[str], where: str) -> None:
             raise UserError(f"{where}: '{name}' is unknown; the nearest is '{near[0] if near else 'none'}'")
 
 
+def check_there(given: Iterable[str], needed: Iterable[str], where: str) -> None:
+    """UserError for a key that is left out."""
+    if missing := [name for name in needed if name not in given]:
+        raise UserError(f"{where}: {', '.join(missing)} missing; give {', '.join(needed)}")
+
+
 OF_STAGE_1 = {"model.shared_mlp", "model.end_to_end", "model.encoder_layers", "model.encoder_width"}
 """Params of SID-MLP++ that make its stage 1 another one, so that the encoder's hash differs with them."""
 
 
 def pairs(rows: Sequence[Row], left: System, right: System, metric: str, match: str) -> list[tuple[Row, Row]]:
     """Rows of two systems that compare, one pair per experiment and trie: that with the most seeds, then the best left,
-    then the best right on validation. `match` teacher: right is the run that taught left; settings: all else alike."""
+    then the best right on validation. `match` teacher: right is the run that taught left; settings: all else alike,
+    and both are of the seeds that they share, where there are any."""
     groups: dict[tuple[str, str], list[tuple[Row, Row]]] = {}
     named = {name if "." in name else f"model.{name}" for name in (*left.params, *right.params)}
     for ours in rows:
@@ -170,8 +179,12 @@ def pairs(rows: Sequence[Row], left: System, right: System, metric: str, match: 
                 continue
             if match == "teacher":  # which one of the row's runs it is
                 theirs = replace(theirs, runs=[run for run in theirs.runs if run.weights == ours.runs[0].teacher])
-            if theirs.values(metric):
-                groups.setdefault((ours.experiment, ours.params.get("table.trie", "")), []).append((ours, theirs))
+            left_row, right_row = ours, theirs
+            if match == "settings" and (seeds := ours.by_seed(metric).keys() & theirs.by_seed(metric).keys()):
+                left_row, right_row = ours.only(seeds), theirs.only(seeds)
+            if right_row.values(metric):
+                place = (ours.experiment, ours.params.get("table.trie", ""))
+                groups.setdefault(place, []).append((left_row, right_row))
 
     def rank(pair: tuple[Row, Row]) -> tuple[float, ...]:
         fewer, more = sorted(len({run.seed for run in row.runs}) for row in pair)
@@ -221,13 +234,14 @@ def beside(comparison: Comparison, published: Published, systems: dict[str, Syst
     """Ours beside one source's; None where no system is measured here, or none that compares with the reference."""
     names = list(dict.fromkeys(name for lines in published.datasets.values() for name in lines))
     datasets, reference = list(published.datasets), published.reference
+    several = len({row.place for row in comparison.rows}) > 1
     cells: list[list[str]] = []
 
     def line(name: str, row: Row, metric: str, change: float | None) -> list[str]:
         absolute = [published.value(dataset, name, metric) for dataset in datasets]
         theirs = [published.change(dataset, name, metric) for dataset in datasets]
         return [
-            name, row.name, metric, f"{row.mean(metric):.4f}",
+            name, f"{row.place}: {row.name}" if several else row.name, metric, f"{row.mean(metric):.4f}",
             *([] if published.relative else ("-" if value is None else f"{value:.4f}" for value in absolute)),
             *([percent(value) if name != reference else "" for value in (change, *theirs)] if reference else []),
         ]  # fmt: skip
@@ -237,15 +251,14 @@ def beside(comparison: Comparison, published: Published, systems: dict[str, Syst
             found = [(name, best_row(comparison.rows, systems[name], metric)) for name in names]
             cells += [line(name, row, metric, None) for name, row in found if row is not None]
             continue
-        base: Row | None = None
+        blocks: dict[tuple, list[list[str]]] = {}  # a reference with what is seen against it; ablations may have others
         for name in names:
             sides = (comparison.rows, systems[name], systems[reference], metric)
-            if name == reference or not (found_pairs := pairs(*sides, "teacher") or pairs(*sides, "settings")):
-                continue
-            row, other = found_pairs[0]
-            if base is None or other.name != base.name:  # ablations may have a reference of their own settings
-                cells.append(line(reference, base := other, metric, None))
-            cells.append(line(name, row, metric, row.mean(metric) / other.mean(metric) - 1))
+            for row, other in [] if name == reference else pairs(*sides, "teacher") or pairs(*sides, "settings"):
+                told = (row.place, other.options, *(run.id for run in other.runs))
+                block = blocks.setdefault(told, [line(reference, other, metric, None)])
+                block.append(line(name, row, metric, ratio(row.mean(metric), other.mean(metric)) - 1))
+        cells += [cells for block in blocks.values() for cells in block]
     if not cells:
         return None
     against = f"vs {reference}"
@@ -253,11 +266,6 @@ def beside(comparison: Comparison, published: Published, systems: dict[str, Syst
     header += [f"ours {against}", *(f"{dataset} {against}" for dataset in datasets)] if reference else []
     notes = [f"{', '.join(datasets)}: as printed in {published.source}; ours on {comparison.selection.title}."]
     return Table(f"Beside the paper: {published.source}", header, cells, notes, 3)
-
-
-def percent(change: float | None) -> str:
-    """A relative change, or nothing."""
-    return "" if change is None else f"{change:+.1%}" if abs(change) >= 0.01 else f"{change:+.2%}"
 
 
 def of_grid(points: Sequence[dict[str, Any]], model: str) -> Papers:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from pipelines.evaluation.comparison import Comparison, Row
+from pipelines.evaluation.comparison import Comparison, Row, lower_is_better, ratio
 
 Drawn = tuple[str, str, str, Figure]
 """Name, title, caption and figure of a plot."""
@@ -56,7 +57,7 @@ def curves(comparison: Comparison) -> list[Drawn]:
     for axes, (model, key, lines) in zip(panels, drawn, strict=False):
         colours: dict[str, str] = {}
         for row, points in lines:
-            label = None if row.name in colours else row.name  # one entry of the legend for all seeds
+            label = None if row.name in colours else legible(row.name)  # one entry of the legend for all seeds
             colour = colours.setdefault(row.name, COLOURS[len(colours) % len(COLOURS)])
             steps, values = zip(*thinned(points), strict=True)
             axes.plot(steps, values, color=colour, lw=1.2, alpha=0.85, label=label)
@@ -74,6 +75,11 @@ def curves(comparison: Comparison) -> list[Drawn]:
     return [("curves", "Learning curves", caption, figure)]
 
 
+def legible(label: str) -> str:
+    """A label as a legend shows it, which leaves out those that begin with `_`."""
+    return f" {label}" if label.startswith("_") else label
+
+
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """At most `POINTS` points, each the mean of its neighbours."""
     size = math.ceil(len(points) / POINTS)
@@ -85,7 +91,8 @@ def tokenizers(comparison: Comparison) -> list[Drawn]:
     """Teacher and student side by side for each folder of semantic IDs; none with fewer than two."""
     name = f"test/{comparison.metric}"
     pairs: dict[str, tuple[float, Row]] = {}
-    for student in comparison.rows:
+    sign = 1 if lower_is_better(comparison.metric) else -1
+    for student in sorted(comparison.rows, key=lambda row: sign * row.mean(f"val/{comparison.metric}")):
         teachers = [
             run.metrics[name]
             for row in comparison.rows
@@ -110,8 +117,8 @@ def tokenizers(comparison: Comparison) -> list[Drawn]:
         error = None if math.isnan(deviation) else deviation
         axes.bar(place + 0.2, value, 0.38, yerr=error, color=COLOURS[0], label=None if place else "student")
         axes.annotate(
-            f"{value / teacher:.1%}", (place + 0.2, value), xytext=(0, 3), textcoords="offset points", ha="center",
-            fontsize=8,
+            f"{ratio(value, teacher):.1%}", (place + 0.2, value), xytext=(0, 3), textcoords="offset points",
+            ha="center", fontsize=8,
         )  # fmt: skip
     axes.set_xticks(range(len(pairs)), list(pairs))
     axes.set_ylabel(name)
@@ -123,17 +130,19 @@ def tokenizers(comparison: Comparison) -> list[Drawn]:
 def beams(comparison: Comparison) -> list[Drawn]:
     """The metric by the number of beams, for models evaluated with two or more."""
     name = f"test/{comparison.metric}"
-    lines: dict[str, dict[int, float]] = {}
+    lines: dict[tuple[str, str], dict[int, float]] = {}
     for row in comparison.rows:
         if row.beam and row.values(name):
-            named = row.name.removesuffix(f" [{row.options}]") if "evaluate.beam" not in row.params else row.model
-            lines.setdefault(named, {})[row.beam] = row.mean(name)
-    lines = {label: points for label, points in lines.items() if len(points) > 1}
+            checkpoint = row.params.get("checkpoint", "")  # of a run that is an evaluation alone
+            named = f"{row.model} {Path(checkpoint.removesuffix('/best')).name}" if checkpoint else row.name
+            lines.setdefault((checkpoint, named.removesuffix(f" [{row.options}]")), {})[row.beam] = row.mean(name)
+    lines = {told: points for told, points in lines.items() if len(points) > 1}
     if not lines:
         return []
     figure, (axes,) = new_figure(1)
-    for place, (label, points) in enumerate(lines.items()):
-        axes.plot(*zip(*sorted(points.items()), strict=True), marker="o", color=COLOURS[place % 7], label=label)
+    for place, ((_, label), points) in enumerate(lines.items()):
+        counts, values = zip(*sorted(points.items()), strict=True)
+        axes.plot(counts, values, marker="o", color=COLOURS[place % 7], label=legible(label))
     axes.set_xlabel("beams")
     axes.set_ylabel(name)
     axes.grid(alpha=0.15)

@@ -1,11 +1,12 @@
 """Which MLflow runs are compared: those of experiments, of a sweep, or named one by one.
 
-In the view of an experiment a sweep is its best trial; asked for by name it is all of its trials.
+In the view of an experiment a sweep is its best settings, on all of their seeds; asked for by name it is all trials.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ class Selection:
     """The sweep's own run, where the runs are its trials."""
     notes: list[str] = field(default_factory=list)
     """What was left out."""
+    teachers: list[Any] = field(default_factory=list)
+    """Of a sweep: the runs that have taught its trials."""
 
     @property
     def client(self) -> MlflowClient:
@@ -60,12 +63,15 @@ def select(uri: str, experiments: Sequence[str] = (), sweep: str | None = None, 
     chosen = {known[name]: name for name in experiments or known}
     there = search(client, list(chosen))
     if sweep:
-        sweeps = [run for run in there if run.data.tags.get(KIND) == "sweep"]
+        sweeps = [run for run in there if is_sweep(run)]
         parent = only(sweeps, sweep, "sweep", uri)
         trials = [run for run in there if run.data.tags.get(PARENT) == parent.info.run_id]
         if not (trials := trainings(trials)):
             raise UserError(f"the sweep '{sweep}' at {uri} has no trials yet; start it with jobs.sweep")
-        return Selection(uri, f"{chosen[parent.info.experiment_id]}: {parent.info.run_name}", trials, chosen, parent)
+        taught = {run.data.params.get("model.teacher_hash") for run in trials} - {None}
+        teachers = [run for run in trainings(there) if run.data.tags.get(tracking.WEIGHTS_TAG) in taught]
+        title = f"{chosen[parent.info.experiment_id]}: {parent.info.run_name}"
+        return Selection(uri, title, trials, chosen, parent, teachers=teachers)
     if runs:
         found = [only(trainings(there), name, "run", uri) for name in runs]
         homes = ", ".join(dict.fromkeys(chosen[run.info.experiment_id] for run in found))
@@ -102,27 +108,41 @@ def search(client: MlflowClient, ids: list[str]) -> list[Any]:
 
 def trainings(runs: Sequence[Any]) -> list[Any]:
     """Those of a model: neither the run of a sweep nor that of a page."""
-    return [run for run in runs if "model.name" in run.data.params and run.data.tags.get(KIND) != "sweep"]
+    return [run for run in runs if "model.name" in run.data.params and not is_sweep(run)]
 
 
 def without_trials(runs: Sequence[Any], everything: Sequence[Any]) -> tuple[list[Any], list[str]]:
-    """The runs with each sweep's trials but its best left out, and a note for each sweep."""
-    best = {run.info.run_id: run.data.tags.get(BEST) for run in everything if run.data.tags.get(KIND) == "sweep"}
-    names = {run.info.run_id: run.info.run_name for run in everything}
-    kept, left = [], dict.fromkeys(best, 0)
+    """The runs with each sweep's trials left out but for the best settings', on all their seeds, and a note for each
+    sweep."""
+    named = {run.info.run_id: run for run in everything}
+    best = {id: settled(named.get(run.data.tags.get(BEST))) for id, run in named.items() if is_sweep(run)}
+    kept, here, all_of = [], dict.fromkeys(best, 0), dict.fromkeys(best, 0)
     for run in runs:
         parent = run.data.tags.get(PARENT)
-        if parent in best and run.info.run_id != best[parent]:
-            left[parent] += 1
-        else:
-            kept.append(run)
-    notes = [
-        f"{names[parent]}: {'the best' if best[parent] else 'none'} of its {count + bool(best[parent])} trials is "
-        f"here; all of them: --sweep {names[parent]}"
-        for parent, count in left.items()
-        if count
-    ]
+        if parent in best:
+            all_of[parent] += 1
+            if best[parent] is None or settled(run) != best[parent]:
+                continue
+            here[parent] += 1
+        kept.append(run)
+    notes = []
+    for parent, count in here.items():
+        if count < all_of[parent]:
+            what = {0: "none is here", 1: "the best is here"}.get(count, f"the {count} of the best settings are here")
+            name = named[parent].info.run_name
+            notes.append(f"{name}: of its {all_of[parent]} trials {what}; all of them: --sweep {name}")
     return kept, notes
+
+
+def is_sweep(run: Any) -> bool:
+    return bool(run.data.tags.get(KIND) == "sweep")
+
+
+def settled(trial: Any) -> str | None:
+    """The trial's values of the sweep's axes, but for the seed."""
+    if trial is None:
+        return None
+    return tracking.settings_of(json.loads(trial.data.tags[tracking.POINT_TAG]))
 
 
 def only(runs: Sequence[Any], name: str, what: str, uri: str) -> Any:

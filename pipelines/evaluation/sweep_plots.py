@@ -18,7 +18,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from mlflow.exceptions import MlflowException
 
-from pipelines.evaluation.comparison import Comparison, Row, lower_is_better
+from pipelines.evaluation.comparison import Comparison, Row, lower_is_better, ratio
 from pipelines.evaluation.run_plots import COLOURS, Drawn, new_figure
 
 LEAST = 3
@@ -77,11 +77,11 @@ def axes(comparison: Comparison) -> list[Drawn]:
     drawn: list[Drawn] = []
     for key in keys:
         groups = [group for group in controlled(own, key) if len(group) >= (2 if swept else LEAST)]
-        if not groups and swept:
+        if best := bool(swept) and not groups:
             groups = [best_of_each(own, key, comparison)]
         groups = sorted((group for group in groups if len(group) > 1), key=len, reverse=True)[: len(COLOURS)]
         if groups:
-            drawn.append(setting_plot(comparison, key, groups, published, bool(swept) and len(swept) > 1))
+            drawn.append(setting_plot(comparison, key, groups, published, best))
     return drawn
 
 
@@ -117,7 +117,7 @@ def setting_plot(
             panel.errorbar(
                 [values.index(setting(row, key)) for row in there], [row.mean(name) for row in there], spread,
                 marker="o", capsize=2, color=COLOURS[line % len(COLOURS)], linestyle="-" if numeric(values) else "none",
-                label=name if len(groups) == 1 else f"{name}: {group[0].model}",
+                label=name if len(groups) == 1 else f"{name}: {told_apart(group[0], groups, key)}",
             )  # fmt: skip
         dress(panel, values, key, names[0] if len(names) == 1 else "NE" if shown else metric)
         panel.legend()
@@ -126,6 +126,13 @@ def setting_plot(
     how = "the best trial on validation for each value" if best else "all else equal"
     caption = f"{key}: {how}; bars are the deviation over seeds."
     return (key.replace(".", "-"), f"What {key} does", caption, figure)
+
+
+def told_apart(row: Row, groups: Sequence[Sequence[Row]], key: str) -> str:
+    """The row's model, with the settings but `key` by which its group differs from others of the model."""
+    kin = [group[0] for group in groups if group[0].model == row.model]
+    apart = [name for name in row.params if name != key and len({other.params.get(name) for other in kin}) > 1]
+    return " ".join([row.model, *(f"{name.split('.', 1)[-1]} {setting(row, name)[:14]}" for name in apart)])
 
 
 def printed(published: Sequence[dict[str, Any]], key: str, metric: str) -> dict[str, dict[str, float]]:
@@ -167,7 +174,7 @@ def beside_published(
     for drawn, (label, line) in enumerate(lines.items()):
         there = [value for value in everything if value in line]
         top = (min if lower_is_better(metric) else max)(line[value] for value in there)
-        shown = [100 * (line[value] / top - 1) for value in there]
+        shown = [100 * (ratio(line[value], top) - 1) for value in there]
         colour = COLOURS[drawn % len(COLOURS)]
         axes.plot([everything.index(v) for v in there], shown, marker="s" if drawn else "o", color=colour, label=label)
     dress(axes, [f"{value:g}" for value in everything], key, f"{metric}, % of own best")

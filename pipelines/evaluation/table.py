@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from html import escape
+
+
+def percent(change: float | None) -> str:
+    """A relative change; nothing where there is none, - where it is not a number."""
+    if change is None:
+        return ""
+    return "-" if math.isnan(change) else f"{change:+.1%}" if abs(change) >= 0.01 else f"{change:+.2%}"
 
 
 @dataclass

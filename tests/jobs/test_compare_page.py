@@ -14,6 +14,7 @@ from jobs.compare import Config, parse, run
 from models.tables import UserError
 from pipelines import tracking
 from pipelines.evaluation.comparison import compare
+from pipelines.evaluation.comparison_tables import tables
 from pipelines.evaluation.plots import benchmark_plots, plots
 from pipelines.evaluation.runs import select
 
@@ -77,7 +78,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
                     model,
                     found,
                     parent=sweep.run_id,
-                    tags={"sweep.trial": str(len(trials))},
+                    tags={"sweep.trial": str(len(trials)), tracking.POINT_TAG: json.dumps(model)},
                 )
             )
     tracking.Logger(sweep).tag(**{"sweep.best": trials[5].run_id})
@@ -91,8 +92,37 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_an_experiment_shows_the_best_trial_of_a_sweep_alone(store: str) -> None:
     comparison = compare(select(store, ["retrieval/x"]))
     assert [row.name for row in comparison.rows] == ["alpha-0.7-8", "sasrec-*"]
-    assert comparison.selection.notes == ["alphas: the best of its 8 trials is here; all of them: --sweep alphas"]
+    assert comparison.selection.notes == ["alphas: of its 8 trials the best is here; all of them: --sweep alphas"]
     assert len(compare(select(store, sweep="alphas")).rows) == 8
+
+
+def test_a_sweep_over_seeds_stands_beside_its_teacher(tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    teacher = log(uri, tmp_path, "tiger", {"name": "tiger"}, {"best/ndcg@10": 0.06, "test/ndcg@10": 0.050})
+    tracking.Logger(teacher).tag(**{tracking.WEIGHTS_TAG: "W"})
+    tags = {tracking.KIND_TAG: "sweep", "sweep.axes": '["model.alpha", "fit.seed"]', "sweep.metric": "val/ndcg@10"}
+    sweep = tracking.open_run(uri, "retrieval/x", "seeds", str(tmp_path), config={}, hashes={}, tags=tags)
+    for alpha, values in ((0.5, (0.056, 0.059)), (0.7, (0.058, 0.0585))):  # the luckiest seed is not of the best alpha
+        for seed, value in enumerate(values, 42):
+            point = {"model.alpha": alpha, "fit.seed": seed}
+            model = {"name": "sid_mlp", "alpha": alpha, "teacher_hash": "W"}
+            found = {"best/ndcg@10": value, "test/ndcg@10": value - 0.008}
+            tags = {tracking.POINT_TAG: json.dumps(point)}
+            trial = log(
+                uri, tmp_path, f"seed-{seed}-{alpha}", model, found, parent=sweep.run_id, tags=tags, seed=seed
+            )  # fmt: skip
+            if (alpha, seed) == (0.7, 43):
+                tracking.Logger(sweep).tag(**{"sweep.best": trial.run_id})
+    comparison = compare(select(uri, ["retrieval/x"]))
+    assert comparison.selection.notes == [
+        "seeds: of its 4 trials the 2 of the best settings are here; all of them: --sweep seeds"
+    ]
+    (student,) = [table for table in tables(comparison) if table.title == "Students and their teachers"]
+    assert student.cells[0][1:6] == ["tiger", "2", "0.0503 ± 0.0004", "0.0500", "+0.0003"]
+    swept = compare(select(uri, sweep="seeds"))
+    assert {row.name for row in swept.rows} == {"sid_mlp*"}
+    (beside,) = [table for table in tables(swept) if table.title == "Students and their teachers"]
+    assert sorted(cells[3] for cells in beside.cells) == ["0.0495 ± 0.0021", "0.0503 ± 0.0004"]
 
 
 def test_plots_appear_where_their_runs_exist(store: str, tmp_path: Path) -> None:
@@ -227,6 +257,7 @@ def test_every_benchmark_file_is_logged(tmp_path: Path, capsys: pytest.CaptureFi
         (["--sweep", "alphas", "--benchmark", "/gone"], "cannot read /gone .*check --benchmark"),
         (["--sweep", "alphas", "--claims_file", "/gone"], "cannot read /gone"),
         (["--html", "page.html"], "nothing is given to compare"),
+        (["--claims", "--tracking_uri", "sqlite:////tmp/none/mlflow.db"], "there is no MLflow store at sqlite:////tmp"),
         (["--register", "m", "--claims"], "register is m, which is of one experiment and there are 0"),
     ],
 )  # fmt: skip

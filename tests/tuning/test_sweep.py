@@ -25,7 +25,7 @@ from pipelines import tracking
 from pipelines.evaluation.ranking import evaluate
 from pipelines.training.run import RayOptions
 from tuning.grid import Grid, Scheduler
-from tuning.sweep import Options, Swept, best_checkpoint, sweep
+from tuning.sweep import Options, Outcome, Swept, best_checkpoint, best_of, sweep
 
 ROOT = Path(__file__).parents[2]
 
@@ -131,6 +131,9 @@ def test_mlflow_has_the_sweep_and_its_trials(world: World) -> None:
 def test_a_sweep_of_the_name_is_resumed_or_refused(world: World) -> None:
     with pytest.raises(UserError, match=r"the sweep 'halved' is in .* already; give --resume"):
         world.sweep(HALVED)
+    other, _ = write_tables(world.folder / "others", items=20)
+    with pytest.raises(UserError, match="the sweep 'halved' was started with another table 'items'"):
+        world.sweep(HALVED, resume=True, tables=other)
     again = world.sweep(HALVED, resume=True)
     assert again.already
     assert again.best == world.swept.best
@@ -292,3 +295,15 @@ def test_what_no_trial_could_do_is_refused_before_any_starts(world: World) -> No
         with pytest.raises(UserError, match=message):
             world.sweep(one, **{"name": "refused", **changes})
     assert not (world.folder / "runs/refused").exists()
+
+
+def test_the_best_settings_are_those_of_the_best_mean() -> None:
+    def trial(name: str, alpha: float, seed: int, value: float | None) -> Outcome:
+        return Outcome(name, name, {"model.alpha": alpha, "fit.seed": seed}, "finished", value)
+
+    lucky = [trial("a", 0.5, 1, 0.9), trial("b", 0.5, 2, 0.1)]
+    steady = [trial("c", 0.7, 1, 0.6), trial("d", 0.7, 2, 0.7)]
+    assert best_of([*lucky, *steady]) is steady[1]
+    alone = [trial("e", 1.0, 1, 0.95), trial("f", 1.0, 2, None)]  # its other seed failed
+    assert best_of([*lucky, *steady, *alone]) is steady[1]
+    assert best_of([trial("g", 1.0, 1, None)]) is None
