@@ -78,9 +78,10 @@ def run(config: Config) -> dict[str, object]:
     statistics = prepare(source, config.input, config.output, settings, config.overwrite)
     unit = "requests" if "requests" in statistics else "events"
     per_split = ", ".join(f"{rows:,} {name}" for name, rows in statistics[unit].items())
+    sparsity = f"sparsity {statistics['sparsity']:.2%}, " if "sparsity" in statistics else ""
     print(
         f"\n{statistics['users']:,} users, {statistics['items']:,} items, {statistics['interactions']:,} interactions; "
-        f"sparsity {statistics['sparsity']:.2%}, mean length {statistics['mean_length']:.2f}; {unit}: {per_split}\n"
+        f"{sparsity}mean length {statistics['mean_length']:.2f}; {unit}: {per_split}\n"
         f"made in {time.perf_counter() - begin:.1f} s: {config.output}/{{events,items,sequences,rejects}} and "
         f"{config.output}/statistics.json\n"
         f"next: python -m jobs.audit --tables {config.output}"

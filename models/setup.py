@@ -165,7 +165,8 @@ def score(
     batches = examples.batches(batch_size)
     if limit and limit < len(examples):
         chosen = np.concatenate(list(batches))[np.linspace(0, len(examples) - 1, limit).astype(np.int64)]
-        batches = (chosen[i : i + batch_size] for i in range(0, limit, batch_size))
+        slices = (chosen[i : i + batch_size] for i in range(0, limit, batch_size))
+        batches = examples.bounded(chosen, batch_size) if hasattr(examples, "bounded") else slices
     for rows in batches:
         batch = to_device(examples.collate(rows), device)
         began = time.perf_counter()

@@ -78,6 +78,7 @@ def write_rows(folder: Path, rows: list[dict[str, Any]], items: int, *, viewers:
         "kind": "actions", "tasks": list(TASKS), "actions": list(ACTIONS), "features": list(FEATURES),
         "feature_mean": [0.5] * len(FEATURES), "feature_std": [0.3] * len(FEATURES), "dataset": "actions-test",
         "viewers": {"device": SEEN} if viewers else {},
+        "definitions": {"inputs": {name: {"label": name, "range": None, "log_unit": None} for name in ACTIONS}},
         "base_rates": dict(zip(TASKS, rates.tolist(), strict=True)),
     }  # fmt: skip
     write(join(tables, "sequences"), "sequences", pa.Table.from_pylist(rows, SCHEMA), info, {"items": made.hash})

@@ -11,7 +11,6 @@ import json
 import logging
 import math
 import os
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -35,7 +34,6 @@ from models.tables import UserError, join, open_uri
 from pipelines import tracking
 from pipelines.data.tables import check_writable, write_file
 from pipelines.training.run import (
-    BEST,
     RayOptions,
     absolute,
     check_cluster,
@@ -48,6 +46,7 @@ from pipelines.training.run import (
 )
 from tuning.grid import Grid, Trial, evaluation_options
 from tuning.halving import EPOCH, TRIAL, VALUE, Halving, make
+from tuning.outcome import Outcome, best_metrics, best_of, outcome
 from tuning.probe import look
 from tuning.trial import PATIENCE, Plan, fail, forgive, read_reports, run_trial, stop, tested
 
@@ -77,30 +76,6 @@ class Options:
         for name in ("concurrency", "retries", "budget_hours"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, it must be at least 0")
-
-
-@dataclass
-class Outcome:
-    """A trial, as `trials.json` lists it."""
-
-    trial: str
-    """Stable id."""
-    name: str
-    """Folder and MLflow name."""
-    point: dict[str, Any]
-    """Values of the axes."""
-    status: str
-    """finished, stopped (early, by the scheduler or a stop condition), failed, or unfinished."""
-    value: float | None = None
-    """The sweep's metric: of the best epoch, or of the evaluation."""
-    epochs: int | None = None
-    """Epochs done."""
-    run_id: str | None = None
-    """MLflow run."""
-    checkpoint: str | None = None
-    """Folder of the best weights."""
-    error: str | None = None
-    """Why it failed."""
 
 
 @dataclass
@@ -409,55 +384,12 @@ def is_done(trial: Trial, plan: Plan) -> bool:
     return noted["status"] == "failed" or not plan.test or bool(noted.get("stopped")) or tested(folder)
 
 
-def outcome(trial: Trial, sweep_folder: str, grid: Grid) -> Outcome:
-    """What has become of the trial, read from its folder."""
-    folder = join(sweep_folder, trial.name)
-    noted = read_record(folder)
-    made = Outcome(trial.id, trial.name, trial.point, "unfinished")
-    if noted is None:
-        return made
-    made.run_id = noted["tracking"]["run_id"]
-    if noted["status"] == "failed":
-        made.status, made.error = "failed", noted["error"]
-    elif noted["status"] == "finished":
-        made.status = "stopped" if noted.get("stopped") else "finished"
-        if grid.kind == "evaluate":
-            made.value, made.checkpoint = noted["values"].get(grid.metric), trial.folders["checkpoint"]
-            return made
-        about = checkpoint.read(join(folder, BEST))
-        made.value = about.metrics.get(grid.metric.removeprefix("val/"))
-        made.epochs, made.checkpoint = noted["epochs"], join(folder, BEST)
-    return made
-
-
-def best_of(outcomes: list[Outcome]) -> Outcome | None:
-    """The best trial of the settings with the most seeds, and of those with the largest mean over their seeds."""
-    seeds: dict[str, list[float]] = {}
-    for o in outcomes:
-        seeds.setdefault(tracking.settings_of(o.point), []).extend([] if o.value is None else [o.value])
-
-    def rank(one: Outcome) -> tuple[float, ...]:
-        values = seeds[tracking.settings_of(one.point)]
-        return len(values), statistics.fmean(values), one.value or 0.0
-
-    return max((o for o in outcomes if o.value is not None), key=rank, default=None)
-
-
 def chosen(best: Outcome | None, folder: str, outcomes: list[Outcome]) -> Outcome:
     """The best trial; UserError where none has a value."""
     if best is None:
         why = next((f" ({o.name}: {o.error})" for o in outcomes if o.error), "")
         raise UserError(f"{NO_BEST.format(folder)}{why}")
     return best
-
-
-def best_metrics(run: tracking.RunRef, best: Outcome, grid: Grid) -> dict[str, float]:
-    """The best trial's own metrics, under `best/`, for the sweep's run."""
-    logged = tracking.connect(run.uri).get_run(str(best.run_id)).data.metrics
-    values = {tracking.shown_name(key): value for key, value in logged.items()}
-    wanted = {key.removeprefix("best/"): value for key, value in values.items() if key.startswith("best/")}
-    wanted |= {key: value for key, value in values.items() if key.startswith("test/")}
-    return {f"best/{key}": value for key, value in wanted.items()} | {grid.metric: float(best.value or math.nan)}
 
 
 def best_checkpoint(folder: str) -> str:

@@ -2,8 +2,9 @@
 
 Each layer updates items by (Q, K, V) = (i, i, i + a), then actions by (a, a, i + a); twice the blocks of the other
 models. Items read strictly earlier values. Actions read their own position too: a_t meets the i_t that caused it,
-and only later items read it. Candidates have no action, so the action stream is the context's. Half the learning
-rate of AttnMVP is needed for stable training (Sec. 5).
+and only later items read it. Candidates have no action, so the action stream is the context's. The other side is mixed
+in as its residual stream is, not normed, so that its share of the values grows with depth. Half the learning rate of
+AttnMVP is needed for stable training (Sec. 5).
 
 Shapes: as in models/actions/base.py.
 """

@@ -32,7 +32,8 @@ JITTER = 1.1
 """Rows of a training batch are neighbours by length times a random factor of 1 to this: other ones each epoch."""
 
 MOST_PAIRS = 1 << 24
-"""Largest B x C x T of an evaluation batch, which bounds its attention of candidates to the context."""
+"""Largest B x C x (T + C) of an evaluation batch of several rows: its candidates by what they may attend to, which
+bounds the mask."""
 
 
 class ActionsExamples:
@@ -218,13 +219,17 @@ class ActionsExamples:
         if self.unit == "cut":
             raise ValueError("sequences are cut in training alone; give shuffle=True")
         octave = np.log2(self.context + 1).astype(np.int64)
-        order = np.lexsort((self.context, self.candidates, octave))
-        first, longest, most = 0, 0, 0
+        yield from self.bounded(np.lexsort((self.context, self.candidates, octave)), batch_size)
+
+    def bounded(self, order: NDArray[np.int64], batch_size: int) -> Iterator[NDArray[np.int64]]:
+        """The rows of `order` in batches of at most `batch_size` rows and, unless of one row, MOST_PAIRS."""
+        first, longest, most = 0, 1, 0
         for i, row in enumerate(order):
-            longest, most = max(longest, int(self.context[row])), max(most, int(self.candidates[row]))
-            if i > first and (i - first == batch_size or (i - first + 1) * longest * most > MOST_PAIRS):
+            context, candidates = max(1, int(self.context[row])), int(self.candidates[row])
+            longest, most = max(longest, context), max(most, candidates)
+            if i > first and (i - first == batch_size or (i - first + 1) * most * (longest + most) > MOST_PAIRS):
                 yield order[first:i]
-                first, longest, most = i, int(self.context[row]), int(self.candidates[row])
+                first, longest, most = i, context, candidates
         if len(order):
             yield order[first:]
 

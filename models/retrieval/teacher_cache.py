@@ -235,7 +235,7 @@ def _commit(
     filesystem.move(new, f"{path}/{MANIFEST}")
     if "://" not in uri:
         for entry in filesystem.get_file_info(fs.FileSelector(path)):
-            if entry.base_name not in {*listed, MANIFEST}:
+            if entry.base_name.startswith(("part-", f"{MANIFEST}.")) and entry.base_name not in listed:
                 filesystem.delete_file(entry.path)
 
 

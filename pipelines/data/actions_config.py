@@ -18,6 +18,8 @@ Shapes: E events, K tasks, A actions that models read.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -27,6 +29,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipelines.data.sources.load import build
+from pipelines.data.sources.mapping import NAME
 from pipelines.data.sources.normalise import check_range
 from pipelines.data.windows import DAY_MS, MINUTE_MS
 
@@ -53,6 +56,8 @@ class Task:
             raise ValueError(f"'any' is {self.any!r}; give a list of bool labels, such as [like, comment]")
         if self.above is not None and self.at_least is not None:
             raise ValueError("a task has both 'above' and 'at_least'; give one of them")
+        check_number("above", self.above)
+        check_number("at_least", self.at_least)
         if self.any is not None and self.threshold is not None:
             raise ValueError("'any' is of bool labels, which have no threshold; leave out 'above' and 'at_least'")
 
@@ -98,6 +103,7 @@ class Input:
     def __post_init__(self) -> None:
         if self.range is not None:
             check_range(self.range)
+        check_number("log_unit", self.log_unit)
         if self.log_unit is not None and not self.log_unit > 0:
             raise ValueError(f"log_unit is {self.log_unit}; it must be above 0, such as 1000 for a time in ms")
 
@@ -214,6 +220,10 @@ class ActionsConfig:
         inputs |= {name: Input(name) for name in flags if name not in read and name not in inputs}
         if not inputs:
             raise ValueError("the log has no bool label and actions.inputs is empty; say what models read of an action")
+        check_names("tasks", tasks)
+        check_names("inputs", inputs)
+        if "mean" in tasks:
+            raise ValueError("tasks.mean has the name of the metrics' mean over all tasks; give it another name")
         counts: Counts = self.counts
         for key in counts.keys:
             if key not in (USER, ITEM, *attributes):
@@ -254,6 +264,20 @@ def _built(kind: type, value: Any, where: str) -> Any:
     except ValueError as error:
         text = str(error)
         raise ValueError(text if where in text else f"{where}: {text}") from error
+
+
+def check_names(key: str, names: Iterable[Any]) -> None:
+    """ValueError for a name that metrics and columns cannot have; labels are held to the same."""
+    for name in names:
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise ValueError(f"'{name}' in '{key}' is no name; use letters, digits and _, and begin with a letter")
+
+
+def check_number(key: str, value: Any) -> None:
+    """ValueError unless the value is a finite number, or None."""
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if value is not None and not number:
+        raise ValueError(f"{key} is {value!r}; give a finite number, such as 10000")
 
 
 def known(label: str, labels: dict[str, str], where: str) -> str:

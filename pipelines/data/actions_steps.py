@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 
 def check_actions(source: Source, config: PrepareConfig) -> ActionsConfig:
     """The settings with what the log decides; UserError for settings that a log of actions cannot have."""
+    if not source.info["clock"]:
+        raise UserError(
+            "the log has only an order of events, but a log of actions needs clock times, for its counts and its cut; "
+            "give time.unit s, ms, us or iso"
+        )
     if config.behaviour is not None:
         raise UserError(
             f"behaviour is '{config.behaviour}', but in a log of actions every impression is a behaviour; leave it out"
@@ -86,6 +91,7 @@ def make_actions(run: _Run, events: Manifest, items: Manifest, split: dict[str, 
             "kind": "actions",
             "users": count["users"],
             "interactions": count["interactions"],
+            "pairs": count["pairs"],
             "items": items.rows,
             "tasks": list(rules.actions.tasks),
             "actions": list(rules.actions.inputs),

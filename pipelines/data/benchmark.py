@@ -38,8 +38,9 @@ import pyarrow.parquet as pq
 from models.tables import join
 from pipelines.data.prepare import PrepareConfig, prepare
 from pipelines.data.simulator import simulate_retrieval
-from pipelines.data.sources.base import Block, Source, list_files
+from pipelines.data.sources.base import Block, Metadata, Source, list_files
 from pipelines.data.splits import SplitConfig
+from pipelines.data.tables import REJECTS
 
 EVENTS_PER_USER, EVENTS_PER_ITEM = 20, 400
 VARIANTS = ("trieline", "polars")
@@ -64,10 +65,10 @@ class EventsFile(Source):
     def item_files(self, input_uri: str) -> list[str]:
         return []
 
-    def read_items(self, input_uri: str, file: str) -> Iterator[pa.Table]:
+    def read_items(self, input_uri: str, file: str) -> Iterator[Metadata]:
         return iter(())
 
-    def read_events(self, input_uri: str, file: str) -> Iterator[Block]:
+    def read_events(self, input_uri: str, file: str, users: pa.Table | None = None) -> Iterator[Block]:
         schema, row = self.block_schema, 0
         for batch in pq.ParquetFile(join(input_uri, file)).iter_batches(batch_size=1 << 19, use_threads=False):
             rows = batch.num_rows
@@ -78,7 +79,7 @@ class EventsFile(Source):
                 "log_row": pa.array(np.arange(row, row + rows)),
             }
             columns = [constants[f.name] if f.name in constants else batch[f.name].cast(f.type) for f in schema]
-            yield Block(pa.Table.from_arrays(columns, schema=schema), pa.table({}), rows)
+            yield Block(pa.Table.from_arrays(columns, schema=schema), REJECTS.empty_table(), rows)
             row += rows
 
 

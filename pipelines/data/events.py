@@ -8,9 +8,8 @@ task per part.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,9 +18,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import ray
 
-from models.tables import Part, open_uri
+from models.tables import Part, UserError, open_uri
 from pipelines.data.shuffle import Shards, gather, scatter
-from pipelines.data.sources.base import Source
+from pipelines.data.sources.base import Rejected, Source
 from pipelines.data.survey import Arrays, arrays_of
 from pipelines.data.tables import write_part
 from pipelines.data.tasks import run_all, run_tasks
@@ -41,11 +40,8 @@ class Ingested:
     users: int = 0
     """Users of all parts, added up."""
     rejects: list[Part] = field(default_factory=list)
-    rows_read: int = 0
+    rejected: Rejected = field(default_factory=Rejected)
     duplicates: int = 0
-    reasons: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, str] = field(default_factory=dict)
-    """One rejected row per reason: file, row and source."""
 
 
 def hash_file(uri: str) -> str:
@@ -115,25 +111,26 @@ class _Tally:
 
     order: tuple[int, int]
     """Number of the file, and of the block in it."""
-    rows_read: int
-    part: Part | None = None
+    rejected: Rejected
+    part: Part | None
     """Of its rejects."""
-    reasons: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str]
+    """As `Block.missing`."""
 
 
 def _read(
-    number: int, file: str, source: Source, input_uri: str, rejects_uri: str, transit: pa.Schema
+    number: int,
+    file: str,
+    source: Source,
+    input_uri: str,
+    rejects_uri: str,
+    transit: pa.Schema,
+    users: pa.Table | None,
 ) -> Iterator[tuple[_Tally, pa.Table]]:
     """Streams a raw file as tables to shuffle; writes its rejects."""
-    for sequence, block in enumerate(source.read_events(input_uri, file)):
-        tally = _Tally((number, sequence), block.rows_read)
-        if block.rejects.num_rows:
-            reasons = block.rejects["reason"].to_pylist()
-            tally = replace(tally, part=write_part(rejects_uri, block.rejects), reasons=Counter(reasons))
-            for reason in tally.reasons:
-                row = block.rejects.slice(reasons.index(reason), 1).to_pylist()[0]
-                tally.examples[reason] = f"{row['file']} row {row['row']}: {row['source'][:200]}"
+    for sequence, block in enumerate(source.read_events(input_uri, file, users)):
+        part = write_part(rejects_uri, block.rejects) if block.rejects.num_rows else None
+        tally = _Tally((number, sequence), Rejected.of(block), part, block.missing)
         events = block.events
         if "log_place" in transit.names:
             events = events.append_column("log_place", pc.add(events["log_row"], pa.scalar(number << 40, pa.int64())))
@@ -141,9 +138,16 @@ def _read(
 
 
 def _read_shards(
-    number: int, file: str, source: Source, input_uri: str, rejects_uri: str, transit: pa.Schema, partitions: int
+    number: int,
+    file: str,
+    source: Source,
+    input_uri: str,
+    rejects_uri: str,
+    transit: pa.Schema,
+    users: pa.Table | None,
+    partitions: int,
 ) -> Iterator[Any]:
-    yield from scatter(_read(number, file, source, input_uri, rejects_uri, transit), partitions)
+    yield from scatter(_read(number, file, source, input_uri, rejects_uri, transit, users), partitions)
 
 
 def sorted_codes(strings: pa.Array | pa.ChunkedArray) -> tuple[np.ndarray, pa.Array]:
@@ -267,24 +271,33 @@ def ingest(
     partitions: int,
     log_order: bool,
     behaviour: str | None = None,
+    users: pa.Table | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Ingested:
     """Reads the raw files and writes the parts of events and rejects, uncommitted. `behaviour` is for the
-    arrays only. UserError for a file that cannot be read."""
+    arrays only; `users` are the rows of `Source.read_users`. UserError for a file that cannot be read, and
+    for a key that no file has."""
     result = Ingested()
     shards: Shards = [[] for _ in range(partitions)]
     transit = transit_schema(source.schema, log_order)
-    reads = [(number, file, source, input_uri, rejects_uri, transit, partitions) for number, file in enumerate(files)]
+    shared = ray.put(users)
+    reads = [
+        (number, file, source, input_uri, rejects_uri, transit, shared, partitions) for number, file in enumerate(files)
+    ]
     rejects: list[tuple[tuple[int, int], Part]] = []
+    missing: dict[str, str] | None = None
     tally: _Tally
     for tally in gather(_read_shards, reads, shards):
-        result.rows_read += tally.rows_read
-        progress(f"{result.rows_read:,} rows read")
+        result.rejected.add(tally.rejected)
+        among = tally.missing if missing is None else missing
+        missing = {name: hint for name, hint in among.items() if name in tally.missing}
+        progress(f"{result.rejected.rows_read:,} rows read")
         if tally.part:
             rejects.append((tally.order, tally.part))
-            result.reasons.update(tally.reasons)
-            for reason, example in tally.examples.items():
-                result.examples[reason] = min(example, result.examples.get(reason, example))
+    for name, hint in (missing or {}).items():
+        raise UserError(
+            f"no event file of {input_uri} has a column '{name}'; {hint}; correct the source file or the log"
+        )
     result.rejects = [part for _, part in sorted(rejects, key=lambda pair: pair[0])]
 
     filled = [shard for shard in shards if shard]

@@ -11,20 +11,22 @@ import pyarrow.compute as pc
 import ray
 
 from models.tables import Part
-from pipelines.data.sources.base import Source
+from pipelines.data.sources.base import Rejected, Source
 from pipelines.data.tables import items_schema, write_part
-from pipelines.data.tasks import run_all
+from pipelines.data.tasks import fetch, run_all
 
 ITEMS_PER_PART = 1_000_000
 
 
 def _read_file(
     source: Source, input_uri: str, file: str, catalogue: pa.Array, schema: pa.Schema
-) -> tuple[pa.Table, dict[str, int]]:
+) -> tuple[pa.Table, tuple[dict[str, int], Rejected]]:
     """Metadata of the catalogue's items in one file, the first row of each, and what was left out."""
-    kept, counts = [], {"outside": 0, "repeated": 0}
+    kept, counts, rejected = [], {"outside": 0, "repeated": 0}, Rejected()
     seen = np.zeros(len(catalogue), dtype=bool)
-    for table in source.read_items(input_uri, file):
+    for block in source.read_items(input_uri, file):
+        rejected.add(Rejected.of(block))
+        table = block.rows
         index = pc.index_in(table["item_id"].cast(pa.large_string()).combine_chunks(), catalogue)
         known = index.is_valid().to_numpy(zero_copy_only=False)
         counts["outside"] += int((~known).sum())
@@ -42,7 +44,7 @@ def _read_file(
         }
         kept.append(pa.table({"item_index": taken.cast(pa.int32()), **columns}))
     empty = pa.schema([f for f in schema if f.name != "item_id"]).empty_table()
-    return pa.concat_tables([empty, *kept], promote_options="permissive"), counts
+    return pa.concat_tables([empty, *kept], promote_options="permissive"), (counts, rejected)
 
 
 def _write_range(
@@ -68,8 +70,8 @@ def _write_range(
 
 def write_items(
     source: Source, input_uri: str, files: list[str], catalogue: pa.Array, items_uri: str
-) -> tuple[list[Part], pa.Schema, dict[str, Any]]:
-    """Writes the parts of the items table, uncommitted: (parts, schema, counts for the manifest).
+) -> tuple[list[Part], pa.Schema, dict[str, Any], Rejected]:
+    """Writes the parts of the items table, uncommitted: (parts, schema, counts for the manifest, rejected rows).
 
     Items without metadata keep null texts and are counted; metadata of items that are not in the
     catalogue is left out and counted.
@@ -79,7 +81,11 @@ def write_items(
     shared = ray.put(catalogue)
     read: Any = ray.remote(num_returns=2)(_read_file)
     refs = [read.remote(source, input_uri, file, shared, schema) for file in files]
-    counts = ray.get([count for _, count in refs])
+    counts, rejected = [], Rejected()
+    for _, found in refs:
+        count, of_file = fetch(found)
+        counts.append(count)
+        rejected.add(of_file)
     ranges = [
         (items_uri, low, catalogue.slice(low, ITEMS_PER_PART), schema, *(table for table, _ in refs))
         for low in range(0, len(catalogue), ITEMS_PER_PART)
@@ -93,4 +99,4 @@ def write_items(
         "metadata_outside_catalogue": sum(count["outside"] for count in counts),
         "metadata_repeated": sum(count["repeated"] for count in counts) + sum(repeated for _, _, repeated in written),
     }
-    return [part for part, _, _ in written], schema, info
+    return [part for part, _, _ in written], schema, info, rejected

@@ -34,11 +34,11 @@ from pipelines.data.events import hash_files, ingest, partitions_for
 from pipelines.data.items import write_items
 from pipelines.data.retrieval_steps import make_retrieval
 from pipelines.data.search_steps import check_search, make_search
-from pipelines.data.sources.base import Source
+from pipelines.data.sources.base import Rejected, Source
 from pipelines.data.splits import SplitConfig, cut_times
 from pipelines.data.statistics import summarise
 from pipelines.data.survey import Survey, check_users_once, merge, survey
-from pipelines.data.tables import REJECTS, check_writable, commit, fingerprint, up_to_date, write_file, writing
+from pipelines.data.tables import REJECTS, check_writable, clear, commit, fingerprint, up_to_date, write_file, writing
 from pipelines.data.windows import SearchConfig
 
 Say = Callable[[str], None]
@@ -220,6 +220,8 @@ def check(source: Source, input_uri: str, output_uri: str, config: PrepareConfig
     if config.behaviour is not None and labels.get(config.behaviour) != "bool":
         known = ", ".join(name for name, kind in labels.items() if kind == "bool") or "none"
         raise UserError(f"behaviour is '{config.behaviour}', which is no bool label of the log; those are: {known}")
+    if config.kind == "actions":
+        check_actions(source, config)  # first, as without a clock no split would be right
     kind: Any = config.split.resolve(source.info["clock"])
     if config.core_window == "train" and kind != "temporal":
         raise UserError(
@@ -229,8 +231,6 @@ def check(source: Source, input_uri: str, output_uri: str, config: PrepareConfig
         raise UserError(f"split.kind is per_user, which is of logs of actions; use temporal for kind {config.kind}")
     if config.kind == "search":
         check_search(source, config)
-    if config.kind == "actions":
-        check_actions(source, config)
     source.event_files(input_uri)
     source.item_files(input_uri)
     source.user_files(input_uri)
@@ -253,15 +253,7 @@ def _discard(uri: str) -> None:
     filesystem, root = open_uri(uri)
     if filesystem.get_file_info(root).type != fs.FileType.Directory:
         return
-    listed = {part.path for part in read_manifest(uri).files} | {MANIFEST} if has_manifest(uri) else set()
-    left = 0
-    for entry in filesystem.get_file_info(fs.FileSelector(root)):
-        if entry.base_name.startswith("part-") and entry.base_name not in listed:
-            filesystem.delete_file(entry.path)
-        else:
-            left += 1
-    if not left:
-        filesystem.delete_dir(root)
+    clear(uri, {part.path for part in read_manifest(uri).files} | {MANIFEST} if has_manifest(uri) else ())
 
 
 def _make_events(run: _Run, files: list[str], inputs: dict[str, str]) -> Manifest:
@@ -270,9 +262,11 @@ def _make_events(run: _Run, files: list[str], inputs: dict[str, str]) -> Manifes
     partitions = config.partitions or partitions_for(uris)
     settings = _plain({"source": source.config, "ties": config.ties, "partitions": partitions})
     finished = run.finished("events", settings, inputs)
-    rejected = run.finished("rejects", settings, inputs)
-    if finished and rejected:
-        _check_rejects(run, finished.info["rows_read"], finished.info["reject_reasons"])
+    finished_rejects = run.finished("rejects", settings, inputs)
+    if finished and finished_rejects:
+        info = finished.info
+        _check_rejects(run, info.get("user_rows", 0), info.get("user_reject_reasons", {}), " of the user files")
+        _check_rejects(run, info["rows_read"], info["reject_reasons"])
         return finished
     events_uri, rejects_uri = run.table("events"), run.table("rejects")
     run.say(f"events: reading {_count(len(files), 'file')} into {_count(partitions, 'partition')}")
@@ -280,6 +274,10 @@ def _make_events(run: _Run, files: list[str], inputs: dict[str, str]) -> Manifes
     with _clean_on_error(events_uri, rejects_uri):
         check_writable(events_uri)
         check_writable(rejects_uri)
+        users = source.read_users(run.input)
+        of_users = Rejected.of(users) if users else Rejected()
+        _say_rejects(run, of_users, " of the user files")
+        _check_rejects(run, of_users.rows_read, of_users.reasons, " of the user files")
         result = ingest(
             source,
             run.input,
@@ -289,14 +287,15 @@ def _make_events(run: _Run, files: list[str], inputs: dict[str, str]) -> Manifes
             partitions,
             config.ties == "log_order",
             config.counted,
+            users.rows if users else None,
             run.progress("events"),
         )
-        rejects = sum(result.reasons.values())
-        for reason, rows in result.reasons.most_common():
-            run.say(f"rejects: {rows:,} rows, {reason}; such as {result.examples[reason]}")
-        if not result.rows_read:
+        rejected = result.rejected
+        rejects = sum(rejected.reasons.values())
+        _say_rejects(run, rejected)
+        if not rejected.rows_read:
             raise UserError(f"{run.input} holds no rows in {', '.join(files[:3])}; check --input")
-        _check_rejects(run, result.rows_read, result.reasons)
+        _check_rejects(run, rejected.rows_read, rejected.reasons)
         if not result.parts:
             raise UserError(f"{run.input} holds no valid event; see the reasons above")
         read = time.perf_counter()
@@ -306,9 +305,12 @@ def _make_events(run: _Run, files: list[str], inputs: dict[str, str]) -> Manifes
         info = {
             **source.info,
             "ties": config.ties,
-            "rows_read": result.rows_read,
+            "rows_read": rejected.rows_read,
             "rejects": rejects,
-            "reject_reasons": dict(sorted(result.reasons.items())),
+            "reject_reasons": dict(sorted(rejected.reasons.items())),
+            "user_rows": of_users.rows_read,
+            "user_rejects": sum(of_users.reasons.values()),
+            "user_reject_reasons": dict(sorted(of_users.reasons.items())),
             "duplicates": result.duplicates,
             "users": run.surveyed.users,
         }
@@ -334,13 +336,18 @@ def _count(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'s' * (number != 1)}"
 
 
-def _check_rejects(run: _Run, rows: int, reasons: Mapping[str, int]) -> None:
+def _say_rejects(run: _Run, rejected: Rejected, of: str = "") -> None:
+    for reason, rows in rejected.reasons.most_common():
+        run.say(f"rejects{of}: {rows:,} rows, {reason}; such as {rejected.examples[reason]}")
+
+
+def _check_rejects(run: _Run, rows: int, reasons: Mapping[str, int], of: str = "") -> None:
     rejects = sum(reasons.values())
     if rejects > run.config.max_rejects * rows:
         raise UserError(
-            f"{rejects:,} of {rows:,} rows ({rejects / rows:.2%}) break the schema, over the limit max_rejects "
-            f"{run.config.max_rejects:.2%}; most often {max(reasons, key=reasons.__getitem__)}; fix the source file or "
-            f"the log, or raise --max_rejects"
+            f"{rejects:,} of {rows:,} rows{of} ({rejects / rows:.2%}) break the schema, over the limit "
+            f"max_rejects {run.config.max_rejects:.2%}; most often {max(reasons, key=reasons.__getitem__)}; fix the "
+            f"source file or the log, or raise --max_rejects"
         )
 
 
@@ -396,6 +403,8 @@ def _make_items(run: _Run, events: Manifest, files: dict[str, str], split: dict[
     )
     inputs = {"events": events.hash, **files}
     if finished := run.finished("items", settings, inputs):
+        rows, reasons = finished.info.get("metadata_rows", 0), finished.info.get("metadata_reject_reasons", {})
+        _check_rejects(run, rows, reasons, " of the item files")
         return finished
     begin = time.perf_counter()
     found = run.survey(events)
@@ -404,7 +413,9 @@ def _make_items(run: _Run, events: Manifest, files: dict[str, str], split: dict[
     uri = run.table("items")
     with _clean_on_error(uri):
         check_writable(uri)
-        parts, schema, counts = write_items(run.source, run.input, list(files), catalogue, uri)
+        parts, schema, counts, rejected = write_items(run.source, run.input, list(files), catalogue, uri)
+        _say_rejects(run, rejected, " of the item files")
+        _check_rejects(run, rejected.rows_read, rejected.reasons, " of the item files")
         info = {
             "core": config.core,
             "core_window": config.core_window,
@@ -414,6 +425,9 @@ def _make_items(run: _Run, events: Manifest, files: dict[str, str], split: dict[
             "split_made_from": _split_key(run, events),
             "items_before_core": len(found.items),
             "dropped_items": len(found.items) - len(catalogue),
+            "metadata_rows": rejected.rows_read,
+            "metadata_rejects": sum(rejected.reasons.values()),
+            "metadata_reject_reasons": dict(sorted(rejected.reasons.items())),
             **counts,
         }
         timings = {"core_s": counted - begin, "write_s": time.perf_counter() - counted}

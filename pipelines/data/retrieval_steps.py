@@ -59,6 +59,7 @@ def make_retrieval(
             "kind": "retrieval",
             "users": count["users"],
             "interactions": count["interactions"],
+            "pairs": count["pairs"],
             "items": items.rows,
             "split": split,
             "split_made_from": made_from,

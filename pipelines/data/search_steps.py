@@ -106,6 +106,7 @@ def make_search(run: _Run, events: Manifest, items: Manifest, split: dict[str, A
             "kind": "search",
             "users": count["users"],
             "interactions": count["interactions"],
+            "pairs": count["pairs"],
             "items": items.rows,
             "queries": queries.rows,
             "split": split,

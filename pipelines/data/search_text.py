@@ -31,7 +31,6 @@ from models.tables import (
     UserError,
     has_manifest,
     join,
-    open_uri,
     part_uris,
     read_manifest,
     read_parquet,
@@ -50,6 +49,7 @@ from pipelines.data.embed import (
 from pipelines.data.tables import (
     TOKENS,
     check_writable,
+    clear,
     commit,
     embeddings_schema,
     fingerprint,
@@ -347,8 +347,7 @@ def encode_search(
         if fitted is None:
             made["tokens"] = run.tokens(items)
         elif has_manifest(join(output_uri, "tokens")):
-            filesystem, path = open_uri(join(output_uri, "tokens"))  # of another encoder
-            filesystem.delete_dir(path)
+            clear(join(output_uri, "tokens"))  # of another encoder
         return made | {"pairs": run.pairs(items, queries, fitted)}
 
 

@@ -1,7 +1,8 @@
 """statistics.json: the figures by which papers describe a dataset, and what the pipeline left out.
 
-`users`, `items`, `interactions`, `sparsity` and `mean_length` are the columns of Tables 10 and 13 of the
-SID-MLP paper; the branching per digit of its Table 7 is in the manifest of `trie`.
+`users`, `items`, `interactions`, `sparsity` (the share of (user, item) pairs without an interaction) and
+`mean_length` are the columns of Tables 10 and 13 of the SID-MLP paper; the branching per digit of its Table 7
+is in the manifest of `trie`.
 """
 
 from __future__ import annotations
@@ -38,11 +39,12 @@ def summarise(events: Manifest, items: Manifest, sequences: Manifest) -> dict[st
     """The statistics of a dataset, from the manifests of its tables alone."""
     info = sequences.info
     users, interactions = info["users"], info["interactions"]
+    pairs = info.get("pairs")  # distinct (user, item); tables of earlier code do not know them
     return {
         "users": users,
         "items": items.rows,
         "interactions": interactions,
-        "sparsity": round(1 - interactions / (users * items.rows), 6),
+        **({} if pairs is None else {"sparsity": round(1 - pairs / (users * items.rows), 6)}),
         "mean_length": round(interactions / users, 4),
         "max_length": info["max_length"],
         "split": dict(sorted(info["split"].items())),  # the same bytes whether just computed or read back

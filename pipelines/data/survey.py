@@ -62,6 +62,11 @@ def coded(table: pa.Table, name: str) -> pa.DictionaryArray:
     return table[name].combine_chunks() if table[name].num_chunks != 1 else table[name].chunk(0)
 
 
+def distinct_pairs(users: np.ndarray, items: np.ndarray) -> int:
+    """Distinct pairs of (rows,) codes of users and items; parts have no user in common, so theirs add up."""
+    return len(np.unique(users.astype(np.int64) << 32 | items))
+
+
 def runs(codes: np.ndarray) -> np.ndarray:
     """First index of each run of equal values. codes (E,) -> (runs,)"""
     if not len(codes):

@@ -1,7 +1,7 @@
 """The tables: their schemas, one comment per column, and how they are written.
 
 A table is written in two steps. Tasks anywhere write parts with `write_part`; the driver then calls
-`commit`, which writes `manifest.json` last and removes files that it does not list. Parts are named by
+`commit`, which writes `manifest.json` last and removes parts that it does not list. Parts are named by
 the hash of their content, so a task that Ray runs twice writes the same file, a killed run leaves only
 files that no reader sees, and a new version never touches a file of the old one before the switch.
 
@@ -14,9 +14,10 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import subprocess
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -33,6 +34,9 @@ SCHEMA_VERSION = 1
 
 LOCK = ".lock"
 """File by which a job holds the folder that it writes."""
+
+OWN = re.compile(r"(part-[0-9a-f]{20}\.parquet|manifest\.json)(\.\d+\.tmp)?|\.writable-\d+")
+"""Names of the files that we write into the folder of a table; a file of any other name is the user's."""
 
 LABEL_TYPES = {"bool": pa.bool_(), "float32": pa.float32()}
 
@@ -352,7 +356,7 @@ def commit(
     info: dict[str, Any] | None = None,
     timings: dict[str, float] | None = None,
 ) -> Manifest:
-    """Makes the parts the table: writes the manifest, then removes every file that it does not list.
+    """Makes the parts the table: writes the manifest, then removes every part that it does not list.
 
     UserError where a part is gone: another job that wrote to `uri` too has removed it.
     """
@@ -380,11 +384,21 @@ def commit(
             f"for it, then run this one again or choose another output folder"
         )
     write_file(join(uri, MANIFEST), manifest.to_json().encode())
-    listed = {part.path for part in parts} | {MANIFEST, LOCK}
-    for entry in there:
-        if entry.type == fs.FileType.File and entry.base_name not in listed:
-            filesystem.delete_file(entry.path)
+    clear(uri, {part.path for part in parts} | {MANIFEST})
     return manifest
+
+
+def clear(uri: str, keep: Collection[str] = ()) -> None:
+    """Deletes the files of our own (`OWN`) but those of `keep`, and the folder if nothing is left in it."""
+    filesystem, root = open_uri(uri)
+    left = 0
+    for entry in sorted(filesystem.get_file_info(fs.FileSelector(root)), key=lambda e: e.base_name):  # manifest first
+        if entry.type == fs.FileType.File and OWN.fullmatch(entry.base_name) and entry.base_name not in keep:
+            filesystem.delete_file(entry.path)
+        else:
+            left += 1
+    if not left:
+        filesystem.delete_dir(root)
 
 
 def write_file(uri: str, content: bytes | pa.Buffer) -> None:

@@ -24,9 +24,19 @@ from models.retrieval.tokenizers.published import codes_of, read_published
 from models.retrieval.tokenizers.residual import Progress, Quantized, quantization_error
 from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
 from models.retrieval.tokenizers.rqvae import RqvaeConfig
-from models.tables import Manifest, UserError, has_manifest, join, open_uri, read_manifest, read_table
+from models.tables import Manifest, UserError, has_manifest, join, read_manifest, read_table
 from pipelines.data.embed import EmbedConfig, Say, embed_items, embed_origin, read_embeddings
-from pipelines.data.tables import SIDS, TRIE, check_writable, commit, fingerprint, up_to_date, write_part, writing
+from pipelines.data.tables import (
+    SIDS,
+    TRIE,
+    check_writable,
+    clear,
+    commit,
+    fingerprint,
+    up_to_date,
+    write_part,
+    writing,
+)
 
 OTHER = "{} was made from other input or settings; use --overwrite, or another --output"
 
@@ -251,6 +261,5 @@ def tokenize(
         complete = current and up_to_date(trie_uri, fingerprint({}, {"sids": sids.hash}))
         trie = read_manifest(trie_uri, "trie") if complete else write_trie(trie_uri, sids_uri)
         if config.tokenizer == "published" and has_manifest(own):
-            filesystem, path = open_uri(own)  # of SIDs that are no more
-            filesystem.delete_dir(path)
+            clear(own)  # of SIDs that are no more
         return sids, trie, not complete

@@ -9,9 +9,10 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
@@ -62,13 +63,11 @@ SIGNATURES = {
             [
                 ColSpec(STRINGS, "candidates"),
                 ColSpec(STRINGS, "history"),  # items that were shown, oldest first
-                ColSpec(VECTORS, "history_actions"),  # what the user did with each
-                ColSpec(
-                    DataType.long, "timestamp_ms", required=False
-                ),  # of the request; events from then on are unseen
+                ColSpec(VECTORS, "history_actions"),  # what the user did with each, graded from 0 to 1
+                # of the request; events from then on are unseen, by their history_time_ms
+                ColSpec(DataType.long, "timestamp_ms", required=False),
                 ColSpec(VECTORS, "features", required=False),
                 ColSpec(TIMES, "history_time_ms", required=False),
-                ColSpec(VECTORS, "history_features", required=False),
             ]
         ),
         outputs=RANKED,
@@ -82,6 +81,21 @@ SERVED = {"retrieval": "served_model.py"}
 REQUIREMENTS = ["mlflow", "torch", "numpy", "pandas", "pyarrow", "safetensors", "transformers"]
 
 
+def signature(family: str, viewers: Iterable[str] = ()) -> ModelSignature:
+    """That of the family, with the viewer-side categories that the model reads: of the request, and of each event of
+    the history, where "" is for none."""
+    base = SIGNATURES[family]
+    columns = [
+        column
+        for name in viewers
+        for column in (
+            ColSpec(DataType.string, f"viewer_{name}", required=False),
+            ColSpec(STRINGS, f"history_viewer_{name}", required=False),
+        )
+    ]
+    return ModelSignature(Schema([*base.inputs.inputs, *columns]), base.outputs, base.params)
+
+
 def log_model(run: RunRef, uri: str, tables: str, extra: str | None) -> str:
     """Logs the checkpoint at `uri` with the tables that it needs to the run; the model's MLflow URI.
 
@@ -90,7 +104,11 @@ def log_model(run: RunRef, uri: str, tables: str, extra: str | None) -> str:
     entry = registry.find(checkpoint.read(uri).name)
     family = entry.family.name
     info = read_manifest(join(tables, "sequences"), "sequences").info
-    names = {"labels": "tasks" if family == "actions" else "labels", "features": "features", "actions": "actions"}
+    names = {name: name for name in ("labels", "features", "actions", "viewers")}
+    names |= {"labels": "tasks"} if family == "actions" else {}
+    about: dict[str, Any] = {name: list(info[key]) for name, key in names.items() if key in info}
+    if family == "actions":  # how they are graded from 0 to 1
+        about["inputs"] = info.get("definitions", {}).get("inputs", {})
     with tempfile.TemporaryDirectory() as folder:
         bundle = Path(folder) / "data"
         with checkpoint.local(uri) as local:
@@ -115,8 +133,8 @@ def log_model(run: RunRef, uri: str, tables: str, extra: str | None) -> str:
                 python_model=str(Path(__file__).with_name(SERVED.get(family, "served_ranker.py"))),
                 code_paths=[str(Path(models.__path__[0]))],
                 artifacts={"data": str(bundle)},
-                signature=SIGNATURES[family],
-                metadata={name: list(info[key]) for name, key in names.items() if key in info},
+                signature=signature(family, info.get("viewers", ())),
+                metadata=about,
                 pip_requirements=REQUIREMENTS,
             )
     return str(logged.model_uri)

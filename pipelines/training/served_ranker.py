@@ -5,17 +5,20 @@
                                      "query": "soap", "candidates": ["B07", "B02"]}]))     # item_id, score
 
 Run by MLflow, not imported; a "model from code" as `served_model.py` is. A row is one request. What the columns mean
-is in `package.py`; the names and the order of features, actions and labels are in the model's metadata. A feature
-that is not given, or NaN, counts as its mean over training. Candidates that are not in the catalogue are ranked last,
-in the order given, with the score NaN; items of a history that are not are skipped. A query counts as none if it is
-not, to the letter, one of the training tables', and a warning says so.
+is in `package.py`; the names and the order of features, actions and labels, and how actions are graded, are in the
+model's metadata. A feature that is not given, or NaN, counts as its mean over training, an action as not taken.
+Candidates that are not in the catalogue are ranked last, in the order given, with the score NaN; items of a history
+that are not are skipped. A query counts as none if it is not, to the letter, one of the training tables', and a warning
+says so; a category of the viewer that training has not seen counts as not known.
 
-Shapes: `N` candidates, `F` features, `A` kinds of action, `K` labels, `T` positions.
+Shapes: `N` candidates, `F` features, `A` kinds of action, `K` labels, `T` positions, `V` viewer-side categories.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
+from itertools import pairwise
 from typing import Any
 
 import mlflow
@@ -153,42 +156,85 @@ class ActionsRequests:
 
     def __init__(self, folder: str, model: Any) -> None:
         self.length, self.mean = model.config.max_history, model.features.mean.numpy()
-        self.actions = len(read_manifest(f"{folder}/tables/sequences", "sequences").info["actions"])
+        info = read_manifest(f"{folder}/tables/sequences", "sequences").info
+        self.actions = info["actions"]
+        # numbers as in models/actions/data.py: from 1, 0 for what training has not seen
+        self.viewers = {
+            name: {value: number for number, value in enumerate(values, 1)}
+            for name, values in info.get("viewers", {}).items()
+        }
 
     def batch(self, rows: list[pd.Series], index: dict[str, int], known: list[list[int]]) -> dict[str, torch.Tensor]:
         """`known` are the places of each row's candidates that are in the catalogue."""
-        kept = [[i for i, item in enumerate(row["history"]) if item in index][-self.length :] for row in rows]
+        kept = [self.past(row, index) for row in rows]
         batch = self.padding(len(rows), max(1, *map(len, kept)))
-        batch["action"] = torch.zeros(*batch["item"].shape, self.actions)
+        batch["action"] = torch.zeros(*batch["item"].shape, len(self.actions))
         candidates = self.padding(len(rows), max(map(len, known)))
+        candidates["feature"] = torch.zeros(*candidates["item"].shape, len(self.mean))
         batch |= {f"candidate_{name}": values for name, values in candidates.items()}
         for at, (row, past, places) in enumerate(zip(rows, kept, known, strict=True)):
-            size = len(row["history"])
-            times = sequence(row, "history_time_ms", size, None)
-            times = list(range(size)) if None in times else times
-            now = given(row, "timestamp_ms")
-            now = max(times, default=0) + 1 if now is None else int(now)
             filled: dict[str, Any] = {
                 "item": [index[row["history"][i]] for i in past],
-                "time": [times[i] for i in past],
-                "action": vectors(row, "history_actions", size, np.zeros(self.actions, np.float32))[past],
-                "feature": vectors(row, "history_features", size, self.mean)[past],
+                "time": past,  # what is kept is before the request, so that its order is time enough
+                "action": self.taken(row)[past],
+                "viewer": self.history_viewer(row)[past],
                 "valid": [True] * len(past),
                 "candidate_item": [index[row["candidates"][i]] for i in places],
-                "candidate_time": [now] * len(places),
+                "candidate_time": [len(row["history"])] * len(places),
                 "candidate_feature": vectors(row, "features", len(row["candidates"]), self.mean)[places],
+                "candidate_viewer": np.tile(self.viewer(row), (len(places), 1)),
                 "candidate_valid": [True] * len(places),
             }
             for name, values in filled.items():
                 batch[name][at, : len(values)] = torch.as_tensor(np.asarray(values), dtype=batch[name].dtype)
         return batch
 
+    def past(self, row: pd.Series, index: dict[str, int]) -> list[int]:
+        """Places in the history of the latest events before the request, of items of the catalogue. Where the time of
+        the request or those of the history are not given, all of the history is before it."""
+        times = sequence(row, "history_time_ms", len(row["history"]), -math.inf)
+        now = given(row, "timestamp_ms")
+        now = math.inf if now is None else now
+        if None in times:
+            raise UserError("history_time_ms has an entry without a time; give one each, or leave the column out")
+        for earlier, later in pairwise(times):
+            if later < earlier:
+                raise UserError(f"history_time_ms falls from {earlier} to {later}; give the history oldest first")
+        seen = [i for i, item in enumerate(row["history"]) if item in index and times[i] < now]
+        return seen[-self.length :]
+
+    def taken(self, row: pd.Series) -> Floats:
+        """(size of the history, A) what was done with each item; UserError for what is not graded as in training."""
+        action = vectors(row, "history_actions", len(row["history"]), np.zeros(len(self.actions), np.float32))
+        wrong = (action < 0) | (action > 1)
+        if wrong.any():
+            event, kind = np.argwhere(wrong)[0]
+            raise UserError(
+                f"history_actions has {action[event, kind]:g} for '{self.actions[kind]}', which is not from 0 to 1; "
+                f"grade it as `inputs` in the model's metadata says"
+            )
+        return action
+
+    def history_viewer(self, row: pd.Series) -> NDArray[np.int64]:
+        """(size of the history, V) the viewer-side categories of each event."""
+        size = len(row["history"])
+        codes = np.zeros((size, len(self.viewers)), np.int64)
+        for place, (name, number) in enumerate(self.viewers.items()):
+            there = sequence(row, f"history_viewer_{name}", size, None)
+            codes[:, place] = [number.get(value, 0) for value in there]
+        return codes
+
+    def viewer(self, row: pd.Series) -> NDArray[np.int64]:
+        """(V,) those of the request."""
+        there = [number.get(given(row, f"viewer_{name}"), 0) for name, number in self.viewers.items()]
+        return np.array(there, np.int64)
+
     def padding(self, rows: int, width: int) -> dict[str, torch.Tensor]:
         """(rows, width, ...) without an event."""
         return {
             "item": torch.zeros(rows, width, dtype=torch.int64),
             "time": torch.zeros(rows, width, dtype=torch.int64),
-            "feature": torch.zeros(rows, width, len(self.mean)),
+            "viewer": torch.zeros(rows, width, len(self.viewers), dtype=torch.int64),
             "valid": torch.zeros(rows, width, dtype=torch.bool),
         }
 

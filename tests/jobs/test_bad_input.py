@@ -31,7 +31,7 @@ item: item
 time: {column: time, unit: ms}
 prepare: {core: 0, split: {kind: leave_last_out}}
 """
-ROWS = [{"user": f"u{i % 5}", "item": f"i{i % 7}", "time": 1000 + i} for i in range(60)]
+ROWS = [{"user": f"u{i % 5}", "item": f"i{i % 7}", "time": 1_600_000_000_000 + i} for i in range(60)]
 SMALL = {
     "sasrec": {"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 12},
     "tiger": {"name": "tiger", "d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 1,
@@ -96,7 +96,7 @@ def test_a_wrong_type(command: Command, folder: Path) -> None:
     assert "time" in prepare(command, folder)
 
 
-@pytest.mark.parametrize(("bad", "reason"), [(-5, "negative"), (1000.5, "not an integer")])
+@pytest.mark.parametrize(("bad", "reason"), [(-5, "negative"), (1600000000000.5, "not an integer")])
 def test_times_that_are_negative_or_not_whole(command: Command, folder: Path, bad: float, reason: str) -> None:
     write_csv(folder, [{**row, "time": bad} if i < 6 else row for i, row in enumerate(ROWS)])
     line = prepare(command, folder)

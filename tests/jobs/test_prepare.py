@@ -35,7 +35,11 @@ def write_log(folder: Path, events: int = 4000) -> Path:
     folder.mkdir()
     generator = random.Random(3)
     rows = [
-        {"user": f"u{generator.randrange(80)}", "item": f"i{generator.randrange(40)}", "ms": generator.randrange(10**9)}
+        {
+            "user": f"u{generator.randrange(80)}",
+            "item": f"i{generator.randrange(40)}",
+            "ms": 1_600_000_000_000 + generator.randrange(10**9),
+        }
         for _ in range(events)
     ]
     rows[7]["ms"] = -1

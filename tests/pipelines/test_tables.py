@@ -14,6 +14,7 @@ from pipelines.data.tables import (
     LOCK,
     SIDS,
     check_writable,
+    clear,
     code_version,
     commit,
     fingerprint,
@@ -55,6 +56,25 @@ def test_a_new_version_leaves_only_its_own_files(tmp_path: Path) -> None:
     make(tmp_path / "t", sids([3]), config={"k": 1})
     assert pq.read_table(uri.rstrip("/") + "/" + read_manifest(uri).files[0].path).equals(sids([3]))
     assert sorted(p.name for p in (tmp_path / "t").iterdir()) == ["manifest.json", read_manifest(uri).files[0].path]
+
+
+def test_files_of_the_user_stay_where_they_are(tmp_path: Path) -> None:
+    folder = tmp_path / "t"
+    uri = make(folder, sids([1]))
+    names = ["thesis.txt", "day1.csv", "part-0001.parquet", "part-00000-c000.snappy.parquet", ".notes", "a.tmp"]
+    for name in names:
+        (folder / name).write_text("mine")
+    part = f"part-{'0' * 20}.parquet"
+    for name in (part, f"{part}.7.tmp", "manifest.json.7.tmp", ".writable-7"):
+        (folder / name).write_text("of a killed run")
+    (folder / "more").mkdir()
+    make(folder, sids([2]), config={"k": 1})
+    listed = [part.path for part in read_manifest(uri).files]
+    assert sorted(p.name for p in folder.iterdir()) == sorted([*names, "more", "manifest.json", *listed])
+    clear(uri)
+    assert sorted(p.name for p in folder.iterdir()) == sorted([*names, "more"])
+    clear(make(tmp_path / "whole", sids([1])))
+    assert not (tmp_path / "whole").exists()
 
 
 def test_parts_that_another_job_removed_are_no_table(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ from pipelines import tracking
 from pipelines.evaluation.ranking import evaluate
 from pipelines.training.run import RayOptions
 from tuning.grid import Grid, Scheduler
-from tuning.sweep import Options, Outcome, Swept, best_checkpoint, best_of, sweep
+from tuning.outcome import Outcome, best_of
+from tuning.sweep import Options, Swept, best_checkpoint, sweep
 
 ROOT = Path(__file__).parents[2]
 

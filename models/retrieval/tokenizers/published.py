@@ -62,7 +62,8 @@ def parse_published(content: bytes, uri: str) -> dict[str, list[int]]:
             f"{uri} is neither .json nor .csv (nor one of them with .gz); published SIDs have these layouts"
         )
     sids: dict[str, list[int]] = {}
-    for item, codes in rows:
+    for name, codes in rows:
+        item = name.strip()  # as in the items table
         if item in sids:
             raise UserError(f"{uri} has item {item!r} twice; each item has one SID")
         sids[item] = [_code(value, item, uri) for value in codes]

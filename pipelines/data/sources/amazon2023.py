@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from models.tables import UserError
-from pipelines.data.sources.base import Block, Source, list_files
+from pipelines.data.sources.base import Block, Metadata, Source, list_files
 from pipelines.data.sources.mapping import Items, Mapping, read_items
 from pipelines.data.sources.readers import format_of
 
@@ -78,7 +78,7 @@ class Amazon2023(Source):
             )
         return files
 
-    def read_events(self, input_uri: str, file: str) -> Iterator[Block]:
+    def read_events(self, input_uri: str, file: str, users: pa.Table | None = None) -> Iterator[Block]:
         if format_of(file) == "jsonl":
             yield from self.reviews.read_events(input_uri, file)
             return
@@ -91,5 +91,5 @@ class Amazon2023(Source):
     def item_files(self, input_uri: str) -> list[str]:
         return list_files(input_uri, self.items, required=False, what="metadata file") if self.items else []
 
-    def read_items(self, input_uri: str, file: str) -> Iterator[pa.Table]:
+    def read_items(self, input_uri: str, file: str) -> Iterator[Metadata]:
         return read_items(self.metadata, input_uri, file)

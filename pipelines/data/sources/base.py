@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,7 +13,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from models.tables import UserError, open_uri
-from pipelines.data.tables import events_schema
+from pipelines.data.tables import OWN, events_schema
 
 LOG_ROW = pa.field("log_row", pa.int64(), nullable=False)
 
@@ -28,6 +29,46 @@ class Block:
     """Rows that break the schema, as `tables.REJECTS`."""
     rows_read: int
     """Rows read, after lists are exploded: events and rejects."""
+    missing: dict[str, str] = field(default_factory=dict)
+    """Wanted keys that no row here has, each with a hint at the nearest; a mistake if no block of the log has it."""
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What item files, a bounded piece of one, or user files say."""
+
+    rows: pa.Table
+    """Rows that have an id."""
+    rejects: pa.Table
+    """Rows without one and lines that are no rows, as `tables.REJECTS`."""
+    rows_read: int
+    """Rows read: some of those with an id may be left out of `rows`, as repetitions."""
+
+
+@dataclass
+class Rejected:
+    """How much of what was read was rejected, and why."""
+
+    rows_read: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+    """One rejected row per reason: file, row and source."""
+
+    @classmethod
+    def of(cls, block: Block | Metadata) -> Rejected:
+        reasons = block.rejects["reason"].to_pylist()
+        found = cls(block.rows_read, Counter(reasons))
+        for reason in found.reasons:
+            row = block.rejects.slice(reasons.index(reason), 1).to_pylist()[0]
+            found.examples[reason] = f"{row['file']} row {row['row']}: {row['source'][:200]}"
+        return found
+
+    def add(self, other: Rejected) -> None:
+        """Adds what `other` counts; the result does not depend on the order."""
+        self.rows_read += other.rows_read
+        self.reasons.update(other.reasons)
+        for reason, example in other.examples.items():
+            self.examples[reason] = min(example, self.examples.get(reason, example))
 
 
 class Source(ABC):
@@ -73,26 +114,37 @@ class Source(ABC):
         """Raw event files relative to the input folder, sorted. UserError if there is none."""
 
     @abstractmethod
-    def read_events(self, input_uri: str, file: str) -> Iterator[Block]:
+    def read_events(self, input_uri: str, file: str, users: pa.Table | None = None) -> Iterator[Block]:
         """Streams one file as bounded blocks, in the file's order. UserError if the file as a whole
-        cannot be read: a missing column, a wrong format, an empty or truncated file."""
+        cannot be read: a missing column, a wrong format, an empty or truncated file.
+
+        users: the rows of `read_users`, so that they are read once for all event files; None: it reads them.
+        """
 
     def user_files(self, input_uri: str) -> list[str]:
-        """Raw files about users that `read_events` reads beside each event file; empty if the layout has none."""
+        """Raw files about users; empty if the layout has none."""
         return []
+
+    def read_users(self, input_uri: str) -> Metadata | None:
+        """What the user files say, for `read_events`; None if the layout has none."""
+        return None
 
     @abstractmethod
     def item_files(self, input_uri: str) -> list[str]:
         """Raw item files relative to the input folder, sorted; empty if the layout has none."""
 
     @abstractmethod
-    def read_items(self, input_uri: str, file: str) -> Iterator[pa.Table]:
-        """Streams one item file: `item_id`, then `text_*` and `cat_*`, all strings, and `num_*`, float32. Rows
-        without an id are left out; an id may come more than once."""
+    def read_items(self, input_uri: str, file: str) -> Iterator[Metadata]:
+        """Streams one item file: `item_id`, then `text_*` and `cat_*`, all strings, and `num_*`, float32. An id
+        may come more than once."""
 
 
 def list_files(input_uri: str, pattern: str, *, required: bool, what: str) -> list[str]:
-    """Files under the folder whose relative path matches the pattern (shell wildcards), sorted."""
+    """Files under the folder whose relative path matches the pattern (shell wildcards), sorted.
+
+    Parts and manifests in folders beneath it are tables of ours, written with the output inside the input: they are
+    skipped. An input folder that is itself a table is read.
+    """
     filesystem, root = open_uri(input_uri)
     try:
         infos = filesystem.get_file_info(fs.FileSelector(root, recursive=True))
@@ -102,7 +154,9 @@ def list_files(input_uri: str, pattern: str, *, required: bool, what: str) -> li
     files = sorted(
         name
         for name in names
-        if fnmatchcase(name, pattern) and not any(part.startswith((".", "_")) for part in name.split("/"))
+        if fnmatchcase(name, pattern)
+        and not any(part.startswith((".", "_")) for part in name.split("/"))
+        and not ("/" in name and OWN.fullmatch(name.rsplit("/", 1)[1]))
     )
     if required and not files:
         raise UserError(f"{input_uri} holds no {what} like '{pattern}'; check --input and the source's file pattern")

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from models.tables import UserError, join, open_uri
-from pipelines.data.sources.base import Block, Source, list_files
+from pipelines.data.sources.base import Block, Metadata, Source, list_files
 from pipelines.data.sources.mapping import items_fields
 from pipelines.data.tables import REJECTS
 
@@ -50,7 +50,7 @@ class LcRec(Source):
     def item_files(self, input_uri: str) -> list[str]:
         return list_files(input_uri, self.items, required=False, what="item file") if self.items else []
 
-    def read_events(self, input_uri: str, file: str) -> Iterator[Block]:
+    def read_events(self, input_uri: str, file: str, users: pa.Table | None = None) -> Iterator[Block]:
         uri = join(input_uri, file)
         histories = _load(uri, "user", list, "a list of items")
         users = list(histories)
@@ -67,7 +67,9 @@ class LcRec(Source):
         users = np.repeat(np.array([user for user, _ in histories], dtype=object), lengths)
         ordinals = np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         raw = list(chain.from_iterable(items for _, items in histories))
-        items = [str(item) if isinstance(item, str | int) and not isinstance(item, bool) else "" for item in raw]
+        items = [
+            str(item).strip() if isinstance(item, str | int) and not isinstance(item, bool) else "" for item in raw
+        ]
         valid = np.array([item != "" for item in items], dtype=bool) & (users != "")
         rows = np.arange(first, first + total)
         events = pa.table(
@@ -93,17 +95,24 @@ class LcRec(Source):
         ]
         return Block(events, pa.Table.from_pylist(rejects, REJECTS), total)
 
-    def read_items(self, input_uri: str, file: str) -> Iterator[pa.Table]:
+    def read_items(self, input_uri: str, file: str) -> Iterator[Metadata]:
         uri = join(input_uri, file)
         content = _load(uri, "item", dict, "a mapping of texts")
         keys = [*self.texts, *self.attributes]
         if content and not any(key in item for item in content.values() for key in keys):
             raise UserError(f"{uri}: no item has a key of {', '.join(keys)}; set 'texts' to the keys that it has")
-        columns = [
-            pa.array(list(content), pa.string()),
-            *(pa.array([_text(item.get(key)) for item in content.values()], pa.string()) for key in keys),
+        rejects = [
+            {"file": file, "row": row, "reason": "item_id: missing", "source": json.dumps(item)}
+            for row, (name, item) in enumerate(content.items())
+            if name == ""
         ]
-        yield pa.table(columns, schema=items_fields(self.texts, self.attributes))
+        known = {name: item for name, item in content.items() if name}
+        columns = [
+            pa.array(list(known), pa.string()),
+            *(pa.array([_text(item.get(key)) for item in known.values()], pa.string()) for key in keys),
+        ]
+        table = pa.table(columns, schema=items_fields(self.texts, self.attributes))
+        yield Metadata(table, pa.Table.from_pylist(rejects, REJECTS), len(content))
 
 
 def _text(value: Any) -> str | None:
@@ -123,7 +132,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _load(uri: str, key: str, kind: type, need: str) -> dict[str, Any]:
-    """The JSON object at `uri`, whose values are each of `kind`."""
+    """The JSON object at `uri`, whose values are each of `kind`; keys without the white space around them."""
     filesystem, path = open_uri(uri)
     try:
         with filesystem.open_input_stream(path) as stream:
@@ -131,6 +140,8 @@ def _load(uri: str, key: str, kind: type, need: str) -> dict[str, Any]:
         if not text.strip():
             raise UserError("it is empty; copy it again")
         content = json.loads(text, object_pairs_hook=_unique)
+        if isinstance(content, dict):
+            content = _unique([(name.strip(), value) for name, value in content.items()])
     except UserError as error:
         raise UserError(f"{uri}: {error}") from error
     except (ValueError, OSError, EOFError) as error:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import polars as pl
@@ -22,10 +22,11 @@ import pyarrow as pa
 from pyarrow import fs
 
 from models.tables import UserError, join, open_uri
-from pipelines.data.sources.base import Block, Source, list_files
+from pipelines.data.sources.base import Block, Metadata, Source, list_files
 from pipelines.data.sources.load import build
-from pipelines.data.sources.normalise import Columns, Explode, Label, Time, blocks
-from pipelines.data.sources.readers import FORMATS, Reading, read_frames
+from pipelines.data.sources.normalise import Columns, Explode, Label, Time, blocks, rejected
+from pipelines.data.sources.readers import FORMATS, Frame, Reading, read_frames
+from pipelines.data.tables import REJECTS
 
 OF_USER = "user: "
 """Begins the columns that a user file adds to an event's."""
@@ -59,12 +60,16 @@ class Items:
     """CSV: the column separator; None: a tab for `.tsv`, else a comma."""
     header: list[str] | None = None
     """CSV without a header line: its column names."""
+    quote: str | bool = "auto"
+    """CSV: true where quotes enclose values, false where they are plain characters; auto: true, but a file where one
+    row holds more than 1000 of its lines, or half of them, is refused."""
 
     def __post_init__(self) -> None:
         for key in ("texts", "attributes", "numbers"):
             object.__setattr__(self, key, _named(getattr(self, key), f"items.{key}"))
         _check_texts(self, ("files", "item"), "items.")
         _check_format(self.format, "items.")
+        _check_quote(self.quote, "items.")
 
     @property
     def reading(self) -> Reading:
@@ -75,6 +80,9 @@ class Items:
             format=self.format,
             delimiter=self.delimiter,
             header=tuple(self.header) if self.header else None,
+            quote=self.quote,
+            prose=True,
+            ids=(self.item,),
         )
 
 
@@ -94,11 +102,14 @@ class Users:
     """CSV: the column separator; None: a tab for `.tsv`, else a comma."""
     header: list[str] | None = None
     """CSV without a header line: its column names."""
+    quote: str | bool = "auto"
+    """CSV: as in `items`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "attributes", _named(self.attributes, "users.attributes"))
         _check_texts(self, ("files", "user"), "users.")
         _check_format(self.format, "users.")
+        _check_quote(self.quote, "users.")
         if not self.attributes:
             raise ValueError("users.attributes is empty; name at least one column, or leave out users")
 
@@ -106,19 +117,31 @@ class Users:
         """The user files; UserError if there is none."""
         return list_files(input_uri, self.files, required=True, what="user file")
 
-    def read(self, input_uri: str) -> pl.DataFrame:
+    def read(self, input_uri: str) -> Metadata:
         """`OF_USER` and the id, then `OF_USER` and each attribute's name; all text, empty text is null."""
         columns = {"": self.user, **self.attributes}
         header = tuple(self.header) if self.header else None
         wanted = tuple(dict.fromkeys(columns.values()))
-        reading = Reading(columns=wanted, format=self.format, delimiter=self.delimiter, header=header)
+        reading = Reading(
+            columns=wanted,
+            format=self.format,
+            delimiter=self.delimiter,
+            header=header,
+            quote=self.quote,
+            prose=True,
+            ids=(self.user,),
+        )
         found = [pl.DataFrame(schema={OF_USER + name: pl.String for name in columns})]
+        rejects, rows_read = [REJECTS.empty_table()], 0
         for file in self.listed(input_uri):
             for frame in read_frames(input_uri, file, reading):
                 uri = join(input_uri, file)
                 made = [_as_text(frame.rows, column, uri).alias(OF_USER + name) for name, column in columns.items()]
                 found.append(frame.rows.select(made))
-        return pl.concat(found).drop_nulls(OF_USER).unique(OF_USER, keep="first", maintain_order=True)
+                rejects.append(_without_id(frame, found[-1][OF_USER], "user_id", file))
+                rows_read += len(frame.rows) + len(frame.broken)
+        users = pl.concat(found).drop_nulls(OF_USER).unique(OF_USER, keep="first", maintain_order=True)
+        return Metadata(users.to_arrow(), pa.concat_tables(rejects), rows_read)
 
 
 @dataclass(frozen=True)
@@ -139,6 +162,9 @@ class Mapping(Source):
     """CSV: the column separator; None: a tab for `.tsv`, else a comma."""
     header: list[str] | None = None
     """CSV without a header line: its column names."""
+    quote: str | bool = "auto"
+    """CSV: true where quotes enclose values, false where they are plain characters; auto: true, but a file where more
+    than 1% of the lines end within values, or 100 of them within one row, is refused."""
     query: str | None = None
     """Column with the search query."""
     request: str | None = None
@@ -161,6 +187,7 @@ class Mapping(Source):
     def __post_init__(self) -> None:
         _check_texts(self, ("files", "user", "item"))
         _check_format(self.format)
+        _check_quote(self.quote)
         nested = {"time": Time, "explode": Explode, "items": Items, "users": Users}
         for key, kind in nested.items():
             if isinstance(getattr(self, key), dict):
@@ -204,6 +231,9 @@ class Mapping(Source):
                 del label["range"]
         if content["users"] is None:
             del content["users"]
+        for part in (content, content["items"], content.get("users")):
+            if part and part["quote"] == "auto":
+                del part["quote"]
         if content["items"] and not content["items"]["numbers"]:
             del content["items"]["numbers"]
         return content
@@ -245,6 +275,9 @@ class Mapping(Source):
             format=self.format,
             delimiter=self.delimiter,
             header=tuple(self.header) if self.header else None,
+            quote=self.quote,
+            required=(self.user, self.item, self.time.column, *exploded),
+            ids=tuple(name for name in (self.user, self.item, self.request, *members) if name),
         )
 
     @property
@@ -258,14 +291,15 @@ class Mapping(Source):
     def event_files(self, input_uri: str) -> list[str]:
         return list_files(input_uri, self.files, required=True, what="event file")
 
-    def read_events(self, input_uri: str, file: str) -> Iterator[Block]:
+    def read_events(self, input_uri: str, file: str, users: pa.Table | None = None) -> Iterator[Block]:
         schema, columns, first = self.block_schema, self.columns, 0
-        users = self.users.read(input_uri) if self.users else None
+        if self.users:
+            known = pl.DataFrame(users if users is not None else self.users.read(input_uri).rows)
         for frame in read_frames(input_uri, file, self.reading):
             rows = frame.rows
-            if users is not None:
+            if self.users:
                 key = pl.col(self.user).cast(pl.String).str.strip_chars()
-                rows = rows.join(users, left_on=key, right_on=OF_USER, how="left", maintain_order="left")
+                rows = rows.join(known, left_on=key, right_on=OF_USER, how="left", maintain_order="left")
             for block in blocks(
                 rows,
                 frame.broken,
@@ -275,11 +309,14 @@ class Mapping(Source):
                 file=file,
                 first_log_row=first,
             ):
-                yield block
+                yield replace(block, missing=frame.missing)
                 first += block.rows_read
 
     def user_files(self, input_uri: str) -> list[str]:
         return self.users.listed(input_uri) if self.users else []
+
+    def read_users(self, input_uri: str) -> Metadata | None:
+        return self.users.read(input_uri) if self.users else None
 
     def item_files(self, input_uri: str) -> list[str]:
         if not self.items:
@@ -291,7 +328,7 @@ class Mapping(Source):
         files = list_files(folder, self.items.files, required=not self.items.optional, what="item file")
         return [join(self.items.folder, file) if self.items.folder else file for file in files]
 
-    def read_items(self, input_uri: str, file: str) -> Iterator[pa.Table]:
+    def read_items(self, input_uri: str, file: str) -> Iterator[Metadata]:
         return read_items(self.items, input_uri, file)
 
 
@@ -303,8 +340,8 @@ def items_fields(texts: list[str], attributes: list[str], numbers: Iterable[str]
     )
 
 
-def read_items(items: Items, input_uri: str, file: str) -> Iterator[pa.Table]:
-    """The item file's rows that have an id; texts and attributes as text, with lists joined, empty text is null."""
+def read_items(items: Items, input_uri: str, file: str) -> Iterator[Metadata]:
+    """The item file; texts and attributes as text, with lists joined, empty text is null."""
     schema = items_fields(list(items.texts), list(items.attributes), items.numbers)
     sources = [items.item, *items.texts.values(), *items.attributes.values(), *items.numbers.values()]
     for frame in read_frames(input_uri, file, items.reading):
@@ -314,7 +351,15 @@ def read_items(items: Items, input_uri: str, file: str) -> Iterator[pa.Table]:
             )
             for target, column in zip(schema.names, sources, strict=True)
         )
-        yield rows.filter(pl.col("item_id").is_not_null()).to_arrow().cast(schema)
+        known = rows.drop_nulls("item_id").to_arrow().cast(schema)
+        rejects = _without_id(frame, rows["item_id"], "item_id", file)
+        yield Metadata(known, rejects, len(rows) + len(frame.broken))
+
+
+def _without_id(frame: Frame, ids: pl.Series, name: str, file: str) -> pa.Table:
+    """The frame's broken lines and its rows whose id is null, as `REJECTS`."""
+    reason = pl.select(pl.when(ids.is_null()).then(pl.lit(f"{name}: missing"))).to_series()
+    return rejected(frame.rows, reason, frame.broken, file)
 
 
 def _as_number(rows: pl.DataFrame, column: str, uri: str) -> pl.Expr:
@@ -373,3 +418,8 @@ def _check_texts(config: Any, keys: tuple[str, ...], where: str = "") -> None:
 def _check_format(chosen: str | None, where: str = "") -> None:
     if chosen is not None and chosen not in FORMATS:
         raise ValueError(f"'{where}format' is '{chosen}'; it must be one of {', '.join(FORMATS)}")
+
+
+def _check_quote(quote: str | bool, where: str = "") -> None:
+    if quote not in ("auto", True, False):
+        raise ValueError(f"'{where}quote' is '{quote}'; it must be auto, true or false")

@@ -6,6 +6,8 @@ schema; a row goes to the rejects with its first reason.
 
 from __future__ import annotations
 
+import hashlib
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,11 +22,12 @@ from pipelines.data.tables import LABEL_TYPES, REJECTS
 
 UNITS = {"s": (1000, 1), "ms": (1, 1), "us": (1, 1000), "ns": (1, 1_000_000), "iso": (1, 1), "order": (1, 1)}
 """Units of time: factor and divisor to milliseconds."""
+FIRST_MS = 315_532_800_000  # 1980: an earlier clock time is a wrong unit
 LAST_MS = 253_402_300_799_999  # the end of year 9999: a later time is a wrong unit
 LAST_INT64 = 2**63 - 1
 LAST_INT32 = 2**31 - 1
 EXPLODED_ROWS = 1 << 18  # rows per block after lists are exploded
-LOG_ROW, POSITION, UNEQUAL = "__log_row", "__position", "__unequal"
+LOG_ROW, POSITION, UNEQUAL, REQUEST = "__log_row", "__position", "__unequal", "__request"
 
 TEXT = (pl.String, pl.Categorical, pl.Enum)
 OPERATORS = {">": "gt", ">=": "ge", "<": "lt", "<=": "le", "==": "eq", "!=": "ne"}
@@ -83,7 +86,8 @@ class Label:
 
 def check_range(span: object) -> None:
     """ValueError unless `span` is [low, high]."""
-    numbers = isinstance(span, list) and len(span) == 2 and all(isinstance(end, int | float) for end in span)
+    numbers = isinstance(span, list) and len(span) == 2
+    numbers = numbers and all(isinstance(end, int | float) and math.isfinite(end) for end in span)  # type: ignore
     if not numbers or not span[0] < span[1]:  # type: ignore[index]
         raise ValueError(f"range is {span!r}; give the least and the largest value, such as [0.5, 5]")
 
@@ -150,11 +154,11 @@ class _Row:
         )
 
     def text(self, target: str, column: str, *, required: bool) -> None:
-        """An id, query or category as text; empty text is no value."""
+        """An id (`required`; without the white space around it), query or category as text; empty text is no value."""
         dtype = self.schema[column]
         if not (dtype in TEXT or dtype.is_integer() or dtype in (pl.Null, pl.Boolean)):
             raise self.refuse(column, "text or integers")
-        value = pl.col(column).cast(pl.String)
+        value = _bare(column) if required else pl.col(column).cast(pl.String)
         if dtype in TEXT:
             value = pl.when(value != "").then(value)
         self.values.append(value.alias(target))
@@ -198,6 +202,8 @@ class _Row:
             if time.clock and last < LAST_INT64:
                 self.reasons.append((number > last, f"{target}: after the year 9999, check time.unit"))
             value = number * factor if factor > 1 else number.floordiv(divisor) if divisor > 1 else number
+        if time.clock:
+            self.reasons.append((value < FIRST_MS, f"{target}: before 1980, check time.unit"))
         self.values.append(value.cast(pl.Int64).alias(target))
 
     def position(self, column: str) -> None:
@@ -298,6 +304,8 @@ def _explode(raw: pl.DataFrame, columns: Columns, uri: str) -> Iterator[tuple[pl
         return
     exploded = columns.explode.columns if columns.explode else []
     separator = columns.explode.separator if columns.explode else None
+    if exploded and not columns.request:
+        raw = raw.with_columns(_digests(raw))
     for name in {*lists, *exploded}:
         raw = raw.with_columns(_as_list(raw, name, separator, uri))
     if exploded:
@@ -311,11 +319,28 @@ def _explode(raw: pl.DataFrame, columns: Columns, uri: str) -> Iterator[tuple[pl
         )
     for piece in _pieces(raw, columns.item) if exploded else [raw]:
         members = {
-            name: piece.select(ROW, pl.col(name).alias("__item")).explode("__item").drop_nulls().unique()
+            name: piece.select(ROW, pl.col(name).alias("__item"))
+            .explode("__item")
+            .with_columns(_bare("__item"))
+            .drop_nulls()
+            .unique()
             for name in lists
         }
         rows = piece.drop(lists - set(exploded))
         yield (rows.explode(exploded) if exploded else rows), members
+
+
+def _bare(column: str) -> pl.Expr:
+    """Ids as text without the white space around them."""
+    return pl.col(column).cast(pl.String).str.strip_chars()
+
+
+def _digests(raw: pl.DataFrame) -> pl.Series:
+    """A hash of what each raw row holds, the same in whatever file, block or process it is read: the same row in two
+    files is one request. Hashes of polars change with its version."""
+    content = pl.struct(sorted(name for name in raw.columns if name != ROW)).struct.json_encode()
+    texts = raw.select(content).to_series()
+    return pl.Series(REQUEST, [hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in texts], pl.String)
 
 
 def _as_list(raw: pl.DataFrame, name: str, separator: str | None, uri: str) -> pl.Expr:
@@ -364,8 +389,8 @@ def _block(
         row.values.append(pl.lit(None, pl.String).alias("query"))
     if columns.request:
         row.text("request_id", columns.request, required=True)
-    elif columns.explode:  # a raw row is a request: its number in the file, padded to sort as text
-        row.values.append(pl.col(ROW).cast(pl.String).str.zfill(12).alias("request_id"))
+    elif columns.explode:  # a raw row is a request
+        row.values.append(pl.col(REQUEST).alias("request_id"))
     else:
         row.values.append(pl.lit("").alias("request_id"))
     if columns.position:
@@ -378,7 +403,7 @@ def _block(
         target = f"label_{name}"
         if label.member_of:
             pairs = members[label.member_of].with_columns(pl.lit(True).alias(f"__{target}"))
-            raw = raw.with_columns(pl.col(columns.item).cast(pl.String).alias("__item"))  # members are text too
+            raw = raw.with_columns(_bare(columns.item).alias("__item"))  # members are text too
             raw = raw.join(pairs, on=[ROW, "__item"], how="left", maintain_order="left")
             row.values.append(pl.col(f"__{target}").fill_null(False).alias(target))
         elif label.column and label.type == "bool":
@@ -392,20 +417,24 @@ def _block(
 
     reason = pl.coalesce(*(pl.when(bad).then(pl.lit(text)) for bad, text in row.reasons))
     made = raw.select(*row.values, pl.col(LOG_ROW).alias("log_row"), reason.alias("__reason"))
-    refused = made["__reason"].is_not_null()
-    rejects = _rejects(broken, file)
-    if refused.any():
-        kept = [name for name in raw.columns if not name.startswith("__")]
-        source = raw.filter(refused).select(
-            pl.lit(file).alias("file"),
-            pl.col(ROW).alias("row"),
-            made.filter(refused)["__reason"].alias("reason"),
-            pl.struct(kept).struct.json_encode().str.slice(0, LONGEST_QUOTE).alias("source"),
-        )
-        rejects = pa.concat_tables([rejects, source.to_arrow().cast(REJECTS)])
-        made = made.filter(~refused)
-    events = made.select(schema.names).to_arrow().cast(schema)
+    rejects = rejected(raw, made["__reason"], broken, file)
+    events = made.filter(pl.col("__reason").is_null()).select(schema.names).to_arrow().cast(schema)
     return Block(events, rejects, len(raw) + len(broken))
+
+
+def rejected(raw: pl.DataFrame, reason: pl.Series, broken: list[tuple[int, str, str]], file: str) -> pa.Table:
+    """The lines that are no rows, then the rows that have a reason, as `REJECTS`."""
+    rejects, refused = _rejects(broken, file), reason.is_not_null()
+    if not refused.any():
+        return rejects
+    kept = [name for name in raw.columns if not name.startswith("__")]
+    source = raw.filter(refused).select(
+        pl.lit(file).alias("file"),
+        pl.col(ROW).alias("row"),
+        reason.filter(refused).alias("reason"),
+        pl.struct(kept).struct.json_encode().str.slice(0, LONGEST_QUOTE).alias("source"),
+    )
+    return pa.concat_tables([rejects, source.to_arrow().cast(REJECTS)])
 
 
 def _rejects(broken: list[tuple[int, str, str]], file: str) -> pa.Table:

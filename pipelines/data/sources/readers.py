@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import csv
 import difflib
+import json
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
 import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet as pq
 
@@ -36,8 +39,16 @@ SUFFIXES = {
 FORMATS = ("csv", "jsonl", "parquet")
 COMPRESSIONS = (".gz", ".bz2", ".zst", ".lz4")
 TEXT_BLOCK = 8 << 20  # bytes of text per frame; also the longest row that can be read
-PARQUET_BLOCK = 1 << 17  # rows per frame
+PARQUET_BLOCK = 1 << 17  # rows per frame, at most: fewer where they are long
 LONGEST_QUOTE = 2000  # characters of an unreadable line that a reject keeps
+BOM = b"\xef\xbb\xbf"
+
+# A stray quote makes one value of all lines up to the next one. With `quote: auto` a CSV file is refused if its values
+# hold at least FEW_BREAKS line breaks, and
+FEW_BREAKS = 10
+LONGEST_VALUE, MOST_BREAKS = 100, 0.01  # of events: more than these in one row, or in all than this share of the lines
+LONGEST_PROSE, MOST_OF_PROSE = 1000, 0.5  # of items and users, whose texts span lines: more than either in one row
+PLAIN_QUOTES = "if quotes are plain characters in this log, set 'quote: false' beside its 'files' in the source file"
 
 
 @dataclass(frozen=True)
@@ -56,6 +67,15 @@ class Reading:
     """CSV: the column separator; None: a tab for `.tsv`, else a comma."""
     header: tuple[str, ...] | None = None
     """CSV without a header line: its column names."""
+    quote: str | bool = "auto"
+    """CSV: whether quotes enclose values; auto: they do, and a file where they seem to swallow rows is refused."""
+    prose: bool = False
+    """CSV: whether values may well span lines, as descriptions of items do."""
+    required: tuple[str, ...] | None = None
+    """JSON: the columns that each file must have from its beginning; others may begin later, or be in other files
+    only (`Frame.missing`). None: each file must have all columns, anywhere."""
+    ids: tuple[str, ...] = ()
+    """JSON: the columns of ids, where a row with a list or an object in the place of one is broken."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +85,9 @@ class Frame:
     rows: pl.DataFrame
     """The wanted columns and ROW."""
     broken: list[tuple[int, str, str]] = field(default_factory=list)
-    """Lines that are no rows at all: number in the file, reason, text."""
+    """Lines that are no rows, or not of ids: number in the file, reason, text."""
+    missing: dict[str, str] = field(default_factory=dict)
+    """JSON: the wanted columns that no row here has, each with a hint at the nearest key."""
 
 
 def format_of(file: str, chosen: str | None = None) -> str:
@@ -100,9 +122,16 @@ def require_columns(uri: str, wanted: Iterable[str], present: Collection[str]) -
     """UserError if a wanted column is not there, with the nearest one that is."""
     for column in wanted:
         if column not in present:
-            near = difflib.get_close_matches(column, sorted(present), n=1, cutoff=0.0)
-            hint = f"the nearest is '{near[0]}'" if near else "it has none"
-            raise UserError(f"{uri} has no column '{column}'; {hint}; correct the source file or the log")
+            raise _no_column(uri, column, _nearest(column, present))
+
+
+def _nearest(column: str, present: Collection[str]) -> str:
+    near = difflib.get_close_matches(column, sorted(present), n=1, cutoff=0.0)
+    return f"the nearest is '{near[0]}'" if near else "it has none"
+
+
+def _no_column(uri: str, column: str, hint: str) -> UserError:
+    return UserError(f"{uri} has no column '{column}'; {hint}; correct the source file or the log")
 
 
 def _empty(uri: str) -> UserError:
@@ -117,50 +146,141 @@ def _numbers(start: int, count: int, skipped: Iterable[int]) -> np.ndarray:
     return numbers
 
 
+class _Lines:
+    """A stream that counts the line breaks read through it."""
+
+    def __init__(self, stream: pa.NativeFile) -> None:
+        self.stream = stream
+        self.count = 0
+
+    @property
+    def closed(self) -> bool:
+        return bool(self.stream.closed)
+
+    def read(self, size: int) -> pa.Buffer:
+        block = self.stream.read_buffer(size)
+        self.count += int(np.count_nonzero(np.frombuffer(block, np.uint8) == ord("\n")))
+        return block
+
+
+def _csv_header(uri: str, reading: Reading, delimiter: str) -> list[str]:
+    """The names of all columns. Arrow, too, skips a byte order mark and empty lines at the beginning."""
+    filesystem, path = open_uri(uri)
+    with filesystem.open_input_stream(path) as stream:
+        head = stream.read(1 << 16).removeprefix(BOM).lstrip(b"\r\n")
+    if not head:
+        raise _empty(uri)
+    if b"\r" in head and b"\n" not in head:
+        raise UserError(f"{uri} ends its lines with carriage returns alone; convert it to line feeds (tr '\\r' '\\n')")
+    if reading.header:
+        return list(reading.header)
+    first = re.split(rb"[\r\n]", head, maxsplit=1)[0].decode(errors="replace")
+    return first.split(delimiter) if reading.quote is False else next(csv.reader([first], delimiter=delimiter))
+
+
+def _csv_batches(
+    stream: Any,
+    reading: Reading,
+    delimiter: str,
+    names: list[str] | None,
+    types: dict[str, pa.DataType],
+    skip: Callable[[Any], str],
+) -> Iterator[pa.RecordBatch]:
+    """The columns of `types`; `names` are those of all columns if the file has no header."""
+    quoted = reading.quote is not False
+    # One thread: rows are numbered only then; files are read side by side by Ray tasks.
+    yield from pa.csv.open_csv(
+        stream,
+        read_options=pa.csv.ReadOptions(use_threads=False, block_size=TEXT_BLOCK, column_names=names),
+        parse_options=pa.csv.ParseOptions(
+            delimiter=delimiter,
+            quote_char='"' if quoted else False,
+            newlines_in_values=quoted,
+            invalid_row_handler=skip,
+        ),
+        convert_options=pa.csv.ConvertOptions(include_columns=list(types), column_types=types),
+    )
+
+
 def _read_csv(uri: str, reading: Reading) -> Iterator[Frame]:
     filesystem, path = open_uri(uri)
     delimiter = reading.delimiter or ("\t" if ".tsv" in PurePosixPath(path).suffixes else ",")
-    header = list(reading.header or ())
-    if not header:
-        with filesystem.open_input_stream(path) as stream:
-            first = stream.read(1 << 16).split(b"\n", 1)[0].decode("utf-8-sig", errors="replace").strip("\r")
-        header = next(csv.reader([first], delimiter=delimiter), [])
-        if not header:
-            raise _empty(uri)
+    header = _csv_header(uri, reading, delimiter)
     require_columns(uri, reading.columns, header)
-
+    before = 1 if reading.header else 2  # Arrow counts rows from 1, the header among them
     broken: list[tuple[int, str, str]] = []
 
     def skip(row: Any) -> str:
-        number = row.number - (1 if reading.header else 2)  # counted from 1, the header among them
         reason = f"row: {row.actual_columns} columns, not {row.expected_columns}"
-        broken.append((number, reason, (row.text or "")[:LONGEST_QUOTE]))
+        broken.append((row.number - before, reason, (row.text or "")[:LONGEST_QUOTE]))
         return "skip"
 
+    names, types = header if reading.header else None, dict.fromkeys(reading.columns, pa.string())
     with filesystem.open_input_stream(path) as stream:
-        if reading.header and not stream.read(1):
-            raise _empty(uri)
+        lines = _Lines(stream)
+        rows = reported = start = 0
+        try:
+            for batch in _csv_batches(lines, reading, delimiter, names, types, skip):
+                numbers = _numbers(start, batch.num_rows, sorted(n for n, _, _ in broken if n >= start))
+                rows += len(numbers)
+                start = int(numbers[-1]) + 1 if len(numbers) else start
+                yield Frame(pl.DataFrame(pl.from_arrow(batch)).with_columns(pl.Series(ROW, numbers)), broken[reported:])
+                reported = len(broken)
+        except pa.ArrowInvalid as error:
+            if known := _csv_error(uri, reading, str(error), rows + len(broken), before):
+                raise known from error
+            raise
+    if reported < len(broken):
+        yield Frame(_no_rows(reading), broken[reported:])
+    if reading.quote == "auto" and lines.count - rows - len(broken) >= FEW_BREAKS:
+        _check_quotes(uri, reading, delimiter, len(header), lines.count)
+
+
+def _csv_error(uri: str, reading: Reading, reason: str, rows: int, before: int) -> UserError | None:
+    """What is known of an error of Arrow's after `rows` rows."""
+    if "straddl" in reason:
+        remedy = "shorten it" if reading.quote is False else f"{PLAIN_QUOTES}, else shorten the row"
+        return UserError(f"{uri}: row {rows:,} is longer than the {TEXT_BLOCK >> 20} MiB that can be read; {remedy}")
+    # A row of too few columns that cannot be decoded never comes to the handler: Arrow then says what it expected.
+    if number := re.search(r"Row #(\d+): (?:.*invalid UTF8|Expected)", reason):
+        row = int(number[1]) - before
+        return UserError(f"{uri} is not UTF-8 in row {row:,}; convert it to UTF-8 (iconv -f ENCODING -t UTF-8)")
+    return None
+
+
+def _check_quotes(uri: str, reading: Reading, delimiter: str, width: int, lines: int) -> None:
+    """UserError if quotes seem to swallow rows: for a file of more lines than rows. Some of them may be empty, so it
+    reads the file again, now all of its columns, and counts the line breaks within values."""
+    filesystem, path = open_uri(uri)
+    first = 0 if reading.header else -1  # the header is read as a row
+    breaks = 0
+    worst = [(0, 0)]  # line breaks of a row, and its number
+
+    def skip(row: Any) -> str:
+        nonlocal breaks
+        within = (row.text or "").count("\n")
+        breaks += within
+        worst.append((within, row.number - (1 if reading.header else 2)))
+        return "skip"
+
+    names = [str(number) for number in range(width)]
     with filesystem.open_input_stream(path) as stream:
-        # One thread: rows are numbered only then; files are read side by side by Ray tasks.
-        batches = pa.csv.open_csv(
-            stream,
-            read_options=pa.csv.ReadOptions(
-                use_threads=False, block_size=TEXT_BLOCK, column_names=header if reading.header else None
-            ),
-            parse_options=pa.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=skip),
-            convert_options=pa.csv.ConvertOptions(
-                include_columns=list(reading.columns), column_types=dict.fromkeys(reading.columns, pa.string())
-            ),
+        for batch in _csv_batches(stream, reading, delimiter, names, dict.fromkeys(names, pa.binary()), skip):
+            within = sum(pc.count_substring(column, b"\n").to_numpy() for column in batch.columns)
+            if batch.num_rows:
+                breaks += int(within.sum())
+                worst.append((int(within.max()), first + int(within.argmax())))
+            first += batch.num_rows
+    longest, row = max(worst)
+    if reading.prose:
+        many = longest > min(LONGEST_PROSE, MOST_OF_PROSE * lines)
+    else:
+        many = longest > LONGEST_VALUE or breaks > MOST_BREAKS * lines
+    if many and breaks >= FEW_BREAKS:
+        raise UserError(
+            f"{uri}: {breaks:,} of its {lines:,} lines end within quoted values, {longest:,} of them near row {row:,}; "
+            f"{PLAIN_QUOTES}; if values really span lines, 'quote: true'"
         )
-        reported = start = 0
-        for batch in batches:
-            numbers = _numbers(start, batch.num_rows, sorted(n for n, _, _ in broken if n >= start))
-            start = int(numbers[-1]) + 1 if len(numbers) else start
-            rows = pl.DataFrame(pl.from_arrow(batch)).with_columns(pl.Series(ROW, numbers))
-            yield Frame(rows, broken[reported:])
-            reported = len(broken)
-        if reported < len(broken):
-            yield Frame(rows.clear() if start else _no_rows(reading), broken[reported:])
 
 
 def _no_rows(reading: Reading) -> pl.DataFrame:
@@ -171,30 +291,43 @@ def _read_jsonl(uri: str, reading: Reading) -> Iterator[Frame]:
     schema = {name: pl.List(pl.String) if name in reading.lists else pl.String for name in reading.columns}
     spelled = [re.compile(rb'("%s"\s*:\s*)(-?\d+[.eE][\d.eE+-]*)' % re.escape(n).encode()) for n in reading.integers]
     start = 0
+    absent: dict[str, str] = {}
     for chunk in _line_chunks(uri):
         for pattern in spelled:  # quoted, a number such as 1e9 keeps its spelling
             chunk = pattern.sub(rb'\1"\2"', chunk)
-        if start == 0:
-            _check_keys(uri, reading, chunk)
         rows, broken = _parse_lines(chunk, schema)
-        if start == 0 and broken and not len(rows):
+        count = len(rows) + len(broken)
+        if not count:
+            continue
+        if start == 0 and not len(rows):
             raise UserError(
                 f"{uri} is not JSON lines ({broken[0][1]}); write one JSON object per line, or set 'format'"
             )
-        if broken and not chunk.endswith(b"\n") and broken[-1][0] == len(rows) + len(broken) - 1:
+        if broken and not chunk.endswith(b"\n") and broken[-1][0] == count - 1:
             raise UserError(f"{uri} ends within a JSON object: it is truncated; copy it again")
-        numbers = _numbers(start, len(rows), [start + n for n, _, _ in broken])
-        yield Frame(rows.with_columns(pl.Series(ROW, numbers)), [(start + n, why, text) for n, why, text in broken])
-        start += len(rows) + len(broken)
+        missing = _missing(rows, chunk)
+        absent = {name: hint for name, hint in (absent if start else missing).items() if name in missing}
+        for name in (reading.required or ()) if start == 0 else ():
+            if name in missing:
+                raise _no_column(uri, name, missing[name])
+        numbers = _numbers(0, len(rows), [number for number, _, _ in broken])
+        strange = _no_ids(rows, numbers, chunk, reading)
+        rows = rows.with_columns(pl.Series(ROW, start + numbers))
+        if strange:
+            rows = rows.filter(~pl.col(ROW).is_in([start + number for number, _, _ in strange]))
+        yield Frame(rows, [(start + n, why, text) for n, why, text in sorted([*broken, *strange])], missing)
+        start += count
     if start == 0:
         raise _empty(uri)
+    if reading.required is None and absent:
+        raise _no_column(uri, *next(iter(absent.items())))
 
 
 def _line_chunks(uri: str) -> Iterator[bytes]:
     """The file's text in chunks of whole lines."""
     filesystem, path = open_uri(uri)
     with filesystem.open_input_stream(path) as stream:
-        rest = b""
+        rest = stream.read(len(BOM)).removeprefix(BOM)
         while block := stream.read(TEXT_BLOCK):
             end = block.rfind(b"\n") + 1
             if end == 0:
@@ -210,12 +343,35 @@ def _line_chunks(uri: str) -> Iterator[bytes]:
             yield rest
 
 
-def _check_keys(uri: str, reading: Reading, chunk: bytes) -> None:
-    """A key that no row has is a mistake in the mapping; one that some rows lack is a null there."""
-    keys = re.findall(rb'"((?:[^"\\]|\\.)*)"\s*:', chunk[: 1 << 16])
+def _missing(rows: pl.DataFrame, chunk: bytes) -> dict[str, str]:
+    """The columns that are no key in the text, each with a hint at the nearest that is."""
+    nulls = [name for name in rows.columns if rows[name].null_count() == len(rows)]
+    missing = [name for name in nulls if f'"{name}"'.encode() not in chunk and json.dumps(name).encode() not in chunk]
+    keys = re.findall(rb'"((?:[^"\\]|\\.)*)"\s*:', chunk[: 1 << 16]) if missing else []
     present = {key.decode(errors="replace") for key in keys}
-    present |= {c for c in reading.columns if f'"{c}"'.encode() in chunk}
-    require_columns(uri, reading.columns, present)
+    return {name: _nearest(name, present) for name in missing}
+
+
+def _no_ids(rows: pl.DataFrame, numbers: np.ndarray, chunk: bytes, reading: Reading) -> list[tuple[int, str, str]]:
+    """The rows with a list or an object in the place of an id: number, reason, text. Both are read as their text,
+    and only the line tells them from real text that begins with a bracket."""
+    found: dict[int, tuple[int, str, str]] = {}
+    lines: list[bytes] = []
+    for name in reading.ids:
+        values = rows[name].explode() if name in reading.lists else rows[name]
+        if not (values.str.starts_with("[") | values.str.starts_with("{")).any():
+            continue
+        text = pl.col(name).list.join("\n", ignore_nulls=True) if name in reading.lists else pl.col(name)
+        lines = lines or [line for line in chunk.split(b"\n") if line.strip()]
+        for number in numbers[rows.select(text.str.contains(r"(?m)^[\[{]").fill_null(False)).to_series().to_numpy()]:
+            value = json.loads(lines[number], strict=False)[name]
+            kinds = {type(each) for each in (value if name in reading.lists else [value])}
+            if kinds & {list, dict}:
+                kind = "a list" if list in kinds else "an object"
+                remedy = "name a column of ids" if dict in kinds else "for lists of items set explode"
+                reason = f"{name}: {kind} in the place of an id; {remedy}"
+                found[int(number)] = int(number), reason, lines[number].decode()[:LONGEST_QUOTE]
+    return list(found.values())
 
 
 def _parse_lines(chunk: bytes, schema: dict[str, Any]) -> tuple[pl.DataFrame, list[tuple[int, str, str]]]:
@@ -250,9 +406,21 @@ def _read_parquet(uri: str, reading: Reading) -> Iterator[Frame]:
     with filesystem.open_input_file(path) as file:
         parquet = pq.ParquetFile(file)
         require_columns(uri, reading.columns, parquet.schema_arrow.names)
+        sizes = [_parquet_rows(parquet.metadata.row_group(g), reading) for g in range(parquet.num_row_groups)]
         start = 0
-        for batch in parquet.iter_batches(PARQUET_BLOCK, columns=list(reading.columns)):
-            rows = pl.DataFrame(pl.from_arrow(batch))
-            numbers = np.arange(start, start + len(rows), dtype=np.int64)
-            yield Frame(rows.with_columns(pl.Series(ROW, numbers)))
-            start += len(rows)
+        for size, groups in groupby(range(len(sizes)), key=sizes.__getitem__):
+            for batch in parquet.iter_batches(size, row_groups=list(groups), columns=list(reading.columns)):
+                rows = pl.DataFrame(pl.from_arrow(batch))
+                numbers = np.arange(start, start + len(rows), dtype=np.int64)
+                yield Frame(rows.with_columns(pl.Series(ROW, numbers)))
+                start += len(rows)
+
+
+def _parquet_rows(group: pq.RowGroupMetaData, reading: Reading) -> int:
+    """Rows per frame so that it holds about TEXT_BLOCK bytes: a power of two, so that groups are read together."""
+    chunks = [group.column(index) for index in range(group.num_columns)]
+    wanted = [c for c in chunks if any(f"{c.path_in_schema}.".startswith(f"{name}.") for name in reading.columns)]
+    # Coded by a dictionary, a value takes less in the file than the 8 bytes or more that it takes in memory.
+    size = sum(max(chunk.total_uncompressed_size, 8 * chunk.num_values) for chunk in wanted)
+    rows = min(PARQUET_BLOCK, TEXT_BLOCK * group.num_rows // max(size, 1))
+    return 1 << max(rows.bit_length() - 1, 0)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pyarrow as pa
 import pytest
 import torch
 
-from models.actions.batch import ActionsCatalogue, check_batch, visible
+from models.actions.batch import ActionsCatalogue, check_batch, standardised, visible
 
 
 def test_a_candidate_sees_events_strictly_before_it(batch):
@@ -40,6 +41,18 @@ def test_wrong_shapes_are_named(catalogue, batch):
     empty = {key: tensor if key.startswith("candidate") else tensor[:, :0] for key, tensor in batch.items()}
     with pytest.raises(ValueError, match="the context has no position"):
         check_batch(empty, catalogue)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([10.0, None, 30.0], [-1.0, 0.0, 1.0]),  # of deviation 10
+        ([7.0, 7.0, None], [0.0, 0.0, 0.0]),
+        ([None, None], [0.0, 0.0]),
+    ],
+)
+def test_numbers_of_items_have_mean_0_and_deviation_1(values, expected):
+    assert standardised(pa.chunked_array([pa.array(values, pa.float32())])).tolist() == expected
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,29 @@ def test_sequences_are_cut_for_models_that_learn_from_candidates_only(tables):
         assert sum(context + candidates for context, candidates in cuts[0].get(number, [])) == row["train_end"]
 
 
+def sequence_of(count: int, rng: np.random.Generator, cuts: tuple[int, int]) -> dict:
+    return user("u", rng.integers(9, size=count).tolist(), list(range(count)), [True] * count, cuts, rng)
+
+
+def test_training_windows_are_cut_from_the_end(tmp_path):
+    tables = write_rows(tmp_path, [sequence_of(25, np.random.default_rng(0), (25, 25))], 9)
+    examples = load(tables, "train", max_history=10)
+    times = [examples.collate(np.array([row]))["time"][0].tolist() for row in range(3)]
+    assert sorted(times) == [list(range(5)), list(range(5, 15)), list(range(15, 25))]
+
+
+def test_the_share_of_the_context_is_drawn_anew_and_uniformly(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = [sequence_of(100, rng, (100, 100)) for _ in range(20)]
+    examples = load(write_rows(tmp_path, rows, 9), "train", unit="cut", max_history=100)
+    drawn = [order for epoch in range(50) for order in examples.batches(4, shuffle=True, epoch=epoch)]
+    assert all(len(set(order[:, 1].tolist())) == 1 for order in drawn)  # rows of one length have one share
+    shares = np.array([order[0, 1] / 100 for order in drawn])
+    assert len(shares) == 250
+    assert np.bincount((10 * shares).astype(int), minlength=10).min() > 10
+    assert (shares.min() < 0.05, shares.max() > 0.95, shares.max() < 1) == (True, True, True)
+
+
 def test_steps_are_of_equally_many_events_and_little_is_padding(tmp_path):
     rng = np.random.default_rng(0)
     rows = []
@@ -158,6 +181,15 @@ def test_a_large_batch_of_long_users_is_split(tables, monkeypatch):
     order = list(load(tables, "val", max_history=100).batches(1000))
     assert len(order) > 3
     assert sorted(np.concatenate(order).tolist()) == list(range(len(load(tables, "val"))))
+
+
+def test_candidates_of_users_without_a_context_are_split_too(tmp_path, monkeypatch):
+    """A candidate may read itself, so that its mask is as wide as context and candidates together."""
+    rng = np.random.default_rng(0)
+    rows = [sequence_of(1, rng, (2, 2)), *(sequence_of(20, rng, (0, 0)) for _ in range(10))]
+    examples = load(write_rows(tmp_path, rows, 9), "test")
+    monkeypatch.setattr("models.actions.data.MOST_PAIRS", 3 * 20 * (1 + 20) - 1)  # a context is padded to one event
+    assert [len(order) for order in examples.batches(1000)] == [2] * 5
 
 
 @pytest.mark.parametrize("name", ACTIONS)

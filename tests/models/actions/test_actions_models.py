@@ -8,8 +8,8 @@ import torch
 from models.actions.attn_dhn import AttnDHN, AttnDHNConfig
 from models.actions.attn_lfa import AttnLFA, AttnLFAConfig
 from models.actions.attn_mvp import AttnMVP, AttnMVPConfig, AttnMVPNoLFAConfig
-from models.actions.base import ActionsConfig, ActionsModel
-from models.actions.batch import visible
+from models.actions.base import ActionsConfig, ActionsModel, LateFeatures
+from models.actions.batch import check_batch, visible
 from models.actions.genrank import GenRank, GenRankConfig
 from models.actions.interleaved import Interleaved, InterleavedConfig
 from models.actions.lac import LAC, LACConfig
@@ -148,13 +148,18 @@ def test_the_loss_reaches_every_weight(name, catalogue, batch):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_loss_is_of_events_that_do_not_hold_their_label(name, catalogue, batch):
+    """Nor that of the event of the same millisecond before them, which has told its actions."""
     model = make(name, catalogue)
+    batch["time"][0, 3], batch["learn"][0, 3] = batch["time"][0, 2], False
+    check_batch(batch, catalogue)
     logits = torch.cat(predictions(model, batch), 1)
-    names = ("label", "valid")
-    label, valid = (torch.cat([batch[key], batch[f"candidate_{key}"]], 1)[:, -logits.shape[1] :] for key in names)
+    label, learned = (
+        torch.cat([batch[own], batch[f"candidate_{asked}"]], 1)[:, -logits.shape[1] :]
+        for own, asked in (("label", "label"), ("learn", "valid"))
+    )
     cost = torch.nn.functional.binary_cross_entropy_with_logits(logits, label, reduction="none").sum(2)
-    assert int(valid.sum()) == (9 if name == "genrank" else 9 + 11)
-    torch.testing.assert_close(model(batch)["loss"], cost[valid].mean())
+    assert int(learned.sum()) == (9 if name == "genrank" else 9 + 10)
+    torch.testing.assert_close(model(batch)["loss"], cost[learned].mean())
 
 
 def test_a_sequence_without_candidates_trains_all_but_genrank(catalogue, batch):
@@ -179,6 +184,32 @@ def test_without_lambda_mvp_ignores_actions_until_the_late_fusion(catalogue, bat
     states, head, other_states, other_head = inputs
     assert torch.equal(states, other_states)
     assert torch.equal(head, other_head)
+
+
+@pytest.mark.parametrize("weight", [0.5, 2.0])
+def test_lambda_weighs_the_actions_in_the_values_of_mvp(weight, catalogue, batch):
+    model = make("attn_mvp", catalogue, action_weight=weight)
+    read = []
+    model.transformer[0].attention.register_forward_pre_hook(lambda _, given: read.append(given))
+    predictions(model, batch)
+    states, values, layout = read[0]
+    expected = states[:, : layout.context] + weight * model.actions(batch["action"])
+    torch.testing.assert_close(values, expected, rtol=0, atol=1e-6)
+
+
+def test_actions_of_dhn_read_the_items_of_their_own_layer(catalogue, batch):
+    model = make("attn_dhn", catalogue)
+    items, read = [], []
+    model.item_blocks[0].register_forward_hook(lambda _, given, made: items.append(made))
+    model.action_blocks[0].attention.register_forward_pre_hook(lambda _, given: read.append(given))
+    predictions(model, batch)
+    states, values, layout = read[0]
+    torch.testing.assert_close(values, states + items[0][:, : layout.context], rtol=0, atol=1e-6)
+
+
+def test_late_features_are_standardised_and_cut(catalogue):
+    feature = torch.tensor([[3.0, 2.5], [100.0, -100.0]])  # of mean 1 and 2, deviation 2 and 1
+    assert LateFeatures(catalogue)(feature).tolist() == [[1.0, 0.5], [5.0, -5.0]]
 
 
 def test_only_the_fusion_differs_in_size(catalogue):

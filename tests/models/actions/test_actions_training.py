@@ -54,6 +54,26 @@ def test_all_seven_train_and_their_checkpoints_score_alike(name, tables, tmp_pat
     assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
 
 
+def test_a_part_of_validation_is_batched_within_the_bound_too(tables, monkeypatch):
+    setup = set_up({"name": "lac", **SMALL}, FIT, tables)
+    monkeypatch.setattr("models.actions.data.MOST_PAIRS", bound := 300)
+    sizes, collate = [], setup.val.collate
+
+    def watched(rows):
+        batch = collate(rows)
+        rows, candidates, context = (*batch["candidate_item"].shape, batch["item"].shape[1])
+        sizes.append((rows, rows * candidates * (context + candidates)))
+        return batch
+
+    monkeypatch.setattr(setup.val, "collate", watched)
+    limit = len(setup.val) - 5
+    options = {"batch_size": 256, "device": torch.device("cpu"), "limit": limit}
+    _, count, _ = score(setup.model, setup.entry.family, setup.val, **options)
+    assert count == limit == sum(rows for rows, _ in sizes)
+    assert max(rows for rows, _ in sizes) > 1
+    assert all(rows == 1 or pairs <= bound for rows, pairs in sizes)
+
+
 def test_actions_tell_the_users_apart_through_tables_and_loop(tmp_path):
     """Dogs and cats, drawn alike for all: without actions nothing is better than the base rate."""
     rng = np.random.default_rng(0)

@@ -18,6 +18,7 @@ from pipelines.data.audit import audit
 from pipelines.data.prepare import PrepareConfig, check, prepare
 from pipelines.data.sources import load_source
 
+START = 1_600_000_000_000
 SOURCE = {
     "layout": "mapping",
     "files": "log_standard*.csv*",
@@ -34,7 +35,7 @@ SOURCE = {
     "prepare": {
         "kind": "actions",
         "core": 0,
-        "split": {"kind": "temporal", "val_start": 20, "test_start": 30},
+        "split": {"kind": "temporal", "val_start": START + 20, "test_start": START + 30},
         "max_rejects": 1,
         "actions": {
             "tasks": {"liked": {"label": "rating", "at_least": 4}},
@@ -48,13 +49,13 @@ USERS = {"files": "users.csv", "user": "id", "attributes": {"age": "age"}}
 
 LOG = [
     "u,i,t,click,like,never,rating",
-    "old,a,1,1,0,0,4.5",
-    "old,b,2,0,0,0,1",
-    "old,a,3,1,1,0,2",
-    "old,b,25,0,1,0,",
-    "new,a,31,1,0,0,5",  # a user with candidates and no context
-    "new,b,32,0,0,0,3",
-    "old,a,40,1,0,0,4",
+    "old,a,1600000000001,1,0,0,4.5",
+    "old,b,1600000000002,0,0,0,1",
+    "old,a,1600000000003,1,1,0,2",
+    "old,b,1600000000025,0,1,0,",
+    "new,a,1600000000031,1,0,0,5",  # a user with candidates and no context
+    "new,b,1600000000032,0,0,0,3",
+    "old,a,1600000000040,1,0,0,4",
 ]
 
 
@@ -85,13 +86,21 @@ def prepared(
 @pytest.mark.usefixtures("ray_local")
 def test_raw_files_to_tables(tmp_path: Path) -> None:
     """Several files, rows in both of them, bad actions, a constant action, a user without context."""
-    more = {"log_standard_2.csv.gz": [LOG[3], "old,b,4,2,0,0,3", "old,b,5,0,0,0,7.5", "old,a,6,1,0,0,0.5"]}
+    more = {
+        "log_standard_2.csv.gz": [
+            LOG[3],
+            "old,b,1600000000004,2,0,0,3",
+            "old,b,1600000000005,0,0,0,7.5",
+            "old,a,1600000000006,1,0,0,0.5",
+        ]
+    }
     tables, said = prepared(tmp_path, LOG, more=more)
     statistics = json.loads((tmp_path / "tables" / "statistics.json").read_text())
     info = read_manifest(tables + "/sequences").info
 
     assert statistics["raw"]["reject_reasons"] == {"label_click: not a bool": 1, "label_rating: outside 0.5 to 5": 1}
     assert statistics["raw"]["duplicates"] == 1
+    assert (statistics["interactions"], statistics["sparsity"]) == (8, 0)  # both users have seen both items
     rejects = read_table(tables + "/rejects").to_pylist()
     assert sorted((row["file"], row["row"]) for row in rejects) == [("log_standard_2.csv.gz", n) for n in (1, 2)]
 
@@ -176,9 +185,9 @@ def test_user_files_that_do_not_fit_are_errors(tmp_path: Path, given: dict, word
 @pytest.mark.parametrize(
     ("split", "words"),
     [
-        ({"val_start": 1, "test_start": 30}, "the log runs from 1 to 40 ms"),
-        ({"val_start": 20, "test_start": 41}, "the log runs from 1 to 40 ms"),
-        ({"val_start": 26, "test_start": 30}, r"leave no event in val \(train 4, val 0, test 3\)"),
+        ({"val_start": START + 1, "test_start": START + 30}, "the log runs from 1600000000001 to 1600000000040 ms"),
+        ({"val_start": START + 20, "test_start": START + 41}, "the log runs from 1600000000001 to 1600000000040 ms"),
+        ({"val_start": START + 26, "test_start": START + 30}, r"leave no event in val \(train 4, val 0, test 3\)"),
     ],
 )
 def test_a_cut_that_leaves_a_side_empty_is_an_error(tmp_path: Path, split: dict, words: str) -> None:
@@ -212,6 +221,14 @@ def test_settings_that_do_not_fit_are_errors(tmp_path: Path, layer: dict, words:
     source, defaults, raw = raw_log(tmp_path / "raw", LOG)
     with pytest.raises(UserError, match=words):
         check(source, raw, str(tmp_path / "tables"), PrepareConfig.of(defaults, layer))
+
+
+@pytest.mark.parametrize("kind", ["auto", "temporal", "per_user", "leave_last_out"])
+def test_a_log_without_a_clock_has_no_split_for_actions(tmp_path: Path, kind: str) -> None:
+    source, defaults, raw = raw_log(tmp_path / "raw", LOG, time={"column": "t", "unit": "order"})
+    defaults["split"] = {"kind": kind}
+    with pytest.raises(UserError, match=r"a log of actions needs clock times.*; give time.unit s, ms, us or iso"):
+        check(source, raw, str(tmp_path / "tables"), PrepareConfig.of(defaults))
 
 
 def test_per_user_cuts_are_for_logs_of_actions(tmp_path: Path) -> None:

@@ -247,8 +247,18 @@ def test_bool_labels_without_an_entry_are_tasks_and_actions_of_their_own() -> No
         ({"tasks": {"t": {"lable": "like"}}}, "nearest key is 'label'"),
         ({"tasks": {"t": "like"}}, "mapping"),
         ({"tasks": ["like"]}, "write name"),
+        ({"tasks": {"long-dwell": {"label": "like"}}}, "'long-dwell' in 'tasks' is no name; use letters, digits and _"),
+        ({"tasks": {7: {"label": "like"}}}, "'7' in 'tasks' is no name"),
+        ({"tasks": {"mean": {"label": "like"}}}, "tasks.mean has the name of the metrics' mean over all tasks"),
+        ({"tasks": {"t": {"label": "dwell", "above": "10s"}}}, "tasks.t: above is '10s'; give a finite number"),
+        ({"tasks": {"t": {"label": "dwell", "above": True}}}, "above is True; give a finite number"),
+        ({"tasks": {"t": {"label": "dwell", "at_least": float("nan")}}}, "at_least is nan; give a finite number"),
+        ({"tasks": {"t": {"label": "dwell", "at_least": float("inf")}}}, "at_least is inf; give a finite number"),
+        ({"inputs": {"a b": {"label": "like"}}}, "'a b' in 'inputs' is no name"),
+        ({"inputs": {"a": {"label": "dwell", "range": [0, 5], "log_unit": "1s"}}}, "log_unit is '1s'; give a finite"),
         ({"inputs": {"a": {"label": "dwell"}}}, "give its 'range'"),
         ({"inputs": {"a": {"label": "dwell", "range": [5, 1]}}}, "least and the largest"),
+        ({"inputs": {"a": {"label": "dwell", "range": [5, math.inf]}}}, "least and the largest"),
         ({"inputs": {"a": {"label": "dwell", "range": [0, 5], "log_unit": 0}}}, "above 0"),
         ({"inputs": {"a": {"label": "like", "range": [0, 1]}}}, "is bool"),
         ({"counts": {"keys": ["maker"]}}, "those are: user, item, author"),
@@ -266,6 +276,11 @@ def test_bool_labels_without_an_entry_are_tasks_and_actions_of_their_own() -> No
 def test_what_the_log_cannot_give_is_refused(given: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         ActionsConfig(**given).resolve({"labels": LABELS}, ["author"])
+
+
+def test_a_bool_label_that_cannot_name_a_task_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"tasks\.mean has the name"):
+        ActionsConfig().resolve({"labels": LABELS | {"mean": "bool"}}, ["author"])
 
 
 def test_a_log_without_bool_labels_needs_tasks_and_inputs() -> None:

@@ -17,11 +17,14 @@ from models.tables import MANIFEST, UserError, iter_parts, join, read_manifest, 
 from pipelines.data import benchmark
 from pipelines.data.prepare import PrepareConfig, prepare
 from pipelines.data.sources import Source, load_source
+from pipelines.data.sources.base import Metadata
+from pipelines.data.sources.mapping import Mapping
 from pipelines.data.splits import SplitConfig
 from pipelines.data.tables import writing
 
 pytestmark = pytest.mark.usefixtures("ray_local")
 
+START = 1_600_000_000_000
 SOURCE = {
     "layout": "mapping",
     "files": "log_*.csv",
@@ -56,7 +59,7 @@ def random_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
         {
             "user": f"u{int(generator.paretovariate(0.7)) % 60}",
             "item": f"i{int(generator.paretovariate(0.7)) % 25}",
-            "ms": generator.randrange(500),
+            "ms": START + generator.randrange(500),
             "click": generator.randrange(2),
         }
         for _ in range(count)
@@ -127,7 +130,9 @@ def test_a_log_becomes_the_tables_of_the_reference_in_any_order_of_rows(tmp_path
         len(catalogue),
         interactions,
     )
-    assert statistics["sparsity"] == pytest.approx(1 - interactions / len(expected) / len(catalogue), abs=1e-6)
+    pairs = sum(len(set(lists["item_index"])) for lists in expected.values())
+    assert pairs < interactions
+    assert statistics["sparsity"] == pytest.approx(1 - pairs / len(expected) / len(catalogue), abs=1e-6)
     assert statistics["mean_length"] == pytest.approx(interactions / len(expected), abs=1e-4)
     assert sum(statistics["requests"].values()) == interactions
     assert statistics["raw"]["duplicates"] == len(rows) - len(unique)
@@ -157,16 +162,37 @@ def test_running_again_does_nothing_and_overwrite_replaces(tmp_path: Path) -> No
 
     # What is missing is made again, the same: here the sequences, with cut times that the items' manifest has.
     (out / "sequences" / MANIFEST).unlink()
-    (out / "sequences" / "part-left-over.parquet").write_bytes(b"half")
+    left_over = out / "sequences" / f"part-{'0' * 20}.parquet"
+    left_over.write_bytes(b"half")
     prepare(source, raw, str(out), PrepareConfig(core=2, partitions=2), say=lambda line: None)
     assert hashes(out) == before
-    assert not (out / "sequences" / "part-left-over.parquet").exists()
+    assert not left_over.exists()
 
     other = prepare(source, raw, str(out), PrepareConfig(core=3, partitions=2), overwrite=True, say=lambda line: None)
     assert other["core"] == 3
     assert {path.name for path in (out / "items").glob("*.parquet")} == {
         part.path for part in read_manifest(str(out / "items")).files
     }
+
+
+def test_a_log_may_lie_where_its_tables_go(tmp_path: Path) -> None:
+    """The output is the input folder, and the log in the folder of a table; then the pattern matches our own parts."""
+    rows, config = random_rows(300), PrepareConfig(core=0, partitions=2)
+    raw = tmp_path / "raw"
+    (raw / "events").mkdir(parents=True)
+    pl.DataFrame(rows).write_parquet(raw / "events" / "day1.parquet")
+    pl.DataFrame({"item": ["i1"], "title": ["one"], "kind": ["k"]}).write_csv(raw / "items.csv")
+    source = make_source(tmp_path, files="*.parquet")
+    for out in (raw, raw / "tables"):
+        first = prepare(source, str(raw), str(out), config, say=lambda line: None)
+        lines: list[str] = []
+        assert prepare(source, str(raw), str(out), config, say=lines.append) == first
+        assert len([line for line in lines if "up to date" in line]) == 4
+        assert pl.read_parquet(raw / "events" / "day1.parquet").height == first["raw"]["rows_read"] == len(rows)
+    pl.DataFrame(rows).with_columns(ms=-1).write_parquet(raw / "events" / "part-1.parquet")
+    with pytest.raises(UserError, match="over the limit max_rejects"):
+        prepare(source, str(raw), str(raw), config, overwrite=True, say=lambda line: None)
+    assert (raw / "events" / "part-1.parquet").exists()
 
 
 def test_an_output_that_another_job_writes_is_left_alone(tmp_path: Path) -> None:
@@ -195,12 +221,89 @@ def test_rejects_are_kept_and_too_many_leave_nothing(tmp_path: Path) -> None:
     assert statistics["raw"]["events"] + statistics["raw"]["duplicates"] == 198
 
 
+LINES = {
+    "items.jsonl": ('{"item": "i1", "title": "one"}', "item files"),
+    "users.jsonl": ('{"user": "u1", "age": "7"}', "user files"),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_what_item_and_user_files_lose_is_said_and_limited(tmp_path: Path, name: str) -> None:
+    raw, out = make_log(tmp_path / "raw", random_rows(60)), tmp_path / "out"
+    for other, (line, _) in LINES.items():
+        (tmp_path / "raw" / other).write_text(f"{line}\n")
+    good, of = LINES[name]
+    source = make_source(
+        tmp_path,
+        items={"files": "items.jsonl", "item": "item", "texts": ["title"]},
+        users={"files": "users.jsonl", "user": "user", "attributes": ["age"]},
+    )
+    lines: list[str] = []
+    config = PrepareConfig(core=0, partitions=1, max_rejects=0.4)
+    (tmp_path / "raw" / name).write_text(f"{good}\noops\n{good}\n")
+    prepare(source, raw, str(out), config, say=lines.append)
+    [said] = [line for line in lines if line.startswith(f"rejects of the {of}: 1 rows, row: not a JSON object")]
+    assert said.endswith(f"such as {name} row 1: " + '{"line":"oops"}')
+    items, events = (read_manifest(str(out / table)).info for table in ("items", "events"))
+    counts = (items["metadata_rejects"], items["metadata_rows"], events["user_rejects"], events["user_rows"])
+    assert counts == ((1, 3, 0, 1) if name == "items.jsonl" else (0, 1, 1, 3))
+    limit = rf"1 of 3 rows of the {of} \(33.33%\) break the schema, over the limit max_rejects 1.00%"
+    for place in (out, tmp_path / "strict"):  # finished tables are held to the limit too
+        with pytest.raises(UserError, match=limit):
+            prepare(source, raw, str(place), PrepareConfig(core=0, partitions=1), say=lambda line: None)
+
+    (tmp_path / "raw" / name).write_text(f"{good}\n" + "oops\n" * 5 + f"{good}\n")
+    with pytest.raises(UserError, match=rf"5 of 7 rows of the {of} \(71.43%\) break the schema.*; fix") as caught:
+        prepare(source, raw, str(tmp_path / "out2"), config, say=lambda line: None)
+    assert "\n" not in str(caught.value)
+
+
+def test_user_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = make_log(tmp_path / "raw", random_rows(60))
+    users = tmp_path / "raw" / "users.csv"
+    users.write_text("user,age\nu1,70\n")
+    source = make_source(tmp_path, users={"files": "users.csv", "user": "user", "attributes": ["age"]})
+
+    def read_and_remove(self: Mapping, input_uri: str) -> Metadata | None:
+        found = read_users(self, input_uri)
+        users.unlink()
+        return found
+
+    read_users = Mapping.read_users
+    monkeypatch.setattr(Mapping, "read_users", read_and_remove)
+    prepare(source, raw, str(tmp_path / "out"), PrepareConfig(core=0), say=lambda line: None)
+    for event in read_table(str(tmp_path / "out" / "events")).to_pylist():
+        assert event["cat_age"] == ("70" if event["user_id"] == "u1" else None)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_searches_that_stand_in_two_files_count_once(tmp_path: Path, suffix: str) -> None:
+    rows = [
+        {"user": f"u{n // 2}", "ms": START + n // 2, "query": f"q{n}", "shown": [f"i{m}" for m in range(6)]}
+        for n in range(30)  # each user has two different searches at one time
+    ]
+    (tmp_path / "raw").mkdir()
+    for name, some in (("log_1", rows[:20]), ("log_2", rows[10:])):
+        frame, path = pl.DataFrame(some), tmp_path / "raw" / f"{name}.{suffix}"
+        frame.write_ndjson(path) if suffix == "jsonl" else frame.write_parquet(path)
+    source = make_source(
+        tmp_path, files=f"log_*.{suffix}", item="shown", query="query", explode={"columns": ["shown"]}, labels={},
+        items=None,
+    )  # fmt: skip
+    statistics = prepare(source, str(tmp_path / "raw"), str(tmp_path / "out"), PrepareConfig(core=0), say=str)
+    assert statistics["raw"]["duplicates"] == 10 * 6
+    events = pl.DataFrame(read_table(str(tmp_path / "out" / "events")))
+    assert events.height == 30 * 6
+    assert events["request_id"].n_unique() == 30
+    assert events.group_by("request_id").agg(pl.col("query").n_unique())["query"].to_list() == [1] * 30
+
+
 def test_log_order_keeps_ties_in_the_order_of_the_log(tmp_path: Path) -> None:
     rows = [
-        {"user": "u", "item": item, "ms": ms, "click": 1}
+        {"user": "u", "item": item, "ms": START + ms, "click": 1}
         for item, ms in [("c", 5), ("a", 5), ("b", 5), ("c", 5), ("d", 1)]
     ]
-    rows += [{"user": "u", "item": "e", "ms": 5, "click": 1}, {"user": "v", "item": "a", "ms": 5, "click": 0}]
+    rows += [{"user": user, "item": item, "ms": START + 5, "click": 1} for user, item in [("u", "e"), ("v", "a")]]
     raw = make_log(tmp_path / "raw", rows)  # ties across the two files
     config = PrepareConfig(core=0, ties="log_order", split=SplitConfig("leave_last_out"))
     lines: list[str] = []

@@ -151,7 +151,7 @@ def searches(count: int = 240, seed: int = 0) -> list[dict[str, Any]]:
             {
                 "user": f"u{rng.integers(12)}",
                 "search": f"s{number:04}",
-                "ms": day * plain.DAY + int(rng.integers(24)) * plain.HOUR,
+                "ms": (18_000 + day) * plain.DAY + int(rng.integers(24)) * plain.HOUR,
                 "query": ["red", "blue", "red lamp", None][rng.integers(4)],
                 "shown": shown,
                 "clicked": clicked,
@@ -236,6 +236,9 @@ def test_a_raw_log_becomes_the_tables_of_the_reference(tmp_path: Path, window: s
     one_class = sum(len(set(request["label_click"])) == 1 for request in asked)
     assert sum(statistics["requests_one_class"].values()) == one_class > 0
     assert sum(statistics["requests"].values()) == len(asked)
+    pairs = sum(len({kept["item_id"] for kept in lists["behaviours"]}) for lists in expected.values())
+    assert pairs < statistics["interactions"]
+    assert statistics["sparsity"] == pytest.approx(1 - pairs / len(expected) / len(catalogue), abs=1e-6)
     empty = sum(not row["shown"] for row in rows)  # a search that showed nothing is a reject, with its reason
     assert sum(statistics["raw"]["reject_reasons"].values()) == empty > 0
     outside = sum(row["item_id"] not in catalogue for row in events)

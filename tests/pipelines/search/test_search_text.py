@@ -152,11 +152,11 @@ def test_queries_of_unknown_words_and_no_query_are_defined(tmp_path: Path, ray_l
     raw = tmp_path / "raw"
     raw.mkdir()
     rows = [
-        "u,s1,1000,red lamp,a,1",
-        "u,s1,1000,red lamp,b,0",
-        "u,s2,2000,zzz,a,1",
-        "u,s3,3000,,b,0",
-        "u,s4,9000,red,b,1",
+        "u,s1,1600000001000,red lamp,a,1",
+        "u,s1,1600000001000,red lamp,b,0",
+        "u,s2,1600000002000,zzz,a,1",
+        "u,s3,1600000003000,,b,0",
+        "u,s4,1600000009000,red,b,1",
     ]
     (raw / "log.csv").write_text("user,search,ms,query,item,click\n" + "\n".join(rows))
     (raw / "items.csv").write_text("item,title\na,red lamp shade\nb,blue lamp oil\n")

@@ -121,6 +121,6 @@ def test_the_shipped_source_file_reads_it(tmp_path: Path) -> None:
     assert sum(block.events.num_rows for block in blocks) == 1000
     assert blocks[0].events["timestamp_ms"].to_pylist() == events(tmp_path)["timestamp_ms"].to_list()
     (texts,) = source.read_items(str(tmp_path), *source.item_files(str(tmp_path)))
-    assert texts.schema.names == ["item_id", "text_title", "text_description", "cat_brand"]
+    assert texts.rows.schema.names == ["item_id", "text_title", "text_description", "cat_brand"]
     assert source.info["clock"]
     assert prepare["split"] == {"kind": "temporal"}

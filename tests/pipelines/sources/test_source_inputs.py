@@ -14,6 +14,7 @@ import pytest
 from models.tables import UserError
 from pipelines.data.sources import load_source
 from pipelines.data.sources.mapping import Mapping
+from pipelines.data.tables import REJECTS
 
 CSV = "u,i,t\n" + "".join(f"user{n},item{n * 7 % 101},{n}\n" for n in range(5000))
 JSONL = "".join(json.dumps({"u": n, "i": n, "t": n}) + "\n" for n in range(5000))
@@ -133,7 +134,7 @@ def test_a_json_array_is_not_json_lines(tmp_path: Path) -> None:
 
 def test_text_that_is_not_utf8(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_bytes(b"u,i,t\na,\xff\xfe,1\n")
-    assert "UTF8" in fails(mapping(), tmp_path)
+    assert "not UTF-8" in fails(mapping(), tmp_path)
 
 
 def test_a_suffix_that_lies(tmp_path: Path) -> None:
@@ -206,3 +207,36 @@ def test_a_source_file_that_is_not_there(tmp_path: Path) -> None:
 def test_a_mapping_refuses_what_cannot_be(changes: dict[str, Any], expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         mapping(**changes)
+
+
+def test_broken_lines_of_item_and_user_files_are_rejected_and_counted(tmp_path: Path) -> None:
+    lines = '{"id": 1, "v": "a"}\noops\n{"id": "", "v": "b"}\n[1]\n{"id": 1, "v": "c"}\n'
+    for name in ("items.jsonl", "users.jsonl"):
+        (tmp_path / name).write_text(lines)
+    source = mapping(
+        items={"files": "items.jsonl", "item": "id", "texts": ["v"]},
+        users={"files": "users.jsonl", "user": "id", "attributes": ["v"]},
+    )
+    (items,) = source.read_items(str(tmp_path), "items.jsonl")
+    users = source.read_users(str(tmp_path))
+    assert users is not None
+    for found, of, values in ((items, "item", ["a", "c"]), (users, "user", ["a"])):
+        assert found.rows.columns[1].to_pylist() == values
+        assert found.rows_read == 5
+        assert found.rejects.schema == REJECTS
+        assert sorted(found.rejects["row"].to_pylist()) == [1, 2, 3]
+        assert f"{of}_id: missing" in found.rejects["reason"].to_pylist()
+
+
+def test_users_that_are_given_are_not_read_again(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("u,i,t\na,x,1\nb,x,2\n")
+    (tmp_path / "users.csv").write_text("id,age\na,70\n")
+    source = mapping(
+        time={"column": "t", "unit": "order"}, users={"files": "users.csv", "user": "id", "attributes": ["age"]}
+    )
+    (alone,) = source.read_events(str(tmp_path), "log.csv")
+    users = source.read_users(str(tmp_path))
+    assert users is not None
+    (tmp_path / "users.csv").unlink()
+    (given,) = source.read_events(str(tmp_path), "log.csv", users.rows)
+    assert given.events["cat_age"].to_pylist() == alone.events["cat_age"].to_pylist() == ["70", None]

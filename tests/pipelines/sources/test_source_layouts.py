@@ -31,10 +31,10 @@ def read(source: Source, folder: Path) -> Block:
 
 def items(source: Source, folder: Path) -> list[dict]:
     files = source.item_files(str(folder))
-    return [row for f in files for table in source.read_items(str(folder), f) for row in table.to_pylist()]
+    return [row for f in files for found in source.read_items(str(folder), f) for row in found.rows.to_pylist()]
 
 
-names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=5)
+names = st.text(st.characters(codec="utf-8"), max_size=5).map(str.strip).filter(bool)
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -58,6 +58,21 @@ def test_lcrec_items_without_an_id_are_rejected(tmp_path: Path) -> None:
     assert block.events["timestamp_ms"].to_pylist() == [0, 4]
     assert block.rejects["row"].to_pylist() == [1, 2, 3, 5]
     assert block.rows_read == 6
+
+
+def test_lcrec_ids_are_bare_of_white_space(tmp_path: Path) -> None:
+    (tmp_path / "inter.json").write_text('{" a ": ["x ", "  ", " y"], "  ": ["x"]}')
+    (tmp_path / "item.json").write_text('{" x": {"title": "Car"}, " ": {"title": "None"}}')
+    block = read(LcRec(), tmp_path)
+    assert block.events["user_id"].to_pylist() == ["a", "a"]
+    assert block.events["item_id"].to_pylist() == ["x", "y"]
+    assert block.rejects["row"].to_pylist() == [1, 3]
+    (found,) = LcRec(texts=["title"]).read_items(str(tmp_path), "item.json")
+    assert found.rows["item_id"].to_pylist() == ["x"]
+    assert (found.rejects["reason"].to_pylist(), found.rows_read) == (["item_id: missing"], 2)
+    (tmp_path / "inter.json").write_text('{"a": [1], "a ": [2]}')
+    with pytest.raises(UserError, match=r"inter.json: the key 'a' comes twice; merge its entries"):
+        read(LcRec(), tmp_path)
 
 
 def test_lcrec_item_texts(tmp_path: Path) -> None:

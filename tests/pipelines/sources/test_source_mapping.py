@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipelines.data.sources import readers
-from pipelines.data.sources.base import Block, Source
+from pipelines.data.sources.base import Block, Metadata, Source
 from pipelines.data.sources.mapping import Mapping
 from pipelines.data.tables import REJECTS
 
@@ -29,7 +29,7 @@ Row = dict[str, Any]
 
 ROWS: list[Row] = [
     {"u": "a", "i": "x", "t": 1_588_687_728_923, "click": 1, "secs": 1.5, "tab": "home", "q": "red shoes", "p": 0},
-    {"u": "b", "i": "y, \"z\"\n", "t": 0, "click": 0, "secs": 0.0, "tab": "ünï", "q": None, "p": 7},
+    {"u": "b", "i": "y,\n\"z\"", "t": 315_532_800_000, "click": 0, "secs": 0.0, "tab": "ünï", "q": None, "p": 7},
     {"u": "a", "i": "007", "t": 253_402_300_799_999, "click": 1, "secs": None, "tab": None, "q": "x", "p": 2},
 ]  # fmt: skip
 
@@ -52,7 +52,7 @@ def full(files: str = "log.*", **changes: Any) -> Mapping:
 
 
 def plain(**changes: Any) -> Mapping:
-    return Mapping(**{"files": "log.*", "user": "u", "item": "i", "time": {"column": "t", "unit": "ms"}, **changes})
+    return Mapping(**{"files": "log.*", "user": "u", "item": "i", "time": {"column": "t", "unit": "order"}, **changes})
 
 
 def to_csv(rows: list[Row], delimiter: str = ",") -> bytes:
@@ -91,7 +91,7 @@ def read(source: Source, folder: Path) -> Block:
     return Block(pa.concat_tables(events), pa.concat_tables(rejects), rows_read)
 
 
-def reasons(block: Block) -> list[str]:
+def reasons(block: Block | Metadata) -> list[str]:
     return block.rejects["reason"].to_pylist()
 
 
@@ -129,13 +129,13 @@ def test_every_format_gives_the_same_events(tmp_path: Path, name: str) -> None:
     ]
 
 
-ids = st.text(st.characters(codec="utf-8", exclude_categories=["C"]), min_size=1, max_size=8)
+ids = st.text(st.characters(codec="utf-8", exclude_categories=["C"]), max_size=8).map(str.strip).filter(bool)
 rows = st.lists(
     st.fixed_dictionaries(
         {
             "u": ids,
             "i": ids,
-            "t": st.integers(0, 253_402_300_799_999),
+            "t": st.integers(315_532_800_000, 253_402_300_799_999),
             "click": st.sampled_from([0, 1]),
             "secs": st.one_of(st.none(), st.floats(0, 1e6, width=32)),
             "tab": st.one_of(st.none(), ids),
@@ -216,6 +216,9 @@ def test_a_typed_parquet_timestamp_knows_its_unit(tmp_path: Path, kind: pa.DataT
         ({"t": "yesterday"}, "timestamp_ms: not an integer"),
         ({"t": 99999999999999999999}, "timestamp_ms: not an integer"),
         ({"t": 253_402_300_800_000}, "timestamp_ms: after the year 9999, check time.unit"),
+        ({"t": 315_532_799_999}, "timestamp_ms: before 1980, check time.unit"),
+        ({"u": "  "}, "user_id: missing"),
+        ({"i": " \t"}, "item_id: missing"),
         ({"p": -1}, "position: negative"),
         ({"p": 2**31}, "position: more than int32 holds"),
         ({"click": "maybe"}, "label_click: not a bool"),
@@ -246,11 +249,20 @@ def test_a_json_number_with_an_exponent_is_not_an_integer(tmp_path: Path) -> Non
     assert [json.loads(r)["t"] for r in block.rejects["source"].to_pylist()] == ["1e9", "-2.5E+3"]
 
 
-def test_seconds_that_are_milliseconds_are_told_apart(tmp_path: Path) -> None:
-    (tmp_path / "log.csv").write_text("u,i,t\na,x,1588687728923\n")
-    assert reasons(read(plain(time={"column": "t", "unit": "s"}), tmp_path)) == [
-        "timestamp_ms: after the year 9999, check time.unit"
-    ]
+@pytest.mark.parametrize(
+    ("value", "unit", "reason"),
+    [
+        ("1588687728923", "s", "after the year 9999"),
+        ("1588687728", "ms", "before 1980"),
+        ("1588687728923", "us", "before 1980"),
+        ("1588687728923", "ns", "before 1980"),
+        ("1970-01-19T09:18:07", "iso", "before 1980"),
+    ],
+)
+def test_a_wrong_unit_is_told_from_the_time(tmp_path: Path, value: str, unit: str, reason: str) -> None:
+    (tmp_path / "log.csv").write_text(f"u,i,t\na,x,{value}\n")
+    found = read(plain(time={"column": "t", "unit": unit}), tmp_path)
+    assert reasons(found) == [f"timestamp_ms: {reason}, check time.unit"]
 
 
 @pytest.mark.parametrize(
@@ -318,7 +330,30 @@ def test_lists_of_integers_match_lists_of_integers(tmp_path: Path) -> None:
     events = read(source, tmp_path).events
     assert events["item_id"].to_pylist() == ["10", "11"]
     assert events["label_click"].to_pylist() == [False, True]
-    assert events["request_id"].to_pylist() == ["000000000000"] * 2  # a row is a request
+    assert len(set(events["request_id"].to_pylist())) == 1  # a row is a request
+
+
+@pytest.mark.parametrize("name", ["log.csv", "log.jsonl", "log.parquet"])
+def test_a_row_is_the_same_request_in_every_file(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its place; another search of the same user and time is another request."""
+    searches = [{"u": 1, "t": 2, "q": q, "shown": [10, 11]} for q in ("lamp", None, "mug", "lámp")]
+    separator = "|" if name == "log.csv" else None
+    rows = joined(searches, "|") if separator else searches
+    source = plain(item="shown", query="q", explode={"columns": ["shown"], "separator": separator})
+    found = []
+    for place, part in (("a", rows), ("b", rows[::-1]), ("c", rows[1:3])):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / name).write_bytes(FORMATS[name](part))
+        events = read(source, tmp_path / place).events
+        requests = dict(zip(events["query"].to_pylist(), events["request_id"].to_pylist(), strict=True))
+        assert len(set(requests.values())) == len(requests)
+        found.append(requests)
+        monkeypatch.setattr(readers, "TEXT_BLOCK", 40)
+        monkeypatch.setattr(readers, "PARQUET_BLOCK", 1)
+    assert found[0] == found[1]
+    assert found[2].items() <= found[0].items()
+    if name == "log.jsonl":
+        assert found[0]["lamp"] == "4d3fc27db04639c1"  # as in tables that were made before
 
 
 @pytest.mark.parametrize("name", ["log.jsonl", "log.parquet"])
@@ -329,6 +364,34 @@ def test_integer_items_are_found_in_lists(tmp_path: Path, name: str) -> None:
     events = read(source, tmp_path).events
     assert events["label_click"].to_pylist() == [False, True, True]
     assert events["label_buy"].to_pylist() == [False, False, True]
+
+
+@pytest.mark.parametrize("name", ["log.csv", "log.jsonl", "log.parquet"])
+def test_ids_are_bare_of_white_space_wherever_they_stand(tmp_path: Path, name: str) -> None:
+    """In events, in lists, in what lists name, and in the files of items and users."""
+    separator = "|" if name == "log.csv" else None
+    rows: list[Row] = [{"u": " a ", "t": 1, "shown": [" x", "y ", "z"], "clicked": ["x ", "y"]}]
+    (tmp_path / name).write_bytes(FORMATS[name](joined(rows, "|") if separator else rows))
+    (tmp_path / "items.csv").write_text("id,title\nx ,Mug\n  ,None\n")
+    (tmp_path / "users.csv").write_text("id,age\n a,70\n  ,7\n")
+    source = plain(
+        files=name,
+        item="shown",
+        explode={"columns": ["shown"], "separator": separator},
+        labels={"click": {"member_of": "clicked"}},
+        items={"files": "items.csv", "item": "id", "texts": ["title"]},
+        users={"files": "users.csv", "user": "id", "attributes": ["age"]},
+    )
+    events = read(source, tmp_path).events
+    assert events["user_id"].to_pylist() == ["a"] * 3
+    assert events["item_id"].to_pylist() == ["x", "y", "z"]
+    assert events["label_click"].to_pylist() == [True, True, False]
+    assert events["cat_age"].to_pylist() == ["70"] * 3
+    (items,) = source.read_items(str(tmp_path), "items.csv")
+    assert items.rows["item_id"].to_pylist() == ["x"]
+    users = source.read_users(str(tmp_path))
+    assert users is not None
+    assert (reasons(items), reasons(users)) == (["item_id: missing"], ["user_id: missing"])
 
 
 def test_rows_without_impressions_or_with_unequal_lists_are_rejected(tmp_path: Path) -> None:
@@ -424,6 +487,10 @@ def test_items_are_text_and_lists_are_joined(tmp_path: Path) -> None:
         {"item_id": "2", "text_title": None, "text_tags": None, "cat_brand": None},
     ]
     assert source.item_files(str(tmp_path)) == ["items.jsonl"]
-    assert pa.concat_tables(source.read_items(str(tmp_path), "items.jsonl")).to_pylist() == expected
+    (found,) = source.read_items(str(tmp_path), "items.jsonl")
+    assert found.rows.to_pylist() == expected
+    assert reasons(found) == ["item_id: missing"]
+    assert found.rows_read == 3
     pl.DataFrame(rows).write_parquet(tmp_path / "items.parquet")
-    assert pa.concat_tables(source.read_items(str(tmp_path), "items.parquet")).to_pylist() == expected
+    (again,) = source.read_items(str(tmp_path), "items.parquet")
+    assert again.rows.to_pylist() == expected

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -17,11 +18,12 @@ from models.actions.data import ActionsExamples
 from models.fit import FitConfig
 from models.search.data import SearchExamples
 from models.setup import Setup, set_up
-from models.tables import UserError, join, read_table
+from models.tables import UserError, join, read_manifest, read_table
 from pipelines import tracking
 from pipelines.training import package
 from pipelines.training.registered_model import register
-from tests.actions_tables import write_actions
+from pipelines.training.served_ranker import ActionsRequests
+from tests.actions_tables import SEEN, write_actions
 from tests.search_tables import ITEM_MODEL, write_search
 
 SIZES = {
@@ -29,6 +31,7 @@ SIZES = {
     "attn_mvp": {"width": 16, "num_layers": 2, "num_heads": 2, "ffn": 16, "max_history": 8},
 }
 UNKNOWN = "2 of 8 queries are none of the training tables'; they count as no query"
+SIZES["lac"] = SIZES["attn_mvp"]
 SIZES["hstu"] = SIZES["qgs"] | {"num_heads": 2}
 SIZES["hllm"] = SIZES["qgs"] | {"num_heads": 2, "ffn": 16, "item_model": ITEM_MODEL}
 
@@ -89,43 +92,59 @@ def searches(setup: Setup, tables: str) -> tuple[list[dict[str, Any]], list[dict
 
 
 def feeds(setup: Setup, tables: str) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
-    """Users with candidates that all have another item, and the chance of the second task of each."""
+    """Users with candidates that all have another item, and the chance of the second task of each.
+
+    The rows have all that a user did, an item that is not in the catalogue, and what came after the request.
+    """
     items = read_table(join(tables, "items"))["item_id"].to_pylist()
-    examples = ActionsExamples.load(join(tables, "sequences"), "test", max_history=8)
+    devices = ["watch", *SEEN]  # by number: no model knows the watch
+    read, whole = (ActionsExamples.load(join(tables, "sequences"), "test", max_history=longest) for longest in (8, 100))
     rows, chances = [], []
-    for batch in (examples.collate(np.array([number])) for number in range(len(examples))):
-        shown, past = batch["candidate_item"][0].tolist(), int(batch["valid"].sum())
+    for number in range(len(read)):
+        batch, every = (examples.collate(np.array([number])) for examples in (read, whole))
+        shown, past = batch["candidate_item"][0].tolist(), int(every["valid"].sum())
         if len(set(shown)) < len(shown):
             continue
         batch["candidate_time"][:] = 99  # one request shows them all
-        rows.append(
-            {
-                "candidates": [items[i] for i in shown], "timestamp_ms": 99,
-                "history": [items[i] for i in batch["item"][0, :past].tolist()],
-                "history_actions": batch["action"][0, :past].tolist(),
-                "features": batch["candidate_feature"][0].tolist(),
-                "history_time_ms": batch["time"][0, :past].tolist(),
-                "history_features": batch["feature"][0, :past].tolist(),
-            }
-        )  # fmt: skip
+        history = [items[i] for i in every["item"][0, :past].tolist()]
+        actions, times = every["action"][0, :past].tolist(), every["time"][0, :past].tolist()
+        row = {
+            "candidates": [items[i] for i in shown], "timestamp_ms": 99,
+            "history": [*history[:-1], "who", *history[-1:], *items],
+            "history_actions": [*actions[:-1], [1.0] * 3, *actions[-1:], *[[1.0] * 3] * len(items)],
+            "history_time_ms": [*times[:-1], *times[-1:] * 2, *range(99, 99 + len(items))],
+            "features": batch["candidate_feature"][0].tolist(),
+        }  # fmt: skip
+        row["history_time_ms"] = row["history_time_ms"] if past else [5, *range(99, 99 + len(items))]
+        if "viewer" in batch:
+            batch["candidate_viewer"][:] = batch["candidate_viewer"][:, :1]
+            known = [devices[code] for code in every["viewer"][0, :past, 0].tolist()]
+            row["viewer_device"] = devices[int(batch["candidate_viewer"][0, 0, 0])]
+            row["history_viewer_device"] = [*known[:-1], "tablet", *known[-1:], *["phone"] * len(items)]
         with torch.no_grad():
             found = torch.sigmoid(setup.model.score(batch)[:, 1])
-        chances.append(dict(zip(rows[-1]["candidates"], found.tolist(), strict=True)))
-    return rows, chances
+        chances.append(dict(zip(row["candidates"], found.tolist(), strict=True)))
+        rows.append(row)
+    # without their times all events are before the request, whenever that is
+    lists = ("history", "history_actions", "history_viewer_device")
+    short = {name: rows[-1][name][: -len(items)] for name in lists if name in rows[-1]}
+    rows.append({**rows[-1], **short, "history_time_ms": None, "timestamp_ms": 0})
+    return rows, [*chances, chances[-1]]
 
 
 def test_candidates_are_ranked_alike_in_a_fresh_process(tmp_path: Path) -> None:
     tables, text = write_search(tmp_path / "search")
-    feed = write_actions(tmp_path / "feed")
+    feed, plain = write_actions(tmp_path / "feed", viewers=True), write_actions(tmp_path / "plain")
     setups = {name: trained(tmp_path, name, tables, text) for name in ("qgs", "hllm")}
-    setups["attn_mvp"] = trained(tmp_path, "attn_mvp", feed, None)
+    setups |= {name: trained(tmp_path, name, made, None) for name, made in (("attn_mvp", feed), ("lac", plain))}
     asked = {name: searches(setups[name], tables) for name in ("qgs", "hllm")}
-    asked["attn_mvp"] = feeds(setups["attn_mvp"], feed)
+    asked |= {name: feeds(setups[name], made) for name, made in (("attn_mvp", feed), ("lac", plain))}
     assert len(asked["attn_mvp"][0]) > 3
+    of_feeds = ("attn_mvp", "lac")
     # what a log does not have: no history, unknown items, an unknown query, no candidates at all
     for name, (rows, _) in asked.items():
         odd = {column: [] if isinstance(value, list) else value for column, value in rows[0].items()}
-        odd |= {"query": "what is this"} if name != "attn_mvp" else {}
+        odd |= {"query": "what is this"} if name not in of_feeds else {}
         rows.append({**odd, "candidates": ["who", *rows[0]["candidates"]], "features": None})
         rows.append({**odd, "candidates": [], "features": []})
     content = {name: (rows, setups[name].catalogue.labels[1]) for name, (rows, _) in asked.items()}
@@ -145,7 +164,8 @@ def test_candidates_are_ranked_alike_in_a_fresh_process(tmp_path: Path) -> None:
         assert np.isfinite(scores[-2]).tolist() == [item != "who" for item in unknown]
         assert about["labels"] == list(setups[name].catalogue.labels)
         assert about["features"] == list(setups[name].catalogue.features)
-        assert said == ([] if name == "attn_mvp" else [UNKNOWN])
+        assert about.get("viewers") == {"attn_mvp": ["device"], "lac": []}.get(name)
+        assert said == ([] if name in of_feeds else [UNKNOWN])
 
 
 def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
@@ -153,8 +173,6 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     trained(tmp_path, "qgs", tables, text)
     with package.at(f"sqlite:///{tmp_path}/mlflow.db"):
         model = tracking.mlflow.pyfunc.load_model("models:/qgs/1").unwrap_python_model()
-    import pandas as pd
-
     row = {"candidates": ["item_id-003"], "history": ["item_id-001"], "query": "query-001"}
     for change, params, message in (
         ({"features": [[1.0]]}, {}, "features has 1 vectors of 1 numbers, 1 of 6 are expected"),
@@ -180,13 +198,71 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
         model.predict(None, pd.DataFrame([row | asked]))
 
 
+FEED = {
+    "candidates": ["item-003", "item-004"],
+    "history": ["item-000", "item-001", "item-002"],
+    "history_actions": [[1.0, 0.0, 0.5], [0.0, 1.0, 0.2], [1.0, 1.0, 0.9]],
+    "timestamp_ms": 99,
+    "features": [[0.5, 0.5], [0.1, 0.9]],
+    "history_time_ms": [10, 20, 30],
+    "viewer_device": "phone",
+    "history_viewer_device": ["phone", "", "tablet"],
+}
+
+
+def test_every_column_of_a_model_of_actions_changes_a_score(tmp_path: Path) -> None:
+    tables = write_actions(tmp_path, viewers=True)
+    trained(tmp_path, "attn_mvp", tables, None)
+    with package.at(f"sqlite:///{tmp_path}/mlflow.db"):
+        model = tracking.mlflow.pyfunc.load_model("models:/attn_mvp/1")
+    others = {
+        "candidates": ["item-005", "item-006"],
+        "history": ["item-007", "item-001", "item-002"],
+        "history_actions": [[1.0, 0.0, 0.5], [0.0, 0.0, 0.2], [1.0, 1.0, 0.9]],
+        "timestamp_ms": 30,
+        "features": [[0.5, 0.5], [0.9, 0.1]],
+        "history_time_ms": [10, 20, 100],
+        "viewer_device": "tablet",
+        "history_viewer_device": ["", "", "tablet"],
+    }
+    assert model.metadata.get_input_schema().input_names() == list(others)
+    scores = [sorted(model.predict(pd.DataFrame([FEED]))["score"][0])]
+    for column, value in others.items():
+        scores.append(sorted(model.predict(pd.DataFrame([FEED | {column: value}]))["score"][0]))
+        assert scores[-1] != pytest.approx(scores[0], abs=1e-6), column
+    inputs = model.metadata.metadata["inputs"]
+    assert inputs == read_manifest(join(tables, "sequences"), "sequences").info["definitions"]["inputs"]
+    assert sorted(inputs) == sorted(model.metadata.metadata["actions"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"history_actions": [[0.0, 0.0, 30000.0]] * 3}, "history_actions has 30000 for 'dwell', which is not from 0"),
+        ({"history_actions": [[0.0, -0.5, 0.0]] * 3}, "history_actions has -0.5 for 'share'.* `inputs` in the model's"),
+        ({"history_actions": [[np.inf, 0.0, 0.0]] * 3}, "history_actions has inf for 'like', which is not from 0 to 1"),
+        ({"history_actions": [[0.0] * 3]}, "history_actions has 1 vectors of 3 numbers, 3 of 3 are expected"),
+        ({"history_time_ms": [10, 30, 20]}, "history_time_ms falls from 30 to 20; give the history oldest first"),
+        ({"history_time_ms": [10, None, 20]}, "history_time_ms has an entry without a time; give one each"),
+        ({"history_viewer_device": []}, "history_viewer_device has 0 entries for a history of 3"),
+    ],
+)
+def test_what_does_not_fit_a_model_of_actions_is_said(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    tables = write_actions(tmp_path, viewers=True)
+    model = set_up({"name": "attn_mvp", **SIZES["attn_mvp"]}, FitConfig(batch_size=8), tables).model
+    requests = ActionsRequests(str(tmp_path), model)
+    index = {f"item-{number:03d}": number for number in range(12)}
+    with pytest.raises(UserError, match=message):
+        requests.batch([pd.Series(FEED | change)], index, [[0, 1]])
+    missing = {"history_actions": [[np.nan] * 3] * 3}
+    assert not requests.batch([pd.Series(FEED | missing)], index, [[0, 1]])["action"].any()
+
+
 def test_a_model_that_reads_times_wants_them(tmp_path: Path) -> None:
     tables, text = write_search(tmp_path)
     trained(tmp_path, "hstu", tables, text)
     with package.at(f"sqlite:///{tmp_path}/mlflow.db"):
         model = tracking.mlflow.pyfunc.load_model("models:/hstu/1").unwrap_python_model()
-    import pandas as pd
-
     row = {"candidates": ["item_id-003"], "history": ["item_id-001", "item_id-002"], "query": None}
     with pytest.raises(UserError, match="history_time_ms is missing, and the model reads when each behaviour was"):
         model.predict(None, pd.DataFrame([row]))

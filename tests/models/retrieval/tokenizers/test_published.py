@@ -30,6 +30,11 @@ def test_every_layout_reads_to_the_same_codes(tmp_path: Path, name: str, zipped:
     assert len(digest) == 64
 
 
+def test_ids_are_bare_of_white_space_as_in_the_items_table() -> None:
+    assert parse_published(b"item_id,c1\n a ,1\n", "x.csv") == {"a": [1]}
+    assert parse_published(b'{"a ": [1]}', "x.json") == {"a": [1]}
+
+
 def test_codes_follow_the_catalogue_and_other_ids_are_left_out() -> None:
     assert codes_of(CODES, ["b"], "f").tolist() == [[0, 255, 7]]
     assert codes_of(CODES, ["b", "a"], "f").tolist() == [[0, 255, 7], [1, 2, 3]]
@@ -45,6 +50,7 @@ def test_a_catalogue_item_without_sid_is_an_error_with_counts() -> None:
     [
         ("x.csv", b"item,c1\na,1\n", "header 'item,c1'"),
         ("x.csv", b"item_id,c1\na,1\na,2\n", "item 'a' twice"),
+        ("x.csv", b"item_id,c1\na,1\na ,2\n", "item 'a' twice"),
         ("x.csv", b"item_id,c1,c2\na,1,2\nb,1\n", r"SIDs of \[1, 2\] codes"),
         ("x.csv", b"item_id,c1\na,-1\n", "code '-1'"),
         ("x.csv", b"item_id,c1\na,65536\n", "code '65536'"),
