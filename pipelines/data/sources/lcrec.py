@@ -53,10 +53,10 @@ class LcRec(Source):
     def read_events(self, input_uri: str, file: str, users: pa.Table | None = None) -> Iterator[Block]:
         uri = join(input_uri, file)
         histories = _load(uri, "user", list, "a list of items")
-        users = list(histories)
+        order = list(histories)
         first = 0
-        for start in range(0, len(users), USERS_PER_BLOCK):
-            some = users[start : start + USERS_PER_BLOCK]
+        for start in range(0, len(order), USERS_PER_BLOCK):
+            some = order[start : start + USERS_PER_BLOCK]
             block = self._block([(user, histories[user]) for user in some], file, first)
             first += block.rows_read
             yield block

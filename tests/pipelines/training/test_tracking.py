@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -81,8 +82,12 @@ def server(folder: Path) -> Iterator[str]:
                 time.sleep(0.2)
         yield address
     finally:
-        os.killpg(process.pid, 15)
-        process.wait(timeout=30)
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(timeout=30)
+        except subprocess.TimeoutExpired:  # on busy cores
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(timeout=30)
 
 
 def test_trials_of_a_sweep_log_at_once_to_a_server(tmp_path: Path) -> None:
