@@ -234,7 +234,8 @@ def beside(comparison: Comparison, published: Published, systems: dict[str, Syst
     """Ours beside one source's; None where no system is measured here, or none that compares with the reference."""
     names = list(dict.fromkeys(name for lines in published.datasets.values() for name in lines))
     datasets, reference = list(published.datasets), published.reference
-    several = len({row.place for row in comparison.rows}) > 1
+    there = [row for row in comparison.rows if any(systems[name].matches(row) for name in names)]
+    several = len({row.place for row in there}) > 1
     cells: list[list[str]] = []
 
     def line(name: str, row: Row, metric: str, change: float | None) -> list[str]:

@@ -60,6 +60,9 @@ def test_every_trie_has_its_reference_above_what_is_seen_against_it() -> None:
         "tiger of retrieval/x, sids-b", "sid_mlp of retrieval/x, sids-b", "sid_mlp_pp of retrieval/x, sids-b",
     ]  # fmt: skip
     assert [cells[5] for cells in table.cells] == ["", "+11.1%", "-33.3%", "", "-7.7%", "-5.8%"]
+    alone = beside(compared([row("sasrec", {NDCG: 0.9}), *rows[:3]]), PRINTED, SYSTEMS)
+    assert alone is not None
+    assert [cells[1] for cells in alone.cells] == ["tiger-1", "sid_mlp-1", "sid_mlp_pp-1"]
 
 
 def test_nothing_is_relative_to_zero() -> None:
