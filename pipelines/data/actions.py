@@ -23,7 +23,7 @@ from models.tables import Part, UserError
 from pipelines.data.actions_config import ActionsConfig
 from pipelines.data.actions_counts import IDS, count_actions, features, gather
 from pipelines.data.splits import NAMES
-from pipelines.data.survey import coded, distinct_pairs, read_coded, runs
+from pipelines.data.survey import coded, count_pairs, read_coded, runs
 from pipelines.data.tables import actions_schema, write_part
 from pipelines.data.tasks import run_tasks
 from pipelines.data.windows import positions_in
@@ -269,7 +269,7 @@ def build_actions(
     train = split == 0
     tied = (kept.time[1:] == kept.time[:-1]) & (kept.user[1:] == kept.user[:-1])
     count.update(users=len(start), interactions=len(kept.row), outside=kept.outside, tied_rows=int(tied.sum()))
-    count["pairs"] = distinct_pairs(kept.user, kept.item)
+    count["pairs"] = count_pairs(kept.user, kept.item)
     count.update(truncated_users=kept.truncated_users, truncated_events=kept.truncated_events)
     count["max_length"] = int(length.max())
     for name, positives in zip(config.tasks, tasks[train].sum(axis=0), strict=True):

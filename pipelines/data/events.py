@@ -137,17 +137,9 @@ def _read(
         yield tally, drop_unset(events.select(transit.names).cast(transit))
 
 
-def _read_shards(
-    number: int,
-    file: str,
-    source: Source,
-    input_uri: str,
-    rejects_uri: str,
-    transit: pa.Schema,
-    users: pa.Table | None,
-    partitions: int,
-) -> Iterator[Any]:
-    yield from scatter(_read(number, file, source, input_uri, rejects_uri, transit, users), partitions)
+def _read_shards(partitions: int, *read: Any) -> Iterator[Any]:
+    """The file that `_read` takes, by partition."""
+    yield from scatter(_read(*read), partitions)
 
 
 def sorted_codes(strings: pa.Array | pa.ChunkedArray) -> tuple[np.ndarray, pa.Array]:
@@ -282,7 +274,7 @@ def ingest(
     transit = transit_schema(source.schema, log_order)
     shared = ray.put(users)
     reads = [
-        (number, file, source, input_uri, rejects_uri, transit, shared, partitions) for number, file in enumerate(files)
+        (partitions, number, file, source, input_uri, rejects_uri, transit, shared) for number, file in enumerate(files)
     ]
     rejects: list[tuple[tuple[int, int], Part]] = []
     missing: dict[str, str] | None = None

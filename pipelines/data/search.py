@@ -22,7 +22,7 @@ import ray
 
 from models.tables import Part
 from pipelines.data.splits import NAMES, assign
-from pipelines.data.survey import coded, distinct_pairs, read_coded, runs
+from pipelines.data.survey import coded, count_pairs, read_coded, runs
 from pipelines.data.tables import QUERIES, search_schema, write_part
 from pipelines.data.tasks import run_tasks
 from pipelines.data.windows import (
@@ -203,7 +203,7 @@ def build_search(
 
     clicks = np.add.reduceat(label[rules.labels[0]][candidate].astype(np.int64), start)
     one_class = (clicks == 0) | (clicks == length)
-    pairs = distinct_pairs(codes[behaviour], item[behaviour])
+    pairs = count_pairs(codes[behaviour], item[behaviour])
     count.update(users=len(user_start), interactions=len(behaviour), pairs=pairs)
     moment = time_row[behaviour]
     count["tied_rows"] = int((moment[1:] == moment[:-1]).sum())

@@ -46,6 +46,7 @@ from pipelines.data.embed import (
     fit_tfidf,
     item_texts,
 )
+from pipelines.data.survey import distinct
 from pipelines.data.tables import (
     TOKENS,
     check_writable,
@@ -149,14 +150,14 @@ def _part_pairs(uri: str) -> np.ndarray:
     of_candidates = [shown.flatten().to_numpy(), np.repeat(asked.to_numpy(), pc.list_value_length(shown).to_numpy())]
     of_behaviours = [table[name].combine_chunks().flatten().to_numpy() for name in PAIR]
     item, query = (np.concatenate(both).astype(np.int64) for both in zip(of_candidates, of_behaviours, strict=True))
-    return np.unique(item << 32 | query + 1)
+    return distinct(item << 32 | query + 1)
 
 
 def distinct_pairs(parts: list[str]) -> np.ndarray:
     """All pairs of a behaviour or a candidate, sorted by item, then query, as `_part_pairs` codes them."""
     found = np.zeros(0, dtype=np.int64)
     for _, pairs in run_tasks(_part_pairs, [(uri,) for uri in parts]):
-        found = np.union1d(found, pairs)
+        found = distinct(np.concatenate([found, pairs]))
     return found
 
 

@@ -19,7 +19,7 @@ import ray
 from models.tables import Part
 from pipelines.data.catalogue import surviving_rows
 from pipelines.data.splits import NAMES, assign
-from pipelines.data.survey import behaviour_column, coded, distinct_pairs, read_coded, runs
+from pipelines.data.survey import behaviour_column, coded, count_pairs, read_coded, runs
 from pipelines.data.tables import sequences_schema, write_part
 from pipelines.data.tasks import run_tasks
 
@@ -122,7 +122,7 @@ def build_sequences(events: pa.Table, catalogue: pa.Array, rules: Rules) -> tupl
 
     has_history = history_end > 0
     count.update(users=len(start), interactions=len(rows), tied_rows=int((~new).sum()))
-    count["pairs"] = distinct_pairs(codes, items)
+    count["pairs"] = count_pairs(codes, items)
     count["max_length"] = int(length.max())
     for code, name in enumerate(NAMES):
         count[f"requests_{name}"] = int((split == code).sum())
