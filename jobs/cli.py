@@ -12,7 +12,10 @@ import difflib
 import logging
 import os
 import re
+import socket
 import sys
+import tempfile
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -22,11 +25,17 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from models.tables import UserError
+from models.uri import hide, masked
+from pipelines import credentials
+from pipelines.faults import explain, user_error_in
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 if not os.environ.get("RAY_ADDRESS"):  # a local Ray is for its user alone; read when ray is imported
     os.environ.setdefault("RAY_AUTH_MODE", "token")
+    # Ray's switch for laptops: a node's address is then 127.0.0.1, where all that it starts listens, its metrics too.
+    # `ray.init(_node_ip_address="127.0.0.1")` is no way: Ray makes the machine's own address of it.
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     # Threads that wait sleep: beside other processes, spinning ones take many times the time of the work itself. What
     # is timed runs alone, where a thread that wakes at every product is slower than one that spins.
     if Path(sys.argv[0]).stem != "benchmark":
@@ -98,10 +107,12 @@ def _check_config_keys(path: str, parser: ArgumentParser) -> None:
 
 
 def _complete_flags(argv: list[str], config: type) -> list[str]:
-    """`--overwrite` alone means `--overwrite true`."""
+    """`--overwrite` alone means `--overwrite true`, and `--dry-run` is `--dry_run`."""
     flags = {f"--{f.name}" for f in fields(config) if f.type in (bool, "bool")}
     completed: list[str] = []
     for i, word in enumerate(argv):
+        if (flag := "--" + word.removeprefix("--").replace("-", "_")) in flags:
+            word = flag
         completed.append(word)
         if word in flags and (i + 1 == len(argv) or argv[i + 1].startswith("--")):
             completed.append("true")
@@ -129,6 +140,9 @@ def parse(
         _check_config_keys(path, parser)
     try:
         namespace = parser.parse_args(argv)
+        for key, value in list(namespace.items()):  # from here on, options hold no secret
+            if (hidden := hide(value)) != value:
+                namespace[key] = hidden
         values = parser.instantiate_classes(namespace)
         arguments = {f.name: values[f.name] for f in fields(config) if f.name in values}  # type: ignore[arg-type]
         for name, group in groups.items():
@@ -142,14 +156,14 @@ def parse(
 def start_ray(num_cpus: int | None = None) -> None:
     """Connects to the cluster that this job was submitted to (RAY_ADDRESS), else starts a local Ray.
 
-    Never joins a Ray that happens to run on this machine.
+    Never joins a Ray that happens to run on this machine. A local one listens on loopback alone.
     """
     import ray
 
     if ray.is_initialized():
         return
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(log_to_driver=True, logging_level=logging.WARNING)
+    if address := os.environ.get("RAY_ADDRESS"):
+        join_cluster(address)
         return
     ray.init(
         address="local",
@@ -158,38 +172,122 @@ def start_ray(num_cpus: int | None = None) -> None:
         logging_level=logging.WARNING,
         log_to_driver=False,
     )
+    credentials.share()
+    from jobs.watch import watch
+
+    watch()
 
 
-def user_error_in(error: BaseException | None) -> UserError | None:
-    """The UserError that a Ray task, actor or training worker failed with, if that is what happened."""
-    seen: set[int] = set()
-    stack: list[BaseException | None] = [error]
-    while stack:
-        current = stack.pop()
-        if current is None or id(current) in seen:
-            continue
-        seen.add(id(current))
-        if isinstance(current, UserError):
-            cause = getattr(current, "cause", None)  # ray's RayTaskError poses as its cause
-            return cause if isinstance(cause, UserError) else current
-        stack += [current.__cause__, current.__context__, getattr(current, "cause", None)]
-        stack += list(getattr(current, "worker_failures", {}).values())
-    return None
+def join_cluster(address: str) -> None:
+    """Connects to a cluster that is there; UserError at once where nobody answers or there is no token."""
+    import ray
+
+    check_address(address)
+    check_token(address)
+    try:
+        ray.init(log_to_driver=True, logging_level=logging.WARNING)
+        credentials.share()
+    except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
+        first = " ".join((str(error).splitlines() or [""])[0].split())[:300]
+        raise UserError(
+            f"cannot join the Ray cluster at RAY_ADDRESS={address} ({first}); check the address, and the cluster's "
+            f"token: {TOKEN}"
+        ) from error
+
+
+TOKEN = (
+    "make one where the cluster is started (ray get-auth-token --generate), copy it here to ~/.ray/auth_token or into "
+    "RAY_AUTH_TOKEN, and export RAY_AUTH_MODE=token"
+)
+"""What to do where a cluster's token is missing."""
+
+
+def check_address(address: str, seconds: float = 5.0) -> None:
+    """UserError for a RAY_ADDRESS that is none, or at which nobody answers within seconds."""
+    if address in ("auto", "local"):
+        return
+    shape = re.fullmatch(r"(?:ray://)?(\[[0-9a-fA-F:]+\]|[^\s:/@\[\]]+):(\d{1,5})", address)
+    if shape is None or not 0 < int(shape[2]) < 65536:
+        raise UserError(
+            f"RAY_ADDRESS={address} is no address of a Ray cluster; give HOST:PORT (6379 by default), "
+            f"ray://HOST:10001 or auto, or unset it to start a local Ray"
+        )
+    try:
+        socket.create_connection((shape[1].strip("[]"), int(shape[2])), timeout=seconds).close()
+    except OSError as error:
+        raise UserError(
+            f"nobody answers at RAY_ADDRESS={address} ({error.strerror or error}); start the cluster, correct the "
+            f"address, or unset it to start a local Ray"
+        ) from error
+
+
+def token() -> str:
+    """The token of this client, as Ray finds it; empty where there is none."""
+    if given := os.environ.get("RAY_AUTH_TOKEN"):
+        return given.strip()
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    return path.read_text().strip() if path.is_file() else ""
+
+
+def check_token(address: str) -> None:
+    """UserError where the cluster wants a token and this client has none, or another one: Ray would wait for long.
+
+    Where the environment does not say whether there is authentication, the cluster is asked.
+    """
+    given, mode = token(), os.environ.get("RAY_AUTH_MODE", "").lower()
+    if mode == "token" and not given:
+        raise UserError(f"there is no token for the Ray cluster at RAY_ADDRESS={address}; {TOKEN}")
+    if address in ("auto", "local") or address.startswith("ray://"):
+        return
+    import grpc
+    from ray.core.generated import gcs_service_pb2 as messages  # its classes are made at import, unseen by mypy
+    from ray.core.generated import gcs_service_pb2_grpc as services
+
+    bearer = [("authorization", f"Bearer {given}")] if given and mode != "disabled" else []
+    with grpc.insecure_channel(address) as channel:
+        try:
+            services.NodeInfoGcsServiceStub(channel).CheckAlive(messages.CheckAliveRequest(), 5, bearer)  # type: ignore[attr-defined]
+        except grpc.RpcError as error:
+            if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+                what = "another token than this client's" if bearer else "a token, and this client has none"
+                raise UserError(f"the Ray cluster at RAY_ADDRESS={address} wants {what}; {TOKEN}") from None
+
+
+def kept_traceback(error: BaseException) -> str:
+    """Where the traceback of an error is that one line stands for: in a file, and on the terminal if TRIELINE_TRACEBACK
+    is set."""
+    told = masked("".join(traceback.format_exception(error)))
+    if os.environ.get("TRIELINE_TRACEBACK"):
+        sys.stderr.write(told)
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="trieline-", suffix=".log", delete=False) as file:
+            file.write(told)
+        return f" (traceback in {file.name})"
+    except OSError:  # there is no room for it
+        return " (TRIELINE_TRACEBACK=1 shows the traceback)"
 
 
 def main(run: Callable[[Any], Any], config: type, parse_: Callable[[str], Any] | None = None) -> NoReturn:
-    """Parses the command line, runs the job, and exits: 0 when done, 1 with one line for a UserError.
+    """Parses the command line, runs the job, and exits: 0 when done, 1 with one line for a UserError or a fault
+    of the machines (`pipelines/faults.py`).
 
     `parse_(job)` is for jobs whose options are more than those of `config`.
     """
     job = Path(sys.argv[0]).stem
     try:
-        run(parse_(job) if parse_ else parse(config, job))
+        options = hide(parse_(job) if parse_ else parse(config, job))
+        sys.argv[1:] = map(masked, sys.argv[1:])
+        run(options)
     except Exception as error:
         known = user_error_in(error)
-        if known is None:
-            raise
-        print(f"error: {' '.join(str(known).split())}", file=sys.stderr)
+        fault = None if known else explain(error)
+        if known is None and fault is None:
+            sys.stderr.write(masked(traceback.format_exc()))
+            sys.exit(1)
+        # The line says what is wrong; Ray would add the errors of tasks that came to nothing for the same reason.
+        os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
+        said = known or f"{fault}{kept_traceback(error)}"
+        print(f"error: {masked(' '.join(str(said).split()))}", file=sys.stderr)
         sys.stderr.flush()
         sys.exit(1)
     sys.exit(0)

@@ -8,7 +8,7 @@
 
 Runs that differ in their seed alone are one row. Students stand beside their teachers with the test of whether they
 are as good. --markdown FILE writes the same as Markdown, --html FILE one self-contained page with the plots,
---pareto FILE.png accuracy against users per second alone. --claims decides the papers' numeric claims by what is in
+--pareto FILE.png accuracy against requests per second alone. --claims decides the papers' numeric claims by what is in
 MLflow, in several stores together where several are named. With --sids it shows tokenizers: branching, codes in use,
 collisions.
 """
@@ -58,7 +58,7 @@ class Config:
     metric: str | None = None
     """Rows are sorted by it on test, then on val; by default the sweep's, gauc where runs have it, or ndcg@10."""
     pareto: str | None = None
-    """Also draw the metric on test against users per second to this file (.png, .svg or .pdf)."""
+    """Also draw the metric on test against requests per second to this file (.png, .svg or .pdf)."""
     benchmark: list[str] = field(default_factory=list)
     """JSON lines of jobs.benchmark, to log to MLflow and to draw on the page; once per file."""
     register: str | None = None

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from jobs import cli
 from pipelines.data.search_text import SearchTextConfig, check_search_text, encode_search
+from pipelines.data.tables import check_can_write
 
 
 @dataclass
@@ -38,7 +39,10 @@ def run(config: Config) -> None:
     def say(message: str) -> None:
         print(f"[{time.monotonic() - started:6.1f}s] {message}", flush=True)
 
-    check_search_text(config.tables, config.encoder, config.embed)  # before Ray takes its seconds to start
+    check_can_write(config.output)
+    check_search_text(
+        config.tables, config.encoder, config.embed, config.output
+    )  # before Ray takes its seconds to start
     cli.start_ray()
     made = encode_search(config.tables, config.output, config.encoder, config.embed, config.overwrite, say)
     counts = ", ".join(f"{made[name].rows:,} {name}" for name in ("items", "queries", "pairs"))

@@ -1,11 +1,12 @@
-"""Measure a checkpoint on a split: the full catalogue is ranked for every user.
+"""Measure a checkpoint on a split: the full catalogue is ranked for every request.
 
     python -m jobs.evaluate --checkpoint runs/sasrec/best --tables TABLES --split test
 
-Prints Recall@K and NDCG@K with the number of users, or AUC, GAUC and log loss of a model that scores candidates;
-writes them beside the checkpoint and into the MLflow run of the training. --item_shift adds those of users whose
-target is a new item, --replay true estimates of online metrics of a search model. With --batch_inference FOLDER
-it writes the top K items of all users to a table instead; with --export FILE.pt2 a student as one program.
+Prints Recall@K and NDCG@K with the numbers of requests and users, or AUC, GAUC and log loss of a model that scores
+candidates; writes them beside the checkpoint and into the MLflow run of the training. --item_shift adds those of
+requests whose target is a new item, --replay true estimates of online metrics of a search model. With
+--batch_inference FOLDER it writes the top K items of all users to a table instead; with --export FILE.pt2 a student as
+one program.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jobs import cli
+from models.tables import reach
+from pipelines.data.tables import check_can_write, check_place
 from pipelines.evaluation.ranking import CUTOFFS, Result, device_of, evaluate, find_checkpoint, record
 from pipelines.training.run import absolute
 
@@ -64,7 +67,7 @@ class Config:
     replay_propensities: list[float] = field(default_factory=list)
     """Chance that a user looks at each position, from the first; by default the click rates by position in training."""
     batch_size: int = 256
-    """Users per batch."""
+    """Requests per batch."""
     shards: int = 1
     """Parts of the users ranked at once, each by a Ray task (or actor, in batch inference)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -111,7 +114,7 @@ def item_shift_lines(metrics: dict[str, float]) -> list[str]:
     """A line for each subset of new items."""
     lines = []
     for name in sorted(key.split("/")[0] for key in metrics if key.endswith("/examples")):
-        found = f"{metrics[f'{name}/examples']:,.0f} users"
+        found = f"{metrics[f'{name}/examples']:,.0f} requests"
         if f"{name}/ndcg@10" in metrics:
             found += "".join(f", {metric} {metrics[f'{name}/{metric}']:.4f}" for metric in ("recall@10", "ndcg@10"))
         lines.append(f"  {name}  {found}")
@@ -131,18 +134,24 @@ def replay_of(config: Config, result: Result) -> list[str]:
     return found.lines()
 
 
+def asked(result: Result) -> str:
+    """How many requests were ranked, and whose they are; in a log of actions a user's candidates are one request."""
+    users = f"{result.users:,} users"
+    return users if "eval_loss" in result.metrics else f"{result.examples:,} requests of {users}"
+
+
 def print_ranking(result: Result) -> None:
     """What a model that scores candidates was found to do, label by label."""
     found, kinds = result.metrics, ["gauc", "auc", "log_loss", "normalised_entropy"]
     kinds += ["calibration"] if "eval_loss" in found else []
-    asked = "users" if "eval_loss" in found else "requests"  # in a log of actions all candidates of a user are one
-    print(f"{result.model} on {result.split}: {result.examples:,} {asked}, seed {result.seed}")
+    who = "users" if "eval_loss" in found else "requests"  # in a log of actions all candidates of a user are one
+    print(f"{result.model} on {result.split}: {asked(result)}, seed {result.seed}")
     prefixes = sorted(name.removesuffix("requests_one_class") for name in found if name.endswith("requests_one_class"))
     width = max(10, *(len(prefix) + 1 for prefix in prefixes))
     for prefix in prefixes:
         print(f"  {prefix:<{width}}" + "  ".join(f"{name} {found[prefix + name]:.4f}" for name in kinds))
         one, all_ = (int(found[prefix + name]) for name in ("requests_one_class", "requests"))
-        print(f"  {'':<{width}}{one:,} of {all_:,} {asked} have one class and no part in gauc")
+        print(f"  {'':<{width}}{one:,} of {all_:,} {who} have one class and no part in gauc")
     if "eval_loss" in found:
         both = (
             f"{found['mean/normalised_entropy']:.4f} ({found['mean/normalised_entropy_train']:.4f} by training rates)"
@@ -152,21 +161,24 @@ def print_ranking(result: Result) -> None:
 
 def run(config: Config) -> Result | None:
     """Evaluates and prints, or writes recommendations."""
+    reach(config.checkpoint, config.tables, config.sids, config.text)  # what does not answer is said before Ray starts
     options = {name: getattr(config, name) for name in OPTIONS}
     if config.export:
         from pipelines.evaluation.export import export
 
-        users = export(
+        requests = export(
             config.checkpoint, config.tables, config.sids, config.export, k=config.k, batch_size=config.batch_size,
             device=config.device,
         )  # fmt: skip
         print(f"Exported to {config.export}: (history, history_length, user) -> (items, scores), top {config.k}.")
-        print(f"  checked     the same items in the same order as the model for {users:,} users")
+        print(f"  checked     the same items in the same order as the model for {requests:,} requests")
         print("  use it      models.retrieval.decoding.export.load_exported, or torch.export.load(FILE).module()")
         return None
     if config.batch_inference:
         from pipelines.evaluation.inference import recommend_all
 
+        check_can_write(config.batch_inference)
+        check_place(config.batch_inference, "recommendations")  # before Ray takes its seconds to start
         cli.start_ray()
         manifest, already = recommend_all(
             config.checkpoint, config.tables, config.sids, config.batch_inference, k=config.k,
@@ -191,17 +203,17 @@ def run(config: Config) -> Result | None:
         for line in replayed:
             print(line)
     elif "recall@10" not in result.metrics:  # what is no recommender yet, such as an encoder
-        print(f"{result.model} on {result.split}: {result.examples:,} users, seed {result.seed}")
+        print(f"{result.model} on {result.split}: {asked(result)}, seed {result.seed}")
         print("  " + "  ".join(f"{name} {value:.6g}" for name, value in result.metrics.items()))
     else:
-        print(f"{result.model} on {result.split}: {result.examples:,} users, seed {result.seed}")
+        print(f"{result.model} on {result.split}: {asked(result)}, seed {result.seed}")
         print("  K       " + "".join(f"{k:>9}" for k in CUTOFFS))
         for metric in ("recall", "ndcg"):
             print(f"  {metric:<8}" + "".join(f"{result.metrics[f'{metric}@{k}']:9.4f}" for k in CUTOFFS))
         for line in item_shift_lines(result.metrics):
             print(line)
         left_out = f"{result.skipped:,} requests without history left out"
-        print(f"  {result.users_per_s:,.0f} users/s on {result.device}; {left_out}")
+        print(f"  {result.users_per_s:,.0f} requests/s on {result.device}; {left_out}")
     place = record(result, about, config.tracking_uri)  # after the figures, which MLflow need not be there for
     print(f"  written to  {place}")
     if about.tracking:

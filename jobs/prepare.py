@@ -2,8 +2,9 @@
 
     python -m jobs.prepare --source jobs/configs/sources/movielens_small.yaml --input RAW_DIR --output TABLES
 
-The source file says how to read the log and has a `prepare` section with the settings below; options on
-the command line win over it. Run again, it makes only what is missing or says that all is up to date.
+`--dry-run` reads the first rows, prints what they become, and ends. The source file says how to read the log and has
+a `prepare` section with the settings below; options on the command line win over it. Run again, it makes only what is
+missing or says that all is up to date.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import time
 from dataclasses import asdict, dataclass, field
 
 from jobs import cli
-from pipelines.data.prepare import PrepareConfig, check, prepare
+from pipelines.data.prepare_config import PrepareConfig, check
 from pipelines.data.sources import load_source
+from pipelines.data.sources.preview import lines, preview, warnings
 
 
 @dataclass
@@ -44,6 +46,8 @@ class Config:
     """Folder for the tables."""
     overwrite: bool = False
     """Make all tables again, whatever is there."""
+    dry_run: bool = False
+    """Read the first rows of the log, print what becomes of them, and end."""
     kind: str | None = None
     """`retrieval`: each behaviour is a request of its own. `search`: requests are searches with what they showed.
     `actions`: impressions with their actions."""
@@ -63,6 +67,12 @@ class Config:
     """Partitions of the shuffle (from the bytes read)."""
     max_rejects: float | None = None
     """Share of rows that may break the schema before the job fails (0.01)."""
+    min_matched: float | None = None
+    """Share of the items, and of the users where there are user files, that must have a row in those files (0.5);
+    0 accepts any."""
+    duplicates: str | None = None
+    """`drop` events that repeat another in every column, or `keep` them as real, such as two purchases of a day
+    (drop)."""
 
 
 def run(config: Config) -> dict[str, object]:
@@ -70,10 +80,20 @@ def run(config: Config) -> dict[str, object]:
     begin = time.perf_counter()
     source, defaults = load_source(config.source)
     options = {
-        key: value for key, value in asdict(config).items() if key not in ("source", "input", "output", "overwrite")
+        key: value
+        for key, value in asdict(config).items()
+        if key not in ("source", "input", "output", "overwrite", "dry_run")
     }
     settings = PrepareConfig.of(defaults, options)
     check(source, config.input, config.output, settings)  # before Ray takes its seconds to start
+    found = preview(source, config.input, settings.max_rejects)
+    for line in lines(found) if config.dry_run else warnings(found):
+        print(line)
+    if config.dry_run:
+        print("next: the same command without --dry-run makes the tables")
+        return {}
+    from pipelines.data.prepare import prepare  # it imports Ray, so only now
+
     cli.start_ray()
     statistics = prepare(source, config.input, config.output, settings, config.overwrite)
     unit = "requests" if "requests" in statistics else "events"

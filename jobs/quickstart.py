@@ -31,9 +31,10 @@ from pipelines.data.sources import load_source
 CONFIGS = Path(__file__).parent / "configs"
 
 SEARCH_MODELS = {
-    "base": "search/base_small", "hstu": "search/hstu_small", "hllm": "search/hllm_small", "qgs": "qgs_small"
+    "base": ["search/base"], "hstu": ["qgs", "search/hstu", "search/small"],
+    "hllm": ["qgs", "search/hllm", "search/small"], "qgs": ["qgs", "search/small"],
 }  # fmt: skip
-"""Models of the search flow and their configs."""
+"""Models of the search flow and their configs, the base first."""
 
 ACTIONS_MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
     "interleaved": ("interleaved", ()),
@@ -132,25 +133,27 @@ def retrieval(config: Config, place: Place, steps: Steps) -> None:
     made = ["--tables", place.tables, *tokenizer, "--output", place.extra]
     steps.run("Items to semantic IDs and a trie", "tokenize", *made)
     most = config.epochs or 20
-    measure(config, place, steps, "popularity", "popularity", None)
-    measure(config, place, steps, "sasrec", "sasrec", most)
-    measure(config, place, steps, "tiger", "tiger_small", most)
-    measure(config, place, steps, "sid_mlp", "sid_mlp_small", -(-most // 2), "--model.teacher", f"{place.runs}/tiger")
+    measure(config, place, steps, "popularity", ["popularity"], None)
+    measure(config, place, steps, "sasrec", ["sasrec"], most)
+    measure(config, place, steps, "tiger", ["tiger_small"], most)
+    teacher = ("--model.teacher", f"{place.runs}/tiger")
+    measure(config, place, steps, "sid_mlp", ["sid_mlp_small"], -(-most // 2), *teacher)
 
 
 def search(config: Config, place: Place, steps: Steps) -> None:
     """Text embeddings, then Base, HSTU, HLLM and QGS in one small size."""
     made = ["--tables", place.tables, "--encoder", config.encoder, "--output", place.extra]
     steps.run("Queries, documents and shown pairs to text embeddings", "encode", *made)
-    for model, file in SEARCH_MODELS.items():
-        measure(config, place, steps, model, file, config.epochs or 4)
+    for model, files in SEARCH_MODELS.items():
+        measure(config, place, steps, model, files, config.epochs or 4)
 
 
 def actions(config: Config, place: Place, steps: Steps) -> None:
     """The interleaved baseline, AttnLFA, AttnMVP, and AttnMVP that is shown no action and so knows the items alone."""
     small = ("--model.num_layers", "2", "--fit.batch_size", "16", "--fit.lr", "0.002", "--fit.patience", "0")
     for name, (model, options) in ACTIONS_MODELS.items():
-        measure(config, place, steps, model, f"actions/{model}", config.epochs or 10, *small, *options, name=name)
+        files = ["attn_mvp", f"actions/{model}"] if model != "attn_mvp" else ["attn_mvp"]
+        measure(config, place, steps, model, files, config.epochs or 10, *small, *options, name=name)
 
 
 def measure(
@@ -158,7 +161,7 @@ def measure(
     place: Place,
     steps: Steps,
     model: str,
-    file: str,
+    files: list[str],
     epochs: int | None,
     *options: str,
     name: str | None = None,
@@ -168,7 +171,8 @@ def measure(
     extra = registry.find(model).extra
     where = ["--tables", place.tables, *([f"--{extra}", place.extra] if extra else [])]
     fit = ["--fit.max_epochs", str(epochs), "--fit.seed", str(config.seed)] if epochs else []
-    train = ["--config", str(CONFIGS / f"{file}.yaml"), *where, "--storage", place.runs, "--name", name]
+    configs = [word for file in files for word in ("--config", str(CONFIGS / f"{file}.yaml"))]
+    train = [*configs, *where, "--storage", place.runs, "--name", name]
     title = f"Distil {name}" if "--model.teacher" in options else f"Train {name}"
     steps.run(title, "train", *train, *options, *fit)
     checkpoint = ["--checkpoint", f"{place.runs}/{name}"]

@@ -23,8 +23,9 @@ import yaml
 
 from jobs import cli
 from models import registry
-from models.tables import UserError
+from models.tables import UserError, reach
 from pipelines import tracking
+from pipelines.data.tables import check_can_write
 from pipelines.training.run import RayOptions
 from tuning.grid import Grid, Trial, load
 from tuning.sweep import Options, Swept, best_checkpoint, estimate, sweep
@@ -146,12 +147,14 @@ def run(config: Config) -> Swept | None:
     if config.dry_run:
         show(grid, trials, config, extra)
         return None
-    cli.start_ray()
+    reach(config.tables, extra)  # what does not answer is said before Ray starts
+    check_can_write(str(config.storage))
     swept = sweep(
         grid, trials, tables=str(config.tables), extra=extra, storage=str(config.storage),
         name=config.name or grid.name, ray_options=config.ray, options=config.options,
         tracking_uri=config.tracking_uri, experiment=config.experiment, resume=config.resume,
         command=" ".join(["python -m jobs.sweep", *sys.argv[1:]]), say=partial(print, flush=True),
+        start=cli.start_ray,
     )  # fmt: skip
     ranked = sorted(swept.outcomes, key=lambda o: -math.inf if o.value is None else o.value, reverse=True)
     for found in ranked[:20]:

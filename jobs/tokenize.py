@@ -15,9 +15,10 @@ from jobs import cli
 from models.retrieval.tokenizers.psid import PsidConfig
 from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
 from models.retrieval.tokenizers.rqvae import RqvaeConfig
-from models.tables import Manifest, join
+from models.tables import Manifest, join, reach
 from pipelines.data.embed import EmbedConfig, embed_origin
-from pipelines.data.tokenize import TokenizerConfig, tokenize
+from pipelines.data.tables import check_can_write
+from pipelines.data.tokenize import TokenizerConfig, check_folders, tokenize
 
 GROUPS: dict[str, type] = {
     "embed": EmbedConfig,
@@ -101,6 +102,9 @@ def run(config: Config) -> None:
         print(f"[{time.monotonic() - started:6.1f}s] {message}", flush=True)
 
     items = join(config.tables, "items")
+    reach(config.tables, config.embeddings)  # what does not answer is said before Ray starts
+    check_can_write(config.output)
+    check_folders(config.output, config.embeddings)
     if config.tokenizer != "published":
         embed_origin(items, config.encoder, config.pca, config.embed)  # what is wrong with the input, before Ray starts
         cli.start_ray()

@@ -20,8 +20,9 @@ import yaml
 from jobs import cli
 from models import registry
 from models.fit import FitConfig
-from models.tables import UserError
+from models.tables import UserError, reach
 from pipelines import tracking
+from pipelines.data.tables import check_can_write
 from pipelines.training.run import RayOptions, Trained, train
 
 SHOWN = ("gauc", "auc", "eval_loss", "mean/normalised_entropy", "mean/auc")
@@ -106,7 +107,8 @@ def parse(job: str, argv: Sequence[str] | None = None) -> Config:
 
 def run(config: Config) -> Trained:
     """Trains and prints what was made."""
-    cli.start_ray()
+    reach(config.tables, config.sids, config.text)  # what does not answer is said before Ray starts
+    check_can_write(config.storage)
     extra = registry.find(config.model.name).extra
     trained = train(
         model=asdict(config.model),
@@ -121,6 +123,7 @@ def run(config: Config) -> Trained:
         overwrite=config.overwrite,
         log_model=config.log_model,
         say=partial(print, flush=True),
+        start=cli.start_ray,
     )
     best = trained.about
     if trained.already:

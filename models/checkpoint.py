@@ -3,19 +3,23 @@
     model, config = checkpoint.load("runs/sasrec/best", catalogue)
 
 Nothing in it is pickled code: `state.pt` holds tensors and numbers and is read with `weights_only=True`.
-`config.json` is written last and lists the files with their sizes, so a half-written checkpoint is none.
+`config.json` is written last and lists the files with their sizes and SHA-256, so a half-written checkpoint is none;
+sizes are checked wherever a checkpoint is looked at, hashes when a file of it is loaded.
+
+A local checkpoint that `save` replaces is there at every moment, whenever the process is killed: what is half done is
+put back or swept up by whoever comes next.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import io
-import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +29,8 @@ import torch
 from pyarrow import fs
 from torch import nn
 
-from models.tables import UserError, join, open_uri
+from models.tables import UserError, check_inside, join, open_uri, sealed, unsealed
+from models.uri import hide
 
 WEIGHTS, CONFIG, STATE = "model.safetensors", "config.json", "state.pt"
 
@@ -65,10 +70,15 @@ class Checkpoint:
     """Seconds and examples per second so far."""
     files: dict[str, int] = field(default_factory=dict)
     """The other files and their sizes in bytes."""
+    sha256: dict[str, str] = field(default_factory=dict)
+    """Their SHA-256; checkpoints of before have none, and only sizes are checked."""
 
     @property
     def name(self) -> str:
         return str(self.model.get("name"))
+
+    def to_json(self) -> str:
+        return sealed(hide(asdict(self)))
 
 
 def write(directory: str | Path, model: nn.Module, about: Checkpoint, state: dict[str, Any] | None = None) -> None:
@@ -77,32 +87,98 @@ def write(directory: str | Path, model: nn.Module, about: Checkpoint, state: dic
     safetensors.torch.save_model(model, str(folder / WEIGHTS))  # keeps tied weights once
     if state is not None:
         torch.save(state, folder / STATE)
-    about.files = {name: (folder / name).stat().st_size for name in (WEIGHTS, STATE) if (folder / name).exists()}
-    (folder / CONFIG).write_text(json.dumps(asdict(about), indent=2, sort_keys=True, default=str))
+    there = [name for name in (WEIGHTS, STATE) if (folder / name).exists()]
+    about.files = {name: (folder / name).stat().st_size for name in there}
+    about.sha256 = {name: _hash(folder / name) for name in there}
+    (folder / CONFIG).write_text(about.to_json())
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def save(directory: str | Path, model: nn.Module, about: Checkpoint, state: dict[str, Any] | None = None) -> None:
-    """Makes or replaces the local checkpoint `directory`: written beside it and moved into its place."""
+    """Makes or replaces the local checkpoint `directory`: written beside it and moved into its place.
+
+    What is there is moved aside for that moment, and comes back with the next `save` or `read` if the process is
+    killed in it. One process at a time saves in a folder.
+    """
     target = Path(directory).absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    os.chmod(made, 0o755)
-    try:
-        write(made, model, about, state)
-        replace(made, target)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
+    with _alone(target.parent):
+        put_back(target)
+        made, aside = _made(target), _aside(target)
+        shutil.rmtree(made, ignore_errors=True)  # of a killed process: a living one would hold the folder
+        made.mkdir()
+        try:
+            write(made, model, about, state)
+            if target.exists():
+                target.replace(aside)
+            made.replace(target)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+            put_back(target)
 
 
-def replace(made: Path, target: Path) -> None:
-    """Moves the directory `made` to `target`; what was there is moved aside first and then removed."""
-    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
+def put_back(target: Path) -> None:
+    """Undoes or ends what a killed `save` has left half done: the checkpoint that it moved aside is put back where the
+    new one is not in its place, else removed. For whoever is alone in the folder."""
+    aside = _aside(target)
+    if aside.exists() and not target.exists():
+        aside.replace(target)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _made(target: Path) -> Path:
+    """Where a checkpoint is written before it is moved to `target`."""
+    return target.parent / f".{target.name}-new"
+
+
+def _aside(target: Path) -> Path:
+    """Where the one before it is for the moment."""
+    return target.parent / f".{target.name}-old"
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Waits until no other process of this machine is in here; let go however a process ends. The lock is on the
+    folder itself, so that no file is left; where a file system has no locks, nothing is waited for."""
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        if target.exists():
-            target.replace(aside / "old")
-        made.replace(target)
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        os.close(handle)
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A temporary folder for a checkpoint on its way; those of processes that were killed are removed first.
+
+    Each is locked while its process lives, from before it has the name by which others find it.
+    """
+    root, prefix = Path(tempfile.gettempdir()), f"trieline-checkpoint-{os.getuid()}-"
+    for left in root.glob(f"{prefix}*"):
+        with suppress(OSError):
+            handle = os.open(left, os.O_RDONLY)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(handle)
+    new = Path(tempfile.mkdtemp(prefix="trieline-"))
+    folder = root / f"{prefix}{new.name.removeprefix('trieline-')}"
+    handle = os.open(new, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        new.rename(folder)
+        yield folder
+    finally:
+        os.close(handle)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -112,21 +188,40 @@ def local(uri: str | Path) -> Iterator[Path]:
     if isinstance(filesystem, fs.LocalFileSystem):
         yield Path(path)
         return
-    with tempfile.TemporaryDirectory() as folder:
+    with scratch() as folder:
         if filesystem.get_file_info(path).type == fs.FileType.Directory:
-            fs.copy_files(path, folder, source_filesystem=filesystem, destination_filesystem=fs.LocalFileSystem())
-        yield Path(folder)
+            fs.copy_files(path, str(folder), source_filesystem=filesystem, destination_filesystem=fs.LocalFileSystem())
+        yield folder
+
+
+def exists(uri: str | Path) -> bool:
+    """Whether there is a checkpoint, whole or not; one that a killed `save` moved aside is put back first."""
+    filesystem, path = open_uri(str(uri))
+    place = Path(path)
+    if isinstance(filesystem, fs.LocalFileSystem) and not place.exists() and _aside(place).exists():
+        with suppress(OSError), _alone(place.parent):  # one that is just being saved is waited for
+            put_back(place)
+    return bool(filesystem.get_file_info(f"{path}/{CONFIG}").type == fs.FileType.File)
+
+
+def steps(folder: Path) -> list[Path]:
+    """The checkpoints `step-*` of a local folder, the newest last."""
+    for aside in folder.glob(".step-*-old"):
+        exists(folder / aside.name.removeprefix(".").removesuffix("-old"))
+    return sorted(folder.glob("step-*"))
 
 
 def read(uri: str | Path) -> Checkpoint:
     """The checkpoint's `config.json`, its files checked to be whole. Raises UserError where there is none."""
     filesystem, path = open_uri(str(uri))
     where = f"{path}/{CONFIG}"
-    if filesystem.get_file_info(where).type != fs.FileType.File:
+    if not exists(uri):
         raise UserError(f"{uri} is not a checkpoint: it holds no {CONFIG}; give the folder that jobs.train printed")
     try:
         with filesystem.open_input_stream(where) as stream:
-            about = Checkpoint(**json.loads(stream.read()))
+            about = Checkpoint(**unsealed(stream.read()))
+        about.model, about.files = dict(about.model), dict(about.files)
+        check_inside(about.files)
     except (ValueError, TypeError) as error:
         raise UserError(f"{where} is damaged ({error}); use another checkpoint or train again") from error
     for name, size in about.files.items():
@@ -141,11 +236,31 @@ def read(uri: str | Path) -> Checkpoint:
     return about
 
 
+def whole(folder: Path, name: str, uri: str | Path) -> Path:
+    """The file `name` of the checkpoint at `uri`, whose local copy is `folder`; UserError where it is damaged."""
+    about = read(uri)
+    if name in about.sha256:
+        _compare(_hash(folder / name), about, name, uri)
+    return folder / name
+
+
+def _compare(found: str, about: Checkpoint, name: str, uri: str | Path) -> None:
+    if found != about.sha256[name]:
+        raise UserError(
+            f"{uri}/{name} is damaged: its SHA-256 is {found[:12]}, {CONFIG} says {about.sha256[name][:12]}; use "
+            f"another checkpoint or train again"
+        )
+
+
 def weights_hash(uri: str) -> str:
     """SHA-256 of the weights file of the checkpoint at `uri`."""
+    about = read(uri)
     filesystem, path = open_uri(join(uri, WEIGHTS))
     with filesystem.open_input_stream(path) as stream:
-        return hashlib.sha256(stream.read()).hexdigest()
+        found = hashlib.sha256(stream.read()).hexdigest()
+    if WEIGHTS in about.sha256:
+        _compare(found, about, WEIGHTS, uri)
+    return found
 
 
 def check(about: Checkpoint, uri: str | Path, hashes: dict[str, str | None], name: str | None = None) -> None:
@@ -167,7 +282,7 @@ def load_weights(model: nn.Module, uri: str | Path) -> None:
     """Fills `model` with the checkpoint's weights; every one must be there and fit."""
     with local(uri) as folder:
         try:
-            safetensors.torch.load_model(model, str(folder / WEIGHTS))
+            safetensors.torch.load_model(model, str(whole(folder, WEIGHTS, uri)))
         except safetensors.SafetensorError as error:
             raise UserError(
                 f"{uri}/{WEIGHTS} is not a whole safetensors file ({error}); use another checkpoint or train again"
@@ -182,8 +297,16 @@ def load_state(uri: str | Path, map_location: str = "cpu") -> dict[str, Any]:
     with local(uri) as folder:
         if not (folder / STATE).exists():
             raise UserError(f"{uri} holds no {STATE}, so training cannot resume from it; use the run's last checkpoint")
-        content = io.BytesIO((folder / STATE).read_bytes())
-    return torch.load(content, map_location=map_location, weights_only=True)
+        content = io.BytesIO(whole(folder, STATE, uri).read_bytes())
+    try:
+        state = torch.load(content, map_location=map_location, weights_only=True)
+        if not isinstance(state, dict):
+            raise ValueError(f"it holds {type(state).__name__}")
+    except Exception as error:  # whatever the reader of a damaged archive stumbles over
+        raise UserError(
+            f"{uri}/{STATE} is damaged ({' '.join(str(error).split())[:200]}); use another checkpoint or train again"
+        ) from error
+    return state
 
 
 def load(uri: str | Path, catalogue: Any, name: str | None = None) -> tuple[nn.Module, Checkpoint]:

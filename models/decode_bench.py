@@ -3,7 +3,8 @@
     python -m models.bench decode
 
 Variants, slowest first: TIGER by `transformers` generate without and with its cache; TIGER by our decoder; SID-MLP
-and SID-MLP++ with every history padded to the maximum, as published; and both by the fast path. Weights are
+and SID-MLP++ with every history padded to the maximum, as published; and both by the fast path. On a CPU SID-MLP's
+is timed without the compiled kernels (`_torch`) and with those for processors without AVX-512 (`_v3`) too. Weights are
 random: what a search does depends on the shape of the catalogue, not on what was learned. All variants of a size
 are timed in turn in one run; batches hold users of like history length, as in evaluation, and those of the runs
 are spread evenly over the lengths, so the median run is that of the median user.
@@ -11,6 +12,8 @@ are spread evenly over the lengths, so the median run is that of the median user
 
 from __future__ import annotations
 
+import os
+import platform
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -40,6 +43,9 @@ VARIANTS = (
     "sid_mlp_pp_fast",
 )
 """All variants, slowest first."""
+
+BUILDS = {"_torch": "0", "_v3": "x86-64-v3"}
+"""TRIELINE_KERNELS of variants so named; others take what is set."""
 
 SLOW = ("hf_nocache", "hf", "tiger_shared_kv")
 """Timed at one size only."""
@@ -123,6 +129,14 @@ def make_models(items: int, seed: int, variants: Iterable[str]) -> dict[str, nn.
     return models
 
 
+def builds() -> list[str]:
+    """SID-MLP's fast path with other builds of the kernels, as many as this machine can run."""
+    if device().type != "cpu" or kernels.library() is None:
+        return []
+    other = platform.machine() == "x86_64" and torch.cpu._is_avx2_supported()
+    return [f"sid_mlp_fast{suffix}" for suffix in BUILDS if suffix != "_v3" or other]
+
+
 def caller(variant: str, model: nn.Module, beam: int) -> Callable[[Batch], Any]:
     """What is timed: recommending to a batch."""
     options: dict[str, Any] = {"beam": beam}
@@ -131,7 +145,17 @@ def caller(variant: str, model: nn.Module, beam: int) -> Callable[[Batch], Any]:
     else:
         options["path"] = "plain" if variant.endswith("plain") else "fast"
     recommend: Any = model.recommend
-    return lambda batch: recommend(batch, TOP_K, **options)
+    usual = os.environ.get("TRIELINE_KERNELS", "")
+    build = next((build for suffix, build in BUILDS.items() if variant.endswith(suffix)), usual)
+
+    def call(batch: Batch) -> Any:
+        os.environ["TRIELINE_KERNELS"] = build
+        try:
+            return recommend(batch, TOP_K, **options)
+        finally:
+            os.environ["TRIELINE_KERNELS"] = usual
+
+    return call
 
 
 def make_batches(histories: list[list[int]], size: int, runs: int, width: int | None) -> list[Batch]:
@@ -188,18 +212,18 @@ def decode(
     threads: int = 2,
     items: int = 25_000,
     seed: int = 0,
-    variants: Iterable[str] = VARIANTS,
+    variants: Iterable[str] | None = None,
     batches: Iterable[int] = BATCHES,
     beams: Iterable[int] = BEAMS,
     slow: tuple[int, int] = SLOW_SIZE,
     histories: str | None = None,
 ) -> Iterator[Row]:
     """One row per variant and size (batch, beam), each size timed in one interleaved run; `SLOW` variants at the size
-    `slow` alone. `histories` are tables of jobs.prepare, or None for random ones."""
+    `slow` alone; without `variants` all are timed. `histories` are tables of jobs.prepare, or None for random ones."""
     shared: Row = {"items": items, "threads": threads, "seed": seed, "runs": runs, "histories": histories}
     shared |= {"k": TOP_K, "device": torch.cuda.get_device_name() if device().type == "cuda" else "cpu"}
     shared["kernels"] = shared["device"] == "cpu" and kernels.library() is not None  # built here, if they are not yet
-    variants = list(variants)
+    variants = [*VARIANTS, *builds()] if variants is None else list(variants)
     quick = [variant for variant in variants if variant not in SLOW]
     sizes = {(batch, beam): list(quick) for batch in sorted(batches) for beam in sorted(beams)} if quick else {}
     if len(quick) < len(variants):
@@ -224,7 +248,7 @@ def peaks(params: Row, variant: str, sizes: list[tuple[int, int]]) -> dict[tuple
     On a CPU a process's peak never falls, so a size's is that of all sizes up to it.
     """
     setting = Setting(params, [variant])
-    plain = variant.replace("_fast", "_plain")
+    plain = variant.split("_fast")[0] + "_plain" if "_fast" in variant else variant
     setting.models[plain] = setting.models[variant]
     setting.warm_up(plain)  # so that the tables of a fast path count as its memory
     found = {}

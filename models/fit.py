@@ -30,9 +30,12 @@ from torch.nn.parallel import DistributedDataParallel
 from models.tables import UserError
 
 Batch = dict[str, Tensor]
+SILENCE = 30.0
+"""Seconds after which a run says that it is alive."""
+
 State = dict[str, Any]
 Sums = dict[str, Any]
-"""What metrics are made of: numbers or tensors that add up over batches and workers."""
+"""What metrics are made of: numbers, tensors or histograms, which add up over batches and workers."""
 
 
 @dataclass
@@ -58,7 +61,7 @@ class FitConfig:
     max_epochs: int = 150
     """Passes over the training data at most; also fixes the length of the schedule."""
     patience: int = 20
-    """Stop after this many validations in a row without a better `metric`; 0 never stops early."""
+    """Stop after this many validations (not epochs) in a row without a better `metric`; 0 never stops early."""
     eval_every_epochs: int = 1
     """Epochs between validations; the last epoch is always validated."""
     eval_every_steps: int = 0
@@ -144,6 +147,8 @@ class Event:
     """Whether `metric` is better than at every validation before."""
     stop: bool = False
     """Whether the run ends here."""
+    why: str = ""
+    """Why it ends here, where that is before the last epoch."""
     state: State = field(default_factory=dict)
     """What a checkpoint needs beside the weights, where one is due: live tensors, to be saved before the
     generator goes on."""
@@ -161,6 +166,14 @@ class StepEvent(Event):
     """Global norm of the last step's gradient before clipping."""
     parts: dict[str, float] = field(default_factory=dict)
     """What else the model gave beside its loss, such as the parts of it, averaged as the loss is."""
+
+
+@dataclass(frozen=True)
+class StillEvent(Event):
+    """Nothing but that the run is alive, on this rank, where nothing else was told for `SILENCE` seconds."""
+
+    steps_in_epoch: int = 0
+    """Steps of this epoch."""
 
 
 @dataclass(frozen=True)
@@ -286,8 +299,9 @@ def fit(
     device: torch.device | str = "cpu",
     rank: int = 0,
     world: int = 1,
-) -> Iterator[StepEvent | EpochEvent]:
-    """Trains `model`, which is on `device` already, and yields events.
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[StepEvent | StillEvent | EpochEvent]:
+    """Trains `model`, which is on `device` already, and yields events; by `clock`, not all ranks the same StillEvents.
 
     `model(batch)` gives {"loss": mean loss of the batch, ...}. With `world` above 1 the default process
     group must exist. `means` makes metrics of the sums of all ranks; left out, they are divided by the number
@@ -342,7 +356,14 @@ def fit(
     def impatient() -> bool:
         return config.patience > 0 and cursor["waiting"] >= config.patience
 
+    def why() -> str:
+        return (
+            f"stopped: no better val {config.metric} in {cursor['waiting']} validations (fit.patience), best "
+            f"{cursor['best']:.4f} in epoch {cursor['best_epoch']}"
+        )
+
     total_steps = fewest(0) * config.max_epochs
+    told = clock()
     meter = Meter(device, world)
     for epoch in range(cursor["epoch"], config.max_epochs):
         steps = fewest(epoch)
@@ -372,6 +393,13 @@ def fit(
             inside = i + 1 < steps
             check = inside and due(config.eval_every_steps, step + 1)
             save = check or (inside and due(config.checkpoint_every_steps, step + 1))
+            if inside and not save and clock() - told >= SILENCE:
+                seen, taken = meter.examples / max(1e-9, time.perf_counter() - began), max(1, meter.steps)
+                yield StillEvent(
+                    step=step + 1, epoch=epoch + 1, loss=meter.loss.item() / taken, examples_per_s=seen * world,
+                    data_wait=meter.waited / max(1e-9, time.perf_counter() - began), steps_in_epoch=steps,
+                )  # fmt: skip
+                told = clock()
             if inside and not (save or due(config.log_every_steps, step + 1)):
                 continue
             summed, taken, examples, waited, parts = meter.read()  # waits for the device
@@ -384,6 +412,7 @@ def fit(
                 cursor[name] += value
             measured = validated(epoch + 1) if check else {}
             stop = cursor["stopped"] = bool(check) and impatient()
+            told = clock() if check else told
             yield StepEvent(
                 step=step + 1,
                 epoch=epoch + 1,
@@ -396,6 +425,7 @@ def fit(
                 parts=parts,
                 **measured,
                 stop=stop,
+                why=why() if stop else "",
                 state=snapshot() if save else {},
             )
             if stop:
@@ -409,6 +439,7 @@ def fit(
         stop = ended or (check and impatient())
         totals = {name: cursor[name] for name in ("loss", "seconds", "examples", "waited")}
         cursor.update(epoch=epoch + 1, step_in_epoch=0, stopped=stop, loss=0.0, seconds=0.0, examples=0.0, waited=0.0)
+        told = clock()
         yield EpochEvent(
             epoch=epoch + 1,
             step=cursor["step"],
@@ -418,6 +449,7 @@ def fit(
             data_wait=totals["waited"] / totals["seconds"],
             **measured,
             stop=stop,
+            why=why() if stop and not ended else "",
             state=snapshot(),
         )
         if stop:
@@ -472,13 +504,16 @@ def best_of(state: State) -> dict[str, Any]:
 
 
 def describe(event: Event, config: FitConfig) -> str:
-    """One line of progress per epoch and per validation."""
+    """One line of progress per epoch, per validation and per silence; and another where the run ends early."""
     metrics = {name: event.metrics[name] for name in (config.metric, "recall@10") if name in event.metrics}
     line = f"epoch {event.epoch:>3}/{config.max_epochs}  step {event.step:>6}  loss {event.loss:.4f}"
     line += "".join(f"  val {name} {value:.4f}" for name, value in metrics.items()) + (" *" if event.is_best else "")
     line += f"  {event.examples_per_s:,.0f} examples/s  data wait {event.data_wait:.0%}"
+    if isinstance(event, StillEvent):
+        return f"{line}, {event.steps_in_epoch:,} steps per epoch"
     if not isinstance(event, EpochEvent):
-        return line + (", done" if event.stop else "")
+        return line + (f"\n{event.why}" if event.stop else "")
     left = (config.max_epochs - event.epoch) * (event.seconds + event.eval_seconds)
     line += f"  {event.seconds:.0f} s + {event.eval_seconds:.0f} s  "
-    return line + ("done" if event.stop else f"at most {left:.0f} s left")
+    end = f"done\n{event.why}" if event.why else "done"
+    return line + (end if event.stop else f"at most {left:.0f} s left")

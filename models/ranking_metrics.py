@@ -10,8 +10,9 @@ What is meant, since public libraries differ:
 * `gauc`: the plain mean of AUC over requests that have both labels (the QGS paper's). Requests of one class are
   left out of it, and counted in `requests_one_class`. `gauc_by_impressions` weights the same requests by
   their number of candidates.
-* `auc`: all candidates together, from a histogram of logits, so that sums of any size add up. Candidates in
-  one bin count as tied; `auc_error` is the most by which that can differ from the exact AUC.
+* `auc`: all candidates together, from a histogram of logits, so that sums of any size add up. It is exact, and
+  `auc_error` 0, for up to `EXACT` distinct logits. Beyond, neighbouring ones share a bin and count as tied;
+  `auc_error` is the most by which that can differ from the exact AUC.
 * `log_loss` in nats; `normalised_entropy` is it divided by the entropy of the base rate; `calibration` is the
   sum of predicted probabilities by the number of positives.
 * NaN, with a warning that says why, where nothing is valid.
@@ -23,19 +24,28 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-BINS = 1 << 16
-"""Bins of the histogram behind `auc`."""
+from models.scores import check_finite
 
-LARGEST_LOGIT = 16.0
-"""Bins are of equal width between plus and minus this logit (a probability of 1e-7); beyond it, one bin each way."""
+EXACT = 1 << 20
+"""Distinct logits, of a label and of all workers together, up to which `auc` is exact: 24 bytes each."""
+
+CHUNKS = 256
+"""Batches whose logits are kept side by side before they are merged."""
 
 EXAMPLES = "examples"
+
+NAMES = (
+    "gauc", "gauc_by_impressions", "auc", "auc_error", "log_loss", "normalised_entropy", "calibration", "requests",
+    "requests_one_class", "candidates", "positives",
+)  # fmt: skip
+"""What `ranking_means` gives."""
 
 
 def request_auc(scores: Tensor, labels: Tensor, request: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,36 +78,73 @@ def request_auc(scores: Tensor, labels: Tensor, request: Tensor) -> tuple[Tensor
     return torch.where(valid, below / (positives * negatives).clamp(min=1), torch.nan), valid
 
 
-def histogram(logits: Tensor, labels: Tensor) -> Tensor:
-    """(2, BINS) float64: negatives and positives by bin of the logit."""
-    scaled = (logits.double().clamp(-LARGEST_LOGIT, LARGEST_LOGIT) + LARGEST_LOGIT) * (BINS / (2 * LARGEST_LOGIT))
-    place = scaled.long().clamp(max=BINS - 1) + BINS * labels.long()
-    return torch.bincount(place, minlength=2 * BINS).double().view(2, BINS)
+@dataclass(frozen=True)
+class Histogram:
+    """Negatives and positives by logit: what adds up, over batches and workers in any order, to the same AUC.
+
+    A bin is a logit as long as there are at most `EXACT` of them. Of more, as many low bits of the floating-point
+    numbers are dropped as leave no more bins than that: those that are near each other are joined, at any scale.
+    """
+
+    chunks: tuple[tuple[Tensor, Tensor, int], ...]
+    """Each: (n,) int64, the logits' bits in the order of their values, without the lowest; (2, n) float64, negatives
+    and positives; the number of bits dropped."""
+
+    @classmethod
+    def of(cls, logits: Tensor, labels: Tensor) -> Self:
+        """Of candidates with `logits` (N,), no NaN among them, and `labels` (N,) true or false."""
+        bits = (logits.double() + 0.0).view(torch.int64)  # -0 is 0
+        positive = labels.double()
+        return cls(((bits ^ (bits >> 63 & 0x7FFF_FFFF_FFFF_FFFF), torch.stack([1 - positive, positive]), 0),))
+
+    def __add__(self, other: Histogram | float) -> Histogram:
+        if not isinstance(other, Histogram):  # the 0 that a sum begins with
+            return self
+        joined = Histogram((*self.chunks, *other.chunks))
+        held = sum(len(key) for key, _, _ in joined.chunks)
+        return joined.merged() if held > 2 * EXACT or len(joined.chunks) > CHUNKS else joined
+
+    __radd__ = __add__
+
+    def cpu(self) -> Histogram:
+        """The same in the memory of the CPU."""
+        return Histogram(tuple((key.cpu(), counts.cpu(), dropped) for key, counts, dropped in self.chunks))
+
+    def merged(self) -> Histogram:
+        """The same as one chunk of at most `EXACT` bins, ascending."""
+        dropped = max(bits for _, _, bits in self.chunks)
+        key = torch.cat([key >> (dropped - bits) for key, _, bits in self.chunks])
+        key, place = key.unique(return_inverse=True)
+        more = 0
+        while bool(len(key)) and int(((key[1:] >> more) != (key[:-1] >> more)).sum()) >= EXACT:
+            more += 1
+        if more:
+            key, bin_ = (key >> more).unique_consecutive(return_inverse=True)
+            place = bin_[place]
+        counts = torch.cat([counts for _, counts, _ in self.chunks], 1)
+        return Histogram(((key, counts.new_zeros(2, len(key)).index_add(1, place, counts), dropped + more),))
+
+    def auc(self) -> tuple[float, float]:
+        """(AUC, the most by which it can be off); NaN where a label is missing."""
+        ((_, (negative, positive), dropped),) = self.merged().chunks
+        pairs = float(negative.sum() * positive.sum())
+        if not pairs:
+            return math.nan, math.nan
+        tied = float((negative * positive).sum())
+        below = float((positive * (negative.cumsum(0) - negative)).sum())
+        return (below + tied / 2) / pairs, tied / 2 / pairs if dropped else 0.0
 
 
-def histogram_auc(counts: Tensor) -> tuple[float, float]:
-    """(AUC, the most by which it can be off) of a `histogram`; NaN where a label is missing."""
-    negative, positive = counts
-    pairs = float(negative.sum() * positive.sum())
-    if not pairs:
-        return math.nan, math.nan
-    tied = float((negative * positive).sum())
-    below = float((positive * (negative.cumsum(0) - negative)).sum())
-    return (below + tied / 2) / pairs, tied / 2 / pairs
-
-
-def ranking_sums(logits: Tensor, labels: Tensor, request: Tensor, prefix: str = "") -> dict[str, Tensor]:
+def ranking_sums(logits: Tensor, labels: Tensor, request: Tensor, prefix: str = "") -> dict[str, Any]:
     """Sums over a batch of whole requests that `ranking_means` turns into metrics; names begin with `prefix`.
 
-    `logits` (N,), `labels` (N,) true or false, `request` (N,) the request of each candidate. Raises ValueError
-    where a logit is not a number.
+    `logits` (N,), `labels` (N,) true or false, `request` (N,) the request of each candidate. Raises UserError
+    where a logit is not finite.
     """
-    logits, labels = logits.double(), labels.double()
-    if not bool(torch.isfinite(logits).all()):
-        raise ValueError("a score is not a finite number; train with a lower learning rate")
+    logits, labels = check_finite(logits.double()), labels.double()
     auc, valid = request_auc(logits, labels, request)
     size = torch.bincount(request, minlength=len(auc)).double()
-    sums = {
+    sums: dict[str, Any] = {
         "request_auc": auc[valid].sum(),
         "requests_both": valid.sum(),
         "impression_auc": (auc * size)[valid].sum(),
@@ -107,9 +154,9 @@ def ranking_sums(logits: Tensor, labels: Tensor, request: Tensor, prefix: str = 
         "positives": labels.sum(),
         "predicted": torch.sigmoid(logits).sum(),
         "loss": functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum"),
-        "histogram": histogram(logits, labels),
     }
-    return {prefix + name: value.double() for name, value in sums.items()}
+    sums = {name: value.double() for name, value in sums.items()} | {"histogram": Histogram.of(logits, labels)}
+    return {prefix + name: value for name, value in sums.items()}
 
 
 def ranking_means(sums: dict[str, Any], prefix: str = "") -> dict[str, float]:
@@ -129,7 +176,7 @@ def ranking_means(sums: dict[str, Any], prefix: str = "") -> dict[str, float]:
     count, positives = total("candidates"), total("positives")
     rate = positives / count if count else 0.0
     entropy = -rate * math.log(rate) - (1 - rate) * math.log(1 - rate) if 0 < rate < 1 else 0.0
-    auc, error = histogram_auc(sums[prefix + "histogram"])
+    auc, error = sums[prefix + "histogram"].auc()
     if math.isnan(auc):
         warnings.warn(f"{prefix}auc is not defined and shown as NaN: all labels are the same", stacklevel=2)
     loss = ratio("log_loss", total("loss"), count, "there are no candidates")

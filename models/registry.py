@@ -7,6 +7,7 @@ model = entry.build(entry.config(), catalogue)
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -57,6 +58,8 @@ class Family:
     `measure(batch, **options)` goes before it."""
     means: Callable[[Sums], dict[str, float]]
     """Metrics from the sums of all batches and workers; a model's own static `means(sums)` goes before it."""
+    metrics: Callable[[Any], list[str]]
+    """`metrics(catalogue)`: names of what `means` gives; a model's own `METRICS` go before it."""
     eval_unit: str = "request"
     """What a row of an evaluation batch is."""
     text: bool = False
@@ -97,13 +100,14 @@ class Entry:
         return "text" if self.family.text else "sids" if self.sids else None
 
 
-RETRIEVAL = Family("retrieval", Catalogue, Examples, metrics.measure, metrics.metric_means)
+RETRIEVAL = Family("retrieval", Catalogue, Examples, metrics.measure, metrics.metric_means, metrics.names)
 SEARCH = Family(
-    "search", SearchCatalogue, SearchExamples, search_metrics.measure, search_metrics.means, text=True, served=False
-)
+    "search", SearchCatalogue, SearchExamples, search_metrics.measure, search_metrics.means, search_metrics.names,
+    text=True, served=False,
+)  # fmt: skip
 ACTIONS = Family(
-    "actions", ActionsCatalogue, ActionsExamples, actions_metrics.measure, actions_metrics.means, eval_unit="user",
-    served=False,
+    "actions", ActionsCatalogue, ActionsExamples, actions_metrics.measure, actions_metrics.means,
+    actions_metrics.names, eval_unit="user", served=False,
 )  # fmt: skip
 GENERATIVE: dict[str, Any] = {"unit": "user", "resolve": sequence.resolve, "teach": sequence.teach}
 
@@ -161,6 +165,17 @@ def find(name: str) -> Entry:
         near = difflib.get_close_matches(str(name), MODELS, n=1, cutoff=0.0)[0]
         raise UserError(f"unknown model '{name}'; the nearest is '{near}'; known are {', '.join(MODELS)}")
     return MODELS[name]
+
+
+def metrics_of(entry: Entry, catalogue: Any) -> list[str]:
+    """Names of the metrics that a validation of the model gives."""
+    return list(getattr(entry.build, "METRICS", None) or entry.family.metrics(catalogue))
+
+
+def recommend_options(name: str) -> list[str]:
+    """Options of the model's `recommend`; none of a model that ranks no catalogue."""
+    recommend: Any = getattr(find(name).build, "recommend", None)
+    return list(inspect.signature(recommend).parameters)[3:] if recommend else []
 
 
 def model_config(name: str) -> type:

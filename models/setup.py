@@ -5,8 +5,9 @@ Used by `python -m models.train` and by the workers of `pipelines/training` alik
 
 from __future__ import annotations
 
+import difflib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from models import registry
 from models.checkpoint import Checkpoint
 from models.fit import FitConfig, Sums, to_device
+from models.ranking_metrics import Histogram
 from models.tables import UserError, join
 
 
@@ -113,9 +115,9 @@ def set_up(
     `sids` is the folder beside the tables that the model needs: that of semantic IDs, or of text embeddings.
     """
     entry = registry.find(model["name"])
-    check_batch(fit, world)
-    device = torch.device(device)
     catalogue = load_catalogue(entry, model["name"], tables, sids)
+    check_fit(fit, model["name"], catalogue, world)
+    device = torch.device(device)
     config = registry.resolve(registry.config_from_dict(model), catalogue)
     torch.manual_seed(fit.seed)
     module = registry.build(config, catalogue).to(device)
@@ -173,10 +175,35 @@ def score(
         with torch.no_grad():
             part = measure(batch, **(options or {}))
         for name, value in part.items():
-            sums[name] = sums.get(name, 0.0) + torch.as_tensor(value, dtype=torch.float64).cpu()  # waits for the device
+            number = value if isinstance(value, Histogram) else torch.as_tensor(value, dtype=torch.float64)
+            sums[name] = sums.get(name, 0.0) + number.cpu()  # waits for the device
         seconds += time.perf_counter() - began
         count += len(rows)
     return sums, count, seconds
+
+
+def check_fit(fit: FitConfig, name: str, catalogue: Any, world: int) -> None:
+    """Refuses what can be known to fail before a step is taken: how batches are shared out, the metric, and options
+    of the validation that the model `name` does not have. UserError with the nearest name."""
+    check_batch(fit, world)
+    known = registry.metrics_of(registry.find(name), catalogue)
+    if fit.metric not in known:
+        raise UserError(
+            f"fit.metric is '{fit.metric}', which the model '{name}' does not measure; the nearest is "
+            f"'{nearest(fit.metric, known)}'; known are {', '.join(known)}"
+        )
+    options = registry.recommend_options(name)
+    for key in fit.eval_options:
+        if key not in options:
+            what = (
+                f"the nearest is '{nearest(key, options)}'; it takes {', '.join(options)}" if options else "it has none"
+            )
+            raise UserError(f"fit.eval_options has '{key}', which is no option of '{name}' when recommending; {what}")
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """The one of `known` that is most like `word`."""
+    return difflib.get_close_matches(word, known, n=1, cutoff=0.0)[0]
 
 
 def check_batch(fit: FitConfig, world: int) -> None:

@@ -3,22 +3,41 @@
 The manifest is written last, so a directory without one is not a table, and readers read the files it
 lists and nothing else. Works at any `pyarrow.fs` URI (local path, s3://, gs://). Writing is in
 `pipelines/data/tables.py`; reading stands here so that models can be trained with no Ray installed.
+
+Damage is found when data is used: a part is read into memory once, hashed, and parsed from there (`read_parquet`);
+the manifest holds a hash of itself (`sealed`). So a flipped bit anywhere is an error that names the file.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import posixpath
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
+from models.uri import masked, real
+
 MANIFEST = "manifest.json"
+
+SEAL = "seal"
+"""Key of the hash that a JSON file holds of the rest of its content."""
+
+PART = re.compile(r"part-([0-9a-f]{20})\.parquet")
+"""Name of a part: the beginning of its SHA-256."""
+
+INSIDE = re.compile(r"[\w-][\w.-]*", re.ASCII)
+"""A file's name, which leads out of no folder."""
 
 
 class UserError(Exception):
@@ -75,45 +94,141 @@ class Manifest:
     """Seconds per phase."""
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2, sort_keys=True)
+        return sealed(asdict(self))
+
+
+def sealed(content: dict[str, Any]) -> str:
+    """`content` as JSON with a hash of itself, by which `unsealed` finds damage."""
+    plain = json.loads(json.dumps(content, default=str))
+    return json.dumps({**plain, SEAL: _seal(plain)}, indent=2, sort_keys=True)
+
+
+def unsealed(text: bytes | str) -> dict[str, Any]:
+    """The content that `sealed` was given. ValueError where it is damaged; files from before had no seal."""
+    content = json.loads(text)
+    if not isinstance(content, dict):
+        raise ValueError(f"it holds {type(content).__name__}, not a mapping")
+    seal = content.pop(SEAL, None)
+    if seal is not None and seal != _seal(content):
+        raise ValueError("its content is not what its seal says")
+    return content
+
+
+def _seal(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def check_inside(names: Iterable[str]) -> None:
+    """ValueError unless each is the name of a file, which leads out of no folder."""
+    for name in names:
+        if not isinstance(name, str) or not INSIDE.fullmatch(name):
+            raise ValueError(f"the path {name!r} is not a file's name")
+
+
+REMEDIES = {
+    "s3": "check the bucket, its ?region= or ?endpoint_override=, and the credentials (AWS_ACCESS_KEY_ID and "
+    "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE)",
+    "gs": "check the bucket and the credentials (GOOGLE_APPLICATION_CREDENTIALS)",
+    "": "check that it is there and that you may read it",
+}
+"""What to do about a storage that does not answer, by its scheme; else: a local path."""
 
 
 def open_uri(uri: str) -> tuple[fs.FileSystem, str]:
-    """The file system and the path in it for a local path or a URI such as `s3://bucket/key`."""
-    if "://" in str(uri):
-        try:
-            return fs.FileSystem.from_uri(str(uri))
-        except (pa.ArrowInvalid, OSError) as error:
-            first = str(error).splitlines()[0]
-            raise UserError(f"cannot open {uri}: {first}; use a local path, s3:// or gs://") from error
-    return fs.LocalFileSystem(), str(Path(uri).expanduser().absolute())
+    """The file system and the path in it for a local path or a URI such as `s3://bucket/key`.
+
+    A process's first contact with a bucket is tried with little patience: UserError where it does not answer.
+    """
+    uri = str(uri)
+    if "://" not in uri:
+        return fs.LocalFileSystem(), str(Path(uri).expanduser().absolute())
+    with asked(uri):
+        filesystem, path = fs.FileSystem.from_uri(real(uri))
+        if not isinstance(filesystem, fs.LocalFileSystem):
+            _meet(filesystem, path, real(uri))
+        return filesystem, path
+
+
+@contextmanager
+def asked(uri: str) -> Iterator[None]:
+    """While a storage is asked for `uri`: what it answers with becomes one line that names the remedy."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        first = masked(" ".join((str(error).splitlines() or [""])[0].split())[:300])
+        scheme = uri.partition("://")[0].lower() if "://" in uri else ""
+        remedy = REMEDIES.get(scheme, "check the address and its credentials; known are local paths, s3:// and gs://")
+        raise UserError(f"cannot reach {masked(uri)} ({first}); {remedy}") from error
+
+
+_met: set[tuple[str, str, str]] = set()
+"""Buckets that have answered this process: scheme, user and host, query."""
+
+
+def _meet(filesystem: fs.FileSystem, path: str, uri: str) -> None:
+    """Asks for the bucket once: an error where it is not there, or nobody answers within seconds. Work that has begun
+    keeps the file system's own patience."""
+    shape = urlsplit(uri)
+    if (met := (shape.scheme, shape.netloc, shape.query)) in _met:
+        return
+    options: dict[str, Any] = {}
+    if filesystem.type_name == "s3":
+        options = {"connect_timeout": 5.0, "retry_strategy": fs.AwsStandardS3RetryStrategy(max_attempts=2)}
+    elif filesystem.type_name == "gcs":
+        options = {"retry_time_limit": timedelta(seconds=5)}
+    if options:  # the same one, as it is pickled
+        filesystem = type(filesystem)(**{**filesystem.__reduce__()[1][0], **options})
+    bucket = path.split("/")[0]
+    try:
+        if filesystem.get_file_info(bucket).type == fs.FileType.NotFound:
+            raise FileNotFoundError(f"there is no bucket {bucket}")
+    except OSError as error:
+        if "ACCESS_DENIED" not in str(error):
+            raise
+        filesystem.get_file_info(path)  # a part of the bucket may be open to those who may not look at the whole
+    _met.add(met)
+
+
+def file_info(uri: str) -> fs.FileInfo:
+    """What the storage knows of the file or folder; UserError where it cannot be asked."""
+    filesystem, path = open_uri(uri)
+    with asked(uri):
+        return filesystem.get_file_info(path)
+
+
+def reach(*uris: str | None) -> None:
+    """First contact with what a job will read, before it starts anything: UserError for what does not answer."""
+    for uri in uris:
+        if uri:
+            file_info(uri)
 
 
 def join(uri: str, *names: str) -> str:
-    """`uri` with path elements added."""
-    return posixpath.join(str(uri), *names)
+    """`uri` with path elements added, before its query where it has one."""
+    place, sign, query = str(uri).partition("?") if "://" in str(uri) else (str(uri), "", "")
+    return posixpath.join(place, *names) + sign + query
 
 
 def has_manifest(uri: str) -> bool:
     """Whether the directory holds a finished table."""
-    filesystem, path = open_uri(join(uri, MANIFEST))
-    return bool(filesystem.get_file_info(path).type == fs.FileType.File)
+    return bool(file_info(join(uri, MANIFEST)).type == fs.FileType.File)
 
 
 def read_manifest(uri: str, table: str | None = None) -> Manifest:
     """The manifest of the table at `uri`; an error if there is none or it is of another `table`."""
-    filesystem, path = open_uri(join(uri, MANIFEST))
-    if filesystem.get_file_info(path).type != fs.FileType.File:
+    if file_info(join(uri, MANIFEST)).type != fs.FileType.File:
         raise UserError(
             f"{uri} is not a table: it holds no {MANIFEST}; run the job that makes it again, or point at "
             f"a finished table"
         )
-    with filesystem.open_input_stream(path) as stream:
+    filesystem, path = open_uri(join(uri, MANIFEST))
+    with asked(uri), filesystem.open_input_stream(path) as stream:
         text = stream.read()
     try:
-        content = json.loads(text)
+        content = unsealed(text)
         content["files"] = [Part(**part) for part in content["files"]]
         manifest = Manifest(**content)
+        check_inside(part.path for part in manifest.files)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{join(uri, MANIFEST)} is damaged ({error}); make the table again") from error
     if table is not None and manifest.table != table:
@@ -124,7 +239,8 @@ def read_manifest(uri: str, table: str | None = None) -> Manifest:
 def part_uris(uri: str, manifest: Manifest) -> list[str]:
     """URIs of the table's files, each checked to be there at its listed size."""
     filesystem, root = open_uri(uri)
-    infos = filesystem.get_file_info([posixpath.join(root, part.path) for part in manifest.files])
+    with asked(uri):
+        infos = filesystem.get_file_info([posixpath.join(root, part.path) for part in manifest.files])
     for part, info in zip(manifest.files, infos, strict=True):
         if info.type != fs.FileType.File:
             raise UserError(f"{join(uri, part.path)} is missing; make the table {uri} again with --overwrite")
@@ -136,27 +252,41 @@ def part_uris(uri: str, manifest: Manifest) -> list[str]:
     return [join(uri, part.path) for part in manifest.files]
 
 
-def read_parquet(uri: str, columns: list[str] | None = None) -> pa.Table:
-    """One Parquet file, with damage reported as a `UserError`."""
+def read_parquet(
+    uri: str, columns: list[str] | None = None, sha256: str = "", dictionary: Iterable[str] = ()
+) -> pa.Table:
+    """One Parquet file, `dictionary` naming columns to keep dictionary-coded; UserError where it is damaged.
+
+    All of the file is read and hashed, whatever the columns. Its hash must begin with `sha256`: by default that in a
+    part's name, so that whoever is told a part's URI alone checks it too. Files of other names are not checked.
+    """
     filesystem, path = open_uri(uri)
+    named = PART.fullmatch(posixpath.basename(path))
     try:
         with filesystem.open_input_file(path) as file:
-            return pq.ParquetFile(file).read(columns=columns)
-    except (pa.ArrowInvalid, OSError) as error:
+            content = file.read_buffer()
+        expected = sha256 or (named.group(1) if named else "")
+        if expected and not (found := hashlib.sha256(content).hexdigest()).startswith(expected):
+            raise UserError(
+                f"{uri} is damaged: its SHA-256 is {found[:12]}, not {expected[:12]} as when it was written; make it "
+                f"again with --overwrite"
+            )
+        return pq.ParquetFile(pa.BufferReader(content), read_dictionary=list(dictionary)).read(columns=columns)
+    except (pa.ArrowException, OSError) as error:
         first = str(error).splitlines()[0]
-        raise UserError(f"{uri} is not a readable Parquet file ({first}); make it again") from error
+        raise UserError(f"{uri} is not a readable Parquet file ({first}); make it again with --overwrite") from error
 
 
 def iter_parts(uri: str, table: str | None = None, columns: list[str] | None = None) -> Iterator[pa.Table]:
     """The table's files one after the other, in manifest order."""
-    for part in part_uris(uri, read_manifest(uri, table)):
-        yield read_parquet(part, columns)
+    manifest = read_manifest(uri, table)
+    for part, place in zip(manifest.files, part_uris(uri, manifest), strict=True):
+        yield read_parquet(place, columns, part.sha256)
 
 
 def read_table(uri: str, table: str | None = None, columns: list[str] | None = None) -> pa.Table:
     """The whole table, in manifest order."""
-    manifest = read_manifest(uri, table)
-    parts = [read_parquet(part, columns) for part in part_uris(uri, manifest)]
+    parts = list(iter_parts(uri, table, columns))
     if not parts:
         raise UserError(f"the table {uri} has no rows; check the input and the filters of the job that made it")
     return pa.concat_tables(parts)

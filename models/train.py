@@ -19,7 +19,7 @@ import yaml
 
 from models import checkpoint
 from models.checkpoint import Checkpoint
-from models.fit import EpochEvent, FitConfig, best_of, describe, fit
+from models.fit import EpochEvent, FitConfig, StillEvent, best_of, describe, fit
 from models.setup import set_up
 from models.tables import UserError
 
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
         for note in setup.notes:
             print(note)
         output = Path(options.output)
-        state, last = None, max(output.glob("step-*"), default=None)
+        state, last = None, max(checkpoint.steps(output), default=None)
         if last is not None:
             about = checkpoint.read(last)
             checkpoint.check(about, last, setup.catalogue.hashes, content["model"]["name"])
@@ -69,6 +69,8 @@ def main(argv: list[str] | None = None) -> None:
         for event in fit(
             setup.model, setup.train, setup.validate, setup.fit, means=setup.means, state=state, device=device
         ):
+            if isinstance(event, StillEvent):
+                print(describe(event, setup.fit), flush=True)
             if not event.state:
                 continue
             about = setup.checkpoint(epoch=event.epoch, step=event.step, best=best_of(event.state))
@@ -78,7 +80,7 @@ def main(argv: list[str] | None = None) -> None:
             if event.metrics or isinstance(event, EpochEvent):
                 print(describe(event, setup.fit), flush=True)
             checkpoint.save(output / f"step-{event.step:08d}", setup.model, about, event.state)
-            for old in sorted(output.glob("step-*"))[:-1]:
+            for old in checkpoint.steps(output)[:-1]:
                 shutil.rmtree(old)
         print(f"best checkpoint: {output / 'best'}")
     except UserError as error:

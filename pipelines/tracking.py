@@ -1,8 +1,9 @@
 """MLflow: one run per training, in the experiment `family/dataset`, at a URI that is always explicit.
 
 The driver opens the run and hands its id and URI to rank 0 of the training, which alone logs to it; a
-training that is continued continues its run, and what it logged before is not logged twice. MLflow takes
-no `@` in a metric's name, so `ndcg@10` is logged as `ndcg_at_10`.
+training that is continued continues its run. Whenever it was killed, a name has one run and a run has each point once:
+what opens a run writes down a key before, by which a run of an opening that was cut short is found, and what logs
+reads first what is there. MLflow takes no `@` in a metric's name, so `ndcg@10` is logged as `ndcg_at_10`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sqlite3
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -30,10 +32,13 @@ from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 
 from models.tables import UserError
+from models.uri import MASK, hide, masked, real
+from pipelines import sqlite
 from pipelines.data.tables import git
 
 for chatty in ("mlflow", "alembic"):
     logging.getLogger(chatty).setLevel(logging.WARNING)
+logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # a traceback of what is raised anyway
 
 BATCH = 100
 """Metrics per request; MLflow takes at most 1000 metrics, 100 params and 100 tags."""
@@ -43,6 +48,10 @@ WEIGHTS_TAG = "checkpoint.weights"
 
 KIND_TAG, TRIAL_TAG, POINT_TAG, ERROR_TAG = "trieline.kind", "sweep.trial", "sweep.point", "sweep.error"
 """Tags of sweeps: whether a run is a `sweep` or its `trial`; of a trial its stable id, its values, why it failed."""
+
+
+KEY_TAG = "trieline.key"
+"""Tag with what its opener wrote down before the run was made."""
 
 
 def settings_of(point: dict[str, Any]) -> str:
@@ -57,14 +66,17 @@ def viewer(uri: str, mlflow: str = "mlflow") -> str:
 
 @dataclass(frozen=True)
 class RunRef:
-    """Where a run is."""
+    """Where a run is. Its URI is masked; what connects to it asks for the real one."""
 
     uri: str
-    """Tracking URI."""
+    """Tracking URI, without the user and password that it may be given with."""
     experiment: str
     """Name of the experiment."""
     run_id: str
     """Id of the run."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "uri", hide(self.uri))
 
     def to_dict(self) -> dict[str, str]:
         return asdict(self)
@@ -81,8 +93,10 @@ def shown_name(name: str) -> str:
 
 
 def resolve_uri(option: str | None, storage: str) -> str:
-    """The tracking URI: the option, else MLFLOW_TRACKING_URI, else SQLite in the storage folder, absolute."""
-    uri = option or os.environ.get("MLFLOW_TRACKING_URI")
+    """The tracking URI: the option, else MLFLOW_TRACKING_URI, else SQLite in the storage folder, absolute; masked."""
+    if given := os.environ.get("MLFLOW_TRACKING_URI"):
+        hide(given)  # known, also to what was recorded with it
+    uri = hide(option or given)
     if not uri:
         if "://" in storage:
             raise UserError(
@@ -113,20 +127,30 @@ def check_nodes(uri: str, nodes: int) -> None:
 
 
 def connect(uri: str) -> MlflowClient:
-    """A client of a tracking store that is there; a SQLite one is created if need be. UserError if it is not."""
+    """A client of a tracking store that is there; a SQLite one is created if need be. UserError if it is not.
+
+    `uri` may be masked: user and password are those that this call was given, or MLFLOW_TRACKING_USERNAME and
+    MLFLOW_TRACKING_PASSWORD.
+    """
+    uri = hide(uri)
+    if given := os.environ.get("MLFLOW_TRACKING_URI"):
+        hide(given)
     try:
         if uri.startswith("sqlite:////"):
             _prepare_sqlite(Path(uri.removeprefix("sqlite:///")))
-            client = MlflowClient(uri)
+            client = MlflowClient(real(uri))
             client.search_experiments(max_results=1)
             return client
         with _few_retries():
-            client = MlflowClient(uri)
+            client = MlflowClient(real(uri))
             client.search_experiments(max_results=1)
         return client
     except (MlflowException, OSError, sqlite3.Error) as error:
-        first = " ".join(str(error).split())[:200]
-        raise UserError(f"cannot reach MLflow at {uri} ({first}); start it or give another --tracking_uri") from error
+        first = masked(" ".join(str(error).split()))[:200]
+        unknown = MASK in uri and real(uri).count("@") < uri.count("@")
+        remedy = "its user and password are not kept: give it in full with --tracking_uri or MLFLOW_TRACKING_URI"
+        other = remedy if unknown else "start it or give another --tracking_uri"
+        raise UserError(f"cannot reach MLflow at {uri} ({first}); {other}") from error
 
 
 @contextmanager
@@ -148,7 +172,7 @@ def _prepare_sqlite(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{path}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with sqlite3.connect(path, timeout=60) as database:
+        with sqlite3.connect(path, timeout=sqlite.timeout()) as database:
             database.execute("PRAGMA journal_mode=WAL")
         MlflowClient(f"sqlite:///{path}").search_experiments(max_results=1)  # makes its tables
 
@@ -157,7 +181,7 @@ def _experiment(client: MlflowClient, uri: str, name: str, storage: str) -> str:
     """Id of the experiment, made where it is not there."""
     found = client.get_experiment_by_name(name)
     if found is None:
-        place = f"{Path(storage).expanduser().absolute()}/mlartifacts" if uri.startswith("sqlite") else None
+        place = artifacts_in(storage) if uri.startswith("sqlite") else None
         try:
             return str(client.create_experiment(name, artifact_location=place))
         except MlflowException:  # made by another run meanwhile
@@ -167,6 +191,12 @@ def _experiment(client: MlflowClient, uri: str, name: str, storage: str) -> str:
     if found.lifecycle_stage == "deleted":
         raise UserError(f"the experiment '{name}' is deleted in MLflow; restore it or choose another --experiment")
     return str(found.experiment_id)
+
+
+def artifacts_in(storage: str) -> str:
+    """Where the runs' artifacts are, of a store that is a file: in the storage folder, which may be a URI."""
+    place = storage.rstrip("/") if "://" in storage else str(Path(storage).expanduser().absolute())
+    return f"{place}/mlartifacts"
 
 
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
@@ -198,13 +228,14 @@ def open_run(
     since its trial was killed before it could note it, is taken up again.
     """
     client = connect(uri)
-    command = " ".join([f"python -m jobs.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+    command = masked(" ".join([f"python -m jobs.{Path(sys.argv[0]).stem}", *sys.argv[1:]]))
+    config = hide(config)
     labels = {
         "mlflow.source.name": Path(sys.argv[0]).name,
         "mlflow.source.type": "JOB",
         "command": command[:5000],
         **{f"table.{table}": value for table, value in hashes.items()},
-        **(tags or {}),
+        **{name: masked(value) for name, value in (tags or {}).items()},
     }
     if commit := git("rev-parse", "HEAD"):
         labels["mlflow.source.git.commit"] = commit
@@ -215,8 +246,31 @@ def open_run(
     params = [Param(key, value[:6000]) for key, value in flatten(config).items()]
     for start in range(0, len(params), BATCH):
         client.log_batch(run.info.run_id, params=params[start : start + BATCH])
-    client.log_dict(run.info.run_id, config, "config.yaml")
+    try:
+        client.log_dict(run.info.run_id, config, "config.yaml")
+    except (MlflowException, OSError, ImportError) as error:
+        client.delete_run(run.info.run_id)
+        first = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"cannot write to {run.info.artifact_uri} ({first}), where the experiment '{experiment}' keeps its "
+            f"artifacts; make that work, or give another --experiment or a tracking server as --tracking_uri"
+        ) from error
     return RunRef(uri, experiment, run.info.run_id)
+
+
+def opening(uri: str, experiment: str) -> dict[str, str]:
+    """What is written down before a run is made, with the key that its tag `KEY_TAG` holds; UserError where the store
+    is not there."""
+    connect(uri)
+    return {"uri": uri, "experiment": experiment, "key": uuid.uuid4().hex}
+
+
+def discard(opening: dict[str, str]) -> None:
+    """Deletes what an opening that was cut short has made: `uri`, `experiment` and `key`, written down before it."""
+    client = connect(opening["uri"])
+    if place := client.get_experiment_by_name(opening["experiment"]):
+        for run in client.search_runs([place.experiment_id], f"tags.`{KEY_TAG}` = '{opening['key']}'"):
+            client.delete_run(run.info.run_id)
 
 
 def _trial_run(client: MlflowClient, experiment_id: str, tags: dict[str, str]) -> Any:
@@ -252,31 +306,45 @@ def delete(run: RunRef) -> None:
 
 
 class Logger:
-    """Logs the metrics of one run; used by rank 0 alone."""
+    """Logs the metrics of one run; used by rank 0 alone. What the run has already is not logged again."""
 
-    def __init__(self, run: RunRef, resumed: bool = False) -> None:
+    def __init__(self, run: RunRef) -> None:
         self.run = run
         self.client = connect(run.uri)
-        self._last: dict[str, int] = {}
-        if resumed:
-            for key in self.client.get_run(run.run_id).data.metrics:
-                if not key.startswith("system/"):
-                    history = self.client.get_metric_history(run.run_id, key)
-                    self._last[key] = max(point.step for point in history)
+        there = self.client.get_run(run.run_id).data
+        self.tags = there.tags
+        self._last: dict[str, tuple[int, float]] = {  # of each metric the point of the last step
+            point.key: (point.step, point.value) for point in there.to_proto().metrics
+        }
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Logs `metrics` at `step`, those not yet logged before an interruption."""
+        self._put({name: (step, value) for name, value in metrics.items() if self._step(name) < step})
+
+    def update(self, figures: dict[str, float], step: int) -> None:
+        """Logs figures of the run as a whole at `step`; of those logged before the ones that have changed, after it."""
+        changed = {name: value for name, value in figures.items() if self._value(name) != float(value)}
+        self._put({name: (max(step, self._step(name) + 1), value) for name, value in changed.items()})
+
+    def _step(self, name: str) -> int:
+        return self._last.get(metric_name(name), (-1, 0.0))[0]
+
+    def _value(self, name: str) -> float | None:
+        return self._last.get(metric_name(name), (-1, None))[1]
+
+    def _put(self, points: dict[str, tuple[int, float]]) -> None:
         now = int(time.time() * 1000)
         fresh = [
             Metric(metric_name(name), float(value), now, step)
-            for name, value in metrics.items()
-            if math.isfinite(value) and self._last.get(metric_name(name), -1) < step
+            for name, (step, value) in points.items()
+            if math.isfinite(value)
         ]
         for start in range(0, len(fresh), BATCH):
             self.client.log_batch(self.run.run_id, metrics=fresh[start : start + BATCH])
+        self._last.update({point.key: (point.step, point.value) for point in fresh})
 
     def tag(self, **tags: str) -> None:
-        self.client.log_batch(self.run.run_id, tags=[RunTag(name, value) for name, value in tags.items()])
+        self.client.log_batch(self.run.run_id, tags=[RunTag(name, masked(value)) for name, value in tags.items()])
 
     def end(self, status: str = "FINISHED") -> None:
         """FINISHED, FAILED or KILLED."""
@@ -289,7 +357,7 @@ def system_metrics(run: RunRef, seconds: float = 10) -> Iterator[None]:
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
     monitor = SystemMetricsMonitor(
-        run.run_id, sampling_interval=seconds, resume_logging=True, tracking_uri=run.uri, samples_before_logging=1
+        run.run_id, sampling_interval=seconds, resume_logging=True, tracking_uri=real(run.uri), samples_before_logging=1
     )
     monitor.start()
     try:
@@ -335,15 +403,15 @@ def log_curves(run: RunRef) -> None:
 
 def log_json(run: RunRef, content: Any, name: str) -> None:
     """Logs JSON-like content as an artifact."""
-    connect(run.uri).log_text(run.run_id, json.dumps(content, indent=2, sort_keys=True), name)
+    connect(run.uri).log_text(run.run_id, json.dumps(hide(content), indent=2, sort_keys=True), name)
 
 
 def log_yaml(run: RunRef, content: dict[str, Any], name: str) -> None:
     """Logs a mapping as an artifact; `name` ends in .yaml."""
-    connect(run.uri).log_dict(run.run_id, content, name)
+    connect(run.uri).log_dict(run.run_id, hide(content), name)
 
 
 __all__ = [
-    "Logger", "RunRef", "check_nodes", "connect", "delete", "flatten", "log_curves", "log_json", "log_yaml",
-    "metric_name", "mlflow", "open_run", "reopen", "resolve_uri", "shown_name", "system_metrics",
+    "Logger", "RunRef", "check_nodes", "connect", "delete", "discard", "flatten", "log_curves", "log_json", "log_yaml",
+    "metric_name", "mlflow", "open_run", "opening", "reopen", "resolve_uri", "shown_name", "system_metrics",
 ]  # fmt: skip

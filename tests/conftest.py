@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator
 
 import pytest
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # on loopback alone, as jobs.cli has it
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
@@ -43,6 +43,8 @@ def ray_local() -> Iterator[None]:
     """One local Ray for the whole test run: starting one takes seconds."""
     import ray
 
-    ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
+    from jobs import cli
+
+    cli.start_ray(num_cpus=2)
     yield
     ray.shutdown()

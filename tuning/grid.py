@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import inspect
 import json
 import math
 import random
@@ -27,6 +26,7 @@ import yaml
 from models import registry
 from models.fit import FitConfig
 from models.tables import UserError
+from models.uri import hide
 from pipelines.training.run import ENCODERS, absolute, located
 
 Point = dict[str, Any]
@@ -92,8 +92,8 @@ class Grid:
     """Name of the grid: that of the file."""
     source: str
     """Paper and the section, table or figure that documents the values."""
-    config: str | None = None
-    """Base config of jobs.train, relative to the grid file."""
+    config: str | list[str] | None = None
+    """Base config of jobs.train, relative to the grid file; of several the later ones win."""
     base: dict[str, Any] = field(default_factory=dict)
     """Base config written out, where it has no file of its own; read after `config`."""
     kind: Literal["train", "evaluate"] = "train"
@@ -208,8 +208,8 @@ class Grid:
     def base_settings(self) -> Point:
         """Dotted settings of the base config."""
         content: dict[str, Any] = {}
-        if self.config:
-            content = dotted(read_yaml(self.config))
+        for path in [self.config] if isinstance(self.config, str) else self.config or []:
+            content |= dotted(read_yaml(path))
         return {**content, **dotted(self.base)}
 
     def _trial(self, settings: Point, point: Point, check: bool) -> Trial:
@@ -270,8 +270,8 @@ def load(path: str) -> Grid:
     """The grid of a YAML file; UserError where it is not one."""
     content = read_yaml(path)
     content.setdefault("name", Path(path).stem)
-    if content.get("config"):
-        content["config"] = str(Path(path).parent / content["config"])
+    named = content.get("config") or []
+    content["config"] = [str(Path(path).parent / name) for name in ([named] if isinstance(named, str) else named)]
     return build(Grid, content, path)
 
 
@@ -294,7 +294,7 @@ def check_known(content: dict[str, Any], known: set[str], where: str) -> None:
 def read_yaml(path: str) -> dict[str, Any]:
     """A YAML mapping; UserError where the file is not there or is something else."""
     try:
-        content = yaml.safe_load(Path(path).read_text())
+        content = hide(yaml.safe_load(Path(path).read_text()))
     except OSError as error:
         raise UserError(
             f"cannot read {path} ({error.strerror}); give a file such as tuning/grids/sid_mlp.yaml"
@@ -363,8 +363,7 @@ def short(point: Point) -> str:
 
 def evaluation_options(name: str) -> list[str]:
     """Options of `recommend` that a grid of kind evaluate can vary for a model, and the batch size."""
-    recommend: Any = getattr(registry.find(name).build, "recommend", None)
-    return ["batch_size", *(list(inspect.signature(recommend).parameters)[3:] if recommend else [])]
+    return ["batch_size", *registry.recommend_options(name)]
 
 
 __all__ = ["Grid", "Point", "Scheduler", "Trial", "evaluation_options", "load"]

@@ -43,7 +43,7 @@ def outcome(trial: Trial, sweep_folder: str, grid: Grid) -> Outcome:
     folder = join(sweep_folder, trial.name)
     noted = read_record(folder)
     made = Outcome(trial.id, trial.name, trial.point, "unfinished")
-    if noted is None:
+    if noted is None or "tracking" not in noted:
         return made
     made.run_id = noted["tracking"]["run_id"]
     if noted["status"] == "failed":

@@ -1,4 +1,4 @@
-"""A look at a trial before any starts: what its validation measures, and with `timed` how long its parts take.
+"""A look at a trial before any starts: that its parts work, and with `timed` how long they take.
 
 It builds the trial's model on the tables, so all that a training would refuse is refused here, in one line. What
 all trials share and only the first one makes, such as a table of a teacher's outputs, is made here too.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,22 +26,11 @@ STEPS = 3
 """Steps that are timed."""
 
 
-@dataclass(frozen=True)
-class Look:
-    """What was seen."""
-
-    family: str
-    """Family of the model."""
-    metrics: list[str]
-    """What its validation measures."""
-    seconds: float
-    """Estimated time of the trial at all of its epochs; 0 where nothing was timed."""
-
-
 def look(
     trial: Trial, tables: str, extra: str | None, timed: bool, threads: int, say: Callable[[str], None] = print
-) -> Look:
-    """Builds the trial's model and measures a few validation rows; `timed` also takes a few steps."""
+) -> float:
+    """Builds the trial's model and measures a few validation rows. `timed` also takes a few steps, and gives the
+    estimated seconds of the trial at all of its epochs; else 0."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -51,20 +40,20 @@ def look(
         for note in setup.notes:
             say(note)
         if not setup.entry.gradient:
-            return Look(setup.entry.family.name, [setup.fit.metric], loading)
+            return loading if timed else 0.0
         if len(setup.val) == 0:
             raise UserError(f"the validation split of {tables} has no request; check the split of jobs.prepare")
         few = replace(setup, fit=replace(setup.fit, eval_examples=ROWS, eval_batch_size=ROWS))
         began = time.perf_counter()
         sums, count = few.validate(setup.model)
         per_row = (time.perf_counter() - began) / count
-        metrics = sorted(setup.means(sums))
+        setup.means(sums)
         if not timed:
-            return Look(setup.entry.family.name, metrics, 0.0)
+            return 0.0
         epochs, rows = setup.fit.max_epochs, setup.fit.eval_examples or len(setup.val)
         evaluations = -(-epochs // setup.fit.eval_every_epochs)
         cost = epochs * setup.train.steps(0) * step_seconds(setup) + evaluations * rows * per_row
-        return Look(setup.entry.family.name, metrics, loading + cost)
+        return loading + cost
     finally:
         torch.set_num_threads(before)
 

@@ -29,9 +29,10 @@ from ray.tune import Callback
 
 from models import checkpoint, registry
 from models.fit import FitConfig
-from models.setup import check_batch, load_catalogue
+from models.setup import check_fit, load_catalogue, nearest
 from models.tables import UserError, join, open_uri
-from pipelines import tracking
+from models.uri import hide, masked
+from pipelines import credentials, tracking
 from pipelines.data.tables import check_writable, write_file
 from pipelines.training.run import (
     RayOptions,
@@ -120,7 +121,7 @@ class Ledger(Callback):
     def on_trial_error(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
         one = self.plan.trials[trial.config[TRIAL]]
         lines = str(trial.get_pickled_error() or "").strip().splitlines()
-        fail(one, self.plan, lines[-1].strip() if lines else "the process of the trial was lost")
+        fail(one, self.plan, masked(lines[-1].strip()) if lines else "the process of the trial was lost")
         self._count(outcome(one, self.plan.folder, self.grid))
 
     def _count(self, found: Outcome) -> None:
@@ -145,8 +146,10 @@ def sweep(
     resume: bool = False,
     command: str = "",
     say: Callable[[str], None] = print,
+    start: Callable[[], None] | None = None,
 ) -> Swept:
-    """Runs the trials of the grid, or with `resume` those that a sweep of this name has not done. Ray must be started.
+    """Runs the trials of the grid, or with `resume` those that a sweep of this name has not done. Ray must be started,
+    or `start` starts it once all is checked that can be without it.
 
     Raises UserError before anything is started for what no trial could do: tables, models or settings that do not
     fit, a metric that is not measured, an MLflow that is not there; and at the end where no trial has a value.
@@ -156,29 +159,37 @@ def sweep(
     tables, storage = absolute(tables), absolute(storage)
     extra = absolute(extra) if extra else None
     folder = join(storage, name)
-    if (before := read_sweep(folder)) is not None:
+    before = read_sweep(folder)
+    opened = before if before and before["status"] == "opening" else None  # it was killed before it had an MLflow run
+    if opened:
+        before = None
+    if before is not None:
         check_same(before, trials, name, storage, resume)
         check_tables(before, hashes_of(grid, trials, tables, extra), name)
         run, found = tracking.RunRef(**before["tracking"]), [outcome(t, folder, grid) for t in trials]
         if before["status"] == "finished" and not (options.again and any(o.status == "failed" for o in found)):
             return Swept(name, folder, run, found, chosen(best_of(found), folder, found), 0.0, already=True)
     uri = run.uri if before else tracking.resolve_uri(tracking_uri, storage)
-    tracking.check_nodes(uri, sum(node["Alive"] for node in ray.nodes()))
-    tracking.connect(uri)
     workers = 1 if grid.kind == "evaluate" else ray_options.num_workers
     if workers > 1 and (grid.scheduler.name != "none" or grid.stop):
         raise UserError(
             f"the grid {grid.name} stops trials early, and trials of {workers} workers report at their end; set "
             f"ray.num_workers 1, or scheduler none in the grid's file"
         )
-    for trial in trials if workers > 1 else []:
-        check_batch(FitConfig(**trial.fit), workers)
+    family = check_settings(grid, trials, tables, extra, workers)
+    tracking.connect(uri)
+    if start:
+        start()
+    tracking.check_nodes(uri, sum(node["Alive"] for node in ray.nodes()))
     gpu = wants_gpu(ray_options, workers)
     check_cluster(ray_options, workers, gpu)
     threads = ray_options.threads or (0 if grid.kind == "evaluate" else max(1, int(ray_options.cpus_per_worker)))
     ray_options = replace(ray_options, threads=threads)
-    family = check(grid, trials, tables, extra, max(1, threads), say)
+    if grid.kind == "train":
+        check_models(trials, tables, extra, max(1, threads), say)
     with held(storage, name, PATIENCE if resume else 0):
+        if opened:
+            tracking.discard(opened["opening"])
         noted = before or begin(
             grid, trials, folder, uri, experiment or f"{family}/{dataset_name(tables)}", command=command,
             hashes=hashes_of(grid, trials, tables, extra),
@@ -233,6 +244,9 @@ def begin(
     }  # fmt: skip
     about = {"sweep": {"grid": grid.name, "source": grid.source, "trials": len(trials)}, **settings}
     storage, _, name = folder.rpartition("/")
+    opening = tracking.opening(uri, experiment)
+    write_sweep(folder, {"status": "opening", "opening": opening})
+    tags[tracking.KEY_TAG] = opening["key"]
     run = tracking.open_run(uri, experiment, name, storage, config=about, hashes=hashes, tags=tags)
     tracking.log_yaml(run, asdict(grid), "grid.yaml")
     noted = {
@@ -248,9 +262,9 @@ def close(grid: Grid, run: tracking.RunRef, outcomes: list[Outcome]) -> Outcome 
     tracking.log_json(run, [asdict(o) for o in outcomes], "trials.json")
     logger, best, counts = tracking.Logger(run), best_of(outcomes), Counter(o.status for o in outcomes)
     if best is not None and best.run_id:
-        logger.log(best_metrics(run, best, grid), len(outcomes))
+        logger.update(best_metrics(run, best, grid), len(outcomes))
         logger.tag(**{"sweep.best": best.run_id})
-    logger.log({f"trials/{status}": count for status, count in counts.items()}, len(outcomes))
+    logger.update({f"trials/{status}": count for status, count in counts.items()}, len(outcomes))
     for cut in outcomes:
         if cut.status == "unfinished" and cut.run_id:
             tracking.Logger(tracking.RunRef(run.uri, run.experiment, cut.run_id)).end("KILLED")
@@ -284,52 +298,59 @@ def run_pending(
             time_budget_s=budget or None,
         ),
         run_config=tune.RunConfig(
-            name=TUNE, storage_path=plan.folder, stop=stopped or None, verbose=0,
+            name=TUNE, **credentials.storage(plan.folder), stop=stopped or None, verbose=0,
             failure_config=tune.FailureConfig(max_failures=options.retries),
             callbacks=[ledger],
         ),
     ).fit()  # fmt: skip
 
 
-def check(
-    grid: Grid, trials: list[Trial], tables: str, extra: str | None, threads: int, say: Callable[[str], None]
-) -> str:
-    """The family: refuses what no trial could do, by a look at one of each model and folder."""
-    seen: dict[tuple, Trial] = {}
+def check_settings(grid: Grid, trials: list[Trial], tables: str, extra: str | None, workers: int) -> str:
+    """The family of the trials' models: refuses what tables, checkpoints and settings tell without a model built."""
+    catalogues: dict[tuple[str, str | None], Any] = {}
+    families, resolved = set(), set()
     for trial in trials:
-        seen.setdefault((trial.model.get("name"), *sorted(trial.folders.items())), trial)
-    families = set()
-    for trial in seen.values():
-        own = trial.extra(extra)
-        if grid.kind == "evaluate":
-            name, taken = evaluated(trial)
-            entry = registry.find(name)
-            catalogue = load_catalogue(entry, name, tables, own)
-            known = evaluation_options(name)
-            for key in trial.evaluate:
-                if key not in known:
+        name, taken = evaluated(trial) if grid.kind == "evaluate" else (str(trial.model["name"]), None)
+        entry, own = registry.find(name), trial.extra(extra)
+        if (name, own) not in catalogues:
+            catalogues[name, own] = load_catalogue(entry, name, tables, own)
+        catalogue = catalogues[name, own]
+        families.add(entry.family.name)
+        if taken is None:
+            known = registry.metrics_of(entry, catalogue)
+            check_metric(grid, known)
+            check_fit(FitConfig(**trial.fit), name, catalogue, workers if entry.gradient else 1)
+            if (named := (name, own, *(trial.model.get(key) for key in ("teacher", "encoder")))) not in resolved:
+                registry.resolve(registry.config_from_dict(trial.model), catalogue)  # reads the checkpoints it names
+                resolved.add(named)
+            for key in grid.stop:
+                if key.removeprefix("val/") not in (EPOCH, "seconds", *known):
                     raise UserError(
-                        f"the grid {grid.name} has the axis 'evaluate.{key}', which the model '{name}' does not have; "
-                        f"it takes {', '.join(known)}"
+                        f"the grid {grid.name} stops by '{key}', which no trial reports; choose epoch, seconds or one "
+                        f"of {', '.join(known)}"
                     )
-            checkpoint.check(taken, trial.folders["checkpoint"], dict(catalogue.hashes))
-            check_metric(grid, [*taken.metrics, "users_per_s", "peak_memory_mb"])
-            families.add(entry.family.name)
             continue
-        entry = registry.find(trial.model["name"])
-        seen_there = look(trial, tables, own, False, threads, say)
-        families.add(seen_there.family)
-        for key in grid.stop:
-            if key.removeprefix("val/") not in (EPOCH, "seconds", *seen_there.metrics):
+        options = evaluation_options(name)
+        for key in trial.evaluate:
+            if key not in options:
                 raise UserError(
-                    f"the grid {grid.name} stops by '{key}', which no trial reports; choose epoch, seconds or one of "
-                    f"{', '.join(seen_there.metrics)}"
+                    f"the grid {grid.name} has the axis 'evaluate.{key}', which the model '{name}' does not have; "
+                    f"it takes {', '.join(options)}"
                 )
-        if entry.gradient:
-            check_metric(grid, seen_there.metrics)
+        checkpoint.check(taken, trial.folders["checkpoint"], dict(catalogue.hashes))
+        check_metric(grid, [*taken.metrics, "users_per_s", "peak_memory_mb"])
     if len(families) > 1:
         raise UserError(f"the grid {grid.name} mixes models of {', '.join(sorted(families))}; sweep them apart")
     return families.pop()
+
+
+def check_models(trials: list[Trial], tables: str, extra: str | None, threads: int, say: Callable[[str], None]) -> None:
+    """Refuses what no trial could do, by a look at one of each model and folder."""
+    seen: dict[tuple, Trial] = {}
+    for trial in trials:
+        seen.setdefault((trial.model.get("name"), *sorted(trial.folders.items())), trial)
+    for trial in seen.values():
+        look(trial, tables, trial.extra(extra), False, threads, say)
 
 
 def hashes_of(grid: Grid, trials: list[Trial], tables: str, extra: str | None) -> dict[str, str]:
@@ -351,7 +372,7 @@ def check_metric(grid: Grid, known: list[str]) -> None:
     if metric not in known:
         raise UserError(
             f"the metric of the grid {grid.name} is {grid.metric}, which no trial reports; choose {split}/ and one of "
-            f"{', '.join(known)}"
+            f"{', '.join(known)}; the nearest is '{nearest(metric, known)}'"
         )
 
 
@@ -372,7 +393,7 @@ def estimate(grid: Grid, trials: list[Trial], tables: str, extra: str | None, th
     places = sorted({0, len(trials) // 2, len(trials) - 1})
     own = [t.extra(extra) for t in trials]
     looks = [look(trials[i], absolute(tables), own[i], True, threads) for i in places]
-    return len(trials) * sum(one.seconds for one in looks) / len(looks)
+    return len(trials) * sum(looks) / len(looks)
 
 
 def is_done(trial: Trial, plan: Plan) -> bool:
@@ -409,12 +430,24 @@ def read_sweep(folder: str) -> dict[str, Any] | None:
     filesystem, path = open_uri(join(folder, SWEEP))
     if filesystem.get_file_info(path).type != fs.FileType.File:
         return None
-    with filesystem.open_input_stream(path) as stream:
-        return dict(json.loads(stream.read()))
+    try:
+        with filesystem.open_input_stream(path) as stream:
+            noted = dict(json.loads(stream.read()))
+        tracking.RunRef(**noted["tracking"])
+        names = [one["name"] for one in noted["trials"]]
+        if not all(isinstance(name, str) for name in names) or (noted["status"] == "finished" and "best" not in noted):
+            raise ValueError("it does not name the sweep's trials, or the best of them")
+    except (ValueError, TypeError, KeyError) as error:
+        what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise UserError(
+            f"{join(folder, SWEEP)} is damaged ({what}); remove the folder {folder} and start "
+            f"the sweep again, or choose another --name"
+        ) from error
+    return noted
 
 
 def write_sweep(folder: str, content: dict[str, Any]) -> None:
-    write_file(join(folder, SWEEP), json.dumps(content, indent=2, sort_keys=True).encode())
+    write_file(join(folder, SWEEP), json.dumps(hide(content), indent=2, sort_keys=True).encode())
 
 
 def forget_tune(folder: str) -> None:

@@ -20,6 +20,7 @@ from models.bench import resident_peak_mb
 from models.checkpoint import Checkpoint, weights_hash
 from models.fit import FitConfig
 from models.tables import UserError, join, open_uri
+from models.uri import masked
 from pipelines import tracking
 from pipelines.data.tables import check_writable, write_file
 from pipelines.evaluation.ranking import evaluate, record
@@ -84,7 +85,7 @@ def run_trial(config: dict[str, Any], plan: Plan) -> None:
         else:
             fit(trial, plan)
     except UserError as error:
-        fail(trial, plan, str(error))
+        fail(trial, plan, masked(str(error)))
 
 
 def fit(trial: Trial, plan: Plan) -> None:
@@ -139,9 +140,10 @@ def measure(trial: Trial, plan: Plan) -> None:
         "test/users_per_s": result.users_per_s,
         "test/peak_memory_mb": peak,
         "test/examples": float(result.examples),
+        "test/users": float(result.users),
     }
     logger = tracking.Logger(run)
-    logger.log(values, about.step)
+    logger.update(values, about.step)
     logger.tag(**{tracking.WEIGHTS_TAG: weights_hash(result.checkpoint)})  # students find their teacher by it
     tracking.log_json(run, asdict(result), "evaluation-test.json")
     logger.end()
@@ -203,8 +205,14 @@ def read_reports(folder: str) -> list[list[float]]:
     filesystem, path = open_uri(join(folder, REPORTS))
     if filesystem.get_file_info(path).type != fs.FileType.File:
         return []
-    with filesystem.open_input_stream(path) as stream:
-        return list(json.loads(stream.read()))
+    try:
+        with filesystem.open_input_stream(path) as stream:
+            return [[int(epoch), float(value)] for epoch, value in json.loads(stream.read())]
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"{join(folder, REPORTS)} is damaged ({error}); remove the folder {folder} and give --resume, which runs "
+            f"the trial again"
+        ) from error
 
 
 def tested(folder: str) -> bool:

@@ -181,6 +181,11 @@ class ActionsExamples:
         """Rows on this rank; in evaluation a user's candidates are one request."""
         return len(self)
 
+    @property
+    def users(self) -> int:
+        """Users on this rank who have a row."""
+        return len(np.unique(self.user))
+
     def steps(self, batch_size: int) -> int:
         """Batches per shuffled epoch, the same on every rank."""
         return -(-int(self.rows_per_rank.max()) // batch_size)

@@ -22,24 +22,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.ranking_metrics import EXAMPLES, ranking_means, ranking_sums
+from models.ranking_metrics import EXAMPLES, NAMES, ranking_means, ranking_sums
 
 AVERAGED = ("normalised_entropy", "normalised_entropy_train", "auc", "gauc")
 """Metrics whose mean over tasks is given."""
 
 
-def measure(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def measure(model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
     """Sums over a batch's candidates. `model.score(batch)` gives logits (N, K), `model.labels` the tasks' names,
     `model.train_rates` their shares of positives in training, or nothing."""
     logits, valid = model.score(batch).float(), batch["candidate_valid"]
     label = batch["candidate_label"][valid]
     user = torch.arange(len(valid), device=valid.device)[:, None].expand_as(valid)[valid]
-    sums = {EXAMPLES: torch.tensor(float(len(valid)), dtype=torch.float64)}
+    sums: dict[str, Any] = {EXAMPLES: torch.tensor(float(len(valid)), dtype=torch.float64)}
     for i, name in enumerate(model.labels):
         sums |= ranking_sums(logits[:, i], label[:, i], user, f"{name}/")
         if model.train_rates:
             sums[f"{name}/constant_loss"] = constant_loss(label[:, i].double(), model.train_rates[i])
     return sums
+
+
+def names(catalogue: Any) -> list[str]:
+    """Names of what `means` gives for the tasks of a catalogue."""
+    tasks = [f"{task}/{name}" for task in catalogue.labels for name in (*NAMES, "normalised_entropy_train")]
+    return [*tasks, "eval_loss", *(f"mean/{name}" for name in AVERAGED), "mean/rig"]
 
 
 def means(sums: dict[str, Any]) -> dict[str, float]:

@@ -82,11 +82,12 @@ class Catalogue:
                 f"{sids_uri}: code {int(codes[:, over[0]].max())} at level {over[0]} exceeds its codebook of "
                 f"{sizes[over[0]]}; run jobs.tokenize again"
             )
-        trie = Trie.from_table(read_table(join(sids_uri, "trie"), "trie"), sizes)
-        if trie.num_items != items.rows:
-            raise UserError(
-                f"the trie of {sids_uri} has {trie.num_items} leaves for {items.rows} items; run jobs.tokenize again"
-            )
+        table = read_table(join(sids_uri, "trie"), "trie")
+        try:
+            trie = Trie.from_table(table, sizes)
+            trie.check_leads_to(codes)
+        except UserError as error:
+            raise UserError(f"{join(sids_uri, 'trie')}: {error}") from error
         return cls(items.rows, codes, sizes, trie, {**hashes, "sids": sids.hash, "trie": edges.hash})
 
     @classmethod
@@ -121,8 +122,10 @@ def codes_of(table: pa.Table, name: str) -> Tensor:
 def hash_strings(strings: pa.Array) -> NDArray[np.int64]:
     """A stable, non-negative 63-bit hash of each string: a polynomial over its bytes, then mixed."""
     binary = strings.cast(pa.large_binary())
+    if len(binary) == 0:
+        return np.zeros(0, np.int64)
     offsets = np.frombuffer(binary.buffers()[1], np.int64)[binary.offset : binary.offset + len(binary) + 1]
-    if len(binary) == 0 or offsets[-1] == offsets[0]:
+    if offsets[-1] == offsets[0]:
         return np.zeros(len(binary), np.int64)
     data = np.frombuffer(binary.buffers()[2], np.uint8)[offsets[0] : offsets[-1]]
     offsets = offsets - offsets[0]
@@ -268,8 +271,13 @@ class Examples:
 
     @property
     def requests(self) -> int:
-        """Requests on this rank: the number of training targets or of evaluated users."""
+        """Requests on this rank: the number of training targets or of evaluated requests."""
         return len(self._end)
+
+    @property
+    def users(self) -> int:
+        """Users on this rank who have a request here."""
+        return len(np.unique(self._owner))
 
     @property
     def request_numbers(self) -> NDArray[np.int64]:

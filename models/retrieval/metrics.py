@@ -18,8 +18,11 @@ EXAMPLES = "examples"
 
 
 def hit_rank(items: Tensor, target: Tensor) -> Tensor:
-    """(B,) int64: the place of `target` (B,) in the ranked `items` (B, K), from 0; K where it is absent."""
-    hits = items == target[:, None]
+    """(B,) int64: the place of `target` (B,) in the ranked `items` (B, K), from 0; K where it is absent.
+
+    What is ranked and what is asked for are items: -1, where nothing is, hits nothing.
+    """
+    hits = (items == target[:, None]) & (items >= 0)
     return torch.where(hits.any(1), hits.long().argmax(1), items.shape[1])
 
 
@@ -46,6 +49,11 @@ def metric_sums(items: Tensor, target: Tensor, cutoffs: Sequence[int] = CUTOFFS)
     sums = {f"recall@{k}": float(recall_at_k(items, target, k).sum()) for k in cutoffs}
     sums |= {f"ndcg@{k}": float(ndcg_at_k(items, target, k).sum()) for k in cutoffs}
     return {**sums, EXAMPLES: float(len(target))}
+
+
+def names(catalogue: Any) -> list[str]:
+    """Names of what `metric_means` gives, on any catalogue."""
+    return [f"{metric}@{k}" for metric in ("recall", "ndcg") for k in CUTOFFS]
 
 
 def measure(model: Any, batch: dict[str, Tensor], **options: Any) -> dict[str, float]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from models.retrieval.data import Catalogue
 from models.retrieval.decoding.topk import top_k
+from models.retrieval.recommend import recommender
 
 
 @dataclass
@@ -43,7 +44,7 @@ class Popularity(nn.Module):
         shares = (self.counts + 1).log() - (self.counts + 1).sum().log()
         return {"loss": -shares[batch["target"]].mean()}
 
-    @torch.no_grad()
+    @recommender
     def recommend(self, batch: dict[str, Tensor], k: int) -> tuple[Tensor, Tensor]:
         """(items, scores), each (B, k): the same for all. Items that the user knows are not excluded."""
         items, scores = top_k(self.counts[None], k)

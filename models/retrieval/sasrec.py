@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from models.retrieval.data import Catalogue
 from models.retrieval.decoding.topk import top_k
+from models.retrieval.recommend import recommender
 
 
 @dataclass
@@ -104,7 +105,7 @@ class SASRec(nn.Module):
         states = states[batch["target_row"], batch["target_position"]]  # (M, D): the last state before each request
         return {"loss": functional.cross_entropy(states @ self.item.weight.T, batch["target"])}
 
-    @torch.no_grad()
+    @recommender
     def recommend(self, batch: dict[str, Tensor], k: int) -> tuple[Tensor, Tensor]:
         """(items, scores), each (B, k), from a batch of unit `request`.
 

@@ -31,6 +31,7 @@ from models.retrieval.distillation import Answer, TeacherMemory, distillation_lo
 from models.retrieval.heads import make_heads, predict
 from models.retrieval.one_layer import OneLayerDecoder
 from models.retrieval.readout import make_readout
+from models.retrieval.recommend import recommender
 from models.retrieval.teacher_cache import Question, States
 from models.retrieval.tiger import Tiger, TigerConfig
 from models.tables import UserError
@@ -363,7 +364,7 @@ class SidMlp(nn.Module):
             and config.context_ffn
         )
 
-    @torch.no_grad()
+    @recommender
     def recommend(
         self,
         batch: dict[str, Tensor],

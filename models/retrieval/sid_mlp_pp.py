@@ -243,6 +243,9 @@ class SidMlpPpEncoderConfig(EncoderSizes):
 class SidMlpPpEncoder(nn.Module):
     """Stage 1: the encoder alone, trained to give the teacher's encoder states. It recommends nothing."""
 
+    METRICS = ("mse", "neg_mse", "r2")
+    """What `means` gives."""
+
     def __init__(self, config: SidMlpPpEncoderConfig, catalogue: Catalogue) -> None:
         super().__init__()
         self.config = config

@@ -12,13 +12,13 @@ from typing import Any, Protocol, TypeVar
 
 import safetensors
 import torch
-from pyarrow import fs
 
 from models import checkpoint
 from models.retrieval import teacher_cache
 from models.retrieval.data import Catalogue, Examples
 from models.retrieval.tiger import Tiger, TigerConfig
-from models.tables import UserError, join, open_uri
+from models.tables import UserError, join
+from models.uri import hide
 
 
 class Taught(Protocol):
@@ -89,8 +89,8 @@ def remember(model: Any, config: Taught, catalogue: Catalogue, examples: dict[st
 
 
 def absolute(given: str) -> str:
-    """A path made absolute, since workers run in other folders; URIs as they are."""
-    return given.rstrip("/") if "://" in given else str(Path(given).expanduser().absolute())
+    """A path made absolute, since workers run in other folders; URIs without what they hide."""
+    return hide(given.rstrip("/")) if "://" in given else str(Path(given).expanduser().absolute())
 
 
 def locate(given: str, what: str = "teacher") -> str:
@@ -98,8 +98,7 @@ def locate(given: str, what: str = "teacher") -> str:
     the UserError where there is none."""
     uri = absolute(given)
     for candidate in (uri, join(uri, "best")):
-        filesystem, path = open_uri(candidate)
-        if filesystem.get_file_info(join(path, checkpoint.CONFIG)).type == fs.FileType.File:
+        if checkpoint.exists(candidate):
             return candidate
     raise UserError(
         f"the {what} {uri} is neither a checkpoint nor a finished run: it holds no {checkpoint.CONFIG} and no best/; "
@@ -109,8 +108,10 @@ def locate(given: str, what: str = "teacher") -> str:
 
 def _check_vocabulary(uri: str, config: TigerConfig, catalogue: Catalogue) -> None:
     """Raises UserError where the teacher has another number of tokens than the semantic IDs ask for."""
-    with checkpoint.local(uri) as folder, safetensors.safe_open(str(folder / checkpoint.WEIGHTS), "pt") as weights:
-        tokens = weights.get_slice("t5.shared.weight").get_shape()[0]
+    with checkpoint.local(uri) as folder:
+        file = checkpoint.whole(folder, checkpoint.WEIGHTS, uri)
+        with safetensors.safe_open(str(file), "pt") as weights:
+            tokens = weights.get_slice("t5.shared.weight").get_shape()[0]
     sizes = catalogue.codebook_sizes
     needed = 2 + sum(sizes) + config.n_user_tokens  # padding and end, codes, users
     if tokens != needed:

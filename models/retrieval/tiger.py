@@ -21,6 +21,7 @@ from models.retrieval.decoding.beam import beam_search, unconstrained_beam_searc
 from models.retrieval.decoding.encoder import packed_encoder
 from models.retrieval.decoding.generate import generate
 from models.retrieval.decoding.shared_kv import SharedKV
+from models.retrieval.recommend import recommender
 from models.retrieval.t5 import T5, T5Sizes
 from models.tables import UserError
 
@@ -133,7 +134,7 @@ class Tiger(nn.Module):
         logits = self.t5.decode(given, source, padding, share)  # (B, C, V)
         return {"loss": functional.cross_entropy(logits.flatten(0, 1), target.flatten())}
 
-    @torch.no_grad()
+    @recommender
     def recommend(
         self,
         batch: dict[str, Tensor],

@@ -1,6 +1,6 @@
 """HSTU (Zhai et al., 2024) as the QGS paper compares with it: item tokens, quadratic attention, no query condition.
 
-python -m jobs.train --config jobs/configs/search/hstu.yaml --tables TABLES --text TEXT --storage runs --name hstu
+python -m jobs.train --config jobs/configs/qgs.yaml --config jobs/configs/search/hstu.yaml ...
 """
 
 from __future__ import annotations

@@ -11,17 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.ranking_metrics import EXAMPLES, ranking_means, ranking_sums
+from models.ranking_metrics import EXAMPLES, NAMES, ranking_means, ranking_sums
 
 
-def measure(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def measure(model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
     """Sums over the batch's requests. `model.score(batch)` gives logits (N, labels); `model.labels` their names."""
     logits = model.score(batch).float()
-    sums = {EXAMPLES: torch.tensor(float(len(batch["request_row"])), dtype=torch.float64)}
+    sums: dict[str, Any] = {EXAMPLES: torch.tensor(float(len(batch["request_row"])), dtype=torch.float64)}
     for i, label in enumerate(model.labels):
         prefix = f"{label}/" if i else ""
         sums |= ranking_sums(logits[:, i], batch["labels"][:, i], batch["candidate_request"], prefix)
     return sums
+
+
+def names(catalogue: Any) -> list[str]:
+    """Names of what `means` gives for the labels of a catalogue."""
+    return [f"{label}/{name}" if i else name for i, label in enumerate(catalogue.labels) for name in NAMES]
 
 
 def means(sums: dict[str, Any]) -> dict[str, float]:

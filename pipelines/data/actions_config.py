@@ -28,10 +28,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipelines.data.search_config import DAY_MS, MINUTE_MS
 from pipelines.data.sources.load import build
 from pipelines.data.sources.mapping import NAME
 from pipelines.data.sources.normalise import check_range
-from pipelines.data.windows import DAY_MS, MINUTE_MS
 
 USER, ITEM = "user", "item"
 

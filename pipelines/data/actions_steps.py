@@ -10,44 +10,16 @@ import numpy as np
 import pyarrow.compute as pc
 import ray
 
-from models.tables import Manifest, UserError, part_uris, read_table
+from models.tables import Manifest, part_uris, read_table
 from pipelines.data.actions import ActionsRules, drop_constants, write_actions
-from pipelines.data.actions_config import ITEM, USER, ActionsConfig
-from pipelines.data.sources.base import Source
+from pipelines.data.actions_config import ITEM, USER
+from pipelines.data.notices import require_training
+from pipelines.data.prepare_config import check_actions
 from pipelines.data.splits import NAMES
 from pipelines.data.tables import check_writable, commit
 
 if TYPE_CHECKING:
-    from pipelines.data.prepare import PrepareConfig, _Run
-
-
-def check_actions(source: Source, config: PrepareConfig) -> ActionsConfig:
-    """The settings with what the log decides; UserError for settings that a log of actions cannot have."""
-    if not source.info["clock"]:
-        raise UserError(
-            "the log has only an order of events, but a log of actions needs clock times, for its counts and its cut; "
-            "give time.unit s, ms, us or iso"
-        )
-    if config.behaviour is not None:
-        raise UserError(
-            f"behaviour is '{config.behaviour}', but in a log of actions every impression is a behaviour; leave it out"
-        )
-    if config.core > 1:
-        raise UserError(
-            f"core is {config.core}, but the catalogue of a log of actions holds every item that was shown; use "
-            f"--core 0, and --core_window train to leave out items that the training window did not show"
-        )
-    if config.ties != "strict":
-        raise UserError(f"ties is {config.ties}; counts see strictly earlier events only: use --ties strict")
-    if config.split.resolve(source.info["clock"]) == "leave_last_out":
-        raise UserError(
-            "split.kind is leave_last_out, but a log of actions is cut in time; use --split.kind temporal, the same "
-            "cut for all users, or per_user"
-        )
-    try:
-        return config.actions.resolve(source.info, source.items_columns[1])
-    except ValueError as error:
-        raise UserError(f"prepare.actions: {error}") from error
+    from pipelines.data.prepare import _Run
 
 
 def attribute_codes(run: _Run, names: list[str]) -> dict[str, np.ndarray]:
@@ -87,6 +59,8 @@ def make_actions(run: _Run, events: Manifest, items: Manifest, split: dict[str, 
     with run.clean_on_error(uri):
         check_writable(uri)
         written, count, scale = write_actions(parts, uri, catalogue, attributes, rules, run.progress("sequences"))
+        events_in = {name: count[f"events_{name}"] for name in NAMES}
+        require_training(events_in, count, config.max_events, "event")
         info = {
             "kind": "actions",
             "users": count["users"],
@@ -116,7 +90,7 @@ def make_actions(run: _Run, events: Manifest, items: Manifest, split: dict[str, 
             "truncated_users": count["truncated_users"],
             "truncated_events": count["truncated_events"],
             "tied_behaviours": count["tied_rows"],
-            "events": {name: count[f"events_{name}"] for name in NAMES},
+            "events": events_in,
             "users_with_candidates": {name: count[f"users_{name}"] for name in NAMES},
             "users_with_context": {name: count[f"with_context_{name}"] for name in NAMES},
             "users_without_context": {name: count[f"users_{name}"] - count[f"with_context_{name}"] for name in NAMES},

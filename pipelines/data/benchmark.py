@@ -36,7 +36,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from models.tables import join
-from pipelines.data.prepare import PrepareConfig, prepare
+from pipelines.data.prepare import prepare
+from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.simulator import simulate_retrieval
 from pipelines.data.sources.base import Block, Metadata, Source, list_files
 from pipelines.data.splits import SplitConfig
@@ -58,6 +59,10 @@ class EventsFile(Source):
     @property
     def items_columns(self) -> tuple[list[str], list[str]]:
         return [], []
+
+    @property
+    def origins(self) -> dict[str, dict[str, str]]:
+        return {"events": {name: name for name in self.block_schema.names}, "items": {}, "users": {}}
 
     def event_files(self, input_uri: str) -> list[str]:
         return list_files(input_uri, "events-*.parquet", required=True, what="event files")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import ray
 
 from models.tables import UserError
@@ -30,9 +31,24 @@ def surviving_rows(
     return rows
 
 
+def _events_of(arrays: Arrays, mapping: np.ndarray, items: int) -> np.ndarray:
+    return np.bincount(mapping[arrays["item"]], minlength=items)
+
+
+def events_of(survey: Survey, catalogue: pa.Array) -> np.ndarray:
+    """(catalogue,) behaviours on each item of the catalogue."""
+    calls = [
+        (arrays, mapping, len(survey.items)) for arrays, mapping in zip(survey.arrays, survey.mappings, strict=True)
+    ]
+    counts = np.zeros(len(survey.items), dtype=np.int64)
+    for _, partial in run_tasks(_events_of, calls):
+        counts += partial
+    return counts[pc.is_in(survey.items, catalogue).to_numpy(zero_copy_only=False)]  # both are sorted
+
+
 def _count(arrays: Arrays, mapping: np.ndarray, alive: np.ndarray, core: int, before_ms: int | None) -> np.ndarray:
     item = mapping[arrays["item"]]
-    counted = None if before_ms is None else arrays["timestamp"] < before_ms
+    counted = None if before_ms is None else arrays["known"] < before_ms
     rows = surviving_rows(item, alive, arrays["user_start"], counted, core)
     return np.bincount(item[rows], minlength=len(alive))
 
@@ -42,7 +58,7 @@ def core_items(survey: Survey, core: int, before_ms: int | None) -> tuple[pa.Arr
 
     Repeats until nothing changes: users with fewer than `core` behaviours on living items drop out, then
     items with fewer than `core` behaviours by the users that stay. `before_ms` counts only behaviours
-    earlier than that (membership on the training window). The driver holds one count per item.
+    known earlier than that (membership on the training window). The driver holds one count per item.
     """
     core = max(core, 1)
     if core == 1 and before_ms is None:

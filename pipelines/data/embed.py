@@ -27,6 +27,8 @@ Say = Callable[[str], None]
 
 TEXTS_PER_BLOCK = 512
 ROWS_PER_PART = 262_144
+TRIES = 3
+"""How often an encoder that is lost is started again, with the block that it had."""
 
 
 @dataclass(frozen=True)
@@ -231,6 +233,8 @@ def _encode_distributed(texts: list[str], name: str, config: EmbedConfig, say: S
         compute=ray.data.ActorPoolStrategy(size=workers),
         num_cpus=1,
         num_gpus=1 if gpus else 0,
+        max_restarts=TRIES,  # Ray Data's own default is for ever, also where a text is what ends the actor
+        max_task_retries=TRIES,
     )
     yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow")
 

@@ -18,10 +18,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import ray
 
-from models.tables import Part, UserError, open_uri
+from models.tables import Part, open_uri
+from pipelines.data.matching import Match, compare, sample
 from pipelines.data.shuffle import Shards, gather, scatter
 from pipelines.data.sources.base import Rejected, Source
-from pipelines.data.survey import Arrays, arrays_of
+from pipelines.data.sources.preview import check_missing
+from pipelines.data.survey import Arrays, arrays_of, coded
 from pipelines.data.tables import write_part
 from pipelines.data.tasks import run_all, run_tasks
 
@@ -42,6 +44,9 @@ class Ingested:
     rejects: list[Part] = field(default_factory=list)
     rejected: Rejected = field(default_factory=Rejected)
     duplicates: int = 0
+    """Found, whether dropped or kept."""
+    matched: Match = field(default_factory=Match)
+    """How many users have a row in the user files."""
 
 
 def hash_file(uri: str) -> str:
@@ -152,9 +157,9 @@ def sorted_codes(strings: pa.Array | pa.ChunkedArray) -> tuple[np.ndarray, pa.Ar
     return rank[coded.indices.to_numpy()], coded.dictionary.take(order)
 
 
-def order_events(table: pa.Table, schema: pa.Schema) -> tuple[pa.Table, int]:
-    """Sorts one partition and drops exact duplicates: (events, number of duplicates). The ids of the result are
-    dictionary-coded, each dictionary sorted; unset columns may be missing from `table`.
+def order_events(table: pa.Table, schema: pa.Schema, keep_duplicates: bool = False) -> tuple[pa.Table, int]:
+    """Sorts one partition and drops exact duplicates, unless they are kept: (events, number of duplicates). The ids of
+    the result are dictionary-coded, each dictionary sorted; unset columns may be missing from `table`.
 
     The order is total: (user_id, timestamp_ms, request_id, position, item_id), then every other column,
     so the result does not depend on the order of the input. With a `log_place` column (`ties:
@@ -186,17 +191,18 @@ def order_events(table: pa.Table, schema: pa.Schema) -> tuple[pa.Table, int]:
         group = np.concatenate([[0], np.cumsum(~same)])[tied]  # number of the (user, time) group
         chosen = order[tied]
         transit = transit_schema(schema, "log_place" in table.column_names)
-        order_, duplicate, position = _order_ties(restore_unset(table.take(pa.array(chosen)), transit), group, schema)
+        ties = restore_unset(table.take(pa.array(chosen)), transit)
+        order_, duplicate, position = _order_ties(ties, group, schema, keep_duplicates)
         order[tied] = chosen[order_]
         if position is not None:
             positions = np.zeros(rows, dtype=np.int32)
             positions[tied] = position
-        if duplicate.any():
+        duplicates = int(duplicate.sum())
+        if duplicates and not keep_duplicates:
             keep = np.ones(rows, dtype=bool)
             keep[tied] = ~duplicate
             order = order[keep]
             positions = positions[keep] if positions is not None else None
-            duplicates = int(duplicate.sum())
     if "log_place" in table.column_names:
         positions = np.zeros(len(order), dtype=np.int32) if positions is None else positions
     taken = {
@@ -216,7 +222,7 @@ def _long(kind: pa.DataType) -> pa.DataType:
 
 
 def _order_ties(
-    table: pa.Table, group: np.ndarray, schema: pa.Schema
+    table: pa.Table, group: np.ndarray, schema: pa.Schema, keep_duplicates: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """For rows that are tied with a neighbour on (user, time): their order, and in that order which
     rows are duplicates of an earlier one and (under log order) the position of each."""
@@ -231,7 +237,7 @@ def _order_ties(
         # the earliest of equal rows stays; equal rows need not be neighbours in the log
         frame = frame.sort("group", "request_id", "log_place")
         duplicate = ~frame.select(pl.struct(content).is_first_distinct()).to_series()
-        kept = frame.with_columns((~duplicate).cast(pl.Int32).alias("kept"))
+        kept = frame.with_columns((~duplicate | keep_duplicates).cast(pl.Int32).alias("kept"))
         position = kept.select(pl.col("kept").cum_sum().over("group", "request_id") - 1).to_series()
         return frame["row"].to_numpy(), duplicate.to_numpy(), position.to_numpy()
     frame = frame.sort(ranked)
@@ -243,15 +249,32 @@ def _order_ties(
     return frame["row"].to_numpy(), flags, None
 
 
+def _match_users(user: pa.DictionaryArray, described: pa.Table | None) -> tuple[Match, list[str]]:
+    """How many users of one partition the user files describe, and some of the others."""
+    if described is None:
+        return Match(), []
+    ids = user.dictionary
+    known = pc.is_in(ids, described.column(0).cast(ids.type)).to_numpy(zero_copy_only=False)
+    of_known = int(known[user.indices.to_numpy()].sum())
+    return Match(len(ids), int(known.sum()), len(user), of_known), sample(ids.filter(pa.array(~known)))
+
+
 def _write(
-    events_uri: str, schema: pa.Schema, behaviour: str | None, *shards: pa.Table
-) -> tuple[tuple[Part, str, int, int], Arrays]:
-    """One partition: orders the events and writes their part. Returns (part, first user, duplicates, users)
-    and what `survey` needs to know of the part."""
-    events, duplicates = order_events(pa.concat_tables(shards, promote_options="permissive"), schema)
+    events_uri: str,
+    schema: pa.Schema,
+    behaviour: str | None,
+    keep_duplicates: bool,
+    described: pa.Table | None,
+    *shards: pa.Table,
+) -> tuple[tuple[Part, str, int, int, tuple[Match, list[str]]], Arrays]:
+    """One partition: orders the events and writes their part. Returns (part, first user, duplicates, users, those
+    with a row in the user files) and what `survey` needs to know of the part."""
+    table = pa.concat_tables(shards, promote_options="permissive")
+    events, duplicates = order_events(table, schema, keep_duplicates)
     part = write_part(events_uri, events)
     arrays, users = arrays_of(events, behaviour)
-    return (part, events["user_id"][0].as_py(), duplicates, users), arrays
+    matched = _match_users(coded(events, "user_id"), described)
+    return (part, events["user_id"][0].as_py(), duplicates, users, matched), arrays
 
 
 def ingest(
@@ -264,11 +287,12 @@ def ingest(
     log_order: bool,
     behaviour: str | None = None,
     users: pa.Table | None = None,
+    keep_duplicates: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Ingested:
     """Reads the raw files and writes the parts of events and rejects, uncommitted. `behaviour` is for the
-    arrays only; `users` are the rows of `Source.read_users`. UserError for a file that cannot be read, and
-    for a key that no file has."""
+    arrays only; `users` are the rows of `Source.read_users`, the id first. UserError for a file that cannot be
+    read, and for a key that no file has."""
     result = Ingested()
     shards: Shards = [[] for _ in range(partitions)]
     transit = transit_schema(source.schema, log_order)
@@ -286,25 +310,30 @@ def ingest(
         progress(f"{result.rejected.rows_read:,} rows read")
         if tally.part:
             rejects.append((tally.order, tally.part))
-    for name, hint in (missing or {}).items():
-        raise UserError(
-            f"no event file of {input_uri} has a column '{name}'; {hint}; correct the source file or the log"
-        )
+    check_missing(input_uri, missing or {})
     result.rejects = [part for _, part in sorted(rejects, key=lambda pair: pair[0])]
 
     filled = [shard for shard in shards if shard]
     del shards
     # popped, so that the store can let go of what is written
-    writes = ((events_uri, source.schema, behaviour, *filled.pop()) for _ in range(len(filled)))
+    writes = (
+        (events_uri, source.schema, behaviour, keep_duplicates, shared, *filled.pop()) for _ in range(len(filled))
+    )
     count, rows = len(filled), 0
-    written: list[tuple[str, Part, ray.ObjectRef]] = []
-    for _, ((part, first, duplicates, users), arrays) in run_tasks(_write, writes, num_returns=2):
-        written.append((first, part, arrays))
+    written: list[tuple[str, Part, ray.ObjectRef, list[str]]] = []
+    match = Match()
+    for _, ((part, first, duplicates, of_part, (matched, others)), arrays) in run_tasks(_write, writes, num_returns=2):
+        written.append((first, part, arrays, others))
         result.duplicates += duplicates
-        result.users += users
+        result.users += of_part
+        match.add(matched)
         rows += part.rows
         progress(f"partition {len(written)} of {count} sorted and written, {rows:,} events")
     written.sort(key=lambda entry: entry[0])
-    result.parts = [part for _, part, _ in written]
-    result.arrays = [arrays for _, _, arrays in written]
+    result.parts = [part for _, part, _, _ in written]
+    result.arrays = [arrays for _, _, arrays, _ in written]
+    if users is not None and match.doubtful:
+        ids = sample(pa.array([name for *_, others in written for name in others], pa.string()))
+        match.explain(ids, compare(ids, [users.column(0)]))
+    result.matched = match
     return result

@@ -7,13 +7,12 @@ stopped anywhere continues with what is missing, and a finished one does nothing
 
 from __future__ import annotations
 
-import difflib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 from pyarrow import fs
 
@@ -27,102 +26,22 @@ from models.tables import (
     part_uris,
     read_manifest,
 )
-from pipelines.data.actions_config import ActionsConfig
-from pipelines.data.actions_steps import check_actions, make_actions
-from pipelines.data.catalogue import core_items
+from pipelines.data.actions_steps import make_actions
+from pipelines.data.catalogue import core_items, events_of
 from pipelines.data.events import hash_files, ingest, partitions_for
-from pipelines.data.items import write_items
+from pipelines.data.items import match_items, write_items
+from pipelines.data.matching import Match, check_matched
+from pipelines.data.notices import notices
+from pipelines.data.prepare_config import STATISTICS, PrepareConfig, check
 from pipelines.data.retrieval_steps import make_retrieval
-from pipelines.data.search_steps import check_search, make_search
+from pipelines.data.search_steps import make_search
 from pipelines.data.sources.base import Rejected, Source
-from pipelines.data.splits import SplitConfig, cut_times
+from pipelines.data.splits import cut_times
 from pipelines.data.statistics import summarise
 from pipelines.data.survey import Survey, check_users_once, merge, survey
 from pipelines.data.tables import REJECTS, check_writable, clear, commit, fingerprint, up_to_date, write_file, writing
-from pipelines.data.windows import SearchConfig
 
 Say = Callable[[str], None]
-
-
-@dataclass
-class PrepareConfig:
-    """What is made of a raw log. A source file's `prepare` section sets these; the command line wins."""
-
-    kind: Literal["retrieval", "search", "actions"] = "retrieval"
-    """What a request is: `retrieval`, each behaviour asks for itself; `search`, a search with the results it showed;
-    `actions`, an impression whose actions are asked for."""
-    core: int = 5
-    """Iterative k-core: users and items with fewer behaviours are left out. 0 or 1 keeps all."""
-    core_window: Literal["all", "train"] = "all"
-    """Whether the k-core counts the whole log, as papers do, or the training window of a temporal split only."""
-    ties: Literal["strict", "log_order"] = "strict"
-    """`strict`: a history holds only what is strictly earlier. `log_order`: events of equal time keep the log's
-    order and see the ones before; `position` then is that order."""
-    split: SplitConfig = field(default_factory=SplitConfig)
-    """How requests are split."""
-    max_events: int = 10_000
-    """Behaviours per user; of longer histories the most recent are kept."""
-    behaviour: str | None = None
-    """A bool label that makes an event a behaviour, such as `click`; by default every event is one."""
-    partitions: int | None = None
-    """Partitions of the shuffle and parts of the tables; by default from the bytes read."""
-    max_rejects: float = 0.01
-    """Share of rows that may break the schema before the job fails."""
-    search: SearchConfig = field(default_factory=SearchConfig)
-    """The features of a search log."""
-    actions: ActionsConfig = field(default_factory=ActionsConfig)
-    """Tasks, inputs and counts of a log of actions."""
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("retrieval", "search", "actions"):
-            raise ValueError(f"kind is '{self.kind}'; it is one of retrieval, search, actions")
-        if self.core < 0:
-            raise ValueError(f"core is {self.core}; it must be 0 (keep all) or more")
-        if self.core_window not in ("all", "train"):
-            raise ValueError(f"core_window is '{self.core_window}'; it is one of all, train")
-        if self.ties not in ("strict", "log_order"):
-            raise ValueError(f"ties is '{self.ties}'; it is one of strict, log_order")
-        if self.max_events < 1:
-            raise ValueError(f"max_events is {self.max_events}; a user needs at least 1")
-        if self.partitions is not None and self.partitions < 1:
-            raise ValueError(f"partitions is {self.partitions}; it must be 1 or more, or left out")
-        if not 0 <= self.max_rejects <= 1:
-            raise ValueError(f"max_rejects is {self.max_rejects}; it is a share between 0 and 1")
-
-    @classmethod
-    def of(cls, *layers: dict[str, Any]) -> PrepareConfig:
-        """From plain values; later layers win, None means not given. UserError names an unknown key."""
-        values: dict[str, Any] = {}
-        nested: dict[str, dict[str, Any]] = {name: {} for name in NESTED}
-        for layer in layers:
-            _check_keys(layer, cls, "")
-            for name, kind in NESTED.items():
-                given = layer.get(name) or {}
-                if not isinstance(given, dict):
-                    raise UserError(f"prepare.{name} is '{given}'; it is a mapping such as {{key: value}}")
-                _check_keys(given, kind, f"{name}.")
-                nested[name] |= {key: value for key, value in given.items() if value is not None}
-            values |= {key: value for key, value in layer.items() if value is not None and key not in NESTED}
-        try:
-            return cls(**{name: kind(**nested[name]) for name, kind in NESTED.items()}, **values)
-        except (ValueError, TypeError) as error:
-            raise UserError(str(error)) from error
-
-    @property
-    def counted(self) -> str | None:
-        """The label of the events that make the catalogue and the split: in a search log all that was shown do."""
-        return None if self.kind == "search" else self.behaviour
-
-
-NESTED: dict[str, Any] = {"split": SplitConfig, "search": SearchConfig, "actions": ActionsConfig}
-
-
-def _check_keys(values: dict[str, Any], kind: type, where: str) -> None:
-    known = [f.name for f in fields(kind)]
-    for key in values:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
-            raise UserError(f"unknown key 'prepare.{where}{key}'; the nearest key is '{near}'")
 
 
 @dataclass
@@ -135,21 +54,31 @@ class _Run:
     config: PrepareConfig
     overwrite: bool
     say: Say
+    whole: bool
+    """Whether a run has finished there before: only then is a table of other inputs or settings not replaced."""
     surveyed: Survey | None = None
 
     def table(self, name: str) -> str:
         return join(self.output, name)
 
-    def finished(self, name: str, config: dict[str, Any], inputs: dict[str, str]) -> Manifest | None:
-        """The table's manifest if it need not be made; UserError if it was made from something else."""
+    def finished(
+        self, name: str, config: dict[str, Any], inputs: dict[str, str], formerly: dict[str, Any] | None = None
+    ) -> Manifest | None:
+        """The table's manifest if it need not be made; UserError if a finished run made it from something else.
+
+        formerly: the same configuration as earlier code wrote it.
+        """
         uri = self.table(name)
         if self.overwrite or not has_manifest(uri):
             return None
-        if not up_to_date(uri, fingerprint(config, inputs)):
-            raise UserError(
-                f"{uri} was made from other inputs or settings; add --overwrite to replace it, or choose another "
-                f"--output"
-            )
+        if not any(up_to_date(uri, fingerprint(settings, inputs)) for settings in (config, formerly or config)):
+            if self.whole:
+                raise UserError(
+                    f"{uri} was made from other inputs or settings; add --overwrite to replace it, or choose another "
+                    f"--output"
+                )
+            self.say(f"{name}: replaced, as the run that made it from other inputs or settings did not finish")
+            return None
         manifest = read_manifest(uri, name)
         part_uris(uri, manifest)  # a part that is gone or cut short is an error that names it
         self.say(f"{name}: up to date, {manifest.rows:,} rows")
@@ -169,7 +98,8 @@ class _Run:
     def survey(self, events: Manifest) -> Survey:
         """The arrays of the events parts, read at most once in a run."""
         if self.surveyed is None:
-            self.surveyed = survey(part_uris(self.table("events"), events), self.config.counted)
+            late = self.config.counted in self.source.info.get("known", {})
+            self.surveyed = survey(part_uris(self.table("events"), events), self.config.counted, late)
         return self.surveyed
 
     def clean_on_error(self, uri: str) -> AbstractContextManager[None]:
@@ -191,7 +121,8 @@ def prepare(
     removed and finished ones stay as they were.
     """
     config = check(source, input_uri, output_uri, config)
-    run = _Run(source, str(input_uri), str(output_uri), config, overwrite, say)
+    whole = not overwrite and is_whole(str(output_uri))
+    run = _Run(source, str(input_uri), str(output_uri), config, overwrite, say, whole)
     files, item_files, user_files = (
         kind(run.input) for kind in (source.event_files, source.item_files, source.user_files)
     )
@@ -209,33 +140,22 @@ def prepare(
             sequences = make_retrieval(run, events, items, split, _split_key(run, events), _before(run, split))
         statistics = summarise(events, items, sequences)
         content = json.dumps(statistics, indent=2) + "\n"
-        write_file(join(run.output, "statistics.json"), content.encode())
+        write_file(join(run.output, STATISTICS), content.encode())
+    for line in notices(events, items, sequences):
+        say(line)
     return statistics
 
 
-def check(source: Source, input_uri: str, output_uri: str, config: PrepareConfig) -> PrepareConfig:
-    """What can be known before any work, without Ray: the files are there, the output can be written, the
-    settings fit the log. Returns the configuration with everything decided that the source decides."""
-    labels = source.info["labels"]
-    if config.behaviour is not None and labels.get(config.behaviour) != "bool":
-        known = ", ".join(name for name, kind in labels.items() if kind == "bool") or "none"
-        raise UserError(f"behaviour is '{config.behaviour}', which is no bool label of the log; those are: {known}")
-    if config.kind == "actions":
-        check_actions(source, config)  # first, as without a clock no split would be right
-    kind: Any = config.split.resolve(source.info["clock"])
-    if config.core_window == "train" and kind != "temporal":
-        raise UserError(
-            "core_window is train, which needs a temporal split; use --split.kind temporal or core_window all"
-        )
-    if kind == "per_user" and config.kind != "actions":
-        raise UserError(f"split.kind is per_user, which is of logs of actions; use temporal for kind {config.kind}")
-    if config.kind == "search":
-        check_search(source, config)
-    source.event_files(input_uri)
-    source.item_files(input_uri)
-    source.user_files(input_uri)
-    check_writable(output_uri)
-    return replace(config, split=replace(config.split, kind=kind))
+def is_whole(output: str) -> bool:
+    """Whether a run has finished there: statistics are written last, and sequences name what they were made from."""
+    filesystem, path = open_uri(join(output, STATISTICS))
+    if filesystem.get_file_info(path).type != fs.FileType.File or not has_manifest(join(output, "sequences")):
+        return False
+    made_from = read_manifest(join(output, "sequences")).inputs
+    return all(
+        has_manifest(join(output, name)) and read_manifest(join(output, name)).hash == made_from.get(name)
+        for name in ("events", "items")
+    )
 
 
 @contextmanager
@@ -260,13 +180,17 @@ def _make_events(run: _Run, files: list[str], inputs: dict[str, str]) -> Manifes
     source, config = run.source, run.config
     uris = [join(run.input, file) for file in files]
     partitions = config.partitions or partitions_for(uris)
-    settings = _plain({"source": source.config, "ties": config.ties, "partitions": partitions})
-    finished = run.finished("events", settings, inputs)
-    finished_rejects = run.finished("rejects", settings, inputs)
+    settings = _plain({"source": source.events_config, "ties": config.ties, "partitions": partitions})
+    keep = config.duplicates == "keep"
+    settings |= {"duplicates": "keep"} if keep else {}
+    formerly = {**settings, "source": _plain(source.config)}
+    finished = run.finished("events", settings, inputs, formerly)
+    finished_rejects = run.finished("rejects", settings, inputs, formerly)
     if finished and finished_rejects:
         info = finished.info
         _check_rejects(run, info.get("user_rows", 0), info.get("user_reject_reasons", {}), " of the user files")
         _check_rejects(run, info["rows_read"], info["reject_reasons"])
+        check_matched(Match(**info.get("users_matched", {})), "user", config.min_matched, run.say)
         return finished
     events_uri, rejects_uri = run.table("events"), run.table("rejects")
     run.say(f"events: reading {_count(len(files), 'file')} into {_count(partitions, 'partition')}")
@@ -288,6 +212,7 @@ def _make_events(run: _Run, files: list[str], inputs: dict[str, str]) -> Manifes
             config.ties == "log_order",
             config.counted,
             users.rows if users else None,
+            keep,
             run.progress("events"),
         )
         rejected = result.rejected
@@ -298,6 +223,7 @@ def _make_events(run: _Run, files: list[str], inputs: dict[str, str]) -> Manifes
         _check_rejects(run, rejected.rows_read, rejected.reasons)
         if not result.parts:
             raise UserError(f"{run.input} holds no valid event; see the reasons above")
+        check_matched(result.matched, "user", config.min_matched, run.say)
         read = time.perf_counter()
         run.surveyed = merge(result.arrays, result.users, config.counted)
         check_users_once(run.surveyed.arrays, run.surveyed.users)
@@ -311,8 +237,13 @@ def _make_events(run: _Run, files: list[str], inputs: dict[str, str]) -> Manifes
             "user_rows": of_users.rows_read,
             "user_rejects": sum(of_users.reasons.values()),
             "user_reject_reasons": dict(sorted(of_users.reasons.items())),
-            "duplicates": result.duplicates,
+            "duplicates": 0 if keep else result.duplicates,
+            **({"duplicates_kept": result.duplicates} if keep else {}),
             "users": run.surveyed.users,
+            **({"users_matched": result.matched.record()} if users else {}),
+            "first_ms": run.surveyed.first_ms,
+            "last_ms": run.surveyed.last_ms,
+            "grain_ms": run.surveyed.grain_ms,
         }
         commit(rejects_uri, "rejects", REJECTS, result.rejects, config=settings, inputs=inputs, info={"rows": rejects})
         events = commit(
@@ -327,7 +258,8 @@ def _make_events(run: _Run, files: list[str], inputs: dict[str, str]) -> Manifes
         )
     run.say(
         f"events: {events.rows:,} rows of {run.surveyed.users:,} users, each in one part "
-        f"({result.duplicates:,} duplicates dropped, {rejects:,} rejects) in {time.perf_counter() - begin:.1f} s"
+        f"({result.duplicates:,} duplicates {'kept' if keep else 'dropped'}, {rejects:,} rejects) "
+        f"in {time.perf_counter() - begin:.1f} s"
     )
     return events
 
@@ -405,6 +337,7 @@ def _make_items(run: _Run, events: Manifest, files: dict[str, str], split: dict[
     if finished := run.finished("items", settings, inputs):
         rows, reasons = finished.info.get("metadata_rows", 0), finished.info.get("metadata_reject_reasons", {})
         _check_rejects(run, rows, reasons, " of the item files")
+        check_matched(Match(**finished.info.get("matched", {})), "item", config.min_matched, run.say)
         return finished
     begin = time.perf_counter()
     found = run.survey(events)
@@ -413,9 +346,14 @@ def _make_items(run: _Run, events: Manifest, files: dict[str, str], split: dict[
     uri = run.table("items")
     with _clean_on_error(uri):
         check_writable(uri)
-        parts, schema, counts, rejected = write_items(run.source, run.input, list(files), catalogue, uri)
+        parts, schema, counts, rejected, missing = write_items(run.source, run.input, list(files), catalogue, uri)
         _say_rejects(run, rejected, " of the item files")
         _check_rejects(run, rejected.rows_read, rejected.reasons, " of the item files")
+        matched = Match()
+        if files:
+            of_items = events_of(found, catalogue)
+            matched = match_items(run.source, run.input, list(files), catalogue, missing, of_items)
+            check_matched(matched, "item", config.min_matched, run.say)
         info = {
             "core": config.core,
             "core_window": config.core_window,
@@ -423,11 +361,13 @@ def _make_items(run: _Run, events: Manifest, files: dict[str, str], split: dict[
             "behaviour": config.counted,
             "split": split,
             "split_made_from": _split_key(run, events),
+            "behaviours": found.behaviours,
             "items_before_core": len(found.items),
             "dropped_items": len(found.items) - len(catalogue),
             "metadata_rows": rejected.rows_read,
             "metadata_rejects": sum(rejected.reasons.values()),
             "metadata_reject_reasons": dict(sorted(rejected.reasons.items())),
+            **({"matched": matched.record()} if files else {}),
             **counts,
         }
         timings = {"core_s": counted - begin, "write_s": time.perf_counter() - counted}

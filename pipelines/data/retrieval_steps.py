@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from models.tables import Manifest, part_uris, read_table
+from pipelines.data.notices import require_training
 from pipelines.data.sequences import Rules, write_sequences
 from pipelines.data.splits import NAMES
 from pipelines.data.tables import check_writable, commit, sequences_schema
@@ -55,6 +56,8 @@ def make_retrieval(
             rules,
             run.progress("sequences"),
         )
+        usable = {name: count[f"requests_{name}"] - count[f"without_history_{name}"] for name in NAMES}
+        require_training(usable, count, config.max_events, "request with a history")
         info = {
             "kind": "retrieval",
             "users": count["users"],

@@ -21,20 +21,19 @@ import pyarrow.compute as pc
 import ray
 
 from models.tables import Part
+from pipelines.data.search_config import SearchConfig
 from pipelines.data.splits import NAMES, assign
-from pipelines.data.survey import coded, count_pairs, read_coded, runs
-from pipelines.data.tables import QUERIES, search_schema, write_part
+from pipelines.data.survey import coded, count_pairs, counted_before, distinct, known_times, read_coded, runs
+from pipelines.data.tables import CARRIED, QUERIES, search_schema, write_part
 from pipelines.data.tasks import run_tasks
 from pipelines.data.windows import (
     IDS,
-    SearchConfig,
     count_windows,
     feature_names,
     features,
     gather,
-    new_requests,
     positions_in,
-    request_order,
+    requests_of,
 )
 
 QUERIES_PER_PART = 1_000_000
@@ -122,49 +121,50 @@ def build_search(
     }
     inside = item >= 0
     new_user = np.concatenate([[True], codes[1:] != codes[:-1]])
-    new_time = new_user | np.concatenate([[True], time[1:] != time[:-1]])
-    user_row, time_row = _first_rows(new_user), _first_rows(new_time)  # (E,) first row of the user, of the moment
+    user_row = _first_rows(new_user)  # (E,) first row of the user
 
-    # 1. Behaviours: results of the catalogue that have the label, the most recent of each user.
-    engaged = inside & label[rules.labels[0]]
-    until = np.concatenate([[0], np.cumsum(engaged)])  # engaged events above a row
-    end_row = np.append(np.flatnonzero(new_user)[1:], len(codes))[
-        np.cumsum(new_user) - 1
-    ]  # (E,) end of the user's rows
-    recent = engaged & (until[end_row] - until[:-1] <= rules.max_events)
-    behaviour = np.flatnonzero(recent)
-    kept = np.concatenate([[0], np.cumsum(recent)])  # kept behaviours above a row
-    earlier = kept[time_row] - kept[user_row]  # (E,) kept behaviours of the user that are strictly earlier
+    # 1. Behaviours: results of the catalogue that have the label, the most recent of each user, by when they are known.
+    known = known_times(events, rules.labels[0])  # (E,)
+    engaged = np.flatnonzero(inside & label[rules.labels[0]])
+    engaged = engaged[np.lexsort((known[engaged], user_row[engaged]))]
+    user_start = runs(user_row[engaged])
+    length = np.diff(np.append(user_start, len(engaged)))
+    recent = np.repeat(user_start + length, length) - np.arange(len(engaged)) <= rules.max_events
+    behaviour = engaged[recent]
+    cut = length > rules.max_events
     # A user who lost behaviours loses the requests that are older than what is left of the history.
-    cut = until[end_row] - until[user_row] > rules.max_events
-    lost = np.zeros(len(codes), dtype=bool)
-    if cut.any():
-        first = behaviour[np.searchsorted(behaviour, user_row[cut])]
-        lost[cut] = time[cut] < time[first]
+    oldest = np.full(len(codes), np.iinfo(np.int64).min)  # by the user's first row
+    oldest[user_row[engaged[user_start]][cut]] = known[engaged[(user_start + length - rules.max_events)[cut]]]
+    lost = time < oldest[user_row]
 
     # 2. Requests and their candidates.
-    order, begins = request_order(query, new_requests(events))
+    asked = requests_of(events, query, rules.search, rules.clock)
+    position, first = events["position"].to_numpy(), asked.first
+    order, begins = asked.order(query, position)
     request = np.cumsum(begins) - 1  # (E,) in the order of the requests
+    lost = lost[first]
     usable = (inside & ~lost)[order]
     candidate = order[usable]  # (C,) rows of events
     start = runs(request[usable])  # (R,) first candidate of each request
-    asks = candidate[start]  # (R,) an event of each request
+    asks = first[candidate[start]]  # (R,) the earliest event of each request, whatever it showed
     found = np.bincount(request, weights=inside[order])
     count["requests_outside"] = int((found == 0).sum())
     count["candidates_outside"] = int((~inside).sum())
     count["requests_truncated"] = int((lost[order][begins] & (found > 0)).sum())
+    spread = asked.spread(time)
+    count["requests_spread"], count["max_spread_ms"] = len(distinct(first[spread > 0])), int(spread.max())
     count["requests_without_query"] = int((query[asks] < 0).sum())
-    count["truncated_events"] = int(engaged.sum() - recent.sum())
-    count["truncated_users"] = int((cut & new_user).sum())
+    count["truncated_events"] = len(engaged) - len(behaviour)
+    count["truncated_users"] = int(cut.sum())
     if not len(asks):
         return schema.empty_table(), count
     user_start = runs(codes[asks])  # (U,) first request of each user
     split = assign(rules.split, time[asks], user_start)
     length = np.diff(np.append(start, len(candidate)))
+    history_end = counted_before(user_row[behaviour], known[behaviour], user_row[asks], time[asks])
 
     # 3. List columns: offsets over the flat columns.
-    position = events["position"].to_numpy()
-    values = features(counts, position, time, rules.search, rules.clock)  # (E, F)
+    values = features(counts, position, time[first], rules.search, rules.clock)  # (E, F)
     offsets = np.append(start, len(candidate))
 
     def shown(flat: np.ndarray, field: pa.Field) -> pa.Array:
@@ -176,7 +176,7 @@ def build_search(
     of_request = {
         "timestamp_ms": pa.array(time[asks]),
         "query_index": pa.array(query[asks]),
-        "history_end": pa.array(earlier[asks].astype(np.int32)),
+        "history_end": pa.array(history_end.astype(np.int32)),
         "split": pa.DictionaryArray.from_arrays(pa.array(split), pa.array(NAMES)).cast(pa.string()),
     }
     of_result = {"candidates": item, "positions": position, "features": values}
@@ -185,8 +185,9 @@ def build_search(
     arrays = [of_request[f.name] if f.name in of_request else shown(of_result[f.name], f) for f in fields]
     requests = pa.StructArray.from_arrays(arrays, fields=fields)
 
-    # Users with a behaviour are users with a request: the one that showed the result.
-    of_user = np.append(np.searchsorted(behaviour, user_row[asks][user_start]), len(behaviour))
+    # A user whose every request is older than what is left of the history is left out.
+    behaviour = behaviour[np.isin(user_row[behaviour], user_row[asks])]
+    of_user = np.append(np.searchsorted(user_row[behaviour], user_row[asks][user_start]), len(behaviour))
     per_user = pa.array(of_user.astype(np.int32))
     of_behaviour = {
         "item_index": pa.array(item[behaviour]),
@@ -205,26 +206,26 @@ def build_search(
     one_class = (clicks == 0) | (clicks == length)
     pairs = count_pairs(codes[behaviour], item[behaviour])
     count.update(users=len(user_start), interactions=len(behaviour), pairs=pairs)
-    moment = time_row[behaviour]
-    count["tied_rows"] = int((moment[1:] == moment[:-1]).sum())
+    tied = (known[behaviour][1:] == known[behaviour][:-1]) & (user_row[behaviour][1:] == user_row[behaviour][:-1])
+    count["tied_rows"] = int(tied.sum())
     count["max_length"], count["max_candidates"] = int(np.diff(of_user).max()), int(length.max())
     for code, name in enumerate(NAMES):
         mine = split == code
         count[f"requests_{name}"] = int(mine.sum())
         count[f"candidates_{name}"] = int(length[mine].sum())
         count[f"one_class_{name}"] = int(one_class[mine].sum())
-        count[f"without_history_{name}"] = int((earlier[asks][mine] == 0).sum())
+        count[f"without_history_{name}"] = int((history_end[mine] == 0).sum())
     return pa.Table.from_arrays(columns, schema=schema), count
 
 
-LARGEST = ("max_length", "max_candidates")
+LARGEST = ("max_length", "max_candidates", "max_spread_ms")
 
 
 def _write_part(
     uri: str, sequences_uri: str, catalogue: pa.Array, queries: pa.Array, rules: SearchRules, *pieces: dict[str, Any]
 ) -> tuple[Part | None, Counter[str]]:
     names = [*IDS, "timestamp_ms", "position"]
-    names += [name for name in rules.schema.names if name.startswith(("label_", "num_", "cat_"))]
+    names += [name for name in rules.schema.names if name.startswith(CARRIED)]
     events = read_coded(uri, names, IDS)
     counts = gather(events.num_rows, rules.search, pieces) if rules.windowed else None
     table, count = build_search(events, catalogue, queries, counts, rules)
@@ -243,7 +244,8 @@ def write_search(
     items, texts = ray.put(catalogue), ray.put(queries)
     counted: list[list[ray.ObjectRef]] = [[] for _ in parts]
     if rules.windowed:
-        counted = count_windows(parts, items, texts, rules.labels[0], rules.search)
+        late = f"known_{rules.labels[0]}" in rules.schema.names
+        counted = count_windows(parts, items, texts, rules.labels[0], rules.search, late)
     written: list[Part | None] = [None] * len(parts)
     total: Counter[str] = Counter()
     calls = [(uri, sequences_uri, items, texts, rules, *pieces) for uri, pieces in zip(parts, counted, strict=True)]

@@ -9,36 +9,15 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from models.tables import Manifest, UserError, part_uris, read_table
+from pipelines.data.notices import require_training
+from pipelines.data.prepare_config import bool_labels
 from pipelines.data.search import SearchRules, write_queries, write_search
-from pipelines.data.sources.base import Source
+from pipelines.data.search_config import MINUTE_MS
 from pipelines.data.splits import NAMES
 from pipelines.data.tables import QUERIES, check_writable, commit
 
 if TYPE_CHECKING:
-    from pipelines.data.prepare import PrepareConfig, _Run
-
-
-def bool_labels(source: Source, behaviour: str | None) -> list[str]:
-    """The log's bool labels, the one that makes a behaviour first."""
-    labels = [name for name, kind in source.info["labels"].items() if kind == "bool"]
-    return sorted(labels, key=lambda name: name != behaviour)
-
-
-def check_search(source: Source, config: PrepareConfig) -> None:
-    """UserError for settings that a search log cannot have."""
-    if config.behaviour is None:
-        known = ", ".join(bool_labels(source, None)) or "none"
-        raise UserError(
-            f"kind is search, which needs the bool label that makes a result a behaviour; set behaviour to one of: "
-            f"{known}"
-        )
-    if config.core > 1:
-        raise UserError(
-            f"core is {config.core}, but the catalogue of a search log holds every item that was shown; use --core 0, "
-            f"and --core_window train to leave out items that the training window did not show"
-        )
-    if config.ties != "strict":
-        raise UserError(f"ties is {config.ties}; a search sees strictly earlier behaviours only: use --ties strict")
+    from pipelines.data.prepare import _Run
 
 
 def make_queries(run: _Run, events: Manifest) -> Manifest:
@@ -102,6 +81,7 @@ def make_search(run: _Run, events: Manifest, items: Manifest, split: dict[str, A
                 ("requests_without_history", "without_history"),
             )
         }
+        require_training(per_split["requests"], count, config.max_events, "request")
         info = {
             "kind": "search",
             "users": count["users"],
@@ -131,6 +111,8 @@ def make_search(run: _Run, events: Manifest, items: Manifest, split: dict[str, A
             "candidates_outside": count["candidates_outside"],
             "requests_truncated": count["requests_truncated"],
             "requests_without_query": count["requests_without_query"],
+            "requests_spread": count["requests_spread"],
+            "max_request_spread_ms": count["max_spread_ms"],
             "items_hash": items.hash,
             "queries_hash": queries.hash,
             "numbers": source.info["numbers"],
@@ -154,4 +136,11 @@ def make_search(run: _Run, events: Manifest, items: Manifest, split: dict[str, A
         f"{count['candidates_outside']:,} candidates outside the catalogue, {count['requests_truncated']:,} requests "
         f"older than the kept behaviours; {one_class:,} requests have one class only"
     )
+    if count["requests_spread"]:
+        apart = count["max_spread_ms"]
+        run.say(
+            f"note: the results of {count['requests_spread']:,} requests have times of their own, up to "
+            + (f"{apart / MINUTE_MS:,.2f} minutes" if rules.clock else f"{apart:,} places")
+            + " apart; a request's time is that of its earliest result"
+        )
     return sequences

@@ -49,6 +49,7 @@ from pipelines.data.embed import (
 from pipelines.data.survey import distinct
 from pipelines.data.tables import (
     TOKENS,
+    check_output,
     check_writable,
     clear,
     commit,
@@ -335,7 +336,7 @@ def encode_search(
     """
     config = config or SearchTextConfig()
     run = _Encoding(tables_uri, output_uri, encoder, config, overwrite, say)
-    check_search_text(tables_uri, encoder, config)
+    check_search_text(tables_uri, encoder, config, output_uri)
     if config.query_condition == "joint":
         say(WARNING)
     items = item_texts(read_table(join(tables_uri, "items"), "items"), config)
@@ -352,8 +353,9 @@ def encode_search(
         return made | {"pairs": run.pairs(items, queries, fitted)}
 
 
-def check_search_text(tables_uri: str, encoder: str, config: SearchTextConfig) -> None:
+def check_search_text(tables_uri: str, encoder: str, config: SearchTextConfig, output_uri: str) -> None:
     """What can be known before Ray starts. Raises UserError."""
+    check_output(output_uri, {**dict.fromkeys(("pairs", "items", "queries"), "embeddings"), "tokens": "tokens"})
     kind = read_manifest(join(tables_uri, "sequences"), "sequences").info.get("kind")
     if kind != "search":
         raise UserError(

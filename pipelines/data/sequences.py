@@ -19,7 +19,7 @@ import ray
 from models.tables import Part
 from pipelines.data.catalogue import surviving_rows
 from pipelines.data.splits import NAMES, assign
-from pipelines.data.survey import behaviour_column, coded, count_pairs, read_coded, runs
+from pipelines.data.survey import behaviour_column, coded, count_pairs, counted_before, known_times, read_coded, runs
 from pipelines.data.tables import sequences_schema, write_part
 from pipelines.data.tasks import run_tasks
 
@@ -55,18 +55,20 @@ def build_sequences(events: pa.Table, catalogue: pa.Array, rules: Rules) -> tupl
     user, item = coded(events, "user_id"), coded(events, "item_id")
     index = pc.fill_null(pc.index_in(item.dictionary.cast(pa.large_string()), catalogue), -1).to_numpy()
     items = index[item.indices.to_numpy()]  # (E,) item_index, -1 outside the catalogue
-    time = events["timestamp_ms"].to_numpy()
+    time, known = events["timestamp_ms"].to_numpy(), known_times(events, rules.behaviour)
     codes = user.indices.to_numpy()
 
-    # 1. Behaviours: on items of the catalogue, by users who stay, the most recent of each.
-    known = items >= 0
-    if known.all():
-        rows = np.arange(len(items))
-    else:
-        rows = np.flatnonzero(known)
-        items, time, codes = items[rows], time[rows], codes[rows]
+    # 1. Behaviours in the order in which they are known: on items of the catalogue, by users who stay, the most recent
+    # of each.
+    late = not np.array_equal(time, known)
+    user_rank = np.cumsum(np.append(0, codes[1:] != codes[:-1]))
+    rows = np.lexsort((known, user_rank)) if late else np.arange(len(items))
+    inside = items >= 0
+    if late or not inside.all():
+        rows = rows[inside[rows]]
+        items, time, known, codes = items[rows], time[rows], known[rows], codes[rows]
     start = runs(codes)
-    counted = None if rules.before_ms is None else time < rules.before_ms
+    counted = None if rules.before_ms is None else known < rules.before_ms
     alive = np.ones(len(catalogue), dtype=bool)
     stays = surviving_rows(items, alive, start, counted, max(rules.core, 1))
     if counted is not None:  # a user who stays keeps the behaviours outside the window too
@@ -79,23 +81,27 @@ def build_sequences(events: pa.Table, catalogue: pa.Array, rules: Rules) -> tupl
     count["truncated_users"] = int((length[stays[start]] > rules.max_events).sum()) if len(start) else 0
     count["truncated_events"] = int((stays & ~recent).sum())
     if not keep.all():
-        rows, items, time, codes = rows[keep], items[keep], time[keep], codes[keep]
+        rows, items, time, known, codes = (column[keep] for column in (rows, items, time, known, codes))
     if not len(rows):
         return schema.empty_table(), count
 
-    # 2. Histories: behaviours of the same user that are strictly earlier.
+    # 2. Requests, one for each behaviour, in the order of time; their histories are what is known strictly before.
     start = runs(codes)
     length = np.diff(np.append(start, len(rows)))
     here = np.arange(len(rows))
     user_begin = np.repeat(start, length)
     new = np.ones(len(rows), dtype=bool)
-    new[1:] = (time[1:] != time[:-1]) | (codes[1:] != codes[:-1])
+    new[1:] = (known[1:] != known[:-1]) | (codes[1:] != codes[:-1])
     tie_begin = np.maximum.accumulate(np.where(new, here, 0))
     history_end = ((here if rules.log_order else tie_begin) - user_begin).astype(np.int32)
-    split = assign(rules.split, time, start)
+    asks = here
+    if late:
+        asks = np.argsort(rows)  # rows of events are in the order of user and time
+        history_end = counted_before(user_begin, known, user_begin, time[asks]).astype(np.int32)
+    split = assign(rules.split, time[asks], start)
 
     # 3. List columns: offsets over the flat columns.
-    whole = len(rows) == events.num_rows
+    whole = len(rows) == events.num_rows and not late
     offsets = pa.array(np.append(start, len(rows)).astype(np.int32))
 
     def listed(values: pa.Array, field: pa.Field) -> pa.Array:
@@ -111,8 +117,9 @@ def build_sequences(events: pa.Table, catalogue: pa.Array, rules: Rules) -> tupl
     request_type = schema.field("requests").type.value_type
     split_names = pa.DictionaryArray.from_arrays(pa.array(split), pa.array(NAMES)).cast(pa.string())
     query = column("query")
+    asked = [array.take(pa.array(asks)) if late else array for array in (time_array, query, item_array)]
     requests = pa.StructArray.from_arrays(
-        [time_array, query, pa.array(history_end), split_names, pa.ListArray.from_arrays(one_each, item_array)],
+        [asked[0], asked[1], pa.array(history_end), split_names, pa.ListArray.from_arrays(one_each, asked[2])],
         fields=list(request_type),
     )
     flat = {"item_index": item_array, "timestamp_ms": time_array, "query": query, "requests": requests}

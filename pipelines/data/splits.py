@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from models.tables import UserError
-from pipelines.data.survey import Arrays, Survey
-from pipelines.data.tasks import run_all
+
+if TYPE_CHECKING:  # settings are read and checked before Ray takes its seconds to be imported
+    from pipelines.data.survey import Arrays, Survey
 
 NAMES = ("train", "val", "test")
 BINS = 1 << 16
@@ -95,6 +96,8 @@ def _histogram(arrays: Arrays, low: int, width: int) -> np.ndarray:
 def nth_time(survey: Survey, rank: int) -> int:
     """The timestamp of the behaviour at `rank` (from 0) in the order of time, by narrowing histograms, so
     that no process needs all timestamps."""
+    from pipelines.data.tasks import run_all
+
     low, high = survey.first_ms, survey.last_ms
     while low < high:
         width = -(-(high - low + 1) // BINS)

@@ -19,6 +19,8 @@ SEARCH = (
     "requests_one_class",
     "requests_without_query",
     "requests_outside",
+    "requests_spread",
+    "max_request_spread_ms",
     "candidates_outside",
 )
 """What only a search log counts."""

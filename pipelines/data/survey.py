@@ -15,14 +15,15 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import ray
 
-from models.tables import UserError, open_uri
+from models.tables import UserError, read_parquet
 from pipelines.data.shuffle import user_keys
 from pipelines.data.tasks import run_all, run_tasks
 
 Arrays = dict[str, Any]
+DAY = 86_400_000  # ms
+GRAINS = (DAY, 1000)  # of times, in ms, coarsest first
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Survey:
 
     arrays: list[ray.ObjectRef]
     """Per part: `user_keys` (U,) sorted; `user_start` (V,) first row of each user with behaviours;
-    `item` (E,) index into `items`; `items` the item ids; `timestamp` (E,)."""
+    `item` (E,) index into `items`; `items` the item ids; `timestamp` (E,); `known` (E,) of `known_times`."""
     mappings: list[ray.ObjectRef]
     """Per part: (len(items),) int32, the part's items as indices into `items` below."""
     items: pa.Array
@@ -44,17 +45,13 @@ class Survey:
     """Smallest timestamp of a behaviour."""
     last_ms: int
     """Largest timestamp of a behaviour."""
+    grain_ms: int
+    """The coarsest of a day, a second and a millisecond that all times of behaviours are apart by multiples of."""
 
 
 def read_coded(uri: str, columns: list[str] | None = None, ids: tuple[str, ...] = ("user_id", "item_id")) -> pa.Table:
     """An events part with the ids dictionary-coded, each column in one chunk."""
-    filesystem, path = open_uri(uri)
-    try:
-        with filesystem.open_input_file(path) as file:
-            table = pq.ParquetFile(file, read_dictionary=list(ids)).read(columns=columns)
-    except (pa.ArrowInvalid, OSError) as error:
-        first = str(error).splitlines()[0]
-        raise UserError(f"{uri} is not a readable Parquet file ({first}); run again with --overwrite") from error
+    table = read_parquet(uri, columns, dictionary=ids)
     return table.unify_dictionaries().combine_chunks()
 
 
@@ -85,6 +82,30 @@ def behaviour_column(behaviour: str | None) -> list[str]:
     return [f"label_{behaviour}"] if behaviour else []
 
 
+def known_column(behaviour: str | None, late: bool) -> list[str]:
+    """The column that says from when on the label is known, where events have it."""
+    return [f"known_{behaviour}"] if behaviour and late else []
+
+
+def known_times(table: pa.Table, behaviour: str | None) -> np.ndarray:
+    """(E,) from when on each event is known as a behaviour: its label's own time where events have one."""
+    time = table["timestamp_ms"]
+    if behaviour and f"known_{behaviour}" in table.column_names:
+        time = pc.coalesce(table[f"known_{behaviour}"], time)
+    return time.to_numpy()
+
+
+def counted_before(user: np.ndarray, known: np.ndarray, who: np.ndarray, time: np.ndarray) -> np.ndarray:
+    """(R,) how many of the (N,) behaviours of `user`, known from `known` on, are of `who` and known strictly before
+    `time`. user (N,) never falls."""
+    line = np.lexsort(
+        (np.repeat([1, 0], [len(user), len(who)]), np.concatenate([known, time]), np.concatenate([user, who]))
+    )
+    above, place = np.cumsum(line < len(user)), np.empty(len(line), dtype=np.int64)
+    place[line] = above
+    return place[len(user) :] - np.searchsorted(user, who)
+
+
 def arrays_of(table: pa.Table, behaviour: str | None) -> tuple[Arrays, int]:
     """The arrays of one events part (sorted, ids dictionary-coded), and its number of users."""
     # Every user of the part counts for the check that none is in two parts, with or without behaviours.
@@ -101,13 +122,18 @@ def arrays_of(table: pa.Table, behaviour: str | None) -> tuple[Arrays, int]:
         "item": (np.cumsum(used, dtype=np.int32) - 1)[item.indices.to_numpy()],
         "items": item.dictionary.filter(pa.array(used)).cast(pa.large_string()),
         "timestamp": table["timestamp_ms"].to_numpy(),
+        "known": known_times(table, behaviour),
     }
     return arrays, len(keys)
 
 
-def _extent(arrays: Arrays) -> tuple[int, int, int]:
+def _extent(arrays: Arrays) -> tuple[int, int, int, list[set[int]]]:
+    """Rows, first and last time, and for each of GRAINS the least and largest remainder of the times."""
     time = arrays["timestamp"]
-    return (len(time), int(time.min()), int(time.max())) if len(time) else (0, 2**63 - 1, -(2**63))
+    if not len(time):
+        return 0, 2**63 - 1, -(2**63), [set() for _ in GRAINS]
+    left = (time % grain for grain in GRAINS)
+    return len(time), int(time.min()), int(time.max()), [{int(rest.min()), int(rest.max())} for rest in left]
 
 
 def _mapping(arrays: Arrays, items: pa.Array) -> np.ndarray:
@@ -118,22 +144,26 @@ def _items(*parts: Arrays) -> pa.Array:
     return pc.unique(pa.concat_arrays([part["items"] for part in parts]))
 
 
-def _survey_part(uri: str, behaviour: str | None) -> tuple[int, Arrays]:
-    table = read_coded(uri, ["user_id", "item_id", "timestamp_ms", *behaviour_column(behaviour)])
+def _survey_part(uri: str, behaviour: str | None, late: bool) -> tuple[int, Arrays]:
+    columns = ["user_id", "item_id", "timestamp_ms", *behaviour_column(behaviour), *known_column(behaviour, late)]
+    table = read_coded(uri, columns)
     arrays, users = arrays_of(table, behaviour)
     return users, arrays
 
 
-def survey(parts: list[str], behaviour: str | None) -> Survey:
-    """Reads the parts once. UserError if there is no behaviour at all."""
-    counted = sorted(run_tasks(_survey_part, [(uri, behaviour) for uri in parts], num_returns=2), key=itemgetter(0))
+def survey(parts: list[str], behaviour: str | None, late: bool = False) -> Survey:
+    """Reads the parts once; late: whether they say when the behaviour's label is known. UserError if there is no
+    behaviour at all."""
+    calls = [(uri, behaviour, late) for uri in parts]
+    counted = sorted(run_tasks(_survey_part, calls, num_returns=2), key=itemgetter(0))
     return merge([arrays for _, (_, arrays) in counted], sum(users for _, (users, _) in counted), behaviour)
 
 
 def merge(arrays: list[ray.ObjectRef], users: int, behaviour: str | None) -> Survey:
     """The survey of parts whose arrays are there. UserError if there is no behaviour at all."""
     extents = run_all(_extent, [(ref,) for ref in arrays])
-    behaviours = sum(rows for rows, _, _ in extents)
+    behaviours = sum(rows for rows, *_ in extents)
+    rests = [set().union(*(of_part[grain] for *_, of_part in extents)) for grain in range(len(GRAINS))]
     if behaviours == 0:
         raise UserError(
             f"no event has label '{behaviour}' set, so there are no behaviours; choose another 'behaviour' or leave "
@@ -152,8 +182,9 @@ def merge(arrays: list[ray.ObjectRef], users: int, behaviour: str | None) -> Sur
         items=items,
         users=users,
         behaviours=behaviours,
-        first_ms=min(first for _, first, _ in extents),
-        last_ms=max(last for _, _, last in extents),
+        first_ms=min(first for _, first, _, _ in extents),
+        last_ms=max(last for _, _, last, _ in extents),
+        grain_ms=next((grain for grain, rest in zip(GRAINS, rests, strict=True) if len(rest) == 1), 1),
     )
 
 

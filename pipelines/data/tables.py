@@ -17,7 +17,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -28,7 +28,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
-from models.tables import MANIFEST, Manifest, Part, UserError, has_manifest, join, open_uri, read_manifest
+from models.tables import MANIFEST, Manifest, Part, UserError, file_info, has_manifest, join, open_uri, read_manifest
+from models.uri import hide, masked
 
 SCHEMA_VERSION = 1
 
@@ -41,10 +42,18 @@ OWN = re.compile(r"(part-[0-9a-f]{20}\.parquet|manifest\.json)(\.\d+\.tmp)?|\.wr
 LABEL_TYPES = {"bool": pa.bool_(), "float32": pa.float32()}
 
 
+CARRIED = ("label_", "known_", "num_", "cat_")
+"""Beginnings of the columns of events that sequences carry."""
+
+
 def events_schema(
-    labels: dict[str, str] | None = None, numbers: Iterable[str] = (), categories: Iterable[str] = ()
+    labels: dict[str, str] | None = None,
+    numbers: Iterable[str] = (),
+    categories: Iterable[str] = (),
+    known: Iterable[str] = (),
 ) -> pa.Schema:
-    """events: one row per impression or interaction. `labels` maps names to `bool` or `float32`."""
+    """events: one row per impression or interaction. `labels` maps names to `bool` or `float32`; `known` are those
+    that have a time of their own or a delay."""
     return pa.schema(
         [
             pa.field("user_id", pa.string(), nullable=False),
@@ -54,6 +63,7 @@ def events_schema(
             pa.field("query", pa.string()),  # null where the event had no query
             pa.field("position", pa.int32(), nullable=False),  # rank shown, from 0; 0 if the log has none
             *(pa.field(f"label_{name}", LABEL_TYPES[kind]) for name, kind in (labels or {}).items()),
+            *(pa.field(f"known_{name}", pa.int64()) for name in known),  # from when on; null where the label is not set
             *(pa.field(f"num_{name}", pa.float32()) for name in numbers),
             *(pa.field(f"cat_{name}", pa.string()) for name in categories),
         ]
@@ -90,15 +100,15 @@ def _list(name: str, value: pa.DataType) -> pa.Field:
 def sequences_schema(events: pa.Schema) -> pa.Schema:
     """sequences: one row per user. Every column of `events` that is not a key becomes an equal-length list.
 
-    Behaviours are sorted by (timestamp_ms, request_id, position, item_id). `requests` has one struct per
-    request, in the same order.
+    Behaviours are sorted by (timestamp_ms, request_id, position, item_id); where their label has a time of its own,
+    by that first. `requests` has one struct per request, sorted by (timestamp_ms, request_id, position, item_id).
     """
-    extra = [field for field in events if field.name == "query" or field.name.startswith(("label_", "num_", "cat_"))]
+    extra = [field for field in events if field.name == "query" or field.name.startswith(CARRIED)]
     request = pa.struct(
         [
             pa.field("timestamp_ms", pa.int64()),
             pa.field("query", pa.string()),
-            pa.field("history_end", pa.int32()),  # behaviours strictly earlier than the request
+            pa.field("history_end", pa.int32()),  # behaviours known strictly before the request
             pa.field("split", pa.string()),  # train, val or test
             pa.field("candidates", pa.list_(pa.field("item", pa.int32()))),  # item_index; retrieval: the target
         ]
@@ -125,16 +135,18 @@ QUERIES = pa.schema(
 def search_schema(events: pa.Schema, labels: Iterable[str], features: int) -> pa.Schema:
     """sequences of a search log: one row per user with a request.
 
-    Behaviours (results with the first of `labels`, sorted by (timestamp_ms, request_id, position, item_id))
-    are equal-length lists. `requests` has one struct per search, sorted by (timestamp_ms, request_id,
-    query_index). `labels` are the bool labels, `features` is the number F of features.
+    Behaviours (results with the first of `labels`, sorted by (timestamp_ms, request_id, position, item_id), and by
+    `known_*` of the label first where the log has it) are equal-length lists. `requests` has one struct per search,
+    at its earliest result, sorted by (timestamp_ms, request_id, query_index); its candidates by (position,
+    timestamp_ms, item_id).
+    `labels` are the bool labels, `features` is the number F of features.
     """
-    extra = [field for field in events if field.name.startswith(("label_", "num_", "cat_"))]
+    extra = [field for field in events if field.name.startswith(CARRIED)]
     request = pa.struct(
         [
             pa.field("timestamp_ms", pa.int64()),
             pa.field("query_index", pa.int32()),  # -1: no query
-            pa.field("history_end", pa.int32()),  # behaviours strictly earlier than the request
+            pa.field("history_end", pa.int32()),  # behaviours known strictly before the request
             pa.field("split", pa.string()),  # train, val or test
             pa.field("candidates", pa.list_(pa.field("item", pa.int32()))),  # item_index of each result shown
             pa.field("positions", pa.list_(pa.field("item", pa.int32()))),  # its rank shown, from 0
@@ -150,7 +162,9 @@ def search_schema(events: pa.Schema, labels: Iterable[str], features: int) -> pa
             _list("query_index", pa.int32()),  # -1: no query
             _list("position", pa.int32()),
             *(_list(field.name, field.type) for field in extra),
-            _list("features", pa.list_(pa.field("item", pa.float32()), features)),  # as when the result was shown
+            _list(
+                "features", pa.list_(pa.field("item", pa.float32()), features)
+            ),  # as of the request that showed the result
             _list("requests", request),
         ]
     )
@@ -164,7 +178,7 @@ def actions_schema(events: pa.Schema, tasks: int, actions: int, features: int) -
     validation: events before `train_end`; its candidates: from there to `val_end`. Of test: before `val_end`, and
     from there on.
     """
-    extra = [field for field in events if field.name.startswith(("label_", "num_", "cat_"))]
+    extra = [field for field in events if field.name.startswith(CARRIED)]
     return pa.schema(
         [
             pa.field("user_id", pa.string(), nullable=False),
@@ -225,7 +239,7 @@ def digest(content: Any) -> str:
 
 def fingerprint(config: dict[str, Any], inputs: dict[str, str]) -> str:
     """Hash of what a table is made from; equal fingerprints mean that the step need not run again."""
-    return digest([SCHEMA_VERSION, config, inputs])
+    return digest([SCHEMA_VERSION, hide(config), inputs])
 
 
 def up_to_date(uri: str, print_: str) -> bool:
@@ -243,8 +257,61 @@ def check_writable(uri: str) -> None:
             stream.write(b"")
         filesystem.delete_file(probe)
     except OSError as error:
-        first = str(error).splitlines()[0]
-        raise UserError(f"cannot write to {uri} ({first}); choose an output folder that you may write") from error
+        first = masked(str(error).splitlines()[0])
+        raise UserError(
+            f"cannot write to {masked(uri)} ({first}); choose an output folder that you may write"
+        ) from error
+
+
+def check_can_write(uri: str) -> None:
+    """Refuses an output that can never be written, and makes nothing: the storage answers, the folder that is there
+    or is to hold it is one and may be written."""
+    if "://" in uri:
+        file_info(uri)
+        return
+    wanted = Path(uri).expanduser().absolute()
+    there = next(path for path in (wanted, *wanted.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "is no folder" if not there.is_dir() else "may not be written by you"
+        raise UserError(f"cannot write to {uri} ({there} {why}); choose an output folder that you may write")
+
+
+def check_place(uri: str, table: str) -> bool:
+    """Whether `uri` holds an earlier `table`. UserError where it holds anything else that is not hidden."""
+    if has_manifest(uri):
+        try:
+            held = read_manifest(uri).table
+        except UserError:  # a damaged one, to be replaced
+            held = table
+        if held != table:
+            raise UserError(f"{uri} holds the table '{held}', not '{table}'; choose a new or empty folder")
+        return True
+    if other := _first_other(uri, lambda name: bool(OWN.fullmatch(name))):
+        raise UserError(f"{uri} holds '{other}', which is no part of a table; choose a new or empty folder")
+    return False
+
+
+def check_output(uri: str, tables: Mapping[str, str], files: Collection[str] = ()) -> None:
+    """UserError where the folder `uri` holds other things than `tables`, {folder: table}, and `files`.
+
+    One with a finished table of these is an earlier output, whatever the user keeps beside it.
+    """
+    earlier = [check_place(join(uri, folder), table) for folder, table in tables.items()]
+    other = None if any(earlier) else _first_other(uri, lambda name: name in tables or name in files)
+    if other:
+        raise UserError(
+            f"{uri} holds '{other}' and no {next(iter(tables))} made here before; choose a new or empty output folder, "
+            f"such as {join(uri, 'tables')}"
+        )
+
+
+def _first_other(uri: str, known: Callable[[str], bool]) -> str | None:
+    """A file or folder in `uri`, not hidden, that is not `known`."""
+    filesystem, root = open_uri(uri)
+    if filesystem.get_file_info(root).type != fs.FileType.Directory:
+        return None
+    names = sorted(entry.base_name for entry in filesystem.get_file_info(fs.FileSelector(root)))
+    return next((name for name in names if not name.startswith(".") and not known(name)), None)
 
 
 @contextmanager
@@ -368,9 +435,9 @@ def commit(
         rows=sum(part.rows for part in parts),
         hash=digest([part.sha256 for part in parts]),
         fingerprint=fingerprint(config, inputs),
-        config=config,
+        config=hide(config),
         inputs=inputs,
-        info=info or {},
+        info=hide(info or {}),
         code_version=code_version(),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         timings=timings or {},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -24,8 +25,9 @@ def run_tasks(
 
     def next_result() -> tuple[int, Any]:
         [done], _ = ray.wait(list(pending), num_returns=1)
-        number, others = pending.pop(done)
+        number, others = pending[done]
         result = fetch(done)
+        del pending[done]
         return number, (result, *others) if others else result
 
     try:
@@ -37,7 +39,7 @@ def run_tasks(
         while pending:
             yield next_result()
     finally:
-        stop(list(pending))
+        stop([ref for first, (_, others) in pending.items() for ref in (first, *others)])
 
 
 def run_all(function: Callable[..., Any], calls: Iterable[tuple[Any, ...]]) -> list[Any]:
@@ -69,8 +71,12 @@ def quiet_ray_data() -> None:
 
 
 def stop(refs: list[ray.ObjectRef]) -> None:
-    """Cancels tasks and waits until they have ended, so that none writes a file after its step was given up."""
+    """Cancels tasks and waits until they have ended, so that none writes a file after its step was given up. All
+    that they return is fetched: Ray prints the error of a return that nobody fetches."""
     for ref in refs:
         ray.cancel(ref)
     if refs:
         ray.wait(refs, num_returns=len(refs), fetch_local=False)
+    for ref in refs:
+        with suppress(Exception):
+            ray.get(ref)

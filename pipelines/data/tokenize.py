@@ -21,14 +21,17 @@ from models.retrieval.tokenizers.edges import trie_edges
 from models.retrieval.tokenizers.measures import branching, collisions, level_measures
 from models.retrieval.tokenizers.psid import PsidConfig, assign
 from models.retrieval.tokenizers.published import codes_of, read_published
-from models.retrieval.tokenizers.residual import Progress, Quantized, quantization_error
+from models.retrieval.tokenizers.residual import Progress, Quantized, paced, quantization_error
 from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
 from models.retrieval.tokenizers.rqvae import RqvaeConfig
 from models.tables import Manifest, UserError, has_manifest, join, read_manifest, read_table
+from pipelines import faults
 from pipelines.data.embed import EmbedConfig, Say, embed_items, embed_origin, read_embeddings
 from pipelines.data.tables import (
     SIDS,
     TRIE,
+    check_output,
+    check_place,
     check_writable,
     clear,
     commit,
@@ -91,7 +94,7 @@ def _train(embeddings: np.ndarray, config: TokenizerConfig) -> Generator[Progres
 
 def _train_task(embeddings: np.ndarray, config: TokenizerConfig) -> Iterator[Progress | tuple[Quantized, np.ndarray]]:
     """The task's stream: progress, then the quantiser and the codes that it is used for."""
-    quantized = yield from _train(embeddings, config)
+    quantized = yield from paced(_train(embeddings, config))
     codes = quantized.codes.numpy()
     if config.tokenizer == "psid":
         yield Progress(0, 0, f"{config.psid.method} for {collisions(codes)['duplicates']} items whose codes are taken")
@@ -99,8 +102,30 @@ def _train_task(embeddings: np.ndarray, config: TokenizerConfig) -> Iterator[Pro
     yield quantized, codes
 
 
+TRIES = 3
+"""How often the training of codes is started where its worker is lost."""
+
+
 def train_codes(embeddings: np.ndarray, config: TokenizerConfig, say: Say = print) -> tuple[Quantized, np.ndarray]:
-    """The trained quantiser and the codes (N, C) of the items, before any conflict code."""
+    """The trained quantiser and the codes (N, C) of the items, before any conflict code.
+
+    A training whose worker is lost starts anew, and ends with the same.
+    """
+    import ray
+
+    vectors = ray.put(embeddings)
+    for attempt in range(1, TRIES + 1):
+        try:
+            return _train_remote(vectors, config, say)
+        except ray.exceptions.RayError as error:
+            if attempt == TRIES or isinstance(error, ray.exceptions.RayTaskError):  # it was raised, not lost
+                raise
+            why = (faults.explain(error) or faults.first_line(error)).partition(";")[0]
+            say(f"note: {why}; starting {config.quantizer} anew, try {attempt + 1} of {TRIES}")
+    raise AssertionError
+
+
+def _train_remote(vectors: Any, config: TokenizerConfig, say: Say) -> tuple[Quantized, np.ndarray]:
     import ray
 
     gpu = ray.cluster_resources().get("GPU", 0) >= 1
@@ -108,7 +133,7 @@ def train_codes(embeddings: np.ndarray, config: TokenizerConfig, say: Say = prin
     task: Any = ray.remote(num_cpus=min(cpus, 4), num_gpus=1 if gpu else 0, num_returns="streaming", max_retries=0)(
         _train_task
     )
-    for reference in task.remote(ray.put(embeddings), config):
+    for reference in task.remote(vectors, config):
         message = ray.get(reference)
         if not isinstance(message, Progress):
             return message
@@ -210,6 +235,14 @@ def _embed_first(origin: tuple[str, str, int, EmbedConfig], output: str, shared:
         return embed_items(items_uri, uri, encoder, width, embed, overwrite and not finished, say).hash
 
 
+def check_folders(output: str, embeddings: str = "") -> None:
+    """UserError where the output, or the folder of shared embeddings, holds other things."""
+    if embeddings != output:
+        check_output(output, {"sids": "sids", "trie": "trie", "embeddings": "embeddings"})
+    if embeddings:
+        check_place(embeddings, "embeddings")
+
+
 def tokenize(
     items_uri: str,
     output: str,
@@ -229,6 +262,7 @@ def tokenize(
     """
     started = time.monotonic()
     items = read_manifest(items_uri, "items")
+    check_folders(output, embeddings)
     own, sids_uri, trie_uri = (join(output, name) for name in ("embeddings", "sids", "trie"))
     published: dict[str, list[int]] = {}
     inputs = {"items": items.hash}

@@ -4,7 +4,8 @@
 query and item, the item, and the query. Impressions and clicks of all users count, so rows travel to the
 partition of their key: once by item, which serves the pairs too, and once by query. Each partition is one
 vectorised kernel: a sort, running sums, and a binary search per window, so the cost is E log E in the
-events, whatever the windows hold. What comes back are integers; `features` makes numbers for models.
+events, whatever the windows hold. What comes back are integers; `features` makes numbers for models. They are as of
+the request's time, that of its earliest result, so a search never counts for itself.
 
 Shapes: E events, W windows, M marks that are counted.
 """
@@ -12,68 +13,26 @@ Shapes: E events, W windows, M marks that are counted.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 import ray
 
-from pipelines.data.survey import coded, read_coded
+from models.tables import UserError
+from pipelines.data.search_config import DAY_MS, HOUR_MS, MINUTE_MS, SearchConfig
+from pipelines.data.survey import coded, known_column, known_times, read_coded
 
-DAY_MS, HOUR_MS, MINUTE_MS = 86_400_000, 3_600_000, 60_000
 IDS = ("user_id", "item_id", "request_id", "query")
 MARKS = ("exposures", "clicks")
 QUERY_MARKS = (*MARKS, "searches")
 MOST_BUCKETS = 64  # partitions of a key: enough for some hundred million events, and parts x 64 pieces in transit
 MARKS_OF = {"pair": MARKS, "item": MARKS, "query": QUERY_MARKS}
 UNSEEN = -1  # gap of a pair that was never shown before
-
-
-@dataclass(frozen=True)
-class SearchConfig:
-    """The features of a search log (Sec. 3.1 of QGS)."""
-
-    windows_days: list[float] = field(default_factory=lambda: [1.0, 7.0, 30.0])
-    """Lengths of the windows that counts cover, in days, ascending. A log without clock times has none."""
-    delay_minutes: float = 60.0
-    """What a log takes to arrive: counts at time t end at t - delay."""
-    ctr_prior: float = 0.1
-    """Click-through rate of what was never shown; smoothed: (clicks + prior * strength) / (exposures + strength)."""
-    ctr_strength: float = 10.0
-    """Exposures that the prior weighs as much as."""
-    page_size: int = 10
-    """Results per page; the page is position // page_size."""
-
-    def __post_init__(self) -> None:
-        days = self.windows_days
-        if any(a >= b for a, b in pairwise(days)):
-            raise ValueError(f"search.windows_days is {days}; give ascending lengths in days, such as [1, 7, 30]")
-        if self.delay_minutes < 0:
-            raise ValueError(f"search.delay_minutes is {self.delay_minutes}; it must be 0 or more")
-        if days and days[0] * DAY_MS <= self.delay_minutes * MINUTE_MS:
-            raise ValueError(
-                f"search.windows_days begins with {days[0]}, which ends before it begins with delay_minutes "
-                f"{self.delay_minutes}; give longer windows or a shorter delay"
-            )
-        if not 0 <= self.ctr_prior <= 1:
-            raise ValueError(f"search.ctr_prior is {self.ctr_prior}; it is a rate between 0 and 1")
-        if self.ctr_strength <= 0:
-            raise ValueError(f"search.ctr_strength is {self.ctr_strength}; it must be above 0")
-        if self.page_size < 1:
-            raise ValueError(f"search.page_size is {self.page_size}; a page has at least 1 result")
-
-    @property
-    def windows_ms(self) -> list[int]:
-        """Lengths of the windows."""
-        return [round(days * DAY_MS) for days in self.windows_days]
-
-    @property
-    def delay_ms(self) -> int:
-        """Length of the delay."""
-        return round(self.delay_minutes * MINUTE_MS)
 
 
 def window_counts(
@@ -124,47 +83,97 @@ def positions_in(values: pa.DictionaryArray, table: pa.Array) -> np.ndarray:
     return np.append(place, -1)[index].astype(np.int32)  # index -1 is the appended one
 
 
-def new_requests(events: pa.Table) -> np.ndarray:
-    """(E,) whether an event begins another (user, time, request id) than the one above it."""
-    new = np.ones(events.num_rows, dtype=bool)
-    if events.num_rows:
-        columns = [coded(events, name).indices.to_numpy() for name in ("user_id", "request_id")]
-        columns.append(events["timestamp_ms"].to_numpy())
-        new[1:] = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
+@dataclass(frozen=True)
+class Requests:
+    """Which of a part's events are of one request: what the log says is one, (user, request id).
+
+    A request id with several queries is one request per query. Only events without a request id are cut by time.
+    """
+
+    first: np.ndarray
+    """(E,) row of the earliest event of each event's request; its time is the request's."""
+    moment: np.ndarray | None
+    """(E,) number of the (user, time, request id) at which each event's request begins; None where each request is of
+    one moment and each moment of one request, so that events are in the order of requests."""
+
+    @classmethod
+    def of(cls, events: pa.Table, query: np.ndarray) -> Requests:
+        """Of events as their table sorts them; query (E,) query_index."""
+        rows = events.num_rows
+        here = np.arange(rows)
+        if not rows:
+            return cls(here, None)
+        user, id_ = coded(events, "user_id").indices.to_numpy(), coded(events, "request_id")
+        named = pc.not_equal(id_.dictionary, "").to_numpy(zero_copy_only=False)[id_.indices.to_numpy()]
+        columns = {
+            "user": user,
+            "id": id_.indices.to_numpy(),
+            "query": query,
+            "time": events["timestamp_ms"].to_numpy(),
+        }
+        new = _changes(*(columns[name] for name in ("user", "time", "id")))
+        moment = np.cumsum(new)  # (E,) number of the (user, time, request id)
+        begin = np.maximum.accumulate(np.where(new, here, 0))
+        pairs = pl.DataFrame({"user": user[new & named], "id": columns["id"][new & named]})
+        if pairs.n_unique() == pairs.height and (query == query[begin]).all():
+            return cls(begin, None)  # as in most logs: one time and one query per request
+        key = pl.DataFrame(columns | {"row": here, "time": np.where(named, 0, columns["time"])})
+        first = key.select(pl.col("row").first().over("user", "id", "query", "time")).to_series().to_numpy()
+        return cls(first, moment[first])
+
+    def order(self, query: np.ndarray, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(E,) rows in the order of their requests, which is that of (user, time, request id, query), and of their
+        position within one; and (E,) which of them begin a request."""
+        rows = np.arange(len(query)) if self.moment is None else np.lexsort((position, query, self.moment))
+        return rows, _changes(self.first[rows])
+
+    def spread(self, time: np.ndarray) -> np.ndarray:
+        """(E,) ms from the request's time to the event's. time (E,) ms"""
+        return time - time[self.first]
+
+
+def _changes(*columns: np.ndarray) -> np.ndarray:
+    """(E,) whether a row differs from the one above it, the first always."""
+    new = np.ones(len(columns[0]), dtype=bool)
+    new[1:] = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
     return new
 
 
-def request_order(query: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Events in the order of their requests and (E,) which of them begin one.
+def requests_of(events: pa.Table, query: np.ndarray, config: SearchConfig, clock: bool) -> Requests:
+    """The requests of a part; UserError for one whose events lie further apart than `max_request_minutes`."""
+    found = Requests.of(events, query)
+    time = events["timestamp_ms"].to_numpy()
+    spread = found.spread(time)
+    if clock and len(spread) and spread.max() > config.max_request_minutes * MINUTE_MS:
+        row = int(spread.argmax())
+        user, id_ = (events[name][row].as_py() for name in ("user_id", "request_id"))
+        raise UserError(
+            f"request '{id_}' of user '{user}' has results {spread[row] / MINUTE_MS:,.1f} minutes apart, over the "
+            f"limit search.max_request_minutes {config.max_request_minutes:g}; ids that come again, such as those of "
+            f"sessions or a counter, name no request: map another column to 'request', leave it out to cut by time, "
+            f"or raise the limit"
+        )
+    return found
 
-    One request id is one request, unless its events carry several queries: then it is one per query, in
-    the order of query_index. query (E,) query_index, new (E,) of `new_requests`.
-    """
-    other = np.zeros(len(query), dtype=bool)
-    other[1:] = query[1:] != query[:-1]
-    if not (other & ~new).any():
-        return np.arange(len(query)), new
-    group = np.cumsum(new)
-    order = np.lexsort((query, group))
-    begins = np.ones(len(query), dtype=bool)
-    begins[1:] = (group[order][1:] != group[order][:-1]) | (query[order][1:] != query[order][:-1])
-    return order, begins
 
-
-def _scatter(uri: str, catalogue: pa.Array, queries: pa.Array, label: str, buckets: int) -> list[dict[str, np.ndarray]]:
+def _scatter(
+    uri: str, catalogue: pa.Array, queries: pa.Array, label: str, late: bool, config: SearchConfig, buckets: int
+) -> list[dict[str, np.ndarray]]:
     """One part's events by bucket of their item, then by bucket of their query: 2 x buckets pieces."""
-    events = read_coded(uri, [*IDS, "timestamp_ms", f"label_{label}"], IDS)
+    events = read_coded(uri, [*IDS, "timestamp_ms", f"label_{label}", *known_column(label, late)], IDS)
     item = positions_in(coded(events, "item_id"), catalogue)
     query = positions_in(coded(events, "query"), queries)
-    order, begins = request_order(query, new_requests(events))
+    requests, time = requests_of(events, query, config, clock=True), events["timestamp_ms"].to_numpy()
     searches = np.zeros(len(item), dtype=bool)
-    searches[order[begins]] = True
+    searches[requests.first] = True
     columns = {
         "item": item,
         "query": query,
-        "time": events["timestamp_ms"].to_numpy(),
+        "time": time,
+        "moment": time[requests.first],
         "clicks": pc.fill_null(events[f"label_{label}"].combine_chunks(), False).to_numpy(zero_copy_only=False),
         "searches": searches,
+        **({"known": known_times(events, label)} if late else {}),
     }
     pieces = []
     for key in (item, query):
@@ -185,11 +194,15 @@ def _marks(piece: dict[str, np.ndarray], names: tuple[str, ...]) -> np.ndarray:
 def _count_bucket(kind: str, config: SearchConfig, *pieces: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
     """Counts of one bucket of the items or of the queries, back in a piece per part."""
     whole = {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
-    time = whole["time"]
+    time, moment = whole["time"], whole["moment"]
 
     def count(key: np.ndarray, names: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
         dense = np.unique(key, return_inverse=True)[1]
-        counts, gap = window_counts(dense, time, _marks(whole, names), config.windows_ms, config.delay_ms)
+        counts, gap = window_counts(dense, time, _marks(whole, names), config.windows_ms, config.delay_ms, moment)
+        if "known" in whole:  # a click counts from when it is known
+            clicks = _marks(whole, ("clicks",))
+            later = window_counts(dense, whole["known"], clicks, config.windows_ms, config.delay_ms, moment)[0]
+            counts[:, :, names.index("clicks")] = later[:, :, 0]
         return counts.reshape(len(time), counts.shape[1] * counts.shape[2]), gap
 
     if kind == "query":
@@ -206,11 +219,17 @@ def _count_bucket(kind: str, config: SearchConfig, *pieces: dict[str, np.ndarray
 
 
 def count_windows(
-    parts: list[str], catalogue: ray.ObjectRef, queries: ray.ObjectRef, label: str, config: SearchConfig
+    parts: list[str],
+    catalogue: ray.ObjectRef,
+    queries: ray.ObjectRef,
+    label: str,
+    config: SearchConfig,
+    late: bool = False,
 ) -> list[list[ray.ObjectRef]]:
-    """Per events part the pieces that `gather` puts together; they stay in Ray's object store."""
+    """Per events part the pieces that `gather` puts together; they stay in Ray's object store. late: whether events
+    say when the label is known."""
     buckets = min(len(parts), MOST_BUCKETS)
-    calls = [(uri, catalogue, queries, label, buckets) for uri in parts]
+    calls = [(uri, catalogue, queries, label, late, config, buckets) for uri in parts]
     return exchange(
         _scatter, calls, _count_bucket, [(kind, config) for kind in ("item", "query") for _ in range(buckets)]
     )
@@ -277,8 +296,8 @@ def features(
 ) -> np.ndarray:
     """(E, F) float32 in the order of `feature_names`: what a model reads, all of small size and none missing.
 
-    Counts, the gap in hours, position and page are log(1 + value); rates are smoothed; a pair that was not
-    shown before has gap 0 and `pair_seen` 0. Hour and weekday are of UTC.
+    time (E,) ms is that of each event's request. Counts, the gap in hours, position and page are log(1 + value);
+    rates are smoothed; a pair that was not shown before has gap 0 and `pair_seen` 0. Hour and weekday are of UTC.
     """
     columns: list[np.ndarray] = []
     if counts is not None:

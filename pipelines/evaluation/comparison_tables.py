@@ -35,13 +35,13 @@ def tables(comparison: Comparison) -> list[Table]:
 
 
 def runs_table(comparison: Comparison) -> Table:
-    """All rows with their metrics, sizes, times and users per second."""
+    """All rows with their metrics, sizes, times and requests per second."""
     rows, metric = comparison.rows, comparison.metric
     measured = {name for row in rows for name in row.measured()}
     wanted = dict.fromkeys([f"val/{metric}", *SHOWN, f"test/{metric}"])
     metrics = [name for name in wanted if name in measured]
     several = len({row.experiment for row in rows}) > 1
-    header = ["model", "run", "seeds", *metrics, "users", "params", "epoch", "train s", "users/s"]
+    header = ["model", "run", "seeds", *metrics, "requests", "params", "epoch", "train s", "requests/s"]
     cells = [
         [
             row.model,
@@ -57,11 +57,11 @@ def runs_table(comparison: Comparison) -> Table:
         for row in rows
     ]
     ranked = (
-        "requests of test, candidates ranked in each"
+        "those of test, candidates ranked in each"
         if metric.endswith(("gauc", "entropy"))
-        else "requests ranked on test over the full catalogue, one each"
+        else "those of test, each ranked over the full catalogue"
     )
-    notes = [f"val: at the best epoch. users: {ranked}."] if metrics else []
+    notes = [f"val: at the best epoch. requests: {ranked}."] if metrics else []
     if any(row.options for row in rows):
         notes.append("[...]: evaluated with these options in place of the checkpoint's own.")
     if any(len({run.seed for run in row.runs}) > 1 for row in rows):
@@ -171,13 +171,13 @@ def item_shift_tables(rows: Sequence[Row]) -> list[Table]:
         return []
     header, cells = ["model", "run"], [[row.model, row.name] for row in there]
     for name in names:
-        header += [f"{name} users", "recall@10", "ndcg@10"]
+        header += [f"{name} requests", "recall@10", "ndcg@10"]
         for row, line in zip(there, cells, strict=True):
             line.append(number(row, f"test/{name}/examples"))
             line += [figure(row, f"test/{name}/{metric}") for metric in ("recall@10", "ndcg@10")]
     notes = [
-        "test users whose target was first interacted with, by anyone, after the timestamp by which 80% (90%) of all "
-        "interactions had happened (App. E.3 of SID-MLP)."
+        "test requests whose target was first interacted with, by anyone, after the timestamp by which 80% (90%) of "
+        "all interactions had happened (App. E.3 of SID-MLP)."
     ]
     return [Table("Temporal item shift", header, cells, notes)]
 

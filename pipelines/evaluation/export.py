@@ -31,7 +31,7 @@ ROUNDING = 1e-5
 def export(
     uri: str, tables: str, sids: str | None, path: str, *, k: int = 20, batch_size: int = 256, device: str = "auto"
 ) -> int:
-    """Writes the program of the checkpoint at `uri` to the file `path`; returns the users that it was checked on.
+    """Writes the program of the checkpoint at `uri` to the file `path`; returns the requests that it was checked on.
 
     They are spread over the lengths of all histories and ranked as one batch, and the longest once more
     alone. Raises UserError for a checkpoint that is no student and a path that cannot be written, and
@@ -68,7 +68,7 @@ def check(program: Callable[..., tuple[Tensor, Tensor]], model: Any, batch: dict
         found = program(batch["history"], batch["history_length"], batch["user"])
     if wrong := int(differs(*found, *expected).sum()):
         raise RuntimeError(
-            f"the exported program ranks otherwise than the model for {wrong} of {len(expected[0])} users"
+            f"the exported program ranks otherwise than the model for {wrong} of {len(expected[0])} requests"
         )
 
 

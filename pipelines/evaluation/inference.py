@@ -18,8 +18,8 @@ import torch
 from models import checkpoint, registry
 from models.fit import to_device
 from models.setup import load_catalogue
-from models.tables import Manifest, Part, UserError, has_manifest, join, read_manifest, read_table
-from pipelines.data.tables import check_writable, commit, fingerprint, up_to_date, write_part, writing
+from models.tables import Manifest, Part, UserError, join, read_manifest, read_table
+from pipelines.data.tables import check_place, check_writable, commit, fingerprint, up_to_date, write_part, writing
 from pipelines.data.tasks import quiet_ray_data
 from pipelines.evaluation.ranking import device_of, find_checkpoint, recommend_options, takes_gpu
 from pipelines.training.run import absolute
@@ -125,10 +125,10 @@ def recommend_all(
         **{name: value for name, value in about.hashes.items() if value},
         "checkpoint": checkpoint.weights_hash(uri),
     }
-    if has_manifest(output) and not overwrite:
+    if check_place(output, "recommendations") and not overwrite:
         if up_to_date(output, fingerprint(config, inputs)):
             return read_manifest(output, "recommendations"), True
-        raise UserError(f"{output} holds another table; choose another folder or replace it with --overwrite")
+        raise UserError(f"{output} holds other recommendations; choose another folder or replace it with --overwrite")
     check_writable(output)
     gpu = takes_gpu(device, actors)
     arguments = (

@@ -1,4 +1,4 @@
-"""Accuracy against users per second, as a picture: who is better at what speed (Fig. 4 of SID-MLP).
+"""Accuracy against requests per second, as a picture: who is better at what speed (Fig. 4 of SID-MLP).
 
     python -m jobs.compare --experiment retrieval/DATASET --tracking_uri URI --pareto pareto.png
 
@@ -76,7 +76,7 @@ def draw(comparison: Comparison, path: str) -> int:
     title, metric = comparison.selection.title, comparison.metric
     points = points_of(comparison.rows, metric)
     if not points:
-        raise UserError(f"no run of {title} has {metric} and users per second on test; run jobs.evaluate first")
+        raise UserError(f"no run of {title} has {metric} and requests per second on test; run jobs.evaluate first")
     if Path(path).suffix not in FORMATS:
         raise UserError(f"--pareto is {path}; give a name that ends in one of {', '.join(FORMATS)}")
     with rc_context({"text.parse_math": False}):  # names may hold $
@@ -121,7 +121,7 @@ def picture(points: Sequence[Point], metric: str, title: str) -> Figure:
     if all(point.accuracy >= 0 for point in points):
         axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
     axes.grid(alpha=0.2)
-    axes.set_xlabel("users per second on test (log scale)")
+    axes.set_xlabel("requests per second on test (log scale)")
     axes.set_ylabel(f"test {metric}")
     axes.set_title(title, fontsize=11)
     figure.draw_without_rendering()

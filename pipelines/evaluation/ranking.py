@@ -1,6 +1,6 @@
 """Evaluation of a checkpoint: the full catalogue ranked for every request of a split.
 
-Recall@K and NDCG@K with the number of examples, and the users per second of `recommend` in steady state.
+Recall@K and NDCG@K with the number of examples, and the requests per second of `recommend` in steady state.
 With more than one shard, Ray tasks rank a part of the users each and send back sums, which add up exactly.
 """
 
@@ -42,12 +42,14 @@ class Result:
     """val or test."""
     examples: int
     """Requests ranked."""
+    users: int
+    """Users whose requests they are."""
     skipped: int
     """Requests without a history, left out."""
     metrics: dict[str, float]
     """`recall@K` and `ndcg@K`; of new items `temporal80/ndcg@K` and how many, `temporal80/examples`."""
     users_per_s: float
-    """Requests per second of `recommend`, all shards together."""
+    """Requests per second of `recommend`, all shards together; under this name in MLflow from the first."""
     seconds: float
     """Time of the evaluation."""
     seed: int | None
@@ -73,12 +75,8 @@ def find_checkpoint(uri: str) -> str:
 
 def recommend_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """Those options that were given; UserError where the model has no such option."""
-    import inspect
-
     chosen = {key: value for key, value in given.items() if value is not None}
-    entry = registry.find(name)
-    recommend: Any = getattr(entry.build, "recommend", None)
-    known = list(inspect.signature(recommend).parameters)[3:] if recommend else []
+    known = registry.recommend_options(name)
     for key in chosen:
         if key not in known:
             takes = f"it takes {', '.join(known)}" if known else "it takes none"
@@ -125,8 +123,8 @@ def new_items_of(name: str, tables: str) -> shift.Subsets:
 def rank_shard(
     uri: str, tables: str, sids: str | None, split: Any, batch_size: int, options: dict[str, Any], device: str,
     threads: int, subsets: shift.Subsets, shard: tuple[int, int],
-) -> tuple[dict[str, Any], int, int, float, str]:  # fmt: skip
-    """(sums, requests, skipped, seconds in recommend, device) of shard (rank, world): every `world`-th user."""
+) -> tuple[dict[str, Any], int, int, float, str, int]:  # fmt: skip
+    """(sums, requests, skipped, seconds in recommend, device, users) of shard (rank, world): every `world`-th user."""
     rank, world = shard
     if threads:
         torch.set_num_threads(threads)
@@ -146,7 +144,7 @@ def rank_shard(
         score(model, family, examples, limit=min(batch_size, len(examples)), **common)  # warms up
     sums, count, seconds = score(model, family, examples, **common)
     label = torch.cuda.get_device_name() if where.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
-    return sums, count, examples.skipped, seconds, label
+    return sums, count, examples.skipped, seconds, label, examples.users
 
 
 def evaluate(
@@ -190,6 +188,7 @@ def evaluate(
             checkpoint=uri,
             split=split,
             examples=int(metrics.get("requests", count)),
+            users=sum(part[5] for part in parts),
             skipped=sum(part[2] for part in parts),
             metrics=metrics,
             users_per_s=sum(part[1] / part[3] for part in parts if part[3] > 0),
@@ -219,10 +218,11 @@ def record(result: Result, about: Checkpoint, tracking_uri: str | None = None) -
         run = tracking.RunRef(**{**about.tracking, **({"uri": tracking_uri} if tracking_uri else {})})
         prefix = f"{result.split}{suffix}"
         values = {f"{prefix}/{name}": value for name, value in result.metrics.items()}
-        values |= {f"{prefix}/examples": result.examples, f"{prefix}/users_per_s": result.users_per_s}
+        values |= {f"{prefix}/examples": result.examples, f"{prefix}/users": result.users}
+        values |= {f"{prefix}/users_per_s": result.users_per_s}
         try:
             logger = tracking.Logger(run)
-            logger.log(values, about.step)
+            logger.update(values, about.step)
             logger.tag(**{tracking.WEIGHTS_TAG: checkpoint.weights_hash(result.checkpoint)})
             tracking.log_json(run, asdict(result), os.path.basename(place))
         except (MlflowException, UserError) as error:

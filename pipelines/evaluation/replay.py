@@ -40,6 +40,7 @@ from numpy.typing import NDArray
 
 from models import checkpoint, registry
 from models.fit import to_device
+from models.scores import check_finite
 from models.search.data import SearchExamples, read_part, runs, search_manifest, starts
 from models.setup import load_catalogue
 from models.tables import UserError, iter_parts, join
@@ -153,7 +154,7 @@ def read_log(sequences: str, split: str) -> Log:
                 table["position"].combine_chunks().flatten().to_numpy(),
             )  # fmt: skip
             times = pc.fill_null(table[DWELL].combine_chunks().flatten(), 0.0).to_numpy()
-            dwell[click] = matched(columns, behaviours, times)
+            dwell[click] = matched(columns, behaviours, times, info.get("max_request_spread_ms", 0))
         parts.append(
             {
                 "user": users + part["owner"][chosen], "request": requests + chosen, "counts": counts,
@@ -169,14 +170,22 @@ def read_log(sequences: str, split: str) -> Log:
     return Log(**whole, dwell=dwell if all(part["known"] for part in parts) else None)
 
 
-def matched(keys: tuple[NDArray, ...], table: tuple[NDArray, ...], values: NDArray) -> Floats:
-    """The value of each key, 0 where the table does not have it (a behaviour that was cut off)."""
+def matched(keys: tuple[NDArray, ...], table: tuple[NDArray, ...], values: NDArray, spread: int = 0) -> Floats:
+    """The value of each key, 0 where the table does not have it (a behaviour that was cut off).
+
+    The second column is the time: of a request in `keys`, in `table` of a result, which may be up to `spread` later.
+    """
     names = [f"k{i}" for i in range(len(keys))]
+    by = [name for name in names if name != "k1"]
     left = pl.DataFrame({name: key.astype(np.int64) for name, key in zip(names, keys, strict=True)})
     right = pl.DataFrame({name: key.astype(np.int64) for name, key in zip(names, table, strict=True)})
     right = right.with_columns(value=pl.Series(values.astype(np.float64))).unique(subset=names, keep="first")
-    joined = left.join(right, on=names, how="left", maintain_order="left")
-    return joined["value"].fill_null(0.0).fill_nan(0.0).to_numpy()
+    joined = (
+        left.with_row_index("row")
+        .sort("k1")
+        .join_asof(right.sort("k1"), on="k1", by=by, strategy="forward", tolerance=spread, check_sortedness=False)
+    )
+    return joined.sort("row")["value"].fill_null(0.0).fill_nan(0.0).to_numpy()
 
 
 def click_rates(log: Log) -> Floats:
@@ -295,7 +304,7 @@ def scores_of(
         for rows in examples.batches(batch_size):
             batch = examples.collate(rows)
             batch["features"][:, logged] = mean[logged]
-            found = scorer.score(to_device(batch, device))[:, 0].double().cpu().numpy()
+            found = check_finite(scorer.score(to_device(batch, device))[:, 0]).double().cpu().numpy()
             place = np.searchsorted(log.request, batch["request"].numpy())
             scores[runs(first[place], log.counts[place])] = found
     if np.isnan(scores).any():

@@ -5,10 +5,8 @@ The run's folder is the same as that of a `TorchTrainer` run: checkpoints `step-
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,11 +50,11 @@ def keep(uri: str, model: nn.Module, about: Checkpoint, state: dict[str, Any] | 
     if isinstance(filesystem, fs.LocalFileSystem):
         checkpoint.write(path, model, about, state)
         return
-    with tempfile.TemporaryDirectory() as made:
+    with checkpoint.scratch() as made:
         checkpoint.write(made, model, about, state)
         for name in (*about.files, checkpoint.CONFIG):
             fs.copy_files(
-                str(Path(made) / name), f"{path}/{name}",
+                str(made / name), f"{path}/{name}",
                 source_filesystem=fs.LocalFileSystem(), destination_filesystem=filesystem,
             )  # fmt: skip
 

@@ -7,13 +7,14 @@ from (`step-*`, the last one and the best one) and, when it is done, `best/`: th
 from __future__ import annotations
 
 import json
+import math
 import os
 import posixpath
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -21,16 +22,17 @@ from typing import Any, Literal
 import ray
 from pyarrow import fs
 from ray.exceptions import RayError
-from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from models import checkpoint, registry
 from models.checkpoint import Checkpoint
 from models.fit import FitConfig
-from models.setup import check_batch, load_catalogue
+from models.setup import check_fit, load_catalogue
 from models.tables import UserError, join, open_uri, read_manifest
-from pipelines import tracking
+from models.uri import hide
+from pipelines import credentials, faults, tracking
 from pipelines.data.tables import check_writable, locked, write_file
 from pipelines.training import here, package
 from pipelines.training.worker import Progress, Task, step_name, worker
@@ -40,6 +42,9 @@ RUN, SNAPSHOT, BEST = "run.json", "checkpoint_manager_snapshot.json", "best"
 # How often Ray Train's controller asks for checkpoints. A worker that hands one in waits until it is asked: by default
 # up to 2 s, which is longer than many an epoch.
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+
+LOOK, WORD = 5.0, 30.0
+"""Seconds after which it is looked again whether a training waits for a node, and after which it is said again."""
 
 MAY_CHANGE = {"log_every_steps", "eval_batch_size", "checkpoint_every_steps"}
 """Options of `fit` that a continued run may change, as they do not change what it ends with."""
@@ -109,8 +114,10 @@ def train(
     tags: dict[str, str] | None = None,
     heard: here.Heard | None = None,
     wait: float = 0,
+    start: Callable[[], None] | None = None,
 ) -> Trained:
-    """Trains one model, or continues or finds finished the run of this name. Ray must be started.
+    """Trains one model, or continues or finds finished the run of this name. Ray must be started, or `start` starts
+    it once all is checked that can be without it.
 
     `model` holds the model's `name` and fields. Raises UserError for what the user can mend, before anything
     is started or written where that is possible. `parent_run` is a sweep's MLflow run; `log_model` also
@@ -124,7 +131,7 @@ def train(
     began = time.monotonic()
     check_name(name)
     tables, sids, storage = absolute(tables), absolute(sids) if sids else None, absolute(storage)
-    model = {key: located(value) if key in ENCODERS else value for key, value in model.items()}
+    model = hide({key: located(value) if key in ENCODERS else value for key, value in model.items()})
     entry = registry.find(model["name"])
     catalogue = load_catalogue(entry, model["name"], tables, sids)
     folder = join(storage, name)
@@ -140,10 +147,13 @@ def train(
     hashes = catalogue.hashes
     sids = sids if entry.extra else None
     workers = ray_options.num_workers if entry.gradient else 1
-    use_gpu = wants_gpu(ray_options, workers) and entry.gradient
-    check_cluster(ray_options, workers, use_gpu)
-    check_batch(fit, workers)
+    check_fit(fit, model["name"], catalogue, workers)
     uri = tracking.resolve_uri(tracking_uri, storage)
+    if start:
+        start()
+    use_gpu = wants_gpu(ray_options, workers) and entry.gradient
+    if parent_run is None:  # the sweep has looked already
+        check_cluster(ray_options, workers, use_gpu)
     tracking.check_nodes(uri, sum(node["Alive"] for node in ray.nodes()))
     config = {"model": model, "fit": asdict(fit), "ray": {"num_workers": workers}}
 
@@ -151,15 +161,20 @@ def train(
         if overwrite:
             remove(folder, say)
         record = read_record(folder)
-        if record is None:
+        if record is None or record["status"] == "opening":
             check_writable(folder)
+            if record:
+                tracking.discard(record["opening"])
             experiment = experiment or f"{entry.family.name}/{dataset_name(tables)}"
+            opening = tracking.opening(uri, experiment)
+            write_record(folder, {"status": "opening", "opening": opening})
             settings = {**config, "tables": tables, "sids": sids, "ray": asdict(ray_options)}
+            labels = {**(tags or {}), tracking.KEY_TAG: opening["key"]}
             run = tracking.open_run(
-                uri, experiment, name, storage, config=settings, hashes=hashes, parent=parent_run, tags=tags
+                uri, experiment, name, storage, config=settings, hashes=hashes, parent=parent_run, tags=labels
             )
             if sids and entry.sids:  # what the tokenizer measured stands beside what a model makes of its codes
-                tracking.Logger(run).log(figures(read_manifest(join(sids, "sids"), "sids").info, "sids"), 0)
+                tracking.Logger(run).update(figures(read_manifest(join(sids, "sids"), "sids").info, "sids"), 0)
             created = datetime.now(UTC).isoformat(timespec="seconds")
             record = {
                 "config": config, "hashes": hashes, "tracking": run.to_dict(), "status": "running", "created": created,
@@ -201,10 +216,10 @@ def conclude(folder: str, record: dict[str, Any], last: Checkpoint, log_model: b
     logger = tracking.Logger(run)
     values = {"best/epoch": last.best["epoch"], **{f"best/{name}": v for name, v in about.metrics.items()}}
     values["train/total_seconds"] = last.timing["train_seconds"] + last.timing.get("eval_seconds", 0.0)
-    logger.log(values, last.step)
+    logger.update(values, last.step)
     logger.tag(checkpoint=join(folder, BEST))
     tracking.log_curves(run)
-    if log_model and registry.find(about.name).family.served:
+    if log_model and registry.find(about.name).family.served and "model" not in logger.tags:
         logger.tag(model=package.log_model(run, join(folder, BEST), record["tables"], record["sids"]))
     logger.end()
     write_record(folder, {**record, "status": "finished", "epochs": last.epoch, **more})
@@ -221,24 +236,52 @@ def carry_out(
     say: Callable[[str], None],
 ) -> Checkpoint:
     """Runs the workers to the end and returns what the last checkpoint says."""
-    with shown(say) as progress:
-        result = TorchTrainer(
-            worker,
-            train_loop_config={"task": task, "progress": progress},
-            torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo"),
-            scaling_config=ScalingConfig(
-                num_workers=workers, use_gpu=use_gpu, resources_per_worker=resources(options, use_gpu)
-            ),
-            run_config=RunConfig(
-                name=name,
-                storage_path=storage,
-                failure_config=FailureConfig(max_failures=options.max_failures),
-                checkpoint_config=CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="score"),
-            ),
-        ).fit()
+    with shown(say, lambda: waiting(workers, resources(options, use_gpu))) as progress:
+        for attempt in range(1, options.max_failures + 2):
+            # Ray would try an error of the user's again; what is lost is tried again here, where it can be said.
+            trainer = TorchTrainer(
+                worker,
+                train_loop_config={"task": task, "progress": progress},
+                torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo"),
+                scaling_config=ScalingConfig(
+                    num_workers=workers, use_gpu=use_gpu, resources_per_worker=resources(options, use_gpu)
+                ),
+                run_config=RunConfig(
+                    name=name,
+                    **credentials.storage(storage),
+                    failure_config=FailureConfig(max_failures=0),
+                    checkpoint_config=CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="score"),
+                ),
+            )
+            try:
+                result = trainer.fit()
+                break
+            except TrainingFailedError as error:
+                if attempt > options.max_failures or faults.lasting(error):
+                    raise
+                why = faults.explain(error) or faults.first_line(list(faults.causes(error))[-1])
+                tries = f"{attempt} of {options.max_failures} times"
+                say(f"note: {why.partition(';')[0]}; going on from the last checkpoint, {tries}")
+                task = replace(task, resume_from=lost_checkpoint(join(storage, name)))
     if result.checkpoint is None:
         raise RuntimeError(f"the run {name} ended without a checkpoint in {storage}")
     return checkpoint.read(join(storage, name, posixpath.basename(result.checkpoint.path)))
+
+
+def waiting(workers: int, each: dict[str, float]) -> str | None:
+    """What the workers wait for, while the cluster has not room for them all; None also where Ray does not answer."""
+    ours = [{kind: float(need) for kind, need in each.items() if need}] * workers
+    try:
+        groups = ray.util.placement_group_table().values()
+        waits = [group for group in groups if group["state"] in ("PENDING", "RESCHEDULING")]
+        if not any(list(group["bundles"].values()) == ours for group in waits):
+            return None
+        there, free = ray.cluster_resources(), ray.available_resources()
+    except RayError:
+        return None
+    has = ", ".join(f"{there.get(kind, 0):g} {kind}s, of which {free.get(kind, 0):g} are free" for kind in ours[0])
+    asked = ", ".join(f"{kind}: {need:g}" for kind, need in ours[0].items())
+    return f"waiting for {workers} x {{{asked}}}; the cluster has {has}"
 
 
 def held(storage: str, name: str, wait: float = 0) -> AbstractContextManager[None]:
@@ -248,8 +291,8 @@ def held(storage: str, name: str, wait: float = 0) -> AbstractContextManager[Non
 
 
 def absolute(uri: str) -> str:
-    """A local path made absolute, since workers run in other folders; URIs as they are."""
-    return uri if "://" in uri else str(Path(uri).expanduser().absolute())
+    """A local path made absolute, since workers run in other folders; URIs without what they hide."""
+    return hide(uri) if "://" in uri else str(Path(uri).expanduser().absolute())
 
 
 def located(encoder: str) -> str:
@@ -281,7 +324,9 @@ def resources(options: RayOptions, use_gpu: bool) -> dict[str, float]:
 
 
 def check_cluster(options: RayOptions, workers: int, use_gpu: bool) -> None:
-    """Refuses what the cluster can never give, where Ray would wait for it for ever."""
+    """Refuses what a local Ray can never give, where it would be waited for for ever; a cluster may get more nodes."""
+    if os.environ.get("RAY_ADDRESS"):
+        return
     there = ray.cluster_resources()
     for kind, each in resources(options, use_gpu).items():
         if each * workers > there.get(kind, 0):
@@ -316,13 +361,19 @@ def read_record(folder: str) -> dict[str, Any] | None:
         return None
     try:
         with filesystem.open_input_stream(path) as stream:
-            return dict(json.loads(stream.read()))
+            record = dict(json.loads(stream.read()))
+        if not isinstance(record.get("status"), str) or not isinstance(record.get("tracking"), dict):
+            raise ValueError("it does not say the run's status and its MLflow run")
     except (ValueError, TypeError) as error:
-        raise UserError(f"{folder}/{RUN} is damaged ({error}); train again with --overwrite") from error
+        raise UserError(
+            f"{folder}/{RUN} is damaged ({error}); train again with --overwrite, or where this is a sweep's trial "
+            f"remove its folder and give --resume"
+        ) from error
+    return record
 
 
 def write_record(folder: str, record: dict[str, Any]) -> None:
-    write_file(join(folder, RUN), json.dumps(record, indent=2, sort_keys=True).encode())
+    write_file(join(folder, RUN), json.dumps(hide(record), indent=2, sort_keys=True).encode())
 
 
 def check_same(record: dict[str, Any], config: dict[str, Any], hashes: dict[str, str], name: str, storage: str) -> None:
@@ -354,12 +405,20 @@ def remove(folder: str, say: Callable[[str], None]) -> None:
         say(f"note: {folder}/{RUN} is damaged and does not tell the MLflow run, which stays in comparisons")
     if record is None and filesystem.get_file_info(fs.FileSelector(path)):
         raise UserError(f"{folder} is not the folder of a run, so --overwrite leaves it alone; choose another --name")
-    filesystem.delete_dir(path)
     if record:
         try:
-            tracking.delete(tracking.RunRef(**record["tracking"]))
+            if record["status"] == "opening":
+                tracking.discard(record["opening"])
+            else:
+                tracking.delete(tracking.RunRef(**record["tracking"]))
         except UserError as error:
             say(f"note: {error}")
+    for entry in filesystem.get_file_info(fs.FileSelector(path)):  # run.json last, or what is left is nobody's
+        if entry.type == fs.FileType.Directory:
+            filesystem.delete_dir(entry.path)
+        elif entry.base_name != RUN:
+            filesystem.delete_file(entry.path)
+    filesystem.delete_dir(path)
 
 
 def lost_checkpoint(folder: str) -> str | None:
@@ -384,30 +443,32 @@ def lost_checkpoint(folder: str) -> str | None:
 def publish(source: str, target: str) -> None:
     """Copies a checkpoint without the state to resume from, `config.json` last."""
     about = checkpoint.read(source)
-    about.files.pop(checkpoint.STATE, None)
+    for listed in (about.files, about.sha256):
+        listed.pop(checkpoint.STATE, None)
     (filesystem, origin), (_, path) = open_uri(source), open_uri(target)
     filesystem.create_dir(path, recursive=True)
     filesystem.copy_file(f"{origin}/{checkpoint.WEIGHTS}", f"{path}/{checkpoint.WEIGHTS}")
-    write_file(join(target, checkpoint.CONFIG), json.dumps(asdict(about), indent=2, sort_keys=True).encode())
+    write_file(join(target, checkpoint.CONFIG), about.to_json().encode())
 
 
 @contextmanager
-def shown(say: Callable[[str], None]) -> Iterator[Any]:
+def shown(say: Callable[[str], None], waits: Callable[[], str | None] = lambda: None) -> Iterator[Any]:
     """An actor to which rank 0 tells its progress, and a thread here that hands it on to `say`.
 
-    It is on the driver's node, whose loss ends the training anyway; where it is lost all the same, only its lines are.
+    What the workers wait for, which `waits` tells, is said too. The actor is on the driver's node, whose loss ends the
+    training anyway; where it is lost all the same, only its lines are.
     """
     here_if_possible = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     progress = Progress.options(scheduling_strategy=here_if_possible).remote()  # type: ignore[attr-defined]
     done = threading.Event()
     seen, lost = 0, False
 
-    def pump() -> None:
+    def pump(timeout: float | None = None) -> None:
         nonlocal seen, lost
         if lost:
             return
         try:
-            lines = ray.get(progress.since.remote(seen))
+            lines = ray.get(progress.since.remote(seen), timeout=timeout)
         except RayError as error:
             lost = True
             say(f"note: no more progress is shown, as the actor that tells it is lost ({type(error).__name__})")
@@ -417,8 +478,15 @@ def shown(say: Callable[[str], None]) -> Iterator[Any]:
             say(line)
 
     def work() -> None:
+        looked, said = time.monotonic(), -math.inf
         while not done.wait(0.5):
             pump()
+            now = time.monotonic()
+            if not lost and now - looked >= LOOK:
+                looked = now
+                if (line := waits()) and now - said >= WORD:
+                    said = now
+                    say(line)
 
     thread = threading.Thread(target=work, daemon=True, name="progress")
     thread.start()
@@ -427,5 +495,5 @@ def shown(say: Callable[[str], None]) -> Iterator[Any]:
     finally:
         done.set()
         thread.join(timeout=10)
-        pump()
+        pump(timeout=60)
         ray.kill(progress)

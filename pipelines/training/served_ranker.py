@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from models import checkpoint, registry
 from models.retrieval.data import PAD
+from models.scores import check_finite
 from models.search.data import NO_QUERY, SearchCatalogue, pair_key
 from models.setup import load_catalogue
 from models.tables import UserError, read_manifest, read_table
@@ -272,9 +273,8 @@ class RequestRanker(PythonModel):
         chances = torch.zeros(0)
         if any(known):
             with torch.no_grad():
-                chances = torch.sigmoid(
-                    self.model.score(self.requests.batch(rows, self.index, known))[:, label].float()
-                )
+                logits = self.model.score(self.requests.batch(rows, self.index, known))[:, label].float()
+            chances = torch.sigmoid(check_finite(logits))
         found, first = [], 0
         for row, places in zip(rows, known, strict=True):
             mine = chances[first : first + len(places)]

@@ -7,7 +7,6 @@ its progress.
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -20,7 +19,7 @@ from ray import train
 from ray.train.torch import get_device
 
 from models import checkpoint
-from models.fit import EpochEvent, Event, FitConfig, StepEvent, best_of, describe, fit
+from models.fit import EpochEvent, Event, FitConfig, StepEvent, StillEvent, best_of, describe, fit
 from models.setup import Setup, set_up
 from pipelines import tracking
 
@@ -135,7 +134,7 @@ def perform(task: Task, place: Place, latest: AbstractContextManager[str | None]
         log = None
         if place.rank == 0 and task.tracking:
             run = tracking.RunRef(**task.tracking)
-            log = tracking.Logger(run, resumed=about is not None)
+            log = tracking.Logger(run)
             stack.enter_context(tracking.system_metrics(run))
             log.log({"train/parameters": parameters, **{f"parameters/{name}": n for name, n in parts.items()}}, 0)
         if setup.entry.gradient:
@@ -171,6 +170,10 @@ def by_gradient(
         setup.model, setup.train, setup.validate, setup.fit, means=setup.means, state=state, device=setup.device,
         rank=place.rank, world=place.world,
     ):  # fmt: skip
+        if isinstance(event, StillEvent):
+            if place.rank == 0:
+                place.say(describe(event, setup.fit))
+            continue
         if log:
             log.log(step_metrics(event) if isinstance(event, StepEvent) else epoch_metrics(event), event.step)
             log.log(validation_metrics(event), event.step)
@@ -217,9 +220,9 @@ def hand_in(
     if rank != 0:
         train.report(metrics, checkpoint=None, checkpoint_dir_name=step_name(about.step))
         return
-    with tempfile.TemporaryDirectory() as folder:
+    with checkpoint.scratch() as folder:
         checkpoint.write(folder, setup.model, about, state)
-        made = train.Checkpoint.from_directory(folder)
+        made = train.Checkpoint.from_directory(str(folder))
         train.report(metrics, checkpoint=made, checkpoint_dir_name=step_name(about.step))
 
 

@@ -14,7 +14,7 @@ from models.tables import UserError
 def test_a_search_log_becomes_a_table_of_models(
     ray_local: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(quickstart, "SEARCH_MODELS", {"qgs": "qgs_small"})  # the others go the same way
+    monkeypatch.setattr(quickstart, "SEARCH_MODELS", {"qgs": ["qgs", "search/small"]})  # the others go the same way
     sizes = {"users": 60, "items": 60, "events": 500, "epochs": 1}
     quickstart.run(quickstart.Config(family="search", output=str(tmp_path), **sizes))
     printed = capsys.readouterr().out

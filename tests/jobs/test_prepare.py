@@ -17,7 +17,8 @@ import yaml
 from jobs import cli
 from jobs.prepare import Config, run
 from models.tables import UserError, read_manifest
-from pipelines.data.prepare import PrepareConfig, prepare
+from pipelines.data.prepare import prepare
+from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.sources import load_source
 
 SOURCE = {
@@ -158,3 +159,27 @@ def test_bad_files_leave_nothing(tmp_path: Path, content: str, words: str) -> No
         run(cli.parse(Config, "prepare", arguments(raw, tmp_path / "out")))
     assert "\n" not in str(caught.value)
     assert not list((tmp_path / "out").rglob("*.*"))
+
+
+def test_mistakes_are_answered_before_ray_is_imported(tmp_path: Path) -> None:
+    """A `ray` that cannot be imported stands in the way of whoever tries; `--dry-run` does without it too."""
+    raw = write_log(tmp_path / "raw", events=50)
+    (tmp_path / "ray.py").write_text("raise SystemExit('ray was imported')")
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+
+    def command(*more: str) -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, "-m", "jobs.prepare", *arguments(raw, tmp_path / "out", *more)]
+        return subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+
+    shown = command("--dry-run")
+    assert shown.returncode == 0, shown.stderr
+    assert "timestamp_ms  ms, ms" in shown.stdout
+    assert not (tmp_path / "out/events").exists()
+
+    (raw / "source.yaml").write_text(yaml.safe_dump({**SOURCE, "item": "itm"}))
+    failed = command()
+    assert failed.returncode == 1
+    [line] = failed.stderr.splitlines()
+    assert (
+        line == f"error: {raw}/log.csv has no column 'itm'; the nearest is 'item'; correct the source file or the log"
+    )

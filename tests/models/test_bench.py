@@ -25,7 +25,7 @@ def test_the_catalogue_branches_like_the_papers():
 
 
 def test_rows_are_json_lines_with_all_that_is_promised(tmp_path):
-    variants = ["hf", "sid_mlp_fast"]
+    variants = ["hf", "sid_mlp_fast", *decode_bench.builds()]
     rows = bench.decode(
         runs=2, threads=1, items=500, variants=variants, batches=(1, 2), beams=(4,), slow=(2, 4)
     )  # fmt: skip

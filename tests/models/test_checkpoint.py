@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from training_tables import write_tables
 
 from models import checkpoint, registry
 from models.fit import FitConfig
 from models.retrieval.data import Catalogue
 from models.setup import set_up
-from models.tables import UserError
+from models.tables import UserError, sealed, unsealed
 from models.train import main
 
 SASREC = {"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 12}
@@ -88,8 +95,9 @@ def test_damage_is_named(saved: dict[str, str], tmp_path: Path) -> None:
     (broken / "model.safetensors").write_bytes(weights[:-50])
     with pytest.raises(UserError, match=r"model\.safetensors has \d+ bytes, config\.json says \d+: truncated"):
         checkpoint.load(broken, catalogue)
-    content = json.loads((broken / "config.json").read_text())
+    content = unsealed((broken / "config.json").read_text())
     content["files"]["model.safetensors"] -= 50  # the listing agrees, the file is still cut off
+    del content["sha256"]  # as checkpoints of before
     (broken / "config.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="not a whole safetensors file"):
         checkpoint.load(broken, catalogue)
@@ -135,3 +143,172 @@ def test_training_with_pytorch_alone_goes_on_where_it_was(
     config.write_text(json.dumps({"model": TIGER}))
     with pytest.raises(SystemExit, match="needs semantic IDs"):
         main(arguments)
+
+
+def kept(folder: Path, epoch: int) -> None:
+    """A small checkpoint whose weights, state and config are of `epoch`."""
+    model = nn.Linear(3, 2)
+    nn.init.constant_(model.weight, epoch)
+    about = checkpoint.Checkpoint({"name": "linear"}, epoch=epoch)
+    checkpoint.save(folder, model, about, {"epoch": epoch, "moments": torch.full((5,), float(epoch))})
+
+
+def used(folder: Path) -> tuple[checkpoint.Checkpoint, list[float], dict]:
+    """All that is in a checkpoint of `kept`."""
+    model = nn.Linear(3, 2)
+    checkpoint.load_weights(model, folder)
+    state = checkpoint.load_state(folder)
+    return checkpoint.read(folder), model.weight.flatten().tolist(), {**state, "moments": state["moments"].tolist()}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "config.json"])
+def test_a_flipped_bit_is_found_when_the_checkpoint_is_used(tmp_path: Path, name: str) -> None:
+    kept(tmp_path / "best", 1)
+    right = used(tmp_path / "best")
+    file = tmp_path / "best" / name
+    whole, said = file.read_bytes(), []
+    places = range(0, len(whole), 1 if len(whole) < 300 else 7)
+    for place in places:
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+        try:
+            assert used(tmp_path / "best") == right
+        except UserError as error:
+            said.append(str(error))
+    assert all(name in line and "use another checkpoint or train again" in line for line in said)
+    assert not any("\n" in line for line in said)
+    assert len(said) >= (len(places) * 0.8 if name == "config.json" else len(places))  # some of its bits are spaces
+
+
+def test_checkpoints_without_hashes_are_read_and_damaged_ones_named(tmp_path: Path) -> None:
+    kept(tmp_path / "best", 1)
+    config = tmp_path / "best/config.json"
+    content = unsealed(config.read_text())
+    hashes = content.pop("sha256")
+    config.write_text(json.dumps(content))
+    assert used(tmp_path / "best")[0].epoch == 1
+    assert checkpoint.weights_hash(str(tmp_path / "best")) == hashes["model.safetensors"]
+    state = tmp_path / "best/state.pt"
+    for damaged in (b"x" * state.stat().st_size, bytes(state.stat().st_size)):
+        state.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"best/state\.pt is damaged \(.*\); use another checkpoint or train again"):
+            checkpoint.load_state(tmp_path / "best")
+    for files in ({"../model.safetensors": 3}, {"/etc/passwd": 3}, ["model.safetensors"], 3):
+        config.write_text(sealed({**content, "files": files}))
+        with pytest.raises(UserError, match=r"config\.json is damaged \(.*\); use another checkpoint or train again"):
+            checkpoint.read(tmp_path / "best")
+
+
+STEPS = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "open"}
+"""What a process does to files, as Python tells its audit hooks beforehand."""
+
+
+def forked(work: Callable[[], None]) -> int:
+    """The process id of a child that does `work` and ends with 0, or 1 where it fails."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    return child
+
+
+def killed_at(step: int, work: Callable[[], None]) -> bool:
+    """Does `work` in a process that is killed before its step of this number; whether it came to that."""
+    left = step
+
+    def hook(event: str, arguments: tuple) -> None:
+        nonlocal left
+        left -= event in STEPS
+        if event in STEPS and left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def child() -> None:
+        sys.addaudithook(hook)
+        work()
+
+    status = os.waitpid(forked(child), 0)[1]
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+def test_a_save_that_is_killed_at_any_step_loses_nothing_and_leaves_nothing(tmp_path: Path) -> None:
+    place = tmp_path / "best"
+    step, epochs = 0, set()
+    while True:
+        kept(place, 1)
+        killed = killed_at(step, lambda: kept(place, 2))
+        about, weights, state = used(place)
+        assert weights == [about.epoch] * 6
+        assert state == {"epoch": about.epoch, "moments": [about.epoch] * 5}
+        epochs.add(about.epoch)
+        kept(place, 3)
+        assert [entry.name for entry in tmp_path.iterdir()] == ["best"]
+        if not killed:
+            break
+        step += 1
+    assert step >= 5  # new folder, config.json, aside, in place, the old one's files
+    assert epochs == {1, 2}
+
+
+def test_a_step_that_was_moved_aside_is_gone_on_from(tmp_path: Path) -> None:
+    for step in (8, 16):
+        kept(tmp_path / f"step-{step:08d}", step)
+    (tmp_path / "step-00000016").rename(tmp_path / ".step-00000016-old")
+    assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-00000008", "step-00000016"]
+    assert used(checkpoint.steps(tmp_path)[-1])[0].epoch == 16
+
+
+def test_what_a_living_process_is_writing_is_not_swept_up(tmp_path: Path) -> None:
+    place, (seen, go) = tmp_path / "best", (os.pipe(), os.pipe())
+    kept(place, 1)
+
+    def slow() -> None:
+        def hook(event: str, arguments: tuple) -> None:
+            if event == "open" and str(arguments[0]).endswith("config.json"):
+                os.write(seen[1], b"x")
+                os.read(go[0], 1)
+
+        sys.addaudithook(hook)
+        kept(place, 2)
+
+    first = forked(slow)
+    os.read(seen[0], 1)  # its weights are written
+    second = forked(lambda: kept(place, 3))
+    folder = os.open(tmp_path, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(folder)
+    assert used(place)[0].epoch == 1  # meanwhile the old one is there
+    os.write(go[1], b"x")
+    assert [os.waitpid(child, 0)[1] for child in (first, second)] == [0, 0]
+    assert used(place)[0].epoch == 3
+    assert [entry.name for entry in tmp_path.iterdir()] == ["best"]
+
+
+def test_temporary_folders_of_killed_processes_are_swept_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    seen, go = os.pipe(), os.pipe()
+
+    def living() -> None:
+        with checkpoint.scratch() as folder:
+            (folder / "weights").write_text("mine")
+            os.write(seen[1], b"x")
+            os.read(go[0], 1)
+            assert (folder / "weights").read_text() == "mine"
+
+    def dying() -> None:
+        with checkpoint.scratch() as folder:
+            (folder / "weights").write_text("mine")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    child = forked(living)
+    os.read(seen[0], 1)
+    os.waitpid(forked(dying), 0)
+    assert len(list(tmp_path.iterdir())) == 2
+    with checkpoint.scratch():
+        assert len(list(tmp_path.iterdir())) == 2  # this one, and the living one's
+    os.write(go[1], b"x")
+    assert os.waitpid(child, 0)[1] == 0
+    assert list(tmp_path.iterdir()) == []

@@ -13,7 +13,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from models.fit import EpochEvent, FitConfig, StepEvent, fit, learning_rate, prefetch, step_seed
+from models.fit import EpochEvent, FitConfig, StepEvent, StillEvent, describe, fit, learning_rate, prefetch, step_seed
 from models.tables import UserError
 
 
@@ -126,6 +126,30 @@ def test_best_and_stop_follow_the_validation_metric_alone() -> None:
     assert [event.is_best for event in ends] == [True, True, False, False]  # an equal value is not better
     assert [event.stop for event in ends] == [False, False, False, True]
     assert ends[-1].state["cursor"]["best_epoch"] == 2
+    why = "stopped: no better val ndcg@10 in 2 validations (fit.patience), best 0.5000 in epoch 2"
+    assert [event.why for event in ends] == ["", "", "", why]
+    assert describe(ends[-1], config).splitlines()[-1] == why
+
+
+def test_a_run_that_ends_as_planned_gives_no_reason() -> None:
+    last = finish(start(), replace(CONFIG, max_epochs=1))[-1]
+    assert last.stop
+    assert not last.why
+    assert describe(last, CONFIG).endswith("done")
+
+
+def test_a_long_epoch_says_every_30_seconds_that_it_is_alive() -> None:
+    time = iter(range(0, 10_000, 12))  # asked once a step: 12 seconds each
+    config = FitConfig(max_epochs=2, log_every_steps=2)
+    events = list(fit(start(), Batches(count=8), validate, config, clock=lambda: float(next(time))))
+    alive = [event for event in events if isinstance(event, StillEvent)]
+    assert [(event.epoch, event.step) for event in alive] == [(1, 3), (1, 6), (2, 11), (2, 14)]
+    assert all(not event.state and not event.metrics and event.steps_in_epoch == 8 for event in alive)
+    assert "step      3" in describe(alive[0], config)
+    assert describe(alive[0], config).endswith("8 steps per epoch")
+    quick = fit(start(), Batches(count=8), validate, config, clock=lambda: 0.0)
+    told = [(event.step, event.loss) for event in events if not isinstance(event, StillEvent)]
+    assert told == [(event.step, event.loss) for event in quick]  # and it changes nothing
 
 
 def test_validation_every_n_epochs_and_at_the_end() -> None:

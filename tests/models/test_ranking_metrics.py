@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import log_loss, roc_auc_score
 
-from models.ranking_metrics import histogram, histogram_auc, ranking_means, ranking_sums, request_auc
+from models import ranking_metrics
+from models.ranking_metrics import NAMES, Histogram, ranking_means, ranking_sums, request_auc
+from models.tables import UserError
 
 
 def pairs_auc(scores: list[float], labels: list[int]) -> float:
@@ -63,7 +67,8 @@ def test_sums_of_batches_add_up_to_the_whole_and_match_scikit_learn():
     scores, labels, request = random_requests(3, 200)
     scores = scores + torch.randn(len(scores), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     whole = ranking_means(ranking_sums(scores, labels, request))
-    total: dict[str, torch.Tensor] = {}
+    assert tuple(whole) == NAMES
+    total: dict[str, Any] = {}
     for begin in range(0, 200, 37):
         mine = (request >= begin) & (request < begin + 37)
         for name, value in ranking_sums(scores[mine], labels[mine], request[mine] - begin).items():
@@ -71,8 +76,8 @@ def test_sums_of_batches_add_up_to_the_whole_and_match_scikit_learn():
     parts = ranking_means(total)
     assert parts == pytest.approx(whole, rel=1e-12)
     exact = roc_auc_score(labels, scores)
-    assert abs(whole["auc"] - exact) <= whole["auc_error"] + 1e-12
-    assert whole["auc_error"] < 1e-4
+    assert whole["auc"] == pytest.approx(exact, rel=1e-12)
+    assert whole["auc_error"] == 0
     probability = torch.sigmoid(scores)
     assert whole["log_loss"] == pytest.approx(log_loss(labels, probability))
     rate = float(labels.double().mean())
@@ -82,15 +87,40 @@ def test_sums_of_batches_add_up_to_the_whole_and_match_scikit_learn():
     assert whole["calibration"] == pytest.approx(float(probability.sum() / labels.sum()))
 
 
-def test_the_error_of_the_histogram_is_a_bound_also_where_scores_crowd():
+def clicks(deviation: float, count: int = 4000, offset: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of this deviation that tell the labels a little."""
     generator = torch.Generator().manual_seed(0)
-    scores = torch.randn(2000, generator=generator) * 2e-3
-    labels = torch.rand(2000, generator=generator) < torch.sigmoid(scores * 500)
-    auc, error = histogram_auc(histogram(scores, labels))
-    difference = abs(auc - roc_auc_score(labels, scores))
-    assert 0 < difference <= error
-    far = torch.tensor([-99.0, 99.0, 40.0])
-    assert histogram_auc(histogram(far, torch.tensor([False, True, True])))[0] == 1.0
+    scores = torch.randn(count, generator=generator, dtype=torch.float64) * deviation + offset
+    labels = torch.rand(count, generator=generator) < torch.sigmoid((scores - offset) / deviation)
+    return scores, labels
+
+
+@pytest.mark.parametrize(("deviation", "offset"), [(30, 0), (2e-3, 0), (1e-3, 1000), (1e30, 0), (2, -7)])
+def test_auc_is_exact_at_any_scale(deviation: float, offset: float):
+    scores, labels = clicks(deviation, offset=offset)
+    auc, error = Histogram.of(scores, labels).auc()
+    assert error == 0
+    assert auc == pytest.approx(roc_auc_score(labels, scores), rel=1e-12)
+    zeros = Histogram.of(torch.tensor([-0.0, 0.0]), torch.tensor([True, False]))
+    assert zeros.auc() == (0.5, 0.0)
+
+
+@pytest.mark.parametrize(("deviation", "offset"), [(30, 0), (2e-3, 0), (1e-3, 1000), (1e30, 0), (2, -7)])
+def test_beyond_memory_the_bound_holds_and_is_tight(monkeypatch: pytest.MonkeyPatch, deviation: float, offset: float):
+    scores, labels = clicks(deviation, offset=offset)
+    monkeypatch.setattr(ranking_metrics, "EXACT", 256)
+    whole = Histogram.of(scores, labels)
+    auc, error = whole.auc()
+    assert len(whole.merged().chunks[0][0]) <= 256
+    assert abs(auc - roc_auc_score(labels, scores)) <= error
+    assert 0 < error < 0.02
+    monkeypatch.setattr(ranking_metrics, "CHUNKS", 3)
+    for sizes in ([1000] * 4, [1, 2999, 1000], [100] * 40):
+        parts = [Histogram.of(*part) for part in zip(scores.split(sizes), labels.split(sizes), strict=True)]
+        assert sum(parts).auc() == (auc, error)  # in whatever parts it came
+        assert sum(parts[::-1]).auc() == (auc, error)
+        first, second = sum(parts[: len(parts) // 2]), sum(parts[len(parts) // 2 :])
+        assert (pickle.loads(pickle.dumps(first)) + second).auc() == (auc, error)  # of two workers
 
 
 def test_nothing_valid_is_nan_with_a_message():
@@ -110,5 +140,5 @@ def test_nothing_valid_is_nan_with_a_message():
 
 
 def test_a_score_that_is_no_number_is_refused():
-    with pytest.raises(ValueError, match="not a finite number"):
+    with pytest.raises(UserError, match="not finite"):
         ranking_sums(torch.tensor([float("nan")]), torch.tensor([True]), torch.tensor([0]))

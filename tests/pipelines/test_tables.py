@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from models.tables import UserError, read_manifest, read_table
+from models.tables import UserError, read_manifest, read_parquet, read_table, sealed, unsealed
+from pipelines.data.survey import read_coded
 from pipelines.data.tables import (
     LOCK,
     SIDS,
+    check_output,
+    check_place,
     check_writable,
     clear,
     code_version,
     commit,
+    embeddings_schema,
     fingerprint,
     git,
     up_to_date,
@@ -121,7 +126,64 @@ def test_damaged_part_of_the_right_size(tmp_path: Path) -> None:
     uri = make(tmp_path / "t", sids([1]))
     part = tmp_path / "t" / read_manifest(uri).files[0].path
     part.write_bytes(b"x" * part.stat().st_size)
+    with pytest.raises(UserError, match=r"is damaged: its SHA-256 is .*; make it again with --overwrite"):
+        read_table(uri)
+    other = part.rename(part.with_name("other.parquet"))
     with pytest.raises(UserError, match="is not a readable Parquet file"):
+        read_parquet(str(other))
+
+
+def flips(file: Path, count: int = 150) -> Iterator[None]:
+    """The file with one bit flipped, at that many places of it, and as it was at the end."""
+    whole = file.read_bytes()
+    for place in range(0, len(whole), max(1, len(whole) // count)):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+        yield
+    file.write_bytes(whole)
+
+
+def test_a_flipped_bit_anywhere_in_a_part_is_found(tmp_path: Path) -> None:
+    vectors = pa.table({"item_index": range(40), "embedding": [[0.5 * i] * 8 for i in range(40)]}, embeddings_schema(8))
+    events = pa.table({"user_id": [f"u{i // 4}" for i in range(40)], "item_id": [f"i{i % 7}" for i in range(40)]})
+    for table in (sids(*([i, 1] for i in range(40))), vectors, events):
+        part = tmp_path / write_part(str(tmp_path), table).path
+        for _ in flips(part):
+            for read in (read_parquet, read_coded) if table is events else (read_parquet,):
+                with pytest.raises(
+                    UserError, match=rf"{part.name} is damaged: its SHA-256.*; make it again with --over"
+                ):
+                    read(str(part))
+        assert read_parquet(str(part)).equals(table)
+
+
+def test_a_flipped_bit_in_a_manifest_is_found_or_of_no_account(tmp_path: Path) -> None:
+    uri = make(tmp_path / "t", sids([1, 2], [3, 4]))
+    right, said = read_manifest(uri), []
+    for _ in flips(tmp_path / "t" / "manifest.json"):
+        try:
+            assert read_manifest(uri) == right
+        except UserError as error:
+            said.append(str(error))
+    assert all("manifest.json is damaged" in line and "make the table again" in line for line in said)
+    assert len(said) > 100
+
+
+def test_a_manifest_without_a_seal_is_read(tmp_path: Path) -> None:
+    uri = make(tmp_path / "t", sids([1]))
+    manifest = tmp_path / "t" / "manifest.json"
+    manifest.write_text(json.dumps(unsealed(manifest.read_text())))
+    assert read_table(uri).equals(sids([1]))
+
+
+@pytest.mark.parametrize("path", ["../secret", "/etc/passwd", "..", "", "a/../../b", "%2e%2e%2fb", "a\\b", None])
+def test_a_manifests_paths_stay_in_its_folder(tmp_path: Path, path: str | None) -> None:
+    uri = make(tmp_path / "t", sids([1]))
+    write_part(str(tmp_path), sids([2]))
+    manifest = tmp_path / "t" / "manifest.json"
+    content = unsealed(manifest.read_text())
+    content["files"][0]["path"] = path
+    manifest.write_text(sealed(content))
+    with pytest.raises(UserError, match=r"manifest\.json is damaged \(the path .* is not a file's name\); make the"):
         read_table(uri)
 
 
@@ -142,6 +204,33 @@ def test_unwritable_output(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write to"):
         check_writable(str(tmp_path / "file" / "t"))
+
+
+def test_an_output_that_holds_other_things_is_refused(tmp_path: Path) -> None:
+    """Home, a folder of runs, tables of another job: before anything is written."""
+    tables = {"sids": "sids", "trie": "trie"}
+    out = tmp_path / "out"
+    check_output(str(out), tables)  # new
+    assert not out.exists()
+    (out / "sids").mkdir(parents=True)
+    (out / ".lock").write_text("")
+    (out / "sids" / f"part-{'0' * 20}.parquet").write_text("of a killed run")
+    check_output(str(out), tables)
+    (out / "statistics.json").write_text("{}")
+    check_output(str(out), tables, ["statistics.json"])
+    with pytest.raises(UserError, match=r"out holds 'statistics.json' and no sids made here before; choose a new or"):
+        check_output(str(out), tables)
+    make(out / "sids", sids([1]))
+    check_output(str(out), tables)  # an earlier output, with what the user keeps there
+    assert check_place(str(out / "sids"), "sids")
+    with pytest.raises(UserError, match=r"sids holds the table 'sids', not 'recommendations'; choose a new or empty"):
+        check_place(str(out / "sids"), "recommendations")
+    (out / "trie").mkdir()
+    (out / "trie" / "thesis.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"trie holds 'thesis.txt', which is no part of a table"):
+        check_output(str(out), tables)
+    with pytest.raises(UserError, match=r"out holds 'sids', which is no part of a table"):
+        check_place(str(out), "recommendations")  # recommendations into a folder of tables
 
 
 def test_tables_are_made_where_there_is_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

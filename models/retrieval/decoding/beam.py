@@ -16,6 +16,7 @@ from torch import Tensor
 
 from models.retrieval.decoding.topk import select, top_k
 from models.retrieval.decoding.trie import Trie
+from models.retrieval.recommend import nothing
 
 
 class Scorer(Protocol):
@@ -49,6 +50,8 @@ def beam_search(scorer: Scorer, trie: Trie, k: int, beam: int, children: bool = 
     if k < 1 or beam < 1:
         raise ValueError(f"k {k} and beam {beam} need to be at least 1")
     log_probs = scorer.start().unsqueeze(1)  # (B, 1, C_0)
+    if not len(log_probs):
+        return nothing(k, log_probs.device)
     node = log_probs.new_zeros(log_probs.shape[:2], dtype=torch.long)  # (B, W): where each beam stands in the trie
     score = log_probs.new_zeros(log_probs.shape[:2])
     for level in range(trie.levels):
@@ -89,6 +92,8 @@ def unconstrained_beam_search(scorer: Scorer, trie: Trie, k: int, beam: int) -> 
     if k < 1 or beam < 1:
         raise ValueError(f"k {k} and beam {beam} need to be at least 1")
     log_probs = scorer.start().unsqueeze(1)
+    if not len(log_probs):
+        return nothing(k, log_probs.device)
     score = log_probs.new_zeros(log_probs.shape[:2])
     codes = score.new_zeros((*score.shape, 0), dtype=torch.long)  # (B, W, level)
     for level in range(trie.levels):
@@ -102,6 +107,6 @@ def unconstrained_beam_search(scorer: Scorer, trie: Trie, k: int, beam: int) -> 
         if level < trie.levels - 1:
             log_probs = scorer.step(parents, token)
     item = trie.lookup(codes)
-    position, score = top_k(score.masked_fill(item < 0, -torch.inf), k)
+    position, score = top_k(score.masked_fill((item < 0) & ~score.isnan(), -torch.inf), k)  # NaN is for all to see
     item = item.gather(1, position.clamp(min=0))
     return torch.where(score == -torch.inf, -1, item), score

@@ -76,6 +76,8 @@ class PackedEncoder:
 
     def packed(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """(sum of lengths, D): states of histories that stand end to end, `tokens` (sum of lengths,)."""
+        if not len(lengths):
+            return self.t5.shared.weight.new_zeros((0, self.t5.sizes.d_model))
         bias = self.t5.encoder.position_bias(int(lengths.max()))[0]
         heads = self.t5.sizes.num_heads
         begin = functional.pad(lengths.cumsum(0), (1, 0))

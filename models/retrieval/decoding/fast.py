@@ -32,6 +32,8 @@ from models.retrieval.decoding.encoder import PackedEncoder
 from models.retrieval.decoding.topk import select, top_k
 from models.retrieval.decoding.trie import Trie
 from models.retrieval.readout import Readout, mean_state
+from models.retrieval.recommend import nothing
+from models.scores import check_finite
 
 if TYPE_CHECKING:
     from models.retrieval.sid_mlp import SidMlp
@@ -82,6 +84,9 @@ class FastWalk:
             (table, norm.weight, norm.bias, output.weight, output.bias)
             for table, norm, output in zip(self.tables, norms, self.outputs, strict=True)
         ]  # what `kernels.walk` is given
+        for level in self.levels:
+            for weight in level:
+                check_finite(weight)
         self.epsilon = norms[0].eps
 
     def __call__(self, batch: dict[str, Tensor], k: int, beam: int, children: bool) -> tuple[Tensor, Tensor]:
@@ -90,6 +95,8 @@ class FastWalk:
 
     def context(self, batch: dict[str, Tensor]) -> Tensor:
         """z (B, D) of equation 1."""
+        if not torch.compiler.is_compiling() and not len(batch["history"]):
+            return self.ask.new_zeros((0, self.ask.shape[1]))
         if self.encoder is None:
             return self.read(*self.student.encode(batch))
         tokens, real = self.student.source.tokens(batch)
@@ -130,9 +137,12 @@ class FastWalk:
                 f"the semantic IDs that it was trained with"
             )
         joined = functional.linear(z, self.z_weight, self.z_bias)  # (B, L * N)
+        if not torch.compiler.is_compiling() and not len(z):
+            return nothing(k, z.device)
         if kernels.ready(joined, self.z_weight):
             edges = [(trie.offsets(level), trie.tokens(level)) for level in range(trie.levels)]
             sizes = self.student.sizes
+            check_finite(joined)  # the kernel compares what it meets, and NaN is less than nothing
             node, score = kernels.walk(joined, self.levels, edges, sizes, self.epsilon, beam, k, children)
             return torch.where(score == -torch.inf, -1, trie.leaves[node]), score
         hidden = joined.chunk(trie.levels, 1)  # per level (B, N)

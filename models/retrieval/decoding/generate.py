@@ -77,7 +77,7 @@ def generate(
     in_level = (codes >= 0) & (codes < torch.tensor(trie.codebook_sizes, device=tokens.device))
     item = trie.lookup(torch.where(in_level, codes, -1)).view(len(tokens), kept)
     score = out.sequences_scores.view(len(tokens), kept)
-    score = score.masked_fill((item < 0) | (score < DEAD), -torch.inf)
+    score = score.masked_fill(((item < 0) | (score < DEAD)) & ~score.isnan(), -torch.inf)
     position, score = top_k(score, k)
     item = item.gather(1, position.clamp(min=0))
     return torch.where(score == -torch.inf, -1, item), score

@@ -1,6 +1,7 @@
 // What decoding does between its matrix products on a CPU; kernels.py builds and calls it and says what each does.
 //
-// Matrices are row-major float32. Vectors are of the compiler's own type, which it maps to what the processor has.
+// Matrices are row-major float32. Vectors are of the compiler's own type, as long as the processor's registers; a tile of
+// four rows by COLUMNS vectors of sums, with what is multiplied, fills them.
 
 #include <algorithm>
 #include <cmath>
@@ -8,13 +9,26 @@
 #include <limits>
 #include <vector>
 
-typedef float Lanes __attribute__((vector_size(64)));
-typedef int32_t IntLanes __attribute__((vector_size(64)));
-typedef float Loose __attribute__((vector_size(64), aligned(4), may_alias));
+#if defined(__AVX512F__)
+#define BYTES 64
+#elif defined(__AVX__)
+#define BYTES 32
+#else
+#define BYTES 16
+#endif
+
+typedef float Lanes __attribute__((vector_size(BYTES)));
+typedef int32_t IntLanes __attribute__((vector_size(BYTES)));
+typedef float Loose __attribute__((vector_size(BYTES), aligned(4), may_alias));
 
 namespace {
 
-constexpr int64_t LANES = 16;
+constexpr int64_t LANES = BYTES / sizeof(float);
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int COLUMNS = 4;  // of 32 registers
+#else
+constexpr int COLUMNS = 3;  // of 16
+#endif
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 
 int64_t lanes_of(int64_t size) { return (size + LANES - 1) / LANES; }
@@ -98,27 +112,22 @@ float dot(const float* a, const float* b, int64_t size) {
     return sum;
 }
 
-// Four rows of a product: c (4, 16 * lanes) = a (4, depth) b (depth, 16 * lanes); rows of a by pointer.
-template <int width>
-void product(const float* const* a, const float* b, int64_t stride_b, int64_t depth, float* c, int64_t stride_c) {
-    Lanes sums[4][width] = {};
-    for (int64_t d = 0; d < depth; d++) {
-        Lanes right[width];
-        for (int l = 0; l < width; l++) right[l] = load(b + d * stride_b + l * LANES);
+// Four rows of a product: c (4, LANES * lanes) = a (4, depth) b (depth, LANES * lanes); rows of a by pointer.
+template <int width = COLUMNS>
+void four_rows(const float* const* a, const float* b, int64_t stride_b, int64_t depth, float* c, int64_t stride_c,
+               int64_t lanes) {
+    for (; lanes >= width; lanes -= width, b += width * LANES, c += width * LANES) {
+        Lanes sums[4][width] = {};
+        for (int64_t d = 0; d < depth; d++) {
+            Lanes right[width];
+            for (int l = 0; l < width; l++) right[l] = load(b + d * stride_b + l * LANES);
+            for (int r = 0; r < 4; r++)
+                for (int l = 0; l < width; l++) sums[r][l] += a[r][d] * right[l];
+        }
         for (int r = 0; r < 4; r++)
-            for (int l = 0; l < width; l++) sums[r][l] += a[r][d] * right[l];
+            for (int l = 0; l < width; l++) store(c + r * stride_c + l * LANES, sums[r][l]);
     }
-    for (int r = 0; r < 4; r++)
-        for (int l = 0; l < width; l++) store(c + r * stride_c + l * LANES, sums[r][l]);
-}
-
-void four_rows(const float* const* a, const float* b, int64_t stride_b, int64_t depth, float* c, int64_t lanes) {
-    const int64_t stride_c = lanes * LANES;
-    int64_t l = 0;
-    for (; l + 4 <= lanes; l += 4) product<4>(a, b + l * LANES, stride_b, depth, c + l * LANES, stride_c);
-    if (lanes - l == 3) product<3>(a, b + l * LANES, stride_b, depth, c + l * LANES, stride_c);
-    if (lanes - l == 2) product<2>(a, b + l * LANES, stride_b, depth, c + l * LANES, stride_c);
-    if (lanes - l == 1) product<1>(a, b + l * LANES, stride_b, depth, c + l * LANES, stride_c);
+    if constexpr (width > 1) four_rows<width - 1>(a, b, stride_b, depth, c, stride_c, lanes);
 }
 
 // GELU by the error function (Abramowitz and Stegun 7.1.26, to 1.5e-7, as torch's own on AVX-512).
@@ -207,14 +216,14 @@ void packed_attention(const float* qkv, const int64_t* begin, int64_t users, int
                         asked[r] = q + std::min(i + r, size - 1) * row;  // past the end the last row again
                         shares[r] = score + r * stride;
                     }
-                    four_rows(asked, key, stride, width, score, long_);
+                    four_rows(asked, key, stride, width, score, stride, long_);
                     for (int64_t r = 0; r < 4 && i + r < size; r++) {
                         float* s = score + r * stride;
                         const float* b = bias + (head * span + i + r) * span;
                         for (int64_t j = 0; j < size; j++) s[j] += b[j];
                         softmax(s, size);
                     }
-                    four_rows(shares, value, wide * LANES, size, mix, wide);
+                    four_rows(shares, value, wide * LANES, size, mix, wide * LANES, wide);
                     for (int64_t r = 0; r < 4 && i + r < size; r++)
                         std::copy_n(mix + r * wide * LANES, width, out + (begin[user] + i + r) * inner + head * width);
                 }

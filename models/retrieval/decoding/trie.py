@@ -3,6 +3,8 @@
 A level is two tensors. The children of node `n` are the edges `offsets[n] : offsets[n + 1]`, `tokens`
 holds their codes in rising order, and an edge's number is the node it leads to. Edges of a level are in
 lexicographic order of their prefixes; those of the last level are the items (`leaves`).
+
+All of this is checked once, when a trie is made: searches believe it, and compiled ones read where it points.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ class Trie(nn.Module):
     """CSR arrays per level, as buffers that follow a model to its device and stay out of checkpoints.
 
     Shapes: level l has `edges_l` edges and `nodes_l = edges_(l-1)` nodes (1 at the root); `offsets`
-    (nodes_l + 1,), `tokens` (edges_l,), `leaves` (N,) item_index.
+    (nodes_l + 1,), `tokens` (edges_l,), `leaves` (N,) item_index, a permutation of 0 to N - 1. Raises UserError for
+    arrays that are no such trie.
     """
 
     leaves: Tensor
@@ -29,6 +32,7 @@ class Trie(nn.Module):
         self, offsets: list[Tensor], tokens: list[Tensor], leaves: Tensor, codebook_sizes: tuple[int, ...]
     ) -> None:
         super().__init__()
+        _check(offsets, tokens, leaves, codebook_sizes)
         self.codebook_sizes = codebook_sizes
         self.edges = [len(t) for t in tokens]
         """Edges per level: the number of distinct prefixes of that length."""
@@ -92,37 +96,37 @@ class Trie(nn.Module):
     @classmethod
     def from_table(cls, table: pa.Table, codebook_sizes: tuple[int, ...]) -> Self:
         """The trie of a `trie` table, whose rows are sorted by (level, child)."""
-        level = torch.from_numpy(table["level"].to_numpy().astype("int64"))
-        node = torch.from_numpy(table["node"].to_numpy().astype("int64"))
-        token = torch.from_numpy(table["token"].to_numpy().astype("int64"))
-        child = torch.from_numpy(table["child"].to_numpy().astype("int64"))
-        if len(level) == 0 or int(level.min()) < 0:
-            raise UserError("the trie is damaged: it has no edges, or edges of no level; run jobs.tokenize")
+        level, node, token, child = (_column(table, name) for name in ("level", "node", "token", "child"))
+        if len(level) == 0 or int(level.min()) < 0 or int(level.max()) >= len(codebook_sizes):
+            raise _damaged(f"it has no edges, or edges outside of its {len(codebook_sizes)} levels")
         offsets, tokens = [], []
         nodes, begin = 1, 0
         for depth, edges in enumerate(torch.bincount(level, minlength=len(codebook_sizes)).tolist()):
             rows = slice(begin, begin + edges)
             key = node[rows] * (max(codebook_sizes) + 1) + token[rows]
             sound = (
-                depth < len(codebook_sizes)
-                and edges > 0
+                edges > 0
                 and bool((level[rows] == depth).all())
                 and torch.equal(child[rows], torch.arange(edges))
                 and bool((key.diff() > 0).all())
                 and torch.equal(node[rows].unique(), torch.arange(nodes))
             )
             if not sound:
-                raise UserError(
-                    f"the trie is damaged at level {depth}: its edges do not form a tree; run jobs.tokenize"
-                )
+                raise _damaged(f"its edges at level {depth} do not form a tree")
             counts = torch.bincount(node[rows], minlength=nodes)
             offsets.append(torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)]))
             tokens.append(token[rows].clone())
             begin, nodes = begin + edges, edges
-        leaves = table["item_index"].combine_chunks().slice(begin - nodes, nodes)
-        if leaves.null_count:
-            raise UserError("the trie has leaves without an item; run jobs.tokenize")
-        return cls(offsets, tokens, torch.from_numpy(leaves.to_numpy().astype("int64")), codebook_sizes)
+        leaves = _column(table.slice(begin - nodes, nodes), "item_index")
+        return cls(offsets, tokens, leaves, codebook_sizes)
+
+    def check_leads_to(self, codes: Tensor) -> None:
+        """Raises UserError unless each item of the (N, C) `codes` is what the trie finds by them."""
+        found = self.lookup(codes)
+        if len(codes) != self.num_items or not torch.equal(found, torch.arange(len(codes))):
+            wrong = (found != torch.arange(len(codes))).nonzero()
+            where = f"; item {int(wrong[0])} is not found by {codes[wrong[0, 0]].tolist()}" if len(wrong) else ""
+            raise _damaged(f"its {self.num_items} leaves are not those of the {len(codes)} semantic IDs{where}")
 
     def descend(self, level: int, node: Tensor, token: Tensor) -> Tensor:
         """The child of `node` along `token`, -1 where there is none (or where `node` is -1). Any shape."""
@@ -141,3 +145,35 @@ class Trie(nn.Module):
         for level in range(self.levels):
             node = self.descend(level, node, codes[..., level])
         return torch.where(node >= 0, self.leaves[node.clamp(min=0)], -1)
+
+
+def _check(offsets: list[Tensor], tokens: list[Tensor], leaves: Tensor, sizes: tuple[int, ...]) -> None:
+    """UserError unless the arrays are a trie over codebooks of these sizes."""
+    if not len(offsets) == len(tokens) == len(sizes) > 0:
+        raise _damaged(f"it has {len(tokens)} levels for {len(sizes)} codebooks")
+    nodes = 1
+    for level, (offset, token, size) in enumerate(zip(offsets, tokens, sizes, strict=True)):
+        outside = token[(token < 0) | (token >= size)]
+        if len(outside):
+            raise _damaged(f"token {int(outside[0])} at level {level} is outside of its codebook of {size}")
+        children = offset.diff()
+        if len(offset) != nodes + 1 or int(offset[0]) or int(offset[-1]) != len(token) or int(children.min()) < 1:
+            raise _damaged(f"its edges at level {level} do not form a tree")
+        parent = torch.repeat_interleave(torch.arange(nodes, device=token.device), children)
+        if not bool(((parent * size + token).diff() > 0).all()):
+            raise _damaged(f"its edges at level {level} are not in order, or repeat")
+        nodes = len(token)
+    if not torch.equal(leaves.sort().values, torch.arange(nodes, device=leaves.device)):
+        raise _damaged(f"its {nodes} leaves are not the items 0 to {nodes - 1}, each once")
+
+
+def _column(table: pa.Table, name: str) -> Tensor:
+    """An integer column without nulls as int64."""
+    column = table[name] if name in table.column_names else pa.chunked_array([pa.nulls(1)])
+    if column.null_count or not pa.types.is_integer(column.type):
+        raise _damaged(f"its column {name} is missing, has gaps or holds no integers")
+    return torch.from_numpy(column.to_numpy().astype("int64"))
+
+
+def _damaged(why: str) -> UserError:
+    return UserError(f"the trie is damaged: {why}; run jobs.tokenize again")

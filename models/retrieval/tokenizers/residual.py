@@ -6,7 +6,10 @@ Shapes: N items, D width of the quantised space, C levels, K codes per level.
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -39,6 +42,48 @@ class Progress:
     """Steps in all."""
     message: str
     """What to show, such as the losses."""
+    within: bool = False
+    """Whether it is from within a step: to be shown only where nothing else is for a while."""
+
+
+SILENCE = 30.0
+"""Seconds after which a training shows what it is doing within a step."""
+
+R = TypeVar("R")
+
+
+def paced(
+    training: Generator[Progress, None, R], clock: Callable[[], float] = time.monotonic
+) -> Generator[Progress, None, R]:
+    """The training's progress without most of what is from within its steps: one of them after each `SILENCE`."""
+    told = clock()
+    while True:
+        try:
+            progress = next(training)
+        except StopIteration as end:
+            return cast(R, end.value)
+        if not progress.within or clock() - told >= SILENCE:
+            yield progress
+            told = clock()
+
+
+def finished(training: Generator[Any, None, R]) -> R:
+    """What a training gives in the end, whatever it says on the way."""
+    while True:
+        try:
+            next(training)
+        except StopIteration as end:
+            return cast(R, end.value)
+
+
+def within(messages: Generator[str, None, R], step: int, steps: int, prefix: str) -> Generator[Progress, None, R]:
+    """What a part of a step says, as progress from within it."""
+    while True:
+        try:
+            message = next(messages)
+        except StopIteration as end:
+            return cast(R, end.value)
+        yield Progress(step, steps, prefix + message, within=True)
 
 
 def nearest(points: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,7 +108,7 @@ def encode(vectors: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(codes, 1), vectors - residual
 
 
-def _seeds(points: Tensor, k: int, generator: torch.Generator) -> Tensor:
+def _seeds(points: Tensor, k: int, generator: torch.Generator) -> Generator[str, None, Tensor]:
     """Greedy k-means++ seeds (k, D): of some points drawn by their squared distance to the seeds so far, the
     one that leaves the least distance in all. Plain k-means++ is drawn to outliers in high dimensions."""
     trials = 2 + int(math.log(k))
@@ -80,6 +125,7 @@ def _seeds(points: Tensor, k: int, generator: torch.Generator) -> Tensor:
         chosen.append(int(drawn[best]))
         distances = after[:, best].clone()
         distances[chosen[-1]] = 0
+        yield f"k-means seed {len(chosen)} of {k}"
     return points[chosen]
 
 
@@ -97,13 +143,20 @@ def kmeans(points: Tensor, k: int, generator: torch.Generator, iterations: int =
     `generator` is a CPU generator; equal seeds give equal centres. A cluster that runs empty restarts at
     the point farthest from its centre. Raises UserError for fewer points than centres.
     """
+    return finished(kmeans_steps(points, k, generator, iterations))
+
+
+def kmeans_steps(
+    points: Tensor, k: int, generator: torch.Generator, iterations: int = 100
+) -> Generator[str, None, Tensor]:
+    """As `kmeans`, saying at every seed and iteration what it does."""
     if len(points) < k:
         raise UserError(
             f"{k} codes per level need at least {k} items, there are {len(points)}; set codebook_size lower"
         )
-    centres = _seeds(points, k, generator)
+    centres = yield from _seeds(points, k, generator)
     previous = torch.full((len(points),), -1, device=points.device)
-    for _ in range(iterations):
+    for iteration in range(iterations):
         codes, distances = nearest(points, centres)
         counts = torch.bincount(codes, minlength=k)
         empty = (counts == 0).nonzero().flatten()
@@ -116,6 +169,7 @@ def kmeans(points: Tensor, k: int, generator: torch.Generator, iterations: int =
             far = distances.sort(descending=True, stable=True).indices[: len(empty)]
             far = far[distances[far] > 0]
             centres[empty[: len(far)]] = points[far]
+        yield f"k-means iteration {iteration + 1} of at most {iterations}"
     return centres
 
 

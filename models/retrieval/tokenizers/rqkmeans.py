@@ -11,7 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.retrieval.tokenizers.residual import Progress, Quantized, encode, kmeans, nearest, unexplained_variance
+from models.retrieval.tokenizers.residual import (
+    Progress,
+    Quantized,
+    encode,
+    kmeans_steps,
+    nearest,
+    unexplained_variance,
+    within,
+)
 
 
 @dataclass(frozen=True)
@@ -37,14 +45,15 @@ class RqkmeansConfig:
 
 
 def fit(embeddings: Tensor, config: RqkmeansConfig) -> Generator[Progress, None, Quantized]:
-    """Trains the codebooks on `embeddings` (N, D), on their device; yields once per level.
+    """Trains the codebooks on `embeddings` (N, D), on their device; yields once per level, and within.
 
     Raises UserError if there are fewer items than codes per level.
     """
     generator = torch.Generator().manual_seed(config.seed)
     residual, codebooks = embeddings, []
     for level in range(config.levels):
-        codebook = kmeans(residual, config.codebook_size, generator, config.iterations)  # (K, D)
+        training = kmeans_steps(residual, config.codebook_size, generator, config.iterations)
+        codebook = yield from within(training, level, config.levels, f"level {level + 1}: ")  # (K, D)
         codes, _ = nearest(residual, codebook)
         residual = residual - codebook[codes]
         codebooks.append(codebook)

@@ -18,9 +18,11 @@ from models.retrieval.tokenizers.residual import (
     Progress,
     Quantized,
     encode,
-    kmeans,
+    finished,
+    kmeans_steps,
     nearest,
     unexplained_variance,
+    within,
 )
 
 
@@ -113,13 +115,17 @@ class Rqvae(nn.Module):
         """Latents (N, D) of all items, in chunks."""
         return torch.cat([self.encoder(rows) for rows in embeddings.split(ROWS)])
 
-    @torch.no_grad()
     def initialise_codebooks(self, embeddings: Tensor, generator: torch.Generator) -> None:
         """Sets level l's codes to the k-means centres, one per row, of what levels 0..l-1 leave over."""
+        finished(self.initialising(embeddings, generator))
+
+    def initialising(self, embeddings: Tensor, generator: torch.Generator) -> Generator[Progress, None, None]:
+        """As `initialise_codebooks`, saying what it does."""
         residual = self.latents(embeddings)
-        for level in range(self.config.levels):
-            centres = kmeans(residual, self.config.codebook_size, generator)  # (K, D), the codebook's own layout
-            self.codebooks[level] = centres
+        for level, codebook in enumerate(self.codebooks.data):
+            training = kmeans_steps(residual, self.config.codebook_size, generator)
+            centres = yield from within(training, 0, self.config.epochs, f"first codes of level {level + 1}: ")
+            codebook.copy_(centres)  # (K, D), the codebook's own layout
             code, _ = nearest(residual, centres)
             residual = residual - centres[code]
 
@@ -157,7 +163,7 @@ def _batches(count: int, size: int, generator: torch.Generator) -> Iterator[Tens
 
 
 def fit(embeddings: Tensor, config: RqvaeConfig, report_every: int = 50) -> Generator[Progress, None, Quantized]:
-    """Trains an RQ-VAE on `embeddings` (N, E), on their device; yields every `report_every` epochs.
+    """Trains an RQ-VAE on `embeddings` (N, E), on their device; yields every `report_every` epochs, and within.
 
     Equal seeds give equal codes on the same hardware. With `kmeans_init` it raises UserError if there are fewer
     items than codes per level.
@@ -168,7 +174,7 @@ def fit(embeddings: Tensor, config: RqvaeConfig, report_every: int = 50) -> Gene
         model = Rqvae(embeddings.shape[1], config)
     model.to(embeddings.device)
     if config.kmeans_init:
-        model.initialise_codebooks(embeddings, generator)
+        yield from model.initialising(embeddings, generator)
     layers = [*model.encoder.parameters(), *model.decoder.parameters()]
     optimizer = torch.optim.AdamW(
         [{"params": layers, "weight_decay": config.weight_decay}, {"params": [model.codebooks], "weight_decay": 0.0}],
@@ -176,13 +182,14 @@ def fit(embeddings: Tensor, config: RqvaeConfig, report_every: int = 50) -> Gene
     )
     for epoch in range(1, config.epochs + 1):
         sums = dict.fromkeys(("reconstruction", "quantization"), 0.0)
-        for rows in _batches(len(embeddings), config.batch_size, generator):
+        for number, rows in enumerate(_batches(len(embeddings), config.batch_size, generator)):
             losses = model(embeddings[rows.to(embeddings.device)])
             optimizer.zero_grad(set_to_none=True)
             losses["loss"].backward()
             optimizer.step()
             for name in sums:
                 sums[name] += float(losses[name].detach()) * len(rows) / len(embeddings)
+            yield Progress(epoch - 1, config.epochs, f"{number + 1} steps of epoch {epoch}", within=True)
         # no restart at the very end: a moved code needs some epochs to settle
         if config.restart_every and epoch % config.restart_every == 0 and epoch <= 0.9 * config.epochs:
             model.restart_dead_codes(embeddings, generator, optimizer)

@@ -29,6 +29,8 @@ RULES = {
     "catalogue": "item_index is dense in the order of item_id; the k-core keeps and drops the right items",
     "behaviours": "lists have equal length and hold exactly what events give, in order",
     "history": "history_end counts the user's strictly earlier behaviours",
+    "known": "a label is known when its time or its delay says; no history holds a behaviour before it is known",
+    "requests": "in a search log a request is (user, request id) at its earliest; no history holds its own behaviours",
     "targets": "candidates are in the catalogue: behaviour i for request i (retrieval), what was shown (search)",
     "splits": "each request is in the split that its place or its time says; train_end and val_end are the cuts",
     "tasks": "in a log of actions tasks and actions are what the labels say",
@@ -58,7 +60,7 @@ def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list
     core_users = check_catalogue(tables, items, rules["catalogue"], progress)
     if tables.search:
         sequence_users, core_users = check_search(tables, items, event_users, rules, progress)
-        check_search_windows(tables, items, rules["windows"], progress)
+        check_search_windows(tables, items, event_users, rules["windows"], progress)
     elif tables.actions:
         sequence_users, core_users = check_actions(tables, items, event_users, rules, progress)
     else:

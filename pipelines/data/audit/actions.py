@@ -20,7 +20,10 @@ from pipelines.data.audit.sequences import (
     check_behaviours,
     check_counts,
     check_lengths,
+    count_cut,
     expected_behaviours,
+    note_cut,
+    note_splits,
 )
 
 DAY, MINUTE = 86_400_000, 60_000
@@ -41,6 +44,7 @@ def check_actions(
     held: dict[str, int] = {"users": 0, "interactions": 0, "items": items.height}
     held |= {f"{name}.{split}": 0 for name in ("events", "users_with_candidates") for split in SPLITS}
     held |= {f"users_without_context.{split}": 0 for split in SPLITS}
+    cut = {"truncated_users": 0, "truncated_events": 0}
     positives = np.zeros(len(info["tasks"]))
     scale = np.zeros((2, len(info["features"])))
     viewers: dict[str, set[str]] = {name: set() for name in info.get("viewers", {})}
@@ -68,6 +72,7 @@ def check_actions(
             mine = [
                 tables.part("events", source).join(users.select("user_id", "row"), on="user_id") for source in sources
             ]
+            count_cut(tables, pl.concat(mine), items, cut)
             expected = expected_behaviours(tables, pl.concat(mine), items)
             check_behaviours(tables, users.drop(WIDE), flat, expected, rules["behaviours"])
         check_definitions(info, flat, values, rules["tasks"])
@@ -76,6 +81,8 @@ def check_actions(
         )
         check_features(tables, points, values["features"], attributed, rules["windows"], progress)
     check_counts(tables, held, rules["counts"])
+    note_cut(tables, cut, rules["behaviours"])
+    note_splits({f"{name} events": held[f"events.{name}"] for name in SPLITS}, rules["splits"])
     check_scale(info, positives, scale, rules["counts"])
     for name, seen in viewers.items():
         rules["counts"].rows += 1
@@ -125,7 +132,9 @@ def check_ends(tables: Tables, users: pl.DataFrame, flat: pl.DataFrame, rule: Ru
     """`train_end` and `val_end` count the user's events before the two cut times."""
     rule.rows += users.height
     if tables.sequences.info["split"]["kind"] == "per_user":
-        rule.note = "per_user cuts let other users' later actions into training; a temporal split does not"
+        note = "per_user cuts let other users' later actions into training; a temporal split does not"
+        if note not in rule.note:  # said once for all parts
+            rule.remark(note)
     before = [
         (pl.col("timestamp_ms") < pl.col(cut)).fill_null(True).sum().cast(pl.Int32) for cut in ("val_cut", "test_cut")
     ]

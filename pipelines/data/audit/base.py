@@ -12,6 +12,10 @@ from models.tables import Manifest, UserError, join, read_manifest, read_parquet
 SHOWN = 3
 """Offending rows named per rule."""
 
+DAY = 86_400_000
+FEW = 30
+"""Requests of a split below which it is noted."""
+
 EVENT_ORDER = ["timestamp_ms", "request_id", "position", "item_id"]
 SPLITS = ["train", "val", "test"]
 
@@ -84,6 +88,10 @@ class Rule:
         """Adds violations and names the first of them."""
         self.violations += violations
         self.examples += examples[: SHOWN - len(self.examples)]
+
+    def remark(self, note: str) -> None:
+        """Adds a note."""
+        self.note = f"{self.note}; {note}" if self.note else note
 
     def broken_rows(self, rows: pl.DataFrame, say: Callable[[dict], str]) -> None:
         """Adds one violation per row of `rows`; `say` names a row."""
@@ -160,6 +168,12 @@ class Tables:
     def counted(self) -> str | None:
         """The label of the events that make the catalogue: in a search log, all that was shown."""
         return None if self.search else self.behaviour
+
+    @property
+    def known(self) -> str:
+        """The column of events that says from when on a behaviour is known: its label's where events have one."""
+        own = (self.behaviour or "").replace("label_", "known_", 1)
+        return own if own in {column["name"] for column in self.events.schema} else "timestamp_ms"
 
     @property
     def order_of_log(self) -> bool:

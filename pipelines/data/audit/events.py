@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import datetime
 
 import polars as pl
 
 from models.tables import UserError, join
-from pipelines.data.audit.base import EVENT_ORDER, SHOWN, Rule, Tables, label_of, name_event
+from pipelines.data.audit.base import DAY, EVENT_ORDER, SHOWN, Rule, Tables, label_of, name_event
 
 
 def _earlier_than_previous(columns: list[str]) -> pl.Expr:
@@ -21,7 +22,9 @@ def _earlier_than_previous(columns: list[str]) -> pl.Expr:
 
 def check_events(tables: Tables, rules: dict[str, Rule], progress: Callable[[str], None]) -> pl.DataFrame:
     """Rules on rows of `events`. Returns `user` (hash of the id) and `part`, one row per user and part."""
-    users = []
+    users, repetitions = [], 0
+    last, times_of_day = 0, pl.Series(dtype=pl.Int64)
+    kept = tables.events.info.get("duplicates_kept")  # None where they are dropped
     keys = ["user_id", *EVENT_ORDER]
     for number, events in tables.parts("events"):
         progress(f"events, part {number + 1} of {len(tables.events.files)}")
@@ -34,14 +37,45 @@ def check_events(tables: Tables, rules: dict[str, Rule], progress: Callable[[str
         rule.broken_rows(
             events.filter(_earlier_than_previous(keys)), lambda row: f"{name_event(row)}: sorts before the row above it"
         )
+        _check_known(tables, events, rules["known"])
         rules["duplicates"].rows += events.height
         repeated = events.filter(events.is_duplicated())
-        rules["duplicates"].broken(
-            events.height - events.unique().height,
-            [name_event(row) for row in repeated.unique(maintain_order=True).head(SHOWN).iter_rows(named=True)],
-        )
+        if kept is None:
+            rules["duplicates"].broken(
+                events.height - events.unique().height,
+                [name_event(row) for row in repeated.unique(maintain_order=True).head(SHOWN).iter_rows(named=True)],
+            )
+        repetitions += events.height - events.unique().height
+        last = max(last, int(events["timestamp_ms"].to_numpy().max(initial=0)))
+        times_of_day = pl.concat([times_of_day, (events["timestamp_ms"] % DAY)]).unique().head(2)
         users.append(_hashes(events).with_columns(part=pl.lit(number, pl.Int32)))
+    if kept is not None:
+        rules["duplicates"].remark(f"duplicates: keep; {kept:,} events repeat another in every column")
+        # under log_order equal events have a position each
+        if tables.events.info.get("ties") == "strict" and repetitions != kept:
+            rules["duplicates"].broken(1, [f"{repetitions:,} events repeat another, the manifest says {kept:,}"])
+    if tables.events.info.get("clock") and times_of_day.len() == 1:
+        rules["events"].remark("all times are of one time of day: events of a day are ties")
+    made = datetime.fromisoformat(tables.events.created or "9999-12-31T00:00:00+00:00")
+    if tables.events.info.get("clock") and last > made.timestamp() * 1000 + DAY:
+        rules["events"].remark(f"the last time is {last}, later than the table itself ({tables.events.created})")
     return pl.concat(users)
+
+
+def _check_known(tables: Tables, events: pl.DataFrame, rule: Rule) -> None:
+    """A label that is known later than its event has a time where it is set and only there, never before the event."""
+    for name, said in tables.events.info.get("known", {}).items():
+        rule.rows += events.height
+        time, known, label = pl.col("timestamp_ms"), pl.col(f"known_{name}"), pl.col(f"label_{name}")
+        set_ = label.fill_null(False) if events.schema[f"label_{name}"] == pl.Boolean else label.is_not_null()
+        right = known >= time
+        if "delay_minutes" in said:
+            right = known == time + round(said["delay_minutes"] * 60_000)
+        wrong = events.filter((set_ & ~right.fill_null(False)) | (~set_ & known.is_not_null()))
+        rule.broken_rows(
+            wrong.with_columns(said=pl.lit(name), at=known),
+            lambda row: f"{name_event(row)}: label {row['said']} is known from {row['at']} on",
+        )
 
 
 def _hashes(frame: pl.DataFrame) -> pl.DataFrame:
@@ -62,18 +96,20 @@ def _core(
 ) -> tuple[pl.Series, pl.DataFrame]:
     """The k-core by the naive loop: drop what has fewer than `core` behaviours until nothing changes.
 
-    Only behaviours before the time `before` count, where it is given. Returns the item ids that stay and
+    Only behaviours known before the time `before` count, where it is given. Returns the item ids that stay and
     the hashes of the users that stay.
     """
     items: pl.Series | None = None
     core = max(core, 1)
+    known = tables.known if tables.counted else "timestamp_ms"
+    columns = list(dict.fromkeys(["user_id", "item_id", "timestamp_ms", *label_of(tables.counted), known]))
     while True:
         progress("k-core" if items is None else f"k-core, {items.len():,} items left")
         counts, users = [], []
-        for _, events in tables.parts("events", ["user_id", "item_id", "timestamp_ms", *label_of(tables.counted)]):
+        for _, events in tables.parts("events", columns):
             events = tables.behaviours_of(events) if tables.counted else events
             if before is not None:
-                events = events.filter(pl.col("timestamp_ms") < before)
+                events = events.filter(pl.col(known) < before)
             if items is not None:
                 events = events.filter(pl.col("item_id").is_in(items.implode()))
             events = events.filter(pl.len().over("user_id") >= core)
@@ -115,10 +151,17 @@ def check_catalogue(tables: Tables, items: pl.DataFrame, rule: Rule, progress: C
         lambda row: f"item {row['item_id']}: in the {core}-core of the events, but not in the catalogue",
     )
     if core > 1 and window == "all" and split.get("kind") == "temporal":
-        rule.note = (
+        rule.remark(
             f"the {core}-core was computed on the whole log, validation and test included (core_window: all), "
             f"as papers do; core_window: train sees the training window only"
         )
+    told = [field["name"] for field in tables.items.schema if field["name"].startswith(("text_", "cat_", "num_"))]
+    if told:
+        bare = sum(
+            part.filter(pl.all_horizontal(pl.col(told).is_null())).height for _, part in tables.parts("items", told)
+        )
+        if bare > 0.1 * items.height:
+            rule.remark(f"{bare:,} of {items.height:,} items have no text and no attribute")
     return users
 
 

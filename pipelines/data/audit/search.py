@@ -13,15 +13,19 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from pipelines.data.audit.base import EVENT_ORDER, SPLITS, Rule, Tables, name_request
+from pipelines.data.audit.base import SPLITS, Rule, Tables, name_request
 from pipelines.data.audit.sequences import (
     behaviour_rows,
     check_behaviours,
     check_counts,
     check_history,
+    check_known,
     check_lengths,
     check_splits,
+    count_cut,
     expected_behaviours,
+    note_cut,
+    note_splits,
     request_rows,
 )
 
@@ -58,6 +62,7 @@ def check_search(
     held = {"users": 0, "interactions": 0, "items": items.height, "queries": queries.height}
     in_split = {f"{name}.{split}": 0 for name in ("requests", "candidates", "requests_one_class") for split in SPLITS}
     label = f"label_{tables.sequences.info['labels'][0]}"
+    cut = {"truncated_users": 0, "truncated_events": 0}
     for number, users in tables.parts("sequences"):
         progress(f"sequences, part {number + 1} of {len(tables.sequences.files)}")
         users = users.with_row_index("row")
@@ -76,10 +81,14 @@ def check_search(
         requests = requests.join(users.select("row"), on="row", how="semi")
         behaviours = behaviour_rows(users)
         if events:
-            mine = _with_queries(pl.concat(events), queries)
+            mine = _asked(_with_queries(pl.concat(events), queries))
             expected = expected_behaviours(tables, mine, items)
+            count_cut(tables, mine, items, cut)
             check_behaviours(tables, users, behaviours, expected, rules["behaviours"])
-            _check_requests(tables, requests, _expected_requests(tables, mine, items, expected), rules["targets"])
+            logged = _expected_requests(tables, mine, items)
+            _check_requests(tables, requests, logged, rules["targets"])
+            check_known(tables, requests, expected, rules["known"])
+            _check_own(requests, logged, expected, rules["requests"])
         check_history(tables, behaviours, requests, rules["history"])
     for number, events_part in tables.parts("events", ["query"]):
         progress(f"queries, part {number + 1} of {len(tables.events.files)}")
@@ -89,9 +98,15 @@ def check_search(
     never = queries.filter(~pl.col("query").is_in(asked.implode()))
     rules["queries"].broken_rows(never, lambda row: f"query '{row['query']}': in queries, but not in events")
     check_counts(tables, {**held, **in_split}, rules["counts"])
+    note_cut(tables, cut, rules["behaviours"])
+    note_splits({f"{name} requests": in_split[f"requests.{name}"] for name in SPLITS}, rules["splits"])
+    for name in SPLITS:
+        if 0 < in_split[f"requests.{name}"] == in_split[f"requests_one_class.{name}"]:
+            rules["targets"].remark(f"all {name} requests have one class only")
+    engaged = f"label_{tables.sequences.info['behaviour']}"
     shown = [
-        part.filter(pl.col("item_id").is_in(items["item_id"].implode())).select(user=pl.col("user_id").unique().hash())
-        for _, part in tables.parts("events", ["user_id", "item_id"])
+        _shown(tables, _asked(part), items).select(user=pl.col("user_id").unique().hash())
+        for _, part in tables.parts("events", list(dict.fromkeys([*RAW, engaged, tables.known])))
     ]
     return pl.concat(found), pl.concat(shown).unique()
 
@@ -113,29 +128,64 @@ def _labels(tables: Tables) -> list[str]:
     return [f"label_{name}" for name in tables.sequences.info["labels"]]
 
 
-def _expected_requests(
-    tables: Tables, events: pl.DataFrame, items: pl.DataFrame, behaviours: pl.DataFrame
-) -> pl.DataFrame:
-    """The requests that `events` give, one row each.
+def _asked(events: pl.DataFrame) -> pl.DataFrame:
+    """`events` with their request: `alone`, the time where the log gives no request id, and `asked`, its earliest."""
+    return events.with_columns(
+        alone=pl.when(pl.col("request_id") == "").then(pl.col("timestamp_ms")).otherwise(0)
+    ).with_columns(asked=pl.col("timestamp_ms").min().over("user_id", "request_id", "alone", "query"))
 
-    Of a user with more behaviours than are kept, requests older than the first kept one are left out.
-    """
-    engaged = tables.behaviours_of(events).join(items, on="item_id", how="semi").group_by("row").len("all")
-    kept = behaviours.group_by("row").agg(oldest=pl.col("timestamp_ms").min(), kept=pl.len())
-    cut = engaged.join(kept, on="row").filter(pl.col("all") > pl.col("kept")).select("row", "oldest")
+
+def _shown(tables: Tables, events: pl.DataFrame, items: pl.DataFrame) -> pl.DataFrame:
+    """The results that sequences show: of items of the catalogue and, of a user with more behaviours than are kept,
+    of requests not older than the first kept one. `events` are those of `_asked`."""
+    most = tables.sequences.info.get("max_events") or 2**31
+    inside = events.join(items, on="item_id")
+    engaged = tables.behaviours_of(inside).group_by("user_id").agg(known=pl.col(tables.known).sort(descending=True))
+    cut = engaged.filter(pl.col("known").list.len() > most).select(
+        "user_id", oldest=pl.col("known").list.get(most - 1, null_on_oob=True)
+    )
+    return inside.join(cut, on="user_id", how="left").filter((pl.col("asked") >= pl.col("oldest")).fill_null(True))
+
+
+def _expected_requests(tables: Tables, events: pl.DataFrame, items: pl.DataFrame) -> pl.DataFrame:
+    """The requests that `events` give, one row each."""
     return (
-        events.join(items, on="item_id")
-        .join(cut, on="row", how="left")
-        .filter((pl.col("timestamp_ms") >= pl.col("oldest")).fill_null(True))
-        .sort("row", *EVENT_ORDER)
-        .group_by("row", "timestamp_ms", "request_id", "query_index", maintain_order=True)
+        _shown(tables, events, items)
+        .sort("row", "position", "timestamp_ms", "item_id")
+        .group_by("row", "asked", "request_id", "alone", "query_index", maintain_order=True)
         .agg(
             candidates=pl.col("item_index"),
             positions=pl.col("position"),
             **{name: pl.col(name).fill_null(False) for name in _labels(tables)},
         )
+        .rename({"asked": "timestamp_ms"})
         .sort("row", "timestamp_ms", "request_id", "query_index")
         .with_columns(place=pl.int_range(pl.len(), dtype=pl.Int32).over("row"))
+    )
+
+
+def _check_own(requests: pl.DataFrame, expected: pl.DataFrame, behaviours: pl.DataFrame, rule: Rule) -> None:
+    """Each request is one of the log, and its history holds none of its own behaviours.
+
+    expected: of `_expected_requests`; behaviours: those that events give, with their `place`.
+    """
+    rule.rows += requests.height
+    same, own = ["row", "timestamp_ms", "query_index"], ["row", "request_id", "alone", "query_index"]
+    several = pl.int_range(pl.len()).over(same)  # of one time and query, told apart by their order
+    known = expected.sort("row", "place").select(*same, *own[1:3], nth=several)
+    found = requests.sort("row", "place").with_columns(nth=several).join(known, on=[*same, "nth"], how="left")
+    rule.broken_rows(
+        found.filter(pl.col("request_id").is_null()).sort("row", "place"),
+        lambda row: f"{name_request(row)} at {row['timestamp_ms']}: the log has no request of this time and query",
+    )
+    first = behaviours.group_by(own).agg(first=pl.col("place").min())
+    inside = found.join(first, on=own).filter(pl.col("first") < pl.col("history_end")).sort("row", "place")
+    rule.broken_rows(
+        inside,
+        lambda row: (
+            f"{name_request(row)} at {row['timestamp_ms']}: behaviour {row['first']} is of request "
+            f"'{row['request_id']}' itself and in its history, which ends at {row['history_end']}"
+        ),
     )
 
 
@@ -159,13 +209,15 @@ def _check_requests(tables: Tables, requests: pl.DataFrame, expected: pl.DataFra
     )
 
 
-def check_search_windows(tables: Tables, items: pl.DataFrame, rule: Rule, progress: Callable[[str], None]) -> None:
-    """Recomputes every feature of every candidate and behaviour from events."""
+def check_search_windows(
+    tables: Tables, items: pl.DataFrame, event_users: pl.DataFrame, rule: Rule, progress: Callable[[str], None]
+) -> None:
+    """Recomputes every feature of every candidate and behaviour from events, as of the time of their request."""
     info = tables.sequences.info
     rule.note = "" if info["windows"] else "no windowed features"
     queries = read_queries(tables, Rule("queries", ""))
     for number, users in tables.parts("sequences"):
-        points, values = _points(users, len(info["features"]), rule)
+        points, values = _points(users, _asked_of(tables, users, items, event_users), len(info["features"]), rule)
         points = points.join(items, on="item_index", how="left").join(queries, on="query_index", how="left")
         points = points.sort("point")
         rule.rows += points.height
@@ -187,8 +239,22 @@ def check_search_windows(tables: Tables, items: pl.DataFrame, rule: Rule, progre
             )
 
 
-def _points(users: pl.DataFrame, features: int, rule: Rule) -> tuple[pl.DataFrame, np.ndarray]:
-    """Candidates and behaviours of `users`, one row each, and their features (rows, F)."""
+def _asked_of(tables: Tables, users: pl.DataFrame, items: pl.DataFrame, event_users: pl.DataFrame) -> pl.DataFrame:
+    """Per `user_id` and `place` of a behaviour `asked`, the time of the request that showed it."""
+    rows = users.select("user_id").with_row_index("row")
+    hashes = rows.select(user=pl.col("user_id").hash())["user"]
+    sources = event_users.filter(pl.col("user").is_in(hashes.implode()))["part"].unique().sort().to_list()
+    mine = [tables.part("events", source).join(rows, on="user_id") for source in sources]
+    if not mine:
+        return pl.DataFrame(schema={"user_id": pl.String, "place": pl.Int32, "asked": pl.Int64})
+    return expected_behaviours(tables, _asked(pl.concat(mine)), items).select("user_id", "place", "asked")
+
+
+def _points(users: pl.DataFrame, asked: pl.DataFrame, features: int, rule: Rule) -> tuple[pl.DataFrame, np.ndarray]:
+    """Candidates and behaviours of `users`, one row each with the time of their request, and their features (rows, F).
+
+    asked: of `_asked_of`.
+    """
     keys = ["user_id", "item_index", "query_index", "timestamp_ms", "position"]
     requests = users.select("user_id", "requests").explode("requests").drop_nulls("requests").unnest("requests")
     fits = pl.col("features").list.len() == pl.col("candidates").list.len() * features
@@ -208,9 +274,12 @@ def _points(users: pl.DataFrame, features: int, rule: Rule) -> tuple[pl.DataFram
         shown["features"].explode().to_numpy().reshape(-1, features),
         behaviours["features"].explode().explode().to_numpy().reshape(-1, features),
     ]
+    engaged = behaviours.drop("features").explode(*keys[1:])
+    engaged = engaged.with_columns(place=pl.int_range(pl.len(), dtype=pl.Int32).over("user_id"))
+    engaged = engaged.join(asked, on=["user_id", "place"], how="left", maintain_order="left")
     points = [
         shown.drop("features").explode("item_index", "position"),
-        behaviours.drop("features").explode(*keys[1:]),
+        engaged.with_columns(timestamp_ms=pl.coalesce("asked", "timestamp_ms")),
     ]
     return pl.concat([p.select(keys) for p in points]).with_row_index("point"), np.concatenate(values).astype(float)
 
@@ -254,21 +323,24 @@ def _counts_before(tables: Tables, points: pl.DataFrame, keys: list[str], marks:
     total = pl.DataFrame({name: np.zeros(points.height, np.int64) for name in marks}).with_columns(
         last=pl.lit(None, pl.Int64)
     )
-    for _, events in tables.parts("events", [*RAW, label]):
-        search = pl.struct("user_id", "timestamp_ms", "request_id", "query").is_first_distinct()
-        along = (
-            events.with_columns(exposures=pl.lit(1), clicks=pl.col(label).fill_null(False), searches=search)
-            .drop_nulls(keys)
-            .group_by(*keys, "timestamp_ms")
-            .agg(pl.col(marks).cast(pl.Int64).sum())
-            .sort("timestamp_ms")
-            .with_columns(pl.col(marks).cum_sum().over(keys), last=pl.col("timestamp_ms"))
+    for _, events in tables.parts("events", list(dict.fromkeys([*RAW, label, tables.known]))):
+        search = pl.struct("user_id", "request_id", "alone", "query").is_first_distinct()
+        marked = _asked(events).with_columns(
+            exposures=pl.lit(1), clicks=pl.col(label).fill_null(False), searches=search
         )
-        found = moved.join_asof(
-            along, left_on="at", right_on="timestamp_ms", by=keys, allow_exact_matches=False, check_sortedness=False
-        ).sort("point")
-        total = total.with_columns(
-            *(total[name] + found[name].fill_null(0) for name in marks),
-            last=pl.max_horizontal(total["last"], found["last"]),
-        )
+        clicked = marked.filter("clicks").with_columns(timestamp_ms=pl.col(tables.known))
+        for rows, names in ((marked, [name for name in marks if name != "clicks"]), (clicked, ["clicks"])):
+            along = (
+                rows.drop_nulls(keys)
+                .group_by(*keys, "timestamp_ms")
+                .agg(pl.col(names).cast(pl.Int64).sum())
+                .sort("timestamp_ms")
+                .with_columns(pl.col(names).cum_sum().over(keys), shown=pl.col("timestamp_ms"))
+            )
+            found = moved.join_asof(
+                along, left_on="at", right_on="timestamp_ms", by=keys, allow_exact_matches=False, check_sortedness=False
+            ).sort("point")
+            total = total.with_columns(total[name] + found[name].fill_null(0) for name in names)
+            if "exposures" in names:
+                total = total.with_columns(last=pl.max_horizontal(total["last"], found["shown"]))
     return total

@@ -7,7 +7,7 @@ from functools import reduce
 
 import polars as pl
 
-from pipelines.data.audit.base import EVENT_ORDER, SHOWN, SPLITS, Rule, Tables, count_before, name_request
+from pipelines.data.audit.base import EVENT_ORDER, FEW, SHOWN, SPLITS, Rule, Tables, count_before, name_request
 
 PER_SPLIT = (
     "requests",
@@ -32,6 +32,8 @@ def check_sequences(
     tied = 0
     held = {"users": 0, "interactions": 0, "items": items.height}
     in_split = dict.fromkeys(SPLITS, 0)
+    bare = dict.fromkeys(SPLITS, 0)  # requests without a history
+    cut = {"truncated_users": 0, "truncated_events": 0}
     kept: tuple[int, pl.DataFrame] | None = None  # the part of events that was read last
     for number, users in tables.parts("sequences"):
         progress(f"sequences, part {number + 1} of {len(tables.sequences.files)}")
@@ -52,20 +54,64 @@ def check_sequences(
         check_splits(tables, requests, rules["splits"])
         for split, count in requests["split"].value_counts().iter_rows():
             in_split[split] = in_split.get(split, 0) + count
+        for split, count in requests.filter(pl.col("history_end") == 0)["split"].value_counts().iter_rows():
+            bare[split] = bare.get(split, 0) + count
         users = check_lengths(users, rules["behaviours"])
         requests = requests.join(users.select("row"), on="row", how="semi")
         behaviours = behaviour_rows(users)
         if mine:
-            check_behaviours(
-                tables, users, behaviours, expected_behaviours(tables, pl.concat(mine), items), rules["behaviours"]
-            )
+            count_cut(tables, pl.concat(mine), items, cut)
+            expected = expected_behaviours(tables, pl.concat(mine), items)
+            check_behaviours(tables, users, behaviours, expected, rules["behaviours"])
+            check_known(tables, requests, expected, rules["known"])
+            if tables.known != "timestamp_ms":  # requests are in the order of their times
+                place = pl.int_range(pl.len(), dtype=pl.Int32).over("row")
+                behaviours = expected.sort("row", *EVENT_ORDER).with_columns(place=place)
         tied += check_history(tables, behaviours, requests, rules["history"])
         check_targets(tables, behaviours, requests, items.height, rules["targets"])
     if tables.order_of_log:
         note = f"ties: log_order; {tied:,} requests have a behaviour of their own time in their history"
-        rules["history"].note = note
-    check_counts(tables, {**held, **{f"requests.{name}": n for name, n in in_split.items()}}, rules["counts"])
+        rules["history"].remark(note)
+    elif sum(bare.values()) - held["users"] > 0.1 * sum(in_split.values()):  # each user's first has none, ties or not
+        rules["history"].remark(
+            f"ties: strict; {bare['train']:,} of {in_split['train']:,} train requests have no history, as their user's "
+            f"earlier behaviours are of the same time"
+        )
+    elif bare["train"] > 0.5 * in_split["train"]:
+        rules["history"].remark(f"{bare['train']:,} of {in_split['train']:,} train requests have no history")
+    note_cut(tables, cut, rules["behaviours"])
+    note_splits({f"{name} requests": in_split[name] for name in SPLITS}, rules["splits"])
+    left = held["interactions"] + cut["truncated_events"]
+    if tables.behaviour is None and (tables.items.info.get("core") or 0) > 1 and left < 0.5 * tables.events.rows:
+        rules["catalogue"].remark(f"the k-core keeps {left:,} of {tables.events.rows:,} behaviours")
+    stated = {name: count for name, count in cut.items() if name in tables.sequences.info}
+    in_splits = {f"requests.{name}": n for name, n in in_split.items()}
+    check_counts(tables, {**held, **stated, **in_splits}, rules["counts"])
     return pl.concat(found) if found else pl.DataFrame(schema={"user": pl.UInt64, "part": pl.Int32})
+
+
+def count_cut(tables: Tables, events: pl.DataFrame, items: pl.DataFrame, cut: dict[str, int]) -> None:
+    """Adds the users of `events` who have more behaviours than are kept, and those that are not."""
+    most = tables.sequences.info.get("max_events") or 2**31
+    lengths = tables.behaviours_of(events).join(items, on="item_id", how="semi").group_by("row").len()
+    over = lengths.select(pl.col("len").cast(pl.Int64) - most).to_series()
+    cut["truncated_users"] += int((over > 0).sum())
+    cut["truncated_events"] += int(over.clip(0).sum())
+
+
+def note_cut(tables: Tables, cut: dict[str, int], rule: Rule) -> None:
+    if cut["truncated_events"]:
+        rule.remark(
+            f"max_events: {tables.sequences.info['max_events']:,}; the oldest {cut['truncated_events']:,} behaviours "
+            f"of {cut['truncated_users']:,} users are left out"
+        )
+
+
+def note_splits(sizes: dict[str, int], rule: Rule) -> None:
+    """Notes splits with few or no requests; `sizes` by what they are."""
+    for name, size in sizes.items():
+        if size < FEW:
+            rule.remark(f"{size:,} {name}")
 
 
 def list_columns(users: pl.DataFrame) -> list[str]:
@@ -95,7 +141,7 @@ def request_rows(users: pl.DataFrame) -> pl.DataFrame:
 
 
 def expected_behaviours(tables: Tables, events: pl.DataFrame, items: pl.DataFrame) -> pl.DataFrame:
-    """The behaviours that `events` give: those in the catalogue, in the total order, the most recent ones.
+    """The behaviours that `events` give: those in the catalogue, as they become known, the most recent ones.
 
     The sort keeps the file's order where all keys are equal.
     """
@@ -103,7 +149,7 @@ def expected_behaviours(tables: Tables, events: pl.DataFrame, items: pl.DataFram
     return (
         tables.behaviours_of(events)
         .join(items, on="item_id", maintain_order="left")
-        .sort("row", *EVENT_ORDER, maintain_order=True)
+        .sort("row", tables.known, *EVENT_ORDER, maintain_order=True)
         .with_columns(place=pl.int_range(pl.len(), dtype=pl.Int64).over("row"), length=pl.len().over("row"))
         .with_columns(place=(pl.col("place") - (pl.col("length").cast(pl.Int64) - most).clip(0)).cast(pl.Int32))
         .filter(pl.col("place") >= 0)
@@ -151,7 +197,8 @@ def check_history(tables: Tables, behaviours: pl.DataFrame, requests: pl.DataFra
     rule.broken_rows(
         requests.filter(pl.col("timestamp_ms").is_null()), lambda row: f"{name_request(row)}: no timestamp_ms"
     )
-    counted = count_before(known, behaviours.select("row", "timestamp_ms"), ["row"], "timestamp_ms")
+    marks = behaviours.select("row", timestamp_ms=pl.col(tables.known))
+    counted = count_before(known, marks, ["row"], "timestamp_ms")
     late = counted.with_columns(expected=pl.col("count"))
     if tables.order_of_log and tables.sequences.info.get("kind") == "retrieval":
         late = counted.with_columns(expected=pl.col("place").cast(pl.Int64))
@@ -160,10 +207,33 @@ def check_history(tables: Tables, behaviours: pl.DataFrame, requests: pl.DataFra
         wrong,
         lambda row: (
             f"{name_request(row)} at {row['timestamp_ms']}: history_end is {row['history_end']}, "
-            f"{row['expected']} behaviours are earlier"
+            f"{row['expected']} behaviours are known earlier"
         ),
     )
     return counted.filter(pl.col("history_end") > pl.col("count")).height
+
+
+def check_known(tables: Tables, requests: pl.DataFrame, expected: pl.DataFrame, rule: Rule) -> None:
+    """No history holds a behaviour before it is known. expected: the behaviours that events give."""
+    if tables.known == "timestamp_ms":
+        return
+    rule.rows += requests.height
+    latest = expected.sort("row", "place").select(
+        "row",
+        "item_id",
+        end=pl.col("place") + 1,
+        known=pl.col(tables.known),
+        latest=pl.col(tables.known).cum_max().over("row"),
+    )
+    seen = requests.select("row", "place", "user_id", "timestamp_ms", pl.col("history_end").alias("end"))
+    early = seen.join(latest, on=["row", "end"]).filter(pl.col("latest") >= pl.col("timestamp_ms")).sort("row", "place")
+    rule.broken_rows(
+        early,
+        lambda row: (
+            f"{name_request(row)} at {row['timestamp_ms']}: its history holds a behaviour that is known from "
+            f"{row['latest']} on"
+        ),
+    )
 
 
 def check_targets(tables: Tables, behaviours: pl.DataFrame, requests: pl.DataFrame, items: int, rule: Rule) -> None:
@@ -220,7 +290,9 @@ def check_splits(tables: Tables, requests: pl.DataFrame, rule: Rule) -> None:
             .otherwise(pl.lit("test"))
         )
         if tables.events.info.get("clock"):
-            rule.note = "leave-last-out lets other users' later behaviour into training; a temporal split does not"
+            note = "leave-last-out lets other users' later behaviour into training; a temporal split does not"
+            if note not in rule.note:  # said once for all parts
+                rule.remark(note)
     elif split.get("kind") == "temporal" and all(isinstance(start, int) for start in starts):
         time = pl.col("timestamp_ms")
         expected = (

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from models.tables import UserError
 from pipelines.data.sources.base import Block, Metadata, Source, list_files
-from pipelines.data.sources.mapping import Items, Mapping, read_items
+from pipelines.data.sources.mapping import Items, Mapping, items_origins, read_items
 from pipelines.data.sources.readers import format_of
 
 TIME = {"column": "timestamp", "unit": "ms"}
@@ -61,8 +61,16 @@ class Amazon2023(Source):
         return self.reviews.info
 
     @property
+    def origins(self) -> dict[str, dict[str, str]]:
+        return {**self.reviews.origins, "items": items_origins(self.metadata) if self.items else {}}
+
+    @property
     def items_columns(self) -> tuple[list[str], list[str]]:
         return (list(self.metadata.texts), list(self.metadata.attributes)) if self.items else ([], [])
+
+    @property
+    def events_config(self) -> dict[str, Any]:
+        return {key: value for key, value in self.config.items() if key != "items"}
 
     def event_files(self, input_uri: str) -> list[str]:
         files = list_files(input_uri, self.files, required=True, what="event file")

@@ -43,6 +43,8 @@ class Metadata:
     """Rows without one and lines that are no rows, as `tables.REJECTS`."""
     rows_read: int
     """Rows read: some of those with an id may be left out of `rows`, as repetitions."""
+    missing: dict[str, str] = field(default_factory=dict)
+    """As `Block.missing`."""
 
 
 @dataclass
@@ -79,13 +81,14 @@ class Source(ABC):
     @abstractmethod
     def info(self) -> dict[str, Any]:
         """`labels` {name: bool | float32}, `numbers` [name], `categories` [name], and `clock`: whether
-        timestamps are clock times (else `timestamp_ms` is an ordinal)."""
+        timestamps are clock times (else `timestamp_ms` is an ordinal). `known`, where there are some: the labels that
+        are known later than their event, by name, and what says when."""
 
     @property
     def schema(self) -> pa.Schema:
         """Schema of the events, without `log_row`."""
         info = self.info
-        return events_schema(info["labels"], info["numbers"], info["categories"])
+        return events_schema(info["labels"], info["numbers"], info["categories"], info.get("known", ()))
 
     @property
     def block_schema(self) -> pa.Schema:
@@ -98,6 +101,16 @@ class Source(ABC):
         if not is_dataclass(self):
             raise TypeError(f"{type(self).__name__} is not a dataclass; give it its own `config`")
         return {"layout": type(self).__name__, **asdict(self)}
+
+    @property
+    def events_config(self) -> dict[str, Any]:
+        """The part of `config` that the events depend on: without what says how item files are read."""
+        return self.config
+
+    @property
+    @abstractmethod
+    def origins(self) -> dict[str, dict[str, str]]:
+        """For `events`, `items` and `users`: the columns that are read, each with what it is in the raw file."""
 
     @property
     @abstractmethod
@@ -125,8 +138,8 @@ class Source(ABC):
         """Raw files about users; empty if the layout has none."""
         return []
 
-    def read_users(self, input_uri: str) -> Metadata | None:
-        """What the user files say, for `read_events`; None if the layout has none."""
+    def read_users(self, input_uri: str, beginning: bool = False) -> Metadata | None:
+        """What the user files say, for `read_events`; None if the layout has none. `beginning`: of one file only."""
         return None
 
     @abstractmethod

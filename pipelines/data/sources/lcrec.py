@@ -18,6 +18,7 @@ import pyarrow as pa
 from models.tables import UserError, join, open_uri
 from pipelines.data.sources.base import Block, Metadata, Source, list_files
 from pipelines.data.sources.mapping import items_fields
+from pipelines.data.sources.normalise import NO_ID
 from pipelines.data.tables import REJECTS
 
 USERS_PER_BLOCK = 20_000
@@ -39,6 +40,19 @@ class LcRec(Source):
     @property
     def info(self) -> dict[str, Any]:
         return {"labels": {}, "numbers": [], "categories": [], "clock": False}
+
+    @property
+    def events_config(self) -> dict[str, Any]:
+        return {key: value for key, value in self.config.items() if key not in ("items", "texts", "attributes")}
+
+    @property
+    def origins(self) -> dict[str, dict[str, str]]:
+        names = items_fields(*self.items_columns).names
+        return {
+            "events": {"user_id": "the key", "item_id": "its list", "timestamp_ms": "the place in its list"},
+            "items": dict(zip(names, ["the key", *self.texts, *self.attributes], strict=True)) if self.items else {},
+            "users": {},
+        }
 
     @property
     def items_columns(self) -> tuple[list[str], list[str]]:
@@ -70,7 +84,7 @@ class LcRec(Source):
         items = [
             str(item).strip() if isinstance(item, str | int) and not isinstance(item, bool) else "" for item in raw
         ]
-        valid = np.array([item != "" for item in items], dtype=bool) & (users != "")
+        valid = ~np.isin(np.array(items), ["", *NO_ID]) & ~np.isin(users.astype(str), ["", *NO_ID])
         rows = np.arange(first, first + total)
         events = pa.table(
             [
@@ -88,7 +102,9 @@ class LcRec(Source):
             {
                 "file": file,
                 "row": int(rows[i]),
-                "reason": "user_id: missing" if users[i] == "" else "item_id: missing or not text or an integer",
+                "reason": "user_id: missing"
+                if users[i] in ("", *NO_ID)
+                else "item_id: missing or not text or an integer",
                 "source": json.dumps({"user": users[i], "item": raw[i], "order": int(ordinals[i])}),
             }
             for i in np.flatnonzero(~valid)
@@ -104,9 +120,9 @@ class LcRec(Source):
         rejects = [
             {"file": file, "row": row, "reason": "item_id: missing", "source": json.dumps(item)}
             for row, (name, item) in enumerate(content.items())
-            if name == ""
+            if name in ("", *NO_ID)
         ]
-        known = {name: item for name, item in content.items() if name}
+        known = {name: item for name, item in content.items() if name not in ("", *NO_ID)}
         columns = [
             pa.array(list(known), pa.string()),
             *(pa.array([_text(item.get(key)) for item in known.values()], pa.string()) for key in keys),

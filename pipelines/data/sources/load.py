@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from dataclasses import fields
-from typing import Any
+from dataclasses import MISSING, fields
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -50,6 +51,21 @@ def load_source(uri: str) -> tuple[Source, dict[str, Any]]:
         raise UserError(f"{uri}: {error}") from error
 
 
+EXAMPLES = {
+    "files": "files: log_*.csv",
+    "user": "user: user_id",
+    "item": "item: item_id",
+    "time": "time: {column: time_ms, unit: ms}",
+    "column": "column: time_ms",
+    "unit": "unit: ms",
+    "columns": "columns: [shown_ids]",
+    "attributes": "attributes: {age: age_range}",
+}
+"""How the keys that a source file must have are written."""
+
+WORDS = {str: "text", bool: "true or false", int: "an integer", float: "a number", list: "a list", dict: "a mapping"}
+
+
 def build(kind: type, content: dict[str, Any], where: str = "") -> Any:
     """An instance of the dataclass `kind` from plain values. ValueError names unknown and missing keys."""
     known = {field.name: field for field in fields(kind)}
@@ -57,7 +73,45 @@ def build(kind: type, content: dict[str, Any], where: str = "") -> Any:
         if key not in known:
             near = difflib.get_close_matches(str(key), list(known), n=1, cutoff=0.0)[0]
             raise ValueError(f"unknown key '{where}{key}'; the nearest key is '{near}'")
+    required = [key for key, f in known.items() if f.default is MISSING and f.default_factory is MISSING]
+    if missing := [key for key in required if key not in content]:
+        keys = " and ".join(f"'{where}{key}'" for key in missing)
+        example = "; ".join(EXAMPLES.get(key, f"{key}: ...") for key in missing)
+        raise ValueError(f"{keys} {'is' if len(missing) == 1 else 'are'} missing; add such as '{example}'")
+    hints = get_type_hints(kind)
+    for key, value in content.items():
+        if not _fits(value, hints[key]):
+            raise ValueError(f"'{where}{key}' is {value!r}, not {_words(hints[key])}{_quoted(value, hints[key])}")
     try:
         return kind(**content)
     except TypeError as error:
         raise ValueError(f"{where or kind.__name__}: {error}") from error
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value of a YAML file is of the type that a field declares; beneath the first level of lists only."""
+    if hint is Any:
+        return True
+    if get_origin(hint) is UnionType:
+        return any(_fits(value, each) for each in get_args(hint))
+    if get_origin(hint) is list:
+        return isinstance(value, list) and all(_fits(each, get_args(hint)[0]) for each in value)
+    kind = get_origin(hint) or hint
+    if not isinstance(kind, type):
+        return True
+    if isinstance(value, bool) and kind in (int, float):
+        return False
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def _words(hint: Any) -> str:
+    """A declared type in words."""
+    if get_origin(hint) is UnionType:
+        return " or ".join(_words(each) for each in get_args(hint) if each is not NoneType)
+    words = WORDS.get(get_origin(hint) or hint, str(hint))
+    return f"{words} of {_words(get_args(hint)[0])}" if get_origin(hint) is list else words
+
+
+def _quoted(value: Any, hint: Any) -> str:
+    """What to do where YAML has read a number or a date in the place of text."""
+    return "; write it in quotes" if _fits("", hint) and not isinstance(value, list | dict | NoneType) else ""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import polars as pl
@@ -23,8 +24,9 @@ from pyarrow import fs
 
 from models.tables import UserError, join, open_uri
 from pipelines.data.sources.base import Block, Metadata, Source, list_files
+from pipelines.data.sources.encodings import check_encoding
 from pipelines.data.sources.load import build
-from pipelines.data.sources.normalise import Columns, Explode, Label, Time, blocks, rejected
+from pipelines.data.sources.normalise import NO_ID, WRITTEN, Columns, Explode, Label, Time, blocks, rejected
 from pipelines.data.sources.readers import FORMATS, Frame, Reading, read_frames
 from pipelines.data.tables import REJECTS
 
@@ -63,6 +65,8 @@ class Items:
     quote: str | bool = "auto"
     """CSV: true where quotes enclose values, false where they are plain characters; auto: true, but a file where one
     row holds more than 1000 of its lines, or half of them, is refused."""
+    encoding: str | None = None
+    """CSV and JSON lines: a codec of Python's, such as cp1252; None: UTF-8."""
 
     def __post_init__(self) -> None:
         for key in ("texts", "attributes", "numbers"):
@@ -70,6 +74,7 @@ class Items:
         _check_texts(self, ("files", "item"), "items.")
         _check_format(self.format, "items.")
         _check_quote(self.quote, "items.")
+        _check_text_format(self, "items.")
 
     @property
     def reading(self) -> Reading:
@@ -81,6 +86,7 @@ class Items:
             delimiter=self.delimiter,
             header=tuple(self.header) if self.header else None,
             quote=self.quote,
+            encoding=self.encoding,
             prose=True,
             ids=(self.item,),
         )
@@ -104,12 +110,15 @@ class Users:
     """CSV without a header line: its column names."""
     quote: str | bool = "auto"
     """CSV: as in `items`."""
+    encoding: str | None = None
+    """CSV and JSON lines: a codec of Python's, such as cp1252; None: UTF-8."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "attributes", _named(self.attributes, "users.attributes"))
         _check_texts(self, ("files", "user"), "users.")
         _check_format(self.format, "users.")
         _check_quote(self.quote, "users.")
+        _check_text_format(self, "users.")
         if not self.attributes:
             raise ValueError("users.attributes is empty; name at least one column, or leave out users")
 
@@ -117,7 +126,7 @@ class Users:
         """The user files; UserError if there is none."""
         return list_files(input_uri, self.files, required=True, what="user file")
 
-    def read(self, input_uri: str) -> Metadata:
+    def read(self, input_uri: str, beginning: bool = False) -> Metadata:
         """`OF_USER` and the id, then `OF_USER` and each attribute's name; all text, empty text is null."""
         columns = {"": self.user, **self.attributes}
         header = tuple(self.header) if self.header else None
@@ -128,20 +137,23 @@ class Users:
             delimiter=self.delimiter,
             header=header,
             quote=self.quote,
+            encoding=self.encoding,
             prose=True,
             ids=(self.user,),
         )
         found = [pl.DataFrame(schema={OF_USER + name: pl.String for name in columns})]
         rejects, rows_read = [REJECTS.empty_table()], 0
-        for file in self.listed(input_uri):
-            for frame in read_frames(input_uri, file, reading):
+        missing: dict[str, str] = {}
+        for file in self.listed(input_uri)[: 1 if beginning else None]:
+            for frame in islice(read_frames(input_uri, file, reading), 1 if beginning else None):
                 uri = join(input_uri, file)
                 made = [_as_text(frame.rows, column, uri).alias(OF_USER + name) for name, column in columns.items()]
                 found.append(frame.rows.select(made))
                 rejects.append(_without_id(frame, found[-1][OF_USER], "user_id", file))
                 rows_read += len(frame.rows) + len(frame.broken)
-        users = pl.concat(found).drop_nulls(OF_USER).unique(OF_USER, keep="first", maintain_order=True)
-        return Metadata(users.to_arrow(), pa.concat_tables(rejects), rows_read)
+                missing = frame.missing
+        users = pl.concat(found).filter(_known(OF_USER)).unique(OF_USER, keep="first", maintain_order=True)
+        return Metadata(users.to_arrow(), pa.concat_tables(rejects), rows_read, missing if beginning else {})
 
 
 @dataclass(frozen=True)
@@ -165,6 +177,8 @@ class Mapping(Source):
     quote: str | bool = "auto"
     """CSV: true where quotes enclose values, false where they are plain characters; auto: true, but a file where more
     than 1% of the lines end within values, or 100 of them within one row, is refused."""
+    encoding: str | None = None
+    """CSV and JSON lines: a codec of Python's, such as cp1252; None: UTF-8."""
     query: str | None = None
     """Column with the search query."""
     request: str | None = None
@@ -172,7 +186,8 @@ class Mapping(Source):
     position: str | None = None
     """Column with the rank shown, from 0; with `explode` the rank in the list."""
     labels: Any = field(default_factory=dict)
-    """Labels by name: {name: {column, type, true_when}} or {name: {member_of: column}}."""
+    """Labels by name: {name: {column, type, true_when}} or {name: {member_of: column}}; with `time` or `delay_minutes`
+    where they are known later than their event."""
     numbers: Any = field(default_factory=dict)
     """Numeric features, known before the event, by name: {name: column}, or a list of columns."""
     categories: Any = field(default_factory=dict)
@@ -188,6 +203,7 @@ class Mapping(Source):
         _check_texts(self, ("files", "user", "item"))
         _check_format(self.format)
         _check_quote(self.quote)
+        _check_text_format(self)
         nested = {"time": Time, "explode": Explode, "items": Items, "users": Users}
         for key, kind in nested.items():
             if isinstance(getattr(self, key), dict):
@@ -204,6 +220,7 @@ class Mapping(Source):
             labels[name] = build(Label, label, f"labels.{name}.") if isinstance(label, dict) else label
             if not isinstance(labels[name], Label):
                 raise ValueError(f"labels.{name} is {label!r}; write {{column: ...}} or {{member_of: ...}}")
+            labels[name] = self._timed(name, labels[name])
         object.__setattr__(self, "labels", labels)
         for key in ("numbers", "categories"):
             object.__setattr__(self, key, _named(getattr(self, key), key))
@@ -213,9 +230,34 @@ class Mapping(Source):
         if self.explode and self.item not in self.explode.columns:
             raise ValueError(f"explode.columns is {self.explode.columns}; the item column '{self.item}' must be in it")
 
+    def _timed(self, name: str, label: Label) -> Label:
+        """The label with its `time` built, in the unit of the log's time unless it has its own."""
+        where, time = f"labels.{name}", label.time
+        if label.delay_minutes is not None and not self.time.clock:
+            raise ValueError(f"{where}.delay_minutes needs clock times, but time.unit is order; give '{where}.time'")
+        if time is None or isinstance(time, Time):
+            return label
+        time = {"column": time} if isinstance(time, str) else time
+        if not isinstance(time, dict):
+            raise ValueError(f"{where}.time is {time!r}; name its column, or write {{column: ..., unit: ...}}")
+        built = build(Time, {"unit": self.time.unit, **time}, f"{where}.time.")
+        if built.clock != self.time.clock:
+            raise ValueError(
+                f"{where}.time has unit {built.unit}, but the log's time has {self.time.unit}; give both one"
+            )
+        return replace(label, time=built)
+
     @property
     def info(self) -> dict[str, Any]:
+        late = {name: label for name, label in self.labels.items() if label.late}
+        known = {
+            name: {"column": label.time.column, "unit": label.time.unit}
+            if label.time
+            else {"delay_minutes": label.delay_minutes}
+            for name, label in late.items()
+        }
         return {
+            **({"known": known} if known else {}),
             "labels": {name: label.type for name, label in self.labels.items()},
             "numbers": list(self.numbers),
             "categories": list(self.all_categories),
@@ -227,16 +269,23 @@ class Mapping(Source):
     def config(self) -> dict[str, Any]:
         content = super().config
         for label in content["labels"].values():  # what is not set leaves the fingerprint as it is without the key
-            if label["range"] is None:
-                del label["range"]
+            for key in ("range", "time", "delay_minutes"):
+                if label[key] is None:
+                    del label[key]
         if content["users"] is None:
             del content["users"]
         for part in (content, content["items"], content.get("users")):
             if part and part["quote"] == "auto":
                 del part["quote"]
+            if part and part["encoding"] is None:
+                del part["encoding"]
         if content["items"] and not content["items"]["numbers"]:
             del content["items"]["numbers"]
         return content
+
+    @property
+    def events_config(self) -> dict[str, Any]:
+        return {key: value for key, value in self.config.items() if key != "items"}
 
     @property
     def all_categories(self) -> dict[str, str]:
@@ -266,19 +315,43 @@ class Mapping(Source):
         members = [label.member_of for label in self.labels.values()]
         single = [self.user, self.item, self.time.column, self.query, self.request, self.position]
         labels = [label.column for label in self.labels.values()]
-        wanted = [*single, *labels, *members, *exploded, *self.numbers.values(), *self.categories.values()]
+        moments = [label.time.column for label in self.labels.values() if label.time]
+        wanted = [*single, *labels, *moments, *members, *exploded, *self.numbers.values(), *self.categories.values()]
         text = self.explode is not None and self.explode.separator is not None
         return Reading(
             columns=tuple(dict.fromkeys(name for name in wanted if name)),
             lists=frozenset() if text else frozenset(name for name in [*exploded, *members] if name),
-            integers=frozenset(name for name in (self.time.column, self.position) if name),
+            integers=frozenset(name for name in (self.time.column, *moments, self.position) if name),
             format=self.format,
             delimiter=self.delimiter,
             header=tuple(self.header) if self.header else None,
             quote=self.quote,
+            encoding=self.encoding,
             required=(self.user, self.item, self.time.column, *exploded),
             ids=tuple(name for name in (self.user, self.item, self.request, *members) if name),
         )
+
+    @property
+    def origins(self) -> dict[str, dict[str, str]]:
+        single = {"query": self.query, "request_id": self.request, "position": self.position}
+        users = self.users.attributes if self.users else {}
+        return {
+            "events": {
+                "user_id": self.user,
+                "item_id": self.item,
+                "timestamp_ms": f"{self.time.column}, {self.time.unit}",
+                **{target: column for target, column in single.items() if column},
+                **{f"label_{name}": label.origin for name, label in self.labels.items()},
+                **{f"known_{name}": label.known_from for name, label in self.labels.items() if label.late},
+                **{f"num_{name}": column for name, column in self.numbers.items()},
+                **{f"cat_{name}": column for name, column in self.categories.items()},
+                **{f"cat_{name}": f"{column} of the users" for name, column in users.items()},
+            },
+            "items": items_origins(self.items) if self.items else {},
+            "users": {OF_USER + name: column for name, column in {"": self.users.user, **users}.items()}
+            if self.users
+            else {},
+        }
 
     @property
     def items_columns(self) -> tuple[list[str], list[str]]:
@@ -315,8 +388,8 @@ class Mapping(Source):
     def user_files(self, input_uri: str) -> list[str]:
         return self.users.listed(input_uri) if self.users else []
 
-    def read_users(self, input_uri: str) -> Metadata | None:
-        return self.users.read(input_uri) if self.users else None
+    def read_users(self, input_uri: str, beginning: bool = False) -> Metadata | None:
+        return self.users.read(input_uri, beginning) if self.users else None
 
     def item_files(self, input_uri: str) -> list[str]:
         if not self.items:
@@ -340,25 +413,37 @@ def items_fields(texts: list[str], attributes: list[str], numbers: Iterable[str]
     )
 
 
+def items_origins(items: Items) -> dict[str, str]:
+    """The columns that `read_items` gives, each with its raw column."""
+    names = items_fields(list(items.texts), list(items.attributes), items.numbers).names
+    columns = [items.item, *items.texts.values(), *items.attributes.values(), *items.numbers.values()]
+    return dict(zip(names, columns, strict=True))
+
+
 def read_items(items: Items, input_uri: str, file: str) -> Iterator[Metadata]:
     """The item file; texts and attributes as text, with lists joined, empty text is null."""
     schema = items_fields(list(items.texts), list(items.attributes), items.numbers)
-    sources = [items.item, *items.texts.values(), *items.attributes.values(), *items.numbers.values()]
     for frame in read_frames(input_uri, file, items.reading):
         rows = frame.rows.select(
             (_as_number if target.startswith("num_") else _as_text)(frame.rows, column, join(input_uri, file)).alias(
                 target
             )
-            for target, column in zip(schema.names, sources, strict=True)
+            for target, column in items_origins(items).items()
         )
-        known = rows.drop_nulls("item_id").to_arrow().cast(schema)
+        known = rows.filter(_known("item_id")).to_arrow().cast(schema)
         rejects = _without_id(frame, rows["item_id"], "item_id", file)
-        yield Metadata(known, rejects, len(rows) + len(frame.broken))
+        yield Metadata(known, rejects, len(rows) + len(frame.broken), frame.missing)
+
+
+def _known(name: str) -> pl.Expr:
+    """Whether there is an id."""
+    return pl.col(name).is_not_null() & ~pl.col(name).is_in(NO_ID)
 
 
 def _without_id(frame: Frame, ids: pl.Series, name: str, file: str) -> pa.Table:
-    """The frame's broken lines and its rows whose id is null, as `REJECTS`."""
-    reason = pl.select(pl.when(ids.is_null()).then(pl.lit(f"{name}: missing"))).to_series()
+    """The frame's broken lines and its rows without an id, as `REJECTS`."""
+    missing = pl.when(ids.is_null()).then(pl.lit(f"{name}: missing"))
+    reason = pl.select(missing.when(ids.is_in(NO_ID)).then(pl.lit(f"{name}: {WRITTEN}"))).to_series()
     return rejected(frame.rows, reason, frame.broken, file)
 
 
@@ -423,3 +508,9 @@ def _check_format(chosen: str | None, where: str = "") -> None:
 def _check_quote(quote: str | bool, where: str = "") -> None:
     if quote not in ("auto", True, False):
         raise ValueError(f"'{where}quote' is '{quote}'; it must be auto, true or false")
+
+
+def _check_text_format(config: Any, where: str = "") -> None:
+    object.__setattr__(config, "encoding", check_encoding(config.encoding, where))
+    if config.delimiter is not None and len(config.delimiter.encode()) != 1:
+        raise ValueError(f"'{where}delimiter' is {config.delimiter!r}; it must be one ASCII character, such as \"\\t\"")

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import polars as pl
 import pyarrow as pa
@@ -23,11 +24,16 @@ from pipelines.data.tables import LABEL_TYPES, REJECTS
 UNITS = {"s": (1000, 1), "ms": (1, 1), "us": (1, 1000), "ns": (1, 1_000_000), "iso": (1, 1), "order": (1, 1)}
 """Units of time: factor and divisor to milliseconds."""
 FIRST_MS = 315_532_800_000  # 1980: an earlier clock time is a wrong unit
-LAST_MS = 253_402_300_799_999  # the end of year 9999: a later time is a wrong unit
-LAST_INT64 = 2**63 - 1
+LAST_MS = 4_102_444_799_999  # the end of year 2099: a later time is a wrong unit, or stands for none
+TOO_LATE = "after the year 2099, check time.unit"
 LAST_INT32 = 2**31 - 1
+MOST_MINUTES = 60 * 24 * 3660  # ten years: a longer delay is a wrong unit
 EXPLODED_ROWS = 1 << 18  # rows per block after lists are exploded
 LOG_ROW, POSITION, UNEQUAL, REQUEST = "__log_row", "__position", "__unequal", "__request"
+
+NO_ID = ("nan", "NaN", "NAN", "null", "Null", "NULL", "none", "None", "NONE", "<NA>")
+"""How tools write that there is no value, which as ids would make one user or item of many."""
+WRITTEN = "missing, written as text such as nan or null"
 
 TEXT = (pl.String, pl.Categorical, pl.Enum)
 OPERATORS = {">": "gt", ">=": "ge", "<": "lt", "<=": "le", "==": "eq", "!=": "ne"}
@@ -64,6 +70,11 @@ class Label:
     """bool: a comparison such as `> 0`, `>= 4` or `== buy`; None: the column holds 0, 1, true or false."""
     member_of: str | None = None
     """bool: a list column; the label is whether the row's item is in it, such as clicked_item_ids."""
+    time: Any = None
+    """Column with when the label came, or {column, unit}; by default in the unit of the log's time. None: it is known
+    with the event, or after `delay_minutes`."""
+    delay_minutes: float | None = None
+    """Minutes after the event from which on the label is known, such as 60; None: at once, or by `time`."""
     range: list[float] | None = None
     """float32: the least and the largest value, such as [0.5, 5]; rows outside are rejected. None: any number."""
 
@@ -74,6 +85,13 @@ class Label:
             raise ValueError("a label needs either 'column' or 'member_of'; give exactly one of them")
         if self.type != "bool" and (self.true_when or self.member_of):
             raise ValueError(f"'true_when' and 'member_of' make bool labels, not {self.type}; set type to bool")
+        if self.late and self.member_of:
+            self._check_member()
+        if self.time is not None and self.delay_minutes is not None:
+            raise ValueError("a label has both 'time' and 'delay_minutes'; give the one that says when it is known")
+        delay = self.delay_minutes
+        if delay is not None and not (isinstance(delay, int | float) and 0 < delay <= MOST_MINUTES):
+            raise ValueError(f"delay_minutes is {delay!r}; give minutes from above 0 to {MOST_MINUTES:,}, such as 60")
         if self.range is not None:
             if self.type != "float32":
                 raise ValueError(f"'range' is of float32 labels, this one is {self.type}; leave it out")
@@ -82,6 +100,27 @@ class Label:
             if self.column is None:
                 raise ValueError("'true_when' compares a column; give 'column' and not 'member_of'")
             comparison(self.true_when)
+
+    @property
+    def origin(self) -> str:
+        """What it is in the raw file."""
+        return f"item in {self.member_of}" if self.member_of else f"{self.column} {self.true_when or ''}".strip()
+
+    def _check_member(self) -> None:
+        if self.time is not None:
+            raise ValueError("'member_of' has no time of each member; give 'delay_minutes', or a 'column' with 'time'")
+
+    @property
+    def known_from(self) -> str:
+        """What says from when on it is known."""
+        return (
+            f"{self.time.column}, {self.time.unit}" if self.time else f"{self.delay_minutes:g} minutes after its event"
+        )
+
+    @property
+    def late(self) -> bool:
+        """Whether the label is known later than its event."""
+        return self.time is not None or self.delay_minutes is not None
 
 
 def check_range(span: object) -> None:
@@ -164,6 +203,8 @@ class _Row:
         self.values.append(value.alias(target))
         if required:
             self.reasons.append((value.is_null(), f"{target}: missing"))
+            if dtype in TEXT:
+                self.reasons.append((value.is_in(NO_ID), f"{target}: {WRITTEN}"))
 
     def _integer(self, target: str, column: str) -> tuple[pl.Expr, list[tuple[pl.Expr, str]]]:
         dtype = self.schema[column]
@@ -179,17 +220,37 @@ class _Row:
         ]
 
     def time(self, time: Time) -> None:
-        """Milliseconds as int64, from integers, ISO text or typed timestamps; never through a float."""
-        target, column, dtype = "timestamp_ms", time.column, self.schema[time.column]
+        """When the event happened."""
+        self.stamp, reasons = self._moment("timestamp_ms", time)
+        self.reasons += reasons
+        self.values.append(self.stamp.alias("timestamp_ms"))
+
+    def known(self, name: str, label: Label) -> None:
+        """From when on the label of `values[-1]` is known, where it is set; null elsewhere."""
+        target, value = f"known_{name}", self.values[-1]
+        set_ = value.fill_null(False) if label.type == "bool" else value.is_not_null()
+        if label.delay_minutes is not None:
+            moment = self.stamp + round(label.delay_minutes * 60_000)
+        else:
+            moment, reasons = self._moment(target, label.time)
+            reasons.append((moment < self.stamp, f"{target}: before its event, check labels.{name}.time"))
+            self.reasons += [(set_ & bad.fill_null(False), reason) for bad, reason in reasons]
+        self.values.append(pl.when(set_).then(moment).alias(target))
+
+    def _moment(self, target: str, time: Time) -> tuple[pl.Expr, list[tuple[pl.Expr, str]]]:
+        """Milliseconds as int64, from integers, ISO text or typed timestamps, never through a float; and what breaks
+        them."""
+        column, dtype = time.column, self.schema[time.column]
+        reasons: list[tuple[pl.Expr, str]]
         if dtype.is_temporal() and dtype in (pl.Datetime, pl.Date) and time.clock:
             value = pl.col(column).cast(pl.Datetime("us")).dt.timestamp("us").floordiv(1000)
-            self.reasons += [(pl.col(column).is_null(), f"{target}: missing"), (value < 0, f"{target}: negative")]
+            reasons = [(pl.col(column).is_null(), f"{target}: missing"), (value < 0, f"{target}: negative")]
         elif time.unit == "iso":
             if dtype not in (pl.String, pl.Null):
                 raise self.refuse(column, "ISO 8601 text or a timestamp")
             raw = pl.col(column).cast(pl.String)
             value = _parse_iso(raw)
-            self.reasons += [
+            reasons = [
                 (raw.is_null() | (raw == ""), f"{target}: missing"),
                 (value.is_null(), f"{target}: not an ISO 8601 time"),
                 (value < 0, f"{target}: negative"),
@@ -197,14 +258,13 @@ class _Row:
         else:
             number, reasons = self._integer(target, column)
             factor, divisor = UNITS[time.unit]
-            self.reasons += reasons
-            last = min(LAST_MS // factor * divisor, LAST_INT64)
-            if time.clock and last < LAST_INT64:
-                self.reasons.append((number > last, f"{target}: after the year 9999, check time.unit"))
+            if time.clock:  # before it is multiplied, which could overflow
+                reasons.append((number > LAST_MS // factor * divisor, f"{target}: {TOO_LATE}"))
             value = number * factor if factor > 1 else number.floordiv(divisor) if divisor > 1 else number
         if time.clock:
-            self.reasons.append((value < FIRST_MS, f"{target}: before 1980, check time.unit"))
-        self.values.append(value.cast(pl.Int64).alias(target))
+            reasons.append((value < FIRST_MS, f"{target}: before 1980, check time.unit"))
+            reasons.append((value > LAST_MS, f"{target}: {TOO_LATE}"))
+        return value.cast(pl.Int64), reasons
 
     def position(self, column: str) -> None:
         number, reasons = self._integer("position", column)
@@ -410,6 +470,8 @@ def _block(
             row.flag(target, label.column, label.true_when)
         elif label.column:
             row.number(target, label.column, label.range)
+        if label.late:
+            row.known(name, label)
     for name, column in columns.numbers.items():
         row.number(f"num_{name}", column)
     for name, column in columns.categories.items():

@@ -24,6 +24,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from models.tables import UserError, join, open_uri
+from pipelines.data.sources.encodings import not_encoded, open_text
 
 ROW = "__row"
 """Column with the row's number in the raw file, from 0; added by the readers."""
@@ -74,6 +75,8 @@ class Reading:
     required: tuple[str, ...] | None = None
     """JSON: the columns that each file must have from its beginning; others may begin later, or be in other files
     only (`Frame.missing`). None: each file must have all columns, anywhere."""
+    encoding: str | None = None
+    """CSV and JSON: how characters are bytes, a codec of Python's; None: UTF-8."""
     ids: tuple[str, ...] = ()
     """JSON: the columns of ids, where a row with a list or an object in the place of one is broken."""
 
@@ -108,8 +111,14 @@ def read_frames(input_uri: str, file: str, reading: Reading) -> Iterator[Frame]:
     kind = format_of(file, reading.format)
     reader = {"csv": _read_csv, "jsonl": _read_jsonl, "parquet": _read_parquet}[kind]
     uri = join(input_uri, file)
+    if kind == "parquet" and reading.encoding:
+        raise UserError(f"{uri} is Parquet, whose text is UTF-8; take 'encoding' out of the source file")
     try:
         yield from reader(uri, reading)
+    except UnicodeDecodeError as error:
+        raise not_encoded(uri, reading.encoding or "utf-8") from error
+    except csv.Error as error:
+        raise UserError(f"{uri} cannot be read as csv ({error}); it may be damaged or of another format") from error
     except (pa.ArrowException, OSError, EOFError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
@@ -149,7 +158,7 @@ def _numbers(start: int, count: int, skipped: Iterable[int]) -> np.ndarray:
 class _Lines:
     """A stream that counts the line breaks read through it."""
 
-    def __init__(self, stream: pa.NativeFile) -> None:
+    def __init__(self, stream: Any) -> None:
         self.stream = stream
         self.count = 0
 
@@ -165,11 +174,12 @@ class _Lines:
 
 def _csv_header(uri: str, reading: Reading, delimiter: str) -> list[str]:
     """The names of all columns. Arrow, too, skips a byte order mark and empty lines at the beginning."""
-    filesystem, path = open_uri(uri)
-    with filesystem.open_input_stream(path) as stream:
+    with open_text(uri, reading.encoding) as stream:
         head = stream.read(1 << 16).removeprefix(BOM).lstrip(b"\r\n")
     if not head:
         raise _empty(uri)
+    if b"\0" in head and reading.encoding is None:
+        raise not_encoded(uri, "utf-8")
     if b"\r" in head and b"\n" not in head:
         raise UserError(f"{uri} ends its lines with carriage returns alone; convert it to line feeds (tr '\\r' '\\n')")
     if reading.header:
@@ -202,10 +212,21 @@ def _csv_batches(
     )
 
 
+def _check_delimiter(uri: str, wanted: Iterable[str], header: list[str], delimiter: str) -> None:
+    """UserError for a header that is one column, but several by another delimiter."""
+    absent = [column for column in wanted if column not in header]
+    for other in ("\t", ";", "|", ",", " ") if len(header) == 1 and absent else ():
+        if other in header[0]:
+            raise UserError(
+                f"{uri} has no column '{absent[0]}': by the delimiter {json.dumps(delimiter)} its header is one "
+                f"column, '{header[0][:80]}'; set 'delimiter: {json.dumps(other)}' in the source file"
+            )
+
+
 def _read_csv(uri: str, reading: Reading) -> Iterator[Frame]:
-    filesystem, path = open_uri(uri)
-    delimiter = reading.delimiter or ("\t" if ".tsv" in PurePosixPath(path).suffixes else ",")
+    delimiter = reading.delimiter or ("\t" if ".tsv" in PurePosixPath(uri).suffixes else ",")
     header = _csv_header(uri, reading, delimiter)
+    _check_delimiter(uri, reading.columns, header, delimiter)
     require_columns(uri, reading.columns, header)
     before = 1 if reading.header else 2  # Arrow counts rows from 1, the header among them
     broken: list[tuple[int, str, str]] = []
@@ -216,7 +237,7 @@ def _read_csv(uri: str, reading: Reading) -> Iterator[Frame]:
         return "skip"
 
     names, types = header if reading.header else None, dict.fromkeys(reading.columns, pa.string())
-    with filesystem.open_input_stream(path) as stream:
+    with open_text(uri, reading.encoding) as stream:
         lines = _Lines(stream)
         rows = reported = start = 0
         try:
@@ -243,15 +264,13 @@ def _csv_error(uri: str, reading: Reading, reason: str, rows: int, before: int) 
         return UserError(f"{uri}: row {rows:,} is longer than the {TEXT_BLOCK >> 20} MiB that can be read; {remedy}")
     # A row of too few columns that cannot be decoded never comes to the handler: Arrow then says what it expected.
     if number := re.search(r"Row #(\d+): (?:.*invalid UTF8|Expected)", reason):
-        row = int(number[1]) - before
-        return UserError(f"{uri} is not UTF-8 in row {row:,}; convert it to UTF-8 (iconv -f ENCODING -t UTF-8)")
+        return not_encoded(uri, "utf-8", int(number[1]) - before)
     return None
 
 
 def _check_quotes(uri: str, reading: Reading, delimiter: str, width: int, lines: int) -> None:
     """UserError if quotes seem to swallow rows: for a file of more lines than rows. Some of them may be empty, so it
     reads the file again, now all of its columns, and counts the line breaks within values."""
-    filesystem, path = open_uri(uri)
     first = 0 if reading.header else -1  # the header is read as a row
     breaks = 0
     worst = [(0, 0)]  # line breaks of a row, and its number
@@ -264,7 +283,7 @@ def _check_quotes(uri: str, reading: Reading, delimiter: str, width: int, lines:
         return "skip"
 
     names = [str(number) for number in range(width)]
-    with filesystem.open_input_stream(path) as stream:
+    with open_text(uri, reading.encoding) as stream:
         for batch in _csv_batches(stream, reading, delimiter, names, dict.fromkeys(names, pa.binary()), skip):
             within = sum(pc.count_substring(column, b"\n").to_numpy() for column in batch.columns)
             if batch.num_rows:
@@ -292,7 +311,7 @@ def _read_jsonl(uri: str, reading: Reading) -> Iterator[Frame]:
     spelled = [re.compile(rb'("%s"\s*:\s*)(-?\d+[.eE][\d.eE+-]*)' % re.escape(n).encode()) for n in reading.integers]
     start = 0
     absent: dict[str, str] = {}
-    for chunk in _line_chunks(uri):
+    for chunk in _line_chunks(uri, reading.encoding):
         for pattern in spelled:  # quoted, a number such as 1e9 keeps its spelling
             chunk = pattern.sub(rb'\1"\2"', chunk)
         rows, broken = _parse_lines(chunk, schema)
@@ -323,10 +342,9 @@ def _read_jsonl(uri: str, reading: Reading) -> Iterator[Frame]:
         raise _no_column(uri, *next(iter(absent.items())))
 
 
-def _line_chunks(uri: str) -> Iterator[bytes]:
+def _line_chunks(uri: str, encoding: str | None) -> Iterator[bytes]:
     """The file's text in chunks of whole lines."""
-    filesystem, path = open_uri(uri)
-    with filesystem.open_input_stream(path) as stream:
+    with open_text(uri, encoding) as stream:
         rest = stream.read(len(BOM)).removeprefix(BOM)
         while block := stream.read(TEXT_BLOCK):
             end = block.rfind(b"\n") + 1

@@ -55,6 +55,7 @@ def test_sums_of_batches_add_up_and_the_loss_is_that_of_training(candidates):
         for rows in (slice(0, 1), slice(1, 3))
     ]
     found = metrics.means(whole)
+    assert sorted(found) == sorted(metrics.names(Known(logits)))
     assert metrics.means({name: parts[0][name] + parts[1][name] for name in whole}) == pytest.approx(found)
     valid = candidates["candidate_valid"]
     cost = torch.nn.functional.binary_cross_entropy_with_logits(

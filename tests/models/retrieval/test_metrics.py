@@ -9,7 +9,7 @@ import pytest
 import torch
 from sklearn.metrics import ndcg_score
 
-from models.retrieval.metrics import add_sums, metric_means, metric_sums, ndcg_at_k, recall_at_k
+from models.retrieval.metrics import add_sums, hit_rank, metric_means, metric_sums, ndcg_at_k, recall_at_k
 
 
 def test_they_are_those_of_scikit_learn_and_of_a_count():
@@ -50,3 +50,9 @@ def test_impossible_cutoffs_and_no_examples_are_refused():
         metric_sums(torch.tensor([[1, 2, 3]]), torch.tensor([1]), (4,))
     with pytest.raises(ValueError, match="no examples"):
         metric_means({"examples": 0.0})
+
+
+def test_a_target_that_is_no_item_hits_nothing():
+    items, target = torch.tensor([[3, -1, -1], [-1, -1, -1], [2, 1, -1]]), torch.tensor([-1, -1, 1])
+    assert hit_rank(items, target).tolist() == [3, 3, 1]
+    assert metric_sums(items, target, (3,))["recall@3"] == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from models.fit import EpochEvent, FitConfig, fit
 from models.retrieval.data import Examples
 from models.retrieval.teacher_cache import SCHEMA, States, _commit, _write_part
 from models.setup import Setup, set_up
-from models.tables import UserError, read_manifest, read_table
+from models.tables import UserError, read_manifest, read_table, sealed, unsealed
 
 TIGER = {"name": "tiger", "d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 2,
          "num_decoder_layers": 2, "n_user_tokens": 2, "max_history": 6}  # fmt: skip
@@ -191,7 +190,7 @@ def test_a_wrong_one_is_refused_with_what_to_do(world: World, cache: Path, tmp_p
     copy = tmp_path / "cache"
     shutil.copytree(cache, copy)
     uri = next(copy.glob("encoder-*"))
-    manifest = json.loads((uri / "manifest.json").read_text())
+    manifest = unsealed((uri / "manifest.json").read_text())
 
     def refused(why: str) -> None:
         with pytest.raises(
@@ -200,7 +199,7 @@ def test_a_wrong_one_is_refused_with_what_to_do(world: World, cache: Path, tmp_p
             world.set_up(copy)
 
     def changed(**change: Any) -> None:
-        (uri / "manifest.json").write_text(json.dumps({**manifest, **change}))
+        (uri / "manifest.json").write_text(sealed({**manifest, **change}))
 
     for table in ("weights", "sequences", "trie"):
         changed(inputs={**manifest["inputs"], table: "f" * 64})
@@ -213,7 +212,11 @@ def test_a_wrong_one_is_refused_with_what_to_do(world: World, cache: Path, tmp_p
     refused("is damaged")
     changed()
     part = next(uri.glob("*.parquet"))
-    part.write_bytes(part.read_bytes()[:-7])
+    whole = part.read_bytes()
+    middle = len(whole) // 2
+    part.write_bytes(whole[:middle] + bytes([whole[middle] ^ 16]) + whole[middle + 1 :])
+    refused("is damaged: its SHA-256 is")
+    part.write_bytes(whole[:-7])
     refused("truncated or replaced")
     shutil.rmtree(uri)
     assert "made in" in world.set_up(copy).notes[0]

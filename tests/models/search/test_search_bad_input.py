@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from search_tables import request, write_tables
 from models.search import metrics
 from models.search.data import NO_QUERY, SearchCatalogue, SearchExamples
 from models.search.qgs import QGS, QGSConfig
-from models.tables import UserError, join
+from models.tables import UserError, join, sealed, unsealed
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +71,7 @@ def test_text_of_several_encoders_is_refused(odd: tuple[str, str], tmp_path: Pat
     for name in ("tokens", "pairs"):
         path = tmp_path / "text" / name / "manifest.json"
         before = path.read_text()
-        path.write_text(json.dumps({**json.loads(before), "config": {"encoder": "another"}}))
+        path.write_text(sealed({**unsealed(before), "config": {"encoder": "another"}}))
         with pytest.raises(UserError, match="were encoded with several settings"):
             SearchCatalogue.load(tables, str(tmp_path / "text"))
         path.write_text(before)

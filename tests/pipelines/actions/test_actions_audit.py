@@ -14,7 +14,8 @@ import pytest
 from models.tables import read_manifest, read_table
 from pipelines.data.audit import audit, report
 from pipelines.data.feed_simulator import simulate_feed
-from pipelines.data.prepare import PrepareConfig, prepare
+from pipelines.data.prepare import prepare
+from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.sources import load_source
 from pipelines.data.tables import commit, write_part
 

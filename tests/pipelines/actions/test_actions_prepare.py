@@ -15,7 +15,8 @@ import yaml
 from models.actions.data import ActionsExamples
 from models.tables import UserError, read_manifest, read_table
 from pipelines.data.audit import audit
-from pipelines.data.prepare import PrepareConfig, check, prepare
+from pipelines.data.prepare import prepare
+from pipelines.data.prepare_config import PrepareConfig, check
 from pipelines.data.sources import load_source
 
 START = 1_600_000_000_000
@@ -130,8 +131,8 @@ def test_raw_files_to_tables(tmp_path: Path) -> None:
     again: list[str] = []
     source, defaults = load_source(str(tmp_path / "raw" / "source.yaml"))
     prepare(source, str(tmp_path / "raw"), tables, PrepareConfig.of(defaults), say=again.append)
-    assert [line.split(":")[0] for line in again] == ["events", "rejects", "items", "sequences"]
-    assert all("up to date" in line for line in again)
+    assert [line.split(":")[0] for line in again[:4]] == ["events", "rejects", "items", "sequences"]
+    assert all("up to date" in line for line in again[:4])
 
 
 @pytest.mark.usefixtures("ray_local")

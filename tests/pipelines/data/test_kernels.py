@@ -84,6 +84,24 @@ def test_order_events_sorts_totally_and_drops_duplicates(
 
 
 @FEW
+@given(rows=rows_strategy, log_order=st.booleans(), data=st.data())
+def test_kept_duplicates_stand_beside_each_other(rows: list[dict], log_order: bool, data: st.DataObject) -> None:
+    rows = rows + data.draw(st.lists(st.sampled_from(rows), max_size=10))
+    table, duplicates = order_events(in_transit(rows, log_order), SCHEMA, keep_duplicates=True)
+    assert duplicates == len(rows) - len(plain.events(rows, log_order))
+    events, key = table.to_pylist(), ("user_id", "timestamp_ms", "request_id", "position", "item_id")
+    if not log_order:
+        assert sorted(events, key=str) == sorted(rows, key=str)
+        assert [[e[name] for name in key] for e in events] == sorted([e[name] for name in key] for e in events)
+        shuffled = data.draw(st.permutations(rows))
+        assert order_events(in_transit(shuffled), SCHEMA, keep_duplicates=True)[0].equals(table)
+    else:
+        places = {name: iter(range(len(rows))) for name in {tuple(row[n] for n in key[:3]) for row in rows}}
+        expected = [{**row, "position": next(places[tuple(row[n] for n in key[:3])])} for row in rows]
+        assert sorted(events, key=str) == sorted(expected, key=str)
+
+
+@FEW
 @given(first=rows_strategy, second=rows_strategy)
 def test_columns_that_do_not_travel_come_back(first: list[dict], second: list[dict]) -> None:
     whole = pa.concat_tables([in_transit(first), in_transit(second)])
@@ -286,3 +304,57 @@ def test_parts_do_not_depend_on_the_order_of_rows(tmp_path: Any) -> None:
     generator.shuffle(rows)
     assert written(rows, str(tmp_path), 4) == first
     assert pl.concat([pl.from_arrow(read_parquet(part)) for part in first]).height < 500
+
+
+@pytest.mark.parametrize("temporal", [True, False])
+@pytest.mark.parametrize("max_events", [2, 100])
+def test_a_behaviour_is_in_histories_from_when_its_label_is_known(
+    tmp_path: Any, temporal: bool, max_events: int
+) -> None:
+    """Behaviours in the order in which they are known; requests in the order of their own times."""
+    schema, rng = events_schema({"click": "bool"}, known=["click"]), random.Random(max_events + temporal)
+    split = {"kind": "temporal", "val_start_ms": 4, "test_start_ms": 7} if temporal else {"kind": "leave_last_out"}
+    rules = Rules(schema, split, 0, None, max_events, log_order=False, behaviour="click")
+    for _ in range(25):
+        rows = []
+        for place in range(rng.randint(1, 30)):
+            time, click = rng.randint(0, 9), rng.random() < 0.7
+            row = {"user_id": rng.choice("uv"), "request_id": "", "timestamp_ms": time, "item_id": rng.choice("abc")}
+            rows.append(row | {"position": place, "label_click": click, "known_click": time + rng.randint(0, 5)})
+            rows[-1]["known_click"] = rows[-1]["known_click"] if click else None
+        rows.sort(key=lambda row: tuple(row[name] for name in plain.KEY))
+        part = join(str(tmp_path), write_part(str(tmp_path), pa.Table.from_pylist(rows, schema=schema)).path)
+        items = pa.array(["a", "b", "c"], pa.large_string())
+        found = {row["user_id"]: row for row in build_sequences(read_coded(part), items, rules)[0].to_pylist()}
+        clicked = [row for row in rows if row["label_click"]]
+        assert list(found) == sorted({row["user_id"] for row in clicked})
+        for user, lists in found.items():
+            mine = sorted((row for row in clicked if row["user_id"] == user), key=lambda row: row["known_click"])
+            mine = mine[-max_events:]
+            for name in ("timestamp_ms", "known_click", "label_click"):
+                assert lists[name] == [row[name] for row in mine], name
+            asked = [row for row in rows if row in mine]
+            assert [r["timestamp_ms"] for r in lists["requests"]] == [row["timestamp_ms"] for row in asked]
+            assert [r["candidates"] for r in lists["requests"]] == [["abc".index(row["item_id"])] for row in asked]
+            for place, (request, row) in enumerate(zip(lists["requests"], asked, strict=True)):
+                time, left = row["timestamp_ms"], len(asked) - 1 - place
+                assert request["history_end"] == sum(other["known_click"] < time for other in mine)
+                last = "train" if len(asked) < 3 or left > 1 else ("test", "val")[left]
+                assert request["split"] == (
+                    ("train" if time < 4 else "val" if time < 7 else "test") if temporal else last
+                )
+
+
+@pytest.mark.usefixtures("ray_local")
+def test_the_core_of_the_training_window_counts_what_is_known_in_it(tmp_path: Any) -> None:
+    schema = events_schema({"click": "bool"}, known=["click"])
+    row = {"user_id": "u", "request_id": "", "position": 0, "label_click": True}
+    rows = [
+        row | {"timestamp_ms": time, "item_id": item, "known_click": known}
+        for time, item, known in ((0, "a", 1), (1, "b", 9), (2, "a", 3), (3, "b", 4))
+    ]
+    part = join(str(tmp_path), write_part(str(tmp_path), pa.Table.from_pylist(rows, schema=schema)).path)
+    found = survey([part], "click", late=True)
+    assert core_items(found, 2, 5)[0].to_pylist() == ["a"]
+    assert core_items(found, 2, 10)[0].to_pylist() == ["a", "b"]
+    assert (found.first_ms, found.last_ms) == (0, 3)  # the split is of the times of requests

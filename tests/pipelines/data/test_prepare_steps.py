@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,13 @@ import yaml
 
 from models.tables import MANIFEST, UserError, iter_parts, join, read_manifest, read_table
 from pipelines.data import benchmark
-from pipelines.data.prepare import PrepareConfig, prepare
+from pipelines.data.prepare import prepare
+from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.sources import Source, load_source
 from pipelines.data.sources.base import Metadata
 from pipelines.data.sources.mapping import Mapping
 from pipelines.data.splits import SplitConfig
-from pipelines.data.tables import writing
+from pipelines.data.tables import fingerprint, writing
 
 pytestmark = pytest.mark.usefixtures("ray_local")
 
@@ -36,13 +39,18 @@ SOURCE = {
 }
 
 
+def described(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Metadata of all items of a log."""
+    return [{"item": item, "title": "one", "kind": "k"} for item in sorted({row["item"] for row in rows} - {None})]
+
+
 def make_log(folder: Path, rows: list[dict[str, Any]], items: list[dict[str, Any]] | None = None) -> str:
     """Two event files and one item file; returns the folder."""
     folder.mkdir(exist_ok=True)
     half = len(rows) // 2
     pl.DataFrame(rows[:half]).write_csv(folder / "log_1.csv")
     pl.DataFrame(rows[half:]).write_csv(folder / "log_2.csv")
-    items = items or [{"item": "i1", "title": "one", "kind": "k"}, {"item": "unseen", "title": "none", "kind": ""}]
+    items = items or [*described(rows), {"item": "unseen", "title": "none", "kind": ""}]
     pl.DataFrame(items).write_csv(folder / "items.csv")
     return str(folder)
 
@@ -109,10 +117,10 @@ def test_a_log_becomes_the_tables_of_the_reference_in_any_order_of_rows(tmp_path
     items = read_table(join(out, "items"), "items").to_pylist()
     assert [item["item_id"] for item in items] == catalogue
     assert [item["item_index"] for item in items] == list(range(len(catalogue)))
-    assert {item["text_title"] for item in items if item["item_id"] == "i1"} == {"one"}
-    assert all(item["text_title"] is None for item in items if item["item_id"] != "i1")
+    assert {item["text_title"] for item in items} == {"one"}
     info = read_manifest(join(out, "items")).info
-    assert (info["items_without_metadata"], info["metadata_outside_catalogue"]) == (len(catalogue) - 1, 1)
+    outside = len({row["item"] for row in rows}) - len(catalogue) + 1
+    assert (info["items_without_metadata"], info["metadata_outside_catalogue"]) == (0, outside)
 
     sequences = {row["user_id"]: row for row in read_table(join(out, "sequences"), "sequences").to_pylist()}
     assert sorted(sequences) == sorted(expected)
@@ -175,24 +183,71 @@ def test_running_again_does_nothing_and_overwrite_replaces(tmp_path: Path) -> No
     }
 
 
+def test_what_an_unfinished_run_made_is_kept_or_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A first run that fails at its items: corrected, it goes on without --overwrite. Its one error is fetched whole,
+    so that Ray says nothing of the other returns of the failed task."""
+    raw, out, config = make_log(tmp_path / "raw", random_rows(200)), str(tmp_path / "out"), PrepareConfig(core=0)
+    broken = {**SOURCE["items"], "attributes": {"kind": "knd"}}
+    logger = logging.getLogger("ray._private.worker")
+    logger.addHandler(caplog.handler)
+    with pytest.raises(UserError, match="no column 'knd'; the nearest is 'kind'"):
+        prepare(make_source(tmp_path, items=broken), raw, out, config, say=lambda line: None)
+    gc.collect()
+    logger.removeHandler(caplog.handler)
+    assert "Unhandled error" not in caplog.text
+
+    lines: list[str] = []
+    prepare(make_source(tmp_path), raw, out, config, say=lines.append)  # another section: the events stay
+    assert any(line.startswith("events: up to date") for line in lines)
+    assert not any("replaced" in line for line in lines)
+
+    changed = make_source(tmp_path, labels={})
+    with pytest.raises(UserError, match="made from other inputs or settings; add --overwrite"):
+        prepare(changed, raw, out, config, say=lambda line: None)
+    Path(out, "statistics.json").unlink()  # as if that run had been stopped
+    prepare(changed, raw, out, config, say=lines.append)
+    assert "events: replaced, as the run that made it from other inputs or settings did not finish" in lines
+    assert "label_click" not in read_table(join(out, "events"), "events").column_names
+
+
+def test_events_made_by_earlier_code_are_up_to_date(tmp_path: Path) -> None:
+    """It wrote the items' section into the settings of events too."""
+    raw, out, config = make_log(tmp_path / "raw", random_rows(50)), str(tmp_path / "out"), PrepareConfig(core=0)
+    source = make_source(tmp_path)
+    prepare(source, raw, out, config, say=lambda line: None)
+    for name in ("events", "rejects"):
+        path = Path(out, name, MANIFEST)
+        content = json.loads(path.read_text())
+        content["config"]["source"] = source.config
+        content["fingerprint"] = fingerprint(content["config"], content["inputs"])
+        path.write_text(json.dumps(content))
+    lines: list[str] = []
+    prepare(source, raw, out, config, say=lines.append)
+    assert len([line for line in lines if "up to date" in line]) == 4
+
+
 def test_a_log_may_lie_where_its_tables_go(tmp_path: Path) -> None:
-    """The output is the input folder, and the log in the folder of a table; then the pattern matches our own parts."""
+    """The output is within the input folder, so the pattern matches our own parts; the input itself is refused."""
     rows, config = random_rows(300), PrepareConfig(core=0, partitions=2)
     raw = tmp_path / "raw"
     (raw / "events").mkdir(parents=True)
     pl.DataFrame(rows).write_parquet(raw / "events" / "day1.parquet")
-    pl.DataFrame({"item": ["i1"], "title": ["one"], "kind": ["k"]}).write_csv(raw / "items.csv")
+    pl.DataFrame(described(rows)).write_csv(raw / "items.csv")
     source = make_source(tmp_path, files="*.parquet")
-    for out in (raw, raw / "tables"):
-        first = prepare(source, str(raw), str(out), config, say=lambda line: None)
-        lines: list[str] = []
-        assert prepare(source, str(raw), str(out), config, say=lines.append) == first
-        assert len([line for line in lines if "up to date" in line]) == 4
-        assert pl.read_parquet(raw / "events" / "day1.parquet").height == first["raw"]["rows_read"] == len(rows)
-    pl.DataFrame(rows).with_columns(ms=-1).write_parquet(raw / "events" / "part-1.parquet")
+    with pytest.raises(UserError, match=r"raw/events holds 'day1.parquet', which is no part of a table"):
+        prepare(source, str(raw), str(raw), config, say=lambda line: None)
+    out = raw / "tables"
+    first = prepare(source, str(raw), str(out), config, say=lambda line: None)
+    lines: list[str] = []
+    assert prepare(source, str(raw), str(out), config, say=lines.append) == first
+    assert len([line for line in lines if "up to date" in line]) == 4
+    assert pl.read_parquet(raw / "events" / "day1.parquet").height == first["raw"]["rows_read"] == len(rows)
+    kept = out / "events" / "notes.txt"  # a user's file beside finished parts
+    kept.write_text("mine")
+    pl.DataFrame(rows).with_columns(ms=-1).write_parquet(raw / "events" / "day2.parquet")
     with pytest.raises(UserError, match="over the limit max_rejects"):
-        prepare(source, str(raw), str(raw), config, overwrite=True, say=lambda line: None)
-    assert (raw / "events" / "part-1.parquet").exists()
+        prepare(source, str(raw), str(out), config, overwrite=True, say=lambda line: None)
+    assert kept.read_text() == "mine"
 
 
 def test_an_output_that_another_job_writes_is_left_alone(tmp_path: Path) -> None:
@@ -239,7 +294,7 @@ def test_what_item_and_user_files_lose_is_said_and_limited(tmp_path: Path, name:
         users={"files": "users.jsonl", "user": "user", "attributes": ["age"]},
     )
     lines: list[str] = []
-    config = PrepareConfig(core=0, partitions=1, max_rejects=0.4)
+    config = PrepareConfig(core=0, partitions=1, max_rejects=0.4, min_matched=0)
     (tmp_path / "raw" / name).write_text(f"{good}\noops\n{good}\n")
     prepare(source, raw, str(out), config, say=lines.append)
     [said] = [line for line in lines if line.startswith(f"rejects of the {of}: 1 rows, row: not a JSON object")]
@@ -250,7 +305,7 @@ def test_what_item_and_user_files_lose_is_said_and_limited(tmp_path: Path, name:
     limit = rf"1 of 3 rows of the {of} \(33.33%\) break the schema, over the limit max_rejects 1.00%"
     for place in (out, tmp_path / "strict"):  # finished tables are held to the limit too
         with pytest.raises(UserError, match=limit):
-            prepare(source, raw, str(place), PrepareConfig(core=0, partitions=1), say=lambda line: None)
+            prepare(source, raw, str(place), PrepareConfig(core=0, partitions=1, min_matched=0), say=lambda line: None)
 
     (tmp_path / "raw" / name).write_text(f"{good}\n" + "oops\n" * 5 + f"{good}\n")
     with pytest.raises(UserError, match=rf"5 of 7 rows of the {of} \(71.43%\) break the schema.*; fix") as caught:
@@ -271,7 +326,7 @@ def test_user_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     read_users = Mapping.read_users
     monkeypatch.setattr(Mapping, "read_users", read_and_remove)
-    prepare(source, raw, str(tmp_path / "out"), PrepareConfig(core=0), say=lambda line: None)
+    prepare(source, raw, str(tmp_path / "out"), PrepareConfig(core=0, min_matched=0), say=lambda line: None)
     for event in read_table(str(tmp_path / "out" / "events")).to_pylist():
         assert event["cat_age"] == ("70" if event["user_id"] == "u1" else None)
 
@@ -368,6 +423,9 @@ def test_settings_that_do_not_fit_the_log(tmp_path: Path, changes: dict, config:
         ([{"max_events": 0}], "max_events is 0"),
         ([{"partitions": 0}], "partitions is 0"),
         ([{"max_rejects": 2.0}], "max_rejects is 2.0"),
+        ([{"min_matched": 1.5}], "min_matched is 1.5"),
+        ([{"duplicates": "maybe"}], "duplicates is 'maybe'"),
+        ([{"duplicates": "keep", "kind": "search"}], "duplicates is keep, which is of kind retrieval"),
     ],
 )
 def test_settings_that_are_refused(layers: list[dict], words: str) -> None:

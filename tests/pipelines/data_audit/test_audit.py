@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jobs import audit as job
-from models.tables import UserError
+from models.tables import UserError, sealed, unsealed
 from pipelines.data.audit import audit, report
 from pipelines.data.tables import commit, events_schema, items_schema, sequences_schema, write_part
 
@@ -82,12 +82,13 @@ def tables_of(
     users, items = k_core(events, core)
     log.catalogue = sorted(items)
     index = {item: i for i, item in enumerate(log.catalogue)}
-    truncated = 0
+    truncated = lost = 0
     for part in log.parts:
         rows = []
         for user in sorted({e["user_id"] for e in part} & users):
             mine = [e for e in part if e["user_id"] == user and e["item_id"] in index]
             truncated += len(mine) > most
+            lost += max(len(mine) - most, 0)
             mine = mine[-most:]
             times = [e["timestamp_ms"] for e in mine]
             requests = []
@@ -112,7 +113,8 @@ def tables_of(
             rows.append({**row, **{k: [e[k] for e in mine] for k in extra}, "requests": requests})
         log.sequences.append(rows)
     log.items_info |= {"core": core}
-    log.info = {"kind": "retrieval", "split": split, "ties": ties, "max_events": most, "truncated_users": truncated}
+    log.info = {"kind": "retrieval", "split": split, "ties": ties, "max_events": most}
+    log.info |= {"truncated_users": truncated, "truncated_events": lost}
     recount(log)
     return log
 
@@ -171,6 +173,39 @@ def test_correct_tables_pass(tmp_path: Path, core: int, most: int, split: dict |
         )
         assert tied > 0
         assert f"{tied} requests" in rules["history"].note
+
+
+def notes(uri: str) -> dict[str, str]:
+    rules = audit(uri)
+    assert not [rule.name for rule in rules if rule.violations]
+    return {rule.name: rule.note for rule in rules if rule.note}
+
+
+def test_what_may_surprise_is_noted_and_no_violation(tmp_path: Path) -> None:
+    """Days as times, a future, cut users, kept repetitions, few requests."""
+    day, future = 86_400_000, 2_500_000_000_000 // 86_400_000
+    events = [event(f"u{u}", (future + n // 3) * day, f"i{(u * n) % 7}") for u in range(40) for n in range(9)]
+    log = tables_of(events, most=8)
+    log.events_info["duplicates_kept"] = sum(len(part) for part in log.parts) - sum(
+        len({json.dumps(row) for row in part}) for part in log.parts
+    )
+    found = notes(log.write(tmp_path / "days"))
+    assert "all times are of one time of day: events of a day are ties" in found["events"]
+    assert f"the last time is {(future + 2) * day}, later than the table itself" in found["events"]
+    assert f"duplicates: keep; {log.events_info['duplicates_kept']} events repeat another" in found["duplicates"]
+    assert found["behaviours"] == "max_events: 8; the oldest 40 behaviours of 40 users are left out"
+    bare = sum(r["history_end"] == 0 for part in log.sequences for row in part for r in row["requests"])
+    assert f"ties: strict; {bare} of 240 train requests have no history" in found["history"]
+
+    few = notes(tables_of([event("u", n * 1000, f"i{n}") for n in range(9)], parts=1).write(tmp_path / "few"))
+    assert "7 train requests; 1 val requests; 1 test requests" in few["splits"]
+    healthy = [
+        event(f"u{u:02}", 1_600_000_000_000 + 977 * (u + 50 * n), f"i{(u + n) % 7}")
+        for u in range(50)
+        for n in range(9)
+    ]
+    assert "history" not in (quiet := notes(tables_of(healthy).write(tmp_path / "healthy")))
+    assert set(quiet) == {"splits", "windows"}  # leave-last-out, no windows
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -312,6 +347,15 @@ def other_inputs(log: Log) -> None:
     log.inputs = {"items": "0" * 64}
 
 
+def kept_otherwise(log: Log) -> None:
+    """Duplicates are kept, but not as many as the manifest says."""
+    log.events_info = {**log.events_info, "duplicates_kept": 3}
+
+
+def truncated_otherwise(log: Log) -> None:
+    log.info["truncated_events"] = 7
+
+
 PLANTED: list[tuple[Callable[[Log], None], list[str]]] = [
     (tie_in_history, ["history"]),
     (future_in_history, ["history"]),
@@ -336,6 +380,7 @@ PLANTED: list[tuple[Callable[[Log], None], list[str]]] = [
     (invented_item, ["catalogue"]),
     (other_inputs, ["inputs"]),
 ]
+PLANTED += [(kept_otherwise, ["duplicates"]), (truncated_otherwise, ["counts"])]
 test_in_train.__test__ = False  # type: ignore[attr-defined]
 
 
@@ -453,9 +498,9 @@ def damage(folder: Path, kind: str) -> None:
             "half a window": {"windowed": [{"column": "num_recent"}]},
             "other behaviour": {"behaviour": "purchase"},
         }[kind]
-        content = json.loads(manifest.read_text())
+        content = unsealed(manifest.read_text())
         content["info"] |= info
-        manifest.write_text(json.dumps(content))
+        manifest.write_text(sealed(content))
 
 
 @pytest.mark.parametrize(

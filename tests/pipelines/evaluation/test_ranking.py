@@ -97,7 +97,7 @@ def test_gpus_that_the_cluster_has_not_are_refused(world: World, ray_local: None
 def test_results_reach_the_training_run_and_the_comparison(world: World, capsys: pytest.CaptureFixture) -> None:
     for name in ("sasrec-1", "sasrec-2", "tiger"):
         run(Config(world.place(name), world.tables, world.sids if name == "tiger" else None))
-    assert "sasrec on test: 60 users, seed 1" in capsys.readouterr().out
+    assert "sasrec on test: 60 requests of 60 users, seed 1" in capsys.readouterr().out
     about = checkpoint.read(world.place("sasrec-1"))
     client = tracking.connect(world.uri)
     metrics = client.get_run(about.tracking["run_id"]).data.metrics
@@ -117,7 +117,7 @@ def test_results_reach_the_training_run_and_the_comparison(world: World, capsys:
     mean = sum(values) / 2
     deviation = math.sqrt(sum((value - mean) ** 2 for value in values))
     assert rows["sasrec-*"]["test/ndcg@10"] == f"{mean:.4f} ± {deviation:.4f}"
-    assert rows["tiger"]["users"] == "60"
+    assert rows["tiger"]["requests"] == "60"
     assert "sample standard deviation" in table.text()
     assert "| sasrec | sasrec-* | 2 |" in table.markdown()
 
@@ -174,7 +174,7 @@ def test_all_users_to_a_table(world: World, ray_local: None, tmp_path: Path) -> 
         assert table["item_id"][user] == [names[item] for item in items[0].tolist()]
         assert table["score"][user] == pytest.approx(scores[0].tolist(), rel=1e-4)
     assert recommend_all(*arguments, k=5, actors=1, users_per_part=25) == (read_manifest(output), True)
-    with pytest.raises(UserError, match=r"holds another table; .*--overwrite"):
+    with pytest.raises(UserError, match=r"holds other recommendations; .*--overwrite"):
         recommend_all(*arguments, k=4, users_per_part=25)
     with writing(output), pytest.raises(UserError, match="is being written by another process"):
         recommend_all(*arguments, k=4, users_per_part=25, overwrite=True)

@@ -153,6 +153,14 @@ def test_dwell_comes_from_the_behaviour_of_the_same_result():
     assert matched(keys, table, np.array([30.0, np.nan])).tolist() == [0.0, 0.0, 30.0]
 
 
+def test_dwell_of_a_result_that_is_later_than_its_request():
+    keys = tuple(np.array(values) for values in ([0, 0, 0], [20, 5, 9], [2, 2, 2], [7, 7, 7], [0, 0, 1]))
+    table = tuple(np.array(values) for values in ([0, 0, 0], [8, 23, 4], [2, 2, 2], [7, 7, 7], [0, 0, 1]))
+    values = np.array([30.0, 40.0, 50.0])
+    assert matched(keys, table, values, 3).tolist() == [40.0, 30.0, 0.0]
+    assert matched(keys, table, values, 2).tolist() == [0.0, 0.0, 0.0]
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
     folder = tmp_path_factory.mktemp("replay")

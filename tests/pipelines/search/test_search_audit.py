@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+import yaml
 
 from models.tables import read_manifest, read_table
 from pipelines.data.audit import audit, report
-from pipelines.data.prepare import PrepareConfig, prepare
+from pipelines.data.prepare import prepare
+from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.search_simulator import simulate_search
 from pipelines.data.sources import load_source
 from pipelines.data.tables import QUERIES, commit, write_part
@@ -146,11 +149,11 @@ def user_lost(rows: list[dict], info: dict) -> None:
 
 
 PLANTED: list[tuple[Callable[[list[dict], dict], None], list[str]]] = [
-    (future_in_history, ["history"]),
+    (future_in_history, ["history", "requests"]),
     (other_candidate, ["targets", "windows"]),
     (other_position, ["targets", "windows"]),
     (other_label, ["targets"]),
-    (other_query, ["targets", "windows"]),
+    (other_query, ["requests", "targets", "windows"]),
     (request_lost, ["targets"]),
     (other_behaviour, ["behaviours"]),
     (test_in_train, ["splits"]),
@@ -177,3 +180,141 @@ def test_a_query_that_is_missing_is_found(prepared: str, tmp_path: Path) -> None
     uri = rewrite(prepared, tmp_path, "queries", drop)
     assert {"inputs", "queries", "counts"} <= set(broken(uri))
     assert read_table(uri + "/queries").schema.equals(QUERIES)
+
+
+def spread_log(folder: Path) -> Path:
+    """A raw log of a row per result, seconds apart, of searches that overlap; every second result is clicked."""
+    rows = [
+        {
+            "user": f"u{user}",
+            "search": f"s{user}-{number}",
+            "ms": 18_000 * 86_400_000 + number * 7_200_000 + user + 4000 * place,
+            "query": f"q{number % 3}",
+            "item": f"i{(number + place) % 6}",
+            "place": place,
+            "click": (number + place) % 2,
+            "clicked_at": 18_000 * 86_400 + number * 7_200 + place * 5_000 + 1,
+        }
+        for user in range(4)
+        for number in range(12)
+        for place in range(4)
+    ]
+    (folder / "raw").mkdir(parents=True)
+    (folder / "raw" / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "raw"
+
+
+SPREAD = {
+    "layout": "mapping", "files": "log.jsonl", "user": "user", "request": "search", "query": "query", "item": "item",
+    "position": "place", "time": {"column": "ms", "unit": "ms"}, "labels": {"click": {"column": "click"}},
+    "prepare": {"kind": "search", "core": 0, "behaviour": "click", "search": {"windows_days": [1], "delay_minutes": 0}},
+}  # fmt: skip
+
+
+def tables_of(folder: Path, raw: Path, source: dict[str, Any], say: Callable[[str], None]) -> str:
+    (folder / "source.yaml").write_text(yaml.safe_dump(source))
+    made, defaults = load_source(str(folder / "source.yaml"))
+    prepare(made, str(raw), str(folder / "tables"), PrepareConfig.of(defaults, {"partitions": 2}), say=say)
+    return str(folder / "tables")
+
+
+@pytest.fixture(scope="session")
+def spread(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> str:
+    """Tables of a log whose results have times of their own."""
+    folder, said = tmp_path_factory.mktemp("spread"), []
+    uri = tables_of(folder, spread_log(folder), SPREAD, said.append)
+    assert any("results of 48 requests have times of their own, up to 0.20 minutes apart" in line for line in said)
+    assert read_manifest(uri + "/sequences").info["max_request_spread_ms"] == 12_000
+    return uri
+
+
+def test_requests_with_results_of_several_times_pass(spread: str) -> None:
+    rules = {rule.name: rule for rule in audit(spread)}
+    assert {name: rule.examples for name, rule in rules.items() if rule.violations} == {}
+    assert rules["requests"].rows == 48
+
+
+def test_a_request_that_is_cut_into_several_is_found(spread: str, tmp_path: Path) -> None:
+    """As if the time were part of a request's key: each result its own request, which sees the clicks before it."""
+
+    def cut(rows: list[dict], info: dict) -> None:
+        width = len(info["features"])
+        for row in rows:
+            requests = []
+            for whole in row["requests"]:
+                for n in range(len(whole["candidates"])):
+                    lists = {name: [whole[name][n]] for name in ("candidates", "positions", "label_click")}
+                    time = whole["timestamp_ms"] + 4000 * n
+                    seen = sum(moment < time for moment in row["timestamp_ms"])
+                    part = {
+                        "timestamp_ms": time,
+                        "history_end": seen,
+                        "features": whole["features"][n * width :][:width],
+                    }
+                    requests.append(whole | lists | part)
+            row["requests"] = requests
+
+    found = {rule.name: rule for rule in audit(rewrite(spread, tmp_path, "sequences", cut))}
+    assert found["history"].violations == 0  # each is right about what is earlier than it
+    assert found["requests"].violations == 3 * 48
+    assert found["targets"].violations > 0
+
+
+def test_a_history_with_the_request_s_own_click_is_found(spread: str, tmp_path: Path) -> None:
+    def own(rows: list[dict], info: dict) -> None:
+        rows[0]["requests"][-1]["history_end"] += 1
+
+    found = {rule.name: rule for rule in audit(rewrite(spread, tmp_path, "sequences", own))}
+    assert (found["requests"].violations, found["history"].violations) == (1, 1)
+    assert "itself and in its history" in found["requests"].examples[0]
+
+
+@pytest.fixture(scope="session", params=["time", "delay"])
+def late(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> str:
+    """Tables of a log whose clicks are known later than their impressions, some after the next search."""
+    folder = tmp_path_factory.mktemp("late")
+    when = {"time": {"column": "clicked_at", "unit": "s"}} if request.param == "time" else {"delay_minutes": 150}
+    source = SPREAD | {"labels": {"click": SPREAD["labels"]["click"] | when}}  # type: ignore[index]
+    return tables_of(folder, spread_log(folder), source, lambda line: None)
+
+
+def test_labels_that_are_known_later_pass(late: str) -> None:
+    rules = {rule.name: rule for rule in audit(late)}
+    assert {name: rule.examples for name, rule in rules.items() if rule.violations} == {}
+    assert rules["known"].rows == 4 * 12 * 4 + 48  # events and requests
+    users = read_table(late + "/sequences").to_pylist()
+    for user in users:
+        assert user["known_click"] == sorted(user["known_click"])
+        shown = [sum(time < r["timestamp_ms"] for time in user["timestamp_ms"]) for r in user["requests"]]
+        assert sum(r["history_end"] for r in user["requests"]) < sum(shown)
+
+
+def test_a_click_before_it_is_known_is_found(late: str, tmp_path: Path) -> None:
+    def early(rows: list[dict], info: dict) -> None:
+        """Histories as if clicks were known when their results were shown."""
+        for row in rows:
+            for request in row["requests"]:
+                request["history_end"] = sum(time < request["timestamp_ms"] for time in row["timestamp_ms"])
+
+    found = {rule.name: rule for rule in audit(rewrite(late, tmp_path, "sequences", early))}
+    assert found["known"].violations == found["history"].violations > 0
+    assert "known from" in found["known"].examples[0]
+
+
+def test_counts_of_clicks_before_they_are_known_are_found(late: str, spread: str, tmp_path: Path) -> None:
+    """Features of the same log, whose clicks count from when they were shown."""
+    shown = {row["user_id"]: row for row in read_table(spread + "/sequences").to_pylist()}
+
+    def early(rows: list[dict], info: dict) -> None:
+        for row in rows:
+            for request, other in zip(row["requests"], shown[row["user_id"]]["requests"], strict=True):
+                request["features"] = other["features"]
+
+    assert broken(rewrite(late, tmp_path, "sequences", early)) == ["windows"]
+
+
+def test_a_label_time_that_its_event_does_not_give_is_found(late: str, tmp_path: Path) -> None:
+    def early(rows: list[dict], info: dict) -> None:
+        next(row for row in rows if row["label_click"])["known_click"] -= 86_400_000
+
+    assert "known" in broken(rewrite(late, tmp_path, "events", early))

@@ -16,15 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.tables import UserError, join, read_manifest, read_table
-from pipelines.data.prepare import PrepareConfig, prepare
+from pipelines.data.prepare import prepare
+from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.search import SearchRules, build_search
+from pipelines.data.search_config import SearchConfig
 from pipelines.data.sources import load_source
 from pipelines.data.splits import SplitConfig
 from pipelines.data.survey import read_coded
 from pipelines.data.tables import events_schema, write_part
-from pipelines.data.windows import IDS, SearchConfig
+from pipelines.data.windows import IDS
 
 SCHEMA = events_schema({"click": "bool", "dwell": "float32", "buy": "bool"}, ["price"], ["city"])
+LATE = events_schema({"click": "bool", "dwell": "float32", "buy": "bool"}, ["price"], ["city"], ["click"])
 CATALOGUE, QUERIES = ["a", "b", "c"], ["p", "q", "r"]
 
 rows_strategy = st.lists(
@@ -49,29 +52,41 @@ rows_strategy = st.lists(
 )
 
 
-def rules_of(split: tuple[int, int] | None, max_events: int) -> SearchRules:
+def rules_of(split: tuple[int, int] | None, max_events: int, schema: pa.Schema = SCHEMA) -> SearchRules:
     kind = {"kind": "leave_last_out"}
     if split:
         kind = {"kind": "temporal", "val_start_ms": split[0], "test_start_ms": split[1]}  # type: ignore[dict-item]
-    return SearchRules(SCHEMA, kind, max_events, ["click", "buy"], clock=False, search=SearchConfig(page_size=2))
+    return SearchRules(schema, kind, max_events, ["click", "buy"], clock=False, search=SearchConfig(page_size=2))
 
 
-def part_of(rows: list[dict], folder: str) -> pa.Table:
+def part_of(rows: list[dict], folder: str, schema: pa.Schema = SCHEMA) -> pa.Table:
     rows = sorted(rows, key=lambda row: tuple(row[name] for name in plain.KEY))
-    return read_coded(join(folder, write_part(folder, pa.Table.from_pylist(rows, schema=SCHEMA)).path), None, IDS)
+    return read_coded(join(folder, write_part(folder, pa.Table.from_pylist(rows, schema=schema)).path), None, IDS)
 
 
 @settings(max_examples=80, deadline=None)
-@given(rows=rows_strategy, temporal=st.booleans(), max_events=st.sampled_from([1, 2, 5, 100]))
+@given(
+    rows=rows_strategy,
+    temporal=st.booleans(),
+    max_events=st.sampled_from([1, 2, 5, 100]),
+    delays=st.none() | st.lists(st.integers(0, 4), min_size=60, max_size=60),
+)
 def test_sequences_equal_the_reference(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[dict], temporal: bool, max_events: int
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: list[dict],
+    temporal: bool,
+    max_events: int,
+    delays: list[int] | None,
 ) -> None:
+    schema = LATE if delays else SCHEMA
+    for row, delay in zip(rows, delays or (), strict=False):
+        row["known_click"] = row["timestamp_ms"] + delay if row["label_click"] else None
     split = (2, 5) if temporal else None
     labels = ["label_click", "label_buy"]
     expected = plain.sequences(rows, CATALOGUE, labels, split, max_events)
-    events = part_of(rows, str(tmp_path_factory.mktemp("events")))
+    events = part_of(rows, str(tmp_path_factory.mktemp("events")), schema)
     large = [pa.array(values, pa.large_string()) for values in (CATALOGUE, QUERIES)]
-    table, count = build_search(events, *large, None, rules_of(split, max_events))
+    table, count = build_search(events, *large, None, rules_of(split, max_events, schema))
     table.validate(full=True)
     found = {row["user_id"]: row for row in table.to_pylist()}
     assert list(found) == sorted(expected)
@@ -82,6 +97,7 @@ def test_sequences_equal_the_reference(
         assert row["query_index"] == [queries[r["query"]] for r in kept]
         for name in ("timestamp_ms", "position", "label_click", "label_dwell", "label_buy", "num_price", "cat_city"):
             assert row[name] == [r[name] for r in kept], name
+        assert not delays or row["known_click"] == [r["known_click"] for r in kept]
         places = [[r["position"], r["position"] // 2] for r in kept]
         np.testing.assert_allclose(np.reshape(row["features"], (-1, 2)), np.reshape(np.log1p(places), (-1, 2)), 1e-6)
         assert len(row["requests"]) == len(lists["requests"])
@@ -103,7 +119,7 @@ def test_sequences_equal_the_reference(
     assert count["candidates_outside"] == sum(row["item_id"] == "outside" for row in rows)
     groups: dict[tuple, bool] = {}
     for row in rows:
-        group = (row["user_id"], row["timestamp_ms"], row["request_id"], row["query"])
+        group = plain.request_key(row)
         groups[group] = groups.get(group, False) or row["item_id"] != "outside"
     assert count["requests_outside"] == sum(not inside for inside in groups.values())
     assert count["requests_outside"] + count["requests_truncated"] + len(asked) == len(groups)
@@ -247,7 +263,7 @@ def test_a_raw_log_becomes_the_tables_of_the_reference(tmp_path: Path, window: s
 
     said: list[str] = []
     assert prepare(source, raw, out, config, say=said.append) == statistics
-    assert [line for line in said if "up to date" in line] == said
+    assert [line for line in said if "up to date" in line or line.startswith("warning: ")] == said
 
 
 @pytest.mark.usefixtures("ray_local")
@@ -288,3 +304,65 @@ def test_split_config_is_still_read() -> None:
     config = PrepareConfig.of(SOURCE["prepare"], {"split": {"kind": None, "val_fraction": 0.3}})
     assert config.split == SplitConfig("temporal", 0.3, 0.2)
     assert config.search.windows_days == [1, 7]
+
+
+def results(**changes: Any) -> list[dict]:
+    """Four results of one request, a second apart, clicks on the first and the third."""
+    row = {"user_id": "u", "request_id": "r", "query": "p"} | changes
+    return [
+        row | {"timestamp_ms": 1000 * n, "item_id": "abca"[n], "position": n, "label_click": n % 2 == 0}
+        for n in range(4)
+    ]
+
+
+def built(rows: list[dict], folder: Path, rules: SearchRules | None = None) -> tuple[list[dict], Counter[str]]:
+    """Requests of the only user, and what was counted."""
+    large = [pa.array(values, pa.large_string()) for values in (CATALOGUE, QUERIES)]
+    table, count = build_search(part_of(rows, str(folder)), *large, None, rules or rules_of(None, 100))
+    return table["requests"].to_pylist()[0], count
+
+
+def test_results_with_times_of_their_own_are_one_request(tmp_path: Path) -> None:
+    [request], count = built(results(), tmp_path)
+    assert (request["timestamp_ms"], request["history_end"]) == (0, 0)
+    assert request["candidates"] == [CATALOGUE.index(item) for item in "abca"]
+    assert request["label_click"] == [True, False, True, False]
+    assert (count["requests_spread"], count["max_spread_ms"]) == (1, 3000)
+
+
+def test_a_request_between_the_results_of_another_sees_the_clicks_before_it(tmp_path: Path) -> None:
+    between = [row | {"request_id": "s", "timestamp_ms": 1500} for row in results()[:1]]
+    requests, _ = built(results() + between, tmp_path)
+    assert [(r["timestamp_ms"], r["history_end"], len(r["candidates"])) for r in requests] == [(0, 0, 4), (1500, 1, 1)]
+
+
+def test_without_request_ids_the_log_is_cut_by_time(tmp_path: Path) -> None:
+    requests, count = built(results(request_id=""), tmp_path)
+    assert [r["history_end"] for r in requests] == [0, 1, 1, 2]
+    assert count["requests_spread"] == 0
+
+
+def test_a_request_id_that_comes_again_is_an_error(tmp_path: Path) -> None:
+    again = [row | {"timestamp_ms": row["timestamp_ms"] + plain.DAY} for row in results()]
+    rules = rules_of(None, 100)
+    limited = SearchRules(**{**vars(rules), "clock": True, "search": SearchConfig(windows_days=[])})
+    with pytest.raises(
+        UserError, match=r"request 'r' of user 'u'.* 1,440\.\d minutes .*max_request_minutes 60;.*session"
+    ):
+        built(results() + again, tmp_path, limited)
+    built(results(), tmp_path, limited)
+    built(results() + again, tmp_path, rules)  # places of an order are no minutes
+
+
+def test_a_click_is_in_histories_from_when_it_is_known(tmp_path: Path) -> None:
+    """Shown at 0 and 2 s; the first is clicked at 9 s, the second at 3 s: requests at 3, 4 and 10 s."""
+    first, _, second, _ = (row | {"request_id": f"r{n}"} for n, row in enumerate(results()))
+    clicks = [first | {"known_click": 9000}, second | {"known_click": 3000}]
+    later = [first | {"request_id": f"s{n}", "timestamp_ms": n, "label_click": False} for n in (3000, 4000, 10_000)]
+    large = [pa.array(values, pa.large_string()) for values in (CATALOGUE, QUERIES)]
+    events = part_of(clicks + later, str(tmp_path), LATE)
+    table, _ = build_search(events, *large, None, rules_of(None, 100, LATE))
+    [user] = table.to_pylist()
+    assert (user["timestamp_ms"], user["known_click"]) == ([2000, 0], [3000, 9000])  # as they become known
+    ends = {request["timestamp_ms"]: request["history_end"] for request in user["requests"]}
+    assert ends == {0: 0, 2000: 0, 3000: 0, 4000: 1, 10_000: 2}

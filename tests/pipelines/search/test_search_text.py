@@ -16,7 +16,8 @@ from models.search.data import SearchCatalogue
 from models.tables import UserError, join, read_manifest, read_table
 from pipelines.data import search_text
 from pipelines.data.embed import TextEncoder
-from pipelines.data.prepare import PrepareConfig, prepare
+from pipelines.data.prepare import prepare
+from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.search_simulator import simulate_search
 from pipelines.data.search_text import SearchTextConfig, TfidfEncoder, encode_search
 from pipelines.data.simulator import MAKERS, NOUNS, STYLES, TRAITS

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.tables import join
+from pipelines.data.search_config import SearchConfig
 from pipelines.data.tables import events_schema, write_part
-from pipelines.data.windows import UNSEEN, SearchConfig, count_windows, feature_names, features, gather, window_counts
+from pipelines.data.windows import UNSEEN, count_windows, feature_names, features, gather, window_counts
 
-SCHEMA = events_schema({"click": "bool"})
+SCHEMA = events_schema({"click": "bool"}, known=["click"])
 
 
 @settings(max_examples=150, deadline=None)
@@ -81,6 +82,7 @@ rows_strategy = st.lists(
             "query": st.sampled_from([None, "p", "q", "r"]),
             "position": st.integers(0, 12),
             "label_click": st.sampled_from([None, True, False]),
+            "known_click": st.integers(31, 60).map(lambda n: n * plain.HOUR // 2),
         }
     ),
     min_size=1,
@@ -91,23 +93,27 @@ rows_strategy = st.lists(
 
 @pytest.mark.usefixtures("ray_local")
 @settings(max_examples=8, deadline=None)
-@given(rows=rows_strategy, parts=st.integers(1, 3))
+@given(rows=rows_strategy, parts=st.integers(1, 3), late=st.booleans())
 def test_features_across_partitions_equal_the_reference(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[dict], parts: int
+    tmp_path_factory: pytest.TempPathFactory, rows: list[dict], parts: int, late: bool
 ) -> None:
+    for row in rows:  # from half a day to a day on
+        known = max(row["timestamp_ms"], row["known_click"])
+        row["known_click"] = known if late and row["label_click"] else None
     folder = str(tmp_path_factory.mktemp("events"))
-    config = SearchConfig(windows_days=[0.25, 1.0], delay_minutes=90, page_size=5)
+    config = SearchConfig(windows_days=[0.25, 1.0], delay_minutes=90, page_size=5, max_request_minutes=1800)
     users = sorted({row["user_id"] for row in rows})
     of_part = [[row for row in rows if users.index(row["user_id"]) % parts == number] for number in range(parts)]
     of_part = [sorted(part, key=lambda row: tuple(row[k] for k in plain.KEY)) for part in of_part if part]
     uris = [join(folder, write_part(folder, pa.Table.from_pylist(part, schema=SCHEMA)).path) for part in of_part]
     queries = pa.array(sorted({row["query"] for row in rows} - {None}), pa.large_string())
     catalogue = pa.array(sorted({row["item_id"] for row in rows}), pa.large_string())
-    counted = count_windows(uris, ray.put(catalogue), ray.put(queries), "click", config)
+    counted = count_windows(uris, ray.put(catalogue), ray.put(queries), "click", config, late)
     names = feature_names(config, clock=True)
     for part, pieces in zip(of_part, counted, strict=True):
         counts = gather(len(part), config, tuple(ray.get(pieces)))
-        position, when = (np.array([row[name] for row in part]) for name in ("position", "timestamp_ms"))
+        position = np.array([row["position"] for row in part])
+        when = np.array([plain.request_time(rows, row) for row in part])
         found = features(counts, position, when, config, clock=True)
         assert found.shape == (len(part), len(names))
         assert found.dtype == np.float32

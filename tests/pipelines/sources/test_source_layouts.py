@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from models.tables import UserError
-from pipelines.data.prepare import PrepareConfig
+from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.sources import Block, Source, load_source
 from pipelines.data.sources.amazon2023 import Amazon2023
 from pipelines.data.sources.lcrec import LcRec

@@ -20,6 +20,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from models.tables import UserError
+from pipelines.data.prepare import PrepareConfig, check
 from pipelines.data.sources import readers
 from pipelines.data.sources.base import Block, Metadata, Source
 from pipelines.data.sources.mapping import Mapping
@@ -215,10 +217,12 @@ def test_a_typed_parquet_timestamp_knows_its_unit(tmp_path: Path, kind: pa.DataT
         ({"t": "1e9"}, "timestamp_ms: not an integer"),
         ({"t": "yesterday"}, "timestamp_ms: not an integer"),
         ({"t": 99999999999999999999}, "timestamp_ms: not an integer"),
-        ({"t": 253_402_300_800_000}, "timestamp_ms: after the year 9999, check time.unit"),
+        ({"t": 4_102_444_800_000}, "timestamp_ms: after the year 2099, check time.unit"),
         ({"t": 315_532_799_999}, "timestamp_ms: before 1980, check time.unit"),
         ({"u": "  "}, "user_id: missing"),
         ({"i": " \t"}, "item_id: missing"),
+        ({"u": "nan"}, "user_id: missing, written as text such as nan or null"),
+        ({"i": "NULL"}, "item_id: missing, written as text such as nan or null"),
         ({"p": -1}, "position: negative"),
         ({"p": 2**31}, "position: more than int32 holds"),
         ({"click": "maybe"}, "label_click: not a bool"),
@@ -252,7 +256,9 @@ def test_a_json_number_with_an_exponent_is_not_an_integer(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("value", "unit", "reason"),
     [
-        ("1588687728923", "s", "after the year 9999"),
+        ("1588687728923", "s", "after the year 2099"),
+        ("9999-12-31", "iso", "after the year 2099"),
+        ("4102444800000000", "us", "after the year 2099"),
         ("1588687728", "ms", "before 1980"),
         ("1588687728923", "us", "before 1980"),
         ("1588687728923", "ns", "before 1980"),
@@ -494,3 +500,90 @@ def test_items_are_text_and_lists_are_joined(tmp_path: Path) -> None:
     pl.DataFrame(rows).write_parquet(tmp_path / "items.parquet")
     (again,) = source.read_items(str(tmp_path), "items.parquet")
     assert again.rows.to_pylist() == expected
+
+
+LATE_ROWS: list[Row] = [
+    {"u": "a", "i": "x", "t": 1_588_687_728_923, "click": 1, "at": 1_588_687_729},
+    {"u": "a", "i": "y", "t": 1_588_687_728_923, "click": 0, "at": None},
+    {"u": "b", "i": "x", "t": 1_588_687_728_923, "click": 0, "at": 0},  # a time of no click says nothing
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["log.csv", "log.jsonl", "log.parquet"])
+def test_a_label_may_have_a_time_of_its_own(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(FORMATS[name](LATE_ROWS))
+    time = {"column": "t", "unit": "ms"}
+    source = plain(time=time, labels={"click": {"column": "click", "time": {"column": "at", "unit": "s"}}})
+    assert source.info["known"] == {"click": {"column": "at", "unit": "s"}}
+    block = read(source, tmp_path)
+    assert reasons(block) == []
+    assert block.events["known_click"].to_pylist() == [1_588_687_729_000, None, None]
+
+
+def test_a_label_time_has_the_unit_of_the_log_unless_it_has_its_own(tmp_path: Path) -> None:
+    rows = [{"u": "a", "i": "x", "t": 5, "click": 1, "at": 7}, {"u": "a", "i": "x", "t": 6, "click": 1, "at": 6}]
+    (tmp_path / "log.csv").write_bytes(to_csv(rows))
+    block = read(plain(labels={"click": {"column": "click", "time": "at"}}), tmp_path)
+    assert block.events["known_click"].to_pylist() == [7, 6]
+
+
+def test_a_set_label_without_a_time_or_before_its_event_is_a_reject(tmp_path: Path) -> None:
+    rows = [
+        {"u": "a", "i": "x", "t": 5, "secs": secs, "at": at}
+        for secs, at in ((1.0, 4), (1.0, None), (None, 3), (2.0, 5))
+    ]
+    (tmp_path / "log.jsonl").write_bytes(to_jsonl(rows))
+    labels = {"secs": {"column": "secs", "type": "float32", "time": "at"}}
+    block = read(plain(labels=labels), tmp_path)
+    assert reasons(block) == ["known_secs: before its event, check labels.secs.time", "known_secs: missing"]
+    assert block.events["known_secs"].to_pylist() == [None, 5]
+
+
+def test_a_label_may_be_known_after_a_delay(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_bytes(to_csv(LATE_ROWS))
+    labels = {"click": {"column": "click", "delay_minutes": 1.5}}
+    block = read(plain(time={"column": "t", "unit": "ms"}, labels=labels), tmp_path)
+    assert block.events["known_click"].to_pylist() == [1_588_687_728_923 + 90_000, None, None]
+
+
+@pytest.mark.parametrize(
+    ("label", "words"),
+    [
+        ({"time": "at", "delay_minutes": 5}, "both 'time' and 'delay_minutes'"),
+        ({"delay_minutes": 0}, "delay_minutes is 0"),
+        ({"delay_minutes": 5}, "unit is order"),
+        ({"time": {"column": "at", "unit": "ms"}}, "the log's time has order"),
+        ({"time": 7}, "name its column"),
+        ({"time": {"colum": "at"}}, "nearest key is 'column'"),
+    ],
+)
+def test_label_times_that_cannot_be(label: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        plain(labels={"click": {"column": "click", **label}})
+
+
+def test_a_log_without_label_times_keeps_its_fingerprint() -> None:
+    source = plain(labels={"click": {"column": "click"}})
+    assert source.config["labels"]["click"].keys() == {"column", "type", "true_when", "member_of"}
+    assert "known" not in source.info
+    assert not [name for name in source.schema.names if name.startswith("known_")]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            PrepareConfig(kind="actions", core=0),
+            "label 'click' is known later than its event.*kind search or retrieval",
+        ),
+        (PrepareConfig(core=0, behaviour="click", ties="log_order"), "ties is log_order, .*use --ties strict"),
+    ],
+)
+def test_label_times_are_refused_where_they_would_not_be_kept(
+    tmp_path: Path, config: PrepareConfig, words: str
+) -> None:
+    (tmp_path / "log.csv").write_bytes(to_csv(LATE_ROWS))
+    labels = {"click": {"column": "click", "delay_minutes": 60}}
+    source = plain(time={"column": "t", "unit": "ms"}, labels=labels)
+    with pytest.raises(UserError, match=words):
+        check(source, str(tmp_path), str(tmp_path / "out"), config)

@@ -229,8 +229,8 @@ LATIN = "café".encode("latin-1")
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("log.csv", b"u,i,t\na,x,1\nb," + LATIN + b",2\n", "not UTF-8 in row 1; convert it to UTF-8 (iconv"),
-        ("log.csv", b"u,i,t\na,x,1\n" + LATIN + b",2\n", "not UTF-8 in row 1; convert it to UTF-8 (iconv"),
+        ("log.csv", b"u,i,t\na,x,1\nb," + LATIN + b",2\n", "not UTF-8 in row 1; set 'encoding: "),
+        ("log.csv", b"u,i,t\na,x,1\n" + LATIN + b",2\n", "not UTF-8 in row 1; set 'encoding: "),
         ("log.csv", b"u,i,t\ra,x,1\rb,y,2\r", "carriage returns alone; convert it to line feeds"),
         ("log.csv", b"\xef\xbb\xbf\r\n\n\n", "is empty"),
         ("log.csv", b"\n\r\nu,i,t\na,x,1\nb,y,2\n", None),

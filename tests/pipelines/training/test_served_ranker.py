@@ -196,6 +196,14 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     asked = {"query": None, "history_query": ["query-001"]}
     with pytest.warns(UserWarning, match="1 of 1 behaviours were never encoded together with their query"):
         model.predict(None, pd.DataFrame([row | asked]))
+    assert model.predict(None, pd.DataFrame([row])[:0]).columns.tolist() == ["item_id", "score"]
+    for parameter in model.model.parameters():
+        parameter.detach().fill_(torch.nan)
+    with (
+        pytest.raises(UserError, match="scores that are not finite"),
+        pytest.warns(UserWarning, match="encoded together"),
+    ):
+        model.predict(None, pd.DataFrame([row]))
 
 
 FEED = {

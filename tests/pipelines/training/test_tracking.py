@@ -10,15 +10,18 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from mlflow.exceptions import MlflowException
+from sqlalchemy import Engine, event
 
 from models.tables import UserError
-from pipelines import tracking
+from pipelines import sqlite, tracking
 from pipelines.training.run import figures
 
 ROOT = Path(__file__).parents[3]
@@ -137,11 +140,100 @@ def test_a_continued_run_logs_each_step_once(tmp_path: Path) -> None:
     first = tracking.Logger(run)
     for step in (1, 2, 3):
         first.log({"train/loss": float(step)}, step)
-    again = tracking.Logger(run, resumed=True)
+    again = tracking.Logger(run)
     for step in (2, 3, 4, 5):
         again.log({"train/loss": float(step), "train/nan": float("nan")}, step)
     history = tracking.connect(uri).get_metric_history(run.run_id, "train/loss")
     assert [(point.step, point.value) for point in history] == [(i, float(i)) for i in range(1, 6)]
+
+
+LOCK = """
+import sqlite3, sys
+store = sqlite3.connect(sys.argv[1], isolation_level=None, timeout=60)
+store.execute("BEGIN EXCLUSIVE")
+print("locked", flush=True)
+sys.stdin.readline()
+store.execute("COMMIT")
+"""
+
+
+@contextmanager
+def held(store: Path) -> Iterator[Callable[[], None]]:
+    """Another process holds the store, until the function is called."""
+    line = [sys.executable, "-c", LOCK, str(store)]
+    holder = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "locked\n"
+    try:
+        yield lambda: holder.communicate("\n") and None
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def test_a_locked_store_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    run = tracking.open_run(uri, "retrieval/x", "a", str(tmp_path), config={"fit": {"lr": 1}}, hashes={})
+    logger = tracking.Logger(run)
+    monkeypatch.setenv(sqlite.TIMEOUT, "0.2")
+    with held(tmp_path / "mlflow.db"), pytest.raises(MlflowException, match="database is locked"):
+        logger.log({"train/loss": 0.5}, 1)
+    monkeypatch.delenv(sqlite.TIMEOUT)
+
+    with held(tmp_path / "mlflow.db") as let_go, ThreadPoolExecutor(2) as threads:
+        writers = [
+            threads.submit(logger.log, {"train/loss": 0.5}, 1),
+            threads.submit(tracking.open_run, uri, "new", "b", str(tmp_path), config={}, hashes={}),
+        ]
+        time.sleep(2)
+        assert not any(writer.done() for writer in writers)
+        let_go()
+        for writer in writers:
+            writer.result(timeout=200)
+    assert [point.step for point in logger.client.get_metric_history(run.run_id, "train/loss")] == [1]
+
+
+def test_our_limit_is_that_of_every_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: set[int] = set()
+
+    def seen(connection: Any, cursor: Any, *others: Any) -> None:
+        limits.add(cursor.connection.execute("PRAGMA busy_timeout").fetchone()[0])
+
+    event.listen(Engine, "after_cursor_execute", seen)
+    try:
+        monkeypatch.setenv(sqlite.TIMEOUT, "1234")
+        run = tracking.open_run(f"sqlite:///{tmp_path}/mlflow.db", "x", "a", str(tmp_path), config={}, hashes={})
+        tracking.Logger(run).log({"train/loss": 0.5}, 1)
+    finally:
+        event.remove(Engine, "after_cursor_execute", seen)
+    assert limits == {1_234_000}
+
+
+def test_artifacts_are_in_the_storage_also_where_it_is_a_uri(tmp_path: Path) -> None:
+    assert tracking.artifacts_in("s3://bucket/runs/") == "s3://bucket/runs/mlartifacts"
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    run = tracking.open_run(uri, "x", "a", f"file://{tmp_path}/runs", config={"fit": {"lr": 1}}, hashes={})
+    config = tmp_path / f"runs/mlartifacts/{run.run_id}/artifacts/config.yaml"
+    assert "lr: 1" in config.read_text()
+
+    nowhere = tmp_path / "file"
+    nowhere.write_text("no folder")
+    with pytest.raises(UserError, match=rf"cannot write to {nowhere}/.*experiment 'y' keeps its artifacts; make that"):
+        tracking.open_run(uri, "y", "b", str(nowhere), config={}, hashes={})
+    client = tracking.connect(uri)
+    made = client.search_runs([e.experiment_id for e in client.search_experiments()])
+    assert [one.info.run_name for one in made] == ["a"]
+
+
+def test_figures_of_a_run_are_logged_again_where_they_changed(tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    run = tracking.open_run(uri, "x", "a", str(tmp_path), config={}, hashes={})
+    for value in (0.5, 0.5, 0.25):
+        tracking.Logger(run).update({"test/ndcg@10": value, "best/epoch": 3}, 7)
+    client = tracking.connect(uri)
+    history = client.get_metric_history(run.run_id, "test/ndcg_at_10")
+    assert [(point.step, point.value) for point in history] == [(7, 0.5), (8, 0.25)]
+    assert client.get_run(run.run_id).data.metrics == {"test/ndcg_at_10": 0.25, "best/epoch": 3}
 
 
 def test_a_run_that_is_gone_is_named(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +151,9 @@ def test_the_logged_model_ranks_as_the_checkpoint(world: World) -> None:
         tracking.mlflow.set_tracking_uri(None)
     histories = [["item-001", "item-008"], ["item-005", "not in the catalogue", "item-004", "item-023"], []]
     ranked = served.predict(pd.DataFrame({"history": histories}), params={"k": 4})
+    nobody = served.unwrap_python_model().predict(None, pd.DataFrame({"history": [], "user_id": []}))
+    assert nobody.empty
+    assert nobody.columns.tolist() == ["item_id", "score"]
     model, _ = checkpoint.load(world.trained.checkpoint, Catalogue.load(world.tables))
     history = torch.tensor([[1, 8, -1], [5, 4, 23]])
     items, scores = model.recommend({"history": history, "history_length": torch.tensor([2, 3])}, 4)
@@ -333,3 +336,10 @@ def test_encoders_are_found_from_the_folder_of_the_command(world: World, monkeyp
     )  # fmt: skip
     folder = str(world.folder / "search/bert")
     assert (trained.about.model["pretrained"], trained.about.model["item_tower"]) == (folder, folder)
+
+
+def test_an_error_of_the_users_in_a_worker_ends_the_run_at_once(world: World) -> None:
+    said: list[str] = []
+    with pytest.raises(UserError, match=r"the loss is .* lower fit\.lr"):
+        world.again(name="lost", fit=replace(FIT, lr=1e30, clip_norm=0.0, warmup_share=0.0), say=said.append)
+    assert sum("workers on cpu" in line for line in said) == 1  # one attempt

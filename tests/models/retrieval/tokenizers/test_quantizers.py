@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from models.retrieval.tokenizers import rqkmeans, rqvae
-from models.retrieval.tokenizers.residual import Quantized, encode, kmeans, nearest
+from models.retrieval.tokenizers.residual import Progress, Quantized, encode, kmeans, nearest, paced
 from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
 from models.retrieval.tokenizers.rqvae import Rqvae, RqvaeConfig
 from models.tables import UserError
@@ -211,3 +211,37 @@ def test_training_leaves_the_global_random_state_alone() -> None:
 def test_impossible_settings_are_refused(config: type, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config(**fields)
+
+
+def messages(found: list[str], steps: int) -> Generator[Progress, None, str]:
+    """A training of one step that says what it does within it, a thing each."""
+    for number in range(steps):
+        yield Progress(0, 1, f"part {number}", within=True)
+    found.append("trained")
+    yield Progress(1, 1, "step")
+    return "made"
+
+
+def test_what_is_within_a_step_is_shown_every_30_seconds() -> None:
+    time = iter([0, 10, 20, 31, 35, 40, 66, 70, 70, 100])
+    made: list[str] = []
+
+    def watched() -> Generator[Progress, None, None]:
+        made.append((yield from paced(messages([], 6), clock=lambda: float(next(time)))))
+
+    shown = [progress.message for progress in watched()]
+    assert made == ["made"]
+    assert shown == ["part 2", "part 4", "step"]
+
+
+@pytest.mark.parametrize("kind", ["rqkmeans", "rqvae"])
+def test_k_means_and_epochs_say_how_far_they_are(kind: str) -> None:
+    points = torch.randn(300, 8, generator=torch.Generator().manual_seed(0))
+    if kind == "rqkmeans":
+        training = rqkmeans.fit(points, rqkmeans.RqkmeansConfig(levels=2, codebook_size=16))
+    else:
+        training = rqvae.fit(points, rqvae.RqvaeConfig(levels=2, codebook_size=16, hidden=[8], latent=4, epochs=3))
+    inside = [progress.message for progress in training if progress.within]
+    assert any("level 2: k-means seed 16 of 16" in message for message in inside)
+    assert any("level 2: k-means iteration 1 of at most 100" in message for message in inside)
+    assert kind == "rqkmeans" or "1 steps of epoch 3" in inside

@@ -1,0 +1,53 @@
+"""What holds for every model's `recommend`, whatever it searches with.
+
+    @recommender
+    def recommend(self, batch, k, beam=None): ...
+
+An empty batch gets an empty answer, of a history longer than `max_history` the latest items are read, and a model
+whose scores are not finite is refused.
+
+Shapes: `B` requests, `T` items of the longest history.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.scores import check_finite
+
+Ranked = tuple[Tensor, Tensor]
+"""(items, scores), each (B, k)."""
+
+
+def recommender(search: Callable[..., Ranked]) -> Callable[..., Ranked]:
+    """The method `search(self, batch, k, ...)` as a model's `recommend`; it takes the same arguments."""
+
+    @functools.wraps(search)
+    def recommend(self: Any, batch: dict[str, Tensor], k: int, *args: Any, **options: Any) -> Ranked:
+        if not len(batch["history"]):
+            return nothing(k, batch["history"].device)
+        items, scores = search(self, latest(batch, self.config.max_history), k, *args, **options)
+        return items, check_finite(scores, tail=True)
+
+    return torch.no_grad()(recommend)
+
+
+def nothing(k: int, device: torch.device) -> Ranked:
+    """The answer to no request."""
+    return torch.zeros((0, k), dtype=torch.long, device=device), torch.zeros((0, k), device=device)
+
+
+def latest(batch: dict[str, Tensor], longest: int) -> dict[str, Tensor]:
+    """The batch with each history cut to its latest `longest` items; as it is where none is longer."""
+    history = batch["history"]
+    if history.shape[1] <= longest:
+        return batch
+    length = batch["history_length"]
+    first = (length - longest).clamp(min=0).unsqueeze(1)
+    cut = history.gather(1, first + torch.arange(longest, device=history.device))  # (B, longest)
+    return batch | {"history": cut, "history_length": length.clamp(max=longest)}

@@ -1,0 +1,172 @@
+"""The beginning of a raw log, read by the code that reads all of it: a mistake in its description shows in seconds.
+
+`python -m jobs.prepare` looks at it before Ray starts, and with `--dry-run` prints it and ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from itertools import islice
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from models.tables import UserError
+from pipelines.data.sources.base import Block, Metadata, Rejected, Source
+
+BLOCKS = 4  # of a file, each of about 8 MiB, and
+FILES = 3  # the most files that are begun, in search of a column that the first block does not have
+MOST_REJECTS = 0.5  # share of the rows read above which the description is taken to be wrong
+VALUES = 3  # shown of each column
+LONGEST_VALUE = 40  # characters
+
+
+@dataclass(frozen=True)
+class Preview:
+    """The first rows of the files of a kind."""
+
+    kind: str
+    """`events`, `items` or `users`."""
+    files: list[str]
+    """All of them."""
+    begun: list[str]
+    """Those that were looked into."""
+    rows: pa.Table
+    """Of the first block that has any."""
+    origins: dict[str, str]
+    """Columns of `rows` to show, each with what it is in the raw file."""
+    clock: bool
+    """Whether times are clock times."""
+    rejected: Rejected
+    """Of all that was read."""
+    missing: dict[str, str]
+    """Wanted keys that were in no row, each with a hint at the nearest."""
+
+
+def preview(source: Source, input_uri: str, max_rejects: float) -> list[Preview]:
+    """The first rows of events, items and users. UserError for what cannot be read, for a key that no row of the log
+    has, and where more than MOST_REJECTS of the rows, and than `max_rejects`, break the schema."""
+    users = source.read_users(input_uri, beginning=True)
+    known = users.rows if users else None
+
+    def events(file: str) -> Iterator[Block]:
+        return source.read_events(input_uri, file, known)
+
+    def items(file: str) -> Iterator[Metadata]:
+        return source.read_items(input_uri, file)
+
+    found = [_begin(source, "events", input_uri, source.event_files(input_uri), events)]
+    if files := source.item_files(input_uri):
+        found.append(_begin(source, "items", input_uri, files, items))
+    if users:
+        found.append(_begin(source, "users", input_uri, source.user_files(input_uri), lambda file: iter([users])))
+    for seen in found:
+        _check_rejects(seen, max_rejects)
+    return found
+
+
+def _begin(
+    source: Source, kind: str, input_uri: str, files: list[str], read: Callable[[str], Iterable[Block | Metadata]]
+) -> Preview:
+    """The first block of the first file; then more, of the last file and the middle one too, while a key is missing
+    or there is no row."""
+    rows: pa.Table | None = None
+    rejected, begun, whole = Rejected(), list[str](), True
+    missing: dict[str, str] | None = None
+    for file in list(dict.fromkeys([files[0], files[-1], files[len(files) // 2]]))[:FILES]:
+        begun.append(file)
+        blocks = iter(read(file))
+        for block in islice(blocks, BLOCKS):
+            table = block.events if isinstance(block, Block) else block.rows
+            rows = table if rows is None or not rows.num_rows else rows
+            rejected.add(Rejected.of(block))
+            absent = block.missing if missing is None else missing
+            missing = {name: hint for name, hint in absent.items() if name in block.missing}
+            if rejected.rows_read and not missing:
+                return Preview(kind, files, begun, rows, source.origins[kind], source.info["clock"], rejected, missing)
+        whole = whole and next(iter(blocks), None) is None
+    whole = whole and len(begun) == len(files)
+    if kind == "events" and whole and not rejected.rows_read:
+        raise UserError(f"{input_uri} holds no rows in {', '.join(files[:3])}; check --input")
+    if kind == "events" and whole:
+        check_missing(input_uri, missing or {})
+    rows = pa.table({}) if rows is None else rows
+    return Preview(kind, files, begun, rows, source.origins[kind], source.info["clock"], rejected, missing or {})
+
+
+def check_missing(input_uri: str, missing: dict[str, str]) -> None:
+    """UserError for a key that no row of any event file has."""
+    for name, hint in missing.items():
+        raise UserError(
+            f"no event file of {input_uri} has a column '{name}'; {hint}; correct the source file or the log"
+        )
+
+
+def _check_rejects(seen: Preview, max_rejects: float) -> None:
+    rejected = seen.rejected
+    rejects = sum(rejected.reasons.values())
+    if rejects > max(MOST_REJECTS, max_rejects) * rejected.rows_read:
+        reason, _ = rejected.reasons.most_common(1)[0]
+        raise UserError(
+            f"{rejects:,} of the first {rejected.rows_read:,} rows of {seen.begun[0]} break the schema, over the limit "
+            f"max_rejects {max_rejects:.2%}; most often {reason}, such as {rejected.examples[reason]}; fix the source "
+            f"file or the log"
+        )
+
+
+def warnings(found: Iterable[Preview]) -> list[str]:
+    """One line for each key that no row had, though a later one may."""
+    return [
+        f"warning: no row of the first {seen.rejected.rows_read:,} of {', '.join(seen.begun)} has '{name}'; {hint}; "
+        f"unless later rows have it, correct the source file"
+        for seen in found
+        for name, hint in seen.missing.items()
+    ]
+
+
+def lines(found: Iterable[Preview]) -> list[str]:
+    """What `--dry-run` prints."""
+    said: list[str] = []
+    for seen in found:
+        rejects = sum(seen.rejected.reasons.values())
+        of = f"the first of {len(seen.files):,} files" if len(seen.files) > 1 else "the only file"
+        said.append(f"{seen.kind}: {seen.begun[0]}, {of}: {seen.rejected.rows_read:,} rows read, {rejects:,} rejected")
+        said += [
+            f"  rejected: {count:,} rows, {reason}; such as {seen.rejected.examples[reason]}"
+            for reason, count in seen.rejected.reasons.most_common()
+        ]
+        table = [
+            (
+                column,
+                seen.origins[column],
+                str(seen.rows.schema.field(column).type).removeprefix("large_"),
+                _values(seen, column),
+            )
+            for column in seen.origins
+            if column in seen.rows.column_names
+        ]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)][:3]
+        said += [
+            "  ".join(["", *(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]])
+            for row in table
+        ]
+    return said + warnings(found)
+
+
+def _type(seen: Preview, column: str) -> str:
+    return str(seen.rows.schema.field(column).type).removeprefix("large_")
+
+
+def _values(seen: Preview, column: str) -> str:
+    """The first few values of a column, each once."""
+    values = pc.unique(seen.rows[column].slice(0, 10_000).drop_null())[:VALUES].to_pylist()
+    texts = [_instant(value) if column == "timestamp_ms" and seen.clock else str(value) for value in values]
+    return " | ".join(text[:LONGEST_VALUE] for text in texts) or "nothing in these rows"
+
+
+def _instant(time_ms: int) -> str:
+    """ISO 8601 in UTC."""
+    moment = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=time_ms)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,0 +1,116 @@
+"""What has befallen the machines, in one line: a disk that is full, a storage or a process that is gone.
+
+    error: the disk is full (No space left on device); free some space, then run the same line again: it goes on ...
+
+These are neither the user's mistakes (`UserError`) nor defects. Classes are told by their names, so that nothing of Ray
+or MLflow is imported here.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterator
+
+from models.tables import UserError
+
+AGAIN = "then run the same line again, which goes on from what is finished"
+
+FULL = re.compile(
+    r"no space left on device|disk is full|disk quota exceeded|file too large|PytorchStreamWriter failed", re.I
+)
+"""What a full disk says through Python, Arrow, SQLite, safetensors and PyTorch."""
+
+DEAD = {"RayActorError", "ActorDiedError", "ActorUnavailableError", "WorkerCrashedError", "NodeDiedError",
+        "LocalRayletDiedError", "ObjectLostError", "OwnerDiedError", "WorkerHealthCheckTimeoutError"}  # fmt: skip
+"""Ray's errors where a process or a node was lost."""
+
+UNREACHED = {"RaySystemError", "GetTimeoutError", "RpcError"}
+"""Ray's errors where Ray itself is gone."""
+
+
+def causes(error: BaseException | None, handled: bool = False) -> Iterator[BaseException]:
+    """An error and what it was raised from, through the errors of Ray that carry others; with `handled` also what was
+    being handled when one was raised."""
+    seen: set[int] = set()
+    stack: list[BaseException | None] = [error]
+    while stack:
+        current = stack.pop(0)
+        if not isinstance(current, BaseException) or id(current) in seen:
+            continue
+        seen.add(id(current))
+        yield current
+        stack += [current.__cause__, current.__context__ if handled else None]
+        stack += [getattr(current, name, None) for name in ("cause", "controller_failure", "health_check_failure")]
+        stack += [getattr(current, "_base_exc", None), *getattr(current, "worker_failures", {}).values()]
+
+
+def user_error_in(error: BaseException | None) -> UserError | None:
+    """The UserError that a Ray task, actor or training worker failed with, if that is what happened."""
+    for one in causes(error, handled=True):
+        if isinstance(one, UserError):
+            cause = getattr(one, "cause", None)  # ray's RayTaskError poses as its cause
+            return cause if isinstance(cause, UserError) else one
+    return None
+
+
+def explain(error: BaseException) -> str | None:
+    """One line with the cause and the remedy; None for what is no fault of the machines."""
+    found = [one for one in causes(error) if "RayTaskError" not in names(one)]  # its text is a traceback
+    for one in found:
+        if is_full(one):
+            return f"the disk is full ({first_line(one)}); free some space, {AGAIN}"
+    for one in found:
+        if "OutOfMemoryError" in names(one):
+            return (
+                f"the memory ran out and Ray ended a process ({first_line(one)}); use fewer workers or smaller "
+                f"batches, {AGAIN}"
+            )
+        if "MlflowException" in names(one):
+            return f"MLflow fails ({first_line(one)}); see that its store can be reached, {AGAIN}"
+        if names(one) & DEAD:
+            return f"a process of Ray was lost ({lost(one)}); see that the machines are well, {AGAIN}"
+    for one in found:
+        if names(one) & UNREACHED:
+            return f"Ray is not there any more ({first_line(one)}); see that it runs, {AGAIN}"
+        if isinstance(one, ConnectionError | TimeoutError):
+            return f"a connection failed ({first_line(one)}); see that what it leads to runs, {AGAIN}"
+        if isinstance(one, OSError):
+            where = f"{one.filename}: " if one.filename else ""
+            return (
+                f"a file cannot be read or written ({where}{one.strerror or first_line(one)}); see that the storage "
+                f"is there and may be written, {AGAIN}"
+            )
+    return None
+
+
+def lasting(error: BaseException) -> bool:
+    """Whether the same would happen again at once: trying again is for what was lost."""
+    return user_error_in(error) is not None or any(is_full(one) for one in causes(error))
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a disk has no room."""
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    raised_by_a_write = "RayTaskError" not in names(error) and not isinstance(error, UserError)
+    return full or "OutOfDiskError" in names(error) or bool(raised_by_a_write and FULL.search(str(error)))
+
+
+def names(error: BaseException) -> set[str]:
+    """Names of the error's class and of those that it is one of."""
+    return {kind.__name__ for kind in type(error).__mro__}
+
+
+def first_line(error: BaseException) -> str:
+    """The first line that says something, cut to 200 characters; of a library's class without words, its name."""
+    lines = [" ".join(line.split()) for line in str(error).splitlines()]
+    return next((line for line in lines if line), type(error).__name__)[:200]
+
+
+def lost(error: BaseException) -> str:
+    """Which process was lost, and what Ray knows of it."""
+    text = " ".join(str(error).split())
+    who = re.search(r"class_name: (\w+)", text)
+    why = re.search(r"Worker exit detail: (.*?)(?: There are some potential root causes|$)", text)
+    said = why.group(1).rstrip(".") if why else first_line(error)
+    return f"{who.group(1)}: {said}"[:250] if who else said[:250]

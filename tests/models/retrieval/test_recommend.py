@@ -1,0 +1,145 @@
+"""What holds for every model that recommends: empty batches, long histories, and scores that are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models import registry
+from models.retrieval.data import PAD, Catalogue
+from models.retrieval.decoding import kernels
+from models.retrieval.decoding.beam import beam_search, unconstrained_beam_search
+from models.retrieval.decoding.export import export_student, load_exported
+from models.retrieval.decoding.shared_kv import SharedKV
+from models.retrieval.metrics import measure
+from models.retrieval.recommend import latest
+from models.tables import UserError
+
+LONGEST = 6
+TIGER = {"d_model": 16, "d_ff": 24, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 1, "num_decoder_layers": 1,
+         "n_user_tokens": 2, "max_history": LONGEST}  # fmt: skip
+STUDENT = {"teacher_model": TIGER, "attention_heads": 2, "attention_width": 16, "ffn_width": 16, "head_width": 12,
+           "beam": 8}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "popularity": {},
+    "sasrec": {"dim": 8, "num_layers": 1, "num_heads": 1, "feedforward_dim": 8, "max_history": LONGEST},
+    "tiger": {**TIGER, "beam": 8},
+    "sid_mlp": STUDENT,
+    "sid_mlp_pp": {**STUDENT, "encoder_layers": 1, "encoder_width": 16, "end_to_end": True},
+}
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "tiger": [{}, {"constrained": False}, {"decoder": "hf"}],
+    "sid_mlp": [{}, {"path": "plain"}, {"constrained": False}],
+    "sid_mlp_pp": [{}, {"path": "plain"}, {"constrained": False}],
+}
+CASES = [(name, options) for name in MODELS for options in OPTIONS.get(name, [{}])]
+
+
+def model(name: str) -> Any:
+    torch.manual_seed(0)
+    codes = torch.tensor([[a, b, 0] for a in range(5) for b in range(4)])
+    config = registry.config_from_dict({"name": name, **MODELS[name]})
+    return registry.build(config, Catalogue.from_codes(codes, (5, 4, 2))).eval()
+
+
+def requests(lengths: list[int]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    length = torch.tensor(lengths, dtype=torch.long)
+    history = torch.randint(0, 20, (len(lengths), max(lengths, default=1)), generator=generator)
+    return {
+        "history": history.masked_fill(torch.arange(history.shape[1]) >= length[:, None], PAD),
+        "history_length": length,
+        "user": torch.arange(len(lengths)),
+        "target": torch.zeros(len(lengths), dtype=torch.long),
+    }
+
+
+@pytest.fixture(params=["kernels", "PyTorch"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """With the compiled kernels and without."""
+    if request.param == "PyTorch":
+        monkeypatch.setattr(kernels, "ready", lambda *tensors: False)
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_an_empty_batch_is_an_empty_answer(name: str, options: dict[str, Any]) -> None:
+    items, scores = model(name).recommend(requests([]), 7, **options)
+    assert items.shape == scores.shape == (0, 7)
+    assert (items.dtype, scores.dtype) == (torch.long, torch.float32)
+    assert measure(model(name), requests([]), **options)["examples"] == 0
+
+
+@pytest.mark.usefixtures("engine")
+def test_an_empty_batch_in_the_parts() -> None:
+    tiger, student = model("tiger"), model("sid_mlp")
+    source = torch.zeros(0, 3, 16)
+    with torch.no_grad():
+        for search in (beam_search, unconstrained_beam_search):
+            scorer = SharedKV(tiger.t5, source, None, tiger.first_token, tiger.sizes)
+            assert search(scorer, tiger.trie, 4, 3)[0].shape == (0, 4)
+        from models.retrieval.decoding.fast import fast_walk
+
+        assert fast_walk(student)(requests([]), 4, 3, True)[0].shape == (0, 4)
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_of_a_longer_history_the_latest_items_are_read(name: str, options: dict[str, Any]) -> None:
+    made, batch = model(name), requests([LONGEST + 3, 2, LONGEST, LONGEST + 1])
+    rows = [row[:size][-LONGEST:] for row, size in zip(batch["history"], batch["history_length"], strict=True)]
+    by_hand = {
+        **batch,
+        "history": nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD),
+        "history_length": torch.tensor([len(row) for row in rows]),
+    }
+    cut = latest(batch, LONGEST)
+    assert torch.equal(cut["history"], by_hand["history"])
+    assert torch.equal(cut["history_length"], by_hand["history_length"])
+    (items, scores), (expected, values) = (made.recommend(given, 5, **options) for given in (batch, by_hand))
+    assert torch.equal(items, expected)
+    torch.testing.assert_close(scores, values)
+
+
+def spoil_all(made: nn.Module) -> None:
+    for value in [*made.parameters(), *made.buffers()]:
+        if value.is_floating_point():
+            value.detach().fill_(torch.nan)
+
+
+def spoil_one(made: nn.Module) -> None:
+    """The last floating-point weight: of students a head's bias, which the first layers never meet."""
+    value = [x for x in [*made.buffers(), *made.parameters()] if x.is_floating_point()][-1]
+    value.detach().view(-1)[0] = torch.nan
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("spoil", [spoil_all, spoil_one])
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_scores_that_are_not_finite_are_an_error(
+    name: str, options: dict[str, Any], spoil: Callable[[nn.Module], None]
+) -> None:
+    made = model(name)
+    made.recommend(requests([3, 2]), 20, **options)  # what is kept of weights is made anew
+    spoil(made)
+    for ask in (lambda: made.recommend(requests([3, 2]), 20, **options), lambda: measure(made, requests([3, 2]))):
+        with pytest.raises(UserError, match=r"not finite.*lower fit\.lr, or use another checkpoint"):
+            ask()
+
+
+def test_a_missing_tail_is_no_error() -> None:
+    items, scores = model("sid_mlp").recommend(requests([3]), 30)
+    assert (items[0, 20:] == -1).all()
+    assert scores[0, 20:].isneginf().all()
+
+
+def test_an_exported_student_answers_an_empty_batch(tmp_path: Path) -> None:
+    export_student(model("sid_mlp"), tmp_path / "student.pt2", 4)
+    empty = requests([])
+    items, scores = load_exported(tmp_path / "student.pt2")(empty["history"], empty["history_length"], empty["user"])
+    assert items.shape == scores.shape == (0, 4)

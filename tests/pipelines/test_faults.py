@@ -1,0 +1,124 @@
+"""Faults of the machines in one line: what a full disk or a lost storage says through each library."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import safetensors.torch
+import torch
+from pyarrow import fs
+
+from models.tables import UserError
+from pipelines.faults import explain, lasting, user_error_in
+
+ROOT = Path(__file__).parents[2]
+WIDE = torch.zeros(1 << 20)
+
+
+def sqlite_full(folder: Path) -> None:
+    store = sqlite3.connect(folder / "store.db")
+    store.execute("PRAGMA max_page_count = 4")
+    store.execute("CREATE TABLE t (x)")
+    store.execute("INSERT INTO t VALUES (zeroblob(1000000))")
+
+
+def arrow_full(folder: Path) -> None:
+    with fs.LocalFileSystem().open_output_stream("/dev/full") as stream:
+        pq.write_table(pa.table({"x": range(100_000)}), stream)
+
+
+def limited(folder: Path) -> None:
+    """A file that grows beyond a limit of the process, in a process of its own."""
+    code = """
+import resource
+from pipelines.faults import explain
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    open("grows", "wb").write(bytes(5000))
+except OSError as error:
+    print(explain(error))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    said = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
+    raise OSError(28, said.stdout) if "the disk is full" in said.stdout else AssertionError(said.stderr)
+
+
+@pytest.mark.parametrize(
+    "fill",
+    [
+        lambda folder: Path("/dev/full").write_bytes(b"x"),
+        lambda folder: torch.save({"w": WIDE}, "/dev/full"),
+        lambda folder: torch.save({"w": WIDE}, open("/dev/full", "wb")),  # noqa: SIM115
+        lambda folder: safetensors.torch.save_file({"w": WIDE}, "/dev/full"),
+        sqlite_full, arrow_full, limited,
+    ],
+)  # fmt: skip
+def test_a_full_disk_is_told_by_every_library(fill: Callable[[Path], object], tmp_path: Path) -> None:
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        fill(tmp_path)
+    assert str(explain(caught.value)).startswith("the disk is full (")
+    assert "free some space, then run the same line again" in str(explain(caught.value))
+    assert lasting(caught.value)
+
+
+def test_a_lost_storage_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No such file") as caught:
+        (tmp_path / "gone/run.json").read_bytes()
+    line = str(explain(caught.value))
+    assert f"{tmp_path}/gone/run.json: No such file or directory" in line
+    assert not lasting(caught.value)
+
+
+def test_defects_keep_their_tracebacks() -> None:
+    def defect() -> None:
+        try:
+            os.stat("/nowhere")
+        except OSError:
+            _ = {}["defect"]
+
+    with pytest.raises(KeyError) as caught:
+        defect()
+    assert explain(caught.value) is None  # what was being handled is not why
+    assert user_error_in(caught.value) is None
+    assert explain(ValueError("no disk is meant")) is None
+    assert lasting(UserError("lower fit.lr"))
+
+
+JOB = """
+from dataclasses import dataclass
+from jobs import cli
+
+@dataclass
+class Config:
+    "A job."
+    place: str = "/dev/full"
+
+def run(config):
+    with open(config.place, "w") as file:
+        file.write("x")
+
+cli.main(run, Config)
+"""
+
+
+def test_a_job_ends_with_one_line_and_keeps_the_traceback(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(JOB)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    line = [sys.executable, str(tmp_path / "job.py")]
+    ended = subprocess.run(line, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 1
+    (said,) = ended.stderr.splitlines()
+    assert said.startswith("error: the disk is full ([Errno 28] No space left on device); free some space, then")
+    kept = Path(said.rpartition("traceback in ")[2].rstrip(")"))
+    assert kept.read_text().startswith("Traceback")
+    environment["TRIELINE_TRACEBACK"] = "1"
+    ended = subprocess.run(line, env=environment, capture_output=True, text=True)
+    assert "Traceback" in ended.stderr

@@ -1,0 +1,196 @@
+"""Runs that are killed at the places where MLflow and the folder disagree: one run per name, and each point once."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from training_tables import write_tables
+
+from models.fit import FitConfig
+from pipelines import tracking
+from pipelines.training.run import RayOptions, train
+from tuning.grid import Grid
+from tuning.sweep import Options, sweep
+
+ROOT = Path(__file__).parents[3]
+MODEL = {"name": "sasrec", "dim": 16, "num_layers": 1, "dropout": 0.0, "max_history": 12}
+FIT = {"batch_size": 8, "max_epochs": 2, "log_every_steps": 2, "patience": 0, "seed": 3}
+
+DRIVER = """
+import importlib, json, os, signal, sys
+
+import ray
+from models.fit import FitConfig
+from pipelines.training.run import RayOptions, train
+from tuning.grid import Grid
+from tuning.sweep import Options, sweep
+
+address, tables, storage, what, places, model, fit = sys.argv[1:]
+model, fit = json.loads(model), json.loads(fit)
+
+
+def kill_at(place, call):
+    "The process kills itself just before that call of that function."
+    module, _, path = place.partition(":")
+    *parents, name = path.split(".")
+    owner = importlib.import_module(module)
+    for parent in parents:
+        owner = getattr(owner, parent)
+    function, left = getattr(owner, name), [call]
+
+    def killed(*arguments, **options):
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **options)
+
+    setattr(owner, name, killed)
+
+
+def start():
+    ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    options = RayOptions(threads=1)
+    if what == "run":
+        train(model=model, fit=FitConfig(**fit), ray_options=options, tables=tables, sids=None, storage=storage,
+              name="one", heard=lambda about: None, wait=600)
+    else:
+        grid = Grid("g", "a test", base={"model": model, "fit": fit}, axes={"fit.lr": [0.01]})
+        sweep(grid, grid.trials(), tables=tables, extra=None, storage=storage, name="swept", ray_options=options,
+              options=Options(concurrency=1, test=False), resume=os.path.exists(storage + "/swept/sweep.json"))
+
+
+for place, call in json.loads(places):  # each start is a process of its own, forked to spare the imports
+    child = os.fork()
+    if child == 0:
+        kill_at(place, call)
+        start()
+        os._exit(3)
+    if os.waitpid(child, 0)[1] != signal.SIGKILL:
+        sys.exit(f"it was not killed at {place}")
+start()
+"""
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_tables(tmp_path_factory.mktemp("killed") / "small")[0]
+
+
+def start(tables: str, storage: Path, what: str, places: list[tuple[str, int]]) -> None:
+    """Starts the same again and again, killed at one place after the other, and once to the end."""
+    line = [sys.executable, "-c", DRIVER, ray.get_runtime_context().gcs_address, tables, str(storage), what]
+    words = [json.dumps(places), json.dumps(MODEL), json.dumps(FIT)]
+    done = subprocess.run([*line, *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def points_once(storage: Path) -> dict[str, Counter[tuple[str, int]]]:
+    """Of each run's name the points of its only run, each of which is there once."""
+    client = tracking.connect(f"sqlite:///{storage}/mlflow.db")
+    found: dict[str, Counter[tuple[str, int]]] = {}
+    for run in client.search_runs([e.experiment_id for e in client.search_experiments()]):
+        assert run.info.run_name not in found, f"two runs are named {run.info.run_name}"
+        points = Counter(
+            (key, point.step)
+            for key in run.data.metrics
+            for point in client.get_metric_history(run.info.run_id, key)
+        )  # fmt: skip
+        assert not [point for point, times in points.items() if times > 1]
+        assert run.info.status == "FINISHED"
+        found[str(run.info.run_name)] = points
+    return found
+
+
+def test_a_run_has_each_point_once_wherever_it_was_killed(ray_local: None, tables: str, tmp_path: Path) -> None:
+    places = [
+        ("mlflow:MlflowClient.log_batch", 1),  # the run is made, its params are not
+        ("pipelines.training.run:write_record", 2),  # all of it, but run.json does not name it
+        ("models.checkpoint:write", 1),  # steps are logged, and no checkpoint is there to go on from
+        ("pipelines.training.package:log_model", 1),  # what the best checkpoint measured is logged
+        ("pipelines.training.run:write_record", 1),  # all is done but for run.json, which says running
+    ]
+    start(tables, tmp_path, "run", places)
+    points = points_once(tmp_path)
+    assert set(points) == {"one"}
+    assert sum(key == "val/ndcg_at_10" for key, _ in points["one"]) == FIT["max_epochs"]
+    assert sum(key == "best/epoch" for key, _ in points["one"]) == 1
+
+
+def test_a_sweep_has_one_run_wherever_its_driver_was_killed(ray_local: None, tables: str, tmp_path: Path) -> None:
+    places = [
+        ("tuning.sweep:write_sweep", 2),  # the sweep's run is made, sweep.json does not name it
+        ("tuning.sweep:forget_tune", 2),  # all is logged, sweep.json says running
+    ]
+    start(tables, tmp_path, "sweep", places)
+    points = points_once(tmp_path)
+    assert len(points) == 2
+    assert ("best/ndcg_at_10", 1) in points["swept"]
+
+
+def once_logged(storage: Path, kill: Callable[[], None]) -> threading.Thread:
+    """Kills once when the first training step is in the store."""
+
+    def watch() -> None:
+        while True:
+            try:
+                with sqlite3.connect(f"file:{storage}/mlflow.db?mode=ro", uri=True) as store:
+                    if store.execute("SELECT 1 FROM metrics WHERE key = 'train/loss'").fetchone():
+                        return kill()
+            except sqlite3.OperationalError:  # not there yet
+                pass
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+def kill_process(named: str) -> None:
+    """SIGKILL to the newest process of Ray's that runs under this name."""
+    there = [p for p in psutil.Process().children(recursive=True) if p.name().startswith(named)]
+    max(there, key=lambda process: process.create_time()).send_signal(signal.SIGKILL)
+
+
+def test_a_worker_lost_before_its_first_checkpoint_logs_nothing_twice(
+    ray_local: None, tables: str, tmp_path: Path
+) -> None:
+    watch = once_logged(tmp_path, lambda: kill_process("ray::RayTrainWo"))
+    fit: dict[str, Any] = {**FIT, "max_epochs": 3, "eval_every_epochs": 3}
+    lines: list[str] = []
+    trained = train(
+        model=MODEL, fit=FitConfig(**fit), ray_options=RayOptions(threads=1), tables=tables, sids=None,
+        storage=str(tmp_path), name="one", log_model=False, say=lines.append,
+    )  # fmt: skip
+    watch.join(timeout=10)
+    assert not watch.is_alive()
+    assert trained.epochs == 3
+    assert set(points_once(tmp_path)) == {"one"}
+    assert sum("parameters" in line and "worker" in line for line in lines) == 2  # it was started twice
+
+
+def test_a_trial_lost_before_its_first_checkpoint_logs_nothing_twice(
+    ray_local: None, tables: str, tmp_path: Path
+) -> None:
+    watch = once_logged(tmp_path, lambda: kill_process("ray::ImplicitFu"))
+    grid = Grid("g", "a test", base={"model": MODEL, "fit": FIT}, axes={"fit.lr": [0.01]})
+    swept = sweep(
+        grid, grid.trials(), tables=tables, extra=None, storage=str(tmp_path), name="swept",
+        ray_options=RayOptions(threads=1), options=Options(concurrency=1, test=False),
+    )  # fmt: skip
+    watch.join(timeout=10)
+    assert not watch.is_alive()
+    assert [outcome.status for outcome in swept.outcomes] == ["finished"]
+    assert len(points_once(tmp_path)) == 2

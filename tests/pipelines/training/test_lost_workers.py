@@ -1,0 +1,166 @@
+"""Trainings whose workers are lost, or fail, or have to wait: what is tried again, and what is said."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from training_tables import write_tables
+
+from models.fit import FitConfig
+from pipelines.faults import explain, user_error_in
+from pipelines.training import run as runs
+from pipelines.training.run import RayOptions, Trained, train
+
+ROOT = Path(__file__).parents[3]
+MODEL = {"name": "sasrec", "dim": 16, "num_layers": 1, "dropout": 0.0, "max_history": 12}
+FIT = {"batch_size": 8, "max_epochs": 2, "log_every_steps": 2, "patience": 0, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_tables(tmp_path_factory.mktemp("lost") / "small")[0]
+
+
+def trained(tables: str, storage: Path, **changes: Any) -> Trained:
+    fit = FitConfig(**{**FIT, **changes.pop("fit", {})})
+    arguments: dict[str, Any] = {
+        "model": MODEL, "fit": fit, "ray_options": RayOptions(threads=1), "tables": tables, "sids": None,
+        "storage": str(storage), "name": "one", "log_model": False,
+    }  # fmt: skip
+    return train(**{**arguments, **changes})
+
+
+def kill_workers() -> None:
+    """SIGKILL to the workers of Ray Train."""
+    for process in psutil.Process().children(recursive=True):
+        if process.name().startswith("ray::RayTrainWo"):
+            process.send_signal(signal.SIGKILL)
+
+
+def test_an_error_of_the_users_is_not_tried_again(ray_local: None, tables: str, tmp_path: Path) -> None:
+    lines: list[str] = []
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        trained(tables, tmp_path, fit={"lr": 1e30}, say=lines.append)
+    assert "the loss is" in str(user_error_in(caught.value))
+    assert sum("parameters" in line for line in lines) == 1  # started once
+    assert not [line for line in lines if line.startswith("note:")]
+
+
+def test_a_lost_worker_is_tried_again_then_named(ray_local: None, tables: str, tmp_path: Path) -> None:
+    lines: list[str] = []
+
+    def kill(line: str) -> None:
+        lines.append(line)
+        if line.startswith("epoch"):
+            kill_workers()
+
+    long = {"max_epochs": 500}
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        trained(tables, tmp_path, fit=long, say=kill, ray_options=RayOptions(threads=1, max_failures=1))
+    (note,) = [line for line in lines if line.startswith("note:")]
+    assert note.startswith("note: a process of Ray was lost (")
+    assert note.endswith("going on from the last checkpoint, 1 of 1 times")
+    assert any(line.startswith("continuing after epoch") for line in lines)
+    said = str(explain(caught.value))
+    assert said.startswith("a process of Ray was lost (")
+    assert said.endswith("then run the same line again, which goes on from what is finished")
+
+
+@ray.remote(num_cpus=2)
+class Holder:
+    """Has both CPUs."""
+
+    def there(self) -> bool:
+        return True
+
+
+def test_a_training_that_waits_says_for_what(
+    ray_local: None, tables: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "LOOK", 0.5)
+    holder: Any = Holder.remote()  # type: ignore[attr-defined]
+    assert ray.get(holder.there.remote())
+    waits, said = threading.Event(), []
+
+    def say(line: str) -> None:
+        if line.startswith("waiting"):
+            said.append(line)
+            waits.set()
+
+    def let_go() -> None:
+        waits.wait()
+        ray.kill(holder)
+
+    releaser = threading.Thread(target=let_go, daemon=True)
+    releaser.start()
+    assert trained(tables, tmp_path, fit={"max_epochs": 1}, say=say).epochs == 1
+    assert said[0] == "waiting for 1 x {CPU: 1}; the cluster has 2 CPUs, of which 0 are free"
+
+
+def test_a_cluster_may_get_what_it_has_not(ray_local: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    many = RayOptions(num_workers=4)
+    with pytest.raises(runs.UserError, match=r"4 workers need 4 CPUs, the cluster has 2; lower ray\.num_workers"):
+        runs.check_cluster(many, 4, False)
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    runs.check_cluster(many, 4, False)
+
+
+WITHOUT_RAYLET = """
+import sys
+from dataclasses import dataclass
+from jobs import cli
+
+@dataclass
+class Config:
+    "A job."
+    part: str = "raylet"
+
+def run(config):
+    import psutil, ray
+    cli.start_ray(num_cpus=1)
+    signal = ray.remote(lambda: __import__("time").sleep(10000)).remote()
+    (part,) = [child for child in psutil.Process().children() if child.name() == config.part]
+    part.kill()
+    ray.get(signal)
+
+cli.main(run, Config)
+"""
+
+
+@pytest.mark.parametrize("part", ["raylet", "gcs_server"])
+def test_a_job_without_its_ray_ends_with_one_line(part: str, tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(WITHOUT_RAYLET)
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    line = [sys.executable, str(tmp_path / "job.py"), "--part", part]
+    ended = subprocess.run(
+        line, env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )  # fmt: skip
+    assert ended.returncode == 1, ended.stderr
+    (said,) = [line for line in ended.stderr.splitlines() if line.startswith("error:")]
+    assert part in said
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_full_disk_ends_a_training_at_once(ray_local: None, tables: str, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(small)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("a small disk can only be mounted by root")
+    lines: list[str] = []
+    try:
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            trained(tables, small, say=lines.append, tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    finally:
+        subprocess.run(["umount", "--lazy", str(small)], check=True)
+    assert str(explain(caught.value)).startswith("the disk is full (")
+    assert sum("parameters" in line for line in lines) == 1  # not tried again
