@@ -116,7 +116,7 @@ def set_up(
     """
     entry = registry.find(model["name"])
     catalogue = load_catalogue(entry, model["name"], tables, sids)
-    check_fit(fit, model["name"], catalogue, world)
+    check_batch(fit, world)
     device = torch.device(device)
     config = registry.resolve(registry.config_from_dict(model), catalogue)
     torch.manual_seed(fit.seed)

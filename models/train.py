@@ -20,7 +20,7 @@ import yaml
 from models import checkpoint
 from models.checkpoint import Checkpoint
 from models.fit import EpochEvent, FitConfig, StillEvent, best_of, describe, fit
-from models.setup import set_up
+from models.setup import check_fit, set_up
 from models.tables import UserError
 
 
@@ -49,6 +49,7 @@ def main(argv: list[str] | None = None) -> None:
         content = yaml.safe_load(Path(options.config).read_text())
         config = FitConfig(**content.get("fit", {}))
         setup = set_up(content["model"], config, options.tables, options.text or options.sids, device=device)
+        check_fit(config, content["model"]["name"], setup.catalogue, setup.world)
         for note in setup.notes:
             print(note)
         output = Path(options.output)

@@ -105,6 +105,10 @@ class Ledger(Callback):
     def __init__(self, grid: Grid, plan: Plan, done: int, until: float, say: Callable[[str], None]) -> None:
         self.grid, self.plan, self.done, self.until, self.say = grid, plan, done, until, say
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Tune writes its callbacks down, to read them where it resumes, which is not done here."""
+        return {**self.__dict__, "say": None}
+
     def on_trial_result(self, iteration: int, trials: list, trial: Any, result: dict, **info: Any) -> None:
         if VALUE in result:
             name = trial.config[TRIAL]
@@ -433,6 +437,8 @@ def read_sweep(folder: str) -> dict[str, Any] | None:
     try:
         with filesystem.open_input_stream(path) as stream:
             noted = dict(json.loads(stream.read()))
+        if noted["status"] == "opening":  # killed before its MLflow run was made, and so before its trials were noted
+            return {"status": "opening", "opening": dict(noted["opening"])}
         tracking.RunRef(**noted["tracking"])
         names = [one["name"] for one in noted["trials"]]
         if not all(isinstance(name, str) for name in names) or (noted["status"] == "finished" and "best" not in noted):

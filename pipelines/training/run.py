@@ -257,6 +257,8 @@ def carry_out(
                 result = trainer.fit()
                 break
             except TrainingFailedError as error:
+                if mistake := faults.user_error_in(error):
+                    raise mistake from error
                 if attempt > options.max_failures or faults.lasting(error):
                     raise
                 why = faults.explain(error) or faults.first_line(list(faults.causes(error))[-1])
@@ -362,7 +364,10 @@ def read_record(folder: str) -> dict[str, Any] | None:
     try:
         with filesystem.open_input_stream(path) as stream:
             record = dict(json.loads(stream.read()))
-        if not isinstance(record.get("status"), str) or not isinstance(record.get("tracking"), dict):
+        status = record.get("status")
+        if not isinstance(status, str) or not isinstance(
+            record.get("opening" if status == "opening" else "tracking"), dict
+        ):
             raise ValueError("it does not say the run's status and its MLflow run")
     except (ValueError, TypeError) as error:
         raise UserError(

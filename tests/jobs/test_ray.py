@@ -30,7 +30,8 @@ for process in [me, *me.children(recursive=True)]:
         continue
     for one in sockets:
         if one.status == psutil.CONN_LISTEN:
-            alone = ipaddress.ip_address(one.laddr.ip).is_loopback
+            address = ipaddress.ip_address(one.laddr.ip)
+            alone = (getattr(address, "ipv4_mapped", None) or address).is_loopback
             found.append((alone, one.laddr.ip, one.laddr.port, " ".join(process.cmdline())[:80]))
 print("SOCKETS", json.dumps(found))
 """

@@ -33,5 +33,5 @@ def test_a_command_of_the_readme_is_taken(command: str, monkeypatch: pytest.Monk
     job = importlib.import_module(module)
     parse = getattr(job, "parse", partial(cli.parse, job.Config))
     assert parse(module.removeprefix("jobs."), argv)
-    named = [word for word in argv if word.endswith(".yaml")]
+    named = [word for word in argv if word.endswith(".yaml") and "/" in word]  # one without a folder is the reader's
     assert [word for word in named if not Path(word).is_file()] == []

@@ -37,14 +37,14 @@ def mapping(tmp_path: Path) -> str:
 
 def lines(where: str, mapping: str, folder: Path) -> dict[str, tuple[Callable[[Any], Any], Any]]:
     """Each job with its options, one of them a place that does not answer."""
-    place, here = where.format("x"), str(folder)
+    place, here, raw = where.format("x"), str(folder / "new"), str(folder / "raw")
     config = str(ROOT / "jobs/configs/sasrec.yaml")
     grid = str(ROOT / "tuning/grids/sid_mlp_alpha.yaml")
     fit = ["--config", config, "--name", "n"]
     return {
         "prepare from": (prepare.run, prepare.Config(mapping, place, f"{here}/tables")),
-        "prepare to": (prepare.run, prepare.Config(mapping, here, place)),
-        "prepare by": (prepare.run, prepare.Config(place, here, f"{here}/tables")),
+        "prepare to": (prepare.run, prepare.Config(mapping, raw, place)),
+        "prepare by": (prepare.run, prepare.Config(place, raw, f"{here}/tables")),
         "audit": (audit.run, audit.Config(place)),
         "tokenize": (tokenize.run, tokenize.parse("tokenize", words(place, here, "--tokenizer", "rqkmeans"))),
         "tokenize to": (tokenize.run, tokenize.parse("tokenize", words(here, place, "--tokenizer", "rqkmeans"))),
@@ -75,7 +75,8 @@ def test_every_job_says_so_in_one_line_before_ray_starts(
         raise AssertionError("Ray is started for a storage that does not answer")
 
     monkeypatch.setattr(cli, "start_ray", refused)
-    (tmp_path / "log.csv").write_text("u,i,t\n1,2,3\n")
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw/log.csv").write_text("u,i,t\n1,2,3\n")
     for name, (run, config) in lines(closed, mapping, tmp_path).items():
         with pytest.raises(UserError) as raised:
             run(config)
