@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from jobs import cli
-from models.bench import actions, decode, search_encoder, write_rows
+from models.bench import BENCHMARKS as MODELS
+from models.bench.harness import write_rows
 from models.tables import UserError
 
 
@@ -61,9 +62,9 @@ def _sweep(config: Config) -> Iterable[dict[str, Any]]:
 
 
 BENCHMARKS: dict[str, Callable[[Config], Iterable[dict[str, Any]]]] = {
-    "decode": lambda config: decode(runs=config.runs, threads=config.threads, histories=config.histories),
-    "search_encoder": lambda config: search_encoder(runs=config.runs, threads=config.threads),
-    "actions": lambda config: actions(runs=config.runs, threads=config.threads),
+    "decode": lambda config: MODELS["decode"](runs=config.runs, threads=config.threads, histories=config.histories),
+    "search_encoder": lambda config: MODELS["search_encoder"](runs=config.runs, threads=config.threads),
+    "actions": lambda config: MODELS["actions"](runs=config.runs, threads=config.threads),
     "sequences": _sequences,
     "sweep": _sweep,
 }

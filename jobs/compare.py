@@ -24,16 +24,16 @@ from pathlib import Path
 from jobs import cli
 from models.tables import UserError
 from pipelines import tracking
-from pipelines.evaluation import sweep_plots
-from pipelines.evaluation.benchmark_plots import read_lines
-from pipelines.evaluation.benchmark_runs import log_lines
-from pipelines.evaluation.claims import verdicts, verdicts_table
-from pipelines.evaluation.comparison import Comparison, best_run, compare, rows_of
-from pipelines.evaluation.comparison_tables import best_table, tables
-from pipelines.evaluation.published import CLAIMS, Papers, beside_the_papers, load, of_grid
-from pipelines.evaluation.runs import select, select_all
-from pipelines.evaluation.table import Table
-from pipelines.evaluation.tokenizers import sids_table
+from pipelines.comparison import sweep_plots
+from pipelines.comparison.benchmark_plots import read_lines
+from pipelines.comparison.benchmark_runs import log_lines
+from pipelines.comparison.claims import verdicts, verdicts_table
+from pipelines.comparison.published import CLAIMS, Papers, beside_the_papers, load, of_grid
+from pipelines.comparison.rows import Comparison, best_run, compare, rows_of
+from pipelines.comparison.run_tables import best_table, tables
+from pipelines.comparison.runs import select, select_all
+from pipelines.comparison.table import Table
+from pipelines.comparison.tokenizer_tables import sids_table
 
 LISTS = ("experiment", "run", "sids", "tracking_uri", "benchmark")
 """Options that may be given several times."""
@@ -166,8 +166,8 @@ def write_page(
     config: Config, uris: Sequence[str], found: Sequence[Comparison], shown: Sequence[Table], path: str
 ) -> None:
     """Writes the page and logs it to MLflow, of several stores to the first one's."""
-    from pipelines.evaluation import page
-    from pipelines.evaluation.plots import benchmark_plots, plots
+    from pipelines.comparison import page
+    from pipelines.comparison.plots import benchmark_plots, plots
 
     drawn = [
         replace(plot, title=f"{comparison.selection.title}: {plot.title}") if len(found) > 1 else plot
@@ -185,7 +185,7 @@ def write_page(
 
 def register_best(comparison: Comparison, name: str) -> None:
     """The comparison's best run by validation as a version of the registered model `name`."""
-    from pipelines.training.registered_model import register
+    from pipelines.serving.registered_model import register
 
     best = best_run(comparison)
     ref = tracking.RunRef(best.uri, comparison.rows[0].experiment, best.id)
@@ -208,7 +208,7 @@ def run(config: Config) -> None:
     shown += [sids_table(config.sids)] if config.sids else []
     print("\n\n".join(table.text() for table in shown))
     if config.markdown:
-        from pipelines.evaluation.page import write
+        from pipelines.comparison.page import write
 
         write("\n".join(table.markdown() for table in shown), config.markdown)
         print(f"written to {config.markdown}")
@@ -217,7 +217,7 @@ def run(config: Config) -> None:
     if config.register:
         register_best(found[0], config.register)
     if config.pareto:
-        from pipelines.evaluation.pareto import draw
+        from pipelines.comparison.pareto import draw
 
         print(f"{draw(found[0], config.pareto)} points drawn to {config.pareto}")
     for uri in uris:

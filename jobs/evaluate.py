@@ -164,7 +164,7 @@ def run(config: Config) -> Result | None:
     reach(config.checkpoint, config.tables, config.sids, config.text)  # what does not answer is said before Ray starts
     options = {name: getattr(config, name) for name in OPTIONS}
     if config.export:
-        from pipelines.evaluation.export import export
+        from pipelines.serving.export import export
 
         requests = export(
             config.checkpoint, config.tables, config.sids, config.export, k=config.k, batch_size=config.batch_size,

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from models import checkpoint
-from models.bench import Row, paired, resident_peak_mb
+from models.bench.harness import Row, paired, resident_peak_mb
 from models.fit import FitConfig, best_of, fit
 from models.setup import set_up
 from models.tables import UserError

@@ -16,7 +16,7 @@ import torch
 from pyarrow import fs
 from ray import tune
 
-from models.bench import resident_peak_mb
+from models.bench.harness import resident_peak_mb
 from models.checkpoint import Checkpoint, weights_hash
 from models.fit import FitConfig
 from models.tables import UserError, join, open_uri

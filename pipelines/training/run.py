@@ -34,7 +34,8 @@ from models.tables import UserError, join, open_uri, read_manifest
 from models.uri import hide
 from pipelines import credentials, faults, tracking
 from pipelines.data.tables import check_writable, locked, write_file
-from pipelines.training import here, package
+from pipelines.serving import package
+from pipelines.training import here
 from pipelines.training.worker import Progress, Task, step_name, worker
 
 RUN, SNAPSHOT, BEST = "run.json", "checkpoint_manager_snapshot.json", "best"

@@ -14,13 +14,13 @@ import pytest
 from jobs.compare import Config, parse, run
 from models.tables import UserError
 from pipelines import tracking
+from pipelines.comparison.pareto import Point, frontier
+from pipelines.comparison.rows import compare, shared_name
+from pipelines.comparison.run_tables import tables
+from pipelines.comparison.runs import select
+from pipelines.comparison.table import Table
 from pipelines.data.tables import check_writable, commit, items_schema, write_part
 from pipelines.data.tokenize import TokenizerConfig, tokenize
-from pipelines.evaluation.comparison import compare, shared_name
-from pipelines.evaluation.comparison_tables import tables
-from pipelines.evaluation.pareto import Point, frontier
-from pipelines.evaluation.runs import select
-from pipelines.evaluation.table import Table
 
 
 def test_text_is_aligned_and_markdown_whole() -> None:

@@ -13,10 +13,10 @@ import pytest
 from jobs.compare import Config, parse, run
 from models.tables import UserError
 from pipelines import tracking
-from pipelines.evaluation.comparison import compare
-from pipelines.evaluation.comparison_tables import tables
-from pipelines.evaluation.plots import benchmark_plots, plots
-from pipelines.evaluation.runs import select
+from pipelines.comparison.plots import benchmark_plots, plots
+from pipelines.comparison.rows import compare
+from pipelines.comparison.run_tables import tables
+from pipelines.comparison.runs import select
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 

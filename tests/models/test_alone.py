@@ -33,7 +33,7 @@ try:
     runpy.run_module("models.bench", run_name="__main__")
 except SystemExit as ended:
     assert ended.code == 0
-import models.actions.bench, models.decode_bench, models.search.bench
+import models.bench
 sys.argv = ["models.train", *train]
 runpy.run_module("models.train", run_name="__main__")
 """

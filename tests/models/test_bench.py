@@ -9,27 +9,27 @@ import pytest
 import torch
 from training_tables import write_tables
 
-from models import bench, decode_bench
+from models.bench import decode, harness
 from models.retrieval.data import PAD, Examples
 from models.retrieval.decoding.trie import Trie
 
 
 def test_the_catalogue_branches_like_the_papers():
-    codes = decode_bench.random_codes(25_000, torch.Generator().manual_seed(0))
+    codes = decode.random_codes(25_000, torch.Generator().manual_seed(0))
     trie = Trie.from_codes(codes, (256, 256, 256, 256))
     assert trie.num_items == 25_000
-    assert trie.branching() == pytest.approx(decode_bench.MEAN_BRANCHING, rel=0.05)
-    lengths = [len(h) for h in decode_bench.random_histories(1024, 25_000, torch.Generator().manual_seed(0))]
+    assert trie.branching() == pytest.approx(decode.MEAN_BRANCHING, rel=0.05)
+    lengths = [len(h) for h in decode.random_histories(1024, 25_000, torch.Generator().manual_seed(0))]
     assert sum(lengths) / 1024 == pytest.approx(9, abs=0.8)
     assert lengths == sorted(lengths)
 
 
 def test_rows_are_json_lines_with_all_that_is_promised(tmp_path):
-    variants = ["hf", "sid_mlp_fast", *decode_bench.builds()]
-    rows = bench.decode(
+    variants = ["hf", "sid_mlp_fast", *decode.builds()]
+    rows = decode.decode(
         runs=2, threads=1, items=500, variants=variants, batches=(1, 2), beams=(4,), slow=(2, 4)
     )  # fmt: skip
-    written = bench.write_rows(rows, str(tmp_path / "rows.jsonl"))
+    written = harness.write_rows(rows, str(tmp_path / "rows.jsonl"))
     assert [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == written
     assert [(row["variant"], row["params"]["batch"]) for row in written] == [
         *((variant, 1) for variant in variants[1:]), *((variant, 2) for variant in variants)
@@ -48,31 +48,31 @@ def test_rows_are_json_lines_with_all_that_is_promised(tmp_path):
 def test_real_histories_are_those_of_test_requests(tmp_path):
     tables, _ = write_tables(tmp_path, users=40)
     every = Examples.load(f"{tables}/sequences", "test", max_history=4)
-    found = decode_bench.real_histories(100, tables, longest=4)
+    found = decode.real_histories(100, tables, longest=4)
     assert sorted(map(len, found)) == sorted(every.lengths.tolist()) == [len(history) for history in found]
     rows = every.collate(np.arange(len(every)))["history"].tolist()
     assert sorted(found) == sorted([item for item in row if item != PAD] for row in rows)
-    assert len(decode_bench.real_histories(5, tables, longest=4)) == 5
+    assert len(decode.real_histories(5, tables, longest=4)) == 5
 
 
 def test_plain_is_padded_to_the_longest_and_gives_what_fast_gives():
     params = {"histories": None, "threads": 1, "items": 400, "seed": 0, "runs": 3}
-    setting = decode_bench.Setting(params, ["sid_mlp_plain", "sid_mlp_fast", "sid_mlp_pp_plain", "sid_mlp_pp_fast"])
+    setting = decode.Setting(params, ["sid_mlp_plain", "sid_mlp_fast", "sid_mlp_pp_plain", "sid_mlp_pp_fast"])
     for kind in ("sid_mlp", "sid_mlp_pp"):
         model = setting.models[f"{kind}_fast"]
         plain, fast = (setting.batches(f"{kind}_{path}", 4) for path in ("plain", "fast"))
         assert all(batch["history"].shape == (4, 20) for batch in plain)
         for padded, batch in zip(plain, fast, strict=True):
             assert batch["history"].shape[1] == batch["history_length"].max()
-            items, scores = decode_bench.caller(f"{kind}_plain", model, 10)(padded)
-            found, fast_scores = decode_bench.caller(f"{kind}_fast", model, 10)(batch)
+            items, scores = decode.caller(f"{kind}_plain", model, 10)(padded)
+            found, fast_scores = decode.caller(f"{kind}_fast", model, 10)(batch)
             torch.testing.assert_close(fast_scores, scores, rtol=1e-4, atol=1e-4)
             assert found.tolist() == items.tolist()
 
 
 def test_a_process_does_not_inherit_the_peak_of_the_one_that_started_it():
-    before = bench.peak_memory(bench.resident_peak_mb)
+    before = harness.peak_memory(harness.resident_peak_mb)
     held = np.ones(2**27)  # 1 GiB
-    assert bench.resident_peak_mb() > 1000
-    assert bench.peak_memory(bench.resident_peak_mb) == pytest.approx(before, abs=100)
+    assert harness.resident_peak_mb() > 1000
+    assert harness.peak_memory(harness.resident_peak_mb) == pytest.approx(before, abs=100)
     assert held.sum() == 2**27

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from models import checkpoint, registry
-from models.actions.bench import actions
+from models.bench.actions import actions
 from models.fit import EpochEvent, FitConfig, StepEvent, fit
 from models.setup import load_catalogue, score, set_up
 from models.tables import UserError
@@ -145,7 +145,7 @@ def test_the_configs_are_of_one_size(path):
 
 def test_benchmark_rows_count_the_attention_that_is_read(monkeypatch):
     monkeypatch.setattr(
-        "models.actions.bench.peak_memory", lambda function, *given: function(*given)
+        "models.bench.actions.peak_memory", lambda function, *given: function(*given)
     )  # in this process
     rows = list(
         actions(

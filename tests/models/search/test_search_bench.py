@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from models import bench as common
-from models.search import bench
+from models.bench import BENCHMARKS, search_encoder
 
 
 def test_rows_name_mode_and_length():
     rows = list(
-        bench.search_encoder(
+        search_encoder.search_encoder(
             runs=2, threads=1, width=16, layers=2, heads=2, lengths=[5], modes=["train"],
             variants=["linear_hstu"],
         )
@@ -21,25 +20,25 @@ def test_rows_name_mode_and_length():
         assert (row["params"]["mode"], row["params"]["length"]) == ("train", 5)
         assert 0 < row["min_s"] <= row["median_s"]
         assert row["peak_memory_mb"] >= 0
-    assert "search_encoder" in common.BENCHMARKS
+    assert "search_encoder" in BENCHMARKS
 
 
 def test_attention_too_large_to_train_is_left_out():
     params = {"mode": "train", "length": 4000, "layers": 12, "heads": 8, "batch": 1}
-    assert not bench.fits("hstu", params)
-    assert bench.fits("hstu", params | {"mode": "forward"})
-    assert not bench.fits("hstu", params | {"mode": "forward", "length": 16000})
-    assert bench.fits("hstu", params | {"length": 1000})
-    assert bench.fits("linear_hstu", params)
-    assert not bench.fits("append", params)
-    assert [name for name in bench.VARIANTS if bench.fits(name, params | {"mode": "append"})] == [
+    assert not search_encoder.fits("hstu", params)
+    assert search_encoder.fits("hstu", params | {"mode": "forward"})
+    assert not search_encoder.fits("hstu", params | {"mode": "forward", "length": 16000})
+    assert search_encoder.fits("hstu", params | {"length": 1000})
+    assert search_encoder.fits("linear_hstu", params)
+    assert not search_encoder.fits("append", params)
+    assert [name for name in search_encoder.VARIANTS if search_encoder.fits(name, params | {"mode": "append"})] == [
         "linear_hstu",
         "append",
     ]
 
 
 def test_the_floor_is_the_products_alone():
-    floor = bench.Projections(8, 3)
+    floor = search_encoder.Projections(8, 3)
     h = torch.randn(1, 4, 8)
     want = h
     for layer in floor.layers:

@@ -18,10 +18,10 @@ from models.retrieval.decoding.export import load_exported
 from models.setup import set_up
 from models.tables import UserError
 from pipelines import tracking
-from pipelines.evaluation.comparison import compare
-from pipelines.evaluation.comparison_tables import tables as tables_of
-from pipelines.evaluation.export import differs
-from pipelines.evaluation.runs import select
+from pipelines.comparison.rows import compare
+from pipelines.comparison.run_tables import tables as tables_of
+from pipelines.comparison.runs import select
+from pipelines.serving.export import differs
 
 TIGER = {"name": "tiger", "d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 1,
          "num_decoder_layers": 1, "beam": 24}  # fmt: skip

@@ -18,12 +18,12 @@ from models.retrieval.data import Catalogue, Examples
 from models.setup import set_up
 from models.tables import UserError, read_manifest, read_table
 from pipelines import tracking
+from pipelines.comparison.rows import compare, rows_of
+from pipelines.comparison.run_tables import tables as tables_of
+from pipelines.comparison.runs import select
 from pipelines.data.tables import writing
-from pipelines.evaluation.comparison import compare, rows_of
-from pipelines.evaluation.comparison_tables import tables as tables_of
 from pipelines.evaluation.inference import recommend_all
 from pipelines.evaluation.ranking import evaluate, record
-from pipelines.evaluation.runs import select
 
 SASREC = {"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 12}
 TIGER = {"name": "tiger", "d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 1,

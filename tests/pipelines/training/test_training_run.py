@@ -27,9 +27,9 @@ from models.retrieval.data import Catalogue
 from models.setup import Batches, set_up
 from models.tables import UserError
 from pipelines import tracking
-from pipelines.evaluation.comparison import rows_of
-from pipelines.evaluation.runs import select
-from pipelines.training.registered_model import register
+from pipelines.comparison.rows import rows_of
+from pipelines.comparison.runs import select
+from pipelines.serving.registered_model import register
 from pipelines.training.run import RayOptions, Trained, lost_checkpoint, shown, train
 
 SASREC = {"name": "sasrec", "dim": 16, "num_layers": 1, "dropout": 0.0, "max_history": 12}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_trie import catalogues
 from torch import Tensor
 
-from models.decode_bench import random_codes
+from models.bench.decode import random_codes
 from models.retrieval.data import PAD, Catalogue
 from models.retrieval.decoding import kernels
 from models.retrieval.sid_mlp import SidMlp, SidMlpConfig

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from pipelines.evaluation.baseline_tables import relative_tables
-from pipelines.evaluation.claims import FAILS, HOLDS, OPEN, Claim, decide
-from pipelines.evaluation.comparison import Comparison, Row, Run, lower_is_better
-from pipelines.evaluation.comparison_tables import paired_tables
-from pipelines.evaluation.pareto import Point, picture
-from pipelines.evaluation.plots import plots
-from pipelines.evaluation.published import Papers, Published, System, beside, load
-from pipelines.evaluation.run_plots import beams
-from pipelines.evaluation.runs import Selection
-from pipelines.evaluation.sweep_plots import axes
+from pipelines.comparison.baseline_tables import relative_tables
+from pipelines.comparison.claims import FAILS, HOLDS, OPEN, Claim, decide
+from pipelines.comparison.pareto import Point, picture
+from pipelines.comparison.plots import plots
+from pipelines.comparison.published import Papers, Published, System, beside, load
+from pipelines.comparison.rows import Comparison, Row, Run, lower_is_better
+from pipelines.comparison.run_plots import beams
+from pipelines.comparison.run_tables import paired_tables
+from pipelines.comparison.runs import Selection
+from pipelines.comparison.sweep_plots import axes
 
 NDCG, LOSS = "test/ndcg@10", "test/eval_loss"
 

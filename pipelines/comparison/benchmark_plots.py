@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from models.tables import UserError
-from pipelines.evaluation.run_plots import COLOURS, Drawn, new_figure
+from pipelines.comparison.run_plots import COLOURS, Drawn, new_figure
 
 LINE = {"benchmark", "variant", "params", "median_s", "items_per_s"}
 """What a line of jobs.benchmark has."""

@@ -18,8 +18,8 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from mlflow.exceptions import MlflowException
 
-from pipelines.evaluation.comparison import Comparison, Row, lower_is_better, ratio
-from pipelines.evaluation.run_plots import COLOURS, Drawn, new_figure
+from pipelines.comparison.rows import Comparison, Row, lower_is_better, ratio
+from pipelines.comparison.run_plots import COLOURS, Drawn, new_figure
 
 LEAST = 3
 """Values that a setting needs to be drawn where no sweep varied it."""

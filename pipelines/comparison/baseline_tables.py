@@ -8,8 +8,8 @@ import re
 import statistics
 from collections.abc import Sequence
 
-from pipelines.evaluation.comparison import Row, ratio
-from pipelines.evaluation.table import Table
+from pipelines.comparison.rows import Row, ratio
+from pipelines.comparison.table import Table
 
 BASELINE = "interleaved"
 

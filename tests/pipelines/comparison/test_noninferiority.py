@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from pipelines.evaluation.noninferiority import non_inferiority
+from pipelines.comparison.noninferiority import non_inferiority
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from models.bench import Row, device, paired, peak_memory, resident_peak_mb, risen_mb
+from models.bench.harness import Row, device, paired, peak_memory, resident_peak_mb, risen_mb
 from models.matmul import use_exact_onednn
 from models.retrieval.data import PAD, Catalogue, Examples
 from models.retrieval.decoding import kernels

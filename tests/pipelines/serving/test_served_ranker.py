@@ -20,9 +20,9 @@ from models.search.data import SearchExamples
 from models.setup import Setup, set_up
 from models.tables import UserError, join, read_manifest, read_table
 from pipelines import tracking
-from pipelines.training import package
-from pipelines.training.registered_model import register
-from pipelines.training.served_ranker import ActionsRequests
+from pipelines.serving import package
+from pipelines.serving.registered_model import register
+from pipelines.serving.served_ranker import ActionsRequests
 from tests.actions_tables import SEEN, write_actions
 from tests.search_tables import ITEM_MODEL, write_search
 

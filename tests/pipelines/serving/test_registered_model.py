@@ -18,7 +18,7 @@ from models.retrieval.data import Catalogue
 from models.setup import set_up
 from models.tables import UserError
 from pipelines import tracking
-from pipelines.training.registered_model import register
+from pipelines.serving.registered_model import register
 
 TIGER = {"name": "tiger", "d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 1,
          "num_decoder_layers": 1, "beam": 24}  # fmt: skip

@@ -12,9 +12,9 @@ from html import escape
 from pathlib import Path
 
 from models.tables import UserError
-from pipelines.evaluation.plots import Plot
-from pipelines.evaluation.runs import KIND, Selection
-from pipelines.evaluation.table import Table
+from pipelines.comparison.plots import Plot
+from pipelines.comparison.runs import KIND, Selection
+from pipelines.comparison.table import Table
 
 STYLE = """
 :root { color-scheme: light dark; --page: #fdfdfc; --ink: #1c1e21; --soft: #6a6f76; --line: #dcdedf; --row: #f3f4f4; }

@@ -16,10 +16,10 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from pipelines.evaluation import condition_plot, pareto, run_plots, sweep_plots
-from pipelines.evaluation.benchmark_plots import sizes
-from pipelines.evaluation.comparison import Comparison
-from pipelines.evaluation.run_plots import Drawn
+from pipelines.comparison import condition_plot, pareto, run_plots, sweep_plots
+from pipelines.comparison.benchmark_plots import sizes
+from pipelines.comparison.rows import Comparison
+from pipelines.comparison.run_plots import Drawn
 
 INK, PAGE = "#010203", "#040506"
 """Stand-ins for the page's colours of text and ground."""

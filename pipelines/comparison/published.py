@@ -18,8 +18,8 @@ from typing import Any
 import yaml
 
 from models.tables import UserError
-from pipelines.evaluation.comparison import Comparison, Row, lower_is_better, ratio
-from pipelines.evaluation.table import Table, percent
+from pipelines.comparison.rows import Comparison, Row, lower_is_better, ratio
+from pipelines.comparison.table import Table, percent
 
 CLAIMS = Path(__file__).parents[2] / "claims.yaml"
 """The file of this checkout."""

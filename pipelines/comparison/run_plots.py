@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from pipelines.evaluation.comparison import Comparison, Row, lower_is_better, ratio
+from pipelines.comparison.rows import Comparison, Row, lower_is_better, ratio
 
 Drawn = tuple[str, str, str, Figure]
 """Name, title, caption and figure of a plot."""

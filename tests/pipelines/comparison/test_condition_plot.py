@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from pipelines import tracking
-from pipelines.evaluation.comparison import compare
-from pipelines.evaluation.condition_plot import condition
-from pipelines.evaluation.runs import select
+from pipelines.comparison.condition_plot import condition
+from pipelines.comparison.rows import compare
+from pipelines.comparison.runs import select
 
 
 def run_of(folder: Path, name: str, condition: str, seed: int, losses: list[float], layers: int = 2) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.bench import Row, device, paired, peak_memory, resident_peak_mb, risen_mb
+from models.bench.harness import Row, device, paired, peak_memory, resident_peak_mb, risen_mb
 from models.fit import autocast
 from models.matmul import use_exact_onednn
 from models.search.encoders import HSTULayer, LinearHSTU

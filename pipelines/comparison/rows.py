@@ -22,7 +22,7 @@ from mlflow import MlflowClient
 
 from models.tables import UserError
 from pipelines import tracking
-from pipelines.evaluation.runs import Selection
+from pipelines.comparison.runs import Selection
 
 OTHER = {
     "model.name", "model.teacher", "model.teacher_cache", "model.teacher_memory_mb", "fit.seed",

@@ -15,7 +15,7 @@ from typing import Any
 from mlflow.entities import Metric, Param, RunTag
 
 from pipelines import tracking
-from pipelines.evaluation.runs import KIND
+from pipelines.comparison.runs import KIND
 
 LINE_TAG = "benchmark.line"
 """Tag with the hash of the line."""

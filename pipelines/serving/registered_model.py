@@ -20,7 +20,7 @@ from mlflow.exceptions import MlflowException
 from models import checkpoint, registry
 from models.tables import UserError
 from pipelines import tracking
-from pipelines.training import package
+from pipelines.serving import package
 
 RUN_TAG = "trieline.run"
 """Tag of a version with the name of the run that it is from."""

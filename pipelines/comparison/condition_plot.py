@@ -7,8 +7,8 @@ Drawn where an experiment has runs of a model with and without the condition who
 
 from __future__ import annotations
 
-from pipelines.evaluation.comparison import Comparison, Row
-from pipelines.evaluation.run_plots import COLOURS, Drawn, new_figure, thinned
+from pipelines.comparison.rows import Comparison, Row
+from pipelines.comparison.run_plots import COLOURS, Drawn, new_figure, thinned
 
 CONDITION = "model.query_condition"
 LOSS = "train/infonce"

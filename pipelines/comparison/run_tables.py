@@ -10,10 +10,10 @@ import re
 import statistics
 from collections.abc import Sequence
 
-from pipelines.evaluation.baseline_tables import baseline_tables, figure
-from pipelines.evaluation.comparison import Comparison, Row, lower_is_better, ratio
-from pipelines.evaluation.noninferiority import MARGIN, non_inferiority, paired_test
-from pipelines.evaluation.table import Table, percent
+from pipelines.comparison.baseline_tables import baseline_tables, figure
+from pipelines.comparison.noninferiority import MARGIN, non_inferiority, paired_test
+from pipelines.comparison.rows import Comparison, Row, lower_is_better, ratio
+from pipelines.comparison.table import Table, percent
 
 SHOWN = (
     "val/ndcg@10", "test/recall@5", "test/recall@10", "test/ndcg@5", "test/ndcg@10",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pipelines.evaluation.baseline_tables import baseline_tables
-from pipelines.evaluation.comparison import Row, Run
+from pipelines.comparison.baseline_tables import baseline_tables
+from pipelines.comparison.rows import Row, Run
 
 
 def row(model: str, by_seed: dict[str, tuple[float, float]], parts: dict[str, float]) -> Row:

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 
 from models.tables import UserError
-from pipelines.evaluation.comparison import Row, lower_is_better, ratio
-from pipelines.evaluation.noninferiority import non_inferiority
-from pipelines.evaluation.published import Papers, System, check_names, check_there, pairs, value_of
-from pipelines.evaluation.sweep_plots import controlled, number
-from pipelines.evaluation.table import Table, percent
+from pipelines.comparison.noninferiority import non_inferiority
+from pipelines.comparison.published import Papers, System, check_names, check_there, pairs, value_of
+from pipelines.comparison.rows import Row, lower_is_better, ratio
+from pipelines.comparison.sweep_plots import controlled, number
+from pipelines.comparison.table import Table, percent
 
 HOLDS, FAILS, OPEN = "holds", "does not hold", "not yet measured"
 

@@ -20,8 +20,8 @@ from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
 from models.tables import UserError
-from pipelines.evaluation.comparison import Comparison, Row, lower_is_better
-from pipelines.evaluation.run_plots import COLOURS, Drawn
+from pipelines.comparison.rows import Comparison, Row, lower_is_better
+from pipelines.comparison.run_plots import COLOURS, Drawn
 
 FORMATS = (".png", ".svg", ".pdf")
 LINE = 13

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from models.tables import UserError, join, read_manifest
-from pipelines.evaluation.table import Table
+from pipelines.comparison.table import Table
 
 LEVELS: dict[str, tuple[str, Callable[[float], str]]] = {
     "codes in use": ("used", "{:,}".format),

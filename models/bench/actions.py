@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from models import registry
 from models.actions.base import ActionsModel
 from models.actions.batch import ActionsCatalogue, Batch
-from models.bench import Row, device, paired, peak_memory, resident_peak_mb, risen_mb
+from models.bench.harness import Row, device, paired, peak_memory, resident_peak_mb, risen_mb
 from models.fit import autocast, to_device
 from models.layers.causal_product import causal_product
 

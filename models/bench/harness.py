@@ -1,6 +1,4 @@
-"""Paired timings of models and decoders, with PyTorch alone.
-
-    python -m models.bench decode [--json FILE] [--runs 5] [--threads 2] [--histories TABLES]
+"""What all benchmarks share: paired timings, peaks of memory, JSON lines.
 
 Variants are timed in turn within one run (A B C A B C ...), so that their ratios hold on a noisy
 machine. One JSON line per variant: benchmark, variant, params, runs, median_s, min_s, max_s, items_per_s,
@@ -9,7 +7,6 @@ peak_memory_mb.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import resource
@@ -86,34 +83,6 @@ def wait_for_device() -> None:
         torch.cuda.synchronize()
 
 
-def decode(**options: Any) -> Iterator[Row]:
-    """See `models/decode_bench.py`, which stands on this module."""
-    from models import decode_bench
-
-    return decode_bench.decode(**options)
-
-
-def search_encoder(**options: Any) -> Iterator[Row]:
-    """See `models/search/bench.py`, which stands on this module."""
-    from models.search import bench
-
-    return bench.search_encoder(**options)
-
-
-def actions(**options: Any) -> Iterator[Row]:
-    """See `models/actions/bench.py`, which stands on this module."""
-    from models.actions import bench
-
-    return bench.actions(**options)
-
-
-BENCHMARKS: dict[str, Callable[..., Iterator[Row]]] = {
-    "decode": decode,
-    "search_encoder": search_encoder,
-    "actions": actions,
-}
-
-
 def write_rows(rows: Iterable[Row], path: str | None) -> list[Row]:
     """Prints each row as a JSON line, and writes it to the file at `path` if there is one."""
     written = []
@@ -125,19 +94,3 @@ def write_rows(rows: Iterable[Row], path: str | None) -> list[Row]:
                 file.flush()
             written.append(row)
     return written
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m models.bench", description=__doc__)
-    parser.add_argument("name", choices=BENCHMARKS)
-    parser.add_argument("--json", help="file for the JSON lines, which are printed too")
-    parser.add_argument("--runs", type=int, default=5, help="timings of each variant")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
-    parser.add_argument("--histories", help="decode: tables whose test histories are taken, else random ones")
-    options = parser.parse_args()
-    chosen = {"histories": options.histories} if options.name == "decode" else {}
-    write_rows(BENCHMARKS[options.name](runs=options.runs, threads=options.threads, **chosen), options.json)
-
-
-if __name__ == "__main__":
-    main()

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from models import registry
 from models.tables import UserError
 from pipelines import tracking
-from pipelines.evaluation.benchmark_runs import log_lines
-from pipelines.evaluation.claims import (
+from pipelines.comparison.benchmark_runs import log_lines
+from pipelines.comparison.claims import (
     FAILS,
     HOLDS,
     OPEN,
@@ -27,10 +27,10 @@ from pipelines.evaluation.claims import (
     verdicts,
     verdicts_table,
 )
-from pipelines.evaluation.comparison import compare, rows_of
-from pipelines.evaluation.noninferiority import paired_test
-from pipelines.evaluation.published import Papers, beside_the_papers, fits, load, of_grid
-from pipelines.evaluation.runs import select, select_all
+from pipelines.comparison.noninferiority import paired_test
+from pipelines.comparison.published import Papers, beside_the_papers, fits, load, of_grid
+from pipelines.comparison.rows import compare, rows_of
+from pipelines.comparison.runs import select, select_all
 
 PAPERS = """
 systems:
@@ -272,7 +272,7 @@ def test_every_claim_of_the_papers_is_a_rule(tmp_path: Path) -> None:
 
 
 def test_claims_on_benchmarks_name_what_is_measured() -> None:
-    files = [*(Path(__file__).parents[3] / "models").rglob("*bench.py")]
+    files = [*(Path(__file__).parents[3] / "models").glob("bench/*.py")]
     nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
     keys = [key for node in nodes if isinstance(node, ast.Dict) for key in node.keys]
     measured = {key.value for key in keys if isinstance(key, ast.Constant)}
