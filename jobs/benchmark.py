@@ -9,7 +9,6 @@ python -m jobs.benchmark sweep --histories TABLES [--json FILE]   what a sweep a
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from typing import Any
 from jobs import cli
 from models.bench import BENCHMARKS as MODELS
 from models.bench.harness import write_rows
+from models.config import hint
 from models.tables import UserError
 
 
@@ -42,8 +42,7 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.name not in BENCHMARKS:
-            near = difflib.get_close_matches(self.name, BENCHMARKS, n=1, cutoff=0.0)[0]
-            raise ValueError(f"unknown benchmark '{self.name}'; the nearest is '{near}'")
+            raise ValueError(f"unknown benchmark '{self.name}'; {hint(self.name, BENCHMARKS)}")
         if self.runs < 1 or self.threads < 1:
             raise ValueError(f"runs {self.runs} and threads {self.threads} need to be at least 1")
 

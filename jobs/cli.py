@@ -8,7 +8,6 @@ A job is a dataclass of options and a function of it:
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import re
@@ -21,9 +20,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
+from models.config import nearest, read_yaml
 from models.tables import UserError
 from models.uri import hide, masked
 from pipelines import credentials
@@ -74,22 +73,14 @@ def _explain(error: Exception, parser: ArgumentParser) -> str:
     )
     if unknown:
         key = next(group for group in unknown.groups() if group)
-        near = difflib.get_close_matches(key, keys, n=1, cutoff=0.0)
-        hint = f"the nearest key is '{near[0]}'" if near else "it takes no keys"
-        return f"unknown key '{key}'; {hint}; see --help for all"
+        near = f"the nearest key is '{nearest(key, keys)}'" if keys else "it takes no keys"
+        return f"unknown key '{key}'; {near}; see --help for all"
     return text
 
 
 def _check_config_keys(path: str, parser: ArgumentParser) -> None:
     """Names unknown keys of a config file, with the file, before jsonargparse sees them."""
-    try:
-        content = yaml.safe_load(Path(path).read_text())
-    except OSError as error:
-        raise UserError(f"cannot read the config {path} ({error.strerror}); check --config") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds {type(content).__name__}, not a mapping of options; see --help for the keys")
+    content = read_yaml(path, "check --config, and see --help for the keys")
     keys = set(_known_keys(parser))
 
     def walk(node: dict[str, Any], prefix: str) -> None:
@@ -98,10 +89,9 @@ def _check_config_keys(path: str, parser: ArgumentParser) -> None:
             if isinstance(value, dict) and any(k.startswith(key + ".") for k in keys):
                 walk(value, key + ".")
                 continue
-            if key in keys:
-                continue
-            near = difflib.get_close_matches(key, sorted(keys), n=1, cutoff=0.0)
-            raise UserError(f"unknown key '{key}' in {path}; the nearest key is '{near[0]}'; see --help for all")
+            if key not in keys:
+                near = nearest(key, sorted(keys))
+                raise UserError(f"unknown key '{key}' in {path}; the nearest key is '{near}'; see --help for all")
 
     walk(content, "")
 

@@ -12,13 +12,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, make_dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 from jobs import cli
 from models import registry
+from models.config import read_yaml
 from models.fit import FitConfig
 from models.tables import UserError, reach
 from pipelines import tracking
@@ -72,10 +70,8 @@ def model_name(argv: Sequence[str]) -> str | None:
             return word.split("=", 1)[1]
     for path in reversed(cli.config_paths(argv)):
         try:
-            content = yaml.safe_load(Path(path).read_text())
-        except (OSError, yaml.YAMLError):
-            return first
-        if not isinstance(content, dict):
+            content = read_yaml(path, "check --config")
+        except UserError:
             return first
         model = content.get("model")
         if isinstance(model, dict) and "name" in model:

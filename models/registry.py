@@ -6,7 +6,6 @@ model = entry.build(entry.config(), catalogue)
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
@@ -23,6 +22,7 @@ from models.actions.data import ActionsExamples
 from models.actions.genrank import GenRank, GenRankConfig
 from models.actions.interleaved import Interleaved, InterleavedConfig
 from models.actions.lac import LAC, LACConfig
+from models.config import check_known, hint
 from models.fit import Sums
 from models.matmul import use_exact_onednn
 from models.retrieval import metrics, sid_mlp_pp
@@ -162,8 +162,7 @@ MODELS: dict[str, Entry] = {
 def find(name: str) -> Entry:
     """The entry of a model; UserError with the nearest name for one that is unknown."""
     if name not in MODELS:
-        near = difflib.get_close_matches(str(name), MODELS, n=1, cutoff=0.0)[0]
-        raise UserError(f"unknown model '{name}'; the nearest is '{near}'; known are {', '.join(MODELS)}")
+        raise UserError(f"unknown model '{name}'; {hint(name, MODELS)}; known are {', '.join(MODELS)}")
     return MODELS[name]
 
 
@@ -213,10 +212,10 @@ def config_from_dict(content: dict[str, Any]) -> Any:
     name = options.pop("name")
     config = model_config(name)
     known = [f.name for f in fields(config)]
-    for key in options:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
-            raise UserError(f"unknown key 'model.{key}' for the model '{name}'; the nearest key is 'model.{near}'")
+    check_known(
+        options, known,
+        lambda key, near: f"unknown key 'model.{key}' for the model '{name}'; the nearest key is 'model.{near}'",
+    )  # fmt: skip
     try:
         return config(**options)
     except (ValueError, TypeError) as error:

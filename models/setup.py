@@ -5,9 +5,8 @@ Used by `python -m models.train` and by the workers of `pipelines/training` alik
 
 from __future__ import annotations
 
-import difflib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from models import registry
 from models.checkpoint import Checkpoint
+from models.config import hint
 from models.fit import FitConfig, Sums, to_device
 from models.ranking_metrics import Histogram
 from models.tables import UserError, join
@@ -189,21 +189,14 @@ def check_fit(fit: FitConfig, name: str, catalogue: Any, world: int) -> None:
     known = registry.metrics_of(registry.find(name), catalogue)
     if fit.metric not in known:
         raise UserError(
-            f"fit.metric is '{fit.metric}', which the model '{name}' does not measure; the nearest is "
-            f"'{nearest(fit.metric, known)}'; known are {', '.join(known)}"
+            f"fit.metric is '{fit.metric}', which the model '{name}' does not measure; "
+            f"{hint(fit.metric, known)}; known are {', '.join(known)}"
         )
     options = registry.recommend_options(name)
     for key in fit.eval_options:
         if key not in options:
-            what = (
-                f"the nearest is '{nearest(key, options)}'; it takes {', '.join(options)}" if options else "it has none"
-            )
+            what = f"{hint(key, options)}; it takes {', '.join(options)}" if options else "it has none"
             raise UserError(f"fit.eval_options has '{key}', which is no option of '{name}' when recommending; {what}")
-
-
-def nearest(word: str, known: Sequence[str]) -> str:
-    """The one of `known` that is most like `word`."""
-    return difflib.get_close_matches(word, known, n=1, cutoff=0.0)[0]
 
 
 def check_batch(fit: FitConfig, world: int) -> None:

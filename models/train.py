@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from models import checkpoint
 from models.checkpoint import Checkpoint
+from models.config import read_yaml
 from models.fit import EpochEvent, FitConfig, StillEvent, best_of, describe, fit
 from models.setup import check_fit, set_up
 from models.tables import UserError
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        content = yaml.safe_load(Path(options.config).read_text())
+        content = read_yaml(options.config, "check --config")
         config = FitConfig(**content.get("fit", {}))
         setup = set_up(content["model"], config, options.tables, options.text or options.sids, device=device)
         check_fit(config, content["model"]["name"], setup.catalogue, setup.world)

@@ -10,7 +10,6 @@ that are no product. An axis without values is for the user to fill in (`--axes.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
@@ -21,9 +20,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from models import registry
+from models.config import check_known, hint, read_yaml
 from models.fit import FitConfig
 from models.tables import UserError
 from models.uri import hide
@@ -150,7 +148,7 @@ class Grid:
         grid = self
         if smoke:
             known = {"fixed", "axes", "points", "samples", "seeds"}
-            check_known(self.smoke, known, f"smoke of {self.name}")
+            check_names(self.smoke, known, f"smoke of {self.name}")
             own = {**self.axes, **self.smoke.get("axes", {})}
             grid = replace(
                 grid, fixed={**grid.fixed, **self.smoke.get("fixed", {})}, axes=own, scheduler=Scheduler(),
@@ -158,9 +156,8 @@ class Grid:
             )  # fmt: skip
         for key in axes or {}:
             if key not in grid.axes and key != SEED:
-                near = difflib.get_close_matches(key, grid.axes, n=1, cutoff=0.0)
-                hint = f"the nearest is '{near[0]}'" if near else "it has none"
-                raise UserError(f"the grid {self.name} has no axis '{key}' to give values to; {hint}")
+                near = hint(key, grid.axes, "it has none")
+                raise UserError(f"the grid {self.name} has no axis '{key}' to give values to; {near}")
         grid = replace(grid, axes={**grid.axes, **(axes or {})})
         if grid.seeds:
             several = {SEED: list(grid.seeds)} if len(grid.seeds) > 1 and SEED not in grid.axes else {}
@@ -209,7 +206,7 @@ class Grid:
         """Dotted settings of the base config."""
         content: dict[str, Any] = {}
         for path in [self.config] if isinstance(self.config, str) else self.config or []:
-            content |= dotted(read_yaml(path))
+            content |= dotted(hide(read_yaml(path, EXAMPLE)))
         return {**content, **dotted(self.base)}
 
     def _trial(self, settings: Point, point: Point, check: bool) -> Trial:
@@ -251,11 +248,9 @@ class Grid:
         for key in settings:
             stem = ".".join(key.split(".")[:2])
             if stem not in known and key not in FOLDERS:
-                near = difflib.get_close_matches(stem, known, n=1, cutoff=0.0)[0]
                 what = "has the axis" if key in self.keys else "sets"
                 raise UserError(
-                    f"the grid {self.name} {what} '{key}', which the model '{name}' does not have; the nearest is "
-                    f"'{near}'"
+                    f"the grid {self.name} {what} '{key}', which the model '{name}' does not have; {hint(stem, known)}"
                 )
         if f"val/{fit['metric']}" != self.metric:
             raise UserError(f"fit.metric is {fit['metric']}, the grid {self.name} ranks by {self.metric}; leave it out")
@@ -266,9 +261,12 @@ class Grid:
             raise UserError(f"the grid {self.name}: {error}") from error
 
 
+EXAMPLE = "give a file such as tuning/grids/sid_mlp.yaml"
+
+
 def load(path: str) -> Grid:
     """The grid of a YAML file; UserError where it is not one."""
-    content = read_yaml(path)
+    content = hide(read_yaml(path, EXAMPLE))
     content.setdefault("name", Path(path).stem)
     named = content.get("config") or []
     content["config"] = [str(Path(path).parent / name) for name in ([named] if isinstance(named, str) else named)]
@@ -277,33 +275,18 @@ def load(path: str) -> Grid:
 
 def build(kind: type, content: dict[str, Any], where: str) -> Any:
     """An instance of a dataclass from a mapping; UserError for an unknown key, with the nearest, or a bad value."""
-    check_known(content, {f.name for f in fields(kind)}, where)
+    check_names(content, {f.name for f in fields(kind)}, where)
     try:
         return kind(**content)
     except (ValueError, TypeError) as error:
         raise UserError(f"{where}: {error}") from error
 
 
-def check_known(content: dict[str, Any], known: set[str], where: str) -> None:
-    for key in content:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), sorted(known), n=1, cutoff=0.0)[0]
-            raise UserError(f"unknown key '{key}' in {where}; the nearest key is '{near}'")
-
-
-def read_yaml(path: str) -> dict[str, Any]:
-    """A YAML mapping; UserError where the file is not there or is something else."""
-    try:
-        content = hide(yaml.safe_load(Path(path).read_text()))
-    except OSError as error:
-        raise UserError(
-            f"cannot read {path} ({error.strerror}); give a file such as tuning/grids/sid_mlp.yaml"
-        ) from error
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds {type(content).__name__}, not a mapping; see tuning/grids/sid_mlp.yaml")
-    return content
+def check_names(content: dict[str, Any], known: set[str], where: str) -> None:
+    """UserError for a key of a grid file that is not known."""
+    check_known(
+        content, sorted(known), lambda key, near: f"unknown key '{key}' in {where}; the nearest key is '{near}'"
+    )
 
 
 def dotted(content: dict[str, Any]) -> Point:

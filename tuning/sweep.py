@@ -28,8 +28,9 @@ from ray import tune
 from ray.tune import Callback
 
 from models import checkpoint, registry
+from models.config import hint
 from models.fit import FitConfig
-from models.setup import check_fit, load_catalogue, nearest
+from models.setup import check_fit, load_catalogue
 from models.tables import UserError, join, open_uri
 from models.uri import hide, masked
 from pipelines import credentials, tracking
@@ -376,7 +377,7 @@ def check_metric(grid: Grid, known: list[str]) -> None:
     if metric not in known:
         raise UserError(
             f"the metric of the grid {grid.name} is {grid.metric}, which no trial reports; choose {split}/ and one of "
-            f"{', '.join(known)}; the nearest is '{nearest(metric, known)}'"
+            f"{', '.join(known)}; {hint(metric, known)}"
         )
 
 

@@ -8,15 +8,13 @@ Datasets differ, so figures stand beside each other as they are and relative to 
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from models.config import check_known, read_yaml
 from models.tables import UserError
 from pipelines.comparison.rows import Comparison, Row, lower_is_better, ratio
 from pipelines.comparison.table import Table, percent
@@ -112,12 +110,7 @@ def fits(value: str | None, wanted: Any) -> bool:
 
 def load(path: str | Path = CLAIMS) -> Papers:
     """The file's content; UserError with the nearest name for an unknown key or system."""
-    try:
-        content = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise UserError(f"cannot read {path} ({' '.join(str(error).split())}); give another --claims_file") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds {type(content).__name__}; it needs systems, published and claims")
+    content = read_yaml(str(path), "give a --claims_file with systems, published and claims")
     check_names(content, ("systems", "published", "claims"), str(path))
     systems: dict[str, System] = {}
     for name, given in content.get("systems", {}).items():
@@ -148,11 +141,7 @@ def load(path: str | Path = CLAIMS) -> Papers:
 
 def check_names(given: Iterable[str], known: Iterable[str], where: str) -> None:
     """UserError for a name that is not known."""
-    known = list(known)
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)
-            raise UserError(f"{where}: '{name}' is unknown; the nearest is '{near[0] if near else 'none'}'")
+    check_known(given, known, lambda name, near: f"{where}: '{name}' is unknown; the nearest is '{near}'")
 
 
 def check_there(given: Iterable[str], needed: Iterable[str], where: str) -> None:

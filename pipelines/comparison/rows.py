@@ -9,7 +9,6 @@ own. What is shown of them: `comparison_tables.py`, and the plots and the page b
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 import statistics
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from mlflow import MlflowClient
 
+from models.config import hint
 from models.tables import UserError
 from pipelines import tracking
 from pipelines.comparison.runs import Selection
@@ -231,9 +231,8 @@ def compare(selection: Selection, metric: str | None = None, others: Sequence[Se
     if metric is None:
         metric = next((name for name in ("gauc", "mean/normalised_entropy") if name in found), "ndcg@10")
     elif metric not in found:
-        near = difflib.get_close_matches(metric, sorted(found), n=1, cutoff=0.0)
-        hint = f"the nearest is '{near[0]}'" if near else "none is evaluated yet"
-        raise UserError(f"no run of {selection.title} has the metric '{metric}' on val or test; {hint}")
+        near = hint(metric, sorted(found), "none is evaluated yet")
+        raise UserError(f"no run of {selection.title} has the metric '{metric}' on val or test; {near}")
     sign = 1 if lower_is_better(metric) else -1
 
     def rank(row: Row) -> tuple[float, float]:

@@ -5,7 +5,6 @@ In the view of an experiment a sweep is its best settings, on all of their seeds
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 from mlflow import MlflowClient
 
+from models.config import hint
 from models.tables import UserError
 from pipelines import tracking
 
@@ -152,7 +152,5 @@ def only(runs: Sequence[Any], name: str, what: str, uri: str) -> Any:
         ids = ", ".join(run.info.run_id for run in found)
         raise UserError(f"{len(found)} {what}s at {uri} are called '{name}'; give the id of one: {ids}")
     if not found:
-        near = difflib.get_close_matches(name, [run.info.run_name for run in runs], n=1, cutoff=0.0)
-        hint = f"the nearest is '{near[0]}'" if near else "there is none"
-        raise UserError(f"there is no {what} '{name}' at {uri}; {hint}")
+        raise UserError(f"there is no {what} '{name}' at {uri}; {hint(name, [run.info.run_name for run in runs])}")
     return found[0]

@@ -1,0 +1,50 @@
+"""Reading configurations: YAML files, and the nearest of the known names for one that is unknown.
+
+content = read_yaml("jobs/configs/sasrec.yaml", "check --config")
+check_known(content, known, lambda key, near: f"unknown key '{key}'; the nearest key is '{near}'")
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import yaml
+
+from models.tables import UserError, open_uri
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The one of `known`, of which there must be one, that is most like `word`."""
+    return difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.0)[0]
+
+
+def hint(word: str, known: Iterable[str], none: str = "there is none") -> str:
+    """Half a sentence that names the nearest of `known`; `none` where there is nothing to name."""
+    known = list(known)
+    return f"the nearest is '{nearest(word, known)}'" if known else none
+
+
+def check_known(given: Iterable[str], known: Iterable[str], message: Callable[[str, str], str]) -> None:
+    """UserError(message(name, nearest)) for the first of `given` that is not among `known`."""
+    known = list(known)
+    for name in given:
+        if name not in known:
+            raise UserError(message(name, nearest(name, known) if known else "none"))
+
+
+def read_yaml(uri: str, remedy: str) -> dict[str, Any]:
+    """The mapping in a YAML file at a path or URI; UserError with the remedy where there is none."""
+    filesystem, path = open_uri(uri)
+    try:
+        with filesystem.open_input_stream(path) as stream:
+            content = yaml.safe_load(stream.read())
+    except OSError as error:
+        why = "no such file" if isinstance(error, FileNotFoundError) else " ".join(str(error).split())
+        raise UserError(f"cannot read {uri} ({why}); {remedy}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{uri} is not valid YAML: {' '.join(str(error).split())}; {remedy}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{uri} holds {type(content).__name__}, not a mapping; {remedy}")
+    return content
