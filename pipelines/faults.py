@@ -17,7 +17,9 @@ from models.tables import UserError
 AGAIN = "then run the same line again, which goes on from what is finished"
 
 FULL = re.compile(
-    r"no space left on device|disk is full|disk quota exceeded|file too large|PytorchStreamWriter failed", re.I
+    r"no space left on device|disk is full|disk quota exceeded|file too large|PytorchStreamWriter failed|"
+    r"unexpected pos \d+ vs",
+    re.I,
 )
 """What a full disk says through Python, Arrow, SQLite, safetensors and PyTorch."""
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import resource
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -31,38 +34,33 @@ def sqlite_full(folder: Path) -> None:
 
 
 def arrow_full(folder: Path) -> None:
-    with fs.LocalFileSystem().open_output_stream("/dev/full") as stream:
-        pq.write_table(pa.table({"x": range(100_000)}), stream)
+    with fs.LocalFileSystem().open_output_stream(str(folder / "x.parquet")) as stream:
+        pq.write_table(pa.table({"x": np.random.default_rng(0).random(1 << 19)}), stream)
 
 
-def limited(folder: Path) -> None:
-    """A file that grows beyond a limit of the process, in a process of its own."""
-    code = """
-import resource
-from pipelines.faults import explain
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-try:
-    open("grows", "wb").write(bytes(5000))
-except OSError as error:
-    print(explain(error))
-"""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    said = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
-    raise OSError(28, said.stdout) if "the disk is full" in said.stdout else AssertionError(said.stderr)
+@contextmanager
+def no_room() -> Iterator[None]:
+    """Files of this process end at 1 MB: not /dev/full, which some libraries replace by a file where they may."""
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 
 
 @pytest.mark.parametrize(
     "fill",
     [
-        lambda folder: Path("/dev/full").write_bytes(b"x"),
-        lambda folder: torch.save({"w": WIDE}, "/dev/full"),
-        lambda folder: torch.save({"w": WIDE}, open("/dev/full", "wb")),  # noqa: SIM115
-        lambda folder: safetensors.torch.save_file({"w": WIDE}, "/dev/full"),
-        sqlite_full, arrow_full, limited,
+        lambda folder: (folder / "x").write_bytes(bytes(1 << 21)),
+        lambda folder: torch.save({"w": WIDE}, folder / "x.pt"),
+        lambda folder: torch.save({"w": WIDE}, (folder / "x.pt").open("wb")),
+        lambda folder: safetensors.torch.save_file({"w": WIDE}, folder / "x.safetensors"),
+        sqlite_full, arrow_full,
     ],
 )  # fmt: skip
 def test_a_full_disk_is_told_by_every_library(fill: Callable[[Path], object], tmp_path: Path) -> None:
-    with pytest.raises(Exception) as caught:  # noqa: PT011
+    with no_room(), pytest.raises(Exception) as caught:  # noqa: PT011
         fill(tmp_path)
     assert str(explain(caught.value)).startswith("the disk is full (")
     assert "free some space, then run the same line again" in str(explain(caught.value))
@@ -118,7 +116,7 @@ def test_a_job_ends_with_one_line_and_keeps_the_traceback(tmp_path: Path) -> Non
     (said,) = ended.stderr.splitlines()
     assert said.startswith("error: the disk is full ([Errno 28] No space left on device); free some space, then")
     kept = Path(said.rpartition("traceback in ")[2].rstrip(")"))
-    assert kept.read_text().startswith("Traceback")
+    assert "Traceback (most recent call last)" in kept.read_text()
     environment["TRIELINE_TRACEBACK"] = "1"
     ended = subprocess.run(line, env=environment, capture_output=True, text=True)
     assert "Traceback" in ended.stderr

@@ -124,7 +124,7 @@ def test_the_job_measures_what_ranking_by_hand_gives(
         assert result.metrics[f"{name}/recall@10"] == pytest.approx(sum(r < 10 for r in ranks) / len(ranks))
         expected = sum(1 / math.log2(r + 2) for r in ranks if r < 10) / len(ranks)
         assert result.metrics[f"{name}/ndcg@10"] == pytest.approx(expected)
-        assert f"{name}  {len(ranks)} users, recall@10" in printed
+        assert f"{name}  {len(ranks)} requests, recall@10" in printed
     assert 80 > sizes[0] > sizes[1] > 0  # both subsets are proper ones
     plain, _ = evaluate(str(folder / "sasrec"), tables)
     assert plain.metrics == pytest.approx({k: v for k, v in result.metrics.items() if "/" not in k})

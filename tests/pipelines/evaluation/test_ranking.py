@@ -129,7 +129,7 @@ def test_figures_are_printed_where_the_run_is_gone(world: World, tmp_path: Path,
             UserError, match=r"are in .*evaluation-val\.json, but not in MLflow: .*; give the --tracking_uri"
         ):
             run(Config(world.place("sasrec-2"), world.tables, split="val", tracking_uri=gone))
-        assert "sasrec on val: 60 users, seed 2" in capsys.readouterr().out
+        assert "sasrec on val: 60 requests of 60 users, seed 2" in capsys.readouterr().out
 
 
 def test_another_decoder_is_recorded_beside_the_plain_one(world: World) -> None:

@@ -16,6 +16,7 @@ from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.sources import Block, Source, load_source
 from pipelines.data.sources.amazon2023 import Amazon2023
 from pipelines.data.sources.lcrec import LcRec
+from pipelines.data.sources.normalise import NO_ID
 
 CONFIGS = Path(__file__).parents[3] / "jobs" / "configs" / "sources"
 DATA = Path(__file__).parents[3] / "../shared/data"
@@ -34,7 +35,7 @@ def items(source: Source, folder: Path) -> list[dict]:
     return [row for f in files for found in source.read_items(str(folder), f) for row in found.rows.to_pylist()]
 
 
-names = st.text(st.characters(codec="utf-8"), max_size=5).map(str.strip).filter(bool)
+names = st.text(st.characters(codec="utf-8"), max_size=5).map(str.strip).filter(lambda name: name not in ("", *NO_ID))
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
