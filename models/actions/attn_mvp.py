@@ -55,8 +55,8 @@ class AttnMVP(ActionsModel):
         self.pool = CausalAttention(config.width, config.num_heads, strict=True) if config.late_fusion else None
 
     def encode(self, items: Tensor, actions: Tensor, seen: Tensor) -> Tensor:
-        layout, x, mix = self.layout(seen), items, self.config.action_weight * actions
+        layout, x, added_values = self.layout(seen), items, self.config.action_weight * actions
         for block in self.transformer:
-            x = block(x, layout, mix)
+            x = block(x, layout, added_values)
         x = self.norm(x)
         return x if self.pool is None else torch.cat([x, self.pool(x, actions, layout)], 2)

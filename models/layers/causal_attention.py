@@ -41,7 +41,7 @@ class Layout:
     """T: positions of the context, padding included."""
     visible: Tensor
     """(B, C, T) bool: true where a candidate reads a context position."""
-    turn: Tensor
+    rope: Tensor
     """Rotary tables of all L positions."""
 
     @classmethod
@@ -54,7 +54,7 @@ class Layout:
 
     def past(self) -> Layout:
         """The context alone."""
-        return Layout(self.context, self.visible[:, :0], self.turn[:, :, :, : self.context])
+        return Layout(self.context, self.visible[:, :0], self.rope[:, :, :, : self.context])
 
 
 class CausalAttention(nn.Module):
@@ -75,8 +75,8 @@ class CausalAttention(nn.Module):
         Where `strict`, no value of a candidate is read, and `values` may be (B, T, D).
         """
         n, read = layout.context, layout.context if self.strict else states.shape[1]
-        q = rotate(self.split(self.q(states)), layout.turn)
-        k = rotate(self.split(self.k(states[:, :read])), layout.turn[:, :, :, :read])
+        q = rotate(self.split(self.q(states)), layout.rope)
+        k = rotate(self.split(self.k(states[:, :read])), layout.rope[:, :, :, :read])
         v = self.split(self.v(values[:, :read]))
         past = q[:, :, :n], k[:, :, :n], v[:, :, :n]
         mixed = shifted_attention(*past) if self.strict else causal_product(*past)
@@ -110,10 +110,10 @@ class CausalBlock(nn.Module):
         )
         self.dropout = dropout
 
-    def forward(self, x: Tensor, layout: Layout, mix: Tensor | None = None) -> Tensor:
-        """(B, L, D). `mix` (B, T, D) is added to the values, never to queries or keys; not where a block that is
-        not strict has candidates, for they have no value of their own then."""
+    def forward(self, x: Tensor, layout: Layout, added_values: Tensor | None = None) -> Tensor:
+        """(B, L, D). `added_values` (B, T, D) is added to the values, never to queries or keys; not where a block
+        that is not strict has candidates, for they have no value of their own then."""
         states = self.norm(x)
-        values = states if mix is None else states[:, : layout.context] + mix
+        values = states if added_values is None else states[:, : layout.context] + added_values
         x = x + functional.dropout(self.attention(states, values, layout), self.dropout, self.training)
         return x + functional.dropout(self.ffn(x), self.dropout, self.training)

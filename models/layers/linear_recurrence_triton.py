@@ -37,19 +37,19 @@ def forward_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Writes h (B, L, D). A position of k and v is `k_step` and `v_step` numbers after the one before it."""
     row, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C)
-    place, inside = tl.arange(0, T), channel < width
+    offset, inside = tl.arange(0, T), channel < width
     gamma = tl.load(decay + channel, mask=inside, other=0.0)
     state = tl.zeros((C,), dtype=tl.float32)
     for begin in range(0, length, T):
-        t = begin + place
-        there = (t < length)[:, None] & inside[None, :]
-        key = tl.load(k + row * k_row + t[:, None] * k_step + channel[None, :], mask=there, other=0.0)
-        value = tl.load(v + row * v_row + t[:, None] * v_step + channel[None, :], mask=there, other=0.0)
+        t = begin + offset
+        mask = (t < length)[:, None] & inside[None, :]
+        key = tl.load(k + row * k_row + t[:, None] * k_step + channel[None, :], mask=mask, other=0.0)
+        value = tl.load(v + row * v_row + t[:, None] * v_step + channel[None, :], mask=mask, other=0.0)
         x = key.to(tl.float32) * value.to(tl.float32)  # (T, C)
         power, own = tl.associative_scan((tl.broadcast_to(gamma[None, :], (T, C)), x), 0, combine)
         tile = own + power * state[None, :]
-        tl.store(h + row * length * width + t[:, None] * width + channel[None, :], tile, mask=there)
-        state = tl.sum(tl.where((place == T - 1)[:, None], tile, 0.0), 0)
+        tl.store(h + row * length * width + t[:, None] * width + channel[None, :], tile, mask=mask)
+        state = tl.sum(tl.where((offset == T - 1)[:, None], tile, 0.0), 0)
 
 
 @triton.jit
@@ -62,23 +62,23 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     g_t = grad_t + decay * g_{t+1}; dk = g v, dv = g k, by_decay = sum_t g_t h_{t-1}.
     """
     row, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C)
-    place, inside = tl.arange(0, T), channel < width
+    offset, inside = tl.arange(0, T), channel < width
     gamma = tl.load(decay + channel, mask=inside, other=0.0)
     state, total = tl.zeros((C,), dtype=tl.float32), tl.zeros((C,), dtype=tl.float32)
     for begin in range(0, length, T):
-        t = length - 1 - begin - place
-        there = (t >= 0)[:, None] & inside[None, :]
+        t = length - 1 - begin - offset
+        mask = (t >= 0)[:, None] & inside[None, :]
         flat = row * length * width + t[:, None] * width + channel[None, :]
-        x = tl.load(grad + flat, mask=there, other=0.0).to(tl.float32)
+        x = tl.load(grad + flat, mask=mask, other=0.0).to(tl.float32)
         power, own = tl.associative_scan((tl.broadcast_to(gamma[None, :], (T, C)), x), 0, combine)
         g = own + power * state[None, :]
-        key = tl.load(k + row * k_row + t[:, None] * k_step + channel[None, :], mask=there, other=0.0)
-        value = tl.load(v + row * v_row + t[:, None] * v_step + channel[None, :], mask=there, other=0.0)
-        tl.store(dk + flat, g * value.to(tl.float32), mask=there)
-        tl.store(dv + flat, g * key.to(tl.float32), mask=there)
-        before = tl.load(h + flat - width, mask=there & (t > 0)[:, None], other=0.0)
+        key = tl.load(k + row * k_row + t[:, None] * k_step + channel[None, :], mask=mask, other=0.0)
+        value = tl.load(v + row * v_row + t[:, None] * v_step + channel[None, :], mask=mask, other=0.0)
+        tl.store(dk + flat, g * value.to(tl.float32), mask=mask)
+        tl.store(dv + flat, g * key.to(tl.float32), mask=mask)
+        before = tl.load(h + flat - width, mask=mask & (t > 0)[:, None], other=0.0)
         total += tl.sum(g * before.to(tl.float32), 0)
-        state = tl.sum(tl.where((place == T - 1)[:, None], g, 0.0), 0)
+        state = tl.sum(tl.where((offset == T - 1)[:, None], g, 0.0), 0)
     tl.store(by_decay + row * width + channel, total, mask=inside)
 
 

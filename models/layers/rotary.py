@@ -1,7 +1,7 @@
 """Rotary position embedding (RoPE, Su et al., 2023): pairs of channels turn by an angle that grows with the position.
 
-    turn = rotary(position, width)        # once per batch
-    q, k = rotate(q, turn), rotate(k, turn)
+    rope = rotary(position, width)        # once per batch
+    q, k = rotate(q, rope), rotate(k, rope)
 
 The product of a turned query and a turned key depends on how far apart they are, not on where they are.
 
@@ -26,8 +26,8 @@ def rotary(position: Tensor, width: int) -> Tensor:
     return torch.stack([angle.cos(), angle.sin()])
 
 
-def rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """(B, H, L, d) turned by `turn` of `rotary`, in the dtype of `x`; channel j is paired with channel j + d / 2."""
-    cosine, sine = turn
+def rotate(x: Tensor, rope: Tensor) -> Tensor:
+    """(B, H, L, d) turned by `rope` of `rotary`, in the dtype of `x`; channel j is paired with channel j + d / 2."""
+    cosine, sine = rope
     left, right = x.chunk(2, -1)
     return torch.cat([left * cosine - right * sine, right * cosine + left * sine], -1).to(x.dtype)

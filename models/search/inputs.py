@@ -47,36 +47,36 @@ class Text(nn.Module):
 
     def pair(self, item: Tensor, query: Tensor) -> Tensor:
         """(..., E): document and query together ([CLS] in Eq. 1 of QGS); the document alone without a query."""
-        place = self.place(item, query)
+        index = self.pair_index(item, query)
         alone = self.items[item.clamp(min=0)]
         if len(self.pairs):
-            alone = torch.where((place >= 0)[..., None], self.pairs[place.clamp(min=0)], alone)
+            alone = torch.where((index >= 0)[..., None], self.pairs[index.clamp(min=0)], alone)
         return self.document(self.gain * alone)
 
     def seen(self, item: Tensor, query: Tensor) -> Tensor:
         """(..., E): the [SEP] output over query and document, which has seen the document; zero without a query."""
-        place = self.place(item, query)
-        return self.of_query(self.gain * self.joint[place.clamp(min=0)]) * (place >= 0)[..., None]
+        index = self.pair_index(item, query)
+        return self.of_query(self.gain * self.joint[index.clamp(min=0)]) * (index >= 0)[..., None]
 
-    def place(self, item: Tensor, query: Tensor) -> Tensor:
+    def pair_index(self, item: Tensor, query: Tensor) -> Tensor:
         """(...) int64: row of each pair, -1 for padding and where there is no query.
 
         Raises UserError for a pair that was not encoded, if the text is to be `complete`; else it is -1 too.
         """
-        asked = (item >= 0) & (query != NO_QUERY)
+        has_query = (item >= 0) & (query != NO_QUERY)
         if not len(self.pair_keys):
-            if self.complete and bool(asked.any()):
+            if self.complete and bool(has_query.any()):
                 raise UserError("the text holds no pair of query and item; run jobs.encode again on these tables")
             return torch.full_like(item, -1)
         key = pair_key(item, query, self.num_queries)
-        place = torch.searchsorted(self.pair_keys, key).clamp(max=len(self.pair_keys) - 1)
-        missing = asked & (self.pair_keys[place] != key)
+        index = torch.searchsorted(self.pair_keys, key).clamp(max=len(self.pair_keys) - 1)
+        missing = has_query & (self.pair_keys[index] != key)
         if self.complete and bool(missing.any()):
             raise UserError(
                 f"the text has no embedding of item {int(item[missing][0])} with query {int(query[missing][0])}; run "
                 f"jobs.encode again on these tables"
             )
-        return torch.where(asked & ~missing, place, -1)
+        return torch.where(has_query & ~missing, index, -1)
 
 
 class Scale(nn.Module):
@@ -102,7 +102,7 @@ def feature_groups(names: tuple[str, ...]) -> dict[str, list[int]]:
     """
     groups: dict[str, list[int]] = {"cross": [], "document": [], "query": [], "context": []}
     kinds = {"pair": "cross", "item": "document", "query": "query"}
-    for place, name in enumerate(names):
+    for index, name in enumerate(names):
         group = "query" if name in ("pair_gap", "pair_seen") else kinds.get(name.split("_")[0], "context")
-        groups[group].append(place)
+        groups[group].append(index)
     return {name: places for name, places in groups.items() if places}

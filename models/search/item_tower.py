@@ -65,8 +65,8 @@ class ItemTower(nn.Module):
         if not torch.is_grad_enabled():
             everything = torch.arange(len(self.lengths), device=item.device)
             return derived(self, "documents", lambda: self.encode(everything))[item]
-        distinct, place = item.unique(return_inverse=True)
-        return self.encode(distinct)[place]
+        distinct, index = item.unique(return_inverse=True)
+        return self.encode(distinct)[index]
 
     def encode(self, item: Tensor) -> Tensor:
         """(U, W) of the documents `item` (U,)."""
@@ -77,8 +77,8 @@ class ItemTower(nn.Module):
         again = torch.is_grad_enabled() and len(pieces) > 2
         ordered, states = item[order.to(item.device)], []
         for begin, end in itertools.pairwise(pieces):
-            asked = (ordered[begin:end], longest[begin])
-            states.append(checkpoint(self.states, *asked, use_reentrant=False) if again else self.states(*asked))
+            piece = (ordered[begin:end], longest[begin])
+            states.append(checkpoint(self.states, *piece, use_reentrant=False) if again else self.states(*piece))
         return torch.cat(states)[order.argsort().to(item.device)]
 
     def states(self, item: Tensor, longest: int) -> Tensor:

@@ -56,7 +56,7 @@ class RankerConfig:
             )
 
 
-class GroupAttention(nn.Module):
+class HFGAttention(nn.Module):
     """HFG-Attention (Eq. 11-13 of QGS): a token per group of features and one for the DNN's view of all."""
 
     def __init__(self, sizes: list[int], context: int, width: int, heads: int, output: int) -> None:
@@ -66,12 +66,12 @@ class GroupAttention(nn.Module):
         self.attention = HSTULayer(width, heads, len(sizes) + 1, causal=False, ffn=4 * width)
         self.out = nn.Linear(width, output)
 
-    def forward(self, groups: list[Tensor], there: Tensor, context: Tensor) -> Tensor:
-        """(N, output) of `groups`, each (N, its size), of which those not `there` (N, G) are left out, and of the
-        DNN's output (N, context), through which no gradient goes back."""
+    def forward(self, groups: list[Tensor], group_mask: Tensor, context: Tensor) -> Tensor:
+        """(N, output) of `groups`, each (N, its size), without those outside of `group_mask` (N, G), and of the DNN's
+        output (N, context), through which no gradient goes back."""
         tokens = [functional.relu(layer(group)) for layer, group in zip(self.groups, groups, strict=True)]  # Eq. 11
         r = torch.stack([*tokens, self.context(context.detach())], 1)  # (N, G + 1, e): Eq. 12
-        mask = functional.pad(there, (0, 1), value=True)
+        mask = functional.pad(group_mask, (0, 1), value=True)
         mixed = self.attention(r, mask) * mask[..., None]
         return self.out(mixed.sum(1) / mask.sum(1, keepdim=True))  # Eq. 13
 
@@ -100,7 +100,7 @@ class Ranker(nn.Module):
         )
         self.groups = None
         if config.group_attention:
-            self.groups = GroupAttention(
+            self.groups = HFGAttention(
                 [*self.group_sizes, *[config.text_width] * 2],
                 config.dnn_width,
                 config.group_width,
@@ -122,14 +122,14 @@ class Ranker(nn.Module):
         """(N, K) logits from the candidates and, where there is one, `sequence` (N, width): h_seq of each."""
         query = batch["request_query"][batch["candidate_request"]]  # (N,)
         features = self.scale(batch["features"])
-        document, asked = self.text.pair(batch["candidate"], query), self.text.query(query)  # (N, E)
-        shared = self.dnn(torch.cat([features, asked, document], 1))
+        document, query_embedding = self.text.pair(batch["candidate"], query), self.text.query(query)  # (N, E)
+        shared = self.dnn(torch.cat([features, query_embedding, document], 1))
         parts = [document, shared]
         if self.groups is not None:
-            groups = [*features[:, self.by_group].split(self.group_sizes, 1), asked, document]
-            there = torch.ones(len(query), len(groups), dtype=torch.bool, device=query.device)
-            there[:, -2] = query != NO_QUERY
-            parts.insert(0, self.groups(groups, there, shared))
+            groups = [*features[:, self.by_group].split(self.group_sizes, 1), query_embedding, document]
+            group_mask = torch.ones(len(query), len(groups), dtype=torch.bool, device=query.device)
+            group_mask[:, -2] = query != NO_QUERY
+            parts.insert(0, self.groups(groups, group_mask, shared))
         fused = self.norm(torch.cat(parts if sequence is None else [*parts, sequence], 1))
         return torch.cat([tower(fused) for tower in self.towers], 1)
 

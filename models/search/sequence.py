@@ -107,9 +107,9 @@ class SequenceRanker(Ranker):
         nn.init.normal_(self.position.weight, std=0.02)
         self.start = nn.Parameter(torch.zeros(config.width))  # the state before any behaviour
         self.encoder: nn.Module = make_encoder(config)
-        asked = 0 if config.query_condition == "none" else config.text_width
+        query_width = 0 if config.query_condition == "none" else config.text_width
         self.head = nn.Sequential(
-            nn.Linear(config.width + asked, config.width), nn.ReLU(), nn.Linear(config.width, config.width)
+            nn.Linear(config.width + query_width, config.width), nn.ReLU(), nn.Linear(config.width, config.width)
         )
         if config.infonce_weight:
             self.target = nn.Linear(features + config.text_width, config.width, bias=False)  # W_tgt of Sec. 3.4
@@ -133,20 +133,20 @@ class SequenceRanker(Ranker):
             raise ValueError(f"a history of {length} exceeds max_history {self.config.max_history}; pass the latest")
         return self.encoder(self.project(tokens) + self.position.weight[:length], batch["history_time"])
 
-    def condition(self, states: Tensor, item: Tensor, query: Tensor) -> Tensor:
+    def predict_head(self, states: Tensor, item: Tensor, query: Tensor) -> Tensor:
         """(..., D): z of Eq. 3 from states (..., D) and the query of the next item (and, if joint, the item)."""
         if self.config.query_condition == "none":
             return self.head(states)
         joint = self.config.query_condition == "joint"
-        asked = self.text.seen(item, query) if joint else self.text.query(query)
-        return self.head(torch.cat([states, asked], -1))
+        query_embedding = self.text.seen(item, query) if joint else self.text.query(query)
+        return self.head(torch.cat([states, query_embedding], -1))
 
     def rank_after(self, past: Tensor, batch: Batch) -> Tensor:
         """(N, K) logits, where `past` (R, D) is the state before each request."""
         owner = batch["candidate_request"]
         if self.config.query_condition == "joint":  # another one for each candidate
-            return self.rank(batch, self.condition(past[owner], batch["candidate"], batch["request_query"][owner]))
-        return self.rank(batch, self.condition(past, batch["request_row"], batch["request_query"])[owner])
+            return self.rank(batch, self.predict_head(past[owner], batch["candidate"], batch["request_query"][owner]))
+        return self.rank(batch, self.predict_head(past, batch["request_row"], batch["request_query"])[owner])
 
     def past(self, states: Tensor, batch: Batch) -> Tensor:
         """(R, D): the state after the last behaviour before each request."""
@@ -170,7 +170,7 @@ class SequenceRanker(Ranker):
     def next_item_loss(self, states: Tensor, tokens: Tensor, batch: Batch) -> Tensor:
         """Eq. 3-5: each behaviour but a row's first, predicted from the state before it and its query."""
         item = batch["history"][:, 1:]
-        z = self.condition(states[:, :-1], item, batch["history_query"][:, 1:])
+        z = self.predict_head(states[:, :-1], item, batch["history_query"][:, 1:])
         v = self.target(tokens[:, 1:])
         return info_nce(z, v, item, item >= 0, self.config.temperature, self.config.negatives)
 

@@ -36,7 +36,7 @@ def test_every_position_reads_what_it_may(strict):
     seen = torch.arange(5) < torch.tensor([[5, 2, 0], [1, 4, 4]])[..., None]
     layout = Layout.of(seen, 4)
     got = attention(states, values, layout)
-    q, k = (rotate(attention.split(part(states)), layout.turn) for part in (attention.q, attention.k))
+    q, k = (rotate(attention.split(part(states)), layout.rope) for part in (attention.q, attention.k))
     v = attention.split(attention.v(values))
     for row in range(2):
         for i in range(8):
@@ -51,9 +51,9 @@ def test_every_position_reads_what_it_may(strict):
 
 def test_a_candidate_stands_where_the_next_event_would():
     seen = torch.arange(5) < torch.tensor([[3, 0]])[..., None]
-    turn = Layout.of(seen, 4).turn
-    torch.testing.assert_close(turn[:, 0, 0, 5], turn[:, 0, 0, 3])
-    torch.testing.assert_close(turn[:, 0, 0, 6], turn[:, 0, 0, 0])
+    rope = Layout.of(seen, 4).rope
+    torch.testing.assert_close(rope[:, 0, 0, 5], rope[:, 0, 0, 3])
+    torch.testing.assert_close(rope[:, 0, 0, 6], rope[:, 0, 0, 0])
 
 
 def test_mixed_values_never_touch_queries_and_keys():

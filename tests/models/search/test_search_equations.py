@@ -15,7 +15,7 @@ from models.layers.hstu import HSTULayer
 from models.search.encoders import CausalBert, LinearHSTU, LinearHSTULayer, copy_pretrained, pretrained_sizes
 from models.search.inputs import feature_groups
 from models.search.objective import info_nce, masked_logits
-from models.search.ranker import GroupAttention
+from models.search.ranker import HFGAttention
 from models.tables import UserError
 
 
@@ -134,7 +134,7 @@ def test_hstu_attention_is_its_loop():
 
 def test_group_attention_is_its_equations_and_stops_the_gradient_of_its_context():
     torch.manual_seed(0)
-    block = GroupAttention([3, 2], 5, 8, 4, 7)
+    block = HFGAttention([3, 2], 5, 8, 4, 7)
     groups = [torch.randn(4, 3), torch.randn(4, 2)]
     context = torch.randn(4, 5, requires_grad=True)
     there = torch.tensor([[True, True], [True, False], [True, True], [False, False]])

@@ -140,7 +140,7 @@ def test_the_joint_condition_has_seen_the_document_and_ours_has_not(catalogue, b
     with torch.no_grad():
         for model, moves in ((joint, True), (ours, False)):
             past = torch.zeros(2, 24)
-            z = model.condition(past, item, query)
+            z = model.predict_head(past, item, query)
             assert torch.allclose(z[0], z[1], atol=1e-5) != moves
         assert joint.score(batch).shape == (len(batch["candidate"]), 2)
     joint.train()(batch)["loss"].backward()
@@ -152,7 +152,7 @@ def test_the_query_moves_the_prediction_only_where_it_is_a_condition(catalogue, 
         for name, moves in (("qgs", True), ("qgs_item_only", False)):
             model = make(name, catalogue)
             past = model.past(model.states(batch, model.history_tokens(batch)), batch)
-            z = [model.condition(past, past, asked) for asked in (batch["request_query"], query)]
+            z = [model.predict_head(past, past, asked) for asked in (batch["request_query"], query)]
             assert torch.allclose(*z, atol=1e-5) != moves
 
 
