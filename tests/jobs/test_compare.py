@@ -14,8 +14,8 @@ import pytest
 from jobs.compare import Config, parse, run
 from models.tables import UserError
 from pipelines import tracking
+from pipelines.data.sids.tokenize import TokenizerConfig, tokenize
 from pipelines.data.tables import check_writable, commit, items_schema, write_part
-from pipelines.data.tokenize import TokenizerConfig, tokenize
 from pipelines.evaluation.comparison import compare, shared_name
 from pipelines.evaluation.comparison_tables import tables
 from pipelines.evaluation.pareto import Point, frontier

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from models.tables import UserError, join, read_parquet
 from pipelines.data.catalogue import core_items
-from pipelines.data.events import drop_unset, order_events, restore_unset, transit_schema
-from pipelines.data.sequences import Rules, build_sequences
+from pipelines.data.ingest import drop_unset, order_events, restore_unset, transit_schema
+from pipelines.data.kinds.retrieval.sequences import Rules, build_sequences
 from pipelines.data.shuffle import split, user_keys
 from pipelines.data.splits import SplitConfig, assign, cut_times, nth_time
 from pipelines.data.survey import check_users_once, read_coded, survey
