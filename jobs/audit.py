@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from jobs import cli
 from models.tables import UserError, join, read_manifest
-from pipelines.data.audit import audit, report
+from pipelines.data.audit.rules import audit, report
+from pipelines.data.kinds.table import KINDS
 
 
 @dataclass
@@ -53,9 +54,8 @@ def run(config: Config) -> None:
             f"--overwrite"
         )
     kind = read_manifest(join(config.tables, "sequences"), "sequences").info.get("kind", "retrieval")
-    job = {"search": "python -m jobs.encode --help, or ", "actions": ""}.get(
-        kind, "python -m jobs.tokenize --help, or "
-    )
+    extra = KINDS[kind].flow.extra
+    job = f"python -m jobs.{extra.job} --help, or " if extra else ""
     print(f"No violations. Next: {job}python -m jobs.train --help")
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jobs import cli
-from pipelines.data.search_text import SearchTextConfig, check_search_text, encode_search
+from pipelines.data.kinds.search.text import SearchTextConfig, check_search_text, encode_search
 from pipelines.data.tables import check_can_write
 
 

@@ -13,7 +13,7 @@ import time
 from dataclasses import asdict, dataclass, field
 
 from jobs import cli
-from pipelines.data.prepare_config import PrepareConfig, check
+from pipelines.data.settings import check, read_config
 from pipelines.data.sources import load_source
 from pipelines.data.sources.preview import lines, preview, warnings
 
@@ -84,7 +84,7 @@ def run(config: Config) -> dict[str, object]:
         for key, value in asdict(config).items()
         if key not in ("source", "input", "output", "overwrite", "dry_run")
     }
-    settings = PrepareConfig.of(defaults, options)
+    settings = read_config(defaults, options)
     check(source, config.input, config.output, settings)  # before Ray takes its seconds to start
     found = preview(source, config.input, settings.max_rejects)
     for line in lines(found) if config.dry_run else warnings(found):

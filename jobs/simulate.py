@@ -11,16 +11,17 @@ The same settings give the same log. Read it with `jobs/configs/sources/simulate
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from jobs import cli
-from pipelines.data.feed_simulator import KINDS, best_entropy, simulate_feed
-from pipelines.data.search_simulator import SearchSettings, best_gauc, simulate_search
-from pipelines.data.simulator import Settings, is_simulated, simulate_retrieval
+from pipelines.data.kinds.base import Simulator
+from pipelines.data.kinds.simulation import Settings, is_simulated
+from pipelines.data.kinds.table import KINDS
 
 SOURCES = Path(__file__).parent / "configs" / "sources"
+SIMULATORS: dict[str, Simulator] = {kind.simulator.name: kind.simulator for kind in KINDS.values()}
 
 
 @dataclass
@@ -29,7 +30,7 @@ class Config:
 
     output: str
     """Folder for the log: new, empty, or with an earlier simulated log, which is replaced."""
-    kind: Literal["retrieval", "search", "feed"] = "retrieval"
+    kind: Literal[tuple(SIMULATORS)] = "retrieval"  # type: ignore[valid-type]
     """`retrieval`: one item per event. `search`: searches with a query, ten results, clicks, purchases and dwell.
     `feed`: impressions with likes, comments, shares, follows, hides and dwell of dog and cat users."""
     users: int = 1500
@@ -48,54 +49,45 @@ class Config:
     """Search: chance of a click on a fitting result of a maker that the user does not like, if looked at; else 0.85."""
 
     def __post_init__(self) -> None:
-        if self.kind != "search" and self.query_driven != 1:
-            raise ValueError(f"query_driven is {self.query_driven}, which is of a search log; add --kind search")
-        if self.kind != "search" and self.taste != "user":
-            raise ValueError(f"taste is {self.taste}, which is of a search log; add --kind search")
-        if self.kind != "search" and self.disliked_click != Config.disliked_click:
-            raise ValueError(f"disliked_click is {self.disliked_click}, which is of a search log; add --kind search")
+        own = {name: other for other in SIMULATORS.values() for name in _options(other)}
+        for name, other in own.items():
+            value = getattr(self, name)
+            if name not in _options(self.simulator) and value != getattr(Config, name):
+                raise ValueError(f"{name} is {value}, which is of a {other.name} log; add --kind {other.name}")
         self.settings()
 
-    def settings(self) -> Any:
+    @property
+    def simulator(self) -> Simulator:
+        """That of this kind."""
+        return SIMULATORS[self.kind]
+
+    def settings(self) -> Settings:
         """Settings of the simulator of this kind."""
-        sizes = (self.users, self.items, self.events, self.seed)
-        if self.kind == "search":
-            return SearchSettings(*sizes, self.query_driven, self.taste, self.disliked_click)
-        return Settings(*sizes)
+        return self.simulator.settings(**{name: getattr(self, name) for name in _options(self.simulator)})
+
+
+def _options(simulator: Simulator) -> list[str]:
+    """Names of its settings."""
+    return [field.name for field in fields(simulator.settings)]
 
 
 def run(config: Config) -> None:
     """Writes the log, unless the folder holds it already."""
-    settings = config.settings()
-    things = "searches" if config.kind == "search" else "events"
-    size = f"{config.events:,} {things} of {config.users:,} users on {config.items:,} items, seed {config.seed}"
-    if config.kind == "search":
-        size += f", {config.query_driven:.0%} query-driven" + (", taste by query" if config.taste == "query" else "")
-        if config.disliked_click != Config.disliked_click:
-            size += f", clicks on disliked makers {config.disliked_click:g}"
+    simulator, settings = config.simulator, config.settings()
+    size = f"{config.events:,} {simulator.unit} of {config.users:,} users on {config.items:,} items, seed {config.seed}"
+    size += simulator.described(settings)
     if is_simulated(config.output, settings, config.kind):
         print(f"{config.output} is up to date: {size}")
     else:
-        started, bounds = time.monotonic(), {}
-        sizes = (config.users, config.items, config.events, config.seed)
-        if config.kind == "search":
-            causes = (config.query_driven, config.taste, config.disliked_click)
-            bounds = best_gauc(*simulate_search(config.output, *sizes, *causes))
-        elif config.kind == "feed":
-            simulate_feed(config.output, *sizes)
-        else:
-            simulate_retrieval(config.output, *sizes)
+        started = time.monotonic()
+        causes = simulator.simulate(config.output, **asdict(settings))
+        reachable = simulator.reachable(causes)
         print(f"simulated {size}, in {time.monotonic() - started:.1f} s\n  {config.output}")
-        if bounds:
-            print("GAUC of clicks at best, by " + ", ".join(f"{name} {value:.4f}" for name, value in bounds.items()))
-    if config.kind == "feed":
-        print(
-            f"half of the users like {KINDS[0]}s, half {KINDS[1]}s, which only their actions tell: normalised entropy "
-            f"of like is 1 without actions and {best_entropy('like'):.3f} at best"
-        )
-    source = SOURCES / {"search": "simulated_search.yaml", "feed": "simulated_feed.yaml"}.get(
-        config.kind, "simulated.yaml"
-    )
+        for line in reachable:
+            print(line)
+    if simulator.always:
+        print(simulator.always)
+    source = SOURCES / f"{simulator.source}.yaml"
     print(f"next: python -m jobs.prepare --source {source} --input {config.output} --output TABLES")
 
 

@@ -16,9 +16,9 @@ from models.retrieval.tokenizers.psid import PsidConfig
 from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
 from models.retrieval.tokenizers.rqvae import RqvaeConfig
 from models.tables import Manifest, join, reach
-from pipelines.data.embed import EmbedConfig, embed_origin
+from pipelines.data.sids.embed import EmbedConfig, embed_origin
+from pipelines.data.sids.tokenize import TokenizerConfig, check_folders, tokenize
 from pipelines.data.tables import check_can_write
-from pipelines.data.tokenize import TokenizerConfig, check_folders, tokenize
 
 GROUPS: dict[str, type] = {
     "embed": EmbedConfig,

@@ -36,9 +36,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from models.tables import join
+from pipelines.data.kinds.retrieval.simulator import simulate_retrieval
 from pipelines.data.prepare import prepare
 from pipelines.data.prepare_config import PrepareConfig
-from pipelines.data.simulator import simulate_retrieval
 from pipelines.data.sources.base import Block, Metadata, Source, list_files
 from pipelines.data.splits import SplitConfig
 from pipelines.data.tables import REJECTS

@@ -8,16 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
-from models.tables import Manifest, UserError
+from models.tables import Manifest
+from pipelines.data.durations import DAY_MS
+from pipelines.data.kinds.table import KINDS
 from pipelines.data.splits import NAMES
-from pipelines.data.survey import DAY
 
 FEW_REQUESTS = 30
 """Requests of a split below which its figures are noise."""
-TIED = 0.1
-"""Share of requests that ties leave without a history."""
-WITHOUT_HISTORY = 0.5
-"""Share of training requests without a history, whatever the reason."""
 DUPLICATES = 0.01
 """Share of events that repeat another."""
 DROPPED = 0.5
@@ -28,32 +25,14 @@ def notices(events: Manifest, items: Manifest, sequences: Manifest) -> list[str]
     """The lines for these tables."""
     info = sequences.info
     found = [*_log(events, items), *_core(events, items, info), *_truncated(info)]
-    if info.get("kind") == "retrieval":
-        found += _histories(events, info)
-    if info.get("kind") == "search":
-        found += _classes(info)
+    found += KINDS[info["kind"]].notices(events, info)
     return [f"warning: {line}" for line in [*found, *_splits(info)]]
-
-
-def require_training(requests: dict[str, int], truncated: dict[str, int], max_events: int, what: str) -> None:
-    """UserError where nothing can be trained. `requests` per split, those that can be learned from; `what` they are;
-    `truncated`: `truncated_users` and `truncated_events`."""
-    if requests["train"]:
-        return
-    others = ", ".join(f"{requests[name]:,} {name}" for name in NAMES[1:])
-    remedy = "move the cuts with --split.val_start and --split.test_start, or choose another --split.kind"
-    if truncated["truncated_events"]:
-        remedy = (
-            f"max_events {max_events:,} has left out the oldest {truncated['truncated_events']:,} behaviours of "
-            f"{truncated['truncated_users']:,} users: raise --max_events, or {remedy}"
-        )
-    raise UserError(f"there is no training {what} (there are {others}), so nothing can be trained; {remedy}")
 
 
 def _log(events: Manifest, items: Manifest) -> Iterator[str]:
     info = events.info
     made = datetime.fromisoformat(events.created).timestamp() * 1000 if events.created else float("inf")
-    if info["clock"] and info.get("last_ms", 0) > made + DAY:
+    if info["clock"] and info.get("last_ms", 0) > made + DAY_MS:
         last = datetime.fromtimestamp(info["last_ms"] / 1000, UTC)
         yield f"the log runs to {last:%Y-%m-%d}, which is in the future; check time.unit and the clock of the log"
     # at the same millisecond it is one event, logged twice
@@ -87,35 +66,6 @@ def _truncated(info: dict) -> Iterator[str]:
             f"{info['truncated_users']:,} users have more than max_events {info['max_events']:,} behaviours: their "
             f"oldest {info['truncated_events']:,} are left out, with what they asked; raise --max_events to keep them"
         )
-
-
-def _histories(events: Manifest, info: dict) -> Iterator[str]:
-    requests, without = info["requests"], info["requests_without_history"]
-    train, bare = requests["train"], without["train"]
-    first = sum(without.values()) - info["users"]  # each user's first behaviour has none, whatever the ties
-    said = f"{bare:,} of {train:,} training requests ({bare / max(train, 1):.0%}) have no history and train nothing"
-    if info["ties"] == "strict" and first > TIED * sum(requests.values()):
-        times = (
-            "all times are days"
-            if events.info["clock"] and events.info.get("grain_ms") == DAY
-            else "many share their time"
-        )
-        yield (
-            f"{said}: {times}, and ties are in no history; --ties log_order lets each behaviour see those before it in "
-            f"the log"
-        )
-    elif bare > WITHOUT_HISTORY * train:
-        yield f"{said}: most users have one behaviour; a longer log, or a higher --core, leaves those with more"
-
-
-def _classes(info: dict) -> Iterator[str]:
-    for name in NAMES:
-        if info["requests"][name] and info["requests_one_class"][name] == info["requests"][name]:
-            yield (
-                f"all {info['requests'][name]:,} {name} requests have one class only, all results or none with "
-                f"'{info['behaviour']}', so there is no GAUC; check the labels, and that results without it are in the "
-                f"log"
-            )
 
 
 def _splits(info: dict) -> Iterator[str]:

@@ -9,102 +9,25 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from pyarrow import fs
 
-from models.tables import (
-    MANIFEST,
-    Manifest,
-    UserError,
-    has_manifest,
-    join,
-    open_uri,
-    part_uris,
-    read_manifest,
-)
-from pipelines.data.actions_steps import make_actions
-from pipelines.data.catalogue import core_items, events_of
-from pipelines.data.events import hash_files, ingest, partitions_for
-from pipelines.data.items import match_items, write_items
+from models.tables import Manifest, UserError, has_manifest, join, open_uri, read_manifest
+from pipelines.data.catalogue import core_items, events_of, match_items, write_items
+from pipelines.data.ingest import hash_files, ingest, partitions_for
+from pipelines.data.kinds.table import KINDS
 from pipelines.data.matching import Match, check_matched
 from pipelines.data.notices import notices
-from pipelines.data.prepare_config import STATISTICS, PrepareConfig, check
-from pipelines.data.retrieval_steps import make_retrieval
-from pipelines.data.search_steps import make_search
+from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.run import Run, Say
+from pipelines.data.settings import STATISTICS, check
 from pipelines.data.sources.base import Rejected, Source
 from pipelines.data.splits import cut_times
 from pipelines.data.statistics import summarise
-from pipelines.data.survey import Survey, check_users_once, merge, survey
-from pipelines.data.tables import REJECTS, check_writable, clear, commit, fingerprint, up_to_date, write_file, writing
-
-Say = Callable[[str], None]
-
-
-@dataclass
-class _Run:
-    """One call of `prepare`: where things are, and what earlier steps found."""
-
-    source: Source
-    input: str
-    output: str
-    config: PrepareConfig
-    overwrite: bool
-    say: Say
-    whole: bool
-    """Whether a run has finished there before: only then is a table of other inputs or settings not replaced."""
-    surveyed: Survey | None = None
-
-    def table(self, name: str) -> str:
-        return join(self.output, name)
-
-    def finished(
-        self, name: str, config: dict[str, Any], inputs: dict[str, str], formerly: dict[str, Any] | None = None
-    ) -> Manifest | None:
-        """The table's manifest if it need not be made; UserError if a finished run made it from something else.
-
-        formerly: the same configuration as earlier code wrote it.
-        """
-        uri = self.table(name)
-        if self.overwrite or not has_manifest(uri):
-            return None
-        if not any(up_to_date(uri, fingerprint(settings, inputs)) for settings in (config, formerly or config)):
-            if self.whole:
-                raise UserError(
-                    f"{uri} was made from other inputs or settings; add --overwrite to replace it, or choose another "
-                    f"--output"
-                )
-            self.say(f"{name}: replaced, as the run that made it from other inputs or settings did not finish")
-            return None
-        manifest = read_manifest(uri, name)
-        part_uris(uri, manifest)  # a part that is gone or cut short is an error that names it
-        self.say(f"{name}: up to date, {manifest.rows:,} rows")
-        return manifest
-
-    def progress(self, step: str) -> Say:
-        """Says how far a step is, at most every second."""
-        last = [time.monotonic()]
-
-        def say(line: str) -> None:
-            if time.monotonic() - last[0] >= 1:
-                last[0] = time.monotonic()
-                self.say(f"{step}: {line}")
-
-        return say
-
-    def survey(self, events: Manifest) -> Survey:
-        """The arrays of the events parts, read at most once in a run."""
-        if self.surveyed is None:
-            late = self.config.counted in self.source.info.get("known", {})
-            self.surveyed = survey(part_uris(self.table("events"), events), self.config.counted, late)
-        return self.surveyed
-
-    def clean_on_error(self, uri: str) -> AbstractContextManager[None]:
-        """Removes the parts in the making if the step fails."""
-        return _clean_on_error(uri)
+from pipelines.data.survey import check_users_once, merge
+from pipelines.data.tables import REJECTS, commit, write_file, writing
 
 
 def prepare(
@@ -121,10 +44,11 @@ def prepare(
     removed and finished ones stay as they were.
     """
     config = check(source, input_uri, output_uri, config)
-    whole = not overwrite and is_whole(str(output_uri))
-    run = _Run(source, str(input_uri), str(output_uri), config, overwrite, say, whole)
+    kind, whole = KINDS[config.kind], not overwrite and is_whole(str(output_uri))
+    counted = None if kind.all_shown else config.behaviour
+    run = Run(source, str(input_uri), str(output_uri), config, counted, overwrite, say, whole)
     files, item_files, user_files = (
-        kind(run.input) for kind in (source.event_files, source.item_files, source.user_files)
+        find(run.input) for find in (source.event_files, source.item_files, source.user_files)
     )
     every = [*files, *item_files, *user_files]
     by_file = dict(zip(every, hash_files([join(run.input, file) for file in every]), strict=True))
@@ -132,12 +56,7 @@ def prepare(
         events = _make_events(run, files, {file: by_file[file] for file in [*files, *user_files]})
         split = _split_rule(run, events)
         items = _make_items(run, events, {file: by_file[file] for file in item_files}, split)
-        if config.kind == "search":
-            sequences = make_search(run, events, items, split, _split_key(run, events))
-        elif config.kind == "actions":
-            sequences = make_actions(run, events, items, split, _split_key(run, events))
-        else:
-            sequences = make_retrieval(run, events, items, split, _split_key(run, events), _before(run, split))
+        sequences = kind.sequences(run, events, items, split)
         statistics = summarise(events, items, sequences)
         content = json.dumps(statistics, indent=2) + "\n"
         write_file(join(run.output, STATISTICS), content.encode())
@@ -158,25 +77,7 @@ def is_whole(output: str) -> bool:
     )
 
 
-@contextmanager
-def _clean_on_error(*uris: str) -> Iterator[None]:
-    """Removes the parts that no manifest lists if the step fails."""
-    try:
-        yield
-    except BaseException:
-        for uri in uris:
-            _discard(uri)
-        raise
-
-
-def _discard(uri: str) -> None:
-    filesystem, root = open_uri(uri)
-    if filesystem.get_file_info(root).type != fs.FileType.Directory:
-        return
-    clear(uri, {part.path for part in read_manifest(uri).files} | {MANIFEST} if has_manifest(uri) else ())
-
-
-def _make_events(run: _Run, files: list[str], inputs: dict[str, str]) -> Manifest:
+def _make_events(run: Run, files: list[str], inputs: dict[str, str]) -> Manifest:
     source, config = run.source, run.config
     uris = [join(run.input, file) for file in files]
     partitions = config.partitions or partitions_for(uris)
@@ -195,9 +96,7 @@ def _make_events(run: _Run, files: list[str], inputs: dict[str, str]) -> Manifes
     events_uri, rejects_uri = run.table("events"), run.table("rejects")
     run.say(f"events: reading {_count(len(files), 'file')} into {_count(partitions, 'partition')}")
     begin = time.perf_counter()
-    with _clean_on_error(events_uri, rejects_uri):
-        check_writable(events_uri)
-        check_writable(rejects_uri)
+    with run.writing("events", "rejects"):
         users = source.read_users(run.input)
         of_users = Rejected.of(users) if users else Rejected()
         _say_rejects(run, of_users, " of the user files")
@@ -210,7 +109,7 @@ def _make_events(run: _Run, files: list[str], inputs: dict[str, str]) -> Manifes
             rejects_uri,
             partitions,
             config.ties == "log_order",
-            config.counted,
+            run.counted,
             users.rows if users else None,
             keep,
             run.progress("events"),
@@ -225,7 +124,7 @@ def _make_events(run: _Run, files: list[str], inputs: dict[str, str]) -> Manifes
             raise UserError(f"{run.input} holds no valid event; see the reasons above")
         check_matched(result.matched, "user", config.min_matched, run.say)
         read = time.perf_counter()
-        run.surveyed = merge(result.arrays, result.users, config.counted)
+        run.surveyed = merge(result.arrays, result.users, run.counted)
         check_users_once(run.surveyed.arrays, run.surveyed.users)
         timings = {"read_shuffle_sort_write_s": read - begin, "survey_s": time.perf_counter() - read}
         info = {
@@ -268,12 +167,12 @@ def _count(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'s' * (number != 1)}"
 
 
-def _say_rejects(run: _Run, rejected: Rejected, of: str = "") -> None:
+def _say_rejects(run: Run, rejected: Rejected, of: str = "") -> None:
     for reason, rows in rejected.reasons.most_common():
         run.say(f"rejects{of}: {rows:,} rows, {reason}; such as {rejected.examples[reason]}")
 
 
-def _check_rejects(run: _Run, rows: int, reasons: Mapping[str, int], of: str = "") -> None:
+def _check_rejects(run: Run, rows: int, reasons: Mapping[str, int], of: str = "") -> None:
     rejects = sum(reasons.values())
     if rejects > run.config.max_rejects * rows:
         raise UserError(
@@ -283,7 +182,7 @@ def _check_rejects(run: _Run, rows: int, reasons: Mapping[str, int], of: str = "
         )
 
 
-def _split_rule(run: _Run, events: Manifest) -> dict[str, Any]:
+def _split_rule(run: Run, events: Manifest) -> dict[str, Any]:
     """The split as manifests record it. Cut times come from the events, or from a finished table of them."""
     kind, clock = run.config.split.kind, events.info["clock"]
     if kind == "leave_last_out":
@@ -304,7 +203,7 @@ def _split_rule(run: _Run, events: Manifest) -> dict[str, Any]:
             "note: the k-core counts the whole log, test window included, as papers do; use --core_window train to "
             "count the training window only"
         )
-    wanted = _split_key(run, events)
+    wanted = run.split_key(events)
     for name in () if run.overwrite else ("sequences", "items"):
         if has_manifest(run.table(name)):
             info = read_manifest(run.table(name), name).info
@@ -313,23 +212,14 @@ def _split_rule(run: _Run, events: Manifest) -> dict[str, Any]:
     return cut_times(run.survey(events), run.config.split)
 
 
-def _split_key(run: _Run, events: Manifest) -> list[Any]:
-    """What the cut times depend on."""
-    return [events.hash, run.config.split.settings(), run.config.counted]
-
-
-def _before(run: _Run, split: dict[str, Any]) -> int | None:
-    return split["val_start_ms"] if run.config.core_window == "train" else None
-
-
-def _make_items(run: _Run, events: Manifest, files: dict[str, str], split: dict[str, Any]) -> Manifest:
+def _make_items(run: Run, events: Manifest, files: dict[str, str], split: dict[str, Any]) -> Manifest:
     config = run.config
     settings = _plain(
         {
             "source": run.source.config,
             "core": config.core,
             "core_window": config.core_window,
-            "behaviour": config.counted,
+            "behaviour": run.counted,
             **({"split": config.split.settings()} if config.core_window == "train" else {}),
         }
     )
@@ -341,11 +231,10 @@ def _make_items(run: _Run, events: Manifest, files: dict[str, str], split: dict[
         return finished
     begin = time.perf_counter()
     found = run.survey(events)
-    catalogue, rounds = core_items(found, config.core, _before(run, split))
+    catalogue, rounds = core_items(found, config.core, run.before_ms(split))
     counted = time.perf_counter()
     uri = run.table("items")
-    with _clean_on_error(uri):
-        check_writable(uri)
+    with run.writing("items"):
         parts, schema, counts, rejected, missing = write_items(run.source, run.input, list(files), catalogue, uri)
         _say_rejects(run, rejected, " of the item files")
         _check_rejects(run, rejected.rows_read, rejected.reasons, " of the item files")
@@ -358,9 +247,9 @@ def _make_items(run: _Run, events: Manifest, files: dict[str, str], split: dict[
             "core": config.core,
             "core_window": config.core_window,
             "core_rounds": rounds,
-            "behaviour": config.counted,
+            "behaviour": run.counted,
             "split": split,
-            "split_made_from": _split_key(run, events),
+            "split_made_from": run.split_key(events),
             "behaviours": found.behaviours,
             "items_before_core": len(found.items),
             "dropped_items": len(found.items) - len(catalogue),

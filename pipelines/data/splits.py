@@ -141,3 +141,18 @@ def assign(split: dict[str, Any], time: np.ndarray, user_start: np.ndarray) -> n
     code[ends[enough] - 1] = NAMES.index("test")
     code[ends[enough] - 2] = NAMES.index("val")
     return code
+
+
+def require_training(requests: dict[str, int], truncated: dict[str, int], max_events: int, what: str) -> None:
+    """UserError where nothing can be trained. `requests` per split, those that can be learned from; `what` they are;
+    `truncated`: `truncated_users` and `truncated_events`."""
+    if requests["train"]:
+        return
+    others = ", ".join(f"{requests[name]:,} {name}" for name in NAMES[1:])
+    remedy = "move the cuts with --split.val_start and --split.test_start, or choose another --split.kind"
+    if truncated["truncated_events"]:
+        remedy = (
+            f"max_events {max_events:,} has left out the oldest {truncated['truncated_events']:,} behaviours of "
+            f"{truncated['truncated_users']:,} users: raise --max_events, or {remedy}"
+        )
+    raise UserError(f"there is no training {what} (there are {others}), so nothing can be trained; {remedy}")

@@ -10,31 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from models.tables import Manifest
+from pipelines.data.kinds.table import KINDS
 from pipelines.data.splits import NAMES
 
 PER_SPLIT = ("requests", "requests_without_history", "events")
-SEARCH = (
-    "queries",
-    "candidates",
-    "requests_one_class",
-    "requests_without_query",
-    "requests_outside",
-    "requests_spread",
-    "max_request_spread_ms",
-    "candidates_outside",
-)
-"""What only a search log counts."""
-
-ACTIONS = (
-    "base_rates",
-    "users_with_candidates",
-    "users_with_context",
-    "users_without_context",
-    "events_without_context",
-    "events_outside",
-    "dropped",
-)
-"""What only a log of actions counts."""
 
 
 def summarise(events: Manifest, items: Manifest, sequences: Manifest) -> dict[str, Any]:
@@ -51,7 +30,7 @@ def summarise(events: Manifest, items: Manifest, sequences: Manifest) -> dict[st
         "max_length": info["max_length"],
         "split": dict(sorted(info["split"].items())),  # the same bytes whether just computed or read back
         **{kind: {name: info[kind][name] for name in NAMES} for kind in PER_SPLIT if kind in info},
-        **{name: info[name] for name in (*SEARCH, *ACTIONS) if name in info},
+        **{name: info[name] for name in KINDS[info["kind"]].statistics if name in info},
         "tied_behaviours": info["tied_behaviours"],
         "truncated_users": info["truncated_users"],
         "truncated_events": info["truncated_events"],

@@ -60,6 +60,13 @@ def coded(table: pa.Table, name: str) -> pa.DictionaryArray:
     return table[name].combine_chunks() if table[name].num_chunks != 1 else table[name].chunk(0)
 
 
+def positions_in(values: pa.DictionaryArray, table: pa.Array) -> np.ndarray:
+    """(E,) int32: the place of each value in `table`, -1 where it is null or not there."""
+    place = pc.fill_null(pc.index_in(values.dictionary.cast(pa.large_string()), table), -1).to_numpy()
+    index = pc.fill_null(values.indices.cast(pa.int64()), -1).to_numpy()
+    return np.append(place, -1)[index].astype(np.int32)  # index -1 is the appended one
+
+
 def distinct(values: np.ndarray) -> np.ndarray:
     """Each of (n,) integers once, sorted; np.unique hashes them since NumPy 2.3, which takes 7 to 45 times as long."""
     return pl.Series(values).unique().sort().to_numpy()

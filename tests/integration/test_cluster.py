@@ -22,7 +22,7 @@ import pytest
 from mlflow import MlflowClient
 
 from models.tables import read_manifest, read_table
-from pipelines.data.audit import audit
+from pipelines.data.audit.rules import audit
 
 ROOT = Path(__file__).parents[2]
 RAY = Path(sys.executable).with_name("ray")

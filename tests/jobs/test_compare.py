@@ -19,8 +19,8 @@ from pipelines.comparison.rows import compare, shared_name
 from pipelines.comparison.run_tables import tables
 from pipelines.comparison.runs import select
 from pipelines.comparison.table import Table
+from pipelines.data.sids.tokenize import TokenizerConfig, tokenize
 from pipelines.data.tables import check_writable, commit, items_schema, write_part
-from pipelines.data.tokenize import TokenizerConfig, tokenize
 
 
 def test_text_is_aligned_and_markdown_whole() -> None:

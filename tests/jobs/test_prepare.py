@@ -18,7 +18,7 @@ from jobs import cli
 from jobs.prepare import Config, run
 from models.tables import UserError, read_manifest
 from pipelines.data.prepare import prepare
-from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.settings import read_config
 from pipelines.data.sources import load_source
 
 SOURCE = {
@@ -71,7 +71,7 @@ def hashes(output: Path) -> dict[str, str]:
 def test_killed_at_any_moment_it_ends_as_an_undisturbed_run(tmp_path: Path) -> None:
     raw, output, undisturbed = write_log(tmp_path / "raw"), tmp_path / "out", tmp_path / "undisturbed"
     source, defaults = load_source(str(raw / "source.yaml"))
-    prepare(source, str(raw), str(undisturbed), PrepareConfig.of(defaults, {"partitions": 6}), say=lambda line: None)
+    prepare(source, str(raw), str(undisturbed), read_config(defaults, {"partitions": 6}), say=lambda line: None)
 
     generator = random.Random()
     for moment in ("events: reading", "events: reading", "items:"):  # then some part of a second later

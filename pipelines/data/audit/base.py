@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import polars as pl
 
@@ -19,50 +19,17 @@ FEW = 30
 EVENT_ORDER = ["timestamp_ms", "request_id", "position", "item_id"]
 SPLITS = ["train", "val", "test"]
 
-REQUIRED = {
-    "events": {
-        "user_id": "string",
-        "request_id": "string",
-        "timestamp_ms": "int64",
-        "item_id": "string",
-        "query": "string",
-        "position": "int32",
-    },
-    "items": {"item_index": "int32", "item_id": "string"},
-    "sequences": {
-        "user_id": "string",
-        "item_index": "list<item: int32>",
-        "timestamp_ms": "list<item: int64>",
-        "requests": "list<item: struct<timestamp_ms: int64, query: string, history_end: int32, split: string, "
-        "candidates: list<item: int32>>>",
-    },
+EVENTS = {
+    "user_id": "string",
+    "request_id": "string",
+    "timestamp_ms": "int64",
+    "item_id": "string",
+    "query": "string",
+    "position": "int32",
 }
-"""Columns that the rules read, as pyarrow writes their types."""
-
-SEARCH_REQUIRED = {
-    **{name: columns for name, columns in REQUIRED.items() if name != "sequences"},
-    "queries": {"query_index": "int32", "query": "string"},
-    "sequences": {
-        "user_id": "string",
-        "item_index": "list<item: int32>",
-        "timestamp_ms": "list<item: int64>",
-        "query_index": "list<item: int32>",
-        "position": "list<item: int32>",
-    },
-}
-"""The same for a search log; the manifest lists the other columns of its sequences."""
-
-ACTIONS_REQUIRED = {
-    **{name: columns for name, columns in REQUIRED.items() if name != "sequences"},
-    "sequences": {
-        "user_id": "string",
-        "item_index": "list<item: int32>",
-        "timestamp_ms": "list<item: int64>",
-        "train_end": "int32",
-        "val_end": "int32",
-    },
-}
-"""The same for a log of actions."""
+ITEMS = {"item_index": "int32", "item_id": "string"}
+BEHAVIOURS = {"user_id": "string", "item_index": "list<item: int32>", "timestamp_ms": "list<item: int64>"}
+"""Columns of events, items and sequences that the rules read, as pyarrow writes their types."""
 
 
 @dataclass
@@ -99,23 +66,41 @@ class Rule:
 
 
 @dataclass(frozen=True)
+class KindRules:
+    """The rules on the tables of one kind of request."""
+
+    required: dict[str, dict[str, str]]
+    """Its tables and the columns that the rules read, as pyarrow writes their types."""
+    check: Callable[..., tuple[pl.DataFrame, pl.DataFrame]]
+    """`check(tables, items, event_users, core_users, rules, progress)`: the rules on `sequences`. Returns the users of
+    that table (`user`, `part`) and those that events give (`user`); core_users are those that the k-core keeps."""
+    all_shown: bool = False
+    """Whether all that was shown makes the catalogue, and not the behaviours alone."""
+
+
+@dataclass(frozen=True)
 class Tables:
     """Manifests of the audited tables, and how to read a part of one."""
 
     uri: str
-    """The folder that holds `events`, `items` and `sequences`."""
-    events: Manifest
-    items: Manifest
-    sequences: Manifest
-    queries: Manifest | None = None
-    """Of a search log only."""
+    """The folder that holds the tables."""
+    manifests: dict[str, Manifest]
+    """By table."""
+    kind: KindRules
+    """The rules of their kind of request."""
 
     @classmethod
-    def open(cls, uri: str) -> Tables:
-        """Raises UserError where one of the three is not a table, or they do not fit each other."""
-        tables = cls(uri, *(read_manifest(join(uri, name), name) for name in ("events", "items", "sequences")))
-        if tables.search:
-            tables = replace(tables, queries=read_manifest(join(uri, "queries"), "queries"))
+    def open(cls, uri: str, kinds: Mapping[str, KindRules]) -> Tables:
+        """Raises UserError where one of them is not a table, or they do not fit each other."""
+        manifests = {name: read_manifest(join(uri, name), name) for name in ("events", "items", "sequences")}
+        name = manifests["sequences"].info.get("kind", "retrieval")
+        if name not in kinds:
+            raise UserError(f"{uri} holds sequences of kind '{name}', which is none of {', '.join(kinds)}")
+        kind = kinds[name]
+        manifests |= {
+            name: read_manifest(join(uri, name), name) for name in kind.required if name not in manifests
+        }  # fmt: skip
+        tables = cls(uri, manifests, kind)
         if tables.behaviour and tables.behaviour not in {column["name"] for column in tables.events.schema}:
             raise UserError(
                 f"sequences in {uri} hold the events with {tables.behaviour}, a column that events do not have; make "
@@ -123,39 +108,28 @@ class Tables:
             )
         return tables
 
-    def manifest(self, table: str) -> Manifest:
-        manifests = {"events": self.events, "items": self.items, "sequences": self.sequences}
-        if self.queries is not None:
-            manifests["queries"] = self.queries
-        return manifests[table]
+    @property
+    def events(self) -> Manifest:
+        return self.manifests["events"]
 
     @property
-    def search(self) -> bool:
-        """Whether sequences are those of a search log."""
-        return bool(self.sequences.info.get("kind") == "search")
+    def items(self) -> Manifest:
+        return self.manifests["items"]
 
     @property
-    def actions(self) -> bool:
-        """Whether sequences are those of a log of actions."""
-        return bool(self.sequences.info.get("kind") == "actions")
-
-    @property
-    def required(self) -> dict[str, dict[str, str]]:
-        """Columns that the rules read, by table."""
-        if self.actions:
-            return ACTIONS_REQUIRED
-        return SEARCH_REQUIRED if self.search else REQUIRED
+    def sequences(self) -> Manifest:
+        return self.manifests["sequences"]
 
     def part(self, table: str, number: int, columns: list[str] | None = None) -> pl.DataFrame:
         """Part `number` of `table`."""
-        path = self.manifest(table).files[number].path
+        path = self.manifests[table].files[number].path
         frame = pl.from_arrow(read_parquet(join(self.uri, table, path), columns))
         assert isinstance(frame, pl.DataFrame)
         return frame
 
     def parts(self, table: str, columns: list[str] | None = None) -> Iterator[tuple[int, pl.DataFrame]]:
         """Every part of `table` with its number."""
-        for number in range(len(self.manifest(table).files)):
+        for number in range(len(self.manifests[table].files)):
             yield number, self.part(table, number, columns)
 
     @property
@@ -166,8 +140,8 @@ class Tables:
 
     @property
     def counted(self) -> str | None:
-        """The label of the events that make the catalogue: in a search log, all that was shown."""
-        return None if self.search else self.behaviour
+        """The label of the events that make the catalogue; None where all that was shown does."""
+        return None if self.kind.all_shown else self.behaviour
 
     @property
     def known(self) -> str:
@@ -200,14 +174,14 @@ def name_request(row: dict) -> str:
     return f"user {row['user_id']}, request {row['place']}"
 
 
-def count_before(points: pl.DataFrame, marks: pl.DataFrame, key: list[str], time: str) -> pl.DataFrame:
-    """`points` with `count`: how many `marks` of the same `key` have a `time` strictly below the point's.
+def count_before(points: pl.DataFrame, counted: pl.DataFrame, key: list[str], time: str) -> pl.DataFrame:
+    """`points` with `count`: how many rows of `counted` with the same `key` have a `time` strictly below the point's.
 
-    Both are laid on one line in time, points before marks of the same time, and marks are counted along it.
+    Both are laid on one line in time, points before what is counted at the same time, and it is counted along it.
     """
     line = pl.concat(
-        [points.with_columns(mark=pl.lit(0, pl.Int64)), marks.select(*key, time, mark=pl.lit(1, pl.Int64))],
+        [points.with_columns(counts=pl.lit(0, pl.Int64)), counted.select(*key, time, counts=pl.lit(1, pl.Int64))],
         how="diagonal",
     )
-    counted = line.sort(*key, time, "mark").with_columns(count=pl.col("mark").cum_sum().over(key))
-    return counted.filter(pl.col("mark") == 0).drop("mark")
+    along = line.sort(*key, time, "counts").with_columns(count=pl.col("counts").cum_sum().over(key))
+    return along.filter(pl.col("counts") == 0).drop("counts")

@@ -13,10 +13,10 @@ from pipelines.data.audit.base import Rule, Tables
 
 def check_files(tables: Tables, rule: Rule) -> None:
     """Every listed file is there, whole, and has the columns that the rules read."""
-    for table, required in tables.required.items():
-        for part in tables.manifest(table).files:
+    for table, required in tables.kind.required.items():
+        for part in tables.manifests[table].files:
             rule.rows += 1
-            listed = {column["name"]: column["type"] for column in tables.manifest(table).schema}
+            listed = {column["name"]: column["type"] for column in tables.manifests[table].schema}
             wrong = _wrong_with(join(tables.uri, table, part.path), part, listed | required)
             if wrong:
                 rule.broken(1, [f"{table}/{part.path}: {wrong}"])
@@ -62,8 +62,9 @@ def _plain(kind: str) -> str:
 def check_inputs(tables: Tables, rule: Rule) -> None:
     """The hashes that tables were made from are those of the tables beside them."""
     made_from = [("items", "events"), ("sequences", "events"), ("sequences", "items")]
-    for made, name in made_from + [("queries", "events"), ("sequences", "queries")] * tables.search:
+    own = [name for name in tables.manifests if name not in ("events", "items", "sequences")]  # of this kind alone
+    for made, name in [*made_from, *((name, "events") for name in own), *(("sequences", name) for name in own)]:
         rule.rows += 1
-        recorded, here = tables.manifest(made).inputs.get(name), tables.manifest(name).hash
+        recorded, here = tables.manifests[made].inputs.get(name), tables.manifests[name].hash
         if recorded != here:
             rule.broken(1, [f"{made} were made from {name} {str(recorded)[:12]}, this folder holds {here[:12]}"])

@@ -12,10 +12,10 @@ import pyarrow as pa
 import pytest
 
 from models.tables import read_manifest, read_table
-from pipelines.data.audit import audit, report
-from pipelines.data.feed_simulator import simulate_feed
+from pipelines.data.audit.rules import audit, report
+from pipelines.data.kinds.actions.simulator import simulate_feed
 from pipelines.data.prepare import prepare
-from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.settings import read_config
 from pipelines.data.sources import load_source
 from pipelines.data.tables import commit, write_part
 
@@ -29,7 +29,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> str:
     simulate_feed(str(folder / "raw"), 60, 40, 900, 3)
     source, defaults = load_source(str(SOURCE))
     actions = defaults["actions"] | {"counts": {"keys": ["item", "author", "user"], "marks": ["long_dwell", "like"]}}
-    config = PrepareConfig.of(defaults, {"partitions": 2, "max_events": 25, "actions": actions})
+    config = read_config(defaults, {"partitions": 2, "max_events": 25, "actions": actions})
     prepare(source, str(folder / "raw"), str(folder / "tables"), config, say=lambda line: None)
     return str(folder / "tables")
 
@@ -66,7 +66,7 @@ def test_correct_tables_pass(prepared: str) -> None:
 def test_cuts_of_each_user_pass_and_a_moved_one_is_found(tmp_path: Path) -> None:
     simulate_feed(str(tmp_path / "raw"), 20, 20, 300, 4)
     source, defaults = load_source(str(SOURCE))
-    config = PrepareConfig.of(defaults, {"split": {"kind": "per_user"}})
+    config = read_config(defaults, {"split": {"kind": "per_user"}})
     said: list[str] = []
     prepare(source, str(tmp_path / "raw"), str(tmp_path / "tables"), config, say=said.append)
     assert any("later than a test event" in line for line in said)

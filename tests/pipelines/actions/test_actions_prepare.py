@@ -14,9 +14,10 @@ import yaml
 
 from models.actions.data import ActionsExamples
 from models.tables import UserError, read_manifest, read_table
-from pipelines.data.audit import audit
+from pipelines.data.audit.rules import audit
 from pipelines.data.prepare import prepare
-from pipelines.data.prepare_config import PrepareConfig, check
+from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.settings import check, read_config
 from pipelines.data.sources import load_source
 
 START = 1_600_000_000_000
@@ -80,7 +81,7 @@ def prepared(
     """Tables of the log, and what was said."""
     source, defaults, raw = raw_log(folder / "raw", lines, more, **given)
     said: list[str] = []
-    prepare(source, raw, str(folder / "tables"), PrepareConfig.of(defaults, *layers), say=said.append)
+    prepare(source, raw, str(folder / "tables"), read_config(defaults, *layers), say=said.append)
     return str(folder / "tables"), said
 
 
@@ -130,7 +131,7 @@ def test_raw_files_to_tables(tmp_path: Path) -> None:
     assert info["events_without_context"]["test"] == 2
     again: list[str] = []
     source, defaults = load_source(str(tmp_path / "raw" / "source.yaml"))
-    prepare(source, str(tmp_path / "raw"), tables, PrepareConfig.of(defaults), say=again.append)
+    prepare(source, str(tmp_path / "raw"), tables, read_config(defaults), say=again.append)
     assert [line.split(":")[0] for line in again[:4]] == ["events", "rejects", "items", "sequences"]
     assert all("up to date" in line for line in again[:4])
 
@@ -161,7 +162,7 @@ def test_what_is_known_of_viewers_stands_at_their_events(tmp_path: Path) -> None
     (tmp_path / "raw" / "users.csv").write_text("id,age\nold,71\n")
     source, defaults = load_source(str(tmp_path / "raw" / "source.yaml"))
     with pytest.raises(UserError, match="was made from other inputs"):
-        prepare(source, str(tmp_path / "raw"), tables, PrepareConfig.of(defaults), say=lambda line: None)
+        prepare(source, str(tmp_path / "raw"), tables, read_config(defaults), say=lambda line: None)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +179,7 @@ def test_user_files_that_do_not_fit_are_errors(tmp_path: Path, given: dict, word
         check(
             *raw_log(tmp_path / "raw", LOG, **given)[::2],
             str(tmp_path / "tables"),
-            PrepareConfig.of({"kind": "actions", "core": 0}),
+            read_config({"kind": "actions", "core": 0}),
         )
 
 
@@ -221,7 +222,7 @@ def test_a_log_of_constant_actions_is_an_error(tmp_path: Path) -> None:
 def test_settings_that_do_not_fit_are_errors(tmp_path: Path, layer: dict, words: str) -> None:
     source, defaults, raw = raw_log(tmp_path / "raw", LOG)
     with pytest.raises(UserError, match=words):
-        check(source, raw, str(tmp_path / "tables"), PrepareConfig.of(defaults, layer))
+        check(source, raw, str(tmp_path / "tables"), read_config(defaults, layer))
 
 
 @pytest.mark.parametrize("kind", ["auto", "temporal", "per_user", "leave_last_out"])
@@ -229,13 +230,13 @@ def test_a_log_without_a_clock_has_no_split_for_actions(tmp_path: Path, kind: st
     source, defaults, raw = raw_log(tmp_path / "raw", LOG, time={"column": "t", "unit": "order"})
     defaults["split"] = {"kind": kind}
     with pytest.raises(UserError, match=r"a log of actions needs clock times.*; give time.unit s, ms, us or iso"):
-        check(source, raw, str(tmp_path / "tables"), PrepareConfig.of(defaults))
+        check(source, raw, str(tmp_path / "tables"), read_config(defaults))
 
 
 def test_per_user_cuts_are_for_logs_of_actions(tmp_path: Path) -> None:
     source, _, raw = raw_log(tmp_path / "raw", LOG)
     with pytest.raises(UserError, match="per_user, which is of logs of actions"):
-        check(source, raw, str(tmp_path / "tables"), PrepareConfig.of({"split": {"kind": "per_user"}}))
+        check(source, raw, str(tmp_path / "tables"), read_config({"split": {"kind": "per_user"}}))
 
 
 def test_an_item_number_that_is_none_is_an_error(tmp_path: Path) -> None:
@@ -247,9 +248,9 @@ def test_an_item_number_that_is_none_is_an_error(tmp_path: Path) -> None:
 
 def test_cut_times_are_dates_or_ms() -> None:
     for starts in (("1970-01-02", "1970-01-03T00:00:00+00:00"), (plain.DAY, str(2 * plain.DAY))):
-        split = PrepareConfig.of({"split": dict(zip(("val_start", "test_start"), starts, strict=True))}).split
+        split = read_config({"split": dict(zip(("val_start", "test_start"), starts, strict=True))}).split
         assert (split.val_start, split.test_start) == (plain.DAY, 2 * plain.DAY)
         assert split.settings()["val_start"] == plain.DAY
     with pytest.raises(UserError, match="give both"):
-        PrepareConfig.of({"split": {"val_start": "1970-01-02"}})
+        read_config({"split": {"val_start": "1970-01-02"}})
     assert "val_start" not in PrepareConfig().split.settings()

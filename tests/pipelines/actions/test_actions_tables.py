@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.tables import join, read_parquet
-from pipelines.data.actions import ActionsRules, build_actions, write_actions
-from pipelines.data.actions_config import ActionsConfig
-from pipelines.data.actions_counts import IDS
+from pipelines.data.kinds.actions.config import ActionsConfig
+from pipelines.data.kinds.actions.features import IDS
+from pipelines.data.kinds.actions.sequences import ActionsRules, build_actions, write_actions
 from pipelines.data.survey import read_coded
 from pipelines.data.tables import events_schema, write_part
 

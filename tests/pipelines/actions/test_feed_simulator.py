@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from models.tables import UserError
-from pipelines.data.feed_simulator import CHANCE, KINDS, best_entropy, draw_feed, simulate_feed
-from pipelines.data.simulator import Settings, is_simulated
+from pipelines.data.kinds.actions.simulator import CHANCE, KINDS, best_entropy, draw_feed, simulate_feed
+from pipelines.data.kinds.simulation import Settings, is_simulated
 
 
 def test_the_same_settings_give_the_same_log(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from models.tables import UserError, join, read_parquet
 from pipelines.data.catalogue import core_items
-from pipelines.data.events import drop_unset, order_events, restore_unset, transit_schema
-from pipelines.data.sequences import Rules, build_sequences
+from pipelines.data.ingest import drop_unset, order_events, restore_unset, transit_schema
+from pipelines.data.kinds.retrieval.sequences import Rules, build_sequences
 from pipelines.data.shuffle import split, user_keys
 from pipelines.data.splits import SplitConfig, assign, cut_times, nth_time
 from pipelines.data.survey import check_users_once, read_coded, survey
@@ -83,27 +83,25 @@ def test_order_events_sorts_totally_and_drops_duplicates(
         assert table.to_pylist() == sorted(expected, key=lambda row: tuple(row[name] for name in key))
 
 
-def alike(rows: list[dict[str, Any]]) -> list[str]:
-    """Rows in an order of their own, whatever the order of their columns."""
-    return sorted(str(sorted(row.items())) for row in rows)
-
-
 @FEW
 @given(rows=rows_strategy, log_order=st.booleans(), data=st.data())
 def test_kept_duplicates_stand_beside_each_other(rows: list[dict], log_order: bool, data: st.DataObject) -> None:
+    def content(row: dict) -> str:
+        return str(sorted(row.items()))  # whatever the order of its keys
+
     rows = rows + data.draw(st.lists(st.sampled_from(rows), max_size=10))
     table, duplicates = order_events(in_transit(rows, log_order), SCHEMA, keep_duplicates=True)
     assert duplicates == len(rows) - len(plain.events(rows, log_order))
     events, key = table.to_pylist(), ("user_id", "timestamp_ms", "request_id", "position", "item_id")
     if not log_order:
-        assert alike(events) == alike(rows)
+        assert sorted(events, key=content) == sorted(rows, key=content)
         assert [[e[name] for name in key] for e in events] == sorted([e[name] for name in key] for e in events)
         shuffled = data.draw(st.permutations(rows))
         assert order_events(in_transit(shuffled), SCHEMA, keep_duplicates=True)[0].equals(table)
     else:
         places = {name: iter(range(len(rows))) for name in {tuple(row[n] for n in key[:3]) for row in rows}}
         expected = [{**row, "position": next(places[tuple(row[n] for n in key[:3])])} for row in rows]
-        assert alike(events) == alike(expected)
+        assert sorted(events, key=content) == sorted(expected, key=content)
 
 
 @FEW

@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from models.tables import UserError, read_manifest, read_table
-from pipelines.data.audit import audit
-from pipelines.data.prepare import PrepareConfig, prepare
+from pipelines.data.audit.rules import audit
+from pipelines.data.prepare import prepare
+from pipelines.data.settings import read_config
 from pipelines.data.sources import load_source
 
 pytestmark = pytest.mark.usefixtures("ray_local")
@@ -62,7 +63,7 @@ class Shop:
         """The warnings."""
         source, _ = load_source(str(self.folder / "source.yaml"))
         self.lines = []
-        config = PrepareConfig.of({"core": 0, "partitions": 2}, settings)
+        config = read_config({"core": 0, "partitions": 2}, settings)
         prepare(source, str(self.folder / "raw"), str(self.tables), config, True, self.lines.append)
         rules = audit(str(self.tables))
         assert {rule.name: rule.examples for rule in rules if rule.violations} == {}
@@ -96,7 +97,7 @@ def test_items_that_match_no_event_are_an_error(shop: Shop, other: Callable[[str
     [line] = shop.prepare()
     assert line.startswith("warning: 12 of 15 items (80.0%)")
     source, _ = load_source(str(shop.folder / "source.yaml"))
-    strict = PrepareConfig.of({"core": 0, "partitions": 2, "min_matched": 0.85})
+    strict = read_config({"core": 0, "partitions": 2, "min_matched": 0.85})
     with pytest.raises(UserError, match="12 of 15 items"):  # finished tables are held to the limit too
         prepare(source, str(shop.folder / "raw"), str(shop.tables), strict, say=shop.lines.append)
 

@@ -19,6 +19,7 @@ from models.tables import MANIFEST, SEAL, UserError, iter_parts, join, read_mani
 from pipelines.data import benchmark
 from pipelines.data.prepare import prepare
 from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.settings import read_config
 from pipelines.data.sources import Source, load_source
 from pipelines.data.sources.base import Metadata
 from pipelines.data.sources.mapping import Mapping
@@ -410,7 +411,7 @@ def test_settings_that_do_not_fit_the_log(tmp_path: Path, changes: dict, config:
             make_source(tmp_path, **changes),
             raw,
             str(tmp_path / "out"),
-            PrepareConfig.of(config),
+            read_config(config),
             say=lambda line: None,
         )
 
@@ -433,11 +434,11 @@ def test_settings_that_do_not_fit_the_log(tmp_path: Path, changes: dict, config:
 )
 def test_settings_that_are_refused(layers: list[dict], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        PrepareConfig.of(*layers)
+        read_config(*layers)
 
 
 def test_later_settings_win_and_none_means_not_given() -> None:
-    config = PrepareConfig.of(
+    config = read_config(
         {"core": 3, "split": {"kind": "temporal", "val_fraction": 0.2}}, {"core": None, "split": {"val_fraction": 0.3}}
     )
     assert (config.core, config.split.kind, config.split.val_fraction) == (3, "temporal", 0.3)

@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 
 from jobs import audit as job
 from models.tables import UserError, sealed, unsealed
-from pipelines.data.audit import audit, report
+from pipelines.data.audit.rules import audit, report
 from pipelines.data.tables import commit, events_schema, items_schema, sequences_schema, write_part
 
 LABELS = {"click": "bool"}
-WINDOW, DELAY = 5_000, 1_000
 
 
 @dataclass
@@ -420,45 +419,6 @@ def test_wrong_temporal_split_is_found(tmp_path: Path) -> None:
     assert broken(log.write(tmp_path)) == ["splits"]
 
 
-def with_counts(key: str, label: str | None) -> Log:
-    """Events with `num_recent`: the events of the same key in [t - WINDOW, t - DELAY)."""
-    events = [{**e, "label_click": e["position"] % 3 > 0} for e in small_log(5)]
-    for e in events:
-        window = range(e["timestamp_ms"] - WINDOW, e["timestamp_ms"] - DELAY)
-        e["num_recent"] = float(
-            sum(o[key] == e[key] and o["timestamp_ms"] in window and (o[label] if label else True) for o in events)
-        )
-    log = tables_of(events)
-    log.numbers = ["recent"]
-    feature = {"column": "num_recent", "key": [key], "window_ms": WINDOW, "delay_ms": DELAY, "label": label}
-    log.events_info["windowed"] = [feature]
-    return log
-
-
-@pytest.mark.parametrize("key", ["user_id", "item_id"])
-@pytest.mark.parametrize("label", [None, "label_click"])
-def test_windowed_counts(tmp_path: Path, key: str, label: str | None) -> None:
-    log = with_counts(key, label)
-    assert any(e["num_recent"] > 0 for part in log.parts for e in part)
-    rules = {rule.name: rule for rule in audit(log.write(tmp_path / "right"))}
-    assert [name for name, rule in rules.items() if rule.violations] == []
-    assert rules["windows"].rows == sum(map(len, log.parts))
-
-    log.events_info["windowed"][0]["delay_ms"] = 0  # the last second before t must not count
-    assert broken(log.write(tmp_path / "wrong")) == ["windows"]
-
-
-def test_a_total_is_not_a_windowed_count(tmp_path: Path) -> None:
-    """A feature read from a table of totals sees the future; the audit says so."""
-    log = with_counts("item_id", None)
-    events = [e for part in log.parts for e in part]
-    for e in events:
-        e["num_recent"] = float(sum(o["item_id"] == e["item_id"] for o in events))
-    made = tables_of(events)
-    log.parts, log.sequences = made.parts, made.sequences
-    assert broken(log.write(tmp_path)) == ["windows"]
-
-
 def test_job_prints_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tables_of(small_log())
     uri = log.write(tmp_path)
@@ -495,7 +455,6 @@ def damage(folder: Path, kind: str) -> None:
         info = {
             "no cut times": {"split": {"kind": "temporal"}},
             "cut times of text": {"split": {"kind": "temporal", "val_start_ms": "a", "test_start_ms": "b"}},
-            "half a window": {"windowed": [{"column": "num_recent"}]},
             "other behaviour": {"behaviour": "purchase"},
         }[kind]
         content = unsealed(manifest.read_text())
@@ -512,7 +471,6 @@ def damage(folder: Path, kind: str) -> None:
         ("foreign", "no column item_index"),
         ("no cut times", "no known split"),
         ("cut times of text", "no known split"),
-        ("half a window", "the manifest does not say delay_ms"),
     ],
 )
 def test_damaged_file_is_named(tmp_path: Path, kind: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:

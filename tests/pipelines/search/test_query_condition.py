@@ -11,8 +11,8 @@ from search_tables import FEATURES, request, write_tables
 from models.search.data import SearchCatalogue, SearchExamples
 from models.search.qgs import QGS, QGSConfig
 from models.tables import join
-from pipelines.data.search_simulator import SearchSettings, draw_searches
-from pipelines.data.simulator import Settings, make_world
+from pipelines.data.kinds.search.simulator import SearchSettings, draw_searches
+from pipelines.data.kinds.simulation import Settings, make_world
 
 USERS, ITEMS, SEARCHES, HELD_OUT = 160, 60, 2400, 40
 SIZES = {"width": 24, "num_layers": 2, "max_history": 40, "dnn_width": 16, "tower_width": 8, "text_width": 8,

@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 from models.tables import read_manifest, read_table
-from pipelines.data.audit import audit, report
+from pipelines.data.audit.rules import audit, report
+from pipelines.data.kinds.search.simulator import simulate_search
 from pipelines.data.prepare import prepare
-from pipelines.data.prepare_config import PrepareConfig
-from pipelines.data.search_simulator import simulate_search
+from pipelines.data.settings import read_config
 from pipelines.data.sources import load_source
 from pipelines.data.tables import QUERIES, commit, write_part
 
@@ -30,7 +30,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> str:
     folder = tmp_path_factory.mktemp("search")
     simulate_search(str(folder / "raw"), 60, 60, 400, 3, 0.5)
     source, defaults = load_source(str(SOURCE))
-    config = PrepareConfig.of(defaults, {"partitions": 2, "max_events": 12, "search": {"windows_days": [1, 30]}})
+    config = read_config(defaults, {"partitions": 2, "max_events": 12, "search": {"windows_days": [1, 30]}})
     prepare(source, str(folder / "raw"), str(folder / "tables"), config, say=lambda line: None)
     return str(folder / "tables")
 
@@ -214,7 +214,7 @@ SPREAD = {
 def tables_of(folder: Path, raw: Path, source: dict[str, Any], say: Callable[[str], None]) -> str:
     (folder / "source.yaml").write_text(yaml.safe_dump(source))
     made, defaults = load_source(str(folder / "source.yaml"))
-    prepare(made, str(raw), str(folder / "tables"), PrepareConfig.of(defaults, {"partitions": 2}), say=say)
+    prepare(made, str(raw), str(folder / "tables"), read_config(defaults, {"partitions": 2}), say=say)
     return str(folder / "tables")
 
 

@@ -16,15 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.tables import UserError, join, read_manifest, read_table
+from pipelines.data.kinds.search.config import SearchConfig
+from pipelines.data.kinds.search.features import IDS
+from pipelines.data.kinds.search.sequences import SearchRules, build_search
 from pipelines.data.prepare import prepare
 from pipelines.data.prepare_config import PrepareConfig
-from pipelines.data.search import SearchRules, build_search
-from pipelines.data.search_config import SearchConfig
+from pipelines.data.settings import read_config
 from pipelines.data.sources import load_source
 from pipelines.data.splits import SplitConfig
 from pipelines.data.survey import read_coded
 from pipelines.data.tables import events_schema, write_part
-from pipelines.data.windows import IDS
 
 SCHEMA = events_schema({"click": "bool", "dwell": "float32", "buy": "bool"}, ["price"], ["city"])
 LATE = events_schema({"click": "bool", "dwell": "float32", "buy": "bool"}, ["price"], ["city"], ["click"])
@@ -186,7 +187,7 @@ def write_log(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> tuple
     content = SOURCE | {"prepare": SOURCE["prepare"] | changes}
     (folder / "source.yaml").write_text(yaml.safe_dump(content))
     source, defaults = load_source(str(folder / "source.yaml"))
-    return source, PrepareConfig.of(defaults, {"partitions": 3, "max_rejects": 0.1}), str(raw)
+    return source, read_config(defaults, {"partitions": 3, "max_rejects": 0.1}), str(raw)
 
 
 def as_events(rows: list[dict[str, Any]]) -> list[plain.Row]:
@@ -271,7 +272,7 @@ def test_a_log_of_orders_has_no_windows(tmp_path: Path) -> None:
     rows = [row | {"ms": number} for number, row in enumerate(searches(60))]
     source, _, raw = write_log(tmp_path, rows)
     source = type(source)(**{**source.__dict__, "time": {"column": "ms", "unit": "order"}})
-    config = PrepareConfig.of(SOURCE["prepare"] | {"split": {"kind": "leave_last_out"}}, {"max_rejects": 0.1})
+    config = read_config(SOURCE["prepare"] | {"split": {"kind": "leave_last_out"}}, {"max_rejects": 0.1})
     prepare(source, raw, str(tmp_path / "out"), config, say=lambda line: None)
     info = read_manifest(str(tmp_path / "out" / "sequences")).info
     assert info["features"] == ["position", "page"]
@@ -301,7 +302,7 @@ def test_settings_that_a_search_log_cannot_have(tmp_path: Path, changes: dict, w
 
 
 def test_split_config_is_still_read() -> None:
-    config = PrepareConfig.of(SOURCE["prepare"], {"split": {"kind": None, "val_fraction": 0.3}})
+    config = read_config(SOURCE["prepare"], {"split": {"kind": None, "val_fraction": 0.3}})
     assert config.split == SplitConfig("temporal", 0.3, 0.2)
     assert config.search.windows_days == [1, 7]
 

@@ -12,8 +12,8 @@ import pytest
 
 from jobs import simulate as job
 from models.tables import UserError
-from pipelines.data.search_simulator import RESULTS, SearchSettings, best_gauc, simulate_search, taste_from_clicks
-from pipelines.data.simulator import MAKERS, is_simulated
+from pipelines.data.kinds.search.simulator import RESULTS, SearchSettings, best_gauc, simulate_search, taste_from_clicks
+from pipelines.data.kinds.simulation import MAKERS, is_simulated
 from pipelines.data.sources import load_source
 
 CONFIG = Path(__file__).parents[3] / "jobs" / "configs" / "sources" / "simulated_search.yaml"

@@ -14,13 +14,13 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTo
 from jobs import encode as job
 from models.search.data import SearchCatalogue
 from models.tables import UserError, join, read_manifest, read_table
-from pipelines.data import search_text
-from pipelines.data.embed import TextEncoder
+from pipelines.data.kinds.search import text as search_text
+from pipelines.data.kinds.search.simulator import simulate_search
+from pipelines.data.kinds.search.text import SearchTextConfig, TfidfEncoder, encode_search
+from pipelines.data.kinds.simulation import MAKERS, NOUNS, STYLES, TRAITS
 from pipelines.data.prepare import prepare
-from pipelines.data.prepare_config import PrepareConfig
-from pipelines.data.search_simulator import simulate_search
-from pipelines.data.search_text import SearchTextConfig, TfidfEncoder, encode_search
-from pipelines.data.simulator import MAKERS, NOUNS, STYLES, TRAITS
+from pipelines.data.settings import read_config
+from pipelines.data.sids.embed import TextEncoder
 from pipelines.data.sources import load_source
 from pipelines.data.tables import commit
 
@@ -49,7 +49,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> str:
     folder = tmp_path_factory.mktemp("text")
     simulate_search(str(folder / "raw"), 20, 50, 60, 3, 0.5)
     source, defaults = load_source(str(SOURCE))
-    prepare(source, str(folder / "raw"), str(folder / "tables"), PrepareConfig.of(defaults, {"partitions": 2}), say=str)
+    prepare(source, str(folder / "raw"), str(folder / "tables"), read_config(defaults, {"partitions": 2}), say=str)
     return str(folder / "tables")
 
 
@@ -172,7 +172,7 @@ def test_queries_of_unknown_words_and_no_query_are_defined(tmp_path: Path, ray_l
         source,
         str(raw),
         out,
-        PrepareConfig.of({"kind": "search", "core": 0, "behaviour": "click", "split": {"kind": "leave_last_out"}}),
+        read_config({"kind": "search", "core": 0, "behaviour": "click", "split": {"kind": "leave_last_out"}}),
         say=str,
     )
     made = encode_search(out, str(tmp_path / "text"), "tfidf", SearchTextConfig(svd=1), say=str)

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.tables import join
-from pipelines.data.search_config import SearchConfig
+from pipelines.data.counts import UNSEEN, window_counts
+from pipelines.data.kinds.search.config import SearchConfig
+from pipelines.data.kinds.search.features import count_windows, feature_names, features, gather
 from pipelines.data.tables import events_schema, write_part
-from pipelines.data.windows import UNSEEN, count_windows, feature_names, features, gather, window_counts
 
 SCHEMA = events_schema({"click": "bool"}, known=["click"])
 

@@ -11,8 +11,9 @@ import pytest
 from sklearn.feature_extraction.text import TfidfVectorizer
 
 from models.tables import UserError
-from pipelines.data import simulator
-from pipelines.data.simulator import FOLLOW, FOLLOWERS, Settings, is_simulated, make_world, simulate_retrieval
+from pipelines.data.kinds import simulation
+from pipelines.data.kinds.retrieval.simulator import FOLLOW, SHARES, simulate_retrieval
+from pipelines.data.kinds.simulation import Settings, is_simulated, make_world
 from pipelines.data.sources import load_source
 
 CONFIG = Path(__file__).parents[3] / "jobs" / "configs" / "sources" / "simulated.yaml"
@@ -51,7 +52,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_does_not(tmp_path: 
 
 
 def test_a_new_log_replaces_the_old_one_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulator, "ROWS_PER_FILE", 300)
+    monkeypatch.setattr(simulation, "ROWS_PER_FILE", 300)
     simulate_retrieval(str(tmp_path), 100, 50, 1000, 1)
     assert len(list(tmp_path.glob("events-*"))) == 4
     assert is_simulated(str(tmp_path), Settings(100, 50, 1000, 1))
@@ -83,7 +84,7 @@ def test_the_history_tells_what_popularity_cannot(tmp_path: Path) -> None:
     follows = (world.following[last] == item[:, None]).any(axis=1).mean()
     first = (world.following[last, 0] == item).mean()
     assert FOLLOW < follows < FOLLOW + 0.05
-    assert abs(first - FOLLOW * FOLLOWERS[0]) < 0.05
+    assert abs(first - FOLLOW * SHARES[0]) < 0.05
     popular = log["item"].value_counts(sort=True).head(10)["item"]
     assert pairs["item"].is_in(popular.implode()).mean() < 0.15
     # Clusters follow in one cycle through all of them.
@@ -108,7 +109,7 @@ def test_item_texts_cluster_by_their_cause(tmp_path: Path) -> None:
 def test_words_of_clusters_are_their_own() -> None:
     world = make_world(Settings(users=1, items=2000, events=1, seed=0))
     count = len(world.starts) - 1
-    texts = simulator.item_texts(world, simulator.numbered("i", 2000), np.random.default_rng(0))
+    texts = simulation.item_texts(world, simulation.numbered("i", 2000), np.random.default_rng(0))
     words = [tuple(title.split(",")[0].split()[1:3]) for title in texts["title"].to_pylist()]
     assert len(set(words)) == count == len(set(zip(words, world.cluster.tolist(), strict=True)))
 

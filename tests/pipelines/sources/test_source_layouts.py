@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from models.tables import UserError
-from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.settings import read_config
 from pipelines.data.sources import Block, Source, load_source
 from pipelines.data.sources.amazon2023 import Amazon2023
 from pipelines.data.sources.lcrec import LcRec
@@ -183,7 +183,7 @@ def test_amazon_refuses_the_same_events_twice(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_source_file_loads(path: Path) -> None:
     source, prepare = load_source(str(path))
-    config = PrepareConfig.of(prepare)
+    config = read_config(prepare)
     assert config.kind != "search" or config.behaviour
     if config.kind == "actions":
         assert config.actions.resolve(source.info, source.items_columns[1]).tasks

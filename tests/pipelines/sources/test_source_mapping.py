@@ -21,7 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from models.tables import UserError
-from pipelines.data.prepare import PrepareConfig, check
+from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.settings import check, read_config
 from pipelines.data.sources import readers
 from pipelines.data.sources.base import Block, Metadata, Source
 from pipelines.data.sources.mapping import Mapping
@@ -578,7 +579,7 @@ def test_a_log_without_label_times_keeps_its_fingerprint() -> None:
     ("config", "words"),
     [
         (
-            PrepareConfig(kind="actions", core=0),
+            read_config({"kind": "actions", "core": 0}),
             "label 'click' is known later than its event.*kind search or retrieval",
         ),
         (PrepareConfig(core=0, behaviour="click", ties="log_order"), "ties is log_order, .*use --ties strict"),

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from models.tables import UserError
-from pipelines.data.events import ingest
+from pipelines.data.ingest import ingest
 from pipelines.data.sources import readers
 from pipelines.data.sources.mapping import Items, Mapping, Users
 from pipelines.data.sources.readers import Reading, read_frames

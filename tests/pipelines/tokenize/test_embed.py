@@ -17,8 +17,8 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTo
 from models import text_encoder
 from models.tables import UserError
 from models.text_encoder import locate_encoder
-from pipelines.data import embed
-from pipelines.data.embed import (
+from pipelines.data.sids import embed
+from pipelines.data.sids.embed import (
     EmbedConfig,
     TextEncoder,
     encode_texts,

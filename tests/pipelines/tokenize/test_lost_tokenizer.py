@@ -11,7 +11,7 @@ import ray
 
 from models.retrieval.tokenizers.rqvae import RqvaeConfig
 from pipelines import faults
-from pipelines.data.tokenize import TRIES, TokenizerConfig, train_codes
+from pipelines.data.sids.tokenize import TRIES, TokenizerConfig, train_codes
 
 EMBEDDINGS = np.random.default_rng(0).normal(size=(90, 6)).astype(np.float32)
 RQVAE = TokenizerConfig("rqvae", rqvae=RqvaeConfig(levels=2, codebook_size=8, latent=4, epochs=400))

@@ -14,9 +14,9 @@ from models.retrieval.tokenizers.psid import PsidConfig
 from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
 from models.retrieval.tokenizers.rqvae import RqvaeConfig
 from models.tables import UserError, has_manifest, read_manifest, read_table
-from pipelines.data.embed import EmbedConfig, read_embeddings
+from pipelines.data.sids.embed import EmbedConfig, read_embeddings
+from pipelines.data.sids.tokenize import TokenizerConfig, read_codes, tokenize
 from pipelines.data.tables import SIDS, TRIE, commit, items_schema, write_part, writing
-from pipelines.data.tokenize import TokenizerConfig, read_codes, tokenize
 
 COUNT = 90
 KINDS, COLOURS = ["drill", "hose", "lamp"], ["red", "green", "blue", "black", "white"]

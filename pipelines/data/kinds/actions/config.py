@@ -21,14 +21,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.data.search_config import DAY_MS, MINUTE_MS
+from models.tables import UserError
+from pipelines.data.durations import Windowed
+from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.sources.base import Source
 from pipelines.data.sources.load import build
 from pipelines.data.sources.mapping import NAME
 from pipelines.data.sources.normalise import check_range
@@ -132,7 +134,7 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Counts:
+class Counts(Windowed):
     """The counting statistics that late fusion reads (Sec. 2 of AttnMVP), each of a key over a window."""
 
     keys: list[str] = field(default_factory=lambda: [ITEM, USER])
@@ -151,30 +153,13 @@ class Counts:
     def __post_init__(self) -> None:
         if not self.keys or len(set(self.keys)) < len(self.keys):
             raise ValueError(f"counts.keys is {self.keys}; name at least one, and each once")
-        days = self.windows_days
-        if not days:
+        if not self.windows_days:
             raise ValueError("counts.windows_days is empty; give at least one length in days, such as [7]")
-        if any(a >= b for a, b in pairwise(days)):
-            raise ValueError(f"counts.windows_days is {days}; give ascending lengths in days, such as [1, 7, 30]")
-        if self.delay_minutes < 0:
-            raise ValueError(f"counts.delay_minutes is {self.delay_minutes}; it must be 0 or more")
-        if days[0] * DAY_MS <= self.delay_minutes * MINUTE_MS:
-            raise ValueError(
-                f"counts.windows_days begins with {days[0]}, which ends before it begins with delay_minutes "
-                f"{self.delay_minutes}; give longer windows or a shorter delay"
-            )
+        self.check_windows("counts")
         if not 0 <= self.prior <= 1:
             raise ValueError(f"counts.prior is {self.prior}; it is a rate between 0 and 1")
         if self.strength <= 0:
             raise ValueError(f"counts.strength is {self.strength}; it must be above 0")
-
-    @property
-    def windows_ms(self) -> list[int]:
-        return [round(days * DAY_MS) for days in self.windows_days]
-
-    @property
-    def delay_ms(self) -> int:
-        return round(self.delay_minutes * MINUTE_MS)
 
 
 @dataclass(frozen=True)
@@ -229,11 +214,11 @@ class ActionsConfig:
             if key not in (USER, ITEM, *attributes):
                 had = ", ".join((USER, ITEM, *attributes))
                 raise ValueError(f"counts.keys has '{key}', which is no attribute of items; those are: {had}")
-        marks = list(tasks) if counts.marks is None else counts.marks
-        for mark in marks:
-            if mark not in tasks:
-                raise ValueError(f"counts.marks has '{mark}', which is no task; those are: {', '.join(tasks)}")
-        return ActionsConfig(tasks, inputs, Counts(**{**vars(counts), "marks": marks}))
+        counted_labels = list(tasks) if counts.marks is None else counts.marks
+        for label in counted_labels:
+            if label not in tasks:
+                raise ValueError(f"counts.marks has '{label}', which is no task; those are: {', '.join(tasks)}")
+        return ActionsConfig(tasks, inputs, Counts(**{**vars(counts), "marks": counted_labels}))
 
     @property
     def labels(self) -> list[str]:
@@ -243,14 +228,48 @@ class ActionsConfig:
 
     @property
     def features(self) -> list[str]:
-        """Names of the features, in the order of `actions_counts.features`."""
+        """Names of the features, in the order of `features.features`."""
         names = []
         for key in self.counts.keys:
             for days in self.counts.windows_days:
                 names.append(f"{key}_exposures_{days:g}d")
-                names += [f"{key}_{mark}_{days:g}d" for mark in self.counts.marks]
-                names += [f"{key}_{mark}_rate_{days:g}d" for mark in self.counts.marks]
+                names += [f"{key}_{label}_{days:g}d" for label in self.counts.marks]
+                names += [f"{key}_{label}_rate_{days:g}d" for label in self.counts.marks]
         return names
+
+
+def check_actions(source: Source, config: PrepareConfig) -> ActionsConfig:
+    """The settings with what the log decides; UserError for settings that a log of actions cannot have."""
+    if not source.info["clock"]:
+        raise UserError(
+            "the log has only an order of events, but a log of actions needs clock times, for its counts and its cut; "
+            "give time.unit s, ms, us or iso"
+        )
+    if late := source.info.get("known"):
+        raise UserError(
+            f"label '{min(late)}' is known later than its event, but models of actions read the actions of every "
+            f"earlier event; leave out its 'time' or 'delay_minutes', or use kind search or retrieval"
+        )
+    if config.behaviour is not None:
+        raise UserError(
+            f"behaviour is '{config.behaviour}', but in a log of actions every impression is a behaviour; leave it out"
+        )
+    if config.core > 1:
+        raise UserError(
+            f"core is {config.core}, but the catalogue of a log of actions holds every item that was shown; use "
+            f"--core 0, and --core_window train to leave out items that the training window did not show"
+        )
+    if config.ties != "strict":
+        raise UserError(f"ties is {config.ties}; counts see strictly earlier events only: use --ties strict")
+    if config.split.resolve(source.info["clock"]) == "leave_last_out":
+        raise UserError(
+            "split.kind is leave_last_out, but a log of actions is cut in time; use --split.kind temporal, the same "
+            "cut for all users, or per_user"
+        )
+    try:
+        return config.own.resolve(source.info, source.items_columns[1])
+    except ValueError as error:
+        raise UserError(f"prepare.actions: {error}") from error
 
 
 def _built(kind: type, value: Any, where: str) -> Any:

@@ -21,20 +21,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from models.tables import UserError, join
-from pipelines.data.simulator import (
-    RECORD,
-    ROWS_PER_FILE,
-    SKEW,
-    Settings,
-    clear,
-    draw_lengths,
-    draw_times,
-    numbered,
-    record,
-    write_parquet,
-)
-from pipelines.data.tables import check_writable, write_file
+from pipelines.data.kinds.simulation import SKEW, Settings, draw_lengths, draw_times, numbered, open_log, write_log
 
 KINDS = ("dog", "cat")
 CHANCE = {
@@ -142,31 +129,22 @@ def _items(kind: np.ndarray, rng: np.random.Generator) -> pa.Table:
 
 
 def simulate_feed(output_dir: str, users: int, items: int, events: int, seed: int) -> Feed:
-    """Writes a feed log into `output_dir` (a local path or URI) and returns its causes.
-
-    Raises UserError for impossible sizes, a folder that holds other files, or one that cannot be written.
-    """
-    try:
-        settings = Settings(users, items, events, seed)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    check_writable(output_dir)
-    clear(output_dir)
+    """Writes a feed log into `output_dir` (a local path or URI) and returns its causes; UserError as `open_log`."""
+    settings = open_log(output_dir, Settings, users, items, events, seed)
     feed = draw_feed(settings)
     user_ids, item_ids = numbered("u", users), numbered("i", items)
-    order = np.argsort(feed.time, kind="stable")
-    for number, low in enumerate(range(0, events, ROWS_PER_FILE)):
-        rows = order[low : low + ROWS_PER_FILE]
-        table = pa.table(
+
+    def rows_of(which: np.ndarray, first: int) -> pa.Table:
+        return pa.table(
             {
-                "user_id": pa.DictionaryArray.from_arrays(feed.user[rows], user_ids),
-                "item_id": pa.DictionaryArray.from_arrays(feed.item[rows], item_ids),
-                "timestamp_ms": feed.time[rows],
-                **{name: taken[rows] for name, taken in feed.actions.items()},
-                "dwell_ms": feed.dwell_ms[rows],
+                "user_id": pa.DictionaryArray.from_arrays(feed.user[which], user_ids),
+                "item_id": pa.DictionaryArray.from_arrays(feed.item[which], item_ids),
+                "timestamp_ms": feed.time[which],
+                **{name: taken[which] for name, taken in feed.actions.items()},
+                "dwell_ms": feed.dwell_ms[which],
             }
         )
-        write_parquet(join(output_dir, f"events-{number:05d}.parquet"), table)
-    write_parquet(join(output_dir, "items.parquet"), _items(feed.kind, np.random.default_rng([seed, 3])))
-    write_file(join(output_dir, RECORD), record(settings, "feed").encode())
+
+    texts = _items(feed.kind, np.random.default_rng([seed, 3]))
+    write_log(output_dir, "feed", settings, feed.time, rows_of, lambda: texts)
     return feed

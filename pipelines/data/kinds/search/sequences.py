@@ -10,9 +10,10 @@ Shapes: E events of a part, R requests (searches), C candidates of all requests,
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -20,21 +21,25 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import ray
 
-from models.tables import Part
-from pipelines.data.search_config import SearchConfig
-from pipelines.data.splits import NAMES, assign
-from pipelines.data.survey import coded, count_pairs, counted_before, distinct, known_times, read_coded, runs
-from pipelines.data.tables import CARRIED, QUERIES, search_schema, write_part
-from pipelines.data.tasks import run_tasks
-from pipelines.data.windows import (
-    IDS,
-    count_windows,
-    feature_names,
-    features,
-    gather,
+from models.tables import Manifest, Part, UserError, part_uris, read_table
+from pipelines.data.durations import MINUTE_MS
+from pipelines.data.kinds.search.config import SearchConfig, bool_labels
+from pipelines.data.kinds.search.features import IDS, count_windows, feature_names, features, gather
+from pipelines.data.kinds.search.requests import requests_of
+from pipelines.data.run import Run
+from pipelines.data.splits import NAMES, assign, require_training
+from pipelines.data.survey import (
+    coded,
+    count_pairs,
+    counted_before,
+    distinct,
+    known_times,
     positions_in,
-    requests_of,
+    read_coded,
+    runs,
 )
+from pipelines.data.tables import CARRIED, QUERIES, commit, search_schema, write_part
+from pipelines.data.tasks import run_tasks
 
 QUERIES_PER_PART = 1_000_000
 
@@ -258,3 +263,100 @@ def write_search(
             total[name] = value
         progress(f"part {done} of {len(parts)} built, {total['users']:,} users")
     return [part for part in written if part is not None], total
+
+
+def make_queries(run: Run, events: Manifest) -> Manifest:
+    """The table of distinct queries."""
+    inputs = {"events": events.hash}
+    if finished := run.finished("queries", {}, inputs):
+        return finished
+    begin, uri = time.perf_counter(), run.table("queries")
+    with run.writing("queries"):
+        parts, queries = write_queries(part_uris(run.table("events"), events), uri)
+        manifest = commit(uri, "queries", QUERIES, parts, config={}, inputs=inputs)
+    run.say(f"queries: {len(queries):,} distinct in {time.perf_counter() - begin:.1f} s")
+    return manifest
+
+
+def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, Any]) -> Manifest:
+    """Queries and sequences of a search log; returns the manifest of the sequences."""
+    config, source = run.config, run.source
+    queries = make_queries(run, events)
+    settings = {
+        "kind": "search",
+        "split": config.split.settings(),
+        "max_events": config.max_events,
+        "core_window": config.core_window,
+        "behaviour": config.behaviour,
+        "search": asdict(config.own),
+    }
+    inputs = {"events": events.hash, "items": items.hash, "queries": queries.hash}
+    if finished := run.finished("sequences", settings, inputs):
+        return finished
+    begin, uri = time.perf_counter(), run.table("sequences")
+    rules = SearchRules(
+        schema=source.schema,
+        split=split,
+        max_events=config.max_events,
+        labels=bool_labels(source, config.behaviour),
+        clock=events.info["clock"],
+        search=config.own,
+    )
+    texts = pa.array([], pa.large_string())
+    if queries.rows:
+        texts = read_table(run.table("queries"), "queries")["query"].cast("large_string").combine_chunks()
+    with run.writing("sequences"):
+        sources, catalogue = part_uris(run.table("events"), events), run.item_ids()
+        parts, count = write_search(sources, uri, catalogue, texts, rules, run.progress("sequences"))
+        if not parts:
+            raise UserError(
+                f"no request shows an item of the catalogue: {count['requests_outside']:,} are outside it; "
+                f"use --core_window all"
+            )
+        per_split = {
+            name: {split: count[f"{short}_{split}"] for split in NAMES}
+            for name, short in (
+                ("requests", "requests"),
+                ("candidates", "candidates"),
+                ("requests_one_class", "one_class"),
+                ("requests_without_history", "without_history"),
+            )
+        }
+        require_training(per_split["requests"], count, config.max_events, "request")
+        info = {
+            **run.sequences_info(events, items, split, count),
+            "queries": queries.rows,
+            "labels": rules.labels,
+            "features": rules.features,
+            "windows": [f"{days:g}d" for days in config.own.windows_days] if rules.windowed else [],
+            "search": asdict(config.own),
+            "max_candidates": count["max_candidates"],
+            **per_split,
+            "requests_outside": count["requests_outside"],
+            "candidates_outside": count["candidates_outside"],
+            "requests_truncated": count["requests_truncated"],
+            "requests_without_query": count["requests_without_query"],
+            "requests_spread": count["requests_spread"],
+            "max_request_spread_ms": count["max_spread_ms"],
+            "queries_hash": queries.hash,
+        }
+        timings = {"build_write_s": time.perf_counter() - begin}
+        sequences = commit(
+            uri, "sequences", rules.output, parts, config=settings, inputs=inputs, info=info, timings=timings
+        )
+    one_class = sum(per_split["requests_one_class"].values())
+    run.say(
+        f"sequences: {sequences.rows:,} users, {sum(per_split['requests'].values()):,} requests with "
+        f"{sum(per_split['candidates'].values()):,} candidates and {len(rules.features)} features in "
+        f"{time.perf_counter() - begin:.1f} s; left out: {count['requests_outside']:,} requests and "
+        f"{count['candidates_outside']:,} candidates outside the catalogue, {count['requests_truncated']:,} requests "
+        f"older than the kept behaviours; {one_class:,} requests have one class only"
+    )
+    if count["requests_spread"]:
+        apart = count["max_spread_ms"]
+        run.say(
+            f"note: the results of {count['requests_spread']:,} requests have times of their own, up to "
+            + (f"{apart / MINUTE_MS:,.2f} minutes" if rules.clock else f"{apart:,} places")
+            + " apart; a request's time is that of its earliest result"
+        )
+    return sequences

@@ -26,7 +26,7 @@ from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
 from models.retrieval.tokenizers.rqvae import RqvaeConfig
 from models.tables import Manifest, UserError, has_manifest, join, read_manifest, read_table
 from pipelines import faults
-from pipelines.data.embed import EmbedConfig, Say, embed_items, embed_origin, read_embeddings
+from pipelines.data.sids.embed import EmbedConfig, Say, embed_items, embed_origin, read_embeddings
 from pipelines.data.tables import (
     SIDS,
     TRIE,

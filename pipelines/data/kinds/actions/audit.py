@@ -1,7 +1,7 @@
 """Rules on the tables of a log of actions: the cuts, tasks and actions from labels, counts that see the past only.
 
 Everything is computed from `events` with plain polars, by the definitions that the manifest of sequences
-names. Counts are marks added up along the time of each key and looked up where a window begins and ends; those of
+names. Counts are labels added up along the time of each key and looked up where a window begins and ends; those of
 candidates at the cut before them.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from pipelines.data.audit.base import SPLITS, Rule, Tables
+from pipelines.data.audit.base import BEHAVIOURS, EVENTS, ITEMS, SPLITS, Rule, Tables
 from pipelines.data.audit.sequences import (
     behaviour_rows,
     check_behaviours,
@@ -28,14 +28,16 @@ from pipelines.data.audit.sequences import (
 
 DAY, MINUTE = 86_400_000, 60_000
 TOLERANCE = 4e-6  # of features and actions, which are 32-bit floats
+REQUIRED = {"events": EVENTS, "items": ITEMS, "sequences": {**BEHAVIOURS, "train_end": "int32", "val_end": "int32"}}
 WIDE = ["tasks", "actions", "features"]
 """List columns with several numbers per event."""
 
 
-def check_actions(
+def check_actions_tables(
     tables: Tables,
     items: pl.DataFrame,
     event_users: pl.DataFrame,
+    core_users: pl.DataFrame,
     rules: dict[str, Rule],
     progress: Callable[[str], None],
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
@@ -76,7 +78,7 @@ def check_actions(
             expected = expected_behaviours(tables, pl.concat(mine), items)
             check_behaviours(tables, users.drop(WIDE), flat, expected, rules["behaviours"])
         check_definitions(info, flat, values, rules["tasks"])
-        points = flat.with_columns(moment_of(tables, flat)).join(
+        points = flat.with_columns(as_of(tables, flat)).join(
             attributed, on="item_index", how="left", maintain_order="left"
         )
         check_features(tables, points, values["features"], attributed, rules["windows"], progress)
@@ -153,11 +155,11 @@ def check_ends(tables: Tables, users: pl.DataFrame, flat: pl.DataFrame, rule: Ru
     )
 
 
-def moment_of(tables: Tables, flat: pl.DataFrame) -> pl.Series:
+def as_of(tables: Tables, flat: pl.DataFrame) -> pl.Series:
     """When each event's counts are taken, in ms: its time in training, for candidates the cut before them."""
     time, val, test = pl.col("timestamp_ms"), pl.col("val_cut"), pl.col("test_cut")
     timed = flat.join(cut_times(tables, flat), on="row", how="left", maintain_order="left")
-    return timed.select(moment=pl.when(time >= test).then(test).when(time >= val).then(val).otherwise(time)).to_series()
+    return timed.select(as_of=pl.when(time >= test).then(test).when(time >= val).then(val).otherwise(time)).to_series()
 
 
 def _count_users(users: pl.DataFrame, held: dict[str, int]) -> None:
@@ -238,15 +240,15 @@ def check_features(
         by = {"user": "user_id", "item": "item_id"}.get(key, f"of_{key}")
         shifts = [round(counts["delay_minutes"] * MINUTE), *(round(days * DAY) for days in counts["windows_days"])]
         progress(f"counts of {key}")
-        until = marks_before(tables, points, by, items, shifts)
+        until = counted_before(tables, points, by, items, shifts)
         for days, shift in zip(counts["windows_days"], shifts[1:], strict=True):
-            seen = until[shifts[0]] - until[shift]  # (points, 1 + marks)
+            seen = until[shifts[0]] - until[shift]  # (points, 1 + labels)
             strength = counts["strength"]
             right = {f"{key}_exposures_{days:g}d": np.log1p(seen[:, 0])}
-            for column, mark in enumerate(counts["marks"], start=1):
-                right[f"{key}_{mark}_{days:g}d"] = np.log1p(seen[:, column])
+            for column, label in enumerate(counts["marks"], start=1):
+                right[f"{key}_{label}_{days:g}d"] = np.log1p(seen[:, column])
                 rate = (seen[:, column] + counts["prior"] * strength) / (seen[:, 0] + strength)
-                right[f"{key}_{mark}_rate_{days:g}d"] = rate
+                right[f"{key}_{label}_rate_{days:g}d"] = rate
             for name in right.keys() & known.keys():
                 known[name] = True
                 _differ(points, values[:, info["features"].index(name)], right[name], f"feature {name}", rule)
@@ -255,23 +257,23 @@ def check_features(
         rule.broken(points.height, [f"{name}: a feature that the audit does not know" for name in strange])
 
 
-def marks_before(
+def counted_before(
     tables: Tables, points: pl.DataFrame, by: str, items: pl.DataFrame, shifts: list[int]
 ) -> dict[int, np.ndarray]:
-    """Per shift (points, 1 + marks): exposures and tasks of the key before the point's `moment` less the shift, over
+    """Per shift (points, 1 + labels): exposures and tasks of the key before the point's `as_of` less the shift, over
     all users; no point counts an event of its own time."""
     made = tables.sequences.info["definitions"]
-    marks = [task_of(made["tasks"][name]).cast(pl.Int64).alias(f"mark_{name}") for name in made["counts"]["marks"]]
-    names = ["mark", *(f"mark_{name}" for name in made["counts"]["marks"])]
+    labels = [task_of(made["tasks"][name]).cast(pl.Int64).alias(f"counted_{name}") for name in made["counts"]["marks"]]
+    names = ["shown", *(f"counted_{name}" for name in made["counts"]["marks"])]
     total = {shift: np.zeros((points.height, len(names))) for shift in shifts}
     moved = {
-        shift: points.select("point", by, at=pl.col("moment") - shift).drop_nulls(by).sort("at") for shift in shifts
+        shift: points.select("point", by, at=pl.col("as_of") - shift).drop_nulls(by).sort("at") for shift in shifts
     }
     for _, events in tables.parts("events"):
         if by not in events.columns:
             events = events.join(items.select("item_id", by), on="item_id")
         along = (
-            events.with_columns(pl.lit(1, pl.Int64).alias("mark"), *marks)
+            events.with_columns(pl.lit(1, pl.Int64).alias("shown"), *labels)
             .drop_nulls(by)
             .group_by(by, "timestamp_ms")
             .agg(pl.col(names).sum())

@@ -1,7 +1,7 @@
 """Rules on the tables of a search log: requests with what they showed, and features that see the past only.
 
-Windowed counts of all users are recounted key by key: marks are summed per (key, time), added up along the
-time, and looked up where a window begins and where it ends. Parts of events are read one at a time.
+Windowed counts of all users are recounted key by key: labels are summed per (key, time), added up along
+the time, and looked up where a window begins and where it ends. Parts of events are read one at a time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from pipelines.data.audit.base import SPLITS, Rule, Tables, name_request
+from pipelines.data.audit.base import BEHAVIOURS, EVENTS, ITEMS, SPLITS, Rule, Tables, name_request
 from pipelines.data.audit.sequences import (
     behaviour_rows,
     check_behaviours,
@@ -32,7 +32,18 @@ from pipelines.data.audit.sequences import (
 HOUR, DAY = 3_600_000, 86_400_000
 TOLERANCE = 4e-6  # of features, which are 32-bit floats
 KEYS = {"pair": ["item_id", "query"], "item": ["item_id"], "query": ["query"]}
-MARKS = {"pair": ["exposures", "clicks"], "item": ["exposures", "clicks"], "query": ["exposures", "clicks", "searches"]}
+COUNTED = {
+    "pair": ["exposures", "clicks"],
+    "item": ["exposures", "clicks"],
+    "query": ["exposures", "clicks", "searches"],
+}
+REQUIRED = {
+    "events": EVENTS,
+    "items": ITEMS,
+    "queries": {"query_index": "int32", "query": "string"},
+    "sequences": {**BEHAVIOURS, "query_index": "list<item: int32>", "position": "list<item: int32>"},
+}
+"""The manifest lists the other columns of sequences."""
 RAW = ["user_id", "request_id", "timestamp_ms", "item_id", "query", "position"]
 
 
@@ -49,10 +60,11 @@ def read_queries(tables: Tables, rule: Rule) -> pl.DataFrame:
     return queries
 
 
-def check_search(
+def check_search_tables(
     tables: Tables,
     items: pl.DataFrame,
     event_users: pl.DataFrame,
+    core_users: pl.DataFrame,
     rules: dict[str, Rule],
     progress: Callable[[str], None],
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
@@ -108,6 +120,7 @@ def check_search(
         _shown(tables, _asked(part), items).select(user=pl.col("user_id").unique().hash())
         for _, part in tables.parts("events", list(dict.fromkeys([*RAW, engaged, tables.known])))
     ]
+    check_search_windows(tables, items, event_users, rules["windows"], progress)
     return pl.concat(found), pl.concat(shown).unique()
 
 
@@ -301,12 +314,12 @@ def _expected_features(tables: Tables, points: pl.DataFrame) -> dict[str, np.nda
     strength = settings["ctr_strength"]
     for kind, keys in KEYS.items():
         until = {
-            shift: _counts_before(tables, points, keys, MARKS[kind], shift)
+            shift: _counts_before(tables, points, keys, COUNTED[kind], shift)
             for shift in dict.fromkeys((delay, *lengths))
         }
         for name, length in zip(info["windows"], lengths, strict=True):
-            count = {mark: (until[delay][mark] - until[length][mark]).to_numpy() for mark in MARKS[kind]}
-            expected |= {f"{kind}_{mark}_{name}": np.log1p(count[mark]) for mark in MARKS[kind]}
+            count = {label: (until[delay][label] - until[length][label]).to_numpy() for label in COUNTED[kind]}
+            expected |= {f"{kind}_{label}_{name}": np.log1p(count[label]) for label in COUNTED[kind]}
             clicks = count["clicks"] + settings["ctr_prior"] * strength
             expected[f"{kind}_ctr_{name}"] = clicks / (count["exposures"] + strength)
         if kind == "pair":
@@ -316,20 +329,22 @@ def _expected_features(tables: Tables, points: pl.DataFrame) -> dict[str, np.nda
     return expected
 
 
-def _counts_before(tables: Tables, points: pl.DataFrame, keys: list[str], marks: list[str], shift: int) -> pl.DataFrame:
-    """Per point: the marks of its key before its time less `shift`, over all users, and the time of the last."""
+def _counts_before(
+    tables: Tables, points: pl.DataFrame, keys: list[str], counted_labels: list[str], shift: int
+) -> pl.DataFrame:
+    """Per point: the labels of its key before its time less `shift`, over all users, and the time of the last."""
     label = f"label_{tables.sequences.info['labels'][0]}"
     moved = points.select("point", *keys, at=pl.col("timestamp_ms") - shift).sort("at")
-    total = pl.DataFrame({name: np.zeros(points.height, np.int64) for name in marks}).with_columns(
+    total = pl.DataFrame({name: np.zeros(points.height, np.int64) for name in counted_labels}).with_columns(
         last=pl.lit(None, pl.Int64)
     )
     for _, events in tables.parts("events", list(dict.fromkeys([*RAW, label, tables.known]))):
         search = pl.struct("user_id", "request_id", "alone", "query").is_first_distinct()
-        marked = _asked(events).with_columns(
+        labelled = _asked(events).with_columns(
             exposures=pl.lit(1), clicks=pl.col(label).fill_null(False), searches=search
         )
-        clicked = marked.filter("clicks").with_columns(timestamp_ms=pl.col(tables.known))
-        for rows, names in ((marked, [name for name in marks if name != "clicks"]), (clicked, ["clicks"])):
+        clicked = labelled.filter("clicks").with_columns(timestamp_ms=pl.col(tables.known))
+        for rows, names in ((labelled, [name for name in counted_labels if name != "clicks"]), (clicked, ["clicks"])):
             along = (
                 rows.drop_nulls(keys)
                 .group_by(*keys, "timestamp_ms")

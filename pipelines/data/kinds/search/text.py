@@ -37,7 +37,7 @@ from models.tables import (
     read_table,
 )
 from models.text_encoder import load_tokenizer
-from pipelines.data.embed import (
+from pipelines.data.sids.embed import (
     ROWS_PER_PART,
     EmbedConfig,
     TextEncoder,

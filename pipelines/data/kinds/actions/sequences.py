@@ -10,23 +10,25 @@ Shapes: E events of a part, U users, K tasks, A actions that models read, F feat
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import ray
 
-from models.tables import Part, UserError
-from pipelines.data.actions_config import ActionsConfig
-from pipelines.data.actions_counts import IDS, count_actions, features, gather
-from pipelines.data.splits import NAMES
-from pipelines.data.survey import coded, count_pairs, read_coded, runs
-from pipelines.data.tables import actions_schema, write_part
+from models.tables import Manifest, Part, UserError, part_uris, read_table
+from pipelines.data.kinds.actions.config import ITEM, USER, ActionsConfig, check_actions
+from pipelines.data.kinds.actions.features import IDS, count_actions, features, gather
+from pipelines.data.run import Run
+from pipelines.data.splits import NAMES, require_training
+from pipelines.data.survey import coded, count_pairs, positions_in, read_coded, runs
+from pipelines.data.tables import actions_schema, commit, write_part
 from pipelines.data.tasks import run_tasks
-from pipelines.data.windows import positions_in
 
 LAST = np.iinfo(np.int64).max
 
@@ -68,20 +70,20 @@ class ActionsRules:
         length = np.diff(np.append(start, len(time)))
         return (time >= np.repeat(self.cuts(time, start), length, axis=1)).sum(axis=0)
 
-    def moments(self, events: pa.Table, catalogue: pa.Array) -> np.ndarray:
+    def as_of(self, events: pa.Table, catalogue: pa.Array) -> np.ndarray:
         """(E,) ms: when each event's counts are taken. Its own time in training; for candidates the cut before them,
         when they are all scored, so that no candidate's counts know what was done with another."""
-        moment = events["timestamp_ms"].to_numpy().copy()
-        if not len(moment):
-            return moment
+        as_of = events["timestamp_ms"].to_numpy().copy()
+        if not len(as_of):
+            return as_of
         kept = Kept.of(events, catalogue, self.max_events)
         start = runs(kept.user)
         length = np.diff(np.append(start, len(kept.row)))
         for cut in self.cuts(kept.time, start):  # validation's, then test's
             begin = np.repeat(cut, length)
             after = kept.time >= begin
-            moment[kept.row[after]] = begin[after]
-        return moment
+            as_of[kept.row[after]] = begin[after]
+        return as_of
 
     @property
     def output(self) -> pa.Schema:
@@ -194,8 +196,8 @@ def drop_constants(
                 f"every {name} is constant in training ({', '.join(dropped)}); define one that is not in the source "
                 f"file, or choose another cut"
             )
-    marks = [name for name in rules.actions.counts.marks if name in tasks]
-    actions = ActionsConfig(tasks, inputs, replace(rules.actions.counts, marks=marks))
+    counted_labels = [name for name in rules.actions.counts.marks if name in tasks]
+    actions = ActionsConfig(tasks, inputs, replace(rules.actions.counts, marks=counted_labels))
     return replace(rules, actions=actions), dropped, {name[4:]: sorted(values) for name, values in viewers.items()}
 
 
@@ -227,8 +229,8 @@ def build_actions(
         count["outside"] = kept.outside if kept else 0
         return schema.empty_table(), count, sums
     rows = pa.array(kept.row)
-    moment = rules.moments(events, catalogue)
-    values = features(gather(events, config, pieces, moment), config)[kept.row]  # (E, F)
+    counts = gather(events, config, pieces, rules.as_of(events, catalogue))
+    values = features(counts, config)[kept.row]  # (E, F)
     tasks = np.stack([task.values(events)[kept.row] for task in config.tasks.values()], axis=1)  # (E, K)
     actions = np.stack([action.values(events)[kept.row] for action in config.inputs.values()], axis=1)  # (E, A)
 
@@ -302,7 +304,7 @@ def write_actions(
 ) -> tuple[list[Part], Counter[str], np.ndarray]:
     """Writes the parts of the sequences table, uncommitted, in the order of the events parts; also gives
     (2, F) mean and standard deviation of the features over training events, 1 for a constant."""
-    counted = count_actions(parts, catalogue, attributes, rules.actions, rules.moments)
+    counted = count_actions(parts, catalogue, attributes, rules.actions, rules.as_of)
     written: list[Part | None] = [None] * len(parts)
     total: Counter[str] = Counter()
     sums: list[np.ndarray] = [np.zeros((2, len(rules.actions.features)))] * len(parts)
@@ -317,3 +319,78 @@ def write_actions(
     mean, square = np.sum(sums, axis=0) / max(1, total["events_train"])  # in the order of the parts, always the same
     std = np.sqrt((square - mean**2).clip(0))
     return [part for part in written if part is not None], total, np.stack([mean, np.where(std > 1e-6, std, 1.0)])
+
+
+def attribute_codes(run: Run, names: list[str]) -> dict[str, np.ndarray]:
+    """(I,) int32 per attribute of items: a code for each value, -1 where the item has none."""
+    if not names:
+        return {}
+    items = read_table(run.table("items"), "items", [f"cat_{name}" for name in names])
+    return {
+        name: pc.fill_null(items[f"cat_{name}"].combine_chunks().dictionary_encode().indices, -1).to_numpy()
+        for name in names
+    }
+
+
+def make_actions(run: Run, events: Manifest, items: Manifest, split: dict[str, Any]) -> Manifest:
+    """The sequences of a log of actions; returns their manifest."""
+    config, source = run.config, run.source
+    settings = {
+        "kind": "actions",
+        "split": config.split.settings(),
+        "max_events": config.max_events,
+        "core_window": config.core_window,
+        "actions": asdict(config.own),
+        "candidates_counted_at": "cut",  # tables of earlier code, which counted at each candidate's time, are not these
+    }
+    inputs = {"events": events.hash, "items": items.hash}
+    if finished := run.finished("sequences", settings, inputs):
+        return finished
+    begin, uri = time.perf_counter(), run.table("sequences")
+    parts = part_uris(run.table("events"), events)
+    catalogue = ray.put(run.item_ids())
+    rules = ActionsRules(source.schema, split, config.split.shares, config.max_events, check_actions(source, config))
+    rules, dropped, viewers = drop_constants(parts, catalogue, rules)
+    for name, reason in dropped.items():
+        run.say(f"dropped: {name} is {reason}, so there is nothing to learn of it")
+    attributes = attribute_codes(run, [name for name in rules.actions.counts.keys if name not in (USER, ITEM)])
+    with run.writing("sequences"):
+        written, count, scale = write_actions(parts, uri, catalogue, attributes, rules, run.progress("sequences"))
+        events_in = {name: count[f"events_{name}"] for name in NAMES}
+        require_training(events_in, count, config.max_events, "event")
+        info = {
+            **run.sequences_info(events, items, split, count),
+            "tasks": list(rules.actions.tasks),
+            "actions": list(rules.actions.inputs),
+            "features": rules.actions.features,
+            "viewers": viewers,
+            "feature_mean": scale[0].tolist(),
+            "feature_std": scale[1].tolist(),
+            "base_rates": {name: count[f"positives_{name}"] / count["events_train"] for name in rules.actions.tasks},
+            "definitions": asdict(rules.actions),
+            "dropped": dropped,
+            "val_start_ms": split["val_start_ms"],
+            "test_start_ms": split["test_start_ms"],
+            "events": events_in,
+            "users_with_candidates": {name: count[f"users_{name}"] for name in NAMES},
+            "users_with_context": {name: count[f"with_context_{name}"] for name in NAMES},
+            "users_without_context": {name: count[f"users_{name}"] - count[f"with_context_{name}"] for name in NAMES},
+            "events_without_context": {name: count[f"events_without_context_{name}"] for name in NAMES},
+            "events_outside": count["outside"],
+        }
+        timings = {"build_write_s": time.perf_counter() - begin}
+        sequences = commit(
+            uri, "sequences", rules.output, written, config=settings, inputs=inputs, info=info, timings=timings
+        )
+    run.say(
+        f"sequences: {sequences.rows:,} users, {len(info['tasks'])} tasks, {len(info['actions'])} actions and "
+        f"{len(info['features'])} features in {time.perf_counter() - begin:.1f} s; {count['outside']:,} events outside "
+        f"the catalogue left out, {count['tied_rows']:,} share their millisecond with the one before"
+    )
+    for name in NAMES[1:]:
+        run.say(
+            f"{name}: {count[f'users_{name}']:,} users with {count[f'events_{name}']:,} candidates, "
+            f"{info['users_without_context'][name]:,} of them without context"
+        )
+    run.say("base rates: " + ", ".join(f"{name} {rate:.4f}" for name, rate in info["base_rates"].items()))
+    return sequences

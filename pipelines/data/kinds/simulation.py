@@ -1,22 +1,14 @@
-"""Simulated raw logs with known causes. A result on one is always labelled simulated.
+"""What simulators share: sizes and seed, clusters of items with texts, times, and how a log is written.
 
-    python -m jobs.simulate --output raw --users 1500 --items 400 --events 15000
-
-A retrieval log: items fall into latent clusters; each cluster has one that follows it, and each item a few
-items there that follow it. A user has a few clusters that he always comes back to. An event is, by chance,
-one of three: an item that follows the user's last one, an item of one of his clusters, or any item. So a
-model that reads the history can know most of what popularity cannot. Item texts are made of their
-cluster's words, so that text embeddings cluster too. Times are clock times, in bursts.
-
-Written are `events-*.parquet` (user_id, item_id, timestamp_ms) in time order, `items.parquet` (item_id,
-title, brand, description) and, last, `simulation.json`. No Ray.
+A result on a simulated log is always labelled simulated. No Ray.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import polars as pl
@@ -29,8 +21,7 @@ from pipelines.data.tables import check_writable, write_file
 
 RECORD = "simulation.json"
 VERSION = 1  # of the log that a seed gives
-FOLLOW, TASTE = 0.6, 0.3  # share of events that follow the last item, and that come from a user's clusters
-FOLLOWERS = (0.6, 0.3, 0.1)  # share of each of the items that follow an item
+FOLLOWERS = 3  # items that follow an item
 TASTES = 3  # clusters of a user
 SKEW = 2.0  # items are drawn by rank n * u**SKEW, u uniform: above 1, low ranks are more popular
 START_MS = 1_704_067_200_000  # 1 January 2024, UTC
@@ -58,11 +49,11 @@ class Settings:
     """Size and seed of a simulated log."""
 
     users: int = 1500
-    """Users, each with at least one event."""
+    """Users, each with at least one event or search."""
     items: int = 400
     """Items of the catalogue; rare ones may have no event."""
     events: int = 15_000
-    """Events, exactly."""
+    """Events or searches, exactly."""
     seed: int = 42
     """The same seed and sizes give the same log, byte for byte."""
 
@@ -75,6 +66,9 @@ class Settings:
             raise ValueError(f"events is {self.events} for {self.users} users; give at least one event per user")
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; give 0 or more")
+
+
+AnySettings = TypeVar("AnySettings", bound=Settings)
 
 
 @dataclass(frozen=True)
@@ -90,9 +84,9 @@ class World:
     following_cluster: np.ndarray
     """(K,) the cluster that follows: one cycle through all of them."""
     following: np.ndarray
-    """(N, 3) the items that follow each item, with the shares FOLLOWERS."""
+    """(N, FOLLOWERS) the items that follow each item, the likeliest first."""
     tastes: np.ndarray
-    """(U, 3) the clusters of each user."""
+    """(U, TASTES) the clusters of each user."""
 
 
 def make_world(settings: Settings) -> World:
@@ -107,7 +101,7 @@ def make_world(settings: Settings) -> World:
     following_cluster = np.empty(clusters, dtype=np.int32)
     following_cluster[cycle] = np.roll(cycle, -1)
     goal = following_cluster[cluster]
-    draw = rng.random((settings.items, len(FOLLOWERS)))
+    draw = rng.random((settings.items, FOLLOWERS))
     following = members[starts[goal, None] + (draw * np.diff(starts)[goal, None]).astype(np.int64)]
     tastes = (clusters * rng.random((settings.users, TASTES)) ** 1.5).astype(np.int32)  # some clusters are liked more
     return World(cluster, members, starts, following_cluster, following, tastes)
@@ -119,26 +113,6 @@ def draw_lengths(settings: Settings, rng: np.random.Generator) -> np.ndarray:
     weight = rng.lognormal(0.0, 0.8, settings.users)
     rest = rng.multinomial(settings.events - least * settings.users, weight / weight.sum())
     return -np.sort(-(least + rest))
-
-
-def _walk(world: World, lengths: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """(E,) items, user after user. One pass per place in the history, over all users that are so long."""
-    first = np.cumsum(lengths) - lengths
-    items = np.empty(int(lengths.sum()), dtype=np.int32)
-    count, bounds = len(world.cluster), np.cumsum(FOLLOWERS)[:-1]
-    last = np.zeros(0, dtype=np.int32)
-    for place in range(int(lengths[0])):
-        active = int(np.searchsorted(-lengths, -place, side="left"))  # lengths descend: a prefix is longer than place
-        cause, draw, which = rng.random((3, active))
-        liked = world.tastes[np.arange(active), (which * TASTES).astype(np.int64)]
-        begin, size = world.starts[liked], np.diff(world.starts)[liked]
-        chosen = world.members[begin + (size * draw**SKEW).astype(np.int64)]
-        chosen = np.where(cause < FOLLOW + TASTE, chosen, world.members[(count * draw).astype(np.int64)])
-        if place:
-            follows = world.following[last[:active], np.searchsorted(bounds, which, side="right")]
-            chosen = np.where(cause < FOLLOW, follows, chosen)
-        items[first[:active] + place] = last = chosen
-    return items
 
 
 def draw_times(lengths: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -210,7 +184,7 @@ def write_parquet(uri: str, table: pa.Table) -> None:
         pq.write_table(table, stream, compression="zstd", compression_level=1, store_schema=False)
 
 
-def is_simulated(output_dir: str, settings: Any, kind: str = "retrieval") -> bool:
+def is_simulated(output_dir: str, settings: Settings, kind: str = "retrieval") -> bool:
     """Whether the folder holds the finished log of these settings."""
     filesystem, path = open_uri(join(output_dir, RECORD))
     if filesystem.get_file_info(path).type != fs.FileType.File:
@@ -219,7 +193,7 @@ def is_simulated(output_dir: str, settings: Any, kind: str = "retrieval") -> boo
         return bool(stream.read().decode() == record(settings, kind))
 
 
-def record(settings: Any, kind: str = "retrieval") -> str:
+def record(settings: Settings, kind: str) -> str:
     """What `simulation.json` holds: the settings that give this log again."""
     return json.dumps({"simulated": kind, "version": VERSION, **asdict(settings)}, indent=2, sort_keys=True)
 
@@ -236,37 +210,37 @@ def clear(output_dir: str) -> None:
         filesystem.delete_file(entry.path)
 
 
-def simulate_retrieval(output_dir: str, users: int, items: int, events: int, seed: int) -> World:
-    """Writes a retrieval log into `output_dir` (a local path or URI) and returns its causes.
+def open_log(output_dir: str, settings: type[AnySettings], *values: Any) -> AnySettings:
+    """The settings of these values, with a folder (a local path or URI) that is empty now.
 
-    Raises UserError for impossible sizes, a folder that holds other files, or one that cannot be written.
+    Raises UserError for impossible settings, a folder that holds other files, or one that cannot be written.
     """
     try:
-        settings = Settings(users, items, events, seed)
+        made = settings(*values)
     except ValueError as error:
         raise UserError(str(error)) from error
     check_writable(output_dir)
     clear(output_dir)
-    world = make_world(settings)
-    rng = np.random.default_rng([seed, 2])
-    lengths = draw_lengths(settings, rng)
-    item = _walk(world, lengths, rng)
-    time = draw_times(lengths, rng)
-    order = np.argsort(time, kind="stable")
-    # Users are numbered at random: `lengths` descends and an id must not tell a user's activity.
-    user = np.repeat(rng.permutation(users).astype(np.int32), lengths)
-    user_ids, item_ids = numbered("u", users), numbered("i", items)
-    files = -(-events // ROWS_PER_FILE)
-    for number in range(files):
-        rows = order[number * ROWS_PER_FILE : (number + 1) * ROWS_PER_FILE]
-        table = pa.table(
-            {
-                "user_id": pa.DictionaryArray.from_arrays(user[rows], user_ids),
-                "item_id": pa.DictionaryArray.from_arrays(item[rows], item_ids),
-                "timestamp_ms": time[rows],
-            }
-        )
+    return made
+
+
+def write_log(
+    output_dir: str,
+    kind: str,
+    settings: Settings,
+    time: np.ndarray,
+    rows_of: Callable[[np.ndarray, int], pa.Table],
+    items: Callable[[], pa.Table],
+    width: int = 1,
+) -> None:
+    """Writes `events-*.parquet` in the order of time, `items.parquet` and, last, the record of the settings.
+
+    time (E,) ms of what was drawn; `rows_of(which, first)` are the rows of some of it, the first-th in time and on;
+    width: rows that each of it gives.
+    """
+    order, per_file = np.argsort(time, kind="stable"), max(1, ROWS_PER_FILE // width)
+    for number, first in enumerate(range(0, len(order), per_file)):
+        table = rows_of(order[first : first + per_file], first)
         write_parquet(join(output_dir, f"events-{number:05d}.parquet"), table)
-    write_parquet(join(output_dir, "items.parquet"), item_texts(world, item_ids, rng))
-    write_file(join(output_dir, RECORD), record(settings).encode())
-    return world
+    write_parquet(join(output_dir, "items.parquet"), items())
+    write_file(join(output_dir, RECORD), record(settings, kind).encode())

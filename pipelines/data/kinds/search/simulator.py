@@ -28,30 +28,23 @@ from typing import Literal
 import numpy as np
 import polars as pl
 import pyarrow as pa
-import torch
 
-from models.ranking_metrics import request_auc
-from models.tables import UserError, join
-from pipelines.data.simulator import (
+from pipelines.data.kinds.simulation import (
     MAKERS,
     NOUNS,
-    RECORD,
-    ROWS_PER_FILE,
     SKEW,
     STYLES,
     TASTES,
     Settings,
     World,
-    clear,
     draw_lengths,
     draw_times,
     item_texts,
     make_world,
     numbered,
-    record,
-    write_parquet,
+    open_log,
+    write_log,
 )
-from pipelines.data.tables import check_writable, write_file
 
 OF_INTENT, OF_DECOY, OTHERS = 4, 3, 3  # results of a search by cluster
 RESULTS = OF_INTENT + OF_DECOY + OTHERS
@@ -66,17 +59,9 @@ STYLED = 0.5  # share of the queries that name style and noun; the others name t
 
 
 @dataclass(frozen=True)
-class SearchSettings:
-    """Size, seed and causes of a simulated search log."""
+class SearchSettings(Settings):
+    """Size, seed and causes of a simulated search log; each search shows ten results."""
 
-    users: int = 1500
-    """Users, each with at least one search."""
-    items: int = 400
-    """Items of the catalogue."""
-    events: int = 15_000
-    """Searches, exactly; each shows ten results."""
-    seed: int = 42
-    """The same settings give the same log, byte for byte."""
     query_driven: float = 1.0
     """Share of searches whose clicks follow the query; in the others they follow the history."""
     taste: Literal["user", "query"] = "user"
@@ -85,7 +70,7 @@ class SearchSettings:
     """Chance of a click on a result of the intent that was looked at, of a maker the user does not like; else 0.85."""
 
     def __post_init__(self) -> None:
-        Settings(self.users, self.items, self.events, self.seed)
+        super().__post_init__()
         if self.items < 36:
             raise ValueError(f"items is {self.items}, the least of a search log is 36; a search shows five clusters")
         if not 0 <= self.query_driven <= 1:
@@ -96,6 +81,13 @@ class SearchSettings:
             raise ValueError(
                 f"disliked_click is {self.disliked_click}; it must be above 0 and at most {LIKED_CLICK}, that of liked"
             )
+
+    def described(self) -> str:
+        """The causes in words, where they are not the usual ones."""
+        said = f", {self.query_driven:.0%} query-driven" + (", taste by query" if self.taste == "query" else "")
+        if self.disliked_click != SearchSettings.disliked_click:
+            said += f", clicks on disliked makers {self.disliked_click:g}"
+        return said
 
     def click(self) -> np.ndarray:
         """(2, 2): the chance of a click on what was looked at, by [of the intent][liked maker]."""
@@ -167,7 +159,7 @@ def _results(world: World, intent: np.ndarray, rng: np.random.Generator) -> np.n
 def draw_searches(settings: SearchSettings, world: World, brand: np.ndarray) -> Searches:
     """Draws the log. brand (N,) each item's maker, as an index into MAKERS."""
     rng = np.random.default_rng([settings.seed, 2])
-    lengths = draw_lengths(Settings(settings.users, settings.items, settings.events, settings.seed), rng)
+    lengths = draw_lengths(settings, rng)
     user = np.repeat(rng.permutation(settings.users).astype(np.int32), lengths)
     intent, asked = _intents(world, lengths, settings.query_driven, rng)
     time = draw_times(lengths, rng)
@@ -192,6 +184,10 @@ def best_gauc(world: World, log: Searches) -> dict[str, float]:
     A reader of `earlier clicks` knows taste only as far as the user's clicks before the search tell it, which is
     about what a model can make of a history; it is an estimate, the others are exact.
     """
+    import torch  # takes seconds, and only this needs it
+
+    from models.ranking_metrics import request_auc
+
     place = np.cumsum(np.diff(log.user, prepend=-1) != 0)  # (S,) of the user, from 1
     measured = place % -(-len(log.item) // MEASURED) == 0
     log = replace(log, **{each.name: getattr(log, each.name)[measured] for each in fields(log)[1:]})
@@ -250,45 +246,34 @@ def simulate_search(
     output_dir: str, users: int, items: int, events: int, seed: int, query_driven: float = 1.0,
     taste: Literal["user", "query"] = "user", disliked_click: float = 0.25,
 ) -> tuple[World, Searches]:  # fmt: skip
-    """Writes a search log into `output_dir` (a local path or URI) and returns its causes.
-
-    Raises UserError for impossible settings, a folder that holds other files, or one that cannot be written.
-    """
-    try:
-        settings = SearchSettings(users, items, events, seed, query_driven, taste, disliked_click)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    check_writable(output_dir)
-    clear(output_dir)
-    world = make_world(Settings(users, items, events, seed))
+    """Writes a search log into `output_dir` (a local path or URI) and returns its causes; UserError as `open_log`."""
+    settings = open_log(
+        output_dir, SearchSettings, users, items, events, seed, query_driven, taste, disliked_click
+    )  # fmt: skip
+    world = make_world(settings)
     rng = np.random.default_rng([seed, 3])
     user_ids, item_ids, search_ids = numbered("u", users), numbered("i", items), numbered("s", events)
     texts = item_texts(world, item_ids, rng)
     makers = {maker: index for index, maker in enumerate(MAKERS)}
     log = draw_searches(settings, world, np.array([makers[name] for name in texts["brand"].to_pylist()]))
     query = _query_texts(world, log.asked, rng)
-    order = np.argsort(log.time, kind="stable")
-    per_file = max(1, ROWS_PER_FILE // RESULTS)
-    for number, low in enumerate(range(0, events, per_file)):
-        rows = order[low : low + per_file]
-        each = np.repeat(rows, RESULTS)
-        dwell = log.dwell_ms[rows].reshape(-1)
-        table = pa.table(
+
+    def rows_of(which: np.ndarray, first: int) -> pa.Table:
+        each, dwell = np.repeat(which, RESULTS), log.dwell_ms[which].reshape(-1)
+        number = np.repeat(np.arange(first, first + len(which), dtype=np.int32), RESULTS)
+        return pa.table(
             {
                 "user_id": pa.DictionaryArray.from_arrays(log.user[each], user_ids),
-                "search_id": pa.DictionaryArray.from_arrays(
-                    np.repeat(np.arange(low, low + len(rows), dtype=np.int32), RESULTS), search_ids
-                ),
+                "search_id": pa.DictionaryArray.from_arrays(number, search_ids),
                 "timestamp_ms": log.time[each],
                 "query": query.take(pa.array(each)),
-                "item_id": pa.DictionaryArray.from_arrays(log.item[rows].reshape(-1), item_ids),
-                "position": np.tile(np.arange(RESULTS, dtype=np.int32), len(rows)),
-                "click": log.click[rows].reshape(-1),
-                "purchase": log.purchase[rows].reshape(-1),
+                "item_id": pa.DictionaryArray.from_arrays(log.item[which].reshape(-1), item_ids),
+                "position": np.tile(np.arange(RESULTS, dtype=np.int32), len(which)),
+                "click": log.click[which].reshape(-1),
+                "purchase": log.purchase[which].reshape(-1),
                 "dwell_ms": pa.array(dwell, mask=np.isnan(dwell)),
             }
         )
-        write_parquet(join(output_dir, f"events-{number:05d}.parquet"), table)
-    write_parquet(join(output_dir, "items.parquet"), texts)
-    write_file(join(output_dir, RECORD), record(settings, "search").encode())
+
+    write_log(output_dir, "search", settings, log.time, rows_of, lambda: texts, RESULTS)
     return world, log

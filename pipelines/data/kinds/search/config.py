@@ -1,4 +1,4 @@
-"""What a source file says of the features of a search log. `pipelines/data/windows.py` makes them.
+"""What a source file says of the features of a search log. `features.py` makes them.
 
 prepare:
   kind: search
@@ -8,13 +8,15 @@ prepare:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import pairwise
 
-DAY_MS, HOUR_MS, MINUTE_MS = 86_400_000, 3_600_000, 60_000
+from models.tables import UserError
+from pipelines.data.durations import Windowed
+from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.sources.base import Source
 
 
 @dataclass(frozen=True)
-class SearchConfig:
+class SearchConfig(Windowed):
     """The features of a search log (Sec. 3.1 of QGS)."""
 
     windows_days: list[float] = field(default_factory=lambda: [1.0, 7.0, 30.0])
@@ -31,16 +33,7 @@ class SearchConfig:
     """Longest time from the first to the last result of one request id; longer is an error, as ids are re-used."""
 
     def __post_init__(self) -> None:
-        days = self.windows_days
-        if any(a >= b for a, b in pairwise(days)):
-            raise ValueError(f"search.windows_days is {days}; give ascending lengths in days, such as [1, 7, 30]")
-        if self.delay_minutes < 0:
-            raise ValueError(f"search.delay_minutes is {self.delay_minutes}; it must be 0 or more")
-        if days and days[0] * DAY_MS <= self.delay_minutes * MINUTE_MS:
-            raise ValueError(
-                f"search.windows_days begins with {days[0]}, which ends before it begins with delay_minutes "
-                f"{self.delay_minutes}; give longer windows or a shorter delay"
-            )
+        self.check_windows("search")
         if not 0 <= self.ctr_prior <= 1:
             raise ValueError(f"search.ctr_prior is {self.ctr_prior}; it is a rate between 0 and 1")
         if self.ctr_strength <= 0:
@@ -50,12 +43,25 @@ class SearchConfig:
         if not self.max_request_minutes >= 0:
             raise ValueError(f"search.max_request_minutes is {self.max_request_minutes}; it must be 0 or more")
 
-    @property
-    def windows_ms(self) -> list[int]:
-        """Lengths of the windows."""
-        return [round(days * DAY_MS) for days in self.windows_days]
 
-    @property
-    def delay_ms(self) -> int:
-        """Length of the delay."""
-        return round(self.delay_minutes * MINUTE_MS)
+def bool_labels(source: Source, behaviour: str | None) -> list[str]:
+    """The log's bool labels, the one that makes a behaviour first."""
+    labels = [name for name, kind in source.info["labels"].items() if kind == "bool"]
+    return sorted(labels, key=lambda name: name != behaviour)
+
+
+def check_search(source: Source, config: PrepareConfig) -> None:
+    """UserError for settings that a search log cannot have."""
+    if config.behaviour is None:
+        known = ", ".join(bool_labels(source, None)) or "none"
+        raise UserError(
+            f"kind is search, which needs the bool label that makes a result a behaviour; set behaviour to one of: "
+            f"{known}"
+        )
+    if config.core > 1:
+        raise UserError(
+            f"core is {config.core}, but the catalogue of a search log holds every item that was shown; use --core 0, "
+            f"and --core_window train to leave out items that the training window did not show"
+        )
+    if config.ties != "strict":
+        raise UserError(f"ties is {config.ties}; a search sees strictly earlier behaviours only: use --ties strict")

@@ -6,6 +6,7 @@ is grouped and nothing is copied per request.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,11 +17,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import ray
 
-from models.tables import Part
+from models.tables import Manifest, Part, part_uris
 from pipelines.data.catalogue import surviving_rows
-from pipelines.data.splits import NAMES, assign
-from pipelines.data.survey import behaviour_column, coded, count_pairs, counted_before, known_times, read_coded, runs
-from pipelines.data.tables import sequences_schema, write_part
+from pipelines.data.run import Run
+from pipelines.data.splits import NAMES, assign, require_training
+from pipelines.data.survey import (
+    behaviour_column,
+    coded,
+    count_pairs,
+    counted_before,
+    known_times,
+    positions_in,
+    read_coded,
+    runs,
+)
+from pipelines.data.tables import commit, sequences_schema, write_part
 from pipelines.data.tasks import run_tasks
 
 
@@ -52,9 +63,8 @@ def build_sequences(events: pa.Table, catalogue: pa.Array, rules: Rules) -> tupl
     schema = sequences_schema(rules.schema)
     if not events.num_rows:
         return schema.empty_table(), count
-    user, item = coded(events, "user_id"), coded(events, "item_id")
-    index = pc.fill_null(pc.index_in(item.dictionary.cast(pa.large_string()), catalogue), -1).to_numpy()
-    items = index[item.indices.to_numpy()]  # (E,) item_index, -1 outside the catalogue
+    user = coded(events, "user_id")
+    items = positions_in(coded(events, "item_id"), catalogue)  # (E,) item_index, -1 outside it
     time, known = events["timestamp_ms"].to_numpy(), known_times(events, rules.behaviour)
     codes = user.indices.to_numpy()
 
@@ -163,3 +173,45 @@ def write_sequences(
         total["max_length"] = longest
         progress(f"part {done} of {len(parts)} built, {total['users']:,} users")
     return [part for part in written if part is not None], total
+
+
+def make_retrieval(run: Run, events: Manifest, items: Manifest, split: dict[str, Any]) -> Manifest:
+    """Sequences whose every behaviour is a request for itself; returns their manifest."""
+    config = run.config
+    settings = {
+        "kind": "retrieval",
+        "split": config.split.settings(),
+        "max_events": config.max_events,
+        "core": config.core,
+        "core_window": config.core_window,
+        "behaviour": config.behaviour,
+        "ties": config.ties,
+    }
+    inputs = {"events": events.hash, "items": items.hash}
+    if finished := run.finished("sequences", settings, inputs):
+        return finished
+    begin = time.perf_counter()
+    uri, schema = run.table("sequences"), sequences_schema(run.source.schema)
+    rules = Rules(
+        schema=run.source.schema,
+        split=split,
+        core=config.core,
+        before_ms=run.before_ms(split),
+        max_events=config.max_events,
+        log_order=config.ties == "log_order",
+        behaviour=config.behaviour,
+    )
+    with run.writing("sequences"):
+        sources = part_uris(run.table("events"), events)
+        parts, count = write_sequences(sources, uri, run.item_ids(), rules, run.progress("sequences"))
+        usable = {name: count[f"requests_{name}"] - count[f"without_history_{name}"] for name in NAMES}
+        require_training(usable, count, config.max_events, "request with a history")
+        info = {
+            **run.sequences_info(events, items, split, count),
+            "requests": {name: count[f"requests_{name}"] for name in NAMES},
+            "requests_without_history": {name: count[f"without_history_{name}"] for name in NAMES},
+        }
+        timings = {"build_write_s": time.perf_counter() - begin}
+        sequences = commit(uri, "sequences", schema, parts, config=settings, inputs=inputs, info=info, timings=timings)
+    run.say(f"sequences: {sequences.rows:,} users in {time.perf_counter() - begin:.1f} s")
+    return sequences

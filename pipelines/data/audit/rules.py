@@ -1,0 +1,76 @@
+"""Proves prepared tables free of leakage, from `events` alone: `python -m jobs.audit --tables DIR`.
+
+Every rule is computed a second time here, in plain polars, and shares no code with the steps that made
+the tables: it would prove nothing to ask the same function twice. Tables are read part by part, so memory
+follows the largest part; besides it stand the catalogue and 12 bytes per user and table.
+
+Words: `row` is the rank of a user's row within its part of `sequences`; `place` is the rank of a behaviour
+or of a request within its user, from 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pipelines.data.audit.base import Rule, Tables
+from pipelines.data.audit.events import check_catalogue, check_events, check_users, read_catalogue
+from pipelines.data.audit.files import check_files, check_inputs
+from pipelines.data.kinds.table import KINDS
+
+RULES = {
+    "files": "every listed file is whole: size, sha256, rows and columns as its manifest says",
+    "inputs": "items and sequences were made from these events, sequences from these items",
+    "events": "times are int64 and not negative; keys are set; each part is sorted",
+    "duplicates": "no event stands in the table twice",
+    "users": "a user's events are in one part; each surviving user is in sequences exactly once",
+    "catalogue": "item_index is dense in the order of item_id; the k-core keeps and drops the right items",
+    "behaviours": "lists have equal length and hold exactly what events give, in order",
+    "history": "history_end counts the user's strictly earlier behaviours",
+    "known": "a label is known when its time or its delay says; no history holds a behaviour before it is known",
+    "requests": "in a search log a request is (user, request id) at its earliest; no history holds its own behaviours",
+    "targets": "candidates are in the catalogue: behaviour i for request i (retrieval), what was shown (search)",
+    "splits": "each request is in the split that its place or its time says; train_end and val_end are the cuts",
+    "tasks": "in a log of actions tasks and actions are what the labels say",
+    "counts": "the manifest of sequences counts what the table holds",
+    "queries": "in a search log query_index is dense in the order of the text and covers what events ask",
+    "windows": "a windowed count at time t covers [t - window, t - delay)",
+}
+
+
+def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list[Rule]:
+    """All rules on the tables under `uri`, in the order of `RULES`.
+
+    A file that is not what its manifest lists ends the audit after the rule `files`. Raises UserError
+    where there is no table to audit.
+    """
+    tables = Tables.open(uri, {name: kind.audit for name, kind in KINDS.items()})
+    rules = {name: Rule(name, holds) for name, holds in RULES.items()}
+    progress("files")
+    check_files(tables, rules["files"])
+    if rules["files"].violations:
+        for name, rule in rules.items():
+            rule.checked = name == "files"
+        return list(rules.values())
+    check_inputs(tables, rules["inputs"])
+    items = read_catalogue(tables)
+    event_users = check_events(tables, rules, progress)
+    core_users = check_catalogue(tables, items, rules["catalogue"], progress)
+    sequence_users, core_users = tables.kind.check(tables, items, event_users, core_users, rules, progress)
+    check_users(tables, event_users, core_users, sequence_users, rules["users"])
+    return list(rules.values())
+
+
+def report(rules: list[Rule]) -> str:
+    """The rules as a table for the terminal, then the first offenders and the notes."""
+    wide = max(len(rule.name) for rule in rules)
+    lines = [f"{'rule':<{wide}}  {'rows':>13}  {'violations':>10}  what must hold"]
+    for rule in rules:
+        found = f"{rule.violations:>10,}" if rule.checked else f"{'not checked':>10}"
+        lines.append(f"{rule.name:<{wide}}  {rule.rows:>13,}  {found}  {rule.holds}")
+    for rule in rules:
+        lines += [f"  {rule.name}: {example}" for example in rule.examples]
+        if rule.violations > len(rule.examples):
+            lines.append(f"  {rule.name}: and {rule.violations - len(rule.examples):,} more")
+        if rule.note:
+            lines.append(f"  note, {rule.name}: {rule.note}")
+    return "\n".join(lines)

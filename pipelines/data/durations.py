@@ -1,0 +1,37 @@
+"""Lengths of time in ms, and the windows that counts cover, as settings give them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+DAY_MS, HOUR_MS, MINUTE_MS = 86_400_000, 3_600_000, 60_000
+
+
+class Windowed:
+    """Settings of counts that cover [t - window, t - delay)."""
+
+    windows_days: list[float]
+    delay_minutes: float
+
+    def check_windows(self, section: str) -> None:
+        """ValueError for windows that do not ascend, or end before they begin. section: their name in errors."""
+        days = self.windows_days
+        if any(a >= b for a, b in pairwise(days)):
+            raise ValueError(f"{section}.windows_days is {days}; give ascending lengths in days, such as [1, 7, 30]")
+        if self.delay_minutes < 0:
+            raise ValueError(f"{section}.delay_minutes is {self.delay_minutes}; it must be 0 or more")
+        if days and days[0] * DAY_MS <= self.delay_minutes * MINUTE_MS:
+            raise ValueError(
+                f"{section}.windows_days begins with {days[0]}, which ends before it begins with delay_minutes "
+                f"{self.delay_minutes}; give longer windows or a shorter delay"
+            )
+
+    @property
+    def windows_ms(self) -> list[int]:
+        """Lengths of the windows."""
+        return [round(days * DAY_MS) for days in self.windows_days]
+
+    @property
+    def delay_ms(self) -> int:
+        """Length of the delay."""
+        return round(self.delay_minutes * MINUTE_MS)

@@ -1,0 +1,1 @@
+"""What differs between kinds of request, one folder each; `table.py` names them all."""

@@ -1,0 +1,1 @@
+"""An impression asks: what will this user do with this item?"""

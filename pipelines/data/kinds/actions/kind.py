@@ -1,0 +1,54 @@
+"""The row of actions: a request is an impression whose actions are asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from models.tables import Manifest
+from pipelines.data.audit.base import KindRules
+from pipelines.data.kinds.actions.audit import REQUIRED, check_actions_tables
+from pipelines.data.kinds.actions.config import ActionsConfig, check_actions
+from pipelines.data.kinds.actions.flow import FLOW
+from pipelines.data.kinds.actions.simulator import KINDS, best_entropy, simulate_feed
+from pipelines.data.kinds.base import RequestKind, Simulator
+from pipelines.data.kinds.simulation import Settings
+
+if TYPE_CHECKING:
+    from pipelines.data.run import Run
+
+
+def sequences(run: Run, events: Manifest, items: Manifest, split: dict[str, Any]) -> Manifest:
+    """As `make_actions`."""
+    from pipelines.data.kinds.actions.sequences import make_actions  # it imports Ray, so only now
+
+    return make_actions(run, events, items, split)
+
+
+ACTIONS = RequestKind(
+    name="actions",
+    config=ActionsConfig,
+    check=check_actions,
+    sequences=sequences,
+    audit=KindRules(REQUIRED, check_actions_tables),
+    simulator=Simulator(
+        "feed",
+        "simulated_feed",
+        Settings,
+        simulate_feed,
+        always=(
+            f"half of the users like {KINDS[0]}s, half {KINDS[1]}s, which only their actions tell: normalised entropy "
+            f"of like is 1 without actions and {best_entropy('like'):.3f} at best"
+        ),
+    ),
+    flow=FLOW,
+    statistics=(
+        "base_rates",
+        "users_with_candidates",
+        "users_with_context",
+        "users_without_context",
+        "events_without_context",
+        "events_outside",
+        "dropped",
+    ),
+    per_user=True,
+)

@@ -1,0 +1,1 @@
+"""Each behaviour asks for itself: which item comes next?"""

@@ -1,0 +1,1 @@
+"""A search asks, with the results that it showed: which of them will be clicked?"""

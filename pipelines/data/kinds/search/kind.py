@@ -1,0 +1,61 @@
+"""The row of search: a request is a search with the results that it showed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from models.tables import Manifest
+from pipelines.data.audit.base import KindRules
+from pipelines.data.kinds.base import RequestKind, Simulator
+from pipelines.data.kinds.search.audit import REQUIRED, check_search_tables
+from pipelines.data.kinds.search.config import SearchConfig, check_search
+from pipelines.data.kinds.search.flow import FLOW
+from pipelines.data.kinds.search.notices import classes
+from pipelines.data.kinds.search.simulator import SearchSettings, best_gauc, simulate_search
+
+if TYPE_CHECKING:
+    from pipelines.data.run import Run
+
+
+def sequences(run: Run, events: Manifest, items: Manifest, split: dict[str, Any]) -> Manifest:
+    """As `make_search`."""
+    from pipelines.data.kinds.search.sequences import make_search  # it imports Ray, so only now
+
+    return make_search(run, events, items, split)
+
+
+def reachable(causes: Any) -> list[str]:
+    """Of what `simulate_search` returns."""
+    best = ", ".join(f"{name} {value:.4f}" for name, value in best_gauc(*causes).items())
+    return [f"GAUC of clicks at best, by {best}"]
+
+
+SEARCH = RequestKind(
+    name="search",
+    config=SearchConfig,
+    check=check_search,
+    sequences=sequences,
+    audit=KindRules(REQUIRED, check_search_tables, all_shown=True),
+    simulator=Simulator(
+        "search",
+        "simulated_search",
+        SearchSettings,
+        simulate_search,
+        unit="searches",
+        described=SearchSettings.described,
+        reachable=reachable,
+    ),
+    flow=FLOW,
+    notices=classes,
+    statistics=(
+        "queries",
+        "candidates",
+        "requests_one_class",
+        "requests_without_query",
+        "requests_outside",
+        "requests_spread",
+        "max_request_spread_ms",
+        "candidates_outside",
+    ),
+    all_shown=True,
+)

@@ -1,0 +1,163 @@
+"""One run of `jobs.prepare`: where things are, what earlier steps found, and how a step commits its table."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import fs
+
+from models.tables import (
+    MANIFEST,
+    Manifest,
+    UserError,
+    has_manifest,
+    join,
+    open_uri,
+    part_uris,
+    read_manifest,
+    read_table,
+)
+from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.sources.base import Source
+from pipelines.data.survey import Survey, survey
+from pipelines.data.tables import check_writable, clear, fingerprint, up_to_date
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Run:
+    """One call of `prepare`, as its steps see it."""
+
+    source: Source
+    """The raw log."""
+    input: str
+    """Folder of its files."""
+    output: str
+    """Folder of the tables."""
+    config: PrepareConfig
+    """The settings, with everything decided that the source decides."""
+    counted: str | None
+    """The label of the events that make the catalogue and the split; None where all events do."""
+    overwrite: bool
+    """Whether tables are made again, whatever is there."""
+    say: Say
+    """Takes the lines that a user reads."""
+    whole: bool
+    """Whether a run has finished there before: only then is a table of other inputs or settings not replaced."""
+    surveyed: Survey | None = None
+    """The arrays of the events parts, once they are there."""
+
+    def table(self, name: str) -> str:
+        """Folder of a table."""
+        return join(self.output, name)
+
+    def finished(
+        self, name: str, config: dict[str, Any], inputs: dict[str, str], formerly: dict[str, Any] | None = None
+    ) -> Manifest | None:
+        """The table's manifest if it need not be made; UserError if a finished run made it from something else.
+
+        formerly: the same configuration as earlier code wrote it.
+        """
+        uri = self.table(name)
+        if self.overwrite or not has_manifest(uri):
+            return None
+        if not any(up_to_date(uri, fingerprint(settings, inputs)) for settings in (config, formerly or config)):
+            if self.whole:
+                raise UserError(
+                    f"{uri} was made from other inputs or settings; add --overwrite to replace it, or choose another "
+                    f"--output"
+                )
+            self.say(f"{name}: replaced, as the run that made it from other inputs or settings did not finish")
+            return None
+        manifest = read_manifest(uri, name)
+        part_uris(uri, manifest)  # a part that is gone or cut short is an error that names it
+        self.say(f"{name}: up to date, {manifest.rows:,} rows")
+        return manifest
+
+    def progress(self, step: str) -> Say:
+        """Says how far a step is, at most every second."""
+        last = [time.monotonic()]
+
+        def say(line: str) -> None:
+            if time.monotonic() - last[0] >= 1:
+                last[0] = time.monotonic()
+                self.say(f"{step}: {line}")
+
+        return say
+
+    def survey(self, events: Manifest) -> Survey:
+        """The arrays of the events parts, read at most once in a run."""
+        if self.surveyed is None:
+            late = self.counted in self.source.info.get("known", {})
+            self.surveyed = survey(part_uris(self.table("events"), events), self.counted, late)
+        return self.surveyed
+
+    def split_key(self, events: Manifest) -> list[Any]:
+        """What the cut times of a split depend on."""
+        return [events.hash, self.config.split.settings(), self.counted]
+
+    def before_ms(self, split: dict[str, Any]) -> int | None:
+        """Behaviours earlier than this count for the k-core; None for all."""
+        return split["val_start_ms"] if self.config.core_window == "train" else None
+
+    def item_ids(self) -> pa.Array:
+        """The ids of the catalogue, sorted: their places are item_index."""
+        ids = read_table(self.table("items"), "items", ["item_id"])["item_id"]
+        return ids.cast("large_string").combine_chunks()
+
+    def sequences_info(
+        self, events: Manifest, items: Manifest, split: dict[str, Any], count: Counter[str]
+    ) -> dict[str, Any]:
+        """What the manifest of sequences says of every kind of request. count: what was counted on the way."""
+        config = self.config
+        return {
+            "kind": config.kind,
+            "users": count["users"],
+            "interactions": count["interactions"],
+            "pairs": count["pairs"],
+            "items": items.rows,
+            "split": split,
+            "split_made_from": self.split_key(events),
+            "ties": config.ties,
+            "clock": events.info["clock"],
+            "behaviour": config.behaviour,
+            "core": config.core,
+            "core_window": config.core_window,
+            "max_events": config.max_events,
+            "max_length": count["max_length"],
+            "truncated_users": count["truncated_users"],
+            "truncated_events": count["truncated_events"],
+            "tied_behaviours": count["tied_rows"],
+            "items_hash": items.hash,
+            "labels": self.source.info["labels"],
+            "numbers": self.source.info["numbers"],
+            "categories": self.source.info["categories"],
+        }
+
+    @contextmanager
+    def writing(self, *tables: str) -> Iterator[None]:
+        """Around a step that writes parts: checks that it can, and removes those in the making if it fails."""
+        uris = [self.table(name) for name in tables]
+        try:
+            for uri in uris:
+                check_writable(uri)
+            yield
+        except BaseException:
+            for uri in uris:
+                _discard(uri)
+            raise
+
+
+def _discard(uri: str) -> None:
+    """Removes the parts that no manifest lists."""
+    filesystem, root = open_uri(uri)
+    if filesystem.get_file_info(root).type != fs.FileType.Directory:
+        return
+    clear(uri, {part.path for part in read_manifest(uri).files} | {MANIFEST} if has_manifest(uri) else ())

@@ -1,0 +1,84 @@
+"""Settings of `jobs.prepare` from files and options, and what can be known of them before any work, without Ray."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import fields, replace
+from typing import Any
+
+from models.tables import UserError
+from pipelines.data.kinds.table import KINDS
+from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.sources.base import Source
+from pipelines.data.splits import SplitConfig
+from pipelines.data.tables import check_output, check_writable
+
+STATISTICS = "statistics.json"
+"""The file of the output that a run writes last."""
+
+TABLES = ("events", "rejects", "items", "queries", "sequences")
+"""Folders of the output."""
+
+
+def read_config(*layers: dict[str, Any]) -> PrepareConfig:
+    """Settings from plain values; later layers win, None means not given. UserError names an unknown key."""
+    sections: dict[str, Any] = {"split": SplitConfig}
+    sections |= {name: kind.config for name, kind in KINDS.items() if kind.config}
+    known = list(dict.fromkeys([*(f.name for f in fields(PrepareConfig) if f.name != "own"), *sections]))
+    values: dict[str, Any] = {}
+    nested: dict[str, dict[str, Any]] = {name: {} for name in sections}
+    for layer in layers:
+        _check_keys(layer, known, "")
+        for name, config in sections.items():
+            given = layer.get(name) or {}
+            if not isinstance(given, dict):
+                raise UserError(f"prepare.{name} is '{given}'; it is a mapping such as {{key: value}}")
+            _check_keys(given, [f.name for f in fields(config)], f"{name}.")
+            nested[name] |= {key: value for key, value in given.items() if value is not None}
+        values |= {key: value for key, value in layer.items() if value is not None and key not in sections}
+    try:
+        made = {name: config(**nested[name]) for name, config in sections.items()}
+        name = values.get("kind", PrepareConfig.kind)
+        if name not in tuple(KINDS):
+            raise UserError(f"kind is '{name}'; it is one of {', '.join(KINDS)}")
+        config = PrepareConfig(**values, split=made["split"], own=made.get(name))
+    except (ValueError, TypeError) as error:
+        raise UserError(str(error)) from error
+    if config.duplicates == "keep" and not KINDS[name].repeats:
+        raise UserError(f"duplicates is keep, which is of kind retrieval; kind {name} shows an item once: use drop")
+    return config
+
+
+def _check_keys(values: dict[str, Any], known: list[str], where: str) -> None:
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
+            raise UserError(f"unknown key 'prepare.{where}{key}'; the nearest key is '{near}'")
+
+
+def check(source: Source, input_uri: str, output_uri: str, config: PrepareConfig) -> PrepareConfig:
+    """What can be known before any work, without Ray: the files are there, the output can be written, the
+    settings fit the log. Returns the configuration with everything decided that the source decides."""
+    labels, kind = source.info["labels"], KINDS[config.kind]
+    if config.behaviour is not None and labels.get(config.behaviour) != "bool":
+        known = ", ".join(name for name, type_ in labels.items() if type_ == "bool") or "none"
+        raise UserError(f"behaviour is '{config.behaviour}', which is no bool label of the log; those are: {known}")
+    kind.check(source, config)
+    split: Any = config.split.resolve(source.info["clock"])
+    if config.core_window == "train" and split != "temporal":
+        raise UserError(
+            "core_window is train, which needs a temporal split; use --split.kind temporal or core_window all"
+        )
+    if config.behaviour in source.info.get("known", {}) and config.ties != "strict":
+        raise UserError(
+            f"ties is {config.ties}, but label '{config.behaviour}' is known later than its event, so the log's order "
+            f"is not that of what is known: use --ties strict, or leave out its time or delay"
+        )
+    if split == "per_user" and not kind.per_user:
+        raise UserError(f"split.kind is per_user, which is of logs of actions; use temporal for kind {config.kind}")
+    source.event_files(input_uri)
+    source.item_files(input_uri)
+    source.user_files(input_uri)
+    check_output(output_uri, {name: name for name in TABLES}, [STATISTICS])
+    check_writable(output_uri)
+    return replace(config, split=replace(config.split, kind=split))

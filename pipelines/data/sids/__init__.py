@@ -1,0 +1,1 @@
+"""Items to semantic IDs: texts to embeddings, to codes, to a trie."""
