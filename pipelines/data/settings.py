@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import fields, replace
 from typing import Any
 
+from models.config import check_known
 from models.tables import UserError
 from pipelines.data.kinds.table import KINDS
 from pipelines.data.prepare_config import PrepareConfig
@@ -50,10 +50,9 @@ def read_config(*layers: dict[str, Any]) -> PrepareConfig:
 
 
 def _check_keys(values: dict[str, Any], known: list[str], where: str) -> None:
-    for key in values:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
-            raise UserError(f"unknown key 'prepare.{where}{key}'; the nearest key is '{near}'")
+    check_known(
+        values, known, lambda key, near: f"unknown key 'prepare.{where}{key}'; the nearest key is '{near}'"
+    )  # fmt: skip
 
 
 def check(source: Source, input_uri: str, output_uri: str, config: PrepareConfig) -> PrepareConfig:

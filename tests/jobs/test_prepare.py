@@ -116,7 +116,7 @@ def test_options_win_over_the_source_file(tmp_path: Path, capsys: pytest.Capture
     ("change", "words"),
     [
         (["--input", "/nowhere"], "/nowhere"),
-        (["--source", "/nowhere.yaml"], "cannot read the source file /nowhere.yaml"),
+        (["--source", "/nowhere.yaml"], "cannot read /nowhere.yaml"),
         (["--core", "-3"], "core is -3; it must be 0"),
         (["--split.kind", "random"], "one of auto, leave_last_out, temporal"),
         (["--cores", "3"], "unknown key 'cores'; the nearest key is 'core'"),

@@ -7,13 +7,13 @@ encoding: cp1252
 from __future__ import annotations
 
 import codecs
-import difflib
 import re
 from encodings.aliases import aliases
 from typing import Any
 
 import pyarrow as pa
 
+from models.config import nearest
 from models.tables import UserError, open_uri
 
 LIKELY = ("utf-8", "cp1252", "gb18030", "utf-16", "shift_jis", "latin-1")
@@ -29,7 +29,7 @@ def check_encoding(encoding: str | None, where: str = "") -> str | None:
     try:
         codec = codecs.lookup(encoding)
     except LookupError:
-        near = difflib.get_close_matches(encoding.lower(), sorted({*aliases, *LIKELY}), n=1, cutoff=0.0)[0]
+        near = nearest(encoding.lower(), sorted({*aliases, *LIKELY}))
         raise ValueError(
             f"'{where}encoding' is '{encoding}', which is no encoding of Python's; the nearest is '{near}', and likely "
             f"ones are {', '.join(LIKELY)}"

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from dataclasses import MISSING, fields
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-import yaml
-
-from models.tables import UserError, open_uri
+from models.config import nearest, read_yaml
+from models.tables import UserError
 from pipelines.data.sources.base import Source
 
 LAYOUTS = {
@@ -28,15 +26,8 @@ def load_source(uri: str) -> tuple[Source, dict[str, Any]]:
     Raises UserError for a missing or damaged file, an unknown layout or key (with the nearest known
     one), and values that the layout refuses.
     """
-    filesystem, path = open_uri(uri)
-    try:
-        with filesystem.open_input_stream(path) as stream:
-            content = yaml.safe_load(stream.read())
-    except OSError as error:
-        raise UserError(f"cannot read the source file {uri}; check --source") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"{uri} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict) or "layout" not in content:
+    content = read_yaml(uri, "check --source")
+    if "layout" not in content:
         raise UserError(f"{uri} names no layout; begin it with 'layout: {' | '.join(LAYOUTS)}'")
     layout = content.pop("layout")
     prepare = content.pop("prepare", None) or {}
@@ -71,8 +62,7 @@ def build(kind: type, content: dict[str, Any], where: str = "") -> Any:
     known = {field.name: field for field in fields(kind)}
     for key in content:
         if key not in known:
-            near = difflib.get_close_matches(str(key), list(known), n=1, cutoff=0.0)[0]
-            raise ValueError(f"unknown key '{where}{key}'; the nearest key is '{near}'")
+            raise ValueError(f"unknown key '{where}{key}'; the nearest key is '{nearest(key, known)}'")
     required = [key for key, f in known.items() if f.default is MISSING and f.default_factory is MISSING]
     if missing := [key for key in required if key not in content]:
         keys = " and ".join(f"'{where}{key}'" for key in missing)

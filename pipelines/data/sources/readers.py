@@ -7,7 +7,6 @@ value must be is decided once, in `normalise.py`.
 from __future__ import annotations
 
 import csv
-import difflib
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -23,6 +22,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet as pq
 
+from models.config import hint
 from models.tables import UserError, join, open_uri
 from pipelines.data.sources.encodings import not_encoded, open_text
 
@@ -131,12 +131,7 @@ def require_columns(uri: str, wanted: Iterable[str], present: Collection[str]) -
     """UserError if a wanted column is not there, with the nearest one that is."""
     for column in wanted:
         if column not in present:
-            raise _no_column(uri, column, _nearest(column, present))
-
-
-def _nearest(column: str, present: Collection[str]) -> str:
-    near = difflib.get_close_matches(column, sorted(present), n=1, cutoff=0.0)
-    return f"the nearest is '{near[0]}'" if near else "it has none"
+            raise _no_column(uri, column, hint(column, sorted(present), "it has none"))
 
 
 def _no_column(uri: str, column: str, hint: str) -> UserError:
@@ -367,7 +362,7 @@ def _missing(rows: pl.DataFrame, chunk: bytes) -> dict[str, str]:
     missing = [name for name in nulls if f'"{name}"'.encode() not in chunk and json.dumps(name).encode() not in chunk]
     keys = re.findall(rb'"((?:[^"\\]|\\.)*)"\s*:', chunk[: 1 << 16]) if missing else []
     present = {key.decode(errors="replace") for key in keys}
-    return {name: _nearest(name, present) for name in missing}
+    return {name: hint(name, sorted(present), "it has none") for name in missing}
 
 
 def _no_ids(rows: pl.DataFrame, numbers: np.ndarray, chunk: bytes, reading: Reading) -> list[tuple[int, str, str]]:

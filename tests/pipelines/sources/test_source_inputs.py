@@ -161,7 +161,7 @@ def test_no_file_of_that_name(tmp_path: Path) -> None:
     ("yaml", "expected"),
     [
         ("files: a\n", "names no layout"),
-        ("- 1\n", "names no layout"),
+        ("- 1\n", "holds list, not a mapping"),
         ("layout: [\n", "not valid YAML"),
         ("layout: csv\n", "unknown layout 'csv'"),
         ("layout: mapping\nuserr: u\n", "unknown key 'userr'; the nearest key is 'user'"),
