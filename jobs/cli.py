@@ -236,11 +236,15 @@ def check_token(address: str) -> None:
     bearer = [("authorization", f"Bearer {given}")] if given and mode != "disabled" else []
     with grpc.insecure_channel(address) as channel:
         try:
-            services.NodeInfoGcsServiceStub(channel).CheckAlive(messages.CheckAliveRequest(), 5, bearer)  # type: ignore[attr-defined]
+            services.NodeInfoGcsServiceStub(channel).CheckAlive(messages.CheckAliveRequest(), 10, bearer)  # type: ignore[attr-defined]
         except grpc.RpcError as error:
             if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
                 what = "another token than this client's" if bearer else "a token, and this client has none"
                 raise UserError(f"the Ray cluster at RAY_ADDRESS={address} wants {what}; {TOKEN}") from None
+            raise UserError(
+                f"what answers at RAY_ADDRESS={address} is no Ray cluster ({error.code().name.lower()}); give the "
+                f"address that `ray start --head` printed, or unset it to start a local Ray"
+            ) from None
 
 
 def kept_traceback(error: BaseException) -> str:

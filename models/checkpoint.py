@@ -1,6 +1,7 @@
 """Checkpoints: a directory with the weights as safetensors, a readable `config.json`, and `state.pt` to resume.
 
-    model, config = checkpoint.load("runs/sasrec/best", catalogue)
+    about = checkpoint.read("runs/sasrec/best")
+    checkpoint.load_weights(model, "runs/sasrec/best")     # registry.load builds the model too
 
 Nothing in it is pickled code: `state.pt` holds tensors and numbers and is read with `weights_only=True`.
 `config.json` is written last and lists the files with their sizes and SHA-256, so a half-written checkpoint is none;
@@ -307,18 +308,3 @@ def load_state(uri: str | Path, map_location: str = "cpu") -> dict[str, Any]:
             f"{uri}/{STATE} is damaged ({' '.join(str(error).split())[:200]}); use another checkpoint or train again"
         ) from error
     return state
-
-
-def load(uri: str | Path, catalogue: Any, name: str | None = None) -> tuple[nn.Module, Checkpoint]:
-    """The model in evaluation mode, and the checkpoint's config.
-
-    `catalogue` must be of the tables that it was trained on (see `check`); `name`, where given, is the model
-    that is expected.
-    """
-    from models import registry
-
-    about = read(uri)
-    check(about, uri, catalogue.hashes, name)
-    model = registry.build(registry.config_from_dict(about.model), catalogue)
-    load_weights(model, uri)
-    return model.eval(), about

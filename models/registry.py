@@ -9,10 +9,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from models import checkpoint
 from models.actions import metrics as actions_metrics
 from models.actions.attn_dhn import AttnDHN, AttnDHNConfig
 from models.actions.attn_lfa import AttnLFA, AttnLFAConfig
@@ -22,6 +24,7 @@ from models.actions.data import ActionsExamples
 from models.actions.genrank import GenRank, GenRankConfig
 from models.actions.interleaved import Interleaved, InterleavedConfig
 from models.actions.lac import LAC, LACConfig
+from models.checkpoint import Checkpoint
 from models.config import check_known, hint
 from models.fit import Sums
 from models.matmul import use_exact_onednn
@@ -220,3 +223,16 @@ def config_from_dict(content: dict[str, Any]) -> Any:
         return config(**options)
     except (ValueError, TypeError) as error:
         raise UserError(f"model '{name}': {error}") from error
+
+
+def load(uri: str | Path, catalogue: Any, name: str | None = None) -> tuple[nn.Module, Checkpoint]:
+    """The model of a checkpoint in evaluation mode, and the checkpoint's config.
+
+    `catalogue` must be of the tables that it was trained on (see `checkpoint.check`); `name`, where given, is the
+    model that is expected.
+    """
+    about = checkpoint.read(uri)
+    checkpoint.check(about, uri, catalogue.hashes, name)
+    model = build(config_from_dict(about.model), catalogue)
+    checkpoint.load_weights(model, uri)
+    return model.eval(), about

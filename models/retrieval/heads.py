@@ -5,13 +5,12 @@ Shapes: `B` users, `W` prefixes of a user, `D` width, `N` hidden width of a head
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from models.retrieval.sid_mlp import SidMlpConfig
+from models.retrieval.sid_mlp_config import SidMlpConfig
 
 
 def make_heads(config: SidMlpConfig, sizes: list[int], dim: int, vocabulary: int) -> nn.ModuleList:

@@ -7,13 +7,10 @@ Shapes: `B` users, `W` queries of a user, `S` source positions, `D` width, `H` h
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from models.retrieval.sid_mlp import SidMlpConfig
+from models.retrieval.sid_mlp_config import SidMlpConfig
 
 
 def mean_state(states: Tensor, padding: Tensor | None) -> Tensor:

@@ -428,5 +428,7 @@ def teach(model: nn.Module, config: SidMlpPpConfig, catalogue: Catalogue) -> Non
     student = cast(SidMlpPp, model)
     student.set_teacher(teachers.load(config, catalogue))
     if not config.end_to_end:
-        trained, _ = checkpoint.load(config.encoder, catalogue, STAGE_1)
-        student.encoder.load_state_dict(cast(SidMlpPpEncoder, trained).encoder.state_dict())
+        stage_1 = {key: value for key, value in checkpoint.read(config.encoder).model.items() if key != "name"}
+        trained = SidMlpPpEncoder(SidMlpPpEncoderConfig(**stage_1), catalogue)
+        checkpoint.load_weights(trained, config.encoder)
+        student.encoder.load_state_dict(trained.encoder.state_dict())

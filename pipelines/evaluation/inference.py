@@ -49,7 +49,7 @@ class Recommender:
         self.batch_size, self.options, self.users_per_part = batch_size, options, users_per_part
         about = checkpoint.read(uri)
         entry = registry.find(about.name)
-        model, _ = checkpoint.load(uri, load_catalogue(entry, about.name, tables, sids))
+        model, _ = registry.load(uri, load_catalogue(entry, about.name, tables, sids))
         self.model: Any = model.to(self.device)
         history = registry.config_from_dict(about.model).max_history
         sequences = join(tables, "sequences")

@@ -131,7 +131,7 @@ def rank_shard(
     about = checkpoint.read(uri)
     entry = registry.find(about.name)
     catalogue = load_catalogue(entry, about.name, tables, sids)
-    model, _ = checkpoint.load(uri, catalogue)
+    model, _ = registry.load(uri, catalogue)
     where = device_of(device)
     model = model.to(where)
     history = registry.config_from_dict(about.model).max_history

@@ -290,7 +290,7 @@ def scores_of(
     about = checkpoint.read(uri)
     entry = registry.find(about.name)
     catalogue = load_catalogue(entry, about.name, tables, text)
-    model, _ = checkpoint.load(uri, catalogue)
+    model, _ = registry.load(uri, catalogue)
     scorer: Any = model.to(device).eval()
     config: Any = registry.config_from_dict(about.model)
     examples = SearchExamples.load(

@@ -40,7 +40,7 @@ def export(
     uri, tables, sids = find_checkpoint(uri), absolute(tables), absolute(sids) if sids else None
     about = checkpoint.read(uri)
     entry = registry.find(about.name)
-    loaded, _ = checkpoint.load(uri, load_catalogue(entry, about.name, tables, sids))
+    loaded, _ = registry.load(uri, load_catalogue(entry, about.name, tables, sids))
     model: Any = loaded.to(device_of(device))
     history = registry.config_from_dict(about.model).max_history
     examples = entry.family.examples.load(join(tables, "sequences"), "next", max_history=history)

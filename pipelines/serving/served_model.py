@@ -28,7 +28,7 @@ class Ranker(PythonModel):
         about = checkpoint.read(f"{folder}/checkpoint")
         entry = registry.find(about.name)
         catalogue = load_catalogue(entry, about.name, f"{folder}/tables", f"{folder}/sids")
-        self.model: Any = checkpoint.load(f"{folder}/checkpoint", catalogue)[0]
+        self.model: Any = registry.load(f"{folder}/checkpoint", catalogue)[0]
         self.history = registry.config_from_dict(about.model).max_history
         self.items = read_table(f"{folder}/tables/items", "items", ["item_id"])["item_id"].to_pylist()
         self.index = {item: index for index, item in enumerate(self.items)}

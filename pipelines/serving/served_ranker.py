@@ -252,7 +252,7 @@ class RequestRanker(PythonModel):
             catalogue = SearchCatalogue.load(f"{folder}/tables", f"{folder}/text", scale=False)
         else:
             catalogue = load_catalogue(entry, about.name, f"{folder}/tables", None)
-        self.model: Any = checkpoint.load(f"{folder}/checkpoint", catalogue)[0]
+        self.model: Any = registry.load(f"{folder}/checkpoint", catalogue)[0]
         self.requests = (SearchRequests if searches else ActionsRequests)(folder, self.model)
         items = read_table(f"{folder}/tables/items", "items", ["item_id"])["item_id"].to_pylist()
         self.index = {item: index for index, item in enumerate(items)}

@@ -65,6 +65,12 @@ def test_a_cluster_without_a_token_is_one_line(listening: str, tmp_path: Path, m
     assert "export RAY_AUTH_MODE=token" in str(raised.value)
 
 
+def test_what_answers_and_is_no_ray_is_one_line(listening: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(UserError, match=f"what answers at RAY_ADDRESS={listening} is no Ray cluster"):
+        cli.join_cluster(listening)
+
+
 def test_an_address_at_which_nobody_answers_is_one_line() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -45,8 +45,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("name", ["sasrec", "tiger"])
 def test_a_loaded_model_ranks_as_the_saved_one(saved: dict[str, str], name: str) -> None:
     catalogue = Catalogue.load(saved["tables"], saved["sids"])
-    model, about = checkpoint.load(saved[name], catalogue)
-    again, _ = checkpoint.load(saved[name], catalogue, name=name)
+    model, about = registry.load(saved[name], catalogue)
+    again, _ = registry.load(saved[name], catalogue, name=name)
     assert about.epoch == 3
     assert set(about.hashes) == ({"sequences", "items", "sids", "trie"} if name == "tiger" else {"sequences", "items"})
     batch = {"history": torch.tensor([[1, 2, 3]]), "history_length": torch.tensor([3]), "user": torch.tensor([7])}
@@ -58,7 +58,7 @@ def test_a_loaded_model_ranks_as_the_saved_one(saved: dict[str, str], name: str)
 def test_another_model_is_refused(saved: dict[str, str]) -> None:
     catalogue = Catalogue.load(saved["tables"], saved["sids"])
     with pytest.raises(UserError, match="is a checkpoint of the model 'sasrec', not of 'tiger'"):
-        checkpoint.load(saved["sasrec"], catalogue, name="tiger")
+        registry.load(saved["sasrec"], catalogue, name="tiger")
     wider = registry.build(registry.config_from_dict({**SASREC, "dim": 32}), catalogue)
     with pytest.raises(UserError, match=r"does not fit the model.*size mismatch"):
         checkpoint.load_weights(wider, saved["sasrec"])
@@ -66,9 +66,9 @@ def test_another_model_is_refused(saved: dict[str, str]) -> None:
 
 def test_other_tables_are_refused(saved: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"belongs to another table 'items'.*evaluate on the tables"):
-        checkpoint.load(saved["sasrec"], Catalogue.load(saved["other"]))
+        registry.load(saved["sasrec"], Catalogue.load(saved["other"]))
     with pytest.raises(UserError, match="table 'sids' that is not given"):
-        checkpoint.load(saved["tiger"], Catalogue.load(saved["tables"]))
+        registry.load(saved["tiger"], Catalogue.load(saved["tables"]))
     with pytest.raises(UserError, match="were made from other items"):
         Catalogue.load(saved["tables"], saved["other_sids"])
 
@@ -77,7 +77,7 @@ def test_a_trie_of_other_sids_is_refused(saved: dict[str, str], tmp_path: Path) 
     catalogue = Catalogue.load(saved["tables"], saved["sids"])
     catalogue.hashes["trie"] = "0" * 64
     with pytest.raises(UserError, match=r"belongs to another table 'trie'.*give the --sids"):
-        checkpoint.load(saved["tiger"], catalogue)
+        registry.load(saved["tiger"], catalogue)
 
 
 def copied(saved: dict[str, str], folder: Path) -> Path:
@@ -94,19 +94,19 @@ def test_damage_is_named(saved: dict[str, str], tmp_path: Path) -> None:
     weights = (broken / "model.safetensors").read_bytes()
     (broken / "model.safetensors").write_bytes(weights[:-50])
     with pytest.raises(UserError, match=r"model\.safetensors has \d+ bytes, config\.json says \d+: truncated"):
-        checkpoint.load(broken, catalogue)
+        registry.load(broken, catalogue)
     content = unsealed((broken / "config.json").read_text())
     content["files"]["model.safetensors"] -= 50  # the listing agrees, the file is still cut off
     del content["sha256"]  # as checkpoints of before
     (broken / "config.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="not a whole safetensors file"):
-        checkpoint.load(broken, catalogue)
+        registry.load(broken, catalogue)
     (broken / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"model\.safetensors is missing"):
-        checkpoint.load(broken, catalogue)
+        registry.load(broken, catalogue)
     (broken / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config\.json is damaged"):
-        checkpoint.load(broken, catalogue)
+        registry.load(broken, catalogue)
 
 
 def test_a_checkpoint_without_state_cannot_be_resumed(saved: dict[str, str], tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ are scored, `M` children of the widest, `N` hidden width of a head, `C_l` codes 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,20 +35,32 @@ from models.retrieval.readout import Readout, mean_state
 from models.retrieval.recommend import nothing
 from models.scores import check_finite
 
-if TYPE_CHECKING:
-    from models.retrieval.sid_mlp import SidMlp
+
+class Student(Protocol):
+    """What is read of a student: of SID-MLP or SID-MLP++, that is of its base or of a variant of it."""
+
+    readout: nn.Module
+    heads: nn.ModuleList
+    trie: Trie
+    source: Any
+    """The teacher's part that it keeps, a `Tiger`."""
+    sizes: list[int]
+    first_token: list[int]
+
+    def code_table(self) -> Tensor: ...
+    def encode(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]: ...
 
 
-def fast_walk(student: SidMlp) -> FastWalk:
+def fast_walk(student: Student) -> FastWalk:
     """The walk of the student's weights as they are now, kept on it until they change."""
-    return derived(student, "fast_walk", lambda: FastWalk(student))
+    return derived(cast(nn.Module, student), "fast_walk", lambda: FastWalk(student))
 
 
 class FastWalk:
     """Tables and folded weights of a student that `SidMlp.fast_supported`."""
 
     @torch.no_grad()
-    def __init__(self, student: SidMlp) -> None:
+    def __init__(self, student: Student) -> None:
         self.student = student
         t5 = student.source.t5
         self.encoder = PackedEncoder(t5) if hasattr(t5, "encoder") else None

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import islice
@@ -77,16 +78,17 @@ def _begin(
     missing: dict[str, str] | None = None
     for file in list(dict.fromkeys([files[0], files[-1], files[len(files) // 2]]))[:FILES]:
         begun.append(file)
-        blocks = iter(read(file))
-        for block in islice(blocks, BLOCKS):
-            table = block.events if isinstance(block, Block) else block.rows
-            rows = table if rows is None or not rows.num_rows else rows
-            rejected.add(Rejected.of(block))
-            absent = block.missing if missing is None else missing
-            missing = {name: hint for name, hint in absent.items() if name in block.missing}
-            if rejected.rows_read and not missing:
-                return Preview(kind, files, begun, rows, source.origins[kind], source.info["clock"], rejected, missing)
-        whole = whole and next(iter(blocks), None) is None
+        with closing(block for block in read(file)) as blocks:
+            for block in islice(blocks, BLOCKS):
+                table = block.events if isinstance(block, Block) else block.rows
+                rows = table if rows is None or not rows.num_rows else rows
+                rejected.add(Rejected.of(block))
+                absent = block.missing if missing is None else missing
+                missing = {name: hint for name, hint in absent.items() if name in block.missing}
+                if rejected.rows_read and not missing:
+                    clock = source.info["clock"]
+                    return Preview(kind, files, begun, rows, source.origins[kind], clock, rejected, missing)
+            whole = whole and next(blocks, None) is None
     whole = whole and len(begun) == len(files)
     if kind == "events" and whole and not rejected.rows_read:
         raise UserError(f"{input_uri} holds no rows in {', '.join(files[:3])}; check --input")

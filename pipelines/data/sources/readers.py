@@ -115,7 +115,7 @@ def read_frames(input_uri: str, file: str, reading: Reading) -> Iterator[Frame]:
         raise UserError(f"{uri} is Parquet, whose text is UTF-8; take 'encoding' out of the source file")
     try:
         yield from reader(uri, reading)
-    except UnicodeDecodeError as error:
+    except UnicodeError as error:  # UTF-16 without its mark is no UnicodeDecodeError
         raise not_encoded(uri, reading.encoding or "utf-8") from error
     except csv.Error as error:
         raise UserError(f"{uri} cannot be read as csv ({error}); it may be damaged or of another format") from error
@@ -194,7 +194,7 @@ def _csv_batches(
     """The columns of `types`; `names` are those of all columns if the file has no header."""
     quoted = reading.quote is not False
     # One thread: rows are numbered only then; files are read side by side by Ray tasks.
-    yield from pa.csv.open_csv(
+    with pa.csv.open_csv(
         stream,
         read_options=pa.csv.ReadOptions(use_threads=False, block_size=TEXT_BLOCK, column_names=names),
         parse_options=pa.csv.ParseOptions(
@@ -204,7 +204,8 @@ def _csv_batches(
             invalid_row_handler=skip,
         ),
         convert_options=pa.csv.ConvertOptions(include_columns=list(types), column_types=types),
-    )
+    ) as reader:  # closed at once where no more is read: its thread would abort a process that ends
+        yield from reader
 
 
 def _check_delimiter(uri: str, wanted: Iterable[str], header: list[str], delimiter: str) -> None:

@@ -44,7 +44,7 @@ def test_all_seven_train_and_their_checkpoints_score_alike(name, tables, tmp_pat
     )
     checkpoint.save(tmp_path / "best", setup.model, setup.checkpoint(epoch=2))
     entry = registry.find(name)
-    loaded, about = checkpoint.load(tmp_path / "best", load_catalogue(entry, name, tables, None), name)
+    loaded, about = registry.load(tmp_path / "best", load_catalogue(entry, name, tables, None), name)
     assert about.hashes.keys() == {"sequences", "items"}
     found = [
         score(model, entry.family, setup.val, batch_size=9, device=torch.device("cpu"))[0]

@@ -272,7 +272,7 @@ def test_each_ablation_learns_and_recommends(path: Path, tmp_path: Path) -> None
 
     about = checkpoint.Checkpoint(model=registry.config_to_dict(model.config))
     checkpoint.save(tmp_path / "saved", model, about)
-    loaded, _ = checkpoint.load(tmp_path / "saved", catalogue())
+    loaded, _ = registry.load(tmp_path / "saved", catalogue())
     again, again_scores = loaded.recommend(requests(6), 8, beam=12)
     assert again.tolist() == items.tolist()
     torch.testing.assert_close(again_scores, scores)

@@ -342,8 +342,8 @@ def test_stage_1_reduces_the_error_and_is_selected_by_it(trained):
 
 
 def test_stage_2_takes_the_encoder_as_it_is_and_ranks_better_than_chance(trained):
-    one, _ = checkpoint.load(trained.encoder / "best", trained.catalogue, "sid_mlp_pp_encoder")
-    two, about = checkpoint.load(trained.student / "best", trained.catalogue, "sid_mlp_pp")
+    one, _ = registry.load(trained.encoder / "best", trained.catalogue, "sid_mlp_pp_encoder")
+    two, about = registry.load(trained.student / "best", trained.catalogue, "sid_mlp_pp")
     kept = one.encoder.state_dict()
     assert all(torch.equal(value, kept[name]) for name, value in two.encoder.state_dict().items())
     assert torch.equal(one.source.t5.shared.weight, two.source.t5.shared.weight)
@@ -370,11 +370,11 @@ def test_recommending_needs_neither_teacher_nor_stage_1(trained, tmp_path):
     alone = tmp_path / "student"
     shutil.copytree(trained.student / "best", alone)
     batch = requests([3, 9, 1, 5], items=ITEMS)
-    before, _ = checkpoint.load(trained.student / "best", trained.catalogue)
+    before, _ = registry.load(trained.student / "best", trained.catalogue)
     items, scores = before.recommend(batch, 10)
     moved = trained.root.rename(trained.root.with_name("moved"))
     try:
-        model, about = checkpoint.load(alone, trained.catalogue, "sid_mlp_pp")
+        model, about = registry.load(alone, trained.catalogue, "sid_mlp_pp")
         again, more = model.recommend(batch, 10)
         assert not Path(about.model["encoder"]).exists()
     finally:
@@ -407,7 +407,7 @@ def test_another_teacher_encoder_or_table_is_named(trained, tmp_path):
         resolve(encoder=str(trained.teacher))
     with pytest.raises(UserError, match="is not the one that this run began with"):
         resolve(encoder=str(trained.encoder), encoder_hash="0" * 64)
-    tiger, about = checkpoint.load(trained.teacher / "best", trained.catalogue)
+    tiger, about = registry.load(trained.teacher / "best", trained.catalogue)
     tiger.t5.shared.weight.data += 1.0
     checkpoint.save(tmp_path / "other", tiger, about)
     with pytest.raises(UserError, match=r"matches another teacher.*leave model\.teacher out, or train stage 1"):

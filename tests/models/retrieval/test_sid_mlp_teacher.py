@@ -70,7 +70,7 @@ def test_a_student_learns_what_its_teacher_knows(taught: Taught) -> None:
 
 def test_what_is_frozen_stays(taught: Taught) -> None:
     model = taught.setup.model
-    teacher, _ = checkpoint.load(locate(taught.teacher), taught.setup.catalogue)
+    teacher, _ = registry.load(locate(taught.teacher), taught.setup.catalogue)
     for name, value in model.source.state_dict().items():
         assert torch.equal(value, teacher.state_dict()[name])
         assert torch.equal(value, taught.before[f"source.{name}"])
@@ -92,7 +92,7 @@ def test_recommending_needs_no_teacher(taught: Taught, tmp_path: Path) -> None:
     batch = setup.val.collate(next(setup.val.batches(40)))
     expected = setup.model.eval().recommend(batch, 20)
     shutil.rmtree(gone)
-    loaded, about = checkpoint.load(tmp_path / "student", setup.catalogue, "sid_mlp")
+    loaded, about = registry.load(tmp_path / "student", setup.catalogue, "sid_mlp")
     items, scores = loaded.recommend(batch, 20)
     assert torch.equal(items, expected[0])
     assert torch.equal(scores, expected[1])

@@ -34,7 +34,7 @@ def test_a_run_improves_gauc_and_its_checkpoint_scores_alike(search, tmp_path):
     assert ends[-1].metrics["requests"] == 40
     checkpoint.save(tmp_path / "best", setup.model, setup.checkpoint(epoch=6))
     entry = registry.find("qgs")
-    loaded, about = checkpoint.load(tmp_path / "best", load_catalogue(entry, "qgs", tables, text), "qgs")
+    loaded, about = registry.load(tmp_path / "best", load_catalogue(entry, "qgs", tables, text), "qgs")
     assert not [name for name in loaded.state_dict() if name.startswith("text.pairs")]  # the tables stay where they are
     found = [
         score(model, entry.family, setup.val, batch_size=5, device=torch.device("cpu"))[0]
@@ -46,7 +46,7 @@ def test_a_run_improves_gauc_and_its_checkpoint_scores_alike(search, tmp_path):
     assert about.hashes.keys() >= {"sequences", "items", "queries", "text_pairs"}
     other = write_search(tmp_path / "other", users=12, seed=5)
     with pytest.raises(UserError, match="belongs to another table"):
-        checkpoint.load(tmp_path / "best", load_catalogue(entry, "qgs", *other))
+        registry.load(tmp_path / "best", load_catalogue(entry, "qgs", *other))
 
 
 def test_search_models_ask_for_text(search):

@@ -80,7 +80,7 @@ def test_an_exported_student_ranks_as_it_did(
     options = ["--checkpoint", str(world[0] / "student-1"), *world[1], "--export", str(file), "--k", "7"]
     assert run(parse("evaluate", options)) is None
     assert "same items in the same order as the model for 60 requests" in capsys.readouterr().out
-    model, _ = checkpoint.load(world[0] / "student-1", Catalogue.load(world[1][1], world[1][3]))
+    model, _ = registry.load(world[0] / "student-1", Catalogue.load(world[1][1], world[1][3]))
     batch = Examples.load(f"{world[1][1]}/sequences", "test").collate(np.array([3, 17, 29]))
     items, scores = load_exported(file)(batch["history"], batch["history_length"], batch["user"])
     expected = model.recommend(batch, 7)

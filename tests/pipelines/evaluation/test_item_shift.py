@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from training_tables import write
 
 from jobs.evaluate import Config, run
-from models import checkpoint
+from models import checkpoint, registry
 from models.fit import FitConfig
 from models.retrieval.data import Catalogue, Examples
 from models.setup import set_up
@@ -102,7 +102,7 @@ def test_the_job_measures_what_ranking_by_hand_gives(
     result = run(Config(str(folder / "sasrec"), tables, batch_size=7, item_shift=True))
     assert result is not None
     printed = capsys.readouterr().out
-    model, about = checkpoint.load(folder / "sasrec", Catalogue.load(tables))
+    model, about = registry.load(folder / "sasrec", Catalogue.load(tables))
     examples = Examples.load(f"{tables}/sequences", "test", max_history=12)
     log = drifting_log()
     times = sorted(time for user in log for time, _ in user)

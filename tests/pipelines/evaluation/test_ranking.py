@@ -12,7 +12,7 @@ import torch
 from training_tables import write_tables
 
 from jobs.evaluate import Config, parse, run
-from models import checkpoint
+from models import checkpoint, registry
 from models.fit import FitConfig
 from models.retrieval.data import Catalogue, Examples
 from models.setup import set_up
@@ -63,7 +63,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 @pytest.mark.parametrize("name", ["sasrec-1", "tiger"])
 def test_metrics_equal_scoring_by_hand(world: World, name: str) -> None:
     result, _ = evaluate(world.place(name), world.tables, world.sids, batch_size=7)
-    model, about = checkpoint.load(world.place(name), Catalogue.load(world.tables, world.sids))
+    model, about = registry.load(world.place(name), Catalogue.load(world.tables, world.sids))
     examples = Examples.load(f"{world.tables}/sequences", "test", max_history=about.model.get("max_history", 20))
     ranks = []
     for row in range(len(examples)):  # one user at a time, the rank of the target among all 24 items
@@ -167,7 +167,7 @@ def test_all_users_to_a_table(world: World, ray_local: None, tmp_path: Path) -> 
     table = read_table(output, "recommendations").to_pydict()
     assert table["user_id"] == [f"user-{i:04d}" for i in range(60)]
     names = read_table(f"{world.tables}/items", "items")["item_id"].to_pylist()
-    model, _ = checkpoint.load(world.place("tiger"), Catalogue.load(world.tables, world.sids))
+    model, _ = registry.load(world.place("tiger"), Catalogue.load(world.tables, world.sids))
     examples = Examples.load(f"{world.tables}/sequences", "next")
     for user in (0, 31, 59):
         items, scores = model.recommend(examples.collate(torch.tensor([user]).numpy()), 5)

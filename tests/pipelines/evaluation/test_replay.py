@@ -12,7 +12,7 @@ import pytest
 from search_tables import FEATURES, write_search
 
 from jobs.evaluate import Config, run
-from models import checkpoint
+from models import checkpoint, registry
 from models.fit import FitConfig
 from models.setup import set_up
 from models.tables import UserError, join, read_table
@@ -192,7 +192,7 @@ def test_models_do_not_see_where_a_result_was_logged(trained, tmp_path):
     scores = {}
     for feature in ("", "position", "pair_ctr_7d"):
         setup = set_up({"name": "base"}, FitConfig(), tables, text)
-        loaded = checkpoint.load(str(folder / "base"), setup.catalogue)[0]
+        loaded = registry.load(str(folder / "base"), setup.catalogue)[0]
         if feature:
             loaded.scale.mean[FEATURES.index(feature)] += 1  # as if all values were lower
         checkpoint.save(tmp_path / f"base{feature}", loaded, setup.checkpoint(epoch=1))

@@ -10,13 +10,23 @@ HOUR, DAY = 3_600_000, 86_400_000
 KEY = ("user_id", "timestamp_ms", "request_id", "position", "item_id")
 
 
+def id_key(row: Row) -> tuple:
+    """The user and the request id, or the time where there is none."""
+    return row["user_id"], row["request_id"] or row["timestamp_ms"]
+
+
 def request_key(row: Row) -> tuple:
-    """What makes a request: the user, the request id, or the time where there is none, and the query."""
-    return row["user_id"], row["request_id"] or row["timestamp_ms"], row["query"]
+    """What makes a request: that, and the query."""
+    return *id_key(row), row["query"]
 
 
 def request_time(rows: list[Row], row: Row) -> int:
-    """Time of the earliest result of the row's request."""
+    """Time of the earliest result of the row's request id, whatever its query."""
+    return min(other["timestamp_ms"] for other in rows if id_key(other) == id_key(row))
+
+
+def search_time(rows: list[Row], row: Row) -> int:
+    """Time of the earliest result of the row's request, of its query: when the search is counted."""
     return min(other["timestamp_ms"] for other in rows if request_key(other) == request_key(row))
 
 
@@ -30,14 +40,14 @@ def windowed(
     rows: list[Row], names: tuple[str, ...], row: Row, window: int, delay: int, label: str
 ) -> tuple[int, int, int]:
     """(exposures, clicks, searches) of events with the row's values of `names` in [t - window, t - delay), where t is
-    the time of the row's request; a search is at the time of its own request."""
+    the time of the row's request; a search is at the time of its own first result."""
     t = request_time(rows, row)
     found = [
         other
         for other in rows
         if all(other[name] == row[name] for name in names) and t - window <= other["timestamp_ms"] < t - delay
     ]
-    searches = {request_key(r) for r in found if r["timestamp_ms"] == request_time(rows, r)}
+    searches = {request_key(r) for r in found if r["timestamp_ms"] == search_time(rows, r)}
     same = [other for other in rows if all(other[name] == row[name] for name in names)]
     clicks = sum(bool(r[label]) and t - window <= known_time(r, label) < t - delay for r in same)
     return len(found), clicks, len(searches)

@@ -84,7 +84,7 @@ def test_the_best_of_a_sweep_ranks_alike_in_a_fresh_process(folder: Path, capsys
     assert {"table.trie", "table.sids", "table.items"} <= version.tags.keys()
     assert version.description == "tiger-2: val/ndcg@10 0.3000"
 
-    model, _ = checkpoint.load(folder / "tiger-2", Catalogue.load(f"{folder}/small/tables", f"{folder}/small/sids"))
+    model, _ = registry.load(folder / "tiger-2", Catalogue.load(f"{folder}/small/tables", f"{folder}/small/sids"))
     history = torch.tensor([[1, 8, -1], [5, 4, 23]])
     users = torch.zeros(2, dtype=torch.int64)
     items, _ = model.recommend({"history": history, "history_length": torch.tensor([2, 3]), "user": users}, 5)  # type: ignore[operator]

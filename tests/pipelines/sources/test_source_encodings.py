@@ -81,6 +81,12 @@ def test_a_wrong_encoding_is_one_line(tmp_path: Path) -> None:
         items_of(plain(encoding="ascii"), tmp_path, "log.csv")
 
 
+def test_utf_16_without_its_mark_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("u,i,t\na,x,1700000000\n")
+    with pytest.raises(UserError, match=r"log\.csv is not utf-16; set 'encoding: utf-8' beside its 'files'"):
+        items_of(plain(encoding="utf-16"), tmp_path, "log.csv")
+
+
 @pytest.mark.parametrize(
     ("encoding", "words"), [("utf-9", "'encoding' is 'utf-9', which is no encoding"), ("base64", "not of text")]
 )

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from training_tables import write_tables
 
-from models import checkpoint
+from models import checkpoint, registry
 from models.fit import FitConfig, fit
 from models.retrieval.data import Catalogue
 from models.setup import set_up
@@ -118,7 +118,7 @@ def test_broken_off_and_run_again_it_ends_the_same(world: World) -> None:
     start = load_file(first / "model.safetensors")
     assert not torch.equal(start["heads.0.0.weight"], expected["heads.0.0.weight"])
     assert torch.equal(start["source.t5.shared.weight"], expected["source.t5.shared.weight"])
-    model, _ = checkpoint.load(again.checkpoint, Catalogue.load(world.tables, world.sids), "sid_mlp")
+    model, _ = registry.load(again.checkpoint, Catalogue.load(world.tables, world.sids), "sid_mlp")
     batch = {"history": torch.tensor([[1, 8]]), "history_length": torch.tensor([2]), "user": torch.tensor([0])}
     items, _ = model.recommend(batch, 20)
     assert sorted(items[0].tolist()) == list(range(20))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from training_tables import write_tables
 from transformers import AutoConfig, AutoModel
 
-from models import checkpoint
+from models import checkpoint, registry
 from models.fit import FitConfig, StepEvent, fit
 from models.retrieval.data import Catalogue
 from models.setup import Batches, set_up
@@ -154,7 +154,7 @@ def test_the_logged_model_ranks_as_the_checkpoint(world: World) -> None:
     nobody = served.unwrap_python_model().predict(None, pd.DataFrame({"history": [], "user_id": []}))
     assert nobody.empty
     assert nobody.columns.tolist() == ["item_id", "score"]
-    model, _ = checkpoint.load(world.trained.checkpoint, Catalogue.load(world.tables))
+    model, _ = registry.load(world.trained.checkpoint, Catalogue.load(world.tables))
     history = torch.tensor([[1, 8, -1], [5, 4, 23]])
     items, scores = model.recommend({"history": history, "history_length": torch.tensor([2, 3])}, 4)
     for row in range(2):

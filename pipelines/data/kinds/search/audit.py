@@ -145,7 +145,7 @@ def _asked(events: pl.DataFrame) -> pl.DataFrame:
     """`events` with their request: `alone`, the time where the log gives no request id, and `asked`, its earliest."""
     return events.with_columns(
         alone=pl.when(pl.col("request_id") == "").then(pl.col("timestamp_ms")).otherwise(0)
-    ).with_columns(asked=pl.col("timestamp_ms").min().over("user_id", "request_id", "alone", "query"))
+    ).with_columns(asked=pl.col("timestamp_ms").min().over("user_id", "request_id", "alone"))
 
 
 def _shown(tables: Tables, events: pl.DataFrame, items: pl.DataFrame) -> pl.DataFrame:
@@ -183,9 +183,9 @@ def _check_own(requests: pl.DataFrame, expected: pl.DataFrame, behaviours: pl.Da
     expected: of `_expected_requests`; behaviours: those that events give, with their `place`.
     """
     rule.rows += requests.height
-    same, own = ["row", "timestamp_ms", "query_index"], ["row", "request_id", "alone", "query_index"]
+    same, own = ["row", "timestamp_ms", "query_index"], ["row", "request_id", "alone"]
     several = pl.int_range(pl.len()).over(same)  # of one time and query, told apart by their order
-    known = expected.sort("row", "place").select(*same, *own[1:3], nth=several)
+    known = expected.sort("row", "place").select(*same, *own[1:], nth=several)
     found = requests.sort("row", "place").with_columns(nth=several).join(known, on=[*same, "nth"], how="left")
     rule.broken_rows(
         found.filter(pl.col("request_id").is_null()).sort("row", "place"),

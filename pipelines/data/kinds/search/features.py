@@ -40,7 +40,7 @@ def _scatter(
         "item": item,
         "query": query,
         "time": time,
-        "as_of": time[requests.first],
+        "as_of": time[requests.earliest],
         "exposures": np.ones(len(item), dtype=bool),
         "clicks": pc.fill_null(events[f"label_{label}"].combine_chunks(), False).to_numpy(zero_copy_only=False),
         "searches": searches,

@@ -19,11 +19,14 @@ from pipelines.data.survey import coded
 class Requests:
     """Which of a part's events are of one request: what the log says is one, (user, request id).
 
-    A request id with several queries is one request per query. Only events without a request id are cut by time.
+    A request id with several queries is one request per query, all at the time of the earliest, so that none has what
+    was clicked for another in its history. Only events without a request id are cut by time.
     """
 
     first: np.ndarray
-    """(E,) row of the earliest event of each event's request; its time is the request's."""
+    """(E,) row of the earliest event of each event's request, of its query."""
+    earliest: np.ndarray
+    """(E,) row of the earliest event of its (user, request id), whatever the query; its time is the request's."""
     moment: np.ndarray | None
     """(E,) number of the (user, time, request id) at which each event's request begins; None where each request is of
     one moment and each moment of one request, so that events are in the order of requests."""
@@ -34,7 +37,7 @@ class Requests:
         rows = events.num_rows
         here = np.arange(rows)
         if not rows:
-            return cls(here, None)
+            return cls(here, here, None)
         user, id_ = coded(events, "user_id").indices.to_numpy(), coded(events, "request_id")
         named = pc.not_equal(id_.dictionary, "").to_numpy(zero_copy_only=False)[id_.indices.to_numpy()]
         columns = {
@@ -48,10 +51,13 @@ class Requests:
         begin = np.maximum.accumulate(np.where(new, here, 0))
         pairs = pl.DataFrame({"user": user[new & named], "id": columns["id"][new & named]})
         if pairs.n_unique() == pairs.height and (query == query[begin]).all():
-            return cls(begin, None)  # as in most logs: one time and one query per request
+            return cls(begin, begin, None)  # as in most logs: one time and one query per request
         key = pl.DataFrame(columns | {"row": here, "time": np.where(named, 0, columns["time"])})
-        first = key.select(pl.col("row").first().over("user", "id", "query", "time")).to_series().to_numpy()
-        return cls(first, moment[first])
+        first, earliest = (
+            key.select(pl.col("row").first().over("user", "id", "time", *also)).to_series().to_numpy()
+            for also in (["query"], [])
+        )
+        return cls(first, earliest, moment[earliest])
 
     def order(self, query: np.ndarray, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(E,) rows in the order of their requests, which is that of (user, time, request id, query), and of their
@@ -61,7 +67,7 @@ class Requests:
 
     def spread(self, time: np.ndarray) -> np.ndarray:
         """(E,) ms from the request's time to the event's. time (E,) ms"""
-        return time - time[self.first]
+        return time - time[self.earliest]
 
 
 def _changes(*columns: np.ndarray) -> np.ndarray:

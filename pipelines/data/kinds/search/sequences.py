@@ -147,7 +147,8 @@ def build_search(
     position, first = events["position"].to_numpy(), asked.first
     order, begins = asked.order(query, position)
     request = np.cumsum(begins) - 1  # (E,) in the order of the requests
-    lost = lost[first]
+    at = time[asked.earliest]  # (E,) the request's time
+    lost = lost[asked.earliest]
     usable = (inside & ~lost)[order]
     candidate = order[usable]  # (C,) rows of events
     start = runs(request[usable])  # (R,) first candidate of each request
@@ -164,12 +165,12 @@ def build_search(
     if not len(asks):
         return schema.empty_table(), count
     user_start = runs(codes[asks])  # (U,) first request of each user
-    split = assign(rules.split, time[asks], user_start)
+    split = assign(rules.split, at[asks], user_start)
     length = np.diff(np.append(start, len(candidate)))
-    history_end = counted_before(user_row[behaviour], known[behaviour], user_row[asks], time[asks])
+    history_end = counted_before(user_row[behaviour], known[behaviour], user_row[asks], at[asks])
 
     # 3. List columns: offsets over the flat columns.
-    values = features(counts, position, time[first], rules.search, rules.clock)  # (E, F)
+    values = features(counts, position, at, rules.search, rules.clock)  # (E, F)
     offsets = np.append(start, len(candidate))
 
     def shown(flat: np.ndarray, field: pa.Field) -> pa.Array:
@@ -179,7 +180,7 @@ def build_search(
         return pa.ListArray.from_arrays(edges, content, type=field.type)
 
     of_request = {
-        "timestamp_ms": pa.array(time[asks]),
+        "timestamp_ms": pa.array(at[asks]),
         "query_index": pa.array(query[asks]),
         "history_end": pa.array(history_end.astype(np.int32)),
         "split": pa.DictionaryArray.from_arrays(pa.array(split), pa.array(NAMES)).cast(pa.string()),
