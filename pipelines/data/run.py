@@ -15,6 +15,7 @@ from pyarrow import fs
 from models.tables import (
     MANIFEST,
     Manifest,
+    Part,
     UserError,
     has_manifest,
     join,
@@ -27,6 +28,7 @@ from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.sources.base import Source
 from pipelines.data.survey import Survey, survey
 from pipelines.data.tables import check_writable, clear, fingerprint, up_to_date
+from pipelines.data.tasks import run_tasks
 
 Say = Callable[[str], None]
 
@@ -153,6 +155,28 @@ class Run:
             for uri in uris:
                 _discard(uri)
             raise
+
+
+LARGEST = ("max_length", "max_candidates", "max_spread_ms")
+"""Counts of which a table has the largest of its parts, and not the sum."""
+
+
+def write_parts(
+    write_part: Callable[..., Any], calls: list[tuple[Any, ...]], progress: Say
+) -> tuple[list[Part], Counter[str], list[Any]]:
+    """Runs `write_part(*call)` as a Ray task per events part; it returns (the part of sequences or None, what was
+    counted on the way, anything else). Returns the parts in the order of the calls, uncommitted, the counts of all,
+    and what else each call gave."""
+    written: list[tuple[Part | None, Any]] = [(None, None)] * len(calls)
+    total: Counter[str] = Counter()
+    for done, (number, (part, count, other)) in enumerate(run_tasks(write_part, calls), start=1):
+        written[number] = part, other
+        largest = {name: max(total[name], count[name]) for name in LARGEST}
+        total.update(count)
+        for name, value in largest.items():
+            total[name] = value
+        progress(f"part {done} of {len(calls)} built, {total['users']:,} users")
+    return [part for part, _ in written if part is not None], total, [other for _, other in written]
 
 
 def _discard(uri: str) -> None:

@@ -1,6 +1,6 @@
 """The shuffle: rows that many tasks read are parted by user, so that each user is in one partition.
 
-`events.ingest` runs it, for `python -m jobs.prepare`. One streaming Ray task per raw file (`scatter`) cuts
+`ingest.ingest` runs it, for `python -m jobs.prepare`. One streaming Ray task per raw file (`scatter`) cuts
 what it reads into one Arrow table per partition, a shard; a task per partition then takes its shards. In
 between they lie in Ray's object store, which spills to disk what goes over its own limit.
 
@@ -8,7 +8,7 @@ What bounds it, however long the log:
 - tasks: two per CPU are submitted, one per CPU runs, whatever the number of files and partitions;
 - a reader holds one block of its file and, until it cuts them, at most `partitions * SHARD_BYTES` of rows,
   never more than `MAX_WAITING`;
-- a writer holds one partition, whose size is set (`events.BYTES_PER_PARTITION`);
+- a writer holds one partition, whose size is set (`ingest.BYTES_PER_PARTITION`);
 - the number of shards grows with the bytes of the log, not with files times partitions: a shard averages
   SHARD_BYTES or more, up to MAX_WAITING / SHARD_BYTES = 1024 partitions.
 

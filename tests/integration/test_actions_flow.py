@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from jobs import quickstart
+from pipelines.data.kinds.actions.flow import FLOW, SMALL
+from pipelines.data.kinds.actions.kind import ACTIONS
+from pipelines.data.kinds.base import Trained
+from pipelines.data.kinds.table import KINDS
 
 
 def test_a_feed_becomes_a_table_of_models(
     ray_local: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = ("--model.width", "16", "--model.num_layers", "1", "--model.num_heads", "2", "--model.ffn", "16")
-    monkeypatch.setattr(quickstart, "ACTIONS_MODELS", {"genrank": ("genrank", small)})  # the others go the same way
+    small = (*SMALL, "--model.width", "16", "--model.num_layers", "1", "--model.num_heads", "2", "--model.ffn", "16")
+    models = (Trained("genrank", ("attn_mvp", "actions/genrank"), small),)  # the others go the same way
+    monkeypatch.setitem(KINDS, "actions", replace(ACTIONS, flow=replace(FLOW, models=models)))
     sizes = {"users": 60, "items": 40, "events": 300, "epochs": 1}
     quickstart.run(quickstart.Config(family="actions", output=str(tmp_path), **sizes))
     printed = capsys.readouterr().out

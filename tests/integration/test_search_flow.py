@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from jobs import quickstart
 from models.tables import UserError
+from pipelines.data.kinds.base import Trained
+from pipelines.data.kinds.search.flow import FLOW
+from pipelines.data.kinds.search.kind import SEARCH
+from pipelines.data.kinds.table import KINDS
 
 
 def test_a_search_log_becomes_a_table_of_models(
     ray_local: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(quickstart, "SEARCH_MODELS", {"qgs": ["qgs", "search/small"]})  # the others go the same way
+    models = (Trained("qgs", ("qgs", "search/small")),)  # the others go the same way
+    monkeypatch.setitem(KINDS, "search", replace(SEARCH, flow=replace(FLOW, models=models)))
     sizes = {"users": 60, "items": 60, "events": 500, "epochs": 1}
     quickstart.run(quickstart.Config(family="search", output=str(tmp_path), **sizes))
     printed = capsys.readouterr().out

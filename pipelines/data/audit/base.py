@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import polars as pl
 
@@ -71,9 +72,8 @@ class KindRules:
 
     required: dict[str, dict[str, str]]
     """Its tables and the columns that the rules read, as pyarrow writes their types."""
-    check: Callable[..., tuple[pl.DataFrame, pl.DataFrame]]
-    """`check(tables, items, event_users, core_users, rules, progress)`: the rules on `sequences`. Returns the users of
-    that table (`user`, `part`) and those that events give (`user`); core_users are those that the k-core keeps."""
+    check: Callable[[Any], pl.DataFrame]
+    """Of a `Sequences` (`sequences.py`): the rules on that table. Returns the users that events give (`user`)."""
     all_shown: bool = False
     """Whether all that was shown makes the catalogue, and not the behaviours alone."""
 

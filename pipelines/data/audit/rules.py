@@ -12,9 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import polars as pl
+
 from pipelines.data.audit.base import Rule, Tables
 from pipelines.data.audit.events import check_catalogue, check_events, check_users, read_catalogue
 from pipelines.data.audit.files import check_files, check_inputs
+from pipelines.data.audit.sequences import Sequences
 from pipelines.data.kinds.table import KINDS
 
 RULES = {
@@ -55,8 +58,9 @@ def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list
     items = read_catalogue(tables)
     event_users = check_events(tables, rules, progress)
     core_users = check_catalogue(tables, items, rules["catalogue"], progress)
-    sequence_users, core_users = tables.kind.check(tables, items, event_users, core_users, rules, progress)
-    check_users(tables, event_users, core_users, sequence_users, rules["users"])
+    sequences = Sequences(tables, items, event_users, core_users, rules, progress)
+    surviving = tables.kind.check(sequences)
+    check_users(tables, event_users, surviving, pl.concat(sequences.found), rules["users"])
     return list(rules.values())
 
 

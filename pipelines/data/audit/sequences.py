@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import reduce
 
 import polars as pl
@@ -17,6 +19,51 @@ PER_SPLIT = (
     "users_without_context",
 )
 """What manifests count by split."""
+
+
+@dataclass
+class Sequences:
+    """The table `sequences` under audit: what the rules of a kind are given, and what those of every kind count."""
+
+    tables: Tables
+    items: pl.DataFrame
+    """`item_index` and `item_id` of the catalogue."""
+    event_users: pl.DataFrame
+    """`user` (hash of the id) and `part`, one row per user and part of events."""
+    core_users: pl.DataFrame
+    """`user` of those that the k-core keeps."""
+    rules: dict[str, Rule]
+    progress: Callable[[str], None]
+    held: dict[str, int] = field(default_factory=lambda: {"users": 0, "interactions": 0})
+    """What the table holds, to be compared with what its manifest counts."""
+    cut: dict[str, int] = field(default_factory=lambda: {"truncated_users": 0, "truncated_events": 0})
+    """What `max_events` leaves out."""
+    found: list[pl.DataFrame] = field(
+        default_factory=lambda: [pl.DataFrame(schema={"user": pl.UInt64, "part": pl.Int32})]
+    )
+    """`user` and `part` of each row of the parts that were read."""
+
+    def parts(self) -> Iterator[tuple[pl.DataFrame, pl.DataFrame | None]]:
+        """Every part with its users' events: both with `row`, the rank of the user's row. None where there is none."""
+        kept: tuple[int, pl.DataFrame] | None = None  # the part of events that was read last
+        for number, users in self.tables.parts("sequences"):
+            self.progress(f"sequences, part {number + 1} of {len(self.tables.sequences.files)}")
+            users = users.with_row_index("row")
+            hashes = users.select(user=pl.col("user_id").hash())
+            self.found.append(hashes.with_columns(part=pl.lit(number, pl.Int32)))
+            self.held["users"] += users.height
+            self.held["interactions"] += int(users["item_index"].list.len().sum())
+            mine = []
+            for source in parts_of(self.event_users, hashes["user"]):  # one, where a part was made from a part
+                if kept is None or kept[0] != source:
+                    kept = (source, self.tables.part("events", source))
+                mine.append(kept[1].join(users.select("user_id", "row"), on="user_id"))
+            yield users, pl.concat(mine) if mine else None
+
+
+def parts_of(event_users: pl.DataFrame, users: pl.Series) -> list[int]:
+    """The parts of events that hold these users (hashes)."""
+    return event_users.filter(pl.col("user").is_in(users.implode()))["part"].unique().sort().to_list()
 
 
 def count_cut(tables: Tables, events: pl.DataFrame, items: pl.DataFrame, cut: dict[str, int]) -> None:
@@ -209,11 +256,12 @@ def check_splits(tables: Tables, requests: pl.DataFrame, rule: Rule) -> None:
     )
 
 
-def check_counts(tables: Tables, held: dict[str, int], rule: Rule) -> None:
-    info = tables.sequences.info
+def check_counts(sequences: Sequences, held: dict[str, int]) -> None:
+    """The manifest counts what the table holds; `held`: what this kind counts besides."""
+    info, rule = sequences.tables.sequences.info, sequences.rules["counts"]
     by_split = {name: info.get(name) or {} for name in PER_SPLIT}
     stated = info | {f"{name}.{split}": n for name, counts in by_split.items() for split, n in counts.items()}
-    for name, count in held.items():
+    for name, count in {**sequences.held, "items": sequences.items.height, **held}.items():
         rule.rows += 1
         if stated.get(name) != count:
             rule.broken(1, [f"{name}: the manifest says {stated.get(name)}, the table holds {count}"])

@@ -1,4 +1,4 @@
-"""Logs written by `pipelines/data/simulator.py`: `events-*.parquet` and `items.parquet`."""
+"""Logs written by `pipelines/data/kinds/retrieval/simulator.py`: `events-*.parquet` and `items.parquet`."""
 
 from __future__ import annotations
 

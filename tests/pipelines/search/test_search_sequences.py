@@ -242,11 +242,11 @@ def test_a_raw_log_becomes_the_tables_of_the_reference(tmp_path: Path, window: s
             assert request["query_index"] == place[wanted["query"]]
             for name in ("timestamp_ms", "history_end", "split", "positions", *labels):
                 assert request[name] == wanted[name], name
-            known = [plain.features(events, r, config.search, "label_click") for r in wanted["rows"]]
+            known = [plain.features(events, r, config.own, "label_click") for r in wanted["rows"]]
             values = [[one[name] for name in names] for one in known]
             np.testing.assert_allclose(np.reshape(request["features"], (-1, len(names))), values, rtol=1e-5, atol=1e-6)
         for kept, values in zip(lists["behaviours"], row["features"], strict=True):
-            one = plain.features(events, kept, config.search, "label_click")
+            one = plain.features(events, kept, config.own, "label_click")
             np.testing.assert_allclose(values, [one[name] for name in names], rtol=1e-5, atol=1e-6)
 
     asked = [request for lists in expected.values() for request in lists["requests"]]
@@ -304,7 +304,7 @@ def test_settings_that_a_search_log_cannot_have(tmp_path: Path, changes: dict, w
 def test_split_config_is_still_read() -> None:
     config = read_config(SOURCE["prepare"], {"split": {"kind": None, "val_fraction": 0.3}})
     assert config.split == SplitConfig("temporal", 0.3, 0.2)
-    assert config.search.windows_days == [1, 7]
+    assert config.own.windows_days == [1, 7]
 
 
 def results(**changes: Any) -> list[dict]:

@@ -186,7 +186,7 @@ def test_every_source_file_loads(path: Path) -> None:
     config = read_config(prepare)
     assert config.kind != "search" or config.behaviour
     if config.kind == "actions":
-        assert config.actions.resolve(source.info, source.items_columns[1]).tasks
+        assert config.own.resolve(source.info, source.items_columns[1]).tasks
     behaviour = prepare.get("behaviour")
     assert behaviour is None or source.info["labels"][behaviour] == "bool"
     assert source.info["clock"] or prepare["split"]["kind"] == "leave_last_out"

@@ -16,6 +16,7 @@ import polars as pl
 
 from pipelines.data.audit.base import BEHAVIOURS, EVENTS, ITEMS, SPLITS, Rule, Tables
 from pipelines.data.audit.sequences import (
+    Sequences,
     behaviour_rows,
     check_behaviours,
     check_counts,
@@ -33,32 +34,17 @@ WIDE = ["tasks", "actions", "features"]
 """List columns with several numbers per event."""
 
 
-def check_actions_tables(
-    tables: Tables,
-    items: pl.DataFrame,
-    event_users: pl.DataFrame,
-    core_users: pl.DataFrame,
-    rules: dict[str, Rule],
-    progress: Callable[[str], None],
-) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Rules on rows of `sequences`. Returns the users of the table (`user`, `part`) and those that events give."""
-    info, found = tables.sequences.info, []
-    held: dict[str, int] = {"users": 0, "interactions": 0, "items": items.height}
-    held |= {f"{name}.{split}": 0 for name in ("events", "users_with_candidates") for split in SPLITS}
+def check_actions_tables(sequences: Sequences) -> pl.DataFrame:
+    """Rules on rows of `sequences`. Returns the users that events give (`user`)."""
+    tables, items, rules, cut = sequences.tables, sequences.items, sequences.rules, sequences.cut
+    info = tables.sequences.info
+    held = {f"{name}.{split}": 0 for name in ("events", "users_with_candidates") for split in SPLITS}
     held |= {f"users_without_context.{split}": 0 for split in SPLITS}
-    cut = {"truncated_users": 0, "truncated_events": 0}
     positives = np.zeros(len(info["tasks"]))
     scale = np.zeros((2, len(info["features"])))
     viewers: dict[str, set[str]] = {name: set() for name in info.get("viewers", {})}
     attributed = items.join(_attributes(tables), on="item_index", how="left")
-    for number, users in tables.parts("sequences"):
-        progress(f"sequences, part {number + 1} of {len(tables.sequences.files)}")
-        users = users.with_row_index("row")
-        hashes = users.select(user=pl.col("user_id").hash())
-        found.append(hashes.with_columns(part=pl.lit(number, pl.Int32)))
-        held["users"] += users.height
-        held["interactions"] += int(users["item_index"].list.len().sum())
-        sources = event_users.filter(pl.col("user").is_in(hashes["user"].implode()))["part"].unique().sort().to_list()
+    for users, mine in sequences.parts():
         users = check_lengths(users, rules["behaviours"])
         values = {name: _flat(users, name, len(info[name])) for name in WIDE}
         flat = behaviour_rows(users.drop(WIDE))
@@ -70,19 +56,16 @@ def check_actions_tables(
         for name, seen in viewers.items():
             seen |= set(flat.filter(pl.Series(train))[f"cat_{name}"].drop_nulls().unique())
         scale += [values["features"][train].sum(axis=0), (values["features"][train] ** 2).sum(axis=0)]
-        if sources:
-            mine = [
-                tables.part("events", source).join(users.select("user_id", "row"), on="user_id") for source in sources
-            ]
-            count_cut(tables, pl.concat(mine), items, cut)
-            expected = expected_behaviours(tables, pl.concat(mine), items)
+        if mine is not None:
+            count_cut(tables, mine, items, cut)
+            expected = expected_behaviours(tables, mine, items)
             check_behaviours(tables, users.drop(WIDE), flat, expected, rules["behaviours"])
         check_definitions(info, flat, values, rules["tasks"])
         points = flat.with_columns(as_of(tables, flat)).join(
             attributed, on="item_index", how="left", maintain_order="left"
         )
-        check_features(tables, points, values["features"], attributed, rules["windows"], progress)
-    check_counts(tables, held, rules["counts"])
+        check_features(tables, points, values["features"], attributed, rules["windows"], sequences.progress)
+    check_counts(sequences, held)
     note_cut(tables, cut, rules["behaviours"])
     note_splits({f"{name} events": held[f"events.{name}"] for name in SPLITS}, rules["splits"])
     check_scale(info, positives, scale, rules["counts"])
@@ -97,7 +80,7 @@ def check_actions_tables(
         part.filter(pl.col("item_id").is_in(items["item_id"].implode())).select(user=pl.col("user_id").unique().hash())
         for _, part in tables.parts("events", ["user_id", "item_id"])
     ]
-    return pl.concat(found), pl.concat(kept).unique()
+    return pl.concat(kept).unique()
 
 
 def _attributes(tables: Tables) -> pl.DataFrame:

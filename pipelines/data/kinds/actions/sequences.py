@@ -24,7 +24,7 @@ import ray
 from models.tables import Manifest, Part, UserError, part_uris, read_table
 from pipelines.data.kinds.actions.config import ITEM, USER, ActionsConfig, check_actions
 from pipelines.data.kinds.actions.features import IDS, count_actions, features, gather
-from pipelines.data.run import Run
+from pipelines.data.run import Run, write_parts
 from pipelines.data.splits import NAMES, require_training
 from pipelines.data.survey import coded, count_pairs, positions_in, read_coded, runs
 from pipelines.data.tables import actions_schema, commit, write_part
@@ -305,20 +305,12 @@ def write_actions(
     """Writes the parts of the sequences table, uncommitted, in the order of the events parts; also gives
     (2, F) mean and standard deviation of the features over training events, 1 for a constant."""
     counted = count_actions(parts, catalogue, attributes, rules.actions, rules.as_of)
-    written: list[Part | None] = [None] * len(parts)
-    total: Counter[str] = Counter()
-    sums: list[np.ndarray] = [np.zeros((2, len(rules.actions.features)))] * len(parts)
     calls = [(uri, sequences_uri, catalogue, rules, *pieces) for uri, pieces in zip(parts, counted, strict=True)]
     del counted
-    for done, (number, (part, count, of_part)) in enumerate(run_tasks(_write_part, calls), start=1):
-        written[number], sums[number] = part, of_part
-        longest = max(total["max_length"], count["max_length"])
-        total.update(count)
-        total["max_length"] = longest
-        progress(f"part {done} of {len(parts)} built, {total['users']:,} users")
+    written, total, sums = write_parts(_write_part, calls, progress)
     mean, square = np.sum(sums, axis=0) / max(1, total["events_train"])  # in the order of the parts, always the same
     std = np.sqrt((square - mean**2).clip(0))
-    return [part for part in written if part is not None], total, np.stack([mean, np.where(std > 1e-6, std, 1.0)])
+    return written, total, np.stack([mean, np.where(std > 1e-6, std, 1.0)])
 
 
 def attribute_codes(run: Run, names: list[str]) -> dict[str, np.ndarray]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import polars as pl
 
-from pipelines.data.audit.base import BEHAVIOURS, EVENT_ORDER, EVENTS, ITEMS, SPLITS, Rule, Tables, name_request
+from pipelines.data.audit.base import BEHAVIOURS, EVENT_ORDER, EVENTS, ITEMS, SPLITS, Rule, name_request
 from pipelines.data.audit.sequences import (
+    Sequences,
     behaviour_rows,
     check_behaviours,
     check_counts,
@@ -29,38 +28,14 @@ REQUESTS = (
 REQUIRED = {"events": EVENTS, "items": ITEMS, "sequences": {**BEHAVIOURS, "requests": REQUESTS}}
 
 
-def check_retrieval_tables(
-    tables: Tables,
-    items: pl.DataFrame,
-    event_users: pl.DataFrame,
-    core_users: pl.DataFrame,
-    rules: dict[str, Rule],
-    progress: Callable[[str], None],
-) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Rules on rows of `sequences`. Returns the users of the table (`user`, `part`) and those of the k-core."""
+def check_retrieval_tables(sequences: Sequences) -> pl.DataFrame:
+    """Rules on rows of `sequences`. Returns the users that events give (`user`)."""
+    tables, items, rules, cut = sequences.tables, sequences.items, sequences.rules, sequences.cut
     rules["windows"].note = "no windowed features"
-    found = []
     tied = 0
-    held = {"users": 0, "interactions": 0, "items": items.height}
     in_split = dict.fromkeys(SPLITS, 0)
     bare = dict.fromkeys(SPLITS, 0)  # requests without a history
-    cut = {"truncated_users": 0, "truncated_events": 0}
-    kept: tuple[int, pl.DataFrame] | None = None  # the part of events that was read last
-    for number, users in tables.parts("sequences"):
-        progress(f"sequences, part {number + 1} of {len(tables.sequences.files)}")
-        users = users.with_row_index("row")
-        hashes = users.select(user=pl.col("user_id").hash())
-        found.append(hashes.with_columns(part=pl.lit(number, pl.Int32)))
-        held["users"] += users.height
-        held["interactions"] += int(users["item_index"].list.len().sum())
-
-        sources = event_users.filter(pl.col("user").is_in(hashes["user"].implode()))["part"].unique().sort().to_list()
-        mine = []
-        for source in sources:  # one, where a part of sequences was made from a part of events
-            if kept is None or kept[0] != source:
-                kept = (source, tables.part("events", source))
-            mine.append(kept[1].join(users.select("user_id", "row"), on="user_id"))
-
+    for users, mine in sequences.parts():
         requests = request_rows(users)
         check_splits(tables, requests, rules["splits"])
         for split, count in requests["split"].value_counts().iter_rows():
@@ -70,9 +45,9 @@ def check_retrieval_tables(
         users = check_lengths(users, rules["behaviours"])
         requests = requests.join(users.select("row"), on="row", how="semi")
         behaviours = behaviour_rows(users)
-        if mine:
-            count_cut(tables, pl.concat(mine), items, cut)
-            expected = expected_behaviours(tables, pl.concat(mine), items)
+        if mine is not None:
+            count_cut(tables, mine, items, cut)
+            expected = expected_behaviours(tables, mine, items)
             check_behaviours(tables, users, behaviours, expected, rules["behaviours"])
             check_known(tables, requests, expected, rules["known"])
             if tables.known != "timestamp_ms":  # requests are in the order of their times
@@ -83,7 +58,9 @@ def check_retrieval_tables(
     if tables.order_of_log:
         note = f"ties: log_order; {tied:,} requests have a behaviour of their own time in their history"
         rules["history"].remark(note)
-    elif sum(bare.values()) - held["users"] > 0.1 * sum(in_split.values()):  # each user's first has none, ties or not
+    elif sum(bare.values()) - sequences.held["users"] > 0.1 * sum(
+        in_split.values()
+    ):  # each user's first has none, ties or not
         rules["history"].remark(
             f"ties: strict; {bare['train']:,} of {in_split['train']:,} train requests have no history, as their user's "
             f"earlier behaviours are of the same time"
@@ -92,14 +69,13 @@ def check_retrieval_tables(
         rules["history"].remark(f"{bare['train']:,} of {in_split['train']:,} train requests have no history")
     note_cut(tables, cut, rules["behaviours"])
     note_splits({f"{name} requests": in_split[name] for name in SPLITS}, rules["splits"])
-    left = held["interactions"] + cut["truncated_events"]
+    left = sequences.held["interactions"] + cut["truncated_events"]
     if tables.behaviour is None and (tables.items.info.get("core") or 0) > 1 and left < 0.5 * tables.events.rows:
         rules["catalogue"].remark(f"the k-core keeps {left:,} of {tables.events.rows:,} behaviours")
     stated = {name: count for name, count in cut.items() if name in tables.sequences.info}
     in_splits = {f"requests.{name}": n for name, n in in_split.items()}
-    check_counts(tables, {**held, **stated, **in_splits}, rules["counts"])
-    users_found = pl.concat(found) if found else pl.DataFrame(schema={"user": pl.UInt64, "part": pl.Int32})
-    return users_found, core_users
+    check_counts(sequences, {**stated, **in_splits})
+    return sequences.core_users
 
 
 def check_targets(behaviours: pl.DataFrame, requests: pl.DataFrame, items: int, rule: Rule) -> None:

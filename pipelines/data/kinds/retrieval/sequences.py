@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ import ray
 
 from models.tables import Manifest, Part, part_uris
 from pipelines.data.catalogue import surviving_rows
-from pipelines.data.run import Run
+from pipelines.data.run import Run, write_parts
 from pipelines.data.splits import NAMES, assign, require_training
 from pipelines.data.survey import (
     behaviour_column,
@@ -32,7 +31,6 @@ from pipelines.data.survey import (
     runs,
 )
 from pipelines.data.tables import commit, sequences_schema, write_part
-from pipelines.data.tasks import run_tasks
 
 
 @dataclass(frozen=True)
@@ -147,32 +145,13 @@ def build_sequences(events: pa.Table, catalogue: pa.Array, rules: Rules) -> tupl
     return pa.Table.from_arrays(columns, schema=schema), count
 
 
-def _write_part(uri: str, sequences_uri: str, catalogue: pa.Array, rules: Rules) -> tuple[Part | None, Counter[str]]:
+def _write_part(
+    uri: str, sequences_uri: str, catalogue: pa.Array, rules: Rules
+) -> tuple[Part | None, Counter[str], None]:
     names = [name for name in rules.schema.names if name not in ("request_id", "position")]
     columns = list(dict.fromkeys([*names, *behaviour_column(rules.behaviour)]))
     table, count = build_sequences(read_coded(uri, columns), catalogue, rules)
-    return (write_part(sequences_uri, table) if table.num_rows else None), count
-
-
-def write_sequences(
-    parts: list[str],
-    sequences_uri: str,
-    catalogue: pa.Array,
-    rules: Rules,
-    progress: Callable[[str], None] = lambda line: None,
-) -> tuple[list[Part], Counter[str]]:
-    """Writes the parts of the sequences table, uncommitted, in the order of the events parts."""
-    shared = ray.put(catalogue)
-    written: list[Part | None] = [None] * len(parts)
-    total: Counter[str] = Counter()
-    calls = [(uri, sequences_uri, shared, rules) for uri in parts]
-    for done, (number, (part, count)) in enumerate(run_tasks(_write_part, calls), start=1):
-        written[number] = part
-        longest = max(total["max_length"], count["max_length"])
-        total += count
-        total["max_length"] = longest
-        progress(f"part {done} of {len(parts)} built, {total['users']:,} users")
-    return [part for part in written if part is not None], total
+    return (write_part(sequences_uri, table) if table.num_rows else None), count, None
 
 
 def make_retrieval(run: Run, events: Manifest, items: Manifest, split: dict[str, Any]) -> Manifest:
@@ -202,8 +181,9 @@ def make_retrieval(run: Run, events: Manifest, items: Manifest, split: dict[str,
         behaviour=config.behaviour,
     )
     with run.writing("sequences"):
-        sources = part_uris(run.table("events"), events)
-        parts, count = write_sequences(sources, uri, run.item_ids(), rules, run.progress("sequences"))
+        catalogue = ray.put(run.item_ids())
+        calls = [(source, uri, catalogue, rules) for source in part_uris(run.table("events"), events)]
+        parts, count, _ = write_parts(_write_part, calls, run.progress("sequences"))
         usable = {name: count[f"requests_{name}"] - count[f"without_history_{name}"] for name in NAMES}
         require_training(usable, count, config.max_events, "request with a history")
         info = {

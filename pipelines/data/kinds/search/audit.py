@@ -7,7 +7,6 @@ the time, and looked up where a window begins and where it ends. Parts of events
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ import polars as pl
 
 from pipelines.data.audit.base import BEHAVIOURS, EVENTS, ITEMS, SPLITS, Rule, Tables, name_request
 from pipelines.data.audit.sequences import (
+    Sequences,
     behaviour_rows,
     check_behaviours,
     check_counts,
@@ -26,6 +26,7 @@ from pipelines.data.audit.sequences import (
     expected_behaviours,
     note_cut,
     note_splits,
+    parts_of,
     request_rows,
 )
 
@@ -60,40 +61,22 @@ def read_queries(tables: Tables, rule: Rule) -> pl.DataFrame:
     return queries
 
 
-def check_search_tables(
-    tables: Tables,
-    items: pl.DataFrame,
-    event_users: pl.DataFrame,
-    core_users: pl.DataFrame,
-    rules: dict[str, Rule],
-    progress: Callable[[str], None],
-) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Rules on rows of `sequences`. Returns the users of the table (`user`, `part`) and those that events give."""
+def check_search_tables(sequences: Sequences) -> pl.DataFrame:
+    """Rules on rows of `sequences`. Returns the users that events give (`user`)."""
+    tables, items, rules, cut = sequences.tables, sequences.items, sequences.rules, sequences.cut
     queries = read_queries(tables, rules["queries"])
-    found, asked = [], pl.Series(dtype=pl.String)
-    held = {"users": 0, "interactions": 0, "items": items.height, "queries": queries.height}
+    asked = pl.Series(dtype=pl.String)
     in_split = {f"{name}.{split}": 0 for name in ("requests", "candidates", "requests_one_class") for split in SPLITS}
     label = f"label_{tables.sequences.info['labels'][0]}"
-    cut = {"truncated_users": 0, "truncated_events": 0}
-    for number, users in tables.parts("sequences"):
-        progress(f"sequences, part {number + 1} of {len(tables.sequences.files)}")
-        users = users.with_row_index("row")
-        hashes = users.select(user=pl.col("user_id").hash())
-        found.append(hashes.with_columns(part=pl.lit(number, pl.Int32)))
-        held["users"] += users.height
-        held["interactions"] += int(users["item_index"].list.len().sum())
-        sources = event_users.filter(pl.col("user").is_in(hashes["user"].implode()))["part"].unique().sort().to_list()
-        events = [
-            tables.part("events", source).join(users.select("user_id", "row"), on="user_id") for source in sources
-        ]
+    for users, events in sequences.parts():
         requests = request_rows(users).drop("features")
         users = check_lengths(users, rules["behaviours"]).drop("features")
         check_splits(tables, requests, rules["splits"])
         count_requests(requests, label, in_split)
         requests = requests.join(users.select("row"), on="row", how="semi")
         behaviours = behaviour_rows(users)
-        if events:
-            mine = _asked(_with_queries(pl.concat(events), queries))
+        if events is not None:
+            mine = _asked(_with_queries(events, queries))
             expected = expected_behaviours(tables, mine, items)
             count_cut(tables, mine, items, cut)
             check_behaviours(tables, users, behaviours, expected, rules["behaviours"])
@@ -103,13 +86,13 @@ def check_search_tables(
             _check_own(requests, logged, expected, rules["requests"])
         check_history(tables, behaviours, requests, rules["history"])
     for number, events_part in tables.parts("events", ["query"]):
-        progress(f"queries, part {number + 1} of {len(tables.events.files)}")
+        sequences.progress(f"queries, part {number + 1} of {len(tables.events.files)}")
         asked = pl.concat([asked, events_part["query"].drop_nulls()]).unique()
     lost = pl.DataFrame({"query": asked}).join(queries, on="query", how="anti").sort("query")
     rules["queries"].broken_rows(lost, lambda row: f"query '{row['query']}': in events, but not in queries")
     never = queries.filter(~pl.col("query").is_in(asked.implode()))
     rules["queries"].broken_rows(never, lambda row: f"query '{row['query']}': in queries, but not in events")
-    check_counts(tables, {**held, **in_split}, rules["counts"])
+    check_counts(sequences, {"queries": queries.height, **in_split})
     note_cut(tables, cut, rules["behaviours"])
     note_splits({f"{name} requests": in_split[f"requests.{name}"] for name in SPLITS}, rules["splits"])
     for name in SPLITS:
@@ -120,8 +103,8 @@ def check_search_tables(
         _shown(tables, _asked(part), items).select(user=pl.col("user_id").unique().hash())
         for _, part in tables.parts("events", list(dict.fromkeys([*RAW, engaged, tables.known])))
     ]
-    check_search_windows(tables, items, event_users, rules["windows"], progress)
-    return pl.concat(found), pl.concat(shown).unique()
+    check_search_windows(sequences, queries)
+    return pl.concat(shown).unique()
 
 
 def count_requests(requests: pl.DataFrame, label: str, in_split: dict[str, int]) -> None:
@@ -222,19 +205,18 @@ def _check_requests(tables: Tables, requests: pl.DataFrame, expected: pl.DataFra
     )
 
 
-def check_search_windows(
-    tables: Tables, items: pl.DataFrame, event_users: pl.DataFrame, rule: Rule, progress: Callable[[str], None]
-) -> None:
+def check_search_windows(sequences: Sequences, queries: pl.DataFrame) -> None:
     """Recomputes every feature of every candidate and behaviour from events, as of the time of their request."""
+    tables, items, rule = sequences.tables, sequences.items, sequences.rules["windows"]
     info = tables.sequences.info
     rule.note = "" if info["windows"] else "no windowed features"
-    queries = read_queries(tables, Rule("queries", ""))
     for number, users in tables.parts("sequences"):
-        points, values = _points(users, _asked_of(tables, users, items, event_users), len(info["features"]), rule)
+        asked = _asked_of(tables, users, items, sequences.event_users)
+        points, values = _points(users, asked, len(info["features"]), rule)
         points = points.join(items, on="item_index", how="left").join(queries, on="query_index", how="left")
         points = points.sort("point")
         rule.rows += points.height
-        progress(f"features, part {number + 1} of {len(tables.sequences.files)}")
+        sequences.progress(f"features, part {number + 1} of {len(tables.sequences.files)}")
         expected = _expected_features(tables, points)
         for column, name in enumerate(info["features"]):
             if name not in expected:
@@ -255,8 +237,7 @@ def check_search_windows(
 def _asked_of(tables: Tables, users: pl.DataFrame, items: pl.DataFrame, event_users: pl.DataFrame) -> pl.DataFrame:
     """Per `user_id` and `place` of a behaviour `asked`, the time of the request that showed it."""
     rows = users.select("user_id").with_row_index("row")
-    hashes = rows.select(user=pl.col("user_id").hash())["user"]
-    sources = event_users.filter(pl.col("user").is_in(hashes.implode()))["part"].unique().sort().to_list()
+    sources = parts_of(event_users, rows.select(user=pl.col("user_id").hash())["user"])
     mine = [tables.part("events", source).join(rows, on="user_id") for source in sources]
     if not mine:
         return pl.DataFrame(schema={"user_id": pl.String, "place": pl.Int32, "asked": pl.Int64})

@@ -26,7 +26,7 @@ from pipelines.data.durations import MINUTE_MS
 from pipelines.data.kinds.search.config import SearchConfig, bool_labels
 from pipelines.data.kinds.search.features import IDS, count_windows, feature_names, features, gather
 from pipelines.data.kinds.search.requests import requests_of
-from pipelines.data.run import Run
+from pipelines.data.run import Run, write_parts
 from pipelines.data.splits import NAMES, assign, require_training
 from pipelines.data.survey import (
     coded,
@@ -224,18 +224,15 @@ def build_search(
     return pa.Table.from_arrays(columns, schema=schema), count
 
 
-LARGEST = ("max_length", "max_candidates", "max_spread_ms")
-
-
 def _write_part(
     uri: str, sequences_uri: str, catalogue: pa.Array, queries: pa.Array, rules: SearchRules, *pieces: dict[str, Any]
-) -> tuple[Part | None, Counter[str]]:
+) -> tuple[Part | None, Counter[str], None]:
     names = [*IDS, "timestamp_ms", "position"]
     names += [name for name in rules.schema.names if name.startswith(CARRIED)]
     events = read_coded(uri, names, IDS)
     counts = gather(events.num_rows, rules.search, pieces) if rules.windowed else None
     table, count = build_search(events, catalogue, queries, counts, rules)
-    return (write_part(sequences_uri, table) if table.num_rows else None), count
+    return (write_part(sequences_uri, table) if table.num_rows else None), count, None
 
 
 def write_search(
@@ -252,18 +249,10 @@ def write_search(
     if rules.windowed:
         late = f"known_{rules.labels[0]}" in rules.schema.names
         counted = count_windows(parts, items, texts, rules.labels[0], rules.search, late)
-    written: list[Part | None] = [None] * len(parts)
-    total: Counter[str] = Counter()
     calls = [(uri, sequences_uri, items, texts, rules, *pieces) for uri, pieces in zip(parts, counted, strict=True)]
     del counted
-    for done, (number, (part, count)) in enumerate(run_tasks(_write_part, calls), start=1):
-        written[number] = part
-        largest = {name: max(total[name], count[name]) for name in LARGEST}
-        total.update(count)
-        for name, value in largest.items():
-            total[name] = value
-        progress(f"part {done} of {len(parts)} built, {total['users']:,} users")
-    return [part for part in written if part is not None], total
+    written, count, _ = write_parts(_write_part, calls, progress)
+    return written, count
 
 
 def make_queries(run: Run, events: Manifest) -> Manifest:
