@@ -92,8 +92,14 @@ def _train(embeddings: np.ndarray, config: TokenizerConfig) -> Generator[Progres
     return (yield from rqkmeans.fit(vectors, config.rqkmeans))
 
 
-def _train_task(embeddings: np.ndarray, config: TokenizerConfig) -> Iterator[Progress | tuple[Quantized, np.ndarray]]:
-    """The task's stream: progress, then the quantiser and the codes that it is used for."""
+def _train_task(
+    embeddings: np.ndarray, config: TokenizerConfig, threads: int
+) -> Iterator[Progress | tuple[Quantized, np.ndarray]]:
+    """The task's stream: progress, then the quantiser and the codes that it is used for. The worker may be one that
+    Ray started for a task of other CPUs; sums by another number of threads would end in other codes."""
+    import torch
+
+    torch.set_num_threads(threads)
     quantized = yield from paced(_train(embeddings, config))
     codes = quantized.codes.numpy()
     if config.tokenizer == "psid":
@@ -129,11 +135,12 @@ def _train_remote(vectors: Any, config: TokenizerConfig, say: Say) -> tuple[Quan
     import ray
 
     gpu = ray.cluster_resources().get("GPU", 0) >= 1
-    cpus = max(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])  # Ray sets threads by it
+    cpus = max(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])
+    threads = max(1, int(min(cpus, 4)))
     task: Any = ray.remote(num_cpus=min(cpus, 4), num_gpus=1 if gpu else 0, num_returns="streaming", max_retries=0)(
         _train_task
     )
-    for reference in task.remote(vectors, config):
+    for reference in task.remote(vectors, config, threads):
         message = ray.get(reference)
         if not isinstance(message, Progress):
             return message
