@@ -22,7 +22,7 @@ from typing import Any, NoReturn, TypeVar
 
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
-from models.config import nearest, read_yaml
+from models.config import instead, read_yaml
 from models.tables import UserError
 from models.uri import hide, masked
 from pipelines import credentials
@@ -73,8 +73,7 @@ def _explain(error: Exception, parser: ArgumentParser) -> str:
     )
     if unknown:
         key = next(group for group in unknown.groups() if group)
-        near = f"the nearest key is '{nearest(key, keys)}'" if keys else "it takes no keys"
-        return f"unknown key '{key}'; {near}; see --help for all"
+        return f"unknown key '{key}'; {instead(key, keys)}; see --help for all"
     return text
 
 
@@ -90,8 +89,7 @@ def _check_config_keys(path: str, parser: ArgumentParser) -> None:
                 walk(value, key + ".")
                 continue
             if key not in keys:
-                near = nearest(key, sorted(keys))
-                raise UserError(f"unknown key '{key}' in {path}; the nearest key is '{near}'; see --help for all")
+                raise UserError(f"unknown key '{key}' in {path}; {instead(key, sorted(keys))}; see --help for all")
 
     walk(content, "")
 

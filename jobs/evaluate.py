@@ -172,7 +172,7 @@ def run(config: Config) -> Result | None:
         )  # fmt: skip
         print(f"Exported to {config.export}: (history, history_length, user) -> (items, scores), top {config.k}.")
         print(f"  checked     the same items in the same order as the model for {requests:,} requests")
-        print("  use it      models.retrieval.decoding.export.load_exported, or torch.export.load(FILE).module()")
+        print("  use it      models.retrieval.search.export.load_exported, or torch.export.load(FILE).module()")
         return None
     if config.batch_inference:
         from pipelines.evaluation.inference import recommend_all

@@ -137,7 +137,7 @@ def takes_cache(model: dict[str, Any]) -> bool:
     name = str(model.get("name"))
     if name not in registry.MODELS or "teacher_cache" not in {f.name for f in fields(registry.model_config(name))}:
         return False
-    return not (model.get("teacher_cache") or model.get("teacher_memory_mb") or model.get("end_to_end"))
+    return not (model.get("teacher_cache") or model.get("end_to_end"))
 
 
 def run(config: Config) -> Swept | None:

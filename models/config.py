@@ -20,6 +20,21 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.0)[0]
 
 
+OLD_NAMES = {
+    "teacher_memory_mb": "it is gone, give a folder as model.teacher_cache",
+    "decoder": "one T5 decoder layer is the model 'one_layer' now (jobs/configs/one_layer.yaml)",
+}
+"""Options that were renamed or taken away, with the remedy, by the last part of their key."""
+
+
+def instead(key: str, known: Iterable[str]) -> str:
+    """Half a sentence that says what to write in place of a key that is not known."""
+    old, known = OLD_NAMES.get(key.rsplit(".", 1)[-1]), list(known)
+    if old:
+        return old
+    return f"the nearest key is '{nearest(key, known)}'" if known else "it takes no keys"
+
+
 def hint(word: str, known: Iterable[str], none: str = "there is none") -> str:
     """Half a sentence that names the nearest of `known`; `none` where there is nothing to name."""
     known = list(known)

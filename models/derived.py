@@ -32,17 +32,17 @@ class Derived(nn.Module):
         return Derived, ()
 
 
-def derived(owner: nn.Module, name: str, make: Callable[[], T]) -> T:
-    """`make()`, kept with `owner` until `owner.train()` or `owner.eval()` is called or a parameter is changed in
-    place, replaced or moved. Changes that torch does not count (by a fused optimizer, through `.data`) need such a
-    call after them.
+def derived(owner: nn.Module, name: str, make: Callable[[], T], *others: nn.Module) -> T:
+    """`make()`, kept with `owner` until `owner.train()` or `owner.eval()` is called or a parameter, of `owner` or of
+    the `others`, is changed in place, replaced or moved. Changes that torch does not count (by a fused optimizer,
+    through `.data`) need such a call after them.
 
     Holds the parameters' storage, so that no new one can come to lie at the same place.
     """
     if "derived" not in owner._modules:
         owner.add_module("derived", Derived())
     made = cast(Derived, owner.derived).made
-    now = [(p.detach(), -1 if p.is_inference() else p._version) for p in owner.parameters()]
+    now = [(p.detach(), -1 if p.is_inference() else p._version) for m in (owner, *others) for p in m.parameters()]
     if name not in made or not _same(made[name][0], now):
         with torch.autocast(now[0][0].device.type, enabled=False):  # what is kept is of the weights' own precision
             made[name] = now, make()

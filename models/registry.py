@@ -25,16 +25,19 @@ from models.actions.genrank import GenRank, GenRankConfig
 from models.actions.interleaved import Interleaved, InterleavedConfig
 from models.actions.lac import LAC, LACConfig
 from models.checkpoint import Checkpoint
-from models.config import check_known, hint
+from models.config import hint, instead
 from models.fit import Sums
 from models.matmul import use_exact_onednn
 from models.retrieval import metrics, sid_mlp_pp
+from models.retrieval import teacher as teachers
 from models.retrieval.data import Catalogue, Examples
+from models.retrieval.decoders.one_layer import OneLayerConfig, one_layer
+from models.retrieval.decoders.sid_mlp import SidMlpConfig
 from models.retrieval.popularity import Popularity, PopularityConfig
+from models.retrieval.retriever import Retriever
 from models.retrieval.sasrec import SASRec, SASRecConfig
-from models.retrieval.sid_mlp import SidMlp, SidMlpConfig, teach
-from models.retrieval.teacher import remember
-from models.retrieval.teacher import resolve as resolve_teacher
+from models.retrieval.sid_mlp import SidMlp
+from models.retrieval.student import Student, TaughtConfig
 from models.retrieval.tiger import Tiger, TigerConfig
 from models.search import hllm, sequence
 from models.search import metrics as search_metrics
@@ -93,9 +96,19 @@ class Entry:
     teach: Callable[[nn.Module, Any, Any], None] | None = None
     """`teach(module, config, catalogue)`: before training, gives a student what it learns from. What only the
     loss needs stays out of the module's weights."""
+    teaches: bool = False
+    """Whether it can be a student's teacher: a backbone with a decoder (`models/retrieval/retriever.py`)."""
     remember: Callable[[Any, Any, Any, dict[str, Any]], list[str]] | None = None
     """`remember(module, config, catalogue, examples)`: after `teach`, for what is worked out once about all examples
     of a worker, given by split; on every worker. Lines that say what it did."""
+
+    module: type | None = None
+    """The class that `build` makes; None: `build` is the class."""
+
+    @property
+    def made(self) -> Any:
+        """The class of the module."""
+        return self.module or self.build
 
     @property
     def extra(self) -> str | None:
@@ -114,39 +127,60 @@ ACTIONS = Family(
 )  # fmt: skip
 GENERATIVE: dict[str, Any] = {"unit": "user", "resolve": sequence.resolve, "teach": sequence.teach}
 
+
+def teacher_of(config: TaughtConfig, catalogue: Catalogue) -> Retriever:
+    """The teacher that `config` describes, with random weights."""
+    return build(config_from_dict({"name": "tiger", **config.teacher_model}), catalogue)  # type: ignore[return-value]
+
+
+def teach(model: Any, config: TaughtConfig, catalogue: Catalogue) -> None:
+    """Loads the teacher of a resolved config into a new student."""
+    model.set_teacher(teachers.load(teacher_of(config, catalogue), config))
+
+
+def teach_stage_2(model: Any, config: sid_mlp_pp.SidMlpPpConfig, catalogue: Catalogue) -> None:
+    """Loads the teacher and stage 1's encoder of a resolved config into stage 2."""
+    teach(model, config, catalogue)
+    if not config.end_to_end:
+        about = checkpoint.read(config.encoder)
+        stage_1 = build(config_from_dict(about.model), catalogue)
+        checkpoint.load_weights(stage_1, config.encoder)
+        model.take_encoder(stage_1)
+
+
+def taught(
+    config: type, make: Callable[[Any, Any, Retriever], nn.Module], module: type | None = None, *, teaches: bool = True,
+    resolve: Callable[..., Any] = teachers.resolve, teach: Callable[[Any, Any, Any], None] = teach,
+) -> Entry:  # fmt: skip
+    """The row of a model that learns from a teacher: `make(config, catalogue, teacher)`."""
+    return Entry(
+        config,
+        lambda options, catalogue: make(options, catalogue, teacher_of(options, catalogue)),
+        RETRIEVAL,
+        unit="request",
+        sids=True,
+        resolve=lambda options, catalogue: resolve(options, catalogue, [n for n, e in MODELS.items() if e.teaches]),
+        teach=teach,
+        teaches=teaches,
+        remember=teachers.remember,
+        module=module or make,  # type: ignore[arg-type]
+    )
+
+
+def on_backbone(decoder: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Retriever], Student]:
+    """A student with `decoder(config, backbone)` on its teacher's backbone."""
+    return lambda config, catalogue, teacher: Student(config, catalogue, teacher, decoder(config, teacher.backbone))
+
+
 MODELS: dict[str, Entry] = {
     "popularity": Entry(PopularityConfig, Popularity, RETRIEVAL, unit="request", gradient=False),
     "sasrec": Entry(SASRecConfig, SASRec, RETRIEVAL, unit="user"),
-    "tiger": Entry(TigerConfig, Tiger, RETRIEVAL, unit="request", sids=True),
-    "sid_mlp": Entry(
-        SidMlpConfig,
-        SidMlp,
-        RETRIEVAL,
-        unit="request",
-        sids=True,
-        resolve=resolve_teacher,
-        teach=teach,
-        remember=remember,
-    ),
-    "sid_mlp_pp_encoder": Entry(
-        sid_mlp_pp.SidMlpPpEncoderConfig,
-        sid_mlp_pp.SidMlpPpEncoder,
-        RETRIEVAL,
-        unit="request",
-        sids=True,
-        resolve=resolve_teacher,
-        teach=sid_mlp_pp.teach_encoder,
-        remember=remember,
-    ),
-    "sid_mlp_pp": Entry(
-        sid_mlp_pp.SidMlpPpConfig,
-        sid_mlp_pp.SidMlpPp,
-        RETRIEVAL,
-        unit="request",
-        sids=True,
-        resolve=sid_mlp_pp.resolve,
-        teach=sid_mlp_pp.teach,
-        remember=remember,
+    "tiger": Entry(TigerConfig, Tiger, RETRIEVAL, unit="request", sids=True, teaches=True),
+    "sid_mlp": taught(SidMlpConfig, SidMlp),
+    "one_layer": taught(OneLayerConfig, on_backbone(one_layer), Student),
+    "sid_mlp_pp_encoder": taught(sid_mlp_pp.SidMlpPpEncoderConfig, sid_mlp_pp.SidMlpPpEncoder, teaches=False),
+    "sid_mlp_pp": taught(
+        sid_mlp_pp.SidMlpPpConfig, sid_mlp_pp.SidMlpPp, resolve=sid_mlp_pp.resolve, teach=teach_stage_2
     ),
     "base": Entry(BaseConfig, Base, SEARCH, unit="user"),
     "hstu": Entry(HSTUConfig, HSTURanker, SEARCH, **GENERATIVE),
@@ -171,12 +205,12 @@ def find(name: str) -> Entry:
 
 def metrics_of(entry: Entry, catalogue: Any) -> list[str]:
     """Names of the metrics that a validation of the model gives."""
-    return list(getattr(entry.build, "METRICS", None) or entry.family.metrics(catalogue))
+    return list(getattr(entry.made, "METRICS", None) or entry.family.metrics(catalogue))
 
 
 def recommend_options(name: str) -> list[str]:
     """Options of the model's `recommend`; none of a model that ranks no catalogue."""
-    recommend: Any = getattr(find(name).build, "recommend", None)
+    recommend: Any = getattr(find(name).made, "recommend", None)
     return list(inspect.signature(recommend).parameters)[3:] if recommend else []
 
 
@@ -215,10 +249,10 @@ def config_from_dict(content: dict[str, Any]) -> Any:
     name = options.pop("name")
     config = model_config(name)
     known = [f.name for f in fields(config)]
-    check_known(
-        options, known,
-        lambda key, near: f"unknown key 'model.{key}' for the model '{name}'; the nearest key is 'model.{near}'",
-    )  # fmt: skip
+    for key in options:
+        if key not in known:
+            what = instead(f"model.{key}", [f"model.{field}" for field in known])
+            raise UserError(f"unknown key 'model.{key}' for the model '{name}'; {what}")
     try:
         return config(**options)
     except (ValueError, TypeError) as error:

@@ -142,7 +142,7 @@ def set_up(
 
 def means_of(entry: registry.Entry) -> Callable[[Sums], dict[str, float]]:
     """How the model's sums become metrics: its class's own static `means`, or the family's."""
-    return getattr(entry.build, "means", entry.family.means)
+    return getattr(entry.made, "means", entry.family.means)
 
 
 def score(

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from models import registry
-from models.config import check_known, hint, read_yaml
+from models.config import check_known, hint, instead, read_yaml
 from models.fit import FitConfig
 from models.tables import UserError
 from models.uri import hide
@@ -250,7 +250,8 @@ class Grid:
             if stem not in known and key not in FOLDERS:
                 what = "has the axis" if key in self.keys else "sets"
                 raise UserError(
-                    f"the grid {self.name} {what} '{key}', which the model '{name}' does not have; {hint(stem, known)}"
+                    f"the grid {self.name} {what} '{key}', which the model '{name}' does not have; "
+                    f"{instead(stem, known)}"
                 )
         if f"val/{fit['metric']}" != self.metric:
             raise UserError(f"fit.metric is {fit['metric']}, the grid {self.name} ranks by {self.metric}; leave it out")

@@ -22,13 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from models import registry
 from models.bench.harness import Row, device, paired, peak_memory, resident_peak_mb, risen_mb
 from models.matmul import use_exact_onednn
+from models.retrieval import kernels
 from models.retrieval.data import PAD, Catalogue, Examples
-from models.retrieval.decoding import kernels
-from models.retrieval.sid_mlp import SidMlp, SidMlpConfig
-from models.retrieval.sid_mlp_pp import SidMlpPp, SidMlpPpConfig
-from models.retrieval.tiger import Tiger, TigerConfig
+from models.retrieval.tiger import TigerConfig
 from models.tables import UserError, join
 
 Batch = dict[str, Tensor]
@@ -62,13 +61,6 @@ MEAN_BRANCHING = (256, 38, 2.2, 1.2)
 TOP_K = 10
 USERS = 1024
 """Histories that batches are cut from."""
-
-
-class PaddedPp(SidMlpPp):
-    """SID-MLP++ whose encoder computes the places of padding too, as published."""
-
-    def encode(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        return self.encoder(batch, self.source, packed=False)
 
 
 def random_codes(items: int, generator: torch.Generator) -> Tensor:
@@ -113,18 +105,16 @@ def make_models(items: int, seed: int, variants: Iterable[str]) -> dict[str, nn.
     torch.manual_seed(seed)
     codes = random_codes(items, torch.Generator().manual_seed(seed))
     catalogue = Catalogue.from_codes(codes, (256, 256, 256, 256))
-    tiger = Tiger(TigerConfig(), catalogue)
-    kinds: dict[str, Callable[[], nn.Module]] = {
-        "sid_mlp_pp_plain": lambda: PaddedPp(SidMlpPpConfig(), catalogue),
-        "sid_mlp_pp": lambda: SidMlpPp(SidMlpPpConfig(), catalogue),
-        "sid_mlp": lambda: SidMlp(SidMlpConfig(), catalogue),
-    }
-    made: dict[str, nn.Module] = {}
+    kinds = {"sid_mlp_pp_plain": "sid_mlp_pp", "sid_mlp_pp": "sid_mlp_pp", "sid_mlp": "sid_mlp"}
+    made: dict[str, Any] = {}
     models: dict[str, nn.Module] = {}
     for variant in variants:
         kind = next((kind for kind in kinds if variant.startswith(kind)), "tiger")
         if kind not in made:
-            made[kind] = (kinds[kind]() if kind in kinds else tiger).eval().to(device())
+            config = registry.config_from_dict({"name": kinds.get(kind, kind)})
+            made[kind] = registry.build(config, catalogue).eval().to(device())
+        if kind == "sid_mlp_pp_plain":
+            made[kind].backbone.pack = False  # computes the places of padding too, as published
         models[variant] = made[kind]
     return models
 

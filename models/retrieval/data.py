@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.retrieval.decoding.trie import Trie
+from models.retrieval.search.trie import Trie
 from models.tables import UserError, iter_parts, join, read_manifest, read_table
 
 Unit = Literal["request", "user"]

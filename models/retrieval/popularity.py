@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from models.retrieval.data import Catalogue
-from models.retrieval.decoding.topk import top_k
 from models.retrieval.recommend import recommender
+from models.retrieval.search.topk import top_k
 
 
 @dataclass

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.retrieval.data import Catalogue
-from models.retrieval.decoding.topk import top_k
 from models.retrieval.recommend import recommender
+from models.retrieval.search.topk import top_k
 
 
 @dataclass

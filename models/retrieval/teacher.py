@@ -1,47 +1,34 @@
-"""A trained TIGER as a frozen teacher: found at its checkpoint, checked against the catalogue, loaded.
+"""A trained backbone with its decoder as a frozen teacher: found at its checkpoint, checked against the catalogue.
 
-config = resolve(config, catalogue)     # fills in teacher_model and teacher_hash
-tiger = load(config, catalogue)         # frozen, in evaluation mode
+config = resolve(config, catalogue, known)     # fills in teacher_model and teacher_hash
+teacher = load(teacher, config)                # its weights, frozen and in evaluation mode
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-import safetensors
 import torch
 
 from models import checkpoint
 from models.retrieval import teacher_cache
 from models.retrieval.data import Catalogue, Examples
-from models.retrieval.tiger import Tiger, TigerConfig
+from models.retrieval.retriever import Retriever
+from models.retrieval.student import TaughtConfig
 from models.tables import UserError, join
 from models.uri import hide
 
-
-class Taught(Protocol):
-    """A config with a teacher."""
-
-    teacher: str
-    """Path of the teacher's checkpoint, or of a finished run."""
-    teacher_model: dict[str, Any]
-    """The teacher's `TigerConfig`."""
-    teacher_hash: str
-    """SHA-256 of the teacher's weights file."""
-    teacher_cache: str
-    """Folder of the tables of what the teacher says; empty for none."""
+C = TypeVar("C", bound=TaughtConfig)
 
 
-C = TypeVar("C", bound=Taught)
+def resolve(config: C, catalogue: Catalogue, known: Collection[str]) -> C:
+    """`config` with teacher and cache as absolute paths, the teacher's config and the hash of its weights.
 
-
-def resolve(config: C, catalogue: Catalogue) -> C:
-    """`config` with teacher and cache as absolute paths, the teacher's sizes and the hash of its weights.
-
-    Raises UserError where no teacher is named, it is gone, is not TIGER, was trained on other tables or
-    semantic IDs than the catalogue's, or is not the one that `config` was made with.
+    Raises UserError where no teacher is named, it is gone, is none of the models `known`, was trained on other tables
+    or semantic IDs than the catalogue's, or is not the one that `config` was made with.
     """
     if not config.teacher:
         raise UserError(
@@ -49,15 +36,16 @@ def resolve(config: C, catalogue: Catalogue) -> C:
         )
     uri = locate(config.teacher)
     about = checkpoint.read(uri)
-    if about.name != "tiger":
-        raise UserError(f"the teacher {uri} is of the model '{about.name}'; give a checkpoint of 'tiger'")
-    model = {name: value for name, value in about.model.items() if name != "name"}
-    _check_vocabulary(uri, TigerConfig(**model), catalogue)
+    if about.name not in known:
+        raise UserError(
+            f"the teacher {uri} is of the model '{about.name}', which has no decoder; give a checkpoint of one of "
+            f"{', '.join(known)}"
+        )
     try:
         checkpoint.check(about, uri, dict(catalogue.hashes))
     except UserError as error:
         raise UserError(f"the teacher {error}, for teacher and student alike") from error
-    found = {"teacher_model": model, "teacher_hash": checkpoint.weights_hash(uri)}
+    found: dict[str, Any] = {"teacher_model": dict(about.model), "teacher_hash": checkpoint.weights_hash(uri)}
     for name, value in found.items():
         given = getattr(config, name)
         if given and given != value:
@@ -66,25 +54,35 @@ def resolve(config: C, catalogue: Catalogue) -> C:
                 f"teacher that this run began with"
             )
     cache = absolute(config.teacher_cache) if config.teacher_cache else ""
-    return replace(config, teacher=uri, teacher_cache=cache, **found)  # type: ignore[type-var]
+    return replace(config, teacher=uri, teacher_cache=cache, **found)
 
 
-def load(config: Taught, catalogue: Catalogue) -> Tiger:
-    """The teacher of a resolved config with its weights, frozen and in evaluation mode."""
-    tiger = Tiger(TigerConfig(**config.teacher_model), catalogue)
-    checkpoint.load_weights(tiger, config.teacher)
-    return tiger.requires_grad_(False).eval()
+def load(teacher: Retriever, config: TaughtConfig) -> Retriever:
+    """The model `teacher` of `config.teacher_model` with its weights, frozen and in evaluation mode. UserError where
+    the checkpoint is gone, or not the one that `config` was resolved with."""
+    if not config.teacher:
+        raise UserError("model.teacher is not set; give the folder of the trained teacher")
+    uri = locate(config.teacher)
+    if config.teacher_hash not in ("", weights := checkpoint.weights_hash(uri)):
+        raise UserError(
+            f"the teacher {uri} has the weights {weights[:12]}, the student learned from {config.teacher_hash[:12]}; "
+            f"give that one back"
+        )
+    checkpoint.load_weights(teacher, uri)
+    return teacher.requires_grad_(False).eval()
 
 
-def remember(model: Any, config: Taught, catalogue: Catalogue, examples: dict[str, Examples]) -> list[str]:
+def remember(model: Any, config: TaughtConfig, catalogue: Catalogue, examples: dict[str, Examples]) -> list[str]:
     """Gives a student the tables of its `teacher_cache`, made where they are not there yet; a line about each."""
     if not config.teacher_cache:
         return []
     model.eval()  # without dropout
     device = next(model.parameters()).device
     with torch.no_grad():
-        known, lines = teacher_cache.remember(config.teacher_cache, model.questions(), catalogue, examples, device)
-    model.set_known(known)
+        tables, lines = teacher_cache.remember(
+            config.teacher_cache, model.teacher_queries(), catalogue, examples, device
+        )
+    model.set_teacher_outputs(tables)
     return lines
 
 
@@ -104,18 +102,3 @@ def locate(given: str, what: str = "teacher") -> str:
         f"the {what} {uri} is neither a checkpoint nor a finished run: it holds no {checkpoint.CONFIG} and no best/; "
         f"give the folder that jobs.train printed"
     )
-
-
-def _check_vocabulary(uri: str, config: TigerConfig, catalogue: Catalogue) -> None:
-    """Raises UserError where the teacher has another number of tokens than the semantic IDs ask for."""
-    with checkpoint.local(uri) as folder:
-        file = checkpoint.whole(folder, checkpoint.WEIGHTS, uri)
-        with safetensors.safe_open(str(file), "pt") as weights:
-            tokens = weights.get_slice("t5.shared.weight").get_shape()[0]
-    sizes = catalogue.codebook_sizes
-    needed = 2 + sum(sizes) + config.n_user_tokens  # padding and end, codes, users
-    if tokens != needed:
-        raise UserError(
-            f"the teacher {uri} has {tokens} tokens, semantic IDs of {len(sizes)} levels {list(sizes)} need {needed}; "
-            f"give the --sids that it was trained with, or train another teacher"
-        )

@@ -1,10 +1,10 @@
-"""What a frozen teacher says of each request, kept as a table: made once, read by every epoch, run and sweep trial.
+"""A frozen teacher's outputs for each request, kept as a table: made once, read by every epoch, run and sweep trial.
 
     python -m jobs.train --config jobs/configs/sid_mlp.yaml ... --model.teacher_cache runs/teacher_cache
 
 Two tables of vectors by request, unpadded, at half precision, in Parquet: `encoder` has the states of the history's
 tokens, for the requests of training and validation; `decoder` has the decoder's state before each code of the target,
-for those of training, from which the tied embeddings give the teacher's logits over any part of the vocabulary (128
+for those of training, from which its output layer gives the teacher's logits over any part of the vocabulary (128
 numbers a code at the published sizes, where a vocabulary has a thousand). Each stands in a folder named after all
 that it depends on, so one folder serves all teachers, tokenizers and variants of the student. Its `manifest.json` is
 written last, so a half-written table is made anew. Workers each make the rows of their own requests; in training
@@ -39,6 +39,7 @@ from torch import Tensor
 
 from models.fit import to_device
 from models.retrieval.data import PAD, Catalogue, Examples
+from models.retrieval.parts import History
 from models.tables import (
     MANIFEST,
     Manifest,
@@ -61,27 +62,27 @@ SCHEMA = pa.schema(
 SCHEMA_VERSION = 1
 
 BATCH = 256
-"""Requests asked about at once."""
+"""Requests that the teacher reads at once."""
 
 PART_BYTES = 64 * 2**20
 """A part of the table is written when it holds this much."""
 
-Ask = Callable[[dict[str, Tensor]], tuple[Tensor, Tensor]]
+Outputs = Callable[[dict[str, Tensor]], tuple[Tensor, Tensor]]
 """Vectors (B, S, D) of a batch, and how many of each row are real (B,)."""
 
 
 @dataclass(frozen=True)
-class Question:
-    """What is asked about the requests of some splits."""
+class Query:
+    """What a table holds, of the requests of some splits."""
 
     name: str
     """Of the table: `encoder` or `decoder`."""
     weights: str
-    """SHA-256 of the weights file of the one who answers."""
+    """SHA-256 of the weights file of the model that makes them."""
     config: dict[str, Any]
-    """What the answer depends on beside weights and tables: `width` D, and the sizes of the model."""
-    ask: Ask
-    """Asks."""
+    """What they depend on beside weights and tables: `width` D, and the sizes of the model."""
+    outputs: Outputs
+    """Makes them."""
     splits: Sequence[str]
     """`train` and `val`, or one of them."""
 
@@ -97,75 +98,72 @@ class States:
         self.values = values
 
     def find(self, batch: dict[str, Tensor]) -> NDArray[np.int64] | None:
-        """Places of the batch's requests; None where one of them is not here, or is no request of the log."""
+        """Rows of the batch's requests; None where one of them is not here, or is no request of the log."""
         if "request" not in batch or bool((batch.get("target", batch["request"]) == PAD).any()):
             return None
         numbers = batch["request"].cpu().numpy()
-        place = np.searchsorted(self.requests, numbers)
-        found = place < len(self.requests)
-        return place if found.all() and (self.requests[place] == numbers).all() else None
+        index = np.searchsorted(self.requests, numbers)
+        found = index < len(self.requests)
+        return index if found.all() and (self.requests[index] == numbers).all() else None
 
-    def padded(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None] | None:
-        """(float32 vectors (B, S, D), zero at padding; padding (B, 1, 1, S) of 0 and -inf, or None where nothing is
-        padded) of the batch's requests; None where they are not all known."""
-        place = self.find(batch)
-        if place is None:
+    def padded(self, batch: dict[str, Tensor]) -> History | None:
+        """The batch's requests with float32 vectors (B, S, D), zero at padding; None where they are not all known."""
+        index = self.find(batch)
+        if index is None:
             return None
         device = batch["request"].device
-        length = self.lengths[place]
-        position = np.arange(int(length.max()))
-        inside = position < length[:, None]
-        index = np.where(inside, self.starts[place][:, None] + position, self.starts[place][:, None])
-        states = torch.from_numpy(self.values[index]).to(device).float()
-        if inside.all():
-            return states, None
-        outside = torch.from_numpy(~inside).to(device)
-        padding = states.new_zeros(outside.shape).masked_fill(outside, -torch.inf)[:, None, None]
-        return states.masked_fill_(outside.unsqueeze(-1), 0.0), padding
+        lengths = self.lengths[index]
+        position = np.arange(int(lengths.max()))
+        inside = position < lengths[:, None]
+        rows = np.where(inside, self.starts[index][:, None] + position, self.starts[index][:, None])
+        states = torch.from_numpy(self.values[rows]).to(device).float()
+        if not inside.all():
+            states.masked_fill_(torch.from_numpy(~inside).to(device).unsqueeze(-1), 0.0)
+        return History(states, torch.from_numpy(lengths).to(device))
 
 
 def remember(
     folder: str,
-    questions: Sequence[Question],
+    queries: Sequence[Query],
     catalogue: Catalogue,
     examples: dict[str, Examples],
     device: torch.device | str = "cpu",
 ) -> tuple[dict[str, States], list[str]]:
-    """The answers to `questions` for this rank's `examples` of each split, and a line about each table; batches are
-    asked about on `device`.
+    """The tables of `queries` for this rank's `examples` of each split, and a line about each; what is not there is
+    made on `device`.
 
     Tables that are not there yet are made: every rank calls this, makes its rows, and waits for the others. A run
     that starts meanwhile with the same local folder waits too. Raises UserError for a table that is damaged, of
     something else, or without some of the requests.
     """
     known, lines = {}, []
-    for question in questions:
-        parts = [examples[split] for split in question.splits]
-        inputs = {**catalogue.hashes, "weights": question.weights}
-        config = {**question.config, "max_history": parts[0].max_history, "splits": list(question.splits)}
-        print_ = _digest([SCHEMA_VERSION, question.name, config, inputs])
-        uri = join(folder, f"{question.name}-{print_[:16]}")
+    for query in queries:
+        parts = [examples[split] for split in query.splits]
+        inputs = {**catalogue.hashes, "weights": query.weights}
+        config = {**query.config, "max_history": parts[0].max_history, "splits": list(query.splits)}
+        print_ = _digest([SCHEMA_VERSION, query.name, config, inputs])
+        uri = join(folder, f"{query.name}-{print_[:16]}")
         rank, world = parts[0].rank, parts[0].world
         with _held(uri) if rank == 0 else nullcontext():
             there = _agree(has_manifest(uri) if rank == 0 else None, world)
             if not there:
                 began = time.monotonic()
-                written = [part for ranks in _all(_write(uri, question.ask, parts, device), world) for part in ranks]
+                written = [part for ranks in _all(_write(uri, query.outputs, parts, device), world) for part in ranks]
                 if rank == 0:
-                    _commit(uri, question.name, written, config, inputs, print_, time.monotonic() - began)
+                    _commit(uri, query.name, written, config, inputs, print_, time.monotonic() - began)
                 _agree(None, world)
-        known[question.name] = _open(uri, question.name, config, inputs, parts)
+        known[query.name] = _open(uri, query.name, config, inputs, parts)
         manifest = read_manifest(uri)
         size = sum(part.bytes for part in manifest.files) / 2**20
         what = "found" if there else f"made in {manifest.timings['seconds']:.0f} s"
         lines.append(
-            f"teacher cache: {question.name} states of {manifest.rows:,} requests, {size:,.1f} MiB at half precision, "
+            f"teacher cache: {query.name} states of {manifest.rows:,} requests, {size:,.1f} MiB at half precision, "
             f"{what}: {uri}"
         )
     return known, lines
 
 
-def _write(uri: str, ask: Ask, parts: list[Examples], device: torch.device | str) -> list[dict[str, Any]]:
+def _write(uri: str, outputs: Outputs, parts: list[Examples], device: torch.device | str) -> list[dict[str, Any]]:
     """Writes the rows of this rank's requests; the files, as `Part` fields."""
     filesystem, path = open_uri(uri)
     filesystem.create_dir(path, recursive=True)
@@ -174,7 +172,7 @@ def _write(uri: str, ask: Ask, parts: list[Examples], device: torch.device | str
     for examples in parts:
         for rows in examples.batches(BATCH):
             batch = examples.collate(rows)
-            states, lengths = ask(to_device(batch, torch.device(device)))
+            states, lengths = outputs(to_device(batch, torch.device(device)))
             inside = torch.arange(states.shape[1], device=states.device) < lengths.unsqueeze(1)
             values = states[inside].half().cpu()  # (tokens, D), row after row
             if not bool(values.isfinite().all()):

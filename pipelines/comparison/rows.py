@@ -25,7 +25,7 @@ from pipelines import tracking
 from pipelines.comparison.runs import Selection
 
 OTHER = {
-    "model.name", "model.teacher", "model.teacher_cache", "model.teacher_memory_mb", "fit.seed",
+    "model.name", "model.teacher", "model.teacher_cache", "fit.seed",
     "fit.log_every_steps", "fit.eval_batch_size", "fit.checkpoint_every_steps",
 }  # fmt: skip
 """Params in which runs of one row may differ; a teacher or an encoder is told by the hash of its weights."""

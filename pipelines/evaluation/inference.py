@@ -114,7 +114,7 @@ def recommend_all(
     )
     about = checkpoint.read(uri)
     entry = registry.find(about.name)
-    if not hasattr(entry.build, "recommend"):
+    if not hasattr(entry.made, "recommend"):
         raise UserError(f"the model '{about.name}' ranks no catalogue; give --checkpoint of a model that recommends")
     chosen = recommend_options(about.name, options or {})
     catalogue = load_catalogue(entry, about.name, tables, sids)

@@ -115,7 +115,7 @@ def takes_gpu(option: str, at_once: int) -> bool:
 def new_items_of(name: str, tables: str) -> shift.Subsets:
     """The new items of the tables; UserError where the model `name` ranks no catalogue."""
     entry = registry.find(name)
-    if not hasattr(entry.build, "recommend") or hasattr(entry.build, "measure"):
+    if not hasattr(entry.made, "recommend") or hasattr(entry.made, "measure"):
         raise UserError(f"--item_shift looks at ranked catalogues and the model '{name}' ranks none; leave it out")
     return shift.new_items(join(tables, "sequences"), read_manifest(join(tables, "items"), "items").rows)
 

@@ -2,7 +2,7 @@
 
     python -m jobs.evaluate --checkpoint runs/sid_mlp --tables TABLES --sids SIDS --export student.pt2 --k 10
 
-What the program takes and gives is in `models/retrieval/decoding/export.py`.
+What the program takes and gives is in `models.retrieval.search.export.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from models import checkpoint, registry
 from models.fit import to_device
-from models.retrieval.decoding.export import export_student, load_exported
+from models.retrieval.search.export import export_student, load_exported
 from models.setup import load_catalogue
 from models.tables import UserError, join
 from pipelines.evaluation.ranking import device_of, find_checkpoint
@@ -54,7 +54,7 @@ def export(
             export_student(model, made, k)
             program = load_exported(made)
             for part in (rows, rows[-1:]):
-                check(program, model, to_device(examples.collate(part), model.first.device), k)
+                check(program, model, to_device(examples.collate(part), model.tokens.items.device), k)
             made.replace(target)  # what is there has passed
     except OSError as error:
         raise UserError(f"cannot write {path} ({error.strerror}); choose another file") from error

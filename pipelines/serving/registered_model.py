@@ -41,7 +41,7 @@ def register(run: tracking.RunRef, name: str, metric: str | None = None) -> Mode
         raise UserError(
             f"the run '{found.info.run_name}' at {run.uri} has no checkpoint to register; name a finished one"
         )
-    if not hasattr(entry.build, "recommend" if entry.family is registry.RETRIEVAL else "score"):
+    if not hasattr(entry.made, "recommend" if entry.family is registry.RETRIEVAL else "score"):
         raise UserError(f"the model '{params['model.name']}' ranks nothing, so it is not served; register another")
     if (owner := checkpoint.read(tags["checkpoint"]).tracking.get("run_id")) != run.run_id:
         raise UserError(

@@ -11,7 +11,7 @@ from training_tables import write_tables
 
 from models.bench import decode, harness
 from models.retrieval.data import PAD, Examples
-from models.retrieval.decoding.trie import Trie
+from models.retrieval.search.trie import Trie
 
 
 def test_the_catalogue_branches_like_the_papers():

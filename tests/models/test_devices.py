@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from models import checkpoint, registry
 from models.fit import FitConfig, autocast, to_device
 from models.ranking_metrics import Histogram
+from models.retrieval.student import TaughtConfig
 from models.setup import Setup, set_up
 from tests import actions_tables, search_tables, training_tables
 
@@ -140,7 +141,7 @@ ITEM_TOWER_WAITS = 2
 
 
 def set_up_small(name: str, data: dict[str, Any], fit: FitConfig, device: Any) -> Setup:
-    named = ["teacher"] * name.startswith("sid_mlp") + ["encoder"] * (name == "sid_mlp_pp")
+    named = ["teacher"] * issubclass(registry.model_config(name), TaughtConfig) + ["encoder"] * (name == "sid_mlp_pp")
     model = {"name": name, **SIZES.get(name, {}), **{key: data[key] for key in named}}
     return set_up(model, fit, *data[registry.find(name).family.name], device=device)
 

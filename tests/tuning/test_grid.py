@@ -103,9 +103,9 @@ def test_several_seeds_are_an_axis_and_some_axes_go_together() -> None:
         ({"axes": {"sids": None}}, "the axis 'sids' of the grid g is for you to fill in"),
         (
             {"axes": {"model.dimm": [1]}},
-            r"has the axis 'model\.dimm', which the model 'sasrec' does not have; the nearest is 'model\.dim'",
+            r"has the axis 'model\.dimm', which the model 'sasrec' does not have; the nearest key is 'model\.dim'",
         ),
-        ({"axes": {"fit.lrr": [1]}}, "the nearest is 'fit.lr'"),
+        ({"axes": {"fit.lrr": [1]}}, "the nearest key is 'fit.lr'"),
         ({"fixed": {"evaluate.beam": 5}}, "of kind train has no use for 'evaluate.beam'"),
         ({"fixed": {"checkpoint": "runs/x"}}, "of kind train has no use for 'checkpoint'"),
         (

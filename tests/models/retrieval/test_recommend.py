@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from models import registry
+from models.retrieval import kernels
 from models.retrieval.data import PAD, Catalogue
-from models.retrieval.decoding import kernels
-from models.retrieval.decoding.beam import beam_search, unconstrained_beam_search
-from models.retrieval.decoding.export import export_student, load_exported
-from models.retrieval.decoding.shared_kv import SharedKV
 from models.retrieval.metrics import measure
+from models.retrieval.parts import History
 from models.retrieval.recommend import latest
+from models.retrieval.search.beam import beam_search, unconstrained_beam_search
+from models.retrieval.search.export import export_student, load_exported
 from models.tables import UserError
 
 LONGEST = 6
@@ -81,11 +81,11 @@ def test_an_empty_batch_in_the_parts() -> None:
     source = torch.zeros(0, 3, 16)
     with torch.no_grad():
         for search in (beam_search, unconstrained_beam_search):
-            scorer = SharedKV(tiger.t5, source, None, tiger.first_token, tiger.sizes)
+            scorer = tiger.decoder.scorer(History(source, torch.zeros(0, dtype=torch.long)))
             assert search(scorer, tiger.trie, 4, 3)[0].shape == (0, 4)
-        from models.retrieval.decoding.fast import fast_walk
+        from models.retrieval.search.fast import fast_search
 
-        assert fast_walk(student)(requests([]), 4, 3, True)[0].shape == (0, 4)
+        assert fast_search(student)(requests([]), 4, 3, True)[0].shape == (0, 4)
 
 
 @pytest.mark.usefixtures("engine")

@@ -19,16 +19,10 @@ from training_tables import write_tables
 
 from models import checkpoint, registry
 from models.fit import EpochEvent, FitConfig, fit
+from models.retrieval.backbones.mlp import EncoderSizes, MlpBackbone
 from models.retrieval.data import PAD, Catalogue
-from models.retrieval.decoding.export import export_student, load_exported
-from models.retrieval.sid_mlp_pp import (
-    EncoderSizes,
-    RoleEncoder,
-    SidMlpPp,
-    SidMlpPpConfig,
-    SidMlpPpEncoder,
-    SidMlpPpEncoderConfig,
-)
+from models.retrieval.search.export import export_student, load_exported
+from models.retrieval.sid_mlp_pp import SidMlpPp, SidMlpPpConfig, SidMlpPpEncoder, SidMlpPpEncoderConfig
 from models.retrieval.tiger import Tiger, TigerConfig
 from models.setup import set_up
 from models.tables import UserError
@@ -65,12 +59,11 @@ def requests(lengths: list[int], seed: int = 1, items: int = ITEMS) -> dict[str,
     }
 
 
-def token_by_token(encoder: RoleEncoder, source: Tiger, batch: dict[str, Tensor], row: int) -> Tensor:
+def token_by_token(encoder: MlpBackbone, batch: dict[str, Tensor], row: int) -> Tensor:
     """(real tokens, D): equation 4 for one request, one token after the other."""
-    levels = len(source.sizes)
-    tokens, real = source.tokens({name: value[row : row + 1] for name, value in batch.items()})
-    count = int(real.sum())
-    states = [source.t5.shared.weight[tokens[0, at]] + encoder.positions.weight[at] for at in range(count)]
+    levels, own = encoder.tokens.levels, {name: value[row : row + 1] for name, value in batch.items()}
+    tokens, count = encoder.tokens.history(own), int(encoder.tokens.lengths(own))
+    states = [encoder.embedding.weight[tokens[0, at]] + encoder.positions.weight[at] for at in range(count)]
     for layer in encoder.layers:
         mean = sum(states) / count
         updated = []
@@ -95,14 +88,14 @@ def token_by_token(encoder: RoleEncoder, source: Tiger, batch: dict[str, Tensor]
 def test_the_encoder_is_equation_4_for_every_token(packed, training, levels, lengths, layers, shared, seed):
     torch.manual_seed(seed)
     source = Tiger(TigerConfig(**TIGER), catalogue(levels)).double()
-    encoder = RoleEncoder(source, EncoderSizes(layers, 20, shared_mlp=shared)).double().eval()
+    encoder = MlpBackbone(source.backbone, EncoderSizes(layers, 20, shared_mlp=shared)).double().eval()
     batch = requests(lengths, seed)
     with torch.set_grad_enabled(training):
-        states, padding = encoder(batch, source, packed)
+        states, padding = encoded(encoder, batch, packed)
     assert states.shape == (len(lengths), 2 + levels * max(lengths), 16)
     for row, length in enumerate(lengths):
         count = 2 + levels * length
-        torch.testing.assert_close(states[row, :count], token_by_token(encoder, source, batch, row))
+        torch.testing.assert_close(states[row, :count], token_by_token(encoder, batch, row))
         assert not states[row, count:].any()
         assert padding is None or padding[row, 0, 0].isinf().tolist() == [at >= count for at in range(states.shape[1])]
     assert (padding is None) == (min(lengths) == max(lengths))
@@ -110,12 +103,12 @@ def test_the_encoder_is_equation_4_for_every_token(packed, training, levels, len
 
 def test_packed_and_padded_have_one_gradient():
     source = Tiger(TigerConfig(**TIGER), catalogue()).double().requires_grad_(False)
-    encoder = RoleEncoder(source, EncoderSizes(2, 20)).double()
+    encoder = MlpBackbone(source.backbone, EncoderSizes(2, 20)).double()
     encoder.eval()
     batch = requests([2, 7, 1, 4])
     weights = torch.randn(4, 23, 16, dtype=torch.float64)
     gradients = [
-        torch.autograd.grad((encoder(batch, source, packed)[0] * weights).sum(), list(encoder.parameters()))
+        torch.autograd.grad((encoded(encoder, batch, packed)[0] * weights).sum(), trained_of(encoder))
         for packed in (True, False)
     ]
     for one, other in zip(*gradients, strict=True):
@@ -126,35 +119,35 @@ def test_packed_and_padded_have_one_gradient():
 def test_padding_changes_nothing(packed):
     """Neither what stands at padded places nor how many there are; and no row sees another."""
     source = Tiger(TigerConfig(**TIGER), catalogue()).eval()
-    encoder = RoleEncoder(source, EncoderSizes(2, 20)).eval()
+    encoder = MlpBackbone(source.backbone, EncoderSizes(2, 20)).eval()
     batch = requests([2, 5, 1])
-    states, _ = encoder(batch, source, packed)
+    states, _ = encoded(encoder, batch, packed)
     filled = torch.where(batch["history"] == PAD, torch.arange(5) % ITEMS, batch["history"])
-    torch.testing.assert_close(encoder(batch | {"history": filled}, source, packed)[0], states, rtol=0, atol=0)
+    torch.testing.assert_close(encoded(encoder, batch | {"history": filled}, packed)[0], states, rtol=0, atol=0)
     wider = torch.cat([batch["history"], torch.full((3, 2), PAD)], 1)
-    more, padding = encoder(batch | {"history": wider}, source, packed)
+    more, padding = encoded(encoder, batch | {"history": wider}, packed)
     torch.testing.assert_close(more[:, :17], states)
     assert not more[:, 17:].any()
     assert padding[:, :, :, 17:].isinf().all()
     for row, length in enumerate([2, 5, 1]):
         alone = {name: value[row : row + 1] for name, value in batch.items()}
         alone |= {"history": alone["history"][:, :length]}
-        torch.testing.assert_close(encoder(alone, source, packed)[0], states[row : row + 1, : 2 + 3 * length])
+        torch.testing.assert_close(encoded(encoder, alone, packed)[0], states[row : row + 1, : 2 + 3 * length])
 
 
 def test_a_token_reaches_the_others_through_the_mean_alone():
     """Changing one code moves every state of its request; with the mean held, only its own."""
     source = Tiger(TigerConfig(**TIGER), catalogue())
-    encoder = RoleEncoder(source, EncoderSizes(1, 20)).eval()
+    encoder = MlpBackbone(source.backbone, EncoderSizes(1, 20)).eval()
     batch = requests([3, 3])
     changed = batch["history"].clone()
     changed[0, 1] = (changed[0, 1] + 1) % ITEMS
-    moved = (encoder(batch, source)[0] != encoder(batch | {"history": changed}, source)[0]).any(-1)
+    moved = (encoded(encoder, batch)[0] != encoded(encoder, batch | {"history": changed})[0]).any(-1)
     assert moved[0].all()
     assert not moved[1].any()
     for mlp in encoder.layers[0]:
         mlp.inner.weight.data[:, 16:] = 0.0  # the mean's columns
-    moved = (encoder(batch, source)[0] != encoder(batch | {"history": changed}, source)[0]).any(-1)
+    moved = (encoded(encoder, batch)[0] != encoded(encoder, batch | {"history": changed})[0]).any(-1)
     assert not moved[0, [0, 1, 2, 3, 7, 8, 9, 10]].any()
     assert moved[0, 4:7].any()
 
@@ -162,12 +155,23 @@ def test_a_token_reaches_the_others_through_the_mean_alone():
 def test_a_history_longer_than_its_positions_is_refused():
     source = Tiger(TigerConfig(**TIGER), catalogue())
     with pytest.raises(ValueError, match="8 items exceeds the encoder's 7"):
-        RoleEncoder(source, EncoderSizes(1, 20))(requests([8, 2]), source)
+        MlpBackbone(source.backbone, EncoderSizes(1, 20)).encode(requests([8, 2]))
+
+
+def trained_of(encoder: MlpBackbone) -> list[Tensor]:
+    return [parameter for parameter in encoder.parameters() if parameter.requires_grad]
+
+
+def encoded(encoder: MlpBackbone, batch: dict[str, Tensor], packed: bool | None = None) -> tuple[Tensor, Tensor | None]:
+    """States and padding mask, with nothing done for padding or with it."""
+    encoder.pack = packed
+    history = encoder.encode(batch)
+    return history.states, history.padding
 
 
 def stage_1(**change: object) -> tuple[SidMlpPpEncoder, Tiger]:
     torch.manual_seed(0)
-    model = SidMlpPpEncoder(SidMlpPpEncoderConfig(**{**SIZES, "teacher_model": TIGER, **change}), catalogue())
+    model = registry.build(SidMlpPpEncoderConfig(**{**SIZES, "teacher_model": TIGER, **change}), catalogue())
     teacher = Tiger(TigerConfig(**TIGER), catalogue()).requires_grad_(False).eval()
     model.set_teacher(teacher)
     return model.eval(), teacher
@@ -176,8 +180,8 @@ def stage_1(**change: object) -> tuple[SidMlpPpEncoder, Tiger]:
 def test_stage_1_measures_the_error_over_real_tokens_however_the_rows_are_batched():
     model, teacher = stage_1()
     batch = requests([2, 7, 1, 4, 4])
-    states, targets = model.encode(batch)[0], teacher.encode(batch)[0]
-    real = teacher.tokens(batch)[1]
+    states, targets = model.backbone.encode(batch).states, teacher.encode(batch).states
+    real = torch.arange(states.shape[1]) < teacher.tokens.lengths(batch)[:, None]
     mse = (states - targets)[real].square().mean().item()
     variance = (targets[real] - targets[real].mean(0)).square().mean().item()
     assert model(batch)["loss"].item() == pytest.approx(mse, rel=1e-5)
@@ -192,17 +196,19 @@ def test_stage_1_measures_the_error_over_real_tokens_however_the_rows_are_batche
 
 
 def test_stage_1_needs_its_teacher_to_train_and_keeps_it_out_of_its_weights():
-    model = SidMlpPpEncoder(SidMlpPpEncoderConfig(**SIZES, teacher_model=TIGER), catalogue())
+    model = registry.build(SidMlpPpEncoderConfig(**SIZES, teacher_model=TIGER), catalogue())
     with pytest.raises(UserError, match=r"model\.teacher is not set"):
         model(requests([1, 2]))
     names = set(model.state_dict())
     stage_1()[0].load_state_dict(model.state_dict())
-    assert {name for name in names if not name.startswith("encoder.")} == {"source.t5.shared.weight"}
+    parts = {name.split(".")[1] for name in names if name.startswith("backbone.")}
+    assert parts == {"embedding", "positions", "layers", "norm"}
+    assert all(name.startswith("backbone.") for name in names)
 
 
 def stage_2(**change: object) -> tuple[SidMlpPp, Tiger]:
     torch.manual_seed(0)
-    model = SidMlpPp(SidMlpPpConfig(**{**SIZES, **HEADS, "teacher_model": TIGER, **change}), catalogue())
+    model = registry.build(SidMlpPpConfig(**{**SIZES, **HEADS, "teacher_model": TIGER, **change}), catalogue())
     teacher = Tiger(TigerConfig(**TIGER), catalogue()).requires_grad_(False).eval()
     model.set_teacher(teacher)
     return model, teacher
@@ -214,35 +220,34 @@ def test_stage_2_trains_readout_and_heads_and_the_encoder_only_end_to_end(end_to
     before = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
     model.train()
-    assert model.encoder.training == end_to_end
-    assert not model.source.training
+    assert model.backbone.training == end_to_end
     for seed in range(2):
         model(requests([3, 5, 1, 2], seed))["loss"].backward()
         optimizer.step()
     gradients = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
-    assert any(name.startswith("heads.") for name in moved)
-    assert any(name.startswith("readout.") for name in moved)
-    assert any(name.startswith("encoder.") for name in moved) == end_to_end
-    assert any(name.startswith("encoder.") for name in gradients) == end_to_end
-    assert not any(name.startswith("source.") for name in moved | gradients)
+    assert any(name.startswith("decoder.heads.") for name in moved)
+    assert any(name.startswith("decoder.readout.") for name in moved)
+    assert any(name.startswith("backbone.layers.") for name in moved) == end_to_end
+    assert any(name.startswith("backbone.layers.") for name in gradients) == end_to_end
+    assert not any(name.startswith("backbone.embedding.") for name in moved | gradients)
 
 
 def test_stage_2_learns_from_the_teachers_own_states():
     """Its KL is 0 exactly where its logits are those that the whole teacher gives."""
     model, teacher = stage_2(alpha=1.0)
     batch = requests([3, 5, 1, 2])
-    states, padding = teacher.encode(batch)
-    given = torch.nn.functional.pad(teacher.sids[batch["target"]][:, :-1], (1, 0))
-    logits = teacher.t5.decode(given, states, padding, 0.0)
-    torch.testing.assert_close(model.teacher_logits(batch, model.encode(batch)), logits)
-    codes = teacher.sids[batch["target"]] - model.first
+    codes = catalogue().sids[batch["target"]]
+    logits = teacher.decoder.teacher_forced(teacher.encode(batch), codes)
     model.eval()
-    context = model.context(*model.encode(batch))
+    history = model.encode(batch)
+    learned = model.teacher_logits(batch, history)
+    student = model.decoder.teacher_forced(history, codes)
     expected = torch.zeros(())
     for level in range(3):
-        soft = logits[:, level].narrow(-1, model.first_token[level], 8).softmax(-1)
-        log_q = model.logits(level, context, codes[:, None, :level])[:, 0].log_softmax(-1)
+        cut = logits[level].narrow(-1, model.tokens.first[level], 8)
+        torch.testing.assert_close(learned[level], cut)
+        soft, log_q = cut.softmax(-1), student[level].log_softmax(-1)
         expected = expected + (soft * (soft.log() - log_q)).sum(-1).mean()
     torch.testing.assert_close(model(batch)["loss"], expected)
 
@@ -258,14 +263,12 @@ def test_it_recommends_as_sid_mlp_does_from_its_own_states(scores):
     assert fast.tolist() == items.tolist()
     torch.testing.assert_close(fast_values, values, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
-        context = model.context(*model.encode(batch))
-        codes = catalogue().sids
+        history, codes = model.encode(batch), catalogue().sids
         for row in range(4):
             for item, value in zip(items[row].tolist()[::7], values[row].tolist()[::7], strict=True):
                 total = 0.0
                 for level in range(3):
-                    prefix = codes[item, :level].expand(4, 1, level)
-                    logits = model.logits(level, context, prefix)[row, 0]
+                    logits = model.decoder.teacher_forced(history, codes[item].expand(4, -1))[level][row]
                     same = (codes[:, :level] == codes[item, :level]).all(1)
                     children = codes[same, level].unique()
                     over = logits if scores == "codebook" or level == 0 else logits[children]
@@ -292,7 +295,6 @@ def test_the_exported_program_recommends_the_same_whatever_the_batch(tmp_path):
         ({"encoder_dropout": 1.0}, "encoder_dropout 1.0 is not in"),
         ({"m": 1}, "set m 0"),
         ({"end_to_end": True, "encoder": "somewhere"}, "leave one of them out"),
-        ({"end_to_end": True, "teacher_memory_mb": 9}, "set it to 0"),
     ],
 )
 def test_impossible_options_are_refused(change, message):
@@ -344,9 +346,8 @@ def test_stage_1_reduces_the_error_and_is_selected_by_it(trained):
 def test_stage_2_takes_the_encoder_as_it_is_and_ranks_better_than_chance(trained):
     one, _ = registry.load(trained.encoder / "best", trained.catalogue, "sid_mlp_pp_encoder")
     two, about = registry.load(trained.student / "best", trained.catalogue, "sid_mlp_pp")
-    kept = one.encoder.state_dict()
-    assert all(torch.equal(value, kept[name]) for name, value in two.encoder.state_dict().items())
-    assert torch.equal(one.source.t5.shared.weight, two.source.t5.shared.weight)
+    kept = one.backbone.state_dict()
+    assert all(torch.equal(value, kept[name]) for name, value in two.backbone.state_dict().items())
     assert about.model["encoder_width"] == 32
     assert about.metrics["recall@5"] > 2 * 5 / ITEMS
 
@@ -408,7 +409,7 @@ def test_another_teacher_encoder_or_table_is_named(trained, tmp_path):
     with pytest.raises(UserError, match="is not the one that this run began with"):
         resolve(encoder=str(trained.encoder), encoder_hash="0" * 64)
     tiger, about = registry.load(trained.teacher / "best", trained.catalogue)
-    tiger.t5.shared.weight.data += 1.0
+    tiger.backbone.embedding.weight.data += 1.0
     checkpoint.save(tmp_path / "other", tiger, about)
     with pytest.raises(UserError, match=r"matches another teacher.*leave model\.teacher out, or train stage 1"):
         resolve(encoder=str(trained.encoder), teacher=str(tmp_path / "other"))

@@ -17,8 +17,8 @@ from training_tables import write_tables
 from models import checkpoint, registry
 from models.fit import EpochEvent, FitConfig, StepEvent, fit
 from models.retrieval.data import Catalogue
-from models.retrieval.sid_mlp import SidMlpConfig
-from models.retrieval.teacher import locate, resolve
+from models.retrieval.decoders.sid_mlp import SidMlpConfig
+from models.retrieval.teacher import locate
 from models.setup import Setup, set_up
 from models.tables import UserError
 
@@ -71,14 +71,14 @@ def test_a_student_learns_what_its_teacher_knows(taught: Taught) -> None:
 def test_what_is_frozen_stays(taught: Taught) -> None:
     model = taught.setup.model
     teacher, _ = registry.load(locate(taught.teacher), taught.setup.catalogue)
-    for name, value in model.source.state_dict().items():
-        assert torch.equal(value, teacher.state_dict()[name])
-        assert torch.equal(value, taught.before[f"source.{name}"])
-    assert all(p.grad is None and not p.requires_grad for p in model.source.parameters())
-    assert not model.train().source.training
+    for name, value in model.backbone.state_dict().items():
+        assert torch.equal(value, teacher.backbone.state_dict()[name])
+        assert torch.equal(value, taught.before[f"backbone.{name}"])
+    assert all(p.grad is None and not p.requires_grad for p in model.backbone.parameters())
+    assert not model.train().backbone.training
     moved = [n for n, v in model.state_dict().items() if not torch.equal(v, taught.before[n])]
-    assert {name.split(".")[0] for name in moved} == {"readout", "heads"}
-    assert not [name for name in model.state_dict() if "decoder" in name or "teacher" in name]
+    assert {name.rsplit(".", 1)[0].split(".")[1] for name in moved} == {"readout", "heads"}
+    assert not [name for name in model.state_dict() if "stack" in name or "teacher" in name]
 
 
 def test_recommending_needs_no_teacher(taught: Taught, tmp_path: Path) -> None:
@@ -105,8 +105,8 @@ def test_recommending_needs_no_teacher(taught: Taught, tmp_path: Path) -> None:
 
 def test_resolving_twice_changes_nothing(taught: Taught) -> None:
     catalogue = taught.setup.catalogue
-    once = resolve(SidMlpConfig(teacher=taught.teacher), catalogue)
-    assert resolve(once, catalogue) == once
+    once = registry.resolve(SidMlpConfig(teacher=taught.teacher), catalogue)
+    assert registry.resolve(once, catalogue) == once
     assert once.teacher_model["d_model"] == 16
     assert once.max_history == 20
     assert registry.config_from_dict(json.loads(json.dumps(registry.config_to_dict(once)))) == once
@@ -125,18 +125,17 @@ def test_a_teacher_that_does_not_fit_is_refused(taught: Taught, tmp_path: Path) 
         UserError, match=r"neither a checkpoint nor a finished run: it holds no config.json and no best"
     ):
         train(str(tmp_path / "running"))
-    checkpoint.save(tmp_path / "student", taught.setup.model, taught.setup.checkpoint(epoch=1))
-    with pytest.raises(UserError, match=r"is of the model 'sid_mlp'; give a checkpoint of 'tiger'"):
-        train(str(tmp_path / "student"))
+    other = set_up({"name": "sasrec", "dim": 8, "num_layers": 1}, FitConfig(batch_size=32), taught.tables)
+    checkpoint.save(tmp_path / "sasrec", other.model, other.checkpoint(epoch=1))
+    with pytest.raises(UserError, match=r"is of the model 'sasrec', which has no decoder; give .* one of tiger, sid_"):
+        train(str(tmp_path / "sasrec"))
     with pytest.raises(UserError, match=r"teacher_hash is 0123, the teacher .* has .*; leave model\.teacher_hash out"):
         train(taught.teacher, teacher_hash="0123")
     with pytest.raises(UserError, match=r"m 3 leaves no digit of 3 to the student"):
         train(taught.teacher, m=3)
 
     wide, wide_sids = write_tables(tmp_path / "wide", users=8, items=40)
-    with pytest.raises(
-        UserError, match=r"has 16 tokens, semantic IDs of 3 levels \[4, 10, 2\] need 20; give the --sids"
-    ):
+    with pytest.raises(UserError, match=r"the teacher .* belongs to another table 'items'"):
         train(taught.teacher, wide, wide_sids)
     other, other_sids = write_tables(tmp_path / "other", users=8, seed=5)
     with pytest.raises(UserError, match=r"the teacher .* belongs to another table 'sequences': \w+ was trained on"):
@@ -157,4 +156,4 @@ def test_a_teacher_of_another_depth_is_refused(taught: Taught, tmp_path: Path) -
     deep = Catalogue.from_codes(codes, (4, 6, 1, 1))
     deep = Catalogue(24, deep.sids, (4, 6, 1, 1), deep.trie, {**catalogue.hashes, "sids": "d" * 64})
     with pytest.raises(UserError, match=r"belongs to another table 'sids': \w+ was trained on, dddddddddddd is given"):
-        resolve(SidMlpConfig(teacher=teacher), deep)
+        registry.resolve(SidMlpConfig(teacher=teacher), deep)

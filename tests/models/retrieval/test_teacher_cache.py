@@ -42,7 +42,7 @@ class World:
 
     def set_up(self, cache: Path | None, fit: FitConfig = FIT, **model: Any) -> Setup:
         options = {"name": "sid_mlp", "teacher": str(self.folder / "tiger"), "teacher_cache": str(cache or ""), **model}
-        if options["name"] != "sid_mlp_pp_encoder":
+        if options["name"] in ("sid_mlp", "sid_mlp_pp"):
             options = {**HEADS, **options}
         return set_up(options, fit, self.tables, self.sids)
 
@@ -52,7 +52,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     folder = tmp_path_factory.mktemp("cache")
     made = World(folder, *write_tables(folder, users=30))
     setup = set_up(TIGER, FIT, made.tables, made.sids)
-    torch.nn.init.normal_(setup.model.t5.shared.weight, std=2.0)  # an opinion that is far from uniform
+    torch.nn.init.normal_(setup.model.backbone.embedding.weight, std=2.0)  # an opinion that is far from uniform
     checkpoint.save(folder / "tiger/best", setup.model, setup.checkpoint(epoch=1))
     stage_1 = made.set_up(None, **ENCODER)
     checkpoint.save(folder / "encoder/best", stage_1.model, stage_1.checkpoint(epoch=1))
@@ -84,7 +84,7 @@ def tables(cache: Path) -> list[str]:
         {},
         {"alpha": 0.3, "tau": 2.0, "logits": "vocabulary", "readout": "per_digit"},
         {"alpha": 0.0, "path": "plain"},
-        {"m": 1, "decoder": "transformer"},
+        {"name": "one_layer", "m": 1},
         ENCODER,
         {"name": "sid_mlp_pp", "encoder": "encoder"},
         {"name": "sid_mlp_pp", "end_to_end": True},
@@ -110,14 +110,15 @@ def test_it_trains_as_without_up_to_half_precision(world: World, cache: Path, mo
 
 def test_epochs_and_validation_ask_neither_encoder_nor_teacher(world: World, cache: Path) -> None:
     setup = world.set_up(cache)
-    for module in (setup.model.source.t5.encoder, setup.model.teacher.t5.decoder, setup.model.teacher.t5.encoder):
+    teacher = setup.model.teacher
+    for module in (setup.model.backbone.encoder, teacher.decoder.stack, teacher.backbone.encoder):
         for parameter in module.parameters():
             parameter.fill_(math.nan)
     assert all(math.isfinite(event.loss) and event.metrics["recall@20"] > 0 for event in run(setup))
     for split in ("test", "next"):  # the numbers of `next` are those of other requests
         examples = requests(world, split)
         batch = examples.collate(next(examples.batches(8)))
-        assert setup.model.known("encoder", batch) is None
+        assert setup.model.teacher_outputs("encoder", batch) is None
 
 
 def test_it_holds_each_request_once_without_padding_at_half_precision(world: World, cache: Path) -> None:
@@ -140,12 +141,11 @@ def test_it_holds_each_request_once_without_padding_at_half_precision(world: Wor
         assert f"{name} states of {count:,} requests, " in line
         assert "MiB at half precision, found" in line
     batch = train.collate(np.array([5, 0, 9]))
-    states, padding = setup.model.known("encoder", batch)
-    expected, outside = setup.model.teacher.encode(batch)
-    assert torch.equal(padding == 0, outside == 0)
-    real = (padding == 0)[:, 0, 0]
-    torch.testing.assert_close(states[real], expected[real], rtol=1e-3, atol=1e-4)
-    assert (states[~real] == 0).all()
+    found, expected = setup.model.teacher_outputs("encoder", batch), setup.model.teacher.encode(batch)
+    assert torch.equal(found.lengths, expected.lengths)
+    real = (found.padding == 0)[:, 0, 0]
+    torch.testing.assert_close(found.states[real], expected.states[real], rtol=1e-3, atol=1e-4)
+    assert (found.states[~real] == 0).all()
 
 
 def test_runs_share_what_is_the_same(world: World, tmp_path: Path) -> None:
@@ -189,7 +189,8 @@ def test_of_two_who_make_it_where_there_is_no_lock_the_first_counts(tmp_path: Pa
 def test_a_wrong_one_is_refused_with_what_to_do(world: World, cache: Path, tmp_path: Path) -> None:
     copy = tmp_path / "cache"
     shutil.copytree(cache, copy)
-    uri = next(copy.glob("encoder-*"))
+    tables = (path for path in copy.glob("encoder-*") if "encoder_width" not in read_manifest(str(path)).config)
+    uri = next(tables)
     manifest = unsealed((uri / "manifest.json").read_text())
 
     def refused(why: str) -> None:
@@ -221,8 +222,6 @@ def test_a_wrong_one_is_refused_with_what_to_do(world: World, cache: Path, tmp_p
     shutil.rmtree(uri)
     assert "made in" in world.set_up(copy).notes[0]
 
-    with pytest.raises(UserError, match=r"teacher_memory_mb 5 and teacher_cache .* keep the same twice"):
-        world.set_up(copy, teacher_memory_mb=5)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot write to .*; give model\.teacher_cache a folder"):
         world.set_up(tmp_path / "file")
@@ -239,13 +238,14 @@ def test_vectors_of_any_requests_in_any_order(lengths: list[int], data: st.DataO
     found = states.padded({"request": torch.tensor(asked)})
     assert found is not None
     longest = max(len(own[number]) for number in asked)
-    assert found[0].shape == (len(asked), longest, 4)
-    assert (found[1] is None) == all(len(own[number]) == longest for number in asked)
+    states_of, padding = found.states, found.padding
+    assert states_of.shape == (len(asked), longest, 4)
+    assert (padding is None) == all(len(own[number]) == longest for number in asked)
     for row, number in enumerate(asked):
         length = len(own[number])
-        assert found[0][row, :length].numpy().tolist() == own[number].astype(np.float32).tolist()
-        assert (found[0][row, length:] == 0).all()
-        assert found[1] is None or (found[1][row, 0, 0] == 0).tolist() == [i < length for i in range(longest)]
+        assert states_of[row, :length].numpy().tolist() == own[number].astype(np.float32).tolist()
+        assert (states_of[row, length:] == 0).all()
+        assert padding is None or (padding[row, 0, 0] == 0).tolist() == [i < length for i in range(longest)]
     for missing in (0, 1, 3 * len(lengths) + 2):
         assert states.padded({"request": torch.tensor([*asked, missing])}) is None
     assert states.padded({"request": torch.tensor(asked), "target": torch.full((len(asked),), -1)}) is None
@@ -257,7 +257,7 @@ def make(rank: int, rendezvous: str, world: World, cache: Path) -> None:
     options = {"name": "sid_mlp", "teacher": str(world.folder / "tiger"), "teacher_cache": str(cache), **HEADS}
     setup = set_up(options, FIT, world.tables, world.sids, rank=rank, world=2)
     mine = np.concatenate([setup.train.examples.request_numbers, setup.val.request_numbers])
-    assert sorted(setup.model._known["encoder"].requests) == sorted(mine)
+    assert sorted(setup.model._teacher_outputs["encoder"].requests) == sorted(mine)
     dist.destroy_process_group()
 
 

@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
+from models.layers.t5 import _ReluDropout, dropout
 from models.retrieval.data import PAD, Catalogue
-from models.retrieval.t5 import _ReluDropout, dropout
+from models.retrieval.search.generate import as_transformers
 from models.retrieval.tiger import Tiger, TigerConfig
 from models.tables import UserError
 
@@ -64,21 +65,22 @@ def test_the_input_is_user_codes_and_end(tiger):
         "history_length": torch.tensor([1, 2]),
         "user": torch.tensor([4, 2]),
     }
-    tokens, real = tiger.tokens(batch)
+    tokens, lengths = tiger.tokens.history(batch), tiger.tokens.lengths(batch)
     codes = catalogue().sids + torch.tensor([1, 9, 17, 25])
     assert tokens[0].tolist() == [28 + 1, *codes[5].tolist(), 31, 0, 0, 0, 0]
     assert tokens[1].tolist() == [28 + 2, *codes[7].tolist(), *codes[9].tolist(), 31]
-    assert real.sum(1).tolist() == [6, 10]
-    assert tiger.t5.shared.weight.shape[0] == 32
+    assert lengths.tolist() == [6, 10]
+    assert tiger.backbone.embedding.weight.shape[0] == 32
     paper = Tiger(TigerConfig(), Catalogue.from_codes(catalogue().sids, (256, 256, 256, 256)))
-    assert paper.t5.shared.weight.shape == (1027, 128)
+    assert paper.backbone.embedding.weight.shape == (1027, 128)
 
 
 def test_loss_and_gradients_are_those_of_transformers(tiger):
     batch = requests(16)
-    library = tiger.t5.as_transformers()
-    tokens, real = tiger.tokens(batch)
-    loss = library(input_ids=tokens, attention_mask=real.long(), labels=tiger.sids[batch["target"]]).loss
+    library = as_transformers(tiger.backbone, tiger.decoder)
+    tokens, lengths = tiger.tokens.history(batch), tiger.tokens.lengths(batch)
+    real = torch.arange(tokens.shape[1]) < lengths[:, None]
+    loss = library(input_ids=tokens, attention_mask=real.long(), labels=tiger.tokens.items[batch["target"]]).loss
     expected = torch.autograd.grad(loss, list(tiger.parameters()))
     ours = tiger(batch)["loss"]
     torch.testing.assert_close(ours, loss, rtol=1e-5, atol=1e-5)

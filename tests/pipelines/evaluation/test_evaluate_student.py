@@ -14,7 +14,7 @@ from models import checkpoint, registry
 from models.checkpoint import weights_hash
 from models.fit import FitConfig
 from models.retrieval.data import Catalogue, Examples
-from models.retrieval.decoding.export import load_exported
+from models.retrieval.search.export import load_exported
 from models.setup import set_up
 from models.tables import UserError
 from pipelines import tracking

@@ -1,0 +1,262 @@
+"""Blocks of T5 (Raffel et al., 2020) as TIGER trains them: short inputs, a 4-code output.
+
+The same mathematics and parameter names as the stacks of `transformers.T5ForConditionalGeneration` (a test holds them
+equal), without what TIGER does not use, and with dropout that a CPU can afford.
+
+Shapes: `B` sequences, `S` positions of an encoder and `T` of the stack itself, `D` width, `H` heads, `K` width of a
+head.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class T5Sizes:
+    """As in `transformers.T5Config`."""
+
+    vocabulary: int
+    d_model: int
+    d_ff: int
+    num_heads: int
+    d_kv: int
+    num_encoder_layers: int
+    num_decoder_layers: int
+    dropout: float
+    buckets: int = 32
+    """Relative position buckets (T5's)."""
+    max_distance: int = 128
+    """Distance from which on all positions share a bucket (T5's)."""
+    epsilon: float = 1e-6
+    """Of the root mean square norm (T5's)."""
+
+
+def dropout(x: Tensor, dropout_p: float) -> Tensor:
+    """`functional.dropout` where it is fast; on a CPU the mask is cut from 16-bit pieces of random words.
+
+    There torch draws one number at a time, a third of a training step of this model.
+    """
+    if dropout_p == 0.0:
+        return x
+    if x.device.type != "cpu":
+        return functional.dropout(x, dropout_p)
+    return x * _keep(x, dropout_p).to(x.dtype).mul_(1 / (1 - dropout_p))
+
+
+def _keep(x: Tensor, dropout_p: float) -> Tensor:
+    """A random mask like `x`, False for a share `dropout_p` of it."""
+    words = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
+    return words.view(torch.int16)[: x.numel()].view(x.shape) >= round(dropout_p * 2**16) - 2**15
+
+
+class _ReluDropout(torch.autograd.Function):
+    """relu then a mask (unscaled), in place; the gradient of both is where the result is positive."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dropout_p: float) -> Tensor:
+        keep = _keep(x, dropout_p)
+        result = x.relu_().masked_fill_(~keep, 0.0)
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (result,) = ctx.saved_tensors
+        return torch.ops.aten.threshold_backward(grads[0], result, 0), None
+
+
+class Norm(nn.Module):
+    """Root mean square norm with a weight and no bias."""
+
+    def __init__(self, sizes: T5Sizes) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(sizes.d_model))
+        self.epsilon = sizes.epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu" and not torch.is_grad_enabled():  # torch's takes three times longer there
+            return self.scaled(x) * self.weight
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """x over its root mean square: the norm but for the weight."""
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x * norm.square().mul_(1 / x.shape[-1]).add_(self.epsilon).rsqrt_()
+
+
+class Attention(nn.Module):
+    """Multi-head attention without biases or scaling; optionally owner of the relative position bias."""
+
+    def __init__(self, sizes: T5Sizes, position_bias: bool = False) -> None:
+        super().__init__()
+        inner = sizes.num_heads * sizes.d_kv
+        self.heads = sizes.num_heads
+        self.q = nn.Linear(sizes.d_model, inner, bias=False)
+        self.k = nn.Linear(sizes.d_model, inner, bias=False)
+        self.v = nn.Linear(sizes.d_model, inner, bias=False)
+        self.o = nn.Linear(inner, sizes.d_model, bias=False)
+        nn.init.normal_(self.q.weight, std=(sizes.d_model * sizes.d_kv) ** -0.5)
+        nn.init.normal_(self.k.weight, std=sizes.d_model**-0.5)
+        nn.init.normal_(self.v.weight, std=sizes.d_model**-0.5)
+        nn.init.normal_(self.o.weight, std=inner**-0.5)
+        if position_bias:
+            self.relative_attention_bias = nn.Embedding(sizes.buckets, sizes.num_heads)
+            nn.init.normal_(self.relative_attention_bias.weight, std=sizes.d_model**-0.5)
+
+    def split(self, x: Tensor, parts: int) -> tuple[Tensor, ...]:
+        """(B, T, parts * H * K) to `parts` tensors (B, H, T, K)."""
+        return x.unflatten(-1, (parts, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+
+    def project(self, x: Tensor, names: str) -> tuple[Tensor, ...]:
+        """(B, H, T, K) projections of `x` (B, T, D), such as q, k and v for "qkv", in one product."""
+        weight = torch.cat([getattr(self, name).weight for name in names])
+        return self.split(functional.linear(x, weight), len(names))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float) -> Tensor:
+        """(B, T, D): attention of q (B, H, T, K) to k and v (B, H, S, K); `bias` is added to the scores."""
+        return self.o(self.heads_output(q, k, v, bias, dropout_p))
+
+    def heads_output(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float) -> Tensor:
+        """(B, T, H * K): as `attend`, before the output projection."""
+        if (
+            dropout_p == 0.0 and q.device.type != "cpu"
+        ):  # torch's kernel for CPUs takes ten times longer at these lengths
+            mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
+        else:
+            scores = q @ k.transpose(-1, -2)
+            if bias is not None:
+                scores = scores + bias if torch.is_grad_enabled() else scores.add_(bias)
+            mixed = dropout(scores.softmax(-1), dropout_p) @ v
+        return mixed.transpose(1, 2).flatten(2)
+
+
+class DenseReluDense(nn.Module):
+    def __init__(self, sizes: T5Sizes) -> None:
+        super().__init__()
+        self.wi = nn.Linear(sizes.d_model, sizes.d_ff, bias=False)
+        self.wo = nn.Linear(sizes.d_ff, sizes.d_model, bias=False)
+        nn.init.normal_(self.wi.weight, std=sizes.d_model**-0.5)
+        nn.init.normal_(self.wo.weight, std=sizes.d_ff**-0.5)
+
+    def forward(self, x: Tensor, dropout_p: float) -> Tensor:
+        inner = self.wi(x)
+        if dropout_p == 0.0 or x.device.type != "cpu":
+            inner = inner.relu() if torch.is_grad_enabled() else inner.relu_()
+            return self.wo(dropout(inner, dropout_p))
+        return self.wo(_ReluDropout.apply(inner, dropout_p)) * (1 / (1 - dropout_p))
+
+
+class Layer(nn.Module):
+    """A sub-layer: its norm, and under the name that `transformers` has the module it wraps."""
+
+    def __init__(self, sizes: T5Sizes, name: str, module: nn.Module) -> None:
+        super().__init__()
+        self.add_module(name, module)
+        self.layer_norm = Norm(sizes)
+
+
+class Block(nn.Module):
+    """Self-attention, in a decoder cross-attention, and feed-forward, each a residual step."""
+
+    def __init__(self, sizes: T5Sizes, decoder: bool, first: bool) -> None:
+        super().__init__()
+        self.has_attention, self.has_cross_attention = True, decoder
+        layers = [Layer(sizes, "SelfAttention", Attention(sizes, position_bias=first))]
+        if decoder:
+            layers.append(Layer(sizes, "EncDecAttention", Attention(sizes)))
+        layers.append(Layer(sizes, "DenseReluDense", DenseReluDense(sizes)))
+        self.layer = nn.ModuleList(layers)
+
+    @property
+    def attention(self) -> Attention:
+        return cast(Attention, self.layer[0].get_submodule("SelfAttention"))
+
+    @property
+    def cross_attention(self) -> Attention:
+        return cast(Attention, self.layer[1].get_submodule("EncDecAttention"))
+
+    @property
+    def feedforward(self) -> DenseReluDense:
+        return cast(DenseReluDense, self.layer[-1].get_submodule("DenseReluDense"))
+
+    def norm(self, index: int, x: Tensor) -> Tensor:
+        """The input of the sub-layer `index`."""
+        return self.norm_of(index)(x)
+
+    def norm_of(self, index: int) -> Norm:
+        return cast(Norm, self.layer[index].get_submodule("layer_norm"))
+
+    def drop(self, self_attention: bool, cross_attention: bool) -> None:
+        """Leaves sub-layers out (Tables 2 and 9 of SID-MLP)."""
+        self.has_attention, self.has_cross_attention = not self_attention, not cross_attention
+        for index, dropped in ((0, self_attention), (1, cross_attention)):
+            if dropped:
+                self.layer[index] = nn.Identity()
+
+    def forward(
+        self, x: Tensor, bias: Tensor | None, dropout_p: float, states: Tensor | None = None,
+        padding: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """(B, T, D). `bias` covers positions and padding of x; a decoder attends to `states` (B, S, D), whose padding
+        mask is `padding`."""
+        if self.has_attention:
+            q, k, v = self.attention.project(self.norm(0, x), "qkv")
+            x = x + dropout(self.attention.attend(q, k, v, bias, dropout_p), dropout_p)
+        if self.has_cross_attention and states is not None:
+            (q,) = self.cross_attention.project(self.norm(1, x), "q")
+            k, v = self.cross_attention.project(states, "kv")
+            x = x + dropout(self.cross_attention.attend(q, k, v, padding, dropout_p), dropout_p)
+        return x + dropout(self.feedforward(self.norm(-1, x), dropout_p), dropout_p)
+
+
+class Stack(nn.Module):
+    """Blocks and a final norm; the first block owns the position bias of all."""
+
+    def __init__(self, sizes: T5Sizes, decoder: bool) -> None:
+        super().__init__()
+        count = sizes.num_decoder_layers if decoder else sizes.num_encoder_layers
+        self.block = nn.ModuleList(Block(sizes, decoder, first=i == 0) for i in range(count))
+        self.final_layer_norm = Norm(sizes)
+        self.sizes, self.decoder = sizes, decoder
+
+    @property
+    def blocks(self) -> list[Block]:
+        return cast(list[Block], list(self.block))
+
+    def position_bias(self, length: int) -> Tensor:
+        """(1, H, length, length): bias by relative position; -inf for later positions in a decoder."""
+        table = cast(nn.Embedding, self.blocks[0].attention.relative_attention_bias)
+        position = torch.arange(length, device=table.weight.device)
+        distance = position[None] - position[:, None]  # key minus query
+        bias = table(_bucket(distance, self.sizes, bidirectional=not self.decoder))
+        bias = bias.permute(2, 0, 1).unsqueeze(0)
+        return bias.masked_fill(distance > 0, -torch.inf) if self.decoder else bias
+
+    def forward(
+        self, x: Tensor, bias: Tensor | None, dropout_p: float, states: Tensor | None = None,
+        padding: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """(B, T, D) of embedded tokens x (B, T, D); the rest as in `Block`."""
+        x = dropout(x, dropout_p)
+        for block in self.blocks:
+            x = block(x, bias, dropout_p, states, padding)
+        return dropout(self.final_layer_norm(x), dropout_p)
+
+
+def _bucket(distance: Tensor, sizes: T5Sizes, bidirectional: bool) -> Tensor:
+    """T5's bucket of a distance: exact when near, logarithmic when far."""
+    count = sizes.buckets // 2 if bidirectional else sizes.buckets
+    offset = (distance > 0).long() * count if bidirectional else 0
+    distance = distance.abs() if bidirectional else (-distance).clamp(min=0)
+    exact = count // 2
+    scale = (count - exact) / math.log(sizes.max_distance / exact)
+    far = exact + (torch.log(distance.float().clamp(min=1) / exact) * scale).long()
+    return offset + torch.where(distance < exact, distance, far.clamp(max=count - 1))

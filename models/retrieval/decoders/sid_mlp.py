@@ -1,0 +1,238 @@
+"""SID-MLP's decoder (Guo et al., 2026): one attention readout per user and an MLP per digit, no attention per beam.
+
+z = readout(states) is computed once per user (equation 1, `readout.py`), the logits of digit t are
+f_t([z; e(c_1); ...; e(c_{t-1})]) (equation 2). The paper's ablations are options; each has its YAML under
+`jobs/configs/sid_mlp/`.
+
+Shapes: `B` requests, `W` prefixes of a user, `D` width, `N` hidden width of a head, `L` levels (digits), `C_l` codes
+of level l, `V` tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from models.retrieval.decoders.readout import MeanReadout, Readout
+from models.retrieval.parts import Backbone, Decoder, History
+from models.retrieval.student import StudentConfig, check_choice
+
+Path = Literal["fast", "plain"]
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "path": ("fast", "plain"),
+    "prefix": ("concat", "none", "sum", "cascade"),
+    "readout": ("attention", "mean", "per_digit"),
+    "logits": ("codebook", "vocabulary"),
+    "embeddings": ("teacher", "random"),
+}
+
+
+@dataclass
+class SidMlpConfig(StudentConfig):
+    """SID-MLP; the defaults are the paper's student and the facts of its public code."""
+
+    path: Path = "fast"
+    """`fast` is the same search with shared work done once, where it covers the variant; `plain` is the definition."""
+    attention_heads: int = 4
+    """Heads of the readout (public code; swept over 4 and 8, Appendix C.2)."""
+    attention_width: int = 384
+    """Inner width of the readout (public code; swept from 128 to 512, Appendix C.2)."""
+    ffn_width: int = 1024
+    """Inner width of the readout's feed-forward (public code)."""
+    head_width: int = 512
+    """Hidden width of each digit's head (public code; swept from 128 to 2048, Appendix C.2)."""
+    dropout: float = 0.2
+    """Dropout of heads and feed-forward (public code; 0.1 and 0.2 in Appendix C.2)."""
+    prefix: Literal["concat", "none", "sum", "cascade"] = "concat"
+    """What a head sees of the prefix (Table 5, G1): all embeddings in order; nothing; [z; their sum]; or the newest
+    embedding and the previous head's hidden activation in place of z."""
+    shared_head: bool = False
+    """One head for all digits, on the summed prefix (Table 5, G1)."""
+    readout: Literal["attention", "mean", "per_digit"] = "attention"
+    """z by one attention per user; by a linear projection of the mean state; or by one attention per digit whose
+    query reads the prefix too (Table 5, G2)."""
+    context_ffn: bool = True
+    """Whether the readout has its feed-forward (Table 5, G2)."""
+    logits: Literal["codebook", "vocabulary"] = "codebook"
+    """What heads predict and the teacher's logits are cut to (Table 5, G3)."""
+    embeddings: Literal["teacher", "random"] = "teacher"
+    """Embeddings of the prefix: the teacher's, frozen, or random ones, trained (Table 5, G3)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("attention_heads", "attention_width", "ffn_width", "head_width"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} is below 1; give a positive number")
+        if self.attention_width % self.attention_heads:
+            raise ValueError(
+                f"attention_width {self.attention_width} does not divide by attention_heads {self.attention_heads}; "
+                f"give a multiple"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout {self.dropout} is not in [0, 1); give a share")
+        for name, choices in CHOICES.items():
+            check_choice(name, getattr(self, name), choices)
+        impossible = {
+            "shared_head needs the same input for every digit; set prefix sum": (
+                self.shared_head and self.prefix != "sum"
+            ),
+            "readout mean has no feed-forward; leave context_ffn out": (
+                self.readout == "mean" and not self.context_ffn
+            ),
+            f"readout per_digit reads the prefix and prefix {self.prefix} does not fit it; set prefix concat or sum": (
+                self.readout == "per_digit" and self.prefix in ("none", "cascade")
+            ),
+            "prefix none has no embeddings to train; leave embeddings out": (
+                self.prefix == "none" and self.embeddings == "random"
+            ),
+            f"prefix cascade starts at the first digit, and m is {self.m}; set m 0": (
+                self.prefix == "cascade" and self.m > 0
+            ),
+        }
+        for message, holds in impossible.items():
+            if holds:
+                raise ValueError(message)
+
+
+class SidMlpDecoder(Decoder):
+    """Readout and heads over the states and the embeddings of a backbone, whose they stay."""
+
+    def __init__(self, config: SidMlpConfig, backbone: Backbone) -> None:
+        super().__init__()
+        self.config, self.tokens, self.first_level = config, backbone.tokens, config.m
+        self.hidden_width = config.head_width
+        self._embedding = (backbone.embedding,)  # the backbone's, no submodule here
+        dim = backbone.embedding.embedding_dim
+        if config.embeddings == "random":
+            self.embeddings = nn.Embedding(self.tokens.vocabulary, dim)
+        self.readout = self._make_readout(dim)
+        self.heads = self._make_heads(dim)
+
+    def _make_readout(self, dim: int) -> Readout | MeanReadout | nn.ModuleList:
+        """What `config.readout` names; with per_digit one for each level, none where the teacher generates it."""
+        config = self.config
+
+        def make(level: int = 0) -> Readout:
+            return Readout(
+                dim, config.attention_width, config.attention_heads, config.ffn_width, config.dropout,
+                ffn=config.context_ffn, given=level * dim,
+            )  # fmt: skip
+
+        if config.readout == "mean":
+            return MeanReadout(dim)
+        if config.readout == "attention":
+            return make()
+        return self._of_levels(make)
+
+    def _make_heads(self, dim: int) -> nn.ModuleList:
+        """f_t of each digit (with `shared_head` the same one), none where the teacher generates the digit."""
+        config, sizes = self.config, self.tokens.sizes
+
+        def make(level: int) -> nn.Sequential:
+            inputs = {
+                "concat": (level + 1) * dim,
+                "none": dim,
+                "sum": 2 * dim,
+                "cascade": dim + config.head_width if level else dim,
+            }[config.prefix]
+            outputs = max(sizes) if config.shared_head else sizes[level]
+            return nn.Sequential(
+                nn.Linear(inputs, config.head_width),
+                nn.LayerNorm(config.head_width),
+                nn.GELU(),
+                nn.Dropout(config.dropout),
+                nn.Linear(config.head_width, self.tokens.vocabulary if config.logits == "vocabulary" else outputs),
+            )
+
+        return nn.ModuleList([make(0)] * len(sizes)) if config.shared_head else self._of_levels(make)
+
+    def _of_levels(self, make: Callable[[int], nn.Module]) -> nn.ModuleList:
+        levels = range(self.tokens.levels)
+        return nn.ModuleList(nn.Identity() if level < self.first_level else make(level) for level in levels)
+
+    def span(self, level: int) -> tuple[int, int]:
+        return (0, self.tokens.vocabulary) if self.config.logits == "vocabulary" else super().span(level)
+
+    def embedding(self) -> Tensor:
+        """(V, D): e of each token."""
+        return self.embeddings.weight if self.config.embeddings == "random" else self._embedding[0].weight
+
+    def context(self, history: History) -> Tensor | None:
+        """z (B, D) of equation 1; None where each digit has its own."""
+        return None if self.config.readout == "per_digit" else self.readout(history)
+
+    def head_hidden(
+        self, level: int, history: History, z: Tensor | None, given: Tensor, previous: Tensor | None
+    ) -> Tensor:
+        """(B, W, N): the hidden layer of the level's head after the embedded prefix `given` (B, W, level, D); `z` is
+        the `context`, `previous` (B, W, N) what this gave of the level before."""
+        if z is None:
+            z = cast(nn.ModuleList, self.readout)[level](history, given.flatten(2))  # (B, W, D)
+        else:
+            z = z.unsqueeze(1).expand(-1, given.shape[1], -1)
+        if self.config.prefix == "concat":
+            z = torch.cat([z, given.flatten(2)], -1)
+        elif self.config.prefix == "sum":
+            z = torch.cat([z, given.sum(2)], -1)
+        elif self.config.prefix == "cascade" and previous is not None:
+            z = torch.cat([previous, given[:, :, -1]], -1)
+        return cast(nn.Sequential, self.heads[level])[:-1](z)
+
+    def output(self, level: int, hidden: Tensor) -> Tensor:
+        """(..., O_l): the level's logits of its hidden layer (..., N)."""
+        return cast(nn.Sequential, self.heads[level])[-1](hidden)[..., : self.span(level)[1]]
+
+    def hidden(self, history: History, codes: Tensor) -> Tensor:
+        """(B, L - first_level, N): hidden layers of the heads."""
+        tokens = (codes + self.tokens.offset)[:, None, :-1]
+        embedded = functional.embedding(tokens, self.embedding())  # (B, 1, L - 1, D)
+        z, previous, found = self.context(history), None, []
+        for level in range(self.first_level, self.tokens.levels):
+            previous = self.head_hidden(level, history, z, embedded[:, :, :level], previous)
+            found.append(previous[:, 0])
+        return torch.stack(found, 1)
+
+    def logits(self, hidden: Tensor) -> Sequence[Tensor]:
+        levels = range(self.first_level, self.tokens.levels)
+        return [self.output(level, x) for level, x in zip(levels, hidden.unbind(1), strict=True)]
+
+    def scorer(self, history: History) -> HeadScorer:
+        return HeadScorer(self, history)
+
+
+class HeadScorer:
+    """A `Scorer` (see `parts.py`): log-probabilities of each level's codebook. Of levels before `first_level` it has
+    none to give."""
+
+    def __init__(self, decoder: SidMlpDecoder, history: History) -> None:
+        self.decoder, self.history, self.z = decoder, history, decoder.context(history)
+        self.prefix = history.lengths.new_zeros((len(history.lengths), 1, 0))  # (B, W, level) tokens
+        self.hidden: Tensor | None = None  # (B, W, N) of the level before
+
+    def start(self) -> Tensor:
+        return self._score(0)[:, 0]
+
+    def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
+        level = self.prefix.shape[2] + 1
+        before = self.prefix.gather(1, parents.unsqueeze(-1).expand(-1, -1, level - 1))
+        newest = tokens + self.decoder.tokens.first[level - 1]
+        self.prefix = torch.cat([before, newest.unsqueeze(-1)], -1)
+        if self.hidden is not None:
+            self.hidden = self.hidden.gather(1, parents.unsqueeze(-1).expand(-1, -1, self.hidden.shape[2]))
+        return self._score(level)
+
+    def _score(self, level: int) -> Tensor:
+        decoder, (_, width, _) = self.decoder, self.prefix.shape
+        if level < decoder.first_level:
+            return self.history.states.new_zeros((len(self.prefix), width, 0))
+        given = functional.embedding(self.prefix, decoder.embedding())
+        self.hidden = decoder.head_hidden(level, self.history, self.z, given, self.hidden)
+        logits = decoder.output(level, self.hidden)
+        first, size = decoder.tokens.first[level], decoder.tokens.sizes[level]
+        return logits.narrow(-1, first - decoder.span(level)[0], size).float().log_softmax(-1)

@@ -1,1 +1,0 @@
-"""The semantic-ID trie and the beam search that it constrains."""

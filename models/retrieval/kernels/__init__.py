@@ -1,0 +1,290 @@
+"""What decoding does between its matrix products, compiled for this processor (`kernels.cpp`).
+
+    kernels.ready(x) and kernels.packed_attention(...)
+
+Small ragged work, for which PyTorch on a CPU needs padding and many passes: attention within histories of any
+length, of a user's one query to them, of a beam to its few ancestors, norms, and the whole search of a student
+through a trie. Built once with the machine's C++ compiler, when first needed, and kept in the user's cache folder with
+size and SHA-256, by which they are checked before they are loaded. Without a compiler, on a GPU and in an exported
+program callers take PyTorch's way to the same results; TRIELINE_KERNELS=0 asks for that, and the name of an
+architecture (x86-64-v3) for a build for it.
+
+Sizes and addresses are checked here. What a trie holds is its own affair (`trie.py`).
+
+Shapes: `n` tokens of `B` users, `H` heads and `K` their width, `W` beams of a user, `N = B * W`, `V` vocabulary,
+`L` levels and `C` codes of one, `M` hidden width of a student's head.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import POINTER, c_bool, c_float, c_int64, c_void_p
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.matmul import plain_inference
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+
+FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-fPIC")
+
+ARGUMENTS: dict[str, list[Any]] = {
+    "packed_attention": [c_void_p, c_void_p, *[c_int64] * 3, c_void_p, c_int64, c_void_p],
+    "packed_readout": [*[c_void_p] * 3, *[c_int64] * 3, c_void_p],
+    "scaled_rows": [c_void_p, c_int64, c_int64, c_float, c_void_p],
+    "beam_attention": [c_void_p, POINTER(c_void_p), POINTER(c_void_p), *[c_int64] * 4, c_void_p, c_void_p],
+    "log_softmax_part": [c_void_p, *[c_int64] * 4, c_void_p],
+    "beam_search": [c_void_p, POINTER(c_void_p), POINTER(c_int64), *[c_int64] * 3, c_float, c_int64, c_int64, c_bool,
+             c_void_p, c_void_p],
+}  # fmt: skip
+
+
+def ready(*tensors: Tensor) -> bool:
+    """Whether the kernels can take these tensors now: float32 on a CPU, no autocast, no gradients, no tracing."""
+    return (
+        all(x.device.type == "cpu" and x.dtype == torch.float32 for x in tensors)
+        and plain_inference()
+        and library() is not None
+    )
+
+
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, built if need be; None, with a warning the first time, where they cannot be."""
+    asked = os.environ.get("TRIELINE_KERNELS") or "1"
+    return None if asked == "0" else _library("native" if asked == "1" else asked)
+
+
+@cache
+def _library(architecture: str) -> ctypes.CDLL | None:
+    try:
+        with _folder() as folder:
+            loaded = ctypes.CDLL(str(_built(folder, architecture)))
+        for name, types in ARGUMENTS.items():
+            function = getattr(loaded, name)
+            function.argtypes, function.restype = types, None
+    except (OSError, ValueError, AttributeError, subprocess.SubprocessError) as error:
+        detail = (getattr(error, "stderr", None) or "").strip() or str(error)
+        warnings.warn(
+            f"decoding goes without its compiled kernels, slower: {detail.splitlines()[-1]} (set "
+            f"TRIELINE_KERNELS=0 to silence this)",
+            stacklevel=3,
+        )
+        return None
+    return loaded
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """The user's cache folder, in which no one else can write; if there is none, a temporary one, with a warning."""
+    try:
+        base = os.environ.get("XDG_CACHE_HOME")
+        folder = (Path(base) if base else Path.home() / ".cache") / "trieline"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        about = folder.lstat()
+        if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o022:
+            raise OSError(f"{folder} is not a folder that this user alone can write in")
+        folder.chmod(0o700)
+        if not os.access(folder, os.W_OK):
+            raise OSError(f"{folder} cannot be written in")
+    except (OSError, RuntimeError) as error:  # the latter where there is no home
+        warnings.warn(
+            f"the compiled kernels are built again by every process: {error} (set XDG_CACHE_HOME to a folder of your "
+            "own)",
+            stacklevel=4,
+        )
+    else:
+        yield folder
+        return
+    with TemporaryDirectory() as temporary:
+        yield Path(temporary)
+
+
+def _built(folder: Path, architecture: str) -> Path:
+    """The library for this source and processor in `folder`, whole; compiled there if need be.
+
+    A record, named after what went in, has size and SHA-256 of what came out; the library is named after the latter,
+    so that processes that build at once do not disturb each other.
+    """
+    cpu = Path("/proc/cpuinfo")
+    lines = cpu.read_text().splitlines() if cpu.exists() else []
+    flags = [line for line in lines if line.startswith(("flags", "Features"))][:1]  # of x86, of ARM
+    asked = os.environ.get("CXX") or "c++"
+    try:
+        command, *options = shlex.split(asked)
+    except ValueError as error:
+        raise ValueError(f"CXX={asked} is not a command ({error})") from error
+    options += [*FLAGS, f"-march={architecture}"]
+    about = repr((SOURCE.read_bytes(), command, options, platform.machine(), flags))
+    record = folder / f"kernels-{hashlib.sha256(about.encode()).hexdigest()[:16]}.sha256"
+    if record.exists():
+        size, _, digest = record.read_text(errors="replace").partition(" ")
+        path = folder / f"kernels-{digest[:64]}.so"
+        if path.is_file() and size == str(path.stat().st_size) and digest == _sha256(path):
+            return path
+    compiler = shutil.which(command)
+    if compiler is None:
+        raise OSError(f"there is no C++ compiler '{command}'")
+    with TemporaryDirectory(dir=folder) as work:
+        made = Path(work, "kernels.so")
+        steps = [
+            [compiler, *options, "-c", str(SOURCE), "-o", f"{work}/kernels.o"],
+            # without -fopenmp: its functions are those that torch has loaded, so that there is one pool of threads
+            [compiler, *(x for x in options if x != "-fopenmp"), "-shared", f"{work}/kernels.o", "-o", str(made)],
+        ]
+        for step in steps:
+            subprocess.run(
+                step, check=True, capture_output=True, text=True, timeout=600
+            )  # a second on a machine at rest
+        if not made.exists():
+            raise OSError(f"CXX={asked} made nothing")
+        ctypes.CDLL(str(made))  # what cannot be loaded is not kept
+        digest = _sha256(made)
+        Path(work, "record").write_text(f"{made.stat().st_size} {digest}")
+        path = made.replace(folder / f"kernels-{digest}.so")  # each at once, as other processes may be at it
+        Path(work, "record").replace(record)
+    return path
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _checked(name: str, x: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """`x`, contiguous; a ValueError unless it is of this shape and type and on the CPU."""
+    if x.shape != shape or x.dtype != dtype or x.device.type != "cpu":
+        raise ValueError(f"{name} is {tuple(x.shape)}, {x.dtype} on {x.device}; give {shape}, {dtype} on the CPU")
+    return x.contiguous()
+
+
+def _spans(begin: Tensor, rows: int) -> tuple[Tensor, int]:
+    """(`begin`, the most rows of a user) of what cuts `rows` rows into those of each user."""
+    begin = _checked("begin", begin, len(begin), dtype=torch.long)
+    edges = begin.tolist()
+    sizes = [after - before for before, after in pairwise(edges)]
+    if not edges or edges[0] != 0 or edges[-1] != rows or min(sizes, default=0) < 0:
+        raise ValueError(f"begin {edges[:5]} ... {edges[-1:]} does not rise from 0 to the {rows} rows")
+    return begin, max(sizes, default=0)
+
+
+def packed_attention(qkv: Tensor, begin: Tensor, bias: Tensor, heads: int) -> Tensor:
+    """(n, H * K): attention within each user, without scaling, of `qkv` (n, 3 * H * K): queries, keys, values.
+
+    The tokens of user u are rows `begin[u] : begin[u + 1]` (B + 1,); `bias` (H, S, S), S at least the longest,
+    is added to the scores.
+    """
+    inner = qkv.shape[1] // 3 // heads * heads
+    qkv = _checked("qkv", qkv, len(qkv), 3 * inner)
+    begin, longest = _spans(begin, len(qkv))
+    bias = _checked("bias", bias, heads, max(longest, bias.shape[-1]), max(longest, bias.shape[-1]))
+    out = qkv.new_empty((len(qkv), inner))
+    _call("packed_attention", qkv, begin, len(begin) - 1, heads, inner // heads, bias, bias.shape[-1], out)
+    return out
+
+
+def packed_readout(asked: Tensor, states: Tensor, begin: Tensor) -> Tensor:
+    """(B, H, D): each query of a user, `asked` (B, H, D), attends to the user's states without scaling.
+
+    The states of user u are rows `begin[u] : begin[u + 1]` (B + 1,) of `states` (n, D).
+    """
+    begin, _ = _spans(begin, len(states))
+    asked = _checked("asked", asked, len(begin) - 1, *asked.shape[1:2], states.shape[-1])
+    states = _checked("states", states, len(states), asked.shape[-1])
+    out = torch.empty_like(asked)
+    _call("packed_readout", asked, states, begin, *asked.shape, out)
+    return out
+
+
+def scaled_rows(x: Tensor, epsilon: float) -> Tensor:
+    """(n, D): the rows of `x` (n, D) over their root mean square, to the mean square of which `epsilon` is added."""
+    x = _checked("x", x, len(x), x.shape[-1])
+    out = torch.empty_like(x)
+    _call("scaled_rows", x, *x.shape, epsilon, out)
+    return out
+
+
+def beam_attention(q: Tensor, codes: list[Tensor], places: list[Tensor], bias: Tensor, heads: int) -> Tensor:
+    """(N, H * K): attention, without scaling, of the newest code of each beam, `q` (N, H * K), to all of its codes.
+
+    `codes` has by level (n_t, 2 * H * K): keys and values of the codes that were there; `places` (N,) the row of
+    each beam's own among them. `bias` (H, levels) is added to the scores.
+    """
+    rows, inner = len(q), q.shape[-1] // heads * heads
+    q, bias = _checked("q", q, rows, inner), _checked("bias", bias, heads, len(codes))
+    codes = [_checked("codes", x, len(x), 2 * inner) for x in codes]
+    places = [_checked("places", x, rows, dtype=torch.long) for x in places]
+    for x, place in zip(codes, places, strict=True):
+        least, most = (int(end) for end in place.aminmax()) if rows else (0, -1)
+        if least < 0 or most >= len(x):
+            raise ValueError(f"places from {least} to {most} are not rows of {len(x)} codes")
+    out = torch.empty_like(q)
+    pointers = [(c_void_p * len(codes))(*(x.data_ptr() for x in tensors)) for tensors in (codes, places)]
+    _call("beam_attention", q, *pointers, len(codes), rows, heads, inner // heads, bias, out)
+    return out
+
+
+def log_softmax_part(logits: Tensor, first: int, size: int) -> Tensor:
+    """(N, size): log-softmax of `logits` (N, V), columns `first : first + size`."""
+    logits = _checked("logits", logits, len(logits), logits.shape[-1])
+    if not 0 <= first <= first + size <= logits.shape[1]:
+        raise ValueError(f"columns {first} to {first + size} are not among {logits.shape[1]}")
+    out = logits.new_empty((len(logits), size))
+    _call("log_softmax_part", logits, len(logits), logits.shape[1], first, size, out)
+    return out
+
+
+def beam_search(
+    hidden: Tensor, heads: Sequence[tuple[Tensor, ...]], trie: Sequence[tuple[Tensor, Tensor]], sizes: Sequence[int],
+    epsilon: float, beam: int, keep: int, children: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(nodes, scores), each (B, keep): the leaves that a student's beam search finds, best first; 0 and -inf past them.
+
+    By level, `heads` has the table (rows, M) of what codes before add to the hidden layer, a row per code of the
+    levels before, end to end; scale and shift (M,) of the norm, whose `epsilon` it is; weight (C, M) and bias (C,) of
+    the outputs. `trie` has offsets and tokens, `sizes` are the C. `hidden` (B, L * M) is z's part of the hidden layers.
+    With `children` scores are normalised over the valid children past the first level, and only these are computed;
+    else over all codes. Of equal scores the first are taken.
+    """
+    if not sizes or min(sizes) < 1 or beam < 1 or keep < 1:
+        raise ValueError(f"sizes {list(sizes)}, beam {beam} and keep {keep} need to be there and at least 1")
+    width = hidden.shape[-1] // len(sizes)
+    hidden = _checked("hidden", hidden, len(hidden), len(sizes) * width)
+    levels, nodes = [], 1
+    for level, (head, (offsets, tokens), size) in enumerate(zip(heads, trie, sizes, strict=True)):
+        table, scale, shift, weight, bias = head
+        levels += [
+            _checked("table", table, sum(sizes[:level]), width) if level else table,
+            _checked("scale", scale, width), _checked("shift", shift, width),
+            _checked("weight", weight, size, width), _checked("bias", bias, size),
+            _checked("offsets", offsets, nodes + 1, dtype=torch.long),
+            _checked("tokens", tokens, len(tokens), dtype=torch.long),
+        ]  # fmt: skip
+        nodes = len(tokens)
+    node = torch.empty((len(hidden), keep), dtype=torch.long)
+    score = torch.empty((len(hidden), keep))
+    _call(
+        "beam_search", hidden, (c_void_p * len(levels))(*(x.data_ptr() for x in levels)),
+        (c_int64 * len(sizes))(*sizes),
+        len(sizes), len(hidden), width, epsilon, beam, keep, children, node, score,
+    )  # fmt: skip
+    return node, score
+
+
+def _call(name: str, *arguments: Any) -> None:
+    """Calls a kernel; tensors go as their addresses and stay alive meanwhile, as the caller holds them."""
+    getattr(library(), name)(*(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments))

@@ -1,0 +1,92 @@
+"""The student as one program of `torch.export`: history in, items out, without this project's code.
+
+    export_student(model, "student.pt2", k=10)
+    recommend = load_exported("student.pt2")
+    items, scores = recommend(history, history_length, user)
+
+The program is the fast path with beam, scores and k fixed and batch and history length free, its trie and
+weights inside. `torch.export.load("student.pt2").module()` is the same without this file.
+
+Shapes: `B` users, `T` items of the longest history.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+from models.retrieval.data import PAD
+from models.retrieval.search.fast import FastSearch
+from models.retrieval.sid_mlp import SidMlp
+from models.tables import UserError
+
+
+class Program(nn.Module):
+    """What is exported."""
+
+    def __init__(self, student: SidMlp, k: int) -> None:
+        super().__init__()
+        self.student, self.k = student, k
+        self.search = FastSearch(student)
+
+    def forward(self, history: Tensor, history_length: Tensor, user: Tensor) -> tuple[Tensor, Tensor]:
+        """(items, scores), each (B, k), of `history` (B, T) item_index padded with -1, its length (B,) and the hash
+        of the user (B,), as batches of `models.retrieval.data` have them."""
+        config = self.student.config
+        batch = {"history": history, "history_length": history_length, "user": user}
+        return self.search(batch, self.k, config.beam, config.scores == "children")
+
+
+def export_student(model: nn.Module, path: str | Path, k: int) -> None:
+    """Writes the program of a trained SID-MLP or SID-MLP++ to the file `path` (.pt2), with the beam and the scores of
+    its config; it runs on the device that the model is on.
+
+    Raises UserError for another model, for a variant that the fast path does not cover, and for k below 1.
+    """
+    if not isinstance(model, SidMlp) or not model.fast_supported():
+        raise UserError(
+            f"a {type(model).__name__} of this config cannot be exported; give a SID-MLP that is no ablation of it"
+        )
+    if k < 1:
+        raise UserError(f"k {k} is below 1; give the number of items to recommend")
+    device = model.tokens.items.device
+    longest = model.config.max_history
+    history = torch.zeros((2, min(2, longest)), dtype=torch.long, device=device)
+    history[1, 1:] = PAD
+    length = torch.tensor([history.shape[1], 1], device=device)
+    batch, items = Dim("batch", min=1), Dim("items", min=1, max=longest)
+    with torch.no_grad():
+        program = torch.export.export(
+            Program(model, k).eval(),
+            (history, length, torch.zeros(2, dtype=torch.long, device=device)),
+            dynamic_shapes=({0: batch, 1: items} if longest > 1 else {0: batch}, {0: batch}, {0: batch}),
+        )
+    torch.export.save(program, str(path))
+
+
+def load_exported(path: str | Path) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The program of such a file. Raises UserError where there is none, or it is damaged."""
+    if not Path(path).is_file():
+        raise UserError(f"there is no exported program at {path}; make one with jobs.evaluate --export")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            wrong = archive.testzip()  # by the CRC-32 of each file in it, which PyTorch's own reader passes over
+    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+        wrong = str(error)
+    if wrong:
+        raise UserError(f"the exported program {path} is damaged ({wrong}); make it again with jobs.evaluate --export")
+    program = cast(Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]], torch.export.load(str(path)).module())
+
+    def recommend(history: Tensor, history_length: Tensor, user: Tensor) -> tuple[Tensor, Tensor]:
+        if len(history):
+            return program(history, history_length, user)
+        items, scores = program(history.new_zeros((1, 1)), history_length.new_ones(1), user.new_zeros(1))
+        return items[:0], scores[:0]  # a program has at least one row
+
+    return recommend

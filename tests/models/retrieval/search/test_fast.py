@@ -1,0 +1,202 @@
+"""The fast path finds what the plain path finds, in the same order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_trie import catalogues
+from torch import Tensor
+
+from models import registry
+from models.bench.decode import random_codes
+from models.retrieval import kernels
+from models.retrieval.data import PAD, Catalogue
+from models.retrieval.decoders.sid_mlp import SidMlpConfig
+from models.retrieval.sid_mlp import SidMlp
+from models.retrieval.tokenizers.conflict import with_conflict_level
+from models.retrieval.tokenizers.published import read_published
+
+SHARED = Path(__file__).parents[4] / "../shared/data"
+
+TEACHER = {"d_model": 16, "d_ff": 24, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 2, "num_decoder_layers": 1,
+           "n_user_tokens": 2}  # fmt: skip
+SMALL = {"attention_heads": 2, "attention_width": 24, "ffn_width": 32, "head_width": 20}
+CLOSE = 1e-4
+"""Scores of the two paths differ by rounding alone; two items whose plain scores are nearer than this may swap."""
+
+
+def student(codes: Tensor, sizes: tuple[int, ...], seed: int = 0, **options: Any) -> SidMlp:
+    """A student with random weights, its scores far from uniform."""
+    torch.manual_seed(seed)
+    config = SidMlpConfig(**{"teacher_model": TEACHER, **SMALL, **options})
+    model = registry.build(config, Catalogue.from_codes(codes, sizes))
+    for name, parameter in model.named_parameters():
+        if name.startswith("decoder.heads") and parameter.dim() == 2:
+            torch.nn.init.normal_(parameter.data, std=0.5)
+    return model.eval()
+
+
+def requests(count: int, items: int, seed: int = 1, longest: int = 20) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    length = torch.randint(1, longest + 1, (count,), generator=generator)
+    history = torch.randint(0, items, (count, int(length.max())), generator=generator)
+    return {
+        "history": history.masked_fill(torch.arange(history.shape[1]) >= length[:, None], PAD),
+        "history_length": length,
+        "user": torch.randint(0, 2**62, (count,), generator=generator),
+    }
+
+
+def same(model: SidMlp, batch: dict[str, Tensor], k: int, beam: int, scores: str) -> None:
+    """Scores equal by rank up to rounding; items equal in order, but where scores by rank leave it to rounding."""
+    items, plain = model.recommend(batch, k, beam=beam, path="plain", scores=scores)
+    found, fast = model.recommend(batch, k, beam=beam, path="fast", scores=scores)
+    torch.testing.assert_close(fast, plain, rtol=CLOSE, atol=CLOSE)
+    assert ((found == -1) == (items == -1)).all()
+    for row in (items != found).any(1).nonzero().flatten().tolist():
+        gap = plain[row].diff().abs()
+        for at in (items[row] != found[row]).nonzero().flatten().tolist():
+            near = [float(gap[other]) for other in (at - 1, at) if 0 <= other < len(gap)]
+            assert at == k - 1 or min(near) < CLOSE, f"rank {at} differs and its score stands alone: {near}"
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    catalogues(),
+    st.sampled_from(["children", "codebook"]),
+    st.integers(1, 12),
+    st.sampled_from([1, 2, 3, 5, 10, 50]),
+    st.integers(0, 5),
+)
+def test_any_trie(catalogue, scores, k, beam, seed):
+    sizes, codes = catalogue
+    model, batch = student(torch.tensor(codes), sizes, seed), requests(5, len(codes), seed, longest=4)
+    same(model, batch, k, beam, scores)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "library", lambda: None)
+        same(model, batch, k, beam, scores)
+
+
+def table_7(items: int) -> Tensor:
+    """Codes that branch as published catalogues do: 256 first codes, uneven, mostly single from the third on."""
+    return random_codes(items, torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def real_shape() -> SidMlp:
+    return student(table_7(6000), (256, 256, 256, 256))
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("scores", ["children", "codebook"])
+@pytest.mark.parametrize(("k", "beam"), [(10, 1), (10, 10), (50, 50), (70, 20)])
+def test_the_shape_of_a_real_catalogue(real_shape, scores, k, beam, compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(kernels, "library", lambda: None)
+    same(real_shape, requests(40, 6000), k, beam, scores)
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="real logs are not on this machine")
+@pytest.mark.parametrize(
+    "published",
+    [
+        "amazon18_instruments/Instruments.index.json.gz",
+        "amazon14_beauty_llm_sids/index_rqvae.json.gz",
+        "amazon14_beauty_llm_sids/index_rqkmeans.json.gz",
+    ],
+)
+def test_real_catalogues(published):
+    """Semantic IDs as they were published, with a last code that tells apart the items that share one."""
+    codes = np.array(list(read_published(str(SHARED / published))[0].values()))
+    if len(np.unique(codes, axis=0)) < len(codes):
+        codes = with_conflict_level(codes)
+    model = student(torch.from_numpy(codes), tuple(int(size) for size in codes.max(0) + 1))
+    for scores, k, beam in (("children", 50, 50), ("codebook", 10, 20)):
+        same(model, requests(30, len(codes)), k, beam, scores)
+
+
+@pytest.mark.parametrize("scores", ["children", "codebook"])
+def test_a_trained_student(scores):
+    """Some hundred steps from a random teacher's states towards the first item of the history."""
+    model = student(table_7(500), (256, 256, 256, 256), alpha=0.0)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 3e-3, fused=True)
+    for step in range(60):
+        batch = requests(64, 500, seed=100 + step, longest=5)
+        model.train()
+        optimizer.zero_grad()
+        model({**batch, "target": batch["history"][:, 0]})["loss"].backward()
+        optimizer.step()
+        model.eval()
+        if step % 30 == 0:
+            model.recommend(batch, 10)  # a search with these weights, which the next steps leave behind
+    for k, beam in ((10, 50), (50, 50), (5, 3)):
+        same(model, requests(40, 500), k, beam, scores)
+
+
+@pytest.mark.parametrize("scores", ["children", "codebook"])
+def test_equal_scores_are_broken_alike(scores):
+    """Heads that know nothing: scores are equal wherever the numbers of children are, to the last bit."""
+    model = student(table_7(300), (256, 256, 256, 256))
+    for head in model.decoder.heads:
+        torch.nn.init.zeros_(head[-1].weight)
+        torch.nn.init.zeros_(head[-1].bias)
+    model.eval()
+    batch = requests(6, 300)
+    for k, beam in ((10, 50), (50, 7), (300, 300)):
+        items, plain = model.recommend(batch, k, beam=beam, path="plain", scores=scores)
+        found, fast = model.recommend(batch, k, beam=beam, path="fast", scores=scores)
+        torch.testing.assert_close(fast, plain, rtol=0, atol=1e-5)
+        assert found.tolist() == items.tolist()
+
+
+def test_one_item_and_bad_sizes():
+    model = student(torch.tensor([[3, 0, 1]]), (4, 2, 2))
+    items, scores = model.recommend(requests(3, 1, longest=2), 2, beam=5)
+    assert items.tolist() == [[0, -1]] * 3
+    assert scores[:, 1].tolist() == [-torch.inf] * 3
+    with pytest.raises(ValueError, match="k 0 and beam 5 need to be at least 1"):
+        model.recommend(requests(3, 1, longest=2), 0, beam=5)
+    model.trie = Catalogue.from_codes(torch.tensor([[0, 0]]), (2, 2)).trie
+    with pytest.raises(ValueError, match=r"scores \[4, 2, 2\] codes by level, the trie has \[2, 2\]; give"):
+        model.recommend(requests(3, 1, longest=2), 2)
+
+
+def test_the_order_of_a_batch_and_its_padding_change_nothing(real_shape):
+    """Requests are sorted by length inside, and come back where they were."""
+    batch = requests(30, 6000)
+    items, scores = real_shape.recommend(batch, 10)
+    order = torch.randperm(30, generator=torch.Generator().manual_seed(0))
+    shuffled = {name: value[order] for name, value in batch.items()}
+    shuffled["history"] = torch.nn.functional.pad(shuffled["history"], (0, 3), value=PAD)
+    others, other_scores = real_shape.recommend(shuffled, 10)
+    torch.testing.assert_close(other_scores, scores[order], rtol=CLOSE, atol=CLOSE)
+    assert others.tolist() == items[order].tolist()
+
+
+def test_without_counting_it_is_the_same_search(real_shape, monkeypatch):
+    """As on a GPU and in an exported program: no shape depends on what is found."""
+    batch = requests(20, 6000)
+    expected = {scores: real_shape.recommend(batch, 10, scores=scores) for scores in ("children", "codebook")}
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    for scores, (items, values) in expected.items():
+        found, others = real_shape.recommend(batch, 10, scores=scores)
+        torch.testing.assert_close(others, values, rtol=CLOSE, atol=CLOSE)
+        assert found.tolist() == items.tolist()
+
+
+def test_what_is_kept_is_not_of_an_autocast_precision(real_shape):
+    batch = requests(4, 500)
+    before = real_shape.recommend(batch, 10)
+    for model in (real_shape, real_shape.backbone):  # the student's tables and the encoder's
+        model.eval()  # forgets them
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rough, _ = real_shape.recommend(batch, 10)
+    assert rough.shape == (4, 10)
+    for ours, first in zip(real_shape.recommend(batch, 10), before, strict=True):
+        assert torch.equal(ours, first)
