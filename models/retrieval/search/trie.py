@@ -88,10 +88,24 @@ class Trie(nn.Module):
         if nodes != items:
             at = int((~new).nonzero()[0])
             raise UserError(
-                f"items {int(order[at - 1])} and {int(order[at])} share the codes {ordered[at].tolist()}; give each "
-                "item its own, with a conflict level"
+                f"items {int(order[at - 1])} and {int(order[at])} have the same codes {ordered[at].tolist()}; add a "
+                f"conflict level or use --tokenizer psid"
             )
         return cls(offsets, tokens, order, codebook_sizes)
+
+    def edge_columns(self) -> dict[str, Tensor]:
+        """A row per edge, as the `trie` table has them: sorted by `level` and `child`, the edge's rank within its
+        level; `node` is the rank of its parent's edge in the level above (0 at the root), `token` its code and
+        `item_index` the item at the last level, -1 above it."""
+        columns: dict[str, list[Tensor]] = {name: [] for name in ("level", "node", "token", "child", "item_index")}
+        for level, count in enumerate(self.edges):
+            offsets = self.offsets(level)
+            columns["level"].append(torch.full((count,), level))
+            columns["node"].append(torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff()))
+            columns["token"].append(self.tokens(level))
+            columns["child"].append(torch.arange(count))
+            columns["item_index"].append(self.leaves if level == self.levels - 1 else torch.full((count,), -1))
+        return {name: torch.cat(parts) for name, parts in columns.items()}
 
     @classmethod
     def from_table(cls, table: pa.Table, codebook_sizes: tuple[int, ...]) -> Self:

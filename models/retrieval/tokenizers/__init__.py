@@ -2,5 +2,5 @@
 
 `residual` holds what they share; `rqkmeans` and `rqvae` train codebooks; `psid` makes their codes unique
 by relaxing the nearest-centroid choice and `conflict` by an extra level; `published` reads SIDs that
-others made; `measures` says how good a set of codes is; `edges` lays them out as a trie.
+others made; `measures` says how good a set of codes is.
 """

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 
+from models.retrieval.search.trie import Trie
 from models.retrieval.tokenizers import rqkmeans, rqvae
 from models.retrieval.tokenizers.conflict import with_conflict_level
-from models.retrieval.tokenizers.edges import trie_edges
 from models.retrieval.tokenizers.measures import branching, collisions, level_measures
 from models.retrieval.tokenizers.psid import PsidConfig, assign
 from models.retrieval.tokenizers.published import codes_of, read_published
@@ -213,17 +214,19 @@ def write_trie(uri: str, sids_uri: str) -> Manifest:
     """Makes the `trie` table of the `sids` table. A trie of other SIDs is replaced: it is of no use."""
     sids = read_manifest(sids_uri, "sids")
     codes = read_codes(sids_uri)
-    edges = trie_edges(codes)
+    sizes = sids.info["codebook_sizes"]
+    trie = Trie.from_codes(torch.from_numpy(codes), tuple(sizes))
+    edges = {name: column.numpy() for name, column in trie.edge_columns().items()}
     leaf = edges["item_index"] >= 0
     columns = [pa.array(edges[f.name], f.type) for f in TRIE if f.name != "item_index"]
     columns.append(pa.array(edges["item_index"], pa.int32(), mask=~leaf))
     check_writable(uri)
     part = write_part(uri, pa.Table.from_arrays(columns, schema=TRIE))
     info = {
-        "codebook_sizes": sids.info["codebook_sizes"],
-        "levels": codes.shape[1],
-        "items": len(codes),
-        "branching": branching(codes),
+        "codebook_sizes": sizes,
+        "levels": trie.levels,
+        "items": trie.num_items,
+        "branching": trie.branching(),
     }
     return commit(uri, "trie", TRIE, [part], config={}, inputs={"sids": sids.hash}, info=info)
 

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from models.retrieval.search.trie import Trie
 from models.retrieval.tokenizers.conflict import conflict_codes, with_conflict_level
-from models.retrieval.tokenizers.edges import trie_edges
 from models.retrieval.tokenizers.measures import branching, collisions, level_measures
 from models.retrieval.tokenizers.psid import PsidConfig, assign
 from models.retrieval.tokenizers.residual import Quantized, encode
@@ -171,7 +171,8 @@ unique_rows = st.integers(1, 4).flatmap(
 @settings(max_examples=200)
 @given(unique_rows)
 def test_edges_are_the_trie_of_the_codes_in_the_order_of_the_table(rows: list[tuple[int, ...]]) -> None:
-    edges = trie_edges(np.array(rows))
+    trie = Trie.from_codes(torch.tensor(rows), tuple(5 for _ in rows[0]))
+    edges = {name: column.numpy() for name, column in trie.edge_columns().items()}
     depth = len(rows[0])
     table = list(
         zip(*(edges[name].tolist() for name in ("level", "node", "token", "child", "item_index")), strict=True)
@@ -188,9 +189,11 @@ def test_edges_are_the_trie_of_the_codes_in_the_order_of_the_table(rows: list[tu
         level_nodes = children
     assert table == expected
     counts = np.bincount(edges["level"])
-    assert branching(np.array(rows)) == pytest.approx(counts / np.concatenate([[1], counts[:-1]]))
+    means = counts / np.concatenate([[1], counts[:-1]])
+    assert branching(np.array(rows)) == pytest.approx(means)
+    assert trie.branching() == pytest.approx(means)
 
 
 def test_a_code_tuple_of_two_items_is_no_trie() -> None:
     with pytest.raises(UserError, match=r"items 0 and 2 have the same codes \[1, 2\]"):
-        trie_edges(np.array([[1, 2], [1, 3], [1, 2]]))
+        Trie.from_codes(torch.tensor([[1, 2], [1, 3], [1, 2]]), (5, 5))
