@@ -67,6 +67,10 @@ def _explain(error: Exception, parser: ArgumentParser) -> str:
     """One line for a parse error; a key that is not known is answered with the nearest that is."""
     text = " ".join(str(error).split())
     keys = _known_keys(parser)
+    wrong = re.search(r'Parser key "([\w.]+)".*?Literal\[([^\]]*)\].*(?:Given value|Got value): (\S+)', text)
+    if wrong:
+        choices = ", ".join(choice.strip(" '") for choice in wrong[2].split(","))
+        return f"--{wrong[1]} is '{wrong[3]}', it must be one of {choices}"
     unknown = re.search(r"[Uu]nrecognized arguments: --([\w.\-]+)", text) or re.search(
         r"[Kk]ey '?([\w.\-]+)'? is not expected|[Nn]ested key '?([\w.\-]+)'?|Option '?([\w.\-]+)'? is not accepted",
         text,

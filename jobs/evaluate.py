@@ -12,23 +12,33 @@ one program.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass
+from typing import Any, Literal, get_type_hints
 
 from jobs import cli
+from models import registry
 from models.tables import reach
 from pipelines.data.tables import check_can_write, check_place
-from pipelines.evaluation.ranking import CUTOFFS, Result, device_of, evaluate, find_checkpoint, record
+from pipelines.evaluation.ranking import Result, device_of, evaluate, find_checkpoint, record
 from pipelines.training.run import absolute
 
-OPTIONS = ("decoder", "beam", "constrained", "path", "scores")
-"""Options of a model's `recommend`."""
+
+def most_derived(kinds: Iterable[type]) -> tuple[type, ...]:
+    """The classes that no other one of them inherits from."""
+    known = list(dict.fromkeys(kinds))
+    return tuple(kind for kind in known if not any(kind in other.__mro__[1:] for other in known))
 
 
-@dataclass
-class Config:
-    """Options."""
+RECOMMENDS = most_derived(entry.recommends for entry in registry.MODELS.values() if entry.recommends)
+"""What the models declare as options of their `recommend`; each is an option of this job."""
+
+OPTIONS = tuple(dict.fromkeys(f.name for kind in RECOMMENDS for f in fields(kind)))
+
+
+@dataclass(kw_only=True)
+class Options:
+    """Options of all models."""
 
     checkpoint: str
     """Folder of a checkpoint, or of a finished run, whose best one is taken."""
@@ -46,16 +56,6 @@ class Config:
     """Write a SID-MLP or SID-MLP++ to this file as a program of torch.export, checked to rank as the model does."""
     k: int = 20
     """Items per user of --batch_inference and --export."""
-    decoder: str | None = None
-    """TIGER: shared_kv, hf or hf_nocache; by default the checkpoint's own."""
-    beam: int | None = None
-    """Beams, of models that decode semantic IDs; by default the checkpoint's own, as all of these."""
-    constrained: bool | None = None
-    """Whether decoding semantic IDs keeps to the catalogue's trie."""
-    path: Literal["fast", "plain"] | None = None
-    """SID-MLP: the walk that shares work, or the definition."""
-    scores: Literal["children", "codebook"] | None = None
-    """SID-MLP: probabilities of a code among the valid children of its prefix, or in its codebook."""
     item_shift: bool = False
     """Also measure on targets first seen after the global 80% and 90% timestamp (App. E.3 of SID-MLP)."""
     replay: bool = False
@@ -88,9 +88,8 @@ class Config:
         if self.item_shift and self.batch_inference:
             raise ValueError("item_shift is true, but batch_inference measures nothing; run jobs.evaluate twice")
         if self.export:
-            given = [name for name in (*OPTIONS, "batch_inference") if getattr(self, name) is not None]
-            given += ["item_shift"] if self.item_shift else []
-            if given:
+            given = [name for name in ("batch_inference", "item_shift") if getattr(self, name)]
+            if given := [*self.recommending(), *given]:
                 raise ValueError(
                     f"{given[0]} is given with export, which keeps to the checkpoint's own options and measures "
                     f"nothing; leave it out"
@@ -100,8 +99,26 @@ class Config:
                 "text is given, but search models rank what they are asked about; leave out batch_inference"
             )
 
+    def recommending(self) -> dict[str, Any]:
+        """The options of `recommend` that are given."""
+        return {name: value for name in OPTIONS if (value := vars(self)[name]) is not None}
 
-def parse(job: str, argv: Sequence[str] | None = None) -> Config:
+
+def again(name: str, one: Field) -> tuple[str, Any, Any]:
+    """A declared option with its type, by the names of the module that declares it."""
+    if one.default_factory is not MISSING:
+        return name, TYPES[name], field(default_factory=one.default_factory)
+    return name, TYPES[name], field(default=one.default)
+
+
+TYPES = {name: type_ for kind in (*RECOMMENDS, Options) for name, type_ in get_type_hints(kind).items()}
+declared = [again(one.name, one) for kind in (Options, *RECOMMENDS) for one in fields(kind)]
+declared = list({one[0]: one for one in declared}.values())
+Config: Any = make_dataclass("Config", declared, bases=(Options, *RECOMMENDS), kw_only=True)
+Config.__doc__, Config.__module__ = Options.__doc__, __name__
+
+
+def parse(job: str, argv: Sequence[str] | None = None) -> Options:
     """The command line; --batch-inference is --batch_inference."""
     import sys
 
@@ -121,7 +138,7 @@ def item_shift_lines(metrics: dict[str, float]) -> list[str]:
     return lines
 
 
-def replay_of(config: Config, result: Result) -> list[str]:
+def replay_of(config: Options, result: Result) -> list[str]:
     """Replays and adds what was found to the metrics; the lines to print."""
     from pipelines.evaluation.replay import replay
 
@@ -135,34 +152,16 @@ def replay_of(config: Config, result: Result) -> list[str]:
 
 
 def asked(result: Result) -> str:
-    """How many requests were ranked, and whose they are; in a log of actions a user's candidates are one request."""
+    """How many requests were ranked, and whose they are; where a user's candidates are one request, users alone."""
     users = f"{result.users:,} users"
-    return users if "eval_loss" in result.metrics else f"{result.examples:,} requests of {users}"
+    by_user = registry.find(result.model).family.eval_unit == "user"
+    return users if by_user else f"{result.examples:,} requests of {users}"
 
 
-def print_ranking(result: Result) -> None:
-    """What a model that scores candidates was found to do, label by label."""
-    found, kinds = result.metrics, ["gauc", "auc", "log_loss", "normalised_entropy"]
-    kinds += ["calibration"] if "eval_loss" in found else []
-    who = "users" if "eval_loss" in found else "requests"  # in a log of actions all candidates of a user are one
-    print(f"{result.model} on {result.split}: {asked(result)}, seed {result.seed}")
-    prefixes = sorted(name.removesuffix("requests_one_class") for name in found if name.endswith("requests_one_class"))
-    width = max(10, *(len(prefix) + 1 for prefix in prefixes))
-    for prefix in prefixes:
-        print(f"  {prefix:<{width}}" + "  ".join(f"{name} {found[prefix + name]:.4f}" for name in kinds))
-        one, all_ = (int(found[prefix + name]) for name in ("requests_one_class", "requests"))
-        print(f"  {'':<{width}}{one:,} of {all_:,} {who} have one class and no part in gauc")
-    if "eval_loss" in found:
-        both = (
-            f"{found['mean/normalised_entropy']:.4f} ({found['mean/normalised_entropy_train']:.4f} by training rates)"
-        )
-        print(f"  loss over tasks {found['eval_loss']:.4f}, mean normalised entropy {both}")
-
-
-def run(config: Config) -> Result | None:
+def run(config: Options) -> Result | None:
     """Evaluates and prints, or writes recommendations."""
     reach(config.checkpoint, config.tables, config.sids, config.text)  # what does not answer is said before Ray starts
-    options = {name: getattr(config, name) for name in OPTIONS}
+    options = config.recommending()
     if config.export:
         from pipelines.serving.export import export
 
@@ -198,20 +197,11 @@ def run(config: Config) -> Result | None:
         remote=remote,
     )  # fmt: skip
     replayed = replay_of(config, result) if config.replay else []
-    if any(name.endswith("requests_one_class") for name in result.metrics):
-        print_ranking(result)
-        for line in replayed:
-            print(line)
-    elif "recall@10" not in result.metrics:  # what is no recommender yet, such as an encoder
-        print(f"{result.model} on {result.split}: {asked(result)}, seed {result.seed}")
-        print("  " + "  ".join(f"{name} {value:.6g}" for name, value in result.metrics.items()))
-    else:
-        print(f"{result.model} on {result.split}: {asked(result)}, seed {result.seed}")
-        print("  K       " + "".join(f"{k:>9}" for k in CUTOFFS))
-        for metric in ("recall", "ndcg"):
-            print(f"  {metric:<8}" + "".join(f"{result.metrics[f'{metric}@{k}']:9.4f}" for k in CUTOFFS))
-        for line in item_shift_lines(result.metrics):
-            print(line)
+    entry = registry.find(result.model)
+    print(f"{result.model} on {result.split}: {asked(result)}, seed {result.seed}")
+    for line in [*entry.measured.summary(result.metrics), *replayed, *item_shift_lines(result.metrics)]:
+        print(line)
+    if entry.recommends:
         left_out = f"{result.skipped:,} requests without history left out"
         print(f"  {result.users_per_s:,.0f} requests/s on {result.device}; {left_out}")
     place = record(result, about, config.tracking_uri)  # after the figures, which MLflow need not be there for

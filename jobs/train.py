@@ -23,9 +23,6 @@ from pipelines import tracking
 from pipelines.data.tables import check_can_write
 from pipelines.training.run import RayOptions, Trained, train
 
-SHOWN = ("gauc", "auc", "eval_loss", "mean/normalised_entropy", "mean/auc")
-"""Metrics of the best epoch that are printed, of models that score candidates; of others those at 10."""
-
 
 @dataclass
 class Config:
@@ -105,13 +102,14 @@ def run(config: Config) -> Trained:
     """Trains and prints what was made."""
     reach(config.tables, config.sids, config.text)  # what does not answer is said before Ray starts
     check_can_write(config.storage)
-    extra = registry.find(config.model.name).extra
+    entry = registry.find(config.model.name)
+    extra = {"sids": config.sids, "text": config.text}[entry.extra.option] if entry.extra else None
     trained = train(
         model=asdict(config.model),
         fit=config.fit,
         ray_options=config.ray,
         tables=config.tables,
-        sids=config.text if extra == "text" else config.sids,
+        extra=extra,
         storage=config.storage,
         name=config.name,
         tracking_uri=config.tracking_uri,
@@ -126,10 +124,8 @@ def run(config: Config) -> Trained:
         print(f"The run '{trained.name}' is finished; nothing to do. --overwrite trains it anew.")
     else:
         print(f"Trained {best.name} for {trained.epochs} epochs in {trained.seconds:.0f} s.")
-    names = [name for name in SHOWN if name in best.metrics] or [name for name in best.metrics if name.endswith("@10")]
-    names = names or list(best.metrics)
-    shown = "  ".join(f"{name} {best.metrics[name]:.4f}" for name in names)
-    beside = f" --{extra} {getattr(config, extra)}" if extra else ""
+    shown = "  ".join(f"{name} {best.metrics[name]:.4f}" for name in entry.measured.shown if name in best.metrics)
+    beside = f" --{entry.extra.option} {extra}" if entry.extra else ""
     print(
         f"  best epoch  {best.epoch}: {shown} on val\n"
         f"  checkpoint  {trained.checkpoint}\n"

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -194,3 +195,15 @@ def ranking_means(sums: dict[str, Any], prefix: str = "") -> dict[str, float]:
         "positives": positives,
     }  # fmt: skip
     return {prefix + name: value for name, value in metrics.items()}
+
+
+def summary(found: dict[str, float], kinds: Sequence[str], who: str = "requests") -> list[str]:
+    """Two lines per label: its metrics of these `kinds`, and of how many of `who` all labels are the same."""
+    prefixes = sorted(name.removesuffix("requests_one_class") for name in found if name.endswith("requests_one_class"))
+    width = max(10, *(len(prefix) + 1 for prefix in prefixes))
+    lines = []
+    for prefix in prefixes:
+        lines.append(f"  {prefix:<{width}}" + "  ".join(f"{name} {found[prefix + name]:.4f}" for name in kinds))
+        one, all_ = (int(found[prefix + name]) for name in ("requests_one_class", "requests"))
+        lines.append(f"  {'':<{width}}{one:,} of {all_:,} {who} have one class and no part in gauc")
+    return lines

@@ -6,7 +6,6 @@ model = entry.build(entry.config(), catalogue)
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -15,63 +14,34 @@ from typing import Any
 from torch import nn
 
 from models import checkpoint
-from models.actions import metrics as actions_metrics
 from models.actions.attn_dhn import AttnDHN, AttnDHNConfig
 from models.actions.attn_lfa import AttnLFA, AttnLFAConfig
 from models.actions.attn_mvp import AttnMVP, AttnMVPConfig, AttnMVPNoLFAConfig
-from models.actions.batch import ActionsCatalogue
-from models.actions.data import ActionsExamples
 from models.actions.genrank import GenRank, GenRankConfig
 from models.actions.interleaved import Interleaved, InterleavedConfig
 from models.actions.lac import LAC, LACConfig
 from models.checkpoint import Checkpoint
 from models.config import hint, instead
-from models.fit import Sums
+from models.families import ACTIONS, RETRIEVAL, SEARCH, SIDS, Extra, Family, Measured
 from models.matmul import use_exact_onednn
-from models.retrieval import metrics, sid_mlp_pp
+from models.retrieval import sid_mlp_pp
 from models.retrieval import teacher as teachers
-from models.retrieval.data import Catalogue, Examples
+from models.retrieval.data import Catalogue
 from models.retrieval.decoders.one_layer import OneLayerConfig, one_layer
 from models.retrieval.decoders.sid_mlp import SidMlpConfig
 from models.retrieval.popularity import Popularity, PopularityConfig
+from models.retrieval.recommend import NoOptions
 from models.retrieval.retriever import Retriever
 from models.retrieval.sasrec import SASRec, SASRecConfig
-from models.retrieval.sid_mlp import SidMlp
-from models.retrieval.student import Student, TaughtConfig
-from models.retrieval.tiger import Tiger, TigerConfig
+from models.retrieval.sid_mlp import SidMlp, SidMlpOptions
+from models.retrieval.student import Student, StudentOptions, TaughtConfig
+from models.retrieval.tiger import Tiger, TigerConfig, TigerOptions
 from models.search import hllm, sequence
-from models.search import metrics as search_metrics
 from models.search.base import Base, BaseConfig
-from models.search.data import SearchCatalogue, SearchExamples
 from models.search.hllm import HLLM, HLLMConfig
 from models.search.hstu import HSTUConfig, HSTURanker
 from models.search.qgs import QGS, QGSConfig
 from models.tables import UserError
-
-
-@dataclass(frozen=True)
-class Family:
-    """What the models of one family share."""
-
-    name: str
-    """Folder under `models/`."""
-    catalogue: Any
-    """`catalogue.load(tables, extra)` gives what models are built on; `extra` is what `Entry.extra` names."""
-    examples: Any
-    """`examples.load(sequences, split, unit=, max_history=)` gives the batches."""
-    measure: Callable[..., Sums]
-    """`measure(model, batch, **options)`: sums over a batch that add up to the metrics; a model's own
-    `measure(batch, **options)` goes before it."""
-    means: Callable[[Sums], dict[str, float]]
-    """Metrics from the sums of all batches and workers; a model's own static `means(sums)` goes before it."""
-    metrics: Callable[[Any], list[str]]
-    """`metrics(catalogue)`: names of what `means` gives; a model's own `METRICS` go before it."""
-    eval_unit: str = "request"
-    """What a row of an evaluation batch is."""
-    text: bool = False
-    """Whether its models read the text embeddings of jobs.encode."""
-    served: bool = True
-    """Whether every training logs its model to MLflow; those of others are logged when they are registered."""
 
 
 @dataclass(frozen=True)
@@ -102,29 +72,28 @@ class Entry:
     """`remember(module, config, catalogue, examples)`: after `teach`, for what is worked out once about all examples
     of a worker, given by split; on every worker. Lines that say what it did."""
 
-    module: type | None = None
-    """The class that `build` makes; None: `build` is the class."""
+    recommends: type | None = None
+    """Dataclass of the options of the module's `recommend(batch, k, **options)`, each None where left out; None: it
+    ranks no catalogue."""
+    own_measured: Measured | None = None
+    """What is measured of it, where that is not what the family measures."""
 
     @property
-    def made(self) -> Any:
-        """The class of the module."""
-        return self.module or self.build
+    def extra(self) -> Extra | None:
+        """The folder that it needs beside the tables."""
+        return SIDS if self.sids else self.family.extra
 
     @property
-    def extra(self) -> str | None:
-        """The folder that it needs beside the tables: `sids`, `text` or none."""
-        return "text" if self.family.text else "sids" if self.sids else None
+    def measured(self) -> Measured:
+        """What is measured of it."""
+        return self.own_measured or self.family.measured
+
+    @property
+    def ranks(self) -> bool:
+        """Whether it ranks anything, so that it can be served."""
+        return self.recommends is not None or self.family.ranks == "candidates"
 
 
-RETRIEVAL = Family("retrieval", Catalogue, Examples, metrics.measure, metrics.metric_means, metrics.names)
-SEARCH = Family(
-    "search", SearchCatalogue, SearchExamples, search_metrics.measure, search_metrics.means, search_metrics.names,
-    text=True, served=False,
-)  # fmt: skip
-ACTIONS = Family(
-    "actions", ActionsCatalogue, ActionsExamples, actions_metrics.measure, actions_metrics.means,
-    actions_metrics.names, eval_unit="user", served=False,
-)  # fmt: skip
 GENERATIVE: dict[str, Any] = {"unit": "user", "resolve": sequence.resolve, "teach": sequence.teach}
 
 
@@ -149,8 +118,9 @@ def teach_stage_2(model: Any, config: sid_mlp_pp.SidMlpPpConfig, catalogue: Cata
 
 
 def taught(
-    config: type, make: Callable[[Any, Any, Retriever], nn.Module], module: type | None = None, *, teaches: bool = True,
-    resolve: Callable[..., Any] = teachers.resolve, teach: Callable[[Any, Any, Any], None] = teach,
+    config: type, make: Callable[[Any, Any, Retriever], nn.Module], recommends: type | None = StudentOptions, *,
+    teaches: bool = True, resolve: Callable[..., Any] = teachers.resolve,
+    teach: Callable[[Any, Any, Any], None] = teach, measured: Measured | None = None,
 ) -> Entry:  # fmt: skip
     """The row of a model that learns from a teacher: `make(config, catalogue, teacher)`."""
     return Entry(
@@ -163,7 +133,8 @@ def taught(
         teach=teach,
         teaches=teaches,
         remember=teachers.remember,
-        module=module or make,  # type: ignore[arg-type]
+        recommends=recommends,
+        own_measured=measured,
     )
 
 
@@ -172,15 +143,23 @@ def on_backbone(decoder: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Retri
     return lambda config, catalogue, teacher: Student(config, catalogue, teacher, decoder(config, teacher.backbone))
 
 
+MATCHED = Measured(
+    sid_mlp_pp.measure, sid_mlp_pp.means, lambda catalogue: ["mse", "neg_mse", "r2"], sid_mlp_pp.summary,
+    shown=("mse", "neg_mse", "r2"),
+)  # fmt: skip
+"""How well SID-MLP++'s encoder gives the teacher's states."""
+
 MODELS: dict[str, Entry] = {
-    "popularity": Entry(PopularityConfig, Popularity, RETRIEVAL, unit="request", gradient=False),
-    "sasrec": Entry(SASRecConfig, SASRec, RETRIEVAL, unit="user"),
-    "tiger": Entry(TigerConfig, Tiger, RETRIEVAL, unit="request", sids=True, teaches=True),
-    "sid_mlp": taught(SidMlpConfig, SidMlp),
-    "one_layer": taught(OneLayerConfig, on_backbone(one_layer), Student),
-    "sid_mlp_pp_encoder": taught(sid_mlp_pp.SidMlpPpEncoderConfig, sid_mlp_pp.SidMlpPpEncoder, teaches=False),
+    "popularity": Entry(PopularityConfig, Popularity, RETRIEVAL, unit="request", gradient=False, recommends=NoOptions),
+    "sasrec": Entry(SASRecConfig, SASRec, RETRIEVAL, unit="user", recommends=NoOptions),
+    "tiger": Entry(TigerConfig, Tiger, RETRIEVAL, unit="request", sids=True, teaches=True, recommends=TigerOptions),
+    "sid_mlp": taught(SidMlpConfig, SidMlp, SidMlpOptions),
+    "one_layer": taught(OneLayerConfig, on_backbone(one_layer)),
+    "sid_mlp_pp_encoder": taught(
+        sid_mlp_pp.SidMlpPpEncoderConfig, sid_mlp_pp.SidMlpPpEncoder, None, teaches=False, measured=MATCHED
+    ),
     "sid_mlp_pp": taught(
-        sid_mlp_pp.SidMlpPpConfig, sid_mlp_pp.SidMlpPp, resolve=sid_mlp_pp.resolve, teach=teach_stage_2
+        sid_mlp_pp.SidMlpPpConfig, sid_mlp_pp.SidMlpPp, SidMlpOptions, resolve=sid_mlp_pp.resolve, teach=teach_stage_2
     ),
     "base": Entry(BaseConfig, Base, SEARCH, unit="user"),
     "hstu": Entry(HSTUConfig, HSTURanker, SEARCH, **GENERATIVE),
@@ -205,13 +184,13 @@ def find(name: str) -> Entry:
 
 def metrics_of(entry: Entry, catalogue: Any) -> list[str]:
     """Names of the metrics that a validation of the model gives."""
-    return list(getattr(entry.made, "METRICS", None) or entry.family.metrics(catalogue))
+    return entry.measured.names(catalogue)
 
 
 def recommend_options(name: str) -> list[str]:
     """Options of the model's `recommend`; none of a model that ranks no catalogue."""
-    recommend: Any = getattr(find(name).made, "recommend", None)
-    return list(inspect.signature(recommend).parameters)[3:] if recommend else []
+    options = find(name).recommends
+    return [f.name for f in fields(options)] if options else []
 
 
 def model_config(name: str) -> type:

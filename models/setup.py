@@ -6,9 +6,8 @@ Used by `python -m models.train` and by the workers of `pipelines/training` alik
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from models import registry
 from models.checkpoint import Checkpoint
 from models.config import hint
+from models.families import Measured
 from models.fit import FitConfig, Sums, to_device
 from models.ranking_metrics import Histogram
 from models.tables import UserError, join
@@ -73,14 +73,14 @@ class Setup:
         """Sums of the metrics over this rank's validation rows, and their number."""
         limit = -(-self.fit.eval_examples // self.world)
         sums, count, _ = score(
-            model, self.entry.family, self.val, batch_size=self.fit.eval_batch_size, device=self.device,
+            model, self.entry.measured, self.val, batch_size=self.fit.eval_batch_size, device=self.device,
             limit=limit, options=self.fit.eval_options,
         )  # fmt: skip
         return sums, count
 
     def means(self, sums: Sums) -> dict[str, float]:
         """Metrics from the sums of all ranks."""
-        return means_of(self.entry)(sums)
+        return self.entry.measured.means(sums)
 
     def checkpoint(self, **fields: Any) -> Checkpoint:
         """`config.json` of a checkpoint of this run, with `fields` filled in."""
@@ -88,23 +88,32 @@ class Setup:
         return Checkpoint(model=model, fit=vars(self.fit).copy(), hashes=dict(self.catalogue.hashes), **fields)
 
 
-EXTRA = {"sids": ("semantic IDs", "jobs.tokenize"), "text": ("text embeddings", "jobs.encode")}
-"""What models can need beside the tables: in words, and the job that makes it."""
+def check_extra(entry: registry.Entry, name: str, extra: str | None) -> str | None:
+    """The folder that the model needs beside the tables, if it needs one; UserError where none is given."""
+    if (needed := entry.extra) is None:
+        return None
+    if not extra:
+        raise UserError(
+            f"the model '{name}' needs {needed.holds}; give --{needed.option} with the folder that {needed.job} made"
+        )
+    return extra
 
 
 def load_catalogue(entry: registry.Entry, name: str, tables: str, extra: str | None) -> Any:
     """The catalogue of a model; UserError where it needs another folder (`entry.extra`) and none is given."""
-    if entry.extra and not extra:
-        what, job = EXTRA[entry.extra]
-        raise UserError(f"the model '{name}' needs {what}; give --{entry.extra} with the folder that {job} made")
-    return entry.family.catalogue.load(tables, extra if entry.extra else None)
+    return entry.family.catalogue(tables, check_extra(entry, name, extra))
+
+
+def hashes_of(entry: registry.Entry, name: str, tables: str, extra: str | None) -> dict[str, str]:
+    """Hashes of what the catalogue comes from, without loading it; UserError as of `load_catalogue`."""
+    return entry.family.hashes(tables, check_extra(entry, name, extra))
 
 
 def set_up(
     model: dict[str, Any],
     fit: FitConfig,
     tables: str,
-    sids: str | None = None,
+    extra: str | None = None,
     *,
     device: torch.device | str = "cpu",
     rank: int = 0,
@@ -112,10 +121,10 @@ def set_up(
 ) -> Setup:
     """Reads the tables and builds the model that `model` (its `name` and fields) names.
 
-    `sids` is the folder beside the tables that the model needs: that of semantic IDs, or of text embeddings.
+    `extra` is the folder beside the tables that the model needs: that of semantic IDs, or of text embeddings.
     """
     entry = registry.find(model["name"])
-    catalogue = load_catalogue(entry, model["name"], tables, sids)
+    catalogue = load_catalogue(entry, model["name"], tables, extra)
     check_batch(fit, world)
     device = torch.device(device)
     config = registry.resolve(registry.config_from_dict(model), catalogue)
@@ -124,7 +133,7 @@ def set_up(
     if entry.teach:
         entry.teach(module, config, catalogue)
     sequences = join(tables, "sequences")
-    load = entry.family.examples.load
+    load = entry.family.examples
     if not entry.gradient:  # counted in one pass, by one worker
         rank, world = 0, 1
     train = load(sequences, "train", unit=entry.unit, max_history=config.max_history, rank=rank, world=world)
@@ -135,19 +144,13 @@ def set_up(
         )
     notes = entry.remember(module, config, catalogue, {"train": train, "val": val}) if entry.remember else []
     batches = Batches(train, fit.batch_size // world, fit.seed)
-    if hasattr(train, "padded_share"):
-        notes.append(f"padding: {train.padded_share(batches.batch_size, fit.seed):.1%} of the positions of an epoch")
+    notes += train.notes(batches.batch_size, fit.seed)
     return Setup(entry, config, catalogue, module, batches, val, fit, device, world, notes)
-
-
-def means_of(entry: registry.Entry) -> Callable[[Sums], dict[str, float]]:
-    """How the model's sums become metrics: its class's own static `means`, or the family's."""
-    return getattr(entry.made, "means", entry.family.means)
 
 
 def score(
     model: Any,
-    family: registry.Family,
+    measured: Measured,
     examples: Any,
     *,
     batch_size: int,
@@ -163,17 +166,15 @@ def score(
     sums: Sums = {}
     count, seconds = 0, 0.0
     model.eval()
-    measure = getattr(model, "measure", None) or partial(family.measure, model)
     batches = examples.batches(batch_size)
     if limit and limit < len(examples):
         chosen = np.concatenate(list(batches))[np.linspace(0, len(examples) - 1, limit).astype(np.int64)]
-        slices = (chosen[i : i + batch_size] for i in range(0, limit, batch_size))
-        batches = examples.bounded(chosen, batch_size) if hasattr(examples, "bounded") else slices
+        batches = examples.bounded(chosen, batch_size)
     for rows in batches:
         batch = to_device(examples.collate(rows), device)
         began = time.perf_counter()
         with torch.no_grad():
-            part = measure(batch, **(options or {}))
+            part = measured.measure(model, batch, **(options or {}))
         for name, value in part.items():
             number = value if isinstance(value, Histogram) else torch.as_tensor(value, dtype=torch.float64)
             sums[name] = sums.get(name, 0.0) + number.cpu()  # waits for the device

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from models import checkpoint
+from models import checkpoint, registry
 from models.checkpoint import Checkpoint
 from models.config import read_yaml
 from models.fit import EpochEvent, FitConfig, StillEvent, best_of, describe, fit
@@ -48,7 +48,9 @@ def main(argv: list[str] | None = None) -> None:
     try:
         content = read_yaml(options.config, "check --config")
         config = FitConfig(**content.get("fit", {}))
-        setup = set_up(content["model"], config, options.tables, options.text or options.sids, device=device)
+        needed = registry.find(content["model"]["name"]).extra
+        extra = vars(options)[needed.option] if needed else None
+        setup = set_up(content["model"], config, options.tables, extra, device=device)
         check_fit(config, content["model"]["name"], setup.catalogue, setup.world)
         for note in setup.notes:
             print(note)

@@ -69,17 +69,23 @@ class ActionsCatalogue:
     hashes: dict[str, str] = field(default_factory=dict)
     """Hashes of the tables it comes from."""
 
+    @staticmethod
+    def hashes_of(tables: str, extra: str | None = None) -> dict[str, str]:
+        """Hashes of the tables that `load` reads, from their manifests. UserError where they do not belong together."""
+        sequences = actions_manifest(join(tables, "sequences"))
+        made = read_manifest(join(tables, "items"), "items")
+        if sequences.inputs.get("items") != made.hash:
+            raise UserError(f"the sequences of {tables} were made from other items; run jobs.prepare again")
+        return {"sequences": sequences.hash, "items": made.hash}
+
     @classmethod
     def load(cls, tables: str, extra: str | None = None) -> Self:
         """Reads what jobs.prepare made at `tables` from a source of kind `actions`; nothing `extra` is needed.
 
         Raises UserError where the tables do not belong together.
         """
-        sequences = actions_manifest(join(tables, "sequences"))
-        made = read_manifest(join(tables, "items"), "items")
-        if sequences.inputs.get("items") != made.hash:
-            raise UserError(f"the sequences of {tables} were made from other items; run jobs.prepare again")
-        info, items = sequences.info, read_table(join(tables, "items"), "items")
+        hashes = cls.hashes_of(tables)
+        info, items = actions_manifest(join(tables, "sequences")).info, read_table(join(tables, "items"), "items")
         if not np.array_equal(items["item_index"].to_numpy(), np.arange(len(items))):
             raise UserError(
                 f"{join(tables, 'items')}: item_index is not dense and sorted from 0; run jobs.prepare again"
@@ -98,7 +104,7 @@ class ActionsCatalogue:
             categories=torch.stack(categories, 1) if categories else torch.zeros(0, dtype=torch.int64),
             viewers=info.get("viewers", {}),
             train_rates=tuple(float(info["base_rates"][task]) for task in info["tasks"]),
-            hashes={"sequences": sequences.hash, "items": made.hash},
+            hashes=hashes,
         )
 
     def __post_init__(self) -> None:

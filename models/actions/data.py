@@ -254,6 +254,10 @@ class ActionsExamples:
         wide = max(1, int(context.max())) + int(candidates.max())
         return int(context.sum() + candidates.sum()), len(rows) * wide
 
+    def notes(self, batch_size: int, seed: int) -> list[str]:
+        """What is worth a line before training."""
+        return [f"padding: {self.padded_share(batch_size, seed):.1%} of the positions of an epoch"]
+
     def padded_share(self, batch_size: int, seed: int) -> float:
         """Share of the positions of a training epoch that hold no event."""
         sizes = [self.positions(rows) for rows in self.batches(batch_size, seed=seed, shuffle=True)]

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models import ranking_metrics
 from models.ranking_metrics import EXAMPLES, NAMES, ranking_means, ranking_sums
 
 AVERAGED = ("normalised_entropy", "normalised_entropy_train", "auc", "gauc")
@@ -69,3 +70,14 @@ def constant_loss(label: Tensor, rate: float) -> Tensor:
     if not 0 < rate < 1:
         return torch.full((), math.nan, dtype=torch.float64)
     return -(label.sum() * math.log(rate) + (1 - label).sum() * math.log(1 - rate))
+
+
+def summary(metrics: dict[str, float]) -> list[str]:
+    """What is told of every task, whose candidates of a user are one request, and of all."""
+    kinds = ("gauc", "auc", "log_loss", "normalised_entropy", "calibration")
+    entropy, by_training = metrics["mean/normalised_entropy"], metrics["mean/normalised_entropy_train"]
+    return [
+        *ranking_metrics.summary(metrics, kinds, "users"),
+        f"  loss over tasks {metrics['eval_loss']:.4f}, mean normalised entropy {entropy:.4f} "
+        f"({by_training:.4f} by training rates)",
+    ]

@@ -50,25 +50,35 @@ class Catalogue:
     hashes: dict[str, str] = field(default_factory=dict)
     """Hashes of the tables it comes from: `sequences`, `items`, `sids`, `trie`."""
 
+    @staticmethod
+    def hashes_of(tables_uri: str, sids_uri: str | None = None) -> dict[str, str]:
+        """Hashes of the tables that `load` reads, from their manifests. UserError if they do not belong together."""
+        items = read_manifest(join(tables_uri, "items"), "items")
+        sequences = read_manifest(join(tables_uri, "sequences"), "sequences")
+        _check_made_from(f"the sequences of {tables_uri}", sequences.inputs, "items", items.hash, "jobs.prepare")
+        hashes = {"sequences": sequences.hash, "items": items.hash}
+        if sids_uri is None:
+            return hashes
+        sids = read_manifest(join(sids_uri, "sids"), "sids")
+        edges = read_manifest(join(sids_uri, "trie"), "trie")
+        _check_made_from(f"the sids of {sids_uri}", sids.inputs, "items", items.hash, "jobs.tokenize")
+        _check_made_from(f"the trie of {sids_uri}", edges.inputs, "sids", sids.hash, "jobs.tokenize")
+        return {**hashes, "sids": sids.hash, "trie": edges.hash}
+
     @classmethod
     def load(cls, tables_uri: str, sids_uri: str | None = None) -> Self:
         """Reads the manifests under `tables_uri` and, if given, the semantic IDs under `sids_uri`.
 
         Raises UserError if the tables do not belong together.
         """
+        hashes = cls.hashes_of(tables_uri, sids_uri)
         items = read_manifest(join(tables_uri, "items"), "items")
-        sequences = read_manifest(join(tables_uri, "sequences"), "sequences")
-        _check_made_from(f"the sequences of {tables_uri}", sequences.inputs, "items", items.hash, "jobs.prepare")
-        hashes = {"sequences": sequences.hash, "items": items.hash}
         if items.rows == 0:
             raise UserError(f"{join(tables_uri, 'items')} has no rows; check the filters of jobs.prepare")
         if sids_uri is None:
             return cls(items.rows, hashes=hashes)
 
         sids = read_manifest(join(sids_uri, "sids"), "sids")
-        edges = read_manifest(join(sids_uri, "trie"), "trie")
-        _check_made_from(f"the sids of {sids_uri}", sids.inputs, "items", items.hash, "jobs.tokenize")
-        _check_made_from(f"the trie of {sids_uri}", edges.inputs, "sids", sids.hash, "jobs.tokenize")
         sizes = tuple(int(size) for size in sids.info["codebook_sizes"])
         codes = codes_of(read_table(join(sids_uri, "sids"), "sids"), join(sids_uri, "sids"))
         if codes.shape != (items.rows, len(sizes)):
@@ -88,7 +98,7 @@ class Catalogue:
             trie.check_leads_to(codes)
         except UserError as error:
             raise UserError(f"{join(sids_uri, 'trie')}: {error}") from error
-        return cls(items.rows, codes, sizes, trie, {**hashes, "sids": sids.hash, "trie": edges.hash})
+        return cls(items.rows, codes, sizes, trie, hashes)
 
     @classmethod
     def from_codes(cls, codes: Tensor, codebook_sizes: tuple[int, ...]) -> Self:
@@ -311,6 +321,14 @@ class Examples:
         starts = np.arange(0, len(order), batch_size)
         for start in rng.permutation(starts) if shuffle else starts:
             yield order[start : start + batch_size]
+
+    def bounded(self, order: NDArray[np.int64], batch_size: int) -> Iterator[NDArray[np.int64]]:
+        """The rows of `order` in batches of `batch_size`."""
+        return (order[i : i + batch_size] for i in range(0, len(order), batch_size))
+
+    def notes(self, batch_size: int, seed: int) -> list[str]:
+        """What is worth a line before training: nothing."""
+        return []
 
     def collate(self, rows: NDArray[np.int64]) -> dict[str, Tensor]:
         """The rows as tensors, right-padded with -1 to their own longest history.

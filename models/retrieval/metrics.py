@@ -77,3 +77,11 @@ def metric_means(sums: dict[str, float]) -> dict[str, float]:
     if not count:
         raise ValueError("no examples were evaluated, so there is no mean; check the split")
     return {name: float(value / count) for name, value in sums.items() if name != EXAMPLES}
+
+
+def summary(metrics: dict[str, float]) -> list[str]:
+    """A line of cutoffs, and one of each metric at them."""
+    lines = ["  K       " + "".join(f"{k:>9}" for k in CUTOFFS)]
+    for metric in ("recall", "ndcg"):
+        lines.append(f"  {metric:<8}" + "".join(f"{metrics[f'{metric}@{k}']:9.4f}" for k in CUTOFFS))
+    return lines

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,25 @@ from models.scores import check_finite
 
 Ranked = tuple[Tensor, Tensor]
 """(items, scores), each (B, k)."""
+
+
+@dataclass
+class NoOptions:
+    """Of a model whose `recommend` has none."""
+
+
+@dataclass
+class BeamOptions:
+    """Options of a `recommend` by beam search; left out they are those of the model's config."""
+
+    beam: int | None = None
+    """Beams, of models that decode semantic IDs."""
+    constrained: bool | None = None
+    """Whether decoding semantic IDs keeps to the catalogue's trie."""
+
+    def __post_init__(self) -> None:
+        if self.beam is not None and self.beam < 1:
+            raise ValueError(f"--beam is {self.beam}, the least is 1; give the prefixes to keep at each code")
 
 
 def recommender(search: Callable[..., Ranked]) -> Callable[..., Ranked]:

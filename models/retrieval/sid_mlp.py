@@ -10,6 +10,8 @@ Shapes: `B` requests.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from models.retrieval.data import Catalogue
@@ -17,7 +19,20 @@ from models.retrieval.decoders.sid_mlp import CHOICES, Path, SidMlpConfig, SidMl
 from models.retrieval.recommend import recommender
 from models.retrieval.retriever import Retriever
 from models.retrieval.search.fast import fast_search
-from models.retrieval.student import Scores, Student, check_choice
+from models.retrieval.student import Scores, Student, StudentOptions, check_choice
+
+
+@dataclass
+class SidMlpOptions(StudentOptions):
+    """Options of `SidMlp.recommend`."""
+
+    path: Path | None = None
+    """SID-MLP: the search that shares work, or the definition."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.constrained is False and self.path:
+            raise ValueError("--path is of the search in the trie, and --constrained is false; leave one of them out")
 
 
 class SidMlp(Student):

@@ -44,9 +44,6 @@ class SidMlpPpEncoderConfig(EncoderSizes, TaughtConfig):
 class SidMlpPpEncoder(nn.Module):
     """Stage 1: the encoder alone, trained to give the teacher's encoder states. It recommends nothing."""
 
-    METRICS = ("mse", "neg_mse", "r2")
-    """What `means` gives."""
-
     def __init__(self, config: SidMlpPpEncoderConfig, catalogue: Catalogue, teacher: Retriever) -> None:
         super().__init__()
         self.config = config
@@ -103,25 +100,31 @@ class SidMlpPpEncoder(nn.Module):
         error, _, real = self.matched(batch)
         return {"loss": error.square().sum() / (real.sum() * error.shape[-1])}
 
-    @torch.no_grad()
-    def measure(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Sums over the batch for `means`, in float64."""
-        error, target, real = (x.double() for x in self.matched(batch))
-        return {
-            "examples": target.new_full((), len(target)),
-            "tokens": real.sum(),
-            "squared_error": error.square().sum(),
-            "state": target.sum((0, 1)),  # (D,)
-            "squared_state": target.square().sum(),
-        }
 
-    @staticmethod
-    def means(sums: dict[str, Tensor]) -> dict[str, float]:
-        """`mse` per number; `neg_mse`, its negative, to select by; `r2`, the share of the variance explained."""
-        tokens, error = sums["tokens"], sums["squared_error"]
-        mse = float(error / (tokens * len(sums["state"])))
-        variance = sums["squared_state"] - sums["state"].square().sum() / tokens
-        return {"mse": mse, "neg_mse": -mse, "r2": float(1 - error / variance)}
+@torch.no_grad()
+def measure(model: SidMlpPpEncoder, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Sums over the batch for `means`, in float64."""
+    error, target, real = (x.double() for x in model.matched(batch))
+    return {
+        "examples": target.new_full((), len(target)),
+        "tokens": real.sum(),
+        "squared_error": error.square().sum(),
+        "state": target.sum((0, 1)),  # (D,)
+        "squared_state": target.square().sum(),
+    }
+
+
+def means(sums: dict[str, Tensor]) -> dict[str, float]:
+    """`mse` per number; `neg_mse`, its negative, to select by; `r2`, the share of the variance explained."""
+    tokens, error = sums["tokens"], sums["squared_error"]
+    mse = float(error / (tokens * len(sums["state"])))
+    variance = sums["squared_state"] - sums["state"].square().sum() / tokens
+    return {"mse": mse, "neg_mse": -mse, "r2": float(1 - error / variance)}
+
+
+def summary(metrics: dict[str, float]) -> list[str]:
+    """All of them in a line."""
+    return ["  " + "  ".join(f"{name} {value:.6g}" for name, value in metrics.items())]
 
 
 @dataclass

@@ -20,7 +20,7 @@ from torch.nn import functional
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.takes_over import TakesOver
 from models.retrieval.parts import Decoder, History
-from models.retrieval.recommend import recommender
+from models.retrieval.recommend import BeamOptions, recommender
 from models.retrieval.retriever import Retriever
 from models.retrieval.teacher_cache import Query, States
 from models.tables import UserError
@@ -75,6 +75,19 @@ class StudentConfig(TaughtConfig):
         if self.m < 0:
             raise ValueError(f"m {self.m} is below 0; give the number of digits that the teacher generates")
         check_choice("scores", self.scores, ("children", "codebook"))
+
+
+@dataclass
+class StudentOptions(BeamOptions):
+    """Options of `Student.recommend`."""
+
+    scores: Scores | None = None
+    """Students: probabilities of a code among the valid children of its prefix, or in its codebook."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.constrained is False and self.scores:
+            raise ValueError("--scores is of the search in the trie, and --constrained is false; leave one of them out")
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ from models.retrieval.backbones.t5 import T5Backbone
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.t5 import T5Decoder
 from models.retrieval.parts import SidTokens
-from models.retrieval.recommend import recommender
+from models.retrieval.recommend import BeamOptions, recommender
 from models.retrieval.retriever import Retriever
 from models.retrieval.search.generate import as_transformers, generate
 
@@ -78,6 +78,14 @@ class TigerConfig:
             num_decoder_layers=self.num_decoder_layers,
             dropout=self.dropout,
         )
+
+
+@dataclass
+class TigerOptions(BeamOptions):
+    """Options of `Tiger.recommend`."""
+
+    decoder: DecodeBy | None = None
+    """TIGER: shared_kv, hf or hf_nocache."""
 
 
 def _check_decoder(decoder: str) -> None:

@@ -75,13 +75,9 @@ class SearchCatalogue:
     documents: DocumentTokens | None = None
     """What the encoder read; None for TF-IDF."""
 
-    @classmethod
-    def load(cls, tables: str, text: str | None, scale: bool = True) -> Self:
-        """Reads what jobs.prepare made at `tables` and jobs.encode at `text`.
-
-        Without `scale` the manifest of the sequences is enough: 0 and 1 stand for the features' mean and deviation,
-        which a checkpoint brings with it. Raises UserError where they do not belong together.
-        """
+    @staticmethod
+    def hashes_of(tables: str, text: str | None) -> dict[str, str]:
+        """Hashes of the tables that `load` reads, from their manifests. UserError where they do not belong together."""
         if text is None:
             raise UserError("search models read text; give --text with the folder that jobs.encode made")
         sequences = search_manifest(join(tables, "sequences"))
@@ -90,6 +86,21 @@ class SearchCatalogue:
         expected = {"pairs": ("sequences", sequences.hash), **{name: (name, made[name].hash) for name in made}}
         if any(parts[name].inputs.get(table) != hash_ for name, (table, hash_) in expected.items()):
             raise UserError(f"the text of {text} was made from other tables than {tables}; run jobs.encode again")
+        hashes = {"sequences": sequences.hash, **{name: manifest.hash for name, manifest in made.items()}}
+        return hashes | {f"text_{name}": manifest.hash for name, manifest in parts.items()}
+
+    @classmethod
+    def load(cls, tables: str, text: str | None, scale: bool = True) -> Self:
+        """Reads what jobs.prepare made at `tables` and jobs.encode at `text`.
+
+        Without `scale` the manifest of the sequences is enough: 0 and 1 stand for the features' mean and deviation,
+        which a checkpoint brings with it. Raises UserError where they do not belong together.
+        """
+        hashes = cls.hashes_of(tables, text)
+        assert text is not None, "hashes_of refuses it"
+        sequences = search_manifest(join(tables, "sequences"))
+        made = {name: read_manifest(join(tables, name), name) for name in ("items", "queries")}
+        parts = {name: read_manifest(join(text, name)) for name in ("items", "queries", "pairs")}
         if has_manifest(join(text, "tokens")):
             parts["tokens"] = read_manifest(join(text, "tokens"), "tokens")
         if any(encoded_by(manifest) != encoded_by(parts["items"]) for manifest in parts.values()):
@@ -109,7 +120,6 @@ class SearchCatalogue:
             widths = ", ".join(f"{name} {matrix.shape[1]}" for name, matrix in vectors.items())
             raise UserError(f"the text of {text} has several widths ({widths}); run jobs.encode again")
         joint = "joint" in pairs.column_names
-        hashes = {"sequences": sequences.hash, **{name: manifest.hash for name, manifest in made.items()}}
         features = len(sequences.info["features"])
         mean, std = torch.zeros(features), torch.ones(features)
         if scale:
@@ -124,7 +134,7 @@ class SearchCatalogue:
             joint=vectors_of(pairs, "joint", len(key), join(text, "pairs"))[order] if joint else None,
             feature_mean=mean,
             feature_std=std,
-            hashes=hashes | {f"text_{name}": parts[name].hash for name in ("items", "queries", "pairs")},
+            hashes=hashes,
             documents=load_documents(join(text, "tokens"), made["items"]),
         )
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models import ranking_metrics
 from models.ranking_metrics import EXAMPLES, NAMES, ranking_means, ranking_sums
 
 
@@ -33,3 +34,8 @@ def means(sums: dict[str, Any]) -> dict[str, float]:
     """Metrics from the sums of all batches and workers."""
     prefixes = [name.removesuffix("histogram") for name in sums if name.endswith("histogram")]
     return {name: value for prefix in prefixes for name, value in ranking_means(sums, prefix).items()}
+
+
+def summary(metrics: dict[str, float]) -> list[str]:
+    """What is told of every label."""
+    return ranking_metrics.summary(metrics, ("gauc", "auc", "log_loss", "normalised_entropy"))

@@ -39,6 +39,7 @@ import torch
 from numpy.typing import NDArray
 
 from models import checkpoint, registry
+from models.families import SEARCH
 from models.fit import to_device
 from models.scores import check_finite
 from models.search.data import SearchExamples, read_part, runs, search_manifest, starts
@@ -327,7 +328,7 @@ def replay(
 ) -> Replay:
     """Replays the split under the checkpoint at `uri`; lifts are over `base`, a checkpoint, or the logged order."""
     name = checkpoint.read(uri).name
-    if registry.find(name).family is not registry.SEARCH:
+    if registry.find(name).family is not SEARCH:
         raise UserError(f"--replay ranks what searches showed and the model '{name}' does not; leave it out")
     sequences, device = join(tables, "sequences"), torch.device(device)
     log = read_log(sequences, split)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
 
 from models import registry
+from models.families import TEXT
 from models.retrieval.data import Catalogue
 from models.search.data import SearchCatalogue
 from models.tables import UserError
@@ -25,7 +28,7 @@ def test_every_search_model_builds_from_its_config_and_round_trips(name):
     config = registry.config_from_dict({"name": name, "dropout": 0.2})
     assert registry.config_from_dict(registry.config_to_dict(config)) == config
     assert registry.resolve(config, None) == config
-    assert entry.extra == "text"
+    assert entry.extra is TEXT
     small = registry.config_from_dict({"name": name, **({} if name == "base" else {"width": 24, "num_layers": 1})})
     text, keys = torch.randn(2, 4), torch.arange(2)
     scale = {"feature_mean": torch.zeros(1), "feature_std": torch.ones(1)}
@@ -40,11 +43,8 @@ def test_every_search_model_builds_from_its_config_and_round_trips(name):
     }  # fmt: skip
     with torch.no_grad():
         assert model.score(batch).shape == (2, 1)
-        sums = entry.family.measure(model, batch)
-    assert entry.family.means(sums)["requests"] == 1
-
-
-ENCODERS = ["sid_mlp_pp_encoder"]
+        sums = entry.measured.measure(model, batch)
+    assert entry.measured.means(sums)["requests"] == 1
 
 
 @pytest.mark.parametrize("name", RETRIEVAL)
@@ -61,13 +61,13 @@ def test_every_model_builds_from_its_own_defaults_and_round_trips(name):
         "target": torch.tensor([2]),
     }
     assert config.max_history >= 1
-    if name in ENCODERS:  # stage 1 of SID-MLP++ ranks nothing
+    if not entry.ranks:  # stage 1 of SID-MLP++
         assert not hasattr(model, "recommend")
-        assert hasattr(model, "measure")
         return
     items, scores = model.eval().recommend(batch, 3)
     assert sorted(items[0].tolist()) == [0, 1, 2]
     assert scores.shape == (1, 3)
+    assert set(registry.recommend_options(name)) == set(inspect.signature(model.recommend).parameters) - {"batch", "k"}
     assert entry.gradient != hasattr(model, "fit_counts")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,15 +22,12 @@ def test_a_limited_validation_takes_that_many_rows_of_all_lengths(tmp_path: Path
     setup = set_up(SASREC, FitConfig(), tables)
     seen: list[int] = []
 
-    class Counting:
-        def measure(self, batch: dict[str, torch.Tensor]) -> dict[str, float]:
-            assert len(batch["history"]) > 0
-            seen.extend(batch["history_length"].tolist())
-            return {"examples": float(len(batch["history"]))}
+    def count_rows(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, float]:
+        assert len(batch["history"]) > 0
+        seen.extend(batch["history_length"].tolist())
+        return {"examples": float(len(batch["history"]))}
 
-        def eval(self) -> None:
-            pass
-
-    sums, count, _ = score(Counting(), setup.entry.family, setup.val, batch_size=8, device=setup.device, limit=limit)
+    measured = replace(setup.entry.measured, measure=count_rows)
+    sums, count, _ = score(setup.model, measured, setup.val, batch_size=8, device=setup.device, limit=limit)
     assert count == sums["examples"] == len(seen) == min(limit, 60)
     assert {min(seen), max(seen)} == {min(setup.val.lengths), max(setup.val.lengths)}

@@ -19,6 +19,7 @@ from training_tables import write_tables
 
 from models import checkpoint, registry
 from models.fit import EpochEvent, FitConfig, fit
+from models.retrieval import sid_mlp_pp
 from models.retrieval.backbones.mlp import EncoderSizes, MlpBackbone
 from models.retrieval.data import PAD, Catalogue
 from models.retrieval.search.export import export_student, load_exported
@@ -185,9 +186,12 @@ def test_stage_1_measures_the_error_over_real_tokens_however_the_rows_are_batche
     mse = (states - targets)[real].square().mean().item()
     variance = (targets[real] - targets[real].mean(0)).square().mean().item()
     assert model(batch)["loss"].item() == pytest.approx(mse, rel=1e-5)
-    parts = [model.measure({name: value[rows] for name, value in batch.items()}) for rows in ([0, 3], [1], [2, 4])]
+    parts = [
+        sid_mlp_pp.measure(model, {name: value[rows] for name, value in batch.items()})
+        for rows in ([0, 3], [1], [2, 4])
+    ]
     total = {name: sum(part[name] for part in parts) for name in parts[0]}
-    means = model.means(total)
+    means = sid_mlp_pp.means(total)
     assert means["mse"] == pytest.approx(mse, rel=1e-5)
     assert means["neg_mse"] == -means["mse"]
     assert means["r2"] == pytest.approx(1 - mse / variance, rel=1e-5)

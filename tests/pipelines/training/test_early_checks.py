@@ -60,7 +60,7 @@ def test_a_search_metric_is_known_by_its_labels(tmp_path: Path) -> None:
     tables, text = write_search(tmp_path)
     with pytest.raises(UserError, match=re.escape("fit.metric is 'ndcg@10'")) as caught:
         train(
-            model={"name": "base"}, fit=FIT, ray_options=RayOptions(), tables=tables, sids=text,
+            model={"name": "base"}, fit=FIT, ray_options=RayOptions(), tables=tables, extra=text,
             storage=str(tmp_path / "runs"), name="early", start=lambda: pytest.fail("Ray was started"),
         )  # fmt: skip
     assert "known are gauc, " in str(caught.value)

@@ -1,0 +1,115 @@
+"""What the models of a family share: how tables become batches, what is measured and how it is told.
+
+    find("tiger").family.catalogue(tables, sids)
+
+Code outside asks these fields and never which family it has. What a single model does otherwise stands in its row of
+`models/registry.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from models.actions import metrics as actions_metrics
+from models.actions.base import ActionsModel
+from models.actions.batch import ActionsCatalogue
+from models.actions.data import ActionsExamples
+from models.fit import Sums
+from models.retrieval import metrics as retrieval_metrics
+from models.retrieval.data import Catalogue, Examples
+from models.search import metrics as search_metrics
+from models.search.data import SearchCatalogue, SearchExamples
+
+
+@dataclass(frozen=True)
+class Extra:
+    """A folder that a model needs beside the tables."""
+
+    option: str
+    """Option of the commands that take it."""
+    holds: str
+    """What it holds, in words."""
+    job: str
+    """The job that makes it."""
+
+
+SIDS = Extra("sids", "semantic IDs", "jobs.tokenize")
+TEXT = Extra("text", "text embeddings", "jobs.encode")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a validation or an evaluation finds."""
+
+    measure: Callable[..., Sums]
+    """`measure(model, batch, **options)`: sums over a batch that add up to the metrics."""
+    means: Callable[[Sums], dict[str, float]]
+    """Metrics from the sums of all batches and workers."""
+    names: Callable[[Any], list[str]]
+    """`names(catalogue)`: names of what `means` gives."""
+    summary: Callable[[dict[str, float]], list[str]]
+    """Lines that tell the metrics of an evaluation."""
+    shown: tuple[str, ...]
+    """Metrics of a training's best epoch that are printed."""
+
+
+class LoadExamples(Protocol):
+    """How a family's batches are made: see `Examples.load` of the families' `data.py`."""
+
+    def __call__(
+        self, sequences_uri: str, split: Any, *, unit: Any = ..., max_history: int = ..., rank: int = 0, world: int = 1
+    ) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the models of one family share."""
+
+    name: str
+    """Folder under `models/`, and the kind of request of its tables."""
+    catalogue: Callable[[str, str | None], Any]
+    """`catalogue(tables, extra)` gives what models are built on."""
+    hashes: Callable[[str, str | None], dict[str, str]]
+    """Hashes of the tables that a catalogue comes from, from their manifests alone."""
+    examples: LoadExamples
+    """`examples(sequences, split, unit=, max_history=)` gives the batches."""
+    measured: Measured
+    """What is measured."""
+    ranks: Literal["catalogue", "candidates"]
+    """What its models rank: all items after a history, or what a request shows (`model.score(batch)`)."""
+    eval_unit: str = "request"
+    """What a row of an evaluation batch is; `user` where all candidates of a user are one request."""
+    extra: Extra | None = None
+    """The folder that all its models need beside the tables."""
+    parts: Callable[[Any], dict[str, int]] | None = None
+    """Learned numbers of a model by part, where a training says them."""
+    served: bool = False
+    """Whether every training logs its model to MLflow; those of others are logged when they are registered."""
+
+
+RETRIEVAL = Family(
+    "retrieval", Catalogue.load, Catalogue.hashes_of, Examples.load,
+    Measured(
+        retrieval_metrics.measure, retrieval_metrics.metric_means, retrieval_metrics.names, retrieval_metrics.summary,
+        shown=("recall@10", "ndcg@10"),
+    ),
+    ranks="catalogue", served=True,
+)  # fmt: skip
+SEARCH = Family(
+    "search", SearchCatalogue.load, SearchCatalogue.hashes_of, SearchExamples.load,
+    Measured(
+        search_metrics.measure, search_metrics.means, search_metrics.names, search_metrics.summary,
+        shown=("gauc", "auc"),
+    ),
+    ranks="candidates", extra=TEXT,
+)  # fmt: skip
+ACTIONS = Family(
+    "actions", ActionsCatalogue.load, ActionsCatalogue.hashes_of, ActionsExamples.load,
+    Measured(
+        actions_metrics.measure, actions_metrics.means, actions_metrics.names, actions_metrics.summary,
+        shown=("eval_loss", "mean/normalised_entropy", "mean/auc"),
+    ),
+    ranks="candidates", eval_unit="user", parts=ActionsModel.parameter_counts,
+)  # fmt: skip
