@@ -16,7 +16,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -43,7 +43,19 @@ if not os.environ.get("RAY_ADDRESS"):  # a local Ray is for its user alone; read
 Config = TypeVar("Config")
 
 
-def build_parser(config: type, job: str, groups: dict[str, type]) -> ArgumentParser:
+@dataclass(frozen=True)
+class Option:
+    """An option that is no field of a job's dataclass."""
+
+    name: str
+    """On the command line and in files."""
+    type: Any
+    """Type of its value, or None where it is not given."""
+    help: str
+    """One line."""
+
+
+def build_parser(config: type, job: str, groups: dict[str, type], options: Sequence[Option] = ()) -> ArgumentParser:
     """Options of the dataclass `config`; `groups` adds dataclasses under a name, as `--name.field`."""
     parser = ArgumentParser(
         prog=f"python -m jobs.{job}",
@@ -53,9 +65,12 @@ def build_parser(config: type, job: str, groups: dict[str, type]) -> ArgumentPar
         allow_abbrev=False,
     )
     parser.add_argument("--config", action="config", help="YAML file with the options below; the line wins over it")
-    parser.add_class_arguments(config, fail_untyped=True, skip=set(groups))
+    skipped = {*groups, *(["options"] if options else [])}
+    parser.add_class_arguments(config, fail_untyped=True, skip=skipped)
     for name, group in groups.items():
         parser.add_class_arguments(group, name, fail_untyped=True)
+    for option in options:
+        parser.add_argument(f"--{option.name}", type=option.type, default=None, help=option.help)
     return parser
 
 
@@ -116,16 +131,21 @@ def config_paths(argv: Sequence[str]) -> list[str]:
 
 
 def parse(
-    config: type[Config], job: str, argv: Sequence[str] | None = None, groups: dict[str, type] | None = None
+    config: type[Config],
+    job: str,
+    argv: Sequence[str] | None = None,
+    groups: dict[str, type] | None = None,
+    options: Sequence[Option] = (),
 ) -> Config:
-    """The options of a command line as an instance of `config`; `groups` are passed to it by name.
+    """The options of a command line as an instance of `config`; `groups` are passed to it by name, and those of
+    `options` that are given as its mapping `options`.
 
     Raises UserError for an unknown key (with the nearest one), a wrong type, or a value that the
     dataclass refuses.
     """
     argv = _complete_flags(list(sys.argv[1:] if argv is None else argv), config)
     groups = groups or {}
-    parser = build_parser(config, job, groups)
+    parser = build_parser(config, job, groups, options)
     for path in config_paths(argv):
         _check_config_keys(path, parser)
     try:
@@ -138,6 +158,8 @@ def parse(
         for name, group in groups.items():
             value = arguments[name]
             arguments[name] = value if isinstance(value, group) else group(**vars(value))
+        if options:
+            arguments["options"] = {one.name: values[one.name] for one in options if values[one.name] is not None}
         return config(**arguments)
     except (ArgumentError, ValueError, TypeError, KeyError) as error:
         raise UserError(_explain(error, parser)) from error

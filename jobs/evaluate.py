@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any, Literal, get_type_hints
+
+from docstring_parser import parse_from_object
 
 from jobs import cli
+from models import registry
 from models.tables import reach
 from pipelines.data.tables import check_can_write, check_place
-from pipelines.evaluation.ranking import CUTOFFS, Result, device_of, evaluate, find_checkpoint, record
+from pipelines.evaluation.ranking import Result, device_of, evaluate, find_checkpoint, record
 from pipelines.training.run import absolute
-
-OPTIONS = ("decoder", "beam", "constrained", "path", "scores")
-"""Options of a model's `recommend`."""
 
 
 @dataclass
@@ -46,16 +46,8 @@ class Config:
     """Write a SID-MLP or SID-MLP++ to this file as a program of torch.export, checked to rank as the model does."""
     k: int = 20
     """Items per user of --batch_inference and --export."""
-    decoder: str | None = None
-    """TIGER: shared_kv, hf or hf_nocache; by default the checkpoint's own."""
-    beam: int | None = None
-    """Beams, of models that decode semantic IDs; by default the checkpoint's own, as all of these."""
-    constrained: bool | None = None
-    """Whether decoding semantic IDs keeps to the catalogue's trie."""
-    path: Literal["fast", "plain"] | None = None
-    """SID-MLP: the walk that shares work, or the definition."""
-    scores: Literal["children", "codebook"] | None = None
-    """SID-MLP: probabilities of a code among the valid children of its prefix, or in its codebook."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """What the model's `recommend` takes (`models/retrieval/search_options.py`); by default the checkpoint's own."""
     item_shift: bool = False
     """Also measure on targets first seen after the global 80% and 90% timestamp (App. E.3 of SID-MLP)."""
     replay: bool = False
@@ -88,7 +80,7 @@ class Config:
         if self.item_shift and self.batch_inference:
             raise ValueError("item_shift is true, but batch_inference measures nothing; run jobs.evaluate twice")
         if self.export:
-            given = [name for name in (*OPTIONS, "batch_inference") if getattr(self, name) is not None]
+            given = [*self.options, *(["batch_inference"] if self.batch_inference else [])]
             given += ["item_shift"] if self.item_shift else []
             if given:
                 raise ValueError(
@@ -107,18 +99,25 @@ def parse(job: str, argv: Sequence[str] | None = None) -> Config:
 
     words = list(sys.argv[1:] if argv is None else argv)
     spelled = [word.replace("--batch-inference", "--batch_inference", 1) for word in words]
-    return cli.parse(Config, job, spelled)
+    return cli.parse(Config, job, spelled, options=model_options())
 
 
-def item_shift_lines(metrics: dict[str, float]) -> list[str]:
-    """A line for each subset of new items."""
-    lines = []
-    for name in sorted(key.split("/")[0] for key in metrics if key.endswith("/examples")):
-        found = f"{metrics[f'{name}/examples']:,.0f} requests"
-        if f"{name}/ndcg@10" in metrics:
-            found += "".join(f", {metric} {metrics[f'{name}/{metric}']:.4f}" for metric in ("recall@10", "ndcg@10"))
-        lines.append(f"  {name}  {found}")
-    return lines
+def model_options() -> list[cli.Option]:
+    """What any model's `recommend` takes, with the models that take it."""
+    takers: dict[str, list[str]] = {}
+    declared: dict[str, tuple[Any, str]] = {}
+    for name, entry in registry.MODELS.items():
+        for kind in entry.recommends.__mro__ if entry.recommends else ():
+            if is_dataclass(kind):
+                types = get_type_hints(kind)
+                for param in parse_from_object(kind).params:
+                    if param.arg_name in vars(kind).get("__annotations__", {}):
+                        declared.setdefault(param.arg_name, (types[param.arg_name], param.description or ""))
+                        takers.setdefault(param.arg_name, []).append(name)
+    return [
+        cli.Option(name, type_, f"{text} Of {', '.join(takers[name])}; by default the checkpoint's own.")
+        for name, (type_, text) in declared.items()
+    ]
 
 
 def replay_of(config: Config, result: Result) -> list[str]:
@@ -134,35 +133,19 @@ def replay_of(config: Config, result: Result) -> list[str]:
     return found.lines()
 
 
-def asked(result: Result) -> str:
-    """How many requests were ranked, and whose they are; in a log of actions a user's candidates are one request."""
-    users = f"{result.users:,} users"
-    return users if "eval_loss" in result.metrics else f"{result.examples:,} requests of {users}"
-
-
-def print_ranking(result: Result) -> None:
-    """What a model that scores candidates was found to do, label by label."""
-    found, kinds = result.metrics, ["gauc", "auc", "log_loss", "normalised_entropy"]
-    kinds += ["calibration"] if "eval_loss" in found else []
-    who = "users" if "eval_loss" in found else "requests"  # in a log of actions all candidates of a user are one
-    print(f"{result.model} on {result.split}: {asked(result)}, seed {result.seed}")
-    prefixes = sorted(name.removesuffix("requests_one_class") for name in found if name.endswith("requests_one_class"))
-    width = max(10, *(len(prefix) + 1 for prefix in prefixes))
-    for prefix in prefixes:
-        print(f"  {prefix:<{width}}" + "  ".join(f"{name} {found[prefix + name]:.4f}" for name in kinds))
-        one, all_ = (int(found[prefix + name]) for name in ("requests_one_class", "requests"))
-        print(f"  {'':<{width}}{one:,} of {all_:,} {who} have one class and no part in gauc")
-    if "eval_loss" in found:
-        both = (
-            f"{found['mean/normalised_entropy']:.4f} ({found['mean/normalised_entropy_train']:.4f} by training rates)"
-        )
-        print(f"  loss over tasks {found['eval_loss']:.4f}, mean normalised entropy {both}")
+def summary(result: Result, replayed: list[str]) -> list[str]:
+    """What was found, with the lines of a replay."""
+    entry = registry.find(result.model)
+    users = f"{result.users:,} users"  # where a row is a user, all candidates of one are one request
+    asked = users if entry.family.eval_unit == "user" else f"{result.examples:,} requests of {users}"
+    return [
+        f"{result.model} on {result.split}: {asked}, seed {result.seed}", *entry.measures.summary(result), *replayed
+    ]  # fmt: skip
 
 
 def run(config: Config) -> Result | None:
     """Evaluates and prints, or writes recommendations."""
     reach(config.checkpoint, config.tables, config.sids, config.text)  # what does not answer is said before Ray starts
-    options = {name: getattr(config, name) for name in OPTIONS}
     if config.export:
         from pipelines.serving.export import export
 
@@ -182,7 +165,7 @@ def run(config: Config) -> Result | None:
         cli.start_ray()
         manifest, already = recommend_all(
             config.checkpoint, config.tables, config.sids, config.batch_inference, k=config.k,
-            batch_size=config.batch_size, actors=config.shards, device=config.device, options=options,
+            batch_size=config.batch_size, actors=config.shards, device=config.device, options=config.options,
             overwrite=config.overwrite,
         )  # fmt: skip
         what = "is there already, from the same checkpoint and tables; nothing to do" if already else "written"
@@ -194,26 +177,11 @@ def run(config: Config) -> Result | None:
         cli.start_ray()
     result, about = evaluate(
         config.checkpoint, config.tables, config.text or config.sids, split=config.split, batch_size=config.batch_size,
-        shards=config.shards, device=config.device, options=options, item_shift=config.item_shift,
+        shards=config.shards, device=config.device, options=config.options, item_shift=config.item_shift,
         remote=remote,
     )  # fmt: skip
     replayed = replay_of(config, result) if config.replay else []
-    if any(name.endswith("requests_one_class") for name in result.metrics):
-        print_ranking(result)
-        for line in replayed:
-            print(line)
-    elif "recall@10" not in result.metrics:  # what is no recommender yet, such as an encoder
-        print(f"{result.model} on {result.split}: {asked(result)}, seed {result.seed}")
-        print("  " + "  ".join(f"{name} {value:.6g}" for name, value in result.metrics.items()))
-    else:
-        print(f"{result.model} on {result.split}: {asked(result)}, seed {result.seed}")
-        print("  K       " + "".join(f"{k:>9}" for k in CUTOFFS))
-        for metric in ("recall", "ndcg"):
-            print(f"  {metric:<8}" + "".join(f"{result.metrics[f'{metric}@{k}']:9.4f}" for k in CUTOFFS))
-        for line in item_shift_lines(result.metrics):
-            print(line)
-        left_out = f"{result.skipped:,} requests without history left out"
-        print(f"  {result.users_per_s:,.0f} requests/s on {result.device}; {left_out}")
+    print("\n".join(summary(result, replayed)))
     place = record(result, about, config.tracking_uri)  # after the figures, which MLflow need not be there for
     print(f"  written to  {place}")
     if about.tracking:

@@ -104,7 +104,7 @@ class Place:
 def measure(config: Config, place: Place, steps: Steps, trained: Trained, epochs: int) -> None:
     """Trains a model, by at most `epochs` where it is trained by gradient, and evaluates it on test."""
     entry, name = registry.find(trained.model), trained.name or trained.model
-    where = ["--tables", place.tables, *([f"--{entry.extra}", place.extra] if entry.extra else [])]
+    where = ["--tables", place.tables, *([f"--{entry.extra.name}", place.extra] if entry.extra else [])]
     options = [*trained.options, *(["--model.teacher", f"{place.runs}/{trained.teacher}"] if trained.teacher else [])]
     if entry.gradient:
         most = -(-epochs // 2) if trained.teacher else epochs

@@ -17,6 +17,7 @@ from typing import Any
 from jobs import cli
 from models import registry
 from models.config import read_yaml
+from models.families import TEXT
 from models.fit import FitConfig
 from models.tables import UserError, reach
 from pipelines import tracking
@@ -111,7 +112,7 @@ def run(config: Config) -> Trained:
         fit=config.fit,
         ray_options=config.ray,
         tables=config.tables,
-        sids=config.text if extra == "text" else config.sids,
+        extra=config.text if extra == TEXT else config.sids,
         storage=config.storage,
         name=config.name,
         tracking_uri=config.tracking_uri,
@@ -129,7 +130,7 @@ def run(config: Config) -> Trained:
     names = [name for name in SHOWN if name in best.metrics] or [name for name in best.metrics if name.endswith("@10")]
     names = names or list(best.metrics)
     shown = "  ".join(f"{name} {best.metrics[name]:.4f}" for name in names)
-    beside = f" --{extra} {getattr(config, extra)}" if extra else ""
+    beside = f" --{extra.name} {config.text if extra == TEXT else config.sids}" if extra else ""
     print(
         f"  best epoch  {best.epoch}: {shown} on val\n"
         f"  checkpoint  {trained.checkpoint}\n"

@@ -6,7 +6,6 @@ model = entry.build(entry.config(), catalogue)
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -15,60 +14,31 @@ from typing import Any
 from torch import nn
 
 from models import checkpoint
-from models.actions import metrics as actions_metrics
 from models.actions.attn_dhn import AttnDHN, AttnDHNConfig
 from models.actions.attn_lfa import AttnLFA, AttnLFAConfig
 from models.actions.attn_mvp import AttnMVP, AttnMVPConfig, AttnMVPNoLFAConfig
-from models.actions.batch import ActionsCatalogue
-from models.actions.data import ActionsExamples
 from models.actions.genrank import GenRank, GenRankConfig
 from models.actions.interleaved import Interleaved, InterleavedConfig
 from models.actions.lac import LAC, LACConfig
 from models.checkpoint import Checkpoint
 from models.config import check_known, hint
-from models.fit import Sums
+from models.families import ACTIONS, RETRIEVAL, SEARCH, Extra, Family, Measures
 from models.matmul import use_exact_onednn
-from models.retrieval import metrics, sid_mlp_pp
-from models.retrieval.data import Catalogue, Examples
+from models.retrieval import sid_mlp_pp
 from models.retrieval.popularity import Popularity, PopularityConfig
 from models.retrieval.sasrec import SASRec, SASRecConfig
+from models.retrieval.search_options import NoOptions, SidMlpOptions, TigerOptions
 from models.retrieval.sid_mlp import SidMlp, SidMlpConfig, teach
 from models.retrieval.teacher import remember
 from models.retrieval.teacher import resolve as resolve_teacher
 from models.retrieval.tiger import Tiger, TigerConfig
 from models.search import hllm, sequence
-from models.search import metrics as search_metrics
 from models.search.base import Base, BaseConfig
-from models.search.data import SearchCatalogue, SearchExamples
 from models.search.hllm import HLLM, HLLMConfig
 from models.search.hstu import HSTUConfig, HSTURanker
 from models.search.qgs import QGS, QGSConfig
+from models.summaries import plain_lines
 from models.tables import UserError
-
-
-@dataclass(frozen=True)
-class Family:
-    """What the models of one family share."""
-
-    name: str
-    """Folder under `models/`."""
-    catalogue: Any
-    """`catalogue.load(tables, extra)` gives what models are built on; `extra` is what `Entry.extra` names."""
-    examples: Any
-    """`examples.load(sequences, split, unit=, max_history=)` gives the batches."""
-    measure: Callable[..., Sums]
-    """`measure(model, batch, **options)`: sums over a batch that add up to the metrics; a model's own
-    `measure(batch, **options)` goes before it."""
-    means: Callable[[Sums], dict[str, float]]
-    """Metrics from the sums of all batches and workers; a model's own static `means(sums)` goes before it."""
-    metrics: Callable[[Any], list[str]]
-    """`metrics(catalogue)`: names of what `means` gives; a model's own `METRICS` go before it."""
-    eval_unit: str = "request"
-    """What a row of an evaluation batch is."""
-    text: bool = False
-    """Whether its models read the text embeddings of jobs.encode."""
-    served: bool = True
-    """Whether every training logs its model to MLflow; those of others are logged when they are registered."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +57,12 @@ class Entry:
     """False: not trained by gradient; call `fit_counts(batches)` once instead."""
     sids: bool = False
     """Whether it needs semantic IDs."""
+    recommends: type | None = None
+    """Dataclass of what its `recommend(batch, k, **options)` takes; None: it ranks no catalogue."""
+    own_measures: Measures | None = None
+    """How it is measured, where that is not as in its family."""
+    parameter_counts: bool = False
+    """Whether the module's `parameter_counts()` tells its parameters by part."""
     resolve: Callable[[Any, Any], Any] | None = None
     """`resolve(config, catalogue)`: the config with what it takes from checkpoints that it names, such as a
     teacher's sizes. Asked before training; resolving twice changes nothing."""
@@ -98,26 +74,37 @@ class Entry:
     of a worker, given by split; on every worker. Lines that say what it did."""
 
     @property
-    def extra(self) -> str | None:
-        """The folder that it needs beside the tables: `sids`, `text` or none."""
-        return "text" if self.family.text else "sids" if self.sids else None
+    def extra(self) -> Extra | None:
+        """The folder that it needs beside the tables, if any."""
+        return self.family.extra if self.sids or self.family.every_extra else None
+
+    @property
+    def measures(self) -> Measures:
+        """How it is measured."""
+        return self.own_measures or self.family.measures
+
+    @property
+    def ranks(self) -> bool:
+        """Whether it recommends or scores candidates."""
+        return self.recommends is not None or self.family.scores
+
+    @property
+    def options(self) -> list[str]:
+        """Names of what its `recommend` takes; none of a model that ranks no catalogue."""
+        return [field.name for field in fields(self.recommends)] if self.recommends else []
 
 
-RETRIEVAL = Family("retrieval", Catalogue, Examples, metrics.measure, metrics.metric_means, metrics.names)
-SEARCH = Family(
-    "search", SearchCatalogue, SearchExamples, search_metrics.measure, search_metrics.means, search_metrics.names,
-    text=True, served=False,
-)  # fmt: skip
-ACTIONS = Family(
-    "actions", ActionsCatalogue, ActionsExamples, actions_metrics.measure, actions_metrics.means,
-    actions_metrics.names, eval_unit="user", served=False,
-)  # fmt: skip
 GENERATIVE: dict[str, Any] = {"unit": "user", "resolve": sequence.resolve, "teach": sequence.teach}
 
+STAGE_1 = Measures(
+    sid_mlp_pp.SidMlpPpEncoder.measure, sid_mlp_pp.SidMlpPpEncoder.means,
+    lambda catalogue: list(sid_mlp_pp.SidMlpPpEncoder.METRICS), plain_lines,
+)  # fmt: skip
+
 MODELS: dict[str, Entry] = {
-    "popularity": Entry(PopularityConfig, Popularity, RETRIEVAL, unit="request", gradient=False),
-    "sasrec": Entry(SASRecConfig, SASRec, RETRIEVAL, unit="user"),
-    "tiger": Entry(TigerConfig, Tiger, RETRIEVAL, unit="request", sids=True),
+    "popularity": Entry(PopularityConfig, Popularity, RETRIEVAL, unit="request", gradient=False, recommends=NoOptions),
+    "sasrec": Entry(SASRecConfig, SASRec, RETRIEVAL, unit="user", recommends=NoOptions),
+    "tiger": Entry(TigerConfig, Tiger, RETRIEVAL, unit="request", sids=True, recommends=TigerOptions),
     "sid_mlp": Entry(
         SidMlpConfig,
         SidMlp,
@@ -127,6 +114,7 @@ MODELS: dict[str, Entry] = {
         resolve=resolve_teacher,
         teach=teach,
         remember=remember,
+        recommends=SidMlpOptions,
     ),
     "sid_mlp_pp_encoder": Entry(
         sid_mlp_pp.SidMlpPpEncoderConfig,
@@ -137,6 +125,7 @@ MODELS: dict[str, Entry] = {
         resolve=resolve_teacher,
         teach=sid_mlp_pp.teach_encoder,
         remember=remember,
+        own_measures=STAGE_1,
     ),
     "sid_mlp_pp": Entry(
         sid_mlp_pp.SidMlpPpConfig,
@@ -147,18 +136,19 @@ MODELS: dict[str, Entry] = {
         resolve=sid_mlp_pp.resolve,
         teach=sid_mlp_pp.teach,
         remember=remember,
+        recommends=SidMlpOptions,
     ),
     "base": Entry(BaseConfig, Base, SEARCH, unit="user"),
     "hstu": Entry(HSTUConfig, HSTURanker, SEARCH, **GENERATIVE),
     "hllm": Entry(HLLMConfig, HLLM, SEARCH, unit="user", resolve=hllm.resolve, teach=hllm.teach),
     "qgs": Entry(QGSConfig, QGS, SEARCH, **GENERATIVE),
-    "interleaved": Entry(InterleavedConfig, Interleaved, ACTIONS, unit="user"),
-    "attn_lfa": Entry(AttnLFAConfig, AttnLFA, ACTIONS, unit="user"),
-    "attn_mvp": Entry(AttnMVPConfig, AttnMVP, ACTIONS, unit="user"),
-    "attn_mvp_no_lfa": Entry(AttnMVPNoLFAConfig, AttnMVP, ACTIONS, unit="user"),
-    "attn_dhn": Entry(AttnDHNConfig, AttnDHN, ACTIONS, unit="user"),
-    "lac": Entry(LACConfig, LAC, ACTIONS, unit="user"),
-    "genrank": Entry(GenRankConfig, GenRank, ACTIONS, unit="cut"),
+    "interleaved": Entry(InterleavedConfig, Interleaved, ACTIONS, unit="user", parameter_counts=True),
+    "attn_lfa": Entry(AttnLFAConfig, AttnLFA, ACTIONS, unit="user", parameter_counts=True),
+    "attn_mvp": Entry(AttnMVPConfig, AttnMVP, ACTIONS, unit="user", parameter_counts=True),
+    "attn_mvp_no_lfa": Entry(AttnMVPNoLFAConfig, AttnMVP, ACTIONS, unit="user", parameter_counts=True),
+    "attn_dhn": Entry(AttnDHNConfig, AttnDHN, ACTIONS, unit="user", parameter_counts=True),
+    "lac": Entry(LACConfig, LAC, ACTIONS, unit="user", parameter_counts=True),
+    "genrank": Entry(GenRankConfig, GenRank, ACTIONS, unit="cut", parameter_counts=True),
 }
 
 
@@ -171,13 +161,7 @@ def find(name: str) -> Entry:
 
 def metrics_of(entry: Entry, catalogue: Any) -> list[str]:
     """Names of the metrics that a validation of the model gives."""
-    return list(getattr(entry.build, "METRICS", None) or entry.family.metrics(catalogue))
-
-
-def recommend_options(name: str) -> list[str]:
-    """Options of the model's `recommend`; none of a model that ranks no catalogue."""
-    recommend: Any = getattr(find(name).build, "recommend", None)
-    return list(inspect.signature(recommend).parameters)[3:] if recommend else []
+    return list(entry.measures.names(catalogue))
 
 
 def model_config(name: str) -> type:

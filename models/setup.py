@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -73,14 +72,14 @@ class Setup:
         """Sums of the metrics over this rank's validation rows, and their number."""
         limit = -(-self.fit.eval_examples // self.world)
         sums, count, _ = score(
-            model, self.entry.family, self.val, batch_size=self.fit.eval_batch_size, device=self.device,
+            model, self.entry, self.val, batch_size=self.fit.eval_batch_size, device=self.device,
             limit=limit, options=self.fit.eval_options,
         )  # fmt: skip
         return sums, count
 
     def means(self, sums: Sums) -> dict[str, float]:
         """Metrics from the sums of all ranks."""
-        return means_of(self.entry)(sums)
+        return self.entry.measures.means(sums)
 
     def checkpoint(self, **fields: Any) -> Checkpoint:
         """`config.json` of a checkpoint of this run, with `fields` filled in."""
@@ -88,23 +87,33 @@ class Setup:
         return Checkpoint(model=model, fit=vars(self.fit).copy(), hashes=dict(self.catalogue.hashes), **fields)
 
 
-EXTRA = {"sids": ("semantic IDs", "jobs.tokenize"), "text": ("text embeddings", "jobs.encode")}
-"""What models can need beside the tables: in words, and the job that makes it."""
-
-
 def load_catalogue(entry: registry.Entry, name: str, tables: str, extra: str | None) -> Any:
     """The catalogue of a model; UserError where it needs another folder (`entry.extra`) and none is given."""
-    if entry.extra and not extra:
-        what, job = EXTRA[entry.extra]
-        raise UserError(f"the model '{name}' needs {what}; give --{entry.extra} with the folder that {job} made")
-    return entry.family.catalogue.load(tables, extra if entry.extra else None)
+    return entry.family.catalogue.load(tables, needed(entry, name, extra))
+
+
+def table_hashes(entry: registry.Entry, name: str, tables: str, extra: str | None) -> dict[str, str]:
+    """The hashes of a model's catalogue, from manifests alone; UserError as `load_catalogue` for what they tell."""
+    return entry.family.hashes(tables, needed(entry, name, extra))
+
+
+def needed(entry: registry.Entry, name: str, extra: str | None) -> str | None:
+    """The folder beside the tables where the model needs it; UserError where none is given."""
+    if entry.extra is None:
+        return None
+    if not extra:
+        what = entry.extra
+        raise UserError(
+            f"the model '{name}' needs {what.words}; give --{what.name} with the folder that {what.job} made"
+        )
+    return extra
 
 
 def set_up(
     model: dict[str, Any],
     fit: FitConfig,
     tables: str,
-    sids: str | None = None,
+    extra: str | None = None,
     *,
     device: torch.device | str = "cpu",
     rank: int = 0,
@@ -112,10 +121,10 @@ def set_up(
 ) -> Setup:
     """Reads the tables and builds the model that `model` (its `name` and fields) names.
 
-    `sids` is the folder beside the tables that the model needs: that of semantic IDs, or of text embeddings.
+    `extra` is the folder beside the tables that the model needs (`Entry.extra`).
     """
     entry = registry.find(model["name"])
-    catalogue = load_catalogue(entry, model["name"], tables, sids)
+    catalogue = load_catalogue(entry, model["name"], tables, extra)
     check_batch(fit, world)
     device = torch.device(device)
     config = registry.resolve(registry.config_from_dict(model), catalogue)
@@ -135,45 +144,42 @@ def set_up(
         )
     notes = entry.remember(module, config, catalogue, {"train": train, "val": val}) if entry.remember else []
     batches = Batches(train, fit.batch_size // world, fit.seed)
-    if hasattr(train, "padded_share"):
+    if entry.family.bounded:
         notes.append(f"padding: {train.padded_share(batches.batch_size, fit.seed):.1%} of the positions of an epoch")
     return Setup(entry, config, catalogue, module, batches, val, fit, device, world, notes)
 
 
-def means_of(entry: registry.Entry) -> Callable[[Sums], dict[str, float]]:
-    """How the model's sums become metrics: its class's own static `means`, or the family's."""
-    return getattr(entry.build, "means", entry.family.means)
-
-
 def score(
     model: Any,
-    family: registry.Family,
+    entry: registry.Entry,
     examples: Any,
     *,
     batch_size: int,
     device: torch.device,
     limit: int = 0,
     options: dict[str, Any] | None = None,
+    measure: Callable[..., Sums] | None = None,
 ) -> tuple[Sums, int, float]:
     """Measures the model on the examples' rows, in float32: bfloat16 ties scores that are close, and swaps them.
 
     Returns the sums of the metrics, the number of rows, and the seconds spent in measuring. With `limit` it
-    takes that many rows, evenly spread over the lengths of their histories. `options` go to `measure`.
+    takes that many rows, evenly spread over the lengths of their histories. `options` go to `measure`,
+    by default that of the model's row.
     """
     sums: Sums = {}
     count, seconds = 0, 0.0
     model.eval()
-    measure = getattr(model, "measure", None) or partial(family.measure, model)
+    measure = measure or entry.measures.measure
     batches = examples.batches(batch_size)
     if limit and limit < len(examples):
         chosen = np.concatenate(list(batches))[np.linspace(0, len(examples) - 1, limit).astype(np.int64)]
         slices = (chosen[i : i + batch_size] for i in range(0, limit, batch_size))
-        batches = examples.bounded(chosen, batch_size) if hasattr(examples, "bounded") else slices
+        batches = examples.bounded(chosen, batch_size) if entry.family.bounded else slices
     for rows in batches:
         batch = to_device(examples.collate(rows), device)
         began = time.perf_counter()
         with torch.no_grad():
-            part = measure(batch, **(options or {}))
+            part = measure(model, batch, **(options or {}))
         for name, value in part.items():
             number = value if isinstance(value, Histogram) else torch.as_tensor(value, dtype=torch.float64)
             sums[name] = sums.get(name, 0.0) + number.cpu()  # waits for the device
@@ -186,17 +192,23 @@ def check_fit(fit: FitConfig, name: str, catalogue: Any, world: int) -> None:
     """Refuses what can be known to fail before a step is taken: how batches are shared out, the metric, and options
     of the validation that the model `name` does not have. UserError with the nearest name."""
     check_batch(fit, world)
-    known = registry.metrics_of(registry.find(name), catalogue)
+    entry = registry.find(name)
+    known = registry.metrics_of(entry, catalogue)
     if fit.metric not in known:
         raise UserError(
             f"fit.metric is '{fit.metric}', which the model '{name}' does not measure; "
             f"{hint(fit.metric, known)}; known are {', '.join(known)}"
         )
-    options = registry.recommend_options(name)
+    options = entry.options
     for key in fit.eval_options:
         if key not in options:
             what = f"{hint(key, options)}; it takes {', '.join(options)}" if options else "it has none"
             raise UserError(f"fit.eval_options has '{key}', which is no option of '{name}' when recommending; {what}")
+    if entry.recommends:
+        try:
+            entry.recommends(**fit.eval_options)
+        except ValueError as error:
+            raise UserError(f"fit.eval_options: {error}") from error
 
 
 def check_batch(fit: FitConfig, world: int) -> None:

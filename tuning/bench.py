@@ -57,7 +57,7 @@ def bench(tables: str | None, runs: int, threads: int) -> Iterator[Row]:
 
         def trainer(run: int) -> None:
             train(
-                model=MODEL, fit=FitConfig(**FIT), ray_options=options, tables=str(tables), sids=None, storage=folder,
+                model=MODEL, fit=FitConfig(**FIT), ray_options=options, tables=str(tables), extra=None, storage=folder,
                 name=f"trainer-{run}", log_model=False, say=quiet,
             )  # fmt: skip
 

@@ -346,7 +346,7 @@ def short(point: Point) -> str:
 
 def evaluation_options(name: str) -> list[str]:
     """Options of `recommend` that a grid of kind evaluate can vary for a model, and the batch size."""
-    return ["batch_size", *registry.recommend_options(name)]
+    return ["batch_size", *registry.find(name).options]
 
 
 __all__ = ["Grid", "Point", "Scheduler", "Trial", "evaluation_options", "load"]

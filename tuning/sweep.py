@@ -30,7 +30,7 @@ from ray.tune import Callback
 from models import checkpoint, registry
 from models.config import hint
 from models.fit import FitConfig
-from models.setup import check_fit, load_catalogue
+from models.setup import check_fit, load_catalogue, table_hashes
 from models.tables import UserError, join, open_uri
 from models.uri import hide, masked
 from pipelines import credentials, tracking
@@ -363,7 +363,7 @@ def hashes_of(grid: Grid, trials: list[Trial], tables: str, extra: str | None) -
     read = {(evaluated(t)[0] if grid.kind == "evaluate" else t.model["name"], t.extra(extra)) for t in trials}
     found: dict[str, set[str]] = {}
     for name, own in read:
-        for table, value in load_catalogue(registry.find(name), name, tables, own).hashes.items():
+        for table, value in table_hashes(registry.find(name), name, tables, own).items():
             found.setdefault(table, set()).add(value)
     return {
         table: values.pop() if len(values) == 1 else sha256("".join(sorted(values)).encode()).hexdigest()

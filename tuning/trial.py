@@ -102,7 +102,7 @@ def fit(trial: Trial, plan: Plan) -> None:
 
     trained = train(
         model=trial.model, fit=FitConfig(**trial.fit), ray_options=plan.ray, tables=plan.tables,
-        sids=trial.extra(plan.extra), storage=plan.folder, name=trial.name, tracking_uri=plan.uri,
+        extra=trial.extra(plan.extra), storage=plan.folder, name=trial.name, tracking_uri=plan.uri,
         experiment=plan.experiment, parent_run=plan.parent, log_model=False, say=quiet, tags=plan.tags(trial),
         heard=heard, wait=PATIENCE,
     )  # fmt: skip

@@ -75,10 +75,7 @@ class ActionsCatalogue:
 
         Raises UserError where the tables do not belong together.
         """
-        sequences = actions_manifest(join(tables, "sequences"))
-        made = read_manifest(join(tables, "items"), "items")
-        if sequences.inputs.get("items") != made.hash:
-            raise UserError(f"the sequences of {tables} were made from other items; run jobs.prepare again")
+        sequences, _ = manifests_of(tables)
         info, items = sequences.info, read_table(join(tables, "items"), "items")
         if not np.array_equal(items["item_index"].to_numpy(), np.arange(len(items))):
             raise UserError(
@@ -98,7 +95,7 @@ class ActionsCatalogue:
             categories=torch.stack(categories, 1) if categories else torch.zeros(0, dtype=torch.int64),
             viewers=info.get("viewers", {}),
             train_rates=tuple(float(info["base_rates"][task]) for task in info["tasks"]),
-            hashes={"sequences": sequences.hash, "items": made.hash},
+            hashes=hashes(tables),
         )
 
     def __post_init__(self) -> None:
@@ -133,6 +130,20 @@ def actions_manifest(uri: str) -> Manifest:
             f"{uri} holds sequences of kind '{kind}'; models of actions need 'actions' (prepare: kind: actions)"
         )
     return manifest
+
+
+def manifests_of(tables: str) -> tuple[Manifest, Manifest]:
+    """(sequences, items); UserError where they do not belong together."""
+    sequences, items = actions_manifest(join(tables, "sequences")), read_manifest(join(tables, "items"), "items")
+    if sequences.inputs.get("items") != items.hash:
+        raise UserError(f"the sequences of {tables} were made from other items; run jobs.prepare again")
+    return sequences, items
+
+
+def hashes(tables: str, extra: str | None = None) -> dict[str, str]:
+    """Those of `ActionsCatalogue.load(tables)`, from manifests alone."""
+    sequences, items = manifests_of(tables)
+    return {"sequences": sequences.hash, "items": items.hash}
 
 
 def dense(column: pa.ChunkedArray) -> Tensor:

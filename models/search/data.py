@@ -84,16 +84,8 @@ class SearchCatalogue:
         """
         if text is None:
             raise UserError("search models read text; give --text with the folder that jobs.encode made")
-        sequences = search_manifest(join(tables, "sequences"))
-        made = {name: read_manifest(join(tables, name), name) for name in ("items", "queries")}
-        parts = {name: read_manifest(join(text, name)) for name in ("items", "queries", "pairs")}
-        expected = {"pairs": ("sequences", sequences.hash), **{name: (name, made[name].hash) for name in made}}
-        if any(parts[name].inputs.get(table) != hash_ for name, (table, hash_) in expected.items()):
-            raise UserError(f"the text of {text} was made from other tables than {tables}; run jobs.encode again")
-        if has_manifest(join(text, "tokens")):
-            parts["tokens"] = read_manifest(join(text, "tokens"), "tokens")
-        if any(encoded_by(manifest) != encoded_by(parts["items"]) for manifest in parts.values()):
-            raise UserError(f"the tables of {text} were encoded with several settings; run jobs.encode again")
+        made, parts = manifests_of(tables, text)
+        sequences = made["sequences"]
         items, queries = made["items"].rows, made["queries"].rows
         pairs = read_table(join(text, "pairs"))
         key = pair_key(as_numpy(pairs["item_index"]), as_numpy(pairs["query_index"]), queries)
@@ -109,7 +101,6 @@ class SearchCatalogue:
             widths = ", ".join(f"{name} {matrix.shape[1]}" for name, matrix in vectors.items())
             raise UserError(f"the text of {text} has several widths ({widths}); run jobs.encode again")
         joint = "joint" in pairs.column_names
-        hashes = {"sequences": sequences.hash, **{name: manifest.hash for name, manifest in made.items()}}
         features = len(sequences.info["features"])
         mean, std = torch.zeros(features), torch.ones(features)
         if scale:
@@ -124,9 +115,36 @@ class SearchCatalogue:
             joint=vectors_of(pairs, "joint", len(key), join(text, "pairs"))[order] if joint else None,
             feature_mean=mean,
             feature_std=std,
-            hashes=hashes | {f"text_{name}": parts[name].hash for name in ("items", "queries", "pairs")},
+            hashes=_hashes(made, parts),
             documents=load_documents(join(text, "tokens"), made["items"]),
         )
+
+
+def manifests_of(tables: str, text: str) -> tuple[dict[str, Manifest], dict[str, Manifest]]:
+    """(of the tables, of their text), by name; UserError where they do not belong together."""
+    made = {"sequences": search_manifest(join(tables, "sequences"))}
+    made |= {name: read_manifest(join(tables, name), name) for name in ("items", "queries")}
+    parts = {name: read_manifest(join(text, name)) for name in ("items", "queries", "pairs")}
+    expected = {"pairs": "sequences", "items": "items", "queries": "queries"}
+    if any(parts[name].inputs.get(table) != made[table].hash for name, table in expected.items()):
+        raise UserError(f"the text of {text} was made from other tables than {tables}; run jobs.encode again")
+    if has_manifest(join(text, "tokens")):
+        parts["tokens"] = read_manifest(join(text, "tokens"), "tokens")
+    if any(encoded_by(manifest) != encoded_by(parts["items"]) for manifest in parts.values()):
+        raise UserError(f"the tables of {text} were encoded with several settings; run jobs.encode again")
+    return made, parts
+
+
+def _hashes(made: dict[str, Manifest], parts: dict[str, Manifest]) -> dict[str, str]:
+    text = {f"text_{name}": parts[name].hash for name in ("items", "queries", "pairs")}
+    return {name: manifest.hash for name, manifest in made.items()} | text
+
+
+def hashes(tables: str, text: str | None) -> dict[str, str]:
+    """Those of `SearchCatalogue.load(tables, text)`, from manifests alone."""
+    if text is None:
+        raise UserError("search models read text; give --text with the folder that jobs.encode made")
+    return _hashes(*manifests_of(tables, text))
 
 
 def encoded_by(manifest: Manifest) -> tuple[Any, dict[str, Any]]:
@@ -264,13 +282,37 @@ class SearchExamples(Examples):
             candidates += len(flat)
         if not parts:
             raise UserError(f"{sequences_uri} has no users; check the filters of jobs.prepare")
-        self.columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        self._take({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
+        return self
+
+    @classmethod
+    def of(cls, history: dict[str, NDArray], lengths: NDArray, request: dict[str, NDArray], counts: NDArray) -> Self:
+        """Requests in memory, each with a history and a row of its own, without labels.
+
+        `history` holds item, time, query and history_features, (behaviours, ...) end to end, `lengths` (R,) of each;
+        `request` the request_query (R,) and, end to end, the candidate and features (N, ...), `counts` (R,) of each.
+        """
+        self = cls("request", max(1, int(lengths.max(initial=1))), 0, 1)
+        self.rows_per_rank, self.skipped = np.array([len(lengths)]), 0
+        number, none = np.arange(len(lengths)), np.zeros(len(lengths), np.int64)
+        self._take(
+            {
+                **history, **request, "counts": counts, "user_start": starts(lengths), "user_hash": none,
+                "user_row": number, "owner": number, "begin": none, "end": lengths, "first": none == 0,
+                "request": number, "request_time": none, "candidate_start": starts(counts),
+                "position": np.zeros(len(request["candidate"]), np.int64),
+                "labels": np.zeros((len(request["candidate"]), 0), bool),
+            }
+        )  # fmt: skip
+        return self
+
+    def _take(self, columns: dict[str, NDArray]) -> None:
+        self.columns = columns
         self._owner, self._end = self.columns["owner"], self.columns["end"]
         self._first = np.flatnonzero(self.columns["first"])
         self._count = np.diff(np.append(self._first, len(self._end)))
         self._row_end = np.maximum.reduceat(self._end, self._first) if len(self._first) else self._end[:0]
         self.lengths = self._row_end - self.columns["begin"][self._first]
-        return self
 
     columns: dict[str, NDArray]
     """Of this rank: flat arrays by behaviour, user, request and candidate."""

@@ -17,7 +17,7 @@ import torch
 
 from models import checkpoint, registry
 from models.fit import to_device
-from models.setup import load_catalogue
+from models.setup import load_catalogue, table_hashes
 from models.tables import Manifest, Part, UserError, join, read_manifest, read_table
 from pipelines.data.tables import check_place, check_writable, commit, fingerprint, up_to_date, write_part, writing
 from pipelines.data.tasks import quiet_ray_data
@@ -41,7 +41,7 @@ class Recommender:
     """An actor with the model, that ranks for one part of the users and writes it."""
 
     def __init__(
-        self, uri: str, tables: str, sids: str | None, output: str, k: int, batch_size: int,
+        self, uri: str, tables: str, extra: str | None, output: str, k: int, batch_size: int,
         options: dict[str, Any], device: str, threads: int, users_per_part: int,
     ) -> None:  # fmt: skip
         torch.set_num_threads(threads)
@@ -49,7 +49,7 @@ class Recommender:
         self.batch_size, self.options, self.users_per_part = batch_size, options, users_per_part
         about = checkpoint.read(uri)
         entry = registry.find(about.name)
-        model, _ = registry.load(uri, load_catalogue(entry, about.name, tables, sids))
+        model, _ = registry.load(uri, load_catalogue(entry, about.name, tables, extra))
         self.model: Any = model.to(self.device)
         history = registry.config_from_dict(about.model).max_history
         sequences = join(tables, "sequences")
@@ -94,7 +94,7 @@ class Recommender:
 def recommend_all(
     uri: str,
     tables: str,
-    sids: str | None,
+    extra: str | None,
     output: str,
     *,
     k: int = 20,
@@ -106,19 +106,18 @@ def recommend_all(
     users_per_part: int = USERS_PER_PART,
 ) -> tuple[Manifest, bool]:
     """Writes the table `recommendations` to `output`; (its manifest, whether it was there already)."""
-    uri, tables, sids, output = (
+    uri, tables, extra, output = (
         find_checkpoint(uri),
         absolute(tables),
-        absolute(sids) if sids else None,
+        absolute(extra) if extra else None,
         absolute(output),
     )
     about = checkpoint.read(uri)
     entry = registry.find(about.name)
-    if not hasattr(entry.build, "recommend"):
+    if entry.recommends is None:
         raise UserError(f"the model '{about.name}' ranks no catalogue; give --checkpoint of a model that recommends")
     chosen = recommend_options(about.name, options or {})
-    catalogue = load_catalogue(entry, about.name, tables, sids)
-    checkpoint.check(about, uri, catalogue.hashes)
+    checkpoint.check(about, uri, table_hashes(entry, about.name, tables, extra))
     users = read_manifest(join(tables, "sequences"), "sequences").rows
     config = {"k": k, "users_per_part": users_per_part, "model": about.model, **chosen}
     inputs = {
@@ -132,7 +131,7 @@ def recommend_all(
     check_writable(output)
     gpu = takes_gpu(device, actors)
     arguments = (
-        uri, tables, sids, output, k, batch_size, chosen, device, threads_per_worker(0, actors), users_per_part,
+        uri, tables, extra, output, k, batch_size, chosen, device, threads_per_worker(0, actors), users_per_part,
     )  # fmt: skip
     quiet_ray_data()
     with writing(output):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,8 @@ from mlflow.exceptions import MlflowException
 
 from models import checkpoint, registry
 from models.checkpoint import Checkpoint
-from models.retrieval.metrics import CUTOFFS, add_sums
-from models.setup import load_catalogue, means_of, score
+from models.retrieval.metrics import add_sums
+from models.setup import load_catalogue, score
 from models.tables import UserError, join, read_manifest
 from pipelines import tracking
 from pipelines.data.tables import write_file
@@ -76,16 +76,17 @@ def find_checkpoint(uri: str) -> str:
 def recommend_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """Those options that were given; UserError where the model has no such option."""
     chosen = {key: value for key, value in given.items() if value is not None}
-    known = registry.recommend_options(name)
+    entry = registry.find(name)
+    known = entry.options
     for key in chosen:
         if key not in known:
             takes = f"it takes {', '.join(known)}" if known else "it takes none"
             raise UserError(f"the model '{name}' has no option --{key} when recommending; {takes}")
-    if chosen.get("beam", 1) < 1:
-        raise UserError(f"--beam is {chosen['beam']}, the least is 1; give the prefixes to keep at each code")
-    for key in ("path", "scores"):
-        if key in chosen and chosen.get("constrained") is False:
-            raise UserError(f"--{key} is of the search in the trie, and --constrained is false; leave one of them out")
+    if entry.recommends:
+        try:
+            entry.recommends(**chosen)
+        except ValueError as error:
+            raise UserError(f"--{error}") from error
     return chosen
 
 
@@ -115,13 +116,13 @@ def takes_gpu(option: str, at_once: int) -> bool:
 def new_items_of(name: str, tables: str) -> shift.Subsets:
     """The new items of the tables; UserError where the model `name` ranks no catalogue."""
     entry = registry.find(name)
-    if not hasattr(entry.build, "recommend") or hasattr(entry.build, "measure"):
+    if entry.recommends is None:
         raise UserError(f"--item_shift looks at ranked catalogues and the model '{name}' ranks none; leave it out")
     return shift.new_items(join(tables, "sequences"), read_manifest(join(tables, "items"), "items").rows)
 
 
 def rank_shard(
-    uri: str, tables: str, sids: str | None, split: Any, batch_size: int, options: dict[str, Any], device: str,
+    uri: str, tables: str, extra: str | None, split: Any, batch_size: int, options: dict[str, Any], device: str,
     threads: int, subsets: shift.Subsets, shard: tuple[int, int],
 ) -> tuple[dict[str, Any], int, int, float, str, int]:  # fmt: skip
     """(sums, requests, skipped, seconds in recommend, device, users) of shard (rank, world): every `world`-th user."""
@@ -130,7 +131,7 @@ def rank_shard(
         torch.set_num_threads(threads)
     about = checkpoint.read(uri)
     entry = registry.find(about.name)
-    catalogue = load_catalogue(entry, about.name, tables, sids)
+    catalogue = load_catalogue(entry, about.name, tables, extra)
     model, _ = registry.load(uri, catalogue)
     where = device_of(device)
     model = model.to(where)
@@ -138,11 +139,11 @@ def rank_shard(
     examples = entry.family.examples.load(
         join(tables, "sequences"), split, unit=entry.family.eval_unit, max_history=history, rank=rank, world=world
     )
-    family = replace(entry.family, measure=partial(shift.measure, subsets=subsets)) if subsets else entry.family
-    common: dict[str, Any] = {"batch_size": batch_size, "device": where, "options": options}
+    measure = partial(shift.measure, subsets=subsets) if subsets else None
+    common: dict[str, Any] = {"batch_size": batch_size, "device": where, "options": options, "measure": measure}
     if len(examples):
-        score(model, family, examples, limit=min(batch_size, len(examples)), **common)  # warms up
-    sums, count, seconds = score(model, family, examples, **common)
+        score(model, entry, examples, limit=min(batch_size, len(examples)), **common)  # warms up
+    sums, count, seconds = score(model, entry, examples, **common)
     label = torch.cuda.get_device_name() if where.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     return sums, count, examples.skipped, seconds, label, examples.users
 
@@ -150,7 +151,7 @@ def rank_shard(
 def evaluate(
     uri: str,
     tables: str,
-    sids: str | None = None,
+    extra: str | None = None,
     *,
     split: str = "test",
     batch_size: int = 256,
@@ -167,11 +168,11 @@ def evaluate(
     began = time.monotonic()
     if split not in SPLITS:
         raise UserError(f"--split is '{split}', it must be one of {', '.join(SPLITS)}")
-    uri, tables, sids = find_checkpoint(uri), absolute(tables), absolute(sids) if sids else None
+    uri, tables, extra = find_checkpoint(uri), absolute(tables), absolute(extra) if extra else None
     about = checkpoint.read(uri)
     chosen = recommend_options(about.name, options or {})
     subsets = new_items_of(about.name, tables) if item_shift else {}
-    arguments = (uri, tables, sids, split, batch_size, chosen, device)
+    arguments = (uri, tables, extra, split, batch_size, chosen, device)
     if shards == 1 and not remote:
         parts = [rank_shard(*arguments, 0, subsets, (0, 1))]
     else:
@@ -181,7 +182,7 @@ def evaluate(
     if count == 0:
         raise UserError(f"the split '{split}' of {tables} has no request with a history; choose another --split")
     total = add_sums(part[0] for part in parts)
-    metrics = shift.means(total, subsets) if subsets else means_of(registry.find(about.name))(total)
+    metrics = shift.means(total, subsets) if subsets else registry.find(about.name).measures.means(total)
     return (
         Result(
             model=about.name,
@@ -232,6 +233,3 @@ def record(result: Result, about: Checkpoint, tracking_uri: str | None = None) -
                 f"give the --tracking_uri where that run is now, and evaluate again"
             ) from error
     return place
-
-
-__all__ = ["CUTOFFS", "Result", "evaluate", "find_checkpoint", "record"]

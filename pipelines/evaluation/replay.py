@@ -327,7 +327,7 @@ def replay(
 ) -> Replay:
     """Replays the split under the checkpoint at `uri`; lifts are over `base`, a checkpoint, or the logged order."""
     name = checkpoint.read(uri).name
-    if registry.find(name).family is not registry.SEARCH:
+    if not registry.find(name).family.replayed:
         raise UserError(f"--replay ranks what searches showed and the model '{name}' does not; leave it out")
     sequences, device = join(tables, "sequences"), torch.device(device)
     log = read_log(sequences, split)

@@ -29,7 +29,7 @@ ROUNDING = 1e-5
 
 
 def export(
-    uri: str, tables: str, sids: str | None, path: str, *, k: int = 20, batch_size: int = 256, device: str = "auto"
+    uri: str, tables: str, extra: str | None, path: str, *, k: int = 20, batch_size: int = 256, device: str = "auto"
 ) -> int:
     """Writes the program of the checkpoint at `uri` to the file `path`; returns the requests that it was checked on.
 
@@ -37,10 +37,10 @@ def export(
     alone. Raises UserError for a checkpoint that is no student and a path that cannot be written, and
     RuntimeError where program and model disagree on anybody's top k (`differs`); then there is no file.
     """
-    uri, tables, sids = find_checkpoint(uri), absolute(tables), absolute(sids) if sids else None
+    uri, tables, extra = find_checkpoint(uri), absolute(tables), absolute(extra) if extra else None
     about = checkpoint.read(uri)
     entry = registry.find(about.name)
-    loaded, _ = registry.load(uri, load_catalogue(entry, about.name, tables, sids))
+    loaded, _ = registry.load(uri, load_catalogue(entry, about.name, tables, extra))
     model: Any = loaded.to(device_of(device))
     history = registry.config_from_dict(about.model).max_history
     examples = entry.family.examples.load(join(tables, "sequences"), "next", max_history=history)

@@ -41,7 +41,7 @@ def register(run: tracking.RunRef, name: str, metric: str | None = None) -> Mode
         raise UserError(
             f"the run '{found.info.run_name}' at {run.uri} has no checkpoint to register; name a finished one"
         )
-    if not hasattr(entry.build, "recommend" if entry.family is registry.RETRIEVAL else "score"):
+    if not entry.ranks:
         raise UserError(f"the model '{params['model.name']}' ranks nothing, so it is not served; register another")
     if (owner := checkpoint.read(tags["checkpoint"]).tracking.get("run_id")) != run.run_id:
         raise UserError(
@@ -55,8 +55,8 @@ def register(run: tracking.RunRef, name: str, metric: str | None = None) -> Mode
                 return version
     model = tags.get("model")
     if model is None:
-        sids = params.get("sids", "None")
-        model = package.log_model(run, tags["checkpoint"], params["tables"], None if sids == "None" else sids)
+        extra = params.get("sids", "None")
+        model = package.log_model(run, tags["checkpoint"], params["tables"], None if extra == "None" else extra)
         client.set_tag(run.run_id, "model", model)
     kept = {key: value for key, value in tags.items() if key.startswith("table.")}
     kept |= {tracking.WEIGHTS_TAG: weights, RUN_TAG: str(found.info.run_name), "model": params["model.name"]}

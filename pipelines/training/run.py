@@ -103,7 +103,7 @@ def train(
     fit: FitConfig,
     ray_options: RayOptions,
     tables: str,
-    sids: str | None,
+    extra: str | None,
     storage: str,
     name: str,
     tracking_uri: str | None = None,
@@ -122,7 +122,7 @@ def train(
 
     `model` holds the model's `name` and fields. Raises UserError for what the user can mend, before anything
     is started or written where that is possible. `parent_run` is a sweep's MLflow run; `log_model` also
-    stores the best model there, with the tables that it needs to be served. `sids` is the folder that the model
+    stores the best model there, with the tables that it needs to be served. `extra` is the folder that the model
     needs beside the tables (`Entry.extra`).
 
     With `heard` one worker trains in this process, which is told of every checkpoint; a SystemExit that it raises
@@ -131,10 +131,10 @@ def train(
     """
     began = time.monotonic()
     check_name(name)
-    tables, sids, storage = absolute(tables), absolute(sids) if sids else None, absolute(storage)
+    tables, extra, storage = absolute(tables), absolute(extra) if extra else None, absolute(storage)
     model = hide({key: located(value) if key in ENCODERS else value for key, value in model.items()})
     entry = registry.find(model["name"])
-    catalogue = load_catalogue(entry, model["name"], tables, sids)
+    catalogue = load_catalogue(entry, model["name"], tables, extra)
     folder = join(storage, name)
     asked = registry.config_from_dict(model)
     given = registry.config_to_dict(asked)
@@ -146,7 +146,7 @@ def train(
             raise
         model = done["config"]["model"]  # a finished run no longer needs the checkpoints that it was made from
     hashes = catalogue.hashes
-    sids = sids if entry.extra else None
+    extra = extra if entry.extra else None
     workers = ray_options.num_workers if entry.gradient else 1
     check_fit(fit, model["name"], catalogue, workers)
     uri = tracking.resolve_uri(tracking_uri, storage)
@@ -169,17 +169,17 @@ def train(
             experiment = experiment or f"{entry.family.name}/{dataset_name(tables)}"
             opening = tracking.opening(uri, experiment)
             write_record(folder, {"status": "opening", "opening": opening})
-            settings = {**config, "tables": tables, "sids": sids, "ray": asdict(ray_options)}
+            settings = {**config, "tables": tables, "sids": extra, "ray": asdict(ray_options)}
             labels = {**(tags or {}), tracking.KEY_TAG: opening["key"]}
             run = tracking.open_run(
                 uri, experiment, name, storage, config=settings, hashes=hashes, parent=parent_run, tags=labels
             )
-            if sids and entry.sids:  # what the tokenizer measured stands beside what a model makes of its codes
-                tracking.Logger(run).update(figures(read_manifest(join(sids, "sids"), "sids").info, "sids"), 0)
+            if extra and entry.sids:  # what the tokenizer measured stands beside what a model makes of its codes
+                tracking.Logger(run).update(figures(read_manifest(join(extra, "sids"), "sids").info, "sids"), 0)
             created = datetime.now(UTC).isoformat(timespec="seconds")
             record = {
                 "config": config, "hashes": hashes, "tracking": run.to_dict(), "status": "running", "created": created,
-                "tables": tables, "sids": sids, "given": given,
+                "tables": tables, "sids": extra, "given": given,
             }  # fmt: skip
             write_record(folder, record)
         else:
@@ -189,9 +189,9 @@ def train(
                 about = checkpoint.read(join(folder, BEST))
                 return Trained(name, join(folder, BEST), about, run, record["epochs"], 0.0, already=True)
             tracking.reopen(run)
-            record = {**record, "tables": tables, "sids": sids}  # tables may have moved
+            record = {**record, "tables": tables, "sids": extra}  # tables may have moved
 
-        task = Task(model, asdict(fit), tables, sids, run.to_dict(), ray_options.threads, lost_checkpoint(folder))
+        task = Task(model, asdict(fit), tables, extra, run.to_dict(), ray_options.threads, lost_checkpoint(folder))
         try:
             if heard and workers == 1:
                 last = here.carry_out(task, folder, use_gpu, heard, say)

@@ -51,7 +51,7 @@ class Task:
     """Fields of `FitConfig`."""
     tables: str
     """TABLES, absolute or a URI."""
-    sids: str | None
+    extra: str | None
     """SIDS, absolute or a URI."""
     tracking: dict[str, str] | None
     """The MLflow run as `RunRef` fields."""
@@ -109,7 +109,7 @@ def perform(task: Task, place: Place, latest: AbstractContextManager[str | None]
     """Trains, from the checkpoint in the folder `latest` where there is one."""
     torch.set_num_threads(threads_per_worker(task.threads, place.workers_here))
     setup = set_up(
-        task.model, FitConfig(**task.fit), task.tables, task.sids, device=place.device, rank=place.rank,
+        task.model, FitConfig(**task.fit), task.tables, task.extra, device=place.device, rank=place.rank,
         world=place.world,
     )  # fmt: skip
     state, about = restore(setup, task, latest)
@@ -125,7 +125,7 @@ def perform(task: Task, place: Place, latest: AbstractContextManager[str | None]
         )
         for note in setup.notes:
             place.say(note)
-        parts: dict[str, int] = getattr(setup.model, "parameter_counts", dict)()
+        parts: dict[str, int] = setup.model.parameter_counts() if setup.entry.parameter_counts else {}  # type: ignore[operator]
         if parts:
             place.say("parameters: " + ", ".join(f"{name} {number:,}" for name, number in parts.items()))
         if about is not None:

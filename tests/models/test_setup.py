@@ -29,6 +29,8 @@ def test_a_limited_validation_takes_that_many_rows_of_all_lengths(tmp_path: Path
         def eval(self) -> None:
             pass
 
-    sums, count, _ = score(Counting(), setup.entry.family, setup.val, batch_size=8, device=setup.device, limit=limit)
+    sums, count, _ = score(
+        Counting(), setup.entry, setup.val, batch_size=8, device=setup.device, limit=limit, measure=Counting.measure
+    )
     assert count == sums["examples"] == len(seen) == min(limit, 60)
     assert {min(seen), max(seen)} == {min(setup.val.lengths), max(setup.val.lengths)}

@@ -37,8 +37,7 @@ def test_a_run_improves_gauc_and_its_checkpoint_scores_alike(search, tmp_path):
     loaded, about = registry.load(tmp_path / "best", load_catalogue(entry, "qgs", tables, text), "qgs")
     assert not [name for name in loaded.state_dict() if name.startswith("text.pairs")]  # the tables stay where they are
     found = [
-        score(model, entry.family, setup.val, batch_size=5, device=torch.device("cpu"))[0]
-        for model in (setup.model, loaded)
+        score(model, entry, setup.val, batch_size=5, device=torch.device("cpu"))[0] for model in (setup.model, loaded)
     ]
     assert found[0].keys() == found[1].keys()
     one, other = (setup.means(sums) for sums in found)

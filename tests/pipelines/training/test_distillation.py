@@ -41,7 +41,7 @@ class World:
 
     def train(self, model: dict[str, Any], name: str, **options: Any) -> Trained:
         return train(
-            model=model, fit=FIT, ray_options=RayOptions(threads=1), tables=self.tables, sids=self.sids,
+            model=model, fit=FIT, ray_options=RayOptions(threads=1), tables=self.tables, extra=self.sids,
             storage=str(self.folder / "runs"), name=name, log_model=False, say=self.lines.append, **options,
         )  # fmt: skip
 

@@ -64,7 +64,7 @@ def start():
     ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     options = RayOptions(threads=1)
     if what == "run":
-        train(model=model, fit=FitConfig(**fit), ray_options=options, tables=tables, sids=None, storage=storage,
+        train(model=model, fit=FitConfig(**fit), ray_options=options, tables=tables, extra=None, storage=storage,
               name="one", heard=lambda about: None, wait=600)
     else:
         grid = Grid("g", "a test", base={"model": model, "fit": fit}, axes={"fit.lr": [0.01]})
@@ -171,7 +171,7 @@ def test_a_worker_lost_before_its_first_checkpoint_logs_nothing_twice(
     fit: dict[str, Any] = {**FIT, "max_epochs": 3, "eval_every_epochs": 3}
     lines: list[str] = []
     trained = train(
-        model=MODEL, fit=FitConfig(**fit), ray_options=RayOptions(threads=1), tables=tables, sids=None,
+        model=MODEL, fit=FitConfig(**fit), ray_options=RayOptions(threads=1), tables=tables, extra=None,
         storage=str(tmp_path), name="one", log_model=False, say=lines.append,
     )  # fmt: skip
     watch.join(timeout=10)

@@ -33,7 +33,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> str:
 def trained(tables: str, storage: Path, **changes: Any) -> Trained:
     fit = FitConfig(**{**FIT, **changes.pop("fit", {})})
     arguments: dict[str, Any] = {
-        "model": MODEL, "fit": fit, "ray_options": RayOptions(threads=1), "tables": tables, "sids": None,
+        "model": MODEL, "fit": fit, "ray_options": RayOptions(threads=1), "tables": tables, "extra": None,
         "storage": str(storage), "name": "one", "log_model": False,
     }  # fmt: skip
     return train(**{**arguments, **changes})

@@ -49,7 +49,7 @@ class World:
     def again(self, **changes: Any) -> Trained:
         arguments: dict[str, Any] = {
             "model": SASREC, "fit": FIT, "ray_options": RayOptions(num_workers=2, threads=1), "tables": self.tables,
-            "sids": None, "storage": str(self.folder / "runs"), "name": "two", "say": self.lines.append,
+            "extra": None, "storage": str(self.folder / "runs"), "name": "two", "say": self.lines.append,
         }  # fmt: skip
         return train(**{**arguments, **changes})
 
@@ -332,7 +332,7 @@ def test_encoders_are_found_from_the_folder_of_the_command(world: World, monkeyp
     trained = world.again(
         model={"name": "hllm", "pretrained": "bert", "item_tower": "bert", "max_history": 8},
         fit=FitConfig(batch_size=16, max_epochs=1, metric="gauc"), ray_options=RayOptions(threads=1), tables=tables,
-        sids=text, name="hllm", log_model=False,
+        extra=text, name="hllm", log_model=False,
     )  # fmt: skip
     folder = str(world.folder / "search/bert")
     assert (trained.about.model["pretrained"], trained.about.model["item_tower"]) == (folder, folder)
