@@ -129,15 +129,31 @@ class ActionsExamples:
             before += int(kept.sum())
         if not users:
             raise UserError(f"{sequences_uri} has no users; check the filters of jobs.prepare")
-        self.events = {name: np.concatenate([part[name] for part in events]) for name in events[0]}
+        self._take(
+            {name: np.concatenate([part[name] for part in events]) for name in events[0]},
+            *(np.concatenate([part[name] for part in rows]) for name in ("begin", "context", "candidates", "user")),
+        )
+        return self
+
+    @classmethod
+    def of(cls, events: dict[str, NDArray], context: NDArray, candidates: NDArray) -> Self:
+        """Requests in memory: of each the `context` (B,) events before it and then its `candidates` (B,), end to end
+        in `events` as `read_part` gives them."""
+        sizes = context + candidates
+        self = cls("test", "user", max(1, int(context.max(initial=1))), 0, 1)
+        self.rows_per_rank = np.array([len(sizes)])
+        self._take(events, starts(sizes), context, candidates, np.arange(len(sizes)))
+        return self
+
+    def _take(
+        self, events: dict[str, NDArray], begin: NDArray, context: NDArray, candidates: NDArray, user: NDArray
+    ) -> None:
+        self.events = dict(events)
         for name, values in self.events.items():  # padding is gathered from an event of zeros behind the last one
             self.events[name] = np.concatenate([values, np.zeros((1, *values.shape[1:]), values.dtype)])
-        self.begin, self.context, self.candidates, self.user = (
-            np.concatenate([part[name] for part in rows]) for name in ("begin", "context", "candidates", "user")
-        )
+        self.begin, self.context, self.candidates, self.user = begin, context, candidates, user
         self.lengths = self.context + self.candidates
         self._find_ties()
-        return self
 
     def _known(self, table: pa.Table, lengths: NDArray) -> NDArray[np.int64]:
         """By user: events in the split and before it."""

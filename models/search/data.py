@@ -274,13 +274,37 @@ class SearchExamples(Examples):
             candidates += len(flat)
         if not parts:
             raise UserError(f"{sequences_uri} has no users; check the filters of jobs.prepare")
-        self.columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        self._take({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
+        return self
+
+    @classmethod
+    def of(cls, history: dict[str, NDArray], lengths: NDArray, request: dict[str, NDArray], counts: NDArray) -> Self:
+        """Requests in memory, each with a history and a row of its own, without labels.
+
+        `history` holds item, time, query and history_features, (behaviours, ...) end to end, `lengths` (R,) of each;
+        `request` the request_query (R,) and, end to end, the candidate and features (N, ...), `counts` (R,) of each.
+        """
+        self = cls("request", max(1, int(lengths.max(initial=1))), 0, 1)
+        self.rows_per_rank, self.skipped = np.array([len(lengths)]), 0
+        number, none = np.arange(len(lengths)), np.zeros(len(lengths), np.int64)
+        self._take(
+            {
+                **history, **request, "counts": counts, "user_start": starts(lengths), "user_hash": none,
+                "user_row": number, "owner": number, "begin": none, "end": lengths, "first": none == 0,
+                "request": number, "request_time": none, "candidate_start": starts(counts),
+                "position": np.zeros(len(request["candidate"]), np.int64),
+                "labels": np.zeros((len(request["candidate"]), 0), bool),
+            }
+        )  # fmt: skip
+        return self
+
+    def _take(self, columns: dict[str, NDArray]) -> None:
+        self.columns = columns
         self._owner, self._end = self.columns["owner"], self.columns["end"]
         self._first = np.flatnonzero(self.columns["first"])
         self._count = np.diff(np.append(self._first, len(self._end)))
         self._row_end = np.maximum.reduceat(self._end, self._first) if len(self._first) else self._end[:0]
         self.lengths = self._row_end - self.columns["begin"][self._first]
-        return self
 
     columns: dict[str, NDArray]
     """Of this rank: flat arrays by behaviour, user, request and candidate."""

@@ -43,6 +43,11 @@ class RankerConfig:
     group_output: int = 128
     """Width of what the group attention gives (d_o, Sec. 3.7)."""
 
+    @property
+    def reads_times(self) -> bool:
+        """Whether the model reads when each behaviour was."""
+        return False
+
     def __post_init__(self) -> None:
         widths = ("max_history", "text_width", "dnn_width", "tower_width", "group_width", "group_heads", "group_output")
         for name in widths:

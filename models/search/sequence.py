@@ -54,6 +54,10 @@ class SequenceConfig(RankerConfig):
     negatives: Literal["position", "batch"] = "position"
     """InfoNCE's negatives: other users' items at the same position (Eq. 5), or at all positions of the batch."""
 
+    @property
+    def reads_times(self) -> bool:
+        return self.encoder == "hstu"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("width", "num_layers", "num_heads", "ffn"):

@@ -11,6 +11,7 @@ import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,51 +34,85 @@ TIMES = Array(DataType.long)
 RANKED = Schema([ColSpec(STRINGS, "item_id"), ColSpec(NUMBERS, "score")])  # best first
 BY_LABEL = ParamSchema([ParamSpec("label", DataType.string, "")])  # whose chance is the score; "" is the model's first
 
-SIGNATURES = {
-    "retrieval": ModelSignature(
-        inputs=Schema(
-            [
-                ColSpec(STRINGS, "history"),  # item ids, oldest first
-                ColSpec(DataType.string, "user_id", required=False),
-            ]
+
+@dataclass(frozen=True)
+class Served:
+    """How the models of a family are served."""
+
+    signature: ModelSignature
+    """What they take and give, viewer-side categories aside."""
+    code: str
+    """The file in this folder that MLflow runs."""
+    tables: tuple[str, ...] = ()
+    """Tables that the code reads beside the items and the manifest of the sequences."""
+    extra: tuple[str, ...] = ()
+    """Tables of the folder beside them, where the model needs one."""
+    extra_if_there: tuple[str, ...] = ()
+    """Further ones, that not every such folder has."""
+    labels: str = "labels"
+    """What the manifest of the sequences calls the model's labels."""
+    grades: bool = False
+    """Whether the metadata says how actions are graded from 0 to 1."""
+
+
+SERVED = {
+    "retrieval": Served(
+        ModelSignature(
+            inputs=Schema(
+                [
+                    ColSpec(STRINGS, "history"),  # item ids, oldest first
+                    ColSpec(DataType.string, "user_id", required=False),
+                ]
+            ),
+            outputs=RANKED,
+            params=ParamSchema([ParamSpec("k", DataType.long, 10)]),
         ),
-        outputs=RANKED,
-        params=ParamSchema([ParamSpec("k", DataType.long, 10)]),
+        "served_model.py",
+        extra=("sids", "trie"),
     ),
-    "search": ModelSignature(
-        inputs=Schema(
-            [
-                ColSpec(STRINGS, "candidates"),  # item ids of what the search found
-                ColSpec(STRINGS, "history"),  # items engaged with, oldest first
-                ColSpec(DataType.string, "query", required=False),
-                ColSpec(VECTORS, "features", required=False),  # of each candidate
-                ColSpec(STRINGS, "history_query", required=False),  # the query of each behaviour, "" for none
-                ColSpec(TIMES, "history_time_ms", required=False),
-                ColSpec(VECTORS, "history_features", required=False),
-            ]
+    "search": Served(
+        ModelSignature(
+            inputs=Schema(
+                [
+                    ColSpec(STRINGS, "candidates"),  # item ids of what the search found
+                    ColSpec(STRINGS, "history"),  # items engaged with, oldest first
+                    ColSpec(DataType.string, "query", required=False),
+                    ColSpec(VECTORS, "features", required=False),  # of each candidate
+                    ColSpec(STRINGS, "history_query", required=False),  # the query of each behaviour, "" for none
+                    ColSpec(TIMES, "history_time_ms", required=False),
+                    ColSpec(VECTORS, "history_features", required=False),
+                ]
+            ),
+            outputs=RANKED,
+            params=BY_LABEL,
         ),
-        outputs=RANKED,
-        params=BY_LABEL,
+        "served_ranker.py",
+        tables=("queries",),
+        extra=("items", "queries", "pairs"),
+        extra_if_there=("tokens",),
     ),
-    "actions": ModelSignature(
-        inputs=Schema(
-            [
-                ColSpec(STRINGS, "candidates"),
-                ColSpec(STRINGS, "history"),  # items that were shown, oldest first
-                ColSpec(VECTORS, "history_actions"),  # what the user did with each, graded from 0 to 1
-                # of the request; events from then on are unseen, by their history_time_ms
-                ColSpec(DataType.long, "timestamp_ms", required=False),
-                ColSpec(VECTORS, "features", required=False),
-                ColSpec(TIMES, "history_time_ms", required=False),
-            ]
+    "actions": Served(
+        ModelSignature(
+            inputs=Schema(
+                [
+                    ColSpec(STRINGS, "candidates"),
+                    ColSpec(STRINGS, "history"),  # items that were shown, oldest first
+                    ColSpec(VECTORS, "history_actions"),  # what the user did with each, graded from 0 to 1
+                    # of the request; events from then on are unseen, by their history_time_ms
+                    ColSpec(DataType.long, "timestamp_ms", required=False),
+                    ColSpec(VECTORS, "features", required=False),
+                    ColSpec(TIMES, "history_time_ms", required=False),
+                ]
+            ),
+            outputs=RANKED,
+            params=BY_LABEL,
         ),
-        outputs=RANKED,
-        params=BY_LABEL,
+        "served_ranker.py",
+        labels="tasks",
+        grades=True,
     ),
 }
-
-SERVED = {"retrieval": "served_model.py"}
-"""The model's code by family; `served_ranker.py` is that of all others."""
+"""By family."""
 
 REQUIREMENTS = ["mlflow", "torch", "numpy", "pandas", "pyarrow", "safetensors", "transformers"]
 
@@ -85,7 +120,7 @@ REQUIREMENTS = ["mlflow", "torch", "numpy", "pandas", "pyarrow", "safetensors", 
 def signature(family: str, viewers: Iterable[str] = ()) -> ModelSignature:
     """That of the family, with the viewer-side categories that the model reads: of the request, and of each event of
     the history, where "" is for none."""
-    base = SIGNATURES[family]
+    base = SERVED[family].signature
     columns = [
         column
         for name in viewers
@@ -103,12 +138,12 @@ def log_model(run: RunRef, uri: str, tables: str, extra: str | None) -> str:
     `extra` is the folder beside the tables that the model needs: SIDS or TEXT.
     """
     entry = registry.find(checkpoint.read(uri).name)
-    family = entry.family.name
+    served = SERVED[entry.family.name]
     info = read_manifest(join(tables, "sequences"), "sequences").info
     names = {name: name for name in ("labels", "features", "actions", "viewers")}
-    names |= {"labels": "tasks"} if family == "actions" else {}
+    names["labels"] = served.labels
     about: dict[str, Any] = {name: list(info[key]) for name, key in names.items() if key in info}
-    if family == "actions":  # how they are graded from 0 to 1
+    if served.grades:
         about["inputs"] = info.get("definitions", {}).get("inputs", {})
     with tempfile.TemporaryDirectory() as folder:
         bundle = Path(folder) / "data"
@@ -118,23 +153,20 @@ def log_model(run: RunRef, uri: str, tables: str, extra: str | None) -> str:
                 shutil.copyfile(local / name, bundle / "checkpoint" / name)
         fetch(join(tables, "items"), bundle / "tables/items")
         fetch(join(tables, "sequences"), bundle / "tables/sequences", manifest_only=True)
-        if extra and family == "search":
-            fetch(join(tables, "queries"), bundle / "tables/queries")
-            for name in ("items", "queries", "pairs"):
-                fetch(join(extra, name), bundle / "text" / name)
-            if has_manifest(join(extra, "tokens")):
-                fetch(join(extra, "tokens"), bundle / "text/tokens")
-        elif extra:
-            fetch(join(extra, "sids"), bundle / "sids/sids")
-            fetch(join(extra, "trie"), bundle / "sids/trie")
+        for name in served.tables:
+            fetch(join(tables, name), bundle / "tables" / name)
+        if entry.extra and extra:
+            found = [name for name in served.extra_if_there if has_manifest(join(extra, name))]
+            for name in (*served.extra, *found):
+                fetch(join(extra, name), bundle / entry.extra.option / name)
         with at(run.uri), mlflow.start_run(run_id=run.run_id), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # asks for an input example, which it would run
             logged = mlflow.pyfunc.log_model(
                 name="model",
-                python_model=str(Path(__file__).with_name(SERVED.get(family, "served_ranker.py"))),
+                python_model=str(Path(__file__).with_name(served.code)),
                 code_paths=[str(Path(models.__path__[0]))],
                 artifacts={"data": str(bundle)},
-                signature=signature(family, info.get("viewers", ())),
+                signature=signature(entry.family.name, info.get("viewers", ())),
                 metadata=about,
                 pip_requirements=REQUIREMENTS,
             )

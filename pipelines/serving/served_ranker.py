@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -29,10 +30,11 @@ from mlflow.pyfunc import PythonModel
 from numpy.typing import NDArray
 
 from models import checkpoint, registry
+from models.actions.batch import ActionsCatalogue
+from models.actions.data import ActionsExamples
 from models.retrieval.data import PAD
 from models.scores import check_finite
-from models.search.data import NO_QUERY, SearchCatalogue, pair_key
-from models.setup import load_catalogue
+from models.search.data import NO_QUERY, SearchCatalogue, SearchExamples, pair_key
 from models.tables import UserError, read_manifest, read_table
 
 ROWS = 256
@@ -81,11 +83,11 @@ class SearchRequests:
         has_queries = read_manifest(f"{folder}/tables/queries", "queries").rows > 0
         queries = read_table(f"{folder}/tables/queries", "queries")["query"].to_pylist() if has_queries else []
         self.query = {query: number for number, query in enumerate(queries)}
-        self.reads_times = getattr(model.config, "encoder", "") == "hstu"
+        self.reads_times = model.config.reads_times
 
     def batch(self, rows: list[pd.Series], index: dict[str, int], known: list[list[int]]) -> dict[str, torch.Tensor]:
         """`known` are the places of each row's candidates that are in the catalogue."""
-        history: list[tuple[NDArray, ...]] = []
+        past: list[dict[str, NDArray]] = []
         for row in rows:
             items = list(row["history"])
             kept = [i for i, item in enumerate(items) if item in index][-self.length :]
@@ -94,37 +96,24 @@ class SearchRequests:
             if self.reads_times and None in times:
                 raise UserError("history_time_ms is missing, and the model reads when each behaviour was; give it")
             features = vectors(row, "history_features", len(items), self.mean)
-            history.append(
-                (
-                    np.array([index[items[i]] for i in kept], np.int64),
-                    self.numbers([asked[i] for i in kept]),
-                    np.array([times[i] or 0 for i in kept], np.int64),
-                    features[kept],
-                )
+            past.append(
+                {
+                    "item": np.array([index[items[i]] for i in kept], np.int64),
+                    "query": self.numbers([asked[i] for i in kept]),
+                    "time": np.array([times[i] or 0 for i in kept], np.int64),
+                    "history_features": features[kept],
+                }
             )
-        lengths = np.array([len(items) for items, *_ in history])
-        inside = np.arange(max(1, lengths.max())) < lengths[:, None]  # (B, T)
-
-        def padded(part: int, empty: float, shape: tuple[int, ...] = ()) -> torch.Tensor:
-            made = np.full((*inside.shape, *shape), empty, history[0][part].dtype)
-            made[inside] = np.concatenate([values[part] for values in history])
-            return torch.from_numpy(made)
-
         pairs = list(zip(rows, known, strict=True))
         shown = [vectors(row, "features", len(row["candidates"]), self.mean)[places] for row, places in pairs]
-        batch = {
-            "history": padded(0, PAD),
-            "history_query": padded(1, NO_QUERY),
-            "history_time": padded(2, 0),
-            "history_features": padded(3, 0, (len(self.mean),)),
-            "history_length": torch.from_numpy(lengths),
-            "request_row": torch.arange(len(rows)),
-            "request_end": torch.from_numpy(lengths),
-            "request_query": torch.from_numpy(self.numbers([given(row, "query") for row in rows])),
-            "candidate": torch.tensor([index[row["candidates"][i]] for row, places in pairs for i in places]),
-            "candidate_request": torch.repeat_interleave(torch.tensor([len(places) for places in known])),
-            "features": torch.from_numpy(np.concatenate(shown)),
+        requests: dict[str, NDArray] = {
+            "request_query": self.numbers([given(row, "query") for row in rows]),
+            "candidate": np.array([index[row["candidates"][i]] for row, places in pairs for i in places], np.int64),
+            "features": np.concatenate(shown),
         }
+        lengths, counts = (np.array([len(x) for x in lists]) for lists in ([part["item"] for part in past], known))
+        history = {name: np.concatenate([part[name] for part in past]) for name in past[0]}
+        batch = SearchExamples.of(history, lengths, requests, counts).collate(np.arange(len(rows)))
         self.warn("candidates", batch["candidate"], batch["request_query"][batch["candidate_request"]])
         real = batch["history"] != PAD
         self.warn("behaviours", batch["history"][real], batch["history_query"][real])
@@ -167,28 +156,27 @@ class ActionsRequests:
 
     def batch(self, rows: list[pd.Series], index: dict[str, int], known: list[list[int]]) -> dict[str, torch.Tensor]:
         """`known` are the places of each row's candidates that are in the catalogue."""
+        parts: list[dict[str, NDArray]] = []
         kept = [self.past(row, index) for row in rows]
-        batch = self.padding(len(rows), max(1, *map(len, kept)))
-        batch["action"] = torch.zeros(*batch["item"].shape, len(self.actions))
-        candidates = self.padding(len(rows), max(map(len, known)))
-        candidates["feature"] = torch.zeros(*candidates["item"].shape, len(self.mean))
-        batch |= {f"candidate_{name}": values for name, values in candidates.items()}
-        for at, (row, past, places) in enumerate(zip(rows, kept, known, strict=True)):
-            filled: dict[str, Any] = {
-                "item": [index[row["history"][i]] for i in past],
-                "time": past,  # what is kept is before the request, so that its order is time enough
-                "action": self.taken(row)[past],
-                "viewer": self.history_viewer(row)[past],
-                "valid": [True] * len(past),
-                "candidate_item": [index[row["candidates"][i]] for i in places],
-                "candidate_time": [len(row["history"])] * len(places),
-                "candidate_feature": vectors(row, "features", len(row["candidates"]), self.mean)[places],
-                "candidate_viewer": np.tile(self.viewer(row), (len(places), 1)),
-                "candidate_valid": [True] * len(places),
+        for row, past, places in zip(rows, kept, known, strict=True):
+            size, count = len(past), len(places)
+            items = [row["history"][i] for i in past] + [row["candidates"][i] for i in places]
+            features = vectors(row, "features", len(row["candidates"]), self.mean)[places]
+            part = {
+                "item": np.array([index[item] for item in items], np.int64),
+                # what is kept is before the request, so that its order is time enough
+                "time": np.array(past + [len(row["history"])] * count, np.int64),
+                "action": np.concatenate([self.taken(row)[past], np.zeros((count, len(self.actions)), np.float32)]),
+                "feature": np.concatenate([np.zeros((size, len(self.mean)), np.float32), features]),
+                "label": np.zeros((size + count, 0), np.float32),
             }
-            for name, values in filled.items():
-                batch[name][at, : len(values)] = torch.as_tensor(np.asarray(values), dtype=batch[name].dtype)
-        return batch
+            if self.viewers:
+                now = np.tile(self.viewer(row), (count, 1))
+                part["viewer"] = np.concatenate([self.history_viewer(row)[past], now])
+            parts.append(part)
+        events = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        context, candidates = (np.array([len(x) for x in lists]) for lists in (kept, known))
+        return ActionsExamples.of(events, context, candidates).collate(np.arange(len(rows)))
 
     def past(self, row: pd.Series, index: dict[str, int]) -> list[int]:
         """Places in the history of the latest events before the request, of items of the catalogue. Where the time of
@@ -230,14 +218,12 @@ class ActionsRequests:
         there = [number.get(given(row, f"viewer_{name}"), 0) for name, number in self.viewers.items()]
         return np.array(there, np.int64)
 
-    def padding(self, rows: int, width: int) -> dict[str, torch.Tensor]:
-        """(rows, width, ...) without an event."""
-        return {
-            "item": torch.zeros(rows, width, dtype=torch.int64),
-            "time": torch.zeros(rows, width, dtype=torch.int64),
-            "viewer": torch.zeros(rows, width, len(self.viewers), dtype=torch.int64),
-            "valid": torch.zeros(rows, width, dtype=torch.bool),
-        }
+
+READERS: dict[str, tuple[Callable[[str], Any], Callable[[str, Any], Any]]] = {
+    "search": (lambda at: SearchCatalogue.load(f"{at}/tables", f"{at}/text", scale=False), SearchRequests),
+    "actions": (lambda at: ActionsCatalogue.load(f"{at}/tables"), ActionsRequests),
+}
+"""By family: the catalogue of a bundle, and what makes batches of requests to a model."""
 
 
 class RequestRanker(PythonModel):
@@ -247,13 +233,9 @@ class RequestRanker(PythonModel):
         folder = context.artifacts["data"]
         about = checkpoint.read(f"{folder}/checkpoint")
         entry = registry.find(about.name)
-        searches = entry.family is registry.SEARCH
-        if searches:
-            catalogue = SearchCatalogue.load(f"{folder}/tables", f"{folder}/text", scale=False)
-        else:
-            catalogue = load_catalogue(entry, about.name, f"{folder}/tables", None)
-        self.model: Any = registry.load(f"{folder}/checkpoint", catalogue)[0]
-        self.requests = (SearchRequests if searches else ActionsRequests)(folder, self.model)
+        catalogue, requests = READERS[entry.family.name]
+        self.model: Any = registry.load(f"{folder}/checkpoint", catalogue(folder))[0]
+        self.requests = requests(folder, self.model)
         items = read_table(f"{folder}/tables/items", "items", ["item_id"])["item_id"].to_pylist()
         self.index = {item: index for index, item in enumerate(items)}
 

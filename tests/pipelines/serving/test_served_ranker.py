@@ -54,7 +54,7 @@ print(json.dumps(answers))
 def trained(folder: Path, name: str, tables: str, text: str | None) -> Setup:
     """An untrained model as jobs.train leaves a trained one, registered under its name."""
     setup = set_up({"name": name, **SIZES[name]}, FitConfig(batch_size=8), tables, text)
-    config = {"model": registry.config_to_dict(setup.config), "tables": tables, "sids": text}
+    config = {"model": registry.config_to_dict(setup.config), "tables": tables, "text": text}
     uri, hashes = f"sqlite:///{folder}/mlflow.db", setup.catalogue.hashes
     run = tracking.open_run(uri, f"{name}/small", name, str(folder), config=config, hashes=hashes)
     checkpoint.save(folder / name, setup.model, setup.checkpoint(epoch=1, tracking=run.to_dict()))

@@ -1,0 +1,54 @@
+"""What models and families declare is what they have, and nothing is found out by probing."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from jobs.evaluate import OPTIONS, parse
+from models.registry import MODELS, recommend_options
+from models.tables import UserError
+
+ROOT = Path(__file__).parents[1]
+PROBES = {
+    "pipelines/faults.py": "exceptions of Ray and MLflow, whose causes have several names",
+    "pipelines/data/sids/embed.py": "configs of Hugging Face",
+    "models/text_encoder.py": "configs and modules of Hugging Face",
+    "models/search/item_tower.py": "configs of Hugging Face",
+    "models/uri.py": "named tuples, which have no class of their own",
+    "jobs/quickstart.py": "jobs whose command line is more than their dataclass",
+    "models/retrieval/kernels/__init__.py": "exceptions of subprocess, some of which have the compiler's words",
+}
+"""Where an object is asked what it has, and whose it is."""
+
+
+def probes(source: str) -> bool:
+    """Whether a module asks an object for what it may not have."""
+    return any(
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and (node.func.id == "hasattr" or (node.func.id == "getattr" and len(node.args) == 3))
+        for node in ast.walk(ast.parse(source))
+    )
+
+
+def test_what_a_model_can_do_is_declared_and_not_probed() -> None:
+    files = [path for package in ("models", "pipelines", "jobs", "tuning") for path in (ROOT / package).rglob("*.py")]
+    found = {str(path.relative_to(ROOT)) for path in files if probes(path.read_text())}
+    assert found <= set(PROBES)
+
+
+def test_a_probe_is_seen() -> None:
+    assert probes("hasattr(x, 'a')")
+    assert probes("getattr(x, 'a', 1)")
+    assert not probes("getattr(x, name)")
+
+
+def test_the_command_line_has_the_options_of_all_models() -> None:
+    assert set(OPTIONS) == {name for model in MODELS for name in recommend_options(model)}
+    line = ["--checkpoint", "C", "--tables", "T", "--beam", "5", "--constrained", "false"]
+    assert parse("evaluate", line).recommending() == {"beam": 5, "constrained": False}
+    with pytest.raises(UserError, match="--path is 'quick', it must be one of fast, plain"):
+        parse("evaluate", ["--checkpoint", "C", "--tables", "T", "--path", "quick"])
