@@ -16,7 +16,7 @@ from torch import nn
 from models import checkpoint
 from models.actions.attn_dhn import AttnDHN, AttnDHNConfig
 from models.actions.attn_lfa import AttnLFA, AttnLFAConfig
-from models.actions.attn_mvp import AttnMVP, AttnMVPConfig, AttnMVPNoLFAConfig
+from models.actions.attn_mvp import AttnMVP, AttnMVPConfig
 from models.actions.genrank import GenRank, GenRankConfig
 from models.actions.interleaved import Interleaved, InterleavedConfig
 from models.actions.lac import LAC, LACConfig
@@ -168,15 +168,20 @@ MODELS: dict[str, Entry] = {
     "interleaved": Entry(InterleavedConfig, Interleaved, ACTIONS, unit="user"),
     "attn_lfa": Entry(AttnLFAConfig, AttnLFA, ACTIONS, unit="user"),
     "attn_mvp": Entry(AttnMVPConfig, AttnMVP, ACTIONS, unit="user"),
-    "attn_mvp_no_lfa": Entry(AttnMVPNoLFAConfig, AttnMVP, ACTIONS, unit="user"),
     "attn_dhn": Entry(AttnDHNConfig, AttnDHN, ACTIONS, unit="user"),
     "lac": Entry(LACConfig, LAC, ACTIONS, unit="user"),
     "genrank": Entry(GenRankConfig, GenRank, ACTIONS, unit="cut"),
 }
 
 
+FORMER = {"attn_mvp_no_lfa": "it is attn_mvp with late_fusion false"}
+"""What became of names that models had."""
+
+
 def find(name: str) -> Entry:
     """The entry of a model; UserError with the nearest name for one that is unknown."""
+    if name in FORMER:
+        raise UserError(f"the model '{name}' has no name of its own any more: {FORMER[name]}; give that")
     if name not in MODELS:
         raise UserError(f"unknown model '{name}'; {hint(name, MODELS)}; known are {', '.join(MODELS)}")
     return MODELS[name]

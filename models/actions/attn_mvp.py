@@ -26,20 +26,12 @@ class AttnMVPConfig(ActionsConfig):
     action_weight: float = 1.0
     """lambda, the share of actions in the mixed values (1 in the paper; stable in [0.5, 1])."""
     late_fusion: bool = True
-    """Whether actions are pooled once more by the last states, as in AttnLFA."""
+    """Whether actions are pooled once more by the last states, as in AttnLFA; false: AttnMVP - LFA of Table 2."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.action_weight >= 0:
             raise ValueError(f"action_weight {self.action_weight} is below 0; give lambda >= 0, such as 1")
-
-
-@dataclass
-class AttnMVPNoLFAConfig(AttnMVPConfig):
-    """Settings of AttnMVP without late fusion (AttnMVP - LFA of Table 2)."""
-
-    late_fusion: bool = False
-    """Whether actions are pooled once more by the last states."""
 
 
 class AttnMVP(ActionsModel):

@@ -28,7 +28,12 @@ from models.layers.causal_product import causal_product
 
 MODES = ("train", "forward")
 LENGTHS = (128, 512, 1024)
-VARIANTS = ("interleaved", "attn_lfa", "attn_mvp", "attn_mvp_no_lfa", "attn_dhn", "lac", "genrank")
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{name: {"name": name} for name in ("interleaved", "attn_lfa", "attn_mvp")},
+    "attn_mvp_no_lfa": {"name": "attn_mvp", "late_fusion": False},
+    **{name: {"name": name} for name in ("attn_dhn", "lac", "genrank")},
+}
+"""The models of actions, and AttnMVP without late fusion."""
 
 ITEMS, TASKS, ACTIONS, FEATURES = 10_000, 12, 12, 24
 """Of the catalogue; twelve tasks as in Sec. 3 of AttnMVP."""
@@ -83,7 +88,7 @@ def batch_of(rows: int, context: int, candidates: int) -> Batch:
 
 def model_of(variant: str, params: Row) -> ActionsModel:
     sizes = {"width": params["width"], "num_layers": params["layers"], "num_heads": params["heads"]}
-    config = registry.config_from_dict({"name": variant, "ffn": 4 * params["width"], "dropout": 0.0, **sizes})
+    config = registry.config_from_dict({**VARIANTS[variant], "ffn": 4 * params["width"], "dropout": 0.0, **sizes})
     model: Any = registry.build(config, catalogue())
     return model
 

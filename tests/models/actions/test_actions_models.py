@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from models.actions.attn_dhn import AttnDHN, AttnDHNConfig
 from models.actions.attn_lfa import AttnLFA, AttnLFAConfig
-from models.actions.attn_mvp import AttnMVP, AttnMVPConfig, AttnMVPNoLFAConfig
+from models.actions.attn_mvp import AttnMVP, AttnMVPConfig
 from models.actions.base import ActionsConfig, ActionsModel, LateFeatures
 from models.actions.batch import check_batch, visible
 from models.actions.genrank import GenRank, GenRankConfig
@@ -22,7 +24,7 @@ VARIANTS = {
     "interleaved": (Interleaved, InterleavedConfig),
     "attn_lfa": (AttnLFA, AttnLFAConfig),
     "attn_mvp": (AttnMVP, AttnMVPConfig),
-    "attn_mvp_no_lfa": (AttnMVP, AttnMVPNoLFAConfig),
+    "attn_mvp_no_lfa": (AttnMVP, partial(AttnMVPConfig, late_fusion=False)),
     "attn_dhn": (AttnDHN, AttnDHNConfig),
     "lac": (LAC, LACConfig),
     "genrank": (GenRank, GenRankConfig),

@@ -7,7 +7,7 @@ import torch
 
 from models.actions import metrics
 from models.actions.attn_lfa import AttnLFA, AttnLFAConfig
-from models.actions.attn_mvp import AttnMVP, AttnMVPConfig, AttnMVPNoLFAConfig
+from models.actions.attn_mvp import AttnMVP, AttnMVPConfig
 from models.actions.base import ActionsModel
 from models.actions.batch import ActionsCatalogue
 
@@ -47,7 +47,11 @@ def learned(model: ActionsModel, steps: int) -> float:
 
 @pytest.mark.parametrize(
     ("kind", "config"),
-    [(AttnLFA, AttnLFAConfig(**SMALL)), (AttnMVP, AttnMVPConfig(**SMALL)), (AttnMVP, AttnMVPNoLFAConfig(**SMALL))],
+    [
+        (AttnLFA, AttnLFAConfig(**SMALL)),
+        (AttnMVP, AttnMVPConfig(**SMALL)),
+        (AttnMVP, AttnMVPConfig(late_fusion=False, **SMALL)),
+    ],
 )
 def test_models_of_actions_tell_the_users_apart(kind, config):
     torch.manual_seed(0)
@@ -56,5 +60,5 @@ def test_models_of_actions_tell_the_users_apart(kind, config):
 
 def test_a_model_without_actions_cannot():
     torch.manual_seed(0)
-    blind = AttnMVP(AttnMVPNoLFAConfig(**SMALL, action_weight=0.0), CATALOGUE)
+    blind = AttnMVP(AttnMVPConfig(late_fusion=False, **SMALL, action_weight=0.0), CATALOGUE)
     assert 0.98 < learned(blind, 150) < 1.1

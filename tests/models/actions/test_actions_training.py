@@ -87,7 +87,7 @@ def test_actions_tell_the_users_apart_through_tables_and_loop(tmp_path):
     config = FitConfig(lr=0.01, weight_decay=0.0, batch_size=16, max_epochs=8, metric="mean/rig")
     _, seeing = train(tables, "attn_lfa", config)
     assert seeing[-1].metrics["like/normalised_entropy"] < 0.6
-    _, blind = train(tables, "attn_mvp_no_lfa", config, action_weight=0.0)
+    _, blind = train(tables, "attn_mvp", config, late_fusion=False, action_weight=0.0)
     assert blind[-1].metrics["like/normalised_entropy"] > 0.97
 
 

@@ -13,7 +13,7 @@ FLOW = Flow(
         Trained("attn_lfa", ("attn_mvp", "actions/attn_lfa"), SMALL),
         Trained("attn_mvp", ("attn_mvp",), SMALL),
         Trained(
-            "attn_mvp_no_lfa",
+            "attn_mvp",
             ("attn_mvp", "actions/attn_mvp_no_lfa"),
             (*SMALL, "--model.action_weight", "0"),
             name="without_actions",
