@@ -160,19 +160,21 @@ RAY_FAULT = "Tried to complete task that was not pending"
 def apart() -> dict[str, Any]:
     """What `alone` found in a process of its own: its Ray has a small store, and no other test goes down with it."""
     for _ in range(2):
-        done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=240)
+        done = subprocess.run([sys.executable, __file__], capture_output=True, text=True)
         if RAY_FAULT not in done.stderr:
             break
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])  # Ray tells of the reader before
 
 
+@pytest.mark.long
 def test_a_log_larger_than_the_object_store_goes_through_the_disk(apart: dict[str, Any]) -> None:
     sent, kept, megabytes = apart["small store"]
     assert kept == sent
     assert megabytes > 1.5 * STORE_MB
 
 
+@pytest.mark.long
 def test_a_reader_that_dies_is_run_again_and_counts_once(apart: dict[str, Any]) -> None:
     records, shards, rows = apart["reader dies"]
     assert records == [[number, i] for number in range(5) for i in range(6)]

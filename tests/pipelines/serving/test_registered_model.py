@@ -73,6 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_the_best_of_a_sweep_ranks_alike_in_a_fresh_process(folder: Path, capsys: pytest.CaptureFixture) -> None:
     uri = f"sqlite:///{folder}/mlflow.db"
     run(Config(sweep="seeds", tracking_uri=[uri], register="small"))

@@ -132,6 +132,7 @@ def feeds(setup: Setup, tables: str) -> tuple[list[dict[str, Any]], list[dict[st
     return rows, [*chances, chances[-1]]
 
 
+@pytest.mark.long
 def test_candidates_are_ranked_alike_in_a_fresh_process(tmp_path: Path) -> None:
     tables, text = write_search(tmp_path / "search")
     feed, plain = write_actions(tmp_path / "feed", viewers=True), write_actions(tmp_path / "plain")
