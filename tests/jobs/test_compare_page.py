@@ -216,7 +216,7 @@ def test_a_browser_shows_the_page(store: str, tmp_path: Path, dark: bool) -> Non
     shown = subprocess.run(
         [str(BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", *scheme,
          f"--user-data-dir={tmp_path}/profile", "--host-resolver-rules=MAP * ~NOTFOUND", "--dump-dom", page.as_uri()],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True,
     )  # fmt: skip
     assert "CONSOLE" not in shown.stderr, shown.stderr
     title = re.search(r"<title>(.*?)</title>", shown.stdout)
