@@ -1,6 +1,6 @@
 # make quickstart [DATA=folder]   the whole flow, on a simulated log or on a real one
 # make test                       every test
-# make test-fast                  those that start no Ray, server or job: about a tenth of the time
+# make test-fast                  those that start no Ray, no server and no training
 # Each sets itself up: a virtual environment in .venv with the versions of constraints.txt.
 # On a machine without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu spares the CUDA packages.
 

@@ -15,8 +15,8 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # on loopback alone, as jobs.cli has it
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-LONG = {"ray_local"}
-"""Fixtures that start processes: who takes one, also by way of others, is long."""
+LONG = {"ray_local", "trained", "taught"}
+"""Fixtures that start Ray or train for long: who takes one, also by way of others, is long."""
 
 running: list[pytest.Item] = []
 """The fast test that runs, with its set-up, or none."""
@@ -39,7 +39,7 @@ def refuse_processes(event: str, arguments: tuple[Any, ...]) -> None:
     if Path(program).name.startswith(("python", "ray", "mlflow")) or "/ray/" in program:
         raise RuntimeError(
             f"{running[0].nodeid} starts {program} and is not marked as long; mark it with pytest.mark.long, or let "
-            f"it take the fixture {' or '.join(sorted(LONG))}"
+            f"it use the shared Ray of the fixture ray_local"
         )
 
 

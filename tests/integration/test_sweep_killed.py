@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from jobs import sweep as job
 from models.fit import FitConfig, fit
 from models.setup import set_up
 from pipelines import tracking
@@ -38,17 +39,19 @@ def finished(folder: Path) -> list[Path]:
 
 
 def test_a_killed_sweep_goes_on_where_it_was(
-    in_ray: dict[str, str], small: tuple[str, str], new_store: Callable[[Path], str], tmp_path: Path
-) -> None:
+    in_ray: dict[str, str], small: tuple[str, str], new_store: Callable[[Path], str], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     tables, _ = small
     store = new_store(tmp_path / "runs")
     grid = {"source": "a test", "base": {"model": MODEL, "fit": FIT}, "axes": {"fit.lr": RATES}}
     (tmp_path / "rates.yaml").write_text(yaml.safe_dump(grid))
-    line = [
-        sys.executable, "-m", "jobs.sweep", "--grid", str(tmp_path / "rates.yaml"), "--tables", tables, "--storage",
-        str(tmp_path / "runs"), "--options.concurrency", "1", "--options.test", "false",
+    words = [
+        "--grid", str(tmp_path / "rates.yaml"), "--tables", tables, "--storage", str(tmp_path / "runs"),
+        "--options.concurrency", "1", "--options.test", "false",
     ]  # fmt: skip
     folder = tmp_path / "runs/rates"
+    line = [sys.executable, "-m", "jobs.sweep", *words]
     driver = subprocess.Popen(line, cwd=ROOT, env=in_ray, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     while not finished(folder) or len(list(folder.glob("*/reports.json"))) < 2:  # one is done, the next has begun
         assert driver.poll() is None, driver.stderr.read()  # type: ignore[union-attr]
@@ -58,9 +61,8 @@ def test_a_killed_sweep_goes_on_where_it_was(
     done = finished(folder)
     before = {path: path.stat().st_mtime_ns for trial in done for path in trial.rglob("*")}
 
-    again = subprocess.run([*line, "--resume"], cwd=ROOT, env=in_ray, capture_output=True, text=True)
-    assert again.returncode == 0, again.stderr[-3000:]
-    assert re.search(r"3 trials of rates, [12] done before", again.stdout)
+    job.run(job.parse("sweep", [*words, "--resume"]))
+    assert re.search(r"3 trials of rates, [12] done before", capsys.readouterr().out)
     assert {path: path.stat().st_mtime_ns for trial in done for path in trial.rglob("*")} == before
 
     client = tracking.connect(store)
