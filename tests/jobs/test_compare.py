@@ -85,7 +85,7 @@ def evaluated(ndcg: float, speed: float, options: str = "") -> dict[str, float]:
 
 
 @pytest.fixture
-def students(new_store: Callable[[Path], str], tmp_path: Path) -> str:
+def logged(new_store: Callable[[Path], str], tmp_path: Path) -> str:
     """A teacher evaluated in two ways, three seeds of its student, the student of a teacher that is not here."""
     uri = new_store(tmp_path)
     teacher = {**evaluated(0.0330, 20), **evaluated(0.0323, 25, "-constrained-False")}
@@ -98,8 +98,8 @@ def students(new_store: Callable[[Path], str], tmp_path: Path) -> str:
     return uri
 
 
-def test_students_stand_beside_each_evaluation_of_their_own_teacher(students: str) -> None:
-    runs, students, shift = tables_of(students)
+def test_students_stand_beside_each_evaluation_of_their_own_teacher(logged: str) -> None:
+    runs, students, shift = tables_of(logged)
     assert [row[1] for row in runs.cells] == ["sid_mlp-4*", "tiger", "tiger [constrained-False]", "sid_mlp-7"]
     assert [row[-1] for row in runs.cells] == ["343", "20", "25", "290"]  # users per second
     rows = {row[1]: row for row in students.cells}
@@ -142,14 +142,14 @@ def test_the_frontier_is_what_no_other_beats_in_both() -> None:
     assert found == sorted(found)
 
 
-def test_the_picture_has_a_point_per_evaluated_row(students: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    run(Config(["retrieval/x"], tracking_uri=[students], pareto=str(tmp_path / "new/pareto.svg")))
+def test_the_picture_has_a_point_per_evaluated_row(logged: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run(Config(["retrieval/x"], tracking_uri=[logged], pareto=str(tmp_path / "new/pareto.svg")))
     assert "4 points drawn" in capsys.readouterr().out
     assert "constrained-False" in (tmp_path / "new/pareto.svg").read_text()
     with pytest.raises(UserError, match=r"ends in one of \.png"):
-        run(Config(["retrieval/x"], tracking_uri=[students], pareto="pareto.txt"))
+        run(Config(["retrieval/x"], tracking_uri=[logged], pareto="pareto.txt"))
     with pytest.raises(UserError, match=r"no run of retrieval/x has the metric 'recall@7' .* the nearest is"):
-        run(Config(["retrieval/x"], tracking_uri=[students], metric="recall@7", pareto="pareto.png"))
+        run(Config(["retrieval/x"], tracking_uri=[logged], metric="recall@7", pareto="pareto.png"))
 
 
 def test_tokenizers_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
