@@ -1,5 +1,6 @@
 # make quickstart [DATA=folder]   the whole flow, on a simulated log or on a real one
 # make test                       every test
+# make test-fast                  those that start no Ray, no server and no training
 # Each sets itself up: a virtual environment in .venv with the versions of constraints.txt.
 # On a machine without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu spares the CUDA packages.
 
@@ -9,7 +10,7 @@ BIN := $(VENV)/bin
 DONE := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup quickstart test lint encoder clean
+.PHONY: setup quickstart test test-fast lint encoder clean
 
 setup: $(DONE)
 
@@ -28,6 +29,9 @@ quickstart: $(DONE)
 # Two workers at once, each with the files of its own: much of a run is waiting for processes to start.
 test: $(DONE)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-fast: $(DONE)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not long'
 
 lint: $(DONE)
 	@$(BIN)/ruff check .

@@ -1,9 +1,13 @@
-"""Fixtures that more than one folder of tests uses."""
+"""Fixtures that more than one folder of tests uses, and what tells the long tests from the fast ones."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import sqlite3
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,14 +15,44 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # on loopback alone, as jobs.cli has it
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+LONG = {"ray_local", "trained", "taught"}
+"""Fixtures that start Ray or train for long: who takes one, also by way of others, is long."""
 
-LONG = ("tests/tuning/test_sweep", "tests/pipelines/training", "tests/integration", "tests/jobs")
-"""Tests that start clusters, trainings and commands."""
+running: list[pytest.Item] = []
+"""The fast test that runs, with its set-up, or none."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The long ones come first, so that several workers end at about the same time."""
-    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+    """Marks tests as long by their fixtures; files with long tests come first, so that all workers end together."""
+    for item in items:
+        if LONG & set(getattr(item, "fixturenames", ())):
+            item.add_marker("long")
+    files = {item.path for item in items if item.get_closest_marker("long")}
+    items.sort(key=lambda item: item.path not in files)
+
+
+def refuse_processes(event: str, arguments: tuple[Any, ...]) -> None:
+    """A fast test starts no Python, Ray or MLflow; compilers and git are no matter."""
+    if event != "subprocess.Popen" or not running:
+        return
+    program = os.fsdecode(arguments[0])
+    if Path(program).name.startswith(("python", "ray", "mlflow")) or "/ray/" in program:
+        raise RuntimeError(
+            f"{running[0].nodeid} starts {program} and is not marked as long; mark it with pytest.mark.long, or let "
+            f"it use the shared Ray of the fixture ray_local"
+        )
+
+
+sys.addaudithook(refuse_processes)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    running[:] = [] if item.get_closest_marker("long") else [item]
+    try:
+        return (yield)
+    finally:
+        running.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -48,3 +82,36 @@ def ray_local() -> Iterator[None]:
     cli.start_ray(num_cpus=2)
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """(TABLES, SIDS) of the data set `small`, to be read alone."""
+    from training_tables import write_tables
+
+    return write_tables(tmp_path_factory.mktemp("tables") / "small")
+
+
+@pytest.fixture(scope="session")
+def new_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], str]:
+    """Puts an empty MLflow store `mlflow.db` into a folder and gives its URI: a copy, as making one takes seconds."""
+    from pipelines import tracking
+
+    template = tmp_path_factory.mktemp("store") / "mlflow.db"
+    tracking.connect(f"sqlite:///{template}")
+
+    def copy(folder: Path) -> str:
+        folder.mkdir(parents=True, exist_ok=True)
+        with sqlite3.connect(template) as source, sqlite3.connect(folder / "mlflow.db") as target:
+            source.backup(target)
+        return f"sqlite:///{folder}/mlflow.db"
+
+    return copy
+
+
+@pytest.fixture(scope="session")
+def in_ray(ray_local: None) -> dict[str, str]:
+    """Environment of a command that joins this Ray, instead of starting one of its own."""
+    import ray
+
+    return {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}

@@ -13,7 +13,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,8 @@ from mlflow import MlflowClient
 
 from models.tables import read_manifest, read_table
 from pipelines.data.audit.rules import audit
+
+pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
 RAY = Path(sys.executable).with_name("ray")
@@ -50,7 +52,7 @@ class Cluster:
     def submit(self, *command: str) -> str:
         """Runs `ray job submit` as a user does and returns what it printed; retried until the agent listens."""
         line = [RAY, "job", "submit", "--address", self.address, "--working-dir", ".", "--runtime-env"]
-        for _ in range(20):
+        while True:
             done = subprocess.run(
                 [*line, "runtime_env.yaml", "--", *command], cwd=ROOT, env=self.env, capture_output=True, text=True
             )
@@ -105,10 +107,9 @@ def cluster() -> Iterator[Cluster]:
     address = f"http://127.0.0.1:{ports[1]}"
     token = (folder / "home/.ray/auth_token").read_text()
     try:
-        deadline = time.monotonic() + 60
         while status_of(address, token) != 200:
             said = (folder / "head.log").read_text()[-2000:]
-            assert head.poll() is None and time.monotonic() < deadline, said  # noqa: PT018
+            assert head.poll() is None, said
             time.sleep(0.3)
         yield Cluster(address, env)
     finally:
@@ -161,8 +162,7 @@ def test_job_runs_the_submitted_code_on_the_cluster(cluster: Cluster) -> None:
     assert cpus == "2.0"
 
 
-@pytest.mark.timeout(600)  # half a minute on a quiet machine of 2 cores; it starts a dozen processes
-def test_prepare_and_train_on_the_cluster(cluster: Cluster, tmp_path: Path) -> None:
+def test_prepare_and_train_on_the_cluster(cluster: Cluster, new_store: Callable[[Path], str], tmp_path: Path) -> None:
     rows = raw_log(tmp_path / "raw")
     tables, runs = tmp_path / "tables", tmp_path / "runs"
     source = ["--source", str(tmp_path / "raw/source.yaml"), "--input", str(tmp_path / "raw")]
@@ -174,7 +174,7 @@ def test_prepare_and_train_on_the_cluster(cluster: Cluster, tmp_path: Path) -> N
     assert sequences.info["requests"] == {"train": rows - 120, "val": 60, "test": 60}
     assert [rule.name for rule in audit(str(tables)) if rule.violations] == []
 
-    uri = f"sqlite:///{tmp_path}/tracking.db"
+    uri = new_store(tmp_path)
     config = [
         *["--config", "jobs/configs/sasrec.yaml", "--fit.max_epochs", "2", "--fit.batch_size", "16"],
         "--tables",

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
-from training_tables import write_tables
 
+from jobs import sweep as job
 from models.fit import FitConfig, fit
 from models.setup import set_up
 from pipelines import tracking
 
 ROOT = Path(__file__).parents[2]
 MODEL = {"name": "sasrec", "dim": 16, "num_layers": 1, "dropout": 0.0, "max_history": 12}
-FIT = {"batch_size": 16, "max_epochs": 12, "log_every_steps": 2, "patience": 0, "seed": 3}
+FIT = {"batch_size": 16, "max_epochs": 6, "log_every_steps": 2, "patience": 0, "seed": 3}
 RATES = [0.01, 0.03, 0.001]
 
 
@@ -31,36 +33,39 @@ def values_of(tables: str, lr: float) -> list[float]:
     return [event.metrics["ndcg@10"] for event in events if event.metrics]
 
 
-def test_a_killed_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
-    tables, _ = write_tables(tmp_path / "small")
+def finished(folder: Path) -> list[Path]:
+    """Folders of the trials that are done."""
+    return [path.parent for path in folder.glob("*/run.json") if '"status": "finished"' in path.read_text()]
+
+
+def test_a_killed_sweep_goes_on_where_it_was(
+    in_ray: dict[str, str], small: tuple[str, str], new_store: Callable[[Path], str], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    tables, _ = small
+    store = new_store(tmp_path / "runs")
     grid = {"source": "a test", "base": {"model": MODEL, "fit": FIT}, "axes": {"fit.lr": RATES}}
     (tmp_path / "rates.yaml").write_text(yaml.safe_dump(grid))
-    line = [
-        sys.executable, "-m", "jobs.sweep", "--grid", str(tmp_path / "rates.yaml"), "--tables", tables, "--storage",
-        str(tmp_path / "runs"), "--options.concurrency", "1", "--options.test", "false",
+    words = [
+        "--grid", str(tmp_path / "rates.yaml"), "--tables", tables, "--storage", str(tmp_path / "runs"),
+        "--options.concurrency", "1", "--options.test", "false",
     ]  # fmt: skip
     folder = tmp_path / "runs/rates"
-    driver = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    until = time.monotonic() + 200
-    while True:  # until one trial is done and the next one has begun
-        records = [json.loads(path.read_text()) for path in folder.glob("*/run.json")]
-        reported = len(list(folder.glob("*/reports.json")))
-        if [record["status"] for record in records].count("finished") == 1 and reported == 2:
-            break
+    line = [sys.executable, "-m", "jobs.sweep", *words]
+    driver = subprocess.Popen(line, cwd=ROOT, env=in_ray, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    while not finished(folder) or len(list(folder.glob("*/reports.json"))) < 2:  # one is done, the next has begun
         assert driver.poll() is None, driver.stderr.read()  # type: ignore[union-attr]
-        assert time.monotonic() < until
         time.sleep(0.02)
     driver.send_signal(signal.SIGKILL)
     driver.communicate()
-    done = next(path.parent for path in folder.glob("*/best"))
-    before = {path: path.stat().st_mtime_ns for path in done.rglob("*")}
+    done = finished(folder)
+    before = {path: path.stat().st_mtime_ns for trial in done for path in trial.rglob("*")}
 
-    again = subprocess.run([*line, "--resume"], cwd=ROOT, capture_output=True, text=True, timeout=250)
-    assert again.returncode == 0, again.stderr[-3000:]
-    assert "3 trials of rates, 1 done before" in again.stdout
-    assert {path: path.stat().st_mtime_ns for path in done.rglob("*")} == before
+    job.run(job.parse("sweep", [*words, "--resume"]))
+    assert re.search(r"3 trials of rates, [12] done before", capsys.readouterr().out)
+    assert {path: path.stat().st_mtime_ns for trial in done for path in trial.rglob("*")} == before
 
-    client = tracking.connect(f"sqlite:///{tmp_path}/runs/mlflow.db")
+    client = tracking.connect(store)
     experiment = client.get_experiment_by_name("retrieval/small")
     assert experiment is not None
     runs = client.search_runs([experiment.experiment_id])

@@ -106,6 +106,7 @@ def test_user_error_behind_a_ray_task(ray_local: None) -> None:
     assert str(found) == "a is 1, the limit is 0; give 0"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("job", "policy"), [("train", "PASSIVE"), ("benchmark", "None")])
 def test_waiting_threads_sleep_beside_other_processes_and_spin_where_time_is_taken(job: str, policy: str) -> None:
     code = f"import os, sys; sys.argv[0] = '/jobs/{job}.py'; import jobs.cli; print(os.environ.get('OMP_WAIT_POLICY'))"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -43,8 +43,10 @@ def test_names_of_seeds_are_shortened_to_what_they_share() -> None:
     assert shared_name("a", "b") == "*"
 
 
-def test_runs_with_other_settings_stay_apart(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+def test_runs_with_other_settings_stay_apart(
+    new_store: Callable[[Path], str], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    uri = new_store(tmp_path)
     for name, width, value in [("narrow", 8, 0.1), ("wide", 16, 0.2)]:
         config = {"model": {"name": "sasrec", "dim": width}, "fit": {"seed": 1}}
         logger = tracking.Logger(tracking.open_run(uri, "retrieval/x", name, str(tmp_path), config=config, hashes={}))
@@ -83,9 +85,9 @@ def evaluated(ndcg: float, speed: float, options: str = "") -> dict[str, float]:
 
 
 @pytest.fixture
-def taught(tmp_path: Path) -> str:
+def logged(new_store: Callable[[Path], str], tmp_path: Path) -> str:
     """A teacher evaluated in two ways, three seeds of its student, the student of a teacher that is not here."""
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    uri = new_store(tmp_path)
     teacher = {**evaluated(0.0330, 20), **evaluated(0.0323, 25, "-constrained-False")}
     log_run(uri, tmp_path, "tiger", teacher, weights="abc")
     for seed, value in [(42, 0.0333), (43, 0.0332), (44, 0.0331)]:
@@ -96,8 +98,8 @@ def taught(tmp_path: Path) -> str:
     return uri
 
 
-def test_students_stand_beside_each_evaluation_of_their_own_teacher(taught: str) -> None:
-    runs, students, shift = tables_of(taught)
+def test_students_stand_beside_each_evaluation_of_their_own_teacher(logged: str) -> None:
+    runs, students, shift = tables_of(logged)
     assert [row[1] for row in runs.cells] == ["sid_mlp-4*", "tiger", "tiger [constrained-False]", "sid_mlp-7"]
     assert [row[-1] for row in runs.cells] == ["343", "20", "25", "290"]  # users per second
     rows = {row[1]: row for row in students.cells}
@@ -114,8 +116,8 @@ def test_students_stand_beside_each_evaluation_of_their_own_teacher(taught: str)
     assert shift.cells[0][3:] == ["-", "0.0166 ± 0.0000"] or shift.cells[0][4] == "0.0166 ± 0.0001"
 
 
-def test_one_seed_is_no_test(tmp_path: Path) -> None:
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+def test_one_seed_is_no_test(new_store: Callable[[Path], str], tmp_path: Path) -> None:
+    uri = new_store(tmp_path)
     log_run(uri, tmp_path, "tiger", evaluated(0.03, 20), weights="abc")
     for _ in range(2):  # the same seed twice is one seed
         log_run(uri, tmp_path, "sid_mlp", evaluated(0.031, 300), 42, teacher_hash="abc")
@@ -140,14 +142,14 @@ def test_the_frontier_is_what_no_other_beats_in_both() -> None:
     assert found == sorted(found)
 
 
-def test_the_picture_has_a_point_per_evaluated_row(taught: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    run(Config(["retrieval/x"], tracking_uri=[taught], pareto=str(tmp_path / "new/pareto.svg")))
+def test_the_picture_has_a_point_per_evaluated_row(logged: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run(Config(["retrieval/x"], tracking_uri=[logged], pareto=str(tmp_path / "new/pareto.svg")))
     assert "4 points drawn" in capsys.readouterr().out
     assert "constrained-False" in (tmp_path / "new/pareto.svg").read_text()
     with pytest.raises(UserError, match=r"ends in one of \.png"):
-        run(Config(["retrieval/x"], tracking_uri=[taught], pareto="pareto.txt"))
+        run(Config(["retrieval/x"], tracking_uri=[logged], pareto="pareto.txt"))
     with pytest.raises(UserError, match=r"no run of retrieval/x has the metric 'recall@7' .* the nearest is"):
-        run(Config(["retrieval/x"], tracking_uri=[taught], metric="recall@7", pareto="pareto.png"))
+        run(Config(["retrieval/x"], tracking_uri=[logged], metric="recall@7", pareto="pareto.png"))
 
 
 def test_tokenizers_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -178,11 +180,10 @@ def test_tokenizers_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture) 
         parse("compare", [])
 
 
-def test_stores_are_compared_as_one(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    uris = [f"sqlite:///{tmp_path}/{name}.db" for name in ("first", "second")]
-    tracking.connect(uris[0])
-    with sqlite3.connect(tmp_path / "first.db") as source, sqlite3.connect(tmp_path / "second.db") as copy:
-        source.backup(copy)  # making a store takes seconds
+def test_stores_are_compared_as_one(
+    new_store: Callable[[Path], str], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    uris = [new_store(tmp_path / name) for name in ("first", "second")]
     log_run(uris[0], tmp_path, "sid_mlp-1", evaluated(0.031, 300), 1, teacher_hash="abc")
     for name, found, seed, given in (
         ("tiger", 0.03, 42, {"weights": "abc"}),
@@ -200,7 +201,7 @@ def test_stores_are_compared_as_one(tmp_path: Path, capsys: pytest.CaptureFixtur
     printed = capsys.readouterr().out
     assert re.search(r"sid_mlp-\* +2 +0\.0320 ± 0\.0014", printed)
     assert re.search(r"holds +T +keeps .* \+6\.7%", printed)
-    with pytest.raises(UserError, match=r"'retrieval/y' is not at .*first.db, .*second.db; there are retrieval/x"):
+    with pytest.raises(UserError, match=r"'retrieval/y' is not at .*first/.*second/.*; there are retrieval/x"):
         run(parse("compare", [*words, "--experiment", "retrieval/y"]))
     with pytest.raises(UserError, match="tracking_uri is given 2 times; a sweep or runs are of one store"):
         parse("compare", [*words, "--run", "tiger"])
@@ -213,8 +214,8 @@ def test_the_store_must_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         run(Config(["retrieval/x"]))
 
 
-def test_models_that_rank_candidates_are_sorted_by_gauc(tmp_path: Path) -> None:
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+def test_models_that_rank_candidates_are_sorted_by_gauc(new_store: Callable[[Path], str], tmp_path: Path) -> None:
+    uri = new_store(tmp_path)
     for name, value in (("base", 0.61), ("qgs", 0.66)):
         log_run(uri, tmp_path, name, {"test/gauc": value, "test/auc": 0.9 - value, "test/users_per_s": 5.0})
     (table,) = tables_of(uri)

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,10 +57,10 @@ def log(uri: str, folder: Path, name: str, model: dict, values: dict[str, float]
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+def store(new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory) -> str:
     """A sweep of alpha and heads, with its grid file, and beside it a SASRec of two seeds and a run that began."""
     folder = tmp_path_factory.mktemp("sweep")
-    uri = f"sqlite:///{folder}/mlflow.db"
+    uri = new_store(folder)
     axes = json.dumps(["model.alpha", "model.attention_heads"])
     tags = {tracking.KIND_TAG: "sweep", "sweep.axes": axes, "sweep.metric": "val/ndcg@10"}
     sweep = tracking.open_run(uri, "retrieval/x", "alphas", str(folder), config={}, hashes={}, tags=tags)
@@ -96,8 +97,8 @@ def test_an_experiment_shows_the_best_trial_of_a_sweep_alone(store: str) -> None
     assert len(compare(select(store, sweep="alphas")).rows) == 8
 
 
-def test_a_sweep_over_seeds_stands_beside_its_teacher(tmp_path: Path) -> None:
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+def test_a_sweep_over_seeds_stands_beside_its_teacher(new_store: Callable[[Path], str], tmp_path: Path) -> None:
+    uri = new_store(tmp_path)
     teacher = log(uri, tmp_path, "tiger", {"name": "tiger"}, {"best/ndcg@10": 0.06, "test/ndcg@10": 0.050})
     tracking.Logger(teacher).tag(**{tracking.WEIGHTS_TAG: "W"})
     tags = {tracking.KIND_TAG: "sweep", "sweep.axes": '["model.alpha", "fit.seed"]', "sweep.metric": "val/ndcg@10"}
@@ -164,8 +165,8 @@ def test_the_page_stands_alone_and_is_logged(store: str, tmp_path: Path, capsys:
     assert len(compare(select(store, ["retrieval/x"])).rows) == 2
 
 
-def test_tokenizers_and_beams(tmp_path: Path) -> None:
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+def test_tokenizers_and_beams(new_store: Callable[[Path], str], tmp_path: Path) -> None:
+    uri = new_store(tmp_path)
     for folder, kept in (("rqvae", 1.01), ("psid", 0.99)):
         for name, found in (("tiger", 0.05), ("sid_mlp", 0.05 * kept)):
             model = {"name": name, "beam": 50, "teacher_hash": f"tiger-{folder}" if name == "sid_mlp" else ""}
@@ -183,8 +184,8 @@ def test_tokenizers_and_beams(tmp_path: Path) -> None:
     assert all(f"{name}-psid" in drawn["Beams and accuracy"] for name in ("tiger", "sid_mlp"))
 
 
-def test_entropy_over_lambda(tmp_path: Path) -> None:
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+def test_entropy_over_lambda(new_store: Callable[[Path], str], tmp_path: Path) -> None:
+    uri = new_store(tmp_path)
     for weight in (0.5, 0.75, 1.0):
         found = {
             "test/mean/normalised_entropy": 0.9 - weight / 10,
@@ -215,7 +216,7 @@ def test_a_browser_shows_the_page(store: str, tmp_path: Path, dark: bool) -> Non
     shown = subprocess.run(
         [str(BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", *scheme,
          f"--user-data-dir={tmp_path}/profile", "--host-resolver-rules=MAP * ~NOTFOUND", "--dump-dom", page.as_uri()],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True,
     )  # fmt: skip
     assert "CONSOLE" not in shown.stderr, shown.stderr
     title = re.search(r"<title>(.*?)</title>", shown.stdout)
@@ -231,13 +232,15 @@ def test_a_browser_shows_the_page(store: str, tmp_path: Path, dark: bool) -> Non
     assert float(found["first"]) > float(found["last"])  # a click on a head sorts, another turns it round
 
 
-def test_every_benchmark_file_is_logged(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_every_benchmark_file_is_logged(
+    new_store: Callable[[Path], str], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     files = []
     for name in ("decode", "actions"):
         line = {"benchmark": name, "variant": "fast", "params": {"batch": 1}, "median_s": 1.0, "items_per_s": 2.0}
         files += ["--benchmark", str(tmp_path / f"{name}.jsonl")]
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(line))
-    store = ["--tracking_uri", f"sqlite:///{tmp_path}/mlflow.db"]
+    store = ["--tracking_uri", new_store(tmp_path)]
     with pytest.raises(UserError, match="cannot read /gone"):
         run(parse("compare", [*files, "--benchmark", "/gone", *store]))
     run(parse("compare", [*files, *store]))

@@ -53,12 +53,13 @@ def arguments(raw: Path, output: Path, *more: str) -> list[str]:
     return ["--source", str(raw / "source.yaml"), "--input", str(raw), "--output", str(output), *more]
 
 
-def start(raw: Path, output: Path, *more: str) -> subprocess.Popen[str]:
+def start(raw: Path, output: Path, *more: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-u", "-m", "jobs.prepare", *arguments(raw, output, *more)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env=env,
         start_new_session=True,
     )
 
@@ -67,15 +68,14 @@ def hashes(output: Path) -> dict[str, str]:
     return {name: read_manifest(str(output / name), name).hash for name in TABLES}
 
 
-@pytest.mark.usefixtures("ray_local")
-def test_killed_at_any_moment_it_ends_as_an_undisturbed_run(tmp_path: Path) -> None:
+def test_killed_at_any_moment_it_ends_as_an_undisturbed_run(in_ray: dict[str, str], tmp_path: Path) -> None:
     raw, output, undisturbed = write_log(tmp_path / "raw"), tmp_path / "out", tmp_path / "undisturbed"
     source, defaults = load_source(str(raw / "source.yaml"))
     prepare(source, str(raw), str(undisturbed), read_config(defaults, {"partitions": 6}), say=lambda line: None)
 
     generator = random.Random()
     for moment in ("events: reading", "events: reading", "items:"):  # then some part of a second later
-        process = start(raw, output, "--partitions", "6")
+        process = start(raw, output, "--partitions", "6", env=in_ray)
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith(moment):
@@ -84,8 +84,8 @@ def test_killed_at_any_moment_it_ends_as_an_undisturbed_run(tmp_path: Path) -> N
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()
 
-    process = start(raw, output, "--partitions", "6")
-    out, err = process.communicate(timeout=200)
+    process = start(raw, output, "--partitions", "6", env=in_ray)
+    out, err = process.communicate()
     assert process.returncode == 0, err
     assert hashes(output) == hashes(undisturbed)
     assert (output / "statistics.json").read_bytes() == (undisturbed / "statistics.json").read_bytes()
@@ -131,11 +131,12 @@ def test_one_line_for_what_cannot_be_run(tmp_path: Path, change: list[str], word
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.long
 def test_an_unwritable_output_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
     raw = write_log(tmp_path / "raw", events=20)
     (tmp_path / "file").write_text("not a folder")
     process = start(raw, tmp_path / "file" / "out")
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate()
     assert process.returncode == 1
     assert err.startswith(f"error: cannot write to {tmp_path}/file/out")
     assert len(err.splitlines()) == 1
@@ -161,6 +162,7 @@ def test_bad_files_leave_nothing(tmp_path: Path, content: str, words: str) -> No
     assert not list((tmp_path / "out").rglob("*.*"))
 
 
+@pytest.mark.long
 def test_mistakes_are_answered_before_ray_is_imported(tmp_path: Path) -> None:
     """A `ray` that cannot be imported stands in the way of whoever tries; `--dry-run` does without it too."""
     raw = write_log(tmp_path / "raw", events=50)

@@ -37,6 +37,7 @@ print("SOCKETS", json.dumps(found))
 """
 
 
+@pytest.mark.long
 def test_a_local_ray_listens_on_loopback_alone() -> None:
     done = subprocess.run([sys.executable, "-c", LISTENING], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

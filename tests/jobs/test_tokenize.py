@@ -82,6 +82,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_command_imports_published_sids_and_fails_in_one_line(tables: Path, tmp_path: Path) -> None:
     published = tmp_path / "sids.csv"
     rows = [f"{i},{i % 7},{i // 7}" for i in range(100, 140)]

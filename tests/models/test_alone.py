@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from training_tables import write_tables
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +40,7 @@ runpy.run_module("models.train", run_name="__main__")
 """
 
 
+@pytest.mark.long
 def test_training_and_benchmarks_need_pytorch_and_no_ray(tmp_path: Path) -> None:
     tables, _ = write_tables(tmp_path, users=12)
     config = {"model": {"name": "sasrec", "dim": 8, "num_layers": 1}, "fit": {"max_epochs": 1, "batch_size": 4}}

@@ -24,6 +24,7 @@ def test_the_catalogue_branches_like_the_papers():
     assert lengths == sorted(lengths)
 
 
+@pytest.mark.long
 def test_rows_are_json_lines_with_all_that_is_promised(tmp_path):
     variants = ["hf", "sid_mlp_fast", *decode.builds()]
     rows = decode.decode(
@@ -70,6 +71,7 @@ def test_plain_is_padded_to_the_longest_and_gives_what_fast_gives():
             assert found.tolist() == items.tolist()
 
 
+@pytest.mark.long
 def test_a_process_does_not_inherit_the_peak_of_the_one_that_started_it():
     before = harness.peak_memory(harness.resident_peak_mb)
     held = np.ones(2**27)  # 1 GiB

@@ -235,6 +235,7 @@ def run_two(folder: Path, counts: tuple[int, int]) -> list[dict]:
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
+@pytest.mark.long
 def test_two_workers_equal_one_with_the_same_batches(tmp_path: Path) -> None:
     ours = run_two(tmp_path, (5, 5))
     assert ours[0]["curve"] == ours[1]["curve"]  # equal reports, equally often
@@ -250,6 +251,7 @@ def test_two_workers_equal_one_with_the_same_batches(tmp_path: Path) -> None:
     assert ours[0]["ends"][-1][3] == 20
 
 
+@pytest.mark.long
 def test_unequal_shares_take_equal_steps(tmp_path: Path) -> None:
     ours = run_two(tmp_path, (5, 3))
     assert ours[0]["curve"] == ours[1]["curve"]

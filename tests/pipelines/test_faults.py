@@ -107,6 +107,7 @@ cli.main(run, Config)
 """
 
 
+@pytest.mark.long
 def test_a_job_ends_with_one_line_and_keeps_the_traceback(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,10 +73,15 @@ HALVED = grid(scheduler=Scheduler(name="asha", grace=1, reduction=2))
 
 
 @pytest.fixture(scope="module")
-def world(ray_local: None, tmp_path_factory: pytest.TempPathFactory) -> World:
+def world(
+    ray_local: None,
+    small: tuple[str, str],
+    new_store: Callable[[Path], str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> World:
     folder = tmp_path_factory.mktemp("sweep")
-    tables, _ = write_tables(folder / "small")
-    made = World(folder, tables, [], None)  # type: ignore[arg-type]
+    new_store(folder / "runs")
+    made = World(folder, small[0], [], None)  # type: ignore[arg-type]
     made.swept = made.sweep(HALVED)
     return made
 

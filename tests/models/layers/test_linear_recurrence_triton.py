@@ -43,13 +43,14 @@ print("alike")
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_one_pass_is_the_parallel_form_forward_and_backward(device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU")
     environment = os.environ | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})
     ran = subprocess.run(
-        [sys.executable, "-c", COMPARE, device], capture_output=True, text=True, timeout=200, env=environment,
+        [sys.executable, "-c", COMPARE, device], capture_output=True, text=True, env=environment,
         cwd=Path(__file__).parents[3],
     )  # fmt: skip
     assert ran.stdout.strip() == "alike", ran.stderr[-2000:]

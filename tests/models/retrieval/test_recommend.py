@@ -138,6 +138,7 @@ def test_a_missing_tail_is_no_error() -> None:
     assert scores[0, 20:].isneginf().all()
 
 
+@pytest.mark.long
 def test_an_exported_student_answers_an_empty_batch(tmp_path: Path) -> None:
     export_student(model("sid_mlp"), tmp_path / "student.pt2", 4)
     empty = requests([])

@@ -280,6 +280,7 @@ def test_it_recommends_as_sid_mlp_does_from_its_own_states(scores):
                 assert value == pytest.approx(total, abs=1e-4)
 
 
+@pytest.mark.long
 def test_the_exported_program_recommends_the_same_whatever_the_batch(tmp_path):
     model, _ = stage_2()
     model.eval()

@@ -261,6 +261,7 @@ def make(rank: int, rendezvous: str, world: World, cache: Path) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.long
 def test_workers_make_it_together(world: World, cache: Path, tmp_path: Path) -> None:
     mp.spawn(make, (str(tmp_path / "rendezvous"), world, tmp_path / "cache"), nprocs=2)
     for whole in (tmp_path / "cache").glob("[!.]*"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
-import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -74,8 +74,8 @@ def papers(tmp_path: Path) -> Papers:
 class Store:
     """A store to log runs to as trainings and evaluations do."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.uri = folder, f"sqlite:///{folder}/mlflow.db"
+    def __init__(self, folder: Path, uri: str) -> None:
+        self.folder, self.uri = folder, uri
 
     def log(
         self, run: str, ndcg: float, *, seed: int = 1, speed: float = 10.0, end: bool = True, sequences: str = "s",
@@ -95,19 +95,9 @@ class Store:
         return {v.claim.id: v for v in verdicts(rows_of(select_all(self.uri)), papers)}
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty store: making one takes seconds, copying it nothing."""
-    folder = tmp_path_factory.mktemp("template")
-    tracking.connect(f"sqlite:///{folder}/mlflow.db")
-    return folder / "mlflow.db"
-
-
 @pytest.fixture
-def empty(tmp_path: Path, template: Path) -> Store:
-    with sqlite3.connect(template) as source, sqlite3.connect(tmp_path / "mlflow.db") as copy:
-        source.backup(copy)
-    return Store(tmp_path)
+def empty(tmp_path: Path, new_store: Callable[[Path], str]) -> Store:
+    return Store(tmp_path, new_store(tmp_path))
 
 
 @pytest.fixture

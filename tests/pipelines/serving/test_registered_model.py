@@ -73,6 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_the_best_of_a_sweep_ranks_alike_in_a_fresh_process(folder: Path, capsys: pytest.CaptureFixture) -> None:
     uri = f"sqlite:///{folder}/mlflow.db"
     run(Config(sweep="seeds", tracking_uri=[uri], register="small"))
@@ -91,7 +92,7 @@ def test_the_best_of_a_sweep_ranks_alike_in_a_fresh_process(folder: Path, capsys
     names = [[f"item-{item:03d}" for item in row if item >= 0] for row in history.tolist()]
     fresh = subprocess.run(
         [sys.executable, "-c", FRESH, uri, "models:/small/1"], input=json.dumps(names), capture_output=True, text=True,
-        cwd=folder, timeout=200,
+        cwd=folder,
     )  # fmt: skip
     assert fresh.returncode == 0, fresh.stderr
     assert json.loads(fresh.stdout.splitlines()[-1]) == [[f"item-{i:03d}" for i in row] for row in items.tolist()]

@@ -132,6 +132,7 @@ def feeds(setup: Setup, tables: str) -> tuple[list[dict[str, Any]], list[dict[st
     return rows, [*chances, chances[-1]]
 
 
+@pytest.mark.long
 def test_candidates_are_ranked_alike_in_a_fresh_process(tmp_path: Path) -> None:
     tables, text = write_search(tmp_path / "search")
     feed, plain = write_actions(tmp_path / "feed", viewers=True), write_actions(tmp_path / "plain")
@@ -150,7 +151,7 @@ def test_candidates_are_ranked_alike_in_a_fresh_process(tmp_path: Path) -> None:
     content = {name: (rows, setups[name].catalogue.labels[1]) for name, (rows, _) in asked.items()}
     fresh = subprocess.run(
         [sys.executable, "-c", FRESH, f"sqlite:///{tmp_path}/mlflow.db"], input=json.dumps(content), cwd=tmp_path,
-        capture_output=True, text=True, timeout=200,
+        capture_output=True, text=True,
     )  # fmt: skip
     assert fresh.returncode == 0, fresh.stderr
     answers = json.loads(fresh.stdout.splitlines()[-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,15 +51,16 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(ray_local: None, tmp_path_factory: pytest.TempPathFactory) -> World:
+def world(ray_local: None, new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory) -> World:
     """With 20 items recall@20 is 1 after every epoch, so that the best epoch is the first, and the last is kept too."""
     folder = tmp_path_factory.mktemp("distillation")
+    new_store(folder / "runs")
     made = World(folder, *write_tables(folder, items=20), lines=[])
     setup = set_up(TIGER, FitConfig(batch_size=32, max_epochs=3, lr=0.01, warmup_share=0.0), made.tables, made.sids)
     for _ in fit(setup.model, setup.train, setup.validate, setup.fit, means=setup.means):
         pass
     checkpoint.save(folder / "runs/tiger/best", setup.model, setup.checkpoint(epoch=3))
-    made.student = made.distil("student")
+    made.student = made.distil("student", heard=lambda about: None)  # in this process: its workers are not of interest
     return made
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import psutil
 import pytest
 import ray
-from training_tables import write_tables
 
 from models.fit import FitConfig
 from pipelines import tracking
@@ -84,9 +83,16 @@ start()
 """
 
 
-@pytest.fixture(scope="module")
-def tables(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_tables(tmp_path_factory.mktemp("killed") / "small")[0]
+@pytest.fixture
+def tables(small: tuple[str, str]) -> str:
+    return small[0]
+
+
+@pytest.fixture
+def storage(tmp_path: Path, new_store: Callable[[Path], str]) -> Path:
+    """A folder of runs with an MLflow store that has none."""
+    new_store(tmp_path)
+    return tmp_path
 
 
 def start(tables: str, storage: Path, what: str, places: list[tuple[str, int]]) -> None:
@@ -114,7 +120,7 @@ def points_once(storage: Path) -> dict[str, Counter[tuple[str, int]]]:
     return found
 
 
-def test_a_run_has_each_point_once_wherever_it_was_killed(ray_local: None, tables: str, tmp_path: Path) -> None:
+def test_a_run_has_each_point_once_wherever_it_was_killed(ray_local: None, tables: str, storage: Path) -> None:
     places = [
         ("mlflow:MlflowClient.log_batch", 1),  # the run is made, its params are not
         ("pipelines.training.run:write_record", 2),  # all of it, but run.json does not name it
@@ -122,20 +128,20 @@ def test_a_run_has_each_point_once_wherever_it_was_killed(ray_local: None, table
         ("pipelines.serving.package:log_model", 1),  # what the best checkpoint measured is logged
         ("pipelines.training.run:write_record", 1),  # all is done but for run.json, which says running
     ]
-    start(tables, tmp_path, "run", places)
-    points = points_once(tmp_path)
+    start(tables, storage, "run", places)
+    points = points_once(storage)
     assert set(points) == {"one"}
     assert sum(key == "val/ndcg_at_10" for key, _ in points["one"]) == FIT["max_epochs"]
     assert sum(key == "best/epoch" for key, _ in points["one"]) == 1
 
 
-def test_a_sweep_has_one_run_wherever_its_driver_was_killed(ray_local: None, tables: str, tmp_path: Path) -> None:
+def test_a_sweep_has_one_run_wherever_its_driver_was_killed(ray_local: None, tables: str, storage: Path) -> None:
     places = [
         ("tuning.sweep:write_sweep", 2),  # the sweep's run is made, sweep.json does not name it
         ("tuning.sweep:forget_tune", 2),  # all is logged, sweep.json says running
     ]
-    start(tables, tmp_path, "sweep", places)
-    points = points_once(tmp_path)
+    start(tables, storage, "sweep", places)
+    points = points_once(storage)
     assert len(points) == 2
     assert ("best/ndcg_at_10", 1) in points["swept"]
 
@@ -165,32 +171,30 @@ def kill_process(named: str) -> None:
 
 
 def test_a_worker_lost_before_its_first_checkpoint_logs_nothing_twice(
-    ray_local: None, tables: str, tmp_path: Path
+    ray_local: None, tables: str, storage: Path
 ) -> None:
-    watch = once_logged(tmp_path, lambda: kill_process("ray::RayTrainWo"))
+    watch = once_logged(storage, lambda: kill_process("ray::RayTrainWo"))
     fit: dict[str, Any] = {**FIT, "max_epochs": 3, "eval_every_epochs": 3}
     lines: list[str] = []
     trained = train(
         model=MODEL, fit=FitConfig(**fit), ray_options=RayOptions(threads=1), tables=tables, extra=None,
-        storage=str(tmp_path), name="one", log_model=False, say=lines.append,
+        storage=str(storage), name="one", log_model=False, say=lines.append,
     )  # fmt: skip
-    watch.join(timeout=10)
-    assert not watch.is_alive()
+    watch.join()
     assert trained.epochs == 3
-    assert set(points_once(tmp_path)) == {"one"}
+    assert set(points_once(storage)) == {"one"}
     assert sum("parameters" in line and "worker" in line for line in lines) == 2  # it was started twice
 
 
 def test_a_trial_lost_before_its_first_checkpoint_logs_nothing_twice(
-    ray_local: None, tables: str, tmp_path: Path
+    ray_local: None, tables: str, storage: Path
 ) -> None:
-    watch = once_logged(tmp_path, lambda: kill_process("ray::ImplicitFu"))
+    watch = once_logged(storage, lambda: kill_process("ray::ImplicitFu"))
     grid = Grid("g", "a test", base={"model": MODEL, "fit": FIT}, axes={"fit.lr": [0.01]})
     swept = sweep(
-        grid, grid.trials(), tables=tables, extra=None, storage=str(tmp_path), name="swept",
+        grid, grid.trials(), tables=tables, extra=None, storage=str(storage), name="swept",
         ray_options=RayOptions(threads=1), options=Options(concurrency=1, test=False),
     )  # fmt: skip
-    watch.join(timeout=10)
-    assert not watch.is_alive()
+    watch.join()
     assert [outcome.status for outcome in swept.outcomes] == ["finished"]
-    assert len(points_once(tmp_path)) == 2
+    assert len(points_once(storage)) == 2

@@ -7,16 +7,16 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import ray
-from training_tables import write_tables
 
 from models.fit import FitConfig
-from pipelines.faults import explain, user_error_in
+from pipelines.faults import explain
 from pipelines.training import run as runs
 from pipelines.training.run import RayOptions, Trained, train
 
@@ -25,9 +25,9 @@ MODEL = {"name": "sasrec", "dim": 16, "num_layers": 1, "dropout": 0.0, "max_hist
 FIT = {"batch_size": 8, "max_epochs": 2, "log_every_steps": 2, "patience": 0, "seed": 3}
 
 
-@pytest.fixture(scope="module")
-def tables(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_tables(tmp_path_factory.mktemp("lost") / "small")[0]
+@pytest.fixture
+def tables(small: tuple[str, str]) -> str:
+    return small[0]
 
 
 def trained(tables: str, storage: Path, **changes: Any) -> Trained:
@@ -46,16 +46,10 @@ def kill_workers() -> None:
             process.send_signal(signal.SIGKILL)
 
 
-def test_an_error_of_the_users_is_not_tried_again(ray_local: None, tables: str, tmp_path: Path) -> None:
-    lines: list[str] = []
-    with pytest.raises(Exception) as caught:  # noqa: PT011
-        trained(tables, tmp_path, fit={"lr": 1e30}, say=lines.append)
-    assert "the loss is" in str(user_error_in(caught.value))
-    assert sum("parameters" in line for line in lines) == 1  # started once
-    assert not [line for line in lines if line.startswith("note:")]
-
-
-def test_a_lost_worker_is_tried_again_then_named(ray_local: None, tables: str, tmp_path: Path) -> None:
+def test_a_lost_worker_is_tried_again_then_named(
+    ray_local: None, tables: str, tmp_path: Path, new_store: Callable[[Path], str]
+) -> None:
+    new_store(tmp_path)
     lines: list[str] = []
 
     def kill(line: str) -> None:
@@ -84,8 +78,9 @@ class Holder:
 
 
 def test_a_training_that_waits_says_for_what(
-    ray_local: None, tables: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ray_local: None, tables: str, tmp_path: Path, new_store: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    new_store(tmp_path)
     monkeypatch.setattr(runs, "LOOK", 0.5)
     holder: Any = Holder.remote()  # type: ignore[attr-defined]
     assert ray.get(holder.there.remote())
@@ -136,6 +131,7 @@ cli.main(run, Config)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", ["raylet", "gcs_server"])
 def test_a_job_without_its_ray_ends_with_one_line(part: str, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(WITHOUT_RAYLET)
@@ -150,7 +146,10 @@ def test_a_job_without_its_ray_ends_with_one_line(part: str, tmp_path: Path) -> 
     assert "Traceback" not in ended.stderr
 
 
-def test_a_full_disk_ends_a_training_at_once(ray_local: None, tables: str, tmp_path: Path) -> None:
+def test_a_full_disk_ends_a_training_at_once(
+    ray_local: None, tables: str, tmp_path: Path, new_store: Callable[[Path], str]
+) -> None:
+    store = new_store(tmp_path)
     small = tmp_path / "small"
     small.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(small)], capture_output=True)
@@ -159,7 +158,7 @@ def test_a_full_disk_ends_a_training_at_once(ray_local: None, tables: str, tmp_p
     lines: list[str] = []
     try:
         with pytest.raises(Exception) as caught:  # noqa: PT011
-            trained(tables, small, say=lines.append, tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+            trained(tables, small, say=lines.append, tracking_uri=store)
     finally:
         subprocess.run(["umount", "--lazy", str(small)], check=True)
     assert str(explain(caught.value)).startswith("the disk is full (")

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,100 +21,53 @@ from pipelines.training.run import figures
 
 ROOT = Path(__file__).parents[3]
 
-WRITER = """
-import sys
+
+@pytest.fixture
+def uri(tmp_path: Path, new_store: Callable[[Path], str]) -> str:
+    """A store without runs."""
+    return new_store(tmp_path)
+
+
+WRITERS = """
+import os, sys
 from pipelines import tracking
-from pipelines.training.run import figures
-uri, storage, name = sys.argv[1:]
-run = tracking.open_run(uri, "retrieval/x", name, storage, config={"model": {"name": name}}, hashes={})
-logger = tracking.Logger(run)
-for step in range(30):
-    logger.log({"train/loss": float(step), "val/ndcg@10": 0.5}, step)
-logger.end()
+uri, storage = sys.argv[1:]
+
+def write(name):
+    run = tracking.open_run(uri, "retrieval/x", name, storage, config={"model": {"name": name}}, hashes={})
+    logger = tracking.Logger(run)
+    for step in range(10):
+        logger.log({"train/loss": float(step), "val/ndcg@10": 0.5}, step)
+    logger.end()
+
+children = []
+for i in range(4):  # processes of their own, forked to spare the imports
+    children.append(os.fork())
+    if children[-1] == 0:
+        write(f"run{i}")
+        os._exit(0)
+sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
 """
 
 
+@pytest.mark.long
 def test_runs_that_start_together_share_one_new_store(tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITER, uri, str(tmp_path), f"run{i}"], cwd=ROOT, stderr=subprocess.PIPE, text=True
-        )
-        for i in range(8)
-    ]
-    for writer in writers:
-        _, errors = writer.communicate(timeout=200)
-        assert writer.returncode == 0, errors
-        assert errors == ""  # nothing of the store's migrations on the terminal
+    line = [sys.executable, "-c", WRITERS, uri, str(tmp_path)]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""  # nothing of the store's migrations on the terminal
     client = tracking.connect(uri)
     experiment = client.get_experiment_by_name("retrieval/x")
     assert experiment is not None
     assert experiment.artifact_location == f"{tmp_path}/mlartifacts"
     runs = client.search_runs([experiment.experiment_id])
-    assert len(runs) == 8
+    assert len(runs) == 4
     for run in runs:
-        assert len(client.get_metric_history(run.info.run_id, "val/ndcg_at_10")) == 30
+        assert len(client.get_metric_history(run.info.run_id, "val/ndcg_at_10")) == 10
 
 
-@contextmanager
-def server(folder: Path) -> Iterator[str]:
-    """An `mlflow server` on a SQLite file; its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{free.getsockname()[1]}"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", address.rpartition(":")[2],
-         "--workers", "1", "--backend-store-uri", f"sqlite:///{folder}/server.db",
-         "--artifacts-destination", str(folder / "artifacts")],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
-    try:
-        until = time.monotonic() + 120
-        while True:
-            try:
-                urllib.request.urlopen(f"{address}/health", timeout=5).close()
-                break
-            except (urllib.error.URLError, OSError):
-                assert process.poll() is None
-                assert time.monotonic() < until
-                time.sleep(0.2)
-        yield address
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(timeout=30)
-        except subprocess.TimeoutExpired:  # on busy cores
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(timeout=30)
-
-
-def test_trials_of_a_sweep_log_at_once_to_a_server(tmp_path: Path) -> None:
-    with server(tmp_path) as uri:
-        parent = tracking.open_run(uri, "retrieval/x", "sweep", str(tmp_path), config={"sweep": {}}, hashes={})
-
-        def trial(i: int) -> str:
-            tags = {tracking.KIND_TAG: "trial", tracking.TRIAL_TAG: f"id{i}"}
-            run = tracking.open_run(
-                uri, "retrieval/x", f"run{i}", str(tmp_path), config={"model": {"name": f"m{i}"}}, hashes={},
-                parent=parent.run_id, tags=tags,
-            )  # fmt: skip
-            logger = tracking.Logger(run)
-            for step in range(30):
-                logger.log({"train/loss": float(step), "val/ndcg@10": 0.5}, step)
-            logger.end()
-            return run.run_id
-
-        with ThreadPoolExecutor(8) as threads:
-            runs = list(threads.map(trial, range(8)))
-        client = tracking.connect(uri)
-        assert len(set(runs)) == 8
-        for run_id in runs:
-            assert len(client.get_metric_history(run_id, "train/loss")) == 30
-            assert client.get_run(run_id).data.tags["mlflow.parentRunId"] == parent.run_id
-
-
-def test_a_trial_that_was_killed_takes_up_its_run(tmp_path: Path) -> None:
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+def test_a_trial_that_was_killed_takes_up_its_run(tmp_path: Path, uri: str) -> None:
 
     def opened(name: str, trial: str, parent: str | None = None) -> str:
         tags = {tracking.TRIAL_TAG: trial} if parent else {}
@@ -134,8 +82,7 @@ def test_a_trial_that_was_killed_takes_up_its_run(tmp_path: Path) -> None:
     assert opened("t", "id", other) != first
 
 
-def test_a_continued_run_logs_each_step_once(tmp_path: Path) -> None:
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+def test_a_continued_run_logs_each_step_once(tmp_path: Path, uri: str) -> None:
     run = tracking.open_run(uri, "retrieval/x", "a", str(tmp_path), config={"fit": {"lr": 1}}, hashes={"items": "h"})
     first = tracking.Logger(run)
     for step in (1, 2, 3):
@@ -171,8 +118,8 @@ def held(store: Path) -> Iterator[Callable[[], None]]:
         holder.wait()
 
 
-def test_a_locked_store_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+@pytest.mark.long
+def test_a_locked_store_is_waited_for(tmp_path: Path, uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tracking.open_run(uri, "retrieval/x", "a", str(tmp_path), config={"fit": {"lr": 1}}, hashes={})
     logger = tracking.Logger(run)
     monkeypatch.setenv(sqlite.TIMEOUT, "0.2")
@@ -189,11 +136,11 @@ def test_a_locked_store_is_waited_for(tmp_path: Path, monkeypatch: pytest.Monkey
         assert not any(writer.done() for writer in writers)
         let_go()
         for writer in writers:
-            writer.result(timeout=200)
+            writer.result()
     assert [point.step for point in logger.client.get_metric_history(run.run_id, "train/loss")] == [1]
 
 
-def test_our_limit_is_that_of_every_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_limit_is_that_of_every_connection(tmp_path: Path, uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     limits: set[int] = set()
 
     def seen(connection: Any, cursor: Any, *others: Any) -> None:
@@ -202,16 +149,15 @@ def test_our_limit_is_that_of_every_connection(tmp_path: Path, monkeypatch: pyte
     event.listen(Engine, "after_cursor_execute", seen)
     try:
         monkeypatch.setenv(sqlite.TIMEOUT, "1234")
-        run = tracking.open_run(f"sqlite:///{tmp_path}/mlflow.db", "x", "a", str(tmp_path), config={}, hashes={})
+        run = tracking.open_run(uri, "x", "a", str(tmp_path), config={}, hashes={})
         tracking.Logger(run).log({"train/loss": 0.5}, 1)
     finally:
         event.remove(Engine, "after_cursor_execute", seen)
     assert limits == {1_234_000}
 
 
-def test_artifacts_are_in_the_storage_also_where_it_is_a_uri(tmp_path: Path) -> None:
+def test_artifacts_are_in_the_storage_also_where_it_is_a_uri(tmp_path: Path, uri: str) -> None:
     assert tracking.artifacts_in("s3://bucket/runs/") == "s3://bucket/runs/mlartifacts"
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
     run = tracking.open_run(uri, "x", "a", f"file://{tmp_path}/runs", config={"fit": {"lr": 1}}, hashes={})
     config = tmp_path / f"runs/mlartifacts/{run.run_id}/artifacts/config.yaml"
     assert "lr: 1" in config.read_text()
@@ -225,8 +171,7 @@ def test_artifacts_are_in_the_storage_also_where_it_is_a_uri(tmp_path: Path) -> 
     assert [one.info.run_name for one in made] == ["a"]
 
 
-def test_figures_of_a_run_are_logged_again_where_they_changed(tmp_path: Path) -> None:
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+def test_figures_of_a_run_are_logged_again_where_they_changed(tmp_path: Path, uri: str) -> None:
     run = tracking.open_run(uri, "x", "a", str(tmp_path), config={}, hashes={})
     for value in (0.5, 0.5, 0.25):
         tracking.Logger(run).update({"test/ndcg@10": value, "best/epoch": 3}, 7)
@@ -236,8 +181,7 @@ def test_figures_of_a_run_are_logged_again_where_they_changed(tmp_path: Path) ->
     assert client.get_run(run.run_id).data.metrics == {"test/ndcg_at_10": 0.25, "best/epoch": 3}
 
 
-def test_a_run_that_is_gone_is_named(tmp_path: Path) -> None:
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+def test_a_run_that_is_gone_is_named(tmp_path: Path, uri: str) -> None:
     with pytest.raises(UserError, match=r"run 0123 of this training is not at .*--overwrite"):
         tracking.reopen(tracking.RunRef(uri, "retrieval/x", "0123"))
 

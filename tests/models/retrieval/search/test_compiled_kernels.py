@@ -308,6 +308,7 @@ for folder in sys.argv[2:]:
 """
 
 
+@pytest.mark.long
 @needs_compiler
 def test_a_damaged_cache_is_built_again(small_source, monkeypatch, tmp_path):
     """In a process of its own: loading half a library ends it by a signal."""

@@ -22,6 +22,7 @@ def plus_plus() -> SidMlpPp:
     return registry.build(config, Catalogue.from_codes(table_7(400), (256, 256, 256, 256))).eval()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [lambda: student(table_7(400), (256, 256, 256, 256)), plus_plus])
 def test_it_recommends_the_same(make, tmp_path):
     model = make()

@@ -1,0 +1,146 @@
+"""Jobs and an MLflow server: many trials that log at once, and an address with a password, which is in no file that is
+made and in no line that is printed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pipelines import tracking
+
+pytestmark = pytest.mark.long
+
+ROOT = Path(__file__).parents[2]
+USER, PASSWORD = "me-the-user", "pa55%2Fw0rd-secret"
+
+
+def free_address() -> str:
+    """Where nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{free.getsockname()[1]}"
+
+
+@dataclass
+class Server:
+    """An `mlflow server` on a SQLite file."""
+
+    address: str
+    folder: Path
+    """Where its store and its artifacts are."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    made = Server(free_address(), tmp_path_factory.mktemp("server"))
+    # Without the processes for jobs of its own, of which it starts seven and which nothing here asks for.
+    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    with open(made.folder / "server.log", "w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", made.address.rpartition(":")[2],
+             "--workers", "1", "--backend-store-uri", f"sqlite:///{made.folder}/server.db",
+             "--artifacts-destination", str(made.folder / "artifacts")],
+            env=environment, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+    try:
+        while True:
+            try:
+                urllib.request.urlopen(f"{made.address}/health", timeout=60).close()
+                break
+            except (urllib.error.URLError, OSError):
+                assert process.poll() is None, (made.folder / "server.log").read_text()
+                time.sleep(0.2)
+        yield made
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # its own session: nobody else's processes
+        process.wait()
+
+
+def test_trials_of_a_sweep_log_at_once_to_a_server(server: Server, tmp_path: Path) -> None:
+    uri = server.address
+    parent = tracking.open_run(uri, "retrieval/x", "sweep", str(tmp_path), config={"sweep": {}}, hashes={})
+
+    def trial(i: int) -> str:
+        tags = {tracking.KIND_TAG: "trial", tracking.TRIAL_TAG: f"id{i}"}
+        run = tracking.open_run(
+            uri, "retrieval/x", f"run{i}", str(tmp_path), config={"model": {"name": f"m{i}"}}, hashes={},
+            parent=parent.run_id, tags=tags,
+        )  # fmt: skip
+        logger = tracking.Logger(run)
+        for step in range(10):
+            logger.log({"train/loss": float(step), "val/ndcg@10": 0.5}, step)
+        logger.end()
+        return run.run_id
+
+    with ThreadPoolExecutor(8) as threads:
+        runs = list(threads.map(trial, range(8)))
+    client = tracking.connect(uri)
+    assert len(set(runs)) == 8
+    for run_id in runs:
+        assert len(client.get_metric_history(run_id, "train/loss")) == 10
+        assert client.get_run(run_id).data.tags["mlflow.parentRunId"] == parent.run_id
+
+
+def job(name: str, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs a job as a user does, with the address on the line or in the environment."""
+    known = {key: value for key, value in os.environ.items() if key not in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS")}
+    return subprocess.run(
+        [sys.executable, "-m", f"jobs.{name}", *words], cwd=ROOT, env={**known, **env}, capture_output=True, text=True
+    )
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder for Ray's own files: paths of sockets end at 107 bytes."""
+    folder = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_no_file_and_no_line_holds_the_password(
+    server: Server, small: tuple[str, str], tmp_path: Path, short: Path
+) -> None:
+    tables, _ = small
+    address = server.address.replace("http://", f"http://{USER}:{PASSWORD}@")
+    shown = server.address.replace("http://", "http://***@")
+    line = ["--config", "jobs/configs/sasrec.yaml", "--tables", tables, "--storage", str(tmp_path / "runs")]
+    options = ["--name", "one", "--fit.max_epochs", "1", "--experiment", "retrieval/x"]
+    first = job("train", *line, *options, "--tracking_uri", address, RAY_TMPDIR=str(short))
+    assert first.returncode == 0, first.stderr
+    assert f"--tracking_uri {shown}" in first.stdout or f"look at it  {shown}" in first.stdout
+    record = json.loads((tmp_path / "runs/one/run.json").read_text())
+    assert record["tracking"]["uri"] == shown
+    where = ["--checkpoint", str(tmp_path / "runs/one/best"), "--tables", tables]
+    measured = job("evaluate", *where, MLFLOW_TRACKING_URI=address, RAY_TMPDIR=str(short))
+    assert measured.returncode == 0, measured.stderr
+    said = "".join(done.stdout + done.stderr for done in (first, measured))
+
+    nobody = free_address()
+    refused = job("train", *line, "--name", "two", MLFLOW_TRACKING_URI=nobody.replace("://", f"://{USER}:{PASSWORD}@"))
+    assert refused.returncode == 1
+    assert refused.stderr.count("\n") == 1
+    assert f"cannot reach MLflow at {nobody.replace('://', '://***@')}" in refused.stderr
+    for secret in (USER, PASSWORD, "pa55/w0rd-secret", "w0rd-secret"):
+        assert secret not in said + refused.stdout + refused.stderr
+        found = [
+            path
+            for folder in (tmp_path, short, server.folder)
+            for path in folder.rglob("*")
+            if path.is_file() and not path.is_symlink() and secret.encode() in path.read_bytes()
+        ]
+        assert found == []
