@@ -1,0 +1,216 @@
+"""What a new decoder and a new search model take: one file, one row of the registry, and every command knows them.
+
+Each is put into a copy of the project and trained, evaluated and compared there by the commands.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import search_tables
+import training_tables
+
+from models import checkpoint
+from models.fit import FitConfig
+from models.setup import set_up
+
+pytestmark = pytest.mark.long
+
+ROOT = Path(__file__).parents[2]
+
+DECODER = '''
+"""The smallest decoder: the newest code's embedding and the mean state, and a linear layer per digit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from models.retrieval.decoders.readout import query_state
+from models.retrieval.parts import Backbone, Decoder, History
+from models.retrieval.student import StudentConfig
+
+
+@dataclass
+class NewestConfig(StudentConfig):
+    """It has no options of its own."""
+
+
+class NewestDecoder(Decoder):
+    """Logits of digit t are W_t (mean of the states + e(c_{t-1}))."""
+
+    def __init__(self, config: NewestConfig, backbone: Backbone) -> None:
+        super().__init__()
+        self.tokens, self._embedding = backbone.tokens, (backbone.embedding,)
+        self.hidden_width = backbone.embedding.embedding_dim
+        self.output = nn.ModuleList(nn.Linear(self.hidden_width, size) for size in self.tokens.sizes)
+
+    def hidden(self, history: History, codes: Tensor) -> Tensor:
+        return query_state(history).unsqueeze(1) + self._embedding[0](self.tokens.started(codes))
+
+    def logits(self, hidden: Tensor) -> Sequence[Tensor]:
+        return [layer(x) for layer, x in zip(self.output, hidden.unbind(1), strict=True)]
+
+    def scorer(self, history: History) -> NewestScorer:
+        return NewestScorer(self, query_state(history))
+
+
+class NewestScorer:
+    def __init__(self, decoder: NewestDecoder, mean: Tensor) -> None:
+        self.decoder, self.mean, self.level = decoder, mean, 0
+
+    def start(self) -> Tensor:
+        return self.score(torch.zeros_like(self.mean[:, :1], dtype=torch.long))[:, 0]
+
+    def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
+        self.level += 1
+        return self.score(tokens + self.decoder.tokens.first[self.level - 1])
+
+    def score(self, newest: Tensor) -> Tensor:
+        hidden = self.mean.unsqueeze(1) + functional.embedding(newest, self.decoder._embedding[0].weight)
+        return self.decoder.output[self.level](hidden).log_softmax(-1)
+'''
+
+RANKER = '''
+"""The smallest search model: how near the document is to the query, scaled and moved per label."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from models.search.data import SearchCatalogue
+from models.search.inputs import Text
+
+
+@dataclass
+class NearestConfig:
+    """It reads no history, so `max_history` only shapes the batches."""
+
+    max_history: int = 20
+    """Latest behaviours in a batch."""
+    text_width: int = 8
+    """Width that text embeddings are reduced to."""
+
+    @property
+    def reads_times(self) -> bool:
+        return False
+
+
+class Nearest(nn.Module):
+    def __init__(self, config: NearestConfig, catalogue: SearchCatalogue) -> None:
+        super().__init__()
+        self.config, self.labels = config, catalogue.labels
+        self.text = Text(catalogue, config.text_width)
+        self.scale, self.shift = (nn.Parameter(torch.ones(len(self.labels))) for _ in range(2))
+
+    def score(self, batch: dict[str, Tensor]) -> Tensor:
+        query = batch["request_query"][batch["candidate_request"]]
+        nearness = (self.text.query(query) * self.text.pair(batch["candidate"], query)).sum(1, keepdim=True)
+        return nearness * self.scale + self.shift
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"loss": functional.binary_cross_entropy_with_logits(self.score(batch), batch["labels"].float())}
+'''
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The project without its tests."""
+    for name in ("models", "pipelines", "tuning", "jobs", "claims.yaml"):
+        place = tmp_path / "project" / name
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, place, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copyfile(ROOT / name, place)
+    return tmp_path / "project"
+
+
+def add(copy: Path, file: str, content: str, imported: str, row: str) -> None:
+    """One file, and one row of the registry with its import."""
+    (copy / file).write_text(content.lstrip())
+    registry = copy / "models/registry.py"
+    text = registry.read_text()
+    table = "MODELS: dict[str, Entry] = {\n"
+    assert table in text
+    registry.write_text(text.replace(table, f"{imported}\n\n{table}    {row}\n"))
+
+
+COMMANDS = """
+import importlib, json, sys
+from functools import partial
+from jobs import cli
+
+for job, *words in json.loads(sys.argv[1]):
+    module = importlib.import_module(f"jobs.{job}")
+    module.run(getattr(module, "parse", partial(cli.parse, module.Config))(job, words))
+"""
+"""Commands one after the other, in one process: each takes seconds to start."""
+
+
+def run(copy: Path, *commands: list[str]) -> str:
+    made = subprocess.run(
+        [sys.executable, "-c", COMMANDS, json.dumps(commands)], cwd=copy, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(copy)},
+    )  # fmt: skip
+    assert made.returncode == 0, made.stdout + made.stderr
+    return made.stdout
+
+
+def test_a_decoder_is_one_file_and_a_row(copy: Path, tmp_path: Path) -> None:
+    tables, sids = training_tables.write_tables(tmp_path / "small")
+    tiger = {"name": "tiger", "d_model": 16, "d_ff": 16, "num_heads": 1, "d_kv": 8, "num_encoder_layers": 1,
+             "num_decoder_layers": 1}  # fmt: skip
+    teacher = set_up(tiger, FitConfig(batch_size=8), tables, sids)
+    checkpoint.save(tmp_path / "tiger", teacher.model, teacher.checkpoint(epoch=1))
+    add(
+        copy, "models/retrieval/decoders/newest.py", DECODER,
+        "from models.retrieval.decoders.newest import NewestConfig, NewestDecoder",
+        '"newest": taught(NewestConfig, on_backbone(NewestDecoder)),',
+    )  # fmt: skip
+    where = ["--tables", tables, "--sids", sids]
+    train = ["--model.name", "newest", "--model.teacher", str(tmp_path / "tiger"), "--model.beam", "5"]
+    fit = ["--fit.batch_size", "32", "--fit.max_epochs", "1", "--storage", str(tmp_path / "runs"), "--name", "newest"]
+    store = ["--experiment", "retrieval/small", "--tracking_uri", f"sqlite:///{tmp_path}/runs/mlflow.db"]
+    said = run(
+        copy,
+        ["train", *train, *where, *fit],
+        ["evaluate", "--checkpoint", str(tmp_path / "runs/newest"), *where, "--scores", "codebook"],
+        ["compare", *store],
+    )
+    trained, evaluated, compared = (said.index(text) for text in ("Trained newest", "newest on test", "val/ndcg@10"))
+    assert trained < evaluated < compared
+    assert "newest" in said[compared:]
+
+
+def test_a_search_model_is_one_file_and_a_row(copy: Path, tmp_path: Path) -> None:
+    tables, text = search_tables.write_search(tmp_path / "shop", users=20, requests=6)
+    add(
+        copy, "models/search/nearest.py", RANKER, "from models.search.nearest import Nearest, NearestConfig",
+        '"nearest": Entry(NearestConfig, Nearest, SEARCH, unit="user"),',
+    )  # fmt: skip
+    where = ["--tables", tables, "--text", text]
+    fit = ["--fit.batch_size", "8", "--fit.max_epochs", "1", "--fit.metric", "gauc"]
+    store = ["--experiment", "search/shop", "--tracking_uri", f"sqlite:///{tmp_path}/runs/mlflow.db"]
+    said = run(
+        copy,
+        ["train", "--model.name", "nearest", *where, *fit, "--storage", str(tmp_path / "runs"), "--name", "nearest"],
+        ["evaluate", "--checkpoint", str(tmp_path / "runs/nearest"), *where],
+        ["compare", *store],
+    )
+    trained, evaluated, compared = (said.index(text) for text in ("Trained nearest", "nearest on test", "val/gauc"))
+    assert trained < evaluated < compared
+    assert "nearest" in said[compared:]
