@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from models.optimizers import make_optimizer
 from models.tables import UserError
 
 Batch = dict[str, Tensor]
@@ -161,7 +162,7 @@ class StepEvent(Event):
     steps_in_epoch: int = 0
     """Steps of this epoch, for progress."""
     lr: float = 0.0
-    """Learning rate of the last step."""
+    """Learning rate of the last step, before `lr_multipliers`."""
     grad_norm: float = 0.0
     """Global norm of the last step's gradient before clipping."""
     parts: dict[str, float] = field(default_factory=dict)
@@ -311,11 +312,7 @@ def fit(
     """
     device = torch.device(device)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer: torch.optim.Optimizer
-    if config.optimizer == "adagrad":
-        optimizer = torch.optim.Adagrad(parameters, lr=config.lr, weight_decay=config.weight_decay)
-    else:
-        optimizer = torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay, fused=True)
+    optimizer, factors = make_optimizer(model, config.optimizer, config.lr, config.weight_decay)
     cursor: State = {
         "epoch": 0, "step_in_epoch": 0, "step": 0, "best": None, "best_epoch": 0, "best_step": 0,
         "waiting": 0, "stopped": False, "loss": 0.0, "seconds": 0.0, "examples": 0.0, "waited": 0.0,
@@ -380,8 +377,9 @@ def fit(
             meter.examples += len(next(iter(batch.values())))
             step = cursor["step"]
             torch.manual_seed(step_seed(config.seed, rank, step))
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(config, step, total_steps)
+            lr = learning_rate(config, step, total_steps)
+            for group, factor in zip(optimizer.param_groups, factors, strict=True):
+                group["lr"] = lr * factor
             with autocast(config.precision, device):
                 found = module(to_device(batch, device))
             found["loss"].backward()
@@ -418,7 +416,7 @@ def fit(
                 epoch=epoch + 1,
                 steps_in_epoch=steps,
                 loss=summed / taken,
-                lr=optimizer.param_groups[0]["lr"],
+                lr=lr,
                 grad_norm=float(norm),
                 examples_per_s=examples / seconds,
                 data_wait=waited / seconds,

@@ -30,9 +30,12 @@ from models.fit import Sums
 from models.matmul import use_exact_onednn
 from models.retrieval import metrics, sid_mlp_pp
 from models.retrieval import teacher as teachers
+from models.retrieval.backbones.earn import EarnConfig, earn
 from models.retrieval.data import Catalogue, Examples
+from models.retrieval.decoders.nezha import Nezha, NezhaConfig
 from models.retrieval.decoders.one_layer import OneLayerConfig, one_layer
 from models.retrieval.decoders.sid_mlp import SidMlpConfig
+from models.retrieval.joint import Joint
 from models.retrieval.popularity import Popularity, PopularityConfig
 from models.retrieval.retriever import Retriever
 from models.retrieval.sasrec import SASRec, SASRecConfig
@@ -178,6 +181,8 @@ MODELS: dict[str, Entry] = {
     "tiger": Entry(TigerConfig, Tiger, RETRIEVAL, unit="request", sids=True, teaches=True),
     "sid_mlp": taught(SidMlpConfig, SidMlp),
     "one_layer": taught(OneLayerConfig, on_backbone(one_layer), Student),
+    "earn": taught(EarnConfig, earn, Joint),
+    "nezha": taught(NezhaConfig, Nezha),
     "sid_mlp_pp_encoder": taught(sid_mlp_pp.SidMlpPpEncoderConfig, sid_mlp_pp.SidMlpPpEncoder, teaches=False),
     "sid_mlp_pp": taught(
         sid_mlp_pp.SidMlpPpConfig, sid_mlp_pp.SidMlpPp, resolve=sid_mlp_pp.resolve, teach=teach_stage_2
