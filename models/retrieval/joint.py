@@ -39,8 +39,7 @@ class JointConfig(TaughtConfig):
             raise ValueError(f"beam {self.beam} is below 1; give a positive number")
         if self.teacher_cache:
             raise ValueError(
-                f"teacher_cache {self.teacher_cache} would hold what changes in every step of training; "
-                f"leave it out"
+                f"teacher_cache {self.teacher_cache} would hold what changes in every step of training; leave it out"
             )
 
 
