@@ -6,7 +6,7 @@ Prints Recall@K and NDCG@K with the numbers of requests and users, or AUC, GAUC 
 candidates; writes them beside the checkpoint and into the MLflow run of the training. --item_shift adds those of
 requests whose target is a new item, --replay true estimates of online metrics of a search model. With
 --batch_inference FOLDER it writes the top K items of all users to a table instead; with --export FILE.pt2 a student as
-one program.
+one program; with --diagnose FOLDER what there is to see inside of a model with semantic IDs.
 """
 
 from __future__ import annotations
@@ -54,6 +54,9 @@ class Options:
     """Write the top K of all users, after all they did, to this folder as the table `recommendations`."""
     export: str | None = None
     """Write a SID-MLP or SID-MLP++ to this file as a program of torch.export, checked to rank as the model does."""
+    diagnose: str | None = None
+    """Write to this folder, of a model with semantic IDs, where TIGER's encoder attends and what decoding without the
+    trie loses (`pipelines/evaluation/diagnose.py`)."""
     k: int = 20
     """Items per user of --batch_inference and --export."""
     item_shift: bool = False
@@ -94,6 +97,9 @@ class Options:
                     f"{given[0]} is given with export, which keeps to the checkpoint's own options and measures "
                     f"nothing; leave it out"
                 )
+        others = [name for name in ("export", "batch_inference", "replay", "item_shift") if getattr(self, name)]
+        if self.diagnose and others:
+            raise ValueError(f"{others[0]} is given with diagnose, which does nothing else; run jobs.evaluate twice")
         if self.text and self.batch_inference:
             raise ValueError(
                 "text is given, but search models rank what they are asked about; leave out batch_inference"
@@ -172,6 +178,16 @@ def run(config: Options) -> Result | None:
         print(f"Exported to {config.export}: (history, history_length, user) -> (items, scores), top {config.k}.")
         print(f"  checked     the same items in the same order as the model for {requests:,} requests")
         print("  use it      models.retrieval.search.export.load_exported, or torch.export.load(FILE).module()")
+        return None
+    if config.diagnose:
+        from pipelines.evaluation.diagnose import diagnose
+
+        _, lines = diagnose(
+            config.checkpoint, config.tables, config.sids, config.diagnose, split=config.split,
+            beam=config.recommending().get("beam"),
+            batch_size=config.batch_size, device=config.device,
+        )  # fmt: skip
+        print("\n".join(lines))
         return None
     if config.batch_inference:
         from pipelines.evaluation.inference import recommend_all

@@ -17,7 +17,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from models.optimizers import make_optimizer
 from models.tables import UserError
 
 Batch = dict[str, Tensor]
@@ -161,7 +162,7 @@ class StepEvent(Event):
     steps_in_epoch: int = 0
     """Steps of this epoch, for progress."""
     lr: float = 0.0
-    """Learning rate of the last step."""
+    """Learning rate of the last step, before `lr_multipliers`."""
     grad_norm: float = 0.0
     """Global norm of the last step's gradient before clipping."""
     parts: dict[str, float] = field(default_factory=dict)
@@ -295,6 +296,7 @@ def fit(
     config: FitConfig,
     *,
     means: Means | None = None,
+    lr_multipliers: Mapping[str, float] | None = None,
     state: State | None = None,
     device: torch.device | str = "cpu",
     rank: int = 0,
@@ -305,17 +307,13 @@ def fit(
 
     `model(batch)` gives {"loss": mean loss of the batch, ...}. With `world` above 1 the default process
     group must exist. `means` makes metrics of the sums of all ranks; left out, they are divided by the number
-    of rows. `state` is that of the event at which an earlier run was saved; the caller has loaded
-    the weights. Raises UserError where the loss stops being a number or the metric is not one that
-    `validate` gives.
+    of rows. `lr_multipliers` are factors on the learning rate by the beginning of parameters' names. `state` is that of
+    the event at which an earlier run was saved; the caller has loaded the weights. Raises UserError where the loss
+    stops being a number or the metric is not one that `validate` gives.
     """
     device = torch.device(device)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer: torch.optim.Optimizer
-    if config.optimizer == "adagrad":
-        optimizer = torch.optim.Adagrad(parameters, lr=config.lr, weight_decay=config.weight_decay)
-    else:
-        optimizer = torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay, fused=True)
+    optimizer, factors = make_optimizer(model, config.optimizer, config.lr, config.weight_decay, lr_multipliers or {})
     cursor: State = {
         "epoch": 0, "step_in_epoch": 0, "step": 0, "best": None, "best_epoch": 0, "best_step": 0,
         "waiting": 0, "stopped": False, "loss": 0.0, "seconds": 0.0, "examples": 0.0, "waited": 0.0,
@@ -380,8 +378,9 @@ def fit(
             meter.examples += len(next(iter(batch.values())))
             step = cursor["step"]
             torch.manual_seed(step_seed(config.seed, rank, step))
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(config, step, total_steps)
+            lr = learning_rate(config, step, total_steps)
+            for group, factor in zip(optimizer.param_groups, factors, strict=True):
+                group["lr"] = lr * factor
             with autocast(config.precision, device):
                 found = module(to_device(batch, device))
             found["loss"].backward()
@@ -418,7 +417,7 @@ def fit(
                 epoch=epoch + 1,
                 steps_in_epoch=steps,
                 loss=summed / taken,
-                lr=optimizer.param_groups[0]["lr"],
+                lr=lr,
                 grad_norm=float(norm),
                 examples_per_s=examples / seconds,
                 data_wait=waited / seconds,

@@ -26,11 +26,13 @@ from models.families import ACTIONS, RETRIEVAL, SEARCH, SIDS, Extra, Family, Mea
 from models.matmul import use_exact_onednn
 from models.retrieval import sid_mlp_pp
 from models.retrieval import teacher as teachers
+from models.retrieval.backbones.earn import EarnConfig, earn
 from models.retrieval.data import Catalogue
+from models.retrieval.decoders.nezha import Nezha, NezhaConfig, lr_multipliers
 from models.retrieval.decoders.one_layer import OneLayerConfig, one_layer
 from models.retrieval.decoders.sid_mlp import SidMlpConfig
 from models.retrieval.popularity import Popularity, PopularityConfig
-from models.retrieval.recommend import NoOptions
+from models.retrieval.recommend import BeamOptions, NoOptions
 from models.retrieval.retriever import Retriever
 from models.retrieval.sasrec import SASRec, SASRecConfig
 from models.retrieval.sid_mlp import SidMlp, SidMlpOptions
@@ -78,6 +80,9 @@ class Entry:
     own_measured: Measured | None = None
     """What is measured of it, where that is not what the family measures."""
 
+    lr_multipliers: Callable[[Any], dict[str, float]] = lambda config: {}
+    """Of a config: factors on the learning rate, by the beginning of parameters' names."""
+
     @property
     def extra(self) -> Extra | None:
         """The folder that it needs beside the tables."""
@@ -121,6 +126,7 @@ def taught(
     config: type, make: Callable[[Any, Any, Retriever], nn.Module], recommends: type | None = StudentOptions, *,
     teaches: bool = True, resolve: Callable[..., Any] = teachers.resolve,
     teach: Callable[[Any, Any, Any], None] = teach, measured: Measured | None = None,
+    lr_multipliers: Callable[[Any], dict[str, float]] = lambda config: {},
 ) -> Entry:  # fmt: skip
     """The row of a model that learns from a teacher: `make(config, catalogue, teacher)`."""
     return Entry(
@@ -135,6 +141,7 @@ def taught(
         remember=teachers.remember,
         recommends=recommends,
         own_measured=measured,
+        lr_multipliers=lr_multipliers,
     )
 
 
@@ -155,6 +162,8 @@ MODELS: dict[str, Entry] = {
     "tiger": Entry(TigerConfig, Tiger, RETRIEVAL, unit="request", sids=True, teaches=True, recommends=TigerOptions),
     "sid_mlp": taught(SidMlpConfig, SidMlp, SidMlpOptions),
     "one_layer": taught(OneLayerConfig, on_backbone(one_layer)),
+    "earn": taught(EarnConfig, earn, BeamOptions),
+    "nezha": taught(NezhaConfig, Nezha, BeamOptions, lr_multipliers=lr_multipliers),
     "sid_mlp_pp_encoder": taught(
         sid_mlp_pp.SidMlpPpEncoderConfig, sid_mlp_pp.SidMlpPpEncoder, None, teaches=False, measured=MATCHED
     ),

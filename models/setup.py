@@ -82,6 +82,11 @@ class Setup:
         """Metrics from the sums of all ranks."""
         return self.entry.measured.means(sums)
 
+    @property
+    def lr_multipliers(self) -> dict[str, float]:
+        """Factors on the learning rate, by the beginning of parameters' names."""
+        return self.entry.lr_multipliers(self.config)
+
     def checkpoint(self, **fields: Any) -> Checkpoint:
         """`config.json` of a checkpoint of this run, with `fields` filled in."""
         model = registry.config_to_dict(self.config)

@@ -70,8 +70,9 @@ def main(argv: list[str] | None = None) -> None:
             print(f"counted; checkpoint {output / 'best'}")
             return
         for event in fit(
-            setup.model, setup.train, setup.validate, setup.fit, means=setup.means, state=state, device=device
-        ):
+            setup.model, setup.train, setup.validate, setup.fit, means=setup.means,
+            lr_multipliers=setup.lr_multipliers, state=state, device=device,
+        ):  # fmt: skip
             if isinstance(event, StillEvent):
                 print(describe(event, setup.fit), flush=True)
             if not event.state:

@@ -2,7 +2,8 @@
 
     python -m models.bench decode
 
-Variants, slowest first: TIGER by `transformers` generate without and with its cache; TIGER by our decoder; SID-MLP
+Variants, slowest first: TIGER by `transformers` generate without and with its cache; TIGER by our decoder; EARN;
+NEZHA within the trie and with the published hash set after the search; SID-MLP
 and SID-MLP++ with every history padded to the maximum, as published; and both by the fast path. On a CPU SID-MLP's
 is timed without the compiled kernels (`_torch`) and with those for processors without AVX-512 (`_v3`) too. Weights are
 random: what a search does depends on the shape of the catalogue, not on what was learned. All variants of a size
@@ -36,6 +37,9 @@ VARIANTS = (
     "hf_nocache",
     "hf",
     "tiger_shared_kv",
+    "earn",
+    "nezha",
+    "nezha_hash",
     "sid_mlp_plain",
     "sid_mlp_fast",
     "sid_mlp_pp_plain",
@@ -105,7 +109,8 @@ def make_models(items: int, seed: int, variants: Iterable[str]) -> dict[str, nn.
     torch.manual_seed(seed)
     codes = random_codes(items, torch.Generator().manual_seed(seed))
     catalogue = Catalogue.from_codes(codes, (256, 256, 256, 256))
-    kinds = {"sid_mlp_pp_plain": "sid_mlp_pp", "sid_mlp_pp": "sid_mlp_pp", "sid_mlp": "sid_mlp"}
+    kinds = {"sid_mlp_pp_plain": "sid_mlp_pp", "sid_mlp_pp": "sid_mlp_pp", "sid_mlp": "sid_mlp",
+             "earn": "earn", "nezha": "nezha"}  # fmt: skip
     made: dict[str, Any] = {}
     models: dict[str, nn.Module] = {}
     for variant in variants:
@@ -132,7 +137,9 @@ def caller(variant: str, model: nn.Module, beam: int) -> Callable[[Batch], Any]:
     options: dict[str, Any] = {"beam": beam}
     if variant in SLOW:
         options["decoder"] = "shared_kv" if variant == "tiger_shared_kv" else variant
-    else:
+    elif variant.startswith("nezha"):
+        options["constrained"] = variant != "nezha_hash"
+    elif variant.startswith("sid_mlp"):
         options["path"] = "plain" if variant.endswith("plain") else "fast"
     recommend: Any = model.recommend
     usual = os.environ.get("TRIELINE_KERNELS", "")

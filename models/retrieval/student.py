@@ -46,7 +46,10 @@ class TaughtConfig:
     @property
     def max_history(self) -> int:
         """Latest items read: the teacher's."""
-        return int(self.teacher_model.get("max_history", 20))
+        first = self.teacher_model
+        while "teacher_model" in first:  # a teacher that was taught itself
+            first = first["teacher_model"]
+        return int(first.get("max_history", 20))
 
 
 @dataclass

@@ -167,8 +167,8 @@ def by_gradient(
     """Runs `fit` to its end."""
     spent = dict(before.timing) if before else {"train_seconds": 0.0, "eval_seconds": 0.0}
     for event in fit(
-        setup.model, setup.train, setup.validate, setup.fit, means=setup.means, state=state, device=setup.device,
-        rank=place.rank, world=place.world,
+        setup.model, setup.train, setup.validate, setup.fit, means=setup.means, lr_multipliers=setup.lr_multipliers,
+        state=state, device=setup.device, rank=place.rank, world=place.world,
     ):  # fmt: skip
         if isinstance(event, StillEvent):
             if place.rank == 0:

@@ -107,6 +107,7 @@ TIGER = {"d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_laye
 SIZES: dict[str, dict[str, Any]] = {
     "tiger": {**TIGER, "beam": 8},
     "sasrec": {"dim": 16, "num_layers": 1, "max_history": 12},
+    **{name: {"beam": 8} for name in ("earn", "nezha")},
     **{name: {"beam": 8, "attention_heads": 2, "attention_width": 24, "ffn_width": 32, "head_width": 20}
        for name in ("sid_mlp", "sid_mlp_pp")},
     **{name: {"width": 16, "num_layers": 1, "num_heads": 2} for name in ("hstu", "qgs")},

@@ -5,7 +5,9 @@ Shapes: `B` requests, `S` tokens of a history, `D` width, `V` tokens of the voca
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from models.derived import derived
 from models.layers.t5 import Stack, T5Sizes
@@ -22,23 +24,55 @@ class T5Backbone(Backbone):
         self.embedding = nn.Embedding(sizes.vocabulary, sizes.d_model)
         self.encoder = Stack(sizes, decoder=False)
 
+    def inputs(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """(B, S) what the encoder reads, rows of `table`, and (B,) how many of each row are no padding."""
+        return self.tokens.history(batch), self.tokens.lengths(batch)
+
+    def table(self) -> Tensor:
+        """(V, D): the embeddings of what the encoder reads."""
+        return self.embedding.weight
+
     def encode(self, batch: dict[str, Tensor]) -> History:
         """States (B, S, D) of the tokens of each history."""
-        tokens, lengths = self.tokens.history(batch), self.tokens.lengths(batch)
+        tokens, lengths = self.inputs(batch)
         bias = self.encoder.position_bias(tokens.shape[1])
         padding = padding_mask(lengths, tokens.shape[1], self.embedding.weight.dtype)
         dropout_p = self.sizes.dropout if self.training else 0.0
-        states = self.encoder(self.embedding(tokens), bias if padding is None else bias + padding, dropout_p)
+        x = functional.embedding(tokens, self.table())
+        states = self.encoder(x, bias if padding is None else bias + padding, dropout_p)
         return History(states, lengths)
 
     def infer(self, batch: dict[str, Tensor]) -> History:
         """As `encode`, without work for padding."""
-        lengths = self.tokens.lengths(batch)
-        return History(self.packed()(self.tokens.history(batch), lengths), lengths)
+        tokens, lengths = self.inputs(batch)
+        return History(self.fast_encoder()(tokens, lengths), lengths)
 
     def final_scale(self) -> Tensor:
         return self.encoder.final_layer_norm.weight
 
-    def packed(self) -> PackedEncoder:
+    def packed(self) -> PackedEncoder | None:
+        return self.fast_encoder()
+
+    def fast_encoder(self) -> PackedEncoder:
         """The encoder with the weights as they are now, kept until they change."""
         return derived(self, "packed_encoder", lambda: PackedEncoder(self.embedding, self.encoder))
+
+
+class ExtendedT5(T5Backbone):
+    """T5's encoder that reads tokens of its own beside the vocabulary's, which the decoder does not know: token
+    `V + i` is row i of `extra`."""
+
+    def __init__(self, tokens: SidTokens, sizes: T5Sizes, max_history: int, extra: int) -> None:
+        super().__init__(tokens, sizes, max_history)
+        self.extra = nn.Embedding(extra, sizes.d_model)
+
+    def table(self) -> Tensor:
+        return torch.cat([self.embedding.weight, self.extra.weight])
+
+    def packed(self) -> None:
+        """None: what stands end to end there is the plain history."""
+
+    def fast_encoder(self) -> PackedEncoder:
+        return derived(
+            self, "packed_encoder", lambda: PackedEncoder(nn.Embedding.from_pretrained(self.table()), self.encoder)
+        )

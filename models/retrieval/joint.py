@@ -1,0 +1,91 @@
+"""Models that start from a teacher's weights and train all of them: EARN and NEZHA as SID-MLP's paper ports them.
+
+The teacher is not asked while training, so there is nothing to distil and nothing to keep in a cache: the loss is the
+cross-entropy of the target's codes.
+
+Shapes: `B` requests, `L` levels (codes of an item).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from models.retrieval.backbones.t5 import T5Backbone
+from models.retrieval.data import Catalogue
+from models.retrieval.decoders.t5 import T5Decoder
+from models.retrieval.parts import Decoder
+from models.retrieval.recommend import recommender
+from models.retrieval.retriever import Retriever
+from models.retrieval.student import TaughtConfig
+from models.retrieval.tiger import Tiger
+from models.tables import UserError
+
+
+@dataclass
+class JointConfig(TaughtConfig):
+    """What all of them have."""
+
+    beam: int = 50
+    """Beams when recommending (Sec. 4.1 of SID-MLP)."""
+    constrained: bool = True
+    """Whether decoding keeps to the trie; without it, tuples of no item are dropped in the end."""
+
+    def __post_init__(self) -> None:
+        if self.beam < 1:
+            raise ValueError(f"beam {self.beam} is below 1; give a positive number")
+        if self.teacher_cache:
+            raise ValueError(
+                f"teacher_cache {self.teacher_cache} would hold what changes in every step of training; leave it out"
+            )
+
+
+class Joint(Retriever):
+    """A backbone and a decoder trained together on the target's codes."""
+
+    config: JointConfig
+    backbone: T5Backbone
+
+    def __init__(self, config: JointConfig, catalogue: Catalogue, backbone: T5Backbone, decoder: Decoder) -> None:
+        super().__init__(config, catalogue, backbone, decoder)
+
+    def set_teacher(self, teacher: Retriever) -> None:
+        """Takes the weights that `teacher` has for what is here too: embeddings, encoder, a T5's decoder."""
+        backbone = tiger_of(teacher).backbone
+        self.backbone.embedding.load_state_dict(backbone.embedding.state_dict())
+        self.backbone.encoder.load_state_dict(backbone.encoder.state_dict())
+        if isinstance(self.decoder, T5Decoder):
+            self.decoder.load_state_dict(teacher.decoder.state_dict())
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Mean cross-entropy over the L codes of each target, each given those before it (unit `request`)."""
+        codes = self.tokens.codes(batch["target"])
+        losses = []
+        for level, logits in enumerate(self.decoder.teacher_forced(self.encode(batch), codes)):
+            target = codes[:, level] + (self.tokens.first[level] - self.decoder.span(level)[0])
+            losses.append(functional.cross_entropy(logits.float(), target))
+        return {"loss": torch.stack(losses).mean()}
+
+    @recommender
+    def recommend(
+        self, batch: dict[str, Tensor], k: int, beam: int | None = None, constrained: bool | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(items, scores), each (B, k): items by falling log-probability of their codes.
+
+        Options left out are the config's. Where fewer than k items are found the tail is item -1 with score -inf.
+        """
+        constrained = self.config.constrained if constrained is None else constrained
+        return self.find(self.backbone.infer(batch), k, beam, constrained)
+
+
+def tiger_of(teacher: Retriever) -> Tiger:
+    """The teacher. UserError for another model than TIGER."""
+    if not isinstance(teacher, Tiger):
+        raise UserError(
+            f"the teacher is a {type(teacher).__name__}, and training starts from the weights of a TIGER's encoder; "
+            f"give a TIGER as model.teacher"
+        )
+    return teacher
