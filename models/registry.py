@@ -30,6 +30,7 @@ from models.fit import Sums
 from models.matmul import use_exact_onednn
 from models.retrieval import metrics, sid_mlp_pp
 from models.retrieval import teacher as teachers
+from models.retrieval.atspeed import AtSpeed, AtSpeedRConfig, AtSpeedSConfig
 from models.retrieval.data import Catalogue, Examples
 from models.retrieval.decoders.one_layer import OneLayerConfig, one_layer
 from models.retrieval.decoders.sid_mlp import SidMlpConfig
@@ -178,6 +179,8 @@ MODELS: dict[str, Entry] = {
     "tiger": Entry(TigerConfig, Tiger, RETRIEVAL, unit="request", sids=True, teaches=True),
     "sid_mlp": taught(SidMlpConfig, SidMlp),
     "one_layer": taught(OneLayerConfig, on_backbone(one_layer), Student),
+    "atspeed_s": taught(AtSpeedSConfig, AtSpeed, teaches=False),
+    "atspeed_r": taught(AtSpeedRConfig, AtSpeed, teaches=False),
     "sid_mlp_pp_encoder": taught(sid_mlp_pp.SidMlpPpEncoderConfig, sid_mlp_pp.SidMlpPpEncoder, teaches=False),
     "sid_mlp_pp": taught(
         sid_mlp_pp.SidMlpPpConfig, sid_mlp_pp.SidMlpPp, resolve=sid_mlp_pp.resolve, teach=teach_stage_2
