@@ -7,9 +7,9 @@ of them in one pass.
 A pass begins at the target's beams of some length. The draft extends them step by step to a tree of prefixes; the
 target gives the log-probabilities of the next code after every prefix of the tree. With those the steps are gone
 through one after the other, and each ends with the target's own beams of that step: where all of them stand in the
-tree, the step is accepted and the next one can be judged by the same pass; else a new pass begins at them. So a pass always gets one
-step further than what was accepted of the draft, and a draft that fails costs time, not quality. The last code needs
-no draft: the target's log-probabilities of it are there.
+tree, the step is accepted and the next one can be judged by the same pass; else a new pass begins at them. So a pass
+always gets one step further than what was accepted of the draft, and a draft that fails costs time, not quality. The
+last code needs no draft: the target's log-probabilities of it are there.
 
 Strict: the target's beams are its best ones, as `beam_search` takes them. Items, scores and ties are those of
 `beam_search` with the target, whatever the draft says (up to the rounding of the pass over the tree).
@@ -51,6 +51,7 @@ from torch.nn import functional
 from models.retrieval.parts import Scorer
 from models.retrieval.search.topk import select, top_k
 from models.retrieval.search.trie import Trie
+from models.scores import check_finite
 
 Rule = Literal["published", "exact"]
 
@@ -273,6 +274,7 @@ def _draft(
         tree.add(parent, code)
         if level + 1 < last:
             log_probs = scorer.step(parent, code)
+    check_finite(score, tail=True)  # a draft of NaN would show in nothing that is found
     return tree, [*drafts, Drafts(node, parent, score, log_probs[..., :0])]
 
 
