@@ -2,7 +2,8 @@
 
     python -m models.bench decode
 
-Variants, slowest first: TIGER by `transformers` generate without and with its cache; TIGER by our decoder; SID-MLP
+Variants, slowest first: TIGER by `transformers` generate without and with its cache; TIGER verifying AtSpeed's drafts,
+of which random weights accept none, the slowest case; TIGER by our decoder; SID-MLP
 and SID-MLP++ with every history padded to the maximum, as published; and both by the fast path. On a CPU SID-MLP's
 is timed without the compiled kernels (`_torch`) and with those for processors without AVX-512 (`_v3`) too. Weights are
 random: what a search does depends on the shape of the catalogue, not on what was learned. All variants of a size
@@ -35,6 +36,8 @@ Batch = dict[str, Tensor]
 VARIANTS = (
     "hf_nocache",
     "hf",
+    "atspeed_r",
+    "atspeed_s",
     "tiger_shared_kv",
     "sid_mlp_plain",
     "sid_mlp_fast",
@@ -46,7 +49,7 @@ VARIANTS = (
 BUILDS = {"_torch": "0", "_v3": "x86-64-v3"}
 """TRIELINE_KERNELS of variants so named; others take what is set."""
 
-SLOW = ("hf_nocache", "hf", "tiger_shared_kv")
+SLOW = ("hf_nocache", "hf", "atspeed_r", "atspeed_s", "tiger_shared_kv")
 """Timed at one size only."""
 
 BATCHES, BEAMS = (1, 32, 256), (10, 20, 50)
@@ -105,7 +108,7 @@ def make_models(items: int, seed: int, variants: Iterable[str]) -> dict[str, nn.
     torch.manual_seed(seed)
     codes = random_codes(items, torch.Generator().manual_seed(seed))
     catalogue = Catalogue.from_codes(codes, (256, 256, 256, 256))
-    kinds = {"sid_mlp_pp_plain": "sid_mlp_pp", "sid_mlp_pp": "sid_mlp_pp", "sid_mlp": "sid_mlp"}
+    kinds = {"atspeed_r": "atspeed_r", "atspeed_s": "atspeed_s", "sid_mlp_pp_plain": "sid_mlp_pp", "sid_mlp_pp": "sid_mlp_pp", "sid_mlp": "sid_mlp"}
     made: dict[str, Any] = {}
     models: dict[str, nn.Module] = {}
     for variant in variants:
@@ -130,9 +133,9 @@ def builds() -> list[str]:
 def caller(variant: str, model: nn.Module, beam: int) -> Callable[[Batch], Any]:
     """What is timed: recommending to a batch."""
     options: dict[str, Any] = {"beam": beam}
-    if variant in SLOW:
+    if variant in SLOW and not variant.startswith("atspeed"):  # which has one way to search
         options["decoder"] = "shared_kv" if variant == "tiger_shared_kv" else variant
-    else:
+    elif variant not in SLOW:
         options["path"] = "plain" if variant.endswith("plain") else "fast"
     recommend: Any = model.recommend
     usual = os.environ.get("TRIELINE_KERNELS", "")
