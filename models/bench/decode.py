@@ -3,10 +3,10 @@
     python -m models.bench decode
 
 Variants, slowest first: TIGER by `transformers` generate without and with its cache; TIGER verifying AtSpeed's drafts,
-of which random weights accept none, the slowest case; TIGER by our decoder; SID-MLP
-and SID-MLP++ with every history padded to the maximum, as published; and both by the fast path. On a CPU SID-MLP's
-is timed without the compiled kernels (`_torch`) and with those for processors without AVX-512 (`_v3`) too. Weights are
-random: what a search does depends on the shape of the catalogue, not on what was learned. All variants of a size
+of which random weights accept hardly any, their slowest case; TIGER by our decoder; SID-MLP and SID-MLP++ with every
+history padded to the maximum, as published; and both by the fast path. On a CPU SID-MLP's is timed without the compiled
+kernels (`_torch`) and with those for processors without AVX-512 (`_v3`) too. Weights are random: what the others'
+search does depends on the shape of the catalogue, not on what was learned. All variants of a size
 are timed in turn in one run; batches hold users of like history length, as in evaluation, and those of the runs
 are spread evenly over the lengths, so the median run is that of the median user.
 """
@@ -108,7 +108,8 @@ def make_models(items: int, seed: int, variants: Iterable[str]) -> dict[str, nn.
     torch.manual_seed(seed)
     codes = random_codes(items, torch.Generator().manual_seed(seed))
     catalogue = Catalogue.from_codes(codes, (256, 256, 256, 256))
-    kinds = {"atspeed_r": "atspeed_r", "atspeed_s": "atspeed_s", "sid_mlp_pp_plain": "sid_mlp_pp", "sid_mlp_pp": "sid_mlp_pp", "sid_mlp": "sid_mlp"}
+    names = ("atspeed_r", "atspeed_s", "sid_mlp_pp", "sid_mlp")
+    kinds = {"sid_mlp_pp_plain": "sid_mlp_pp", **{name: name for name in names}}
     made: dict[str, Any] = {}
     models: dict[str, nn.Module] = {}
     for variant in variants:
