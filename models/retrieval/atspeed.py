@@ -28,11 +28,12 @@ from models.retrieval.backbones.t5 import T5Backbone
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.t5 import T5Decoder
 from models.retrieval.decoders.t5_tree import T5Target
-from models.retrieval.parts import History
+from models.retrieval.parts import History, Scorer
 from models.retrieval.recommend import latest, recommender
 from models.retrieval.retriever import Retriever
 from models.retrieval.search.speculative import Found, Rule, Speculation, mixed, speculative_search
 from models.retrieval.student import Scores, Student, StudentConfig, check_choice
+from models.scores import check_finite
 from models.tables import UserError
 
 TOP = 20
@@ -184,11 +185,13 @@ class AtSpeed(Student):
             raise ValueError(f"seed {seed} is for what is drawn; AtSpeed-S draws nothing, leave it out")
         history = self.teacher_outputs("encoder", batch) or self.backbone.infer(batch)
 
-        def draft(rows: Tensor) -> Any:
+        def draft(rows: Tensor) -> Scorer:
             return self.decoder.scorer(History(history.states[rows], history.lengths[rows]))
 
         target = T5Target(self.target, history)
-        return speculative_search(target, draft, self.trie, len(history.lengths), k, how, keys)
+        found = speculative_search(target, draft, self.trie, len(history.lengths), k, how, keys)
+        check_finite(found.scores, tail=True)
+        return found
 
     @recommender
     def recommend(  # type: ignore[override]  # no search without the trie

@@ -23,7 +23,9 @@ time: then min(1, p/q) compares with a q that nothing was drawn from. What is gu
   than `beam` accepted ones a random choice stays; if there are fewer, the rest is drawn from max(p - q, 0) without the
   accepted ones (or from p without them where that is empty). One pair drawn for one beam follows p exactly, which is
   speculative sampling. More do not: of N drafts for fewer beams those that stay lean to min(p, q), as no draft knows
-  of the others. They are pairs that the target gives a chance to, and no more is promised.
+  of the others, and a random choice of them is flatter than p. (Total variation distance of the items found to the
+  target's law on the small case of the tests, 4 drafts for 2 beams: 0.21, with the target itself as draft 0.12, by the
+  exact rule 0.01, which is the noise of the sample.) That all found are items of the target's own score is what stays.
 - "exact": the beams are filled one by one, each by recursive rejection over the drafts not yet looked at. With p the
   target's law of this beam (without the pairs taken) and q the draft's of the next draft (without those looked at), a
   draft is taken with probability min(1, p/q); else p becomes max(p - q, 0) / sum and the next draft is tried; after
@@ -54,6 +56,9 @@ from models.retrieval.search.trie import Trie
 from models.scores import check_finite
 
 Rule = Literal["published", "exact"]
+
+Draft = Callable[[Tensor], Scorer]
+"""What proposes: a scorer of some requests, by their numbers (R,)."""
 
 
 @dataclass(frozen=True)
@@ -145,11 +150,11 @@ class Drafts:
 
 
 def speculative_search(
-    target: Target, draft: Callable[[Tensor], Scorer], trie: Trie, requests: int, k: int, how: Speculation,
+    target: Target, draft: Draft, trie: Trie, requests: int, k: int, how: Speculation,
     keys: Tensor | None = None,
 ) -> Found:  # fmt: skip
-    """The search of the module's docstring for `requests` requests; `draft(rows)` is the draft's scorer of some of
-    them. With `keys` (B,) int64, which all that is drawn for a request follows from, it is relaxed, else strict."""
+    """The search of the module's docstring for `requests` requests. With `keys` (B,) int64, which all that is drawn
+    for a request follows from, it is relaxed, else strict."""
     if k < 1 or how.beam < 1 or how.draft_beam < 1 or how.steps < 0:
         raise ValueError(
             f"k {k}, beam {how.beam} and draft_beam {how.draft_beam} need to be at least 1, "
@@ -170,12 +175,12 @@ def speculative_search(
         names = ("rows", "codes", "node", "score")
         beams = Beams(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
         noise = None if keys is None else Noise(keys[beams.rows], length)
-        _one_pass(target, draft(beams.rows), trie, beams, how, noise, waiting, found)
+        _one_pass(target, draft, trie, beams, how, noise, waiting, found)
     return found
 
 
 def _one_pass(
-    target: Target, draft: Scorer, trie: Trie, beams: Beams, how: Speculation, noise: Noise | None,
+    target: Target, draft: Draft, trie: Trie, beams: Beams, how: Speculation, noise: Noise | None,
     waiting: list[list[Beams]], found: Found,
 ) -> None:  # fmt: skip
     """Drafts, verifies, and goes on with each request as far as its drafts are accepted: to `found`, or to `waiting`
@@ -198,14 +203,7 @@ def _one_pass(
         scores, edge, token = _pairs(trie, level, beams.node, beams.score, log_probs, how.children)
         mine = None if noise is None else noise.of(row, level)
         if level == trie.levels - 1:
-            k = found.items.shape[1]
-            if mine is not None and (count := max(how.beam, k)) < scores.shape[1]:
-                drawn = select(scores + mine.gumbel(edge), count)
-                scores = torch.full_like(scores, -torch.inf).scatter_(1, drawn, scores.gather(1, drawn))
-            position, score = top_k(scores, k)
-            item = trie.leaves[edge.gather(1, position.clamp(min=0))]
-            found.items[beams.rows] = torch.where(score == -torch.inf, -1, item)
-            found.scores[beams.rows] = score
+            _finish(trie, scores, edge, beams.rows, how, mine, found)
             return
         width, widest = min(how.beam, trie.edges[level]), scores.shape[1] // at.shape[1]
         missing = max(0, width - scores.shape[1])  # requests of other passes may have more pairs: one width for all
@@ -220,11 +218,9 @@ def _one_pass(
         elif place is None or drafted is None:
             position = select(scores + mine.gumbel(edge), width)
         else:
-            of_draft, _, _ = _pairs(
-                trie, level, beams.node, now.score[row].gather(1, at), _pick(now.log_probs[row], at), how.children
-            )
-            of_draft = functional.pad(of_draft, (0, missing), value=-torch.inf)
-            of_draft = of_draft.masked_fill(scores == -torch.inf, -torch.inf)
+            score, log_probs = now.score[row].gather(1, at), _pick(now.log_probs[row], at)
+            of_draft, _, _ = _pairs(trie, level, beams.node, score, log_probs, how.children)
+            of_draft = functional.pad(of_draft, (0, missing)).masked_fill(scores == -torch.inf, -torch.inf)
             rule = published if how.rule == "published" else exact
             position = rule(_softmax(scores), _softmax(of_draft), place, width, mine, edge)
         parent = (position // widest).clamp(max=beams.node.shape[1] - 1)
@@ -248,19 +244,34 @@ def _one_pass(
             return
 
 
-def _draft(
-    scorer: Scorer, trie: Trie, beams: Beams, how: Speculation, noise: Noise | None
-) -> tuple[Tree, list[Drafts]]:
+def _finish(
+    trie: Trie, scores: Tensor, edge: Tensor, rows: Tensor, how: Speculation, noise: Noise | None, found: Found
+) -> None:
+    """The items of the last code's pairs, by the target's score; relaxed, of as many as are drawn."""
+    k = found.items.shape[1]
+    if noise is not None and (count := max(how.beam, k)) < scores.shape[1]:
+        drawn = select(scores + noise.gumbel(edge), count)
+        scores = torch.full_like(scores, -torch.inf).scatter_(1, drawn, scores.gather(1, drawn))
+    position, score = top_k(scores, k)
+    item = trie.leaves[edge.gather(1, position.clamp(min=0))]
+    found.items[rows] = torch.where(score == -torch.inf, -1, item)
+    found.scores[rows] = score
+
+
+def _draft(draft: Draft, trie: Trie, beams: Beams, how: Speculation, noise: Noise | None) -> tuple[Tree, list[Drafts]]:
     """The tree, from the empty prefix on, and its levels from that of the target's beams on."""
     tree, length = Tree(), beams.codes.shape[2]
-    log_probs = scorer.start().unsqueeze(1)
-    width = torch.arange(beams.node.shape[1], device=beams.node.device)
-    for level in range(length):  # the draft and the tree follow the target's beams
-        parent = (width if level else torch.zeros_like(width)).expand(beams.node.shape)
-        tree.add(parent, beams.codes[..., level])
-        log_probs = scorer.step(parent, beams.codes[..., level])
-    node, parent, score, drafts = beams.node, beams.node, beams.score, []
     last = min(length + how.steps, trie.levels - 1)
+    node, parent, score, drafts = beams.node, beams.node, beams.score, []
+    log_probs = score.unsqueeze(-1)
+    if last > length:
+        scorer = draft(beams.rows)
+        log_probs = scorer.start().unsqueeze(1)
+    width = torch.arange(node.shape[1], device=node.device)
+    for level in range(length):  # the tree and the draft follow the target's beams
+        tree.add((width if level else torch.zeros_like(width)).expand(node.shape), beams.codes[..., level])
+        if last > length:
+            log_probs = scorer.step(tree.parents[-1], tree.codes[-1])
     for level in range(length, last):
         drafts.append(Drafts(node, parent, score, log_probs))
         scores, edge, token = _pairs(trie, level, node, score, log_probs, how.children)
