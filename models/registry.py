@@ -24,8 +24,9 @@ from models.checkpoint import Checkpoint
 from models.config import hint, instead
 from models.families import ACTIONS, RETRIEVAL, SEARCH, SIDS, Extra, Family, Measured
 from models.matmul import use_exact_onednn
-from models.retrieval import sid_mlp_pp
+from models.retrieval import atspeed, sid_mlp_pp
 from models.retrieval import teacher as teachers
+from models.retrieval.atspeed import AtSpeed, AtSpeedRConfig, AtSpeedSConfig
 from models.retrieval.backbones.earn import EarnConfig, earn
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.nezha import Nezha, NezhaConfig, lr_multipliers
@@ -156,6 +157,11 @@ MATCHED = Measured(
 )  # fmt: skip
 """How well SID-MLP++'s encoder gives the teacher's states."""
 
+VERIFIED = Measured(
+    atspeed.measure, atspeed.means, atspeed.names, atspeed.summary, shown=("recall@10", "ndcg@10", "acceptance")
+)
+"""How well AtSpeed ranks, and what verification accepted."""
+
 MODELS: dict[str, Entry] = {
     "popularity": Entry(PopularityConfig, Popularity, RETRIEVAL, unit="request", gradient=False, recommends=NoOptions),
     "sasrec": Entry(SASRecConfig, SASRec, RETRIEVAL, unit="user", recommends=NoOptions),
@@ -164,6 +170,8 @@ MODELS: dict[str, Entry] = {
     "one_layer": taught(OneLayerConfig, on_backbone(one_layer)),
     "earn": taught(EarnConfig, earn, BeamOptions),
     "nezha": taught(NezhaConfig, Nezha, BeamOptions, lr_multipliers=lr_multipliers),
+    "atspeed_s": taught(AtSpeedSConfig, AtSpeed, atspeed.AtSpeedOptions, teaches=False, measured=VERIFIED),
+    "atspeed_r": taught(AtSpeedRConfig, AtSpeed, atspeed.AtSpeedOptions, teaches=False, measured=VERIFIED),
     "sid_mlp_pp_encoder": taught(
         sid_mlp_pp.SidMlpPpEncoderConfig, sid_mlp_pp.SidMlpPpEncoder, None, teaches=False, measured=MATCHED
     ),

@@ -2,11 +2,12 @@
 
     python -m models.bench decode
 
-Variants, slowest first: TIGER by `transformers` generate without and with its cache; TIGER by our decoder; EARN;
-NEZHA within the trie and with the published hash set after the search; SID-MLP
-and SID-MLP++ with every history padded to the maximum, as published; and both by the fast path. On a CPU SID-MLP's
-is timed without the compiled kernels (`_torch`) and with those for processors without AVX-512 (`_v3`) too. Weights are
-random: what a search does depends on the shape of the catalogue, not on what was learned. All variants of a size
+Variants, slowest first: TIGER by `transformers` generate without and with its cache; TIGER verifying AtSpeed's drafts,
+of which random weights accept hardly any, their slowest case; TIGER by our decoder; EARN; NEZHA within the trie and
+with the published hash set after the search; SID-MLP and SID-MLP++ with every history padded to the maximum, as
+published; and both by the fast path. On a CPU SID-MLP's is timed without the compiled kernels (`_torch`) and with those
+for processors without AVX-512 (`_v3`) too. Weights are random: what the others' search does depends on the shape of
+the catalogue, not on what was learned. All variants of a size
 are timed in turn in one run; batches hold users of like history length, as in evaluation, and those of the runs
 are spread evenly over the lengths, so the median run is that of the median user.
 """
@@ -36,6 +37,8 @@ Batch = dict[str, Tensor]
 VARIANTS = (
     "hf_nocache",
     "hf",
+    "atspeed_r",
+    "atspeed_s",
     "tiger_shared_kv",
     "earn",
     "nezha",
@@ -50,7 +53,7 @@ VARIANTS = (
 BUILDS = {"_torch": "0", "_v3": "x86-64-v3"}
 """TRIELINE_KERNELS of variants so named; others take what is set."""
 
-SLOW = ("hf_nocache", "hf", "tiger_shared_kv")
+SLOW = ("hf_nocache", "hf", "atspeed_r", "atspeed_s", "tiger_shared_kv")
 """Timed at one size only."""
 
 BATCHES, BEAMS = (1, 32, 256), (10, 20, 50)
@@ -109,8 +112,8 @@ def make_models(items: int, seed: int, variants: Iterable[str]) -> dict[str, nn.
     torch.manual_seed(seed)
     codes = random_codes(items, torch.Generator().manual_seed(seed))
     catalogue = Catalogue.from_codes(codes, (256, 256, 256, 256))
-    kinds = {"sid_mlp_pp_plain": "sid_mlp_pp", "sid_mlp_pp": "sid_mlp_pp", "sid_mlp": "sid_mlp",
-             "earn": "earn", "nezha": "nezha"}  # fmt: skip
+    names = ("earn", "nezha", "atspeed_r", "atspeed_s", "sid_mlp_pp", "sid_mlp")
+    kinds = {"sid_mlp_pp_plain": "sid_mlp_pp", **{name: name for name in names}}
     made: dict[str, Any] = {}
     models: dict[str, nn.Module] = {}
     for variant in variants:
@@ -135,7 +138,7 @@ def builds() -> list[str]:
 def caller(variant: str, model: nn.Module, beam: int) -> Callable[[Batch], Any]:
     """What is timed: recommending to a batch."""
     options: dict[str, Any] = {"beam": beam}
-    if variant in SLOW:
+    if variant in SLOW and not variant.startswith("atspeed"):  # which has one way to search
         options["decoder"] = "shared_kv" if variant == "tiger_shared_kv" else variant
     elif variant.startswith("nezha"):
         options["constrained"] = variant != "nezha_hash"
