@@ -64,6 +64,10 @@ class EventsFile(Source):
     def origins(self) -> dict[str, dict[str, str]]:
         return {"events": {name: name for name in self.block_schema.names}, "items": {}, "users": {}}
 
+    @property
+    def absent(self) -> frozenset[str]:
+        return frozenset({"query", "request_id", "position"})
+
     def event_files(self, input_uri: str) -> list[str]:
         return list_files(input_uri, "events-*.parquet", required=True, what="event files")
 

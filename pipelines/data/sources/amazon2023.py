@@ -65,6 +65,10 @@ class Amazon2023(Source):
         return {**self.reviews.origins, "items": items_origins(self.metadata) if self.items else {}}
 
     @property
+    def absent(self) -> frozenset[str]:
+        return self.reviews.absent & self.ratings.absent
+
+    @property
     def items_columns(self) -> tuple[list[str], list[str]]:
         return (list(self.metadata.texts), list(self.metadata.attributes)) if self.items else ([], [])
 

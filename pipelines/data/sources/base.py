@@ -113,6 +113,12 @@ class Source(ABC):
         """For `events`, `items` and `users`: the columns that are read, each with what it is in the raw file."""
 
     @property
+    def absent(self) -> frozenset[str]:
+        """Those of `query`, `request_id` and `position` that no event of the log has: they need not travel. Null, ""
+        and 0 stand for them."""
+        return frozenset()
+
+    @property
     @abstractmethod
     def items_columns(self) -> tuple[list[str], list[str]]:
         """Names of the item table's texts and attributes, without the `text_` and `cat_` prefixes."""

@@ -55,6 +55,10 @@ class LcRec(Source):
         }
 
     @property
+    def absent(self) -> frozenset[str]:
+        return frozenset({"query", "request_id", "position"})
+
+    @property
     def items_columns(self) -> tuple[list[str], list[str]]:
         return (list(self.texts), list(self.attributes)) if self.items else ([], [])
 
@@ -84,7 +88,10 @@ class LcRec(Source):
         items = [
             str(item).strip() if isinstance(item, str | int) and not isinstance(item, bool) else "" for item in raw
         ]
-        valid = ~np.isin(np.array(items), ["", *NO_ID]) & ~np.isin(users.astype(str), ["", *NO_ID])
+        # Python's own comparison: NumPy's text drops NULs at the end
+        none = {"", *NO_ID}
+        named = np.array([user not in none for user, _ in histories], dtype=bool)
+        valid = np.array([item not in none for item in items], dtype=bool) & np.repeat(named, lengths)
         rows = np.arange(first, first + total)
         events = pa.table(
             [

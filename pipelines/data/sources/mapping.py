@@ -354,6 +354,15 @@ class Mapping(Source):
         }
 
     @property
+    def absent(self) -> frozenset[str]:
+        given = {
+            "query": self.query,
+            "request_id": self.request or self.explode,  # a row whose lists are exploded is a request
+            "position": self.position or self.explode,
+        }
+        return frozenset(name for name, column in given.items() if not column)
+
+    @property
     def items_columns(self) -> tuple[list[str], list[str]]:
         return (list(self.items.texts), list(self.items.attributes)) if self.items else ([], [])
 
