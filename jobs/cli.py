@@ -40,6 +40,9 @@ if not os.environ.get("RAY_ADDRESS"):  # a local Ray is for its user alone; read
     if Path(sys.argv[0]).stem != "benchmark":
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+SHUFFLE_WORKERS = ("RAY_DATA_SHUFFLE_MAP_WORKER", "RAY_DATA_SHUFFLE_REDUCE_WORKER")
+"""What the environment of Ray Data's shuffle adds to a job's: where a job has both, its tasks share their workers."""
+
 Config = TypeVar("Config")
 
 
@@ -161,6 +164,7 @@ def start_ray(num_cpus: int | None = None) -> None:
         include_dashboard=False,
         logging_level=logging.WARNING,
         log_to_driver=False,
+        runtime_env={"env_vars": dict.fromkeys(SHUFFLE_WORKERS, "1")},
     )
     credentials.share()
     from jobs.watch import watch

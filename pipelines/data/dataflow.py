@@ -5,10 +5,9 @@
 
 Kernels work on whole partitions with polars, numpy and Arrow, write their parts themselves, and give rows back: what
 the driver commits and adds up. Stats, backpressure, spilling and the retries of lost tasks are Ray Data's. What matters
-of its settings (measured on 20 million events, see docs/scale.md) is in `context`, and two things more:
-
-- the reads name the environment of the shuffle's own tasks (`WORKERS`), so that they run in the same processes;
-- `kernel` has no `concurrency`, so that it fuses into the tasks that gather the shards of a partition.
+of its settings (measured on 20 million events, see docs/scale.md) is in `context`, and two things more: a local Ray is
+started with the environment of the shuffle's own tasks, so that reads run in the same processes (`jobs/cli.py`), and
+`kernel` has no `concurrency`, so that it fuses into the tasks that gather the shards of a partition.
 """
 
 from __future__ import annotations
@@ -32,9 +31,6 @@ from ray.data.block import BlockMetadata
 from models.tables import UserError
 from pipelines.data.prepare_config import RayDataConfig
 from pipelines.faults import user_error_in
-
-WORKERS = {"env_vars": {"RAY_DATA_SHUFFLE_MAP_WORKER": "1"}}
-"""Environment of the tasks that cut rows by partition, in Ray 2.60."""
 
 SHARD_BYTES = 128 << 10
 """Ray keeps objects below 100 KiB in the driver's own memory: a map task has at least these for each partition."""
@@ -107,7 +103,7 @@ class Engine:
             return
         with DataContext.current(self.context()):
             rows = _read("Parts", tasks).map_batches(
-                _named(_run, function), fn_args=(function, shared), batch_size=None, batch_format="pyarrow", **_PLACE
+                _named(_run, function), fn_args=(function, shared), batch_size=None, batch_format="pyarrow"
             )
         yield from self._results(rows)
 
@@ -116,7 +112,7 @@ class Engine:
         tasks = [partial(_one_row, number, call) for number, call in enumerate(calls)]
         with DataContext.current(self.context()):
             rows = _read("Parts", tasks).map_batches(
-                _named(_tables, function), fn_args=(function, shared), batch_size=None, batch_format="pyarrow", **_PLACE
+                _named(_tables, function), fn_args=(function, shared), batch_size=None, batch_format="pyarrow"
             )
         kept = rows.materialize()
         self.stats.append(kept.stats())
@@ -124,7 +120,7 @@ class Engine:
 
     def over(self, kept: ray.data.Dataset, function: Callable[..., pa.Table], arguments: Call) -> Iterator[pa.Table]:
         """`function(block, *arguments)` of every block of `kept`, as they end."""
-        rows = kept.map_batches(function, fn_args=arguments, batch_size=None, batch_format="pyarrow", **_PLACE)
+        rows = kept.map_batches(function, fn_args=arguments, batch_size=None, batch_format="pyarrow")
         yield from _batches(rows)
         self.stats.append(rows.stats())
 
@@ -179,9 +175,6 @@ class Engine:
         self.stats.append(rows.stats())
 
 
-_PLACE: dict[str, Any] = {"runtime_env": WORKERS}
-
-
 class _Tasks(Datasource):
     """One read task for each function that yields tables. Ray's own reader of Parquet would start a pool of tasks for
     footers and pack several files into one task."""
@@ -202,7 +195,7 @@ class _Tasks(Datasource):
 
 
 def _read(name: str, tasks: Sequence[Read]) -> ray.data.Dataset:
-    return ray.data.read_datasource(_Tasks(name, tasks), override_num_blocks=len(tasks), **_PLACE)
+    return ray.data.read_datasource(_Tasks(name, tasks), override_num_blocks=len(tasks))
 
 
 def _batches(rows: ray.data.Dataset) -> Iterator[pa.Table]:

@@ -293,7 +293,7 @@ class _Write:
         if strays:
             raise RuntimeError(f"the shuffle put {strays} users into the wrong partition; nothing was committed")
         part = write_part(self.events_uri, events)
-        seen, matched = seen_in(events, self.behaviour), _match_users(user, described)
+        seen, matched = seen_in(events, self.behaviour, len(self.keys)), _match_users(user, described)
         return _Written(part, user[0].as_py(), duplicates, len(user.dictionary), seen, matched)
 
 

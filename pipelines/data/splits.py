@@ -94,7 +94,7 @@ def _bounds(samples: list[tuple[int, np.ndarray]], rank: int) -> tuple[int, int]
     from pipelines.data.survey import Seen
 
     candidates = np.unique(np.concatenate([times for _, times in samples]))
-    places = [Seen.places(rows) for rows, _ in samples]
+    places = [Seen.places(rows, len(times)) for rows, times in samples]
 
     def most_before(time: int) -> int:
         """Rows earlier than it, at most."""

@@ -19,8 +19,9 @@ from pipelines.data.dataflow import Engine
 
 DAY = 86_400_000  # ms
 GRAINS = (DAY, 1000)  # of times, in ms, coarsest first
-TIMES = 4096
-"""Times that a part gives of its own: the least and the largest, and others at even distances in their order."""
+TIMES = 1 << 22
+"""Times that all parts together give of their own: each the least and the largest, and others at even distances in
+their order."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,12 @@ class Seen:
     rests: list[list[int]]
     """For each of GRAINS the least and largest remainder of the times; empty without behaviours."""
     times: np.ndarray
-    """At most TIMES of the times, sorted: those at the `places` of their order."""
+    """Some of the times, sorted: those at the `places` of their order."""
 
     @staticmethod
-    def places(rows: int) -> np.ndarray:
+    def places(rows: int, given: int) -> np.ndarray:
         """Which of the sorted times of a part are given."""
-        return np.unique(np.linspace(0, rows - 1, min(rows, TIMES)).astype(np.int64))
+        return np.linspace(0, rows - 1, min(rows, given)).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -188,8 +189,8 @@ def counted_before(user: np.ndarray, known: np.ndarray, who: np.ndarray, time: n
     return place[len(user) :] - np.searchsorted(user, who)
 
 
-def seen_in(table: pa.Table, behaviour: str | None) -> Seen:
-    """What one events part (ids dictionary-coded) tells of its behaviours."""
+def seen_in(table: pa.Table, behaviour: str | None, parts: int) -> Seen:
+    """What one of the events parts (ids dictionary-coded) tells of its behaviours."""
     if behaviour:
         table = table.filter(pc.fill_null(table[f"label_{behaviour}"], False)).combine_chunks()
     if not table.num_rows:
@@ -203,19 +204,19 @@ def seen_in(table: pa.Table, behaviour: str | None) -> Seen:
         items=item.dictionary.filter(pa.array(used)).cast(pa.large_string()),
         counts=counts[used],
         rests=[[int(rest.min()), int(rest.max())] for rest in left],
-        times=np.sort(time)[Seen.places(len(time))],
+        times=np.sort(time)[Seen.places(len(time), max(TIMES // parts, 2))],
     )
 
 
-def _survey_part(behaviour: str | None, uri: str) -> tuple[Seen, int]:
+def _survey_part(behaviour: str | None, parts: int, uri: str) -> tuple[Seen, int]:
     table = read_coded(uri, ["user_id", "item_id", "timestamp_ms", *behaviour_column(behaviour)])
-    return seen_in(table, behaviour), len(coded(table, "user_id").dictionary)
+    return seen_in(table, behaviour, parts), len(coded(table, "user_id").dictionary)
 
 
 def survey(parts: list[str], behaviour: str | None, engine: Engine, late: bool = False) -> Survey:
     """Reads the parts once; late: whether they say when the behaviour's label is known. UserError if there is no
     behaviour at all."""
-    found = engine.each(_survey_part, [(uri,) for uri in parts], (behaviour,))
+    found = engine.each(_survey_part, [(uri,) for uri in parts], (behaviour, len(parts)))
     return merge([(parts[number], *seen) for number, seen in found], behaviour, late)
 
 

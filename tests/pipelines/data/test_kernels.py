@@ -248,7 +248,7 @@ def test_times_at_a_rank_of_parts_that_give_only_some(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, grain: int
 ) -> None:
     """Parts of more behaviours than the times they give: the rest is counted in one pass."""
-    monkeypatch.setattr(survey_module, "TIMES", 8)
+    monkeypatch.setattr(survey_module, "TIMES", 24)
     rng = np.random.default_rng(grain)
     parts, times = [], []
     for _ in range(3):
@@ -256,7 +256,7 @@ def test_times_at_a_rank_of_parts_that_give_only_some(
         rows = [{"user_id": "u", "request_id": "", "timestamp_ms": int(t), "item_id": "a", "position": 0} for t in time]
         parts.append(join(str(tmp_path), write_part(str(tmp_path), pa.Table.from_pylist(rows, schema=SCHEMA)).path))
         times += time.tolist()
-    found = merge([(part, *_survey_part(None, part)) for part in parts], None, False)
+    found = merge([(part, *_survey_part(None, 3, part)) for part in parts], None, False)
     assert all(len(of_part) == 8 for _, of_part in found.times)
     ranks = [0, 1, 450, 720, 810, 899]
     assert nth_times(found, ranks, Engine()) == [sorted(times)[rank] for rank in ranks]
