@@ -40,6 +40,7 @@ from pipelines.data.kinds.retrieval.simulator import simulate_retrieval
 from pipelines.data.prepare import prepare
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.sources.base import Block, Metadata, Source, list_files
+from pipelines.data.sources.readers import Piece, Reading
 from pipelines.data.splits import SplitConfig
 from pipelines.data.tables import REJECTS
 
@@ -77,9 +78,16 @@ class EventsFile(Source):
     def read_items(self, input_uri: str, file: str) -> Iterator[Metadata]:
         return iter(())
 
-    def read_events(self, input_uri: str, file: str, users: pa.Table | None = None) -> Iterator[Block]:
-        schema, row = self.block_schema, 0
-        for batch in pq.ParquetFile(join(input_uri, file)).iter_batches(batch_size=1 << 19, use_threads=False):
+    def reading_of(self, file: str) -> Reading:
+        return Reading(("user_id", "item_id", "timestamp_ms"))
+
+    def read_events(
+        self, input_uri: str, file: str, users: pa.Table | None = None, piece: Piece | None = None
+    ) -> Iterator[Block]:
+        schema, row = self.block_schema, piece.first_row if piece else 0
+        log = pq.ParquetFile(join(input_uri, file))
+        groups = list(range(piece.start, piece.end) if piece else range(log.num_row_groups))
+        for batch in log.iter_batches(batch_size=1 << 19, row_groups=groups, use_threads=False):
             rows = batch.num_rows
             constants = {
                 "request_id": pa.repeat("", rows),

@@ -60,10 +60,15 @@ class _Watch(ExecutionCallback):
 
     listener: Progress | None = None
 
+    def __init__(self) -> None:
+        self.rows = 0
+
     def on_execution_step(self, executor: Any) -> None:
-        if _Watch.listener is not None:
-            reads = [op for op in executor._topology if op.name.startswith("Read")]
-            _Watch.listener(sum(op.metrics.rows_task_outputs_generated - op.metrics.num_tasks_finished for op in reads))
+        of_reads = [op.metrics for op in executor._topology if op.name.startswith("Read")]
+        rows = sum(metrics.rows_task_outputs_generated - metrics.num_tasks_finished for metrics in of_reads)
+        if _Watch.listener is not None and rows > self.rows:  # each read ends with a tally
+            self.rows = rows
+            _Watch.listener(rows)
 
 
 class Engine:

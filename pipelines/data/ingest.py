@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
 import numpy as np
 import polars as pl
@@ -22,6 +23,7 @@ from pipelines.data.dataflow import KEY, TALLY, Engine, partition_keys, tally_ro
 from pipelines.data.matching import Match, compare, sample
 from pipelines.data.sources.base import Rejected, Source
 from pipelines.data.sources.preview import check_missing
+from pipelines.data.sources.readers import Piece, cuts, format_of, piece_at
 from pipelines.data.survey import Seen, coded, seen_in, user_keys
 from pipelines.data.tables import write_part
 
@@ -67,6 +69,34 @@ def partitions_for(uris: list[str]) -> int:
         filesystem, path = open_uri(uri)
         total += filesystem.get_file_info(path).size * EXPANSION.get(uri.rsplit(".", 1)[-1], 1)
     return max(1, -(-total // BYTES_PER_PARTITION))
+
+
+def pieces_of(
+    source: Source, input_uri: str, files: list[str], size: int, engine: Engine
+) -> list[tuple[str, Piece | None]]:
+    """The files in order, those of more than `size` bytes in pieces of about that where they can be cut: Parquet at row
+    groups, text at lines, CSV if no value of the file is quoted. A first pass over text counts its rows, so that each
+    row has its own number."""
+    places: dict[str, list[tuple[int, int]]] = {}
+    for file in files:
+        reading = source.reading_of(file)
+        places[file] = cuts(input_uri, file, reading, size) if reading else []
+    calls = [(input_uri, file, source.reading_of(file), cut) for file in files for cut in places[file]]
+    found = iter(piece for _, piece in sorted(engine.each(piece_at, calls), key=itemgetter(0)))
+    pieces: list[tuple[str, Piece | None]] = []
+    for file in files:
+        mine = [next(found) for _ in places[file]]
+        reading = source.reading_of(file)
+        plain = reading is not None and (format_of(file, reading.format) != "csv" or reading.quote is False)
+        if len(mine) < 2 or (not plain and any(quoted for _, _, quoted in mine)):
+            pieces.append((file, None))
+            continue
+        first_row = 0
+        for piece, rows, _ in mine:
+            if piece.start < piece.end:
+                pieces.append((file, replace(piece, first_row=first_row)))
+            first_row += rows
+    return pieces
 
 
 UNSET = {"request_id": "", "position": 0}
@@ -120,9 +150,10 @@ class _Tally:
 
 @dataclass(frozen=True)
 class _Read:
-    """Reads a raw file as tables to exchange, and writes its rejects."""
+    """Reads a raw file, or a piece of one, as tables to exchange, and writes its rejects."""
 
     number: int
+    """Its place among all that is read."""
     file: str
     source: Source
     input_uri: str
@@ -130,10 +161,12 @@ class _Read:
     transit: pa.Schema
     keys: np.ndarray
     users: ray.ObjectRef
+    piece: Piece | None
 
     def __call__(self) -> Iterator[pa.Table]:
         total = _Tally()
-        for sequence, block in enumerate(self.source.read_events(self.input_uri, self.file, ray.get(self.users))):
+        blocks = self.source.read_events(self.input_uri, self.file, ray.get(self.users), self.piece)
+        for sequence, block in enumerate(blocks):
             tally = _Tally(Rejected.of(block), block.events.num_rows, [], block.missing)
             if block.rejects.num_rows:
                 tally.parts.append(((self.number, sequence), write_part(self.rejects_uri, block.rejects)))
@@ -317,13 +350,16 @@ def ingest(
     one part."""
     transit, keys, shared = transit_schema(source, log_order), partition_keys(partitions), ray.put(users)
     reads = [
-        _Read(number, file, source, input_uri, rejects_uri, transit, keys, shared) for number, file in enumerate(files)
+        _Read(number, file, source, input_uri, rejects_uri, transit, keys, shared, piece)
+        for number, (file, piece) in enumerate(
+            pieces_of(source, input_uri, files, engine.settings.read_mb << 20, engine)
+        )
     ]
     write = _Write(events_uri, source.schema, behaviour, keep_duplicates, keys)
     tally, written = _Tally(), dict[int, _Written]()
 
     def said(rows: int) -> None:
-        if rows and not written:
+        if not written:
             progress(f"{rows:,} rows read")
 
     for key, found in engine.exchange(reads, partitions, write, (shared,), "user_id", said):

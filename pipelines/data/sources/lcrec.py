@@ -19,6 +19,7 @@ from models.tables import UserError, join, open_uri
 from pipelines.data.sources.base import Block, Metadata, Source, list_files
 from pipelines.data.sources.mapping import items_fields
 from pipelines.data.sources.normalise import NO_ID
+from pipelines.data.sources.readers import Piece
 from pipelines.data.tables import REJECTS
 
 USERS_PER_BLOCK = 20_000
@@ -68,7 +69,9 @@ class LcRec(Source):
     def item_files(self, input_uri: str) -> list[str]:
         return list_files(input_uri, self.items, required=False, what="item file") if self.items else []
 
-    def read_events(self, input_uri: str, file: str, users: pa.Table | None = None) -> Iterator[Block]:
+    def read_events(
+        self, input_uri: str, file: str, users: pa.Table | None = None, piece: Piece | None = None
+    ) -> Iterator[Block]:
         uri = join(input_uri, file)
         histories = _load(uri, "user", list, "a list of items")
         order = list(histories)
