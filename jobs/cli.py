@@ -26,6 +26,7 @@ from models.config import nearest, read_yaml
 from models.tables import UserError
 from models.uri import hide, masked
 from pipelines import credentials
+from pipelines.data.prepare_config import WORKERS
 from pipelines.faults import explain, user_error_in
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -39,9 +40,6 @@ if not os.environ.get("RAY_ADDRESS"):  # a local Ray is for its user alone; read
     # is timed runs alone, where a thread that wakes at every product is slower than one that spins.
     if Path(sys.argv[0]).stem != "benchmark":
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-SHUFFLE_WORKERS = ("RAY_DATA_SHUFFLE_MAP_WORKER", "RAY_DATA_SHUFFLE_REDUCE_WORKER")
-"""What the environment of Ray Data's shuffle adds to a job's: where a job has both, its tasks share their workers."""
 
 Config = TypeVar("Config")
 
@@ -164,7 +162,7 @@ def start_ray(num_cpus: int | None = None) -> None:
         include_dashboard=False,
         logging_level=logging.WARNING,
         log_to_driver=False,
-        runtime_env={"env_vars": dict.fromkeys(SHUFFLE_WORKERS, "1")},
+        runtime_env=WORKERS,
     )
     credentials.share()
     from jobs.watch import watch

@@ -22,6 +22,7 @@ import pyarrow as pa
 import ray
 
 from pipelines.data.dataflow import KEY, Call, Engine, partition_keys
+from pipelines.data.survey import distinct
 
 ROWS_PER_BUCKET = 2_000_000  # a bucket is counted in a few hundred MB; all events of one key are in one
 UNSEEN = -1  # gap of a key that was never there before
@@ -148,7 +149,7 @@ class _Count:
         width = max(sum(prod(shape) for name, shape in each.items() if name != "gap") for each in self.windows.shapes)
         done = []
         numbers = rows["number"].to_numpy()
-        for number in np.unique(numbers).tolist():
+        for number in distinct(numbers).tolist():
             piece = to_piece(rows.filter(pa.array(numbers == number)))
             flat = np.zeros((len(piece["row"]), width), np.int32)
             gap = np.zeros(len(piece["row"]), np.int64)

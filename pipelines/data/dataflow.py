@@ -5,8 +5,8 @@
 
 Kernels work on whole partitions with polars, numpy and Arrow, write their parts themselves, and give rows back: what
 the driver commits and adds up. Stats, backpressure, spilling and the retries of lost tasks are Ray Data's. What matters
-of its settings (measured on 20 million events, see docs/scale.md) is in `context`, and two things more: a local Ray is
-started with the environment of the shuffle's own tasks, so that reads run in the same processes (`jobs/cli.py`), and
+of its settings (measured on 20 million events, see docs/scale.md) is in `context`, and two things more: a local Ray
+and all tasks have the environment of the shuffle's own (`WORKERS`), so that they run in the same processes, and
 `kernel` has no `concurrency`, so that it fuses into the tasks that gather the shards of a partition.
 """
 
@@ -29,7 +29,7 @@ from ray.data._internal.execution.execution_callback import ExecutionCallback
 from ray.data.block import BlockMetadata
 
 from models.tables import UserError
-from pipelines.data.prepare_config import RayDataConfig
+from pipelines.data.prepare_config import WORKERS, RayDataConfig
 from pipelines.faults import user_error_in
 
 SHARD_BYTES = 128 << 10
@@ -108,7 +108,11 @@ class Engine:
             return
         with DataContext.current(self.context()):
             rows = _read("Parts", tasks).map_batches(
-                _named(_run, function), fn_args=(function, shared), batch_size=None, batch_format="pyarrow"
+                _named(_run, function),
+                fn_args=(function, shared),
+                batch_size=None,
+                batch_format="pyarrow",
+                runtime_env=WORKERS,
             )
         yield from self._results(rows)
 
@@ -117,7 +121,11 @@ class Engine:
         tasks = [partial(_one_row, number, call) for number, call in enumerate(calls)]
         with DataContext.current(self.context()):
             rows = _read("Parts", tasks).map_batches(
-                _named(_tables, function), fn_args=(function, shared), batch_size=None, batch_format="pyarrow"
+                _named(_tables, function),
+                fn_args=(function, shared),
+                batch_size=None,
+                batch_format="pyarrow",
+                runtime_env=WORKERS,
             )
         kept = rows.materialize()
         self.stats.append(kept.stats())
@@ -125,7 +133,9 @@ class Engine:
 
     def over(self, kept: ray.data.Dataset, function: Callable[..., pa.Table], arguments: Call) -> Iterator[pa.Table]:
         """`function(block, *arguments)` of every block of `kept`, as they end."""
-        rows = kept.map_batches(function, fn_args=arguments, batch_size=None, batch_format="pyarrow")
+        rows = kept.map_batches(
+            function, fn_args=arguments, batch_size=None, batch_format="pyarrow", runtime_env=WORKERS
+        )
         yield from _batches(rows)
         self.stats.append(rows.stats())
 
@@ -200,7 +210,7 @@ class _Tasks(Datasource):
 
 
 def _read(name: str, tasks: Sequence[Read]) -> ray.data.Dataset:
-    return ray.data.read_datasource(_Tasks(name, tasks), override_num_blocks=len(tasks))
+    return ray.data.read_datasource(_Tasks(name, tasks), override_num_blocks=len(tasks), runtime_env=WORKERS)
 
 
 def _batches(rows: ray.data.Dataset) -> Iterator[pa.Table]:

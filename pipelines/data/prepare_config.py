@@ -7,6 +7,10 @@ from typing import Any, Literal
 
 from pipelines.data.splits import SplitConfig
 
+WORKERS = {"env_vars": {"RAY_DATA_SHUFFLE_MAP_WORKER": "1", "RAY_DATA_SHUFFLE_REDUCE_WORKER": "1"}}
+"""The environments that Ray Data 2.60 gives the tasks of its shuffle, as that of a whole Ray: so all tasks share the
+same processes, where each kind would start its own."""
+
 
 @dataclass
 class RayDataConfig:

@@ -88,30 +88,25 @@ def epoch_ms(moment: Any, name: str) -> int:
     return round((parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).timestamp() * 1000)
 
 
-def _bounds(samples: list[tuple[int, np.ndarray]], rank: int) -> tuple[int, int]:
-    """Two times that the one at `rank` lies between or is. samples: per part its rows, and times at even distances in
-    their order (`Seen.times`)."""
+def _bounds(survey: Survey, rank: int) -> tuple[int, int]:
+    """Two times that the one at `rank` lies between or is, from what the parts give of theirs (`Seen.times`)."""
     from pipelines.data.survey import Seen
 
-    candidates = np.unique(np.concatenate([times for _, times in samples]))
-    places = [Seen.places(rows, len(times)) for rows, times in samples]
+    samples = [(rows, Seen.places(rows, len(times)), times) for rows, times in survey.times]
 
     def most_before(time: int) -> int:
         """Rows earlier than it, at most."""
-        return sum(
-            int(np.append(at, rows)[np.searchsorted(times, time)])
-            for (rows, times), at in zip(samples, places, strict=True)
-        )
+        first = [(int(np.searchsorted(times, time)), rows, places) for rows, places, times in samples]
+        return sum(int(places[at]) if at < len(places) else rows for at, rows, places in first)
 
     def least_until(time: int) -> int:
         """Rows no later than it, at least."""
-        return sum(
-            int(np.append(0, at + 1)[np.searchsorted(times, time, "right")])
-            for (_, times), at in zip(samples, places, strict=True)
-        )
+        last = [(int(np.searchsorted(times, time, "right")), places) for _, places, times in samples]
+        return sum(int(places[at - 1]) + 1 if at else 0 for at, places in last)
 
-    low = bisect_right(candidates, rank, key=most_before) - 1
-    return int(candidates[low]), int(candidates[bisect_right(candidates, rank, key=least_until)])
+    every = range(survey.first_ms, survey.last_ms + 1)
+    low, high = bisect_right(every, rank, key=most_before) - 1, bisect_right(every, rank, key=least_until)
+    return every[low], every[high]
 
 
 def _times_within(behaviour: str | None, bounds: list[tuple[int, int]], uri: str) -> list[tuple[int, Any, Any]]:
@@ -129,7 +124,7 @@ def _times_within(behaviour: str | None, bounds: list[tuple[int, int]], uri: str
 def nth_times(survey: Survey, ranks: list[int], engine: Engine) -> list[int]:
     """The timestamps of the behaviours at `ranks` (from 0) in the order of time. What the survey knows of each part
     leaves a few thousandths of them, which one pass over the parts gives."""
-    bounds = [_bounds(survey.times, rank) for rank in ranks]
+    bounds = [_bounds(survey, rank) for rank in ranks]
     if all(low == high for low, high in bounds):
         return [low for low, _ in bounds]
     calls = [(uri,) for uri in survey.parts]

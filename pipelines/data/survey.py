@@ -19,7 +19,7 @@ from pipelines.data.dataflow import Engine
 
 DAY = 86_400_000  # ms
 GRAINS = (DAY, 1000)  # of times, in ms, coarsest first
-TIMES = 1 << 22
+TIMES = 1 << 20
 """Times that all parts together give of their own: each the least and the largest, and others at even distances in
 their order."""
 
