@@ -24,7 +24,7 @@ from pipelines.data.matching import Match, compare, sample
 from pipelines.data.sources.base import Rejected, Source
 from pipelines.data.sources.preview import check_missing
 from pipelines.data.sources.readers import Piece, cuts, format_of, piece_at
-from pipelines.data.survey import Seen, coded, seen_in, user_keys
+from pipelines.data.survey import Gathering, Seen, coded, seen_in, user_keys
 from pipelines.data.tables import write_part
 
 BYTES_PER_PARTITION = 32 << 20  # of raw text; one partition then sorts in a few hundred MB
@@ -37,8 +37,7 @@ class Ingested:
 
     parts: list[Part] = field(default_factory=list)
     """Of events, in the order of their first users."""
-    seen: list[tuple[str, Seen, int]] = field(default_factory=list)
-    """Of each part its URI, what its behaviours are, and its users."""
+    users: int = 0
     rejects: list[Part] = field(default_factory=list)
     rejected: Rejected = field(default_factory=Rejected)
     duplicates: int = 0
@@ -304,7 +303,8 @@ class _Written:
     """Its first user."""
     duplicates: int
     users: int
-    seen: Seen
+    seen: Seen | None
+    """What its behaviours are; None once that is gathered."""
     matched: tuple[Match, list[str]]
     """Users with a row in the user files, and some of the others."""
 
@@ -339,13 +339,13 @@ def ingest(
     partitions: int,
     log_order: bool,
     engine: Engine,
-    behaviour: str | None = None,
+    gathering: Gathering,
     users: pa.Table | None = None,
     keep_duplicates: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Ingested:
-    """Reads the raw files and writes the parts of events and rejects, uncommitted. `behaviour` is for what is seen
-    of them only; `users` are the rows of `Source.read_users`, the id first. UserError for a file that cannot be
+    """Reads the raw files and writes the parts of events and rejects, uncommitted. `gathering` gets what is seen of
+    the parts; `users` are the rows of `Source.read_users`, the id first. UserError for a file that cannot be
     read, and for a key that no file has; RuntimeError unless each event that was read, and so each user, is in exactly
     one part."""
     transit, keys, shared = transit_schema(source, log_order), partition_keys(partitions), ray.put(users)
@@ -355,7 +355,7 @@ def ingest(
             pieces_of(source, input_uri, files, engine.settings.read_mb << 20, engine)
         )
     ]
-    write = _Write(events_uri, source.schema, behaviour, keep_duplicates, keys)
+    write = _Write(events_uri, source.schema, gathering.behaviour, keep_duplicates, keys)
     tally, written = _Tally(), dict[int, _Written]()
 
     def said(rows: int) -> None:
@@ -368,16 +368,15 @@ def ingest(
             continue
         if key in written:
             raise RuntimeError(f"the shuffle gave partition {len(written)} twice; nothing was committed")
-        written[key] = found
+        gathering.add(join(events_uri, found.part.path), found.seen, found.users)
+        written[key] = replace(found, seen=None)
         rows = sum(each.part.rows for each in written.values())
         progress(f"partition {len(written)} of {partitions} sorted and written, {rows:,} events")
     check_missing(input_uri, tally.missing or {})
-    return _checked(tally, list(written.values()), events_uri, users, keep_duplicates)
+    return _checked(tally, list(written.values()), users, keep_duplicates)
 
 
-def _checked(
-    tally: _Tally, written: list[_Written], events_uri: str, users: pa.Table | None, keep_duplicates: bool
-) -> Ingested:
+def _checked(tally: _Tally, written: list[_Written], users: pa.Table | None, keep_duplicates: bool) -> Ingested:
     """What was written, in order. RuntimeError where events came out of the shuffle that did not go in, or not all."""
     written = sorted(written, key=lambda partition: partition.first)
     result = Ingested([partition.part for partition in written], rejected=tally.rejected)
@@ -386,7 +385,7 @@ def _checked(
     rows = sum(part.rows for part in result.parts) + (0 if keep_duplicates else result.duplicates)
     if rows != tally.events:
         raise RuntimeError(f"{tally.events:,} events were read and {rows:,} came out of the shuffle; nothing committed")
-    result.seen = [(join(events_uri, each.part.path), each.seen, each.users) for each in written]
+    result.users = sum(each.users for each in written)
     for partition in written:
         result.matched.add(partition.matched[0])
     if users is not None and result.matched.doubtful:

@@ -28,7 +28,7 @@ from pipelines.data.settings import STATISTICS, check
 from pipelines.data.sources.base import Rejected, Source
 from pipelines.data.splits import cut_times
 from pipelines.data.statistics import summarise
-from pipelines.data.survey import merge
+from pipelines.data.survey import Gathering
 from pipelines.data.tables import REJECTS, commit, write_file, writing
 
 
@@ -104,6 +104,7 @@ def _make_events(run: Run, files: list[str], inputs: dict[str, str]) -> Manifest
         of_users = Rejected.of(users) if users else Rejected()
         _say_rejects(run, of_users, " of the user files")
         _check_rejects(run, of_users.rows_read, of_users.reasons, " of the user files")
+        gathering = Gathering(run.counted, run.late)
         result = ingest(
             source,
             run.input,
@@ -113,7 +114,7 @@ def _make_events(run: Run, files: list[str], inputs: dict[str, str]) -> Manifest
             partitions,
             config.ties == "log_order",
             run.engine,
-            run.counted,
+            gathering,
             users.rows if users else None,
             keep,
             run.progress("events"),
@@ -128,7 +129,7 @@ def _make_events(run: Run, files: list[str], inputs: dict[str, str]) -> Manifest
             raise UserError(f"{run.input} holds no valid event; see the reasons above")
         check_matched(result.matched, "user", config.min_matched, run.say)
         read = time.perf_counter()
-        run.surveyed = merge(result.seen, run.counted, run.late)
+        run.surveyed = gathering.survey()
         timings = {
             "read_shuffle_sort_write_s": read - begin,
             "survey_s": time.perf_counter() - read,

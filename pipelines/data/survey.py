@@ -6,7 +6,6 @@ gives those of its own items alone, and the driver holds one id and one count pe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -216,53 +215,77 @@ def _survey_part(behaviour: str | None, parts: int, uri: str) -> tuple[Seen, int
 def survey(parts: list[str], behaviour: str | None, engine: Engine, late: bool = False) -> Survey:
     """Reads the parts once; late: whether they say when the behaviour's label is known. UserError if there is no
     behaviour at all."""
-    found = engine.each(_survey_part, [(uri,) for uri in parts], (behaviour, len(parts)))
-    return merge([(parts[number], *seen) for number, seen in found], behaviour, late)
+    whole = Gathering(behaviour, late)
+    for number, (seen, users) in engine.each(_survey_part, [(uri,) for uri in parts], (behaviour, len(parts))):
+        whole.add(parts[number], seen, users)
+    return whole.survey()
 
 
-def merge(found: Iterable[tuple[str, Seen, int]], behaviour: str | None, late: bool) -> Survey:
-    """The survey of parts, each with its URI, what was seen in it, and its users. UserError if there is no behaviour
-    at all."""
-    found = sorted(found, key=lambda part: part[0])
-    seen = [of_part for _, of_part, _ in found]
-    behaviours = sum(of_part.rows for of_part in seen)
-    if behaviours == 0:
-        raise UserError(
-            f"no event has label '{behaviour}' set, so there are no behaviours; choose another 'behaviour' or leave "
-            f"it out to take every event"
+class Gathering:
+    """Parts as they come to be seen: of their items it keeps the union alone."""
+
+    def __init__(self, behaviour: str | None, late: bool) -> None:
+        self.behaviour, self.late = behaviour, late
+        self.parts: list[str] = []
+        self.times: list[tuple[int, np.ndarray]] = []
+        self.rests: list[set[int]] = [set() for _ in GRAINS]
+        self.users = 0
+        self.items = Union()
+
+    def add(self, uri: str, seen: Seen, users: int) -> None:
+        """A part, what was seen in it, and how many users it has."""
+        self.parts.append(uri)
+        self.users += users
+        if seen.rows:
+            self.times.append((seen.rows, seen.times))
+            self.items.add(seen.items, seen.counts)
+            for rests, of_part in zip(self.rests, seen.rests, strict=True):
+                rests.update(of_part)
+
+    def survey(self) -> Survey:
+        """Of all parts. UserError if there is no behaviour at all."""
+        if not self.times:
+            raise UserError(
+                f"no event has label '{self.behaviour}' set, so there are no behaviours; choose another 'behaviour' "
+                f"or leave it out to take every event"
+            )
+        items, counts = self.items.sorted()
+        return Survey(
+            parts=sorted(self.parts),
+            behaviour=self.behaviour,
+            late=self.late,
+            items=items,
+            counts=counts,
+            users=self.users,
+            behaviours=sum(rows for rows, _ in self.times),
+            first_ms=min(int(times[0]) for _, times in self.times),
+            last_ms=max(int(times[-1]) for _, times in self.times),
+            grain_ms=next((grain for grain, rest in zip(GRAINS, self.rests, strict=True) if len(rest) == 1), 1),
+            times=self.times,
         )
-    items, counts = union((of_part.items, of_part.counts) for of_part in seen)
-    some = [of_part for of_part in seen if of_part.rows]
-    rests = [{rest for of_part in some for rest in of_part.rests[grain]} for grain in range(len(GRAINS))]
-    return Survey(
-        parts=[uri for uri, _, _ in found],
-        behaviour=behaviour,
-        late=late,
-        items=items,
-        counts=counts,
-        users=sum(users for _, _, users in found),
-        behaviours=behaviours,
-        first_ms=min(int(of_part.times[0]) for of_part in some),
-        last_ms=max(int(of_part.times[-1]) for of_part in some),
-        grain_ms=next((grain for grain, rest in zip(GRAINS, rests, strict=True) if len(rest) == 1), 1),
-        times=[(of_part.rows, of_part.times) for of_part in some],
-    )
 
 
-def union(found: Iterable[tuple[pa.Array, np.ndarray]]) -> tuple[pa.Array, np.ndarray]:
-    """All ids, sorted, and the sum of the counts of each. What is found waits until it is as many as are known, so that
+class Union:
+    """Ids of many parts with the sums of their counts. What is added waits until it is as much as is known, so that
     each id is hashed a few times, whatever the number of parts."""
-    known = pl.DataFrame(schema={"id": pl.String, "count": pl.Int64})
-    waiting: list[pl.DataFrame] = []
 
-    def merged() -> pl.DataFrame:
-        return pl.concat([known, *waiting]).group_by("id").agg(pl.col("count").sum())
+    def __init__(self) -> None:
+        self.known = pl.DataFrame(schema={"id": pl.String, "count": pl.Int64})
+        self.waiting: list[pl.DataFrame] = []
 
-    for ids, counts in found:
-        waiting.append(
-            pl.DataFrame({"id": pl.Series(pl.from_arrow(ids), dtype=pl.String), "count": counts.astype(np.int64)})
-        )
-        if sum(map(len, waiting)) >= len(known):
-            known, waiting = merged(), []
-    known = merged().sort("id")
-    return known["id"].to_arrow().cast(pa.large_string()), known["count"].to_numpy()
+    def add(self, ids: pa.Array, counts: np.ndarray | None = None) -> None:
+        """Ids, each once, and a count of each, 0 without."""
+        counts = np.zeros(len(ids), np.int64) if counts is None else counts.astype(np.int64)
+        self.waiting.append(pl.DataFrame({"id": pl.Series(pl.from_arrow(ids), dtype=pl.String), "count": counts}))
+        if sum(map(len, self.waiting)) >= len(self.known):
+            self._merge()
+
+    def _merge(self) -> None:
+        self.known = pl.concat([self.known, *self.waiting]).group_by("id").agg(pl.col("count").sum())
+        self.waiting = []
+
+    def sorted(self) -> tuple[pa.Array, np.ndarray]:
+        """All ids, sorted, and their counts."""
+        self._merge()
+        known = self.known.sort("id")
+        return known["id"].to_arrow().cast(pa.large_string()), known["count"].to_numpy()

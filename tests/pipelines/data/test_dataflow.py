@@ -155,10 +155,10 @@ def test_events_in_a_wrong_partition_or_lost_are_found(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=f"put {count - mine.sum()} users into the wrong partition"):
         write(None, int(keys[1]), rows)
     tally = ingest_module._Tally(events=int(mine.sum()))
-    assert ingest_module._checked(tally, [written], str(tmp_path), None, False).parts == [written.part]
+    assert ingest_module._checked(tally, [written], None, False).parts == [written.part]
     tally.events += 1
     with pytest.raises(RuntimeError, match="came out of the shuffle"):
-        ingest_module._checked(tally, [written], str(tmp_path), None, False)
+        ingest_module._checked(tally, [written], None, False)
 
 
 BLOCKS, BLOCK_ROWS, STORE_MB = 20, 100_000, 80

@@ -20,7 +20,7 @@ from pipelines.data.dataflow import Engine
 from pipelines.data.ingest import order_events, restore_unset
 from pipelines.data.kinds.retrieval.sequences import Rules, build_sequences
 from pipelines.data.splits import SplitConfig, assign, cut_times, nth_times
-from pipelines.data.survey import Vocabulary, _survey_part, merge, read_coded, survey, union, user_keys
+from pipelines.data.survey import Gathering, Union, Vocabulary, read_coded, seen_in, survey, user_keys
 from pipelines.data.tables import events_schema, write_part
 
 SCHEMA = events_schema({"click": "bool", "dwell": "float32"}, ["price"], ["tab"])
@@ -244,19 +244,17 @@ def test_cut_times_are_the_quantiles(
 
 @pytest.mark.usefixtures("ray_local")
 @pytest.mark.parametrize("grain", [1, 3_600_000])
-def test_times_at_a_rank_of_parts_that_give_only_some(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, grain: int
-) -> None:
+def test_times_at_a_rank_of_parts_that_give_only_some(tmp_path: Any, grain: int) -> None:
     """Parts of more behaviours than the times they give: the rest is counted in one pass."""
-    monkeypatch.setattr(survey_module, "TIMES", 24)
     rng = np.random.default_rng(grain)
-    parts, times = [], []
+    gathering, times = Gathering(None, False), []
     for _ in range(3):
         time = np.sort(rng.integers(0, 10**8, 300) // grain * grain)
         rows = [{"user_id": "u", "request_id": "", "timestamp_ms": int(t), "item_id": "a", "position": 0} for t in time]
-        parts.append(join(str(tmp_path), write_part(str(tmp_path), pa.Table.from_pylist(rows, schema=SCHEMA)).path))
+        part = join(str(tmp_path), write_part(str(tmp_path), pa.Table.from_pylist(rows, schema=SCHEMA)).path)
+        gathering.add(part, seen_in(read_coded(part), None, survey_module.TIMES // 8), 1)
         times += time.tolist()
-    found = merge([(part, *_survey_part(None, 3, part)) for part in parts], None, False)
+    found = gathering.survey()
     assert all(len(of_part) == 8 for _, of_part in found.times)
     ranks = [0, 1, 450, 720, 810, 899]
     assert nth_times(found, ranks, Engine()) == [sorted(times)[rank] for rank in ranks]
@@ -279,7 +277,10 @@ def test_a_vocabulary_tells_ids_of_one_hash_apart(monkeypatch: pytest.MonkeyPatc
 @FEW
 @given(st.lists(st.lists(st.sampled_from(ITEMS), unique=True), max_size=6))
 def test_the_union_of_parts_adds_up_their_counts(parts: list[list[str]]) -> None:
-    ids, counts = union((pa.array(part, pa.large_string()), np.arange(1, len(part) + 1)) for part in parts)
+    found = Union()
+    for part in parts:
+        found.add(pa.array(part, pa.large_string()), np.arange(1, len(part) + 1))
+    ids, counts = found.sorted()
     wanted: dict[str, int] = {}
     for part in parts:
         for count, one in enumerate(part, start=1):

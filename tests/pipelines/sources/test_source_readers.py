@@ -19,6 +19,7 @@ from pipelines.data.sources import readers
 from pipelines.data.sources.base import Block
 from pipelines.data.sources.mapping import Items, Mapping, Users
 from pipelines.data.sources.readers import Reading, cuts, piece_at, read_frames
+from pipelines.data.survey import Gathering
 
 QUERY = {"query": "q"}
 CLICK = {"labels": {"click": {"column": "click"}}}
@@ -151,7 +152,8 @@ def test_keys_may_come_late_or_in_one_file_only(
     def run(source: Mapping) -> int:
         files, out = source.event_files(str(tmp_path)), str(tmp_path / "out")
         (tmp_path / "out").mkdir(exist_ok=True)
-        return ingest(source, str(tmp_path), files, out, out, 1, False, Engine()).rejected.rows_read
+        found = ingest(source, str(tmp_path), files, out, out, 1, False, Engine(), Gathering(None, False))
+        return found.rejected.rows_read
 
     assert run(plain(**CLICK)) == 301
     with pytest.raises(UserError, match=r"no event file of .* has a column 'clicks'; the nearest is 'click'; correct"):

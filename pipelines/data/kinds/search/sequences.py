@@ -31,6 +31,7 @@ from pipelines.data.kinds.search.requests import requests_of
 from pipelines.data.run import Run, gathered
 from pipelines.data.splits import NAMES, assign, require_training
 from pipelines.data.survey import (
+    Union,
     Vocabulary,
     coded,
     count_pairs,
@@ -40,7 +41,6 @@ from pipelines.data.survey import (
     positions_in,
     read_coded,
     runs,
-    union,
 )
 from pipelines.data.tables import CARRIED, QUERIES, commit, search_schema, write_part
 
@@ -86,8 +86,10 @@ def _part_queries(uri: str) -> pa.Array:
 
 def write_queries(parts: list[str], queries_uri: str, engine: Engine) -> tuple[list[Part], pa.Array]:
     """Writes the distinct queries of the events parts, sorted, uncommitted: (parts, queries)."""
-    found = (of_part for _, of_part in engine.each(_part_queries, [(uri,) for uri in parts]))
-    queries, _ = union((of_part, np.zeros(len(of_part))) for of_part in found)
+    found = Union()
+    for _, of_part in engine.each(_part_queries, [(uri,) for uri in parts]):
+        found.add(of_part)
+    queries, _ = found.sorted()
     written = []
     for low in range(0, len(queries), QUERIES_PER_PART):
         text = queries.slice(low, QUERIES_PER_PART).cast(pa.string())
