@@ -134,7 +134,11 @@ class Engine:
     def over(self, kept: ray.data.Dataset, function: Callable[..., pa.Table], arguments: Call) -> Iterator[pa.Table]:
         """`function(block, *arguments)` of every block of `kept`, as they end."""
         rows = kept.map_batches(
-            function, fn_args=arguments, batch_size=None, batch_format="pyarrow", runtime_env=WORKERS
+            _named(function, function),
+            fn_args=arguments,
+            batch_size=None,
+            batch_format="pyarrow",
+            runtime_env=WORKERS,
         )
         yield from _batches(rows)
         self.stats.append(rows.stats())
