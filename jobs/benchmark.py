@@ -4,6 +4,7 @@ python -m jobs.benchmark decode [--json FILE] [--histories TABLES]   users per s
 python -m jobs.benchmark search_encoder [--json FILE]   encoders of search models, by mode and length
 python -m jobs.benchmark actions [--json FILE]      models of actions, by mode and length
 python -m jobs.benchmark sequences [--json FILE]    events per second of the sequence step, beside polars
+python -m jobs.benchmark scale [--json FILE]        the same for up to 100 million events, in 1 GiB of object store
 python -m jobs.benchmark sweep --histories TABLES [--json FILE]   what a sweep adds to the trainings in it
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +28,20 @@ class Config:
     """Options of the benchmarks; the name may stand first, without its option."""
 
     name: str
-    """Which benchmark: decode, search_encoder, actions, sequences or sweep."""
+    """Which benchmark: decode, search_encoder, actions, sequences, scale or sweep."""
     json: str | None = None
     """File for the JSON lines, which are printed too."""
     runs: int = 5
     """Timings of each variant."""
     threads: int = 2
-    """CPU threads of all but `sequences`."""
+    """CPU threads of all but `sequences` and `scale`."""
     histories: str | None = None
     """Tables of jobs.prepare whose test histories `decode` takes, random ones, 9 items in the mean, without; and those
     that `sweep` trains on."""
-    sizes: list[int] = field(default_factory=lambda: [1_000_000, 5_000_000, 20_000_000])
-    """Events in the logs of `sequences`."""
+    sizes: list[int] | None = None
+    """Events in the logs of `sequences` (1, 5 and 20 million) and of `scale` (2, 20, 50 and 100 million)."""
+    store_mb: int = 1024
+    """MiB of Ray's object store for `scale`."""
 
     def __post_init__(self) -> None:
         if self.name not in BENCHMARKS:
@@ -50,7 +53,14 @@ class Config:
 def _sequences(config: Config) -> Iterable[dict[str, Any]]:
     from pipelines.data import benchmark
 
-    return benchmark.run(config.sizes, config.runs)
+    return benchmark.run(config.sizes or [1_000_000, 5_000_000, 20_000_000], config.runs)
+
+
+def _scale(config: Config) -> Iterable[dict[str, Any]]:
+    from pipelines.data import benchmark
+
+    sizes = config.sizes or [2_000_000, 20_000_000, 50_000_000, 100_000_000]
+    return benchmark.run(sizes, config.runs, config.store_mb, "scale")
 
 
 def _sweep(config: Config) -> Iterable[dict[str, Any]]:
@@ -65,6 +75,7 @@ BENCHMARKS: dict[str, Callable[[Config], Iterable[dict[str, Any]]]] = {
     "search_encoder": lambda config: MODELS["search_encoder"](runs=config.runs, threads=config.threads),
     "actions": lambda config: MODELS["actions"](runs=config.runs, threads=config.threads),
     "sequences": _sequences,
+    "scale": _scale,
     "sweep": _sweep,
 }
 
@@ -78,7 +89,10 @@ def run(config: Config) -> None:
             raise UserError(f"cannot write {config.json} ({error.strerror}); choose another --json") from error
     rows = write_rows(BENCHMARKS[config.name](config), config.json)
     for row in rows:
-        base = next(other for other in rows if other["params"] == row["params"])
+        if "error" in row:
+            print(f"{row['variant']:>20} failed: {row['error']}")
+            continue
+        base = next(other for other in rows if other["params"] == row["params"] and "error" not in other)
         times = base["median_s"] / row["median_s"]
         print(f"{row['variant']:>20} {row['items_per_s']:>14,.1f} per second, {times:.2f} times {base['variant']}")
     if config.json:

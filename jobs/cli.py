@@ -26,6 +26,7 @@ from models.config import instead, read_yaml
 from models.tables import UserError
 from models.uri import hide, masked
 from pipelines import credentials
+from pipelines.data.prepare_config import WORKERS
 from pipelines.faults import explain, user_error_in
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -163,6 +164,7 @@ def start_ray(num_cpus: int | None = None) -> None:
         include_dashboard=False,
         logging_level=logging.WARNING,
         log_to_driver=False,
+        runtime_env=WORKERS,
     )
     credentials.share()
     from jobs.watch import watch

@@ -35,6 +35,18 @@ class SplitOptions:
 
 
 @dataclass
+class RayDataOptions:
+    """How Ray Data runs; nothing of it changes the tables."""
+
+    shuffle_batch_mb: int | None = None
+    """MiB of rows that one task cuts by partition (64)."""
+    compression: str | None = None
+    """Of rows between tasks: none, lz4, zstd, or auto: none on one node, lz4 between nodes (auto)."""
+    read_mb: int | None = None
+    """MiB of a plain file that one task reads; a compressed file is read by one task (128)."""
+
+
+@dataclass
 class Config:
     """Options of jobs.prepare; those left out come from the source file, then from the defaults."""
 
@@ -73,6 +85,8 @@ class Config:
     duplicates: str | None = None
     """`drop` events that repeat another in every column, or `keep` them as real, such as two purchases of a day
     (drop)."""
+    ray_data: RayDataOptions = field(default_factory=RayDataOptions)
+    """How Ray Data runs."""
 
 
 def run(config: Config) -> dict[str, object]:

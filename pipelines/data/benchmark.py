@@ -1,6 +1,7 @@
 """The sequence step beside bare polars: the same log, in turn, each run in processes of its own.
 
-`python -m jobs.benchmark sequences` prints what `run` yields. The log is simulated and written once, as
+`python -m jobs.benchmark sequences` and, with larger logs in an object store of 1 GiB, `python -m jobs.benchmark scale`
+print what `run` yields. The log is simulated and written once, as
 Parquet in time order. Both variants read it, sort by user and time, index the items, build every list
 column with requests, histories and a temporal split, and write Parquet; the rows are equal (a test holds
 that). `trieline` calls the functions of jobs.prepare, shuffle included, and so also drops duplicates,
@@ -9,7 +10,10 @@ process with the whole log in memory, on all cores.
 
 Timed is the work from the first read to the last byte written, without imports and the start of Ray. Peak
 memory is the sum over all processes of the variant, Ray's own included, shared pages counted once; the
-part of it that lies in Ray's object store is `object_store_mb`.
+part of it that lies in Ray's object store is `object_store_mb`, what went through the shuffle `shuffled_mb`,
+and what the store put on disk `spilled_mb`. `exponent` is how processor time has grown since the size before:
+1 as the log, 2 as its square. A run that fails, as polars does where the log exceeds the memory, is a line
+with its `error`.
 """
 
 from __future__ import annotations
@@ -17,7 +21,9 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -35,17 +41,19 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from models.tables import join
+from models.tables import join, read_manifest
 from pipelines.data.kinds.retrieval.simulator import simulate_retrieval
 from pipelines.data.prepare import prepare
-from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.prepare_config import WORKERS, PrepareConfig
 from pipelines.data.sources.base import Block, Metadata, Source, list_files
+from pipelines.data.sources.readers import Piece, Reading
 from pipelines.data.splits import SplitConfig
 from pipelines.data.tables import REJECTS
 
 EVENTS_PER_USER, EVENTS_PER_ITEM = 20, 400
 VARIANTS = ("trieline", "polars")
 SPLIT = SplitConfig("temporal")
+EXTRA = ("shuffled_mb", "spilled_mb")
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,10 @@ class EventsFile(Source):
     def origins(self) -> dict[str, dict[str, str]]:
         return {"events": {name: name for name in self.block_schema.names}, "items": {}, "users": {}}
 
+    @property
+    def absent(self) -> frozenset[str]:
+        return frozenset({"query", "request_id", "position"})
+
     def event_files(self, input_uri: str) -> list[str]:
         return list_files(input_uri, "events-*.parquet", required=True, what="event files")
 
@@ -73,9 +85,16 @@ class EventsFile(Source):
     def read_items(self, input_uri: str, file: str) -> Iterator[Metadata]:
         return iter(())
 
-    def read_events(self, input_uri: str, file: str, users: pa.Table | None = None) -> Iterator[Block]:
-        schema, row = self.block_schema, 0
-        for batch in pq.ParquetFile(join(input_uri, file)).iter_batches(batch_size=1 << 19, use_threads=False):
+    def reading_of(self, file: str) -> Reading:
+        return Reading(("user_id", "item_id", "timestamp_ms"))
+
+    def read_events(
+        self, input_uri: str, file: str, users: pa.Table | None = None, piece: Piece | None = None
+    ) -> Iterator[Block]:
+        schema, row = self.block_schema, piece.first_row if piece else 0
+        log = pq.ParquetFile(join(input_uri, file))
+        groups = list(range(piece.start, piece.end) if piece else range(log.num_row_groups))
+        for batch in log.iter_batches(batch_size=1 << 19, row_groups=groups, use_threads=False):
             rows = batch.num_rows
             constants = {
                 "request_id": pa.repeat("", rows),
@@ -163,9 +182,10 @@ class Watch:
         self.store_mb = max(self.store_mb, shared / 2**20)
 
 
-def _measure(variant: str, log: str, output: str) -> dict[str, float]:
-    """One run in a process of its own: seconds of work, of processor time, and memory in MB."""
+def _measure(variant: str, log: str, output: str, store_mb: int | None = None) -> dict[str, Any]:
+    """One run in a process of its own: seconds of work, of processor time, and memory in MB; or its error."""
     command = [sys.executable, "-m", "pipelines.data.benchmark", variant, log, output]
+    command += ["--store_mb", str(store_mb)] if store_mb else []
     settings = {
         "RAY_raylet_start_wait_time_s": "180",  # a busy machine starts Ray slowly
         "RAY_worker_niceness": "0",  # Ray's workers else give way to all other processes, and polars does not
@@ -178,19 +198,19 @@ def _measure(variant: str, log: str, output: str) -> dict[str, float]:
         watch.sample()
         time.sleep(0.25)
     out, err = process.communicate()
+    measured = {"cpu_s": sum(watch.cpu.values()), "peak_mb": watch.peak_mb, "store_mb": watch.store_mb}
     if process.returncode:
-        raise RuntimeError(f"benchmark variant {variant} failed: {err.strip()[-2000:]}")
-    seconds = json.loads(out.splitlines()[-1])["seconds"]
-    return {
-        "seconds": seconds,
-        "cpu_s": sum(watch.cpu.values()),
-        "peak_mb": watch.peak_mb,
-        "store_mb": watch.store_mb,
-    }
+        killed = "killed, as by a machine out of memory" if process.returncode < 0 else ""
+        return {**measured, "error": killed or (err.strip().splitlines() or ["no words"])[-1][:300]}
+    return {**measured, **json.loads(out.splitlines()[-1])}
 
 
-def run(sizes: list[int], runs: int = 3) -> Iterator[dict[str, Any]]:
-    """One line per size and variant, as `python -m jobs.benchmark` prints them. `items` are events."""
+def run(
+    sizes: list[int], runs: int = 3, store_mb: int | None = None, name: str = "sequences"
+) -> Iterator[dict[str, Any]]:
+    """One line per size and variant, as `python -m jobs.benchmark` prints them. `items` are events; store_mb: of Ray's
+    object store, None for Ray's own choice."""
+    before: dict[str, tuple[int, float]] = {}
     with tempfile.TemporaryDirectory(prefix="trieline-benchmark-") as folder:
         for events in sizes:
             log = f"{folder}/log-{events}"
@@ -199,14 +219,24 @@ def run(sizes: list[int], runs: int = 3) -> Iterator[dict[str, Any]]:
             results: dict[str, list[dict[str, float]]] = {variant: [] for variant in VARIANTS}
             for _ in range(runs):
                 for variant in VARIANTS:
-                    results[variant].append(_measure(variant, log, f"{folder}/{variant}-{events}"))
+                    results[variant].append(_measure(variant, log, f"{folder}/{variant}-{events}", store_mb))
             for variant, measured in results.items():
+                params = {"events": events, "users": users, "items": items, "cpus": os.cpu_count()}
+                if errors := [result["error"] for result in measured if "error" in result]:
+                    yield {"benchmark": name, "variant": variant, "params": params, "runs": runs, "error": errors[0]}
+                    continue
+                cpu = statistics.median(result["cpu_s"] for result in measured)
+                growth = {}
+                if variant in before:
+                    smaller, then = before[variant]
+                    growth = {"exponent": round(math.log(cpu / then) / math.log(events / smaller), 3)}
+                before[variant] = events, cpu
                 seconds = [result["seconds"] for result in measured]
                 median = statistics.median(seconds)
                 yield {
-                    "benchmark": "sequences",
+                    "benchmark": name,
                     "variant": variant,
-                    "params": {"events": events, "users": users, "items": items, "cpus": os.cpu_count()},
+                    "params": params,
                     "runs": runs,
                     "median_s": round(median, 3),
                     "min_s": round(min(seconds), 3),
@@ -214,7 +244,9 @@ def run(sizes: list[int], runs: int = 3) -> Iterator[dict[str, Any]]:
                     "items_per_s": round(events / median),
                     "peak_memory_mb": round(max(result["peak_mb"] for result in measured)),
                     "object_store_mb": round(max(result["store_mb"] for result in measured)),  # within the peak
-                    "cpu_s": round(statistics.median(result["cpu_s"] for result in measured), 2),
+                    "cpu_s": round(cpu, 2),
+                    **{key: max(result[key] for result in measured) for key in EXTRA if key in measured[0]},
+                    **growth,
                 }
 
 
@@ -224,16 +256,38 @@ def main() -> None:
     parser.add_argument("variant", choices=VARIANTS)
     parser.add_argument("log")
     parser.add_argument("output")
+    parser.add_argument("--store_mb", type=int)
     arguments = parser.parse_args()
     work: Callable[[str, str], None] = run_polars
     if arguments.variant == "trieline":
         import ray
 
-        ray.init(address="local", include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+            runtime_env=WORKERS,
+            object_store_memory=arguments.store_mb and arguments.store_mb << 20,
+        )
         work = run_trieline
     begin = time.perf_counter()
     work(arguments.log, arguments.output)
-    print(json.dumps({"seconds": time.perf_counter() - begin}))
+    seconds = time.perf_counter() - begin
+    of_ray = _of_ray(arguments.output) if arguments.variant == "trieline" else {}
+    print(json.dumps({"seconds": seconds, **of_ray}))
+
+
+def _of_ray(output: str) -> dict[str, int]:
+    """Megabytes that Ray says went through the shuffle, and on disk because the object store was full."""
+    import ray
+    from ray._private.internal_api import memory_summary
+
+    said = memory_summary(address=ray.get_runtime_context().gcs_address, stats_only=True)
+    spilled = sum(int(megabytes) for megabytes in re.findall(r"Spilled (\d+) MiB", said))
+    stats = read_manifest(join(output, "events")).timings["ray_data"]
+    maps = re.findall(r"HashShuffleMap\(.*?\* Output size bytes per block: [^\n]* (\d+) total", str(stats), re.DOTALL)
+    return {"shuffled_mb": sum(map(int, maps)) >> 20, "spilled_mb": spilled}
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """The catalogue: which items stay after the iterative k-core, and the items table with their metadata.
 
-No process holds a table of users; the driver holds one count per item.
+No process holds a table of users; the driver holds one id and one count per item.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
@@ -14,27 +16,38 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import ray
 
-from models.tables import Part, UserError
+from models.tables import Part, UserError, join
+from pipelines.data.dataflow import KEY, TALLY, Engine, partition_keys, tally_row
+from pipelines.data.ingest import partitions_for
 from pipelines.data.matching import Compared, Match, compare, sample
 from pipelines.data.sources.base import Rejected, Source
-from pipelines.data.survey import Arrays, Survey
+from pipelines.data.survey import (
+    Survey,
+    Vocabulary,
+    behaviour_column,
+    coded,
+    known_column,
+    known_times,
+    positions_in,
+    read_coded,
+    runs,
+)
 from pipelines.data.tables import items_schema, write_part
-from pipelines.data.tasks import run_all, run_tasks
 
 ITEMS_PER_PART = 1_000_000
 
 
 def surviving_rows(
-    item: np.ndarray, alive: np.ndarray, user_start: np.ndarray, counted: np.ndarray | None, core: int
+    item: np.ndarray, alive: np.ndarray | None, user_start: np.ndarray, counted: np.ndarray | None, core: int
 ) -> np.ndarray:
     """Rows that belong to the core: of a living item and of a user who has `core` such rows.
 
-    item (E,) index into alive (N,); user_start (V,) first row of each user; counted (E,) rows within the
-    window that membership is computed on, or None for all. Returns (E,) bool.
+    item (E,) index into alive (N,), None where all live; user_start (V,) first row of each user; counted (E,) rows
+    within the window that membership is computed on, or None for all. Returns (E,) bool.
     """
     if not len(item):
         return np.zeros(0, dtype=bool)
-    rows = alive[item]
+    rows = np.ones(len(item), dtype=bool) if alive is None else alive[item]
     if counted is not None:
         rows &= counted
     per_user = np.add.reduceat(rows, user_start, dtype=np.int64)
@@ -43,49 +56,49 @@ def surviving_rows(
     return rows
 
 
-def _events_of(arrays: Arrays, mapping: np.ndarray, items: int) -> np.ndarray:
-    return np.bincount(mapping[arrays["item"]], minlength=items)
+def _pairs(behaviour: str | None, late: bool, before_ms: int | None, items: Vocabulary, uri: str) -> pa.Table:
+    """The behaviours of one part that count, in the order of its users: `user`, a code within the part, and `item`."""
+    names = ["user_id", "item_id", *behaviour_column(behaviour)]
+    names += ["timestamp_ms", *known_column(behaviour, late)] if before_ms is not None else []
+    table = read_coded(uri, names)
+    keep = None
+    if behaviour:
+        keep = pc.fill_null(table[f"label_{behaviour}"], False).to_numpy()
+    if before_ms is not None:
+        early = known_times(table, behaviour) < before_ms
+        keep = early if keep is None else keep & early
+    user, item = coded(table, "user_id").indices.to_numpy(), positions_in(coded(table, "item_id"), items)
+    keep = slice(None) if keep is None else keep
+    return pa.table({"user": pa.array(user[keep], pa.int32()), "item": pa.array(item[keep], pa.int32())})
 
 
-def events_of(survey: Survey, catalogue: pa.Array) -> np.ndarray:
-    """(catalogue,) behaviours on each item of the catalogue."""
-    calls = [
-        (arrays, mapping, len(survey.items)) for arrays, mapping in zip(survey.arrays, survey.mappings, strict=True)
-    ]
-    counts = np.zeros(len(survey.items), dtype=np.int64)
-    for _, partial in run_tasks(_events_of, calls):
-        counts += partial
-    return counts[pc.is_in(survey.items, catalogue).to_numpy(zero_copy_only=False)]  # both are sorted
+def _count(pairs: pa.Table, alive: ray.ObjectRef, core: int) -> pa.Table:
+    """How many rows of one part count on each of its items: `item`, `count`."""
+    user, item = pairs["user"].to_numpy(), pairs["item"].to_numpy()
+    rows = surviving_rows(item, ray.get(alive), runs(user), None, core)
+    found = pl.DataFrame({"item": item[rows]}).group_by("item").len("count")
+    return found.to_arrow().cast(pa.schema([("item", pa.int32()), ("count", pa.int64())]))
 
 
-def _count(arrays: Arrays, mapping: np.ndarray, alive: np.ndarray, core: int, before_ms: int | None) -> np.ndarray:
-    item = mapping[arrays["item"]]
-    counted = None if before_ms is None else arrays["known"] < before_ms
-    rows = surviving_rows(item, alive, arrays["user_start"], counted, core)
-    return np.bincount(item[rows], minlength=len(alive))
-
-
-def core_items(survey: Survey, core: int, before_ms: int | None) -> tuple[pa.Array, int]:
+def core_items(survey: Survey, core: int, before_ms: int | None, engine: Engine) -> tuple[pa.Array, int]:
     """Ids of the items in the k-core, sorted, and the number of rounds it took.
 
     Repeats until nothing changes: users with fewer than `core` behaviours on living items drop out, then
     items with fewer than `core` behaviours by the users that stay. `before_ms` counts only behaviours
-    known earlier than that (membership on the training window). The driver holds one count per item.
+    known earlier than that (membership on the training window). The driver holds one count per item; 8 bytes per
+    behaviour stay in the object store, or on its disk, between the rounds.
     """
     core = max(core, 1)
     if core == 1 and before_ms is None:
         return survey.items, 0
+    shared = (survey.behaviour, survey.late, before_ms, ray.put(Vocabulary.of(survey.items)))
+    pairs = engine.kept(_pairs, [(uri,) for uri in survey.parts], shared)
     alive = np.ones(len(survey.items), dtype=bool)
     rounds = 0
     while True:
-        shared = ray.put(alive)
-        calls = [
-            (arrays, mapping, shared, core, before_ms)
-            for arrays, mapping in zip(survey.arrays, survey.mappings, strict=True)
-        ]
         counts = np.zeros(len(alive), dtype=np.int64)
-        for _, partial in run_tasks(_count, calls):
-            counts += partial
+        for found in engine.over(pairs, _count, (ray.put(alive), core)):
+            counts[found["item"].to_numpy()] += found["count"].to_numpy()
         rounds += 1
         left = counts >= core
         if not left.any():
@@ -97,44 +110,88 @@ def core_items(survey: Survey, core: int, before_ms: int | None) -> tuple[pa.Arr
         alive = left
 
 
-def _read_file(
-    source: Source, input_uri: str, file: str, catalogue: pa.Array, schema: pa.Schema
-) -> tuple[tuple[dict[str, int], Rejected], pa.Table]:
-    """What is left out of one file, and its metadata of the catalogue's items, the first row of each."""
-    kept, counts, rejected = [], {"outside": 0, "repeated": 0, "differ": 0}, Rejected()
-    seen = np.zeros(len(catalogue), dtype=bool)
-    said = np.zeros(len(catalogue), dtype=np.uint64)  # hash of what an item's first row says
-    for block in source.read_items(input_uri, file):
-        rejected.add(Rejected.of(block))
-        table = block.rows
-        index = pc.index_in(table["item_id"].cast(pa.large_string()).combine_chunks(), catalogue)
-        known = index.is_valid().to_numpy(zero_copy_only=False)
-        counts["outside"] += int((~known).sum())
-        rows = np.flatnonzero(known)
-        content = _hashes(table)
-        _, first = np.unique(index.drop_null().to_numpy(), return_index=True)
-        rows = np.sort(rows[first])
-        rows = rows[~seen[index.take(pa.array(rows)).to_numpy()]]
-        counts["repeated"] += int(known.sum()) - len(rows)
-        taken = index.take(pa.array(rows))
-        seen[taken.to_numpy()] = True
-        said[taken.to_numpy()] = content[rows]
-        counts["differ"] += int((content[known] != said[index.drop_null().to_numpy()]).sum())
-        columns = {
-            f.name: table[f.name].take(pa.array(rows)) if f.name in table.column_names else pa.nulls(len(rows), f.type)
-            for f in schema
-            if f.name not in ("item_index", "item_id")
-        }
-        kept.append(pa.table({"item_index": taken.cast(pa.int32()), **columns}))
-    empty = pa.schema([f for f in schema if f.name != "item_id"]).empty_table()
-    return (counts, rejected), pa.concat_tables([empty, *kept], promote_options="permissive")
+FILE, ROW, CONTENT, TOLD = "__file", "__row", "__content", "__tally"
+"""Columns of metadata on its way: the number of the file, that of the row in it, a hash of what the row says, and the
+carrier of tallies."""
+
+
+def _transit(schema: pa.Schema) -> pa.Schema:
+    """Metadata on its way: what belongs to the items table, and where it comes from."""
+    index = pa.field("item_index", pa.int32())
+    place = [(FILE, pa.int32()), (ROW, pa.int64()), (CONTENT, pa.uint64()), (TOLD, pa.string()), (KEY, pa.int32())]
+    return pa.schema([index, *_described(schema), *(pa.field(*column) for column in place)])
+
+
+def _described(schema: pa.Schema) -> pa.Schema:
+    """What the items table says of an item."""
+    return pa.schema([field for field in schema if field.name not in ("item_index", "item_id")])
+
+
+def _padded(columns: dict[str, Any], rows: int, schema: pa.Schema) -> pa.Table:
+    """The columns, and nulls for the others of the schema."""
+    every = [columns[f.name] if f.name in columns else pa.nulls(rows, f.type) for f in schema]
+    return pa.table(every, names=schema.names).cast(schema)
+
+
+@dataclass(frozen=True)
+class _ReadItems:
+    """Reads an item file as rows of the catalogue's items; others are counted."""
+
+    number: int
+    file: str
+    source: Source
+    input_uri: str
+    schema: pa.Schema
+    keys: np.ndarray
+    catalogue: ray.ObjectRef
+
+    def __call__(self) -> Iterator[pa.Table]:
+        transit, catalogue = _transit(self.schema), ray.get(self.catalogue)
+        outside, rejected, first = 0, Rejected(), 0
+        for block in self.source.read_items(self.input_uri, self.file):
+            rejected.add(Rejected.of(block))
+            index = catalogue.positions(block.rows["item_id"].combine_chunks())
+            known = np.flatnonzero(index >= 0)
+            outside += len(index) - len(known)
+            rows = block.rows.take(pa.array(known))
+            said = _padded({name: rows[name] for name in rows.column_names}, len(known), _described(self.schema))
+            yield _padded(
+                {
+                    **{name: said[name] for name in said.column_names},
+                    "item_index": pa.array(index[known]),
+                    FILE: pa.repeat(self.number, len(known)),
+                    ROW: pa.array(first + known),
+                    CONTENT: pa.array(_hashes(said)),
+                    KEY: pa.array(self.keys[index[known] // ITEMS_PER_PART]),
+                },
+                len(known),
+                transit,
+            )
+            first += len(index)
+        yield tally_row(transit, TOLD, (outside, rejected))
+
+
+@dataclass(frozen=True)
+class _Ranges:
+    """A row for each range of the catalogue, so that those without metadata are written too."""
+
+    items: int
+    schema: pa.Schema
+    keys: np.ndarray
+
+    def __call__(self) -> Iterator[pa.Table]:
+        low = np.arange(0, self.items, ITEMS_PER_PART)
+        columns = {"item_index": pa.array(low), FILE: pa.repeat(-1, len(low)), KEY: pa.array(self.keys[: len(low)])}
+        yield _padded(columns, len(low), _transit(self.schema))
 
 
 def _hashes(table: pa.Table) -> np.ndarray:
-    """(rows,) of all columns, to compare within this process."""
+    """(rows,) of all columns, the same in every process."""
+    if not table.num_columns:
+        return np.zeros(table.num_rows, dtype=np.uint64)
     frame = pl.from_arrow(table)
     assert isinstance(frame, pl.DataFrame)
-    return frame.hash_rows().to_numpy()
+    return frame.hash_rows(seed=0).to_numpy()
 
 
 def _compare_file(source: Source, input_uri: str, file: str, ids: list[str]) -> Compared:
@@ -143,44 +200,56 @@ def _compare_file(source: Source, input_uri: str, file: str, ids: list[str]) -> 
 
 
 def match_items(
-    source: Source, input_uri: str, files: list[str], catalogue: pa.Array, missing: np.ndarray, events: np.ndarray
+    source: Source,
+    input_uri: str,
+    files: list[str],
+    catalogue: pa.Array,
+    missing: np.ndarray,
+    events: np.ndarray,
+    engine: Engine,
 ) -> Match:
     """How many items have metadata. missing: (M,) the indices of those without; events: (items,) of each item."""
     total = int(events.sum())
     match = Match(len(catalogue), len(catalogue) - len(missing), total, total - int(events[missing].sum()))
     if match.doubtful:  # only then the files are read again
         ids, compared = sample(catalogue.take(pa.array(missing))), Compared()
-        for found in run_all(_compare_file, [(source, input_uri, file, ids) for file in files]):
+        calls = [(source, input_uri, file, ids) for file in files]
+        for _, found in sorted(engine.each(_compare_file, calls), key=itemgetter(0)):
             compared.add(found)
         match.explain(ids, compared)
     return match
 
 
-def _write_range(
-    items_uri: str, low: int, ids: pa.Array, schema: pa.Schema, *metadata: pa.Table
-) -> tuple[Part, np.ndarray, int, int]:
-    """One part: items from index `low` on, joined with their metadata. Also the indices of items without any, and
-    how many metadata rows an earlier file had already given, and given differently."""
-    frame = pl.DataFrame({"item_index": np.arange(low, low + len(ids), dtype=np.int32), "item_id": pl.from_arrow(ids)})
-    missing, repeated, differ = frame["item_index"].to_numpy(), 0, 0
-    if metadata:
-        within = (pc.field("item_index") >= low) & (pc.field("item_index") < low + len(ids))
-        rows = pl.from_arrow(pa.concat_tables([table.filter(within) for table in metadata]))
-        assert isinstance(rows, pl.DataFrame)
-        first = rows.unique("item_index", keep="first", maintain_order=True)
+@dataclass(frozen=True)
+class _WriteRange:
+    """One part: the items of one range with their metadata. Also gives the indices of items without any, and how many
+    rows of metadata came after the first of their item, and said something else."""
+
+    items_uri: str
+    schema: pa.Schema
+
+    def __call__(self, catalogue: Vocabulary, key: int, rows: pa.Table) -> tuple[Part, int, np.ndarray, int, int]:
+        found = pl.from_arrow(rows)
+        assert isinstance(found, pl.DataFrame)
+        low = int(found.filter(pl.col(FILE) < 0)["item_index"][0])
+        ids = catalogue.ids.slice(low, ITEMS_PER_PART)
+        frame = pl.DataFrame(
+            {"item_index": np.arange(low, low + len(ids), dtype=np.int32), "item_id": pl.from_arrow(ids)}
+        )
+        found = found.filter(pl.col(FILE) >= 0).sort(FILE, ROW)
+        first = found.unique("item_index", keep="first", maintain_order=True)
+        # a row differs from the first of its file; the first of a file counts if no earlier file's first says the same
+        of_file = found.unique(["item_index", FILE], keep="first", maintain_order=True)
+        differ = found.filter(pl.col(CONTENT) != pl.col(CONTENT).first().over("item_index", FILE)).height
+        differ += of_file.unique(["item_index", CONTENT]).height - first.height
         missing = frame.join(first, on="item_index", how="anti", maintain_order="left")["item_index"].to_numpy()
-        repeated = len(rows) - len(first)
-        differ = rows.unique().height - len(first) if repeated else 0
         frame = frame.join(first, on="item_index", how="left", maintain_order="left")
-    for field in schema:
-        if field.name not in frame.columns:
-            frame = frame.with_columns(pl.lit(None).alias(field.name))
-    table = frame.select(schema.names).to_arrow().cast(schema)
-    return write_part(items_uri, table), missing, repeated, differ
+        part = write_part(self.items_uri, frame.select(self.schema.names).to_arrow().cast(self.schema))
+        return part, low, missing, found.height - first.height, differ
 
 
 def write_items(
-    source: Source, input_uri: str, files: list[str], catalogue: pa.Array, items_uri: str
+    source: Source, input_uri: str, files: list[str], catalogue: pa.Array, items_uri: str, engine: Engine
 ) -> tuple[list[Part], pa.Schema, dict[str, Any], Rejected, np.ndarray]:
     """Writes the parts of the items table, uncommitted: (parts, schema, counts for the manifest, rejected rows,
     indices of the items without metadata).
@@ -190,26 +259,27 @@ def write_items(
     """
     texts, attributes = source.items_columns
     schema = items_schema(texts, attributes, source.items_numbers)
-    shared = ray.put(catalogue)
-    reads = [(source, input_uri, file, shared, schema) for file in files]
-    counts, tables, rejected = [], [], Rejected()
-    for _, ((count, of_file), table) in sorted(run_tasks(_read_file, reads, num_returns=2), key=itemgetter(0)):
-        counts.append(count)
-        tables.append(table)
-        rejected.add(of_file)
-    ranges = [
-        (items_uri, low, catalogue.slice(low, ITEMS_PER_PART), schema, *tables)
-        for low in range(0, len(catalogue), ITEMS_PER_PART)
-    ]
-    written = run_all(_write_range, ranges)
-    missing = np.concatenate([[], *(of_range for _, of_range, _, _ in written)]).astype(np.int64)
+    ranges = -(-len(catalogue) // ITEMS_PER_PART)
+    shared, keys = ray.put(Vocabulary.of(catalogue)), partition_keys(ranges)
+    reads: list[Any] = [_Ranges(len(catalogue), schema, keys)]
+    reads += [_ReadItems(number, file, source, input_uri, schema, keys, shared) for number, file in enumerate(files)]
+    outside, rejected, written = 0, Rejected(), []
+    at_once = ranges == 1 and partitions_for([join(input_uri, file) for file in files]) == 1
+    for key, found in engine.exchange(reads, ranges, _WriteRange(items_uri, schema), (shared,), TOLD, at_once=at_once):
+        if key == TALLY:
+            outside += found[0]
+            rejected.add(found[1])
+        else:
+            written.append(found)
+    written.sort(key=itemgetter(1))
+    missing = np.concatenate([[], *(of_range for _, _, of_range, _, _ in written)]).astype(np.int64)
     info = {
         "texts": texts,
         "attributes": attributes,
         "numbers": source.items_numbers,
         "items_without_metadata": len(missing),
-        "metadata_outside_catalogue": sum(count["outside"] for count in counts),
-        "metadata_repeated": sum(count["repeated"] for count in counts) + sum(again for _, _, again, _ in written),
-        "metadata_differ": sum(count["differ"] for count in counts) + sum(differ for *_, differ in written),
+        "metadata_outside_catalogue": outside,
+        "metadata_repeated": sum(repeated for *_, repeated, _ in written),
+        "metadata_differ": sum(differ for *_, differ in written),
     }
     return [part for part, *_ in written], schema, info, rejected, missing

@@ -1,23 +1,30 @@
 """Point-in-time counts: what happened to a key in [t - window, t - delay), from events alone.
 
 `python -m jobs.prepare` makes them for kinds of request with counted features. Events of all users count, so rows
-travel to the bucket of their key (`exchange`), and what is counted there comes back to their part. Each bucket is one
-vectorised kernel: a sort, running sums, and a binary search per window, so the cost is E log E in the events,
-whatever the windows hold. What comes back are integers; the `features.py` of a kind makes numbers for models of them.
+travel to the bucket of their key, and what is counted there comes back to their part: two exchanges of Ray Data in a
+row (`counted`). Each bucket is one vectorised kernel: a sort, running sums, and a binary search per window, so the cost
+is E log E in the events, whatever the windows hold. What comes back are integers; the `features.py` of a kind makes
+numbers for models of them.
 
 Shapes: E events, W windows, M labels that are counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import ray
 
-MOST_BUCKETS = 64  # of a key: enough for some hundred million events, and parts x 64 pieces in transit
+from pipelines.data.dataflow import KEY, Call, Engine, partition_keys
+from pipelines.data.survey import distinct
+
+ROWS_PER_BUCKET = 2_000_000  # a bucket is counted in a few hundred MB; all events of one key are in one
 UNSEEN = -1  # gap of a key that was never there before
 
 Piece = dict[str, np.ndarray]
@@ -78,55 +85,156 @@ def count_key(
     return window_counts(dense, time, counted_labels, windows_ms, delay_ms, as_of)
 
 
-def by_bucket(key: np.ndarray, buckets: int, columns: Piece) -> list[Piece]:
-    """A part's events by bucket of their key, one piece per bucket. key (E,), below 0 for events without: those are
-    in no piece."""
-    bucket = np.where(key >= 0, key % buckets, -1)
-    order = np.argsort(bucket, kind="stable")
-    edges = pairwise(np.searchsorted(bucket[order], np.arange(buckets + 1)))
-    rows = (order[low:high] for low, high in edges)
-    return [{"row": row.astype(np.int32), **{name: column[row] for name, column in columns.items()}} for row in rows]
-
-
-def count_together(pieces: tuple[Piece, ...], count: Callable[[Piece], Piece]) -> list[Piece]:
-    """What `count` finds of the rows of all pieces together, cut into a piece for each of them."""
-    whole = {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
-    edges = np.cumsum([len(piece["row"]) for piece in pieces])[:-1]
-    cut = {name: np.split(column, edges) for name, column in {"row": whole["row"], **count(whole)}.items()}
-    return [{name: column[number] for name, column in cut.items()} for number in range(len(pieces))]
-
-
-def fill(counts: Piece, pieces: tuple[Piece, ...]) -> None:
+def fill(counts: Piece, pieces: list[Piece]) -> None:
     """Writes what was counted of a part's events to its rows of `counts`, by name (E, ...)."""
     for piece in pieces:
         for name in piece.keys() - {"row"}:
             counts[name][piece["row"]] = piece[name]
 
 
-def exchange(
-    scatter: Callable[..., list[Any]],
-    calls: list[tuple[Any, ...]],
-    count: Callable[..., list[Any]],
-    heads: list[tuple[Any, ...]],
-) -> list[list[ray.ObjectRef]]:
-    """Rows to the bucket of their key and what is counted there back: per call one piece of every bucket.
+class Windows(ABC):
+    """What a kind of request counts, by several keys one after the other: its `number` is that of the key."""
 
-    `scatter(*call)` gives a piece for each of `heads`; `count(*heads[n], *pieces)` has piece n of all calls
-    and gives a piece back to each of them.
-    """
+    shapes: list[dict[str, tuple[int, ...]]]
+    """Per key the names of what is counted by it and their shapes for one event; int32, but `gap`."""
 
-    def several(function: Callable[..., Any], returns: int) -> Callable[..., list[ray.ObjectRef]]:
-        """The function as a task that returns a list of references, whatever their number."""
-        if returns == 1:  # Ray returns one value as it is and not as a list
-            return lambda *call: [ray.remote(_only).remote(function, *call)]
-        return ray.remote(function).options(num_returns=returns).remote  # type: ignore[no-any-return]
+    @abstractmethod
+    def keyed(self, uri: str, *shared: Any) -> tuple[list[np.ndarray], Piece]:
+        """Of an events part per key (E,) integers, below 0 for events without it, and the columns to count from."""
 
-    pieces = [several(scatter, len(heads))(*call) for call in calls]  # calls x heads
-    count_there = several(count, len(calls))
-    counted = [count_there(*head, *(piece[number] for piece in pieces)) for number, head in enumerate(heads)]
-    return [[bucket[number] for bucket in counted] for number in range(len(calls))]
+    @abstractmethod
+    def count(self, number: int, rows: Piece) -> Piece:
+        """What is counted of all events of some keys: `shapes[number]` with the events first."""
 
 
-def _only(function: Callable[..., list[Any]], *call: Any) -> Any:
-    """The one element of what the function returns."""
-    return function(*call)[0]
+@dataclass(frozen=True)
+class _Scatter:
+    """Reads a part as rows by the bucket of each of their keys, and a row that stands for the part."""
+
+    windows: Windows
+    part: int
+    uri: str
+    shared: Call
+    keys: np.ndarray
+
+    def __call__(self) -> Iterator[pa.Table]:
+        given = [ray.get(value) if isinstance(value, ray.ObjectRef) else value for value in self.shared]
+        keys, columns = self.windows.keyed(self.uri, *given)
+        buckets = len(self.keys) // len(keys)
+        for number, key in enumerate(keys):
+            rows = np.flatnonzero(key >= 0)
+            bucket = self.keys[number * buckets + key[rows] % buckets]
+            yield self._table(number, rows, {name: column[rows] for name, column in columns.items()}, bucket)
+        nothing = {name: np.zeros((1, *column.shape[1:]), column.dtype) for name, column in columns.items()}
+        yield self._table(-1, np.array([-1]), nothing, self.keys[:1])
+
+    def _table(self, number: int, rows: np.ndarray, columns: Piece, bucket: np.ndarray) -> pa.Table:
+        of: Piece = {
+            KEY: bucket.astype(np.int32),
+            "part": np.full(len(rows), self.part, np.int32),
+            "number": np.full(len(rows), number, np.int8),
+            "row": rows.astype(np.int32),
+        }
+        return to_table({**of, **columns})
+
+
+@dataclass(frozen=True)
+class _Count:
+    """Counts the rows of some buckets and sends what it finds back to their parts."""
+
+    windows: Windows
+    keys: np.ndarray
+
+    def __call__(self, rows: pa.Table) -> pa.Table:
+        width = max(sum(prod(shape) for name, shape in each.items() if name != "gap") for each in self.windows.shapes)
+        done = []
+        numbers = rows["number"].to_numpy()
+        for number in distinct(numbers).tolist():
+            piece = to_piece(rows.filter(pa.array(numbers == number)))
+            flat = np.zeros((len(piece["row"]), width), np.int32)
+            gap = np.zeros(len(piece["row"]), np.int64)
+            if number >= 0:
+                found, at = self.windows.count(number, piece), 0
+                for name, shape in self.windows.shapes[number].items():
+                    if name == "gap":
+                        gap = found[name]
+                    else:
+                        flat[:, at : at + prod(shape)] = found[name].reshape(len(flat), -1)
+                        at += prod(shape)
+            back = {name: piece[name] for name in ("part", "number", "row")}
+            done.append(to_table({KEY: self.keys[piece["part"]], **back, "flat": flat, "gap": gap}))
+        return pa.concat_tables(done)
+
+    def pieces(self, rows: pa.Table) -> list[Piece]:
+        """What `__call__` made for one part."""
+        found = []
+        for number, shapes in enumerate(self.windows.shapes):
+            piece, at = to_piece(rows.filter(pa.array(rows["number"].to_numpy() == number))), 0
+            counted = {"row": piece["row"]}
+            for name, shape in shapes.items():
+                if name == "gap":
+                    counted[name] = piece[name]
+                else:
+                    counted[name] = piece["flat"][:, at : at + prod(shape)].reshape(-1, *shape)
+                    at += prod(shape)
+            found.append(counted)
+        return found
+
+
+@dataclass(frozen=True)
+class _Build:
+    """Calls `build` with what was counted of a part."""
+
+    build: Callable[..., Any]
+    parts: list[str]
+    count: _Count
+
+    def __call__(self, *given: Any) -> tuple[int, Any]:
+        *shared, _, rows = given
+        part = rows["part"][0].as_py()
+        return part, self.build(*shared, self.parts[part], self.count.pieces(rows))
+
+
+def counted(
+    engine: Engine,
+    parts: list[str],
+    events: int,
+    windows: Windows,
+    counted_from: Call,
+    build: Callable[..., Any],
+    shared: Call = (),
+) -> Iterator[tuple[int, Any]]:
+    """Counts what `windows.keyed(part, *counted_from)` gives of the events parts, and yields (number of the part,
+    `build(*shared, part, pieces)`) as they end. pieces: for `fill`, one per key. events: of all parts."""
+    keys = len(windows.shapes)
+    buckets = max(-(-events // ROWS_PER_BUCKET), min(len(parts), 8)) if len(parts) > 1 else 1
+    to_bucket, to_part = partition_keys(keys * buckets), partition_keys(len(parts))
+    reads = [_Scatter(windows, number, uri, counted_from, to_bucket) for number, uri in enumerate(parts)]
+    count = _Count(windows, to_part)
+    results = engine.exchange(reads, len(parts), _Build(build, parts, count), shared, first=(keys * buckets, count))
+    for _, found in results:
+        yield found
+
+
+def to_table(columns: Piece) -> pa.Table:
+    """Arrays (n, ...) as columns; wider ones as lists of fixed size."""
+
+    def column(values: np.ndarray) -> pa.Array:
+        if values.ndim == 1:
+            return pa.array(values)
+        return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), prod(values.shape[1:]))
+
+    return pa.table({name: column(values) for name, values in columns.items()})
+
+
+def to_piece(table: pa.Table) -> Piece:
+    """What `to_table` was given, wider columns as (n, width)."""
+
+    def values(column: pa.ChunkedArray) -> np.ndarray:
+        array = column.combine_chunks()
+        array = pa.concat_arrays(array.chunks) if isinstance(array, pa.ChunkedArray) else array
+        if pa.types.is_fixed_size_list(array.type):
+            return array.flatten().to_numpy(zero_copy_only=False).reshape(-1, array.type.list_size)
+        return array.to_numpy(zero_copy_only=False)
+
+    return {name: values(table[name]) for name in table.column_names if name != KEY}

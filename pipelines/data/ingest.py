@@ -1,16 +1,16 @@
 """Raw files to the events table: read, validate, shuffle by user, sort, drop duplicates, write.
 
-`python -m jobs.prepare` runs it. `shuffle.py` parts the rows; numpy, Arrow and polars do the work on whole
-partitions. After this step every user is in exactly one part, sorted, so that each later step is one
-task per part.
+`python -m jobs.prepare` runs it. Ray Data brings the rows of a user together (`dataflow.py`); numpy, Arrow and polars
+do the work on whole partitions. After this step every user is in exactly one part, sorted, so that each later step is
+one task per part.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
 import numpy as np
 import polars as pl
@@ -18,14 +18,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import ray
 
-from models.tables import Part, open_uri
+from models.tables import Part, join, open_uri
+from pipelines.data.dataflow import KEY, TALLY, Engine, partition_keys, tally_row
 from pipelines.data.matching import Match, compare, sample
-from pipelines.data.shuffle import Shards, gather, scatter
 from pipelines.data.sources.base import Rejected, Source
 from pipelines.data.sources.preview import check_missing
-from pipelines.data.survey import Arrays, arrays_of, coded
+from pipelines.data.sources.readers import Piece, cuts, format_of, piece_at
+from pipelines.data.survey import Gathering, Seen, coded, seen_in, user_keys
 from pipelines.data.tables import write_part
-from pipelines.data.tasks import run_all, run_tasks
 
 BYTES_PER_PARTITION = 32 << 20  # of raw text; one partition then sorts in a few hundred MB
 EXPANSION = {"gz": 4, "zst": 4, "bz2": 6, "parquet": 6}  # bytes of text per byte of a compressed file
@@ -37,10 +37,7 @@ class Ingested:
 
     parts: list[Part] = field(default_factory=list)
     """Of events, in the order of their first users."""
-    arrays: list[ray.ObjectRef] = field(default_factory=list)
-    """What `survey` needs to know of each of those parts."""
     users: int = 0
-    """Users of all parts, added up."""
     rejects: list[Part] = field(default_factory=list)
     rejected: Rejected = field(default_factory=Rejected)
     duplicates: int = 0
@@ -59,9 +56,9 @@ def hash_file(uri: str) -> str:
     return digest.hexdigest()
 
 
-def hash_files(uris: list[str]) -> list[str]:
-    """sha256 of every file, one Ray task each."""
-    return run_all(hash_file, [(uri,) for uri in uris])
+def hash_files(uris: list[str], engine: Engine) -> list[str]:
+    """sha256 of every file."""
+    return [digest for _, digest in sorted(engine.each(hash_file, [(uri,) for uri in uris]))]
 
 
 def partitions_for(uris: list[str]) -> int:
@@ -73,78 +70,116 @@ def partitions_for(uris: list[str]) -> int:
     return max(1, -(-total // BYTES_PER_PARTITION))
 
 
-def transit_schema(schema: pa.Schema, log_order: bool) -> pa.Schema:
-    """Columns that travel through the shuffle: the event, and its place in the log if it counts."""
+def pieces_of(
+    source: Source, input_uri: str, files: list[str], size: int, engine: Engine
+) -> list[tuple[str, Piece | None]]:
+    """The files in order, those of more than `size` bytes in pieces of about that where they can be cut: Parquet at row
+    groups, text at lines, CSV if no value of the file is quoted. A first pass over text counts its rows, so that each
+    row has its own number."""
+    places: dict[str, list[tuple[int, int]]] = {}
+    for file in files:
+        reading = source.reading_of(file)
+        places[file] = cuts(input_uri, file, reading, size) if reading else []
+    calls = [(input_uri, file, source.reading_of(file), cut) for file in files for cut in places[file]]
+    found = iter(piece for _, piece in sorted(engine.each(piece_at, calls), key=itemgetter(0)))
+    pieces: list[tuple[str, Piece | None]] = []
+    for file in files:
+        mine = [next(found) for _ in places[file]]
+        reading = source.reading_of(file)
+        plain = reading is not None and (format_of(file, reading.format) != "csv" or reading.quote is False)
+        if len(mine) < 2 or (not plain and any(quoted for _, _, quoted in mine)):
+            pieces.append((file, None))
+            continue
+        first_row = 0
+        for piece, rows, _ in mine:
+            if piece.start < piece.end:
+                pieces.append((file, replace(piece, first_row=first_row)))
+            first_row += rows
+    return pieces
+
+
+UNSET = {"request_id": "", "position": 0}
+"""Values of columns that a log does not have; the others are null."""
+
+
+def transit_schema(source: Source, log_order: bool) -> pa.Schema:
+    """Columns that travel through the shuffle: what the log has of an event, its place in the log if it counts, and
+    the key of its partition."""
     # Strings travel as they are. Dictionary-coding them first was measured on 1 million events and 32
     # partitions: 0.17 s of processor time and 75 MB shuffled against 0.07 s and 63 MB, because every
     # shard carries the whole dictionary of its block; coding all but the user ids gained no time.
+    events = [field.with_nullable(True) for field in source.schema if field.name not in source.absent]
     place = [pa.field("log_place", pa.int64())] if log_order else []
-    return pa.schema([*(f.with_nullable(True) for f in schema), *place])
+    return pa.schema([*events, *place, pa.field(KEY, pa.int32())])
 
 
-UNSET = {"request_id": "", "position": 0}  # value of a column that the log does not have; the others are null
+def restore_unset(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """With all columns of `schema`, in its order."""
+    columns = [
+        table[wanted.name]
+        if wanted.name in table.column_names
+        else pa.repeat(pa.scalar(UNSET.get(wanted.name), wanted.type), table.num_rows)
+        for wanted in schema
+    ]
+    return pa.table(columns, schema=pa.schema([f.with_type(c.type) for f, c in zip(schema, columns, strict=True)]))
 
 
-def drop_unset(table: pa.Table) -> pa.Table:
-    """Without the columns that hold nothing in this block: half of the bytes of a plain log."""
+@dataclass
+class _Tally:
+    """What was read beside the events."""
 
-    def unset(name: str) -> bool:
-        if name not in UNSET:
-            return bool(table[name].null_count == table.num_rows)
-        return bool(pc.all(pc.equal(table[name], UNSET[name])).as_py())
+    rejected: Rejected = field(default_factory=Rejected)
+    events: int = 0
+    """Rows that went into the shuffle."""
+    parts: list[tuple[tuple[int, int], Part]] = field(default_factory=list)
+    """Of the rejects: the numbers of the read and of the block in it, and the part."""
+    missing: dict[str, str] | None = None
+    """As `Block.missing`, of all blocks; None before the first."""
 
-    return table.drop_columns([name for name in table.column_names if unset(name)])
-
-
-def restore_unset(table: pa.Table, transit: pa.Schema) -> pa.Table:
-    """With all columns of `transit` again. Where one block had a column and another had not, concatenation
-    has put nulls."""
-    columns = []
-    for wanted in transit:
-        unset = pa.scalar(UNSET.get(wanted.name), wanted.type)
-        if wanted.name not in table.column_names:
-            columns.append(pa.repeat(unset, table.num_rows))
+    def add(self, other: _Tally) -> None:
+        """Adds what another tally counts; the result does not depend on the order, but for the parts'."""
+        self.rejected.add(other.rejected)
+        self.events += other.events
+        self.parts += other.parts
+        if self.missing is None or other.missing is None:
+            self.missing = other.missing if self.missing is None else self.missing
         else:
-            column = table[wanted.name]
-            columns.append(pc.fill_null(column, unset) if wanted.name in UNSET and column.null_count else column)
-    return pa.table(columns, schema=pa.schema([f.with_type(c.type) for f, c in zip(transit, columns, strict=True)]))
+            self.missing = {name: hint for name, hint in self.missing.items() if name in other.missing}
 
 
 @dataclass(frozen=True)
-class _Tally:
-    """What a block of a raw file held beside its events."""
+class _Read:
+    """Reads a raw file, or a piece of one, as tables to exchange, and writes its rejects."""
 
-    order: tuple[int, int]
-    """Number of the file, and of the block in it."""
-    rejected: Rejected
-    part: Part | None
-    """Of its rejects."""
-    missing: dict[str, str]
-    """As `Block.missing`."""
+    number: int
+    """Its place among all that is read."""
+    file: str
+    source: Source
+    input_uri: str
+    rejects_uri: str
+    transit: pa.Schema
+    keys: np.ndarray
+    users: ray.ObjectRef
+    piece: Piece | None
 
+    def __call__(self) -> Iterator[pa.Table]:
+        total = _Tally()
+        blocks = self.source.read_events(self.input_uri, self.file, ray.get(self.users), self.piece)
+        for sequence, block in enumerate(blocks):
+            tally = _Tally(Rejected.of(block), block.events.num_rows, [], block.missing)
+            if block.rejects.num_rows:
+                tally.parts.append(((self.number, sequence), write_part(self.rejects_uri, block.rejects)))
+            total.add(tally)
+            yield self.to_send(block.events)
+        yield tally_row(self.transit, "user_id", total)
 
-def _read(
-    number: int,
-    file: str,
-    source: Source,
-    input_uri: str,
-    rejects_uri: str,
-    transit: pa.Schema,
-    users: pa.Table | None,
-) -> Iterator[tuple[_Tally, pa.Table]]:
-    """Streams a raw file as tables to shuffle; writes its rejects."""
-    for sequence, block in enumerate(source.read_events(input_uri, file, users)):
-        part = write_part(rejects_uri, block.rejects) if block.rejects.num_rows else None
-        tally = _Tally((number, sequence), Rejected.of(block), part, block.missing)
-        events = block.events
-        if "log_place" in transit.names:
-            events = events.append_column("log_place", pc.add(events["log_row"], pa.scalar(number << 40, pa.int64())))
-        yield tally, drop_unset(events.select(transit.names).cast(transit))
-
-
-def _read_shards(partitions: int, *read: Any) -> Iterator[Any]:
-    """The file that `_read` takes, by partition."""
-    yield from scatter(_read(*read), partitions)
+    def to_send(self, events: pa.Table) -> pa.Table:
+        """The events as they travel."""
+        columns = {name: events[name] for name in self.transit.names if name in events.column_names}
+        columns[KEY] = pa.array(self.keys[user_keys(events["user_id"]) % len(self.keys)])
+        if "log_place" in self.transit.names:
+            columns["log_place"] = pc.add(events["log_row"], pa.scalar(self.number << 40, pa.int64()))
+        return pa.table({name: columns[name] for name in self.transit.names}).cast(self.transit)
 
 
 def sorted_codes(strings: pa.Array | pa.ChunkedArray) -> tuple[np.ndarray, pa.Array]:
@@ -190,8 +225,8 @@ def order_events(table: pa.Table, schema: pa.Schema, keep_duplicates: bool = Fal
         tied[:-1] |= same
         group = np.concatenate([[0], np.cumsum(~same)])[tied]  # number of the (user, time) group
         chosen = order[tied]
-        transit = transit_schema(schema, "log_place" in table.column_names)
-        ties = restore_unset(table.take(pa.array(chosen)), transit)
+        place = [pa.field("log_place", pa.int64())] if "log_place" in table.column_names else []
+        ties = restore_unset(table.take(pa.array(chosen)), pa.schema([*schema, *place]))
         order_, duplicate, position = _order_ties(ties, group, schema, keep_duplicates)
         order[tied] = chosen[order_]
         if position is not None:
@@ -259,22 +294,40 @@ def _match_users(user: pa.DictionaryArray, described: pa.Table | None) -> tuple[
     return Match(len(ids), int(known.sum()), len(user), of_known), sample(ids.filter(pa.array(~known)))
 
 
-def _write(
-    events_uri: str,
-    schema: pa.Schema,
-    behaviour: str | None,
-    keep_duplicates: bool,
-    described: pa.Table | None,
-    *shards: pa.Table,
-) -> tuple[tuple[Part, str, int, int, tuple[Match, list[str]]], Arrays]:
-    """One partition: orders the events and writes their part. Returns (part, first user, duplicates, users, those
-    with a row in the user files) and what `survey` needs to know of the part."""
-    table = pa.concat_tables(shards, promote_options="permissive")
-    events, duplicates = order_events(table, schema, keep_duplicates)
-    part = write_part(events_uri, events)
-    arrays, users = arrays_of(events, behaviour)
-    matched = _match_users(coded(events, "user_id"), described)
-    return (part, events["user_id"][0].as_py(), duplicates, users, matched), arrays
+@dataclass(frozen=True)
+class _Written:
+    """One partition, written."""
+
+    part: Part
+    first: str
+    """Its first user."""
+    duplicates: int
+    users: int
+    seen: Seen | None
+    """What its behaviours are; None once that is gathered."""
+    matched: tuple[Match, list[str]]
+    """Users with a row in the user files, and some of the others."""
+
+
+@dataclass(frozen=True)
+class _Write:
+    """Orders the events of one partition and writes their part."""
+
+    events_uri: str
+    schema: pa.Schema
+    behaviour: str | None
+    keep_duplicates: bool
+    keys: np.ndarray
+
+    def __call__(self, described: pa.Table | None, key: int, rows: pa.Table) -> _Written:
+        events, duplicates = order_events(rows, self.schema, self.keep_duplicates)
+        user = coded(events, "user_id")
+        strays = int((self.keys[user_keys(user.dictionary) % len(self.keys)] != key).sum())
+        if strays:
+            raise RuntimeError(f"the shuffle put {strays} users into the wrong partition; nothing was committed")
+        part = write_part(self.events_uri, events)
+        seen, matched = seen_in(events, self.behaviour, len(self.keys)), _match_users(user, described)
+        return _Written(part, user[0].as_py(), duplicates, len(user.dictionary), seen, matched)
 
 
 def ingest(
@@ -285,55 +338,57 @@ def ingest(
     rejects_uri: str,
     partitions: int,
     log_order: bool,
-    behaviour: str | None = None,
+    engine: Engine,
+    gathering: Gathering,
     users: pa.Table | None = None,
     keep_duplicates: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Ingested:
-    """Reads the raw files and writes the parts of events and rejects, uncommitted. `behaviour` is for the
-    arrays only; `users` are the rows of `Source.read_users`, the id first. UserError for a file that cannot be
-    read, and for a key that no file has."""
-    result = Ingested()
-    shards: Shards = [[] for _ in range(partitions)]
-    transit = transit_schema(source.schema, log_order)
-    shared = ray.put(users)
+    """Reads the raw files and writes the parts of events and rejects, uncommitted. `gathering` gets what is seen of
+    the parts; `users` are the rows of `Source.read_users`, the id first. UserError for a file that cannot be
+    read, and for a key that no file has; RuntimeError unless each event that was read, and so each user, is in exactly
+    one part."""
+    transit, keys, shared = transit_schema(source, log_order), partition_keys(partitions), ray.put(users)
     reads = [
-        (partitions, number, file, source, input_uri, rejects_uri, transit, shared) for number, file in enumerate(files)
+        _Read(number, file, source, input_uri, rejects_uri, transit, keys, shared, piece)
+        for number, (file, piece) in enumerate(
+            pieces_of(source, input_uri, files, engine.settings.read_mb << 20, engine)
+        )
     ]
-    rejects: list[tuple[tuple[int, int], Part]] = []
-    missing: dict[str, str] | None = None
-    tally: _Tally
-    for tally in gather(_read_shards, reads, shards):
-        result.rejected.add(tally.rejected)
-        among = tally.missing if missing is None else missing
-        missing = {name: hint for name, hint in among.items() if name in tally.missing}
-        progress(f"{result.rejected.rows_read:,} rows read")
-        if tally.part:
-            rejects.append((tally.order, tally.part))
-    check_missing(input_uri, missing or {})
-    result.rejects = [part for _, part in sorted(rejects, key=lambda pair: pair[0])]
+    write = _Write(events_uri, source.schema, gathering.behaviour, keep_duplicates, keys)
+    tally, written = _Tally(), dict[int, _Written]()
 
-    filled = [shard for shard in shards if shard]
-    del shards
-    # popped, so that the store can let go of what is written
-    writes = (
-        (events_uri, source.schema, behaviour, keep_duplicates, shared, *filled.pop()) for _ in range(len(filled))
-    )
-    count, rows = len(filled), 0
-    written: list[tuple[str, Part, ray.ObjectRef, list[str]]] = []
-    match = Match()
-    for _, ((part, first, duplicates, of_part, (matched, others)), arrays) in run_tasks(_write, writes, num_returns=2):
-        written.append((first, part, arrays, others))
-        result.duplicates += duplicates
-        result.users += of_part
-        match.add(matched)
-        rows += part.rows
-        progress(f"partition {len(written)} of {count} sorted and written, {rows:,} events")
-    written.sort(key=lambda entry: entry[0])
-    result.parts = [part for _, part, _, _ in written]
-    result.arrays = [arrays for _, _, arrays, _ in written]
-    if users is not None and match.doubtful:
-        ids = sample(pa.array([name for *_, others in written for name in others], pa.string()))
-        match.explain(ids, compare(ids, [users.column(0)]))
-    result.matched = match
+    def said(rows: int) -> None:
+        if not written:
+            progress(f"{rows:,} rows read")
+
+    for key, found in engine.exchange(reads, partitions, write, (shared,), "user_id", said):
+        if key == TALLY:
+            tally.add(found)
+            continue
+        if key in written:
+            raise RuntimeError(f"the shuffle gave partition {len(written)} twice; nothing was committed")
+        gathering.add(join(events_uri, found.part.path), found.seen, found.users)
+        written[key] = replace(found, seen=None)
+        rows = sum(each.part.rows for each in written.values())
+        progress(f"partition {len(written)} of {partitions} sorted and written, {rows:,} events")
+    check_missing(input_uri, tally.missing or {})
+    return _checked(tally, list(written.values()), users, keep_duplicates)
+
+
+def _checked(tally: _Tally, written: list[_Written], users: pa.Table | None, keep_duplicates: bool) -> Ingested:
+    """What was written, in order. RuntimeError where events came out of the shuffle that did not go in, or not all."""
+    written = sorted(written, key=lambda partition: partition.first)
+    result = Ingested([partition.part for partition in written], rejected=tally.rejected)
+    result.rejects = [part for _, part in sorted(tally.parts, key=lambda pair: pair[0])]
+    result.duplicates = sum(partition.duplicates for partition in written)
+    rows = sum(part.rows for part in result.parts) + (0 if keep_duplicates else result.duplicates)
+    if rows != tally.events:
+        raise RuntimeError(f"{tally.events:,} events were read and {rows:,} came out of the shuffle; nothing committed")
+    result.users = sum(each.users for each in written)
+    for partition in written:
+        result.matched.add(partition.matched[0])
+    if users is not None and result.matched.doubtful:
+        ids = sample(pa.array([name for each in written for name in each.matched[1]], pa.string()))
+        result.matched.explain(ids, compare(ids, [users.column(0)]))
     return result

@@ -12,10 +12,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import pyarrow.compute as pc
 from pyarrow import fs
 
 from models.tables import Manifest, UserError, has_manifest, join, open_uri, read_manifest
-from pipelines.data.catalogue import core_items, events_of, match_items, write_items
+from pipelines.data.catalogue import core_items, match_items, write_items
+from pipelines.data.dataflow import Engine
 from pipelines.data.ingest import hash_files, ingest, partitions_for
 from pipelines.data.kinds.table import KINDS
 from pipelines.data.matching import Match, check_matched
@@ -26,7 +28,7 @@ from pipelines.data.settings import STATISTICS, check
 from pipelines.data.sources.base import Rejected, Source
 from pipelines.data.splits import cut_times
 from pipelines.data.statistics import summarise
-from pipelines.data.survey import check_users_once, merge
+from pipelines.data.survey import Gathering
 from pipelines.data.tables import REJECTS, commit, write_file, writing
 
 
@@ -46,12 +48,13 @@ def prepare(
     config = check(source, input_uri, output_uri, config)
     kind, whole = KINDS[config.kind], not overwrite and is_whole(str(output_uri))
     counted = None if kind.all_shown else config.behaviour
-    run = Run(source, str(input_uri), str(output_uri), config, counted, overwrite, say, whole)
+    engine = Engine(config.ray_data)
+    run = Run(source, str(input_uri), str(output_uri), config, counted, overwrite, say, whole, engine)
     files, item_files, user_files = (
         find(run.input) for find in (source.event_files, source.item_files, source.user_files)
     )
     every = [*files, *item_files, *user_files]
-    by_file = dict(zip(every, hash_files([join(run.input, file) for file in every]), strict=True))
+    by_file = dict(zip(every, hash_files([join(run.input, file) for file in every], engine), strict=True))
     with writing(run.output):
         events = _make_events(run, files, {file: by_file[file] for file in [*files, *user_files]})
         split = _split_rule(run, events)
@@ -101,6 +104,7 @@ def _make_events(run: Run, files: list[str], inputs: dict[str, str]) -> Manifest
         of_users = Rejected.of(users) if users else Rejected()
         _say_rejects(run, of_users, " of the user files")
         _check_rejects(run, of_users.rows_read, of_users.reasons, " of the user files")
+        gathering = Gathering(run.counted, run.late)
         result = ingest(
             source,
             run.input,
@@ -109,7 +113,8 @@ def _make_events(run: Run, files: list[str], inputs: dict[str, str]) -> Manifest
             rejects_uri,
             partitions,
             config.ties == "log_order",
-            run.counted,
+            run.engine,
+            gathering,
             users.rows if users else None,
             keep,
             run.progress("events"),
@@ -124,9 +129,12 @@ def _make_events(run: Run, files: list[str], inputs: dict[str, str]) -> Manifest
             raise UserError(f"{run.input} holds no valid event; see the reasons above")
         check_matched(result.matched, "user", config.min_matched, run.say)
         read = time.perf_counter()
-        run.surveyed = merge(result.arrays, result.users, run.counted)
-        check_users_once(run.surveyed.arrays, run.surveyed.users)
-        timings = {"read_shuffle_sort_write_s": read - begin, "survey_s": time.perf_counter() - read}
+        run.surveyed = gathering.survey()
+        timings = {
+            "read_shuffle_sort_write_s": read - begin,
+            "survey_s": time.perf_counter() - read,
+            "ray_data": run.engine.take_stats(),
+        }
         info = {
             **source.info,
             "ties": config.ties,
@@ -209,7 +217,7 @@ def _split_rule(run: Run, events: Manifest) -> dict[str, Any]:
             info = read_manifest(run.table(name), name).info
             if info.get("split_made_from") == wanted:
                 return dict(info["split"])
-    return cut_times(run.survey(events), run.config.split)
+    return cut_times(run.survey(events), run.config.split, run.engine)
 
 
 def _make_items(run: Run, events: Manifest, files: dict[str, str], split: dict[str, Any]) -> Manifest:
@@ -231,17 +239,19 @@ def _make_items(run: Run, events: Manifest, files: dict[str, str], split: dict[s
         return finished
     begin = time.perf_counter()
     found = run.survey(events)
-    catalogue, rounds = core_items(found, config.core, run.before_ms(split))
+    catalogue, rounds = core_items(found, config.core, run.before_ms(split), run.engine)
     counted = time.perf_counter()
     uri = run.table("items")
     with run.writing("items"):
-        parts, schema, counts, rejected, missing = write_items(run.source, run.input, list(files), catalogue, uri)
+        parts, schema, counts, rejected, missing = write_items(
+            run.source, run.input, list(files), catalogue, uri, run.engine
+        )
         _say_rejects(run, rejected, " of the item files")
         _check_rejects(run, rejected.rows_read, rejected.reasons, " of the item files")
         matched = Match()
         if files:
-            of_items = events_of(found, catalogue)
-            matched = match_items(run.source, run.input, list(files), catalogue, missing, of_items)
+            of_items = found.counts[pc.is_in(found.items, catalogue).to_numpy(zero_copy_only=False)]  # both are sorted
+            matched = match_items(run.source, run.input, list(files), catalogue, missing, of_items, run.engine)
             check_matched(matched, "item", config.min_matched, run.say)
         info = {
             "core": config.core,
@@ -259,7 +269,11 @@ def _make_items(run: Run, events: Manifest, files: dict[str, str], split: dict[s
             **({"matched": matched.record()} if files else {}),
             **counts,
         }
-        timings = {"core_s": counted - begin, "write_s": time.perf_counter() - counted}
+        timings = {
+            "core_s": counted - begin,
+            "write_s": time.perf_counter() - counted,
+            "ray_data": run.engine.take_stats(),
+        }
         items = commit(uri, "items", schema, parts, config=settings, inputs=inputs, info=info, timings=timings)
     run.say(
         f"items: {items.rows:,} in the catalogue, {info['dropped_items']:,} dropped by the {config.core}-core "

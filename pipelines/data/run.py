@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import pyarrow as pa
+import ray
 from pyarrow import fs
 
 from models.tables import (
@@ -24,11 +24,11 @@ from models.tables import (
     read_manifest,
     read_table,
 )
+from pipelines.data.dataflow import Call, Engine
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.sources.base import Source
-from pipelines.data.survey import Survey, survey
+from pipelines.data.survey import Survey, Vocabulary, survey
 from pipelines.data.tables import check_writable, clear, fingerprint, up_to_date
-from pipelines.data.tasks import run_tasks
 
 Say = Callable[[str], None]
 
@@ -53,8 +53,10 @@ class Run:
     """Takes the lines that a user reads."""
     whole: bool
     """Whether a run has finished there before: only then is a table of other inputs or settings not replaced."""
+    engine: Engine
+    """Ray Data, with its settings."""
     surveyed: Survey | None = None
-    """The arrays of the events parts, once they are there."""
+    """What is known of the events parts, once they are there."""
 
     def table(self, name: str) -> str:
         """Folder of a table."""
@@ -95,11 +97,16 @@ class Run:
         return say
 
     def survey(self, events: Manifest) -> Survey:
-        """The arrays of the events parts, read at most once in a run."""
+        """What is known of the events parts, which are read for it at most once in a run."""
         if self.surveyed is None:
-            late = self.counted in self.source.info.get("known", {})
-            self.surveyed = survey(part_uris(self.table("events"), events), self.counted, late)
+            parts = part_uris(self.table("events"), events)
+            self.surveyed = survey(parts, self.counted, self.engine, self.late)
         return self.surveyed
+
+    @property
+    def late(self) -> bool:
+        """Whether events say when the label that makes them behaviours is known."""
+        return self.counted in self.source.info.get("known", {})
 
     def split_key(self, events: Manifest) -> list[Any]:
         """What the cut times of a split depend on."""
@@ -109,10 +116,10 @@ class Run:
         """Behaviours earlier than this count for the k-core; None for all."""
         return split["val_start_ms"] if self.config.core_window == "train" else None
 
-    def item_ids(self) -> pa.Array:
-        """The ids of the catalogue, sorted: their places are item_index."""
+    def catalogue(self) -> ray.ObjectRef:
+        """The ids of the catalogue, whose places are item_index, as a `Vocabulary` in the object store."""
         ids = read_table(self.table("items"), "items", ["item_id"])["item_id"]
-        return ids.cast("large_string").combine_chunks()
+        return ray.put(Vocabulary.of(ids.cast("large_string").combine_chunks()))
 
     def sequences_info(
         self, events: Manifest, items: Manifest, split: dict[str, Any], count: Counter[str]
@@ -162,20 +169,27 @@ LARGEST = ("max_length", "max_candidates", "max_spread_ms")
 
 
 def write_parts(
-    write_part: Callable[..., Any], calls: list[tuple[Any, ...]], progress: Say
+    engine: Engine, write_part: Callable[..., Any], calls: list[Call], shared: Call, progress: Say
 ) -> tuple[list[Part], Counter[str], list[Any]]:
-    """Runs `write_part(*call)` as a Ray task per events part; it returns (the part of sequences or None, what was
+    """Runs `write_part(*shared, *call)` per events part; it returns (the part of sequences or None, what was
     counted on the way, anything else). Returns the parts in the order of the calls, uncommitted, the counts of all,
     and what else each call gave."""
-    written: list[tuple[Part | None, Any]] = [(None, None)] * len(calls)
+    return gathered(engine.each(write_part, calls, shared), len(calls), progress)
+
+
+def gathered(
+    results: Iterable[tuple[int, Any]], parts: int, progress: Say
+) -> tuple[list[Part], Counter[str], list[Any]]:
+    """The results of `write_part`, by the number of the events part, as `write_parts` returns them."""
+    written: list[tuple[Part | None, Any]] = [(None, None)] * parts
     total: Counter[str] = Counter()
-    for done, (number, (part, count, other)) in enumerate(run_tasks(write_part, calls), start=1):
+    for done, (number, (part, count, other)) in enumerate(results, start=1):
         written[number] = part, other
         largest = {name: max(total[name], count[name]) for name in LARGEST}
         total.update(count)
         for name, value in largest.items():
             total[name] = value
-        progress(f"part {done} of {len(calls)} built, {total['users']:,} users")
+        progress(f"part {done} of {parts} built, {total['users']:,} users")
     return [part for part, _ in written if part is not None], total, [other for _, other in written]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from models.config import check_known
 from models.tables import UserError
 from pipelines.data.kinds.table import KINDS
-from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.prepare_config import PrepareConfig, RayDataConfig
 from pipelines.data.sources.base import Source
 from pipelines.data.splits import SplitConfig
 from pipelines.data.tables import check_output, check_writable
@@ -22,7 +22,7 @@ TABLES = ("events", "rejects", "items", "queries", "sequences")
 
 def read_config(*layers: dict[str, Any]) -> PrepareConfig:
     """Settings from plain values; later layers win, None means not given. UserError names an unknown key."""
-    sections: dict[str, Any] = {"split": SplitConfig}
+    sections: dict[str, Any] = {"split": SplitConfig, "ray_data": RayDataConfig}
     sections |= {name: kind.config for name, kind in KINDS.items() if kind.config}
     known = list(dict.fromkeys([*(f.name for f in fields(PrepareConfig) if f.name != "own"), *sections]))
     values: dict[str, Any] = {}
@@ -41,7 +41,7 @@ def read_config(*layers: dict[str, Any]) -> PrepareConfig:
         name = values.get("kind", PrepareConfig.kind)
         if name not in tuple(KINDS):
             raise UserError(f"kind is '{name}'; it is one of {', '.join(KINDS)}")
-        config = PrepareConfig(**values, split=made["split"], own=made.get(name))
+        config = PrepareConfig(**values, split=made["split"], ray_data=made["ray_data"], own=made.get(name))
     except (ValueError, TypeError) as error:
         raise UserError(str(error)) from error
     if config.duplicates == "keep" and not KINDS[name].repeats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,10 +12,10 @@ import numpy as np
 from models.tables import UserError
 
 if TYPE_CHECKING:  # settings are read and checked before Ray takes its seconds to be imported
-    from pipelines.data.survey import Arrays, Survey
+    from pipelines.data.dataflow import Engine
+    from pipelines.data.survey import Survey
 
 NAMES = ("train", "val", "test")
-BINS = 1 << 16
 
 
 @dataclass
@@ -87,30 +88,58 @@ def epoch_ms(moment: Any, name: str) -> int:
     return round((parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).timestamp() * 1000)
 
 
-def _histogram(arrays: Arrays, low: int, width: int) -> np.ndarray:
-    """Behaviours per bin: BINS bins of `width` ms from `low`."""
-    bins = (arrays["timestamp"] - low) // width
-    return np.bincount(bins[(bins >= 0) & (bins < BINS)], minlength=BINS)
+def _bounds(survey: Survey, rank: int) -> tuple[int, int]:
+    """Two times that the one at `rank` lies between or is, from what the parts give of theirs (`Seen.times`)."""
+    from pipelines.data.survey import Seen
+
+    samples = [(rows, Seen.places(rows, len(times)), times) for rows, times in survey.times]
+
+    def most_before(time: int) -> int:
+        """Rows earlier than it, at most."""
+        first = [(int(np.searchsorted(times, time)), rows, places) for rows, places, times in samples]
+        return sum(int(places[at]) if at < len(places) else rows for at, rows, places in first)
+
+    def least_until(time: int) -> int:
+        """Rows no later than it, at least."""
+        last = [(int(np.searchsorted(times, time, "right")), places) for _, places, times in samples]
+        return sum(int(places[at - 1]) + 1 if at else 0 for at, places in last)
+
+    every = range(survey.first_ms, survey.last_ms + 1)
+    low, high = bisect_right(every, rank, key=most_before) - 1, bisect_right(every, rank, key=least_until)
+    return every[low], every[high]
 
 
-def nth_time(survey: Survey, rank: int) -> int:
-    """The timestamp of the behaviour at `rank` (from 0) in the order of time, by narrowing histograms, so
-    that no process needs all timestamps."""
-    from pipelines.data.tasks import run_all
+def _times_within(behaviour: str | None, bounds: list[tuple[int, int]], uri: str) -> list[tuple[int, Any, Any]]:
+    """For each pair of bounds the behaviours of a part before it, and the times within it with their numbers."""
+    from pipelines.data.survey import behaviour_column, read_coded
 
-    low, high = survey.first_ms, survey.last_ms
-    while low < high:
-        width = -(-(high - low + 1) // BINS)
-        counts = sum(run_all(_histogram, [(arrays, low, width) for arrays in survey.arrays]))
-        before = np.cumsum(counts)
-        chosen = int(np.searchsorted(before, rank, side="right"))
-        rank -= int(before[chosen - 1]) if chosen else 0
-        low += chosen * width
-        high = low + width - 1
-    return low
+    table = read_coded(uri, ["timestamp_ms", *behaviour_column(behaviour)], ())
+    if behaviour:
+        table = table.filter(table[f"label_{behaviour}"])
+    time = table["timestamp_ms"].to_numpy()
+    within = [np.unique(time[(time >= low) & (time <= high)], return_counts=True) for low, high in bounds]
+    return [(int((time < low).sum()), *found) for (low, _), found in zip(bounds, within, strict=True)]
 
 
-def cut_times(survey: Survey, config: SplitConfig) -> dict[str, Any]:
+def nth_times(survey: Survey, ranks: list[int], engine: Engine) -> list[int]:
+    """The timestamps of the behaviours at `ranks` (from 0) in the order of time. What the survey knows of each part
+    leaves a few thousandths of them, which one pass over the parts gives."""
+    bounds = [_bounds(survey, rank) for rank in ranks]
+    if all(low == high for low, high in bounds):
+        return [low for low, _ in bounds]
+    calls = [(uri,) for uri in survey.parts]
+    found = [of_part for _, of_part in engine.each(_times_within, calls, (survey.behaviour, bounds))]
+    chosen = []
+    for number, rank in enumerate(ranks):
+        parts = [of_part[number] for of_part in found]
+        times, counts = (np.concatenate([part[column] for part in parts]) for column in (1, 2))
+        order = np.argsort(times, kind="stable")
+        until = sum(before for before, _, _ in parts) + np.cumsum(counts[order])
+        chosen.append(int(times[order][np.searchsorted(until, rank, side="right")]))
+    return chosen
+
+
+def cut_times(survey: Survey, config: SplitConfig, engine: Engine) -> dict[str, Any]:
     """The temporal split as its manifest records it: `val_start_ms` and `test_start_ms`, the first
     timestamps of the two windows. UserError if the clock is too coarse to cut."""
     if config.val_start is not None:
@@ -121,7 +150,8 @@ def cut_times(survey: Survey, config: SplitConfig) -> dict[str, Any]:
                 f"{survey.first_ms} to {survey.last_ms} ms; choose split.val_start and split.test_start within it"
             )
         return {"kind": "temporal", "val_start_ms": starts[0], "test_start_ms": starts[1]}
-    starts = [nth_time(survey, min(int(survey.behaviours * share), survey.behaviours - 1)) for share in config.shares]
+    ranks = [min(int(survey.behaviours * share), survey.behaviours - 1) for share in config.shares]
+    starts = nth_times(survey, ranks, engine)
     if not survey.first_ms < starts[0] < starts[1]:
         raise UserError(
             f"a temporal split finds no two cut times: training would end at {starts[0]} and validation at {starts[1]} "

@@ -1,42 +1,105 @@
-"""What the later steps need to know of each events part, as integer arrays in Ray's object store.
+"""What the later steps need to know of the events parts, and of their items as integers.
 
-A user is in one part only, so counts per user are local to a part, and only counts per item are added
-up across parts.
+A user is in one part only, so counts per user are local to a part. Counts per item are added up across parts: a part
+gives those of its own items alone, and the driver holds one id and one count per item.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
-from operator import itemgetter
-from typing import Any
 
 import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
-import ray
 
 from models.tables import UserError, read_parquet
-from pipelines.data.shuffle import user_keys
-from pipelines.data.tasks import run_all, run_tasks
+from pipelines.data.dataflow import Engine
 
-Arrays = dict[str, Any]
 DAY = 86_400_000  # ms
 GRAINS = (DAY, 1000)  # of times, in ms, coarsest first
+TIMES = 1 << 20
+"""Times that all parts together give of their own: each the least and the largest, and others at even distances in
+their order."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Sorted ids whose places are their integers. In Ray's object store one copy serves all tasks of a node, and to
+    look up the ids of a part takes the time of those, whatever the number of all."""
+
+    ids: pa.Array
+    """(V,) large strings, sorted."""
+    hashes: np.ndarray
+    """(V,) uint64, sorted."""
+    places: np.ndarray
+    """(V,) int32, the place of the id of each hash."""
+
+    @classmethod
+    def of(cls, ids: pa.Array) -> Vocabulary:
+        """Of sorted ids, each once."""
+        ids = ids.cast(pa.large_string())
+        hashes = id_hashes(ids)
+        places = np.argsort(hashes).astype(np.int32)
+        return cls(ids, hashes[places], places)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def positions(self, ids: pa.Array) -> np.ndarray:
+        """(n,) int32: the place of each id, -1 where it is null or not there."""
+        found = np.full(len(ids), -1, dtype=np.int32)
+        if not len(self) or not len(ids):
+            return found
+        ids = ids.cast(pa.large_string())
+        hashes = id_hashes(ids)
+        at = np.searchsorted(self.hashes, hashes)
+        left = np.flatnonzero(at < len(self))
+        while len(left := left[self.hashes[at[left]] == hashes[left]]):
+            place = self.places[at[left]]
+            same = pc.equal(self.ids.take(pa.array(place)), ids.take(pa.array(left)))
+            same = pc.fill_null(same, False).to_numpy(zero_copy_only=False)
+            found[left[same]] = place[same]
+            left = left[~same]  # another id has this hash too: the next one may be it
+            at[left] += 1
+            left = left[at[left] < len(self)]
+        return found
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one events part tells of its behaviours."""
+
+    rows: int
+    items: pa.Array
+    """(N,) ids of its items."""
+    counts: np.ndarray
+    """(N,) behaviours on each."""
+    rests: list[list[int]]
+    """For each of GRAINS the least and largest remainder of the times; empty without behaviours."""
+    times: np.ndarray
+    """Some of the times, sorted: those at the `places` of their order."""
+
+    @staticmethod
+    def places(rows: int, given: int) -> np.ndarray:
+        """Which of the sorted times of a part are given."""
+        return np.linspace(0, rows - 1, min(rows, given)).astype(np.int64)
 
 
 @dataclass(frozen=True)
 class Survey:
     """All parts of an events table, seen through one choice of behaviours."""
 
-    arrays: list[ray.ObjectRef]
-    """Per part: `user_keys` (U,) sorted; `user_start` (V,) first row of each user with behaviours;
-    `item` (E,) index into `items`; `items` the item ids; `timestamp` (E,); `known` (E,) of `known_times`."""
-    mappings: list[ray.ObjectRef]
-    """Per part: (len(items),) int32, the part's items as indices into `items` below."""
+    parts: list[str]
+    """Their URIs."""
+    behaviour: str | None
+    """The label of the events that are behaviours; None where all are."""
+    late: bool
+    """Whether events say when that label is known."""
     items: pa.Array
     """Ids of all items that have a behaviour, sorted."""
+    counts: np.ndarray
+    """(N,) behaviours on each of them."""
     users: int
     """Users with an event of any kind."""
     behaviours: int
@@ -47,6 +110,18 @@ class Survey:
     """Largest timestamp of a behaviour."""
     grain_ms: int
     """The coarsest of a day, a second and a millisecond that all times of behaviours are apart by multiples of."""
+    times: list[tuple[int, np.ndarray]]
+    """Per part the number of its behaviours, and `Seen.times`."""
+
+
+def id_hashes(ids: pa.Array | pa.ChunkedArray) -> np.ndarray:
+    """(n,) uint64 hashes of ids, the same in every process."""
+    return pl.Series(pl.from_arrow(ids)).hash(seed=0).to_numpy()
+
+
+def user_keys(users: pa.Array | pa.ChunkedArray) -> np.ndarray:
+    """63-bit hashes of the user ids, the same in every process."""
+    return (id_hashes(users) >> np.uint64(1)).astype(np.int64)
 
 
 def read_coded(uri: str, columns: list[str] | None = None, ids: tuple[str, ...] = ("user_id", "item_id")) -> pa.Table:
@@ -60,11 +135,11 @@ def coded(table: pa.Table, name: str) -> pa.DictionaryArray:
     return table[name].combine_chunks() if table[name].num_chunks != 1 else table[name].chunk(0)
 
 
-def positions_in(values: pa.DictionaryArray, table: pa.Array) -> np.ndarray:
-    """(E,) int32: the place of each value in `table`, -1 where it is null or not there."""
-    place = pc.fill_null(pc.index_in(values.dictionary.cast(pa.large_string()), table), -1).to_numpy()
+def positions_in(values: pa.DictionaryArray, vocabulary: Vocabulary) -> np.ndarray:
+    """(E,) int32: the place of each value in the vocabulary, -1 where it is null or not there."""
+    place = vocabulary.positions(values.dictionary)
     index = pc.fill_null(values.indices.cast(pa.int64()), -1).to_numpy()
-    return np.append(place, -1)[index].astype(np.int32)  # index -1 is the appended one
+    return np.append(place, np.int32(-1))[index].astype(np.int32)  # index -1 is the appended one
 
 
 def distinct(values: np.ndarray) -> np.ndarray:
@@ -113,108 +188,104 @@ def counted_before(user: np.ndarray, known: np.ndarray, who: np.ndarray, time: n
     return place[len(user) :] - np.searchsorted(user, who)
 
 
-def arrays_of(table: pa.Table, behaviour: str | None) -> tuple[Arrays, int]:
-    """The arrays of one events part (sorted, ids dictionary-coded), and its number of users."""
-    # Every user of the part counts for the check that none is in two parts, with or without behaviours.
-    # Users whose ids share a hash share the part too.
-    keys = distinct(user_keys(coded(table, "user_id").dictionary))
+def seen_in(table: pa.Table, behaviour: str | None, parts: int) -> Seen:
+    """What one of the events parts (ids dictionary-coded) tells of its behaviours."""
     if behaviour:
         table = table.filter(pc.fill_null(table[f"label_{behaviour}"], False)).combine_chunks()
-    item = coded(table, "item_id") if table.num_rows else pa.array([], pa.string()).dictionary_encode()
-    user = coded(table, "user_id").indices.to_numpy() if table.num_rows else np.zeros(0, dtype=np.int32)
-    used = np.bincount(item.indices.to_numpy(), minlength=len(item.dictionary)) > 0  # a filter leaves unused values
-    arrays: Arrays = {
-        "user_keys": keys,
-        "user_start": runs(user),
-        "item": (np.cumsum(used, dtype=np.int32) - 1)[item.indices.to_numpy()],
-        "items": item.dictionary.filter(pa.array(used)).cast(pa.large_string()),
-        "timestamp": table["timestamp_ms"].to_numpy(),
-        "known": known_times(table, behaviour),
-    }
-    return arrays, len(keys)
-
-
-def _extent(arrays: Arrays) -> tuple[int, int, int, list[set[int]]]:
-    """Rows, first and last time, and for each of GRAINS the least and largest remainder of the times."""
-    time = arrays["timestamp"]
-    if not len(time):
-        return 0, 2**63 - 1, -(2**63), [set() for _ in GRAINS]
+    if not table.num_rows:
+        return Seen(0, pa.array([], pa.large_string()), np.zeros(0, np.int64), [], np.zeros(0, np.int64))
+    item, time = coded(table, "item_id"), table["timestamp_ms"].to_numpy()
+    counts = np.bincount(item.indices.to_numpy(), minlength=len(item.dictionary))
+    used = counts > 0  # a filter leaves unused values
     left = (time % grain for grain in GRAINS)
-    return len(time), int(time.min()), int(time.max()), [{int(rest.min()), int(rest.max())} for rest in left]
-
-
-def _mapping(arrays: Arrays, items: pa.Array) -> np.ndarray:
-    return pc.index_in(arrays["items"], items).to_numpy().astype(np.int32)
-
-
-def _items(*parts: Arrays) -> pa.Array:
-    return pc.unique(pa.concat_arrays([part["items"] for part in parts]))
-
-
-def _survey_part(uri: str, behaviour: str | None, late: bool) -> tuple[int, Arrays]:
-    columns = ["user_id", "item_id", "timestamp_ms", *behaviour_column(behaviour), *known_column(behaviour, late)]
-    table = read_coded(uri, columns)
-    arrays, users = arrays_of(table, behaviour)
-    return users, arrays
-
-
-def survey(parts: list[str], behaviour: str | None, late: bool = False) -> Survey:
-    """Reads the parts once; late: whether they say when the behaviour's label is known. UserError if there is no
-    behaviour at all."""
-    calls = [(uri, behaviour, late) for uri in parts]
-    counted = sorted(run_tasks(_survey_part, calls, num_returns=2), key=itemgetter(0))
-    return merge([arrays for _, (_, arrays) in counted], sum(users for _, (users, _) in counted), behaviour)
-
-
-def merge(arrays: list[ray.ObjectRef], users: int, behaviour: str | None) -> Survey:
-    """The survey of parts whose arrays are there. UserError if there is no behaviour at all."""
-    extents = run_all(_extent, [(ref,) for ref in arrays])
-    behaviours = sum(rows for rows, *_ in extents)
-    rests = [set().union(*(of_part[grain] for *_, of_part in extents)) for grain in range(len(GRAINS))]
-    if behaviours == 0:
-        raise UserError(
-            f"no event has label '{behaviour}' set, so there are no behaviours; choose another 'behaviour' or leave "
-            f"it out to take every event"
-        )
-    items = pa.array([], pa.large_string())
-    unions = run_all(_items, [tuple(arrays[i : i + 8]) for i in range(0, len(arrays), 8)])
-    for union in unions:
-        items = pc.unique(pa.concat_arrays([items, union]))
-    items = items.take(pc.sort_indices(items))
-    shared = ray.put(items)
-    map_part = ray.remote(_mapping)
-    return Survey(
-        arrays=arrays,
-        mappings=[map_part.remote(ref, shared) for ref in arrays],
-        items=items,
-        users=users,
-        behaviours=behaviours,
-        first_ms=min(first for _, first, _, _ in extents),
-        last_ms=max(last for _, _, last, _ in extents),
-        grain_ms=next((grain for grain, rest in zip(GRAINS, rests, strict=True) if len(rest) == 1), 1),
+    return Seen(
+        rows=len(time),
+        items=item.dictionary.filter(pa.array(used)).cast(pa.large_string()),
+        counts=counts[used],
+        rests=[[int(rest.min()), int(rest.max())] for rest in left],
+        times=np.sort(time)[Seen.places(len(time), max(TIMES // parts, 2))],
     )
 
 
-USERS_PER_CHECK = 4_000_000
+def _survey_part(behaviour: str | None, parts: int, uri: str) -> tuple[Seen, int]:
+    table = read_coded(uri, ["user_id", "item_id", "timestamp_ms", *behaviour_column(behaviour)])
+    return seen_in(table, behaviour, parts), len(coded(table, "user_id").dictionary)
 
 
-def _key_ranges(arrays: Arrays, edges: list[int]) -> list[np.ndarray]:
-    keys = arrays["user_keys"]
-    return [keys[low:high] for low, high in pairwise(np.searchsorted(keys, edges))]
+def survey(parts: list[str], behaviour: str | None, engine: Engine, late: bool = False) -> Survey:
+    """Reads the parts once; late: whether they say when the behaviour's label is known. UserError if there is no
+    behaviour at all."""
+    whole = Gathering(behaviour, late)
+    for number, (seen, users) in engine.each(_survey_part, [(uri,) for uri in parts], (behaviour, len(parts))):
+        whole.add(parts[number], seen, users)
+    return whole.survey()
 
 
-def _repeated(*parts: list[np.ndarray] | np.ndarray) -> int:
-    keys = np.concatenate([np.ravel(part) for part in parts])
-    return len(keys) - pl.Series(keys).n_unique()
+class Gathering:
+    """Parts as they come to be seen: of their items it keeps the union alone."""
+
+    def __init__(self, behaviour: str | None, late: bool) -> None:
+        self.behaviour, self.late = behaviour, late
+        self.parts: list[str] = []
+        self.times: list[tuple[int, np.ndarray]] = []
+        self.rests: list[set[int]] = [set() for _ in GRAINS]
+        self.users = 0
+        self.items = Union()
+
+    def add(self, uri: str, seen: Seen, users: int) -> None:
+        """A part, what was seen in it, and how many users it has."""
+        self.parts.append(uri)
+        self.users += users
+        if seen.rows:
+            self.times.append((seen.rows, seen.times))
+            self.items.add(seen.items, seen.counts)
+            for rests, of_part in zip(self.rests, seen.rests, strict=True):
+                rests.update(of_part)
+
+    def survey(self) -> Survey:
+        """Of all parts. UserError if there is no behaviour at all."""
+        if not self.times:
+            raise UserError(
+                f"no event has label '{self.behaviour}' set, so there are no behaviours; choose another 'behaviour' "
+                f"or leave it out to take every event"
+            )
+        items, counts = self.items.sorted()
+        return Survey(
+            parts=sorted(self.parts),
+            behaviour=self.behaviour,
+            late=self.late,
+            items=items,
+            counts=counts,
+            users=self.users,
+            behaviours=sum(rows for rows, _ in self.times),
+            first_ms=min(int(times[0]) for _, times in self.times),
+            last_ms=max(int(times[-1]) for _, times in self.times),
+            grain_ms=next((grain for grain, rest in zip(GRAINS, self.rests, strict=True) if len(rest) == 1), 1),
+            times=self.times,
+        )
 
 
-def check_users_once(arrays: list[ray.ObjectRef], users: int) -> None:
-    """RuntimeError unless each user is in exactly one part. Works on ranges of the hashed ids, so that no
-    task holds more than some millions of them."""
-    ranges = max(1, -(-users // USERS_PER_CHECK))
-    edges = [(2**63 - 1) // ranges * i for i in range(ranges)] + [2**63 - 1]
-    cut: Any = ray.remote(num_returns=ranges)(_key_ranges)
-    cuts = [cut.remote(part, edges) for part in arrays]  # per part: one reference for each range
-    repeated = sum(run_all(_repeated, list(zip(*cuts, strict=True)) if ranges > 1 else [tuple(cuts)]))
-    if repeated:
-        raise RuntimeError(f"the shuffle put {repeated} users into more than one part of events; nothing was committed")
+class Union:
+    """Ids of many parts with the sums of their counts. What is added waits until it is as much as is known, so that
+    each id is hashed a few times, whatever the number of parts."""
+
+    def __init__(self) -> None:
+        self.known = pl.DataFrame(schema={"id": pl.String, "count": pl.Int64})
+        self.waiting: list[pl.DataFrame] = []
+
+    def add(self, ids: pa.Array, counts: np.ndarray | None = None) -> None:
+        """Ids, each once, and a count of each, 0 without."""
+        counts = np.zeros(len(ids), np.int64) if counts is None else counts.astype(np.int64)
+        self.waiting.append(pl.DataFrame({"id": pl.Series(pl.from_arrow(ids), dtype=pl.String), "count": counts}))
+        if sum(map(len, self.waiting)) >= len(self.known):
+            self._merge()
+
+    def _merge(self) -> None:
+        self.known = pl.concat([self.known, *self.waiting]).group_by("id").agg(pl.col("count").sum())
+        self.waiting = []
+
+    def sorted(self) -> tuple[pa.Array, np.ndarray]:
+        """All ids, sorted, and their counts."""
+        self._merge()
+        known = self.known.sort("id")
+        return known["id"].to_arrow().cast(pa.large_string()), known["count"].to_numpy()

@@ -421,7 +421,7 @@ def commit(
     config: dict[str, Any],
     inputs: dict[str, str],
     info: dict[str, Any] | None = None,
-    timings: dict[str, float] | None = None,
+    timings: dict[str, Any] | None = None,
 ) -> Manifest:
     """Makes the parts the table: writes the manifest, then removes every part that it does not list.
 

@@ -19,8 +19,8 @@ from models import checkpoint, registry
 from models.fit import to_device
 from models.setup import hashes_of, load_catalogue
 from models.tables import Manifest, Part, UserError, join, read_manifest, read_table
+from pipelines.data.dataflow import quiet_ray_data
 from pipelines.data.tables import check_place, check_writable, commit, fingerprint, up_to_date, write_part, writing
-from pipelines.data.tasks import quiet_ray_data
 from pipelines.evaluation.ranking import device_of, find_checkpoint, recommend_options, takes_gpu
 from pipelines.training.run import absolute
 from pipelines.training.worker import threads_per_worker

@@ -19,7 +19,7 @@ import pyarrow as pa
 from models.tables import UserError
 from pipelines.data.sources.base import Block, Metadata, Source, list_files
 from pipelines.data.sources.mapping import Items, Mapping, items_origins, read_items
-from pipelines.data.sources.readers import format_of
+from pipelines.data.sources.readers import Piece, Reading, format_of
 
 TIME = {"column": "timestamp", "unit": "ms"}
 RATING = {"column": "rating", "type": "float32"}
@@ -65,6 +65,10 @@ class Amazon2023(Source):
         return {**self.reviews.origins, "items": items_origins(self.metadata) if self.items else {}}
 
     @property
+    def absent(self) -> frozenset[str]:
+        return self.reviews.absent & self.ratings.absent
+
+    @property
     def items_columns(self) -> tuple[list[str], list[str]]:
         return (list(self.metadata.texts), list(self.metadata.attributes)) if self.items else ([], [])
 
@@ -86,12 +90,17 @@ class Amazon2023(Source):
             )
         return files
 
-    def read_events(self, input_uri: str, file: str, users: pa.Table | None = None) -> Iterator[Block]:
+    def reading_of(self, file: str) -> Reading:
+        return (self.reviews if format_of(file) == "jsonl" else self.ratings).reading
+
+    def read_events(
+        self, input_uri: str, file: str, users: pa.Table | None = None, piece: Piece | None = None
+    ) -> Iterator[Block]:
         if format_of(file) == "jsonl":
-            yield from self.reviews.read_events(input_uri, file)
+            yield from self.reviews.read_events(input_uri, file, None, piece)
             return
         schema = self.block_schema
-        for block in self.ratings.read_events(input_uri, file):
+        for block in self.ratings.read_events(input_uri, file, None, piece):
             at = schema.get_field_index("label_verified")
             events = block.events.add_column(at, schema.field(at), pa.nulls(block.events.num_rows, pa.bool_()))
             yield Block(events, block.rejects, block.rows_read)

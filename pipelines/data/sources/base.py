@@ -13,6 +13,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from models.tables import UserError, open_uri
+from pipelines.data.sources.readers import Piece, Reading
 from pipelines.data.tables import OWN, events_schema
 
 LOG_ROW = pa.field("log_row", pa.int64(), nullable=False)
@@ -113,6 +114,12 @@ class Source(ABC):
         """For `events`, `items` and `users`: the columns that are read, each with what it is in the raw file."""
 
     @property
+    def absent(self) -> frozenset[str]:
+        """Those of `query`, `request_id` and `position` that no event of the log has: they need not travel. Null, ""
+        and 0 stand for them."""
+        return frozenset()
+
+    @property
     @abstractmethod
     def items_columns(self) -> tuple[list[str], list[str]]:
         """Names of the item table's texts and attributes, without the `text_` and `cat_` prefixes."""
@@ -126,9 +133,15 @@ class Source(ABC):
     def event_files(self, input_uri: str) -> list[str]:
         """Raw event files relative to the input folder, sorted. UserError if there is none."""
 
+    def reading_of(self, file: str) -> Reading | None:
+        """How the rows of an event file are read, for a large one to be read in pieces; None: always as a whole."""
+        return None
+
     @abstractmethod
-    def read_events(self, input_uri: str, file: str, users: pa.Table | None = None) -> Iterator[Block]:
-        """Streams one file as bounded blocks, in the file's order. UserError if the file as a whole
+    def read_events(
+        self, input_uri: str, file: str, users: pa.Table | None = None, piece: Piece | None = None
+    ) -> Iterator[Block]:
+        """Streams one file, or a piece of it, as bounded blocks, in the file's order. UserError if the file as a whole
         cannot be read: a missing column, a wrong format, an empty or truncated file.
 
         users: the rows of `read_users`, so that they are read once for all event files; None: it reads them.

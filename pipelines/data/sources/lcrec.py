@@ -19,6 +19,7 @@ from models.tables import UserError, join, open_uri
 from pipelines.data.sources.base import Block, Metadata, Source, list_files
 from pipelines.data.sources.mapping import items_fields
 from pipelines.data.sources.normalise import NO_ID
+from pipelines.data.sources.readers import Piece
 from pipelines.data.tables import REJECTS
 
 USERS_PER_BLOCK = 20_000
@@ -55,6 +56,10 @@ class LcRec(Source):
         }
 
     @property
+    def absent(self) -> frozenset[str]:
+        return frozenset({"query", "request_id", "position"})
+
+    @property
     def items_columns(self) -> tuple[list[str], list[str]]:
         return (list(self.texts), list(self.attributes)) if self.items else ([], [])
 
@@ -64,7 +69,9 @@ class LcRec(Source):
     def item_files(self, input_uri: str) -> list[str]:
         return list_files(input_uri, self.items, required=False, what="item file") if self.items else []
 
-    def read_events(self, input_uri: str, file: str, users: pa.Table | None = None) -> Iterator[Block]:
+    def read_events(
+        self, input_uri: str, file: str, users: pa.Table | None = None, piece: Piece | None = None
+    ) -> Iterator[Block]:
         uri = join(input_uri, file)
         histories = _load(uri, "user", list, "a list of items")
         order = list(histories)
@@ -84,7 +91,10 @@ class LcRec(Source):
         items = [
             str(item).strip() if isinstance(item, str | int) and not isinstance(item, bool) else "" for item in raw
         ]
-        valid = ~np.isin(np.array(items), ["", *NO_ID]) & ~np.isin(users.astype(str), ["", *NO_ID])
+        # Python's own comparison: NumPy's text drops NULs at the end
+        none = {"", *NO_ID}
+        named = np.array([user not in none for user, _ in histories], dtype=bool)
+        valid = np.array([item not in none for item in items], dtype=bool) & np.repeat(named, lengths)
         rows = np.arange(first, first + total)
         events = pa.table(
             [

@@ -27,7 +27,7 @@ from pipelines.data.sources.base import Block, Metadata, Source, list_files
 from pipelines.data.sources.encodings import check_encoding
 from pipelines.data.sources.load import build
 from pipelines.data.sources.normalise import NO_ID, WRITTEN, Columns, Explode, Label, Time, blocks, rejected
-from pipelines.data.sources.readers import FORMATS, Frame, Reading, read_frames
+from pipelines.data.sources.readers import FORMATS, Frame, Piece, Reading, read_frames
 from pipelines.data.tables import REJECTS
 
 OF_USER = "user: "
@@ -354,6 +354,15 @@ class Mapping(Source):
         }
 
     @property
+    def absent(self) -> frozenset[str]:
+        given = {
+            "query": self.query,
+            "request_id": self.request or self.explode,  # a row whose lists are exploded is a request
+            "position": self.position or self.explode,
+        }
+        return frozenset(name for name, column in given.items() if not column)
+
+    @property
     def items_columns(self) -> tuple[list[str], list[str]]:
         return (list(self.items.texts), list(self.items.attributes)) if self.items else ([], [])
 
@@ -364,11 +373,16 @@ class Mapping(Source):
     def event_files(self, input_uri: str) -> list[str]:
         return list_files(input_uri, self.files, required=True, what="event file")
 
-    def read_events(self, input_uri: str, file: str, users: pa.Table | None = None) -> Iterator[Block]:
+    def reading_of(self, file: str) -> Reading:
+        return self.reading
+
+    def read_events(
+        self, input_uri: str, file: str, users: pa.Table | None = None, piece: Piece | None = None
+    ) -> Iterator[Block]:
         schema, columns, first = self.block_schema, self.columns, 0
         if self.users:
             known = pl.DataFrame(users if users is not None else self.users.read(input_uri).rows)
-        for frame in read_frames(input_uri, file, self.reading):
+        for frame in read_frames(input_uri, file, self.reading, piece):
             rows = frame.rows
             if self.users:
                 key = pl.col(self.user).cast(pl.String).str.strip_chars()

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -43,6 +43,7 @@ TEXT_BLOCK = 8 << 20  # bytes of text per frame; also the longest row that can b
 PARQUET_BLOCK = 1 << 17  # rows per frame, at most: fewer where they are long
 LONGEST_QUOTE = 2000  # characters of an unreadable line that a reject keeps
 BOM = b"\xef\xbb\xbf"
+BLANK = np.frombuffer(b"\r \t", np.uint8)
 
 # A stray quote makes one value of all lines up to the next one. With `quote: auto` a CSV file is refused if its values
 # hold at least FEW_BREAKS line breaks, and
@@ -93,6 +94,18 @@ class Frame:
     """JSON: the wanted columns that no row here has, each with a hint at the nearest key."""
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A part of a plain file that is read by itself."""
+
+    start: int
+    """First byte, the first of a line; of Parquet the first row group."""
+    end: int
+    """The byte after the last, or the row group."""
+    first_row: int
+    """Number of its first row in the file."""
+
+
 def format_of(file: str, chosen: str | None = None) -> str:
     """The format of a raw file: as chosen, or by its suffix beneath that of a compression."""
     if chosen is not None:
@@ -105,16 +118,16 @@ def format_of(file: str, chosen: str | None = None) -> str:
     return SUFFIXES[suffixes[-1]]
 
 
-def read_frames(input_uri: str, file: str, reading: Reading) -> Iterator[Frame]:
-    """Streams the file. UserError names the file for one that is empty, damaged or of another format, and
-    the column and its nearest neighbour for a column that it does not have."""
+def read_frames(input_uri: str, file: str, reading: Reading, piece: Piece | None = None) -> Iterator[Frame]:
+    """Streams the file, or a piece of it. UserError names the file for one that is empty, damaged or of another format,
+    and the column and its nearest neighbour for a column that it does not have."""
     kind = format_of(file, reading.format)
     reader = {"csv": _read_csv, "jsonl": _read_jsonl, "parquet": _read_parquet}[kind]
     uri = join(input_uri, file)
     if kind == "parquet" and reading.encoding:
         raise UserError(f"{uri} is Parquet, whose text is UTF-8; take 'encoding' out of the source file")
     try:
-        yield from reader(uri, reading)
+        yield from reader(uri, reading, piece)
     except UnicodeError as error:  # UTF-16 without its mark is no UnicodeDecodeError
         raise not_encoded(uri, reading.encoding or "utf-8") from error
     except csv.Error as error:
@@ -125,6 +138,100 @@ def read_frames(input_uri: str, file: str, reading: Reading) -> Iterator[Frame]:
             f"{uri} cannot be read as {kind} ({reason[:300]}); it may be truncated, damaged or of another format: "
             f"copy it again or set 'format'"
         ) from error
+
+
+def cuts(input_uri: str, file: str, reading: Reading, size: int) -> list[tuple[int, int]]:
+    """Where a file can be cut into pieces of about `size` bytes, each for `piece_at`; none where it is read as a whole:
+    small files, compressed ones, those of another encoding, and CSV where a value may span lines."""
+    uri, kind = join(input_uri, file), format_of(file, reading.format)
+    filesystem, path = open_uri(uri)
+    length = filesystem.get_file_info(path).size
+    if length <= size or file.lower().endswith(COMPRESSIONS) or reading.encoding:
+        return []
+    if kind == "parquet":
+        with filesystem.open_input_file(path) as stream:
+            metadata = pq.read_metadata(stream)
+        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+        sizes = [sum(group.column(i).total_compressed_size for i in range(group.num_columns)) for group in groups]
+        edges = np.unique(np.cumsum([0, *sizes]) // size, return_index=True)[1].tolist()
+        return list(pairwise([*edges[: -1 if edges[-1] == len(groups) else None], len(groups)]))
+    if kind == "jsonl" and reading.required is None:  # only the whole file tells which columns it lacks
+        return []
+    return list(pairwise([*range(0, length, size), length]))
+
+
+def piece_at(input_uri: str, file: str, reading: Reading, cut: tuple[int, int]) -> tuple[Piece, int, bool]:
+    """The piece of whole lines that begin between two bytes (its first row yet unknown), its rows, and whether it holds
+    a quote."""
+    uri = join(input_uri, file)
+    filesystem, path = open_uri(uri)
+    if format_of(file, reading.format) == "parquet":
+        with filesystem.open_input_file(path) as stream:
+            metadata = pq.read_metadata(stream)
+        return Piece(*cut, 0), sum(metadata.row_group(number).num_rows for number in range(*cut)), False
+    with filesystem.open_input_file(path) as stream:
+        start, end = (_line_start(stream, byte) for byte in cut)
+        stream.seek(start)
+        at, last, rows, quoted = start, start - 1, 0, False  # last: place of the line break before
+        while at < end and (block := stream.read(min(TEXT_BLOCK, end - at))):
+            quoted = quoted or b'"' in block
+            text = np.frombuffer(block, np.uint8)
+            breaks = np.flatnonzero(text == ord("\n"))
+            length = np.diff(breaks + at, prepend=last) - 1
+            # Rows may be numbered with gaps, never twice: a line of several blanks counts.
+            empty = (length == 0) | ((length == 1) & np.isin(text[breaks - 1], BLANK))
+            rows += len(breaks) - int(empty.sum())
+            last = int(breaks[-1]) + at if len(breaks) else last
+            at += len(block)
+        header = start == 0 and format_of(file, reading.format) == "csv" and not reading.header
+        return Piece(start, end, 0), rows + (last < end - 1) - header, quoted
+
+
+def _line_start(stream: Any, byte: int) -> int:
+    """The first byte from `byte` on that begins a line, or the end of the file."""
+    if byte == 0:
+        return 0
+    stream.seek(byte - 1)
+    at = byte - 1
+    while block := stream.read(1 << 16):
+        if (found := block.find(b"\n")) >= 0:
+            return at + found + 1
+        at += len(block)
+    return at
+
+
+class _Range:
+    """A stream of some bytes of a file."""
+
+    def __init__(self, stream: Any, piece: Piece) -> None:
+        stream.seek(piece.start)
+        self.stream, self.left = stream, piece.end - piece.start
+
+    @property
+    def closed(self) -> bool:
+        return bool(self.stream.closed)
+
+    def read(self, size: int) -> bytes:
+        block = self.stream.read(min(size, self.left))
+        self.left -= len(block)
+        return bytes(block)
+
+    def read_buffer(self, size: int) -> pa.Buffer:
+        return pa.py_buffer(self.read(size))
+
+    def __enter__(self) -> _Range:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stream.close()
+
+
+def _open(uri: str, encoding: str | None, piece: Piece | None) -> Any:
+    """The text of a file, or of a piece of it."""
+    if piece is None:
+        return open_text(uri, encoding)
+    filesystem, path = open_uri(uri)
+    return _Range(filesystem.open_input_file(path), piece)
 
 
 def require_columns(uri: str, wanted: Iterable[str], present: Collection[str]) -> None:
@@ -219,12 +326,14 @@ def _check_delimiter(uri: str, wanted: Iterable[str], header: list[str], delimit
             )
 
 
-def _read_csv(uri: str, reading: Reading) -> Iterator[Frame]:
+def _read_csv(uri: str, reading: Reading, piece: Piece | None) -> Iterator[Frame]:
     delimiter = reading.delimiter or ("\t" if ".tsv" in PurePosixPath(uri).suffixes else ",")
     header = _csv_header(uri, reading, delimiter)
     _check_delimiter(uri, reading.columns, header, delimiter)
     require_columns(uri, reading.columns, header)
-    before = 1 if reading.header else 2  # Arrow counts rows from 1, the header among them
+    headless = reading.header is not None or (piece is not None and piece.start > 0)
+    first_row = piece.first_row if piece else 0
+    before = (1 if headless else 2) - first_row  # Arrow counts rows from 1, the header among them
     broken: list[tuple[int, str, str]] = []
 
     def skip(row: Any) -> str:
@@ -232,10 +341,10 @@ def _read_csv(uri: str, reading: Reading) -> Iterator[Frame]:
         broken.append((row.number - before, reason, (row.text or "")[:LONGEST_QUOTE]))
         return "skip"
 
-    names, types = header if reading.header else None, dict.fromkeys(reading.columns, pa.string())
-    with open_text(uri, reading.encoding) as stream:
+    names, types = header if headless else None, dict.fromkeys(reading.columns, pa.string())
+    with _open(uri, reading.encoding, piece) as stream:
         lines = _Lines(stream)
-        rows = reported = start = 0
+        rows, reported, start = 0, 0, first_row
         try:
             for batch in _csv_batches(lines, reading, delimiter, names, types, skip):
                 numbers = _numbers(start, batch.num_rows, sorted(n for n, _, _ in broken if n >= start))
@@ -244,7 +353,7 @@ def _read_csv(uri: str, reading: Reading) -> Iterator[Frame]:
                 yield Frame(pl.DataFrame(pl.from_arrow(batch)).with_columns(pl.Series(ROW, numbers)), broken[reported:])
                 reported = len(broken)
         except pa.ArrowInvalid as error:
-            if known := _csv_error(uri, reading, str(error), rows + len(broken), before):
+            if known := _csv_error(uri, reading, str(error), first_row + rows + len(broken), before):
                 raise known from error
             raise
     if reported < len(broken):
@@ -302,12 +411,12 @@ def _no_rows(reading: Reading) -> pl.DataFrame:
     return pl.DataFrame(schema={**dict.fromkeys(reading.columns, pl.String), ROW: pl.Int64})
 
 
-def _read_jsonl(uri: str, reading: Reading) -> Iterator[Frame]:
+def _read_jsonl(uri: str, reading: Reading, piece: Piece | None) -> Iterator[Frame]:
     schema = {name: pl.List(pl.String) if name in reading.lists else pl.String for name in reading.columns}
     spelled = [re.compile(rb'("%s"\s*:\s*)(-?\d+[.eE][\d.eE+-]*)' % re.escape(n).encode()) for n in reading.integers]
-    start = 0
+    start = piece.first_row if piece else 0
     absent: dict[str, str] = {}
-    for chunk in _line_chunks(uri, reading.encoding):
+    for chunk in _line_chunks(uri, reading.encoding, piece):
         for pattern in spelled:  # quoted, a number such as 1e9 keeps its spelling
             chunk = pattern.sub(rb'\1"\2"', chunk)
         rows, broken = _parse_lines(chunk, schema)
@@ -338,9 +447,9 @@ def _read_jsonl(uri: str, reading: Reading) -> Iterator[Frame]:
         raise _no_column(uri, *next(iter(absent.items())))
 
 
-def _line_chunks(uri: str, encoding: str | None) -> Iterator[bytes]:
-    """The file's text in chunks of whole lines."""
-    with open_text(uri, encoding) as stream:
+def _line_chunks(uri: str, encoding: str | None, piece: Piece | None) -> Iterator[bytes]:
+    """The file's text, or that of a piece of it, in chunks of whole lines."""
+    with _open(uri, encoding, piece) as stream:
         rest = stream.read(len(BOM)).removeprefix(BOM)
         while block := stream.read(TEXT_BLOCK):
             end = block.rfind(b"\n") + 1
@@ -413,16 +522,17 @@ def _parse_lines(chunk: bytes, schema: dict[str, Any]) -> tuple[pl.DataFrame, li
     return (pl.concat(frames) if frames else pl.DataFrame(schema=schema)), broken
 
 
-def _read_parquet(uri: str, reading: Reading) -> Iterator[Frame]:
+def _read_parquet(uri: str, reading: Reading, piece: Piece | None) -> Iterator[Frame]:
     filesystem, path = open_uri(uri)
     if filesystem.get_file_info(path).size == 0:
         raise _empty(uri)
     with filesystem.open_input_file(path) as file:
         parquet = pq.ParquetFile(file)
         require_columns(uri, reading.columns, parquet.schema_arrow.names)
-        sizes = [_parquet_rows(parquet.metadata.row_group(g), reading) for g in range(parquet.num_row_groups)]
-        start = 0
-        for size, groups in groupby(range(len(sizes)), key=sizes.__getitem__):
+        wanted = range(piece.start, piece.end) if piece else range(parquet.num_row_groups)
+        sizes = {group: _parquet_rows(parquet.metadata.row_group(group), reading) for group in wanted}
+        start = piece.first_row if piece else 0
+        for size, groups in groupby(wanted, key=sizes.__getitem__):
             for batch in parquet.iter_batches(size, row_groups=list(groups), columns=list(reading.columns)):
                 rows = pl.DataFrame(pl.from_arrow(batch))
                 numbers = np.arange(start, start + len(rows), dtype=np.int64)

@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.tables import join, read_parquet
+from pipelines.data.dataflow import Engine
 from pipelines.data.kinds.actions.config import ActionsConfig
 from pipelines.data.kinds.actions.features import IDS
 from pipelines.data.kinds.actions.sequences import ActionsRules, build_actions, write_actions
-from pipelines.data.survey import read_coded
+from pipelines.data.survey import Vocabulary, read_coded
 from pipelines.data.tables import events_schema, write_part
 
 LABELS = {"click": "bool", "like": "bool", "dwell": "float32"}
@@ -122,7 +123,7 @@ def test_sequences_equal_the_reference(
     split = {"kind": "per_user"} if own_cuts else SPLIT
     rules = rules_of(max_events, split, keys=["user"], marks=["long", "like"])
     events = read_coded(part_of(rows, str(tmp_path_factory.mktemp("events"))), rules.columns, IDS)
-    table, count, sums = build_actions(events, pa.array(CATALOGUE, pa.large_string()), (), rules)
+    table, count, sums = build_actions(events, Vocabulary.of(pa.array(CATALOGUE, pa.large_string())), [], rules)
     table.validate(full=True)
     found = table.to_pylist()
     marks = {name: TASKS[name] for name in ("long", "like")}
@@ -171,8 +172,8 @@ def test_counts_across_partitions_equal_the_reference(
     uris = [part_of(part, folder) for part in of_part if part]
     codes = {"author": np.array([{"x": 0, "y": 1, None: -1}[AUTHORS[item]] for item in CATALOGUE], dtype=np.int32)}
     rules = rules_of(keys=["item", "author", "user"])
-    catalogue = ray.put(pa.array(CATALOGUE, pa.large_string()))
-    written, count, scale = write_actions(uris, made, catalogue, codes, rules)
+    catalogue = ray.put(Vocabulary.of(pa.array(CATALOGUE, pa.large_string())))
+    written, count, scale = write_actions(uris, len(rows), made, catalogue, codes, rules, Engine())
     found = [row for part in written for row in read_parquet(join(made, part.path)).to_pylist()]
     inside = {item: item for item in CATALOGUE}
     keys = {
@@ -209,7 +210,7 @@ def test_no_count_of_a_candidate_knows_what_was_done_with_another() -> None:
         events = pa.Table.from_pylist(rows, schema=SCHEMA).select(rules.columns)
         for number, name in enumerate(IDS):
             events = events.set_column(number, name, events[name].combine_chunks().dictionary_encode())
-        table, _, _ = build_actions(events, pa.array(CATALOGUE, pa.large_string()), (), rules)
+        table, _, _ = build_actions(events, Vocabulary.of(pa.array(CATALOGUE, pa.large_string())), [], rules)
         found.append(np.array(table.to_pylist()[0]["features"]))
         rows[changed]["label_like"] = True
     first, of_val, of_test = found

@@ -10,17 +10,17 @@ import plain_reference as plain
 import polars as pl
 import pyarrow as pa
 import pytest
-import ray
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from models.tables import UserError, join, read_parquet
+from pipelines.data import survey as survey_module
 from pipelines.data.catalogue import core_items
-from pipelines.data.ingest import drop_unset, order_events, restore_unset, transit_schema
+from pipelines.data.dataflow import Engine
+from pipelines.data.ingest import order_events, restore_unset
 from pipelines.data.kinds.retrieval.sequences import Rules, build_sequences
-from pipelines.data.shuffle import split, user_keys
-from pipelines.data.splits import SplitConfig, assign, cut_times, nth_time
-from pipelines.data.survey import check_users_once, read_coded, survey
+from pipelines.data.splits import SplitConfig, assign, cut_times, nth_times
+from pipelines.data.survey import Gathering, Union, Vocabulary, read_coded, seen_in, survey, user_keys
 from pipelines.data.tables import events_schema, write_part
 
 SCHEMA = events_schema({"click": "bool", "dwell": "float32"}, ["price"], ["tab"])
@@ -51,17 +51,15 @@ rows_strategy = st.lists(
 def in_transit(rows: list[dict[str, Any]], log_order: bool = False) -> pa.Table:
     """Rows as they arrive in a partition."""
     table = pa.Table.from_pylist(rows, schema=SCHEMA)
-    columns = {name: table[name] for name in SCHEMA.names}
-    if log_order:
-        columns["log_place"] = pa.array(np.arange(len(rows)))
-    schema = transit_schema(SCHEMA, log_order)
-    return pa.table(columns).select(schema.names).cast(schema)
+    return table.append_column("log_place", pa.array(np.arange(len(rows)))) if log_order else table
 
 
 def written(rows: list[dict[str, Any]], folder: str, partitions: int, log_order: bool = False) -> list[str]:
     """Events parts of the rows, one per partition that has any."""
     table = in_transit(rows, log_order)
-    events = [order_events(part, SCHEMA)[0] for part in split(table, partitions).values()]
+    partition = user_keys(table["user_id"]) % partitions
+    of_part = [table.filter(pa.array(partition == number)) for number in np.unique(partition)]
+    events = [order_events(part, SCHEMA)[0] for part in of_part]
     return [join(folder, write_part(folder, table).path) for table in events]
 
 
@@ -105,17 +103,12 @@ def test_kept_duplicates_stand_beside_each_other(rows: list[dict], log_order: bo
 
 
 @FEW
-@given(first=rows_strategy, second=rows_strategy)
-def test_columns_that_do_not_travel_come_back(first: list[dict], second: list[dict]) -> None:
-    whole = pa.concat_tables([in_transit(first), in_transit(second)])
-    sent = [drop_unset(in_transit(first)), drop_unset(in_transit(second))]
-    arrived = pa.concat_tables(sent, promote_options="permissive")
-    assert restore_unset(arrived, whole.schema).equals(whole)
-
-
-def test_a_plain_log_sends_only_what_it_has() -> None:
-    rows = [{"user_id": "u", "request_id": "", "timestamp_ms": 0, "item_id": "a", "position": 0}] * 2
-    assert drop_unset(in_transit(rows)).column_names == ["user_id", "timestamp_ms", "item_id"]
+@given(rows=rows_strategy)
+def test_columns_that_do_not_travel_come_back(rows: list[dict]) -> None:
+    whole = in_transit([{**row, "request_id": "", "position": 0, "query": None, "cat_tab": None} for row in rows])
+    sent = whole.drop_columns(["request_id", "position", "query", "cat_tab"])
+    assert restore_unset(sent, whole.schema).equals(whole)
+    assert order_events(sent, SCHEMA)[0].equals(order_events(whole, SCHEMA)[0])
 
 
 def test_a_part_of_events_is_read_with_their_schema(tmp_path: Any) -> None:
@@ -168,17 +161,16 @@ def test_core_and_sequences_equal_the_reference(
     parts = written(rows, folder, 3, log_order)
     if not any(behaviour is None or row[label] for row in rows):
         with pytest.raises(UserError, match="no behaviours"):
-            survey(parts, behaviour)
+            survey(parts, behaviour, Engine())
         return
-    found = survey(parts, behaviour)
-    check_users_once(found.arrays, found.users)
+    found = survey(parts, behaviour, Engine())
     assert found.users == len({row["user_id"] for row in rows})
     before = 2 if train_core else None
     if not catalogue:
         with pytest.raises(UserError, match="lower --core"):
-            core_items(found, k, before)
+            core_items(found, k, before, Engine())
         return
-    items, _ = core_items(found, k, before)
+    items, _ = core_items(found, k, before, Engine())
     assert items.to_pylist() == catalogue
 
     rules = Rules(
@@ -193,7 +185,7 @@ def test_core_and_sequences_equal_the_reference(
     users: dict[str, dict] = {}
     counted: dict[str, int] = {}
     for part in parts:
-        table, count = build_sequences(read_coded(part), items, rules)
+        table, count = build_sequences(read_coded(part), Vocabulary.of(items), rules)
         table.validate(full=True)
         for row in table.to_pylist():
             assert row["user_id"] not in users
@@ -234,28 +226,67 @@ def test_cut_times_are_the_quantiles(
         {"user_id": f"u{i % 7}", "request_id": "", "timestamp_ms": time, "item_id": "a", "position": i}
         for i, time in enumerate(times)
     ]
-    found = survey(written(rows, str(tmp_path_factory.mktemp("events")), 2), None)
-    assert [nth_time(found, rank) for rank in (0, len(times) // 2, len(times) - 1)] == [
-        sorted(times)[rank] for rank in (0, len(times) // 2, len(times) - 1)
-    ]
+    found = survey(written(rows, str(tmp_path_factory.mktemp("events")), 2), None, Engine())
+    ranks = [0, len(times) // 2, len(times) - 1]
+    assert nth_times(found, ranks, Engine()) == [sorted(times)[rank] for rank in ranks]
     first, second = plain.cuts(rows, val, test)
     config = SplitConfig("temporal", val, test)
     if min(times) < first < second:
-        assert cut_times(found, config) == {"kind": "temporal", "val_start_ms": first, "test_start_ms": second}
+        assert cut_times(found, config, Engine()) == {
+            "kind": "temporal",
+            "val_start_ms": first,
+            "test_start_ms": second,
+        }
     else:
         with pytest.raises(UserError, match="no two cut times"):
-            cut_times(found, config)
+            cut_times(found, config, Engine())
 
 
 @pytest.mark.usefixtures("ray_local")
-def test_a_user_in_two_parts_is_found() -> None:
-    arrays = [ray.put({"user_keys": np.array(keys, dtype=np.int64)}) for keys in ([1, 5, 9], [2, 2**62], [5, 7])]
-    with pytest.raises(RuntimeError, match="put 1 users into more than one part"):
-        check_users_once(arrays, 7)
-    with pytest.raises(RuntimeError, match="put 1 users into more than one part"):
-        check_users_once(arrays, 9_000_000)  # in three ranges of keys
-    check_users_once(arrays[:2], 5)
-    check_users_once(arrays[:2], 9_000_000)
+@pytest.mark.parametrize("grain", [1, 3_600_000])
+def test_times_at_a_rank_of_parts_that_give_only_some(tmp_path: Any, grain: int) -> None:
+    """Parts of more behaviours than the times they give: the rest is counted in one pass."""
+    rng = np.random.default_rng(grain)
+    gathering, times = Gathering(None, False), []
+    for _ in range(3):
+        time = np.sort(rng.integers(0, 10**8, 300) // grain * grain)
+        rows = [{"user_id": "u", "request_id": "", "timestamp_ms": int(t), "item_id": "a", "position": 0} for t in time]
+        part = join(str(tmp_path), write_part(str(tmp_path), pa.Table.from_pylist(rows, schema=SCHEMA)).path)
+        gathering.add(part, seen_in(read_coded(part), None, survey_module.TIMES // 8), 1)
+        times += time.tolist()
+    found = gathering.survey()
+    assert all(len(of_part) == 8 for _, of_part in found.times)
+    ranks = [0, 1, 450, 720, 810, 899]
+    assert nth_times(found, ranks, Engine()) == [sorted(times)[rank] for rank in ranks]
+
+
+@FEW
+@given(ids=st.lists(st.text(max_size=3), max_size=40), known=st.lists(st.text(max_size=3), max_size=40, unique=True))
+def test_a_vocabulary_finds_the_places_of_its_ids(ids: list[str], known: list[str]) -> None:
+    known = sorted(known, key=str.encode)
+    found = Vocabulary.of(pa.array(known, pa.large_string())).positions(pa.array([*ids, None], pa.string()))
+    assert found.tolist() == [*(known.index(one) if one in known else -1 for one in ids), -1]
+
+
+def test_a_vocabulary_tells_ids_of_one_hash_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survey_module, "id_hashes", lambda ids: np.full(len(ids), 7, dtype=np.uint64))
+    found = Vocabulary.of(pa.array(["a", "b", "c"], pa.large_string())).positions(pa.array(["c", "x", "a", "b"]))
+    assert found.tolist() == [2, -1, 0, 1]
+
+
+@FEW
+@given(st.lists(st.lists(st.sampled_from(ITEMS), unique=True), max_size=6))
+def test_the_union_of_parts_adds_up_their_counts(parts: list[list[str]]) -> None:
+    found = Union()
+    for part in parts:
+        found.add(pa.array(part, pa.large_string()), np.arange(1, len(part) + 1))
+    ids, counts = found.sorted()
+    wanted: dict[str, int] = {}
+    for part in parts:
+        for count, one in enumerate(part, start=1):
+            wanted[one] = wanted.get(one, 0) + count
+    assert dict(zip(ids.to_pylist(), counts.tolist(), strict=True)) == wanted
+    assert ids.to_pylist() == sorted(wanted, key=str.encode)
 
 
 def test_user_keys_are_stable_and_not_negative() -> None:
@@ -327,7 +358,7 @@ def test_a_behaviour_is_in_histories_from_when_its_label_is_known(
             rows[-1]["known_click"] = rows[-1]["known_click"] if click else None
         rows.sort(key=lambda row: tuple(row[name] for name in plain.KEY))
         part = join(str(tmp_path), write_part(str(tmp_path), pa.Table.from_pylist(rows, schema=schema)).path)
-        items = pa.array(["a", "b", "c"], pa.large_string())
+        items = Vocabulary.of(pa.array(["a", "b", "c"], pa.large_string()))
         found = {row["user_id"]: row for row in build_sequences(read_coded(part), items, rules)[0].to_pylist()}
         clicked = [row for row in rows if row["label_click"]]
         assert list(found) == sorted({row["user_id"] for row in clicked})
@@ -357,7 +388,7 @@ def test_the_core_of_the_training_window_counts_what_is_known_in_it(tmp_path: An
         for time, item, known in ((0, "a", 1), (1, "b", 9), (2, "a", 3), (3, "b", 4))
     ]
     part = join(str(tmp_path), write_part(str(tmp_path), pa.Table.from_pylist(rows, schema=schema)).path)
-    found = survey([part], "click", late=True)
-    assert core_items(found, 2, 5)[0].to_pylist() == ["a"]
-    assert core_items(found, 2, 10)[0].to_pylist() == ["a", "b"]
+    found = survey([part], "click", Engine(), late=True)
+    assert core_items(found, 2, 5, Engine())[0].to_pylist() == ["a"]
+    assert core_items(found, 2, 10, Engine())[0].to_pylist() == ["a", "b"]
     assert (found.first_ms, found.last_ms) == (0, 3)  # the split is of the times of requests

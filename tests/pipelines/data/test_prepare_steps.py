@@ -157,6 +157,10 @@ def test_running_again_does_nothing_and_overwrite_replaces(tmp_path: Path) -> No
     source, out = make_source(tmp_path), tmp_path / "out"
     lines: list[str] = []
     first = prepare(source, raw, str(out), PrepareConfig(core=2, partitions=2), say=lambda line: None)
+    stats = {name: read_manifest(str(out / name)).timings["ray_data"] for name in ("events", "items", "sequences")}
+    assert "HashShuffleReduce(keys=('__partition',), partitions=2)->MapBatches(Write)" in stats["events"]
+    assert "MapBatches(count)" in stats["items"]
+    assert "MapBatches(write_part): 2 tasks executed" in stats["sequences"]
     before = hashes(out)
     times = {path: path.stat().st_mtime_ns for path in out.rglob("*.parquet")}
     assert prepare(source, raw, str(out), PrepareConfig(core=2, partitions=2), say=lines.append) == first
@@ -429,6 +433,9 @@ def test_settings_that_do_not_fit_the_log(tmp_path: Path, changes: dict, config:
         ([{"max_rejects": 2.0}], "max_rejects is 2.0"),
         ([{"min_matched": 1.5}], "min_matched is 1.5"),
         ([{"duplicates": "maybe"}], "duplicates is 'maybe'"),
+        ([{"ray_data": {"compression": "gzip"}}], "ray_data.compression is 'gzip'; it is one of auto"),
+        ([{"ray_data": {"read_mb": 0}}], "read_mb 0 need to be at least 1"),
+        ([{"ray_data": {"shuffle_mb": 1}}], "unknown key 'prepare.ray_data.shuffle_mb'; the nearest key is 'shuffle_b"),
         ([{"duplicates": "keep", "kind": "search"}], "duplicates is keep, which is of kind retrieval"),
     ],
 )
@@ -455,12 +462,25 @@ def test_both_benchmark_variants_make_the_same_rows(tmp_path: Path) -> None:
     assert pa.Table.from_pylist(bare.to_pylist(), ours.schema).equals(ours)
 
 
+def test_a_failed_variant_is_a_line_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        benchmark, "simulate_retrieval", lambda log, *sizes, seed: Path(log).mkdir()
+    )  # a log of nothing
+    ours, bare = benchmark.run([2000], runs=1)
+    assert "holds no event files like 'events-*.parquet'" in ours["error"]
+    assert bare["error"]
+    assert "median_s" not in ours
+
+
 def test_the_benchmark_yields_a_line_per_variant() -> None:
-    lines = list(benchmark.run([2000], runs=1))
-    assert [line["variant"] for line in lines] == ["trieline", "polars"]
-    for line in lines:
+    lines = list(benchmark.run([2000, 4000], runs=1, store_mb=200, name="scale"))
+    assert [line["variant"] for line in lines] == ["trieline", "polars"] * 2
+    for number, line in enumerate(lines):
         assert set(line) == {
             "benchmark", "variant", "params", "runs", "median_s", "min_s", "max_s", "items_per_s", "peak_memory_mb",
             "object_store_mb", "cpu_s",
+            *(["shuffled_mb", "spilled_mb"] if line["variant"] == "trieline" else []),
+            *(["exponent"] if number > 1 else []),
         }  # fmt: skip
+        assert line["benchmark"] == "scale"
         assert line["peak_memory_mb"] > 10

@@ -24,7 +24,7 @@ from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.settings import read_config
 from pipelines.data.sources import load_source
 from pipelines.data.splits import SplitConfig
-from pipelines.data.survey import read_coded
+from pipelines.data.survey import Vocabulary, read_coded
 from pipelines.data.tables import events_schema, write_part
 
 SCHEMA = events_schema({"click": "bool", "dwell": "float32", "buy": "bool"}, ["price"], ["city"])
@@ -86,7 +86,7 @@ def test_sequences_equal_the_reference(
     labels = ["label_click", "label_buy"]
     expected = plain.sequences(rows, CATALOGUE, labels, split, max_events)
     events = part_of(rows, str(tmp_path_factory.mktemp("events")), schema)
-    large = [pa.array(values, pa.large_string()) for values in (CATALOGUE, QUERIES)]
+    large = [Vocabulary.of(pa.array(values, pa.large_string())) for values in (CATALOGUE, QUERIES)]
     table, count = build_search(events, *large, None, rules_of(split, max_events, schema))
     table.validate(full=True)
     found = {row["user_id"]: row for row in table.to_pylist()}
@@ -129,7 +129,7 @@ def test_sequences_equal_the_reference(
 
 def test_an_empty_part_gives_an_empty_table(tmp_path: Path) -> None:
     events = part_of([], str(tmp_path))
-    table, count = build_search(events, *[pa.array([], pa.large_string())] * 2, None, rules_of(None, 10))
+    table, count = build_search(events, *[Vocabulary.of(pa.array([], pa.large_string()))] * 2, None, rules_of(None, 10))
     assert table.num_rows == 0
     assert count == Counter()
 
@@ -318,7 +318,7 @@ def results(**changes: Any) -> list[dict]:
 
 def built(rows: list[dict], folder: Path, rules: SearchRules | None = None) -> tuple[list[dict], Counter[str]]:
     """Requests of the only user, and what was counted."""
-    large = [pa.array(values, pa.large_string()) for values in (CATALOGUE, QUERIES)]
+    large = [Vocabulary.of(pa.array(values, pa.large_string())) for values in (CATALOGUE, QUERIES)]
     table, count = build_search(part_of(rows, str(folder)), *large, None, rules or rules_of(None, 100))
     return table["requests"].to_pylist()[0], count
 
@@ -360,7 +360,7 @@ def test_a_click_is_in_histories_from_when_it_is_known(tmp_path: Path) -> None:
     first, _, second, _ = (row | {"request_id": f"r{n}"} for n, row in enumerate(results()))
     clicks = [first | {"known_click": 9000}, second | {"known_click": 3000}]
     later = [first | {"request_id": f"s{n}", "timestamp_ms": n, "label_click": False} for n in (3000, 4000, 10_000)]
-    large = [pa.array(values, pa.large_string()) for values in (CATALOGUE, QUERIES)]
+    large = [Vocabulary.of(pa.array(values, pa.large_string())) for values in (CATALOGUE, QUERIES)]
     events = part_of(clicks + later, str(tmp_path), LATE)
     table, _ = build_search(events, *large, None, rules_of(None, 100, LATE))
     [user] = table.to_pylist()

@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.tables import join
-from pipelines.data.counts import UNSEEN, window_counts
+from pipelines.data.counts import UNSEEN, counted, window_counts
+from pipelines.data.dataflow import Engine
 from pipelines.data.kinds.search.config import SearchConfig
-from pipelines.data.kinds.search.features import count_windows, feature_names, features, gather
+from pipelines.data.kinds.search.features import SearchWindows, feature_names, features, gather
+from pipelines.data.survey import Vocabulary
 from pipelines.data.tables import events_schema, write_part
 
 SCHEMA = events_schema({"click": "bool"}, known=["click"])
@@ -109,10 +111,13 @@ def test_features_across_partitions_equal_the_reference(
     uris = [join(folder, write_part(folder, pa.Table.from_pylist(part, schema=SCHEMA)).path) for part in of_part]
     queries = pa.array(sorted({row["query"] for row in rows} - {None}), pa.large_string())
     catalogue = pa.array(sorted({row["item_id"] for row in rows}), pa.large_string())
-    counted = count_windows(uris, ray.put(catalogue), ray.put(queries), "click", config, late)
+    given = (ray.put(Vocabulary.of(catalogue)), Vocabulary.of(queries))
+    found_of = dict(counted(Engine(), uris, len(rows), SearchWindows(config, "click", late), given, lambda *of: of))
     names = feature_names(config, clock=True)
-    for part, pieces in zip(of_part, counted, strict=True):
-        counts = gather(len(part), config, tuple(ray.get(pieces)))
+    for number, part in enumerate(of_part):
+        uri, pieces = found_of[number]
+        assert uri == uris[number]
+        counts = gather(len(part), config, pieces)
         position = np.array([row["position"] for row in part])
         when = np.array([plain.request_time(rows, row) for row in part])
         found = features(counts, position, when, config, clock=True)

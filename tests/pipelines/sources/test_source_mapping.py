@@ -87,6 +87,8 @@ def read(source: Source, folder: Path) -> Block:
             assert block.events.schema == source.block_schema
             assert block.rejects.schema == REJECTS
             assert block.rows_read == block.events.num_rows + block.rejects.num_rows
+            for name in source.absent:
+                assert set(block.events[name].to_pylist()) <= {{"request_id": "", "position": 0}.get(name)}
             numbers += block.events["log_row"].to_pylist()
             events.append(block.events)
             rejects.append(block.rejects)

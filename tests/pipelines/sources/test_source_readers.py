@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from models.tables import UserError
+from pipelines.data.dataflow import Engine
 from pipelines.data.ingest import ingest
 from pipelines.data.sources import readers
+from pipelines.data.sources.base import Block
 from pipelines.data.sources.mapping import Items, Mapping, Users
-from pipelines.data.sources.readers import Reading, read_frames
+from pipelines.data.sources.readers import Reading, cuts, piece_at, read_frames
+from pipelines.data.survey import Gathering
 
 QUERY = {"query": "q"}
 CLICK = {"labels": {"click": {"column": "click"}}}
@@ -148,7 +152,8 @@ def test_keys_may_come_late_or_in_one_file_only(
     def run(source: Mapping) -> int:
         files, out = source.event_files(str(tmp_path)), str(tmp_path / "out")
         (tmp_path / "out").mkdir(exist_ok=True)
-        return ingest(source, str(tmp_path), files, out, out, 1, False).rejected.rows_read
+        found = ingest(source, str(tmp_path), files, out, out, 1, False, Engine(), Gathering(None, False))
+        return found.rejected.rows_read
 
     assert run(plain(**CLICK)) == 301
     with pytest.raises(UserError, match=r"no event file of .* has a column 'clicks'; the nearest is 'click'; correct"):
@@ -247,3 +252,54 @@ def test_odd_bytes_are_named_or_skipped(tmp_path: Path, name: str, content: byte
         assert counts(plain(), tmp_path) == (2, 0)
     else:
         assert expected in fails(plain(), tmp_path)
+
+
+def whole_and_in_pieces(folder: Path, source: Mapping, size: int) -> tuple[pl.DataFrame, pl.DataFrame, int]:
+    """Events and rejects of a file as they are read whole and in pieces of about `size` bytes; and how many pieces."""
+    (file,) = source.event_files(str(folder))
+    reading, first_row, pieces = source.reading, 0, []
+    for cut in cuts(str(folder), file, reading, size):
+        piece, rows, _ = piece_at(str(folder), file, reading, cut)
+        pieces += [replace(piece, first_row=first_row)] if piece.start < piece.end else []
+        first_row += rows
+    whole = list(source.read_events(str(folder), file))
+    parts = [block for piece in pieces for block in source.read_events(str(folder), file, None, piece)]
+
+    def frame(blocks: list[Block]) -> pl.DataFrame:
+        events = [pl.DataFrame(pl.from_arrow(block.events)).drop("log_row") for block in blocks]
+        rejects = [pl.DataFrame(pl.from_arrow(block.rejects)) for block in blocks]
+        return pl.concat([pl.concat(events).with_row_index(), pl.concat(rejects).with_row_index()], how="diagonal")
+
+    return frame(whole), frame(parts), len(pieces)
+
+
+@pytest.mark.parametrize("size", [1, 60, 700])
+@pytest.mark.parametrize("name", ["log.jsonl", "log.csv", "log.tsv", "log.parquet"])
+@pytest.mark.parametrize("end", ["\n", "\r\n\n"])
+def test_a_file_in_pieces_is_the_file(tmp_path: Path, name: str, size: int, end: str) -> None:
+    """Events, and numbers of rejected rows, whatever the place of a cut, with empty lines and no break at the end."""
+    rows = [{"u": f"user {i % 7}", "i": "é" * (i % 5) + str(i), "t": "x" if i % 11 == 0 else i} for i in range(150)]
+    if name.endswith("jsonl"):
+        text = end.join(json.dumps(row, ensure_ascii=False) for row in rows)
+    else:
+        delimiter = "\t" if name.endswith("tsv") else ","
+        text = end.join([delimiter.join("uit"), *(delimiter.join(map(str, row.values())) for row in rows)])
+    if name.endswith("parquet"):
+        table = pa.table({key: [str(row[key]) for row in rows] for key in "uit"})
+        pq.write_table(table, tmp_path / name, row_group_size=20, compression=None)
+    else:
+        (tmp_path / name).write_bytes(text.encode())
+    whole, parts, pieces = whole_and_in_pieces(tmp_path, plain(), size)
+    assert parts.equals(whole)
+    assert whole["reason"].count() == 14
+    assert pieces > 1
+
+
+def test_what_cannot_be_cut_is_read_whole(tmp_path: Path) -> None:
+    reading = plain().reading
+    for name in ("log.csv.gz", "log.csv"):
+        (tmp_path / name).write_bytes(b"u,i,t\n" * 100)
+    assert cuts(str(tmp_path), "log.csv.gz", reading, 10) == []
+    assert cuts(str(tmp_path), "log.csv", replace(reading, encoding="cp1252"), 10) == []
+    assert cuts(str(tmp_path), "log.csv", reading, 1000) == []
+    assert len(cuts(str(tmp_path), "log.csv", reading, 100)) == 6

@@ -11,19 +11,19 @@ Shapes: E events, W windows, M labels that are counted (exposures, then tasks), 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import ray
 
-from pipelines.data.counts import MOST_BUCKETS, Piece, by_bucket, count_key, count_together, exchange, fill
+from pipelines.data.counts import Piece, Windows, count_key, fill
 from pipelines.data.kinds.actions.config import ITEM, USER, ActionsConfig
-from pipelines.data.survey import coded, positions_in, read_coded
+from pipelines.data.survey import Vocabulary, coded, positions_in, read_coded
 
 IDS = ("user_id", "item_id")
 
-AsOf = Callable[[pa.Table, pa.Array], np.ndarray]
+AsOf = Callable[[pa.Table, Vocabulary], np.ndarray]
 """Of a part's events and the catalogue, (E,) ms: t of each event."""
 
 
@@ -33,34 +33,40 @@ def counted_labels(events: pa.Table, config: ActionsConfig) -> np.ndarray:
     return np.stack([np.ones(events.num_rows, dtype=bool), *tasks], axis=1).astype(np.uint8)
 
 
-def _scatter(
-    uri: str,
-    catalogue: pa.Array,
-    attributes: dict[str, np.ndarray],
-    config: ActionsConfig,
-    as_of: AsOf,
-    keys: list[str],
-    buckets: int,
-) -> list[Piece]:
-    """One part's events by bucket of each key in turn: keys x buckets pieces. Events without the key are in none."""
-    events = read_coded(uri, [*IDS, "timestamp_ms", *(f"label_{name}" for name in config.labels)], IDS)
-    item = positions_in(coded(events, "item_id"), catalogue)
-    columns = {
-        "time": events["timestamp_ms"].to_numpy(),
-        "as_of": as_of(events, catalogue),
-        "counted_labels": counted_labels(events, config),
-    }
-    pieces = []
-    for name in keys:
-        key = item if name == ITEM else np.append(attributes[name], -1)[item]  # item -1 is the appended one
-        pieces += by_bucket(key, buckets, {"key": key, **columns})
-    return pieces
+@dataclass(frozen=True)
+class ActionsWindows(Windows):
+    """Counts by the keys of the configuration, but the user's."""
 
+    config: ActionsConfig
+    as_of: AsOf
 
-def _count_bucket(name: str, config: ActionsConfig, *pieces: Piece) -> list[Piece]:
-    """Counts of one bucket of a key, back in a piece per part."""
-    columns = ("key", "time", "counted_labels", "as_of")
-    return count_together(pieces, lambda whole: {name: _count(config, *(whole[column] for column in columns))})
+    @property
+    def keys(self) -> list[str]:
+        """Their names."""
+        return [name for name in self.config.counts.keys if name != USER]
+
+    @property
+    def shapes(self) -> list[dict[str, tuple[int, ...]]]:  # type: ignore[override]
+        shape = len(self.config.counts.windows_ms), 1 + len(self.config.counts.marks)
+        return [{name: shape} for name in self.keys]
+
+    def keyed(self, uri: str, *shared: Any) -> tuple[list[np.ndarray], Piece]:
+        catalogue, attributes = shared  # per name (I,) int32, the code of each item's value, -1 where it has none
+        events = read_coded(uri, [*IDS, "timestamp_ms", *(f"label_{name}" for name in self.config.labels)], IDS)
+        item = positions_in(coded(events, "item_id"), catalogue)
+        # item -1 is the appended one
+        keys = [item if name == ITEM else np.append(attributes[name], -1)[item] for name in self.keys]
+        columns = {
+            **{f"key_{number}": key for number, key in enumerate(keys)},
+            "time": events["timestamp_ms"].to_numpy(),
+            "as_of": self.as_of(events, catalogue),
+            "counted_labels": counted_labels(events, self.config),
+        }
+        return keys, columns
+
+    def count(self, number: int, rows: Piece) -> Piece:
+        columns = (f"key_{number}", "time", "counted_labels", "as_of")
+        return {self.keys[number]: _count(self.config, *(rows[column] for column in columns))}
 
 
 def _count(
@@ -70,26 +76,7 @@ def _count(
     return count_key(key, time, counted_labels, config.counts.windows_ms, config.counts.delay_ms, as_of)[0]
 
 
-def count_actions(
-    parts: list[str],
-    catalogue: ray.ObjectRef,
-    attributes: dict[str, np.ndarray],
-    config: ActionsConfig,
-    as_of: AsOf,
-) -> list[list[ray.ObjectRef]]:
-    """Per events part the pieces that `gather` puts together; they stay in Ray's object store.
-
-    attributes: per name (I,) int32, the code of each item's value, -1 where it has none.
-    """
-    keys = [name for name in config.counts.keys if name != USER]
-    if not keys:
-        return [[] for _ in parts]
-    buckets, shared = min(len(parts), MOST_BUCKETS), ray.put(attributes)
-    calls = [(uri, catalogue, shared, config, as_of, keys, buckets) for uri in parts]
-    return exchange(_scatter, calls, _count_bucket, [(name, config) for name in keys for _ in range(buckets)])
-
-
-def gather(events: pa.Table, config: ActionsConfig, pieces: tuple[Piece, ...], as_of: np.ndarray) -> Piece:
+def gather(events: pa.Table, config: ActionsConfig, pieces: list[Piece], as_of: np.ndarray) -> Piece:
     """Counts (E, W, M) int32 of a part's events by key; 0 for events without the key. as_of (E,) ms."""
     shape = (events.num_rows, len(config.counts.windows_ms), 1 + len(config.counts.marks))
     counts = {name: np.zeros(shape, dtype=np.int32) for name in config.counts.keys}

@@ -22,13 +22,14 @@ import pyarrow.compute as pc
 import ray
 
 from models.tables import Manifest, Part, UserError, part_uris, read_table
+from pipelines.data.counts import Piece, counted
+from pipelines.data.dataflow import Engine
 from pipelines.data.kinds.actions.config import ITEM, USER, ActionsConfig, check_actions
-from pipelines.data.kinds.actions.features import IDS, count_actions, features, gather
-from pipelines.data.run import Run, write_parts
+from pipelines.data.kinds.actions.features import IDS, ActionsWindows, features, gather
+from pipelines.data.run import Run, gathered
 from pipelines.data.splits import NAMES, require_training
-from pipelines.data.survey import coded, count_pairs, positions_in, read_coded, runs
+from pipelines.data.survey import Vocabulary, coded, count_pairs, positions_in, read_coded, runs
 from pipelines.data.tables import actions_schema, commit, write_part
-from pipelines.data.tasks import run_tasks
 
 LAST = np.iinfo(np.int64).max
 
@@ -70,7 +71,7 @@ class ActionsRules:
         length = np.diff(np.append(start, len(time)))
         return (time >= np.repeat(self.cuts(time, start), length, axis=1)).sum(axis=0)
 
-    def as_of(self, events: pa.Table, catalogue: pa.Array) -> np.ndarray:
+    def as_of(self, events: pa.Table, catalogue: Vocabulary) -> np.ndarray:
         """(E,) ms: when each event's counts are taken. Its own time in training; for candidates the cut before them,
         when they are all scored, so that no candidate's counts know what was done with another."""
         as_of = events["timestamp_ms"].to_numpy().copy()
@@ -122,7 +123,7 @@ class Kept:
     truncated_events: int
 
     @classmethod
-    def of(cls, events: pa.Table, catalogue: pa.Array, max_events: int) -> Kept:
+    def of(cls, events: pa.Table, catalogue: Vocabulary, max_events: int) -> Kept:
         """Events of items of the catalogue, the most recent of each user."""
         codes = coded(events, "user_id").indices.to_numpy()
         item = positions_in(coded(events, "item_id"), catalogue)
@@ -136,7 +137,7 @@ class Kept:
         return cls(row, item[row], codes[row], time, outside, int((length > max_events).sum()), lost)
 
 
-def _survey_part(uri: str, catalogue: pa.Array, rules: ActionsRules) -> tuple[np.ndarray, dict[str, Any]]:
+def _survey_part(catalogue: Vocabulary, rules: ActionsRules, uri: str) -> tuple[np.ndarray, dict[str, Any]]:
     """Events per split, and over training events the positives of each task, the least and largest input and the
     values of each category."""
     events = read_coded(uri, rules.columns, IDS)
@@ -157,7 +158,7 @@ def _survey_part(uri: str, catalogue: pa.Array, rules: ActionsRules) -> tuple[np
 
 
 def drop_constants(
-    parts: list[str], catalogue: ray.ObjectRef, rules: ActionsRules
+    parts: list[str], catalogue: ray.ObjectRef, rules: ActionsRules, engine: Engine
 ) -> tuple[ActionsRules, dict[str, str], dict[str, list[str]]]:
     """The rules without tasks and inputs that are constant in training, why each was dropped, and the values of the
     viewer-side categories in training.
@@ -169,7 +170,7 @@ def drop_constants(
     positives = dict.fromkeys(rules.actions.tasks, 0)
     ends: dict[str, list[np.ndarray]] = {name: [] for name in rules.actions.inputs}
     viewers: dict[str, set[str]] = {name: set() for name in rules.categories}
-    for _, (rows, found) in run_tasks(_survey_part, [(uri, catalogue, rules) for uri in parts]):
+    for _, (rows, found) in engine.each(_survey_part, [(uri,) for uri in parts], (catalogue, rules)):
         events += rows
         for name in positives:
             positives[name] += int(found[f"task {name}"].sum()) if found else 0
@@ -214,12 +215,12 @@ def check_sides(events: dict[str, int], rules: ActionsRules) -> None:
 
 
 def build_actions(
-    events: pa.Table, catalogue: pa.Array, pieces: tuple[dict[str, np.ndarray], ...], rules: ActionsRules
+    events: pa.Table, catalogue: Vocabulary, pieces: list[Piece], rules: ActionsRules
 ) -> tuple[pa.Table, Counter[str], np.ndarray]:
     """Sequences of one events part (sorted, IDS dictionary-coded), what was counted on the way, and (2, F)
     sums and sums of squares of the features of training events.
 
-    catalogue: the sorted ids whose places are item_index; pieces: of `count_actions`.
+    catalogue: the ids whose places are item_index; pieces: of `counted`.
     """
     count: Counter[str] = Counter()
     schema, config = rules.output, rules.actions
@@ -288,26 +289,33 @@ def build_actions(
 
 
 def _write_part(
-    uri: str, sequences_uri: str, catalogue: pa.Array, rules: ActionsRules, *pieces: dict[str, np.ndarray]
+    sequences_uri: str, catalogue: Vocabulary, rules: ActionsRules, uri: str, pieces: list[Piece] | None = None
 ) -> tuple[Part | None, Counter[str], np.ndarray]:
-    table, count, sums = build_actions(read_coded(uri, rules.columns, IDS), catalogue, pieces, rules)
+    table, count, sums = build_actions(read_coded(uri, rules.columns, IDS), catalogue, pieces or [], rules)
     return (write_part(sequences_uri, table) if table.num_rows else None), count, sums
 
 
 def write_actions(
     parts: list[str],
+    events: int,
     sequences_uri: str,
     catalogue: ray.ObjectRef,
     attributes: dict[str, np.ndarray],
     rules: ActionsRules,
+    engine: Engine,
     progress: Callable[[str], None] = lambda line: None,
 ) -> tuple[list[Part], Counter[str], np.ndarray]:
     """Writes the parts of the sequences table, uncommitted, in the order of the events parts; also gives
-    (2, F) mean and standard deviation of the features over training events, 1 for a constant."""
-    counted = count_actions(parts, catalogue, attributes, rules.actions, rules.as_of)
-    calls = [(uri, sequences_uri, catalogue, rules, *pieces) for uri, pieces in zip(parts, counted, strict=True)]
-    del counted
-    written, total, sums = write_parts(_write_part, calls, progress)
+    (2, F) mean and standard deviation of the features over training events, 1 for a constant.
+
+    events: of all parts; attributes: per name (I,) int32, the code of each item's value, -1 where it has none.
+    """
+    windows, shared = ActionsWindows(rules.actions, rules.as_of), (sequences_uri, catalogue, rules)
+    if windows.keys:
+        results = counted(engine, parts, events, windows, (catalogue, ray.put(attributes)), _write_part, shared)
+    else:
+        results = engine.each(_write_part, [(uri,) for uri in parts], shared)
+    written, total, sums = gathered(results, len(parts), progress)
     mean, square = np.sum(sums, axis=0) / max(1, total["events_train"])  # in the order of the parts, always the same
     std = np.sqrt((square - mean**2).clip(0))
     return written, total, np.stack([mean, np.where(std > 1e-6, std, 1.0)])
@@ -340,14 +348,16 @@ def make_actions(run: Run, events: Manifest, items: Manifest, split: dict[str, A
         return finished
     begin, uri = time.perf_counter(), run.table("sequences")
     parts = part_uris(run.table("events"), events)
-    catalogue = ray.put(run.item_ids())
+    catalogue = run.catalogue()
     rules = ActionsRules(source.schema, split, config.split.shares, config.max_events, check_actions(source, config))
-    rules, dropped, viewers = drop_constants(parts, catalogue, rules)
+    rules, dropped, viewers = drop_constants(parts, catalogue, rules, run.engine)
     for name, reason in dropped.items():
         run.say(f"dropped: {name} is {reason}, so there is nothing to learn of it")
     attributes = attribute_codes(run, [name for name in rules.actions.counts.keys if name not in (USER, ITEM)])
     with run.writing("sequences"):
-        written, count, scale = write_actions(parts, uri, catalogue, attributes, rules, run.progress("sequences"))
+        written, count, scale = write_actions(
+            parts, events.rows, uri, catalogue, attributes, rules, run.engine, run.progress("sequences")
+        )
         events_in = {name: count[f"events_{name}"] for name in NAMES}
         require_training(events_in, count, config.max_events, "event")
         info = {
@@ -370,7 +380,7 @@ def make_actions(run: Run, events: Manifest, items: Manifest, split: dict[str, A
             "events_without_context": {name: count[f"events_without_context_{name}"] for name in NAMES},
             "events_outside": count["outside"],
         }
-        timings = {"build_write_s": time.perf_counter() - begin}
+        timings = {"build_write_s": time.perf_counter() - begin, "ray_data": run.engine.take_stats()}
         sequences = commit(
             uri, "sequences", rules.output, written, config=settings, inputs=inputs, info=info, timings=timings
         )

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import ray
 
 from models.tables import Manifest, Part, part_uris
 from pipelines.data.catalogue import surviving_rows
 from pipelines.data.run import Run, write_parts
 from pipelines.data.splits import NAMES, assign, require_training
 from pipelines.data.survey import (
+    Vocabulary,
     behaviour_column,
     coded,
     count_pairs,
@@ -53,7 +53,7 @@ class Rules:
     """Name of a bool label that an event must have to be a behaviour."""
 
 
-def build_sequences(events: pa.Table, catalogue: pa.Array, rules: Rules) -> tuple[pa.Table, Counter[str]]:
+def build_sequences(events: pa.Table, catalogue: Vocabulary, rules: Rules) -> tuple[pa.Table, Counter[str]]:
     """Sequences of one events part (sorted, ids dictionary-coded) and what was counted on the way."""
     count: Counter[str] = Counter()
     if rules.behaviour:
@@ -77,8 +77,7 @@ def build_sequences(events: pa.Table, catalogue: pa.Array, rules: Rules) -> tupl
         items, time, known, codes = items[rows], time[rows], known[rows], codes[rows]
     start = runs(codes)
     counted = None if rules.before_ms is None else known < rules.before_ms
-    alive = np.ones(len(catalogue), dtype=bool)
-    stays = surviving_rows(items, alive, start, counted, max(rules.core, 1))
+    stays = surviving_rows(items, None, start, counted, max(rules.core, 1))
     if counted is not None:  # a user who stays keeps the behaviours outside the window too
         lengths = np.diff(np.append(start, len(items)))
         stays = np.repeat(np.logical_or.reduceat(stays, start), lengths) if len(start) else stays
@@ -146,7 +145,7 @@ def build_sequences(events: pa.Table, catalogue: pa.Array, rules: Rules) -> tupl
 
 
 def _write_part(
-    uri: str, sequences_uri: str, catalogue: pa.Array, rules: Rules
+    sequences_uri: str, catalogue: Vocabulary, rules: Rules, uri: str
 ) -> tuple[Part | None, Counter[str], None]:
     names = [name for name in rules.schema.names if name not in ("request_id", "position")]
     columns = list(dict.fromkeys([*names, *behaviour_column(rules.behaviour)]))
@@ -181,9 +180,9 @@ def make_retrieval(run: Run, events: Manifest, items: Manifest, split: dict[str,
         behaviour=config.behaviour,
     )
     with run.writing("sequences"):
-        catalogue = ray.put(run.item_ids())
-        calls = [(source, uri, catalogue, rules) for source in part_uris(run.table("events"), events)]
-        parts, count, _ = write_parts(_write_part, calls, run.progress("sequences"))
+        calls = [(source,) for source in part_uris(run.table("events"), events)]
+        shared = (uri, run.catalogue(), rules)
+        parts, count, _ = write_parts(run.engine, _write_part, calls, shared, run.progress("sequences"))
         usable = {name: count[f"requests_{name}"] - count[f"without_history_{name}"] for name in NAMES}
         require_training(usable, count, config.max_events, "request with a history")
         info = {
@@ -191,7 +190,7 @@ def make_retrieval(run: Run, events: Manifest, items: Manifest, split: dict[str,
             "requests": {name: count[f"requests_{name}"] for name in NAMES},
             "requests_without_history": {name: count[f"without_history_{name}"] for name in NAMES},
         }
-        timings = {"build_write_s": time.perf_counter() - begin}
+        timings = {"build_write_s": time.perf_counter() - begin, "ray_data": run.engine.take_stats()}
         sequences = commit(uri, "sequences", schema, parts, config=settings, inputs=inputs, info=info, timings=timings)
     run.say(f"sequences: {sequences.rows:,} users in {time.perf_counter() - begin:.1f} s")
     return sequences

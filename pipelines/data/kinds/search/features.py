@@ -9,12 +9,13 @@ Shapes: E events, W windows, M labels that are counted, F features.
 
 from __future__ import annotations
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import ray
+from dataclasses import dataclass
+from typing import Any
 
-from pipelines.data.counts import MOST_BUCKETS, UNSEEN, Piece, by_bucket, count_key, count_together, exchange, fill
+import numpy as np
+import pyarrow.compute as pc
+
+from pipelines.data.counts import UNSEEN, Piece, Windows, count_key, fill
 from pipelines.data.durations import DAY_MS, HOUR_MS
 from pipelines.data.kinds.search.config import SearchConfig
 from pipelines.data.kinds.search.requests import requests_of
@@ -26,77 +27,74 @@ COUNTED = {"pair": SHOWN, "item": SHOWN, "query": (*SHOWN, "searches")}
 """What is counted, by key."""
 
 
-def _scatter(
-    uri: str, catalogue: pa.Array, queries: pa.Array, label: str, late: bool, config: SearchConfig, buckets: int
-) -> list[Piece]:
-    """One part's events by bucket of their item, then by bucket of their query: 2 x buckets pieces."""
-    events = read_coded(uri, [*IDS, "timestamp_ms", f"label_{label}", *known_column(label, late)], IDS)
-    item = positions_in(coded(events, "item_id"), catalogue)
-    query = positions_in(coded(events, "query"), queries)
-    requests, time = requests_of(events, query, config, clock=True), events["timestamp_ms"].to_numpy()
-    searches = np.zeros(len(item), dtype=bool)
-    searches[requests.first] = True
-    columns = {
-        "item": item,
-        "query": query,
-        "time": time,
-        "as_of": time[requests.earliest],
-        "exposures": np.ones(len(item), dtype=bool),
-        "clicks": pc.fill_null(events[f"label_{label}"].combine_chunks(), False).to_numpy(zero_copy_only=False),
-        "searches": searches,
-        **({"known": known_times(events, label)} if late else {}),
-    }
-    return [piece for key in (item, query) for piece in by_bucket(key, buckets, columns)]
+@dataclass(frozen=True)
+class SearchWindows(Windows):
+    """Counts by item, with their pairs, and then by query."""
 
+    config: SearchConfig
+    label: str
+    """Of clicks."""
+    late: bool = False
+    """Whether events say when it is known."""
 
-def _count_bucket(key: str, config: SearchConfig, *pieces: Piece) -> list[Piece]:
-    """Counts of one bucket of the items, with their pairs, or of the queries, back in a piece per part."""
-    windows = config.windows_ms, config.delay_ms
+    @property
+    def shapes(self) -> list[dict[str, tuple[int, ...]]]:  # type: ignore[override]
+        windows = len(self.config.windows_ms)
+        of = {key: (windows, len(labels)) for key, labels in COUNTED.items()}
+        return [{"item": of["item"], "pair": of["pair"], "gap": ()}, {"query": of["query"]}]
 
-    def counted_labels(whole: Piece, names: tuple[str, ...]) -> np.ndarray:
-        return np.stack([whole[name].astype(np.int32) for name in names], axis=1)
+    def keyed(self, uri: str, *shared: Any) -> tuple[list[np.ndarray], Piece]:
+        catalogue, queries = shared
+        events = read_coded(
+            uri, [*IDS, "timestamp_ms", f"label_{self.label}", *known_column(self.label, self.late)], IDS
+        )
+        item = positions_in(coded(events, "item_id"), catalogue)
+        query = positions_in(coded(events, "query"), queries)
+        requests, time = requests_of(events, query, self.config, clock=True), events["timestamp_ms"].to_numpy()
+        searches = np.zeros(len(item), dtype=bool)
+        searches[requests.first] = True
+        columns = {
+            "item": item,
+            "query": query,
+            "time": time,
+            "as_of": time[requests.earliest],
+            "clicks": pc.fill_null(events[f"label_{self.label}"].combine_chunks(), False).to_numpy(
+                zero_copy_only=False
+            ),
+            "searches": searches,
+            **({"known": known_times(events, self.label)} if self.late else {}),
+        }
+        return [item, query], columns
 
-    def count(whole: Piece, of: str, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Counts (E, W, M) of the key `of` and its gap (E,)."""
-        names, as_of = COUNTED[of], whole["as_of"]
-        counts, gap = count_key(values, whole["time"], counted_labels(whole, names), *windows, as_of)
-        if "known" in whole:  # a click counts from when it is known
-            clicks = counted_labels(whole, ("clicks",))
-            counts[:, :, names.index("clicks")] = count_key(values, whole["known"], clicks, *windows, as_of)[0][:, :, 0]
-        return counts, gap
+    def count(self, number: int, rows: Piece) -> Piece:
+        windows = self.config.windows_ms, self.config.delay_ms
+        rows = {**rows, "exposures": np.ones(len(rows["row"]), dtype=bool)}
 
-    def count_all(whole: Piece) -> Piece:
-        if key == "query":
-            return {"query": count(whole, "query", whole["query"])[0]}
-        pairs, gap = count(whole, "pair", whole["item"].astype(np.int64) << 32 | whole["query"].astype(np.int64) + 1)
-        asked = whole["query"] >= 0  # without a query there is no pair
+        def counted_labels(names: tuple[str, ...]) -> np.ndarray:
+            return np.stack([rows[name].astype(np.int32) for name in names], axis=1)
+
+        def count(of: str, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            """Counts (E, W, M) of the key `of` and its gap (E,)."""
+            names, as_of = COUNTED[of], rows["as_of"]
+            counts, gap = count_key(values, rows["time"], counted_labels(names), *windows, as_of)
+            if "known" in rows:  # a click counts from when it is known
+                clicks = counted_labels(("clicks",))
+                late = count_key(values, rows["known"], clicks, *windows, as_of)[0]
+                counts[:, :, names.index("clicks")] = late[:, :, 0]
+            return counts, gap
+
+        if number == 1:
+            return {"query": count("query", rows["query"])[0]}
+        pairs, gap = count("pair", rows["item"].astype(np.int64) << 32 | rows["query"].astype(np.int64) + 1)
+        asked = rows["query"] >= 0  # without a query there is no pair
         return {
-            "item": count(whole, "item", whole["item"])[0],
+            "item": count("item", rows["item"])[0],
             "pair": np.where(asked[:, None, None], pairs, 0),
             "gap": np.where(asked, gap, UNSEEN),
         }
 
-    return count_together(pieces, count_all)
 
-
-def count_windows(
-    parts: list[str],
-    catalogue: ray.ObjectRef,
-    queries: ray.ObjectRef,
-    label: str,
-    config: SearchConfig,
-    late: bool = False,
-) -> list[list[ray.ObjectRef]]:
-    """Per events part the pieces that `gather` puts together; they stay in Ray's object store. late: whether events
-    say when the label is known."""
-    buckets = min(len(parts), MOST_BUCKETS)
-    calls = [(uri, catalogue, queries, label, late, config, buckets) for uri in parts]
-    return exchange(
-        _scatter, calls, _count_bucket, [(key, config) for key in ("item", "query") for _ in range(buckets)]
-    )
-
-
-def gather(events: int, config: SearchConfig, pieces: tuple[Piece, ...]) -> Piece:
+def gather(events: int, config: SearchConfig, pieces: list[Piece]) -> Piece:
     """Counts of a part's events: `pair`, `item` (E, W, 2), `query` (E, W, 3) and `gap` (E,)."""
     windows = len(config.windows_ms)
     counts: Piece = {key: np.zeros((events, windows, len(labels)), np.int32) for key, labels in COUNTED.items()}

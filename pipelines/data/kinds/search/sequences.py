@@ -22,13 +22,17 @@ import pyarrow.compute as pc
 import ray
 
 from models.tables import Manifest, Part, UserError, part_uris, read_table
+from pipelines.data.counts import Piece, counted
+from pipelines.data.dataflow import Engine
 from pipelines.data.durations import MINUTE_MS
 from pipelines.data.kinds.search.config import SearchConfig, bool_labels
-from pipelines.data.kinds.search.features import IDS, count_windows, feature_names, features, gather
+from pipelines.data.kinds.search.features import IDS, SearchWindows, feature_names, features, gather
 from pipelines.data.kinds.search.requests import requests_of
-from pipelines.data.run import Run, write_parts
+from pipelines.data.run import Run, gathered
 from pipelines.data.splits import NAMES, assign, require_training
 from pipelines.data.survey import (
+    Union,
+    Vocabulary,
     coded,
     count_pairs,
     counted_before,
@@ -39,7 +43,6 @@ from pipelines.data.survey import (
     runs,
 )
 from pipelines.data.tables import CARRIED, QUERIES, commit, search_schema, write_part
-from pipelines.data.tasks import run_tasks
 
 QUERIES_PER_PART = 1_000_000
 
@@ -81,12 +84,12 @@ def _part_queries(uri: str) -> pa.Array:
     return coded(read_coded(uri, ["query"], ("query",)), "query").dictionary.cast(pa.large_string())
 
 
-def write_queries(parts: list[str], queries_uri: str) -> tuple[list[Part], pa.Array]:
+def write_queries(parts: list[str], queries_uri: str, engine: Engine) -> tuple[list[Part], pa.Array]:
     """Writes the distinct queries of the events parts, sorted, uncommitted: (parts, queries)."""
-    queries = pa.array([], pa.large_string())
-    for _, found in run_tasks(_part_queries, [(uri,) for uri in parts]):
-        queries = pc.unique(pa.concat_arrays([queries, found]))
-    queries = queries.take(pc.sort_indices(queries))
+    found = Union()
+    for _, of_part in engine.each(_part_queries, [(uri,) for uri in parts]):
+        found.add(of_part)
+    queries, _ = found.sorted()
     written = []
     for low in range(0, len(queries), QUERIES_PER_PART):
         text = queries.slice(low, QUERIES_PER_PART).cast(pa.string())
@@ -102,14 +105,14 @@ def _first_rows(new: np.ndarray) -> np.ndarray:
 
 def build_search(
     events: pa.Table,
-    catalogue: pa.Array,
-    queries: pa.Array,
+    catalogue: Vocabulary,
+    queries: Vocabulary,
     counts: dict[str, np.ndarray] | None,
     rules: SearchRules,
 ) -> tuple[pa.Table, Counter[str]]:
     """Sequences of one events part (sorted, IDS dictionary-coded) and what was counted on the way.
 
-    catalogue and queries are the sorted ids and texts whose places are item_index and query_index; counts
+    catalogue and queries hold the ids and texts whose places are item_index and query_index; counts
     are those of `gather`, None for a log without windows.
     """
     count: Counter[str] = Counter()
@@ -225,33 +228,40 @@ def build_search(
 
 
 def _write_part(
-    uri: str, sequences_uri: str, catalogue: pa.Array, queries: pa.Array, rules: SearchRules, *pieces: dict[str, Any]
+    sequences_uri: str,
+    catalogue: Vocabulary,
+    queries: Vocabulary,
+    rules: SearchRules,
+    uri: str,
+    pieces: list[Piece] | None = None,
 ) -> tuple[Part | None, Counter[str], None]:
     names = [*IDS, "timestamp_ms", "position"]
     names += [name for name in rules.schema.names if name.startswith(CARRIED)]
     events = read_coded(uri, names, IDS)
-    counts = gather(events.num_rows, rules.search, pieces) if rules.windowed else None
+    counts = gather(events.num_rows, rules.search, pieces) if pieces is not None else None
     table, count = build_search(events, catalogue, queries, counts, rules)
     return (write_part(sequences_uri, table) if table.num_rows else None), count, None
 
 
 def write_search(
     parts: list[str],
+    events: int,
     sequences_uri: str,
-    catalogue: pa.Array,
-    queries: pa.Array,
+    catalogue: ray.ObjectRef,
+    queries: ray.ObjectRef,
     rules: SearchRules,
+    engine: Engine,
     progress: Callable[[str], None] = lambda line: None,
 ) -> tuple[list[Part], Counter[str]]:
-    """Writes the parts of the sequences table, uncommitted, in the order of the events parts."""
-    items, texts = ray.put(catalogue), ray.put(queries)
-    counted: list[list[ray.ObjectRef]] = [[] for _ in parts]
+    """Writes the parts of the sequences table, uncommitted, in the order of the events parts. events: of all parts."""
+    shared = (sequences_uri, catalogue, queries, rules)
     if rules.windowed:
         late = f"known_{rules.labels[0]}" in rules.schema.names
-        counted = count_windows(parts, items, texts, rules.labels[0], rules.search, late)
-    calls = [(uri, sequences_uri, items, texts, rules, *pieces) for uri, pieces in zip(parts, counted, strict=True)]
-    del counted
-    written, count, _ = write_parts(_write_part, calls, progress)
+        windows = SearchWindows(rules.search, rules.labels[0], late)
+        results = counted(engine, parts, events, windows, (catalogue, queries), _write_part, shared)
+    else:
+        results = engine.each(_write_part, [(uri,) for uri in parts], shared)
+    written, count, _ = gathered(results, len(parts), progress)
     return written, count
 
 
@@ -262,8 +272,9 @@ def make_queries(run: Run, events: Manifest) -> Manifest:
         return finished
     begin, uri = time.perf_counter(), run.table("queries")
     with run.writing("queries"):
-        parts, queries = write_queries(part_uris(run.table("events"), events), uri)
-        manifest = commit(uri, "queries", QUERIES, parts, config={}, inputs=inputs)
+        parts, queries = write_queries(part_uris(run.table("events"), events), uri, run.engine)
+        timings = {"ray_data": run.engine.take_stats()}
+        manifest = commit(uri, "queries", QUERIES, parts, config={}, inputs=inputs, timings=timings)
     run.say(f"queries: {len(queries):,} distinct in {time.perf_counter() - begin:.1f} s")
     return manifest
 
@@ -296,8 +307,11 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
     if queries.rows:
         texts = read_table(run.table("queries"), "queries")["query"].cast("large_string").combine_chunks()
     with run.writing("sequences"):
-        sources, catalogue = part_uris(run.table("events"), events), run.item_ids()
-        parts, count = write_search(sources, uri, catalogue, texts, rules, run.progress("sequences"))
+        sources, catalogue = part_uris(run.table("events"), events), run.catalogue()
+        asked = ray.put(Vocabulary.of(texts))
+        parts, count = write_search(
+            sources, events.rows, uri, catalogue, asked, rules, run.engine, run.progress("sequences")
+        )
         if not parts:
             raise UserError(
                 f"no request shows an item of the catalogue: {count['requests_outside']:,} are outside it; "
@@ -330,7 +344,7 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
             "max_request_spread_ms": count["max_spread_ms"],
             "queries_hash": queries.hash,
         }
-        timings = {"build_write_s": time.perf_counter() - begin}
+        timings = {"build_write_s": time.perf_counter() - begin, "ray_data": run.engine.take_stats()}
         sequences = commit(
             uri, "sequences", rules.output, parts, config=settings, inputs=inputs, info=info, timings=timings
         )

@@ -37,6 +37,7 @@ from models.tables import (
     read_table,
 )
 from models.text_encoder import load_tokenizer
+from pipelines.data.dataflow import Engine
 from pipelines.data.sids.embed import (
     ROWS_PER_PART,
     EmbedConfig,
@@ -59,7 +60,6 @@ from pipelines.data.tables import (
     write_part,
     writing,
 )
-from pipelines.data.tasks import run_tasks
 
 Say = Callable[[str], None]
 
@@ -157,7 +157,7 @@ def _part_pairs(uri: str) -> np.ndarray:
 def distinct_pairs(parts: list[str]) -> np.ndarray:
     """All pairs of a behaviour or a candidate, sorted by item, then query, as `_part_pairs` codes them."""
     found = np.zeros(0, dtype=np.int64)
-    for _, pairs in run_tasks(_part_pairs, [(uri,) for uri in parts]):
+    for _, pairs in Engine().each(_part_pairs, [(uri,) for uri in parts]):
         found = distinct(np.concatenate([found, pairs]))
     return found
 
