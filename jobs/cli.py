@@ -26,7 +26,7 @@ from models.config import instead, read_yaml
 from models.tables import UserError
 from models.uri import hide, masked
 from pipelines import credentials
-from pipelines.data.prepare_config import WORKERS
+from pipelines.data.ray_data_config import WORKERS
 from pipelines.faults import explain, user_error_in
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)

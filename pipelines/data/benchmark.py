@@ -44,9 +44,11 @@ import pyarrow.parquet as pq
 from models.tables import join, read_manifest
 from pipelines.data.kinds.retrieval.simulator import simulate_retrieval
 from pipelines.data.prepare import prepare
-from pipelines.data.prepare_config import WORKERS, PrepareConfig
+from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.ray_data_config import WORKERS
 from pipelines.data.sources.base import Block, Metadata, Source, list_files
-from pipelines.data.sources.readers import Piece, Reading
+from pipelines.data.sources.pieces import Piece
+from pipelines.data.sources.readers import Reading
 from pipelines.data.splits import SplitConfig
 from pipelines.data.tables import REJECTS
 

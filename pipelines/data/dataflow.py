@@ -29,7 +29,7 @@ from ray.data._internal.execution.execution_callback import ExecutionCallback
 from ray.data.block import BlockMetadata
 
 from models.tables import UserError
-from pipelines.data.prepare_config import WORKERS, RayDataConfig
+from pipelines.data.ray_data_config import WORKERS, RayDataConfig
 from pipelines.faults import user_error_in
 
 SHARD_BYTES = 128 << 10

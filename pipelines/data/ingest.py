@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -22,8 +23,9 @@ from models.tables import Part, join, open_uri
 from pipelines.data.dataflow import KEY, TALLY, Engine, partition_keys, tally_row
 from pipelines.data.matching import Match, compare, sample
 from pipelines.data.sources.base import Rejected, Source
+from pipelines.data.sources.pieces import Piece, cuts, piece_at
 from pipelines.data.sources.preview import check_missing
-from pipelines.data.sources.readers import Piece, cuts, format_of, piece_at
+from pipelines.data.sources.readers import format_of, whole_only
 from pipelines.data.survey import Gathering, Seen, coded, seen_in, user_keys
 from pipelines.data.tables import write_part
 
@@ -76,18 +78,23 @@ def pieces_of(
     """The files in order, those of more than `size` bytes in pieces of about that where they can be cut: Parquet at row
     groups, text at lines, CSV if no value of the file is quoted. A first pass over text counts its rows, so that each
     row has its own number."""
-    places: dict[str, list[tuple[int, int]]] = {}
+    calls: dict[str, list[tuple[Any, ...]]] = {}
+    quoted_values = set()
     for file in files:
+        calls[file] = []
         reading = source.reading_of(file)
-        places[file] = cuts(input_uri, file, reading, size) if reading else []
-    calls = [(input_uri, file, source.reading_of(file), cut) for file in files for cut in places[file]]
-    found = iter(piece for _, piece in sorted(engine.each(piece_at, calls), key=itemgetter(0)))
+        if reading is None or whole_only(file, reading):
+            continue
+        uri, kind = join(input_uri, file), format_of(file, reading.format)
+        header = kind == "csv" and not reading.header
+        calls[file] = [(uri, kind, header, cut) for cut in cuts(uri, kind, size)]
+        quoted_values |= {file} if kind == "csv" and reading.quote is not False else set()
+    every = [call for file in files for call in calls[file]]
+    found = iter(piece for _, piece in sorted(engine.each(piece_at, every), key=itemgetter(0)))
     pieces: list[tuple[str, Piece | None]] = []
     for file in files:
-        mine = [next(found) for _ in places[file]]
-        reading = source.reading_of(file)
-        plain = reading is not None and (format_of(file, reading.format) != "csv" or reading.quote is False)
-        if len(mine) < 2 or (not plain and any(quoted for _, _, quoted in mine)):
+        mine = [next(found) for _ in calls[file]]
+        if len(mine) < 2 or (file in quoted_values and any(quoted for _, _, quoted in mine)):
             pieces.append((file, None))
             continue
         first_row = 0

@@ -8,7 +8,8 @@ from typing import Any
 from models.config import check_known
 from models.tables import UserError
 from pipelines.data.kinds.table import KINDS
-from pipelines.data.prepare_config import PrepareConfig, RayDataConfig
+from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.ray_data_config import RayDataConfig
 from pipelines.data.sources.base import Source
 from pipelines.data.splits import SplitConfig
 from pipelines.data.tables import check_output, check_writable

@@ -19,7 +19,8 @@ import pyarrow as pa
 from models.tables import UserError
 from pipelines.data.sources.base import Block, Metadata, Source, list_files
 from pipelines.data.sources.mapping import Items, Mapping, items_origins, read_items
-from pipelines.data.sources.readers import Piece, Reading, format_of
+from pipelines.data.sources.pieces import Piece
+from pipelines.data.sources.readers import Reading, format_of
 
 TIME = {"column": "timestamp", "unit": "ms"}
 RATING = {"column": "rating", "type": "float32"}

@@ -13,7 +13,8 @@ import pyarrow as pa
 from pyarrow import fs
 
 from models.tables import UserError, open_uri
-from pipelines.data.sources.readers import Piece, Reading
+from pipelines.data.sources.pieces import Piece
+from pipelines.data.sources.readers import Reading
 from pipelines.data.tables import OWN, events_schema
 
 LOG_ROW = pa.field("log_row", pa.int64(), nullable=False)

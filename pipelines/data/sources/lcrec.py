@@ -19,7 +19,7 @@ from models.tables import UserError, join, open_uri
 from pipelines.data.sources.base import Block, Metadata, Source, list_files
 from pipelines.data.sources.mapping import items_fields
 from pipelines.data.sources.normalise import NO_ID
-from pipelines.data.sources.readers import Piece
+from pipelines.data.sources.pieces import Piece
 from pipelines.data.tables import REJECTS
 
 USERS_PER_BLOCK = 20_000

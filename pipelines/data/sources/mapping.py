@@ -27,7 +27,8 @@ from pipelines.data.sources.base import Block, Metadata, Source, list_files
 from pipelines.data.sources.encodings import check_encoding
 from pipelines.data.sources.load import build
 from pipelines.data.sources.normalise import NO_ID, WRITTEN, Columns, Explode, Label, Time, blocks, rejected
-from pipelines.data.sources.readers import FORMATS, Frame, Piece, Reading, read_frames
+from pipelines.data.sources.pieces import Piece
+from pipelines.data.sources.readers import FORMATS, Frame, Reading, read_frames
 from pipelines.data.tables import REJECTS
 
 OF_USER = "user: "
@@ -348,19 +349,12 @@ class Mapping(Source):
                 **{f"cat_{name}": f"{column} of the users" for name, column in users.items()},
             },
             "items": items_origins(self.items) if self.items else {},
-            "users": {OF_USER + name: column for name, column in {"": self.users.user, **users}.items()}
-            if self.users
-            else {},
+            "users": {OF_USER + n: c for n, c in {"": self.users.user, **users}.items()} if self.users else {},
         }
 
     @property
     def absent(self) -> frozenset[str]:
-        given = {
-            "query": self.query,
-            "request_id": self.request or self.explode,  # a row whose lists are exploded is a request
-            "position": self.position or self.explode,
-        }
-        return frozenset(name for name, column in given.items() if not column)
+        return self.columns.absent
 
     @property
     def items_columns(self) -> tuple[list[str], list[str]]:
@@ -388,13 +382,7 @@ class Mapping(Source):
                 key = pl.col(self.user).cast(pl.String).str.strip_chars()
                 rows = rows.join(known, left_on=key, right_on=OF_USER, how="left", maintain_order="left")
             for block in blocks(
-                rows,
-                frame.broken,
-                columns,
-                schema,
-                uri=join(input_uri, file),
-                file=file,
-                first_log_row=first,
+                rows, frame.broken, columns, schema, uri=join(input_uri, file), file=file, first_log_row=first
             ):
                 yield replace(block, missing=frame.missing)
                 first += block.rows_read

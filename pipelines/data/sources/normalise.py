@@ -162,6 +162,13 @@ class Columns:
     categories: dict[str, str]
     explode: Explode | None
 
+    @property
+    def absent(self) -> frozenset[str]:
+        """As `Source.absent`; a row whose lists are exploded is a request."""
+        of_list = self.request or self.explode, self.position or self.explode
+        given = dict(zip(("query", "request_id", "position"), (self.query, *of_list), strict=True))
+        return frozenset(name for name, column in given.items() if not column)
+
 
 def comparison(text: str) -> tuple[str, float | str]:
     """The polars method and the operand of a `true_when` rule. A number compares as a number."""

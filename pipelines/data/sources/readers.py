@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 from models.config import hint
 from models.tables import UserError, join, open_uri
 from pipelines.data.sources.encodings import not_encoded, open_text
+from pipelines.data.sources.pieces import Piece, open_piece
 
 ROW = "__row"
 """Column with the row's number in the raw file, from 0; added by the readers."""
@@ -43,7 +44,6 @@ TEXT_BLOCK = 8 << 20  # bytes of text per frame; also the longest row that can b
 PARQUET_BLOCK = 1 << 17  # rows per frame, at most: fewer where they are long
 LONGEST_QUOTE = 2000  # characters of an unreadable line that a reject keeps
 BOM = b"\xef\xbb\xbf"
-BLANK = np.frombuffer(b"\r \t", np.uint8)
 
 # A stray quote makes one value of all lines up to the next one. With `quote: auto` a CSV file is refused if its values
 # hold at least FEW_BREAKS line breaks, and
@@ -94,18 +94,6 @@ class Frame:
     """JSON: the wanted columns that no row here has, each with a hint at the nearest key."""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A part of a plain file that is read by itself."""
-
-    start: int
-    """First byte, the first of a line; of Parquet the first row group."""
-    end: int
-    """The byte after the last, or the row group."""
-    first_row: int
-    """Number of its first row in the file."""
-
-
 def format_of(file: str, chosen: str | None = None) -> str:
     """The format of a raw file: as chosen, or by its suffix beneath that of a compression."""
     if chosen is not None:
@@ -140,98 +128,11 @@ def read_frames(input_uri: str, file: str, reading: Reading, piece: Piece | None
         ) from error
 
 
-def cuts(input_uri: str, file: str, reading: Reading, size: int) -> list[tuple[int, int]]:
-    """Where a file can be cut into pieces of about `size` bytes, each for `piece_at`; none where it is read as a whole:
-    small files, compressed ones, those of another encoding, and CSV where a value may span lines."""
-    uri, kind = join(input_uri, file), format_of(file, reading.format)
-    filesystem, path = open_uri(uri)
-    length = filesystem.get_file_info(path).size
-    if length <= size or file.lower().endswith(COMPRESSIONS) or reading.encoding:
-        return []
-    if kind == "parquet":
-        with filesystem.open_input_file(path) as stream:
-            metadata = pq.read_metadata(stream)
-        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-        sizes = [sum(group.column(i).total_compressed_size for i in range(group.num_columns)) for group in groups]
-        edges = np.unique(np.cumsum([0, *sizes]) // size, return_index=True)[1].tolist()
-        return list(pairwise([*edges[: -1 if edges[-1] == len(groups) else None], len(groups)]))
-    if kind == "jsonl" and reading.required is None:  # only the whole file tells which columns it lacks
-        return []
-    return list(pairwise([*range(0, length, size), length]))
-
-
-def piece_at(input_uri: str, file: str, reading: Reading, cut: tuple[int, int]) -> tuple[Piece, int, bool]:
-    """The piece of whole lines that begin between two bytes (its first row yet unknown), its rows, and whether it holds
-    a quote."""
-    uri = join(input_uri, file)
-    filesystem, path = open_uri(uri)
-    if format_of(file, reading.format) == "parquet":
-        with filesystem.open_input_file(path) as stream:
-            metadata = pq.read_metadata(stream)
-        return Piece(*cut, 0), sum(metadata.row_group(number).num_rows for number in range(*cut)), False
-    with filesystem.open_input_file(path) as stream:
-        start, end = (_line_start(stream, byte) for byte in cut)
-        stream.seek(start)
-        at, last, rows, quoted = start, start - 1, 0, False  # last: place of the line break before
-        while at < end and (block := stream.read(min(TEXT_BLOCK, end - at))):
-            quoted = quoted or b'"' in block
-            text = np.frombuffer(block, np.uint8)
-            breaks = np.flatnonzero(text == ord("\n"))
-            length = np.diff(breaks + at, prepend=last) - 1
-            # Rows may be numbered with gaps, never twice: a line of several blanks counts.
-            empty = (length == 0) | ((length == 1) & np.isin(text[breaks - 1], BLANK))
-            rows += len(breaks) - int(empty.sum())
-            last = int(breaks[-1]) + at if len(breaks) else last
-            at += len(block)
-        header = start == 0 and format_of(file, reading.format) == "csv" and not reading.header
-        return Piece(start, end, 0), rows + (last < end - 1) - header, quoted
-
-
-def _line_start(stream: Any, byte: int) -> int:
-    """The first byte from `byte` on that begins a line, or the end of the file."""
-    if byte == 0:
-        return 0
-    stream.seek(byte - 1)
-    at = byte - 1
-    while block := stream.read(1 << 16):
-        if (found := block.find(b"\n")) >= 0:
-            return at + found + 1
-        at += len(block)
-    return at
-
-
-class _Range:
-    """A stream of some bytes of a file."""
-
-    def __init__(self, stream: Any, piece: Piece) -> None:
-        stream.seek(piece.start)
-        self.stream, self.left = stream, piece.end - piece.start
-
-    @property
-    def closed(self) -> bool:
-        return bool(self.stream.closed)
-
-    def read(self, size: int) -> bytes:
-        block = self.stream.read(min(size, self.left))
-        self.left -= len(block)
-        return bytes(block)
-
-    def read_buffer(self, size: int) -> pa.Buffer:
-        return pa.py_buffer(self.read(size))
-
-    def __enter__(self) -> _Range:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stream.close()
-
-
-def _open(uri: str, encoding: str | None, piece: Piece | None) -> Any:
-    """The text of a file, or of a piece of it."""
-    if piece is None:
-        return open_text(uri, encoding)
-    filesystem, path = open_uri(uri)
-    return _Range(filesystem.open_input_file(path), piece)
+def whole_only(file: str, reading: Reading) -> bool:
+    """Whether the file is to be read by one task whatever its size: compressed, of another encoding than UTF-8, or JSON
+    of which only the whole tells what columns it lacks."""
+    other = file.lower().endswith(COMPRESSIONS) or reading.encoding is not None
+    return other or (format_of(file, reading.format) == "jsonl" and reading.required is None)
 
 
 def require_columns(uri: str, wanted: Iterable[str], present: Collection[str]) -> None:
@@ -342,7 +243,7 @@ def _read_csv(uri: str, reading: Reading, piece: Piece | None) -> Iterator[Frame
         return "skip"
 
     names, types = header if headless else None, dict.fromkeys(reading.columns, pa.string())
-    with _open(uri, reading.encoding, piece) as stream:
+    with open_piece(uri, reading.encoding, piece) as stream:
         lines = _Lines(stream)
         rows, reported, start = 0, 0, first_row
         try:
@@ -449,7 +350,7 @@ def _read_jsonl(uri: str, reading: Reading, piece: Piece | None) -> Iterator[Fra
 
 def _line_chunks(uri: str, encoding: str | None, piece: Piece | None) -> Iterator[bytes]:
     """The file's text, or that of a piece of it, in chunks of whole lines."""
-    with _open(uri, encoding, piece) as stream:
+    with open_piece(uri, encoding, piece) as stream:
         rest = stream.read(len(BOM)).removeprefix(BOM)
         while block := stream.read(TEXT_BLOCK):
             end = block.rfind(b"\n") + 1

@@ -21,7 +21,7 @@ import ray
 from models.tables import UserError
 from pipelines.data import ingest as ingest_module
 from pipelines.data.dataflow import KEY, TALLY, Engine, partition_keys, tally_row
-from pipelines.data.prepare_config import RayDataConfig
+from pipelines.data.ray_data_config import RayDataConfig
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
 

@@ -12,13 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from models.tables import UserError
+from models.tables import UserError, join
 from pipelines.data.dataflow import Engine
-from pipelines.data.ingest import ingest
+from pipelines.data.ingest import ingest, pieces_of
 from pipelines.data.sources import readers
 from pipelines.data.sources.base import Block
 from pipelines.data.sources.mapping import Items, Mapping, Users
-from pipelines.data.sources.readers import Reading, cuts, piece_at, read_frames
+from pipelines.data.sources.pieces import cuts, piece_at
+from pipelines.data.sources.readers import Reading, format_of, read_frames, whole_only
 from pipelines.data.survey import Gathering
 
 QUERY = {"query": "q"}
@@ -257,9 +258,9 @@ def test_odd_bytes_are_named_or_skipped(tmp_path: Path, name: str, content: byte
 def whole_and_in_pieces(folder: Path, source: Mapping, size: int) -> tuple[pl.DataFrame, pl.DataFrame, int]:
     """Events and rejects of a file as they are read whole and in pieces of about `size` bytes; and how many pieces."""
     (file,) = source.event_files(str(folder))
-    reading, first_row, pieces = source.reading, 0, []
-    for cut in cuts(str(folder), file, reading, size):
-        piece, rows, _ = piece_at(str(folder), file, reading, cut)
+    uri, kind, first_row, pieces = join(str(folder), file), format_of(file), 0, []
+    for cut in cuts(uri, kind, size):
+        piece, rows, _ = piece_at(uri, kind, kind == "csv", cut)
         pieces += [replace(piece, first_row=first_row)] if piece.start < piece.end else []
         first_row += rows
     whole = list(source.read_events(str(folder), file))
@@ -297,9 +298,25 @@ def test_a_file_in_pieces_is_the_file(tmp_path: Path, name: str, size: int, end:
 
 def test_what_cannot_be_cut_is_read_whole(tmp_path: Path) -> None:
     reading = plain().reading
-    for name in ("log.csv.gz", "log.csv"):
-        (tmp_path / name).write_bytes(b"u,i,t\n" * 100)
-    assert cuts(str(tmp_path), "log.csv.gz", reading, 10) == []
-    assert cuts(str(tmp_path), "log.csv", replace(reading, encoding="cp1252"), 10) == []
-    assert cuts(str(tmp_path), "log.csv", reading, 1000) == []
-    assert len(cuts(str(tmp_path), "log.csv", reading, 100)) == 6
+    assert whole_only("log.csv.gz", reading)
+    assert whole_only("log.csv", replace(reading, encoding="cp1252"))
+    assert whole_only("log.jsonl", replace(reading, required=None))
+    assert not whole_only("log.csv", reading)
+    (tmp_path / "log.csv").write_bytes(b"u,i,t\n" * 100)
+    assert cuts(str(tmp_path / "log.csv"), "csv", 1000) == []
+    assert len(cuts(str(tmp_path / "log.csv"), "csv", 100)) == 6
+
+
+@pytest.mark.usefixtures("ray_local")
+def test_files_are_cut_where_no_value_is_quoted(tmp_path: Path) -> None:
+    """All pieces of a log in their order, with the numbers of their first rows."""
+    line = "a,x,1\n" * 200
+    for name, text in (("log.1.csv", line), ("log.2.csv", line + 'a,"x",1\n'), ("log.3.csv", "a,x,1\n")):
+        (tmp_path / name).write_text("u,i,t\n" + text)
+    source = plain()
+    files = source.event_files(str(tmp_path))
+    found = pieces_of(source, str(tmp_path), files, 700, Engine())
+    assert [file for file, _ in found] == ["log.1.csv", "log.1.csv", "log.2.csv", "log.3.csv"]
+    assert [piece and piece.first_row for _, piece in found] == [0, 116, None, None]
+    unquoted = pieces_of(plain(quote=False), str(tmp_path), files, 700, Engine())
+    assert [file for file, _ in unquoted] == ["log.1.csv", "log.1.csv", "log.2.csv", "log.2.csv", "log.3.csv"]
