@@ -17,6 +17,7 @@ import logging
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -237,7 +238,10 @@ def _named(work: Callable[..., Any], function: Callable[..., Any]) -> Callable[.
     def named(rows: pa.Table, *arguments: Any) -> Any:
         return work(rows, *arguments)
 
-    named.__name__ = getattr(function, "__name__", type(function).__name__).strip("_")
+    while isinstance(function, partial):
+        function = function.func
+    kind = function if isinstance(function, FunctionType) else type(function)
+    named.__name__ = kind.__name__.strip("_")
     return named
 
 

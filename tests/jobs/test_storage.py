@@ -58,8 +58,8 @@ def lines(where: str, mapping: str, folder: Path) -> dict[str, tuple[Callable[[A
                 "sweep", ["--grid", grid, "--tables", place, "--storage", here, "--model.teacher", f"{here}/teacher"]
             ),
         ),
-        "evaluate": (evaluate.run, evaluate.Config(place, here)),
-        "evaluate on": (evaluate.run, evaluate.Config(here, place)),
+        "evaluate": (evaluate.run, evaluate.Config(checkpoint=place, tables=here)),
+        "evaluate on": (evaluate.run, evaluate.Config(checkpoint=here, tables=place)),
         "compare": (compare.run, compare.Config(sids=[place])),
     }
 

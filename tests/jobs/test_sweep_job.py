@@ -56,7 +56,7 @@ def test_mistakes_are_named(words: list[str], message: str) -> None:
         (["--model.alpha", "0.5"], "'model.alpha' is an axis of the grid sid_mlp_alpha"),
         (["--axes.model.alfa", "[1]"], "has no axis 'model.alfa' to give values to; the nearest is 'model.alpha'"),
         (["--axes.model.alpha", "[]"], "the axis 'model.alpha' of the grid sid_mlp_alpha has no values"),
-        (["--model.teechar", "x"], "the nearest is 'model.teacher'"),
+        (["--model.teechar", "x"], "the nearest key is 'model.teacher'"),
         (["--samples", "0"], "--samples is 0, it must be at least 1"),
     ],
 )

@@ -140,7 +140,7 @@ def test_the_configs_are_of_one_size(path):
     if path.stem == "paper":
         assert (config.num_layers, config.max_history) == (12, 1024)
         return
-    assert change["model"] == {"name": path.stem}
+    assert change["model"]["name"] == registry.name_of(config)
     assert change.get("fit", {}).keys() <= {"lr"}
 
 

@@ -129,7 +129,10 @@ def test_who_gains_more_than_attn_mvp_is_better_than_it() -> None:
     papers = load()
     (claim,) = [Claim(**given) for given in papers.claims if given["id"] == "lac"]
     for loss, verdict in ((1.990, FAILS), (1.999, HOLDS), (2.1, HOLDS)):
-        rows = [row("lac", {LOSS: loss}), row("attn_mvp", {LOSS: 2.0}, model__action_weight="1.0")]
+        rows = [
+            row("lac", {LOSS: loss}),
+            row("attn_mvp", {LOSS: 2.0}, model__action_weight="1.0", model__late_fusion="True"),
+        ]
         assert decide(claim, rows, papers)[0].verdict == verdict, loss
 
 

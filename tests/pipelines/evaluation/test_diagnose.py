@@ -38,8 +38,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def test_attention_and_lost_codes_are_written(made: dict[str, str], tmp_path: Path, capsys: Any) -> None:
     config = job.Config(
-        made["tiger"], made["tables"], made["sids"], diagnose=str(tmp_path / "a"), batch_size=5, device="cpu"
-    )
+        checkpoint=made["tiger"], tables=made["tables"], sids=made["sids"], diagnose=str(tmp_path / "a"), batch_size=5,
+        device="cpu",
+    )  # fmt: skip
     assert job.run(config) is None
     found = json.loads((tmp_path / "a/diagnostics.json").read_text())
     assert (found["requests"], found["beam"], found["split"]) == (12, 4, "test")
@@ -77,4 +78,4 @@ def test_who_cannot_be_looked_into(made: dict[str, str], tmp_path: Path) -> None
         diagnose(made["sasrec"], made["tables"], None, str(tmp_path), device="cpu")
     for option in ({"export": "x.pt2"}, {"batch_inference": "x"}, {"replay": True}, {"item_shift": True}):
         with pytest.raises(ValueError, match=f"{next(iter(option))} is given with diagnose"):
-            job.Config("c", "t", diagnose="d", **option)
+            job.Config(checkpoint="c", tables="t", diagnose="d", **option)

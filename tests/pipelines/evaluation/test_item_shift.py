@@ -99,7 +99,7 @@ def test_the_job_measures_what_ranking_by_hand_gives(
     world: tuple[Path, str], ray_local: None, capsys: pytest.CaptureFixture
 ) -> None:
     folder, tables = world
-    result = run(Config(str(folder / "sasrec"), tables, batch_size=7, item_shift=True))
+    result = run(Config(checkpoint=str(folder / "sasrec"), tables=tables, batch_size=7, item_shift=True))
     assert result is not None
     printed = capsys.readouterr().out
     model, about = registry.load(folder / "sasrec", Catalogue.load(tables))

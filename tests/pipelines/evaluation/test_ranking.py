@@ -96,7 +96,7 @@ def test_gpus_that_the_cluster_has_not_are_refused(world: World, ray_local: None
 
 def test_results_reach_the_training_run_and_the_comparison(world: World, capsys: pytest.CaptureFixture) -> None:
     for name in ("sasrec-1", "sasrec-2", "tiger"):
-        run(Config(world.place(name), world.tables, world.sids if name == "tiger" else None))
+        run(Config(checkpoint=world.place(name), tables=world.tables, sids=world.sids if name == "tiger" else None))
     assert "sasrec on test: 60 requests of 60 users, seed 1" in capsys.readouterr().out
     about = checkpoint.read(world.place("sasrec-1"))
     client = tracking.connect(world.uri)
@@ -128,7 +128,7 @@ def test_figures_are_printed_where_the_run_is_gone(world: World, tmp_path: Path,
         with pytest.raises(
             UserError, match=r"are in .*evaluation-val\.json, but not in MLflow: .*; give the --tracking_uri"
         ):
-            run(Config(world.place("sasrec-2"), world.tables, split="val", tracking_uri=gone))
+            run(Config(checkpoint=world.place("sasrec-2"), tables=world.tables, split="val", tracking_uri=gone))
         assert "sasrec on val: 60 requests of 60 users, seed 2" in capsys.readouterr().out
 
 

@@ -205,7 +205,7 @@ def test_models_do_not_see_where_a_result_was_logged(trained, tmp_path):
 def test_evaluate_prints_and_keeps_estimates(trained, capsys):
     folder, tables, text = trained
     options = {"tables": tables, "text": text, "replay": True, "replay_page": 3, "device": "cpu"}
-    run(Config(str(folder / "qgs"), replay_base=str(folder / "base"), **options))
+    run(Config(checkpoint=str(folder / "qgs"), replay_base=str(folder / "base"), **options))
     printed = capsys.readouterr().out
     assert "estimates on logged clicks, first 3 results" in printed
     assert "over base" in printed
@@ -220,9 +220,9 @@ def test_evaluate_prints_and_keeps_estimates(trained, capsys):
 def test_impossible_replays_are_refused(trained):
     folder, tables, _ = trained
     with pytest.raises(ValueError, match="add --replay true"):
-        Config(str(folder / "qgs"), tables, replay_page=3)
+        Config(checkpoint=str(folder / "qgs"), tables=tables, replay_page=3)
     with pytest.raises(ValueError, match="measure nothing"):
-        Config(str(folder / "qgs"), tables, replay=True, batch_inference="x")
+        Config(checkpoint=str(folder / "qgs"), tables=tables, replay=True, batch_inference="x")
     for values, message in (([1.0], "has 1 values, results were shown at 6"), ([1, 1, 1, 1, 1, 0], "a chance above 0")):
         with pytest.raises(UserError, match=message):
             given_rates(values, read_log(join(tables, "sequences"), "test"))

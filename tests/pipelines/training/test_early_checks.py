@@ -33,7 +33,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
          {"model": TIGER, "eval_options": {"beem": 3}}),
         ("fit.eval_options has 'beam', which is no option of 'sasrec'.* it has none", {"eval_options": {"beam": 3}}),
         ("fit.batch_size 16 does not divide by 3 workers", {"ray_options": RayOptions(num_workers=3)}),
-        ("the model 'tiger' needs semantic IDs; give --sids", {"model": TIGER, "sids": None}),
+        ("the model 'tiger' needs semantic IDs; give --sids", {"model": TIGER, "extra": None}),
         ("the teacher .*/nowhere is neither a checkpoint nor a finished run",
          {"model": {"name": "sid_mlp", "teacher": "/nowhere"}}),
         ("/nowhere/items is not a table", {"tables": "/nowhere"}),
@@ -47,7 +47,7 @@ def test_what_is_known_before_ray_is_said_before_ray(
     started: list[str] = []
     fit = {key: changes.pop(key) for key in ("metric", "eval_options") if key in changes}
     arguments: dict[str, Any] = {
-        "model": SASREC, "fit": replace(FIT, **fit), "ray_options": RayOptions(), "tables": made[0], "sids": made[1],
+        "model": SASREC, "fit": replace(FIT, **fit), "ray_options": RayOptions(), "tables": made[0], "extra": made[1],
         "storage": str(tmp_path / "runs"), "name": "early", "start": lambda: started.append("Ray"),
     }  # fmt: skip
     with pytest.raises(UserError, match=message):

@@ -33,7 +33,7 @@ def tables(small: tuple[str, str]) -> str:
 def trained(tables: str, storage: Path, **changes: Any) -> Trained:
     fit = FitConfig(**{**FIT, **changes.pop("fit", {})})
     arguments: dict[str, Any] = {
-        "model": MODEL, "fit": fit, "ray_options": RayOptions(threads=1), "tables": tables, "sids": None,
+        "model": MODEL, "fit": fit, "ray_options": RayOptions(threads=1), "tables": tables, "extra": None,
         "storage": str(storage), "name": "one", "log_model": False,
     }  # fmt: skip
     return train(**{**arguments, **changes})
@@ -97,7 +97,11 @@ def test_a_training_that_waits_says_for_what(
 
     releaser = threading.Thread(target=let_go, daemon=True)
     releaser.start()
-    assert trained(tables, tmp_path, fit={"max_epochs": 1}, say=say).epochs == 1
+    try:
+        assert trained(tables, tmp_path, fit={"max_epochs": 1}, say=say).epochs == 1
+    finally:
+        waits.set()  # else the CPUs are held from all tests after this one
+        releaser.join()
     assert said[0] == "waiting for 1 x {CPU: 1}; the cluster has 2 CPUs, of which 0 are free"
 
 

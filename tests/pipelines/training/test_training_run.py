@@ -53,7 +53,7 @@ class World:
     def again(self, **changes: Any) -> Trained:
         arguments: dict[str, Any] = {
             "model": SASREC, "fit": FIT, "ray_options": RayOptions(num_workers=2, threads=1), "tables": self.tables,
-            "sids": None, "storage": str(self.folder / "runs"), "name": "two", "say": self.lines.append,
+            "extra": None, "storage": str(self.folder / "runs"), "name": "two", "say": self.lines.append,
         }  # fmt: skip
         return train(**{**arguments, **changes})
 
