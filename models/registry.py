@@ -31,6 +31,8 @@ from models.matmul import use_exact_onednn
 from models.retrieval import metrics, sid_mlp_pp
 from models.retrieval import teacher as teachers
 from models.retrieval.data import Catalogue, Examples
+from models.retrieval.decoders.gdn import GdnConfig, gdn
+from models.retrieval.decoders.mamba2 import Mamba2Config, mamba2
 from models.retrieval.decoders.one_layer import OneLayerConfig, one_layer
 from models.retrieval.decoders.sid_mlp import SidMlpConfig
 from models.retrieval.popularity import Popularity, PopularityConfig
@@ -178,6 +180,8 @@ MODELS: dict[str, Entry] = {
     "tiger": Entry(TigerConfig, Tiger, RETRIEVAL, unit="request", sids=True, teaches=True),
     "sid_mlp": taught(SidMlpConfig, SidMlp),
     "one_layer": taught(OneLayerConfig, on_backbone(one_layer), Student),
+    "gdn": taught(GdnConfig, on_backbone(gdn), Student),
+    "mamba2": taught(Mamba2Config, on_backbone(mamba2), Student),
     "sid_mlp_pp_encoder": taught(sid_mlp_pp.SidMlpPpEncoderConfig, sid_mlp_pp.SidMlpPpEncoder, teaches=False),
     "sid_mlp_pp": taught(
         sid_mlp_pp.SidMlpPpConfig, sid_mlp_pp.SidMlpPp, resolve=sid_mlp_pp.resolve, teach=teach_stage_2
