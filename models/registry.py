@@ -29,6 +29,8 @@ from models.retrieval import teacher as teachers
 from models.retrieval.atspeed import AtSpeed, AtSpeedRConfig, AtSpeedSConfig
 from models.retrieval.backbones.earn import EarnConfig, earn
 from models.retrieval.data import Catalogue
+from models.retrieval.decoders.gdn import GdnConfig, gdn
+from models.retrieval.decoders.mamba2 import Mamba2Config, mamba2
 from models.retrieval.decoders.nezha import Nezha, NezhaConfig, lr_multipliers
 from models.retrieval.decoders.one_layer import OneLayerConfig, one_layer
 from models.retrieval.decoders.sid_mlp import SidMlpConfig
@@ -168,6 +170,8 @@ MODELS: dict[str, Entry] = {
     "tiger": Entry(TigerConfig, Tiger, RETRIEVAL, unit="request", sids=True, teaches=True, recommends=TigerOptions),
     "sid_mlp": taught(SidMlpConfig, SidMlp, SidMlpOptions),
     "one_layer": taught(OneLayerConfig, on_backbone(one_layer)),
+    "gdn": taught(GdnConfig, on_backbone(gdn)),
+    "mamba2": taught(Mamba2Config, on_backbone(mamba2)),
     "earn": taught(EarnConfig, earn, BeamOptions),
     "nezha": taught(NezhaConfig, Nezha, BeamOptions, lr_multipliers=lr_multipliers),
     "atspeed_s": taught(AtSpeedSConfig, AtSpeed, atspeed.AtSpeedOptions, teaches=False, measured=VERIFIED),

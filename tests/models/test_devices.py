@@ -110,6 +110,8 @@ SIZES: dict[str, dict[str, Any]] = {
     **{name: {"beam": 8} for name in ("earn", "nezha")},
     **{name: {"beam": 8, "attention_heads": 2, "attention_width": 24, "ffn_width": 32, "head_width": 20}
        for name in ("sid_mlp", "sid_mlp_pp")},
+    "gdn": {"beam": 8, "num_layers": 1, "heads": 2, "head_width": 8, "ffn_width": 16},
+    "mamba2": {"beam": 8, "num_layers": 1, "width": 16, "head_width": 8, "state": 8},
     **{name: {"width": 16, "num_layers": 1, "num_heads": 2} for name in ("hstu", "qgs")},
     "hllm": {"width": 16, "num_layers": 1, "num_heads": 2, "item_model": search_tables.ITEM_MODEL},
     **{name: {"width": 16, "num_layers": 2, "num_heads": 2, "ffn": 32, "experts": 2, "expert_width": 16}

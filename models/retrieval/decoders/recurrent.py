@@ -1,0 +1,171 @@
+"""Decoders that carry a recurrent state in place of attention: what `gdn.py` and `mamba2.py` share.
+
+A causal stack reads, as one row, the backbone's frozen states of the history, a learned start token, and the prefix in
+the backbone's frozen embeddings; the logits of a digit are a linear layer on the position before it (Appendix D.3 of
+SID-MLP). Rows are shifted so that padding comes first and their last positions meet: neither the state nor the short
+convolutions take anything from padding. In search the history is read once per user; from there on every beam has a
+state, which at each step is gathered by parent beam and moved on by the chosen code.
+
+Shapes: `B` requests, `S` positions of the longest history, `D` width of the backbone, `N` width of the stack, `W`
+beams of a user, `L` levels (digits), `C_l` codes of level l.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from models.layers.gated_recurrence import MixerState, RecurrentMixer
+from models.layers.t5 import dropout
+from models.retrieval.parts import Backbone, Decoder, History
+from models.retrieval.student import StudentConfig
+
+
+@dataclass
+class RecurrentConfig(StudentConfig):
+    """What both decoders have."""
+
+    num_layers: int = 4
+    """Blocks of the stack."""
+    width: int = 0
+    """Width of the stack; 0: the backbone's, and its states are read as they are, else by a linear layer."""
+    conv: int = 4
+    """Positions of the short convolutions."""
+    chunk: int = 64
+    """Positions that are computed at once in training; it changes no result but by rounding."""
+    dropout: float = 0.1
+    """Dropout on what each block adds (TIGER's; swept over 0.1 and 0.2 in Appendix C.2)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("num_layers", "conv", "chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} is below 1; give a positive number")
+        if self.width < 0:
+            raise ValueError(f"width {self.width} is below 0; give a width, or 0 for the backbone's")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout {self.dropout} is not in [0, 1); give a share")
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), then, where it has one, x + ffn(norm(x)) with a SwiGLU."""
+
+    def __init__(self, width: int, mixer: RecurrentMixer, ffn_width: int, dropout_p: float) -> None:
+        """`ffn_width` 0: none."""
+        super().__init__()
+        self.norm, self.mixer, self.dropout_p = nn.RMSNorm(width, eps=1e-6), mixer, dropout_p
+        self.ffn_norm: nn.RMSNorm | None = None
+        if ffn_width:
+            self.ffn_norm = nn.RMSNorm(width, eps=1e-6)
+            self.ffn_in = nn.Linear(width, 2 * ffn_width, bias=False)
+            self.ffn_out = nn.Linear(ffn_width, width, bias=False)
+
+    def forward(self, x: Tensor, real: Tensor, last: int | None = None) -> tuple[Tensor, MixerState]:
+        """As `RecurrentMixer.forward`."""
+        mixed, state = self.mixer(self.norm(x), real, last)
+        x = x if last is None else x[:, x.shape[1] - last :]
+        return self._add(x, mixed), state
+
+    def step(self, x: Tensor, state: MixerState, keep: bool) -> tuple[Tensor, MixerState]:
+        """As `RecurrentMixer.step`."""
+        mixed, state = self.mixer.step(self.norm(x), state, keep)
+        return self._add(x, mixed), state
+
+    def _add(self, x: Tensor, mixed: Tensor) -> Tensor:
+        dropout_p = self.dropout_p if self.training else 0.0
+        x = x + dropout(mixed, dropout_p)
+        if self.ffn_norm is None:
+            return x
+        gate, up = self.ffn_in(self.ffn_norm(x)).chunk(2, -1)
+        return x + dropout(self.ffn_out(functional.silu(gate) * up), dropout_p)
+
+
+class RecurrentDecoder(Decoder):
+    """A stack of blocks over the states and the embeddings of a backbone, whose they stay."""
+
+    def __init__(
+        self, config: RecurrentConfig, backbone: Backbone, mixer: Callable[[int], RecurrentMixer], ffn_width: int = 0
+    ) -> None:
+        """`mixer(N)` makes that of a block."""
+        super().__init__()
+        self.tokens, self.first_level = backbone.tokens, config.m
+        self._embedding = (backbone.embedding,)  # the backbone's, no submodule here
+        dim = backbone.embedding.embedding_dim
+        width = self.hidden_width = config.width or dim
+        self.start = nn.Parameter(torch.randn(dim))
+        self.enter = nn.Linear(dim, width) if config.width else nn.Identity()
+        self.blocks: Any = nn.ModuleList(
+            Block(width, mixer(width), ffn_width, config.dropout) for _ in range(config.num_layers)
+        )
+        self.norm = nn.RMSNorm(width, eps=1e-6)
+        self.heads = nn.ModuleList(
+            nn.Identity() if level < self.first_level else nn.Linear(width, size)
+            for level, size in enumerate(self.tokens.sizes)
+        )
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """(..., D) of `tokens` (...)."""
+        return functional.embedding(tokens, self._embedding[0].weight)
+
+    def read(self, history: History, prefix: Tensor) -> tuple[Tensor, list[MixerState]]:
+        """(B, P + 1, N) after the history, from the start token on, of the embedded `prefix` (B, P, D); and each
+        block's state after all of it."""
+        states, lengths = history.states, history.lengths
+        source = torch.arange(states.shape[1], device=states.device) - (states.shape[1] - lengths).unsqueeze(1)
+        shifted = states.gather(1, source.clamp(min=0).unsqueeze(-1).expand_as(states))  # padding first
+        begin = self.start.to(states.dtype).expand(len(states), 1, -1)
+        x = self.enter(torch.cat([shifted, begin, prefix.to(states.dtype)], 1))
+        real = functional.pad((source >= 0).to(x.dtype), (0, 1 + prefix.shape[1]), value=1.0).unsqueeze(-1)
+        found = []
+        for i, block in enumerate(self.blocks):
+            x, state = block(x, real, 1 + prefix.shape[1] if i == len(self.blocks) - 1 else None)
+            found.append(state)
+        return self.norm(x), found
+
+    def hidden(self, history: History, codes: Tensor) -> Tensor:
+        prefix = self.embedded(self.tokens.started(codes)[:, 1:])  # (B, L - 1, D)
+        return self.read(history, prefix)[0][:, self.first_level :]
+
+    def logits(self, hidden: Tensor) -> Sequence[Tensor]:
+        return [head(x) for head, x in zip(self.heads[self.first_level :], hidden.unbind(1), strict=True)]
+
+    def scorer(self, history: History) -> RecurrentScorer:
+        return RecurrentScorer(self, history)
+
+
+class RecurrentScorer:
+    """A `Scorer` (see `parts.py`): log-probabilities of each level's codebook. Of levels before `first_level` it has
+    none to give."""
+
+    def __init__(self, decoder: RecurrentDecoder, history: History) -> None:
+        self.decoder, self.history, self.level = decoder, history, 0
+        self.states: list[MixerState] = []  # per block, of B * W rows
+
+    @torch.no_grad()
+    def start(self) -> Tensor:
+        states = self.history.states
+        x, self.states = self.decoder.read(self.history, states.new_zeros((len(states), 0, states.shape[2])))
+        return self._score(x)[:, 0]
+
+    @torch.no_grad()
+    def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
+        decoder, users = self.decoder, torch.arange(len(parents), device=parents.device).unsqueeze(1)
+        beams = len(self.states[0].memory) // len(parents)
+        rows = (parents + users * beams).flatten()
+        x = decoder.enter(decoder.embedded(tokens.flatten() + decoder.tokens.first[self.level]))  # (B * W, N)
+        self.level += 1
+        keep = self.level < decoder.tokens.levels - 1  # after the last code nobody asks for a state
+        for i, block in enumerate(decoder.blocks):
+            x, self.states[i] = block.step(x, self.states[i].rows(rows), keep)
+        return self._score(decoder.norm(x).unflatten(0, parents.shape))
+
+    def _score(self, x: Tensor) -> Tensor:
+        """(B, W, C_level) of `x` (B, W, N)."""
+        if self.level < self.decoder.first_level:
+            return x.new_zeros((*x.shape[:2], 0))
+        return self.decoder.heads[self.level](x).float().log_softmax(-1)
