@@ -236,6 +236,18 @@ def read_manifest(uri: str, table: str | None = None) -> Manifest:
     return manifest
 
 
+def sequences_manifest(uri: str, family: str) -> Manifest:
+    """The manifest of sequences that models of the family read; an error for those of another one. A kind of request
+    is its family's namesake, or `info` names the family."""
+    manifest = read_manifest(uri, "sequences")
+    kind = manifest.info.get("kind", "retrieval")
+    if manifest.info.get("family", kind) != family:
+        raise UserError(
+            f"{uri} holds sequences of kind '{kind}'; models of {family} need '{family}' (prepare: kind: {family})"
+        )
+    return manifest
+
+
 def part_uris(uri: str, manifest: Manifest) -> list[str]:
     """URIs of the table's files, each checked to be there at its listed size."""
     filesystem, root = open_uri(uri)

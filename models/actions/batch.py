@@ -36,7 +36,7 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from models.tables import Manifest, UserError, join, read_manifest, read_table
+from models.tables import UserError, join, read_manifest, read_table, sequences_manifest
 
 Batch = dict[str, Tensor]
 
@@ -72,7 +72,7 @@ class ActionsCatalogue:
     @staticmethod
     def hashes_of(tables: str, extra: str | None = None) -> dict[str, str]:
         """Hashes of the tables that `load` reads, from their manifests. UserError where they do not belong together."""
-        sequences = actions_manifest(join(tables, "sequences"))
+        sequences = sequences_manifest(join(tables, "sequences"), "actions")
         made = read_manifest(join(tables, "items"), "items")
         if sequences.inputs.get("items") != made.hash:
             raise UserError(f"the sequences of {tables} were made from other items; run jobs.prepare again")
@@ -85,7 +85,8 @@ class ActionsCatalogue:
         Raises UserError where the tables do not belong together.
         """
         hashes = cls.hashes_of(tables)
-        info, items = actions_manifest(join(tables, "sequences")).info, read_table(join(tables, "items"), "items")
+        info = sequences_manifest(join(tables, "sequences"), "actions").info
+        items = read_table(join(tables, "items"), "items")
         if not np.array_equal(items["item_index"].to_numpy(), np.arange(len(items))):
             raise UserError(
                 f"{join(tables, 'items')}: item_index is not dense and sorted from 0; run jobs.prepare again"
@@ -128,17 +129,6 @@ class ActionsCatalogue:
             raise ValueError(
                 f"train_rates has {len(self.train_rates)} entries for {len(self.labels)} tasks; give one each"
             )
-
-
-def actions_manifest(uri: str) -> Manifest:
-    """The manifest of sequences of kind `actions`."""
-    manifest = read_manifest(uri, "sequences")
-    kind = manifest.info.get("kind", "retrieval")
-    if kind != "actions":
-        raise UserError(
-            f"{uri} holds sequences of kind '{kind}'; models of actions need 'actions' (prepare: kind: actions)"
-        )
-    return manifest
 
 
 def dense(column: pa.ChunkedArray) -> Tensor:

@@ -22,8 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.actions.batch import actions_manifest
-from models.tables import UserError, iter_parts
+from models.tables import UserError, iter_parts, sequences_manifest
 
 Unit = Literal["user", "cut"]
 Split = Literal["train", "val", "test"]
@@ -97,7 +96,7 @@ class ActionsExamples:
     ) -> Self:
         """The users of this rank: every `world`-th row of the table from row `rank` on."""
         self = cls(split, unit, max_history, rank, world)
-        info = actions_manifest(sequences_uri).info
+        info = sequences_manifest(sequences_uri, "actions").info
         widths = {name: len(info[name]) for name in ("actions", "tasks", "features")}
         self.rows_per_rank = np.zeros(world, np.int64)
         events: list[dict[str, NDArray[Any]]] = []

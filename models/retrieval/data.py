@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from models.retrieval.search.trie import Trie
-from models.tables import UserError, iter_parts, join, read_manifest, read_table
+from models.tables import UserError, iter_parts, join, read_manifest, read_table, sequences_manifest
 
 Unit = Literal["request", "user"]
 Split = Literal["train", "val", "test", "next"]
@@ -210,11 +210,7 @@ class Examples:
         The split `next` has one request per user that follows all behaviours and has no target (-1),
         for recommending to all users.
         """
-        manifest = read_manifest(sequences_uri, "sequences")
-        if manifest.info.get("kind", "retrieval") != "retrieval":
-            raise UserError(
-                f"{sequences_uri} holds sequences of kind '{manifest.info['kind']}'; retrieval models need 'retrieval'"
-            )
+        sequences_manifest(sequences_uri, "retrieval")
         self = cls(unit, max_history, rank, world)
         parts: list[tuple[NDArray, ...]] = []
         users = mine = behaviours = requests = skipped = 0

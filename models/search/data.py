@@ -24,7 +24,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from models.retrieval.data import PAD, Examples, Split, Unit, hash_strings
-from models.tables import Manifest, UserError, has_manifest, iter_parts, join, read_manifest, read_table
+from models.tables import (
+    Manifest,
+    UserError,
+    has_manifest,
+    iter_parts,
+    join,
+    read_manifest,
+    read_table,
+    sequences_manifest,
+)
 
 NO_QUERY = -1
 """`query_index` of a behaviour or request without a query."""
@@ -80,7 +89,7 @@ class SearchCatalogue:
         """Hashes of the tables that `load` reads, from their manifests. UserError where they do not belong together."""
         if text is None:
             raise UserError("search models read text; give --text with the folder that jobs.encode made")
-        sequences = search_manifest(join(tables, "sequences"))
+        sequences = sequences_manifest(join(tables, "sequences"), "search")
         made = {name: read_manifest(join(tables, name), name) for name in ("items", "queries")}
         parts = {name: read_manifest(join(text, name)) for name in ("items", "queries", "pairs")}
         expected = {"pairs": ("sequences", sequences.hash), **{name: (name, made[name].hash) for name in made}}
@@ -98,7 +107,7 @@ class SearchCatalogue:
         """
         hashes = cls.hashes_of(tables, text)
         assert text is not None, "hashes_of refuses it"
-        sequences = search_manifest(join(tables, "sequences"))
+        sequences = sequences_manifest(join(tables, "sequences"), "search")
         made = {name: read_manifest(join(tables, name), name) for name in ("items", "queries")}
         parts = {name: read_manifest(join(text, name)) for name in ("items", "queries", "pairs")}
         if has_manifest(join(text, "tokens")):
@@ -156,15 +165,6 @@ def load_documents(uri: str, items: Manifest) -> DocumentTokens | None:
     begin = np.append(0, np.cumsum(pc.list_value_length(lists).to_numpy(), dtype=np.int64))
     tokens = torch.from_numpy(lists.flatten().to_numpy().copy())
     return DocumentTokens(tokens, torch.from_numpy(begin), manifest.info["pooling"], manifest.info["normalize"])
-
-
-def search_manifest(uri: str) -> Manifest:
-    """The manifest of sequences of kind `search`."""
-    manifest = read_manifest(uri, "sequences")
-    kind = manifest.info.get("kind", "retrieval")
-    if kind != "search":
-        raise UserError(f"{uri} holds sequences of kind '{kind}'; search models need 'search' (prepare: kind: search)")
-    return manifest
 
 
 def pair_key(item: Any, query: Any, num_queries: int) -> Any:
@@ -226,7 +226,7 @@ class SearchExamples(Examples):
         """The users of this rank: every `world`-th row of the table from row `rank` on."""
         if split not in ("train", "val", "test"):
             raise UserError(f"search has no split '{split}'; choose train, val or test")
-        info = search_manifest(sequences_uri).info
+        info = sequences_manifest(sequences_uri, "search").info
         labels = [f"label_{name}" for name in info["labels"]]
         self = cls(unit, max_history, rank, world)
         self.rows_per_rank, self.skipped = np.zeros(world, np.int64), 0

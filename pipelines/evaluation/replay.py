@@ -42,9 +42,9 @@ from models import checkpoint, registry
 from models.families import SEARCH
 from models.fit import to_device
 from models.scores import check_finite
-from models.search.data import SearchExamples, read_part, runs, search_manifest, starts
+from models.search.data import SearchExamples, read_part, runs, starts
 from models.setup import load_catalogue
-from models.tables import UserError, iter_parts, join
+from models.tables import UserError, iter_parts, join, sequences_manifest
 
 Floats = NDArray[np.float64]
 
@@ -131,7 +131,7 @@ class Replay:
 
 def read_log(sequences: str, split: str) -> Log:
     """The requests of a split; UserError where they have no results."""
-    info = search_manifest(sequences).info
+    info = sequences_manifest(sequences, "search").info
     label = f"label_{info['labels'][0]}"
     parts: list[dict[str, Any]] = []
     users = requests = 0

@@ -1,6 +1,6 @@
-"""What a new decoder and a new search model take: one file, one row of the registry, and every command knows them.
+"""What a new decoder, search model or kind of request takes: one file, one row, and every command knows it.
 
-Each is put into a copy of the project and trained, evaluated and compared there by the commands.
+Each is put into a copy of the project and prepared or trained, evaluated and compared there by the commands.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ import training_tables
 from models import checkpoint
 from models.fit import FitConfig
 from models.setup import set_up
+from models.tables import read_table
 
 pytestmark = pytest.mark.long
 
@@ -126,6 +128,100 @@ class Nearest(nn.Module):
         return {"loss": functional.binary_cross_entropy_with_logits(self.score(batch), batch["labels"].float())}
 '''
 
+KIND = '''
+"""The smallest kind: a behaviour asks for itself where its item is not the last of its history."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import polars as pl
+import pyarrow as pa
+
+from pipelines.data.audit.base import KindRules, name_request
+from pipelines.data.audit.sequences import behaviour_rows, check_history, check_lengths, check_splits, request_rows
+from pipelines.data.kinds.base import Simulator
+from pipelines.data.kinds.retrieval.audit import REQUIRED
+from pipelines.data.kinds.retrieval.kind import RETRIEVAL
+from pipelines.data.kinds.retrieval.simulator import simulate_retrieval
+from pipelines.data.kinds.simulation import Settings
+
+
+def changes(users):
+    """`users` with the requests that ask for another item than the last of their history."""
+    rows = users.to_pylist()
+    for row in rows:
+        before = [None, *row["item_index"]]
+        row["requests"] = [asked for asked in row["requests"] if before[asked["history_end"]] != asked["candidates"][0]]
+    return pa.Table.from_pylist(rows, schema=users.schema)
+
+
+def write_one(uri, catalogue, rules, source):
+    from pipelines.data.kinds.retrieval.sequences import build_sequences
+    from pipelines.data.splits import NAMES
+    from pipelines.data.survey import read_coded
+    from pipelines.data.tables import write_part
+
+    names = [name for name in rules.schema.names if name not in ("request_id", "position")]
+    table, count = build_sequences(read_coded(source, names), catalogue, rules)
+    if not table.num_rows:
+        return None, count, None
+    users = changes(table)
+    splits = [asked["split"] for requests in users["requests"].to_pylist() for asked in requests]
+    count.update({f"asked_{name}": splits.count(name) for name in NAMES})
+    return write_part(uri, users), count, None
+
+
+def sequences(run, events, items, split):
+    from models.tables import part_uris
+    from pipelines.data.kinds.retrieval.sequences import Rules
+    from pipelines.data.run import write_parts
+    from pipelines.data.splits import NAMES
+    from pipelines.data.tables import commit, sequences_schema
+
+    config = run.config
+    settings = {"kind": "changes", "split": config.split.settings(), "core": config.core, "ties": config.ties}
+    inputs = {"events": events.hash, "items": items.hash}
+    if finished := run.finished("sequences", settings, inputs):
+        return finished
+    rules = Rules(
+        run.source.schema, split, config.core, run.before_ms(split), config.max_events, config.ties == "log_order", None
+    )
+    uri = run.table("sequences")
+    with run.writing("sequences"):
+        calls = [(source,) for source in part_uris(run.table("events"), events)]
+        shared = (uri, run.catalogue(), rules)
+        parts, count, _ = write_parts(run.engine, write_one, calls, shared, run.progress("sequences"))
+        asked = {name: count[f"asked_{name}"] for name in NAMES}
+        without = {name: count[f"without_history_{name}"] for name in NAMES}
+        info = run.sequences_info(events, items, split, count)
+        info |= {"family": "retrieval", "requests": asked, "requests_without_history": without}
+        return commit(
+            uri, "sequences", sequences_schema(run.source.schema), parts, config=settings, inputs=inputs, info=info
+        )
+
+
+def check_changes(sequences):
+    rules = sequences.rules
+    for users, _ in sequences.parts():
+        requests = request_rows(users)
+        check_splits(sequences.tables, requests, rules["splits"])
+        behaviours = behaviour_rows(check_lengths(users, rules["behaviours"]))
+        check_history(sequences.tables, behaviours, requests, rules["history"], sequences.tables.order_of_log)
+        before = behaviours.select("row", "item_index", history_end=pl.col("place") + 1)
+        rules["targets"].rows += requests.height
+        asked = requests.with_columns(item_index=pl.col("candidates").list.first())
+        again = asked.join(before, on=["row", "history_end", "item_index"], how="semi")
+        rules["targets"].broken_rows(again, lambda row: f"{name_request(row)}: asks for the item before it")
+    return sequences.core_users
+
+
+CHANGES = replace(
+    RETRIEVAL, name="changes", sequences=sequences, audit=KindRules(REQUIRED, check_changes),
+    simulator=Simulator("changes", "simulated", Settings, simulate_retrieval),
+)
+'''
+
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
@@ -204,7 +300,7 @@ def test_a_search_model_is_one_file_and_a_row(copy: Path, tmp_path: Path) -> Non
     )  # fmt: skip
     where = ["--tables", tables, "--text", text]
     fit = ["--fit.batch_size", "8", "--fit.max_epochs", "1", "--fit.metric", "gauc"]
-    store = ["--experiment", "search/shop", "--tracking_uri", f"sqlite:///{tmp_path}/runs/mlflow.db"]
+    store = ["--experiment", "search/search-test", "--tracking_uri", f"sqlite:///{tmp_path}/runs/mlflow.db"]
     said = run(
         copy,
         ["train", "--model.name", "nearest", *where, *fit, "--storage", str(tmp_path / "runs"), "--name", "nearest"],
@@ -214,3 +310,38 @@ def test_a_search_model_is_one_file_and_a_row(copy: Path, tmp_path: Path) -> Non
     trained, evaluated, compared = (said.index(text) for text in ("Trained nearest", "nearest on test", "val/gauc"))
     assert trained < evaluated < compared
     assert "nearest" in said[compared:]
+
+
+def test_a_kind_of_request_is_one_file_and_a_row(copy: Path, tmp_path: Path) -> None:
+    (copy / "pipelines/data/kinds/changes.py").write_text(KIND.lstrip())
+    table = copy / "pipelines/data/kinds/table.py"
+    text = table.read_text()
+    row = "for kind in (RETRIEVAL, SEARCH, ACTIONS)"
+    assert row in text
+    text = text.replace(row, "for kind in (RETRIEVAL, SEARCH, ACTIONS, CHANGES)")
+    imported = "from pipelines.data.kinds.base import RequestKind\n"
+    table.write_text(text.replace(imported, f"{imported}from pipelines.data.kinds.changes import CHANGES\n"))
+    raw, tables, runs = str(tmp_path / "raw"), str(tmp_path / "shop"), str(tmp_path / "runs")
+    simulate = ["--kind", "changes", "--output", raw, "--users", "60", "--items", "30", "--events", "900"]
+    model = ["--model.name", "sasrec", "--model.dim", "16", "--model.num_layers", "1", "--fit.max_epochs", "1"]
+    store = ["--experiment", "retrieval/shop", "--tracking_uri", f"sqlite:///{runs}/mlflow.db"]
+    said = run(
+        copy,
+        ["simulate", *simulate],
+        ["prepare", "--source", str(ROOT / "jobs/configs/sources/simulated.yaml"), "--kind", "changes", "--input", raw,
+         "--output", tables],
+        ["audit", "--tables", tables],
+        ["train", *model, "--tables", tables, "--storage", runs, "--name", "sasrec"],
+        ["evaluate", "--checkpoint", f"{runs}/sasrec", "--tables", tables],
+        ["compare", *store],
+    )  # fmt: skip
+    order = ("No violations", "Trained sasrec", "sasrec on test", "val/ndcg@10")
+    assert [said.index(text) for text in order] == sorted(said.index(text) for text in order)
+    asked, repeats = 0, 0
+    for user in read_table(f"{tables}/sequences", "sequences").to_pylist():
+        asked += len(user["requests"])
+        repeats += sum(a == b for a, b in pairwise(user["item_index"]))
+        last = [user["item_index"][r["history_end"] - 1] for r in user["requests"] if r["history_end"]]
+        assert all(r["candidates"] != [item] for r, item in zip(user["requests"][-len(last) :], last, strict=True))
+    assert repeats
+    assert asked < 900

@@ -94,7 +94,8 @@ class RequestKind:
     check: Callable[[Source, PrepareConfig], Any]
     """The kind's own settings with what the log decides; UserError for settings that such a log cannot have."""
     sequences: Callable[[Run, Manifest, Manifest, dict[str, Any]], Manifest]
-    """`sequences(run, events, items, split)`: makes the table, with others that it needs; returns its manifest."""
+    """`sequences(run, events, items, split)`: makes the table, with others that it needs; returns its manifest. Models
+    of the family with the kind's name read it, or of that which its `info` names as `family`."""
     audit: KindRules
     """Rules on its tables."""
     simulator: Simulator

@@ -192,6 +192,6 @@ def test_what_cannot_be_encoded_is_refused(tables: str, tmp_path: Path) -> None:
     schema = pa.schema([("user_id", pa.string())])
     retrieval = str(tmp_path / "tables")
     commit(join(retrieval, "sequences"), "sequences", schema, [], config={}, inputs={}, info={"kind": "retrieval"})
-    with pytest.raises(UserError, match="of kind 'retrieval', not search"):
+    with pytest.raises(UserError, match="of kind 'retrieval'; models of search need 'search'"):
         job.run(job.Config(tables=retrieval, output=str(tmp_path / "text"), encoder="tfidf"))
     assert not (tmp_path / "text").exists()

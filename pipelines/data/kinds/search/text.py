@@ -35,6 +35,7 @@ from models.tables import (
     read_manifest,
     read_parquet,
     read_table,
+    sequences_manifest,
 )
 from models.text_encoder import load_tokenizer
 from pipelines.data.dataflow import Engine
@@ -356,11 +357,7 @@ def encode_search(
 def check_search_text(tables_uri: str, encoder: str, config: SearchTextConfig, output_uri: str) -> None:
     """What can be known before Ray starts. Raises UserError."""
     check_output(output_uri, {**dict.fromkeys(("pairs", "items", "queries"), "embeddings"), "tokens": "tokens"})
-    kind = read_manifest(join(tables_uri, "sequences"), "sequences").info.get("kind")
-    if kind != "search":
-        raise UserError(
-            f"{tables_uri} holds sequences of kind '{kind}', not search; set kind: search in the source's prepare"
-        )
+    sequences_manifest(join(tables_uri, "sequences"), "search")
     if encoder == "tfidf" and config.query_condition == "joint":
         raise UserError("tfidf has no [SEP] token for query_condition joint; use a transformers encoder, or query")
     encoder_version(encoder)
