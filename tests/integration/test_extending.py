@@ -7,18 +7,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import types
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import search_tables
+import torch
 import training_tables
 
-from models import checkpoint
+from models import checkpoint, registry
 from models.fit import FitConfig
+from models.retrieval.data import Catalogue
+from models.retrieval.parts import History
 from models.setup import set_up
 from models.tables import read_table
 
@@ -26,62 +32,14 @@ pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
 
-DECODER = '''
-"""The smallest decoder: the newest code's embedding and the mean state, and a linear layer per digit."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
-
-from models.retrieval.decoders.readout import query_state
-from models.retrieval.parts import Backbone, Decoder, History
-from models.retrieval.student import StudentConfig
+def blocks(language: str) -> list[str]:
+    """Code of `docs/add_a_decoder.md`."""
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs/add_a_decoder.md").read_text(), flags=re.DOTALL)
 
 
-@dataclass
-class NewestConfig(StudentConfig):
-    """It has no options of its own."""
-
-
-class NewestDecoder(Decoder):
-    """Logits of digit t are W_t (mean of the states + e(c_{t-1}))."""
-
-    def __init__(self, config: NewestConfig, backbone: Backbone) -> None:
-        super().__init__()
-        self.tokens, self._embedding = backbone.tokens, (backbone.embedding,)
-        self.hidden_width = backbone.embedding.embedding_dim
-        self.output = nn.ModuleList(nn.Linear(self.hidden_width, size) for size in self.tokens.sizes)
-
-    def hidden(self, history: History, codes: Tensor) -> Tensor:
-        return query_state(history).unsqueeze(1) + self._embedding[0](self.tokens.started(codes))
-
-    def logits(self, hidden: Tensor) -> Sequence[Tensor]:
-        return [layer(x) for layer, x in zip(self.output, hidden.unbind(1), strict=True)]
-
-    def scorer(self, history: History) -> NewestScorer:
-        return NewestScorer(self, query_state(history))
-
-
-class NewestScorer:
-    def __init__(self, decoder: NewestDecoder, mean: Tensor) -> None:
-        self.decoder, self.mean, self.level = decoder, mean, 0
-
-    def start(self) -> Tensor:
-        return self.score(torch.zeros_like(self.mean[:, :1], dtype=torch.long))[:, 0]
-
-    def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
-        self.level += 1
-        return self.score(tokens + self.decoder.tokens.first[self.level - 1])
-
-    def score(self, newest: Tensor) -> Tensor:
-        hidden = self.mean.unsqueeze(1) + functional.embedding(newest, self.decoder._embedding[0].weight)
-        return self.decoder.output[self.level](hidden).log_softmax(-1)
-'''
+DECODER, ROW, CHECK = blocks("python")
+(DECODER_YAML,) = blocks("yaml")
 
 RANKER = '''
 """The smallest search model: how near the document is to the query, scaled and moved per label."""
@@ -275,11 +233,12 @@ def test_a_decoder_is_one_file_and_a_row(copy: Path, tmp_path: Path) -> None:
     add(
         copy, "models/retrieval/decoders/newest.py", DECODER,
         "from models.retrieval.decoders.newest import NewestConfig, NewestDecoder",
-        '"newest": taught(NewestConfig, on_backbone(NewestDecoder)),',
+        ROW.strip(),
     )  # fmt: skip
     where = ["--tables", tables, "--sids", sids]
-    train = ["--model.name", "newest", "--model.teacher", str(tmp_path / "tiger"), "--model.beam", "5"]
-    fit = ["--fit.batch_size", "32", "--fit.max_epochs", "1", "--storage", str(tmp_path / "runs"), "--name", "newest"]
+    (copy / "jobs/configs/newest.yaml").write_text(DECODER_YAML)
+    train = ["--config", str(copy / "jobs/configs/newest.yaml"), "--model.teacher", str(tmp_path / "tiger")]
+    fit = ["--storage", str(tmp_path / "runs"), "--name", "newest"]
     store = ["--experiment", "retrieval/small", "--tracking_uri", f"sqlite:///{tmp_path}/runs/mlflow.db"]
     said = run(
         copy,
@@ -290,6 +249,25 @@ def test_a_decoder_is_one_file_and_a_row(copy: Path, tmp_path: Path) -> None:
     trained, evaluated, compared = (said.index(text) for text in ("Trained newest", "newest on test", "val/ndcg@10"))
     assert trained < evaluated < compared
     assert "newest" in said[compared:]
+
+
+def test_its_two_ways_agree(tmp_path: Path) -> None:
+    """The check that the page proposes."""
+    tables, sids = training_tables.write_tables(tmp_path / "small")
+    catalogue = Catalogue.load(tables, sids)
+    tiger = {"name": "tiger", "d_model": 16, "d_ff": 16, "num_heads": 1, "d_kv": 8, "num_encoder_layers": 1}
+    backbone: Any = registry.build(registry.config_from_dict(tiger), catalogue).eval().backbone
+    made: dict[str, Any] = {"__name__": "newest"}
+    sys.modules["newest"] = types.ModuleType("newest")  # where dataclasses look
+    try:
+        exec(DECODER, made)
+        decoder = made["NewestDecoder"](made["NewestConfig"](), backbone).eval()
+    finally:
+        del sys.modules["newest"]
+    codes = backbone.tokens.codes(torch.arange(catalogue.num_items))
+    history = History(torch.randn(len(codes), 3, 16), torch.full((len(codes),), 3))
+    with torch.no_grad():
+        exec(CHECK, {"torch": torch, "decoder": decoder, "history": history, "codes": codes})
 
 
 def test_a_search_model_is_one_file_and_a_row(copy: Path, tmp_path: Path) -> None:

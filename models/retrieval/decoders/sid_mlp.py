@@ -213,7 +213,7 @@ class HeadScorer:
     def __init__(self, decoder: SidMlpDecoder, history: History) -> None:
         self.decoder, self.history, self.z = decoder, history, decoder.context(history)
         self.prefix = history.lengths.new_zeros((len(history.lengths), 1, 0))  # (B, W, level) tokens
-        self.hidden: Tensor | None = None  # (B, W, N) of the level before
+        self.hidden: Tensor | None = None  # (B, W, N) of the level before, where the prefix is cascaded
 
     def start(self) -> Tensor:
         return self._score(0)[:, 0]
@@ -232,7 +232,9 @@ class HeadScorer:
         if level < decoder.first_level:
             return self.history.states.new_zeros((len(self.prefix), width, 0))
         given = functional.embedding(self.prefix, decoder.embedding())
-        self.hidden = decoder.head_hidden(level, self.history, self.z, given, self.hidden)
-        logits = decoder.output(level, self.hidden)
+        hidden = decoder.head_hidden(level, self.history, self.z, given, self.hidden)
+        if decoder.config.prefix == "cascade":
+            self.hidden = hidden
+        logits = decoder.output(level, hidden)
         first, size = decoder.tokens.first[level], decoder.tokens.sizes[level]
         return logits.narrow(-1, first - decoder.span(level)[0], size).float().log_softmax(-1)
