@@ -174,6 +174,7 @@ def size(_: int, rows: pa.Table) -> tuple[int, int]:
     return len(np.unique(rows["row"].to_numpy())), rows.nbytes
 
 
+@pytest.mark.long
 def test_a_log_larger_than_the_object_store_goes_through_the_disk() -> None:
     done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-2000:]
