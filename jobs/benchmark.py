@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,10 @@ class Config:
     histories: str | None = None
     """Tables of jobs.prepare whose test histories `decode` takes, random ones, 9 items in the mean, without; and those
     that `sweep` trains on."""
+    checkpoints: list[str] = field(default_factory=list)
+    """Trained models, each a checkpoint or a run, that `decode` times on --histories in place of random weights."""
+    sids: str | None = None
+    """The semantic IDs that the checkpoints were trained with."""
     sizes: list[int] | None = None
     """Events in the logs of `sequences` (1, 5 and 20 million) and of `scale` (2, 20, 50 and 100 million)."""
     store_mb: int = 1024
@@ -71,7 +75,13 @@ def _sweep(config: Config) -> Iterable[dict[str, Any]]:
 
 
 BENCHMARKS: dict[str, Callable[[Config], Iterable[dict[str, Any]]]] = {
-    "decode": lambda config: MODELS["decode"](runs=config.runs, threads=config.threads, histories=config.histories),
+    "decode": lambda config: MODELS["decode"](
+        runs=config.runs,
+        threads=config.threads,
+        histories=config.histories,
+        checkpoints=config.checkpoints,
+        sids=config.sids,
+    ),
     "search_encoder": lambda config: MODELS["search_encoder"](runs=config.runs, threads=config.threads),
     "actions": lambda config: MODELS["actions"](runs=config.runs, threads=config.threads),
     "sequences": _sequences,

@@ -18,8 +18,11 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5, help="timings of each variant")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--histories", help="decode: tables whose test histories are taken, else random ones")
+    parser.add_argument("--checkpoints", nargs="+", default=(), help="decode: trained models, on these tables")
+    parser.add_argument("--sids", help="decode: the semantic IDs that the checkpoints were trained with")
     options = parser.parse_args()
-    chosen = {"histories": options.histories} if options.name == "decode" else {}
+    named = ("histories", "checkpoints", "sids") if options.name == "decode" else ()
+    chosen = {name: getattr(options, name) for name in named}
     write_rows(BENCHMARKS[options.name](runs=options.runs, threads=options.threads, **chosen), options.json)
 
 

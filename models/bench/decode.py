@@ -3,13 +3,17 @@
     python -m models.bench decode
 
 Variants, slowest first: TIGER by `transformers` generate without and with its cache; TIGER verifying AtSpeed's drafts,
-of which random weights accept hardly any, their slowest case; TIGER by our decoder; EARN; NEZHA within the trie and
-with the published hash set after the search; SID-MLP and SID-MLP++ with every history padded to the maximum, as
-published; and both by the fast path. On a CPU SID-MLP's is timed without the compiled kernels (`_torch`) and with those
-for processors without AVX-512 (`_v3`) too. Weights are random: what the others' search does depends on the shape of
-the catalogue, not on what was learned. All variants of a size
-are timed in turn in one run; batches hold users of like history length, as in evaluation, and those of the runs
-are spread evenly over the lengths, so the median run is that of the median user.
+of which random weights accept hardly any, their slowest case; TIGER by our decoder; Mamba2; Gated DeltaNet; one decoder
+layer; EARN; NEZHA within the trie and with the published hash set after the search; SID-MLP and SID-MLP++ with every
+history padded to the maximum, as published; and both by the fast path. On a CPU SID-MLP's is timed without the compiled
+kernels (`_torch`) and with those for processors without AVX-512 (`_v3`) too.
+
+Weights are random, as what most searches do depends on the shape of the catalogue and not on what was learned; or
+`checkpoints` gives trained models, which are timed on the histories and codes of their own tables, with the variants
+that are of these models. All variants of a size are timed in turn in one run; batches hold users of like history
+length, as in evaluation, and those of the runs are spread evenly over the lengths, so the median run is that of the
+median user. The encoder of each variant is timed alone in the same run (`encode_s`); `decode_s` is the rest, such as
+the paper's 16.25 times are about.
 """
 
 from __future__ import annotations
@@ -24,11 +28,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from models import registry
+from models import checkpoint, registry
 from models.bench.harness import Row, device, paired, peak_memory, resident_peak_mb, risen_mb
 from models.matmul import use_exact_onednn
 from models.retrieval import kernels
 from models.retrieval.data import PAD, Catalogue, Examples
+from models.retrieval.teacher import locate
 from models.retrieval.tiger import TigerConfig
 from models.tables import UserError, join
 
@@ -40,6 +45,9 @@ VARIANTS = (
     "atspeed_r",
     "atspeed_s",
     "tiger_shared_kv",
+    "mamba2",
+    "gdn",
+    "one_layer",
     "earn",
     "nezha",
     "nezha_hash",
@@ -107,24 +115,48 @@ def real_histories(users: int, tables: str, longest: int) -> list[list[int]]:
     return [examples.collate(row[None])["history"][0].tolist() for row in rows]
 
 
-def make_models(items: int, seed: int, variants: Iterable[str]) -> dict[str, nn.Module]:
-    """A model per variant, with random weights, those of one kind shared."""
-    torch.manual_seed(seed)
+def model_of(variant: str) -> str:
+    """The model that the variant is of."""
+    names = ("mamba2", "gdn", "one_layer", "earn", "nezha", "atspeed_r", "atspeed_s", "sid_mlp_pp", "sid_mlp")
+    return next((name for name in names if variant.startswith(name)), "tiger")
+
+
+def random_models(items: int, seed: int) -> Callable[[str], nn.Module]:
+    """What makes the model of a name, with random weights, on a catalogue of random codes."""
     codes = random_codes(items, torch.Generator().manual_seed(seed))
     catalogue = Catalogue.from_codes(codes, (256, 256, 256, 256))
-    names = ("earn", "nezha", "atspeed_r", "atspeed_s", "sid_mlp_pp", "sid_mlp")
-    kinds = {"sid_mlp_pp_plain": "sid_mlp_pp", **{name: name for name in names}}
+    return lambda name: registry.build(registry.config_from_dict({"name": name}), catalogue).eval()
+
+
+def trained_models(checkpoints: dict[str, str], tables: str, sids: str) -> Callable[[str], nn.Module]:
+    """What loads the model of a name from its checkpoint."""
+    catalogue = Catalogue.load(tables, sids)
+    return lambda name: registry.load(checkpoints[name], catalogue, name)[0]
+
+
+def make_models(make: Callable[[str], nn.Module], seed: int, variants: Iterable[str]) -> dict[str, nn.Module]:
+    """A model per variant, those of one kind shared."""
+    torch.manual_seed(seed)
     made: dict[str, Any] = {}
     models: dict[str, nn.Module] = {}
     for variant in variants:
-        kind = next((kind for kind in kinds if variant.startswith(kind)), "tiger")
+        kind = "sid_mlp_pp_plain" if variant == "sid_mlp_pp_plain" else model_of(variant)
         if kind not in made:
-            config = registry.config_from_dict({"name": kinds.get(kind, kind)})
-            made[kind] = registry.build(config, catalogue).eval().to(device())
+            made[kind] = make(model_of(variant)).to(device())
         if kind == "sid_mlp_pp_plain":
             made[kind].backbone.pack = False  # computes the places of padding too, as published
         models[variant] = made[kind]
     return models
+
+
+def encoder(variant: str, model: Any) -> tuple[str, Callable[[Batch], Any]]:
+    """What a call of the variant begins with, by a name that variants with the same one share."""
+    if variant in ("hf", "hf_nocache"):
+        return "encoder/transformers", lambda batch: model.by_transformers().encoder(*model.with_mask(batch))
+    if variant.endswith("plain"):
+        return f"encoder/{model_of(variant)}_plain", model.encode
+    own = model_of(variant) in ("earn", "nezha", "sid_mlp_pp")
+    return f"encoder/{model_of(variant) if own else 'tiger'}", model.backbone.infer
 
 
 def builds() -> list[str]:
@@ -180,16 +212,18 @@ class Setting:
     def __init__(self, params: Row, variants: Iterable[str]) -> None:
         torch.set_num_threads(params["threads"])
         use_exact_onednn()  # for all variants
-        longest = TigerConfig().max_history
-        items = params["items"]
-        if params["histories"] is None:
+        longest, tables = TigerConfig().max_history, params["histories"]
+        if tables is None:
             generator = torch.Generator().manual_seed(params["seed"])
-            self.histories = random_histories(USERS, items, generator)
+            self.histories = random_histories(USERS, params["items"], generator)
         else:
-            self.histories = real_histories(USERS, params["histories"], longest)
-            items = max(items, 1 + max(map(max, self.histories)))
+            self.histories = real_histories(USERS, tables, longest)
         self.longest, self.runs = longest, params["runs"]
-        self.models = make_models(items, params["seed"], variants)
+        if params["checkpoints"]:
+            make = trained_models(params["checkpoints"], tables, params["sids"])
+        else:
+            make = random_models(max(params["items"], 1 + max(map(max, self.histories))), params["seed"])
+        self.models = make_models(make, params["seed"], variants)
 
     def batches(self, variant: str, size: int) -> list[Batch]:
         """One per run; for a plain variant padded to the longest history there may be."""
@@ -201,6 +235,16 @@ class Setting:
         """What a run of the variant does, by the number of the run."""
         call, given = caller(variant, self.models[variant], beam), self.batches(variant, size)
         return lambda run: call(given[run])
+
+    def encoder(self, variant: str, size: int) -> tuple[str, Callable[[int], Any]]:
+        """As `encoder`, on the batches of the runs."""
+        (name, encode), given = encoder(variant, self.models[variant]), self.batches(variant, size)
+
+        @torch.no_grad()
+        def call(run: int) -> Any:
+            return encode(given[run])
+
+        return name, call
 
     def warm_up(self, variant: str) -> None:
         """Builds what a first call builds."""
@@ -217,13 +261,21 @@ def decode(
     beams: Iterable[int] = BEAMS,
     slow: tuple[int, int] = SLOW_SIZE,
     histories: str | None = None,
+    checkpoints: Iterable[str] = (),
+    sids: str | None = None,
 ) -> Iterator[Row]:
     """One row per variant and size (batch, beam), each size timed in one interleaved run; `SLOW` variants at the size
-    `slow` alone; without `variants` all are timed. `histories` are tables of jobs.prepare, or None for random ones."""
+    `slow` alone; without `variants` all are timed. `histories` are tables of jobs.prepare, or None for random ones;
+    `checkpoints` are trained on them and on `sids`, or empty for random weights."""
+    trained = find_checkpoints(checkpoints)
+    if trained and not (histories and sids):
+        raise UserError("--checkpoints are timed on their own tables; give --histories TABLES and --sids SIDS")
     shared: Row = {"items": items, "threads": threads, "seed": seed, "runs": runs, "histories": histories}
+    shared |= {"checkpoints": trained, "sids": sids}
     shared |= {"k": TOP_K, "device": torch.cuda.get_device_name() if device().type == "cuda" else "cpu"}
     shared["kernels"] = shared["device"] == "cpu" and kernels.library() is not None  # built here, if they are not yet
     variants = [*VARIANTS, *builds()] if variants is None else list(variants)
+    variants = [variant for variant in variants if not trained or model_of(variant) in trained]
     quick = [variant for variant in variants if variant not in SLOW]
     sizes = {(batch, beam): list(quick) for batch in sorted(batches) for beam in sorted(beams)} if quick else {}
     if len(quick) < len(variants):
@@ -239,7 +291,22 @@ def decode(
     for (batch, beam), timed in sizes.items():
         calls = {variant: setting.calls(variant, batch, beam) for variant in timed}
         params = {"batch": batch, "beam": beam, **shared}
-        yield from paired("decode", calls, params, batch, {v: memory[v][batch, beam] for v in timed})
+        parts = {variant: setting.encoder(variant, batch) for variant in timed}
+        yield from paired("decode", calls, params, batch, {v: memory[v][batch, beam] for v in timed}, parts)
+
+
+def find_checkpoints(given: Iterable[str]) -> dict[str, str]:
+    """The model's name of each checkpoint, or finished run; UserError for two of one model, or what nobody times."""
+    found: dict[str, str] = {}
+    for place in given:
+        uri = locate(place, "checkpoint")
+        name = checkpoint.read(uri).model["name"]
+        if name in found:
+            raise UserError(f"{uri} and {found[name]} are both of the model '{name}'; give one of them")
+        if name not in map(model_of, VARIANTS):
+            raise UserError(f"{uri} is of the model '{name}', which has no variant; leave it out")
+        found[name] = uri
+    return found
 
 
 def peaks(params: Row, variant: str, sizes: list[tuple[int, int]]) -> dict[tuple[int, int], float]:

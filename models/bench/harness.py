@@ -52,19 +52,31 @@ def peak_memory(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def paired(
-    benchmark: str, calls: dict[str, Callable[[int], Any]], params: Row, items: int, memory: dict[str, float]
-) -> Iterator[Row]:
-    """Times each variant once per run, in turn; `items` is what one call gets done."""
-    seconds: dict[str, list[float]] = {variant: [] for variant in calls}
+    benchmark: str, calls: dict[str, Callable[[int], Any]], params: Row, items: int, memory: dict[str, float],
+    parts: dict[str, tuple[str, Callable[[int], Any]]] | None = None,
+) -> Iterator[Row]:  # fmt: skip
+    """Times each variant once per run, in turn; `items` is what one call gets done.
+
+    `parts` gives variants the name of what they begin with and how to do that alone, which is timed beside them: a
+    row then has `encode_s`, and as `decode_s` the median over the runs of what the rest took.
+    """
+    parts = parts or {}
+    alone = dict(parts.values())
+    seconds: dict[str, list[float]] = {variant: [] for variant in [*alone, *calls]}
     for run in range(params["runs"]):
-        for variant, call in calls.items():
+        for variant, call in {**alone, **calls}.items():
             wait_for_device()
             begin = time.perf_counter()
             call(run)
             wait_for_device()
             seconds[variant].append(time.perf_counter() - begin)
             print(f"{benchmark} {variant} run {run + 1}: {seconds[variant][-1]:.3f} s", file=sys.stderr, flush=True)
-    for variant, times in seconds.items():
+    for variant in calls:
+        times, apart = seconds[variant], {}
+        if variant in parts:
+            first = seconds[parts[variant][0]]
+            rest = statistics.median(whole - begun for whole, begun in zip(times, first, strict=True))
+            apart = {"encode_s": round(statistics.median(first), 5), "decode_s": round(rest, 5)}
         yield {
             "benchmark": benchmark,
             "variant": variant,
@@ -74,6 +86,7 @@ def paired(
             "min_s": round(min(times), 5),
             "max_s": round(max(times), 5),
             "items_per_s": round(items / statistics.median(times), 2),
+            **apart,
             "peak_memory_mb": round(memory[variant], 1),
         }
 

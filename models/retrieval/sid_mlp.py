@@ -67,7 +67,7 @@ class SidMlp(Student):
         path = self.config.path if path is None else path
         check_choice("path", path, CHOICES["path"])
         if path == "plain" or constrained is False or not self.fast_supported():
-            return self.search(batch, k, beam, scores, constrained)
+            return self.search(self.encode(batch), k, beam, scores, constrained)
         scores = self.config.scores if scores is None else scores
         check_choice("scores", scores, ("children", "codebook"))
         search, known = fast_search(self), self.teacher_outputs("encoder", batch)

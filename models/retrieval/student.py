@@ -248,12 +248,13 @@ class Student(Retriever):
         Options left out are the config's. Without the trie (`constrained` False) there are no valid children
         and scores are the codebooks'. Where fewer than k items are found the tail is item -1 with score -inf.
         """
-        return self.search(batch, k, beam, scores, constrained)
+        history = self.teacher_outputs("encoder", batch) or self.backbone.infer(batch)
+        return self.search(history, k, beam, scores, constrained)
 
     def search(
-        self, batch: dict[str, Tensor], k: int, beam: int | None, scores: Scores | None, constrained: bool | None
+        self, history: History, k: int, beam: int | None, scores: Scores | None, constrained: bool | None
     ) -> tuple[Tensor, Tensor]:
         """As `recommend`, by the decoder's scorer."""
         scores = self.config.scores if scores is None else scores
         check_choice("scores", scores, ("children", "codebook"))
-        return self.find(self.encode(batch), k, beam, constrained is not False, scores == "children")
+        return self.find(history, k, beam, constrained is not False, scores == "children")

@@ -9,7 +9,7 @@ Shapes: `B` requests, `L` levels (codes of an item), `V` tokens of the vocabular
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -134,17 +134,17 @@ class Tiger(Retriever):
         _check_decoder(decoder)
         if decoder == "shared_kv":
             return self.find(self.backbone.infer(batch), k, beam, constrained)
-        tokens, lengths = self.tokens.history(batch), self.tokens.lengths(batch)
-        real = torch.arange(tokens.shape[1], device=tokens.device) < lengths.unsqueeze(1)
-        library = derived(self, "transformers", lambda: as_transformers(self.backbone, self.decoder))
+        tokens, real = self.with_mask(batch)
         return generate(
-            library,
-            tokens,
-            real.long(),
-            self.trie,
-            self.tokens.first,
-            k,
-            beam,
-            use_cache=decoder == "hf",
+            self.by_transformers(), tokens, real, self.trie, self.tokens.first, k, beam, use_cache=decoder == "hf",
             constrained=constrained,
-        )
+        )  # fmt: skip
+
+    def by_transformers(self) -> Any:
+        """The library's model over these weights."""
+        return derived(self, "transformers", lambda: as_transformers(self.backbone, self.decoder))
+
+    def with_mask(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """(B, S) the tokens of the histories, and 1 where they are no padding."""
+        tokens, lengths = self.backbone.inputs(batch)
+        return tokens, (torch.arange(tokens.shape[1], device=tokens.device) < lengths.unsqueeze(1)).long()

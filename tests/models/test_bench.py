@@ -9,9 +9,13 @@ import pytest
 import torch
 from training_tables import write_tables
 
+from models import checkpoint
 from models.bench import decode, harness
+from models.fit import FitConfig
 from models.retrieval.data import PAD, Examples
 from models.retrieval.search.trie import Trie
+from models.setup import set_up
+from models.tables import UserError
 
 
 def test_the_catalogue_branches_like_the_papers():
@@ -38,12 +42,34 @@ def test_rows_are_json_lines_with_all_that_is_promised(tmp_path):
     for row in written:
         assert set(row) == {
             "benchmark", "variant", "params", "runs", "median_s", "min_s", "max_s", "items_per_s", "peak_memory_mb",
+            "encode_s", "decode_s",
         }  # fmt: skip
+        assert 0 < row["encode_s"] < row["max_s"]
+        assert row["decode_s"] < row["max_s"]
         assert row["params"]["beam"] == 4
         assert row["runs"] == 2
         assert 0 < row["min_s"] <= row["median_s"] <= row["max_s"]
         assert row["items_per_s"] == pytest.approx(row["params"]["batch"] / row["median_s"], rel=0.01)
         assert row["peak_memory_mb"] >= 0
+
+
+@pytest.mark.long
+def test_trained_models_are_timed_on_their_own_tables(tmp_path):
+    tables, sids = write_tables(tmp_path, users=40)
+    tiger = {"name": "tiger", "d_model": 16, "d_ff": 16, "num_heads": 1, "d_kv": 8, "num_encoder_layers": 1}
+    saved = []
+    for model in (tiger, {"name": "gdn", "teacher": str(tmp_path / "tiger"), "num_layers": 1, "head_width": 8}):
+        setup = set_up(model, FitConfig(batch_size=8), tables, sids)
+        checkpoint.save(tmp_path / model["name"], setup.model, setup.checkpoint(epoch=1))
+        saved.append(str(tmp_path / model["name"]))
+    given = {"runs": 1, "threads": 1, "batches": (2,), "beams": (3,), "slow": (2, 3), "sids": sids}
+    rows = list(decode.decode(**given, histories=tables, checkpoints=saved))
+    assert [row["variant"] for row in rows] == ["hf_nocache", "hf", "tiger_shared_kv", "gdn"]
+    assert rows[0]["params"]["checkpoints"] == dict(zip(("tiger", "gdn"), saved, strict=True))
+    with pytest.raises(UserError, match="give --histories TABLES and --sids SIDS"):
+        list(decode.decode(**given, checkpoints=saved))
+    with pytest.raises(UserError, match="both of the model 'tiger'"):
+        list(decode.decode(**given, histories=tables, checkpoints=[saved[0]] * 2))
 
 
 def test_real_histories_are_those_of_test_requests(tmp_path):
@@ -57,7 +83,7 @@ def test_real_histories_are_those_of_test_requests(tmp_path):
 
 
 def test_plain_is_padded_to_the_longest_and_gives_what_fast_gives():
-    params = {"histories": None, "threads": 1, "items": 400, "seed": 0, "runs": 3}
+    params = {"histories": None, "threads": 1, "items": 400, "seed": 0, "runs": 3, "checkpoints": {}}
     setting = decode.Setting(params, ["sid_mlp_plain", "sid_mlp_fast", "sid_mlp_pp_plain", "sid_mlp_pp_fast"])
     for kind in ("sid_mlp", "sid_mlp_pp"):
         model = setting.models[f"{kind}_fast"]

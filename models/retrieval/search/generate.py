@@ -87,8 +87,10 @@ def generate(
     Unconstrained, any token of the vocabulary may come at any level, also one of another level; tuples of
     no item are dropped in the end. Items beyond the beam are -1, and a beam of 1 is searched as one of 2.
     """
-    from transformers import LogitsProcessorList
+    from transformers import DynamicCache, EncoderDecoderCache, LogitsProcessorList
 
+    # the library makes a cache of as many layers as the encoder has, and the decoder may have more
+    cache = {"past_key_values": EncoderDecoderCache(DynamicCache(), DynamicCache())} if use_cache else {}
     kept = max(beam, 2)  # generate returns no scores for a single one
     out = model.generate(
         input_ids=tokens,
@@ -98,6 +100,7 @@ def generate(
         max_new_tokens=trie.levels,
         do_sample=False,
         use_cache=use_cache,
+        **cache,
         length_penalty=0.0,
         return_dict_in_generate=True,
         output_scores=True,
