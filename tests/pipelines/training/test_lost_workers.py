@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -148,6 +149,27 @@ def test_a_job_without_its_ray_ends_with_one_line(part: str, tmp_path: Path) -> 
     (said,) = [line for line in ended.stderr.splitlines() if line.startswith("error:")]
     assert part in said
     assert "Traceback" not in ended.stderr
+
+
+def test_a_storage_that_goes_away_ends_a_training_with_a_line(
+    ray_local: None, tables: str, tmp_path: Path, new_store: Callable[[Path], str]
+) -> None:
+    store, storage = new_store(tmp_path), tmp_path / "away"
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        if line.startswith("epoch") and " 2/" in line:
+            shutil.rmtree(storage, ignore_errors=True)
+            storage.write_text("another file")
+
+    with pytest.raises(OSError, match="Not a directory") as caught:
+        trained(tables, storage, fit={"max_epochs": 400}, say=say, tracking_uri=store)
+    said = str(explain(caught.value))
+    assert "\n" not in said
+    assert "see that the storage is there and may be written, then run the same line again" in said
+    assert storage.read_text() == "another file"
+    assert not any("400/400" in line for line in lines)
 
 
 def test_a_full_disk_ends_a_training_at_once(
