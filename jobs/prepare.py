@@ -108,8 +108,7 @@ def run(config: Config) -> dict[str, object]:
         return {}
     from pipelines.data.prepare import prepare  # it imports Ray, so only now
 
-    cli.start_ray()
-    statistics = prepare(source, config.input, config.output, settings, config.overwrite)
+    statistics = prepare(source, config.input, config.output, settings, config.overwrite, start=cli.start_ray)
     unit = "requests" if "requests" in statistics else "events"
     per_split = ", ".join(f"{rows:,} {name}" for name, rows in statistics[unit].items())
     sparsity = f"sparsity {statistics['sparsity']:.2%}, " if "sparsity" in statistics else ""

@@ -14,10 +14,9 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
-import ray
 
 from models.tables import Part, UserError, join
-from pipelines.data.dataflow import KEY, TALLY, Engine, partition_keys, tally_row
+from pipelines.data.dataflow import KEY, TALLY, Engine, Shared, fetch, partition_keys, tally_row
 from pipelines.data.ingest import partitions_for
 from pipelines.data.matching import Compared, Match, compare, sample
 from pipelines.data.sources.base import Rejected, Source
@@ -72,10 +71,10 @@ def _pairs(behaviour: str | None, late: bool, before_ms: int | None, items: Voca
     return pa.table({"user": pa.array(user[keep], pa.int32()), "item": pa.array(item[keep], pa.int32())})
 
 
-def _count(pairs: pa.Table, alive: ray.ObjectRef, core: int) -> pa.Table:
+def _count(pairs: pa.Table, alive: Shared, core: int) -> pa.Table:
     """How many rows of one part count on each of its items: `item`, `count`."""
     user, item = pairs["user"].to_numpy(), pairs["item"].to_numpy()
-    rows = surviving_rows(item, ray.get(alive), runs(user), None, core)
+    rows = surviving_rows(item, fetch(alive), runs(user), None, core)
     found = pl.DataFrame({"item": item[rows]}).group_by("item").len("count")
     return found.to_arrow().cast(pa.schema([("item", pa.int32()), ("count", pa.int64())]))
 
@@ -91,13 +90,13 @@ def core_items(survey: Survey, core: int, before_ms: int | None, engine: Engine)
     core = max(core, 1)
     if core == 1 and before_ms is None:
         return survey.items, 0
-    shared = (survey.behaviour, survey.late, before_ms, ray.put(Vocabulary.of(survey.items)))
+    shared = (survey.behaviour, survey.late, before_ms, engine.put(Vocabulary.of(survey.items)))
     pairs = engine.kept(_pairs, [(uri,) for uri in survey.parts], shared)
     alive = np.ones(len(survey.items), dtype=bool)
     rounds = 0
     while True:
         counts = np.zeros(len(alive), dtype=np.int64)
-        for found in engine.over(pairs, _count, (ray.put(alive), core)):
+        for found in engine.over(pairs, _count, (engine.put(alive), core)):
             counts[found["item"].to_numpy()] += found["count"].to_numpy()
         rounds += 1
         left = counts >= core
@@ -143,10 +142,10 @@ class _ReadItems:
     input_uri: str
     schema: pa.Schema
     keys: np.ndarray
-    catalogue: ray.ObjectRef
+    catalogue: Shared
 
     def __call__(self) -> Iterator[pa.Table]:
-        transit, catalogue = _transit(self.schema), ray.get(self.catalogue)
+        transit, catalogue = _transit(self.schema), fetch(self.catalogue)
         outside, rejected, first = 0, Rejected(), 0
         for block in self.source.read_items(self.input_uri, self.file):
             rejected.add(Rejected.of(block))
@@ -260,7 +259,7 @@ def write_items(
     texts, attributes = source.items_columns
     schema = items_schema(texts, attributes, source.items_numbers)
     ranges = -(-len(catalogue) // ITEMS_PER_PART)
-    shared, keys = ray.put(Vocabulary.of(catalogue)), partition_keys(ranges)
+    shared, keys = engine.put(Vocabulary.of(catalogue)), partition_keys(ranges)
     reads: list[Any] = [_Ranges(len(catalogue), schema, keys)]
     reads += [_ReadItems(number, file, source, input_uri, schema, keys, shared) for number, file in enumerate(files)]
     outside, rejected, written = 0, Rejected(), []

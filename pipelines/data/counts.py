@@ -19,9 +19,8 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import ray
 
-from pipelines.data.dataflow import KEY, Call, Engine, partition_keys
+from pipelines.data.dataflow import KEY, Call, Engine, fetch, partition_keys
 from pipelines.data.survey import distinct
 
 ROWS_PER_BUCKET = 2_000_000  # a bucket is counted in a few hundred MB; all events of one key are in one
@@ -118,8 +117,7 @@ class _Scatter:
     keys: np.ndarray
 
     def __call__(self) -> Iterator[pa.Table]:
-        given = [ray.get(value) if isinstance(value, ray.ObjectRef) else value for value in self.shared]
-        keys, columns = self.windows.keyed(self.uri, *given)
+        keys, columns = self.windows.keyed(self.uri, *map(fetch, self.shared))
         buckets = len(self.keys) // len(keys)
         for number, key in enumerate(keys):
             rows = np.flatnonzero(key >= 0)

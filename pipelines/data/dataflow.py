@@ -46,6 +46,8 @@ RETRIES = "\nFailed to apply"
 """What Ray Data adds to the words of an error."""
 
 Call = tuple[Any, ...]
+Shared = Any
+"""What `Engine.put` gave: a reference to what all tasks read, or the thing itself; `fetch` gives the thing."""
 Read = Callable[[], Iterator[pa.Table]]
 Progress = Callable[[int], None]
 
@@ -75,15 +77,21 @@ class _Watch(ExecutionCallback):
 class Engine:
     """How one run of prepare uses Ray Data, and what Ray Data says of what it ran."""
 
-    def __init__(self, settings: RayDataConfig | None = None) -> None:
-        self.settings = settings or RayDataConfig()
+    def __init__(self, settings: RayDataConfig | None = None, here: bool = False) -> None:
+        """here: whether this process runs the kernels itself, one after the other, without Ray: for a log of one
+        partition, which processes of Ray would take longer to start for than to make."""
+        self.settings, self.here = settings or RayDataConfig(), here
         self.stats: list[str] = []
         """`Dataset.stats()` of all that ran since `take_stats`."""
+
+    def put(self, value: Any) -> Shared:
+        """`value` where all tasks can read it."""
+        return value if self.here else ray.put(value)
 
     def take_stats(self) -> str:
         """What Ray Data says of all that ran since the last call, for a manifest's timings."""
         said, self.stats = "\n".join(self.stats), []
-        return said
+        return "made by the driver alone" if self.here else said
 
     def context(self, partitions: int | None = None) -> DataContext:
         """The settings of an execution; partitions: those of its exchange, None without."""
@@ -104,6 +112,10 @@ class Engine:
     def each(self, function: Callable[..., Any], calls: Iterable[Call], shared: Call = ()) -> Iterator[tuple[int, Any]]:
         """Runs `function(*shared, *call)` for every call as a task; yields (number of the call, result) as they end.
         References in `shared` are given as what they refer to."""
+        if self.here:
+            for number, call in enumerate(calls):
+                yield number, function(*_given(shared), *call)
+            return
         tasks = [partial(_one_row, number, call) for number, call in enumerate(calls)]
         if not tasks:
             return
@@ -117,8 +129,12 @@ class Engine:
             )
         yield from self._results(rows)
 
-    def kept(self, function: Callable[..., pa.Table], calls: Iterable[Call], shared: Call = ()) -> ray.data.Dataset:
+    def kept(
+        self, function: Callable[..., pa.Table], calls: Iterable[Call], shared: Call = ()
+    ) -> ray.data.Dataset | list[pa.Table]:
         """What `function(*shared, *call)` gives for every call, a block each, in the object store; for `over`."""
+        if self.here:
+            return [function(*_given(shared), *call) for call in calls]
         tasks = [partial(_one_row, number, call) for number, call in enumerate(calls)]
         with DataContext.current(self.context()):
             rows = _read("Parts", tasks).map_batches(
@@ -132,8 +148,13 @@ class Engine:
         self.stats.append(kept.stats())
         return kept
 
-    def over(self, kept: ray.data.Dataset, function: Callable[..., pa.Table], arguments: Call) -> Iterator[pa.Table]:
+    def over(
+        self, kept: ray.data.Dataset | list[pa.Table], function: Callable[..., pa.Table], arguments: Call
+    ) -> Iterator[pa.Table]:
         """`function(block, *arguments)` of every block of `kept`, as they end."""
+        if isinstance(kept, list):
+            yield from (function(block, *arguments) for block in kept)
+            return
         rows = kept.map_batches(
             _named(function, function),
             fn_args=arguments,
@@ -164,6 +185,10 @@ class Engine:
         they go on to.
         """
         at_once = partitions == 1 if at_once is None else at_once
+        if self.here:
+            for row in _all_at_once(list(reads), first[1] if first else None, kernel, shared, carrier):
+                yield from _results_of(row)
+            return
         with DataContext.current(self.context(max(partitions, first[0] if first else 1))):
             if at_once:
                 task = partial(_all_at_once, list(reads), first[1] if first else None, kernel, shared, carrier)
@@ -186,8 +211,7 @@ class Engine:
         """The rows of `_row`, as they come; a UserError of a task as it was raised there, in one line."""
         try:
             for batch in _batches(rows):
-                for number, result in zip(batch["number"].to_pylist(), batch["result"], strict=True):
-                    yield number, pickle.loads(result.as_buffer())
+                yield from _results_of(batch)
         except Exception as error:
             if known := user_error_in(error):
                 raise UserError(str(known).partition(RETRIES)[0]) from None
@@ -228,6 +252,12 @@ def _row(number: int, result: Any) -> pa.Table:
     return pa.table({"number": pa.array([number], pa.int64()), "result": content})
 
 
+def _results_of(rows: pa.Table) -> Iterator[tuple[int, Any]]:
+    """What `_row` was given."""
+    for number, result in zip(rows["number"].to_pylist(), rows["result"], strict=True):
+        yield number, pickle.loads(result.as_buffer())
+
+
 def _one_row(number: int, call: Call) -> Iterator[pa.Table]:
     yield _row(number, call)
 
@@ -245,8 +275,13 @@ def _named(work: Callable[..., Any], function: Callable[..., Any]) -> Callable[.
     return named
 
 
+def fetch(shared: Shared) -> Any:
+    """What `Engine.put` was given."""
+    return ray.get(shared) if isinstance(shared, ray.ObjectRef) else shared
+
+
 def _given(shared: Call) -> Call:
-    return tuple(ray.get(value) if isinstance(value, ray.ObjectRef) else value for value in shared)
+    return tuple(map(fetch, shared))
 
 
 def _run(calls: pa.Table, function: Callable[..., Any], shared: Call) -> Iterator[pa.Table]:

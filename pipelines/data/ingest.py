@@ -17,10 +17,9 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
-import ray
 
 from models.tables import Part, join, open_uri
-from pipelines.data.dataflow import KEY, TALLY, Engine, partition_keys, tally_row
+from pipelines.data.dataflow import KEY, TALLY, Engine, Shared, fetch, partition_keys, tally_row
 from pipelines.data.matching import Match, compare, sample
 from pipelines.data.sources.base import Rejected, Source
 from pipelines.data.sources.pieces import Piece, cuts, piece_at
@@ -166,12 +165,12 @@ class _Read:
     rejects_uri: str
     transit: pa.Schema
     keys: np.ndarray
-    users: ray.ObjectRef
+    users: Shared
     piece: Piece | None
 
     def __call__(self) -> Iterator[pa.Table]:
         total = _Tally()
-        blocks = self.source.read_events(self.input_uri, self.file, ray.get(self.users), self.piece)
+        blocks = self.source.read_events(self.input_uri, self.file, fetch(self.users), self.piece)
         for sequence, block in enumerate(blocks):
             tally = _Tally(Rejected.of(block), block.events.num_rows, [], block.missing)
             if block.rejects.num_rows:
@@ -355,7 +354,7 @@ def ingest(
     the parts; `users` are the rows of `Source.read_users`, the id first. UserError for a file that cannot be
     read, and for a key that no file has; RuntimeError unless each event that was read, and so each user, is in exactly
     one part."""
-    transit, keys, shared = transit_schema(source, log_order), partition_keys(partitions), ray.put(users)
+    transit, keys, shared = transit_schema(source, log_order), partition_keys(partitions), engine.put(users)
     reads = [
         _Read(number, file, source, input_uri, rejects_uri, transit, keys, shared, piece)
         for number, (file, piece) in enumerate(

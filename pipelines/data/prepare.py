@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyarrow.compute as pc
@@ -39,8 +39,12 @@ def prepare(
     config: PrepareConfig,
     overwrite: bool = False,
     say: Say = print,
+    start: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Makes the tables of a raw log under `output_uri` and returns their statistics. Needs a running Ray.
+    """Makes the tables of a raw log under `output_uri` and returns their statistics.
+
+    A log of one partition, where `config` names no number of them, is made by this process alone; another one needs a
+    running Ray, which `start` may start.
 
     Raises UserError for input, settings or output that cannot be used; the table in the making is then
     removed and finished ones stay as they were.
@@ -48,12 +52,15 @@ def prepare(
     config = check(source, input_uri, output_uri, config)
     kind, whole = KINDS[config.kind], not overwrite and is_whole(str(output_uri))
     counted = None if kind.all_shown else config.behaviour
-    engine = Engine(config.ray_data)
-    run = Run(source, str(input_uri), str(output_uri), config, counted, overwrite, say, whole, engine)
     files, item_files, user_files = (
-        find(run.input) for find in (source.event_files, source.item_files, source.user_files)
+        find(str(input_uri)) for find in (source.event_files, source.item_files, source.user_files)
     )
     every = [*files, *item_files, *user_files]
+    small = config.partitions is None and partitions_for([join(str(input_uri), file) for file in every]) == 1
+    if not small:
+        start()
+    engine = Engine(config.ray_data, here=small)
+    run = Run(source, str(input_uri), str(output_uri), config, counted, overwrite, say, whole, engine)
     by_file = dict(zip(every, hash_files([join(run.input, file) for file in every], engine), strict=True))
     with writing(run.output):
         events = _make_events(run, files, {file: by_file[file] for file in [*files, *user_files]})

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import ray
 from pyarrow import fs
 
 from models.tables import (
@@ -24,7 +23,7 @@ from models.tables import (
     read_manifest,
     read_table,
 )
-from pipelines.data.dataflow import Call, Engine
+from pipelines.data.dataflow import Call, Engine, Shared
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.sources.base import Source
 from pipelines.data.survey import Survey, Vocabulary, survey
@@ -116,10 +115,10 @@ class Run:
         """Behaviours earlier than this count for the k-core; None for all."""
         return split["val_start_ms"] if self.config.core_window == "train" else None
 
-    def catalogue(self) -> ray.ObjectRef:
-        """The ids of the catalogue, whose places are item_index, as a `Vocabulary` in the object store."""
+    def catalogue(self) -> Shared:
+        """The ids of the catalogue, whose places are item_index, as a `Vocabulary` that all tasks can read."""
         ids = read_table(self.table("items"), "items", ["item_id"])["item_id"]
-        return ray.put(Vocabulary.of(ids.cast("large_string").combine_chunks()))
+        return self.engine.put(Vocabulary.of(ids.cast("large_string").combine_chunks()))
 
     def sequences_info(
         self, events: Manifest, items: Manifest, split: dict[str, Any], count: Counter[str]

@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -484,3 +485,21 @@ def test_the_benchmark_yields_a_line_per_variant() -> None:
         }  # fmt: skip
         assert line["benchmark"] == "scale"
         assert line["peak_memory_mb"] > 10
+
+
+def test_a_log_of_one_partition_starts_no_ray_and_gives_the_same_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw, source = make_log(tmp_path / "raw", random_rows(900)), make_source(tmp_path)
+    started: list[str] = []
+    for name, partitions in (("by_ray", 1), ("alone", None)):
+        config = PrepareConfig(core=3, partitions=partitions, split=SplitConfig("temporal", 0.2, 0.2))
+        if name == "alone":
+            monkeypatch.setattr("ray.put", lambda value: pytest.fail("Ray was asked"))
+            monkeypatch.setattr("ray.data.read_datasource", lambda *given, **options: pytest.fail("Ray Data was asked"))
+        prepare(
+            source, raw, str(tmp_path / name), config, say=lambda line: None, start=partial(started.append, name)
+        )  # fmt: skip
+    assert started == ["by_ray"]
+    assert hashes(tmp_path / "alone") == hashes(tmp_path / "by_ray")
+    assert read_manifest(str(tmp_path / "alone/events")).timings["ray_data"] == "made by the driver alone"

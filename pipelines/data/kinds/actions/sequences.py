@@ -19,11 +19,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import ray
 
 from models.tables import Manifest, Part, UserError, part_uris, read_table
 from pipelines.data.counts import Piece, counted
-from pipelines.data.dataflow import Engine
+from pipelines.data.dataflow import Engine, Shared
 from pipelines.data.kinds.actions.config import ITEM, USER, ActionsConfig, check_actions
 from pipelines.data.kinds.actions.features import IDS, ActionsWindows, features, gather
 from pipelines.data.run import Run, gathered
@@ -158,7 +157,7 @@ def _survey_part(catalogue: Vocabulary, rules: ActionsRules, uri: str) -> tuple[
 
 
 def drop_constants(
-    parts: list[str], catalogue: ray.ObjectRef, rules: ActionsRules, engine: Engine
+    parts: list[str], catalogue: Shared, rules: ActionsRules, engine: Engine
 ) -> tuple[ActionsRules, dict[str, str], dict[str, list[str]]]:
     """The rules without tasks and inputs that are constant in training, why each was dropped, and the values of the
     viewer-side categories in training.
@@ -299,7 +298,7 @@ def write_actions(
     parts: list[str],
     events: int,
     sequences_uri: str,
-    catalogue: ray.ObjectRef,
+    catalogue: Shared,
     attributes: dict[str, np.ndarray],
     rules: ActionsRules,
     engine: Engine,
@@ -312,7 +311,7 @@ def write_actions(
     """
     windows, shared = ActionsWindows(rules.actions, rules.as_of), (sequences_uri, catalogue, rules)
     if windows.keys:
-        results = counted(engine, parts, events, windows, (catalogue, ray.put(attributes)), _write_part, shared)
+        results = counted(engine, parts, events, windows, (catalogue, engine.put(attributes)), _write_part, shared)
     else:
         results = engine.each(_write_part, [(uri,) for uri in parts], shared)
     written, total, sums = gathered(results, len(parts), progress)

@@ -19,11 +19,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import ray
 
 from models.tables import Manifest, Part, UserError, part_uris, read_table
 from pipelines.data.counts import Piece, counted
-from pipelines.data.dataflow import Engine
+from pipelines.data.dataflow import Engine, Shared
 from pipelines.data.durations import MINUTE_MS
 from pipelines.data.kinds.search.config import SearchConfig, bool_labels
 from pipelines.data.kinds.search.features import IDS, SearchWindows, feature_names, features, gather
@@ -247,8 +246,8 @@ def write_search(
     parts: list[str],
     events: int,
     sequences_uri: str,
-    catalogue: ray.ObjectRef,
-    queries: ray.ObjectRef,
+    catalogue: Shared,
+    queries: Shared,
     rules: SearchRules,
     engine: Engine,
     progress: Callable[[str], None] = lambda line: None,
@@ -308,7 +307,7 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
         texts = read_table(run.table("queries"), "queries")["query"].cast("large_string").combine_chunks()
     with run.writing("sequences"):
         sources, catalogue = part_uris(run.table("events"), events), run.catalogue()
-        asked = ray.put(Vocabulary.of(texts))
+        asked = run.engine.put(Vocabulary.of(texts))
         parts, count = write_search(
             sources, events.rows, uri, catalogue, asked, rules, run.engine, run.progress("sequences")
         )
