@@ -16,6 +16,7 @@ from torch.nn import functional
 from models.layers.hstu import HSTULayer
 from models.search.data import NO_QUERY, SearchCatalogue
 from models.search.inputs import Scale, Text, feature_groups
+from models.whole_batch import whole_mean
 
 Batch = dict[str, Tensor]
 
@@ -149,4 +150,5 @@ class Ranker(nn.Module):
     def ranking_loss(self, logits: Tensor, batch: Batch) -> Tensor:
         labels = batch["labels"].float()
         total = functional.binary_cross_entropy_with_logits(logits.float(), labels, reduction="sum")
-        return total / max(1, len(logits))  # 0 for searches that showed nothing
+        mean = total / max(1, len(logits))  # 0 for searches that showed nothing
+        return whole_mean(mean, len(logits))
