@@ -245,8 +245,8 @@ def test_what_does_not_belong_is_refused(tables, tmp_path):
         load(tables, "val", unit="cut")
     with pytest.raises(ValueError, match="max_history 0 is below 1"):
         load(tables, "val", max_history=0)
-    late = write_rows(tmp_path / "late", [sequence_of(9, np.random.default_rng(0), cuts) for cuts in ((9, 9), (0, 9))], 9,
-                      parts=2)  # fmt: skip
+    rows = [sequence_of(9, np.random.default_rng(0), cuts) for cuts in ((9, 9), (0, 9))]
+    late = write_rows(tmp_path / "late", rows, 9, parts=2)
     with pytest.raises(UserError, match="worker 1 of 2 has no rows to train on"):
         next(load(late, "train", rank=1, world=2, shards=2).batches(4, shuffle=True))
     retrieval, _ = write_tables(tmp_path)
