@@ -142,6 +142,8 @@ class Sharded:
     """Behaviours of a history at most; of the class: where nothing else is asked for."""
     lengths: NDArray[np.integer]
     """Of each row, what batches are sorted by."""
+    skipped = 0
+    """Requests of the split, of this worker's evaluation, that are left out."""
     rows_per_shard: NDArray[np.int64]
     """(V,) rows of each shard; of those that other workers hold 0 until `agree`."""
 
@@ -308,6 +310,11 @@ class Sharded:
                 rows = self.ordered(rows)[np.linspace(0, max(0, len(rows) - 1), last - first).astype(np.int64)]
             found.append(rows[shard.counts(self.user_rows(rows))])
         return self.ordered(np.concatenate(found))
+
+    @property
+    def requests(self) -> int:
+        """Requests here; a row is one, unless a family says otherwise."""
+        return len(self)
 
     @property
     def users(self) -> int:

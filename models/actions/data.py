@@ -66,8 +66,6 @@ class ActionsExamples(Sharded):
     _ties: NDArray[np.int64]
     # of each row, candidates beside the whole context: its ties in training with unit `user`
     _extra: NDArray[np.int64]
-    skipped = 0
-    """Nothing is left out: a user without a context is scored too."""
 
     kind = "actions"
     unit = "user"
@@ -169,11 +167,6 @@ class ActionsExamples(Sharded):
         self._ties = np.searchsorted(self._tied, self.begin + self.context) - self._first_tied
         self._extra = self._ties if self.unit == "user" else np.zeros_like(self._ties)
         self.events["learn"] = ~tied
-
-    @property
-    def requests(self) -> int:
-        """Rows on this rank; in evaluation a user's candidates are one request."""
-        return len(self)
 
     def user_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         return self.user[rows]

@@ -12,7 +12,7 @@ request. Shapes: `B` rows of a batch, `T` positions (the batch's own maximum), `
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import pyarrow as pa
@@ -171,7 +171,7 @@ class Examples(Sharded):
     """
 
     kind = "retrieval"
-    splits = ("train", "val", "test", "next")
+    splits: ClassVar[tuple[str, ...]] = ("train", "val", "test", "next")
     unit = "request"
     max_history = 20
 
@@ -316,7 +316,7 @@ class Examples(Sharded):
         place = np.arange(int(length.max(initial=1)))
         inside = place < length[:, None]
         index = np.where(inside, begin[:, None] + place, 0)
-        batch = {
+        batch: dict[str, NDArray[Any]] = {
             "history": np.where(inside, self.behaviours[index], PAD).astype(np.int64),
             "history_length": length,
             "user": self._user_hash[user],
