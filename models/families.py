@@ -8,7 +8,7 @@ Code outside asks these fields and never which family it has. What a single mode
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -76,6 +76,9 @@ class Family:
     """What a row of an evaluation batch is; `user` where all candidates of a user are one request."""
     extra: Extra | None = None
     """The folder that all its models need beside the tables."""
+    accompany: Callable[[Any, Iterable[Any], Any], Any] | None = None
+    """`accompany(catalogue, examples, config)`: the catalogue without what its batches bring along in training; None
+    where the model holds all."""
     parts: Callable[[Any], dict[str, int]] | None = None
     """Learned numbers of a model by part, where a training says them."""
     served: bool = False
@@ -96,7 +99,7 @@ SEARCH = Family(
         search_metrics.measure, search_metrics.means, search_metrics.names, search_metrics.summary,
         shown=("gauc", "auc"),
     ),
-    ranks="candidates", extra=TEXT,
+    ranks="candidates", extra=TEXT, accompany=SearchCatalogue.leave_pairs_to,
 )  # fmt: skip
 ACTIONS = Family(
     "actions", ActionsCatalogue.load, ActionsCatalogue.hashes_of, ActionsExamples,

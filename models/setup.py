@@ -138,10 +138,6 @@ def set_up(
     check_batch(fit, world)
     device = torch.device(device)
     config = registry.resolve(registry.config_from_dict(model), catalogue)
-    torch.manual_seed(fit.seed)
-    module = registry.build(config, catalogue).to(device)
-    if entry.teach:
-        entry.teach(module, config, catalogue)
     sequences = join(tables, "sequences")
     if not entry.gradient:  # counted in one pass, by one worker
         rank, world = 0, 1
@@ -156,6 +152,12 @@ def set_up(
             part.agree(lambda rows: reduce(rows, world, device, dist.ReduceOp.MAX))
     if not train.rows_per_shard.any():
         raise UserError(f"{sequences} has no train request with a history; check the split of jobs.prepare")
+    if entry.family.accompany:
+        catalogue = entry.family.accompany(catalogue, examples.values(), config)
+    torch.manual_seed(fit.seed)
+    module = registry.build(config, catalogue).to(device)
+    if entry.teach:
+        entry.teach(module, config, catalogue)
     notes = entry.remember(module, config, catalogue, examples) if entry.remember else []
     batches = Batches(train, fit.batch_size, fit.seed)
     notes += train.notes(batches.batch_size, fit.seed)

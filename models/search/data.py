@@ -13,7 +13,8 @@ Shapes: `B` rows, `T` positions, `R` requests, `N` candidates, `F` features, `K`
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
@@ -139,6 +140,15 @@ class SearchCatalogue:
             documents=load_documents(join(text, "tokens"), made["items"]),
         )
 
+    def leave_pairs_to(self, examples: Iterable[SearchExamples], config: Any) -> Self:
+        """The same without text of pairs, which `examples` bring with their batches from now on, for a model of
+        `config`. They keep that of their own pairs alone; so none is on the device but a batch's."""
+        for part in examples:
+            part.bring(self, config.history_pairs)
+        none = self.pairs[:0].clone()
+        joint = None if self.joint is None else none
+        return replace(self, pairs=none, pair_keys=self.pair_keys[:0].clone(), joint=joint)
+
 
 def encoded_by(manifest: Manifest) -> tuple[Any, dict[str, Any]]:
     """The encoder of a table of texts, and its settings; pairs may have a [SEP] state beside."""
@@ -220,6 +230,10 @@ class SearchExamples(Examples):
 
     columns: dict[str, NDArray]
     """Of this rank: flat arrays by behaviour, user, request, row and candidate."""
+    brought: SearchCatalogue | None = None
+    """Text of the pairs that batches bring along, where the model does not hold it."""
+    history_pairs = False
+    """Whether they bring that of behaviours too."""
 
     @classmethod
     def _open(cls, uri: str) -> tuple[Manifest, list[str]]:
@@ -311,6 +325,15 @@ class SearchExamples(Examples):
         self._row_end = np.maximum.reduceat(self._end, first) if len(first) else self._end[:0]
         self.lengths = self._row_end - columns["begin"]
 
+    def bring(self, catalogue: SearchCatalogue, history: bool) -> None:
+        """Lets batches bring the text of their candidates' pairs, and with `history` of their behaviours'."""
+        c, self.history_pairs = self.columns, history
+        asked = np.repeat(c["request_query"], c["counts"])
+        own = _keys(c["candidate"], asked, catalogue.num_queries)
+        if history:
+            own = np.union1d(own, _keys(c["item"], c["query"], catalogue.num_queries))
+        self.brought = replace(catalogue, **_of_pairs(catalogue, own))
+
     def _begin(self, end: NDArray) -> NDArray[np.int64]:
         """First behaviour of the row that serves a request with `end` behaviours before it."""
         stride = 1 if self.unit == "request" else max(1, self.max_history // 2)
@@ -323,7 +346,8 @@ class SearchExamples(Examples):
         (B, T, F), history_length (B,), user (B,) hash of the id, user_row (B,). By request: request_row (R,),
         request_end (R,) behaviours of the row before it, request_query (R,), request_time (R,) ms, request (R,)
         its `request_number`. By candidate: candidate (N,) item_index, candidate_request (N,),
-        candidate_position (N,), labels (N, K) bool, features (N, F).
+        candidate_position (N,), labels (N, K) bool, features (N, F). With `bring` also, of P distinct
+        pairs, pair_keys (P,), pairs (P, W) and, where there is one, joint (P, W).
         """
         c = self.columns
         first = self._first[rows].astype(np.int64)
@@ -360,7 +384,32 @@ class SearchExamples(Examples):
         tensors["history_features"] = torch.from_numpy(history("history_features", 0))
         tensors["labels"] = torch.from_numpy(c["labels"][candidate])
         tensors["features"] = torch.from_numpy(c["features"][candidate])
+        if self.brought:
+            asked = np.repeat(batch["request_query"], counts)
+            keys = _keys(batch["candidate"], asked, self.brought.num_queries)
+            if self.history_pairs:
+                past = _keys(batch["history"], batch["history_query"], self.brought.num_queries)
+                keys = np.union1d(keys, past)
+            tensors |= {name: table for name, table in _of_pairs(self.brought, keys).items() if table is not None}
         return tensors
+
+
+def _keys(item: NDArray, query: NDArray, num_queries: int) -> NDArray[np.int64]:
+    """Ascending `pair_key` of the pairs that have an item and a query."""
+    there = (item >= 0) & (query != NO_QUERY)
+    return np.unique(pair_key(item[there].astype(np.int64), query[there].astype(np.int64), num_queries))
+
+
+def _of_pairs(catalogue: SearchCatalogue, keys: NDArray[np.int64]) -> dict[str, Tensor | None]:
+    """The catalogue's tables of pairs at `keys`; without those that it does not have, and of one pair at least."""
+    there = catalogue.pair_keys.numpy()
+    place = np.searchsorted(there, keys)
+    place = (
+        place[(place < len(there)) & (there[np.minimum(place, len(there) - 1)] == keys)] if len(there) else place[:0]
+    )
+    rows = torch.from_numpy(place if len(place) else np.zeros(min(1, len(there)), np.int64))
+    joint = None if catalogue.joint is None else catalogue.joint[rows]
+    return {"pair_keys": catalogue.pair_keys[rows], "pairs": catalogue.pairs[rows], "joint": joint}
 
 
 def read_part(table: pa.Table, labels: list[str], features: int) -> dict[str, NDArray]:

@@ -49,6 +49,11 @@ class RankerConfig:
         """Whether the model reads when each behaviour was."""
         return False
 
+    @property
+    def history_pairs(self) -> bool:
+        """Whether the model reads behaviours' text together with their queries."""
+        return False
+
     def __post_init__(self) -> None:
         widths = ("max_history", "text_width", "dnn_width", "tower_width", "group_width", "group_heads", "group_output")
         for name in widths:
@@ -126,6 +131,7 @@ class Ranker(nn.Module):
 
     def rank(self, batch: Batch, sequence: Tensor | None = None) -> Tensor:
         """(N, K) logits from the candidates and, where there is one, `sequence` (N, width): h_seq of each."""
+        self.text.take_pairs(batch)
         query = batch["request_query"][batch["candidate_request"]]  # (N,)
         features = self.scale(batch["features"])
         document, query_embedding = self.text.pair(batch["candidate"], query), self.text.query(query)  # (N, E)
