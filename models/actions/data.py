@@ -125,15 +125,17 @@ class ActionsExamples(Sharded):
         in `events` as `read_part` gives them."""
         sizes = context + candidates
         self = cls.in_memory("test", "user", max(1, int(context.max(initial=1))), len(sizes))
-        self._take(events, starts(sizes), context, candidates, np.arange(len(sizes)))
+        self._take(dict(events), starts(sizes), context, candidates, np.arange(len(sizes)))
         return self
 
     def _take(
         self, events: dict[str, NDArray], begin: NDArray, context: NDArray, candidates: NDArray, user: NDArray
     ) -> None:
-        self.events = dict(events)
-        for name, values in self.events.items():  # padding is gathered from an event of zeros behind the last one
-            self.events[name] = np.concatenate([values, np.zeros((1, *values.shape[1:]), values.dtype)])
+        """Takes `events` over; one column at a time is there twice."""
+        self.events = events
+        for name in list(events):  # padding is gathered from an event of zeros behind the last one
+            values = events.pop(name)
+            events[name] = np.concatenate([values, np.zeros((1, *values.shape[1:]), values.dtype)])
         self.begin, self.context, self.candidates, self.user = begin, context, candidates, user
         self.lengths = self.context + self.candidates
         self._find_ties()
