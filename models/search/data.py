@@ -140,6 +140,16 @@ class SearchCatalogue:
             documents=load_documents(join(text, "tokens"), made["items"]),
         )
 
+    def of_pairs(self, keys: NDArray[np.int64]) -> Self:
+        """The same with the text of the pairs at `keys` alone, where it has it; of one pair at least."""
+        there = self.pair_keys.numpy()
+        place = np.searchsorted(there, keys)
+        inside = np.minimum(place, max(0, len(there) - 1))
+        place = inside[there[inside] == keys] if len(there) else place[:0]
+        rows = torch.from_numpy(place if len(place) else np.zeros(min(1, len(there)), np.int64))
+        joint = None if self.joint is None else self.joint[rows]
+        return replace(self, pair_keys=self.pair_keys[rows], pairs=self.pairs[rows], joint=joint)
+
     def leave_pairs_to(self, examples: Iterable[SearchExamples], config: Any) -> Self:
         """The same without text of pairs, which `examples` bring with their batches from now on, for a model of
         `config`. They keep that of their own pairs alone; so none is on the device but a batch's."""
@@ -332,7 +342,7 @@ class SearchExamples(Examples):
         own = _keys(c["candidate"], asked, catalogue.num_queries)
         if history:
             own = np.union1d(own, _keys(c["item"], c["query"], catalogue.num_queries))
-        self.brought = replace(catalogue, **_of_pairs(catalogue, own))
+        self.brought = catalogue.of_pairs(own)
 
     def _begin(self, end: NDArray) -> NDArray[np.int64]:
         """First behaviour of the row that serves a request with `end` behaviours before it."""
@@ -390,7 +400,10 @@ class SearchExamples(Examples):
             if self.history_pairs:
                 past = _keys(batch["history"], batch["history_query"], self.brought.num_queries)
                 keys = np.union1d(keys, past)
-            tensors |= {name: table for name, table in _of_pairs(self.brought, keys).items() if table is not None}
+            text = self.brought.of_pairs(keys)
+            tensors |= {"pair_keys": text.pair_keys, "pairs": text.pairs}
+            if text.joint is not None:
+                tensors["joint"] = text.joint
         return tensors
 
 
@@ -398,18 +411,6 @@ def _keys(item: NDArray, query: NDArray, num_queries: int) -> NDArray[np.int64]:
     """Ascending `pair_key` of the pairs that have an item and a query."""
     there = (item >= 0) & (query != NO_QUERY)
     return np.unique(pair_key(item[there].astype(np.int64), query[there].astype(np.int64), num_queries))
-
-
-def _of_pairs(catalogue: SearchCatalogue, keys: NDArray[np.int64]) -> dict[str, Tensor | None]:
-    """The catalogue's tables of pairs at `keys`; without those that it does not have, and of one pair at least."""
-    there = catalogue.pair_keys.numpy()
-    place = np.searchsorted(there, keys)
-    place = (
-        place[(place < len(there)) & (there[np.minimum(place, len(there) - 1)] == keys)] if len(there) else place[:0]
-    )
-    rows = torch.from_numpy(place if len(place) else np.zeros(min(1, len(there)), np.int64))
-    joint = None if catalogue.joint is None else catalogue.joint[rows]
-    return {"pair_keys": catalogue.pair_keys[rows], "pairs": catalogue.pairs[rows], "joint": joint}
 
 
 def read_part(table: pa.Table, labels: list[str], features: int) -> dict[str, NDArray]:
