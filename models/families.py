@@ -8,9 +8,9 @@ Code outside asks these fields and never which family it has. What a single mode
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from models.actions import metrics as actions_metrics
 from models.actions.base import ActionsModel
@@ -21,6 +21,7 @@ from models.retrieval import metrics as retrieval_metrics
 from models.retrieval.data import Catalogue, Examples
 from models.search import metrics as search_metrics
 from models.search.data import SearchCatalogue, SearchExamples
+from models.shares import Sharded
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,6 @@ class Measured:
     """Metrics of a training's best epoch that are printed."""
 
 
-class LoadExamples(Protocol):
-    """How a family's batches are made: see `Examples.load` of the families' `data.py`."""
-
-    def __call__(
-        self, sequences_uri: str, split: Any, *, unit: Any = ..., max_history: int = ..., rank: int = 0, world: int = 1
-    ) -> Any: ...
-
-
 @dataclass(frozen=True)
 class Family:
     """What the models of one family share."""
@@ -73,8 +66,8 @@ class Family:
     """`catalogue(tables, extra)` gives what models are built on."""
     hashes: Callable[[str, str | None], dict[str, str]]
     """Hashes of the tables that a catalogue comes from, from their manifests alone."""
-    examples: LoadExamples
-    """`examples(sequences, split, unit=, max_history=)` gives the batches."""
+    examples: type[Sharded]
+    """`examples.load(sequences, split, unit=, max_history=)` gives what batches are made of."""
     measured: Measured
     """What is measured."""
     ranks: Literal["catalogue", "candidates"]
@@ -83,6 +76,9 @@ class Family:
     """What a row of an evaluation batch is; `user` where all candidates of a user are one request."""
     extra: Extra | None = None
     """The folder that all its models need beside the tables."""
+    accompany: Callable[[Any, Iterable[Any], Any], Any] | None = None
+    """`accompany(catalogue, examples, config)`: the catalogue without what its batches bring along in training; None
+    where the model holds all."""
     parts: Callable[[Any], dict[str, int]] | None = None
     """Learned numbers of a model by part, where a training says them."""
     served: bool = False
@@ -90,7 +86,7 @@ class Family:
 
 
 RETRIEVAL = Family(
-    "retrieval", Catalogue.load, Catalogue.hashes_of, Examples.load,
+    "retrieval", Catalogue.load, Catalogue.hashes_of, Examples,
     Measured(
         retrieval_metrics.measure, retrieval_metrics.metric_means, retrieval_metrics.names, retrieval_metrics.summary,
         shown=("recall@10", "ndcg@10"),
@@ -98,15 +94,15 @@ RETRIEVAL = Family(
     ranks="catalogue", served=True,
 )  # fmt: skip
 SEARCH = Family(
-    "search", SearchCatalogue.load, SearchCatalogue.hashes_of, SearchExamples.load,
+    "search", SearchCatalogue.load, SearchCatalogue.hashes_of, SearchExamples,
     Measured(
         search_metrics.measure, search_metrics.means, search_metrics.names, search_metrics.summary,
         shown=("gauc", "auc"),
     ),
-    ranks="candidates", extra=TEXT,
+    ranks="candidates", extra=TEXT, accompany=SearchCatalogue.leave_pairs_to,
 )  # fmt: skip
 ACTIONS = Family(
-    "actions", ActionsCatalogue.load, ActionsCatalogue.hashes_of, ActionsExamples.load,
+    "actions", ActionsCatalogue.load, ActionsCatalogue.hashes_of, ActionsExamples,
     Measured(
         actions_metrics.measure, actions_metrics.means, actions_metrics.names, actions_metrics.summary,
         shown=("eval_loss", "mean/normalised_entropy", "mean/auc"),

@@ -4,11 +4,13 @@
 reports, checkpoints and metrics.
 
 A run can be stopped anywhere and continued: the random numbers of a step depend on (seed, rank, step)
-alone, the batches of an epoch on (seed, epoch, rank) alone, so weights, optimizer and the cursor in
+alone, the batches of an epoch on (seed, epoch) alone, so weights, optimizer and the cursor in
 `state` are all there is to keep, and the continued run ends with the weights of an undisturbed one.
 
-Under DDP every rank calls `fit` with its own share of the data. Each step averages the ranks' gradients,
-which is the gradient of their batches put together where a batch's loss is a mean over equally many terms.
+Under DDP every rank calls `fit` with its own share of each batch. Each step averages the ranks' gradients, which is the
+gradient of the whole batch, as losses are means over it (`models/whole_batch.py`). So a run may go on with another
+number of workers, and ends with the same weights up to the order of sums, unless its model draws random numbers
+(dropout) or compares the examples of one worker's batch with each other (InfoNCE).
 """
 
 from __future__ import annotations
@@ -29,8 +31,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from models.optimizers import make_optimizer
 from models.tables import UserError
+from models.whole_batch import of_workers
 
 Batch = dict[str, Tensor]
+IDLE = "idle"
+"""Key of a batch that stands in on a worker that has no rows of the whole batch; its terms do not count."""
 SILENCE = 30.0
 """Seconds after which a run says that it is alive."""
 
@@ -57,6 +62,9 @@ class FitConfig:
     """After the warm-up: fall to 0 along a half cosine by the last planned step, or stay."""
     batch_size: int = 256
     """Examples per step, over all workers together: requests or users, as the model trains on."""
+    shard_mb: float = 32.0
+    """MiB of the table, as it is on disk, in each of the shards that are dealt out to workers, at least. The order of
+    examples depends on it: a table below twice this is one shard, shuffled as a whole and read by every worker."""
     eval_batch_size: int = 256
     """Requests per validation batch and worker."""
     max_epochs: int = 150
@@ -97,6 +105,8 @@ class FitConfig:
             raise ValueError(f"fit.eval_options is {self.eval_options!r}, it must be a mapping such as {{beam: 20}}")
         if not self.lr > 0:
             raise ValueError(f"fit.lr is {self.lr}, it must be above 0; try 0.001")
+        if not self.shard_mb > 0:
+            raise ValueError(f"fit.shard_mb is {self.shard_mb}, it must be above 0; try 32")
         if not 0 <= self.warmup_share <= 1:
             raise ValueError(f"fit.warmup_share is {self.warmup_share}, it must be between 0 and 1; try 0.1")
         choices = {
@@ -375,13 +385,14 @@ def fit(
             asked = time.perf_counter()
             batch = next(batches)
             meter.waited += time.perf_counter() - asked
-            meter.examples += len(next(iter(batch.values())))
+            idle = batch.pop(IDLE, None) is not None
+            meter.examples += 0 if idle else len(next(iter(batch.values())))
             step = cursor["step"]
             torch.manual_seed(step_seed(config.seed, rank, step))
             lr = learning_rate(config, step, total_steps)
             for group, factor in zip(optimizer.param_groups, factors, strict=True):
                 group["lr"] = lr * factor
-            with autocast(config.precision, device):
+            with autocast(config.precision, device), of_workers(world, idle):
                 found = module(to_device(batch, device))
             found["loss"].backward()
             norm = nn.utils.clip_grad_norm_(parameters, config.clip_norm or math.inf)

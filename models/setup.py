@@ -12,25 +12,27 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from models import registry
 from models.checkpoint import Checkpoint
 from models.config import hint
 from models.families import Measured
-from models.fit import FitConfig, Sums, to_device
+from models.fit import IDLE, FitConfig, Sums, reduce, to_device
 from models.ranking_metrics import Histogram
-from models.tables import UserError, join
+from models.shares import Sharded, shards_of
+from models.tables import UserError, join, read_manifest
 
 
 @dataclass
 class Batches:
     """A worker's share of the train split, as `fit` takes it."""
 
-    examples: Any
-    """The family's examples of the train split, this rank's rows."""
+    examples: Sharded
+    """The family's examples of the train split, of the shards that this rank holds."""
     batch_size: int
-    """Rows per batch of this worker."""
+    """Rows per batch of all workers together."""
     seed: int
     """Seed of the order."""
 
@@ -40,8 +42,12 @@ class Batches:
     def __call__(self, epoch: int, skip: int) -> Iterator[dict[str, Tensor]]:
         order = self.examples.batches(self.batch_size, seed=self.seed, epoch=epoch, shuffle=True)
         for i, rows in enumerate(order):
-            if i >= skip:
+            if i < skip:
+                continue
+            if len(rows):
                 yield self.examples.collate(rows)
+            else:  # this batch is of other workers' shards: some row, as DDP wants a gradient of everyone
+                yield {**self.examples.collate(self.examples.drawn(np.zeros(1, np.int64), None)), IDLE: torch.ones(1)}
 
 
 @dataclass
@@ -58,8 +64,8 @@ class Setup:
     """The model, on its device, freshly initialised from the seed."""
     train: Batches
     """Training data of this rank."""
-    val: Any
-    """Examples of the validation split, this rank's rows."""
+    val: Sharded
+    """Examples of the validation split, of the shards that this rank holds."""
     fit: FitConfig
     """How it is trained."""
     device: torch.device
@@ -71,10 +77,9 @@ class Setup:
 
     def validate(self, model: nn.Module) -> tuple[Sums, int]:
         """Sums of the metrics over this rank's validation rows, and their number."""
-        limit = -(-self.fit.eval_examples // self.world)
         sums, count, _ = score(
             model, self.entry.measured, self.val, batch_size=self.fit.eval_batch_size, device=self.device,
-            limit=limit, options=self.fit.eval_options,
+            limit=self.fit.eval_examples, options=self.fit.eval_options,
         )  # fmt: skip
         return sums, count
 
@@ -133,22 +138,28 @@ def set_up(
     check_batch(fit, world)
     device = torch.device(device)
     config = registry.resolve(registry.config_from_dict(model), catalogue)
+    sequences = join(tables, "sequences")
+    if not entry.gradient:  # counted in one pass, by one worker
+        rank, world = 0, 1
+    shards = shards_of(read_manifest(sequences, "sequences"), fit.shard_mb, fit.batch_size)
+    examples = entry.family.examples.load_splits(
+        sequences, {"train": entry.unit, "val": entry.family.eval_unit}, max_history=config.max_history, rank=rank,
+        world=world, shards=shards,
+    )  # fmt: skip
+    train, val = examples["train"], examples["val"]
+    if world > 1 and shards > 1:
+        for part in (train, val):
+            part.agree(lambda rows: reduce(rows, world, device, dist.ReduceOp.MAX))
+    if not train.rows_per_shard.any():
+        raise UserError(f"{sequences} has no train request with a history; check the split of jobs.prepare")
+    if entry.family.accompany:
+        catalogue = entry.family.accompany(catalogue, examples.values(), config)
     torch.manual_seed(fit.seed)
     module = registry.build(config, catalogue).to(device)
     if entry.teach:
         entry.teach(module, config, catalogue)
-    sequences = join(tables, "sequences")
-    load = entry.family.examples
-    if not entry.gradient:  # counted in one pass, by one worker
-        rank, world = 0, 1
-    train = load(sequences, "train", unit=entry.unit, max_history=config.max_history, rank=rank, world=world)
-    val = load(sequences, "val", unit=entry.family.eval_unit, max_history=config.max_history, rank=rank, world=world)
-    if train.requests == 0:
-        raise UserError(
-            f"{sequences} has no train request with a history; check the split of jobs.prepare, or use fewer workers"
-        )
-    notes = entry.remember(module, config, catalogue, {"train": train, "val": val}) if entry.remember else []
-    batches = Batches(train, fit.batch_size // world, fit.seed)
+    notes = entry.remember(module, config, catalogue, examples) if entry.remember else []
+    batches = Batches(train, fit.batch_size, fit.seed)
     notes += train.notes(batches.batch_size, fit.seed)
     return Setup(entry, config, catalogue, module, batches, val, fit, device, world, notes)
 
@@ -156,7 +167,7 @@ def set_up(
 def score(
     model: Any,
     measured: Measured,
-    examples: Any,
+    examples: Sharded,
     *,
     batch_size: int,
     device: torch.device,
@@ -165,17 +176,14 @@ def score(
 ) -> tuple[Sums, int, float]:
     """Measures the model on the examples' rows, in float32: bfloat16 ties scores that are close, and swaps them.
 
-    Returns the sums of the metrics, the number of rows, and the seconds spent in measuring. With `limit` it
-    takes that many rows, evenly spread over the lengths of their histories. `options` go to `measure`.
+    Returns the sums of the metrics, the number of rows, and the seconds spent in measuring. With `limit` it takes
+    its part of that many rows of all workers, evenly spread over the lengths of their histories. `options` go to
+    `measure`.
     """
     sums: Sums = {}
     count, seconds = 0, 0.0
     model.eval()
-    batches = examples.batches(batch_size)
-    if limit and limit < len(examples):
-        chosen = np.concatenate(list(batches))[np.linspace(0, len(examples) - 1, limit).astype(np.int64)]
-        batches = examples.bounded(chosen, batch_size)
-    for rows in batches:
+    for rows in examples.bounded(examples.chosen(limit), batch_size):
         batch = to_device(examples.collate(rows), device)
         began = time.perf_counter()
         with torch.no_grad():

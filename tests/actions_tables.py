@@ -60,7 +60,7 @@ def user(
     }
 
 
-def write_rows(folder: Path, rows: list[dict[str, Any]], items: int, *, viewers: bool = False) -> str:
+def write_rows(folder: Path, rows: list[dict[str, Any]], items: int, *, viewers: bool = False, parts: int = 1) -> str:
     """TABLES with these rows of `sequences`; even items are dogs. With `viewers` models read the device."""
     tables = str(folder / "tables")
     catalogue = pa.table(
@@ -81,13 +81,14 @@ def write_rows(folder: Path, rows: list[dict[str, Any]], items: int, *, viewers:
         "definitions": {"inputs": {name: {"label": name, "range": None, "log_unit": None} for name in ACTIONS}},
         "base_rates": dict(zip(TASKS, rates.tolist(), strict=True)),
     }  # fmt: skip
-    write(join(tables, "sequences"), "sequences", pa.Table.from_pylist(rows, SCHEMA), info, {"items": made.hash})
+    write(join(tables, "sequences"), "sequences", pa.Table.from_pylist(rows, SCHEMA), info, {"items": made.hash}, parts)
     return tables
 
 
 def write_actions(
-    folder: Path, users: int = 60, items: int = 12, longest: int = 30, seed: int = 0, *, viewers: bool = False
-) -> str:
+    folder: Path, users: int = 60, items: int = 12, longest: int = 30, seed: int = 0, *, viewers: bool = False,
+    parts: int = 1,
+) -> str:  # fmt: skip
     """A log of 100 ms, cut at 60 and 80, in which some events share a millisecond.
 
     User 0 has candidates alone, user 1 nothing to be evaluated on.
@@ -101,4 +102,4 @@ def write_actions(
         item = rng.integers(items, size=len(times))
         liked = (item % 2 == 0) == (number % 2 == 0)
         rows.append(user(f"user-{number:03d}", item.tolist(), times.tolist(), liked.tolist(), (60, 80), rng))
-    return write_rows(folder, rows, items, viewers=viewers)
+    return write_rows(folder, rows, items, viewers=viewers, parts=parts)

@@ -91,7 +91,7 @@ def write_text(
 
 
 def write_tables(
-    folder: Path, rows: list[dict], items: int, queries: int, joint: bool = False, topic: Any = None
+    folder: Path, rows: list[dict], items: int, queries: int, joint: bool = False, topic: Any = None, parts: int = 1
 ) -> tuple[str, str]:
     """TABLES and TEXT with these rows of `sequences`; text is of the topics `topic` (items,) and q, or of i % 4 and
     q % 4."""
@@ -103,7 +103,7 @@ def write_tables(
         values = {index: np.arange(count, dtype=np.int32), word: [f"{word}-{i:03d}" for i in range(count)]}
         hashes[name] = write(join(tables, name), name, pa.table(values), {}, {}).hash
     info = {"kind": "search", "labels": list(LABELS), "features": list(FEATURES), "dataset": "search-test"}
-    made = write(join(tables, "sequences"), "sequences", pa.Table.from_pylist(rows, SCHEMA), info, {})
+    made = write(join(tables, "sequences"), "sequences", pa.Table.from_pylist(rows, SCHEMA), info, {}, parts)
     of_items, of_queries = (
         (topic, np.arange(queries)) if topic is not None else (np.arange(n) % 4 for n in (items, queries))
     )
@@ -115,7 +115,7 @@ def write_tables(
 
 def write_search(
     folder: Path, users: int = 40, requests: int = 10, shown: int = 6, items: int = 24, queries: int = 8, seed: int = 0,
-    joint: bool = False,
+    joint: bool = False, parts: int = 1,
 ) -> tuple[str, str]:  # fmt: skip
     """A log in which a user clicks what has the query's topic, mostly; the last two requests are val and test.
 
@@ -142,4 +142,4 @@ def write_search(
         names = ("item_index", "timestamp_ms", "query_index", "position", "features")
         row = {name: list(column) for name, column in zip(names, columns, strict=True)}
         rows.append({"user_id": f"user-{user:03d}", **row, "requests": searches})
-    return write_tables(folder, rows, items, queries, joint)
+    return write_tables(folder, rows, items, queries, joint, parts=parts)

@@ -20,14 +20,18 @@ from pipelines.data.tables import (
 )
 
 
-def write(uri: str, table: str, content: pa.Table, info: dict, inputs: dict[str, str]) -> Manifest:
+def write(uri: str, table: str, content: pa.Table, info: dict, inputs: dict[str, str], parts: int = 1) -> Manifest:
     check_writable(uri)
-    parts = [write_part(uri, content)] if len(content) else []  # as the jobs do
-    return commit(uri, table, content.schema, parts, config={}, inputs=inputs, info=info)
+    size = max(1, -(-len(content) // parts))
+    made = [write_part(uri, content[at : at + size]) for at in range(0, len(content), size)]  # none of no row
+    return commit(uri, table, content.schema, made, config={}, inputs=inputs, info=info)
 
 
-def write_tables(folder: Path, users: int = 60, items: int = 24, length: int = 9, seed: int = 0) -> tuple[str, str]:
-    """TABLES and SIDS of `users` who go from item i to 5 i + 3 most of the time; the last two are val and test."""
+def write_tables(
+    folder: Path, users: int = 60, items: int = 24, length: int = 9, seed: int = 0, parts: int = 1
+) -> tuple[str, str]:
+    """TABLES, with `parts` files of users, and SIDS of `users` who go from item i to 5 i + 3 most of the time; the last
+    two are val and test."""
     rng = np.random.default_rng(seed)
     tables, sids = str(folder / "tables"), str(folder / "sids")
     names = [f"item-{i:03d}" for i in range(items)]
@@ -54,6 +58,7 @@ def write_tables(folder: Path, users: int = 60, items: int = 24, length: int = 9
     write(
         join(tables, "sequences"), "sequences", pa.Table.from_pylist(rows, sequences_schema(events_schema())),
         {"kind": "retrieval", "users": users, "items": items}, {"items": catalogue.hash, "events": "none"},
+        parts,
     )  # fmt: skip
     codes = [[i % 4, i // 4, 0] for i in range(items)]
     sizes = [4, -(-items // 4), 2]

@@ -22,6 +22,7 @@ from torch.nn import functional
 from models.actions.batch import ActionsCatalogue, Batch, visible
 from models.layers.causal_attention import CausalBlock, Layout
 from models.layers.mmoe import MMoE
+from models.whole_batch import whole_mean
 
 
 @dataclass
@@ -174,7 +175,7 @@ class ActionsModel(nn.Module):
         logits, label = self.logits(batch, history=history)[there], joined(batch, "label", history)[there]
         loss = functional.binary_cross_entropy_with_logits(logits.float(), label.float(), reduction="sum")
         events = torch.cat([batch["valid"], batch["candidate_valid"]], 1)
-        return {"loss": loss / max(1, len(label)), "padding": 1 - events.float().mean()}
+        return {"loss": whole_mean(loss / max(1, len(label)), len(label)), "padding": 1 - events.float().mean()}
 
     def parameter_counts(self) -> dict[str, int]:
         """Learned numbers by part: items, actions, head, and what the fusion consists of; and `total`."""

@@ -13,7 +13,7 @@ Shapes: `B` rows, `T` context events, `C` candidates, `A` kinds of action, `K` t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -22,10 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.tables import UserError, iter_parts, sequences_manifest
-
-Unit = Literal["user", "cut"]
-Split = Literal["train", "val", "test"]
+from models.shares import Shard, Sharded, Share, equal_parts, joined, runs, starts
+from models.tables import Manifest, sequences_manifest
 
 JITTER = 1.1
 """Rows of a training batch are neighbours by length times a random factor of 1 to this: other ones each epoch."""
@@ -35,7 +33,7 @@ MOST_PAIRS = 1 << 24
 bounds the mask."""
 
 
-class ActionsExamples:
+class ActionsExamples(Sharded):
     """The events of one split, in rows of one user.
 
     Training, `user`: a row is a sequence of training events, all context, each learned from once. Those of the
@@ -45,7 +43,7 @@ class ActionsExamples:
     Validation and test: the context is the latest `max_history` events before the split's time, the
     candidates are all of the user's events in it, also of users without a context.
 
-    Only events of the split and before it are read.
+    Only events of the split and before it are held, of users who have a row, from its first event on.
     """
 
     events: dict[str, NDArray[Any]]
@@ -61,107 +59,91 @@ class ActionsExamples:
     """Of each row, both together."""
     user: NDArray[np.int64]
     """Of each row, the row of its user in the table."""
-    rows_per_rank: NDArray[np.int64]
-    """Rows of every rank."""
     # events, but for a row's first, with the time of the one before; of each row, its first of these and their number
     _tied: NDArray[np.int64]
     _first_tied: NDArray[np.int64]
     _ties: NDArray[np.int64]
     # of each row, candidates beside the whole context: its ties in training with unit `user`
     _extra: NDArray[np.int64]
-    skipped = 0
-    """Nothing is left out: a user without a context is scored too."""
 
-    def __init__(self, split: Split, unit: Unit, max_history: int, rank: int, world: int) -> None:
-        if split not in ("train", "val", "test"):
-            raise UserError(f"actions have no split '{split}'; choose train, val or test")
+    kind = "actions"
+    unit = "user"
+    max_history = 1024
+
+    def __init__(self, split: str, unit: str, max_history: int, share: Share) -> None:
+        super().__init__(split, unit, max_history, share)
         if unit not in (("user", "cut") if split == "train" else ("user",)):
             raise ValueError(f"unit '{unit}' is unknown for the split '{split}'; choose 'user'")
-        if max_history < 1:
-            raise ValueError(f"max_history {max_history} is below 1; a sequence needs at least one event")
-        if not 0 <= rank < world:
-            raise ValueError(f"rank {rank} is not below the number of workers {world}")
-        self.split, self.unit, self.max_history, self.rank, self.world = split, unit, max_history, rank, world
+        self._events: list[dict[str, NDArray]] = []
+        self._rows: list[dict[str, NDArray]] = []
+        self._held = 0
 
     @classmethod
-    def load(
-        cls,
-        sequences_uri: str,
-        split: Split,
-        *,
-        unit: Unit = "user",
-        max_history: int = 1024,
-        rank: int = 0,
-        world: int = 1,
-    ) -> Self:
-        """The users of this rank: every `world`-th row of the table from row `rank` on."""
-        self = cls(split, unit, max_history, rank, world)
-        info = sequences_manifest(sequences_uri, "actions").info
-        widths = {name: len(info[name]) for name in ("actions", "tasks", "features")}
-        self.rows_per_rank = np.zeros(world, np.int64)
-        events: list[dict[str, NDArray[Any]]] = []
-        rows: list[dict[str, NDArray[Any]]] = []
-        users = before = 0
-        viewers: dict[str, list[str]] = info.get("viewers", {})
-        carried = [f"cat_{name}" for name in viewers]
-        columns = ["item_index", "timestamp_ms", *carried, *widths, "train_end", "val_end"]
-        for table in iter_parts(sequences_uri, "sequences", columns):
-            lengths = pc.list_value_length(table["item_index"].combine_chunks()).to_numpy().astype(np.int64)
-            user = np.arange(users, users + table.num_rows)
-            users += table.num_rows
-            begin, context, candidates, owner = self._rows(table, lengths)
-            self.rows_per_rank += np.bincount(user[owner] % world, minlength=world)
-            mine = user % world == rank
-            kept = np.where(mine, self._known(table, lengths), 0)
-            place = np.arange(int(lengths.sum())) - np.repeat(starts(lengths), lengths)
-            part = read_part(table, widths, viewers)
-            events.append({name: value[place < np.repeat(kept, lengths)] for name, value in part.items()})
-            chosen = mine[owner]
-            rows.append(
-                {
-                    "begin": before + (starts(kept)[owner] + begin)[chosen],
-                    "context": context[chosen],
-                    "candidates": candidates[chosen],
-                    "user": user[owner[chosen]],
-                }
-            )
-            before += int(kept.sum())
-        if not users:
-            raise UserError(f"{sequences_uri} has no users; check the filters of jobs.prepare")
-        self._take(
-            {name: np.concatenate([part[name] for part in events]) for name in events[0]},
-            *(np.concatenate([part[name] for part in rows]) for name in ("begin", "context", "candidates", "user")),
+    def _open(cls, uri: str) -> tuple[Manifest, list[str]]:
+        manifest = sequences_manifest(uri, "actions")
+        carried = [f"cat_{name}" for name in manifest.info.get("viewers", {})]
+        vectors = ("actions", "tasks", "features")
+        return manifest, ["item_index", "timestamp_ms", *carried, *vectors, "train_end", "val_end"]
+
+    @classmethod
+    def _read(cls, table: pa.Table, manifest: Manifest, uri: str) -> dict[str, Any]:
+        widths = {name: len(manifest.info[name]) for name in ("actions", "tasks", "features")}
+        lengths = pc.list_value_length(table["item_index"].combine_chunks()).to_numpy().astype(np.int64)
+        ends = {name: table[f"{name}_end"].to_numpy().astype(np.int64) for name in ("train", "val")}
+        events = read_part(table, widths, manifest.info.get("viewers", {}))
+        return {"events": events, "lengths": lengths, "ends": ends | {"test": lengths}}
+
+    def _add(self, part: dict[str, Any], first_user: int, shard: Shard) -> int:
+        lengths, ends = part["lengths"], part["ends"]
+        begin, context, candidates, owner = self._windows(ends)
+        users, local = np.unique(owner, return_inverse=True)
+        # of each user, the events from the first of his first row to the last of any
+        new = np.flatnonzero(np.append(True, owner[1:] != owner[:-1])) if len(owner) else owner
+        low = np.minimum.reduceat(begin, new) if len(new) else begin
+        count = (np.maximum.reduceat(begin + context + candidates, new) if len(new) else begin) - low
+        kept = runs(starts(lengths)[users] + low, count)
+        self._events.append({name: value[kept] for name, value in part["events"].items()})
+        self._rows.append(
+            {
+                "begin": self._held + (starts(count) - low)[local] + begin,
+                "context": context.astype(np.int32),
+                "candidates": candidates.astype(np.int32),
+                "user": first_user + owner,
+            }
         )
-        return self
+        self._held += len(kept)
+        return len(owner)
+
+    def _close(self) -> None:
+        self._take(joined(self._events), **joined(self._rows))
+        del self._events, self._rows
 
     @classmethod
     def of(cls, events: dict[str, NDArray], context: NDArray, candidates: NDArray) -> Self:
         """Requests in memory: of each the `context` (B,) events before it and then its `candidates` (B,), end to end
         in `events` as `read_part` gives them."""
         sizes = context + candidates
-        self = cls("test", "user", max(1, int(context.max(initial=1))), 0, 1)
-        self.rows_per_rank = np.array([len(sizes)])
-        self._take(events, starts(sizes), context, candidates, np.arange(len(sizes)))
+        self = cls.in_memory("test", "user", max(1, int(context.max(initial=1))), len(sizes))
+        self._take(dict(events), starts(sizes), context, candidates, np.arange(len(sizes)))
         return self
 
     def _take(
         self, events: dict[str, NDArray], begin: NDArray, context: NDArray, candidates: NDArray, user: NDArray
     ) -> None:
-        self.events = dict(events)
-        for name, values in self.events.items():  # padding is gathered from an event of zeros behind the last one
-            self.events[name] = np.concatenate([values, np.zeros((1, *values.shape[1:]), values.dtype)])
+        """Takes `events` over; one column at a time is there twice."""
+        self.events = events
+        for name in list(events):  # padding is gathered from an event of zeros behind the last one
+            values = events.pop(name)
+            events[name] = np.concatenate([values, np.zeros((1, *values.shape[1:]), values.dtype)])
         self.begin, self.context, self.candidates, self.user = begin, context, candidates, user
         self.lengths = self.context + self.candidates
         self._find_ties()
 
-    def _known(self, table: pa.Table, lengths: NDArray) -> NDArray[np.int64]:
-        """By user: events in the split and before it."""
-        ends = {"train": "train_end", "val": "val_end"}
-        return table[ends[self.split]].to_numpy().astype(np.int64) if self.split in ends else lengths
+    def _windows(self, ends: dict[str, NDArray]) -> tuple[NDArray, NDArray, NDArray, NDArray]:
+        """(first event within the user, events of the context, candidates, user within the part) of the part's rows.
 
-    def _rows(self, table: pa.Table, lengths: NDArray) -> tuple[NDArray, NDArray, NDArray, NDArray]:
-        """(first event within the user, events of the context, candidates, user within the part) of the part's rows."""
-        known = self._known(table, lengths)
+        `ends` has, by split, how many events of each user are in it or before it."""
+        known = ends[self.split]
         if self.split == "train":
             windows = -(-known // self.max_history)
             owner = np.repeat(np.arange(len(known)), windows)
@@ -169,7 +151,7 @@ class ActionsExamples:
             end = known[owner] - later * self.max_history
             begin = np.maximum(end - self.max_history, 0)
             return begin, end - begin, np.zeros_like(end), owner
-        past = table["train_end" if self.split == "val" else "val_end"].to_numpy().astype(np.int64)
+        past = ends["train" if self.split == "val" else "val"]
         owner = np.flatnonzero(known > past)
         begin = np.maximum(past[owner] - self.max_history, 0)
         return begin, past[owner] - begin, (known - past)[owner], owner
@@ -187,59 +169,33 @@ class ActionsExamples:
         self._extra = self._ties if self.unit == "user" else np.zeros_like(self._ties)
         self.events["learn"] = ~tied
 
-    def __len__(self) -> int:
-        """Rows on this rank."""
-        return len(self.begin)
+    def user_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self.user[rows]
 
-    @property
-    def requests(self) -> int:
-        """Rows on this rank; in evaluation a user's candidates are one request."""
-        return len(self)
-
-    @property
-    def users(self) -> int:
-        """Users on this rank who have a row."""
-        return len(np.unique(self.user))
-
-    def steps(self, batch_size: int) -> int:
-        """Batches per shuffled epoch, the same on every rank."""
-        return -(-int(self.rows_per_rank.max()) // batch_size)
-
-    def batches(
-        self, batch_size: int, *, seed: int = 0, epoch: int = 0, shuffle: bool = False
-    ) -> Iterator[NDArray[np.int64]]:
-        """Row numbers, batch by batch, the same for the same arguments; of unit `cut` (B, 2): row, size of the context.
-
-        Shuffled: `steps(batch_size)` batches of `batch_size` rows in the mean and equally many events each. In
-        order: each row once, in batches of at most `batch_size`.
-        """
-        if not shuffle:
-            yield from self._in_order(batch_size)
-            return
-        if not len(self):
-            raise UserError(
-                f"worker {self.rank} of {self.world} has no rows to train on; use fewer workers or more users"
-            )
-        rng = np.random.default_rng([seed, epoch, self.rank])
-        order = np.resize(rng.permutation(len(self)), int(self.rows_per_rank.max()))
+    def _arrange(
+        self, rows: NDArray[np.int64], shard: int, batch_size: int, steps: int, rng: np.random.Generator
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """By length times a random factor, in steps of equally many events and `batch_size` rows in the mean."""
+        order = rows[rng.permutation(len(rows))]
         size = (self.lengths[order] + self._extra[order]) * rng.uniform(1, JITTER, len(order))
         # rows that have candidates beside the context apart, as one such row widens its whole batch; longest to longest
         beside = self._extra[order] > 0
         order = order[np.lexsort((np.where(beside, -size, size), beside))]
-        edges = equal_parts(self.lengths[order], self.steps(batch_size))
-        for part in rng.permutation(len(edges) - 1):
-            rows = order[edges[part] : edges[part + 1]]
-            if self.unit == "cut":
-                yield np.stack([rows, (rng.random() * self.lengths[rows]).astype(np.int64)], 1)
-            else:
-                yield rows
+        return order, equal_parts(self.lengths[order], steps)
 
-    def _in_order(self, batch_size: int) -> Iterator[NDArray[np.int64]]:
+    def drawn(self, rows: NDArray[np.int64], rng: np.random.Generator | None) -> NDArray[np.int64]:
+        """Of unit `cut` (B, 2): row, size of the context."""
+        if self.unit != "cut":
+            return rows
+        share = rng.random() if rng else 0.0
+        return np.stack([rows, (share * self.lengths[rows]).astype(np.int64)], 1)
+
+    def ordered(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Contexts within a factor of two together, and of those like numbers of candidates."""
         if self.unit == "cut":
             raise ValueError("sequences are cut in training alone; give shuffle=True")
-        octave = np.log2(self.context + 1).astype(np.int64)
-        yield from self.bounded(np.lexsort((self.context, self.candidates, octave)), batch_size)
+        octave = np.log2(self.context[rows] + 1).astype(np.int64)
+        return rows[np.lexsort((self.context[rows], self.candidates[rows], octave))]
 
     def bounded(self, order: NDArray[np.int64], batch_size: int) -> Iterator[NDArray[np.int64]]:
         """The rows of `order` in batches of at most `batch_size` rows and, unless of one row, MOST_PAIRS."""
@@ -303,25 +259,11 @@ KINDS = {"item": torch.int64, "time": torch.int64, "viewer": torch.int64}
 """Types of a batch's tensors that are not float32."""
 
 
-def starts(lengths: NDArray) -> NDArray[np.int64]:
-    """Where each of consecutive runs of these lengths begins."""
-    return np.cumsum(lengths, dtype=np.int64) - lengths
-
-
 def padded(begin: NDArray, count: NDArray, least: int) -> tuple[NDArray[np.int64], Tensor]:
     """(index, valid), each (B, width of the largest `count`, at least `least`): begin, begin + 1, ... and -1 behind."""
     place = np.arange(max(least, int(count.max(initial=0))))
     inside = place < count[:, None]
     return np.where(inside, begin[:, None] + place, -1), torch.from_numpy(inside)
-
-
-def equal_parts(lengths: NDArray, parts: int) -> NDArray[np.int64]:
-    """(parts + 1,) edges of runs of rows with about equal sums of `lengths`; each run has a row at least."""
-    total = np.cumsum(lengths)
-    number = np.arange(parts + 1)
-    edges = np.concatenate([[0], np.searchsorted(total, total[-1] * number[1:] / parts - 0.5) + 1])
-    edges = np.maximum.accumulate(edges - number) + number
-    return np.minimum(edges, len(lengths) - parts + number)
 
 
 def read_part(table: pa.Table, widths: dict[str, int], viewers: dict[str, list[str]]) -> dict[str, NDArray]:

@@ -35,6 +35,7 @@ from models.retrieval.search.speculative import Found, Rule, Speculation, mixed,
 from models.retrieval.student import Scores, Student, StudentConfig, check_choice
 from models.scores import check_finite
 from models.tables import UserError
+from models.whole_batch import whole_mean
 
 TOP = 20
 """Codes of the draft that AtSpeed-S aligns (the AtSpeed paper's largest target beam)."""
@@ -180,7 +181,7 @@ class AtSpeed(Student):
             taught = self.teacher_logits(batch, history)
             pairs = zip(logits, taught, strict=True)
             losses += [config.alpha * align(draft / config.tau, teacher / config.tau) for draft, teacher in pairs]
-        return {"loss": torch.stack(losses).sum()}
+        return {"loss": whole_mean(torch.stack(losses).sum(), len(codes))}
 
     @torch.no_grad()
     def speculate(

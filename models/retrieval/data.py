@@ -11,9 +11,8 @@ request. Shapes: `B` rows of a batch, `T` positions (the batch's own maximum), `
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import pyarrow as pa
@@ -23,10 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from models.retrieval.search.trie import Trie
-from models.tables import UserError, iter_parts, join, read_manifest, read_table, sequences_manifest
-
-Unit = Literal["request", "user"]
-Split = Literal["train", "val", "test", "next"]
+from models.shares import Shard, Sharded, Share, joined, quotas, runs, starts
+from models.tables import Manifest, UserError, join, read_manifest, read_table, sequences_manifest
 
 PAD = -1
 """`item_index` at padded positions of a history, and the target where there is none."""
@@ -151,7 +148,13 @@ def hash_strings(strings: pa.Array) -> NDArray[np.int64]:
     return ((value ^ (value >> np.uint64(31))) >> np.uint64(1)).astype(np.int64)
 
 
-class Examples:
+def request_number(user_row: NDArray, place: NDArray) -> NDArray[np.int64]:
+    """Number of a request in the sequences table: by its user's row and its place among the user's requests, so that
+    it is known without the parts before. No two share one, below 16 million requests of a user."""
+    return (np.asarray(user_row, np.int64) << 24) + place
+
+
+class Examples(Sharded):
     """The requests of one split as flat arrays, in rows of one `unit`.
 
     `request`: a row is one request, its history the latest `max_history` behaviours before it.
@@ -160,120 +163,112 @@ class Examples:
     in exactly one of them and with at least half of `max_history` behaviours before it.
 
     Only requests of the split are read as targets, and only behaviours before a request as its history.
-    Requests with no history are skipped and counted (`skipped`).
+    Requests with no history are skipped and counted (`skipped`). Of the users only those with a row are held, and of
+    their behaviours those from the first to the last that a row has.
+
+    The split `next` has one request per user that follows all behaviours and has no target (-1), for recommending to
+    all users.
     """
+
+    kind = "retrieval"
+    splits: ClassVar[tuple[str, ...]] = ("train", "val", "test", "next")
+    unit = "request"
+    max_history = 20
 
     behaviours: NDArray[np.int32]
     """Items of this rank's users, user after user."""
-    lengths: NDArray[np.int64]
+    lengths: NDArray[np.int32]
     """Of each row, the behaviours in its history."""
-    skipped: int
-    """Requests of the split, on this rank, that have nothing to condition on."""
-    rows_per_rank: NDArray[np.int64]
-    """Rows of every rank."""
-    # by user: first behaviour, hash of the id, row in the table
+    # by user: place of its first behaviour, were it held; hash of the id; row in the table
     _user_start: NDArray[np.int64]
     _user_hash: NDArray[np.int64]
     _user_row: NDArray[np.int64]
-    # by request: its user, behaviours before it, target, number in the table
-    _owner: NDArray[np.int64]
-    _end: NDArray[np.int64]
-    _target: NDArray[np.int64]
-    _request: NDArray[np.int64]
-    # by row: its first request, its requests, behaviours before the last of them
-    _first: NDArray[np.int64]
-    _count: NDArray[np.int64]
-    _row_end: NDArray[np.int64]
+    # by request: its user, behaviours before it, target, place among its user's requests
+    _owner: NDArray[np.int32]
+    _end: NDArray[np.int32]
+    _target: NDArray[np.int32]
+    _place: NDArray[np.int32]
+    # of each row and one more, its first request; by row: behaviours before the last of its requests
+    _first: NDArray[np.int32]
+    _row_end: NDArray[np.int32]
 
-    def __init__(self, unit: Unit, max_history: int, rank: int, world: int) -> None:
+    def __init__(self, split: str, unit: str, max_history: int, share: Share) -> None:
+        super().__init__(split, unit, max_history, share)
         if unit not in ("request", "user"):
             raise ValueError(f"unit '{unit}' is unknown; choose 'request' or 'user'")
-        if max_history < 1:
-            raise ValueError(f"max_history {max_history} is below 1; a history needs at least one behaviour")
-        if not 0 <= rank < world:
-            raise ValueError(f"rank {rank} is not below the number of workers {world}")
-        self.unit, self.max_history, self.rank, self.world = unit, max_history, rank, world
+        self.skipped = 0
+        self._users = self._requests = self._behaviours = 0
+        self._parts: list[dict[str, NDArray]] = []
 
     @classmethod
-    def load(
-        cls,
-        sequences_uri: str,
-        split: Split,
-        *,
-        unit: Unit = "request",
-        max_history: int = 20,
-        rank: int = 0,
-        world: int = 1,
-    ) -> Self:
-        """The users of this rank: every `world`-th row of the table from row `rank` on.
+    def _open(cls, uri: str) -> tuple[Manifest, list[str]]:
+        manifest = sequences_manifest(uri, "retrieval")
+        return manifest, ["user_id", "item_index", *of_requests("history_end", "candidates", "split")]
 
-        The split `next` has one request per user that follows all behaviours and has no target (-1),
-        for recommending to all users.
-        """
-        sequences_manifest(sequences_uri, "retrieval")
-        self = cls(unit, max_history, rank, world)
-        parts: list[tuple[NDArray, ...]] = []
-        users = mine = behaviours = requests = skipped = 0
-        self.rows_per_rank = np.zeros(world, np.int64)
-        for table in iter_parts(sequences_uri, "sequences", ["user_id", "item_index", "requests"]):
-            if table.num_rows == 0:
-                continue
-            items, lengths, owner, end, target, chosen = _read_part(table, split, sequences_uri)
-            row = np.arange(users, users + table.num_rows)
-            ids = np.arange(requests, requests + len(end))
-            usable = chosen & (end > 0)
-            skipped += int((chosen & ~usable & (row[owner] % world == rank)).sum())
-            owner, end, target, ids = owner[usable], end[usable], target[usable], ids[usable]
-            first_of_row = self._first_of_row(owner, end)
-            self.rows_per_rank += np.bincount(row[owner[first_of_row]] % world, minlength=world)
+    @classmethod
+    def _read(cls, table: pa.Table, manifest: Manifest, uri: str) -> dict[str, NDArray]:
+        return _read_part(table, uri)
 
-            my_user = row % world == rank
-            my_request = my_user[owner]
-            local = np.cumsum(my_user) - 1 + mine  # this rank's number of the user
-            hashes = hash_strings(table["user_id"].combine_chunks())
-            part = (
-                items[np.repeat(my_user, lengths)],
-                behaviours + _starts(lengths[my_user]),
-                hashes[my_user],
-                row[my_user],
-                local[owner[my_request]],
-                end[my_request],
-                target[my_request],
-                ids[my_request],
-                first_of_row[my_request],
-            )
-            parts.append(part)
-            users += table.num_rows
-            mine += int(my_user.sum())
-            behaviours += len(part[0])
-            requests += len(chosen)
-        if not parts:
-            raise UserError(f"{sequences_uri} has no users; check the filters of jobs.prepare")
-        columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-        self.behaviours = columns[0].astype(np.int32)
-        self._user_start, self._user_hash, self._user_row = columns[1:4]
-        self._owner, self._end, self._target, self._request, first = columns[4:]
-        self.skipped = skipped
-        self._first = np.flatnonzero(first)
-        self._count = np.diff(np.append(self._first, len(first)))
-        self._row_end = np.maximum.reduceat(self._end, self._first) if len(self._first) else self._end[:0]
-        self.lengths = np.minimum(self._row_end, max_history)
-        return self
+    def _add(self, part: dict[str, NDArray], first_user: int, shard: Shard) -> int:
+        if self.split == "next":
+            end = part["lengths"]
+            owner, target, place = np.arange(len(end)), np.full(len(end), PAD), np.zeros(len(end), np.int64)
+        else:
+            chosen = pc.equal(part["split"], self.split).to_numpy(zero_copy_only=False).nonzero()[0]
+            owner, end, target, place = (part[name][chosen] for name in ("owner", "end", "target", "place"))
+        usable = end > 0
+        self.skipped += int((~usable & shard.counts(first_user + owner)).sum())
+        owner, end, target, place = owner[usable], end[usable], target[usable], place[usable]
+        first = np.flatnonzero(self._first_of_row(owner, end))
+        row_end = np.maximum.reduceat(end, first) if len(first) else end[:0]
+        users, local = np.unique(owner, return_inverse=True)
+        # of each user, behaviours from the first of its first row to the last of any
+        new = np.flatnonzero(np.append(True, owner[first][1:] != owner[first][:-1])) if len(first) else first
+        low = np.minimum.reduceat(np.maximum(row_end - self.max_history, 0), new) if len(first) else end[:0]
+        count = (np.maximum.reduceat(row_end, new) if len(first) else end[:0]) - low
+        self._parts.append(
+            {
+                "behaviours": part["items"][runs(part["user_start"][users] + low, count)].astype(np.int32),
+                "user_start": self._behaviours + starts(count) - low,
+                "user_hash": part["user_hash"][users],
+                "user_row": first_user + users,
+                "owner": (self._users + local).astype(np.int32),
+                "end": end.astype(np.int32),
+                "target": target.astype(np.int32),
+                "place": place.astype(np.int32),
+                "first": (self._requests + first).astype(np.int32),
+                "row_end": row_end.astype(np.int32),
+            }
+        )
+        self._users += len(users)
+        self._requests += len(end)
+        self._behaviours += int(count.sum())
+        return len(first)
+
+    def _close(self) -> None:
+        columns = joined(self._parts)
+        del self._parts
+        self.behaviours = columns["behaviours"]
+        self._user_start, self._user_hash, self._user_row = (
+            columns[name] for name in ("user_start", "user_hash", "user_row")
+        )
+        self._owner, self._end, self._target, self._place = (
+            columns[name] for name in ("owner", "end", "target", "place")
+        )
+        self._first = np.append(columns["first"], np.int32(self._requests))
+        self._row_end = columns["row_end"]
+        self.lengths = np.minimum(self._row_end, np.int32(self.max_history))
 
     def _first_of_row(self, owner: NDArray, end: NDArray) -> NDArray[np.bool_]:
         """Marks the requests that start a new row. Requests come user by user, `end` never falling."""
         if self.unit == "request" or len(owner) == 0:
             return np.ones(len(owner), bool)
         new_user = np.append(True, owner[1:] != owner[:-1])
-        starts = np.flatnonzero(new_user)
-        longest = np.repeat(np.maximum.reduceat(end, starts), np.diff(np.append(starts, len(owner))))
+        users = np.flatnonzero(new_user)
+        longest = np.repeat(np.maximum.reduceat(end, users), np.diff(np.append(users, len(owner))))
         stride = max(1, self.max_history // 2)
         window = np.where(longest <= self.max_history, 0, (longest - end) // stride)
         return new_user | np.append(True, window[1:] != window[:-1])
-
-    def __len__(self) -> int:
-        """Rows on this rank."""
-        return len(self._first)
 
     @property
     def requests(self) -> int:
@@ -281,109 +276,85 @@ class Examples:
         return len(self._end)
 
     @property
-    def users(self) -> int:
-        """Users on this rank who have a request here."""
-        return len(np.unique(self._owner))
-
-    @property
     def request_numbers(self) -> NDArray[np.int64]:
         """Numbers, in the sequences table, of the requests on this rank: no two splits share one, but for `next`."""
-        return self._request
+        return request_number(self._user_row[self._owner], self._place)
 
-    def steps(self, batch_size: int) -> int:
-        """Batches per shuffled epoch, the same on every rank."""
-        return -(-int(self.rows_per_rank.max()) // batch_size)
+    def _arrange(
+        self, rows: NDArray[np.int64], shard: int, batch_size: int, steps: int, rng: np.random.Generator
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """At random, and by length within the rows of `BUCKET` steps."""
+        order = rows[rng.permutation(len(rows))]
+        total = int(self.rows_per_shard.sum())
+        edges = quotas(len(rows), total, batch_size, steps, shard, self.share.shards)
+        bucket = np.repeat(np.arange(steps) // BUCKET, np.diff(edges))
+        return order[np.lexsort((self.lengths[order], bucket))], edges
 
-    def batches(
-        self, batch_size: int, *, seed: int = 0, epoch: int = 0, shuffle: bool = False
-    ) -> Iterator[NDArray[np.int64]]:
-        """Row numbers, batch by batch, rows of like length together; the same for the same arguments.
+    def ordered(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Shortest history first."""
+        return rows[np.argsort(self.lengths[rows], kind="stable")]
 
-        Shuffled, every rank yields `steps(batch_size)` batches (a rank with fewer rows repeats some), as
-        workers that train together must. In order, each row comes once, shortest history first.
-        """
-        count = len(self)
-        if not shuffle:
-            order = np.argsort(self.lengths, kind="stable")
-        else:
-            if count == 0:
-                raise UserError(
-                    f"worker {self.rank} of {self.world} has no rows to train on; use fewer workers or more users"
-                )
-            rng = np.random.default_rng([seed, epoch, self.rank])
-            order = np.resize(rng.permutation(count), int(self.rows_per_rank.max()))
-            bucket = np.arange(len(order)) // (BUCKET * batch_size)
-            order = order[np.lexsort((self.lengths[order], bucket))]
-        starts = np.arange(0, len(order), batch_size)
-        for start in rng.permutation(starts) if shuffle else starts:
-            yield order[start : start + batch_size]
-
-    def bounded(self, order: NDArray[np.int64], batch_size: int) -> Iterator[NDArray[np.int64]]:
-        """The rows of `order` in batches of `batch_size`."""
-        return (order[i : i + batch_size] for i in range(0, len(order), batch_size))
-
-    def notes(self, batch_size: int, seed: int) -> list[str]:
-        """What is worth a line before training: nothing."""
-        return []
+    def user_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self._user_row[self._owner[self._first[rows]]]
 
     def collate(self, rows: NDArray[np.int64]) -> dict[str, Tensor]:
         """The rows as tensors, right-padded with -1 to their own longest history.
 
         history (B, T) item_index; history_length (B,); user (B,) hash of the user id; user_row (B,) row
-        in the sequences table; request (B,) number of the (first) request in that table. For unit
+        in the sequences table; request (B,) `request_number` of the (first) request. For unit
         `request` target (B,); for unit `user` the targets of all its requests: target (M,), target_row
         (M,) in the batch, target_position (M,) of the last behaviour before the request.
         """
-        first = self._first[rows]
+        first = self._first[rows].astype(np.int64)
         user = self._owner[first]
-        length = self.lengths[rows]
+        length = self.lengths[rows].astype(np.int64)
         begin = self._user_start[user] + self._row_end[rows] - length
         place = np.arange(int(length.max(initial=1)))
         inside = place < length[:, None]
         index = np.where(inside, begin[:, None] + place, 0)
-        batch = {
+        batch: dict[str, NDArray[Any]] = {
             "history": np.where(inside, self.behaviours[index], PAD).astype(np.int64),
             "history_length": length,
             "user": self._user_hash[user],
             "user_row": self._user_row[user],
-            "request": self._request[first],
+            "request": request_number(self._user_row[user], self._place[first]),
         }
         if self.unit == "request":
             batch["target"] = self._target[first]
         else:
-            count = self._count[rows]
+            count = self._first[rows + 1] - first
             batch["target_row"] = np.repeat(np.arange(len(rows)), count)
-            request = np.arange(count.sum()) + np.repeat(first - _starts(count), count)
+            request = runs(first, count)
             batch["target"] = self._target[request]
             window_start = np.repeat(self._row_end[rows] - length, count)
             batch["target_position"] = self._end[request] - window_start - 1
         return {name: torch.from_numpy(np.ascontiguousarray(value, np.int64)) for name, value in batch.items()}
 
 
-def _starts(lengths: NDArray) -> NDArray[np.int64]:
-    """Where each of consecutive runs of these lengths begins."""
-    return np.cumsum(lengths, dtype=np.int64) - lengths
+def of_requests(*names: str) -> list[str]:
+    """Paths, in the Parquet files, of fields of the requests: the others are not decoded."""
+    return [f"requests.list.element.{name}" for name in names]
 
 
-def _read_part(table: pa.Table, split: Split, name: str) -> tuple[NDArray, ...]:
-    """Of one part: items and lengths by user; owner, history_end, target and choice by request."""
+def _read_part(table: pa.Table, name: str) -> dict[str, Any]:
+    """Of one part: items end to end; by user lengths, user_start, user_hash; by request owner, place, end, target
+    and (as an Arrow array) split."""
     lists = table["item_index"].combine_chunks()
-    items = lists.flatten().to_numpy()
     lengths = pc.list_value_length(lists).to_numpy().astype(np.int64)
-    if split == "next":
-        owner = np.arange(len(lengths))
-        return items, lengths, owner, lengths, np.full(len(lengths), PAD), np.ones(len(lengths), bool)
-    lists = table["requests"].combine_chunks()
-    counts = pc.list_value_length(lists).to_numpy().astype(np.int64)
-    requests = lists.flatten()
-    candidates = pc.struct_field(requests, "candidates")
+    requests = table["requests"].combine_chunks()
+    counts = pc.list_value_length(requests).to_numpy().astype(np.int64)
+    asked = requests.flatten()
+    candidates = pc.struct_field(asked, "candidates")
     if len(candidates) and pc.min_max(pc.list_value_length(candidates)).as_py() != {"min": 1, "max": 1}:
         raise UserError(f"{name} has requests with other than one candidate; retrieval needs the target alone")
-    return (
-        items,
-        lengths,
-        np.repeat(np.arange(len(lengths)), counts),
-        pc.struct_field(requests, "history_end").to_numpy().astype(np.int64),
-        candidates.flatten().to_numpy().astype(np.int64),
-        pc.equal(pc.struct_field(requests, "split"), split).to_numpy(zero_copy_only=False),
-    )
+    return {
+        "items": lists.flatten().to_numpy(),
+        "lengths": lengths,
+        "user_start": starts(lengths),
+        "user_hash": hash_strings(table["user_id"].combine_chunks()),
+        "owner": np.repeat(np.arange(len(counts)), counts),
+        "place": runs(np.zeros_like(counts), counts),
+        "end": pc.struct_field(asked, "history_end").to_numpy().astype(np.int64),
+        "target": candidates.flatten().to_numpy().astype(np.int64),
+        "split": pc.struct_field(asked, "split"),
+    }

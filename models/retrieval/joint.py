@@ -23,6 +23,7 @@ from models.retrieval.retriever import Retriever
 from models.retrieval.student import TaughtConfig
 from models.retrieval.tiger import Tiger
 from models.tables import UserError
+from models.whole_batch import whole_mean
 
 
 @dataclass
@@ -67,7 +68,7 @@ class Joint(Retriever):
         for level, logits in enumerate(self.decoder.teacher_forced(self.encode(batch), codes)):
             target = codes[:, level] + (self.tokens.first[level] - self.decoder.span(level)[0])
             losses.append(functional.cross_entropy(logits.float(), target))
-        return {"loss": torch.stack(losses).mean()}
+        return {"loss": whole_mean(torch.stack(losses).mean(), len(codes))}
 
     @recommender
     def recommend(

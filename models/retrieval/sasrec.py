@@ -16,6 +16,7 @@ from torch.nn import functional
 from models.retrieval.data import Catalogue
 from models.retrieval.recommend import recommender
 from models.retrieval.search.topk import top_k
+from models.whole_batch import whole_mean
 
 
 @dataclass
@@ -103,7 +104,8 @@ class SASRec(nn.Module):
         """Mean cross-entropy over the M targets of a batch of unit `user`."""
         states = self.states(batch["history"], self.config.dropout if self.training else 0.0)
         states = states[batch["target_row"], batch["target_position"]]  # (M, D): the last state before each request
-        return {"loss": functional.cross_entropy(states @ self.item.weight.T, batch["target"])}
+        mean = functional.cross_entropy(states @ self.item.weight.T, batch["target"])
+        return {"loss": whole_mean(mean, len(states))}
 
     @recommender
     def recommend(self, batch: dict[str, Tensor], k: int) -> tuple[Tensor, Tensor]:

@@ -32,6 +32,7 @@ from models.retrieval.sid_mlp import SidMlp
 from models.retrieval.student import TaughtConfig
 from models.retrieval.teacher_cache import Query, States
 from models.tables import UserError
+from models.whole_batch import whole_mean
 
 STAGE_1 = "sid_mlp_pp_encoder"
 
@@ -98,7 +99,8 @@ class SidMlpPpEncoder(nn.Module):
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Mean squared error over the real tokens' states (Sec. 3.5, stage 1)."""
         error, _, real = self.matched(batch)
-        return {"loss": error.square().sum() / (real.sum() * error.shape[-1])}
+        tokens = real.sum()
+        return {"loss": whole_mean(error.square().sum() / (tokens * error.shape[-1]), tokens)}
 
 
 @torch.no_grad()

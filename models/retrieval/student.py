@@ -24,6 +24,7 @@ from models.retrieval.recommend import BeamOptions, recommender
 from models.retrieval.retriever import Retriever
 from models.retrieval.teacher_cache import Query, States
 from models.tables import UserError
+from models.whole_batch import whole_mean
 
 Scores = Literal["children", "codebook"]
 
@@ -232,7 +233,7 @@ class Student(Retriever):
         for level, student, teacher in zip(levels, logits, taught, strict=True):
             target = codes[:, level] + (self.tokens.first[level] - self.decoder.span(level)[0])
             losses.append(distillation_loss(student, teacher, target, config.alpha, config.tau))
-        return {"loss": torch.stack(losses).sum()}
+        return {"loss": whole_mean(torch.stack(losses).sum(), len(codes))}
 
     @recommender
     def recommend(

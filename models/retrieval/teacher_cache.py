@@ -55,11 +55,11 @@ from models.tables import (
 
 SCHEMA = pa.schema(
     [
-        pa.field("request", pa.int64(), nullable=False),  # number of the request in the sequences table
+        pa.field("request", pa.int64(), nullable=False),  # `request_number`
         pa.field("states", pa.list_(pa.field("element", pa.float16())), nullable=False),  # vectors, one after the other
     ]
 )
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 BATCH = 256
 """Requests that the teacher reads at once."""
@@ -143,7 +143,7 @@ def remember(
         config = {**query.config, "max_history": parts[0].max_history, "splits": list(query.splits)}
         print_ = _digest([SCHEMA_VERSION, query.name, config, inputs])
         uri = join(folder, f"{query.name}-{print_[:16]}")
-        rank, world = parts[0].rank, parts[0].world
+        rank, world = parts[0].share.rank, parts[0].share.world
         with _held(uri) if rank == 0 else nullcontext():
             there = _agree(has_manifest(uri) if rank == 0 else None, world)
             if not there:

@@ -24,6 +24,7 @@ from models.retrieval.parts import SidTokens
 from models.retrieval.recommend import BeamOptions, recommender
 from models.retrieval.retriever import Retriever
 from models.retrieval.search.generate import as_transformers, generate
+from models.whole_batch import whole_mean
 
 DecodeBy = Literal["shared_kv", "hf", "hf_nocache"]
 
@@ -111,7 +112,8 @@ class Tiger(Retriever):
         history = self.encode(batch)
         logits = self.decoder.teacher_forced(history, self.tokens.codes(batch["target"]))
         target = self.tokens.items[batch["target"]]  # (B, L) tokens
-        return {"loss": functional.cross_entropy(torch.stack(tuple(logits), 1).flatten(0, 1), target.flatten())}
+        mean = functional.cross_entropy(torch.stack(tuple(logits), 1).flatten(0, 1), target.flatten())
+        return {"loss": whole_mean(mean, len(target))}
 
     @recommender
     def recommend(

@@ -13,7 +13,8 @@ Shapes: `B` rows, `T` positions, `R` requests, `N` candidates, `F` features, `K`
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
@@ -23,7 +24,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.retrieval.data import PAD, Examples, Split, Unit, hash_strings
+from models.retrieval.data import PAD, Examples, hash_strings, of_requests, request_number
+from models.shares import Shard, Share, joined, runs, starts
 from models.tables import (
     Manifest,
     UserError,
@@ -147,6 +149,25 @@ class SearchCatalogue:
             documents=load_documents(join(text, "tokens"), made["items"]),
         )
 
+    def of_pairs(self, keys: NDArray[np.int64]) -> Self:
+        """The same with the text of the pairs at `keys` alone, where it has it; of one pair at least."""
+        there = self.pair_keys.numpy()
+        place = np.searchsorted(there, keys)
+        inside = np.minimum(place, max(0, len(there) - 1))
+        place = inside[there[inside] == keys] if len(there) else place[:0]
+        rows = torch.from_numpy(place if len(place) else np.zeros(min(1, len(there)), np.int64))
+        joint = None if self.joint is None else self.joint[rows]
+        return replace(self, pair_keys=self.pair_keys[rows], pairs=self.pairs[rows], joint=joint)
+
+    def leave_pairs_to(self, examples: Iterable[SearchExamples], config: Any) -> Self:
+        """The same without text of pairs, which `examples` bring with their batches from now on, for a model of
+        `config`. They keep that of their own pairs alone; so none is on the device but a batch's."""
+        for part in examples:
+            part.bring(self, config.history_pairs)
+        none = self.pairs[:0].clone()
+        joint = None if self.joint is None else none
+        return replace(self, pairs=none, pair_keys=self.pair_keys[:0].clone(), joint=joint)
+
 
 def encoded_by(manifest: Manifest) -> tuple[Any, dict[str, Any]]:
     """The encoder of a table of texts, and its settings; pairs may have a [SEP] state beside."""
@@ -209,73 +230,82 @@ class SearchExamples(Examples):
     serve all requests, each with between half and all of `max_history` behaviours before it.
 
     Requests with an empty history are kept, as a search has its query. Only requests of the split and
-    behaviours before them are read.
+    behaviours before them are held, and only users who have some.
     """
 
+    kind = "search"
+    splits = ("train", "val", "test")
+    unit = "user"
+    max_history = 1000
+
+    columns: dict[str, NDArray]
+    """Of this rank: flat arrays by behaviour, user, request, row and candidate."""
+    brought: SearchCatalogue | None = None
+    """Text of the pairs that batches bring along, where the model does not hold it."""
+    history_pairs = False
+    """Whether they bring that of behaviours too."""
+
     @classmethod
-    def load(
-        cls,
-        sequences_uri: str,
-        split: Split,
-        *,
-        unit: Unit = "user",
-        max_history: int = 1000,
-        rank: int = 0,
-        world: int = 1,
-    ) -> Self:
-        """The users of this rank: every `world`-th row of the table from row `rank` on."""
-        if split not in ("train", "val", "test"):
-            raise UserError(f"search has no split '{split}'; choose train, val or test")
-        info = sequences_manifest(sequences_uri, "search").info
-        labels = [f"label_{name}" for name in info["labels"]]
-        self = cls(unit, max_history, rank, world)
-        self.rows_per_rank, self.skipped = np.zeros(world, np.int64), 0
-        parts: list[dict[str, NDArray]] = []
-        users = mine = behaviours = candidates = requests = 0
-        columns = ["user_id", "item_index", "timestamp_ms", "query_index", "features", "requests"]
-        for table in iter_parts(sequences_uri, "sequences", columns):
-            if table.num_rows == 0:
-                continue
-            part = read_part(table, labels, len(info["features"]))
-            row = np.arange(users, users + table.num_rows)
-            chosen = np.flatnonzero(part["split"] == split)
-            owner, end = part["owner"][chosen], part["end"][chosen]
-            begin = self._begin(end)
-            first = np.ones(len(chosen), bool)
-            first[1:] = (owner[1:] != owner[:-1]) | (begin[1:] != begin[:-1])
-            self.rows_per_rank += np.bincount(row[owner[first]] % world, minlength=world)
-            my_user = row % world == rank
-            my = my_user[owner]
-            my_behaviour = np.repeat(my_user, part["lengths"])
-            counts = part["counts"][chosen][my]
-            flat = runs(part["candidate_start"][chosen][my], counts)
-            parts.append(
-                {
-                    **{name: part[name][my_behaviour] for name in ("item", "time", "query", "history_features")},
-                    "user_start": behaviours + starts(part["lengths"][my_user]),
-                    "user_hash": hash_strings(table["user_id"].combine_chunks())[my_user],
-                    "user_row": row[my_user],
-                    "owner": (np.cumsum(my_user) - 1 + mine)[owner[my]],
-                    "end": end[my],
-                    "begin": begin[my],
-                    "first": first[my],
-                    "request": requests + chosen[my],
-                    "request_query": part["request_query"][chosen][my],
-                    "request_time": part["request_time"][chosen][my],
-                    "counts": counts,
-                    "candidate_start": candidates + starts(counts),
-                    **{name: part[name][flat] for name in ("candidate", "position", "labels", "features")},
-                }
-            )
-            users += table.num_rows
-            mine += int(my_user.sum())
-            behaviours += int(my_behaviour.sum())
-            requests += len(part["end"])
-            candidates += len(flat)
-        if not parts:
-            raise UserError(f"{sequences_uri} has no users; check the filters of jobs.prepare")
-        self._take({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
-        return self
+    def _open(cls, uri: str) -> tuple[Manifest, list[str]]:
+        manifest = sequences_manifest(uri, "search")
+        asked = ("timestamp_ms", "query_index", "history_end", "split", "candidates", "positions", "features")
+        labels = (f"label_{name}" for name in manifest.info["labels"])
+        mine = ["user_id", "item_index", "timestamp_ms", "query_index", "features"]
+        return manifest, [*mine, *of_requests(*asked, *labels)]
+
+    @classmethod
+    def _read(cls, table: pa.Table, manifest: Manifest, uri: str) -> dict[str, NDArray]:
+        labels = [f"label_{name}" for name in manifest.info["labels"]]
+        part = read_part(table, labels, len(manifest.info["features"]))
+        return part | {"user_hash": hash_strings(table["user_id"].combine_chunks())}
+
+    def _add(self, part: dict[str, NDArray], first_user: int, shard: Shard) -> int:
+        chosen = np.flatnonzero(part["split"] == self.split)
+        owner, end = part["owner"][chosen], part["end"][chosen]
+        begin = self._begin(end)
+        first = np.ones(len(chosen), bool)
+        first[1:] = (owner[1:] != owner[:-1]) | (begin[1:] != begin[:-1])
+        users, local = np.unique(owner, return_inverse=True)
+        # of each user, behaviours from the first of his first row to the last before any of his requests
+        new = np.flatnonzero(np.append(True, owner[1:] != owner[:-1])) if len(owner) else owner
+        low = np.minimum.reduceat(begin, new) if len(new) else begin
+        count = (np.maximum.reduceat(end, new) if len(new) else end) - low
+        behaviour = runs(starts(part["lengths"])[users] + low, count)
+        counts = part["counts"][chosen]
+        flat = runs(part["candidate_start"][chosen], counts)
+        first = np.flatnonzero(first)
+        self._parts.append(
+            {
+                **{name: part[name][behaviour] for name in ("item", "time", "query", "history_features")},
+                "user_start": self._behaviours + starts(count) - low,
+                "user_hash": part["user_hash"][users],
+                "user_row": first_user + users,
+                "owner": (self._users + local).astype(np.int32),
+                "end": end.astype(np.int32),
+                "place": part["place"][chosen].astype(np.int32),
+                "first": (self._requests + first).astype(np.int32),
+                "begin": begin[first].astype(np.int32),
+                "request_query": part["request_query"][chosen].astype(np.int32),
+                "request_time": part["request_time"][chosen],
+                "counts": counts.astype(np.int32),
+                "candidate_start": self._candidates + starts(counts),
+                **{name: part[name][flat] for name in ("candidate", "position", "labels", "features")},
+            }
+        )
+        self._users += len(users)
+        self._requests += len(end)
+        self._behaviours += len(behaviour)
+        self._candidates += len(flat)
+        return len(first)
+
+    def __init__(self, split: str, unit: str, max_history: int, share: Share) -> None:
+        super().__init__(split, unit, max_history, share)
+        self._candidates = 0
+
+    def _close(self) -> None:
+        columns = joined(self._parts)
+        del self._parts
+        self._take(columns)
 
     @classmethod
     def of(cls, history: dict[str, NDArray], lengths: NDArray, request: dict[str, NDArray], counts: NDArray) -> Self:
@@ -284,14 +314,13 @@ class SearchExamples(Examples):
         `history` holds item, time, query and history_features, (behaviours, ...) end to end, `lengths` (R,) of each;
         `request` the request_query (R,) and, end to end, the candidate and features (N, ...), `counts` (R,) of each.
         """
-        self = cls("request", max(1, int(lengths.max(initial=1))), 0, 1)
-        self.rows_per_rank, self.skipped = np.array([len(lengths)]), 0
+        self = cls.in_memory("test", "request", max(1, int(lengths.max(initial=1))), len(lengths))
         number, none = np.arange(len(lengths)), np.zeros(len(lengths), np.int64)
         self._take(
             {
                 **history, **request, "counts": counts, "user_start": starts(lengths), "user_hash": none,
-                "user_row": number, "owner": number, "begin": none, "end": lengths, "first": none == 0,
-                "request": number, "request_time": none, "candidate_start": starts(counts),
+                "user_row": number, "owner": number, "begin": none, "end": lengths, "first": number,
+                "place": none, "request_time": none, "candidate_start": starts(counts),
                 "position": np.zeros(len(request["candidate"]), np.int64),
                 "labels": np.zeros((len(request["candidate"]), 0), bool),
             }
@@ -300,14 +329,20 @@ class SearchExamples(Examples):
 
     def _take(self, columns: dict[str, NDArray]) -> None:
         self.columns = columns
-        self._owner, self._end = self.columns["owner"], self.columns["end"]
-        self._first = np.flatnonzero(self.columns["first"])
-        self._count = np.diff(np.append(self._first, len(self._end)))
-        self._row_end = np.maximum.reduceat(self._end, self._first) if len(self._first) else self._end[:0]
-        self.lengths = self._row_end - self.columns["begin"][self._first]
+        self._owner, self._end, self._place = (columns[name] for name in ("owner", "end", "place"))
+        self._user_row, first = columns["user_row"], columns["first"]
+        self._first = np.append(first, len(self._end))
+        self._row_end = np.maximum.reduceat(self._end, first) if len(first) else self._end[:0]
+        self.lengths = self._row_end - columns["begin"]
 
-    columns: dict[str, NDArray]
-    """Of this rank: flat arrays by behaviour, user, request and candidate."""
+    def bring(self, catalogue: SearchCatalogue, history: bool) -> None:
+        """Lets batches bring the text of their candidates' pairs, and with `history` of their behaviours'."""
+        c, self.history_pairs = self.columns, history
+        asked = np.repeat(c["request_query"], c["counts"])
+        own = _keys(c["candidate"], asked, catalogue.num_queries)
+        if history:
+            own = np.union1d(own, _keys(c["item"], c["query"], catalogue.num_queries))
+        self.brought = catalogue.of_pairs(own)
 
     def _begin(self, end: NDArray) -> NDArray[np.int64]:
         """First behaviour of the row that serves a request with `end` behaviours before it."""
@@ -320,12 +355,14 @@ class SearchExamples(Examples):
         By row: history (B, T) item_index, history_query (B, T), history_time (B, T) ms, history_features
         (B, T, F), history_length (B,), user (B,) hash of the id, user_row (B,). By request: request_row (R,),
         request_end (R,) behaviours of the row before it, request_query (R,), request_time (R,) ms, request (R,)
-        its number in the table. By candidate: candidate (N,) item_index, candidate_request (N,),
-        candidate_position (N,), labels (N, K) bool, features (N, F).
+        its `request_number`. By candidate: candidate (N,) item_index, candidate_request (N,),
+        candidate_position (N,), labels (N, K) bool, features (N, F). With `bring` also, of P distinct
+        pairs, pair_keys (P,), pairs (P, W) and, where there is one, joint (P, W).
         """
         c = self.columns
-        first, count, length = self._first[rows], self._count[rows], self.lengths[rows]
-        user, begin = self._owner[first], c["begin"][first]
+        first = self._first[rows].astype(np.int64)
+        count, length, begin = self._first[rows + 1] - first, self.lengths[rows], c["begin"][rows]
+        user = self._owner[first]
         place = np.arange(max(1, int(length.max(initial=1))))
         inside = place < length[:, None]
         index = np.where(inside, (c["user_start"][user] + begin)[:, None] + place, 0)
@@ -343,12 +380,12 @@ class SearchExamples(Examples):
             "history_time": history("time", 0),
             "history_length": length,
             "user": c["user_hash"][user],
-            "user_row": c["user_row"][user],
+            "user_row": self._user_row[user],
             "request_row": np.repeat(np.arange(len(rows)), count),
             "request_end": self._end[request] - np.repeat(begin, count),
             "request_query": c["request_query"][request],
             "request_time": c["request_time"][request],
-            "request": c["request"][request],
+            "request": request_number(self._user_row[self._owner[request]], self._place[request]),
             "candidate": c["candidate"][candidate],
             "candidate_request": np.repeat(np.arange(len(request)), counts),
             "candidate_position": c["position"][candidate],
@@ -357,17 +394,23 @@ class SearchExamples(Examples):
         tensors["history_features"] = torch.from_numpy(history("history_features", 0))
         tensors["labels"] = torch.from_numpy(c["labels"][candidate])
         tensors["features"] = torch.from_numpy(c["features"][candidate])
+        if self.brought:
+            asked = np.repeat(batch["request_query"], counts)
+            keys = _keys(batch["candidate"], asked, self.brought.num_queries)
+            if self.history_pairs:
+                past = _keys(batch["history"], batch["history_query"], self.brought.num_queries)
+                keys = np.union1d(keys, past)
+            text = self.brought.of_pairs(keys)
+            tensors |= {"pair_keys": text.pair_keys, "pairs": text.pairs}
+            if text.joint is not None:
+                tensors["joint"] = text.joint
         return tensors
 
 
-def starts(lengths: NDArray) -> NDArray[np.int64]:
-    """Where each of consecutive runs of these lengths begins."""
-    return np.cumsum(lengths, dtype=np.int64) - lengths
-
-
-def runs(begin: NDArray, lengths: NDArray) -> NDArray[np.int64]:
-    """begin[0], begin[0] + 1, ... for lengths[0] numbers, then the same for the next."""
-    return np.arange(int(lengths.sum())) + np.repeat(begin - starts(lengths), lengths)
+def _keys(item: NDArray, query: NDArray, num_queries: int) -> NDArray[np.int64]:
+    """Ascending `pair_key` of the pairs that have an item and a query."""
+    there = (item >= 0) & (query != NO_QUERY)
+    return np.unique(pair_key(item[there].astype(np.int64), query[there].astype(np.int64), num_queries))
 
 
 def read_part(table: pa.Table, labels: list[str], features: int) -> dict[str, NDArray]:
@@ -397,6 +440,7 @@ def read_part(table: pa.Table, labels: list[str], features: int) -> dict[str, ND
         "query": flat("query_index").astype(np.int32),
         "history_features": vectors.astype(np.float32).reshape(len(items.flatten()), features),
         "owner": np.repeat(np.arange(len(per_user)), per_user),
+        "place": runs(np.zeros_like(per_user), per_user),
         "end": of_request("history_end"),
         "split": pc.struct_field(requests, "split").to_numpy(zero_copy_only=False),
         "request_query": of_request("query_index"),

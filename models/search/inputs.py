@@ -35,6 +35,12 @@ class Text(nn.Module):
         self.document = nn.Linear(catalogue.items.shape[1], width)
         self.of_query = nn.Linear(catalogue.items.shape[1], width)
 
+    def take_pairs(self, batch: dict[str, Tensor]) -> None:
+        """Reads pairs in the tables that the batch brings, where it brings some (`SearchExamples.bring`)."""
+        if "pairs" in batch:
+            self.pair_keys, self.pairs = batch["pair_keys"], batch["pairs"]
+            self.joint = batch.get("joint", self.joint)
+
     def query(self, query: Tensor) -> Tensor:
         """(..., E): the query alone; zero where there is none."""
         if not len(self.queries):  # of a log without queries; of the graph, as DDP wants gradients of all weights

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from models.whole_batch import whole_mean
+
 
 def masked_logits(z: Tensor, v: Tensor, items: Tensor, valid: Tensor, temperature: float) -> Tensor:
     """(T, B, B) float32: s_t^(b, c) of Eq. 4, -inf where user c is no negative for user b at position t.
@@ -39,7 +41,7 @@ def info_nce(
         valid = torch.ones_like(items, dtype=torch.bool)
     count = valid.sum()
     if not z.numel():
-        return (z + v).sum()  # 0, and part of the graph
+        return whole_mean((z + v).sum(), 0)  # 0, and part of the graph
     logits = masked_logits(z, v, items, valid, temperature)
     loss = torch.logsumexp(logits, -1) - logits.diagonal(dim1=1, dim2=2)  # (T, B)
-    return torch.where(valid.T, loss, 0).sum() / count.clamp(min=1)
+    return whole_mean(torch.where(valid.T, loss, 0).sum() / count.clamp(min=1), count)

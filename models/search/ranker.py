@@ -16,6 +16,7 @@ from torch.nn import functional
 from models.layers.hstu import HSTULayer
 from models.search.data import NO_QUERY, SearchCatalogue
 from models.search.inputs import Scale, Text, feature_groups
+from models.whole_batch import whole_mean
 
 Batch = dict[str, Tensor]
 
@@ -46,6 +47,11 @@ class RankerConfig:
     @property
     def reads_times(self) -> bool:
         """Whether the model reads when each behaviour was."""
+        return False
+
+    @property
+    def history_pairs(self) -> bool:
+        """Whether the model reads behaviours' text together with their queries."""
         return False
 
     def __post_init__(self) -> None:
@@ -125,6 +131,7 @@ class Ranker(nn.Module):
 
     def rank(self, batch: Batch, sequence: Tensor | None = None) -> Tensor:
         """(N, K) logits from the candidates and, where there is one, `sequence` (N, width): h_seq of each."""
+        self.text.take_pairs(batch)
         query = batch["request_query"][batch["candidate_request"]]  # (N,)
         features = self.scale(batch["features"])
         document, query_embedding = self.text.pair(batch["candidate"], query), self.text.query(query)  # (N, E)
@@ -149,4 +156,5 @@ class Ranker(nn.Module):
     def ranking_loss(self, logits: Tensor, batch: Batch) -> Tensor:
         labels = batch["labels"].float()
         total = functional.binary_cross_entropy_with_logits(logits.float(), labels, reduction="sum")
-        return total / max(1, len(logits))  # 0 for searches that showed nothing
+        mean = total / max(1, len(logits))  # 0 for searches that showed nothing
+        return whole_mean(mean, len(logits))

@@ -58,6 +58,10 @@ class SequenceConfig(RankerConfig):
     def reads_times(self) -> bool:
         return self.encoder == "hstu"
 
+    @property
+    def history_pairs(self) -> bool:
+        return self.token == "pair" or self.query_condition == "joint"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("width", "num_layers", "num_heads", "ffn"):
@@ -128,6 +132,7 @@ class SequenceRanker(Ranker):
         return self.text.item(item)
 
     def history_tokens(self, batch: Batch) -> Tensor:
+        self.text.take_pairs(batch)
         return self.tokens(batch["history"], batch["history_query"], batch["history_features"])
 
     def states(self, batch: Batch, tokens: Tensor) -> Tensor:

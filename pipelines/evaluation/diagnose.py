@@ -97,7 +97,9 @@ def diagnose(
     where = device_of(device)
     model, beam = loaded.to(where), loaded.config.beam if beam is None else beam
     history = registry.config_from_dict(about.model).max_history
-    examples = entry.family.examples(join(tables, "sequences"), split, unit=entry.family.eval_unit, max_history=history)
+    examples = entry.family.examples.load(
+        join(tables, "sequences"), split, unit=entry.family.eval_unit, max_history=history
+    )
     if len(examples) == 0:
         raise UserError(f"the split '{split}' of {tables} has no request with a history; choose another --split")
     order = np.argsort(examples.lengths, kind="stable")

@@ -53,7 +53,7 @@ class Recommender:
         self.model: Any = model.to(self.device)
         history = registry.config_from_dict(about.model).max_history
         sequences = join(tables, "sequences")
-        self.examples: Any = entry.family.examples(sequences, "next", unit="request", max_history=history)
+        self.examples: Any = entry.family.examples.load(sequences, "next", unit="request", max_history=history)
         self.users = read_table(sequences, "sequences", ["user_id"])["user_id"].combine_chunks()
         self.items = read_table(join(tables, "items"), "items", ["item_id"])["item_id"].combine_chunks()
 

@@ -123,7 +123,7 @@ def rank_shard(
     uri: str, tables: str, extra: str | None, split: Any, batch_size: int, options: dict[str, Any], device: str,
     threads: int, subsets: shift.Subsets, shard: tuple[int, int],
 ) -> tuple[dict[str, Any], int, int, float, str, int]:  # fmt: skip
-    """(sums, requests, skipped, seconds in recommend, device, users) of shard (rank, world): every `world`-th user."""
+    """(sums, requests, skipped, seconds in recommend, device, users) of shard (rank, world): the users of its parts."""
     rank, world = shard
     if threads:
         torch.set_num_threads(threads)
@@ -134,9 +134,10 @@ def rank_shard(
     where = device_of(device)
     model = model.to(where)
     history = registry.config_from_dict(about.model).max_history
-    examples = entry.family.examples(
-        join(tables, "sequences"), split, unit=entry.family.eval_unit, max_history=history, rank=rank, world=world
-    )
+    examples = entry.family.examples.load(
+        join(tables, "sequences"), split, unit=entry.family.eval_unit, max_history=history, rank=rank, world=world,
+        shards=world,
+    )  # fmt: skip
     measured = entry.measured
     if subsets:
         measured = replace(measured, measure=partial(shift.measure, subsets=subsets))

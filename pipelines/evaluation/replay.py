@@ -41,9 +41,11 @@ from numpy.typing import NDArray
 from models import checkpoint, registry
 from models.families import SEARCH
 from models.fit import to_device
+from models.retrieval.data import request_number
 from models.scores import check_finite
-from models.search.data import SearchExamples, read_part, runs, starts
+from models.search.data import SearchExamples, read_part
 from models.setup import load_catalogue
+from models.shares import runs, starts
 from models.tables import UserError, iter_parts, join, sequences_manifest
 
 Floats = NDArray[np.float64]
@@ -73,7 +75,7 @@ class Log:
     user: NDArray[np.int64]
     """(R,) row of the user in the table."""
     request: NDArray[np.int64]
-    """(R,) number of the request in the table."""
+    """(R,) `request_number` of each."""
     counts: NDArray[np.int64]
     """(R,) results shown."""
     position: NDArray[np.int64]
@@ -134,7 +136,7 @@ def read_log(sequences: str, split: str) -> Log:
     info = sequences_manifest(sequences, "search").info
     label = f"label_{info['labels'][0]}"
     parts: list[dict[str, Any]] = []
-    users = requests = 0
+    users = 0
     wanted = ["item_index", "timestamp_ms", "query_index", "position", "features", "requests"]
     for table in iter_parts(sequences, "sequences", None):
         if not table.num_rows:
@@ -156,14 +158,14 @@ def read_log(sequences: str, split: str) -> Log:
             )  # fmt: skip
             times = pc.fill_null(table[DWELL].combine_chunks().flatten(), 0.0).to_numpy()
             dwell[click] = matched(columns, behaviours, times, info.get("max_request_spread_ms", 0))
+        number = request_number(users + part["owner"][chosen], part["place"][chosen])
         parts.append(
             {
-                "user": users + part["owner"][chosen], "request": requests + chosen, "counts": counts,
+                "user": users + part["owner"][chosen], "request": number, "counts": counts,
                 "position": part["position"][flat].astype(np.int64), "click": click, "dwell": dwell, "known": known,
             }
         )  # fmt: skip
         users += table.num_rows
-        requests += len(part["end"])
     if not parts or not sum(len(part["position"]) for part in parts):
         raise UserError(f"the split '{split}' of {sequences} has no result to replay; choose another --split")
     whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0] if name != "known"}

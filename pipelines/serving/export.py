@@ -43,7 +43,7 @@ def export(
     loaded, _ = registry.load(uri, load_catalogue(entry, about.name, tables, extra))
     model: Any = loaded.to(device_of(device))
     history = registry.config_from_dict(about.model).max_history
-    examples = entry.family.examples(join(tables, "sequences"), "next", max_history=history)
+    examples = entry.family.examples.load(join(tables, "sequences"), "next", max_history=history)
     count = min(batch_size, len(examples))
     rows = np.argsort(examples.lengths, kind="stable")[np.linspace(0, len(examples) - 1, count).astype(np.int64)]
     target = Path(path).expanduser().absolute()

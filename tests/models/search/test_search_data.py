@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from models import registry
+from models.retrieval.data import request_number
 from models.search.data import SearchCatalogue, SearchExamples, pair_key
 from models.tables import UserError, join, read_table
 from tests.search_tables import FEATURES, LABELS, WIDTH, request, write_tables
@@ -47,10 +51,10 @@ def test_batches_hold_what_the_table_says(search, split, unit, limit):
         assert (batch["history_query"][padding] == -1).all()
         assert (batch["history_features"][padding] == 0).all()
         found |= seen(batch)
-    number, wanted = -1, 0
+    wanted = 0
     for row, user in enumerate(read_table(uri).to_pylist()):
-        for asked in user["requests"]:
-            number += 1
+        for place, asked in enumerate(user["requests"]):
+            number = int(request_number(row, place))
             if asked["split"] != split:
                 assert number not in found
                 continue
@@ -95,8 +99,7 @@ def test_workers_share_out_the_users(search):
     ]
     assert {k: v for part in found[1:] for k, v in part.items()} == found[0]
     assert sum(map(len, found[1:])) == len(found[0])
-    assert {part.steps(5) for part in parts} == {-(-max(map(len, parts)) // 5)}
-    assert parts[0].rows_per_rank.tolist() == [len(part) for part in parts]
+    assert {part.steps(5) for part in parts} == {whole.steps(5)}
 
 
 def test_an_empty_history_keeps_its_requests(search):
@@ -143,3 +146,43 @@ def test_tables_that_do_not_belong_are_refused(search, tmp_path):
         SearchCatalogue.load(other, search[1])
     with pytest.raises(UserError, match="no split 'next'"):
         SearchExamples.load(join(search[0], "sequences"), "next")
+
+
+@pytest.mark.parametrize(("token", "condition"), [("pair", "query"), ("item", "none"), ("pair", "joint")])
+@pytest.mark.filterwarnings("ignore:query_condition 'joint'")
+def test_batches_bring_the_text_of_their_pairs(search, token, condition):
+    """A model that holds no pair gives the losses of one that holds them all."""
+    catalogue = SearchCatalogue.load(*search)
+    options = {"name": "qgs", "width": 16, "num_layers": 1, "max_history": 8, "dropout": 0.0}
+    config = registry.config_from_dict({**options, "token": token, "query_condition": condition})
+    plain, bringing = (
+        SearchExamples.load(join(search[0], "sequences"), "train", unit="user", max_history=8) for _ in range(2)
+    )
+    without = catalogue.leave_pairs_to([bringing], config)
+    assert (len(without.pairs), len(without.pair_keys)) == (0, 0)
+    models = []
+    for made in (catalogue, without):
+        torch.manual_seed(0)
+        models.append(registry.build(config, made))
+    for rows in plain.batches(7):
+        batch = bringing.collate(rows)
+        pairs = {(i, q) for i, q in zip(batch["candidate"].tolist(), seen_queries(batch), strict=True) if q >= 0}
+        if config.history_pairs:
+            past = zip(batch["history"].flatten().tolist(), batch["history_query"].flatten().tolist(), strict=True)
+            pairs |= {(i, q) for i, q in past if i >= 0 and q >= 0}
+        assert batch["pair_keys"].tolist() == sorted(int(pair_key(i, q, 8)) for i, q in pairs)
+        assert torch.equal(models[0](plain.collate(rows))["loss"], models[1](batch)["loss"])
+
+
+def seen_queries(batch):
+    return batch["request_query"][batch["candidate_request"]].tolist()
+
+
+def test_a_pair_without_text_is_still_an_error(search):
+    catalogue = SearchCatalogue.load(*search)
+    few = replace(catalogue, pairs=catalogue.pairs[:5], pair_keys=catalogue.pair_keys[:5])
+    config = registry.config_from_dict({"name": "base"})
+    examples = SearchExamples.load(join(search[0], "sequences"), "train", max_history=8)
+    model = registry.build(config, few.leave_pairs_to([examples], config))
+    with pytest.raises(UserError, match=r"the text has no embedding of item \d+ with query \d+"):
+        model(examples.collate(np.arange(5)))

@@ -16,7 +16,7 @@ import torch
 from models import checkpoint, registry
 from models.actions.data import ActionsExamples
 from models.fit import FitConfig
-from models.search.data import SearchExamples
+from models.search.data import SearchCatalogue, SearchExamples
 from models.setup import Setup, set_up
 from models.tables import UserError, join, read_manifest, read_table
 from pipelines import tracking
@@ -64,11 +64,12 @@ def trained(folder: Path, name: str, tables: str, text: str | None) -> Setup:
     return setup
 
 
-def searches(setup: Setup, tables: str) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
+def searches(setup: Setup, tables: str, text: str) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
     """Test requests by the names of things, and the chance of the second label of each of their candidates."""
     items, queries = (read_table(join(tables, name))[column].to_pylist() for name, column in
                       (("items", "item_id"), ("queries", "query")))  # fmt: skip
     examples = SearchExamples.load(join(tables, "sequences"), "test", unit="request", max_history=8)
+    examples.bring(SearchCatalogue.load(tables, text), history=True)
     rows, chances = [], []
     for number in range(6):
         batch = examples.collate(np.array([number]))
@@ -138,7 +139,7 @@ def test_candidates_are_ranked_alike_in_a_fresh_process(tmp_path: Path) -> None:
     feed, plain = write_actions(tmp_path / "feed", viewers=True), write_actions(tmp_path / "plain")
     setups = {name: trained(tmp_path, name, tables, text) for name in ("qgs", "hllm")}
     setups |= {name: trained(tmp_path, name, made, None) for name, made in (("attn_mvp", feed), ("lac", plain))}
-    asked = {name: searches(setups[name], tables) for name in ("qgs", "hllm")}
+    asked = {name: searches(setups[name], tables, text) for name in ("qgs", "hllm")}
     asked |= {name: feeds(setups[name], made) for name, made in (("attn_mvp", feed), ("lac", plain))}
     assert len(asked["attn_mvp"][0]) > 3
     of_feeds = ("attn_mvp", "lac")

@@ -1,0 +1,338 @@
+"""Which parts of a table a worker reads, and an order of training examples that no number of workers changes.
+
+The parts of a table are grouped into *shards* by the manifest alone, and whole shards are dealt out to the workers, so
+a part is read by one worker, once for all splits. Every global batch takes its quota of rows from every shard, by a
+permutation within the shard that is seeded by (seed, epoch, shard). So a worker arranges the rows of its own shards
+and knows of the others no more than how many rows they have, and step s has the same examples whatever the number of
+workers: a run goes on with another number of them, and ends with the same weights up to the order of sums.
+
+The other way, every worker holding the index of all examples and loading its rows of each batch, needs 8 bytes for
+every row of the table on every worker, which at four workers is as much as the rows' own data, and reads parts in
+random order. It would keep the order of one worker on tables of any size. Here that holds for one shard alone, that is
+for all tables below two times `shard_mb` (`FitConfig`): their order is what it was before there were shards.
+
+Where there are fewer shards than workers, several hold a shard, whole, and take every so-manieth row of its part of
+a batch. A file is the least that is read, as its hash, which tells damage, is of all of it; columns that are not asked
+for are not decoded.
+
+Shapes: `V` shards, `n` rows of a shard, `S` steps of an epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from torch import Tensor
+
+from models.tables import Manifest, UserError, part_uris, read_parquet
+
+MOST_SHARDS = 256
+"""Shards of a table at most: more workers than that share them."""
+
+LEAST_QUOTA = 4
+"""Rows of a batch that a shard gives at least, on average: fewer, and batches are of uneven sizes."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A run of a table's parts that this worker holds."""
+
+    number: int
+    """Its number, from 0."""
+    parts: range
+    """Numbers of its parts in the manifest."""
+    place: int
+    """This worker's place among those that hold it, from 0."""
+    holders: int
+    """Workers that hold it."""
+
+    def counts(self, user_rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which users, by their rows of the table, are this worker's in an evaluation."""
+        return user_rows % self.holders == self.place
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one worker of `world` holds of a table."""
+
+    shards: int
+    """V: shards of the table."""
+    held: tuple[Shard, ...]
+    """Those that this worker holds."""
+    rank: int
+    """The worker's number, from 0."""
+    world: int
+    """Number of workers."""
+
+    @classmethod
+    def of(cls, sizes: NDArray[np.int64], shards: int, rank: int, world: int) -> Self:
+        """Of parts with these bytes: `shards` runs of about equal size (or one per part), dealt out to the workers.
+
+        Worker r holds shards r, r + world, ... and not a run of them: quotas are rounded up by turns in the order of
+        shards (`quotas`), so that workers with equally many shards have equally many rows of every batch.
+        """
+        if not 0 <= rank < world:
+            raise ValueError(f"rank {rank} is not below the number of workers {world}")
+        shards = max(1, min(shards, len(sizes)))
+        edges = equal_parts(sizes, shards) if len(sizes) else np.zeros(2, np.int64)
+        held = []
+        for number in range(rank % shards, shards, world):
+            parts = range(int(edges[number]), int(edges[number + 1]))
+            held.append(Shard(number, parts, rank // shards, -(-(world - number) // shards) if world > shards else 1))
+        return cls(shards, tuple(held), rank, world)
+
+    def tables(self, uri: str, manifest: Manifest, columns: list[str]) -> Iterator[tuple[int, int, pa.Table]]:
+        """(which of `held`, row of the table that is its first, a part's rows), part by part."""
+        first = np.cumsum([0, *(part.rows for part in manifest.files)])
+        places = part_uris(uri, manifest)
+        for index, shard in enumerate(self.held):
+            for part in shard.parts:
+                yield index, int(first[part]), read_parquet(places[part], columns, manifest.files[part].sha256)
+
+
+def shards_of(manifest: Manifest, shard_mb: float, batch_size: int) -> int:
+    """V of a training: by the size of the table, its parts and the batch, and not by the number of workers."""
+    size = sum(part.bytes for part in manifest.files)
+    most = min(len(manifest.files), MOST_SHARDS, batch_size // LEAST_QUOTA)
+    return max(1, min(most, int(size / (shard_mb * 2**20))))
+
+
+def equal_parts(lengths: NDArray, parts: int) -> NDArray[np.int64]:
+    """(parts + 1,) edges of runs of rows with about equal sums of `lengths`; none is empty if enough rows."""
+    number = np.arange(parts + 1)
+    if len(lengths) < parts:
+        return len(lengths) * number // parts
+    total = np.cumsum(lengths)
+    edges = np.concatenate([[0], np.searchsorted(total, total[-1] * number[1:] / parts - 0.5) + 1])
+    edges = np.maximum.accumulate(edges - number) + number
+    return np.minimum(edges, len(lengths) - parts + number)
+
+
+def quotas(rows: int, total: int, batch_size: int, steps: int, shard: int, shards: int) -> NDArray[np.int64]:
+    """(S + 1,) edges of what a shard of `rows` of the `total` rows gives to each step: all of it over the epoch.
+
+    Shards round at different steps, so that the batches have `batch_size` rows where shards are equal. One shard
+    gives `batch_size` rows to each step but the last.
+    """
+    edges = (np.arange(steps + 1) * batch_size * rows + shard * total // shards) // max(1, total)
+    edges = np.minimum(edges, rows)
+    edges[0], edges[-1] = 0, rows
+    return edges
+
+
+class Sharded:
+    """The examples of one split on one worker, in rows that batches are made of; a family's `data.py` fills it.
+
+    Rows come shard by shard. A worker holds all rows of its shards. Of a shard that several hold it takes every
+    so-manieth row of what the shard gives to a batch, and in an evaluation every so-manieth user.
+    """
+
+    kind: ClassVar[str]
+    """Name of the family."""
+    splits: ClassVar[tuple[str, ...]] = ("train", "val", "test")
+    """Splits that it has."""
+    unit: str
+    """What a row is; of the class: where nothing else is asked for."""
+    max_history: int
+    """Behaviours of a history at most; of the class: where nothing else is asked for."""
+    lengths: NDArray[np.integer]
+    """Of each row, what batches are sorted by."""
+    skipped = 0
+    """Requests of the split, of this worker's evaluation, that are left out."""
+    rows_per_shard: NDArray[np.int64]
+    """(V,) rows of each shard; of those that other workers hold 0 until `agree`."""
+
+    def __init__(self, split: str, unit: str, max_history: int, share: Share) -> None:
+        if max_history < 1:
+            raise ValueError(f"max_history {max_history} is below 1; a history needs at least one behaviour")
+        self.split, self.unit, self.max_history, self.share = split, unit, max_history, share
+        self._rows_held = np.zeros(len(share.held), np.int64)
+        self.rows_per_shard = np.zeros(share.shards, np.int64)
+
+    # What a family gives.
+
+    @classmethod
+    def _open(cls, uri: str) -> tuple[Manifest, list[str]]:
+        """The manifest of its sequences and the columns that it reads; UserError for those of another family."""
+        raise NotImplementedError
+
+    @classmethod
+    def _read(cls, table: pa.Table, manifest: Manifest, uri: str) -> dict[str, Any]:
+        """Flat arrays of one part, for all splits."""
+        raise NotImplementedError
+
+    def _add(self, part: dict[str, Any], first_user: int, shard: Shard) -> int:
+        """Keeps what rows of the split need of a part that begins with that row of the table; returns their number."""
+        raise NotImplementedError
+
+    def _close(self) -> None:
+        """Makes one of what was kept of all parts."""
+        raise NotImplementedError
+
+    def _arrange(
+        self, rows: NDArray[np.int64], shard: int, batch_size: int, steps: int, rng: np.random.Generator
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(the rows in an order of this epoch, (S + 1,) edges of what each step takes of them)."""
+        raise NotImplementedError
+
+    def ordered(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The rows in the order of an evaluation: those of like length together."""
+        raise NotImplementedError
+
+    def bounded(self, order: NDArray[np.int64], batch_size: int) -> Iterator[NDArray[np.int64]]:
+        """The rows of `order` in batches of at most `batch_size`."""
+        return (order[i : i + batch_size] for i in range(0, len(order), batch_size))
+
+    def drawn(self, rows: NDArray[np.int64], rng: np.random.Generator | None) -> NDArray[np.int64]:
+        """The rows of a training batch with what is drawn anew for it; without `rng` any draw will do."""
+        return rows
+
+    def user_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Rows, in the sequences table, of the rows' users."""
+        raise NotImplementedError
+
+    def collate(self, rows: NDArray[np.int64]) -> dict[str, Tensor]:
+        """The rows as tensors."""
+        raise NotImplementedError
+
+    def notes(self, batch_size: int, seed: int) -> list[str]:
+        """What is worth a line before training: nothing."""
+        return []
+
+    # What all have.
+
+    @classmethod
+    def load(
+        cls, uri: str, split: str, *, unit: str | None = None, max_history: int | None = None, rank: int = 0,
+        world: int = 1, shards: int = 1,
+    ) -> Self:  # fmt: skip
+        """The examples of one split: see `load_splits`. `unit` and `max_history` are by default the family's."""
+        unit = cls.unit if unit is None else unit
+        limit = cls.max_history if max_history is None else max_history
+        return cls.load_splits(uri, {split: unit}, max_history=limit, rank=rank, world=world, shards=shards)[split]
+
+    @classmethod
+    def load_splits(
+        cls, uri: str, units: Mapping[str, str], *, max_history: int, rank: int = 0, world: int = 1, shards: int = 1
+    ) -> dict[str, Self]:
+        """The examples of several splits, each with its unit, of the shards that this worker holds, read once."""
+        for split in units:
+            if split not in cls.splits:
+                *some, last = cls.splits
+                raise UserError(f"models of {cls.kind} have no split '{split}'; choose {', '.join(some)} or {last}")
+        manifest, columns = cls._open(uri)
+        share = Share.of(np.array([part.bytes for part in manifest.files]), shards, rank, world)
+        made = {split: cls(split, unit, max_history, share) for split, unit in units.items()}
+        if not manifest.rows:
+            raise UserError(f"{uri} has no users; check the filters of jobs.prepare")
+        for index, first_user, table in share.tables(uri, manifest, columns):
+            part = cls._read(table, manifest, uri)
+            for examples in made.values():
+                examples._rows_held[index] += examples._add(part, first_user, share.held[index])
+        for examples in made.values():
+            examples._close()
+            for shard, rows in zip(share.held, examples._rows_held, strict=True):
+                examples.rows_per_shard[shard.number] = rows
+        return made
+
+    @classmethod
+    def in_memory(cls, split: str, unit: str, max_history: int, rows: int) -> Self:
+        """Examples of no table, still empty: one shard of so many rows, which this worker alone holds."""
+        self = cls(split, unit, max_history, Share(1, (Shard(0, range(0), 0, 1),), 0, 1))
+        self._rows_held[:] = self.rows_per_shard[:] = rows
+        return self
+
+    def agree(self, largest: Callable[[list[float]], list[float]]) -> None:
+        """Learns how many rows the other workers' shards have; `largest` gives the largest of all workers' values."""
+        self.rows_per_shard = np.array(largest(self.rows_per_shard.tolist())).astype(np.int64)
+
+    def __len__(self) -> int:
+        """Rows on this worker."""
+        return int(self._rows_held.sum())
+
+    def _shard_rows(self) -> Iterator[tuple[Shard, NDArray[np.int64]]]:
+        first = 0
+        for shard, rows in zip(self.share.held, self._rows_held.tolist(), strict=True):
+            yield shard, np.arange(first, first + rows)
+            first += rows
+
+    def steps(self, batch_size: int) -> int:
+        """S: batches per shuffled epoch of `batch_size` rows over all workers; the same on every worker."""
+        return -(-int(self.rows_per_shard.sum()) // batch_size)
+
+    def batches(
+        self, batch_size: int, *, seed: int = 0, epoch: int = 0, shuffle: bool = False
+    ) -> Iterator[NDArray[np.int64]]:
+        """Row numbers, batch by batch, rows of like length together; the same for the same arguments.
+
+        Shuffled: this worker's rows of each of the `steps(batch_size)` global batches, which may be none. In order: its
+        rows of the split, once each, in batches of `batch_size` of its own.
+        """
+        if shuffle:
+            return self._shuffled(batch_size, seed, epoch)
+        return self.bounded(self.chosen(), batch_size)
+
+    def _shuffled(self, batch_size: int, seed: int, epoch: int) -> Iterator[NDArray[np.int64]]:
+        if not len(self):
+            raise UserError(
+                f"worker {self.share.rank} of {self.share.world} has no rows to train on; use fewer workers or more "
+                f"users"
+            )
+        steps, mine = self.steps(batch_size), []
+        for shard, rows in self._shard_rows():
+            rng = np.random.default_rng([seed, epoch, shard.number])
+            order, edges = self._arrange(rows, shard.number, batch_size, steps, rng)
+            mine.append((order, edges, shard))
+        if self.share.shards > 1:  # one order of the steps for all shards, so that rows of like length meet
+            rng = np.random.default_rng([seed, epoch, self.share.shards])
+        for step in rng.permutation(steps):
+            rows = np.concatenate(
+                [order[edges[step] : edges[step + 1]][shard.place :: shard.holders] for order, edges, shard in mine]
+            )
+            yield self.drawn(rows, rng)
+
+    def chosen(self, limit: int = 0) -> NDArray[np.int64]:
+        """This worker's rows of an evaluation, in order: all, or of `limit` over all workers, spread over the lengths.
+
+        The limit's rows are the same whatever the number of workers: each shard gives its part of them.
+        """
+        total = int(self.rows_per_shard.sum())
+        upto = np.append(0, np.cumsum(self.rows_per_shard))
+        found = []
+        for shard, rows in self._shard_rows():
+            if 0 < limit < total:
+                first, last = (int(limit * n) // total for n in upto[shard.number : shard.number + 2])
+                rows = self.ordered(rows)[np.linspace(0, max(0, len(rows) - 1), last - first).astype(np.int64)]
+            found.append(rows[shard.counts(self.user_rows(rows))])
+        return self.ordered(np.concatenate(found))
+
+    @property
+    def requests(self) -> int:
+        """Requests here; a row is one, unless a family says otherwise."""
+        return len(self)
+
+    @property
+    def users(self) -> int:
+        """Users who have a row here and are of no other worker's evaluation."""
+        users = ((shard, np.unique(self.user_rows(rows))) for shard, rows in self._shard_rows())
+        return sum(int(shard.counts(rows).sum()) for shard, rows in users)
+
+
+def joined(parts: list[dict[str, NDArray]]) -> dict[str, NDArray]:
+    """The arrays of all parts end to end, one name after the other, each let go of when it is copied."""
+    return {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
+
+
+def starts(lengths: NDArray) -> NDArray[np.int64]:
+    """Where each of consecutive runs of these lengths begins."""
+    return np.cumsum(lengths, dtype=np.int64) - lengths
+
+
+def runs(begin: NDArray, lengths: NDArray) -> NDArray[np.int64]:
+    """begin[0], begin[0] + 1, ... for lengths[0] numbers, then the same for the next."""
+    return np.arange(int(lengths.sum())) + np.repeat(begin - starts(lengths), lengths)

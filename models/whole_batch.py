@@ -1,0 +1,47 @@
+"""The mean of a loss over the batch of all workers, out of what each worker has of it.
+
+DDP averages the workers' gradients. That is the gradient of the whole batch only where every worker has equally many
+terms of each mean; a worker's share of a batch has not, and may even be empty. So every mean in a loss goes through
+`whole_mean`, which weighs it by the worker's number of terms:
+
+    mean = functional.cross_entropy(logits, target)     # over B rows of this worker
+    loss = whole_mean(mean, len(target))                # DDP's average of these is the mean over the rows of all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_workers: ContextVar[int] = ContextVar("workers", default=1)
+_idle: ContextVar[bool] = ContextVar("idle", default=False)
+
+
+@contextmanager
+def of_workers(world: int, idle: bool) -> Iterator[None]:
+    """While a training step's loss is computed by `world` workers; an `idle` one's terms do not count."""
+    tokens = _workers.set(world), _idle.set(idle)
+    try:
+        yield
+    finally:
+        _workers.reset(tokens[0])
+        _idle.reset(tokens[1])
+
+
+def whole_mean(mean: Tensor, terms: int | Tensor) -> Tensor:
+    """`mean`, a scalar over this worker's `terms`, such that the average over workers is the mean over all terms.
+
+    Every worker must come here equally often. Alone, or outside of a training step, `mean` as it is.
+    """
+    world = _workers.get()
+    if world == 1:
+        return mean
+    count = torch.as_tensor(0 if _idle.get() else terms, device=mean.device).detach().to(torch.float64)
+    total = count.clone()
+    dist.all_reduce(total)
+    return mean * (count * world / total.clamp(min=1)).to(mean.dtype)
