@@ -24,7 +24,7 @@ from models.checkpoint import Checkpoint
 from models.config import hint, instead
 from models.families import ACTIONS, RETRIEVAL, SEARCH, SIDS, Extra, Family, Measured
 from models.matmul import use_exact_onednn
-from models.retrieval import atspeed, sid_mlp_pp
+from models.retrieval import atspeed, lc_rec, sid_mlp_pp
 from models.retrieval import teacher as teachers
 from models.retrieval.atspeed import AtSpeed, AtSpeedRConfig, AtSpeedSConfig
 from models.retrieval.backbones.earn import EarnConfig, earn
@@ -34,6 +34,9 @@ from models.retrieval.decoders.mamba2 import Mamba2Config, mamba2
 from models.retrieval.decoders.nezha import Nezha, NezhaConfig, lr_multipliers
 from models.retrieval.decoders.one_layer import OneLayerConfig, one_layer
 from models.retrieval.decoders.sid_mlp import SidMlpConfig
+from models.retrieval.lc_rec import LcRec, LcRecConfig
+from models.retrieval.lc_rec_nezha import LcRecNezha, LcRecNezhaConfig
+from models.retrieval.lc_rec_sid_mlp import LcRecSidMlp, LcRecSidMlpConfig
 from models.retrieval.popularity import Popularity, PopularityConfig
 from models.retrieval.recommend import BeamOptions, NoOptions
 from models.retrieval.retriever import Retriever
@@ -107,7 +110,7 @@ GENERATIVE: dict[str, Any] = {"unit": "user", "resolve": sequence.resolve, "teac
 
 def teacher_of(config: TaughtConfig, catalogue: Catalogue) -> Retriever:
     """The teacher that `config` describes, with random weights."""
-    return build(config_from_dict({"name": "tiger", **config.teacher_model}), catalogue)  # type: ignore[return-value]
+    return build(config_from_dict({"name": config.taught_by, **config.teacher_model}), catalogue)  # type: ignore[return-value]
 
 
 def teach(model: Any, config: TaughtConfig, catalogue: Catalogue) -> None:
@@ -168,6 +171,20 @@ MODELS: dict[str, Entry] = {
     "popularity": Entry(PopularityConfig, Popularity, RETRIEVAL, unit="request", gradient=False, recommends=NoOptions),
     "sasrec": Entry(SASRecConfig, SASRec, RETRIEVAL, unit="user", recommends=NoOptions),
     "tiger": Entry(TigerConfig, Tiger, RETRIEVAL, unit="request", sids=True, teaches=True, recommends=TigerOptions),
+    "lc_rec": Entry(
+        LcRecConfig,
+        LcRec,
+        RETRIEVAL,
+        unit="request",
+        sids=True,
+        teaches=True,
+        resolve=lc_rec.resolve,
+        teach=lc_rec.teach,
+        remember=lc_rec.notes,
+        recommends=BeamOptions,
+    ),
+    "lc_rec_sid_mlp": taught(LcRecSidMlpConfig, LcRecSidMlp),
+    "lc_rec_nezha": taught(LcRecNezhaConfig, LcRecNezha, BeamOptions, lr_multipliers=lr_multipliers),
     "sid_mlp": taught(SidMlpConfig, SidMlp, SidMlpOptions),
     "one_layer": taught(OneLayerConfig, on_backbone(one_layer)),
     "gdn": taught(GdnConfig, on_backbone(gdn)),

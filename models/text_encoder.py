@@ -37,7 +37,7 @@ def load_encoder(name: str) -> Any:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    with _loading(name) as source:
+    with loading(name) as source:
         model = AutoModel.from_pretrained(**source)
     return without_pooler(model.get_encoder() if model.config.is_encoder_decoder else model)
 
@@ -46,7 +46,7 @@ def load_tokenizer(name: str, max_tokens: int) -> tuple[Any, int]:
     """The encoder's tokenizer, and the tokens that it reads at most, `max_tokens` or fewer. Raises UserError."""
     from transformers import AutoConfig, AutoTokenizer
 
-    with _loading(name) as source:
+    with loading(name) as source:
         tokenizer = AutoTokenizer.from_pretrained(**source)
         config = AutoConfig.from_pretrained(**source)
     longest = getattr(config, "max_position_embeddings", None) or max_tokens
@@ -61,7 +61,7 @@ def without_pooler(encoder: Any) -> Any:
 
 
 @contextmanager
-def _loading(name: str) -> Iterator[dict[str, Any]]:
+def loading(name: str) -> Iterator[dict[str, Any]]:
     """Where to load the encoder from, as transformers wants it; what goes wrong there becomes a UserError."""
     location = locate_encoder(name)
     source = {"pretrained_model_name_or_path": location, "local_files_only": Path(location).is_dir()}

@@ -19,6 +19,9 @@ from pipelines.data.tables import (
     write_part,
 )
 
+KINDS = ("Steel bolt", "Rubber hose, long", "Hose clamp", "Bolt")
+COLOURS = ("red", "green", "blue", "black", "white", "grey")
+
 
 def write(uri: str, table: str, content: pa.Table, info: dict, inputs: dict[str, str], parts: int = 1) -> Manifest:
     check_writable(uri)
@@ -28,18 +31,20 @@ def write(uri: str, table: str, content: pa.Table, info: dict, inputs: dict[str,
 
 
 def write_tables(
-    folder: Path, users: int = 60, items: int = 24, length: int = 9, seed: int = 0, parts: int = 1
-) -> tuple[str, str]:
+    folder: Path, users: int = 60, items: int = 24, length: int = 9, seed: int = 0, parts: int = 1,
+    titles: bool = False,
+) -> tuple[str, str]:  # fmt: skip
     """TABLES, with `parts` files of users, and SIDS of `users` who go from item i to 5 i + 3 most of the time; the last
-    two are val and test."""
+    two are val and test. With `titles` most items have one."""
     rng = np.random.default_rng(seed)
     tables, sids = str(folder / "tables"), str(folder / "sids")
     names = [f"item-{i:03d}" for i in range(items)]
-    catalogue = write(
-        join(tables, "items"), "items",
-        pa.table({"item_index": np.arange(items, dtype=np.int32), "item_id": names}, items_schema()),
-        {"core": 1, "texts": []}, {},
-    )  # fmt: skip
+    columns: dict = {"item_index": np.arange(items, dtype=np.int32), "item_id": names}
+    if titles:
+        columns["text_title"] = [f"{KINDS[i % 4]} {COLOURS[i // 4 % 6]}" if i % 9 else None for i in range(items)]
+    texts = ["title"] * titles
+    made_of = pa.table(columns, items_schema(texts))
+    catalogue = write(join(tables, "items"), "items", made_of, {"core": 1, "texts": texts}, {})
     rows = []
     for user in range(users):
         sequence = [int(rng.integers(items))]

@@ -6,7 +6,8 @@ Variants, slowest first: TIGER by `transformers` generate without and with its c
 of which random weights accept hardly any, their slowest case; TIGER by our decoder; Mamba2; Gated DeltaNet; one decoder
 layer; EARN; NEZHA within the trie and with the published hash set after the search; SID-MLP and SID-MLP++ with every
 history padded to the maximum, as published; and both by the fast path. On a CPU SID-MLP's is timed without the compiled
-kernels (`_torch`) and with those for processors without AVX-512 (`_v3`) too.
+kernels (`_torch`) and with those for processors without AVX-512 (`_v3`) too. LC-Rec, NEZHA and SID-MLP on it have a
+small language model of their own, so they compare with each other.
 
 Weights are random, as what most searches do depends on the shape of the catalogue and not on what was learned; or
 `checkpoints` gives trained models, which are timed on the histories and codes of their own tables, with the variants
@@ -55,8 +56,11 @@ VARIANTS = (
     "sid_mlp_fast",
     "sid_mlp_pp_plain",
     "sid_mlp_pp_fast",
+    "lc_rec",
+    "lc_rec_nezha",
+    "lc_rec_sid_mlp",
 )
-"""All variants, slowest first."""
+"""All variants, slowest first, those of LC-Rec by themselves."""
 
 BUILDS = {"_torch": "0", "_v3": "x86-64-v3"}
 """TRIELINE_KERNELS of variants so named; others take what is set."""
@@ -117,7 +121,20 @@ def real_histories(users: int, tables: str, longest: int) -> list[list[int]]:
 
 def model_of(variant: str) -> str:
     """The model that the variant is of."""
-    names = ("mamba2", "gdn", "one_layer", "earn", "nezha", "atspeed_r", "atspeed_s", "sid_mlp_pp", "sid_mlp")
+    names = (
+        "lc_rec_nezha",
+        "lc_rec_sid_mlp",
+        "lc_rec",
+        "mamba2",
+        "gdn",
+        "one_layer",
+        "earn",
+        "nezha",
+        "atspeed_r",
+        "atspeed_s",
+        "sid_mlp_pp",
+        "sid_mlp",
+    )
     return next((name for name in names if variant.startswith(name)), "tiger")
 
 
@@ -155,7 +172,9 @@ def encoder(variant: str, model: Any) -> tuple[str, Callable[[Batch], Any]]:
         return "encoder/transformers", lambda batch: model.by_transformers().encoder(*model.with_mask(batch))
     if variant.endswith("plain"):
         return f"encoder/{model_of(variant)}_plain", model.encode
-    own = model_of(variant) in ("earn", "nezha", "sid_mlp_pp")
+    if variant in ("lc_rec", "lc_rec_sid_mlp"):
+        return "encoder/lc_rec", model.backbone.infer
+    own = model_of(variant) in ("earn", "nezha", "sid_mlp_pp", "lc_rec_nezha")
     return f"encoder/{model_of(variant) if own else 'tiger'}", model.backbone.infer
 
 

@@ -46,6 +46,8 @@ class Catalogue:
     """The semantic IDs as a trie, or None."""
     hashes: dict[str, str] = field(default_factory=dict)
     """Hashes of the tables it comes from: `sequences`, `items`, `sids`, `trie`."""
+    tables: str = ""
+    """Where the tables are, for models that read the items' texts; empty without tables."""
 
     @staticmethod
     def hashes_of(tables_uri: str, sids_uri: str | None = None) -> dict[str, str]:
@@ -73,7 +75,7 @@ class Catalogue:
         if items.rows == 0:
             raise UserError(f"{join(tables_uri, 'items')} has no rows; check the filters of jobs.prepare")
         if sids_uri is None:
-            return cls(items.rows, hashes=hashes)
+            return cls(items.rows, hashes=hashes, tables=tables_uri)
 
         sids = read_manifest(join(sids_uri, "sids"), "sids")
         sizes = tuple(int(size) for size in sids.info["codebook_sizes"])
@@ -95,7 +97,7 @@ class Catalogue:
             trie.check_leads_to(codes)
         except UserError as error:
             raise UserError(f"{join(sids_uri, 'trie')}: {error}") from error
-        return cls(items.rows, codes, sizes, trie, hashes)
+        return cls(items.rows, codes, sizes, trie, hashes, tables_uri)
 
     @classmethod
     def from_codes(cls, codes: Tensor, codebook_sizes: tuple[int, ...]) -> Self:

@@ -9,6 +9,7 @@ Shapes: `B` requests, `L` levels (codes of an item).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch.nn import functional
 from models.retrieval.backbones.t5 import T5Backbone
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.t5 import T5Decoder
-from models.retrieval.parts import Decoder
+from models.retrieval.parts import Backbone, Decoder
 from models.retrieval.recommend import recommender
 from models.retrieval.retriever import Retriever
 from models.retrieval.student import TaughtConfig
@@ -48,16 +49,15 @@ class Joint(Retriever):
     """A backbone and a decoder trained together on the target's codes."""
 
     config: JointConfig
-    backbone: T5Backbone
 
-    def __init__(self, config: JointConfig, catalogue: Catalogue, backbone: T5Backbone, decoder: Decoder) -> None:
+    def __init__(self, config: JointConfig, catalogue: Catalogue, backbone: Backbone, decoder: Decoder) -> None:
         super().__init__(config, catalogue, backbone, decoder)
 
     def set_teacher(self, teacher: Retriever) -> None:
         """Takes the weights that `teacher` has for what is here too: embeddings, encoder, a T5's decoder."""
-        backbone = tiger_of(teacher).backbone
-        self.backbone.embedding.load_state_dict(backbone.embedding.state_dict())
-        self.backbone.encoder.load_state_dict(backbone.encoder.state_dict())
+        backbone, own = tiger_of(teacher).backbone, cast(T5Backbone, self.backbone)
+        own.embedding.load_state_dict(backbone.embedding.state_dict())
+        own.encoder.load_state_dict(backbone.encoder.state_dict())
         if isinstance(self.decoder, T5Decoder):
             self.decoder.load_state_dict(teacher.decoder.state_dict())
 

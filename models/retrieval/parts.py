@@ -34,6 +34,10 @@ def padding_mask(lengths: Tensor, longest: int, dtype: torch.dtype) -> Tensor | 
     return mask[:, None, None]
 
 
+Memory = list[tuple[Tensor, Tensor]]
+"""Keys and values of each layer, each (B, heads, S, width of a head)."""
+
+
 @dataclass(frozen=True)
 class History:
     """What a backbone gives: states of the history's positions."""
@@ -44,6 +48,8 @@ class History:
     """(B,) positions that are no padding, the first ones of each row."""
     query: Tensor | None = None
     """(B, D) the state that readouts ask with, where it comes from another layer; None: the mean of the states."""
+    memory: Memory | None = None
+    """What a causal language model keeps of the prompt, from which its decoder goes on; None of other backbones."""
 
     @cached_property
     def padding(self) -> Tensor | None:
@@ -107,6 +113,8 @@ class Backbone(nn.Module):
     """(V, D) of the tokens; D is the width of the states too."""
     max_history: int
     """Latest items read."""
+    asks = False
+    """Whether its histories have a query state."""
 
     def encode(self, batch: dict[str, Tensor]) -> History:
         """States of the requests' histories, with gradients and dropout where the module trains."""

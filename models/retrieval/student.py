@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ Scores = Literal["children", "codebook"]
 class TaughtConfig:
     """A teacher, as whatever learns from one names it."""
 
+    taught_by: ClassVar[str] = "tiger"
+    """The model that the teacher is where it has not been named yet."""
     teacher: str = ""
     """Checkpoint of a trained backbone with a decoder, such as TIGER, or folder of its finished run; for training
     only."""
@@ -173,7 +175,20 @@ class Student(Retriever):
     def teacher_outputs(self, name: str, batch: dict[str, Tensor]) -> History | None:
         """What the table `name` of `teacher_cache` has of the batch's requests; None where it does not have them all,
         as in all but training and its validation."""
-        return self._teacher_outputs[name].padded(batch) if name in self._teacher_outputs else None
+        found = self._teacher_outputs[name].padded(batch) if name in self._teacher_outputs else None
+        if found is None or name != "encoder" or not self.backbone.asks:
+            return found
+        query = found.states[:, 0, : self.backbone.embedding.embedding_dim]  # as `_encoded` has put it there
+        return History(found.states[:, 1:, : self.kept_width], found.lengths - 1, query)
+
+    @property
+    def kept_width(self) -> int:
+        """Numbers of `kept` by position."""
+        return self.backbone.embedding.embedding_dim
+
+    def kept(self, history: History) -> Tensor:
+        """(B, S, `kept_width`): what the decoder reads of the history, and so what `teacher_cache` keeps."""
+        return history.states
 
     def set_teacher_outputs(self, tables: dict[str, States]) -> None:
         """Takes the tables that `teacher_queries` asked for."""
@@ -205,7 +220,7 @@ class Student(Retriever):
     def teacher_queries(self) -> list[Query]:
         """What `teacher_cache` can keep: states of a backbone that is not trained, and the teacher's outputs."""
         model = {"teacher_model": self.config.teacher_model}
-        width = {"width": self.backbone.embedding.embedding_dim}
+        width = {"width": max(self.kept_width, self.backbone.embedding.embedding_dim)}
         found = [Query("encoder", self.config.teacher_hash, model | width, self._encoded, ("train", "val"))]
         if self.config.alpha > 0:
             width = {"width": self.teacher.decoder.hidden_width}
@@ -214,7 +229,12 @@ class Student(Retriever):
 
     def _encoded(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         history = self.encode(batch)
-        return history.states, history.lengths
+        if history.query is None:
+            return self.kept(history), history.lengths
+        first, rest = history.query.unsqueeze(1), self.kept(history)  # the query goes before, as another position
+        width = max(first.shape[2], rest.shape[2])
+        padded = [functional.pad(part, (0, width - part.shape[2])) for part in (first, rest)]
+        return torch.cat(padded, 1), history.lengths + 1
 
     def _decoded(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         hidden = self.teacher.decoder.hidden(self.teacher.encode(batch), self.tokens.codes(batch["target"]))

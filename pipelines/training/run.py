@@ -50,7 +50,7 @@ LOOK, WORD = 5.0, 30.0
 MAY_CHANGE = {"log_every_steps", "eval_batch_size", "checkpoint_every_steps", "ray.num_workers"}
 """Options, of `fit` where nothing else is named, that a continued run may change: what it ends with stays the same."""
 
-ENCODERS = ("pretrained", "item_tower")
+ENCODERS = ("pretrained", "item_tower", "lm")
 """Options of `model` that name an encoder, which may be a folder."""
 
 

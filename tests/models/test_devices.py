@@ -104,12 +104,16 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
 
 
 TIGER = {"d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 2, "num_decoder_layers": 2}
+LC_REC = {"width": 16, "num_layers": 2, "num_heads": 2, "ffn_width": 24, "beam": 8}
 SIZES: dict[str, dict[str, Any]] = {
     "tiger": {**TIGER, "beam": 8},
     "sasrec": {"dim": 16, "num_layers": 1, "max_history": 12},
     **{name: {"beam": 8} for name in ("earn", "nezha")},
     **{name: {"beam": 8, "attention_heads": 2, "attention_width": 24, "ffn_width": 32, "head_width": 20}
        for name in ("sid_mlp", "sid_mlp_pp")},
+    "lc_rec": LC_REC,
+    "lc_rec_sid_mlp": {"beam": 8, "attention_heads": 2, "width": 24, "ffn_width": 32, "head_width": 20},
+    "lc_rec_nezha": {"beam": 8},
     "gdn": {"beam": 8, "num_layers": 1, "heads": 2, "head_width": 8, "ffn_width": 16},
     "mamba2": {"beam": 8, "num_layers": 1, "width": 16, "head_width": 8, "state": 8},
     **{name: {"width": 16, "num_layers": 1, "num_heads": 2} for name in ("hstu", "qgs")},
@@ -125,14 +129,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Tables by family, and checkpoints that students are made from."""
     folder = tmp_path_factory.mktemp("devices")
     tables = {
-        "retrieval": training_tables.write_tables(folder / "retrieval", users=12),
+        "retrieval": training_tables.write_tables(folder / "retrieval", users=12, titles=True),
         "search": search_tables.write_search(folder / "search", users=10, requests=6),
         "actions": (actions_tables.write_actions(folder / "actions", users=12), None),
     }
-    made: dict[str, Any] = {"teacher": str(folder / "tiger"), "encoder": str(folder / "encoder")}
-    for name, model in {"tiger": SIZES["tiger"], "sid_mlp_pp_encoder": {"teacher": made["teacher"]}}.items():
+    made: dict[str, Any] = {name: str(folder / name) for name in ("tiger", "lc_rec", "sid_mlp_pp_encoder")}
+    teacher = {"teacher": made["tiger"]}
+    for name, model in {"tiger": SIZES["tiger"], "lc_rec": LC_REC, "sid_mlp_pp_encoder": teacher}.items():
         setup = set_up({"name": name, **model}, FIT, *tables["retrieval"])
-        checkpoint.save(made["teacher" if name == "tiger" else "encoder"], setup.model, setup.checkpoint())
+        checkpoint.save(made[name], setup.model, setup.checkpoint())
     return {**tables, **made}
 
 
@@ -144,8 +149,11 @@ ITEM_TOWER_WAITS = 2
 
 
 def set_up_small(name: str, data: dict[str, Any], fit: FitConfig, device: Any) -> Setup:
-    named = ["teacher"] * issubclass(registry.model_config(name), TaughtConfig) + ["encoder"] * (name == "sid_mlp_pp")
-    model = {"name": name, **SIZES.get(name, {}), **{key: data[key] for key in named}}
+    config, model = registry.model_config(name), {"name": name, **SIZES.get(name, {})}
+    if issubclass(config, TaughtConfig):
+        model["teacher"] = data[config.taught_by]
+    if name == "sid_mlp_pp":
+        model["encoder"] = data["sid_mlp_pp_encoder"]
     return set_up(model, fit, *data[registry.find(name).family.name], device=device)
 
 

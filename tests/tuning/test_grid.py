@@ -121,7 +121,7 @@ def test_several_seeds_are_an_axis_and_some_axes_go_together() -> None:
             {"axes": {"fit.lr": [1], "fit.seed": [1, 2]}, "together": [["fit.lr", "fit.seed"]]},
             r"fit\.lr has 1, fit\.seed has 2",
         ),
-        ({"base": {"model": {"name": "lc_rec"}}}, "the model 'lc_rec' of the grid g is not there yet"),
+        ({"base": {"model": {"name": "gru"}}}, "the model 'gru' of the grid g is not there yet"),
         ({"fixed": {"fit.metric": "recall@5"}}, "fit.metric is recall@5, the grid g ranks by val/ndcg@10"),
     ],
 )  # fmt: skip

@@ -33,7 +33,7 @@ from torch.nn import functional
 from models.retrieval.backbones.t5 import ExtendedT5, T5Backbone
 from models.retrieval.data import Catalogue
 from models.retrieval.joint import Joint, JointConfig, tiger_of
-from models.retrieval.parts import Decoder, History
+from models.retrieval.parts import Backbone, Decoder, History
 from models.retrieval.retriever import Retriever
 
 PARTS = {
@@ -84,18 +84,22 @@ class NezhaBackbone(ExtendedT5):
 
     def last(self, history: History) -> History:
         """The last 1 + L positions of each request."""
-        count = 1 + self.tokens.levels
-        at = history.lengths.unsqueeze(1) - count + torch.arange(count, device=history.lengths.device)
-        states = history.states.take_along_dim(at.unsqueeze(-1), 1)
-        return History(states, torch.full_like(history.lengths, count))
+        return last_positions(history, 1 + self.tokens.levels)
+
+
+def last_positions(history: History, count: int) -> History:
+    """The last `count` positions of each request."""
+    at = history.lengths.unsqueeze(1) - count + torch.arange(count, device=history.lengths.device)
+    states = history.states.take_along_dim(at.unsqueeze(-1), 1)
+    return History(states, torch.full_like(history.lengths, count))
 
 
 class NezhaDecoder(Decoder):
     """Heads over root + h_i and the cell that moves the root."""
 
-    def __init__(self, backbone: NezhaBackbone) -> None:
+    def __init__(self, backbone: Backbone) -> None:
         super().__init__()
-        self.tokens, self.hidden_width = backbone.tokens, backbone.sizes.d_model
+        self.tokens, self.hidden_width = backbone.tokens, backbone.embedding.embedding_dim
         self._embedding = (backbone.embedding,)  # the backbone's, no submodule here
         self.heads = nn.ModuleList(nn.Linear(self.hidden_width, size) for size in self.tokens.sizes)
         self.transition = nn.GRUCell(self.hidden_width, self.hidden_width)

@@ -103,18 +103,19 @@ class SidMlpConfig(StudentConfig):
 class SidMlpDecoder(Decoder):
     """Readout and heads over the states and the embeddings of a backbone, whose they stay."""
 
-    def __init__(self, config: SidMlpConfig, backbone: Backbone) -> None:
+    def __init__(self, config: SidMlpConfig, backbone: Backbone, width: int | None = None) -> None:
+        """`width` of z and of the prefix's embeddings; by default D."""
         super().__init__()
         self.config, self.tokens, self.first_level = config, backbone.tokens, config.m
         self.hidden_width = config.head_width
         self._embedding = (backbone.embedding,)  # the backbone's, no submodule here
-        dim = backbone.embedding.embedding_dim
+        dim = backbone.embedding.embedding_dim if width is None else width
         if config.embeddings == "random":
             self.embeddings = nn.Embedding(self.tokens.vocabulary, dim)
         self.readout = self._make_readout(dim)
         self.heads = self._make_heads(dim)
 
-    def _make_readout(self, dim: int) -> Readout | MeanReadout | nn.ModuleList:
+    def _make_readout(self, dim: int) -> nn.Module:
         """What `config.readout` names; with per_digit one for each level, none where the teacher generates it."""
         config = self.config
 

@@ -25,15 +25,27 @@ TIGER = {"d_model": 16, "d_ff": 24, "num_heads": 2, "d_kv": 8, "num_encoder_laye
          "n_user_tokens": 2, "max_history": LONGEST}  # fmt: skip
 STUDENT = {"teacher_model": TIGER, "attention_heads": 2, "attention_width": 16, "ffn_width": 16, "head_width": 12,
            "beam": 8}  # fmt: skip
+LC_REC = {"width": 16, "num_layers": 2, "num_heads": 2, "ffn_width": 24, "beam": 8, "max_history": LONGEST}
 MODELS: dict[str, dict[str, Any]] = {
     "popularity": {},
     "sasrec": {"dim": 8, "num_layers": 1, "num_heads": 1, "feedforward_dim": 8, "max_history": LONGEST},
     "tiger": {**TIGER, "beam": 8},
+    "lc_rec": LC_REC,
+    "lc_rec_sid_mlp": {
+        "teacher_model": {"name": "lc_rec", **LC_REC},
+        "attention_heads": 2,
+        "width": 16,
+        "ffn_width": 16,
+        "head_width": 12,
+        "beam": 8,
+    },
     "sid_mlp": STUDENT,
     "sid_mlp_pp": {**STUDENT, "encoder_layers": 1, "encoder_width": 16, "end_to_end": True},
 }
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "tiger": [{}, {"constrained": False}, {"decoder": "hf"}],
+    "lc_rec": [{}, {"constrained": False}],
+    "lc_rec_sid_mlp": [{}, {"constrained": False}],
     "sid_mlp": [{}, {"path": "plain"}, {"constrained": False}],
     "sid_mlp_pp": [{}, {"path": "plain"}, {"constrained": False}],
 }

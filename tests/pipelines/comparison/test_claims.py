@@ -253,10 +253,9 @@ def test_every_claim_of_the_papers_is_a_rule(tmp_path: Path) -> None:
         assert verdict.verdict == OPEN
         sized = claim.left and claim.expect in ("higher", "lower") and claim.size == "printed"
         assert bool(verdict.paper) >= bool(sized), claim.id  # a claimed size is printed somewhere
-    absent = {"lc_rec", "lc_rec_sid_mlp", "lc_rec_nezha"}
     for system in papers.systems.values():
         for name in system.model if isinstance(system.model, list) else [system.model]:
-            if "/" not in name and name not in absent:
+            if "/" not in name:
                 known = {f.name for f in registry.model_config(name).__dataclass_fields__.values()}
                 assert set(system.params) <= known | {"beam"}
 

@@ -1,0 +1,140 @@
+"""What a language model reads and writes as a recommender: instruction prompts, and the words that they are made of.
+
+Each task of LC-Rec (Zheng et al., 2024) is an instruction and a response. The published prompts have many wordings per
+task, by text that the paper does not print whole; here each task has one, in our words.
+
+Where no pretrained language model is given, a small vocabulary is made of the instructions' words and of the most
+frequent ones of the items' titles: the same tables give the same vocabulary, so no file of it is needed.
+
+Shapes: `N` items, `M` tokens of the longest title.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from models.retrieval.data import Catalogue
+from models.tables import UserError, join, read_manifest, read_table
+from models.text_encoder import load_tokenizer
+
+Task = Literal["next", "next_title", "title_to_item", "item_to_title"]
+
+TASKS: tuple[str, ...] = get_args(Task)
+"""Sequential item prediction; asymmetric item prediction, whose response is the title; and the two directions of the
+explicit index-language alignment (Sec. 3.3 of LC-Rec). Those from intentions and preferences need texts that another
+language model wrote, which a log has not."""
+
+FORM = "### Instruction: {} ### Response:"
+"""Around every instruction."""
+
+SEPARATOR = ","
+"""Between the items of a history."""
+
+INSTRUCTIONS = {
+    "next": "The user took these items, one after the other: {} . Which item comes next?",
+    "next_title": "The user took these items, one after the other: {} . What is the title of the item that comes next?",
+    "title_to_item": "Which item has this title: {} ?",
+    "item_to_title": "What is the title of this item: {} ?",
+}
+"""By task; the braces stand for what the task gives: items' codes or a title."""
+
+WORD = re.compile(r"\w+|[^\w\s]")
+
+
+class Tokenizer(Protocol):
+    """Text to tokens."""
+
+    size: int
+    """Tokens of the vocabulary."""
+    begin: list[int]
+    """What a prompt begins with: a token, or nothing."""
+    end: int
+    """What a title ends with."""
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of the text alone."""
+        ...
+
+
+class Words:
+    """A vocabulary of whole words in lower case: 0 is any other word, 1 begins a prompt and 2 ends a title."""
+
+    def __init__(self, titles: Iterable[str], most: int) -> None:
+        """The words of the instructions, then the `most` most frequent others of `titles`; ties in their order."""
+        fixed = {word: 0 for text in (*INSTRUCTIONS.values(), FORM, SEPARATOR) for word in split(text)}
+        counts = Counter(word for title in titles for word in split(title) if word not in fixed)
+        chosen = sorted(counts, key=lambda word: (-counts[word], word))[:most]
+        self.number = {word: 3 + i for i, word in enumerate([*fixed, *chosen])}
+        self.size, self.begin, self.end = 3 + len(self.number), [1], 2
+
+    def encode(self, text: str) -> list[int]:
+        return [self.number.get(word, 0) for word in split(text)]
+
+
+class Pretrained:
+    """The tokenizer of a pretrained language model."""
+
+    def __init__(self, name: str, size: int) -> None:
+        """`size` are the rows of the model's embedding."""
+        self.own, _ = load_tokenizer(name, 1)
+        self.size = size
+        self.begin = [] if self.own.bos_token_id is None else [self.own.bos_token_id]
+        if self.own.eos_token_id is None:
+            raise UserError(f"the tokenizer of {name} has no end token, which titles end with; give another model.lm")
+        self.end = self.own.eos_token_id
+
+    def encode(self, text: str) -> list[int]:
+        return [int(token) for token in self.own.encode(text, add_special_tokens=False)]
+
+
+def split(text: str) -> list[str]:
+    """Words and signs in lower case."""
+    return WORD.findall(text.lower().replace("{}", " "))
+
+
+def prompt(tokenizer: Tokenizer, task: str) -> dict[str, list[int]]:
+    """Tokens `before` and `after` what the task gives, and `between` two items of a history."""
+    before, after = FORM.format(INSTRUCTIONS[task]).split("{}")
+    return {
+        "before": [*tokenizer.begin, *tokenizer.encode(before)],
+        "between": tokenizer.encode(SEPARATOR),
+        "after": tokenizer.encode(after),
+    }
+
+
+def titles_of(catalogue: Catalogue, column: str) -> list[str] | None:
+    """Of each item the text `column` of the items table, "" where it has none; None where the log has no such text."""
+    if not catalogue.tables or f"text_{column}" not in columns_of(catalogue):
+        return None
+    table = read_table(join(catalogue.tables, "items"), "items", ["item_index", f"text_{column}"]).sort_by("item_index")
+    return [text or "" for text in table[f"text_{column}"].to_pylist()]
+
+
+def columns_of(catalogue: Catalogue) -> Sequence[str]:
+    """Names of the columns of the items table."""
+    return [column["name"] for column in read_manifest(join(catalogue.tables, "items"), "items").schema]
+
+
+def encoded_titles(tokenizer: Tokenizer, titles: Sequence[str], most: int) -> tuple[Tensor, Tensor]:
+    """((N, M) tokens of the titles' first `most`, 0 after them; (N,) their numbers)."""
+    rows = [tokenizer.encode(title)[:most] for title in titles]
+    lengths = torch.tensor([len(row) for row in rows])
+    tokens = torch.zeros(len(rows), int(lengths.max()), dtype=torch.long)
+    for number, row in enumerate(rows):
+        tokens[number, : len(row)] = torch.tensor(row, dtype=torch.long)
+    return tokens, lengths
+
+
+def check_tasks(tasks: Any) -> None:
+    """ValueError for tasks that there are not, or without the one that recommending asks."""
+    if isinstance(tasks, str) or "next" not in tasks:
+        raise ValueError(f"tasks {tasks!r} is without 'next', which recommending asks; give a list with it")
+    for task in tasks:
+        if task not in TASKS:
+            raise ValueError(f"tasks has '{task}', which is unknown; choose among {', '.join(TASKS)}")
