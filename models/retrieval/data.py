@@ -11,6 +11,7 @@ request. Shapes: `B` rows of a batch, `T` positions (the batch's own maximum), `
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -311,11 +312,8 @@ class Examples(Sharded):
         user = self._owner[first]
         length = self.lengths[rows].astype(np.int64)
         begin = self._user_start[user] + self._row_end[rows] - length
-        place = np.arange(int(length.max(initial=1)))
-        inside = place < length[:, None]
-        index = np.where(inside, begin[:, None] + place, 0)
         batch: dict[str, NDArray[Any]] = {
-            "history": np.where(inside, self.behaviours[index], PAD).astype(np.int64),
+            "history": padded(self.behaviours, begin, length),
             "history_length": length,
             "user": self._user_hash[user],
             "user_row": self._user_row[user],
@@ -330,7 +328,27 @@ class Examples(Sharded):
             batch["target"] = self._target[request]
             window_start = np.repeat(self._row_end[rows] - length, count)
             batch["target_position"] = self._end[request] - window_start - 1
-        return {name: torch.from_numpy(np.ascontiguousarray(value, np.int64)) for name, value in batch.items()}
+        return tensors(batch)
+
+
+def padded(items: NDArray, begin: NDArray[np.int64], length: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(B, T) `length` (B,) of the `items` from `begin` (B,) on, then PAD; T is the longest, at least 1."""
+    place = np.arange(int(length.max(initial=1)))
+    inside = place < length[:, None]
+    return np.where(inside, items[np.where(inside, begin[:, None] + place, 0)], PAD).astype(np.int64)
+
+
+def tensors(batch: dict[str, NDArray[Any]]) -> dict[str, Tensor]:
+    """The arrays as int64 tensors."""
+    return {name: torch.from_numpy(np.ascontiguousarray(value, np.int64)) for name, value in batch.items()}
+
+
+def batch_of(histories: Sequence[Sequence[int]], user: NDArray[np.int64]) -> dict[str, Tensor]:
+    """What `Examples.collate` gives of histories in no table, for `recommend`: `item_index` of at least one of each
+    request, and the hash of its user."""
+    length = np.array([len(history) for history in histories], np.int64)
+    items = np.array([item for history in histories for item in history], np.int64)
+    return tensors({"history": padded(items, starts(length), length), "history_length": length, "user": user})
 
 
 def of_requests(*names: str) -> list[str]:

@@ -41,6 +41,7 @@ from models.retrieval.prompts import (
 from models.retrieval.recommend import recommender
 from models.retrieval.retriever import Retriever
 from models.tables import UserError
+from models.whole_batch import whole_mean
 
 
 @dataclass
@@ -168,6 +169,7 @@ class LcRec(Retriever):
                 weights[task] = max(1, round(self.config.task_share * count))
                 found[task] = self.response_loss(*self._texts[0].example(self.backbone, task, batch, weights[task]))
         loss = torch.stack([weights[task] * found[task] for task in found]).sum() / sum(weights.values())
+        loss = whole_mean(loss, count)
         return {"loss": loss, **({f"{task}_loss": found[task].detach() for task in found} if len(found) > 1 else {})}
 
     def codes_of(self, items: Tensor) -> Segment:

@@ -9,13 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import mlflow
-import numpy as np
 import pandas as pd
-import torch
 from mlflow.pyfunc import PythonModel
 
 from models import checkpoint, registry
-from models.retrieval.data import PAD, hash_strings
+from models.retrieval.data import batch_of, hash_strings
 from models.setup import load_catalogue
 from models.tables import read_table
 
@@ -51,17 +49,7 @@ class Ranker(PythonModel):
         scores: list[list[float]] = [[] for _ in histories]
         known = [row for row, history in enumerate(histories) if history]
         if known:
-            length = np.array([len(histories[row]) for row in known])
-            padded = np.full((len(known), length.max()), PAD, np.int64)
-            for place, row in enumerate(known):
-                padded[place, : length[place]] = histories[row]
-            batch = {
-                "history": torch.from_numpy(padded),
-                "history_length": torch.from_numpy(length),
-                "user": torch.from_numpy(hashes[known]),
-            }
-            with torch.no_grad():
-                items, values = self.model.recommend(batch, k)
+            items, values = self.model.recommend(batch_of([histories[row] for row in known], hashes[known]), k)
             for place, row in enumerate(known):
                 real = items[place] >= 0
                 ranked[row] = [self.items[item] for item in items[place][real].tolist()]
