@@ -26,6 +26,7 @@ import ray
 from pyarrow import fs
 from ray import tune
 from ray.tune import Callback
+from ray.tune.search import BasicVariantGenerator
 
 from models import checkpoint, registry
 from models.config import hint
@@ -99,6 +100,8 @@ class Swept:
     """Time of this call."""
     already: bool = False
     """Whether it was finished before."""
+    analysis: tune.ResultGrid | None = None
+    """What Tune says of the trials that ran in this call, by the values of the axes."""
 
 
 class Ledger(Callback):
@@ -177,11 +180,6 @@ def sweep(
             return Swept(name, folder, run, found, chosen(best_of(found), folder, found), 0.0, already=True)
     uri = run.uri if before else tracking.resolve_uri(tracking_uri, storage)
     workers = 1 if grid.kind == "evaluate" else ray_options.num_workers
-    if workers > 1 and (grid.scheduler.name != "none" or grid.stop):
-        raise UserError(
-            f"the grid {grid.name} stops trials early, and trials of {workers} workers report at their end; set "
-            f"ray.num_workers 1, or scheduler none in the grid's file"
-        )
     family = check_settings(grid, trials, tables, extra, workers)
     tracking.connect(uri)
     if start:
@@ -210,12 +208,12 @@ def sweep(
             for trial in trials:
                 forgive(trial, plan)
             write_sweep(folder, {**noted, "status": "running"})
-        pending = [t for t in trials if not is_done(t, plan)]
+        pending, analysis = [t for t in trials if not is_done(t, plan)], None
         tracking.reopen(run)
         say(f"{len(trials)} trials of {grid.name}, {len(trials) - len(pending)} done before; metric {grid.metric}")
         try:
             if pending:
-                run_pending(grid, plan, pending, options, workers, gpu, say)
+                analysis = run_pending(grid, plan, pending, options, workers, gpu, say)
             found = [outcome(t, folder, grid) for t in trials]
             best = close(grid, run, found)
         except BaseException as error:
@@ -228,7 +226,9 @@ def sweep(
             )
         forget_tune(folder)
         write_sweep(folder, {**noted, "status": "finished", "best": best.name if best else None})
-    return Swept(name, folder, run, found, chosen(best, folder, found), time.monotonic() - began)
+    return Swept(
+        name, folder, run, found, chosen(best, folder, found), time.monotonic() - began, analysis=analysis
+    )  # fmt: skip
 
 
 def begin(
@@ -281,7 +281,7 @@ def close(grid: Grid, run: tracking.RunRef, outcomes: list[Outcome]) -> Outcome 
 def run_pending(
     grid: Grid, plan: Plan, pending: list[Trial], options: Options, workers: int, gpu: bool,
     say: Callable[[str], None],
-) -> None:  # fmt: skip
+) -> tune.ResultGrid:  # fmt: skip
     """Runs the trials that are not done through Tune."""
     scheduler = make(grid.scheduler, max((int(t.fit.get("max_epochs", 1)) for t in plan.trials.values()), default=1))
     if isinstance(scheduler, Halving):
@@ -296,12 +296,16 @@ def run_pending(
     needs: dict[str, float] = {kind.lower(): need for kind, need in each.items()} if workers == 1 else {"memory": 1}
     ledger = Ledger(grid, plan, len(plan.trials) - len(pending), time.monotonic() + (budget or math.inf), say)
     stopped = {key.removeprefix("val/"): value for key, value in grid.stop.items()}
-    tune.Tuner(
+    points = [point_of(trial, grid.keys) for trial in pending]
+    return tune.Tuner(
         tune.with_resources(tune.with_parameters(run_trial, plan=plan), needs),
-        param_space={TRIAL: tune.grid_search([t.name for t in pending])},
+        param_space={key: tune.choice(list(dict.fromkeys(point[key] for point in points))) for key in points[0]},
         tune_config=tune.TuneConfig(
-            scheduler=scheduler, max_concurrent_trials=max(1, at_once), reuse_actors=grid.kind == "train",
-            time_budget_s=budget or None,
+            scheduler=scheduler, max_concurrent_trials=max(1, at_once), time_budget_s=budget or None,
+            # one process for many trials, but not where a trial waits for workers, which end with its process
+            reuse_actors=grid.kind == "train" and workers == 1,
+            search_alg=BasicVariantGenerator(points_to_evaluate=points), num_samples=len(points),
+            trial_name_creator=name_of, trial_dirname_creator=name_of,
         ),
         run_config=tune.RunConfig(
             name=TUNE, **credentials.storage(plan.folder), stop=stopped or None, verbose=0,
@@ -309,6 +313,20 @@ def run_pending(
             callbacks=[ledger],
         ),
     ).fit()  # fmt: skip
+
+
+def point_of(trial: Trial, keys: list[str]) -> dict[str, Any]:
+    """The trial in Tune's parameter space: its name, and its value on each axis, None where it has none."""
+    shown = {key: trial.point.get(key) for key in keys}
+    plain = (str, int, float, bool, type(None))
+    return {TRIAL: trial.name} | {
+        key: value if isinstance(value, plain) else json.dumps(value) for key, value in shown.items()
+    }
+
+
+def name_of(trial: Any) -> str:
+    """What Tune calls a trial."""
+    return str(trial.config[TRIAL])
 
 
 def check_settings(grid: Grid, trials: list[Trial], tables: str, extra: str | None, workers: int) -> str:

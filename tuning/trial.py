@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from pyarrow import fs
 from ray import tune
+from ray.tune.integration.ray_train import TuneReportCallback
 
 from models.bench.harness import resident_peak_mb
 from models.checkpoint import Checkpoint, weights_hash
@@ -90,31 +91,59 @@ def run_trial(config: dict[str, Any], plan: Plan) -> None:
 
 def fit(trial: Trial, plan: Plan) -> None:
     """Trains, telling Tune of every validation; then measures on test where the plan says so."""
-    began, folder, metric = time.monotonic(), join(plan.folder, trial.name), plan.metric.removeprefix("val/")
+    folder, metric = join(plan.folder, trial.name), plan.metric.removeprefix("val/")
+    said = Said(folder, metric, time.time())
 
     def heard(about: Checkpoint) -> None:
-        if metric in about.metrics:
-            value = about.metrics[metric]
-            reports = [*(past for past in read_reports(folder) if past[0] < about.epoch), [about.epoch, value]]
-            write_file(join(folder, REPORTS), json.dumps(reports).encode())
-            seconds = time.monotonic() - began
-            tune.report({EPOCH: about.epoch, VALUE: value, "seconds": seconds, **about.metrics})
+        if report := said.report({EPOCH: about.epoch, **about.metrics}):
+            tune.report(report)
 
-    trained = train(
+    train(
         model=trial.model, fit=FitConfig(**trial.fit), ray_options=plan.ray, tables=plan.tables,
         extra=trial.extra(plan.extra), storage=plan.folder, name=trial.name, tracking_uri=plan.uri,
         experiment=plan.experiment, parent_run=plan.parent, log_model=False, say=quiet, tags=plan.tags(trial),
-        heard=heard, wait=PATIENCE,
+        heard=heard, callbacks=[ToTune(said)] if plan.ray.num_workers > 1 else (), wait=PATIENCE,
     )  # fmt: skip
-    if plan.ray.num_workers > 1:  # its workers report to Ray Train
-        value = trained.about.metrics[metric]
-        tune.report({EPOCH: trained.epochs, VALUE: value, "seconds": time.monotonic() - began})
     if plan.test and not tested(folder):
         result, about = evaluate(
             join(folder, BEST), plan.tables, trial.extra(plan.extra), device=device(plan.ray),
             batch_size=FitConfig(**trial.fit).eval_batch_size,
         )  # fmt: skip
         record(result, about)
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a trial tells the scheduler of its validations, kept in its folder too."""
+
+    folder: str
+    """The trial's."""
+    metric: str
+    """What trials are ranked by, as a validation calls it."""
+    began: float
+    """When this start of the trial began, seconds of the clock."""
+
+    def report(self, found: dict[str, Any]) -> dict[str, Any] | None:
+        """Of the epoch and the metrics of a checkpoint: what Tune is told, None where nothing was measured."""
+        if self.metric not in found:
+            return None
+        epoch, value = found[EPOCH], found[self.metric]
+        reports = [*(past for past in read_reports(self.folder) if past[0] < epoch), [epoch, value]]
+        write_file(join(self.folder, REPORTS), json.dumps(reports).encode())
+        return {VALUE: value, "seconds": time.time() - self.began, **found}
+
+
+class ToTune(TuneReportCallback):
+    """Brings what several workers report to Ray Train to Tune; it runs in the controller of the trainer."""
+
+    def __init__(self, said: Said) -> None:
+        super().__init__()
+        self.said = said
+
+    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
+        """`metrics` of the workers by rank, which all say the same."""
+        if report := self.said.report(metrics[0]):
+            super().after_report(run_context, [report], None)
 
 
 def measure(trial: Trial, plan: Plan) -> None:

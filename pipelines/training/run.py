@@ -12,7 +12,7 @@ import os
 import posixpath
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -22,7 +22,7 @@ from typing import Any, Literal
 import ray
 from pyarrow import fs
 from ray.exceptions import RayError
-from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
+from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, UserCallback
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -114,6 +114,7 @@ def train(
     say: Callable[[str], None] = print,
     tags: dict[str, str] | None = None,
     heard: here.Heard | None = None,
+    callbacks: Sequence[UserCallback] = (),
     wait: float = 0,
     start: Callable[[], None] | None = None,
 ) -> Trained:
@@ -126,8 +127,8 @@ def train(
     needs beside the tables (`Entry.extra`).
 
     With `heard` one worker trains in this process, which is told of every checkpoint; a SystemExit that it raises
-    leaves the run as it is, to be continued or concluded. `tags` are further tags of the MLflow run. A run that
-    another process holds is waited for that many seconds.
+    leaves the run as it is, to be continued or concluded. `callbacks` are Ray Train's, of other runs. `tags` are
+    further tags of the MLflow run. A run that another process holds is waited for that many seconds.
     """
     began = time.monotonic()
     check_name(name)
@@ -197,7 +198,7 @@ def train(
             if heard and workers == 1:
                 last = here.carry_out(task, folder, use_gpu, heard, say)
             else:
-                last = carry_out(task, storage, name, workers, use_gpu, ray_options, say)
+                last = carry_out(task, storage, name, workers, use_gpu, ray_options, say, callbacks)
             about = conclude(folder, record, last, log_model)
         except SystemExit:  # told to stop where it stands
             raise
@@ -236,6 +237,7 @@ def carry_out(
     use_gpu: bool,
     options: RayOptions,
     say: Callable[[str], None],
+    callbacks: Sequence[UserCallback] = (),
 ) -> Checkpoint:
     """Runs the workers to the end and returns what the last checkpoint says."""
     with shown(say, lambda: waiting(workers, resources(options, use_gpu))) as progress:
@@ -252,6 +254,7 @@ def carry_out(
                     name=name,
                     **credentials.storage(storage),
                     failure_config=FailureConfig(max_failures=0),
+                    callbacks=list(callbacks),  # type: ignore[arg-type]  # Ray names those of its version 1
                     checkpoint_config=CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="score"),
                 ),
             )
