@@ -22,6 +22,7 @@ os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # MLflow has t
 os.environ.setdefault("TUNE_FUNCTION_THREAD_TIMEOUT_S", "30")  # a stopped trial leaves its process to the next one
 os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the ledger below says what there is to say
 
+import pandas as pd
 import ray
 from pyarrow import fs
 from ray import tune
@@ -100,8 +101,8 @@ class Swept:
     """Time of this call."""
     already: bool = False
     """Whether it was finished before."""
-    analysis: tune.ResultGrid | None = None
-    """What Tune says of the trials that ran in this call, by the values of the axes."""
+    table: pd.DataFrame | None = None
+    """Tune's of the trials that ran in this call: what each last told, and its value on each axis (`config/...`)."""
 
 
 class Ledger(Callback):
@@ -208,12 +209,12 @@ def sweep(
             for trial in trials:
                 forgive(trial, plan)
             write_sweep(folder, {**noted, "status": "running"})
-        pending, analysis = [t for t in trials if not is_done(t, plan)], None
+        pending, table = [t for t in trials if not is_done(t, plan)], None
         tracking.reopen(run)
         say(f"{len(trials)} trials of {grid.name}, {len(trials) - len(pending)} done before; metric {grid.metric}")
         try:
             if pending:
-                analysis = run_pending(grid, plan, pending, options, workers, gpu, say)
+                table = table_of(run_pending(grid, plan, pending, options, workers, gpu, say))
             found = [outcome(t, folder, grid) for t in trials]
             best = close(grid, run, found)
         except BaseException as error:
@@ -227,7 +228,7 @@ def sweep(
         forget_tune(folder)
         write_sweep(folder, {**noted, "status": "finished", "best": best.name if best else None})
     return Swept(
-        name, folder, run, found, chosen(best, folder, found), time.monotonic() - began, analysis=analysis
+        name, folder, run, found, chosen(best, folder, found), time.monotonic() - began, table=table
     )  # fmt: skip
 
 
@@ -301,10 +302,10 @@ def run_pending(
         tune.with_resources(tune.with_parameters(run_trial, plan=plan), needs),
         param_space={key: tune.choice(list(dict.fromkeys(point[key] for point in points))) for key in points[0]},
         tune_config=tune.TuneConfig(
-            scheduler=scheduler, max_concurrent_trials=max(1, at_once), time_budget_s=budget or None,
+            scheduler=scheduler, time_budget_s=budget or None,
             # one process for many trials, but not where a trial waits for workers, which end with its process
             reuse_actors=grid.kind == "train" and workers == 1,
-            search_alg=BasicVariantGenerator(points_to_evaluate=points), num_samples=len(points),
+            search_alg=BasicVariantGenerator(points, max_concurrent=max(1, at_once)), num_samples=len(points),
             trial_name_creator=name_of, trial_dirname_creator=name_of,
         ),
         run_config=tune.RunConfig(
@@ -313,6 +314,11 @@ def run_pending(
             callbacks=[ledger],
         ),
     ).fit()  # fmt: skip
+
+
+def table_of(results: tune.ResultGrid) -> pd.DataFrame:
+    """A row per trial, made of what Tune has in memory: its own files are not kept."""
+    return pd.json_normalize([{**(result.metrics or {}), "config": result.config} for result in results], sep="/")
 
 
 def point_of(trial: Trial, keys: list[str]) -> dict[str, Any]:

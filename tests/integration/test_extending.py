@@ -54,20 +54,15 @@ from torch.nn import functional
 
 from models.search.data import SearchCatalogue
 from models.search.inputs import Text
+from models.search.ranker import RankerConfig
 
 
 @dataclass
-class NearestConfig:
+class NearestConfig(RankerConfig):
     """It reads no history, so `max_history` only shapes the batches."""
 
-    max_history: int = 20
-    """Latest behaviours in a batch."""
     text_width: int = 8
     """Width that text embeddings are reduced to."""
-
-    @property
-    def reads_times(self) -> bool:
-        return False
 
 
 class Nearest(nn.Module):
@@ -78,6 +73,7 @@ class Nearest(nn.Module):
         self.scale, self.shift = (nn.Parameter(torch.ones(len(self.labels))) for _ in range(2))
 
     def score(self, batch: dict[str, Tensor]) -> Tensor:
+        self.text.take_pairs(batch)
         query = batch["request_query"][batch["candidate_request"]]
         nearness = (self.text.query(query) * self.text.pair(batch["candidate"], query)).sum(1, keepdim=True)
         return nearness * self.scale + self.shift

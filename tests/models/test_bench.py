@@ -44,7 +44,7 @@ def test_rows_are_json_lines_with_all_that_is_promised(tmp_path):
             "benchmark", "variant", "params", "runs", "median_s", "min_s", "max_s", "items_per_s", "peak_memory_mb",
             "encode_s", "decode_s",
         }  # fmt: skip
-        assert 0 < row["encode_s"] < row["max_s"]
+        assert row["encode_s"] > 0  # timed beside the whole call, so that on busy cores it may even take longer
         assert row["decode_s"] < row["max_s"]
         assert row["params"]["beam"] == 4
         assert row["runs"] == 2

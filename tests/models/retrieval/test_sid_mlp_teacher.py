@@ -127,7 +127,7 @@ def test_a_teacher_that_does_not_fit_is_refused(taught: Taught, tmp_path: Path) 
         train(str(tmp_path / "running"))
     other = set_up({"name": "sasrec", "dim": 8, "num_layers": 1}, FitConfig(batch_size=32), taught.tables)
     checkpoint.save(tmp_path / "sasrec", other.model, other.checkpoint(epoch=1))
-    with pytest.raises(UserError, match=r"is of the model 'sasrec', which has no decoder; give .* one of tiger, sid_"):
+    with pytest.raises(UserError, match=r"is of the model 'sasrec', which has no decoder; give .* one of tiger, "):
         train(str(tmp_path / "sasrec"))
     with pytest.raises(UserError, match=r"teacher_hash is 0123, the teacher .* has .*; leave model\.teacher_hash out"):
         train(taught.teacher, teacher_hash="0123")
