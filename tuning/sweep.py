@@ -318,7 +318,8 @@ def run_pending(
 
 def table_of(results: tune.ResultGrid) -> pd.DataFrame:
     """A row per trial, made of what Tune has in memory: its own files are not kept."""
-    return pd.json_normalize([{**(result.metrics or {}), "config": result.config} for result in results], sep="/")
+    found = [results[i] for i in range(len(results))]
+    return pd.json_normalize([{**(each.metrics or {}), "config": each.config} for each in found], sep="/")
 
 
 def point_of(trial: Trial, keys: list[str]) -> dict[str, Any]:
