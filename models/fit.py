@@ -31,11 +31,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from models.optimizers import make_optimizer
 from models.tables import UserError
-from models.whole_batch import of_workers
+from models.whole_batch import IDLE, of_workers
 
 Batch = dict[str, Tensor]
-IDLE = "idle"
-"""Key of a batch that stands in on a worker that has no rows of the whole batch; its terms do not count."""
 SILENCE = 30.0
 """Seconds after which a run says that it is alive."""
 
@@ -65,6 +63,10 @@ class FitConfig:
     shard_mb: float = 32.0
     """MiB of the table, as it is on disk, in each of the shards that are dealt out to workers, at least. The order of
     examples depends on it: a table below twice this is one shard, shuffled as a whole and read by every worker."""
+    memory_budget_gb: float = 8.0
+    """GiB of training examples that a worker holds; of a larger share it holds two buffers at a time and reads the
+    next while it trains on one, so that rows are shuffled within a buffer. 0: no limit. What validation needs and
+    texts come on top."""
     eval_batch_size: int = 256
     """Requests per validation batch and worker."""
     max_epochs: int = 150
@@ -96,7 +98,7 @@ class FitConfig:
         at_least = {
             "batch_size": 1, "eval_batch_size": 1, "max_epochs": 1, "eval_every_epochs": 1, "log_every_steps": 1,
             "warmup_steps": 0, "patience": 0, "eval_examples": 0, "checkpoint_every_steps": 0, "eval_every_steps": 0,
-            "weight_decay": 0, "clip_norm": 0,
+            "weight_decay": 0, "clip_norm": 0, "memory_budget_gb": 0,
         }  # fmt: skip
         for name, least in at_least.items():
             if getattr(self, name) < least:

@@ -19,9 +19,10 @@ from models import registry
 from models.checkpoint import Checkpoint
 from models.config import hint
 from models.families import Measured
-from models.fit import IDLE, FitConfig, Sums, reduce, to_device
+from models.fit import FitConfig, Sums, reduce, to_device
 from models.ranking_metrics import Histogram
-from models.shares import Sharded, shards_of
+from models.shares import Sharded, Share, shards_of
+from models.streaming import Stream, buffers_of
 from models.tables import UserError, join, read_manifest
 
 
@@ -29,7 +30,7 @@ from models.tables import UserError, join, read_manifest
 class Batches:
     """A worker's share of the train split, as `fit` takes it."""
 
-    examples: Sharded
+    examples: Sharded | Stream
     """The family's examples of the train split, of the shards that this rank holds."""
     batch_size: int
     """Rows per batch of all workers together."""
@@ -40,14 +41,7 @@ class Batches:
         return self.examples.steps(self.batch_size)
 
     def __call__(self, epoch: int, skip: int) -> Iterator[dict[str, Tensor]]:
-        order = self.examples.batches(self.batch_size, seed=self.seed, epoch=epoch, shuffle=True)
-        for i, rows in enumerate(order):
-            if i < skip:
-                continue
-            if len(rows):
-                yield self.examples.collate(rows)
-            else:  # this batch is of other workers' shards: some row, as DDP wants a gradient of everyone
-                yield {**self.examples.collate(self.examples.drawn(np.zeros(1, np.int64), None)), IDLE: torch.ones(1)}
+        return self.examples.epoch(self.batch_size, seed=self.seed, epoch=epoch, skip=skip)
 
 
 @dataclass
@@ -95,7 +89,10 @@ class Setup:
     def checkpoint(self, **fields: Any) -> Checkpoint:
         """`config.json` of a checkpoint of this run, with `fields` filled in."""
         model = registry.config_to_dict(self.config)
-        return Checkpoint(model=model, fit=vars(self.fit).copy(), hashes=dict(self.catalogue.hashes), **fields)
+        buffers = self.train.examples.buffers
+        return Checkpoint(
+            model=model, fit=vars(self.fit).copy(), hashes=dict(self.catalogue.hashes), buffers=buffers, **fields
+        )
 
 
 def check_extra(entry: registry.Entry, name: str, extra: str | None) -> str | None:
@@ -128,10 +125,12 @@ def set_up(
     device: torch.device | str = "cpu",
     rank: int = 0,
     world: int = 1,
+    buffers: int = 0,
 ) -> Setup:
     """Reads the tables and builds the model that `model` (its `name` and fields) names.
 
     `extra` is the folder beside the tables that the model needs: that of semantic IDs, or of text embeddings.
+    `buffers` is that of the checkpoint that the run goes on from.
     """
     entry = registry.find(model["name"])
     catalogue = load_catalogue(entry, model["name"], tables, extra)
@@ -141,13 +140,9 @@ def set_up(
     sequences = join(tables, "sequences")
     if not entry.gradient:  # counted in one pass, by one worker
         rank, world = 0, 1
-    shards = shards_of(read_manifest(sequences, "sequences"), fit.shard_mb, fit.batch_size)
-    examples = entry.family.examples.load_splits(
-        sequences, {"train": entry.unit, "val": entry.family.eval_unit}, max_history=config.max_history, rank=rank,
-        world=world, shards=shards,
-    )  # fmt: skip
-    train, val = examples["train"], examples["val"]
-    if world > 1 and shards > 1:
+    train, val = read_share(entry, sequences, fit, config.max_history, rank, world, buffers)
+    examples: dict[str, Any] = {"train": train, "val": val}
+    if world > 1 and train.share.shards > 1:
         for part in (train, val):
             part.agree(lambda rows: reduce(rows, world, device, dist.ReduceOp.MAX))
     if not train.rows_per_shard.any():
@@ -162,6 +157,30 @@ def set_up(
     batches = Batches(train, fit.batch_size, fit.seed)
     notes += train.notes(batches.batch_size, fit.seed)
     return Setup(entry, config, catalogue, module, batches, val, fit, device, world, notes)
+
+
+def read_share(
+    entry: registry.Entry, sequences: str, fit: FitConfig, max_history: int, rank: int, world: int, buffers: int
+) -> tuple[Sharded | Stream, Sharded]:
+    """This rank's examples of training, held or streamed in so many `buffers` (0: as its memory budget asks for), and
+    of validation. The order of training depends on the number of buffers, so a continued run keeps it."""
+    family, manifest = entry.family.examples, read_manifest(sequences, "sequences")
+    units = {"train": entry.unit, "val": entry.family.eval_unit}
+    shards = shards_of(manifest, fit.shard_mb, fit.batch_size)
+    buffers = buffers or buffers_of(
+        family, sequences, entry.unit, max_history, budget=fit.memory_budget_gb * 2**30, world=world
+    )
+    if buffers == 1:
+        examples = family.load_splits(
+            sequences, units, max_history=max_history, rank=rank, world=world, shards=shards
+        )  # fmt: skip
+        return examples["train"], examples["val"]
+    # shards of equally many parts, so that each has one for every buffer
+    shards = max(1, min(shards, len(manifest.files) // buffers))
+    share = Share.of(np.ones(len(manifest.files), np.int64), shards, rank, world)
+    train = Stream(family, sequences, entry.unit, max_history, share, buffers)
+    val = family.load_share(sequences, {"val": units["val"]}, max_history, share, train.look)["val"]
+    return train, val
 
 
 def score(

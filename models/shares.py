@@ -20,16 +20,18 @@ Shapes: `V` shards, `n` rows of a shard, `S` steps of an epoch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
 import pyarrow as pa
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from models.tables import Manifest, UserError, part_uris, read_parquet
+from models.whole_batch import IDLE
 
 MOST_SHARDS = 256
 """Shards of a table at most: more workers than that share them."""
@@ -86,13 +88,24 @@ class Share:
             held.append(Shard(number, parts, rank // shards, -(-(world - number) // shards) if world > shards else 1))
         return cls(shards, tuple(held), rank, world)
 
-    def tables(self, uri: str, manifest: Manifest, columns: list[str]) -> Iterator[tuple[int, int, pa.Table]]:
-        """(which of `held`, row of the table that is its first, a part's rows), part by part."""
+    def buffer(self, number: int, buffers: int) -> Self:
+        """Of each shard the parts of buffer `number` of `buffers`: runs of about equally many parts."""
+        held = [replace(shard, parts=cut(shard.parts, number, buffers)) for shard in self.held]
+        return replace(self, held=tuple(held))
+
+    def tables(self, uri: str, manifest: Manifest, columns: list[str]) -> Iterator[tuple[int, int, int, pa.Table]]:
+        """(which of `held`, number of the part, row of the table that is its first, its rows), part by part."""
         first = np.cumsum([0, *(part.rows for part in manifest.files)])
         places = part_uris(uri, manifest)
         for index, shard in enumerate(self.held):
             for part in shard.parts:
-                yield index, int(first[part]), read_parquet(places[part], columns, manifest.files[part].sha256)
+                yield index, part, int(first[part]), read_parquet(places[part], columns, manifest.files[part].sha256)
+
+
+def cut(parts: range, number: int, pieces: int) -> range:
+    """Piece `number` of `pieces` runs of about equal lengths."""
+    edges = [parts.start + len(parts) * place // pieces for place in (number, number + 1)]
+    return range(*edges)
 
 
 def shards_of(manifest: Manifest, shard_mb: float, batch_size: int) -> int:
@@ -125,6 +138,23 @@ def quotas(rows: int, total: int, batch_size: int, steps: int, shard: int, shard
     return edges
 
 
+@dataclass(frozen=True)
+class Read:
+    """A part that was read."""
+
+    content: dict[str, Any]
+    """Flat arrays, for all splits, as the family's `_read` gives them."""
+    number: int
+    """Its number in the manifest."""
+    first_user: int
+    """Row of the table that is its first."""
+    shard: Shard
+    """The shard that it is of."""
+
+
+Look = Callable[[Read], None]
+
+
 class Sharded:
     """The examples of one split on one worker, in rows that batches are made of; a family's `data.py` fills it.
 
@@ -142,6 +172,8 @@ class Sharded:
     """Behaviours of a history at most; of the class: where nothing else is asked for."""
     lengths: NDArray[np.integer]
     """Of each row, what batches are sorted by."""
+    buffers: ClassVar[int] = 1
+    """All rows are held at once; others are streamed (`models/streaming.py`)."""
     skipped = 0
     """Requests of the split, of this worker's evaluation, that are left out."""
     rows_per_shard: NDArray[np.int64]
@@ -200,6 +232,10 @@ class Sharded:
         """The rows as tensors."""
         raise NotImplementedError
 
+    def bring(self, catalogue: Any, history: bool) -> None:
+        """Lets batches bring along what the model does not hold; only where `Family.accompany` asks for it."""
+        raise NotImplementedError
+
     def notes(self, batch_size: int, seed: int) -> list[str]:
         """What is worth a line before training: nothing."""
         return []
@@ -221,24 +257,47 @@ class Sharded:
         cls, uri: str, units: Mapping[str, str], *, max_history: int, rank: int = 0, world: int = 1, shards: int = 1
     ) -> dict[str, Self]:
         """The examples of several splits, each with its unit, of the shards that this worker holds, read once."""
+        manifest, _ = cls._open(uri)
+        share = Share.of(np.array([part.bytes for part in manifest.files]), shards, rank, world)
+        return cls.load_share(uri, units, max_history, share)
+
+    @classmethod
+    def load_share(
+        cls, uri: str, units: Mapping[str, str], max_history: int, share: Share, look: Look | None = None
+    ) -> dict[str, Self]:
+        """The same of a given share of the table; `look` is shown each part on the way."""
         for split in units:
             if split not in cls.splits:
                 *some, last = cls.splits
                 raise UserError(f"models of {cls.kind} have no split '{split}'; choose {', '.join(some)} or {last}")
         manifest, columns = cls._open(uri)
-        share = Share.of(np.array([part.bytes for part in manifest.files]), shards, rank, world)
         made = {split: cls(split, unit, max_history, share) for split, unit in units.items()}
         if not manifest.rows:
             raise UserError(f"{uri} has no users; check the filters of jobs.prepare")
-        for index, first_user, table in share.tables(uri, manifest, columns):
-            part = cls._read(table, manifest, uri)
+        for index, number, first_user, table in share.tables(uri, manifest, columns):
+            part, shard = cls._read(table, manifest, uri), share.held[index]
             for examples in made.values():
-                examples._rows_held[index] += examples._add(part, first_user, share.held[index])
+                examples._rows_held[index] += examples._add(part, first_user, shard)
+            if look:
+                look(Read(part, number, first_user, shard))
         for examples in made.values():
             examples._close()
             for shard, rows in zip(share.held, examples._rows_held, strict=True):
                 examples.rows_per_shard[shard.number] = rows
         return made
+
+    @classmethod
+    def of_part(cls, split: str, unit: str, max_history: int, read: Read) -> Self:
+        """The examples of one part that was read."""
+        self = cls(split, unit, max_history, Share(1, (read.shard,), 0, 1))
+        self._rows_held[0] = self._add(read.content, read.first_user, read.shard)
+        self._close()
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays that are held."""
+        return held_bytes(vars(self).values())
 
     @classmethod
     def in_memory(cls, split: str, unit: str, max_history: int, rows: int) -> Self:
@@ -296,6 +355,16 @@ class Sharded:
             )
             yield self.drawn(rows, rng)
 
+    def epoch(self, batch_size: int, *, seed: int, epoch: int, skip: int = 0) -> Iterator[dict[str, Tensor]]:
+        """This worker's part of the shuffled batches from number `skip` on, as tensors."""
+        for step, rows in enumerate(self.batches(batch_size, seed=seed, epoch=epoch, shuffle=True)):
+            if step < skip:
+                continue
+            if len(rows):
+                yield self.collate(rows)
+            else:  # this batch is of other workers' shards: some row, as DDP wants a gradient of everyone
+                yield {**self.collate(self.drawn(np.zeros(1, np.int64), None)), IDLE: torch.ones(1)}
+
     def chosen(self, limit: int = 0) -> NDArray[np.int64]:
         """This worker's rows of an evaluation, in order: all, or of `limit` over all workers, spread over the lengths.
 
@@ -321,6 +390,17 @@ class Sharded:
         """Users who have a row here and are of no other worker's evaluation."""
         users = ((shard, np.unique(self.user_rows(rows))) for shard, rows in self._shard_rows())
         return sum(int(shard.counts(rows).sum()) for shard, rows in users)
+
+
+def held_bytes(values: Iterable[Any]) -> int:
+    """Bytes of the arrays among the values, and in mappings among them."""
+    total = 0
+    for value in values:
+        if isinstance(value, np.ndarray):
+            total += value.nbytes
+        elif isinstance(value, Mapping):
+            total += held_bytes(value.values())
+    return total
 
 
 def joined(parts: list[dict[str, NDArray]]) -> dict[str, NDArray]:

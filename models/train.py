@@ -50,14 +50,17 @@ def main(argv: list[str] | None = None) -> None:
         config = FitConfig(**content.get("fit", {}))
         needed = registry.find(content["model"]["name"]).extra
         extra = vars(options)[needed.option] if needed else None
-        setup = set_up(content["model"], config, options.tables, extra, device=device)
+        output = Path(options.output)
+        last = max(checkpoint.steps(output), default=None)
+        about = None if last is None else checkpoint.read(last)
+        setup = set_up(
+            content["model"], config, options.tables, extra, device=device, buffers=about.buffers if about else 0
+        )
         check_fit(config, content["model"]["name"], setup.catalogue, setup.world)
         for note in setup.notes:
             print(note)
-        output = Path(options.output)
-        state, last = None, max(checkpoint.steps(output), default=None)
-        if last is not None:
-            about = checkpoint.read(last)
+        state = None
+        if last is not None and about is not None:
             checkpoint.check(about, last, setup.catalogue.hashes, content["model"]["name"])
             check_same(about, setup.checkpoint(), output)
             checkpoint.load_weights(setup.model, last)

@@ -18,6 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+IDLE = "idle"
+"""Key of a batch that stands in on a worker that has no rows of the whole batch; its terms do not count."""
+
 _workers: ContextVar[int] = ContextVar("workers", default=1)
 _idle: ContextVar[bool] = ContextVar("idle", default=False)
 

@@ -47,7 +47,7 @@ os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
 LOOK, WORD = 5.0, 30.0
 """Seconds after which it is looked again whether a training waits for a node, and after which it is said again."""
 
-MAY_CHANGE = {"log_every_steps", "eval_batch_size", "checkpoint_every_steps", "ray.num_workers"}
+MAY_CHANGE = {"log_every_steps", "eval_batch_size", "checkpoint_every_steps", "memory_budget_gb", "ray.num_workers"}
 """Options, of `fit` where nothing else is named, that a continued run may change: what it ends with stays the same."""
 
 ENCODERS = ("pretrained", "item_tower", "lm")

@@ -108,11 +108,13 @@ def worker(config: dict[str, Any]) -> None:
 def perform(task: Task, place: Place, latest: AbstractContextManager[str | None]) -> None:
     """Trains, from the checkpoint in the folder `latest` where there is one."""
     torch.set_num_threads(threads_per_worker(task.threads, place.workers_here))
-    setup = set_up(
-        task.model, FitConfig(**task.fit), task.tables, task.extra, device=place.device, rank=place.rank,
-        world=place.world,
-    )  # fmt: skip
-    state, about = restore(setup, task, latest)
+    with latest as folder:
+        about = checkpoint.read(folder) if folder else None
+        setup = set_up(
+            task.model, FitConfig(**task.fit), task.tables, task.extra, device=place.device, rank=place.rank,
+            world=place.world, buffers=about.buffers if about else 0,
+        )  # fmt: skip
+        state = restore(setup, task, folder, about) if folder and about else None
     if place.rank == 0:
         workers = "1 worker" if place.world == 1 else f"{place.world} workers"
         parameters = sum(p.numel() for p in setup.model.parameters())
@@ -143,17 +145,11 @@ def perform(task: Task, place: Place, latest: AbstractContextManager[str | None]
             by_counts(setup, task, place, log)
 
 
-def restore(
-    setup: Setup, task: Task, latest: AbstractContextManager[str | None]
-) -> tuple[dict[str, Any] | None, checkpoint.Checkpoint | None]:
-    """Loads weights and state of the last checkpoint, which must be of this model and these tables."""
-    with latest as folder:
-        if folder is None:
-            return None, None
-        about = checkpoint.read(folder)
-        checkpoint.check(about, folder, setup.catalogue.hashes, task.model["name"])
-        checkpoint.load_weights(setup.model, folder)
-        return checkpoint.load_state(folder) if setup.entry.gradient else None, about
+def restore(setup: Setup, task: Task, folder: str, about: checkpoint.Checkpoint) -> dict[str, Any] | None:
+    """Loads weights and state of a checkpoint, which must be of this model and these tables."""
+    checkpoint.check(about, folder, setup.catalogue.hashes, task.model["name"])
+    checkpoint.load_weights(setup.model, folder)
+    return checkpoint.load_state(folder) if setup.entry.gradient else None
 
 
 def by_gradient(
