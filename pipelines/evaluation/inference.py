@@ -1,12 +1,14 @@
 """Top K items for all users, written as a table by Ray Data actors that each hold the model.
 
 A user's history is all that they did. The table `recommendations` has one row per user: `user_id`, the
-ranked `item_id`s and their scores.
+ranked `item_id`s and their scores. A unit of work is a run of the users of one file of `sequences`; beside the model
+and the catalogue an actor holds that file alone.
 """
 
 from __future__ import annotations
 
 import json
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -17,8 +19,10 @@ import torch
 
 from models import checkpoint, registry
 from models.fit import to_device
+from models.retrieval.data import Examples
 from models.setup import hashes_of, load_catalogue
-from models.tables import Manifest, Part, UserError, join, read_manifest, read_table
+from models.shares import Shard, Share
+from models.tables import Manifest, Part, UserError, join, part_uris, read_manifest, read_parquet, read_table
 from pipelines.data.dataflow import quiet_ray_data
 from pipelines.data.tables import check_place, check_writable, commit, fingerprint, up_to_date, write_part, writing
 from pipelines.evaluation.ranking import device_of, find_checkpoint, recommend_options, takes_gpu
@@ -34,46 +38,62 @@ RECOMMENDATIONS = pa.schema(
 )
 
 USERS_PER_PART = 50_000
-"""Users per file of the table: a file is one unit of work."""
+"""Users per file of the table at most."""
 
 
 class Recommender:
-    """An actor with the model, that ranks for one part of the users and writes it."""
+    """An actor with the model, that ranks for users of one file and writes a part."""
 
     def __init__(
         self, uri: str, tables: str, extra: str | None, output: str, k: int, batch_size: int,
-        options: dict[str, Any], device: str, threads: int, users_per_part: int,
+        options: dict[str, Any], device: str, threads: int,
     ) -> None:  # fmt: skip
         torch.set_num_threads(threads)
         self.device, self.output, self.k = device_of(device), output, k
-        self.batch_size, self.options, self.users_per_part = batch_size, options, users_per_part
+        self.batch_size, self.options = batch_size, options
         about = checkpoint.read(uri)
         entry = registry.find(about.name)
         model, _ = registry.load(uri, load_catalogue(entry, about.name, tables, extra))
         self.model: Any = model.to(self.device)
-        history = registry.config_from_dict(about.model).max_history
-        sequences = join(tables, "sequences")
-        self.examples: Any = entry.family.examples.load(sequences, "next", unit="request", max_history=history)
-        self.users = read_table(sequences, "sequences", ["user_id"])["user_id"].combine_chunks()
+        self.family: type[Examples] = entry.family.examples  # type: ignore[assignment]
+        self.max_history = registry.config_from_dict(about.model).max_history
+        self.sequences = join(tables, "sequences")
         self.items = read_table(join(tables, "items"), "items", ["item_id"])["item_id"].combine_chunks()
+        self.file = -1  # the one that is held
 
     def __call__(self, block: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        parts = [self.part(int(number)) for number in block["id"]]
-        return {"part": np.array([json.dumps(vars(part)) for part in parts], dtype=object), "id": block["id"]}
+        runs = zip(*(block[name].tolist() for name in ("file", "first", "last")), strict=True)
+        return {**block, "part": np.array([json.dumps(vars(self.part(*run))) for run in runs], dtype=object)}
 
-    def part(self, number: int) -> Part:
-        """Ranks for the users of part `number`, in batches of like length, and writes them in table order."""
-        begin = number * self.users_per_part
-        rows = np.arange(begin, min(begin + self.users_per_part, len(self.examples)))
+    def hold(self, file: int) -> None:
+        """Reads a file of `sequences` in place of the one before."""
+        if file == self.file:
+            return
+        manifest = read_manifest(self.sequences, "sequences")
+        share = Share(1, (Shard(0, range(file, file + 1), 0, 1),), 0, 1)
+        self.examples = self.family.load_share(self.sequences, {"next": "request"}, self.max_history, share)["next"]
+        uri, sha256 = part_uris(self.sequences, manifest)[file], manifest.files[file].sha256
+        self.users = read_parquet(uri, ["user_id"], sha256)["user_id"].combine_chunks()
+        self.first_user = sum(part.rows for part in manifest.files[:file])
+        self.file = file
+
+    def part(self, file: int, first: int, last: int) -> Part:
+        """Ranks for users `first` to `last` - 1 of a file, in batches of like length, and writes them in its order."""
+        self.hold(file)
+        rows = np.arange(len(self.examples))
+        place = self.examples.user_rows(rows) - self.first_user
+        rows = rows[(first <= place) & (place < last)]
         rows = rows[np.argsort(self.examples.lengths[rows], kind="stable")]
         users, items, scores = [], [], []
         for start in range(0, len(rows), self.batch_size):
             batch = to_device(self.examples.collate(rows[start : start + self.batch_size]), self.device)
             with torch.no_grad():
                 ranked, score = self.model.recommend(batch, self.k, **self.options)
-            users.append(batch["user_row"].cpu().numpy())
+            users.append(batch["user_row"].cpu().numpy() - self.first_user)
             items.append(ranked.cpu().numpy())
             scores.append(score.float().cpu().numpy())
+        if not users:  # none of them has a history
+            return write_part(self.output, RECOMMENDATIONS.empty_table())
         user, item, score = np.concatenate(users), np.concatenate(items), np.concatenate(scores)
         order = np.argsort(user, kind="stable")
         user, item, score = user[order], item[order], score[order]
@@ -118,7 +138,7 @@ def recommend_all(
         raise UserError(f"the model '{about.name}' ranks no catalogue; give --checkpoint of a model that recommends")
     chosen = recommend_options(about.name, options or {})
     checkpoint.check(about, uri, dict(hashes_of(entry, about.name, tables, extra)))
-    users = read_manifest(join(tables, "sequences"), "sequences").rows
+    sequences = read_manifest(join(tables, "sequences"), "sequences")
     config = {"k": k, "users_per_part": users_per_part, "model": about.model, **chosen}
     inputs = {
         **{name: value for name, value in about.hashes.items() if value},
@@ -131,12 +151,17 @@ def recommend_all(
     check_writable(output)
     gpu = takes_gpu(device, actors)
     arguments = (
-        uri, tables, extra, output, k, batch_size, chosen, device, threads_per_worker(0, actors), users_per_part,
+        uri, tables, extra, output, k, batch_size, chosen, device, threads_per_worker(0, actors),
     )  # fmt: skip
     quiet_ray_data()
+    runs = [
+        {"file": number, "first": first, "last": min(first + users_per_part, file.rows)}
+        for number, file in enumerate(sequences.files)
+        for first in range(0, file.rows, users_per_part)
+    ]
     with writing(output):
         parts = (
-            ray.data.range(-(-users // users_per_part), override_num_blocks=-(-users // users_per_part))
+            ray.data.from_items(runs, override_num_blocks=len(runs))
             .map_batches(
                 Recommender,
                 fn_constructor_args=arguments,
@@ -147,7 +172,7 @@ def recommend_all(
             )
             .take_all()
         )
-        made = [Part(**json.loads(row["part"])) for row in sorted(parts, key=lambda row: row["id"])]
-        info = {"users": users, "k": k, "model": about.name, "checkpoint": uri}
+        made = [Part(**json.loads(row["part"])) for row in sorted(parts, key=itemgetter("file", "first"))]
+        info = {"users": sequences.rows, "k": k, "model": about.name, "checkpoint": uri}
         manifest = commit(output, "recommendations", RECOMMENDATIONS, made, config=config, inputs=inputs, info=info)
     return manifest, False
