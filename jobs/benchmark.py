@@ -5,6 +5,7 @@ python -m jobs.benchmark search_encoder [--json FILE]   encoders of search model
 python -m jobs.benchmark actions [--json FILE]      models of actions, by mode and length
 python -m jobs.benchmark sequences [--json FILE]    events per second of the sequence step, beside polars
 python -m jobs.benchmark scale [--json FILE]        the same for up to 100 million events, in 1 GiB of object store
+python -m jobs.benchmark catalogue [--json FILE]    tokenizing, tries and decoding for 10 thousand to 10 million items
 python -m jobs.benchmark sweep --histories TABLES [--json FILE]   what a sweep adds to the trainings in it
 """
 
@@ -28,13 +29,13 @@ class Config:
     """Options of the benchmarks; the name may stand first, without its option."""
 
     name: str
-    """Which benchmark: decode, search_encoder, actions, sequences, scale or sweep."""
+    """Which benchmark: decode, search_encoder, actions, sequences, scale, catalogue or sweep."""
     json: str | None = None
     """File for the JSON lines, which are printed too."""
     runs: int = 5
     """Timings of each variant."""
     threads: int = 2
-    """CPU threads of all but `sequences` and `scale`."""
+    """CPU threads of all but `sequences`, `scale` and `catalogue`."""
     histories: str | None = None
     """Tables of jobs.prepare whose test histories `decode` takes, random ones, 9 items in the mean, without; and those
     that `sweep` trains on."""
@@ -43,7 +44,8 @@ class Config:
     sids: str | None = None
     """The semantic IDs that the checkpoints were trained with."""
     sizes: list[int] | None = None
-    """Events in the logs of `sequences` (1, 5 and 20 million) and of `scale` (2, 20, 50 and 100 million)."""
+    """Events in the logs of `sequences` (1, 5 and 20 million) and of `scale` (2, 20, 50 and 100 million), items of
+    `catalogue` (10 thousand, 100 thousand, 1 and 10 million)."""
     store_mb: int = 1024
     """MiB of Ray's object store for `scale`."""
 
@@ -67,6 +69,12 @@ def _scale(config: Config) -> Iterable[dict[str, Any]]:
     return benchmark.run(sizes, config.runs, config.store_mb, "scale")
 
 
+def _catalogue(config: Config) -> Iterable[dict[str, Any]]:
+    from pipelines.data.sids import benchmark
+
+    return benchmark.run(config.sizes or [10_000, 100_000, 1_000_000, 10_000_000])
+
+
 def _sweep(config: Config) -> Iterable[dict[str, Any]]:
     from tuning import bench
 
@@ -86,6 +94,7 @@ BENCHMARKS: dict[str, Callable[[Config], Iterable[dict[str, Any]]]] = {
     "actions": lambda config: MODELS["actions"](runs=config.runs, threads=config.threads),
     "sequences": _sequences,
     "scale": _scale,
+    "catalogue": _catalogue,
     "sweep": _sweep,
 }
 
@@ -102,9 +111,12 @@ def run(config: Config) -> None:
         if "error" in row:
             print(f"{row['variant']:>20} failed: {row['error']}")
             continue
+        line = f"{row['variant']:>20} {row['items_per_s']:>14,.1f} per second"
+        if config.name == "catalogue":  # steps, not ways to do the same
+            print(f"{line}, {row['params']['items']:,} items")
+            continue
         base = next(other for other in rows if other["params"] == row["params"] and "error" not in other)
-        times = base["median_s"] / row["median_s"]
-        print(f"{row['variant']:>20} {row['items_per_s']:>14,.1f} per second, {times:.2f} times {base['variant']}")
+        print(f"{line}, {base['median_s'] / row['median_s']:.2f} times {base['variant']}")
     if config.json:
         print(f"written to {config.json}")
 

@@ -186,8 +186,14 @@ class Watch:
 
 def _measure(variant: str, log: str, output: str, store_mb: int | None = None) -> dict[str, Any]:
     """One run in a process of its own: seconds of work, of processor time, and memory in MB; or its error."""
-    command = [sys.executable, "-m", "pipelines.data.benchmark", variant, log, output]
-    command += ["--store_mb", str(store_mb)] if store_mb else []
+    store = ["--store_mb", str(store_mb)] if store_mb else []
+    return measured(["pipelines.data.benchmark", variant, log, output, *store])
+
+
+def measured(command: list[str]) -> dict[str, Any]:
+    """What `python -m` of the command says in its last line, as JSON, with the processor time (s) and the memory (MB)
+    of all its processes; or its error."""
+    command = [sys.executable, "-m", *command]
     settings = {
         "RAY_raylet_start_wait_time_s": "180",  # a busy machine starts Ray slowly
         "RAY_worker_niceness": "0",  # Ray's workers else give way to all other processes, and polars does not
@@ -200,11 +206,11 @@ def _measure(variant: str, log: str, output: str, store_mb: int | None = None) -
         watch.sample()
         time.sleep(0.25)
     out, err = process.communicate()
-    measured = {"cpu_s": sum(watch.cpu.values()), "peak_mb": watch.peak_mb, "store_mb": watch.store_mb}
+    found = {"cpu_s": sum(watch.cpu.values()), "peak_mb": watch.peak_mb, "store_mb": watch.store_mb}
     if process.returncode:
         killed = "killed, as by a machine out of memory" if process.returncode < 0 else ""
-        return {**measured, "error": killed or (err.strip().splitlines() or ["no words"])[-1][:300]}
-    return {**measured, **json.loads(out.splitlines()[-1])}
+        return {**found, "error": killed or (err.strip().splitlines() or ["no words"])[-1][:300]}
+    return {**found, **json.loads(out.splitlines()[-1])}
 
 
 def run(
@@ -222,18 +228,18 @@ def run(
             for _ in range(runs):
                 for variant in VARIANTS:
                     results[variant].append(_measure(variant, log, f"{folder}/{variant}-{events}", store_mb))
-            for variant, measured in results.items():
+            for variant, found in results.items():
                 params = {"events": events, "users": users, "items": items, "cpus": os.cpu_count()}
-                if errors := [result["error"] for result in measured if "error" in result]:
+                if errors := [result["error"] for result in found if "error" in result]:
                     yield {"benchmark": name, "variant": variant, "params": params, "runs": runs, "error": errors[0]}
                     continue
-                cpu = statistics.median(result["cpu_s"] for result in measured)
+                cpu = statistics.median(result["cpu_s"] for result in found)
                 growth = {}
                 if variant in before:
                     smaller, then = before[variant]
                     growth = {"exponent": round(math.log(cpu / then) / math.log(events / smaller), 3)}
                 before[variant] = events, cpu
-                seconds = [result["seconds"] for result in measured]
+                seconds = [result["seconds"] for result in found]
                 median = statistics.median(seconds)
                 yield {
                     "benchmark": name,
@@ -244,10 +250,10 @@ def run(
                     "min_s": round(min(seconds), 3),
                     "max_s": round(max(seconds), 3),
                     "items_per_s": round(events / median),
-                    "peak_memory_mb": round(max(result["peak_mb"] for result in measured)),
-                    "object_store_mb": round(max(result["store_mb"] for result in measured)),  # within the peak
+                    "peak_memory_mb": round(max(result["peak_mb"] for result in found)),
+                    "object_store_mb": round(max(result["store_mb"] for result in found)),  # within the peak
                     "cpu_s": round(cpu, 2),
-                    **{key: max(result[key] for result in measured) for key in EXTRA if key in measured[0]},
+                    **{key: max(result[key] for result in found) for key in EXTRA if key in found[0]},
                     **growth,
                 }
 

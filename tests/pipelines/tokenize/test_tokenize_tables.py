@@ -14,6 +14,7 @@ from models.retrieval.tokenizers.psid import PsidConfig
 from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
 from models.retrieval.tokenizers.rqvae import RqvaeConfig
 from models.tables import UserError, has_manifest, read_manifest, read_table
+from pipelines.data.sids import benchmark
 from pipelines.data.sids.embed import EmbedConfig, read_embeddings
 from pipelines.data.sids.tokenize import TokenizerConfig, read_codes, tokenize
 from pipelines.data.tables import SIDS, TRIE, commit, items_schema, write_part, writing
@@ -235,3 +236,14 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         TokenizerConfig("rqvae", published="x.csv")
     with pytest.raises(ValueError, match="must be one of"):
         TokenizerConfig("bpe")
+
+
+@pytest.mark.long
+def test_the_catalogue_benchmark_yields_a_line_per_step() -> None:
+    lines = list(benchmark.run([600]))
+    assert [line["variant"] for line in lines] == ["tokenize", "load", "decode"]
+    assert all(line["median_s"] > 0 and line["items_per_s"] > 0 and line["cpu_s"] > 0 for line in lines)
+    assert lines[0]["codebook_sizes"][:3] == [256, 256, 256]
+    assert lines[0]["trie_bytes_per_item"] > 0
+    (failed,) = benchmark.run([100])  # fewer than codes of a level
+    assert "256" in failed["error"]

@@ -1,0 +1,140 @@
+"""How semantic IDs, their trie and decoding grow with the catalogue.
+
+`python -m jobs.benchmark catalogue` prints what `run` yields: of each number of items what `jobs.tokenize` takes for
+simulated titles (TF-IDF, then RQ-KMeans of a few iterations), what loading and checking the trie takes as every job
+that ranks does it, and how many users a second TIGER's beam search ranks within it. Each step is a process of its own;
+its peak memory is the sum over that process and Ray's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from models import registry
+from models.bench.decode import random_histories
+from models.retrieval.data import Catalogue, batch_of
+from models.tables import join, read_manifest
+from pipelines.data.benchmark import measured
+from pipelines.data.sids.embed import EmbedConfig
+from pipelines.data.sids.tokenize import RqkmeansConfig, TokenizerConfig, tokenize
+from pipelines.data.tables import check_writable, commit, items_schema, write_part
+
+WIDTH, ITERATIONS = 32, 10
+"""Numbers of an embedding, and k-means iterations per level: the time is about proportional to both."""
+
+BATCH, BATCHES, BEAM, TOP_K = 32, 8, 20, 10
+ITEMS_PER_PART = 1 << 20
+WORDS, KINDS = 20_000, 1_000
+"""Words of all titles, and kinds of items: two words of a title are its kind's, three are any."""
+
+
+def write_items(uri: str, items: int, seed: int = 0) -> None:
+    """A table of `items` with simulated titles of five words."""
+    check_writable(uri)
+    rng = np.random.default_rng(seed)
+    schema, parts = items_schema(["title"]), []
+    for first in range(0, items, ITEMS_PER_PART):
+        index = np.arange(first, min(first + ITEMS_PER_PART, items), dtype=np.int32)
+        kind = rng.integers(KINDS, size=(len(index), 1))
+        words = np.concatenate([kind * 2, kind * 2 + 1, rng.integers(WORDS, size=(len(index), 3))], 1)
+        titles = [" ".join(f"w{word}" for word in row) for row in words.tolist()]
+        names = [f"item-{number:09d}" for number in index.tolist()]
+        parts.append(write_part(uri, pa.Table.from_arrays([index, pa.array(names), pa.array(titles)], schema=schema)))
+    commit(uri, "items", schema, parts, config={}, inputs={}, info={"core": 0, "texts": ["title"]})
+
+
+def run(sizes: list[int]) -> Iterator[dict[str, Any]]:
+    """A line per number of items and step; the `items` of `decode` are users."""
+    for items in sizes:
+        params = {
+            "items": items, "width": WIDTH, "iterations": ITERATIONS, "batch": BATCH, "beam": BEAM,
+            "cpus": os.cpu_count(),
+        }  # fmt: skip
+        with tempfile.TemporaryDirectory(prefix="trieline-benchmark-") as folder:
+            write_items(join(folder, "items"), items)
+            for step in STEPS:
+                row = {"benchmark": "catalogue", "variant": step, "params": params, "runs": 1}
+                found = measured(["pipelines.data.sids.benchmark", step, folder])
+                if "error" in found:
+                    yield {**row, "error": found["error"]}
+                    break
+                seconds = found.pop("seconds")
+                yield {
+                    **row, "median_s": round(seconds, 3), "min_s": round(seconds, 3), "max_s": round(seconds, 3),
+                    "items_per_s": round(found.pop("done") / seconds, 1), "cpu_s": round(found.pop("cpu_s"), 1),
+                    "peak_memory_mb": round(found.pop("peak_mb")), "object_store_mb": round(found.pop("store_mb")),
+                    **found,
+                }  # fmt: skip
+
+
+def run_tokenize(folder: str) -> dict[str, Any]:
+    """Titles to codes and trie, as jobs.tokenize makes them."""
+    import ray
+
+    ray.init(address="local", include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+    items, sids = join(folder, "items"), join(folder, "sids")
+    config = TokenizerConfig("rqkmeans", rqkmeans=RqkmeansConfig(iterations=ITERATIONS))
+    begin = time.perf_counter()
+    made = tokenize(items, sids, config, "tfidf", embed=EmbedConfig(svd=WIDTH), say=lambda line: None)[:2]
+    seconds = time.perf_counter() - begin
+    count = read_manifest(items, "items").rows
+    stored = {f"{table.table}_bytes_per_item": sum(part.bytes for part in table.files) / count for table in made}
+    return {"seconds": seconds, "done": count, **stored, "codebook_sizes": made[0].info["codebook_sizes"]}
+
+
+def load(folder: str) -> tuple[Catalogue, float]:
+    """The catalogue with its checked trie, and the seconds it took."""
+    hashes, uri = {"items": read_manifest(join(folder, "items"), "items").hash}, join(folder, "sequences")
+    check_writable(uri)
+    commit(uri, "sequences", pa.schema([]), [], config={}, inputs=hashes, info={})  # none is read
+    begin = time.perf_counter()
+    return Catalogue.load(folder, join(folder, "sids")), time.perf_counter() - begin
+
+
+def run_load(folder: str) -> dict[str, Any]:
+    """Codes and trie read and checked, as every job that ranks does."""
+    catalogue, seconds = load(folder)
+    return {"seconds": seconds, "done": catalogue.num_items}
+
+
+def run_decode(folder: str) -> dict[str, Any]:
+    """TIGER of random weights, after one batch to warm up."""
+    catalogue, _ = load(folder)
+    torch.manual_seed(0)
+    model: Any = registry.build(registry.config_from_dict({"name": "tiger", "beam": BEAM}), catalogue).eval()
+    histories = random_histories(BATCH * BATCHES, catalogue.num_items, torch.Generator().manual_seed(0))
+    starts = range(0, len(histories), BATCH)
+    batches = [batch_of(histories[first : first + BATCH], np.arange(BATCH)) for first in starts]
+    with torch.no_grad():
+        model.recommend(batches[0], TOP_K)
+        begin = time.perf_counter()
+        for batch in batches:
+            model.recommend(batch, TOP_K)
+    return {"seconds": time.perf_counter() - begin, "done": len(histories)}
+
+
+STEPS: dict[str, Callable[[str], dict[str, Any]]] = {"tokenize": run_tokenize, "load": run_load, "decode": run_decode}
+
+
+def main() -> None:
+    """One step on the items in a folder, what it found as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("step", choices=STEPS)
+    parser.add_argument("folder")
+    arguments = parser.parse_args()
+    print(json.dumps(STEPS[arguments.step](arguments.folder)))
+
+
+if __name__ == "__main__":
+    main()
