@@ -66,7 +66,7 @@ def likely_encodings(head: bytes) -> list[str]:
     for mark, name in MARKS.items():
         if head.startswith(mark):
             return [name]
-    if b"\0" in head:  # ASCII characters of two bytes
+    if wide(head):
         return ["utf-16-le" if head[1:2] == b"\0" else "utf-16-be"]
     sample = _around_first_mistake(head)
     fits = [name for name in LIKELY if name != "utf-16" and _decodes(sample, name)]
@@ -77,6 +77,12 @@ def likely_encodings(head: bytes) -> list[str]:
     if "utf-8" in fits:
         fits.sort(key=lambda name: name != "utf-8")
     return fits[:3]
+
+
+def wide(head: bytes) -> bool:
+    """Whether it looks like characters of two bytes, as of UTF-16: columns, digits and line ends have a NUL each. A few
+    NULs are characters of ids."""
+    return head.count(b"\0") * 20 > len(head)
 
 
 def _around_first_mistake(head: bytes) -> bytes:

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from models.config import hint
 from models.tables import UserError, join, open_uri
-from pipelines.data.sources.encodings import not_encoded, open_text
+from pipelines.data.sources.encodings import not_encoded, open_text, wide
 from pipelines.data.sources.pieces import Piece, open_piece
 
 ROW = "__row"
@@ -181,7 +181,7 @@ def _csv_header(uri: str, reading: Reading, delimiter: str) -> list[str]:
         head = stream.read(1 << 16).removeprefix(BOM).lstrip(b"\r\n")
     if not head:
         raise _empty(uri)
-    if b"\0" in head and reading.encoding is None:
+    if wide(head) and reading.encoding is None:
         raise not_encoded(uri, "utf-8")
     if b"\r" in head and b"\n" not in head:
         raise UserError(f"{uri} ends its lines with carriage returns alone; convert it to line feeds (tr '\\r' '\\n')")
