@@ -1,4 +1,5 @@
-"""The README: every command of a job that it shows is one that the job takes, with files that are there."""
+"""README and pages: every command of a job that they show is one that the job takes, with files that are there, and
+links lead somewhere."""
 
 from __future__ import annotations
 
@@ -13,12 +14,24 @@ import pytest
 from jobs import cli
 
 ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SHOWN = re.compile(r"^\s*(?:\$ )?(python -m jobs\.\w+ --?[^\n]*?)(?:\s+#.*)?$", re.M)
 
 
 def commands() -> list[str]:
     """Each once, continued lines joined, what follows `#` left out."""
-    return sorted(set(SHOWN.findall(re.sub(r"\\\n\s*", "", (ROOT / "README.md").read_text()))))
+    return sorted({line for page in PAGES for line in SHOWN.findall(re.sub(r"\\\n\s*", "", page.read_text()))})
+
+
+def test_the_readme_is_short() -> None:
+    assert (ROOT / "README.md").stat().st_size <= 8192
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    targets = re.findall(r"\]\((?!https?://)([^)#]+)", prose)
+    assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
 def test_the_readme_shows_the_jobs_of_every_flow() -> None:
