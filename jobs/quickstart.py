@@ -50,7 +50,7 @@ class Config:
     """Encoder of the texts: tfidf, minilm (make encoder), or a transformers name or path."""
     epochs: int | None = None
     """Most epochs of each model, half as many for a student, which learns from its teacher in fewer; by default 20, of
-    search 4, of actions 10. A real model wants more: see the walk-through in the README."""
+    search 4, of actions 10. A real model wants more: see the pages of docs/."""
     users: int = 1500
     """Users of the simulated log."""
     items: int = 400

@@ -24,6 +24,7 @@ from models.retrieval.tokenizers.residual import (
     unexplained_variance,
     within,
 )
+from models.retrieval.tokenizers.sinkhorn import spread, transport
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,10 @@ class RqvaeConfig:
     """Epochs between restarts of codes that no item has; 0 turns restarts off."""
     kmeans_init: bool = True
     """Start each level's codes at the k-means centres of the first latents' residuals (TIGER, Sec. 3.1)."""
+    sinkhorn: float = 0.0
+    """Epsilon of the transport that spreads the items of a batch evenly over the last level's codes, after which no two
+    items share all codes: LC-Rec's uniform semantic mapping (its Sec. 3.1.2; published 0.003). 0: nearest codes, as in
+    TIGER."""
     seed: int = 0
     """Seed of weights, batches and restarts."""
 
@@ -65,6 +70,8 @@ class RqvaeConfig:
                 raise ValueError(f"rqvae.{name} is {getattr(self, name)}; it must be 1 or more")
         if any(width < 1 for width in self.hidden):
             raise ValueError(f"rqvae.hidden is {self.hidden}; each width must be 1 or more")
+        if self.sinkhorn < 0:
+            raise ValueError(f"rqvae.sinkhorn is {self.sinkhorn}; it must be 0 (off) or more, published 0.003")
         if self.lr <= 0 or self.commitment < 0 or self.weight_decay < 0 or self.restart_every < 0:
             raise ValueError(
                 f"rqvae.lr {self.lr} must be above 0; commitment {self.commitment}, weight_decay "
@@ -97,9 +104,10 @@ class Rqvae(nn.Module):
         """
         latent = self.encoder(embeddings)  # (B, D)
         residual, quantization = latent, latent.new_zeros(())
-        for codebook in self.codebooks:
+        for level, codebook in enumerate(self.codebooks):
             with torch.no_grad():
-                code, _ = nearest(residual, codebook)
+                even = self.config.sinkhorn and level == self.config.levels - 1
+                code = transport(residual, codebook, self.config.sinkhorn) if even else nearest(residual, codebook)[0]
             chosen = codebook[code]  # (B, D)
             quantization = quantization + F.mse_loss(chosen, residual.detach())
             quantization = quantization + self.config.commitment * F.mse_loss(residual, chosen.detach())
@@ -143,6 +151,9 @@ class Rqvae(nn.Module):
         for level, codebook in enumerate(self.codebooks):
             code, distances = nearest(residual, codebook)
             counts = torch.bincount(code, minlength=len(codebook))
+            if self.config.sinkhorn and level == self.config.levels - 1:
+                restarted.append(0)  # a batch's items use them all
+                continue
             dead = (counts == 0).nonzero().flatten()
             # only items that are off their code can give a dead one work
             off = (distances > 1e-12).nonzero().flatten()
@@ -198,6 +209,9 @@ def fit(embeddings: Tensor, config: RqvaeConfig, report_every: int = 50) -> Gene
     with torch.no_grad():
         latents, codebooks = model.latents(embeddings), model.codebooks.detach()
         codes, quantized = encode(latents, codebooks)
+        if config.sinkhorn:
+            codes = spread(latents, codebooks, codes)
+            quantized = codebooks[torch.arange(config.levels, device=codes.device), codes].sum(1)
         decoded = torch.cat([model.decoder(rows) for rows in quantized.split(ROWS)])
         error = unexplained_variance(embeddings, decoded)
     return Quantized(latents.cpu(), codebooks.cpu(), codes.cpu(), error)

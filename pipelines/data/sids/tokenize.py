@@ -80,6 +80,8 @@ class TokenizerConfig:
             used["psid"] = asdict(self.psid)
         if self.quantizer != "published":
             used[self.quantizer] = asdict(getattr(self, self.quantizer))
+        if not self.rqvae.sinkhorn and "rqvae" in used:  # as it was before there was one
+            del used["rqvae"]["sinkhorn"]
         return used
 
 
@@ -191,7 +193,10 @@ def _trained_codes(embeddings_uri: str, config: TokenizerConfig, say: Say) -> _C
         greedy = quantized.codes.numpy()
         measures["collision_rate_before"] = collisions(greedy)["collision_rate"]
         measures["relaxed_items"] = int((greedy != codes).any(1).sum())
-    return _finish(codes, sizes, config.tokenizer != "psid", measures)
+    unique = config.tokenizer == "psid"
+    if config.tokenizer == "rqvae" and config.rqvae.sinkhorn:  # those of equal codes were spread
+        unique = not collisions(codes)["duplicates"]
+    return _finish(codes, sizes, not unique, measures)
 
 
 def _write_sids(uri: str, made: _Codes, **manifest: Any) -> Manifest:
