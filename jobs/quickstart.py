@@ -138,6 +138,7 @@ def locate(config: Config) -> Place:
 def run(config: Config) -> None:
     """Runs the flow."""
     kind, place = KINDS[config.family], locate(config)
+    cli.preflight(output=config.output)
     flow, extra = kind.flow, kind.flow.extra
     steps = Steps(count=3 + (not config.data) + bool(extra) + 2 * len(flow.models))
     cli.start_ray()
