@@ -27,6 +27,9 @@ DEAD = {"RayActorError", "ActorDiedError", "ActorUnavailableError", "WorkerCrash
         "LocalRayletDiedError", "ObjectLostError", "OwnerDiedError", "WorkerHealthCheckTimeoutError"}  # fmt: skip
 """Ray's errors where a process or a node was lost."""
 
+BOTO = {"BotoCoreError", "ClientError", "Boto3Error"}
+"""Errors of boto3, by which MLflow reads and writes artifacts on S3."""
+
 UNREACHED = {"RaySystemError", "GetTimeoutError", "RpcError"}
 """Ray's errors where Ray itself is gone."""
 
@@ -70,6 +73,8 @@ def explain(error: BaseException) -> str | None:
             )
         if "MlflowException" in names(one):
             return f"MLflow fails ({first_line(one)}); see that its store can be reached, {AGAIN}"
+        if names(one) & BOTO:
+            return f"S3 fails ({first_line(one)}); see that it can be reached and the credentials are right, {AGAIN}"
         if names(one) & DEAD:
             return f"a process of Ray was lost ({lost(one)}); see that the machines are well, {AGAIN}"
     for one in found:

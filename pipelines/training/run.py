@@ -249,9 +249,10 @@ def carry_out(
 ) -> Checkpoint:
     """Runs the workers to the end and returns what the last checkpoint says."""
     fewest = least(options, workers)
-    with shown(say, lambda: waiting(workers, resources(options, use_gpu))) as progress:
-        for attempt in range(1, options.max_failures + 2):
-            # Ray would try an error of the user's again; what is lost is tried again here, where it can be said.
+    each = resources(options, use_gpu)
+    for attempt in range(1, options.max_failures + 2):
+        # Ray would try an error of the user's again; what is lost is tried again here, where it can be said.
+        with shown(say, lambda: waiting(workers, each)) as progress:  # anew, as its actor may have been lost too
             trainer = TorchTrainer(
                 worker,
                 train_loop_config={"task": task, "progress": progress},
@@ -259,7 +260,7 @@ def carry_out(
                 scaling_config=ScalingConfig(
                     num_workers=(fewest, workers) if fewest < workers else workers,
                     use_gpu=use_gpu,
-                    resources_per_worker=resources(options, use_gpu),
+                    resources_per_worker=each,
                 ),
                 run_config=RunConfig(
                     name=name,
@@ -477,8 +478,8 @@ def shown(say: Callable[[str], None], waits: Callable[[], str | None] = lambda: 
     What the workers wait for, which `waits` tells, is said too. The actor is on the driver's node, whose loss ends the
     training anyway; where it is lost all the same, only its lines are.
     """
-    here_if_possible = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-    progress = Progress.options(scheduling_strategy=here_if_possible).remote()  # type: ignore[attr-defined]
+    on_this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    progress = Progress.options(scheduling_strategy=on_this_node).remote()  # type: ignore[attr-defined]
     done = threading.Event()
     seen, lost = 0, False
 

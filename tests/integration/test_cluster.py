@@ -244,7 +244,10 @@ def elsewhere(cluster: Cluster) -> Iterator[None]:
     ports = free_ports(len(names) + WORKERS)
     line = [str(RAY), "start", "--address", f"{local_address(cluster)}:{cluster.gcs}", "--block", "--num-cpus", "1"]
     line += ["--object-store-memory", "100000000", "--disable-usage-stats"]
-    line += ["--temp-dir", str(cluster.folder / "2")]  # two nodes in one folder would unpack the same code over each other
+    line += [
+        "--temp-dir",
+        str(cluster.folder / "2"),
+    ]  # two nodes in one folder would unpack the same code over each other
     line += ["--worker-port-list", ",".join(ports[len(names) :])]
     line += [word for name, port in zip(names, ports, strict=False) for word in (f"--{name}", port)]
     with open(cluster.folder / "node.log", "w") as log:
