@@ -271,7 +271,7 @@ def elsewhere(cluster: Cluster) -> Iterator[None]:
 
 def local_address(cluster: Cluster) -> str:
     """The address that the head has told its nodes."""
-    found = re.search(r"Local node IP: .*?(\d+\.\d+\.\d+\.\d+)", (cluster.folder / "head.log").read_text())
+    found = re.search(r"Local node IP.*?(\d+\.\d+\.\d+\.\d+)", (cluster.folder / "head.log").read_text())
     assert found
     return found[1]
 
