@@ -380,9 +380,15 @@ def _leased(place: str, busy: str, wait: float) -> Iterator[None]:
     UserError when their work is done; until then `commit`, which misses the parts that the other one removed, is what
     keeps a table whole.
     """
-    mine = {"owner": uuid.uuid4().hex, "host": socket.gethostname(), "pid": os.getpid(), "since": _now()}
+    mine: dict[str, Any] = {
+        "owner": uuid.uuid4().hex,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "since": _now(),
+    }
     _leases.add(mine["owner"])
-    done, thieves = threading.Event(), []
+    done = threading.Event()
+    thieves: list[dict[str, Any]] = []
 
     def beat() -> None:
         while not done.wait(BEAT):

@@ -17,6 +17,7 @@ import pytest
 import ray
 
 from models.fit import FitConfig
+from pipelines import cluster
 from pipelines.faults import explain
 from pipelines.training import run as runs
 from pipelines.training.run import RayOptions, Trained, train
@@ -115,6 +116,17 @@ def test_what_the_cluster_can_never_give_is_refused(ray_local: None) -> None:
     with pytest.raises(runs.UserError, match=r"1 worker needs 1 CPUs, 1 GPUs, .* 2 CPUs, 0 GPUs on 1 node, room for 0"):
         runs.check_cluster(RayOptions(), 1, True)
     runs.check_cluster(RayOptions(num_workers=4, min_workers=2), 4, False)
+
+
+def test_an_autoscaler_may_still_give_it(ray_local: None) -> None:
+    """As a node is listed that Ray's launcher or KubeRay has started."""
+    here = {"NodeManagerHostname": "a", "NodeManagerAddress": "10.0.0.1", "Labels": {}, "Resources": {"CPU": 3.0}}
+    started = {**here, "NodeManagerHostname": "b", "Labels": {"ray.io/node-group": "trainer"}}
+    assert not cluster.autoscales([here])
+    assert cluster.autoscales([here, started])
+    assert (cluster.machines([here, here]), cluster.machines([here, started])) == (1, 2)
+    assert cluster.room([here, started], {"CPU": 2, "GPU": 0}) == 2  # a worker is on one node
+    assert cluster.room([here, started], {"CPU": 1, "GPU": 1}) == 0
 
 
 WITHOUT_RAYLET = """
