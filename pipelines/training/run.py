@@ -258,7 +258,7 @@ def carry_out(
                 train_loop_config={"task": task, "progress": progress},
                 torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo"),
                 scaling_config=ScalingConfig(
-                    num_workers=(fewest, workers) if fewest < workers else workers,
+                    num_workers=(fewest, workers) if fewest < workers else workers,  # type: ignore[arg-type]  # the class of version 1 has no range
                     use_gpu=use_gpu,
                     resources_per_worker=each,
                 ),
