@@ -172,6 +172,18 @@ def start_ray(num_cpus: int | None = None) -> None:
     watch()
 
 
+def preflight(**places: str | None) -> None:
+    """For a job that was submitted to a cluster (RAY_ADDRESS): joins it, and refuses before any work places, by the
+    options that name them, that its other nodes do not reach. Nothing without one: a job starts its own Ray later."""
+    if not os.environ.get("RAY_ADDRESS"):
+        return
+    start_ray()
+    from pipelines.cluster import check_places, check_room
+
+    check_places(places)
+    check_room(1, {"CPU": 1}, "no task can run on it")
+
+
 def join_cluster(address: str) -> None:
     """Connects to a cluster that is there; UserError at once where nobody answers or there is no token."""
     import ray

@@ -40,6 +40,7 @@ def run(config: Config) -> None:
         print(f"[{time.monotonic() - started:6.1f}s] {message}", flush=True)
 
     check_can_write(config.output)
+    cli.preflight(tables=config.tables, output=config.output)
     check_search_text(
         config.tables, config.encoder, config.embed, config.output
     )  # before Ray takes its seconds to start

@@ -167,6 +167,10 @@ def asked(result: Result) -> str:
 def run(config: Options) -> Result | None:
     """Evaluates and prints, or writes recommendations."""
     reach(config.checkpoint, config.tables, config.sids, config.text)  # what does not answer is said before Ray starts
+    cli.preflight(
+        checkpoint=config.checkpoint, tables=config.tables, sids=config.sids, text=config.text,
+        batch_inference=config.batch_inference, export=config.export, diagnose=config.diagnose,
+    )  # fmt: skip
     options = config.recommending()
     if config.export:
         from pipelines.serving.export import export

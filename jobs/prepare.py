@@ -99,6 +99,7 @@ def run(config: Config) -> dict[str, object]:
         if key not in ("source", "input", "output", "overwrite", "dry_run")
     }
     settings = read_config(defaults, options)
+    cli.preflight(input=config.input, output=config.output)
     check(source, config.input, config.output, settings)  # before Ray takes its seconds to start
     found = preview(source, config.input, settings.max_rejects)
     for line in lines(found) if config.dry_run else warnings(found):

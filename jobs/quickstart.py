@@ -129,6 +129,8 @@ def locate(config: Config) -> Place:
     made = load_source(str(source))[1].get("kind", "retrieval")
     if made != config.family:
         raise UserError(f"{source} makes tables of kind '{made}', not '{config.family}'; give --family {made}")
+    if "://" in config.output:
+        raise UserError(f"--output is {config.output}, and the quickstart keeps its files in a local folder; name one")
     home = Path(config.output).absolute() / name
     raw = Path(config.data).absolute() if config.data else home / "raw"
     extra = home / kind.flow.extra.folder if kind.flow.extra else home
@@ -138,6 +140,7 @@ def locate(config: Config) -> Place:
 def run(config: Config) -> None:
     """Runs the flow."""
     kind, place = KINDS[config.family], locate(config)
+    cli.preflight(output=config.output)
     flow, extra = kind.flow, kind.flow.extra
     steps = Steps(count=3 + (not config.data) + bool(extra) + 2 * len(flow.models))
     cli.start_ray()

@@ -149,6 +149,7 @@ def run(config: Config) -> Swept | None:
         return None
     reach(config.tables, extra)  # what does not answer is said before Ray starts
     check_can_write(str(config.storage))
+    cli.preflight(tables=config.tables, sids=config.sids, text=config.text, storage=config.storage)
     swept = sweep(
         grid, trials, tables=str(config.tables), extra=extra, storage=str(config.storage),
         name=config.name or grid.name, ray_options=config.ray, options=config.options,

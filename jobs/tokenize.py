@@ -103,6 +103,7 @@ def run(config: Config) -> None:
 
     items = join(config.tables, "items")
     reach(config.tables, config.embeddings)  # what does not answer is said before Ray starts
+    cli.preflight(tables=config.tables, embeddings=config.embeddings, output=config.output)
     check_can_write(config.output)
     check_folders(config.output, config.embeddings)
     if config.tokenizer != "published":

@@ -102,6 +102,7 @@ def run(config: Config) -> Trained:
     """Trains and prints what was made."""
     reach(config.tables, config.sids, config.text)  # what does not answer is said before Ray starts
     check_can_write(config.storage)
+    cli.preflight(tables=config.tables, sids=config.sids, text=config.text, storage=config.storage)
     entry = registry.find(config.model.name)
     extra = {"sids": config.sids, "text": config.text}[entry.extra.option] if entry.extra else None
     trained = train(

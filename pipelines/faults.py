@@ -27,6 +27,12 @@ DEAD = {"RayActorError", "ActorDiedError", "ActorUnavailableError", "WorkerCrash
         "LocalRayletDiedError", "ObjectLostError", "OwnerDiedError", "WorkerHealthCheckTimeoutError"}  # fmt: skip
 """Ray's errors where a process or a node was lost."""
 
+BOTO = {"BotoCoreError", "ClientError", "Boto3Error"}
+"""Errors of boto3, by which MLflow reads and writes artifacts on S3."""
+
+PEER = re.compile(r"^\[\S*/gloo/\S*\] *(.*?)(?:\. This is typically|$)")
+"""What a training worker says where another one is gone that it sums gradients with."""
+
 UNREACHED = {"RaySystemError", "GetTimeoutError", "RpcError"}
 """Ray's errors where Ray itself is gone."""
 
@@ -70,6 +76,10 @@ def explain(error: BaseException) -> str | None:
             )
         if "MlflowException" in names(one):
             return f"MLflow fails ({first_line(one)}); see that its store can be reached, {AGAIN}"
+        if gone := PEER.match(first_line(one)):
+            return f"a training worker lost another one ({gone[1]}); see that the machines are well, {AGAIN}"
+        if names(one) & BOTO:
+            return f"S3 fails ({first_line(one)}); see that it can be reached and the credentials are right, {AGAIN}"
         if names(one) & DEAD:
             return f"a process of Ray was lost ({lost(one)}); see that the machines are well, {AGAIN}"
     for one in found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sqlite3
 import sys
@@ -15,8 +16,8 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # on loopback alone, as jobs.cli has it
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-LONG = {"ray_local", "trained", "taught"}
-"""Fixtures that start Ray or train for long: who takes one, also by way of others, is long."""
+LONG = {"ray_local", "trained", "taught", "s3"}
+"""Fixtures that start Ray or a server, or train for long: who takes one, also by way of others, is long."""
 
 running: list[pytest.Item] = []
 """The fast test that runs, with its set-up, or none."""
@@ -115,3 +116,31 @@ def in_ray(ray_local: None) -> dict[str, str]:
     import ray
 
     return {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    """A bucket of a local S3 server; the environment says where it is, to this process and those that it starts."""
+    import socket
+    import uuid
+
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = ThreadedMotoServer("127.0.0.1", port, verbose=False)
+    logging.getLogger("werkzeug").setLevel(logging.WARNING)  # a line per request
+    server.start()
+    bucket = f"bucket-{uuid.uuid4().hex[:8]}"  # of its own: a process greets a bucket once
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1", "AWS_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }.items():  # fmt: skip
+            environment.setenv(name, value)
+        boto3.client("s3").create_bucket(Bucket=bucket)
+        yield f"s3://{bucket}"
+    server.stop()

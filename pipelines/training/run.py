@@ -32,7 +32,7 @@ from models.fit import FitConfig
 from models.setup import check_fit, load_catalogue
 from models.tables import UserError, join, open_uri, read_manifest
 from models.uri import hide
-from pipelines import credentials, faults, tracking
+from pipelines import cluster, credentials, faults, tracking
 from pipelines.data.tables import check_writable, locked, write_file
 from pipelines.serving import package
 from pipelines.training import here
@@ -60,6 +60,9 @@ class RayOptions:
 
     num_workers: int = 1
     """Training processes; each gets an equal part of `fit.batch_size`. On GPUs one per GPU."""
+    min_workers: int = 0
+    """With how many of them a training goes on while nodes are lost or not there yet; when they are back it takes them
+    in again. 0: all of them, so that it waits."""
     use_gpu: bool | Literal["auto"] = "auto"
     """Whether each worker takes a GPU; auto: if the cluster has any, then one for each."""
     cpus_per_worker: float = 1
@@ -70,9 +73,13 @@ class RayOptions:
     """How often a run is continued by itself when a worker is lost."""
 
     def __post_init__(self) -> None:
-        for name, least in {"num_workers": 1, "threads": 0, "max_failures": 0}.items():
+        for name, least in {"num_workers": 1, "min_workers": 0, "threads": 0, "max_failures": 0}.items():
             if getattr(self, name) < least:
                 raise ValueError(f"ray.{name} is {getattr(self, name)}, it must be at least {least}")
+        if self.min_workers > self.num_workers:
+            raise ValueError(
+                f"ray.min_workers is {self.min_workers}, it must be at most {self.num_workers}, as ray.num_workers is"
+            )
         if self.use_gpu not in (True, False, "auto"):
             raise ValueError(f"ray.use_gpu is {self.use_gpu!r}, it must be true, false or auto")
 
@@ -149,7 +156,8 @@ def train(
     hashes = catalogue.hashes
     extra = extra if entry.extra else None
     workers = ray_options.num_workers if entry.gradient else 1
-    check_fit(fit, model["name"], catalogue, workers)
+    for count in range(least(ray_options, workers), workers + 1):
+        check_fit(fit, model["name"], catalogue, count)
     uri = tracking.resolve_uri(tracking_uri, storage)
     if start:
         start()
@@ -240,15 +248,19 @@ def carry_out(
     callbacks: Sequence[UserCallback] = (),
 ) -> Checkpoint:
     """Runs the workers to the end and returns what the last checkpoint says."""
-    with shown(say, lambda: waiting(workers, resources(options, use_gpu))) as progress:
-        for attempt in range(1, options.max_failures + 2):
-            # Ray would try an error of the user's again; what is lost is tried again here, where it can be said.
+    fewest = least(options, workers)
+    each = resources(options, use_gpu)
+    for attempt in range(1, options.max_failures + 2):
+        # Ray would try an error of the user's again; what is lost is tried again here, where it can be said.
+        with shown(say, lambda: waiting(workers, each)) as progress:  # anew, as its actor may have been lost too
             trainer = TorchTrainer(
                 worker,
                 train_loop_config={"task": task, "progress": progress},
                 torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo"),
                 scaling_config=ScalingConfig(
-                    num_workers=workers, use_gpu=use_gpu, resources_per_worker=resources(options, use_gpu)
+                    num_workers=(fewest, workers) if fewest < workers else workers,  # type: ignore[arg-type]  # the class of version 1 has no range
+                    use_gpu=use_gpu,
+                    resources_per_worker=each,
                 ),
                 run_config=RunConfig(
                     name=name,
@@ -292,7 +304,7 @@ def waiting(workers: int, each: dict[str, float]) -> str | None:
 
 
 def held(storage: str, name: str, wait: float = 0) -> AbstractContextManager[None]:
-    """Keeps other processes of this machine from the run (`locked`)."""
+    """Keeps other processes from the run (`locked`)."""
     busy = f"the run '{name}' in {storage} is being trained by another process; wait for it or choose another --name"
     return locked(join(storage, f".{name}.lock"), busy, wait)
 
@@ -325,22 +337,20 @@ def wants_gpu(options: RayOptions, workers: int) -> bool:
     return bool(there)
 
 
+def least(options: RayOptions, workers: int) -> int:
+    """With how many of the workers a training goes on."""
+    return min(options.min_workers or workers, workers)
+
+
 def resources(options: RayOptions, use_gpu: bool) -> dict[str, float]:
     """What Ray sets aside for each worker."""
     return {"CPU": options.cpus_per_worker, **({"GPU": 1} if use_gpu else {})}
 
 
 def check_cluster(options: RayOptions, workers: int, use_gpu: bool) -> None:
-    """Refuses what a local Ray can never give, where it would be waited for for ever; a cluster may get more nodes."""
-    if os.environ.get("RAY_ADDRESS"):
-        return
-    there = ray.cluster_resources()
-    for kind, each in resources(options, use_gpu).items():
-        if each * workers > there.get(kind, 0):
-            raise UserError(
-                f"{workers} workers need {each * workers:g} {kind}s, the cluster has {there.get(kind, 0):g}; lower "
-                f"ray.num_workers or ray.cpus_per_worker"
-            )
+    """Refuses what the cluster can never give, where it would be waited for for ever."""
+    remedy = "lower --ray.num_workers or --ray.cpus_per_worker"
+    cluster.check_room(least(options, workers), resources(options, use_gpu), remedy)
 
 
 def dataset_name(tables: str) -> str:
@@ -468,8 +478,8 @@ def shown(say: Callable[[str], None], waits: Callable[[], str | None] = lambda: 
     What the workers wait for, which `waits` tells, is said too. The actor is on the driver's node, whose loss ends the
     training anyway; where it is lost all the same, only its lines are.
     """
-    here_if_possible = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-    progress = Progress.options(scheduling_strategy=here_if_possible).remote()  # type: ignore[attr-defined]
+    on_this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    progress = Progress.options(scheduling_strategy=on_this_node).remote()  # type: ignore[attr-defined]
     done = threading.Event()
     seen, lost = 0, False
 

@@ -1,9 +1,11 @@
-"""Jobs on a real Ray cluster of one node: own ports, own folder, token authentication, `ray job submit`."""
+"""Jobs on a real Ray cluster: own ports, own folder, token authentication, `ray job submit`; one node, at the end two,
+the second one under another host name, as on another machine."""
 
 from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -20,6 +22,7 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+from training_tables import write_tables
 
 from models.tables import read_manifest, read_table
 from pipelines.data.audit.rules import audit
@@ -48,19 +51,34 @@ class Cluster:
     """URL of the job server."""
     env: dict[str, str]
     """Environment of a client that has the token."""
+    gcs: str
+    """Port by which other nodes join."""
+    folder: Path
+    """Its own folder."""
 
     def submit(self, *command: str) -> str:
         """Runs `ray job submit` as a user does and returns what it printed; retried until the agent listens."""
+        done = self._submit(*command)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
+
+    def refused(self, *command: str) -> str:
+        """The one line with which a job that was submitted refuses to begin."""
+        done = self._submit(*command)
+        assert done.returncode != 0, done.stdout[-3000:]
+        assert "Traceback" not in done.stdout
+        (line,) = {line for line in done.stdout.splitlines() if line.startswith("error: ")}
+        return line
+
+    def _submit(self, *command: str) -> subprocess.CompletedProcess:
         line = [RAY, "job", "submit", "--address", self.address, "--working-dir", ".", "--runtime-env"]
         while True:
             done = subprocess.run(
                 [*line, "runtime_env.yaml", "--", *command], cwd=ROOT, env=self.env, capture_output=True, text=True
             )
             if "No available agent" not in done.stdout + done.stderr:
-                break
+                return done
             time.sleep(1)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        return done.stdout
 
 
 def free_ports(count: int) -> list[str]:
@@ -111,7 +129,7 @@ def cluster() -> Iterator[Cluster]:
             said = (folder / "head.log").read_text()[-2000:]
             assert head.poll() is None, said
             time.sleep(0.3)
-        yield Cluster(address, env)
+        yield Cluster(address, env, ports[0], folder)
     finally:
         head.terminate()  # with --block the head ends what it started
         try:
@@ -196,3 +214,75 @@ def test_prepare_and_train_on_the_cluster(cluster: Cluster, new_store: Callable[
     steps = [point.step for point in client.get_metric_history(run.info.run_id, "val/ndcg_at_10")]
     assert len(steps) == 2
     assert steps == sorted(set(steps))
+
+
+def test_what_the_cluster_can_never_give_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    tables, _ = write_tables(tmp_path)
+    store = f"sqlite:///{tmp_path}/mlflow.db"
+    line = ["python", "-m", "jobs.train", "--config", "jobs/configs/sasrec.yaml", "--tables", tables]
+    line += ["--storage", str(tmp_path / "runs"), "--name", "n", "--tracking_uri", store, "--fit.batch_size", "256"]
+    said = cluster.refused(*line, "--ray.num_workers", "4")
+    assert "4 workers need 4 CPUs, 1 CPU for each on one node; the cluster has 2 CPUs on 1 node, room for 2" in said
+    assert "no autoscaler to start more; lower --ray.num_workers" in said
+    assert not (tmp_path / "runs/n").exists()
+
+
+def test_an_output_in_the_working_folder_of_the_job_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    raw_log(tmp_path / "raw")
+    line = ["python", "-m", "jobs.prepare", "--source", str(tmp_path / "raw/source.yaml")]
+    said = cluster.refused(*line, "--input", str(tmp_path / "raw"), "--output", "tables")
+    assert "--output is tables, which lies in the job's own working folder" in said
+
+
+@pytest.fixture
+def elsewhere(cluster: Cluster) -> Iterator[None]:
+    """A second node of the cluster, with a host name of its own."""
+    if subprocess.run(["unshare", "--uts", "true"], capture_output=True).returncode:
+        pytest.skip("another host name takes the right to unshare")
+    names = ["node-manager-port", "object-manager-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port",
+             "runtime-env-agent-port", "metrics-export-port"]  # fmt: skip
+    ports = free_ports(len(names) + WORKERS)
+    line = [str(RAY), "start", "--address", f"{local_address(cluster)}:{cluster.gcs}", "--block", "--num-cpus", "1"]
+    line += ["--object-store-memory", "100000000", "--disable-usage-stats"]
+    line += [
+        "--temp-dir",
+        str(cluster.folder / "2"),
+    ]  # two nodes in one folder would unpack the same code over each other
+    line += ["--worker-port-list", ",".join(ports[len(names) :])]
+    line += [word for name, port in zip(names, ports, strict=False) for word in (f"--{name}", port)]
+    with open(cluster.folder / "node.log", "w") as log:
+        node = subprocess.Popen(
+            ["unshare", "--uts", "sh", "-c", 'hostname elsewhere && exec "$@"', "sh", *line],
+            env=cluster.env, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+    try:
+        while "Ray runtime started" not in (cluster.folder / "node.log").read_text():
+            assert node.poll() is None, (cluster.folder / "node.log").read_text()[-2000:]
+            time.sleep(0.3)
+        yield
+    finally:
+        node.terminate()
+        try:
+            node.wait(10)
+        except subprocess.TimeoutExpired:
+            os.killpg(node.pid, signal.SIGKILL)
+            node.wait()
+
+
+def local_address(cluster: Cluster) -> str:
+    """The address that the head has told its nodes."""
+    found = re.search(r"Local node IP.*?(\d+\.\d+\.\d+\.\d+)", (cluster.folder / "head.log").read_text())
+    assert found
+    return found[1]
+
+
+def test_a_local_path_is_refused_on_two_machines_unless_it_is_shared(
+    cluster: Cluster, elsewhere: None, tmp_path: Path
+) -> None:
+    raw_log(tmp_path / "raw")
+    job = ["python", "-m", "jobs.prepare", "--source", str(tmp_path / "raw/source.yaml"), "--dry_run"]
+    job += ["--input", str(tmp_path / "raw"), "--output", str(tmp_path / "tables")]
+    said = cluster.refused(*job)
+    assert f"--input is {tmp_path}/raw, on the disk of one machine, and the cluster has 2" in said
+    assert f"TRIELINE_SHARED={tmp_path} in the env_vars of runtime_env.yaml" in said
+    assert "makes the tables" in cluster.submit("env", f"TRIELINE_SHARED=/mnt:{tmp_path}", *job)

@@ -75,6 +75,25 @@ def test_a_lost_storage_is_named(tmp_path: Path) -> None:
     assert not lasting(caught.value)
 
 
+def test_a_worker_that_others_wait_for_is_named() -> None:
+    said = RuntimeError(
+        "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:31432: Connection reset "
+        "by peer. This is typically caused by a remote worker hanging or bugs in the application."
+    )
+    line = str(explain(said))
+    assert line.startswith(
+        "a training worker lost another one (Read error [127.0.0.1]:31432: Connection reset by peer);"
+    )
+    assert not lasting(said)
+
+
+def test_an_s3_that_mlflow_cannot_reach_is_a_line() -> None:
+    from botocore.exceptions import EndpointConnectionError
+
+    line = str(explain(EndpointConnectionError(endpoint_url="http://127.0.0.1:9/bucket", error="refused")))
+    assert line.startswith('S3 fails (Could not connect to the endpoint URL: "http://127.0.0.1:9/bucket"); see that')
+
+
 def test_defects_keep_their_tracebacks() -> None:
     def defect() -> None:
         try:

@@ -17,6 +17,7 @@ import pytest
 import ray
 
 from models.fit import FitConfig
+from pipelines import cluster
 from pipelines.faults import explain
 from pipelines.training import run as runs
 from pipelines.training.run import RayOptions, Trained, train
@@ -106,12 +107,26 @@ def test_a_training_that_waits_says_for_what(
     assert said[0] == "waiting for 1 x {CPU: 1}; the cluster has 2 CPUs, of which 0 are free"
 
 
-def test_a_cluster_may_get_what_it_has_not(ray_local: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    many = RayOptions(num_workers=4)
-    with pytest.raises(runs.UserError, match=r"4 workers need 4 CPUs, the cluster has 2; lower ray\.num_workers"):
-        runs.check_cluster(many, 4, False)
-    monkeypatch.setenv("RAY_ADDRESS", "auto")
-    runs.check_cluster(many, 4, False)
+def test_what_the_cluster_can_never_give_is_refused(ray_local: None) -> None:
+    said = "4 workers need 4 CPUs, 1 CPU for each on one node; the cluster has 2 CPUs on 1 node, room for 2, and no"
+    with pytest.raises(runs.UserError, match=said):
+        runs.check_cluster(RayOptions(num_workers=4), 4, False)
+    with pytest.raises(runs.UserError, match="1 worker needs 3 CPUs, 3 CPU for each on one node"):
+        runs.check_cluster(RayOptions(cpus_per_worker=3), 1, False)
+    with pytest.raises(runs.UserError, match=r"1 worker needs 1 CPUs, 1 GPUs, .* 2 CPUs, 0 GPUs on 1 node, room for 0"):
+        runs.check_cluster(RayOptions(), 1, True)
+    runs.check_cluster(RayOptions(num_workers=4, min_workers=2), 4, False)
+
+
+def test_an_autoscaler_may_still_give_it(ray_local: None) -> None:
+    """As a node is listed that Ray's launcher or KubeRay has started."""
+    here = {"NodeManagerHostname": "a", "NodeManagerAddress": "10.0.0.1", "Labels": {}, "Resources": {"CPU": 3.0}}
+    started = {**here, "NodeManagerHostname": "b", "Labels": {"ray.io/node-group": "trainer"}}
+    assert not cluster.autoscales([here])
+    assert cluster.autoscales([here, started])
+    assert (cluster.machines([here, here]), cluster.machines([here, started])) == (1, 2)
+    assert cluster.room([here, started], {"CPU": 2, "GPU": 0}) == 2  # a worker is on one node
+    assert cluster.room([here, started], {"CPU": 1, "GPU": 1}) == 0
 
 
 WITHOUT_RAYLET = """

@@ -1,0 +1,94 @@
+"""What a job asks of its cluster, looked at before any work: room for its workers, and places that all nodes reach.
+
+Else a job would wait for ever for a node that nobody will start, or spread its output over the disks of several
+machines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.experimental.internal_kv import _internal_kv_get
+
+from models.tables import UserError
+
+SHARED = "TRIELINE_SHARED"
+"""Environment variable with the folders, separated by `:`, that are one file system on all nodes, such as /mnt/efs."""
+
+UPLOADED = ("runtime_resources", "working_dir_files")
+"""Folders below which Ray unpacks what was submitted with a job, to remove it when it needs the room."""
+
+
+def alive() -> list[dict[str, Any]]:
+    """The nodes of this cluster, as Ray lists them."""
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def machines(nodes: list[dict[str, Any]]) -> int:
+    """How many disks they have: nodes of one host and address share theirs."""
+    return len({(node["NodeManagerHostname"], node["NodeManagerAddress"]) for node in nodes})
+
+
+def autoscales(nodes: list[dict[str, Any]]) -> bool:
+    """Whether somebody starts nodes of this cluster: Ray's launcher and KubeRay name the type of those that they
+    start, and an autoscaler tells of types that are not single nodes."""
+    if any(node["Labels"].get("ray.io/node-group") for node in nodes):
+        return True
+    status = json.loads(_internal_kv_get("__autoscaling_status") or "{}").get("autoscaler_report", {})
+    known = {*status.get("active_nodes", {}), *status.get("pending_launches", {})}
+    return any(not kind.startswith("node_") for kind in known)
+
+
+def room(nodes: list[dict[str, Any]], each: Mapping[str, float]) -> int:
+    """How many workers that need `each` the nodes hold at once, when nothing else runs."""
+    needs = {kind: need for kind, need in each.items() if need}
+    if not needs:
+        return len(nodes) and 2**31
+    return sum(min(int(node["Resources"].get(kind, 0) / need) for kind, need in needs.items()) for node in nodes)
+
+
+def check_room(workers: int, each: Mapping[str, float], remedy: str, say: Callable[[str], None] = print) -> None:
+    """UserError where the cluster can never hold the workers; a line where its autoscaler must first start nodes."""
+    nodes = alive()
+    if (fits := room(nodes, each)) >= workers:
+        return
+    asked = ", ".join(f"{need * workers:g} {kind}s" for kind, need in each.items() if need)
+    one = " and ".join(f"{need:g} {kind}" for kind, need in each.items() if need)
+    there = ", ".join(f"{sum(n['Resources'].get(kind, 0) for n in nodes):g} {kind}s" for kind in each if each[kind])
+    has = f"the cluster has {there} on {len(nodes)} node{'s' * (len(nodes) != 1)}, room for {fits}"
+    who = f"{workers} worker{'s' * (workers != 1)} need{'s' * (workers == 1)} {asked}, {one} for each on one node"
+    if not autoscales(nodes):
+        raise UserError(f"{who}; {has}, and no autoscaler to start more; {remedy}, or start more nodes")
+    say(f"note: {who}; {has} now, so this waits for its autoscaler to start more")
+
+
+def shared() -> list[Path]:
+    """The folders that the environment says are the same on all nodes."""
+    return [Path(folder).absolute() for folder in os.environ.get(SHARED, "").split(":") if folder]
+
+
+def check_places(places: Mapping[str, str | None]) -> None:
+    """UserError for a local path, by the option that names it, that other nodes of the cluster do not reach."""
+    count = machines(alive())
+    for option, place in places.items():
+        if not place or "://" in place:
+            continue
+        path = Path(place).expanduser().absolute()
+        if any(path.is_relative_to(folder) for folder in shared()):
+            continue
+        if set(UPLOADED) <= set(path.parts):
+            raise UserError(
+                f"--{option} is {place}, which lies in the job's own working folder, and Ray removes that; give a URI "
+                f"that all nodes reach, such as s3://BUCKET/{Path(place).name}, or on one machine an absolute path"
+            )
+        if count > 1:
+            raise UserError(
+                f"--{option} is {place}, on the disk of one machine, and the cluster has {count}; give a URI such as "
+                f"s3://BUCKET/{path.name}, or where all share that folder name it: {SHARED}={path.parent} in the "
+                f"env_vars of runtime_env.yaml"
+            )

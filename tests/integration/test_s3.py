@@ -1,0 +1,161 @@
+"""The whole flow with everything at `s3://`, on a local S3 server: the same tables and weights as on a local disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from pyarrow import fs
+from safetensors.torch import load_file
+
+from models import checkpoint
+from models.tables import file_info, open_uri, read_manifest
+
+pytestmark = pytest.mark.long
+
+ROOT = Path(__file__).parents[2]
+
+LINES = """
+import importlib, json, shlex, sys
+from functools import partial
+from jobs import cli
+for line in json.loads(sys.argv[1]):
+    print("$", *line, flush=True)
+    module = importlib.import_module(f"jobs.{line[0]}")
+    sys.argv = [line[0], *line[1:]]
+    getattr(module, "run")(getattr(module, "parse", partial(cli.parse, module.Config))(line[0], line[1:]))
+"""
+"""Commands one after the other in one process, as each would run in its own."""
+
+GRID = """\
+name: rates
+source: a test
+base:
+  model: {name: sasrec, dim: 16, num_layers: 1, dropout: 0.0, max_history: 12}
+  fit: {batch_size: 64, max_epochs: 1, patience: 0}
+axes: {fit.lr: [0.01, 0.001]}
+"""
+
+
+@dataclass
+class World:
+    """A Ray to join, whose workers know the S3 server, and places on S3 and on disk."""
+
+    env: dict[str, str]
+    s3: str
+    here: Path
+    store: str
+
+    def start(self, *lines: str) -> subprocess.Popen:
+        """A process that runs the commands."""
+        words = [line.format(s3=self.s3, here=self.here, store=self.store).split() for line in lines]
+        return subprocess.Popen(
+            [sys.executable, "-c", LINES, json.dumps(words)], cwd=ROOT, env=self.env, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    def run(self, *lines: str) -> str:
+        """What the commands print."""
+        process = self.start(*lines)
+        said, _ = process.communicate()
+        assert process.returncode == 0, said[-4000:]
+        return str(said)
+
+
+@pytest.fixture(scope="module")
+def world(
+    in_ray: dict[str, str], s3: str, new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory
+) -> World:
+    here = tmp_path_factory.mktemp("flow")
+    (here / "grid.yaml").write_text(GRID)
+    known = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    # what `ray job submit --runtime-env` hands to a job: workers of the shared Ray do not know this server
+    submitted = json.dumps({"runtime_env": {"env_vars": known}})
+    world = World({**in_ray, **known, "RAY_JOB_CONFIG_JSON_ENV_VAR": submitted}, s3, here, new_store(here))
+    prepare = "prepare --source jobs/configs/sources/simulated.yaml --input {here}/raw --partitions 2 --output "
+    tokenize = "tokenize --tokenizer rqkmeans --encoder tfidf --rqkmeans.codebook_size 16 --tables "
+    world.run(
+        "simulate --output {here}/raw --users 120 --items 60 --events 1500",
+        prepare + "{here}/tables",
+        prepare + "{s3}/tables",
+        "audit --tables {s3}/tables",
+        tokenize + "{here}/tables --output {here}/sids",
+        tokenize + "{s3}/tables --output {s3}/sids",
+    )
+    return world
+
+
+TRAIN = (
+    "train --config jobs/configs/sasrec.yaml --tables {s3}/tables --tracking_uri {store} --experiment retrieval/s3 "
+    "--name one --fit.batch_size 64 --fit.max_epochs 8 --fit.patience 0 --model.dim 16 --model.max_history 12 "
+    "--storage "
+)
+
+
+def weights(folder: str) -> dict[str, torch.Tensor]:
+    """Those of a finished run."""
+    with checkpoint.local(f"{folder}/best") as local:
+        return load_file(local / checkpoint.WEIGHTS)
+
+
+def test_tables_are_those_of_a_local_disk(world: World) -> None:
+    for table in (
+        "tables/events",
+        "tables/items",
+        "tables/sequences",
+        "tables/rejects",
+        "sids/embeddings",
+        "sids/trie",
+    ):
+        on_disk, on_s3 = (read_manifest(f"{place}/{table}") for place in (world.here, world.s3))
+        assert [part.sha256 for part in on_s3.files] == [part.sha256 for part in on_disk.files]
+        assert on_s3.rows == on_disk.rows
+
+
+def test_a_killed_training_goes_on_and_ends_with_the_weights_of_an_undisturbed_one(world: World) -> None:
+    killed = world.start(f"{TRAIN}{{s3}}/runs")
+    assert killed.stdout is not None
+    for line in killed.stdout:
+        if line.startswith("epoch   2/8"):
+            killed.kill()
+    killed.wait()
+    assert file_info(f"{world.s3}/runs/.one.lock").type == fs.FileType.File  # nobody let go of it
+    said = world.run(f"{TRAIN}{{s3}}/runs", f"{TRAIN}{{here}}/runs")
+    assert "continuing after epoch" in said
+    assert file_info(f"{world.s3}/runs/.one.lock").type == fs.FileType.NotFound
+    on_s3, on_disk = weights(f"{world.s3}/runs/one"), weights(f"{world.here}/runs/one")
+    assert on_s3.keys() == on_disk.keys()
+    for name, value in on_disk.items():
+        torch.testing.assert_close(on_s3[name], value, rtol=1e-5, atol=1e-6)
+    measure = "evaluate --tables {s3}/tables --split test --checkpoint "
+    said = world.run(
+        f"{measure}{{s3}}/runs/one",
+        f"{measure}{{here}}/runs/one",
+        "evaluate --tables {s3}/tables --checkpoint {s3}/runs/one --batch_inference {s3}/top --k 5",
+    )
+    rows = [line for line in said.splitlines() if line.lstrip().startswith(("recall", "ndcg"))]
+    assert len(rows) == 4
+    assert rows[:2] == rows[2:]
+    assert read_manifest(f"{world.s3}/top").rows == 120
+
+
+def test_a_sweep_and_its_comparison(world: World) -> None:
+    said = world.run(
+        "sweep --grid {here}/grid.yaml --tables {s3}/tables --storage {s3}/runs --name rates --tracking_uri {store} "
+        "--experiment retrieval/rates",
+        "compare --experiment retrieval/rates --tracking_uri {store} --sids {s3}/sids --markdown {here}/compare.md",
+    )
+    assert "Swept 2 trials of rates" in said
+    filesystem, path = open_uri(f"{world.s3}/runs/rates/sweep.json")
+    with filesystem.open_input_stream(path) as stream:
+        assert json.loads(stream.read())["status"] == "finished"
+    told = (world.here / "compare.md").read_text()
+    assert "sasrec" in told
+    assert "rqkmeans" in told
