@@ -408,6 +408,16 @@ def joined(parts: list[dict[str, NDArray]]) -> dict[str, NDArray]:
     return {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
 
 
+def compact(values: NDArray) -> NDArray:
+    """The same numbers as uint8 or float16 where every one of them is one; else as they are."""
+    for kind in (np.uint8, np.float16):
+        with np.errstate(invalid="ignore", over="ignore"):
+            small = values.astype(kind)
+        if np.array_equal(small, values, equal_nan=kind is np.float16):
+            return small
+    return values
+
+
 def starts(lengths: NDArray) -> NDArray[np.int64]:
     """Where each of consecutive runs of these lengths begins."""
     return np.cumsum(lengths, dtype=np.int64) - lengths

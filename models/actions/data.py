@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.shares import Shard, Sharded, Share, equal_parts, joined, runs, starts
+from models.shares import Shard, Sharded, Share, compact, equal_parts, joined, runs, starts
 from models.tables import Manifest, sequences_manifest
 
 JITTER = 1.1
@@ -284,7 +284,7 @@ def read_part(table: pa.Table, widths: dict[str, int], viewers: dict[str, list[s
         **({"viewer": np.stack(codes, 1).astype(np.int32)} if codes else {}),
         "item": item,
         "time": flat("timestamp_ms").to_numpy(),
-        "action": vectors("actions"),
-        "label": vectors("tasks"),
-        "feature": feature,
+        "action": compact(vectors("actions")),
+        "label": compact(vectors("tasks")),
+        "feature": compact(feature),
     }

@@ -230,3 +230,16 @@ def test_a_worker_without_rows_of_a_batch_stands_in(sequences: dict[str, str]) -
     assert sum(real) == sum(len(rank["train"]) for rank in ranks)
     assert len(real) < sum(map(len, batches))
     assert torch.equal(next(Batches(ranks[0]["train"], 2, 0)(0, 3))["history"], batches[0][3]["history"])
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ([0, 1, 255], np.uint8), ([0, 256], np.float16), ([-1.0, 0.5], np.float16), ([np.nan, 1.0], np.float16),
+        ([0.1], np.float32), ([70000.0], np.float32), ([2049.0], np.float32), ([], np.uint8), ([np.inf], np.float16),
+    ],
+)  # fmt: skip
+def test_compact_numbers_are_the_same(values: list[float], kind: type) -> None:
+    found = shares.compact(np.array(values, np.float32))
+    assert found.dtype == kind
+    np.testing.assert_array_equal(found.astype(np.float32), np.array(values, np.float32))
