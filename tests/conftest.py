@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
+settings.register_profile("tests", deadline=None)  # a busy machine takes longer for an example, once
+settings.load_profile("tests")
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # on loopback alone, as jobs.cli has it
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

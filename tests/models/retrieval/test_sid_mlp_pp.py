@@ -68,7 +68,7 @@ def token_by_token(encoder: MlpBackbone, batch: dict[str, Tensor], row: int) -> 
 
 
 @pytest.mark.parametrize(("packed", "training"), [(True, False), (True, True), (False, True)])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     levels=st.integers(1, 5),
     lengths=st.lists(st.integers(0, 7), min_size=1, max_size=4).filter(any),

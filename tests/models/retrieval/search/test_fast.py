@@ -58,7 +58,7 @@ def same(model: SidMlp, batch: dict[str, Tensor], k: int, beam: int, scores: str
             assert at == k - 1 or min(near) < CLOSE, f"rank {at} differs and its score stands alone: {near}"
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     catalogues(),
     st.sampled_from(["children", "codebook"]),
