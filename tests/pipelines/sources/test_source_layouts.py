@@ -193,6 +193,7 @@ def test_every_source_file_loads(path: Path) -> None:
     assert json.dumps(source.config)
 
 
+@pytest.mark.long
 @pytest.mark.shared_data
 @pytest.mark.skipif(not DATA.is_dir(), reason="the real logs are not there")
 @pytest.mark.parametrize(
