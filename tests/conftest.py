@@ -11,10 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
+settings.register_profile("tests", deadline=None)  # a busy machine takes longer for an example, once
+settings.load_profile("tests")
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # on loopback alone, as jobs.cli has it
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # also in what joins the shared Ray
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process that a test starts compiles the project anew
 
 LONG = {"ray_local", "trained", "taught", "s3"}
 """Fixtures that start Ray or a server, or train for long: who takes one, also by way of others, is long."""

@@ -28,7 +28,7 @@ from models.retrieval.backbones.t5 import T5Backbone
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.t5 import T5Decoder
 from models.retrieval.decoders.t5_tree import T5Target
-from models.retrieval.parts import History, Scorer
+from models.retrieval.parts import History, Scorer, real_positions
 from models.retrieval.recommend import latest, recommender
 from models.retrieval.retriever import Retriever
 from models.retrieval.search.speculative import Found, Rule, Speculation, mixed, speculative_search
@@ -190,13 +190,11 @@ class AtSpeed(Student):
     ) -> Found:  # fmt: skip
         """As `recommend`, with the number of the target's passes and of the steps drafted and accepted per request."""
         config, batch = self.config, latest(batch, self.config.max_history)
-        scores = config.scores if scores is None else scores
-        check_choice("scores", scores, ("children", "codebook"))
         how = Speculation(
             beam=config.beam if beam is None else beam,
             draft_beam=config.draft_beam if draft_beam is None else draft_beam,
             steps=config.draft_steps if draft_steps is None else draft_steps,
-            children=scores == "children",
+            children=self.among_children(scores),
         )
         keys = None
         if isinstance(config, AtSpeedRConfig):
@@ -260,7 +258,7 @@ def summary(found: dict[str, float]) -> list[str]:
 def request_keys(batch: dict[str, Tensor], seed: int) -> Tensor:
     """(B,) int64: what the draws of each request follow from, however its batch is padded."""
     keys = mixed(batch["user"] + seed)
-    real = torch.arange(batch["history"].shape[1], device=keys.device) < batch["history_length"].unsqueeze(1)
+    real = real_positions(batch["history_length"], batch["history"].shape[1])
     for items, there in zip(batch["history"].unbind(1), real.unbind(1), strict=True):
         keys = torch.where(there, mixed(keys ^ items), keys)
     return keys

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.retrieval.backbones.t5 import T5Backbone
-from models.retrieval.parts import Scorer, padding_mask
+from models.retrieval.parts import Scorer, padding_mask, real_positions
 from models.retrieval.search.topk import select
 from models.retrieval.search.trie import Trie
 
@@ -20,7 +20,7 @@ def attention_received(backbone: T5Backbone, batch: dict[str, Tensor]) -> tuple[
     """(layers, B, S): the share of a layer's attention that each position receives, the mean over heads and over all
     positions that ask, 0 at padding; and (B,) how many positions there are (Appendix D.3 of SID-MLP)."""
     tokens, lengths = backbone.inputs(batch)
-    real = (torch.arange(tokens.shape[1], device=tokens.device) < lengths.unsqueeze(1)).unsqueeze(-1)  # (B, S, 1)
+    real = real_positions(lengths, tokens.shape[1]).unsqueeze(-1)  # (B, S, 1)
     bias = backbone.encoder.position_bias(tokens.shape[1])
     padding = padding_mask(lengths, tokens.shape[1], bias.dtype)
     bias = bias if padding is None else bias + padding

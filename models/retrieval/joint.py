@@ -2,8 +2,6 @@
 
 The teacher is not asked while training, so there is nothing to distil and nothing to keep in a cache: the loss is the
 cross-entropy of the target's codes.
-
-Shapes: `B` requests, `L` levels (codes of an item).
 """
 
 from __future__ import annotations
@@ -11,20 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
-import torch
-from torch import Tensor
-from torch.nn import functional
-
 from models.retrieval.backbones.t5 import T5Backbone
-from models.retrieval.data import Catalogue
 from models.retrieval.decoders.t5 import T5Decoder
-from models.retrieval.parts import Backbone, Decoder
-from models.retrieval.recommend import recommender
 from models.retrieval.retriever import Retriever
 from models.retrieval.student import TaughtConfig
 from models.retrieval.tiger import Tiger
 from models.tables import UserError
-from models.whole_batch import whole_mean
 
 
 @dataclass
@@ -50,9 +40,6 @@ class Joint(Retriever):
 
     config: JointConfig
 
-    def __init__(self, config: JointConfig, catalogue: Catalogue, backbone: Backbone, decoder: Decoder) -> None:
-        super().__init__(config, catalogue, backbone, decoder)
-
     def set_teacher(self, teacher: Retriever) -> None:
         """Takes the weights that `teacher` has for what is here too: embeddings, encoder, a T5's decoder."""
         backbone, own = tiger_of(teacher).backbone, cast(T5Backbone, self.backbone)
@@ -60,26 +47,6 @@ class Joint(Retriever):
         own.encoder.load_state_dict(backbone.encoder.state_dict())
         if isinstance(self.decoder, T5Decoder):
             self.decoder.load_state_dict(teacher.decoder.state_dict())
-
-    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Mean cross-entropy over the L codes of each target, each given those before it (unit `request`)."""
-        codes = self.tokens.codes(batch["target"])
-        losses = []
-        for level, logits in enumerate(self.decoder.teacher_forced(self.encode(batch), codes)):
-            target = codes[:, level] + (self.tokens.first[level] - self.decoder.span(level)[0])
-            losses.append(functional.cross_entropy(logits.float(), target))
-        return {"loss": whole_mean(torch.stack(losses).mean(), len(codes))}
-
-    @recommender
-    def recommend(
-        self, batch: dict[str, Tensor], k: int, beam: int | None = None, constrained: bool | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """(items, scores), each (B, k): items by falling log-probability of their codes.
-
-        Options left out are the config's. Where fewer than k items are found the tail is item -1 with score -inf.
-        """
-        constrained = self.config.constrained if constrained is None else constrained
-        return self.find(self.backbone.infer(batch), k, beam, constrained)
 
 
 def tiger_of(teacher: Retriever) -> Tiger:

@@ -27,7 +27,7 @@ from models import language_model
 from models.retrieval.backbones.causal_lm import LmBackbone, Segment, joined
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.causal_lm import LmDecoder
-from models.retrieval.parts import SidTokens
+from models.retrieval.parts import SidTokens, real_positions
 from models.retrieval.prompts import (
     TASKS,
     Pretrained,
@@ -38,7 +38,6 @@ from models.retrieval.prompts import (
     prompt,
     titles_of,
 )
-from models.retrieval.recommend import recommender
 from models.retrieval.retriever import Retriever
 from models.tables import UserError
 from models.whole_batch import whole_mean
@@ -162,7 +161,7 @@ class LcRec(Retriever):
         """Cross-entropy of the responses' tokens, the mean over rows of each row's mean (unit `request`); and that of
         each task, where there are several."""
         count = len(batch["target"])
-        found = {"next": self.response_loss(self.backbone.prompts(batch), self.codes_of(batch["target"]))}
+        found = {"next": self.response_loss(self.backbone.prompts(batch), self.backbone.response(batch["target"]))}
         weights = {"next": count}
         for task in self.config.tasks if self._texts else []:
             if task != "next":
@@ -171,11 +170,6 @@ class LcRec(Retriever):
         loss = torch.stack([weights[task] * found[task] for task in found]).sum() / sum(weights.values())
         loss = whole_mean(loss, count)
         return {"loss": loss, **({f"{task}_loss": found[task].detach() for task in found} if len(found) > 1 else {})}
-
-    def codes_of(self, items: Tensor) -> Segment:
-        """The codes of `items` (R,) as a response."""
-        tokens = self.backbone.item_tokens(items)
-        return tokens, torch.ones_like(tokens, dtype=torch.bool)
 
     def response_loss(self, prompts: list[Segment], response: Segment) -> Tensor:
         """Mean over rows of the mean cross-entropy of the tokens of `response` (R, n), whose real ones come first,
@@ -197,17 +191,6 @@ class LcRec(Retriever):
         """(..., V)."""
         lm: Any = self.backbone.lm
         return lm.get_output_embeddings()(states)
-
-    @recommender
-    def recommend(
-        self, batch: dict[str, Tensor], k: int, beam: int | None = None, constrained: bool | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """(items, scores), each (B, k): items by falling log-probability of their codes among those of each level.
-
-        Options left out are the config's. Where fewer than k items are found the tail is item -1 with score -inf.
-        """
-        constrained = self.config.constrained if constrained is None else constrained
-        return self.find(self.backbone.infer(batch), k, beam, constrained)
 
 
 def lc_rec_of(teacher: Retriever) -> LcRec:
@@ -235,14 +218,13 @@ class Texts:
 
     def title(self, items: Tensor) -> Segment:
         """The titles of `items` (R,)."""
-        place = torch.arange(self.titles.shape[1], device=items.device)
-        return self.titles[items], place < self.lengths[items].unsqueeze(1)
+        return self.titles[items], real_positions(self.lengths[items], self.titles.shape[1])
 
     def written(self, items: Tensor) -> Segment:
         """The titles of `items` (R,) as responses, which end."""
         tokens, there = self.title(items)
         tokens, lengths = joined([(tokens, there), (torch.full_like(tokens[:, :1], self.end), there[:, :1] | True)])
-        return tokens, torch.arange(tokens.shape[1], device=items.device) < lengths.unsqueeze(1)
+        return tokens, real_positions(lengths, tokens.shape[1])
 
     def example(
         self, backbone: LmBackbone, task: str, batch: dict[str, Tensor], rows: int
@@ -256,11 +238,9 @@ class Texts:
             items, given = part["target"], backbone.history_tokens(part)
         else:
             items = torch.randint(0, len(self.titles), (rows,), device=device)
-            codes = backbone.item_tokens(items)
-            codes_there = (codes, torch.ones_like(codes, dtype=torch.bool))
-            given = self.title(items) if task == "title_to_item" else codes_there
+            given = self.title(items) if task == "title_to_item" else backbone.response(items)
         prompts = [backbone.constant(before, items), given, backbone.constant(after, items)]
-        return prompts, codes_there if task == "title_to_item" else self.written(items)
+        return prompts, backbone.response(items) if task == "title_to_item" else self.written(items)
 
 
 def teach(module: Any, config: LcRecConfig, catalogue: Catalogue) -> None:

@@ -24,10 +24,15 @@ from models.retrieval.data import PAD, Catalogue
 from models.tables import UserError
 
 
+def real_positions(lengths: Tensor, longest: int) -> Tensor:
+    """(B, longest): True at the first `lengths` (B,) positions of each row, False at the padding after them."""
+    return torch.arange(longest, device=lengths.device) < lengths.unsqueeze(1)
+
+
 def padding_mask(lengths: Tensor, longest: int, dtype: torch.dtype) -> Tensor | None:
     """(B, 1, 1, longest), to be added to the scores of attention: 0 at the first `lengths` (B,) positions and -inf
     after them; None, on a CPU, where nothing is padded."""
-    outside = torch.arange(longest, device=lengths.device) >= lengths.unsqueeze(1)
+    outside = ~real_positions(lengths, longest)
     if outside.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(outside.any()):
         return None  # a GPU would have to wait for the answer
     mask = torch.zeros(outside.shape, dtype=dtype, device=outside.device).masked_fill(outside, -torch.inf)
@@ -159,6 +164,11 @@ class Decoder(nn.Module):
     def span(self, level: int) -> tuple[int, int]:
         """(first token, number of tokens O_l) that logits of the level are of: its codebook."""
         return self.tokens.first[level], self.tokens.sizes[level]
+
+    def targets(self, codes: Tensor) -> list[Tensor]:
+        """(B,) of each level from `first_level` on: where in the level's logits those of `codes` (B, L) are."""
+        levels = range(self.first_level, self.tokens.levels)
+        return [codes[:, level] + (self.tokens.first[level] - self.span(level)[0]) for level in levels]
 
     def hidden(self, history: History, codes: Tensor) -> Tensor:
         """(B, L - first_level, N): what the logits of each code of `codes` (B, L) are made of, given those before."""

@@ -1,22 +1,27 @@
 """A retriever of semantic IDs put together: a backbone, a decoder, and beam search in the catalogue's trie.
 
-Shapes: `B` requests.
+Shapes: `B` requests, `L` levels (codes of an item).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from models.retrieval.data import Catalogue
 from models.retrieval.parts import Backbone, Decoder, History
+from models.retrieval.recommend import recommender
 from models.retrieval.search.beam import beam_search, unconstrained_beam_search
 from models.tables import UserError
+from models.whole_batch import whole_mean
 
 
 class Retriever(nn.Module):
-    """A module with these parts; a subclass has a loss and `recommend`. Any of them can be a student's teacher."""
+    """A module with these parts, trained on the target's codes; any of them can be a student's teacher. A subclass that
+    learns or searches in another way has its own `forward` or `recommend`."""
 
     def __init__(self, config: Any, catalogue: Catalogue, backbone: Backbone, decoder: Decoder) -> None:
         super().__init__()
@@ -29,12 +34,32 @@ class Retriever(nn.Module):
         """What the backbone reads of the requests' histories."""
         return self.backbone.encode(batch)
 
-    def find(
-        self, history: History, k: int, beam: int | None, constrained: bool, children: bool = False
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Mean cross-entropy over the L codes of each target, each given those before it (unit `request`)."""
+        codes = self.tokens.codes(batch["target"])
+        logits = self.decoder.teacher_forced(self.encode(batch), codes)
+        pairs = zip(logits, self.decoder.targets(codes), strict=True)
+        losses = [functional.cross_entropy(level.float(), target) for level, target in pairs]
+        return {"loss": whole_mean(torch.stack(losses).mean(), len(codes))}
+
+    @recommender
+    def recommend(
+        self, batch: dict[str, Tensor], k: int, beam: int | None = None, constrained: bool | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(items, scores), each (B, k): the search of `beam_search`, by default with the config's beams, within the
-        trie or, with `constrained` False, looking at it only in the end."""
+        """(items, scores), each (B, k): items by falling log-probability of their codes.
+
+        Options left out are the config's. Every item can come up: those that the user knows are not excluded, as in
+        the papers that this is compared with. Where fewer than k items are found the tail is item -1 with score -inf.
+        """
+        return self.find(self.backbone.infer(batch), k, beam, constrained)
+
+    def find(
+        self, history: History, k: int, beam: int | None, constrained: bool | None, children: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """(items, scores), each (B, k): the search of `beam_search` within the trie or, with `constrained` False,
+        looking at it only in the end; None is what the config has."""
         beam = self.config.beam if beam is None else beam
+        constrained = self.config.constrained if constrained is None else constrained
         scorer = self.decoder.scorer(history)
         if constrained:
             return beam_search(scorer, self.trie, k, beam, children=children)

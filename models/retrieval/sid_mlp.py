@@ -68,8 +68,7 @@ class SidMlp(Student):
         check_choice("path", path, CHOICES["path"])
         if path == "plain" or constrained is False or not self.fast_supported():
             return self.search(self.encode(batch), k, beam, scores, constrained)
-        scores = self.config.scores if scores is None else scores
-        check_choice("scores", scores, ("children", "codebook"))
         search, known = fast_search(self), self.teacher_outputs("encoder", batch)
         z = search.read(known) if known else search.context(batch)
-        return search.beam_search(z, k, self.config.beam if beam is None else beam, children=scores == "children")
+        beam = self.config.beam if beam is None else beam
+        return search.beam_search(z, k, beam, children=self.among_children(scores))

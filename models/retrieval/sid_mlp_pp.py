@@ -26,7 +26,7 @@ from models.retrieval import teacher as teachers
 from models.retrieval.backbones.mlp import EncoderSizes, MlpBackbone
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.sid_mlp import SidMlpConfig
-from models.retrieval.parts import History
+from models.retrieval.parts import History, real_positions
 from models.retrieval.retriever import Retriever
 from models.retrieval.sid_mlp import SidMlp
 from models.retrieval.student import TaughtConfig
@@ -91,8 +91,8 @@ class SidMlpPpEncoder(nn.Module):
         known = self._states.padded(batch) if self._states else None
         with torch.no_grad():
             target = (known or self.teacher.encode(batch)).states
-        states, lengths = history.states, history.lengths.unsqueeze(1)
-        real = (torch.arange(states.shape[1], device=states.device) < lengths).unsqueeze(-1)
+        states = history.states
+        real = real_positions(history.lengths, states.shape[1]).unsqueeze(-1)
         target = target.float().masked_fill(~real, 0.0)
         return states.float() - target, target, real
 

@@ -244,15 +244,12 @@ class Student(Retriever):
         """Equation 3 summed over the student's digits, each given the target's before it (unit `request`)."""
         config, codes = self.config, self.tokens.codes(batch["target"])
         history = self.encode(batch)
-        levels = range(self.decoder.first_level, self.tokens.levels)
-        taught: Sequence[Tensor | None] = [None] * len(levels)
+        logits, targets = self.decoder.teacher_forced(history, codes), self.decoder.targets(codes)
+        taught: Sequence[Tensor | None] = [None] * len(targets)
         if config.alpha > 0:
             taught = self.teacher_logits(batch, history)
-        logits = self.decoder.teacher_forced(history, codes)
-        losses = []
-        for level, student, teacher in zip(levels, logits, taught, strict=True):
-            target = codes[:, level] + (self.tokens.first[level] - self.decoder.span(level)[0])
-            losses.append(distillation_loss(student, teacher, target, config.alpha, config.tau))
+        triples = zip(logits, taught, targets, strict=True)
+        losses = [distillation_loss(*triple, config.alpha, config.tau) for triple in triples]
         return {"loss": whole_mean(torch.stack(losses).sum(), len(codes))}
 
     @recommender
@@ -276,6 +273,10 @@ class Student(Retriever):
         self, history: History, k: int, beam: int | None, scores: Scores | None, constrained: bool | None
     ) -> tuple[Tensor, Tensor]:
         """As `recommend`, by the decoder's scorer."""
+        return self.find(history, k, beam, constrained is not False, self.among_children(scores))
+
+    def among_children(self, scores: Scores | None) -> bool:
+        """Whether log-probabilities are normalised over the valid children of a prefix; None is the config's."""
         scores = self.config.scores if scores is None else scores
         check_choice("scores", scores, ("children", "codebook"))
-        return self.find(history, k, beam, constrained is not False, scores == "children")
+        return scores == "children"

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from models.fit import to_device
 from models.retrieval.data import PAD, Catalogue, Examples
-from models.retrieval.parts import History
+from models.retrieval.parts import History, real_positions
 from models.tables import (
     MANIFEST,
     Manifest,
@@ -173,7 +173,7 @@ def _write(uri: str, outputs: Outputs, parts: list[Examples], device: torch.devi
         for rows in examples.batches(BATCH):
             batch = examples.collate(rows)
             states, lengths = outputs(to_device(batch, torch.device(device)))
-            inside = torch.arange(states.shape[1], device=states.device) < lengths.unsqueeze(1)
+            inside = real_positions(lengths, states.shape[1])
             values = states[inside].half().cpu()  # (tokens, D), row after row
             if not bool(values.isfinite().all()):
                 raise UserError(

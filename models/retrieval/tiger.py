@@ -3,7 +3,7 @@
 Input `[user, C codes per item for the latest items, end]`, output the C codes of the next item, found by
 beam search within the trie of the catalogue. Sizes are those of the public code behind the SID-MLP paper.
 
-Shapes: `B` requests, `L` levels (codes of an item), `V` tokens of the vocabulary.
+Shapes: `B` requests, `S` tokens of a history.
 """
 
 from __future__ import annotations
@@ -11,20 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
-from torch.nn import functional
 
 from models.derived import derived
 from models.layers.t5 import T5Sizes
 from models.retrieval.backbones.t5 import T5Backbone
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.t5 import T5Decoder
-from models.retrieval.parts import SidTokens
+from models.retrieval.parts import SidTokens, real_positions
 from models.retrieval.recommend import BeamOptions, recommender
 from models.retrieval.retriever import Retriever
 from models.retrieval.search.generate import as_transformers, generate
-from models.whole_batch import whole_mean
 
 DecodeBy = Literal["shared_kv", "hf", "hf_nocache"]
 
@@ -107,14 +104,6 @@ class Tiger(Retriever):
         backbone = T5Backbone(tokens, sizes, config.max_history)
         super().__init__(config, catalogue, backbone, T5Decoder(tokens, sizes, backbone.embedding))
 
-    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Mean cross-entropy over the L codes of each target, given those before (unit `request`)."""
-        history = self.encode(batch)
-        logits = self.decoder.teacher_forced(history, self.tokens.codes(batch["target"]))
-        target = self.tokens.items[batch["target"]]  # (B, L) tokens
-        mean = functional.cross_entropy(torch.stack(tuple(logits), 1).flatten(0, 1), target.flatten())
-        return {"loss": whole_mean(mean, len(target))}
-
     @recommender
     def recommend(
         self,
@@ -124,23 +113,23 @@ class Tiger(Retriever):
         decoder: DecodeBy | None = None,
         constrained: bool | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(items, scores), each (B, k): items by falling log-probability of their codes.
-
-        Options left out are the config's. Every item can come up: those that the user knows are not
-        excluded, as in the papers that this is compared with. Where fewer than k items are found the
-        tail is item -1 with score -inf.
-        """
-        beam = self.config.beam if beam is None else beam
-        constrained = self.config.constrained if constrained is None else constrained
+        """As `Retriever.recommend`; `decoder` is that of the config where left out."""
         decoder = self.config.decoder if decoder is None else decoder
         _check_decoder(decoder)
         if decoder == "shared_kv":
             return self.find(self.backbone.infer(batch), k, beam, constrained)
         tokens, real = self.with_mask(batch)
         return generate(
-            self.by_transformers(), tokens, real, self.trie, self.tokens.first, k, beam, use_cache=decoder == "hf",
-            constrained=constrained,
-        )  # fmt: skip
+            self.by_transformers(),
+            tokens,
+            real,
+            self.trie,
+            self.tokens.first,
+            k,
+            self.config.beam if beam is None else beam,
+            use_cache=decoder == "hf",
+            constrained=self.config.constrained if constrained is None else constrained,
+        )
 
     def by_transformers(self) -> Any:
         """The library's model over these weights."""
@@ -149,4 +138,4 @@ class Tiger(Retriever):
     def with_mask(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """(B, S) the tokens of the histories, and 1 where they are no padding."""
         tokens, lengths = self.backbone.inputs(batch)
-        return tokens, (torch.arange(tokens.shape[1], device=tokens.device) < lengths.unsqueeze(1)).long()
+        return tokens, real_positions(lengths, tokens.shape[1]).long()

@@ -43,6 +43,8 @@ RUN, SNAPSHOT, BEST = "run.json", "checkpoint_manager_snapshot.json", "best"
 # How often Ray Train's controller asks for checkpoints. A worker that hands one in waits until it is asked: by default
 # up to 2 s, which is longer than many an epoch.
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+if not os.environ.get("RAY_ADDRESS"):  # a local Ray's node is not taken away with notice: one process fewer
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
 
 LOOK, WORD = 5.0, 30.0
 """Seconds after which it is looked again whether a training waits for a node, and after which it is said again."""
@@ -255,7 +257,7 @@ def carry_out(
         with shown(say, lambda: waiting(workers, each)) as progress:  # anew, as its actor may have been lost too
             trainer = TorchTrainer(
                 worker,
-                train_loop_config={"task": task, "progress": progress},
+                train_loop_config={"task": asdict(task), "progress": progress},
                 torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo"),
                 scaling_config=ScalingConfig(
                     num_workers=(fewest, workers) if fewest < workers else workers,  # type: ignore[arg-type]  # the class of version 1 has no range

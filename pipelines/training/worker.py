@@ -90,8 +90,9 @@ class Place:
 
 
 def worker(config: dict[str, Any]) -> None:
-    """A worker of Ray Train. `config` is {"task": Task, "progress": actor}."""
-    task: Task = config["task"]
+    """A worker of Ray Train. `config` is {"task": fields of a Task, "progress": actor}: plain values, as Ray's
+    controller reads them too, and a Task would have it load this module with all of PyTorch and MLflow."""
+    task = Task(**config["task"])
     context, latest = train.get_context(), train.get_checkpoint()
     rank = context.get_world_rank()
 

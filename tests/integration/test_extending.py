@@ -6,12 +6,12 @@ Each is put into a copy of the project and prepared or trained, evaluated and co
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -211,16 +211,23 @@ for job, *words in json.loads(sys.argv[1]):
 """Commands one after the other, in one process: each takes seconds to start."""
 
 
-def run(copy: Path, *commands: list[str]) -> str:
-    made = subprocess.run(
-        [sys.executable, "-c", COMMANDS, json.dumps(commands)], cwd=copy, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(copy)},
-    )  # fmt: skip
-    assert made.returncode == 0, made.stdout + made.stderr
-    return made.stdout
+@pytest.fixture
+def run(copy: Path, in_ray: dict[str, str], new_store: Callable[[Path], str], tmp_path: Path) -> Callable[..., str]:
+    """Runs commands of the copy, on the shared Ray, whose workers import what the driver does."""
+    new_store(tmp_path / "runs")
+
+    def run(*commands: list[str]) -> str:
+        made = subprocess.run(
+            [sys.executable, "-c", COMMANDS, json.dumps(commands)], cwd=copy, capture_output=True, text=True,
+            check=False, env={**in_ray, "PYTHONPATH": str(copy)},
+        )  # fmt: skip
+        assert made.returncode == 0, made.stdout + made.stderr
+        return made.stdout
+
+    return run
 
 
-def test_a_decoder_is_one_file_and_a_row(copy: Path, tmp_path: Path) -> None:
+def test_a_decoder_is_one_file_and_a_row(copy: Path, run: Callable[..., str], tmp_path: Path) -> None:
     tables, sids = training_tables.write_tables(tmp_path / "small")
     tiger = {"name": "tiger", "d_model": 16, "d_ff": 16, "num_heads": 1, "d_kv": 8, "num_encoder_layers": 1,
              "num_decoder_layers": 1}  # fmt: skip
@@ -237,7 +244,6 @@ def test_a_decoder_is_one_file_and_a_row(copy: Path, tmp_path: Path) -> None:
     fit = ["--storage", str(tmp_path / "runs"), "--name", "newest"]
     store = ["--experiment", "retrieval/small", "--tracking_uri", f"sqlite:///{tmp_path}/runs/mlflow.db"]
     said = run(
-        copy,
         ["train", *train, *where, *fit],
         ["evaluate", "--checkpoint", str(tmp_path / "runs/newest"), *where, "--scores", "codebook"],
         ["compare", *store],
@@ -266,7 +272,7 @@ def test_its_two_ways_agree(tmp_path: Path) -> None:
         exec(CHECK, {"torch": torch, "decoder": decoder, "history": history, "codes": codes})
 
 
-def test_a_search_model_is_one_file_and_a_row(copy: Path, tmp_path: Path) -> None:
+def test_a_search_model_is_one_file_and_a_row(copy: Path, run: Callable[..., str], tmp_path: Path) -> None:
     tables, text = search_tables.write_search(tmp_path / "shop", users=20, requests=6)
     add(
         copy, "models/search/nearest.py", RANKER, "from models.search.nearest import Nearest, NearestConfig",
@@ -276,7 +282,6 @@ def test_a_search_model_is_one_file_and_a_row(copy: Path, tmp_path: Path) -> Non
     fit = ["--fit.batch_size", "8", "--fit.max_epochs", "1", "--fit.metric", "gauc"]
     store = ["--experiment", "search/search-test", "--tracking_uri", f"sqlite:///{tmp_path}/runs/mlflow.db"]
     said = run(
-        copy,
         ["train", "--model.name", "nearest", *where, *fit, "--storage", str(tmp_path / "runs"), "--name", "nearest"],
         ["evaluate", "--checkpoint", str(tmp_path / "runs/nearest"), *where],
         ["compare", *store],
@@ -286,7 +291,7 @@ def test_a_search_model_is_one_file_and_a_row(copy: Path, tmp_path: Path) -> Non
     assert "nearest" in said[compared:]
 
 
-def test_a_kind_of_request_is_one_file_and_a_row(copy: Path, tmp_path: Path) -> None:
+def test_a_kind_of_request_is_one_file_and_a_row(copy: Path, run: Callable[..., str], tmp_path: Path) -> None:
     (copy / "pipelines/data/kinds/changes.py").write_text(KIND.lstrip())
     table = copy / "pipelines/data/kinds/table.py"
     text = table.read_text()
@@ -300,7 +305,6 @@ def test_a_kind_of_request_is_one_file_and_a_row(copy: Path, tmp_path: Path) -> 
     model = ["--model.name", "sasrec", "--model.dim", "16", "--model.num_layers", "1", "--fit.max_epochs", "1"]
     store = ["--experiment", "retrieval/shop", "--tracking_uri", f"sqlite:///{runs}/mlflow.db"]
     said = run(
-        copy,
         ["simulate", *simulate],
         ["prepare", "--source", str(ROOT / "jobs/configs/sources/simulated.yaml"), "--kind", "changes", "--input", raw,
          "--output", tables],

@@ -35,7 +35,7 @@ def random_requests(seed: int, requests: int = 40) -> tuple[torch.Tensor, torch.
     return torch.tensor(scores), torch.tensor(labels), torch.tensor(request)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 10_000))
 def test_auc_of_a_request_is_the_share_of_ordered_pairs(seed):
     scores, labels, request = random_requests(seed, 6)

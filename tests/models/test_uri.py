@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from urllib.parse import quote
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from models import uri
@@ -44,7 +44,6 @@ def with_secrets(draw: st.DrawFn) -> tuple[str, list[str]]:
     return f"{uri}?" + "&".join(f"{name}={value}" for name, value in draw(st.permutations(parameters))), hidden
 
 
-@settings(deadline=None)
 @given(with_secrets(), around, st.integers(0, 2))
 def test_no_secret_survives(made: tuple[str, list[str]], text: tuple[str, str], encoded: int) -> None:
     address, hidden = made
@@ -77,7 +76,6 @@ def test_what_is_masked(text: str, wanted: str) -> None:
     assert masked(text) == wanted
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(SCHEMES), words, st.lists(st.text(string.ascii_letters + "@:.=-_~", min_size=1)),
     st.lists(st.tuples(st.sampled_from(PLAIN), words)),
@@ -104,7 +102,6 @@ def test_paths_and_plain_texts_are_unchanged(text: str) -> None:
     assert masked(text) == text
 
 
-@settings(deadline=None)
 @given(st.text())
 def test_any_text_can_be_masked(text: str) -> None:
     once = masked(text)
@@ -143,7 +140,6 @@ def test_what_nobody_knows_is_left_out() -> None:
     assert real("https://***@mlflow:5000?token=***") == "https://mlflow:5000"
 
 
-@settings(deadline=None)
 @given(with_secrets())
 def test_hidden_then_real_is_what_was_given(made: tuple[str, list[str]]) -> None:
     uri._known.clear()

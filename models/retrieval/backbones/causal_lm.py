@@ -74,6 +74,11 @@ class LmBackbone(Backbone):
         """(..., L): tokens of the items' codes."""
         return self.vocabulary + self.tokens.items[items.clamp(min=0)]
 
+    def response(self, items: Tensor) -> Segment:
+        """The codes of `items` (B,) as they are read or written one by one."""
+        tokens = self.item_tokens(items)
+        return tokens, torch.ones_like(tokens, dtype=torch.bool)
+
     def constant(self, words: Tensor, like: Tensor) -> Segment:
         """The same words in each row of a batch as large as `like` (B, ...)."""
         tokens = words.expand(len(like), -1)

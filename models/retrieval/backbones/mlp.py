@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.layers.t5 import dropout
-from models.retrieval.parts import Backbone, History, SidTokens
+from models.retrieval.parts import Backbone, History, SidTokens, real_positions
 
 IN_CACHE = 128
 """Tokens that an MLP takes at once on a CPU: at the published width their activations stay in the core's cache."""
@@ -96,7 +96,7 @@ class Layout:
         rows, items = history.shape
         levels = vocabulary.levels
         request = torch.arange(rows, device=history.device)
-        real: Tensor | None = torch.arange(items, device=history.device) < length.unsqueeze(1)  # (B, T)
+        real: Tensor | None = real_positions(length, items)  # (B, T)
         if packed:
             owner, item = cast(Tensor, real).nonzero(as_tuple=True)
             codes, real = vocabulary.items[history[owner, item]], None  # (R, L)

@@ -25,7 +25,7 @@ from torch.nn import functional
 from models.layers.t5 import Stack
 from models.matmul import Packed
 from models.retrieval import kernels
-from models.retrieval.parts import padding_mask
+from models.retrieval.parts import padding_mask, real_positions
 
 TOKENS = 768
 """Most tokens of a piece: past this, measured, activations fall out of the cache and time per token doubles."""
@@ -59,7 +59,7 @@ class PackedEncoder:
             return self.padded(tokens, padding_mask(lengths, tokens.shape[1], weight.dtype))
         full = weight.new_zeros((*tokens.shape, self.sizes.d_model))
         if kernels.ready(weight):
-            real = torch.arange(tokens.shape[1]) < lengths.unsqueeze(1)
+            real = real_positions(lengths, tokens.shape[1])
             full[real] = self.packed(tokens[real], lengths)
             return full
         for rows in buckets(lengths):

@@ -31,7 +31,7 @@ from models.derived import derived
 from models.retrieval import kernels
 from models.retrieval.decoders.readout import Readout, query_state
 from models.retrieval.decoders.sid_mlp import SidMlpDecoder
-from models.retrieval.parts import History
+from models.retrieval.parts import History, real_positions
 from models.retrieval.recommend import nothing
 from models.retrieval.retriever import Retriever
 from models.retrieval.search.topk import select, top_k
@@ -101,7 +101,7 @@ class FastSearch:
         tokens, lengths = self.tokens.history(batch), self.tokens.lengths(batch)
         if not kernels.ready(self.query_key):
             return self.read(History(self.encoder(tokens, lengths), lengths))
-        states = self.encoder.packed(tokens[torch.arange(tokens.shape[1]) < lengths.unsqueeze(1)], lengths)
+        states = self.encoder.packed(tokens[real_positions(lengths, tokens.shape[1])], lengths)
         begin = functional.pad(lengths.cumsum(0), (1, 0))
         index = torch.arange(len(states))
         query = self.readout.query(functional.embedding_bag(index, states, begin[:-1], mode="mean"))

@@ -159,7 +159,7 @@ def test_steps_are_of_equally_many_events_and_little_is_padding(tmp_path):
     assert not np.array_equal(order[0], next(examples.batches(32, shuffle=True, epoch=0)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.data())
 def test_equal_parts_hold_every_row_and_none_is_empty(lengths, data):
     parts = data.draw(st.integers(1, len(lengths)))

@@ -45,6 +45,7 @@ def learned(model: ActionsModel, steps: int) -> float:
         return metrics.means(metrics.measure(model.eval(), users(500)))["like/normalised_entropy"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "config"),
     [
@@ -58,6 +59,7 @@ def test_models_of_actions_tell_the_users_apart(kind, config):
     assert learned(kind(config, CATALOGUE), 150) < 0.1
 
 
+@pytest.mark.long
 def test_a_model_without_actions_cannot():
     torch.manual_seed(0)
     blind = AttnMVP(AttnMVPConfig(late_fusion=False, **SMALL, action_weight=0.0), CATALOGUE)

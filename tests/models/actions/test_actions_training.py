@@ -75,6 +75,7 @@ def test_a_part_of_validation_is_batched_within_the_bound_too(tables, monkeypatc
     assert all(rows == 1 or pairs <= bound for rows, pairs in sizes)
 
 
+@pytest.mark.long
 def test_actions_tell_the_users_apart_through_tables_and_loop(tmp_path):
     """Dogs and cats, drawn alike for all: without actions nothing is better than the base rate."""
     rng = np.random.default_rng(0)

@@ -49,7 +49,7 @@ def inputs(length: int, delta: bool, shared: bool, seed: int = 0) -> list[Tensor
 
 @pytest.mark.parametrize("delta", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(length=st.integers(1, 13), chunk=st.integers(1, 14), seed=st.integers(0, 99), remembers=st.booleans())
 def test_chunks_and_steps_are_the_loop(
     delta: bool, shared: bool, length: int, chunk: int, seed: int, remembers: bool

@@ -86,7 +86,7 @@ def test_gradients_are_those_of_finite_differences():
         assert float(decay.grad[channel]) == pytest.approx(float(values[0] - values[1]) / 2e-4, rel=1e-3, abs=1e-4)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 3), st.integers(1, 70), st.integers(1, 4), st.booleans(), st.integers(0, 1000))
 def test_any_shape_and_both_directions(batch, length, width, reverse, seed):
     generator = torch.Generator().manual_seed(seed)

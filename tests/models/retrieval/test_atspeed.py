@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_sid_mlp import FIRST, SIZES, TEACHER, catalogue, requests, tiger
+from small_retrieval import FIRST, SIZES, TEACHER, catalogue, requests, tiger
 from torch import Tensor
 from training_tables import write_tables
 

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from small_retrieval import SIZES, catalogue, requests, row_of, tiger
 
 from models.retrieval.diagnostics import attention_received, lost_without_trie
 from models.retrieval.search.generate import as_transformers
-from tests.models.retrieval.test_joint import (
-    EARN_2,
-    NEZHA,
-    SIZES,
-    catalogue,
-    log_probs,
-    requests,
-    row_of,
-    started,
-    tiger,
-)
+from tests.models.retrieval.test_joint import EARN_2, NEZHA, log_probs, started
 
 
 def test_attention_is_that_of_transformers() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from small_retrieval import TEACHER, requests
 from torch import Tensor
 
 from models.layers.t5 import _bucket
 from models.retrieval.backbones.earn import EarnBackbone
 from models.tables import UserError
-from tests.models.retrieval.test_joint import TEACHER, requests, started, untaught
+from tests.models.retrieval.test_joint import started, untaught
 
 
 def layer_by_loops(backbone: EarnBackbone, index: int, states: dict[int, Tensor]) -> dict[int, Tensor]:

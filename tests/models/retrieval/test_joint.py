@@ -7,46 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from small_retrieval import ITEMS, SIZES, TEACHER, catalogue, requests, row_of, tiger
 from torch import Tensor
 
 from models import checkpoint, registry
-from models.retrieval.data import PAD, Catalogue
 from models.retrieval.joint import Joint
 from models.retrieval.parts import History
-from models.retrieval.tiger import Tiger, TigerConfig
 from models.tables import UserError
 
-SIZES = (6, 5, 3, 2)
-ITEMS = 30
-TEACHER = {"d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 3, "num_decoder_layers": 2,
-           "n_user_tokens": 2, "max_history": 6}  # fmt: skip
 EARN_1, EARN_2, EARN_3 = ({"name": "earn", "register_layer": k} for k in (1, 2, 3))
 NEZHA = {"name": "nezha"}
 ALL = [EARN_1, EARN_2, EARN_3, NEZHA]
-
-
-def catalogue() -> Catalogue:
-    generator = torch.Generator().manual_seed(0)
-    codes = torch.cartesian_prod(*(torch.arange(size) for size in SIZES))
-    return Catalogue.from_codes(codes[torch.randperm(len(codes), generator=generator)[:ITEMS]], SIZES)
-
-
-def requests(count: int, seed: int = 1) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    length = torch.randint(1, 6, (count,), generator=generator)
-    length[0] = 2
-    history = torch.randint(0, ITEMS, (count, 5), generator=generator)
-    return {
-        "history": history.masked_fill(torch.arange(5) >= length[:, None], PAD),
-        "history_length": length,
-        "user": torch.randint(0, 2**62, (count,), generator=generator),
-        "target": torch.randint(0, ITEMS, (count,), generator=generator),
-    }
-
-
-def tiger(seed: int = 0) -> Tiger:
-    torch.manual_seed(seed)
-    return Tiger(TigerConfig(**TEACHER), catalogue()).requires_grad_(False).eval()
 
 
 def untaught(options: dict[str, Any], seed: int = 1) -> Joint:
@@ -62,10 +33,6 @@ def started(options: dict[str, Any]) -> Joint:
         if parameter.dim() == 2 and "bias" not in name:
             torch.nn.init.normal_(parameter.data, std=0.5)
     return model.eval()
-
-
-def row_of(history: History, row: int) -> History:
-    return History(history.states[row : row + 1], history.lengths[row : row + 1])
 
 
 def log_probs(model: Joint, history: History, code: list[int]) -> list[Tensor]:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import training_tables
+from small_retrieval import ITEMS, SIZES, catalogue, requests
 from torch import Tensor
 from torch.nn import functional
 
@@ -22,8 +23,6 @@ from models.retrieval.prompts import FORM, INSTRUCTIONS, TASKS, Words, prompt, t
 from models.setup import set_up
 from models.tables import UserError
 
-SIZES = (5, 4, 3, 2)
-ITEMS = 40
 SMALL: dict[str, Any] = {"width": 16, "num_layers": 3, "num_heads": 2, "ffn_width": 24, "max_history": 6}
 OTHERS: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 160},
@@ -33,24 +32,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Language models of other kinds: learned positions, shared keys, tied output layers."""
-
-
-def catalogue() -> Catalogue:
-    generator = torch.Generator().manual_seed(0)
-    codes = torch.cartesian_prod(*(torch.arange(size) for size in SIZES))
-    return Catalogue.from_codes(codes[torch.randperm(len(codes), generator=generator)[:ITEMS]], SIZES)
-
-
-def requests(count: int, seed: int = 1) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    length = torch.randint(1, 6, (count,), generator=generator)
-    history = torch.randint(0, ITEMS, (count, 5), generator=generator)
-    return {
-        "history": history.masked_fill(torch.arange(5) >= length[:, None], PAD),
-        "history_length": length,
-        "user": torch.randint(0, 2**62, (count,), generator=generator),
-        "target": torch.randint(0, ITEMS, (count,), generator=generator),
-    }
 
 
 def make(**options: Any) -> LcRec:
@@ -302,6 +283,7 @@ def test_the_vocabulary_is_that_of_the_tables() -> None:
     assert all(0 not in words.encode(word) for word in fixed)
 
 
+@pytest.mark.long
 def test_a_short_training_lowers_the_loss_and_finds_items(titled: tuple[str, str], tmp_path: Path) -> None:
     config = FitConfig(lr=5e-3, weight_decay=0.01, batch_size=32, max_epochs=8, patience=0, log_every_steps=5, seed=1)
     setup = set_up({**TINY, "beam": 10}, config, *titled)

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from small_retrieval import ITEMS, catalogue, requests
 from torch.nn import functional
 
 from models import registry
 from models.retrieval.lc_rec import LcRec
 from models.retrieval.lc_rec_nezha import LcRecNezha, LcRecNezhaConfig
 from models.tables import UserError
-from tests.models.retrieval.test_lc_rec import ITEMS, KINDS, catalogue, history_of, of_kind, plain_tokens, requests
+from tests.models.retrieval.test_lc_rec import KINDS, history_of, of_kind, plain_tokens
 from tests.models.retrieval.test_tiger import tiger  # noqa: F401 - a fixture
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_retrieval import ITEMS, catalogue, requests
 from torch import Tensor
 
 from models import checkpoint, registry
@@ -17,7 +18,7 @@ from models.retrieval.sid_mlp import SidMlp
 from models.retrieval.student import distillation_loss
 from models.setup import set_up
 from models.tables import UserError
-from tests.models.retrieval.test_lc_rec import ITEMS, SMALL, TINY, catalogue, history_of, make, plain_tokens, requests
+from tests.models.retrieval.test_lc_rec import SMALL, TINY, history_of, make, plain_tokens
 from tests.models.retrieval.test_tiger import tiger  # noqa: F401 - a fixture
 
 HEADS: dict[str, Any] = {"width": 12, "attention_heads": 2, "ffn_width": 16, "head_width": 20}

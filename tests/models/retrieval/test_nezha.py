@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from small_retrieval import SIZES, catalogue, requests
 
 from models.fit import EpochEvent, FitConfig, fit
 from models.optimizers import by_factor
 from models.retrieval.decoders.nezha import lr_multipliers
 from models.tables import UserError
-from tests.models.retrieval.test_joint import NEZHA, SIZES, catalogue, requests, started, untaught
+from tests.models.retrieval.test_joint import NEZHA, started, untaught
 
 
 @torch.no_grad()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from small_retrieval import requests_of
+from torch import nn
 
 from models import registry
 from models.retrieval import kernels
@@ -49,6 +51,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "sid_mlp": [{}, {"path": "plain"}, {"constrained": False}],
     "sid_mlp_pp": [{}, {"path": "plain"}, {"constrained": False}],
 }
+requests = partial(requests_of, items=20)
 CASES = [(name, options) for name in MODELS for options in OPTIONS.get(name, [{}])]
 
 
@@ -57,18 +60,6 @@ def model(name: str) -> Any:
     codes = torch.tensor([[a, b, 0] for a in range(5) for b in range(4)])
     config = registry.config_from_dict({"name": name, **MODELS[name]})
     return registry.build(config, Catalogue.from_codes(codes, (5, 4, 2))).eval()
-
-
-def requests(lengths: list[int]) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    length = torch.tensor(lengths, dtype=torch.long)
-    history = torch.randint(0, 20, (len(lengths), max(lengths, default=1)), generator=generator)
-    return {
-        "history": history.masked_fill(torch.arange(history.shape[1]) >= length[:, None], PAD),
-        "history_length": length,
-        "user": torch.arange(len(lengths)),
-        "target": torch.zeros(len(lengths), dtype=torch.long),
-    }
 
 
 @pytest.fixture(params=["kernels", "PyTorch"])

@@ -9,51 +9,25 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from small_retrieval import SIZES, TEACHER, catalogue, requests, tiger
 from torch import Tensor
 
 from jobs.train import parse
 from models import checkpoint, registry
-from models.retrieval.data import PAD, Catalogue
+from models.retrieval.data import Catalogue
 from models.retrieval.decoders.recurrent import RecurrentDecoder
 from models.retrieval.parts import History
 from models.retrieval.student import Student
-from models.retrieval.tiger import Tiger, TigerConfig
+from models.retrieval.tiger import TigerConfig
 from models.tables import UserError
 from tuning.grid import load
 
 ROOT = Path(__file__).parents[3]
-SIZES = (6, 5, 3, 2)
-TEACHER = {"d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 2, "num_decoder_layers": 2}
 SMALL: dict[str, dict[str, Any]] = {
     "gdn": {"num_layers": 2, "heads": 2, "head_width": 6, "ffn_width": 24, "chunk": 8},
     "mamba2": {"num_layers": 2, "width": 24, "head_width": 12, "state": 10, "chunk": 8},
 }
 NAMES = sorted(SMALL)
-
-
-def catalogue(items: int = 30) -> Catalogue:
-    codes = torch.cartesian_prod(*(torch.arange(size) for size in SIZES))
-    return Catalogue.from_codes(
-        codes[torch.randperm(len(codes), generator=torch.Generator().manual_seed(0))[:items]], SIZES
-    )
-
-
-def requests(count: int, items: int = 30, seed: int = 1) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    length = torch.randint(1, 6, (count,), generator=generator)
-    length[0] = 2
-    history = torch.randint(0, items, (count, 5), generator=generator)
-    return {
-        "history": history.masked_fill(torch.arange(5) >= length[:, None], PAD),
-        "history_length": length,
-        "user": torch.randint(0, 2**62, (count,), generator=generator),
-        "target": torch.randint(0, items, (count,), generator=generator),
-    }
-
-
-def tiger() -> Tiger:
-    torch.manual_seed(0)
-    return Tiger(TigerConfig(**TEACHER), catalogue()).requires_grad_(False).eval()
 
 
 def student(name: str, **options: Any) -> Student:

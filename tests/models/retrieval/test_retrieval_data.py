@@ -22,9 +22,7 @@ LOG = st.dictionaries(
     min_size=1,
     max_size=9,
 )
-SHARED = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+SHARED = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 def expected(log, split, max_history):

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from small_retrieval import FIRST, SIZES, TEACHER, catalogue, requests, row_of, tiger
 from torch import Tensor
 
 from jobs.train import parse
 from models import checkpoint, registry
-from models.retrieval.data import PAD, Catalogue
+from models.retrieval.data import Catalogue
 from models.retrieval.decoders.readout import CrossAttention
 from models.retrieval.decoders.sid_mlp import SidMlpConfig
 from models.retrieval.parts import History
@@ -24,35 +25,7 @@ from models.tables import UserError
 
 CONFIGS = Path(__file__).parents[3] / "jobs/configs"
 ABLATIONS = sorted(path for name in ("sid_mlp", "one_layer") for path in (CONFIGS / name).glob("*.yaml"))
-SIZES = (6, 5, 3, 2)
-FIRST = [1, 7, 12, 15]
-TEACHER = {"d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 2, "num_decoder_layers": 2,
-           "n_user_tokens": 2}  # fmt: skip
 SMALL = {"attention_heads": 2, "attention_width": 24, "ffn_width": 32, "head_width": 20}
-
-
-def catalogue(items: int = 30) -> Catalogue:
-    generator = torch.Generator().manual_seed(0)
-    codes = torch.cartesian_prod(*(torch.arange(size) for size in SIZES))
-    return Catalogue.from_codes(codes[torch.randperm(len(codes), generator=generator)[:items]], SIZES)
-
-
-def requests(count: int, items: int = 30, seed: int = 1) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    length = torch.randint(1, 6, (count,), generator=generator)
-    length[0] = 2
-    history = torch.randint(0, items, (count, 5), generator=generator)
-    return {
-        "history": history.masked_fill(torch.arange(5) >= length[:, None], PAD),
-        "history_length": length,
-        "user": torch.randint(0, 2**62, (count,), generator=generator),
-        "target": torch.randint(0, items, (count,), generator=generator),
-    }
-
-
-def tiger(seed: int = 0) -> Tiger:
-    torch.manual_seed(seed)
-    return Tiger(TigerConfig(**TEACHER), catalogue()).requires_grad_(False).eval()
 
 
 def untrained(name: str = "sid_mlp", **options: Any) -> Student:
@@ -83,10 +56,6 @@ def digit_of(model: Student, history: History, prefix: list[int]) -> Tensor:
     level = len(prefix)
     first = FIRST[level] - model.decoder.span(level)[0]
     return logits_at(model, history, prefix)[:, first : first + SIZES[level]].log_softmax(-1)
-
-
-def row_of(history: History, row: int) -> History:
-    return History(history.states[row : row + 1], history.lengths[row : row + 1])
 
 
 def ablation(path: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +14,7 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_retrieval import requests_of
 from torch import Tensor
 from training_tables import write_tables
 
@@ -38,6 +39,7 @@ TIGER = {
 }  # fmt: skip
 SIZES = {"encoder_layers": 2, "encoder_width": 32}
 HEADS = {"attention_heads": 2, "attention_width": 16, "ffn_width": 32, "head_width": 32}
+requests = partial(requests_of, items=ITEMS)
 
 
 @cache
@@ -46,18 +48,6 @@ def catalogue(levels: int = 3) -> Catalogue:
     generator = torch.Generator().manual_seed(levels)
     codes = torch.stack([torch.randint(0, size, (40 * ITEMS,), generator=generator) for size in sizes], 1).unique(dim=0)
     return Catalogue.from_codes(codes[torch.randperm(len(codes), generator=generator)[:ITEMS]], sizes)
-
-
-def requests(lengths: list[int], seed: int = 1, items: int = ITEMS) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    length = torch.tensor(lengths)
-    history = torch.randint(0, items, (len(lengths), max(lengths)), generator=generator)
-    return {
-        "history": history.masked_fill(torch.arange(max(lengths)) >= length[:, None], PAD),
-        "history_length": length,
-        "user": torch.randint(0, 2**62, (len(lengths),), generator=generator),
-        "target": torch.randint(0, items, (len(lengths),), generator=generator),
-    }
 
 
 def token_by_token(encoder: MlpBackbone, batch: dict[str, Tensor], row: int) -> Tensor:
@@ -78,7 +68,7 @@ def token_by_token(encoder: MlpBackbone, batch: dict[str, Tensor], row: int) -> 
 
 
 @pytest.mark.parametrize(("packed", "training"), [(True, False), (True, True), (False, True)])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     levels=st.integers(1, 5),
     lengths=st.lists(st.integers(0, 7), min_size=1, max_size=4).filter(any),

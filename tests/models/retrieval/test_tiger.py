@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
+import small_retrieval
 import torch
 
 from models.layers.t5 import _ReluDropout, dropout
@@ -15,24 +17,8 @@ from models.tables import UserError
 
 SMALL = {"d_model": 32, "d_ff": 64, "num_heads": 2, "d_kv": 16, "num_encoder_layers": 2, "num_decoder_layers": 2}
 SIZES = (8, 8, 8, 3)
-
-
-def catalogue(items: int = 60, seed: int = 0) -> Catalogue:
-    generator = torch.Generator().manual_seed(seed)
-    codes = torch.stack([torch.randint(0, size, (4 * items,), generator=generator) for size in SIZES], 1).unique(dim=0)
-    return Catalogue.from_codes(codes[torch.randperm(len(codes), generator=generator)[:items]], SIZES)
-
-
-def requests(count: int, items: int = 60, seed: int = 1) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    length = torch.randint(1, 7, (count,), generator=generator)
-    history = torch.randint(0, items, (count, int(length.max())), generator=generator)
-    return {
-        "history": history.masked_fill(torch.arange(history.shape[1]) >= length[:, None], PAD),
-        "history_length": length,
-        "user": torch.randint(0, 2**62, (count,), generator=generator),
-        "target": torch.randint(0, items, (count,), generator=generator),
-    }
+catalogue = partial(small_retrieval.catalogue, 60, SIZES)
+requests = partial(small_retrieval.requests, items=60, longest=6)
 
 
 @pytest.fixture

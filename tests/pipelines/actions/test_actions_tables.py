@@ -115,7 +115,7 @@ def check_sequences(
         np.testing.assert_allclose(row["features"], counts, rtol=1e-6, atol=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows=rows_strategy, max_events=st.sampled_from([1, 2, 5, 100]), own_cuts=st.booleans())
 def test_sequences_equal_the_reference(
     tmp_path_factory: pytest.TempPathFactory, rows: list[dict], max_events: int, own_cuts: bool
@@ -161,7 +161,7 @@ def test_cuts_of_each_user_are_at_his_own_times() -> None:
 
 
 @pytest.mark.usefixtures("ray_local")
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(rows=rows_strategy, parts=st.integers(1, 3))
 def test_counts_across_partitions_equal_the_reference(
     tmp_path_factory: pytest.TempPathFactory, rows: list[dict], parts: int

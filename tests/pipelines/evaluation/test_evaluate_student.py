@@ -73,6 +73,7 @@ def test_students_find_their_teacher_in_the_comparison(world: tuple[Path, list[s
         assert row[4] == f"{metrics['ndcg@10']:.4f}"
 
 
+@pytest.mark.long
 def test_an_exported_student_ranks_as_it_did(
     world: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -74,7 +74,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, tables
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     st.lists(
         st.lists(st.tuples(st.integers(0, 40), st.integers(0, ITEMS - 1)), min_size=1, max_size=6).map(sorted),

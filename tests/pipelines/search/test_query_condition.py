@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from search_tables import FEATURES, request, write_tables
 
@@ -13,6 +14,8 @@ from models.search.qgs import QGS, QGSConfig
 from models.tables import join
 from pipelines.data.kinds.search.simulator import SearchSettings, draw_searches
 from pipelines.data.kinds.simulation import Settings, make_world
+
+pytestmark = pytest.mark.long
 
 USERS, ITEMS, SEARCHES, HELD_OUT = 160, 60, 2400, 40
 SIZES = {"width": 24, "num_layers": 2, "max_history": 40, "dnn_width": 16, "tower_width": 8, "text_width": 8,

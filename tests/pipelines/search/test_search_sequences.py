@@ -65,7 +65,7 @@ def part_of(rows: list[dict], folder: str, schema: pa.Schema = SCHEMA) -> pa.Tab
     return read_coded(join(folder, write_part(folder, pa.Table.from_pylist(rows, schema=schema)).path), None, IDS)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     rows=rows_strategy,
     temporal=st.booleans(),

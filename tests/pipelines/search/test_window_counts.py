@@ -23,7 +23,7 @@ from pipelines.data.tables import events_schema, write_part
 SCHEMA = events_schema({"click": "bool"}, known=["click"])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     events=st.lists(
         st.tuples(st.integers(0, 3), st.one_of(st.integers(0, 12), st.sampled_from([2**62, 2**62 + 5])), st.booleans()),
@@ -95,7 +95,7 @@ rows_strategy = st.lists(
 
 
 @pytest.mark.usefixtures("ray_local")
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(rows=rows_strategy, parts=st.integers(1, 3), late=st.booleans())
 def test_features_across_partitions_equal_the_reference(
     tmp_path_factory: pytest.TempPathFactory, rows: list[dict], parts: int, late: bool

@@ -38,7 +38,7 @@ def items(source: Source, folder: Path) -> list[dict]:
 names = st.text(st.characters(codec="utf-8"), max_size=5).map(str.strip).filter(lambda name: name not in ("", *NO_ID))
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(histories=st.dictionaries(names, st.lists(st.one_of(names, st.integers(0, 99)), max_size=6), min_size=1))
 def test_lcrec_histories_keep_their_order(tmp_path: Path, histories: dict[str, list]) -> None:
     (tmp_path / "Toys.inter.json.gz").write_bytes(gzip.compress(json.dumps(histories).encode()))
@@ -193,6 +193,7 @@ def test_every_source_file_loads(path: Path) -> None:
     assert json.dumps(source.config)
 
 
+@pytest.mark.long
 @pytest.mark.shared_data
 @pytest.mark.skipif(not DATA.is_dir(), reason="the real logs are not there")
 @pytest.mark.parametrize(

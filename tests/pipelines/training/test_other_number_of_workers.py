@@ -86,7 +86,8 @@ def test_killed_with_two_workers_and_continued_with_one(
     assert any("2 workers" in line for line in lines)
     assert not (storage / "cut" / last.name).exists()
     lines.clear()
-    again = run("cut", 1)
+    # In a process of Ray Train for one family; for the others here, where the same loop needs no start.
+    again = run("cut", 1) if family == "retrieval" else run("cut", 1, heard=lambda about: None)
     assert any("1 worker on" in line for line in lines)
     assert any("continuing after epoch" in line for line in lines)
     assert again.about.step == whole.about.step

@@ -78,7 +78,7 @@ def check(found, scorer, codes, k, beam):
         assert (items[user].tolist(), scores[user].tolist()) == expected_beam(scorer, codes, user, k, beam)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problems(), st.integers(1, 30))
 def test_as_wide_as_the_catalogue_it_is_brute_force(problem, k):
     scorer, trie, codes = problem
@@ -91,14 +91,14 @@ def test_as_wide_as_the_catalogue_it_is_brute_force(problem, k):
         assert scores[user, len(best) :].tolist() == [-math.inf] * (k - len(best))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problems(), st.integers(1, 12), st.integers(1, 12))
 def test_any_beam_keeps_the_best_prefixes_and_breaks_ties_by_code(problem, k, beam):
     scorer, trie, codes = problem
     check(beam_search(scorer, trie, k, beam), scorer, codes, k, beam)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems(), st.integers(1, 12))
 def test_without_the_trie_only_items_are_left_in_the_end(problem, k):
     scorer, trie, codes = problem
@@ -121,7 +121,7 @@ def test_a_tuple_whose_every_bigram_exists_is_not_an_item():
     assert items.tolist() == [[-1]]  # unconstrained, the narrow beam ends at a tuple of no item
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(st.integers(-3, 3), min_size=1, max_size=40), st.integers(1, 50))
 def test_top_k_is_a_stable_sort(values, k):
     scores = torch.tensor([values, values[::-1]], dtype=torch.float)

@@ -71,7 +71,7 @@ def numbers(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
 
 @needs_compiler
 @in_both_builds
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 70), min_size=1, max_size=9), st.sampled_from([1, 3]), st.sampled_from([1, 8, 16, 40, 64]),
     st.sampled_from([0.01, 1.0, 20.0]),
@@ -97,7 +97,7 @@ def test_packed_attention(lengths, heads, width, scale):
 
 @needs_compiler
 @in_both_builds
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.integers(1, 70), min_size=1, max_size=9), st.sampled_from([1, 3]), st.sampled_from([1, 16, 40, 128]),
     st.sampled_from([0.01, 1.0, 20.0]),
@@ -155,7 +155,7 @@ def test_log_softmax_part(width):
 
 @needs_compiler
 @in_both_builds
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     catalogues(), st.booleans(), st.integers(1, 12), st.integers(1, 7), st.sampled_from([1, 15, 16, 37]),
     st.booleans(), st.integers(0, 5),

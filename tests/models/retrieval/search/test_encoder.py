@@ -44,7 +44,7 @@ def padded(model: T5Backbone, tokens: torch.Tensor, lengths: torch.Tensor) -> to
         return model.encoder(model.embedding(tokens), bias, 0.0).detach()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=30),
     st.integers(0, 3),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import small_retrieval
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,6 +29,7 @@ SHARED = Path(__file__).parents[4] / "../shared/data"
 TEACHER = {"d_model": 16, "d_ff": 24, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 2, "num_decoder_layers": 1,
            "n_user_tokens": 2}  # fmt: skip
 SMALL = {"attention_heads": 2, "attention_width": 24, "ffn_width": 32, "head_width": 20}
+requests = partial(small_retrieval.requests, longest=20)
 CLOSE = 1e-4
 """Scores of the two paths differ by rounding alone; two items whose plain scores are nearer than this may swap."""
 
@@ -42,17 +45,6 @@ def student(codes: Tensor, sizes: tuple[int, ...], seed: int = 0, **options: Any
     return model.eval()
 
 
-def requests(count: int, items: int, seed: int = 1, longest: int = 20) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    length = torch.randint(1, longest + 1, (count,), generator=generator)
-    history = torch.randint(0, items, (count, int(length.max())), generator=generator)
-    return {
-        "history": history.masked_fill(torch.arange(history.shape[1]) >= length[:, None], PAD),
-        "history_length": length,
-        "user": torch.randint(0, 2**62, (count,), generator=generator),
-    }
-
-
 def same(model: SidMlp, batch: dict[str, Tensor], k: int, beam: int, scores: str) -> None:
     """Scores equal by rank up to rounding; items equal in order, but where scores by rank leave it to rounding."""
     items, plain = model.recommend(batch, k, beam=beam, path="plain", scores=scores)
@@ -66,7 +58,7 @@ def same(model: SidMlp, batch: dict[str, Tensor], k: int, beam: int, scores: str
             assert at == k - 1 or min(near) < CLOSE, f"rank {at} differs and its score stands alone: {near}"
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     catalogues(),
     st.sampled_from(["children", "codebook"]),

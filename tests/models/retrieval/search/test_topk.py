@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from models.retrieval.search.topk import _first_of_equals, select, top_k
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     seed=st.integers(0, 2**31),
     rows=st.integers(0, 6),

@@ -38,7 +38,7 @@ def table_of(codes, sizes):
     return pa.table({n: pa.array(c, t) for n, c, t in zip(names, zip(*rows, strict=True), types, strict=True)})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(catalogues())
 def test_table_and_codes_give_one_trie_that_finds_each_item(catalogue):
     sizes, codes = catalogue
@@ -108,7 +108,7 @@ def test_leaves_are_those_of_the_codes():
         trie.check_leads_to(torch.tensor([(0, 0), (1, 1)]))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(catalogues(), st.data())
 def test_a_damaged_table_is_found_or_is_the_same_trie(catalogue, data):
     sizes, codes = catalogue
