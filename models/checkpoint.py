@@ -69,8 +69,8 @@ class Checkpoint:
     """MLflow `run_id`, `uri` and `experiment` of the training run, where there is one."""
     timing: dict[str, float] = field(default_factory=dict)
     """Seconds and examples per second so far."""
-    buffers: int = 1
-    """Buffers in which the training table is streamed, which its order depends on; 1: held whole."""
+    stream: list[int] = field(default_factory=list)
+    """Shards and buffers in which the training table is streamed, which its order depends on; empty: held whole."""
     files: dict[str, int] = field(default_factory=dict)
     """The other files and their sizes in bytes."""
     sha256: dict[str, str] = field(default_factory=dict)

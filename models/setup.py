@@ -22,7 +22,7 @@ from models.families import Measured
 from models.fit import FitConfig, Sums, reduce, to_device
 from models.ranking_metrics import Histogram
 from models.shares import Sharded, Share, shards_of
-from models.streaming import Stream, buffers_of
+from models.streaming import Plan, Stream, plan
 from models.tables import UserError, join, read_manifest
 
 
@@ -89,9 +89,9 @@ class Setup:
     def checkpoint(self, **fields: Any) -> Checkpoint:
         """`config.json` of a checkpoint of this run, with `fields` filled in."""
         model = registry.config_to_dict(self.config)
-        buffers = self.train.examples.buffers
+        stream = list(self.train.examples.plan)
         return Checkpoint(
-            model=model, fit=vars(self.fit).copy(), hashes=dict(self.catalogue.hashes), buffers=buffers, **fields
+            model=model, fit=vars(self.fit).copy(), hashes=dict(self.catalogue.hashes), stream=stream, **fields
         )
 
 
@@ -125,12 +125,12 @@ def set_up(
     device: torch.device | str = "cpu",
     rank: int = 0,
     world: int = 1,
-    buffers: int = 0,
+    streamed: Plan | None = None,
 ) -> Setup:
     """Reads the tables and builds the model that `model` (its `name` and fields) names.
 
     `extra` is the folder beside the tables that the model needs: that of semantic IDs, or of text embeddings.
-    `buffers` is that of the checkpoint that the run goes on from.
+    `streamed` is how the run that goes on was begun (`Checkpoint.stream`).
     """
     entry = registry.find(model["name"])
     catalogue = load_catalogue(entry, model["name"], tables, extra)
@@ -140,7 +140,7 @@ def set_up(
     sequences = join(tables, "sequences")
     if not entry.gradient:  # counted in one pass, by one worker
         rank, world = 0, 1
-    train, val = read_share(entry, sequences, fit, config.max_history, rank, world, buffers)
+    train, val = read_share(entry, sequences, fit, config.max_history, rank, world, streamed)
     examples: dict[str, Any] = {"train": train, "val": val}
     if world > 1 and train.share.shards > 1:
         for part in (train, val):
@@ -160,24 +160,21 @@ def set_up(
 
 
 def read_share(
-    entry: registry.Entry, sequences: str, fit: FitConfig, max_history: int, rank: int, world: int, buffers: int
-) -> tuple[Sharded | Stream, Sharded]:
-    """This rank's examples of training, held or streamed in so many `buffers` (0: as its memory budget asks for), and
-    of validation. The order of training depends on the number of buffers, so a continued run keeps it."""
+    entry: registry.Entry, sequences: str, fit: FitConfig, max_history: int, rank: int, world: int,
+    streamed: Plan | None = None,
+) -> tuple[Sharded | Stream, Sharded]:  # fmt: skip
+    """This rank's examples of training, held or streamed as `streamed` says (None: by the memory budget), and of
+    validation. The order of training depends on it, so a run that goes on keeps it."""
     family, manifest = entry.family.examples, read_manifest(sequences, "sequences")
     units = {"train": entry.unit, "val": entry.family.eval_unit}
-    shards = shards_of(manifest, fit.shard_mb, fit.batch_size)
-    buffers = buffers or buffers_of(
-        family, sequences, entry.unit, max_history, budget=fit.memory_budget_gb * 2**30, world=world
-    )
-    if buffers == 1:
-        examples = family.load_splits(
-            sequences, units, max_history=max_history, rank=rank, world=world, shards=shards
-        )  # fmt: skip
+    if streamed is None:
+        streamed = check_budget(entry, fit, sequences, max_history, world)
+    if not streamed:
+        shards = shards_of(manifest, fit.shard_mb, fit.batch_size)
+        examples = family.load_splits(sequences, units, max_history=max_history, rank=rank, world=world, shards=shards)
         return examples["train"], examples["val"]
-    # shards of equally many parts, so that each has one for every buffer
-    shards = max(1, min(shards, len(manifest.files) // buffers))
-    share = Share.of(np.ones(len(manifest.files), np.int64), shards, rank, world)
+    shards, buffers = streamed
+    share = Share.of(np.ones(len(manifest.files), np.int64), shards, rank, world)  # of equally many parts
     train = Stream(family, sequences, entry.unit, max_history, share, buffers)
     val = family.load_share(sequences, {"val": units["val"]}, max_history, share, train.look)["val"]
     return train, val
@@ -230,6 +227,12 @@ def check_fit(fit: FitConfig, name: str, catalogue: Any, world: int) -> None:
         if key not in options:
             what = f"{hint(key, options)}; it takes {', '.join(options)}" if options else "it has none"
             raise UserError(f"fit.eval_options has '{key}', which is no option of '{name}' when recommending; {what}")
+
+
+def check_budget(entry: registry.Entry, fit: FitConfig, sequences: str, max_history: int, world: int) -> Plan:
+    """How a worker reads its share; UserError for a memory budget below the least."""
+    budget = fit.memory_budget_gb * 2**30
+    return plan(entry.family.examples, sequences, entry.unit, max_history, budget=budget, world=world)
 
 
 def check_batch(fit: FitConfig, world: int) -> None:

@@ -172,7 +172,7 @@ class Sharded:
     """Behaviours of a history at most; of the class: where nothing else is asked for."""
     lengths: NDArray[np.integer]
     """Of each row, what batches are sorted by."""
-    buffers: ClassVar[int] = 1
+    plan: ClassVar[tuple[int, ...]] = ()
     """All rows are held at once; others are streamed (`models/streaming.py`)."""
     skipped = 0
     """Requests of the split, of this worker's evaluation, that are left out."""

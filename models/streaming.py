@@ -1,6 +1,6 @@
 """Training examples of a share that is larger than a worker's memory: a buffer after the other.
 
-    buffers = buffers_of(Examples, uri, unit, max_history, budget=8 * 2**30, world=4)
+    shards, buffers = plan(Examples, uri, unit, max_history, budget=8 * 2**30, world=4)
     stream, val = ...                              # models/setup.py
     for batch in stream.epoch(256, seed=1, epoch=0): ...
 
@@ -33,30 +33,36 @@ MOST_UNPACKED = 64
 """Bytes in memory for each on disk, above any table seen: shares that fit with it are not looked at."""
 
 
-def buffers_of(
+Plan = tuple[int, ...]
+"""(V, P) of a share that is streamed; () of one that is held whole."""
+
+
+def plan(
     family: type[Sharded], uri: str, unit: str, max_history: int, *, budget: float, world: int
-) -> int:  # fmt: skip
-    """P: 1 where the share of one of `world` workers fits the `budget` in bytes (0: any does), else as many buffers as
-    let two of them fit. By the bytes that the rows of the table's first part take. UserError where files are too
-    large for that."""
+) -> Plan:  # fmt: skip
+    """How one of `world` workers reads its share: whole where that fits the `budget` in bytes (0: any does), else in
+    buffers of which two do. By the bytes that the rows of the table's first part take, and as many parts for each
+    worker and buffer as fit. UserError where one does not."""
     manifest, columns = family._open(uri)
     disk = sum(part.bytes for part in manifest.files)
     if not budget or disk * MOST_UNPACKED <= budget * world:
-        return 1
+        return ()
     first = manifest.files[0]
     content = family._read(read_parquet(part_uris(uri, manifest)[0], columns, first.sha256), manifest, uri)
     part = family.of_part("train", unit, max_history, Read(content, 0, 0, Shard(0, range(1), 0, 1)))
     share = part.nbytes / first.bytes * disk / world
     if share <= budget:
-        return 1
-    buffers, most = math.ceil(2 * share / budget), len(manifest.files) // world
-    if buffers > most:
-        gib = 2 * share / max(1, most) / 2**30
+        return ()
+    files = len(manifest.files)
+    largest = max(part.bytes for part in manifest.files) * part.nbytes / first.bytes
+    fit = int(budget / 2 / largest)  # parts of a buffer of one worker
+    if fit < 1 or files < world:
+        least = math.ceil(2 * largest / 2**30 * 1e4) / 1e4
         raise UserError(
-            f"fit.memory_budget_gb {budget / 2**30:g} is below two files of each worker's share of {uri}, about "
-            f"{gib:.2g} GiB; raise it, or prepare with more --partitions (now {len(manifest.files)})"
+            f"fit.memory_budget_gb {budget / 2**30:g} is below {least:g}, which two of the {files} files of {uri} "
+            f"take; raise it, or prepare with more --partitions"
         )
-    return buffers
+    return world, math.ceil(math.ceil(files / world) / fit)
 
 
 class Stream:
@@ -66,7 +72,7 @@ class Stream:
         self, family: type[Sharded], uri: str, unit: str, max_history: int, share: Share, buffers: int
     ) -> None:  # fmt: skip
         self.family, self.uri, self.unit, self.max_history = family, uri, unit, max_history
-        self.share, self.buffers = share, buffers
+        self.share, self.buffers, self.plan = share, buffers, (share.shards, buffers)
         self.requests = 0
         """Training requests on this worker."""
         self.nbytes = 0

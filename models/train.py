@@ -53,9 +53,8 @@ def main(argv: list[str] | None = None) -> None:
         output = Path(options.output)
         last = max(checkpoint.steps(output), default=None)
         about = None if last is None else checkpoint.read(last)
-        setup = set_up(
-            content["model"], config, options.tables, extra, device=device, buffers=about.buffers if about else 0
-        )
+        streamed = tuple(about.stream) if about else None
+        setup = set_up(content["model"], config, options.tables, extra, device=device, streamed=streamed)
         check_fit(config, content["model"]["name"], setup.catalogue, setup.world)
         for note in setup.notes:
             print(note)

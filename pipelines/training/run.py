@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from models import checkpoint, registry
 from models.checkpoint import Checkpoint
 from models.fit import FitConfig
-from models.setup import check_fit, load_catalogue
+from models.setup import check_budget, check_fit, load_catalogue
 from models.tables import UserError, join, open_uri, read_manifest
 from models.uri import hide
 from pipelines import cluster, credentials, faults, tracking
@@ -160,6 +160,8 @@ def train(
     workers = ray_options.num_workers if entry.gradient else 1
     for count in range(least(ray_options, workers), workers + 1):
         check_fit(fit, model["name"], catalogue, count)
+    if overwrite or read_record(folder) is None:  # a run that has begun keeps its buffers
+        check_budget(entry, fit, join(tables, "sequences"), model["max_history"], workers)
     uri = tracking.resolve_uri(tracking_uri, storage)
     if start:
         start()

@@ -113,7 +113,7 @@ def perform(task: Task, place: Place, latest: AbstractContextManager[str | None]
         about = checkpoint.read(folder) if folder else None
         setup = set_up(
             task.model, FitConfig(**task.fit), task.tables, task.extra, device=place.device, rank=place.rank,
-            world=place.world, buffers=about.buffers if about else 0,
+            world=place.world, streamed=tuple(about.stream) if about else None,
         )  # fmt: skip
         state = restore(setup, task, folder, about) if folder and about else None
     if place.rank == 0:

@@ -21,10 +21,10 @@ from models.fit import FitConfig, fit
 from models.retrieval.data import Examples
 from models.setup import read_share, set_up
 from models.shares import Sharded, Share
-from models.streaming import Stream, buffers_of
+from models.streaming import Stream, plan
 from models.tables import UserError
 from models.whole_batch import IDLE
-from tests.models.test_shares import FAMILIES, contents, sequences  # noqa: F401  (a fixture)
+from tests.models.test_shares import FAMILIES, PARTS, contents, sequences  # noqa: F401  (a fixture)
 from tests.training_tables import write_tables
 
 Tables = dict[str, str]
@@ -130,11 +130,13 @@ def test_two_buffers_are_held_at_most(sequences: Tables, monkeypatch: pytest.Mon
 def test_a_budget_decides(sequences: Tables) -> None:  # noqa: F811
     uri = sequences["retrieval"]
     held = Examples.load(uri, "train", max_history=6).nbytes
-    choose = lambda budget, world=1: buffers_of(Examples, uri, "request", 6, budget=budget, world=world)  # noqa: E731
-    assert choose(0) == choose(100 * held) == 1
-    assert 2 <= choose(0.9 * held) <= 4
-    assert choose(0.9 * held) > choose(0.9 * held, world=2)
-    with pytest.raises(UserError, match=r"memory_budget_gb .* is below two files .* raise it, or prepare"):
+    choose = lambda budget, world=1: plan(Examples, uri, "request", 6, budget=budget, world=world)  # noqa: E731
+    assert choose(0) == choose(100 * held) == choose(0.9 * held, 2) == ()
+    assert choose(0.9 * held)[0] == 1
+    assert 3 <= choose(0.9 * held)[1] <= 4
+    assert choose(0.4 * held, 2)[0] == 2
+    assert choose(0.4 * held, 2)[1] < choose(0.4 * held)[1] <= PARTS
+    with pytest.raises(UserError, match=r"memory_budget_gb .* is below .* raise it, or prepare"):
         choose(held / 20)
 
 
@@ -148,18 +150,18 @@ def test_a_run_goes_on_as_if_undisturbed(tmp_path: Path) -> None:
     )  # fmt: skip
     model = {"name": "sasrec", "dim": 8, "num_layers": 1, "num_heads": 1}
 
-    def run(config: FitConfig, last: Any = (None, None, 0), upto: int = 10**6) -> tuple[Any, Any, int]:
-        """(state, weights, buffers) of the last checkpoint of the first `upto` events."""
-        state, weights, buffers = last
-        setup = set_up(model, config, tables, buffers=buffers)
+    def run(config: FitConfig, last: Any = (None, None, None), upto: int = 10**6) -> tuple[Any, Any, Any]:
+        """(state, weights, plan) of the last checkpoint of the first `upto` events."""
+        state, weights, streamed = last
+        setup = set_up(model, config, tables, streamed=streamed)
         assert isinstance(setup.train.examples, Stream)
-        assert f"streaming: {setup.checkpoint().buffers} buffers" in setup.notes[-1]
+        assert f"streaming: {setup.checkpoint().stream[1]} buffers" in setup.notes[-1]
         if weights:
             setup.model.load_state_dict(weights)
         events = fit(setup.model, setup.train, setup.validate, setup.fit, means=setup.means, state=state)
         for event in itertools.islice(events, upto):
             if event.state:
-                last = (*copy.deepcopy((event.state, setup.model.state_dict())), setup.checkpoint().buffers)
+                last = (*copy.deepcopy((event.state, setup.model.state_dict())), tuple(setup.checkpoint().stream))
         return last
 
     _, undisturbed, _ = run(config)
@@ -170,7 +172,7 @@ def test_a_run_goes_on_as_if_undisturbed(tmp_path: Path) -> None:
 
 def test_a_share_within_the_budget_is_held_whole(tmp_path: Path) -> None:
     tables, _ = write_tables(tmp_path, users=30, parts=3)
-    train, val = read_share(registry.find("sasrec"), f"{tables}/sequences", FitConfig(), 20, 0, 1, 0)
+    train, val = read_share(registry.find("sasrec"), f"{tables}/sequences", FitConfig(), 20, 0, 1)
     assert isinstance(train, Examples)
-    assert train.buffers == 1
+    assert train.plan == ()
     assert len(val)
