@@ -27,7 +27,7 @@ from models.tables import UserError
 from models.uri import hide, masked
 from pipelines import credentials
 from pipelines.data.ray_data_config import WORKERS
-from pipelines.faults import explain, user_error_in
+from pipelines.faults import explain, first_line, user_error_in
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -42,6 +42,9 @@ if not os.environ.get("RAY_ADDRESS"):  # a local Ray is for its user alone; read
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 Config = TypeVar("Config")
+
+STARTS = 3
+"""How often the start of a local Ray is tried: it gives its processes 30 seconds, which a busy machine may not have."""
 
 
 def build_parser(config: type, job: str, groups: dict[str, type]) -> ArgumentParser:
@@ -158,14 +161,25 @@ def start_ray(num_cpus: int | None = None) -> None:
     if address := os.environ.get("RAY_ADDRESS"):
         join_cluster(address)
         return
-    ray.init(
-        address="local",
-        num_cpus=num_cpus,
-        include_dashboard=False,
-        logging_level=logging.WARNING,
-        log_to_driver=False,
-        runtime_env=WORKERS,
-    )
+    for attempt in range(1, STARTS + 1):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                logging_level=logging.WARNING,
+                log_to_driver=False,
+                runtime_env=WORKERS,
+            )
+            break
+        except Exception as error:  # Ray raises nothing more special where its processes do not come up in time
+            ray.shutdown()
+            if attempt == STARTS:
+                raise UserError(
+                    f"a local Ray did not start ({first_line(error)}); see that the machine has memory, room in /tmp "
+                    f"and is not too busy, then run the same line again"
+                ) from error
+            print(f"note: a local Ray did not start ({first_line(error)}); trying again, {attempt + 1} of {STARTS}")
     credentials.share()
     from jobs.watch import watch
 

@@ -286,6 +286,12 @@ def load_weights(model: nn.Module, uri: str | Path) -> None:
     with local(uri) as folder:
         try:
             safetensors.torch.load_model(model, str(whole(folder, WEIGHTS, uri)))
+            for name, weight in model.named_parameters():
+                if not bool(weight.isfinite().all()):
+                    raise UserError(
+                        f"the weights of {uri} are not all finite ({name}): its training diverged; train with a lower "
+                        f"fit.lr, or use another checkpoint"
+                    )
         except safetensors.SafetensorError as error:
             raise UserError(
                 f"{uri}/{WEIGHTS} is not a whole safetensors file ({error}); use another checkpoint or train again"

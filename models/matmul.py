@@ -49,7 +49,9 @@ class Packed:
         """`weight` (out, in), `bias` (out,)."""
         self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
         self.packed: Tensor | None = None
-        if weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+        # oneDNN's ReLU makes 0 of NaN, and nobody would see that a weight is none
+        if on_cpu and all(bool(part.isfinite().all()) for part in (self.weight, self.bias) if part is not None):
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.contiguous())
 
     def __call__(self, x: Tensor, relu: bool = False, add: Tensor | None = None) -> Tensor:

@@ -18,7 +18,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.tables import Part, join, open_uri
+from models.tables import Part, UserError, join, open_uri
 from pipelines.data.dataflow import KEY, TALLY, Engine, Shared, fetch, partition_keys, tally_row
 from pipelines.data.matching import Match, compare, sample
 from pipelines.data.sources.base import Rejected, Source
@@ -51,9 +51,12 @@ def hash_file(uri: str) -> str:
     """sha256 of a file."""
     filesystem, path = open_uri(uri)
     digest = hashlib.sha256()
-    with filesystem.open_input_stream(path, buffer_size=1 << 20) as stream:
-        while chunk := stream.read(8 << 20):
-            digest.update(chunk)
+    try:
+        with filesystem.open_input_stream(path, buffer_size=1 << 20) as stream:
+            while chunk := stream.read(8 << 20):
+                digest.update(chunk)
+    except OSError as error:  # compressed files are unpacked here
+        raise UserError(f"{uri} cannot be read ({error}); it may be truncated or damaged: copy it again") from error
     return digest.hexdigest()
 
 

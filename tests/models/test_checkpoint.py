@@ -312,3 +312,12 @@ def test_temporary_folders_of_killed_processes_are_swept_up(tmp_path: Path, monk
     os.write(go[1], b"x")
     assert os.waitpid(child, 0)[1] == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    with torch.no_grad():
+        model.bias[1] = float("nan")
+    checkpoint.save(tmp_path / "best", model, checkpoint.Checkpoint(model={"name": "any"}))
+    with pytest.raises(UserError, match=r"weights of .*best are not all finite \(bias\): its training diverged"):
+        checkpoint.load_weights(torch.nn.Linear(3, 2), tmp_path / "best")

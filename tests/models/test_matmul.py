@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from models.matmul import TOLERANCE, use_exact_onednn
+from models.matmul import TOLERANCE, Packed, use_exact_onednn
 
 
 def test_products_stay_float32_and_no_random_number_is_drawn():
@@ -20,3 +20,14 @@ def test_products_stay_float32_and_no_random_number_is_drawn():
             assert (product - exact).abs().max() < TOLERANCE * exact.abs().max()
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def test_a_weight_that_is_no_number_is_seen_after_a_relu():
+    weight, bias = torch.randn(6, 4), torch.randn(6)
+    weight[3, 1] = float("nan")
+    bias[5] = float("inf")
+    with torch.no_grad():
+        found = Packed(weight, bias)(torch.randn(2, 4), relu=True)
+    assert found[:, 3].isnan().all()
+    assert found[:, 5].isinf().all()
+    assert found[:, [0, 1, 2, 4]].isfinite().all()

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from models.tables import UserError
+from pipelines.data.ingest import hash_file
 from pipelines.data.sources import load_source
 from pipelines.data.sources.mapping import Mapping
 from pipelines.data.tables import REJECTS
@@ -102,6 +103,14 @@ def test_a_truncated_gzip(tmp_path: Path, name: str) -> None:
     text = fails(mapping(), tmp_path)
     assert name in text
     assert "truncated" in text
+
+
+def test_a_truncated_gzip_behind_whole_files_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "log2.csv.gz"
+    content = gzip.compress(CSV.encode() * 100)
+    file.write_bytes(content[: len(content) // 2])
+    with pytest.raises(UserError, match=r"log2.csv.gz cannot be read .* truncated or damaged: copy it again"):
+        hash_file(str(file))
 
 
 def test_a_truncated_parquet(tmp_path: Path) -> None:
