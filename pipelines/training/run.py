@@ -161,7 +161,8 @@ def train(
     for count in range(least(ray_options, workers), workers + 1):
         check_fit(fit, model["name"], catalogue, count)
     if overwrite or read_record(folder) is None:  # a run that has begun keeps its buffers
-        check_budget(entry, fit, join(tables, "sequences"), model["max_history"], workers)
+        longest = registry.config_from_dict(model).max_history
+        check_budget(entry, fit, join(tables, "sequences"), longest, workers)
     uri = tracking.resolve_uri(tracking_uri, storage)
     if start:
         start()
