@@ -160,10 +160,10 @@ def train(
     workers = ray_options.num_workers if entry.gradient else 1
     for count in range(least(ray_options, workers), workers + 1):
         check_fit(fit, model["name"], catalogue, count)
+    uri = tracking.resolve_uri(tracking_uri, storage)
     if overwrite or read_record(folder) is None:  # a run that has begun keeps its buffers
         longest = registry.config_from_dict(model).max_history
         check_budget(entry, fit, join(tables, "sequences"), longest, workers)
-    uri = tracking.resolve_uri(tracking_uri, storage)
     if start:
         start()
     use_gpu = wants_gpu(ray_options, workers) and entry.gradient

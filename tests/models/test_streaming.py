@@ -119,7 +119,8 @@ def test_two_buffers_are_held_at_most(sequences: Tables, monkeypatch: pytest.Mon
     monkeypatch.setattr(Stream, "_load", watched)
     sizes = []
     for _ in stream.epoch(4, seed=0, epoch=0):
-        gc.collect()
+        if len(alive) > 2:
+            gc.collect()
         with lock:
             most[0] = max(most[0], len(alive))
             sizes += [examples.nbytes for examples in alive]
