@@ -119,12 +119,12 @@ def test_two_buffers_are_held_at_most(sequences: Tables, monkeypatch: pytest.Mon
     monkeypatch.setattr(Stream, "_load", watched)
     sizes = []
     for _ in stream.epoch(4, seed=0, epoch=0):
-        if len(alive) > 2:
-            gc.collect()
         with lock:
+            if len(alive) > 2:  # examples refer to themselves: what is let go of waits for the collector
+                gc.collect()
             most[0] = max(most[0], len(alive))
             sizes += [examples.nbytes for examples in alive]
-    assert most[0] == 2
+    assert 1 <= most[0] <= 2  # the next one may not be read yet
     assert 0 < max(sizes) <= stream.nbytes <= max(sizes) + 100  # an end mark per part
 
 

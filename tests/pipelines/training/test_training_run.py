@@ -172,7 +172,7 @@ def test_what_cannot_work_is_refused_before_training(world: World, monkeypatch: 
     refused: list[tuple[str, dict[str, Any]]] = [
         ("16 does not divide by 3", {"ray_options": RayOptions(num_workers=3, cpus_per_worker=0.1)}),
         ("needs 100 CPUs, .*the cluster has 2", {"ray_options": RayOptions(cpus_per_worker=100)}),
-        ("need 1 GPUs, the cluster has 0", {"ray_options": RayOptions(use_gpu=True)}),
+        ("needs 1 CPUs, 1 GPUs, .*the cluster has 2 CPUs, 0 GPUs", {"ray_options": RayOptions(use_gpu=True)}),
         ("needs semantic IDs; give --sids", {"model": {"name": "tiger"}}),
         ("is not a table", {"tables": str(world.folder)}),
         ("names a folder", {"name": "a/b"}),
