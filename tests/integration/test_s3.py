@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,9 @@ from pyarrow import fs
 from safetensors.torch import load_file
 
 from models import checkpoint
+from models.fit import FitConfig
 from models.tables import file_info, open_uri, read_manifest
+from pipelines.training.run import RayOptions, train
 
 pytestmark = pytest.mark.long
 
@@ -92,11 +95,8 @@ def world(
     return world
 
 
-TRAIN = (
-    "train --config jobs/configs/sasrec.yaml --tables {s3}/tables --tracking_uri {store} --experiment retrieval/s3 "
-    "--name one --fit.batch_size 64 --fit.max_epochs 8 --fit.patience 0 --model.dim 16 --model.max_history 12 "
-    "--storage "
-)
+MODEL = {"name": "sasrec", "dim": 16, "num_layers": 1, "dropout": 0.0, "max_history": 12}
+FIT = {"batch_size": 64, "max_epochs": 40, "patience": 0}
 
 
 def weights(folder: str) -> dict[str, torch.Tensor]:
@@ -119,27 +119,45 @@ def test_tables_are_those_of_a_local_disk(world: World) -> None:
         assert on_s3.rows == on_disk.rows
 
 
+def recorded(run: str) -> bool:
+    """Whether Ray's record on S3 names a checkpoint: a run that is killed before starts anew."""
+    filesystem, path = open_uri(f"{run}/checkpoint_manager_snapshot.json")
+    if filesystem.get_file_info(path).type != fs.FileType.File:
+        return False
+    with filesystem.open_input_stream(path) as stream:
+        return b"step-" in stream.read()
+
+
 def test_a_killed_training_goes_on_and_ends_with_the_weights_of_an_undisturbed_one(world: World) -> None:
-    killed = world.start(f"{TRAIN}{{s3}}/runs")
-    assert killed.stdout is not None
-    for line in killed.stdout:
-        if line.startswith("epoch   2/8"):
-            killed.kill()
-    killed.wait()
+    (world.here / "one.yaml").write_text(json.dumps({"model": MODEL, "fit": FIT}))
+    line = (
+        "train --config {here}/one.yaml --tables {s3}/tables --storage {s3}/runs --name one --ray.threads 1 "
+        "--tracking_uri {store} --experiment retrieval/s3 --log_model false"
+    )
+    killed = world.start(line)
+    while not recorded(f"{world.s3}/runs/one"):
+        assert killed.poll() is None, killed.communicate()[0]
+        time.sleep(0.05)
+    killed.kill()
+    killed.communicate()
     assert file_info(f"{world.s3}/runs/.one.lock").type == fs.FileType.File  # nobody let go of it
-    said = world.run(f"{TRAIN}{{s3}}/runs", f"{TRAIN}{{here}}/runs")
+    train(
+        model=MODEL, fit=FitConfig(**FIT), ray_options=RayOptions(threads=1), tables=f"{world.here}/tables", extra=None,
+        storage=f"{world.here}/runs", name="one", tracking_uri=world.store, experiment="retrieval/disk",
+        log_model=False, heard=lambda about: None,
+    )  # fmt: skip
+    said = world.run(
+        line,
+        "evaluate --tables {s3}/tables --split test --checkpoint {s3}/runs/one",
+        "evaluate --tables {here}/tables --split test --checkpoint {here}/runs/one",
+        "evaluate --tables {s3}/tables --checkpoint {s3}/runs/one --batch_inference {s3}/top --k 5",
+    )
     assert "continuing after epoch" in said
     assert file_info(f"{world.s3}/runs/.one.lock").type == fs.FileType.NotFound
     on_s3, on_disk = weights(f"{world.s3}/runs/one"), weights(f"{world.here}/runs/one")
     assert on_s3.keys() == on_disk.keys()
     for name, value in on_disk.items():
         torch.testing.assert_close(on_s3[name], value, rtol=1e-5, atol=1e-6)
-    measure = "evaluate --tables {s3}/tables --split test --checkpoint "
-    said = world.run(
-        f"{measure}{{s3}}/runs/one",
-        f"{measure}{{here}}/runs/one",
-        "evaluate --tables {s3}/tables --checkpoint {s3}/runs/one --batch_inference {s3}/top --k 5",
-    )
     rows = [line for line in said.splitlines() if line.lstrip().startswith(("recall", "ndcg"))]
     assert len(rows) == 4
     assert rows[:2] == rows[2:]
