@@ -5,8 +5,6 @@ Shapes: `B` rows, `L` positions, `D` width, `H` heads, `d` = D / H.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -18,8 +16,14 @@ class HSTULayer(nn.Module):
     `length` is the n of the paper, the largest number of positions; constant, so that no position's output
     depends on how many others are padded. `causal` hides later positions. `relative` adds a learned bias by
     distance (and by time where times are given). `ffn` is the inner width of a feed-forward block that HSTU
-    leaves out; 0 for none.
+    leaves out; 0 for none. As in the authors' code scores are not scaled by the width of a head, projections and
+    biases begin as N(0, 0.02), and the norms' eps is small beside what the division by n leaves.
     """
+
+    EPS = 1e-6
+    """Of the norms."""
+    STD = 0.02
+    """Standard deviation of what projections and biases begin as."""
 
     TIME_BUCKETS = 64
     """Buckets of log2(1 + seconds) between two positions."""
@@ -32,15 +36,19 @@ class HSTULayer(nn.Module):
         if width % heads:
             raise ValueError(f"width {width} is not a multiple of num_heads {heads}; change either")
         self.heads, self.length, self.causal, self.dropout = heads, length, causal, dropout
-        self.norm = nn.LayerNorm(width)
+        self.norm = nn.LayerNorm(width, eps=self.EPS)
         self.project = nn.Linear(width, 4 * width, bias=False)
-        self.mixed_norm = nn.LayerNorm(width)
+        self.mixed_norm = nn.LayerNorm(width, eps=self.EPS)
         self.out = nn.Linear(width, width)
+        nn.init.xavier_uniform_(self.out.weight)
         self.by_distance = nn.Parameter(torch.zeros(2 * length - 1)) if relative else None
         self.by_time = nn.Parameter(torch.zeros(self.TIME_BUCKETS)) if relative else None
         self.ffn = (
             nn.Sequential(nn.LayerNorm(width), nn.Linear(width, ffn), nn.ReLU(), nn.Linear(ffn, width)) if ffn else None
         )
+        for weight in (self.project.weight, self.by_distance, self.by_time):
+            if weight is not None:
+                nn.init.normal_(weight, std=self.STD)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, times: Tensor | None = None) -> Tensor:
         """(B, L, D). `mask` (B, L) is true where a position may be attended to; `times` (B, L) int64 ms."""
@@ -48,7 +56,7 @@ class HSTULayer(nn.Module):
         u, v, q, k = functional.silu(self.project(self.norm(x))).chunk(4, -1)
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))  # (B, H, L, d)
         v = v / self.length if mask is None else v * (mask[:, None, :, None] / self.length)
-        scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(2, 3)  # (B, H, L, L)
+        scores = q @ k.transpose(2, 3)  # (B, H, L, L)
         if self.by_distance is not None and self.by_time is not None:
             place = torch.arange(count, device=x.device)
             scores = scores + self.by_distance[place[:, None] - place + self.length - 1]

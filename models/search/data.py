@@ -85,6 +85,8 @@ class SearchCatalogue:
     """Hashes of the tables it comes from."""
     documents: DocumentTokens | None = None
     """What the encoder read; None for TF-IDF."""
+    unknown_when_ranking: tuple[str, ...] = ("position", "page")
+    """Features that a candidate has once it was shown; `models/search/position.py` keeps them from the ranking."""
 
     @staticmethod
     def hashes_of(tables: str, text: str | None) -> dict[str, str]:
@@ -126,9 +128,10 @@ class SearchCatalogue:
             if number
         }
         vectors.setdefault("queries", torch.zeros(0, vectors["items"].shape[1]))
-        vectors["pairs"] = vectors_of(pairs, "embedding", len(key), join(text, "pairs"))[order]
-        if len({matrix.shape[1] for matrix in vectors.values()}) > 1:
-            widths = ", ".join(f"{name} {matrix.shape[1]}" for name, matrix in vectors.items())
+        pair_vectors = vectors_of(pairs, "embedding", len(key), join(text, "pairs"))[order]
+        widths_of = {name: matrix.shape[1] for name, matrix in (*vectors.items(), ("pairs", pair_vectors))}
+        if len(set(widths_of.values())) > 1:
+            widths = ", ".join(f"{name} {width}" for name, width in widths_of.items())
             raise UserError(f"the text of {text} has several widths ({widths}); run jobs.encode again")
         joint = "joint" in pairs.column_names
         features = len(sequences.info["features"])
@@ -140,7 +143,9 @@ class SearchCatalogue:
             num_queries=queries,
             labels=tuple(sequences.info["labels"]),
             features=tuple(sequences.info["features"]),
-            **vectors,
+            queries=vectors["queries"],
+            items=vectors["items"],
+            pairs=pair_vectors,
             pair_keys=torch.from_numpy(key[order]),
             joint=vectors_of(pairs, "joint", len(key), join(text, "pairs"))[order] if joint else None,
             feature_mean=mean,

@@ -2,6 +2,9 @@
 
 sums = measure(model, batch)
 means(sums)["gauc"], means(sums)["purchase/gauc"]
+
+Candidates are ranked without the place where they were shown. What it would have added stands beside, under
+`with_position/`, of models whose training reads it.
 """
 
 from __future__ import annotations
@@ -14,14 +17,17 @@ from torch import Tensor
 from models import ranking_metrics
 from models.ranking_metrics import EXAMPLES, NAMES, ranking_means, ranking_sums
 
+WITH_POSITION = "with_position/"
+
 
 def measure(model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
     """Sums over the batch's requests. `model.score(batch)` gives logits (N, labels); `model.labels` their names."""
-    logits = model.score(batch).float()
     sums: dict[str, Any] = {EXAMPLES: torch.tensor(float(len(batch["request_row"])), dtype=torch.float64)}
-    for i, label in enumerate(model.labels):
-        prefix = f"{label}/" if i else ""
-        sums |= ranking_sums(logits[:, i], batch["labels"][:, i], batch["candidate_request"], prefix)
+    for beside in ("", WITH_POSITION) if model.shown_at.reads else ("",):
+        logits = model.score(batch, shown=bool(beside)).float()
+        for i, label in enumerate(model.labels):
+            prefix = f"{beside}{label}/" if i else beside
+            sums |= ranking_sums(logits[:, i], batch["labels"][:, i], batch["candidate_request"], prefix)
     return sums
 
 

@@ -8,6 +8,7 @@ Shapes: `R` requests, `N` candidates, `F` features, `K` labels, `G` groups, `E` 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch.nn import functional
 from models.layers.hstu import HSTULayer
 from models.search.data import NO_QUERY, SearchCatalogue
 from models.search.inputs import Scale, Text, feature_groups
+from models.search.position import Mode, Position
 from models.whole_batch import whole_mean
 
 Batch = dict[str, Tensor]
@@ -35,6 +37,11 @@ class RankerConfig:
     """Inner width of a task tower (Sec. 3.6 names no size)."""
     dropout: float = 0.1
     """Dropout in DNN, towers and encoder."""
+    position: Mode = "hidden"
+    """What training reads of where a result was shown: nothing, `dropout`: its features, but of a share of requests, or
+    `bias`: a term of its own in the logits. Evaluation, selection and serving never read it."""
+    position_dropout: float = 0.5
+    """Share of requests whose positions are hidden in training, of `dropout`."""
     group_attention: bool = False
     """HFG-Attention over groups of features (Sec. 3.6 of QGS)."""
     group_width: int = 16
@@ -59,8 +66,11 @@ class RankerConfig:
         for name in widths:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} is below 1; give a positive number")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout {self.dropout} is not in [0, 1); give a share")
+        for name in ("dropout", "position_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} is not in [0, 1); give a share")
+        if self.position not in get_args(Mode):
+            raise ValueError(f"position is '{self.position}', it must be one of {', '.join(get_args(Mode))}")
         if self.group_width % self.group_heads:
             raise ValueError(
                 f"group_width {self.group_width} is not a multiple of group_heads {self.group_heads}; change either"
@@ -99,6 +109,13 @@ class Ranker(nn.Module):
         self.labels = catalogue.labels
         self.text = Text(catalogue, config.text_width)
         self.scale = Scale(catalogue)
+        self.shown_at = Position(
+            config.position,
+            config.position_dropout,
+            catalogue.features,
+            catalogue.unknown_when_ranking,
+            len(self.labels),
+        )
         raw = len(catalogue.features) + 2 * config.text_width
         self.dnn = nn.Sequential(
             nn.Linear(raw, config.dnn_width), nn.ReLU(), nn.Dropout(config.dropout),
@@ -129,11 +146,16 @@ class Ranker(nn.Module):
             for _ in self.labels
         )  # fmt: skip
 
-    def rank(self, batch: Batch, sequence: Tensor | None = None) -> Tensor:
-        """(N, K) logits from the candidates and, where there is one, `sequence` (N, width): h_seq of each."""
+    def rank(self, batch: Batch, sequence: Tensor | None = None, shown: bool = False) -> Tensor:
+        """(N, K) logits from the candidates and, where there is one, `sequence` (N, width): h_seq of each.
+
+        With `shown` the places where they were shown are read too, as far as `position` has it.
+        """
         self.text.take_pairs(batch)
-        query = batch["request_query"][batch["candidate_request"]]  # (N,)
-        features = self.scale(batch["features"])
+        request = batch["candidate_request"]
+        query = batch["request_query"][request]  # (N,)
+        scaled = self.scale(batch["features"])
+        features = self.shown_at.hide(scaled, request, shown)
         document, query_embedding = self.text.pair(batch["candidate"], query), self.text.query(query)  # (N, E)
         shared = self.dnn(torch.cat([features, query_embedding, document], 1))
         parts = [document, shared]
@@ -143,15 +165,15 @@ class Ranker(nn.Module):
             group_mask[:, -2] = query != NO_QUERY
             parts.insert(0, self.groups(groups, group_mask, shared))
         fused = self.norm(torch.cat(parts if sequence is None else [*parts, sequence], 1))
-        return torch.cat([tower(fused) for tower in self.towers], 1)
+        return torch.cat([tower(fused) for tower in self.towers], 1) + self.shown_at.term(scaled, shown)
 
-    def score(self, batch: Batch) -> Tensor:
+    def score(self, batch: Batch, shown: bool = False) -> Tensor:
         """(N, K) logits of every label for every candidate."""
-        return self.rank(batch)
+        return self.rank(batch, shown=shown)
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """The ranking loss: per label the mean binary cross-entropy over candidates, summed over labels."""
-        return {"loss": self.ranking_loss(self.score(batch), batch)}
+        return {"loss": self.ranking_loss(self.score(batch, shown=True), batch)}
 
     def ranking_loss(self, logits: Tensor, batch: Batch) -> Tensor:
         labels = batch["labels"].float()

@@ -150,27 +150,29 @@ class SequenceRanker(Ranker):
         query_embedding = self.text.seen(item, query) if joint else self.text.query(query)
         return self.head(torch.cat([states, query_embedding], -1))
 
-    def rank_after(self, past: Tensor, batch: Batch) -> Tensor:
+    def rank_after(self, past: Tensor, batch: Batch, shown: bool = False) -> Tensor:
         """(N, K) logits, where `past` (R, D) is the state before each request."""
         owner = batch["candidate_request"]
         if self.config.query_condition == "joint":  # another one for each candidate
-            return self.rank(batch, self.predict_head(past[owner], batch["candidate"], batch["request_query"][owner]))
-        return self.rank(batch, self.predict_head(past, batch["request_row"], batch["request_query"])[owner])
+            sequence = self.predict_head(past[owner], batch["candidate"], batch["request_query"][owner])
+        else:
+            sequence = self.predict_head(past, batch["request_row"], batch["request_query"])[owner]
+        return self.rank(batch, sequence, shown)
 
     def past(self, states: Tensor, batch: Batch) -> Tensor:
         """(R, D): the state after the last behaviour before each request."""
         end = batch["request_end"]
         return torch.where((end > 0)[:, None], states[batch["request_row"], (end - 1).clamp(min=0)], self.start)
 
-    def score(self, batch: Batch) -> Tensor:
+    def score(self, batch: Batch, shown: bool = False) -> Tensor:
         """(N, K) logits, from one encoder pass per row."""
-        return self.rank_after(self.past(self.states(batch, self.history_tokens(batch)), batch), batch)
+        return self.rank_after(self.past(self.states(batch, self.history_tokens(batch)), batch), batch, shown)
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """`loss`: ranking loss plus `infonce_weight` times the loss of the next item, and both apart."""
         tokens = self.history_tokens(batch)
         states = self.states(batch, tokens)
-        ranking = self.ranking_loss(self.rank_after(self.past(states, batch), batch), batch)
+        ranking = self.ranking_loss(self.rank_after(self.past(states, batch), batch, shown=True), batch)
         if not self.config.infonce_weight:
             return {"loss": ranking}
         next_item = self.next_item_loss(states, tokens, batch)

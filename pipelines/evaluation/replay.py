@@ -14,8 +14,8 @@ often. So with w = theta_new / theta_logged of each result and c its click,
 
 Each is unbiased under that model with the true theta. The places of a request are the positions that it was logged
 with; a result below the page has theta 0, and equal scores share the mean theta of their places. Models do not see
-the logged position and page: each result has their mean over training, as what is served has none before the model
-has ranked it. What biases the estimates: theta is taken, where none is given, as the click rate by position
+the logged position (`models/search/position.py`). What biases the estimates: theta is taken, where none is given, as
+the click rate by position
 in the training split, which is right where the log's order says nothing of the results (simulated logs), and too
 steep where the logging ranker put better ones first (results moved up then look better than they are); a click is
 never seen on what was not shown; results influence each other (where every search has just one click, a ratio can
@@ -49,9 +49,6 @@ from models.shares import runs, starts
 from models.tables import UserError, iter_parts, join, sequences_manifest
 
 Floats = NDArray[np.float64]
-
-LOGGED = ("position", "page")
-"""Features that tell where a result was shown."""
 
 DWELL = "label_dwell_ms"
 """Column of behaviours that dwell per page needs."""
@@ -301,12 +298,9 @@ def scores_of(
     )  # fmt: skip
     scores = np.full(len(log.position), np.nan)
     first = starts(log.counts)
-    logged = [place for place, feature in enumerate(catalogue.features) if feature in LOGGED]
-    mean = scorer.scale.mean.cpu()
     with torch.no_grad():
         for rows in examples.batches(batch_size):
             batch = examples.collate(rows)
-            batch["features"][:, logged] = mean[logged]
             found = check_finite(scorer.score(to_device(batch, device))[:, 0]).double().cpu().numpy()
             place = np.searchsorted(log.request, batch["request"].numpy())
             scores[runs(first[place], log.counts[place])] = found

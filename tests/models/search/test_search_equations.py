@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from models import text_encoder
 from models.layers.hstu import HSTULayer
-from models.search.encoders import CausalBert, LinearHSTU, LinearHSTULayer, copy_pretrained, pretrained_sizes
+from models.search.encoders import HSTU, CausalBert, LinearHSTU, LinearHSTULayer, copy_pretrained, pretrained_sizes
 from models.search.inputs import feature_groups
 from models.search.objective import info_nce, masked_logits
 from models.search.ranker import HFGAttention
@@ -127,9 +127,20 @@ def test_hstu_attention_is_its_loop():
             seconds = (int(times[0, t]) - int(times[0, s])) / 1000
             bias = layer.by_distance[t - s + 9] + layer.by_time[int(math.log2(1 + seconds))]
             for h in (slice(0, 3), slice(3, 6)):
-                mixed[t, h] += functional.silu(q[t, h] @ k[s, h] / math.sqrt(3) + bias) / 10 * v[s, h]
+                mixed[t, h] += functional.silu(q[t, h] @ k[s, h] + bias) / 10 * v[s, h]
     want = x[0] + layer.out(layer.mixed_norm(mixed) * u)
     assert torch.allclose(layer(x, times=times)[0], want, atol=1e-5)
+
+
+def test_a_deep_hstu_moves_with_its_history():
+    """The division by the longest length leaves values far below 1, which norms with a large eps would not see."""
+    torch.manual_seed(0)
+    encoder = HSTU(256, 12, 4, 100).eval()
+    x = torch.randn(8, 10, 256)  # a history of 10 where 100 fit
+    other = torch.cat([torch.randn(8, 9, 256), x[:, 9:]], 1)
+    with torch.no_grad():
+        state, changed = encoder(x)[:, -1], encoder(other)[:, -1]
+    assert (changed - state).norm() / state.norm() > 0.3  # 0.15 with PyTorch's eps
 
 
 def test_group_attention_is_its_equations_and_stops_the_gradient_of_its_context():

@@ -1,0 +1,142 @@
+"""Where a result was shown is read in training alone, as `position` has it, and never when results are ranked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from test_search_models import VARIANTS, changed, make
+
+from models.ranking_metrics import ranking_means, ranking_sums
+from models.search import metrics
+from models.search.base import Base, BaseConfig
+from models.search.data import SearchCatalogue, SearchExamples
+from models.search.position import Position
+from models.tables import join
+
+
+@pytest.fixture(scope="module")
+def catalogue(search):
+    return SearchCatalogue.load(*search)
+
+
+@pytest.fixture
+def batch(search):
+    return SearchExamples.load(join(search[0], "sequences"), "train", max_history=8).collate(np.arange(9))
+
+
+def places(catalogue: SearchCatalogue) -> list[int]:
+    """Of the features that say where a result was shown."""
+    return [place for place, name in enumerate(catalogue.features) if name in catalogue.unknown_when_ranking]
+
+
+def elsewhere(catalogue: SearchCatalogue, batch: dict) -> dict:
+    """The same results, shown at other places."""
+    features = batch["features"].clone()
+    for place in places(catalogue):
+        features[:, place] += torch.rand(len(features)) * 3
+    return changed(batch, features=features)
+
+
+@pytest.mark.parametrize("mode", ["hidden", "dropout", "bias"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_score_does_not_know_where_a_result_was_shown(name, mode, catalogue, batch):
+    model = make(name, catalogue, position=mode)
+    moved = elsewhere(catalogue, batch)
+    with torch.no_grad():
+        assert torch.equal(model.score(batch), model.score(moved))
+        told, told_moved = model.score(batch, shown=True), model.score(moved, shown=True)
+    assert torch.equal(told, told_moved) == (mode == "hidden")
+
+
+@pytest.mark.parametrize("mode", ["hidden", "dropout", "bias"])
+def test_training_reads_it_as_the_mode_says(mode, catalogue, batch):
+    model = make("qgs", catalogue, position=mode, infonce_weight=0.0)
+    losses = [float(model(of)["loss"]) for of in (batch, elsewhere(catalogue, batch))]
+    assert (losses[0] == losses[1]) == (mode == "hidden")
+
+
+def test_the_bias_is_a_term_of_the_place_alone_and_0_at_the_mean(catalogue, batch):
+    model = make("base", catalogue, position="bias")
+    other = changed(batch, candidate=batch["candidate"].flip(0))
+    with torch.no_grad():
+        for of in (batch, other):
+            term = model.score(of, shown=True) - model.score(of)
+            torch.testing.assert_close(term, model.shown_at.term(model.scale(batch["features"]), True))
+        features = batch["features"].clone()
+        features[:, places(catalogue)] = model.scale.mean[places(catalogue)]
+        at_mean = changed(batch, features=features)
+        torch.testing.assert_close(model.score(at_mean, shown=True), model.score(at_mean))
+
+
+def test_dropout_hides_the_places_of_whole_requests():
+    torch.manual_seed(0)
+    module = Position("dropout", 0.3, ("price", "position", "page"), ("position", "page"), 1).train()
+    features, request = torch.rand(9000, 3) + 1, torch.arange(3000).repeat_interleave(3)
+    read = module.hide(features, request, shown=True)
+    assert torch.equal(read[:, 0], features[:, 0])
+    hidden = (read[:, 1:] == 0).view(3000, 6)
+    assert torch.equal(hidden.any(1), hidden.all(1))
+    assert hidden.all(1).float().mean() == pytest.approx(0.3, abs=0.03)
+    assert torch.equal(module.eval().hide(features, request, shown=True), features)
+    assert not module.train().hide(features, request, shown=False)[:, 1:].any()
+
+
+def test_a_log_without_places_has_nothing_to_hide(catalogue, batch):
+    without = replace(catalogue, unknown_when_ranking=("rank_in_feed",))
+    for mode in ("hidden", "dropout", "bias"):
+        model = make("base", without, position=mode)
+        assert not model.shown_at.reads
+        assert torch.equal(model.score(batch), model.score(batch, shown=True))
+
+
+def test_what_the_place_would_have_added_stands_beside(catalogue, batch):
+    for mode in ("hidden", "dropout", "bias"):
+        model = make("base", catalogue, position=mode)
+        found = metrics.means(metrics.measure(model, batch))
+        beside = {name.removeprefix("with_position/") for name in found if name.startswith("with_position/")}
+        assert beside == (set() if mode == "hidden" else {name for name in found if "with_position" not in name})
+        logits = model.score(batch, shown=True)[:, 0]
+        sums = ranking_sums(logits, batch["labels"][:, 0], batch["candidate_request"])
+        if beside:
+            assert found["with_position/auc"] == ranking_means(sums)["auc"]
+            assert found["with_position/auc"] != found["auc"]
+
+
+def test_a_bias_keeps_the_logged_order_out_of_the_ranking(catalogue):
+    """Results stand in the order of a feature that users do not care for; they click what they like, if they look."""
+    generator = torch.Generator().manual_seed(1)
+    requests, shown = 3000, 6
+    useless, liked = torch.rand(2, requests, shown, generator=generator)
+    place = useless.argsort(1, descending=True).argsort(1)
+    chance = torch.sigmoid(4 * liked - 2) / (1 + place)
+    click = torch.rand(requests, shown, generator=generator) < chance
+    features = torch.zeros(requests * shown, len(catalogue.features))
+    names = list(catalogue.features)
+    columns = {"position": torch.log1p(place.float()), names[0]: useless, names[1]: liked}
+    for name, values in columns.items():
+        features[:, names.index(name)] = values.flatten()
+    mean, std = features.mean(0), features.std(0)
+    made = replace(catalogue, feature_mean=mean, feature_std=torch.where(std > 0, std, 1.0), labels=("click",))
+    batch = {
+        "request_row": torch.zeros(requests, dtype=torch.long),
+        "candidate": torch.zeros(requests * shown, dtype=torch.long),
+        "candidate_request": torch.arange(requests).repeat_interleave(shown),
+        "request_query": torch.full((requests,), -1), "features": features, "labels": click.view(-1, 1),
+    }  # fmt: skip
+    likes = {}
+    for mode in ("hidden", "bias"):
+        torch.manual_seed(2)
+        config = BaseConfig(**VARIANTS["base"][2], position=mode)  # type: ignore[arg-type]
+        model = Base(config, made)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        for _ in range(150):
+            optimizer.zero_grad()
+            model(batch)["loss"].backward()
+            optimizer.step()
+        with torch.no_grad():
+            logits = model.eval().score(batch)[:, 0]
+        likes[mode] = float(torch.corrcoef(torch.stack([logits, liked.flatten()]))[0, 1])
+    assert likes["bias"] > 0.95 > likes["hidden"]
