@@ -4,9 +4,10 @@
 
 Prints Recall@K and NDCG@K with the numbers of requests and users, or AUC, GAUC and log loss of a model that scores
 candidates; writes them beside the checkpoint and into the MLflow run of the training. --item_shift adds those of
-requests whose target is a new item, --replay true estimates of online metrics of a search model. With
---batch_inference FOLDER it writes the top K items of all users to a table instead; with --export FILE.pt2 a student as
-one program; with --diagnose FOLDER what there is to see inside of a model with semantic IDs.
+requests whose target is a new item, --replay true estimates of online metrics of a search model, --importance true
+what a model that ranks candidates makes of each of its inputs. With --batch_inference FOLDER it writes the top K items
+of all users to a table instead; with --export FILE.pt2 a student as one program; with --diagnose FOLDER what there is
+to see inside of a model with semantic IDs.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass
 from typing import Any, Literal, get_type_hints
 
 from jobs import cli
-from models import registry
+from models import checkpoint, registry
 from models.tables import reach
-from pipelines.data.tables import check_can_write, check_place
+from pipelines.data.tables import check_can_write, check_place, write_file
 from pipelines.evaluation.ranking import Result, device_of, evaluate, find_checkpoint, record
 from pipelines.training.run import absolute
 
@@ -69,6 +70,11 @@ class Options:
     """Checkpoint or run that lifts of the replay are over; by default the order in which the log showed results."""
     replay_propensities: list[float] = field(default_factory=list)
     """Chance that a user looks at each position, from the first; by default the click rates by position in training."""
+    importance: bool = False
+    """Models that rank candidates: also measure what is lost where history, text or a group of features comes from
+    another request (`pipelines/evaluation/importance.py`)."""
+    importance_repeats: int = 5
+    """How often each input is exchanged at random."""
     batch_size: int = 256
     """Requests per batch."""
     shards: int = 1
@@ -81,13 +87,19 @@ class Options:
     """Replace the table of --batch_inference."""
 
     def __post_init__(self) -> None:
-        for name in ("k", "batch_size", "shards", "replay_page"):
+        for name in ("k", "batch_size", "shards", "replay_page", "importance_repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, the least is 1; give a positive number")
         if (self.replay_base or self.replay_propensities or self.replay_page != 10) and not self.replay:
             raise ValueError("options of the replay are given without it; add --replay true")
+        if self.importance_repeats != 5 and not self.importance:
+            raise ValueError("importance_repeats is given without importance; add --importance true")
         if self.replay and (self.batch_inference or self.export):
             raise ValueError("replay is true, but batch_inference and export measure nothing; run jobs.evaluate twice")
+        if self.importance and (self.batch_inference or self.export):
+            raise ValueError(
+                "importance is true, but batch_inference and export measure nothing; run jobs.evaluate twice"
+            )
         if self.item_shift and self.batch_inference:
             raise ValueError("item_shift is true, but batch_inference measures nothing; run jobs.evaluate twice")
         if self.export:
@@ -97,7 +109,8 @@ class Options:
                     f"{given[0]} is given with export, which keeps to the checkpoint's own options and measures "
                     f"nothing; leave it out"
                 )
-        others = [name for name in ("export", "batch_inference", "replay", "item_shift") if getattr(self, name)]
+        alone = ("export", "batch_inference", "replay", "importance", "item_shift")
+        others = [name for name in alone if getattr(self, name)]
         if self.diagnose and others:
             raise ValueError(f"{others[0]} is given with diagnose, which does nothing else; run jobs.evaluate twice")
         if self.text and self.batch_inference:
@@ -157,6 +170,20 @@ def replay_of(config: Options, result: Result) -> list[str]:
     return found.lines()
 
 
+def importance_of(config: Options, result: Result) -> list[str]:
+    """Exchanges inputs and adds what was lost to the metrics; the lines to print."""
+    from pipelines.evaluation.importance import importance
+
+    found = importance(
+        result.checkpoint, config.tables, config.text, split=config.split, repeats=config.importance_repeats,
+        batch_size=config.batch_size, device=config.device,
+    )  # fmt: skip
+    result.metrics |= found.metrics()
+    place = f"{result.checkpoint}/importance-{config.split}.png"
+    write_file(place, found.draw())
+    return [*found.lines(), f"    plot  {place}"]
+
+
 def asked(result: Result) -> str:
     """How many requests were ranked, and whose they are; where a user's candidates are one request, users alone."""
     users = f"{result.users:,} users"
@@ -208,6 +235,10 @@ def run(config: Options) -> Result | None:
         print(f"Recommendations of {manifest.info['model']}: top {config.k} of {manifest.rows:,} users {what}.")
         print(f"  table       {config.batch_inference}: user_id, item_id (best first), score")
         return None
+    if config.importance:
+        from pipelines.evaluation.importance import check_has_inputs
+
+        check_has_inputs(checkpoint.read(find_checkpoint(config.checkpoint)).name)
     remote = bool(os.environ.get("RAY_ADDRESS"))  # a cluster's GPUs are not where its jobs' drivers run
     if config.shards > 1 or remote:
         cli.start_ray()
@@ -216,10 +247,11 @@ def run(config: Options) -> Result | None:
         shards=config.shards, device=config.device, options=options, item_shift=config.item_shift,
         remote=remote,
     )  # fmt: skip
-    replayed = replay_of(config, result) if config.replay else []
+    more = replay_of(config, result) if config.replay else []
+    more += importance_of(config, result) if config.importance else []
     entry = registry.find(result.model)
     print(f"{result.model} on {result.split}: {asked(result)}, seed {result.seed}")
-    for line in [*entry.measured.summary(result.metrics), *replayed, *item_shift_lines(result.metrics)]:
+    for line in [*entry.measured.summary(result.metrics), *more, *item_shift_lines(result.metrics)]:
         print(line)
     if entry.recommends:
         left_out = f"{result.skipped:,} requests without history left out"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from models.actions import metrics as actions_metrics
+from models.actions import shuffled as actions_shuffled
 from models.actions.base import ActionsModel
 from models.actions.batch import ActionsCatalogue
 from models.actions.data import ActionsExamples
@@ -20,8 +21,10 @@ from models.fit import Sums
 from models.retrieval import metrics as retrieval_metrics
 from models.retrieval.data import Catalogue, Examples
 from models.search import metrics as search_metrics
+from models.search import shuffled as search_shuffled
 from models.search.data import SearchCatalogue, SearchExamples
 from models.shares import Sharded
+from models.shuffles import Shuffle
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,8 @@ class Family:
     where the model holds all."""
     parts: Callable[[Any], dict[str, int]] | None = None
     """Learned numbers of a model by part, where a training says them."""
+    shuffles: Callable[[Any, Any], dict[str, Shuffle]] | None = None
+    """`shuffles(model, catalogue)`: by name, what the model ranks candidates by, and how rows exchange it."""
     served: bool = False
     """Whether every training logs its model to MLflow; those of others are logged when they are registered."""
 
@@ -100,6 +105,7 @@ SEARCH = Family(
         shown=("gauc", "auc"),
     ),
     ranks="candidates", extra=TEXT, accompany=SearchCatalogue.leave_pairs_to,
+    shuffles=search_shuffled.shuffles,
 )  # fmt: skip
 ACTIONS = Family(
     "actions", ActionsCatalogue.load, ActionsCatalogue.hashes_of, ActionsExamples,
@@ -108,4 +114,5 @@ ACTIONS = Family(
         shown=("eval_loss", "mean/normalised_entropy", "mean/auc"),
     ),
     ranks="candidates", eval_unit="user", parts=ActionsModel.parameter_counts,
+    shuffles=actions_shuffled.shuffles,
 )  # fmt: skip

@@ -1,0 +1,136 @@
+"""Permutation importance: what a model loses where one of its inputs comes from another request.
+
+    python -m jobs.evaluate --checkpoint runs/qgs --tables TABLES --text TEXT --importance true
+
+An input is the history, text, or a group of features (the family's `shuffles`). Its values are exchanged at random
+between the requests or candidates of a batch, and the metric that chose the checkpoint is measured again. The loss says
+what the model makes of the input, not what the input could give: two inputs that say the same share their importance.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import statistics
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models import checkpoint, registry
+from models.setup import load_catalogue, score
+from models.shuffles import Shuffle
+from models.tables import UserError, join
+from pipelines.comparison.run_plots import COLOURS, new_figure
+from pipelines.evaluation.ranking import device_of, find_checkpoint
+from pipelines.training.run import absolute
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What one input is worth."""
+
+    mean: float
+    """The metric less what is left of it where the input is exchanged, mean over the repeats."""
+    deviation: float
+    """Standard deviation over the repeats."""
+
+
+@dataclass(frozen=True)
+class Importance:
+    """What was found."""
+
+    metric: str
+    """What was measured: the metric by which the training chose its checkpoint."""
+    value: float
+    """It, with all inputs as they are."""
+    repeats: int
+    """Random exchanges of each input."""
+    losses: dict[str, Loss]
+    """By input, the most important one first."""
+
+    def metrics(self) -> dict[str, float]:
+        """For MLflow and the evaluation's file."""
+        found: dict[str, float] = {}
+        for name, loss in self.losses.items():
+            key = f"importance/{name.replace(': ', '_')}"
+            found |= {key: loss.mean, f"{key}_sd": loss.deviation}
+        return found
+
+    def lines(self) -> list[str]:
+        """As it is printed."""
+        lines = [
+            f"  importance: loss of {self.metric} ({self.value:.4f}) where an input comes from another row, "
+            f"{self.repeats} times each"
+        ]
+        width = max(map(len, self.losses))
+        lines += [f"    {name:<{width}}  {x.mean:+.4f} ± {x.deviation:.4f}" for name, x in self.losses.items()]
+        return lines
+
+    def draw(self) -> bytes:
+        """The plot, as PNG: a bar per input, with its deviation."""
+        names, losses = list(self.losses), list(self.losses.values())
+        figure, (axes,) = new_figure(1, width=6.4, height=0.9 + 0.32 * len(names))
+        spread = [loss.deviation for loss in losses]
+        axes.barh(range(len(names)), [loss.mean for loss in losses], xerr=spread, color=COLOURS[0], height=0.6)
+        axes.set_yticks(range(len(names)), names)
+        axes.invert_yaxis()
+        axes.axvline(0, color=COLOURS[6], lw=0.8)
+        axes.set_xlabel(f"loss of {self.metric} (of {self.value:.4f})")
+        axes.grid(axis="x", alpha=0.15)
+        content = io.BytesIO()
+        figure.savefig(content, dpi=120)
+        return content.getvalue()
+
+
+def check_has_inputs(name: str) -> None:
+    """UserError for a model whose family does not say what its inputs are."""
+    if registry.find(name).family.shuffles is None:
+        raise UserError(f"--importance asks what ranks candidates, and the model '{name}' ranks none; leave it out")
+
+
+def importance(
+    uri: str, tables: str, extra: str | None, *, split: str = "test", repeats: int = 5, batch_size: int = 256,
+    device: str = "auto", seed: int = 0,
+) -> Importance:  # fmt: skip
+    """Measures the checkpoint at `uri` on the split, once as it is and `repeats` times per input without it."""
+    uri, tables, extra = find_checkpoint(uri), absolute(tables), absolute(extra) if extra else None
+    about = checkpoint.read(uri)
+    check_has_inputs(about.name)
+    entry = registry.find(about.name)
+    catalogue = load_catalogue(entry, about.name, tables, extra)
+    loaded, _ = registry.load(uri, catalogue)
+    where = device_of(device)
+    model: Any = loaded.to(where)
+    history = registry.config_from_dict(about.model).max_history
+    examples = entry.family.examples.load(
+        join(tables, "sequences"), split, unit=entry.family.eval_unit, max_history=history
+    )  # fmt: skip
+    metric = about.fit.get("metric") or entry.family.measured.shown[0]
+
+    def measured(shuffle: Shuffle, seed: int) -> float:
+        generator = torch.Generator().manual_seed(seed)
+        family = replace(entry.measured, measure=partial(with_other, entry.measured.measure, shuffle, generator))
+        return family.means(score(model, family, examples, batch_size=batch_size, device=where)[0])[metric]
+
+    value = measured(lambda model, batch, generator: nullcontext(batch), seed)
+    if math.isnan(value):
+        raise UserError(f"{metric} is not defined on the split '{split}'; choose another --split")
+    assert entry.family.shuffles, "check_has_inputs refuses it"
+    losses = {}
+    for name, shuffle in entry.family.shuffles(model, catalogue).items():
+        lost = [value - measured(shuffle, seed + number) for number in range(repeats)]
+        losses[name] = Loss(statistics.fmean(lost), statistics.stdev(lost) if repeats > 1 else 0.0)
+    ordered = sorted(losses.items(), key=lambda pair: -pair[1].mean)
+    return Importance(metric, value, repeats, dict(ordered))
+
+
+def with_other(
+    measure: Any, shuffle: Shuffle, generator: torch.Generator, model: Any, batch: dict[str, Tensor]
+) -> dict[str, Any]:
+    """What `measure` finds where the input comes from another row."""
+    with shuffle(model, batch, generator) as exchanged:
+        return dict(measure(model, exchanged))
