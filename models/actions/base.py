@@ -17,16 +17,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from models.actions.batch import ActionsCatalogue, Batch, visible
+from models.label_loss import LabelOptions, counted, label_loss, mask_places, weights_of
 from models.layers.causal_attention import CausalBlock, Layout
 from models.layers.mmoe import MMoE
-from models.whole_batch import whole_mean
 
 
 @dataclass
-class ActionsConfig:
+class ActionsConfig(LabelOptions):
     """Sizes that all models of the family share."""
 
     max_history: int = 1024
@@ -49,6 +48,7 @@ class ActionsConfig:
     """Dropout in blocks and head."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         sizes = "max_history width num_layers num_heads ffn experts expert_width tower_width"
         for name in sizes.split():
             if getattr(self, name) < 1:
@@ -123,6 +123,8 @@ class ActionsModel(nn.Module):
     def __init__(self, config: ActionsConfig, catalogue: ActionsCatalogue) -> None:
         super().__init__()
         self.config, self.labels, self.train_rates = config, catalogue.labels, catalogue.train_rates
+        self.weights = weights_of(self.labels, config.label_weights)
+        self.masks = mask_places(self.labels, config.label_masks)
         self.items = ItemNetwork(catalogue, config.width)
         self.actions = projection(len(catalogue.actions), config.width)
         self.features = LateFeatures(catalogue)
@@ -173,9 +175,10 @@ class ActionsModel(nn.Module):
         if history:
             there = torch.cat([batch["learn"], there], 1)
         logits, label = self.logits(batch, history=history)[there], joined(batch, "label", history)[there]
-        loss = functional.binary_cross_entropy_with_logits(logits.float(), label.float(), reduction="sum")
+        masked = any(mask is not None for mask in self.masks)
+        loss = label_loss(logits, label, self.weights, counted(label, self.masks) if masked else None)
         events = torch.cat([batch["valid"], batch["candidate_valid"]], 1)
-        return {"loss": whole_mean(loss / max(1, len(label)), len(label)), "padding": 1 - events.float().mean()}
+        return {"loss": loss, "padding": 1 - events.float().mean()}
 
     def parameter_counts(self) -> dict[str, int]:
         """Learned numbers by part: items, actions, head, and what the fusion consists of; and `total`."""

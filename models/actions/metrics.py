@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from models import ranking_metrics
+from models.label_loss import counted
 from models.ranking_metrics import EXAMPLES, NAMES, ranking_means, ranking_sums
 
 AVERAGED = ("normalised_entropy", "normalised_entropy_train", "auc", "gauc")
@@ -34,12 +35,14 @@ def measure(model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
     `model.train_rates` their shares of positives in training, or nothing."""
     logits, valid = model.score(batch).float(), batch["candidate_valid"]
     label = batch["candidate_label"][valid]
+    there = counted(label, model.masks)
     user = torch.arange(len(valid), device=valid.device)[:, None].expand_as(valid)[valid]
     sums: dict[str, Any] = {EXAMPLES: torch.tensor(float(len(valid)), dtype=torch.float64)}
     for i, name in enumerate(model.labels):
-        sums |= ranking_sums(logits[:, i], label[:, i], user, f"{name}/")
-        if model.train_rates:
-            sums[f"{name}/constant_loss"] = constant_loss(label[:, i].double(), model.train_rates[i])
+        mine = there[:, i]
+        sums |= ranking_sums(logits[mine, i], label[mine, i], user[mine], f"{name}/")
+        if model.train_rates and model.masks[i] is None:  # of what is masked the rate is another
+            sums[f"{name}/constant_loss"] = constant_loss(label[mine, i].double(), model.train_rates[i])
     return sums
 
 

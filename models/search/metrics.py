@@ -4,7 +4,7 @@ sums = measure(model, batch)
 means(sums)["gauc"], means(sums)["purchase/gauc"]
 
 Candidates are ranked without the place where they were shown. What it would have added stands beside, under
-`with_position/`, of models whose training reads it.
+`with_position/`, of models whose training reads it. A label with a mask is measured where the mask is true.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from models import ranking_metrics
+from models.label_loss import counted
 from models.ranking_metrics import EXAMPLES, NAMES, ranking_means, ranking_sums
 
 WITH_POSITION = "with_position/"
@@ -23,11 +24,13 @@ WITH_POSITION = "with_position/"
 def measure(model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
     """Sums over the batch's requests. `model.score(batch)` gives logits (N, labels); `model.labels` their names."""
     sums: dict[str, Any] = {EXAMPLES: torch.tensor(float(len(batch["request_row"])), dtype=torch.float64)}
+    there = counted(batch["labels"], model.masks)
     for beside in ("", WITH_POSITION) if model.shown_at.reads else ("",):
         logits = model.score(batch, shown=bool(beside)).float()
         for i, label in enumerate(model.labels):
             prefix = f"{beside}{label}/" if i else beside
-            sums |= ranking_sums(logits[:, i], batch["labels"][:, i], batch["candidate_request"], prefix)
+            mine = there[:, i]
+            sums |= ranking_sums(logits[mine, i], batch["labels"][mine, i], batch["candidate_request"][mine], prefix)
     return sums
 
 

@@ -7,6 +7,7 @@ Shapes: `R` requests, `N` candidates, `F` features, `K` labels, `G` groups, `E` 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import get_args
 
@@ -14,17 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from models.label_loss import LabelOptions, counted, label_loss, mask_places, weights_of
 from models.layers.hstu import HSTULayer
 from models.search.data import NO_QUERY, SearchCatalogue
 from models.search.inputs import Scale, Text, feature_groups
 from models.search.position import Mode, Position
-from models.whole_batch import whole_mean
 
 Batch = dict[str, Tensor]
 
 
 @dataclass
-class RankerConfig:
+class RankerConfig(LabelOptions):
     """Sizes that all search models share."""
 
     max_history: int = 100
@@ -42,6 +43,9 @@ class RankerConfig:
     `bias`: a term of its own in the logits. Evaluation, selection and serving never read it."""
     position_dropout: float = 0.5
     """Share of requests whose positions are hidden in training, of `dropout`."""
+    negative_rate: float = 1.0
+    """Share of the results without a label that a label is learned from; its logits are corrected for it by log(rate),
+    so that chances stay those of all results. Those without any label are not computed."""
     group_attention: bool = False
     """HFG-Attention over groups of features (Sec. 3.6 of QGS)."""
     group_width: int = 16
@@ -62,6 +66,9 @@ class RankerConfig:
         return False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.negative_rate <= 1:
+            raise ValueError(f"negative_rate {self.negative_rate} is not in (0, 1]; give a share, 1 for all")
         widths = ("max_history", "text_width", "dnn_width", "tower_width", "group_width", "group_heads", "group_output")
         for name in widths:
             if getattr(self, name) < 1:
@@ -107,6 +114,8 @@ class Ranker(nn.Module):
         super().__init__()
         self.config = config
         self.labels = catalogue.labels
+        self.weights = weights_of(self.labels, config.label_weights)
+        self.masks = mask_places(self.labels, config.label_masks)
         self.text = Text(catalogue, config.text_width)
         self.scale = Scale(catalogue)
         self.shown_at = Position(
@@ -169,14 +178,26 @@ class Ranker(nn.Module):
 
     def score(self, batch: Batch, shown: bool = False) -> Tensor:
         """(N, K) logits of every label for every candidate."""
-        return self.rank(batch, shown=shown)
+        return self.corrected(self.rank(batch, shown=shown))
+
+    def corrected(self, logits: Tensor) -> Tensor:
+        """Logits of all results, where training has seen a share of those without the label: the odds are higher by
+        1 / rate there."""
+        return logits + math.log(self.config.negative_rate)
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """The ranking loss: per label the mean binary cross-entropy over candidates, summed over labels."""
-        return {"loss": self.ranking_loss(self.score(batch, shown=True), batch)}
+        batch, there = self.sampled(batch)
+        return {"loss": label_loss(self.rank(batch, shown=True), batch["labels"], self.weights, there)}
 
-    def ranking_loss(self, logits: Tensor, batch: Batch) -> Tensor:
-        labels = batch["labels"].float()
-        total = functional.binary_cross_entropy_with_logits(logits.float(), labels, reduction="sum")
-        mean = total / max(1, len(logits))  # 0 for searches that showed nothing
-        return whole_mean(mean, len(logits))
+    def sampled(self, batch: Batch) -> tuple[Batch, Tensor | None]:
+        """The batch with the candidates that are learned from, and (N, K) for which labels; None for all."""
+        rate = self.config.negative_rate
+        if rate == 1 and not any(mask is not None for mask in self.masks):
+            return batch, None
+        labels = batch["labels"]
+        drawn = torch.rand(len(labels), 1, device=labels.device) < rate
+        there = counted(labels, self.masks) & ((labels > 0) | drawn)  # one draw for all labels of a result
+        kept = there.any(1)
+        names = ("candidate", "candidate_request", "candidate_position", "features", "labels")
+        return {**batch, **{name: batch[name][kept] for name in names if name in batch}}, there[kept]

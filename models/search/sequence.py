@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from models.label_loss import label_loss
 from models.search.data import SearchCatalogue
 from models.search.encoders import HSTU, CausalBert, LinearHSTU, copy_pretrained, pretrained_sizes
 from models.search.objective import info_nce
@@ -166,13 +167,16 @@ class SequenceRanker(Ranker):
 
     def score(self, batch: Batch, shown: bool = False) -> Tensor:
         """(N, K) logits, from one encoder pass per row."""
-        return self.rank_after(self.past(self.states(batch, self.history_tokens(batch)), batch), batch, shown)
+        past = self.past(self.states(batch, self.history_tokens(batch)), batch)
+        return self.corrected(self.rank_after(past, batch, shown))
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """`loss`: ranking loss plus `infonce_weight` times the loss of the next item, and both apart."""
+        batch, there = self.sampled(batch)
         tokens = self.history_tokens(batch)
         states = self.states(batch, tokens)
-        ranking = self.ranking_loss(self.rank_after(self.past(states, batch), batch, shown=True), batch)
+        logits = self.rank_after(self.past(states, batch), batch, shown=True)
+        ranking = label_loss(logits, batch["labels"], self.weights, there)
         if not self.config.infonce_weight:
             return {"loss": ranking}
         next_item = self.next_item_loss(states, tokens, batch)
@@ -209,7 +213,7 @@ class SequenceRanker(Ranker):
     @torch.no_grad()
     def score_state(self, state: UserState, batch: Batch) -> Tensor:
         """(N, K) logits of requests after all behaviours in `state`; `request_row` (R,) says whose they are."""
-        return self.rank_after(state.last[batch["request_row"]], batch)
+        return self.corrected(self.rank_after(state.last[batch["request_row"]], batch))
 
 
 def make_encoder(config: SequenceConfig) -> nn.Module:

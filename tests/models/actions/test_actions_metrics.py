@@ -16,6 +16,7 @@ class Known:
     """Gives fixed logits for the valid candidates."""
 
     labels = LABELS
+    masks = (None,) * len(LABELS)
 
     def __init__(self, logits: torch.Tensor, train_rates: tuple[float, ...] = ()) -> None:
         self.logits, self.train_rates = logits, train_rates

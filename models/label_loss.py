@@ -1,0 +1,76 @@
+"""Several yes-or-no labels of one result: what each weighs, which results it is learned from, and their loss.
+
+Shapes: `N` results, `K` labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from models.config import hint
+from models.tables import UserError
+from models.whole_batch import whole_mean
+
+
+@dataclass
+class LabelOptions:
+    """What a model of several labels is told of them."""
+
+    label_weights: dict[str, float] = field(default_factory=dict)
+    """Weight of a label's loss, 1 where none is given."""
+    label_masks: dict[str, str] = field(default_factory=dict)
+    """Label -> another label that must be true where this one is learned and measured: {purchase: click} learns the
+    chance of a purchase of what was clicked."""
+
+    def __post_init__(self) -> None:
+        for name, weight in self.label_weights.items():
+            if not weight >= 0:
+                raise ValueError(f"label_weights has {weight} for '{name}'; give a number from 0 on")
+        for name, mask in self.label_masks.items():
+            if name == mask:
+                raise ValueError(f"label_masks has '{name}' for itself; name the label that must be true first")
+
+
+def mask_places(labels: Sequence[str], masks: Mapping[str, str]) -> list[int | None]:
+    """(K,) of each label, the place of the one that must be true; UserError for a name that is no label."""
+    for name in (*masks, *masks.values()):
+        check_label(name, labels, "label_masks")
+    return [labels.index(masks[name]) if name in masks else None for name in labels]
+
+
+def weights_of(labels: Sequence[str], weights: Mapping[str, float]) -> list[float]:
+    """(K,) the weight of each label; UserError for a name that is no label."""
+    for name in weights:
+        check_label(name, labels, "label_weights")
+    return [weights.get(name, 1.0) for name in labels]
+
+
+def check_label(name: str, labels: Sequence[str], option: str) -> None:
+    if name not in labels:
+        raise UserError(f"{option} names '{name}', which is no label of the tables; {hint(name, list(labels))}")
+
+
+def counted(labels: Tensor, masks: Sequence[int | None]) -> Tensor:
+    """(N, K) bool: of which results each of the `labels` (N, K) is learned."""
+    there = torch.ones_like(labels, dtype=torch.bool)
+    for place, mask in enumerate(masks):
+        if mask is not None:
+            there[:, place] = labels[:, mask] > 0
+    return there
+
+
+def label_loss(logits: Tensor, labels: Tensor, weights: Sequence[float], there: Tensor | None = None) -> Tensor:
+    """The weighted sum over labels of the mean binary cross-entropy of `logits` (N, K) over the results `there`
+    (N, K), or over all. 0 for a label without any."""
+    terms = functional.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="none")  # (N, K)
+    if there is None:
+        return whole_mean((terms.sum(0) @ terms.new_tensor(weights)) / max(1, len(terms)), len(terms))
+    counts = there.sum(0)
+    means = (terms * there).sum(0) / counts.clamp(min=1)
+    parts = [weight * whole_mean(mean, count) for weight, mean, count in zip(weights, means, counts, strict=True)]
+    return torch.stack(parts).sum()

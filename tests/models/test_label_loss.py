@@ -1,0 +1,143 @@
+"""Labels of one result: the loss is a loop over them, and a share of the negatives gives the chances of all."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from models.label_loss import LabelOptions, counted, label_loss, mask_places, weights_of
+from models.search import metrics
+from models.search.base import Base, BaseConfig
+from models.search.data import SearchCatalogue, SearchExamples
+from models.tables import UserError, join
+from tests.search_tables import write_search
+
+LABELS = ("click", "purchase", "share")
+
+
+def plain_loss(logits: torch.Tensor, labels: torch.Tensor, weights: dict[str, float], masks: dict[str, str]) -> float:
+    total = 0.0
+    for place, name in enumerate(LABELS):
+        terms = []
+        for row in range(len(labels)):
+            if name in masks and not labels[row, LABELS.index(masks[name])]:
+                continue
+            chance = 1 / (1 + math.exp(-float(logits[row, place])))
+            terms.append(-math.log(chance if labels[row, place] else 1 - chance))
+        total += weights.get(name, 1.0) * (sum(terms) / len(terms) if terms else 0.0)
+    return total
+
+
+@pytest.mark.parametrize("masks", [{}, {"purchase": "click"}, {"purchase": "click", "share": "purchase"}])
+@pytest.mark.parametrize("weights", [{}, {"click": 0.5, "share": 3.0}, {"purchase": 0.0}])
+def test_the_loss_is_its_loop(masks: dict[str, str], weights: dict[str, float]) -> None:
+    torch.manual_seed(0)
+    logits, labels = torch.randn(40, 3), torch.rand(40, 3) < 0.4
+    places = mask_places(LABELS, masks)
+    there = counted(labels, places) if masks else None
+    got = label_loss(logits, labels, weights_of(LABELS, weights), there)
+    assert float(got) == pytest.approx(plain_loss(logits, labels, weights, masks), rel=1e-5)
+
+
+def test_a_label_that_nothing_counts_for_has_no_loss() -> None:
+    logits, labels = torch.randn(5, 2, requires_grad=True), torch.zeros(5, 2, dtype=torch.bool)
+    loss = label_loss(logits, labels, [1.0, 1.0], counted(labels, [None, 0]))
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert not logits.grad[:, 1].any()  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"label_masks": {"purchas": "click"}},
+            "label_masks names 'purchas', which is no label .*purchase",
+        ),
+        ({"label_masks": {"purchase": "clik"}}, "label_masks names 'clik'.*click"),
+        ({"label_weights": {"likes": 2.0}}, "label_weights names 'likes', which is no label of the tables"),
+    ],
+)
+def test_a_name_that_is_no_label(options: dict[str, dict[str, str]], said: str) -> None:
+    given = LabelOptions(**options)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=said):
+        (mask_places(LABELS, given.label_masks), weights_of(LABELS, given.label_weights))
+
+
+def test_values_that_mean_nothing() -> None:
+    with pytest.raises(ValueError, match="label_weights has -1 for 'click'"):
+        LabelOptions(label_weights={"click": -1})
+    with pytest.raises(ValueError, match="label_masks has 'click' for itself"):
+        LabelOptions(label_masks={"click": "click"})
+    with pytest.raises(ValueError, match=r"negative_rate 0.0 is not in \(0, 1\]"):
+        BaseConfig(negative_rate=0.0)
+
+
+@pytest.fixture(scope="module")
+def search(tmp_path_factory: pytest.TempPathFactory) -> tuple[SearchCatalogue, dict[str, torch.Tensor]]:
+    tables, text = write_search(tmp_path_factory.mktemp("labels"))
+    examples = SearchExamples.load(join(tables, "sequences"), "train", max_history=8)
+    return SearchCatalogue.load(tables, text), examples.collate(np.arange(12))
+
+
+def test_a_masked_label_is_learned_and_measured_where_the_mask_is_true(search) -> None:
+    catalogue, batch = search
+    model = Base(BaseConfig(dropout=0.0, label_masks={"purchase": "click"}), catalogue)
+    clicked = batch["labels"][:, 0]
+    assert 0 < clicked.sum() < len(clicked)
+    other = {**batch, "labels": batch["labels"].clone()}
+    other["labels"][~clicked, 1] = ~other["labels"][~clicked, 1]
+    assert torch.equal(model(batch)["loss"], model(other)["loss"])
+    found, again = (metrics.means(metrics.measure(model.eval(), of)) for of in (batch, other))
+    assert found["purchase/log_loss"] == again["purchase/log_loss"]
+    with torch.no_grad():
+        logits = model.score(batch)[clicked, 1]
+    want = torch.nn.functional.binary_cross_entropy_with_logits(logits, batch["labels"][clicked, 1].float())
+    assert found["purchase/log_loss"] == pytest.approx(float(want), rel=1e-4)
+
+
+def test_all_positives_and_a_share_of_the_rest_are_learned_from(search) -> None:
+    catalogue, batch = search
+    torch.manual_seed(0)
+    model = Base(BaseConfig(negative_rate=0.25), catalogue)
+    positive, kept_negatives, negatives = batch["labels"].any(1), 0, 0
+    for _ in range(30):
+        sampled, there = model.sampled(batch)
+        labels = sampled["labels"]
+        assert there is not None
+        assert bool(there[labels].all())
+        assert int(labels.any(1).sum()) == int(positive.sum())
+        assert len(sampled["candidate"]) == len(sampled["features"]) == len(sampled["candidate_request"]) == len(labels)
+        kept_negatives += len(labels) - int(positive.sum())
+        negatives += int((~positive).sum())
+    assert kept_negatives / negatives == pytest.approx(0.25, abs=0.03)
+
+
+def test_chances_from_a_share_of_the_negatives_are_those_of_all(search) -> None:
+    """A model of nothing but a constant learns the rate of each label; without the correction it is far too high."""
+    catalogue, _ = search
+    torch.manual_seed(0)
+    catalogue = replace(catalogue, feature_mean=torch.zeros(6), feature_std=torch.ones(6))
+    number = 4000
+    batch = {
+        "request_row": torch.zeros(1, dtype=torch.long), "request_query": torch.full((1,), -1),
+        "candidate": torch.zeros(number, dtype=torch.long), "candidate_request": torch.zeros(number, dtype=torch.long),
+        "features": torch.zeros(number, 6), "labels": torch.rand(number, 2) < torch.tensor([0.1, 0.03]),
+    }  # fmt: skip
+    rates = batch["labels"].float().mean(0)
+    model = Base(BaseConfig(dropout=0.0, negative_rate=0.2, dnn_width=8, tower_width=8), catalogue)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(300):
+        optimizer.zero_grad()
+        model(batch)["loss"].backward()
+        optimizer.step()
+    with torch.no_grad():
+        after, before = model.eval().score(batch)[0].sigmoid(), model.rank(batch)[0].sigmoid()
+    torch.testing.assert_close(after, rates, rtol=0.12, atol=0.005)
+    assert bool((before > 2 * rates).all())
+    calibration = metrics.means(metrics.measure(model, batch))["calibration"]
+    assert calibration == pytest.approx(1, abs=0.12)
