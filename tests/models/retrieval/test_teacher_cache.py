@@ -263,7 +263,8 @@ def make(rank: int, rendezvous: str, world: World, cache: Path) -> None:
 
 @pytest.mark.long
 def test_workers_make_it_together(world: World, cache: Path, tmp_path: Path) -> None:
-    mp.spawn(make, (str(tmp_path / "rendezvous"), world, tmp_path / "cache"), nprocs=2)
+    arguments = (str(tmp_path / "rendezvous"), world, tmp_path / "cache")
+    mp.start_processes(make, arguments, nprocs=2, start_method="forkserver")
     for whole in (tmp_path / "cache").glob("[!.]*"):
         ours, alone = (
             read_table(str(folder / whole.name)).sort_by("request") for folder in (tmp_path / "cache", cache)
