@@ -78,6 +78,7 @@ def tables(cache: Path) -> list[str]:
     return sorted(path.name.split("-")[0] for path in cache.iterdir() if path.is_dir())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "model",
     [

@@ -155,7 +155,7 @@ SOURCE = {
 }
 
 
-def searches(count: int = 240, seed: int = 0) -> list[dict[str, Any]]:
+def searches(count: int = 120, seed: int = 0) -> list[dict[str, Any]]:
     """A raw log of searches; some have no click, some only clicks, some no query, a few no results."""
     rng = np.random.default_rng(seed)
     rows = []
