@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import sqlite3
 import sys
@@ -20,6 +21,9 @@ os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # on loopback a
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # also in what joins the shared Ray
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process that a test starts compiles the project anew
+
+# Workers without Ray Train are forked from a process that has imported the loop, started when first asked for.
+multiprocessing.set_forkserver_preload(["pipelines.training.worker", "models.registry"])
 
 LONG = {"ray_local", "trained", "taught", "s3"}
 """Fixtures that start Ray or a server, or train for long: who takes one, also by way of others, is long."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from jobs import quickstart
+from jobs import quickstart, train
 from pipelines.data.kinds.actions.flow import FLOW, SMALL
 from pipelines.data.kinds.actions.kind import ACTIONS
 from pipelines.data.kinds.base import Trained
@@ -21,6 +22,8 @@ def test_a_feed_becomes_a_table_of_models(
     small = (*SMALL, "--model.width", "16", "--model.num_layers", "1", "--model.num_heads", "2", "--model.ffn", "16")
     models = (Trained("genrank", ("attn_mvp", "actions/genrank"), small),)  # the others go the same way
     monkeypatch.setitem(KINDS, "actions", replace(ACTIONS, flow=replace(FLOW, models=models)))
+    # by this process: test_search_flow.py trains by a worker of Ray
+    monkeypatch.setattr(train, "train", partial(train.train, heard=lambda about: None))
     sizes = {"users": 60, "items": 40, "events": 300, "epochs": 1}
     quickstart.run(quickstart.Config(family="actions", output=str(tmp_path), **sizes))
     printed = capsys.readouterr().out

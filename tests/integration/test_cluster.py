@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -62,13 +63,15 @@ class Cluster:
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout
 
-    def refused(self, *command: str) -> str:
-        """The one line with which a job that was submitted refuses to begin."""
-        done = self._submit(*command)
+    def refused(self, *commands: list[str]) -> list[str]:
+        """The one line with which each of the commands, submitted as one job, refuses to begin."""
+        *others, last = (shlex.join(command) for command in commands)
+        done = self._submit("sh", "-c", " && ".join([*(f"! {other}" for other in others), last]))
         assert done.returncode != 0, done.stdout[-3000:]
         assert "Traceback" not in done.stdout
-        (line,) = {line for line in done.stdout.splitlines() if line.startswith("error: ")}
-        return line
+        lines = list(dict.fromkeys(line for line in done.stdout.splitlines() if line.startswith("error: ")))
+        assert len(lines) == len(commands)
+        return lines
 
     def _submit(self, *command: str) -> subprocess.CompletedProcess:
         line = [RAY, "job", "submit", "--address", self.address, "--working-dir", ".", "--runtime-env"]
@@ -184,14 +187,6 @@ def test_prepare_and_train_on_the_cluster(cluster: Cluster, new_store: Callable[
     rows = raw_log(tmp_path / "raw")
     tables, runs = tmp_path / "tables", tmp_path / "runs"
     source = ["--source", str(tmp_path / "raw/source.yaml"), "--input", str(tmp_path / "raw")]
-    said = cluster.submit("python", "-m", "jobs.prepare", *source, "--output", str(tables))
-    assert f"next: python -m jobs.audit --tables {tables}" in said
-    assert read_table(str(tables / "events"), "events").num_rows == rows
-    sequences = read_manifest(str(tables / "sequences"), "sequences")
-    assert sequences.rows == 60
-    assert sequences.info["requests"] == {"train": rows - 120, "val": 60, "test": 60}
-    assert [rule.name for rule in audit(str(tables)) if rule.violations] == []
-
     uri = new_store(tmp_path)
     config = [
         *["--config", "jobs/configs/sasrec.yaml", "--fit.max_epochs", "2", "--fit.batch_size", "16"],
@@ -199,7 +194,16 @@ def test_prepare_and_train_on_the_cluster(cluster: Cluster, new_store: Callable[
         str(tables),
     ]
     place = ["--storage", str(runs), "--name", "ring", "--tracking_uri", uri, "--experiment", "retrieval/ring"]
-    said = cluster.submit("python", "-m", "jobs.train", *config, *place)
+    prepare = ["python", "-m", "jobs.prepare", *source, "--output", str(tables)]
+    train = ["python", "-m", "jobs.train", *config, *place]
+    said = cluster.submit("sh", "-c", f"{shlex.join(prepare)} && {shlex.join(train)}")
+    assert f"next: python -m jobs.audit --tables {tables}" in said
+    assert read_table(str(tables / "events"), "events").num_rows == rows
+    sequences = read_manifest(str(tables / "sequences"), "sequences")
+    assert sequences.rows == 60
+    assert sequences.info["requests"] == {"train": rows - 120, "val": 60, "test": 60}
+    assert [rule.name for rule in audit(str(tables)) if rule.violations] == []
+
     assert "Trained sasrec for 2 epochs" in said
     assert (runs / "ring/best/model.safetensors").is_file()
 
@@ -216,22 +220,20 @@ def test_prepare_and_train_on_the_cluster(cluster: Cluster, new_store: Callable[
     assert steps == sorted(set(steps))
 
 
-def test_what_the_cluster_can_never_give_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+def test_what_the_cluster_cannot_give_or_keep_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    """More workers than there is room for, and an output in the working folder of the job."""
     tables, _ = write_tables(tmp_path)
     store = f"sqlite:///{tmp_path}/mlflow.db"
     line = ["python", "-m", "jobs.train", "--config", "jobs/configs/sasrec.yaml", "--tables", tables]
     line += ["--storage", str(tmp_path / "runs"), "--name", "n", "--tracking_uri", store, "--fit.batch_size", "256"]
-    said = cluster.refused(*line, "--ray.num_workers", "4")
+    raw_log(tmp_path / "raw")
+    prepare = ["python", "-m", "jobs.prepare", "--source", str(tmp_path / "raw/source.yaml")]
+    prepare += ["--input", str(tmp_path / "raw"), "--output", "tables"]
+    said, kept = cluster.refused([*line, "--ray.num_workers", "4"], prepare)
     assert "4 workers need 4 CPUs, 1 CPU for each on one node; the cluster has 2 CPUs on 1 node, room for 2" in said
     assert "no autoscaler to start more; lower --ray.num_workers" in said
     assert not (tmp_path / "runs/n").exists()
-
-
-def test_an_output_in_the_working_folder_of_the_job_is_refused(cluster: Cluster, tmp_path: Path) -> None:
-    raw_log(tmp_path / "raw")
-    line = ["python", "-m", "jobs.prepare", "--source", str(tmp_path / "raw/source.yaml")]
-    said = cluster.refused(*line, "--input", str(tmp_path / "raw"), "--output", "tables")
-    assert "--output is tables, which lies in the job's own working folder" in said
+    assert "--output is tables, which lies in the job's own working folder" in kept
 
 
 @pytest.fixture
@@ -282,7 +284,10 @@ def test_a_local_path_is_refused_on_two_machines_unless_it_is_shared(
     raw_log(tmp_path / "raw")
     job = ["python", "-m", "jobs.prepare", "--source", str(tmp_path / "raw/source.yaml"), "--dry_run"]
     job += ["--input", str(tmp_path / "raw"), "--output", str(tmp_path / "tables")]
-    said = cluster.refused(*job)
+    shared = ["env", f"TRIELINE_SHARED=/mnt:{tmp_path}", *job]
+    both = cluster.submit("sh", "-c", f"! {shlex.join(job)} && {shlex.join(shared)}")
+    assert "Traceback" not in both
+    (said,) = {line for line in both.splitlines() if line.startswith("error: ")}
     assert f"--input is {tmp_path}/raw, on the disk of one machine, and the cluster has 2" in said
     assert f"TRIELINE_SHARED={tmp_path} in the env_vars of runtime_env.yaml" in said
-    assert "makes the tables" in cluster.submit("env", f"TRIELINE_SHARED=/mnt:{tmp_path}", *job)
+    assert "makes the tables" in both

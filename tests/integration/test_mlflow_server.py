@@ -14,7 +14,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,14 +46,14 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     made = Server(free_address(), tmp_path_factory.mktemp("server"))
     # Without the processes for jobs of its own, of which it starts seven and which nothing here asks for.
     environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     with open(made.folder / "server.log", "w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", made.address.rpartition(":")[2],
-             "--workers", "1", "--backend-store-uri", f"sqlite:///{made.folder}/server.db",
+             "--workers", "1", "--backend-store-uri", new_store(made.folder),
              "--artifacts-destination", str(made.folder / "artifacts")],
             env=environment, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
@@ -96,12 +96,24 @@ def test_trials_of_a_sweep_log_at_once_to_a_server(server: Server, tmp_path: Pat
         assert client.get_run(run_id).data.tags["mlflow.parentRunId"] == parent.run_id
 
 
-def job(name: str, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs a job as a user does, with the address on the line or in the environment."""
+BOTH = """
+import json, os, sys
+from jobs import evaluate, train
+
+training, measuring, address = json.loads(sys.argv[1])
+sys.argv = ["jobs.train", *training]
+train.run(train.parse("train", training))
+os.environ["MLFLOW_TRACKING_URI"] = address
+sys.argv = ["jobs.evaluate", *measuring]
+evaluate.run(evaluate.parse("evaluate", measuring))
+"""
+"""A training with the address on its line, then an evaluation with it in the environment, in one process."""
+
+
+def python(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python, with a Ray of its own."""
     known = {key: value for key, value in os.environ.items() if key not in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS")}
-    return subprocess.run(
-        [sys.executable, "-m", f"jobs.{name}", *words], cwd=ROOT, env={**known, **env}, capture_output=True, text=True
-    )
+    return subprocess.run([sys.executable, *words], cwd=ROOT, env={**known, **env}, capture_output=True, text=True)
 
 
 @pytest.fixture
@@ -120,18 +132,19 @@ def test_no_file_and_no_line_holds_the_password(
     shown = server.address.replace("http://", "http://***@")
     line = ["--config", "jobs/configs/sasrec.yaml", "--tables", tables, "--storage", str(tmp_path / "runs")]
     options = ["--name", "one", "--fit.max_epochs", "1", "--experiment", "retrieval/x"]
-    first = job("train", *line, *options, "--tracking_uri", address, RAY_TMPDIR=str(short))
-    assert first.returncode == 0, first.stderr
-    assert f"--tracking_uri {shown}" in first.stdout or f"look at it  {shown}" in first.stdout
+    where = ["--checkpoint", str(tmp_path / "runs/one/best"), "--tables", tables]
+    both = json.dumps([[*line, *options, "--tracking_uri", address], where, address])
+    done = python("-c", BOTH, both, RAY_TMPDIR=str(short))
+    assert done.returncode == 0, done.stderr
+    assert f"--tracking_uri {shown}" in done.stdout or f"look at it  {shown}" in done.stdout
+    assert "ndcg@10" in done.stdout
     record = json.loads((tmp_path / "runs/one/run.json").read_text())
     assert record["tracking"]["uri"] == shown
-    where = ["--checkpoint", str(tmp_path / "runs/one/best"), "--tables", tables]
-    measured = job("evaluate", *where, MLFLOW_TRACKING_URI=address, RAY_TMPDIR=str(short))
-    assert measured.returncode == 0, measured.stderr
-    said = "".join(done.stdout + done.stderr for done in (first, measured))
+    said = done.stdout + done.stderr
 
     nobody = free_address()
-    refused = job("train", *line, "--name", "two", MLFLOW_TRACKING_URI=nobody.replace("://", f"://{USER}:{PASSWORD}@"))
+    words = ["-m", "jobs.train", *line, "--name", "two"]
+    refused = python(*words, MLFLOW_TRACKING_URI=nobody.replace("://", f"://{USER}:{PASSWORD}@"))
     assert refused.returncode == 1
     assert refused.stderr.count("\n") == 1
     assert f"cannot reach MLflow at {nobody.replace('://', '://***@')}" in refused.stderr

@@ -206,6 +206,7 @@ def test_entropy_over_lambda(new_store: Callable[[Path], str], tmp_path: Path) -
     assert "test/like/normalised_entropy" in drawn["What model.action_weight does"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
 @pytest.mark.parametrize("dark", [False, True])
 def test_a_browser_shows_the_page(store: str, tmp_path: Path, dark: bool) -> None:

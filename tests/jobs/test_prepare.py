@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import polars as pl
@@ -64,6 +63,31 @@ def start(raw: Path, output: Path, *more: str, env: dict[str, str] | None = None
     )
 
 
+KILLED = """
+import json, os, random, signal, sys, time
+
+import pipelines.data.prepare, ray.data
+from jobs import cli, prepare
+
+moments, words = json.loads(sys.argv[1])
+for moment in moments:  # each start is a process of its own, forked to spare the imports
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(write, 1)
+        sys.stdout.reconfigure(line_buffering=True)
+        prepare.run(cli.parse(prepare.Config, "prepare", words))
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as said:
+        any(line.startswith(moment) for line in said)
+        time.sleep(random.uniform(0, 2 if moment.startswith("events") else 0.3))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+"""
+"""Starts it and kills it, some part of a second after it said each of the lines."""
+
+
 def hashes(output: Path) -> dict[str, str]:
     return {name: read_manifest(str(output / name), name).hash for name in TABLES}
 
@@ -73,16 +97,11 @@ def test_killed_at_any_moment_it_ends_as_an_undisturbed_run(in_ray: dict[str, st
     source, defaults = load_source(str(raw / "source.yaml"))
     prepare(source, str(raw), str(undisturbed), read_config(defaults, {"partitions": 6}), say=lambda line: None)
 
-    generator = random.Random()
-    for moment in ("events: reading", "events: reading", "items:"):  # then some part of a second later
-        process = start(raw, output, "--partitions", "6", env=in_ray)
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith(moment):
-                break
-        time.sleep(generator.uniform(0, 2) if moment.startswith("events") else generator.uniform(0, 0.3))
-        os.kill(process.pid, signal.SIGKILL)
-        process.communicate()
+    words = [["events: reading", "events: reading", "items:"], arguments(raw, output, "--partitions", "6")]
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, json.dumps(words)], capture_output=True, text=True, env=in_ray
+    )
+    assert killed.returncode == 0, killed.stderr
 
     process = start(raw, output, "--partitions", "6", env=in_ray)
     out, err = process.communicate()

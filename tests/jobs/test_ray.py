@@ -66,6 +66,7 @@ def test_a_cluster_without_a_token_is_one_line(listening: str, tmp_path: Path, m
     assert "export RAY_AUTH_MODE=token" in str(raised.value)
 
 
+@pytest.mark.long  # Ray waits for the answer
 def test_what_answers_and_is_no_ray_is_one_line(listening: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with pytest.raises(UserError, match=f"what answers at RAY_ADDRESS={listening} is no Ray cluster"):

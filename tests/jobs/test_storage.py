@@ -110,6 +110,7 @@ def answering(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
         server.shutdown()
 
 
+@pytest.mark.long  # a request that failed is sent again a few times
 def test_what_the_storage_answers_is_in_the_line(answering: tuple[int, int]) -> None:
     status, port = answering
     wanted = {403: "ACCESS_DENIED", 404: "there is no bucket bucket", 301: "located in 'eu-west-1'", 503: "503"}

@@ -30,7 +30,7 @@ def test_the_catalogue_branches_like_the_papers():
 
 @pytest.mark.long
 def test_rows_are_json_lines_with_all_that_is_promised(tmp_path):
-    variants = ["hf", "sid_mlp_fast", *decode.builds()]
+    variants = ["hf", "sid_mlp_fast", *decode.builds()[-1:]]  # a process for the memory of each
     rows = decode.decode(
         runs=2, threads=1, items=500, variants=variants, batches=(1, 2), beams=(4,), slow=(2, 4)
     )  # fmt: skip

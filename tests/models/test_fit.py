@@ -231,7 +231,7 @@ def worker(rank: int, folder: str, counts: tuple[int, int]) -> None:
 
 
 def run_two(folder: Path, counts: tuple[int, int]) -> list[dict]:
-    mp.spawn(worker, (str(folder), counts), nprocs=2)
+    mp.start_processes(worker, (str(folder), counts), nprocs=2, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 

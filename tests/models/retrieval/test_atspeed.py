@@ -212,6 +212,7 @@ def test_the_loss_is_a_share_of_each(name: str, alpha: float, tau: float) -> Non
         assert (parameter.grad is not None and bool(parameter.grad.any())) == parameter.requires_grad, key
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["atspeed_s", "atspeed_r"])
 def test_training_and_a_checkpoint_that_needs_no_teacher(name: str, tmp_path: Path) -> None:
     tables, sids = write_tables(tmp_path, users=50)

@@ -78,6 +78,7 @@ def tables(cache: Path) -> list[str]:
     return sorted(path.name.split("-")[0] for path in cache.iterdir() if path.is_dir())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "model",
     [
@@ -263,7 +264,8 @@ def make(rank: int, rendezvous: str, world: World, cache: Path) -> None:
 
 @pytest.mark.long
 def test_workers_make_it_together(world: World, cache: Path, tmp_path: Path) -> None:
-    mp.spawn(make, (str(tmp_path / "rendezvous"), world, tmp_path / "cache"), nprocs=2)
+    arguments = (str(tmp_path / "rendezvous"), world, tmp_path / "cache")
+    mp.start_processes(make, arguments, nprocs=2, start_method="forkserver")
     for whole in (tmp_path / "cache").glob("[!.]*"):
         ours, alone = (
             read_table(str(folder / whole.name)).sort_by("request") for folder in (tmp_path / "cache", cache)

@@ -74,7 +74,10 @@ def test_loss_and_gradients_are_those_of_transformers(tiger):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "constrained"), [("tiger", True), ("trained", True), ("trained", False)])
+@pytest.mark.parametrize(
+    ("name", "constrained"),
+    [("tiger", True), *(pytest.param("trained", constrained, marks=pytest.mark.long) for constrained in (True, False))],
+)
 def test_decoders_agree_with_transformers(request, name, constrained):
     model = request.getfixturevalue(name)
     batch = requests(8)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from models.bench import BENCHMARKS, search_encoder
 
 
+@pytest.mark.long
 def test_rows_name_mode_and_length():
     rows = list(
         search_encoder.search_encoder(

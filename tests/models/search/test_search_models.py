@@ -203,6 +203,7 @@ def test_an_unencoded_pair_is_an_error(catalogue, batch):
         model.score(batch)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["base", "qgs"])
 def test_training_learns_to_rank_what_queries_ask_for(name, catalogue, search, examples):
     torch.manual_seed(0)

@@ -21,6 +21,7 @@ FIT = FitConfig(
 )
 
 
+@pytest.mark.long
 def test_a_run_improves_gauc_and_its_checkpoint_scores_alike(search, tmp_path):
     tables, text = search
     setup = set_up({"name": "qgs", **SMALL}, FIT, tables, text)

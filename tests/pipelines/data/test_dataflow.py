@@ -161,13 +161,15 @@ def test_events_in_a_wrong_partition_or_lost_are_found(tmp_path: Path) -> None:
         ingest_module._checked(tally, [written], None, False)
 
 
-BLOCKS, BLOCK_ROWS, STORE_MB = 20, 100_000, 80
+BLOCKS, BLOCK_ROWS, STORE_MB = 5, 100_000, 80
+"""Two million rows with names of 70 letters are twice the store."""
 
 
 def wide(number: int, keys: np.ndarray) -> Iterator[pa.Table]:
     for i in range(BLOCKS):
         row = np.arange(BLOCK_ROWS) + BLOCK_ROWS * (BLOCKS * number + i)
-        yield pa.table({"name": pl.Series(row).cast(pl.String).to_arrow(), "row": row, KEY: keys[row % 8]}).cast(SCHEMA)
+        names = pl.Series(row).cast(pl.String).str.zfill(70).to_arrow()
+        yield pa.table({"name": names, "row": row, KEY: keys[row % 8]}).cast(SCHEMA)
 
 
 def size(_: int, rows: pa.Table) -> tuple[int, int]:

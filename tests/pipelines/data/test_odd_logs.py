@@ -84,6 +84,7 @@ def test_ids_of_any_characters_stay_what_they_are(
     assert not [rule.name for rule in audit(tables) if rule.violations]
 
 
+@pytest.mark.long
 def test_a_user_with_a_million_events(tmp_path: Path) -> None:
     draw, many = np.random.default_rng(0), 1_000_000
     few = 500

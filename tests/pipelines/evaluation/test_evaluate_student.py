@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -29,15 +30,15 @@ STUDENT = {"name": "sid_mlp", "attention_heads": 2, "attention_width": 8, "ffn_w
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+def world(new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """A folder with an untrained teacher and two students of it, with their MLflow runs; options of its tables."""
     folder = tmp_path_factory.mktemp("students")
     tables, sids = write_tables(folder / "small")
+    uri = new_store(folder)
     for name, model, seed in [("tiger", TIGER, 1), ("student-1", STUDENT, 1), ("student-2", STUDENT, 2)]:
         teacher = {"teacher": str(folder / "tiger")} if model is STUDENT else {}
         setup = set_up({**model, **teacher}, FitConfig(batch_size=8, seed=seed), tables, sids)
         config = {"model": registry.config_to_dict(setup.config), "fit": {"seed": seed}}
-        uri = f"sqlite:///{folder}/mlflow.db"
         opened = tracking.open_run(uri, "retrieval/small", name, str(folder), config=config, hashes={})
         checkpoint.save(folder / name, setup.model, setup.checkpoint(epoch=1, step=4, tracking=opened.to_dict()))
         tracking.Logger(opened).end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -62,14 +63,12 @@ def drifting_log(users: int = 80) -> list[list[tuple[int, int]]]:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def world(new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A checkpoint of SASRec with its MLflow run, and the tables."""
     folder = tmp_path_factory.mktemp("shift")
     tables = write_log(folder, drifting_log())
     setup = set_up({"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 12}, FitConfig(batch_size=8), tables)
-    run = tracking.open_run(
-        f"sqlite:///{folder}/mlflow.db", "retrieval/shift", "sasrec", str(folder), config={}, hashes={}
-    )
+    run = tracking.open_run(new_store(folder), "retrieval/shift", "sasrec", str(folder), config={}, hashes={})
     checkpoint.save(folder / "sasrec", setup.model, setup.checkpoint(epoch=1, step=4, tracking=run.to_dict()))
     return folder, tables
 

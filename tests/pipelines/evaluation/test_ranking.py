@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,10 +45,10 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+def world(new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory) -> World:
     folder = tmp_path_factory.mktemp("evaluation")
     tables, sids = write_tables(folder / "small", parts=2)
-    uri = f"sqlite:///{folder}/mlflow.db"
+    uri = new_store(folder)
     for name, model, seed in [("sasrec-1", SASREC, 1), ("sasrec-2", SASREC, 2), ("tiger", TIGER, 1)]:
         fit = FitConfig(batch_size=8, seed=seed)
         setup = set_up(model, fit, tables, sids)
@@ -122,9 +123,10 @@ def test_results_reach_the_training_run_and_the_comparison(world: World, capsys:
     assert "| sasrec | sasrec-* | 2 |" in table.markdown()
 
 
-def test_figures_are_printed_where_the_run_is_gone(world: World, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
-    for gone in (uri, "http://127.0.0.1:9"):
+def test_figures_are_printed_where_the_run_is_gone(
+    world: World, new_store: Callable[[Path], str], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    for gone in (new_store(tmp_path), "http://127.0.0.1:9"):
         with pytest.raises(
             UserError, match=r"are in .*evaluation-val\.json, but not in MLflow: .*; give the --tracking_uri"
         ):

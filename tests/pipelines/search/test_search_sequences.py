@@ -155,7 +155,7 @@ SOURCE = {
 }
 
 
-def searches(count: int = 240, seed: int = 0) -> list[dict[str, Any]]:
+def searches(count: int = 120, seed: int = 0) -> list[dict[str, Any]]:
     """A raw log of searches; some have no click, some only clicks, some no query, a few no results."""
     rng = np.random.default_rng(seed)
     rows = []
@@ -178,7 +178,9 @@ def searches(count: int = 240, seed: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
-def write_log(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> tuple[Any, PrepareConfig, str]:
+def write_log(
+    folder: Path, rows: list[dict[str, Any]], partitions: int | None = 3, **changes: Any
+) -> tuple[Any, PrepareConfig, str]:
     """Raw files and their source: (source, config, input)."""
     raw = folder / "raw"
     raw.mkdir()
@@ -187,7 +189,7 @@ def write_log(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> tuple
     content = SOURCE | {"prepare": SOURCE["prepare"] | changes}
     (folder / "source.yaml").write_text(yaml.safe_dump(content))
     source, defaults = load_source(str(folder / "source.yaml"))
-    return source, read_config(defaults, {"partitions": 3, "max_rejects": 0.1}), str(raw)
+    return source, read_config(defaults, {"partitions": partitions, "max_rejects": 0.1}), str(raw)
 
 
 def as_events(rows: list[dict[str, Any]]) -> list[plain.Row]:
@@ -208,10 +210,10 @@ def as_events(rows: list[dict[str, Any]]) -> list[plain.Row]:
 
 
 @pytest.mark.usefixtures("ray_local")
-@pytest.mark.parametrize("window", ["all", "train"])
-def test_a_raw_log_becomes_the_tables_of_the_reference(tmp_path: Path, window: str) -> None:
+@pytest.mark.parametrize(("window", "partitions"), [("all", 3), ("train", None)])  # by Ray, and by the driver alone
+def test_a_raw_log_becomes_the_tables_of_the_reference(tmp_path: Path, window: str, partitions: int | None) -> None:
     rows = searches()
-    source, config, raw = write_log(tmp_path, rows, core_window=window)
+    source, config, raw = write_log(tmp_path, rows, partitions, core_window=window)
     out = str(tmp_path / "out")
     statistics = prepare(source, raw, out, config, say=lambda line: None)
 
@@ -233,7 +235,7 @@ def test_a_raw_log_becomes_the_tables_of_the_reference(tmp_path: Path, window: s
     names, place = info["features"], {None: -1, "blue": 0, "red": 1, "red lamp": 2}
     found = {row["user_id"]: row for row in read_table(join(out, "sequences"), "sequences").to_pylist()}
     assert sorted(found) == sorted(expected)
-    assert len(read_manifest(join(out, "events")).files) > 1
+    assert len(read_manifest(join(out, "events")).files) > (1 if partitions else 0)
     for user, lists in expected.items():
         row = found[user]
         assert row["item_index"] == [catalogue.index(r["item_id"]) for r in lists["behaviours"]]

@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTo
 
 from jobs import encode as job
 from models.search.data import SearchCatalogue
-from models.tables import UserError, join, read_manifest, read_table
+from models.tables import MANIFEST, UserError, join, read_manifest, read_table
 from pipelines.data.kinds.search import text as search_text
 from pipelines.data.kinds.search.simulator import simulate_search
 from pipelines.data.kinds.search.text import SearchTextConfig, TfidfEncoder, encode_search
@@ -129,15 +129,18 @@ def test_texts_and_pairs_are_encoded_once_and_as_one_at_a_time(
     assert said[-4:] == [f"{name}: up to date" for name in ("items", "queries", "tokens", "pairs")]
     with pytest.raises(UserError, match="use --overwrite"):
         encode_search(tables, str(tmp_path), bert, SearchTextConfig(max_tokens=12), say=said.append)
-    assert "tokens" not in encode_search(tables, str(tmp_path), "tfidf", SearchTextConfig(svd=8), True, said.append)
+
+    # TF-IDF over it, which knows no tokens.
+    by_words(tables, str(tmp_path))
+    assert not (tmp_path / "tokens" / MANIFEST).exists()
     assert SearchCatalogue.load(tables, str(tmp_path)).documents is None
 
 
-def test_tfidf_needs_no_weights_and_knows_the_words_of_documents_only(tables: str, tmp_path: Path) -> None:
-    config = job.Config(tables=tables, output=str(tmp_path), encoder="tfidf", embed=SearchTextConfig(svd=12))
-    job.run(config)
+def by_words(tables: str, output: str) -> None:
+    """TF-IDF needs no weights and knows the words of documents only."""
+    job.run(job.Config(tables=tables, output=output, encoder="tfidf", embed=SearchTextConfig(svd=12), overwrite=True))
     items, queries = texts_of(tables)
-    found = {name: read_table(str(tmp_path / name)) for name in ("items", "queries", "pairs")}
+    found = {name: read_table(join(output, name)) for name in ("items", "queries", "pairs")}
     assert [len(found[name]) for name in ("items", "queries")] == [len(items), len(queries)]
     encoder = TfidfEncoder(items, 12)
     np.testing.assert_allclose(vectors(found["queries"]), encoder.encode(queries), atol=1e-5)

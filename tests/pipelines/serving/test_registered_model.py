@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -60,12 +61,12 @@ def train_nothing(folder: Path, name: str, parent: str | None, seed: int, ndcg: 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sweep of two trials, of which the second is the better one."""
     folder = tmp_path_factory.mktemp("registered")
     write_tables(folder / "small")
     tags = {tracking.KIND_TAG: "sweep", "sweep.axes": '["fit.seed"]', "sweep.metric": "val/ndcg@10"}
-    uri = f"sqlite:///{folder}/mlflow.db"
+    uri = new_store(folder)
     sweep = tracking.open_run(uri, "retrieval/small", "seeds", str(folder), config={}, hashes={}, tags=tags)
     for seed, ndcg in ((1, 0.2), (2, 0.3)):
         train_nothing(folder, f"tiger-{seed}", sweep.run_id, seed, ndcg)

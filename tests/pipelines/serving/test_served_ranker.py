@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,12 @@ for name, (rows, label) in json.load(sys.stdin).items():
     answers[name] = [ranked["item_id"].tolist(), ranked["score"].tolist(), said, model.metadata.metadata]
 print(json.dumps(answers))
 """
+
+
+@pytest.fixture(autouse=True)
+def store(new_store: Callable[[Path], str], tmp_path: Path) -> None:
+    """Where the models are registered."""
+    new_store(tmp_path)
 
 
 def trained(folder: Path, name: str, tables: str, text: str | None) -> Setup:

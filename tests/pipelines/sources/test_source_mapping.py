@@ -158,7 +158,7 @@ rows = st.lists(
 )
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=rows)
 def test_events_round_trip_through_every_format(tmp_path: Path, rows: list[Row]) -> None:
     read_back = {}

@@ -245,5 +245,11 @@ def test_the_catalogue_benchmark_yields_a_line_per_step() -> None:
     assert all(line["median_s"] > 0 and line["items_per_s"] > 0 and line["cpu_s"] > 0 for line in lines)
     assert lines[0]["codebook_sizes"][:3] == [256, 256, 256]
     assert lines[0]["trie_bytes_per_item"] > 0
-    (failed,) = benchmark.run([100])  # fewer than codes of a level
-    assert "256" in failed["error"]
+
+
+@pytest.mark.long
+def test_a_step_of_the_catalogue_benchmark_that_fails_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "STEPS", ["load", "decode"])  # of codes that no step before has made
+    (failed,) = benchmark.run([100])
+    assert failed["variant"] == "load"
+    assert "sids" in failed["error"]

@@ -12,15 +12,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import ray
 
-from models.fit import FitConfig
 from pipelines import tracking
-from pipelines.training.run import RayOptions, train
+from pipelines.training.run import RayOptions
 from tuning.grid import Grid
 from tuning.sweep import Options, sweep
 
@@ -31,6 +29,7 @@ FIT = {"batch_size": 8, "max_epochs": 2, "log_every_steps": 2, "patience": 0, "s
 DRIVER = """
 import importlib, json, os, signal, sys
 
+import matplotlib.pyplot, mlflow.pyfunc, mlflow.store.tracking.sqlalchemy_store  # else each of the processes does it
 import ray
 from models.fit import FitConfig
 from pipelines.training.run import RayOptions, train
@@ -168,22 +167,6 @@ def kill_process(named: str) -> None:
     """SIGKILL to the newest process of Ray's that runs under this name."""
     there = [p for p in psutil.Process().children(recursive=True) if p.name().startswith(named)]
     max(there, key=lambda process: process.create_time()).send_signal(signal.SIGKILL)
-
-
-def test_a_worker_lost_before_its_first_checkpoint_logs_nothing_twice(
-    ray_local: None, tables: str, storage: Path
-) -> None:
-    watch = once_logged(storage, lambda: kill_process("ray::RayTrainWo"))
-    fit: dict[str, Any] = {**FIT, "max_epochs": 3, "eval_every_epochs": 3}
-    lines: list[str] = []
-    trained = train(
-        model=MODEL, fit=FitConfig(**fit), ray_options=RayOptions(threads=1), tables=tables, extra=None,
-        storage=str(storage), name="one", log_model=False, say=lines.append,
-    )  # fmt: skip
-    watch.join()
-    assert trained.epochs == 3
-    assert set(points_once(storage)) == {"one"}
-    assert sum("parameters" in line and "worker" in line for line in lines) == 2  # it was started twice
 
 
 def test_a_trial_lost_before_its_first_checkpoint_logs_nothing_twice(

@@ -1,10 +1,10 @@
-"""Trainings whose workers are lost, or fail, or have to wait: what is tried again, and what is said."""
+"""Trainings whose workers fail or have to wait: what is tried again, and what is said. Those that are lost:
+`test_other_number_of_workers.py`."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import ray
 
@@ -41,36 +40,6 @@ def trained(tables: str, storage: Path, **changes: Any) -> Trained:
     return train(**{**arguments, **changes})
 
 
-def kill_workers() -> None:
-    """SIGKILL to the workers of Ray Train."""
-    for process in psutil.Process().children(recursive=True):
-        if process.name().startswith("ray::RayTrainWo"):
-            process.send_signal(signal.SIGKILL)
-
-
-def test_a_lost_worker_is_tried_again_then_named(
-    ray_local: None, tables: str, tmp_path: Path, new_store: Callable[[Path], str]
-) -> None:
-    new_store(tmp_path)
-    lines: list[str] = []
-
-    def kill(line: str) -> None:
-        lines.append(line)
-        if line.startswith("epoch") and not line.startswith("epoch   1/"):  # the first epoch's checkpoint is there
-            kill_workers()
-
-    long = {"max_epochs": 500}
-    with pytest.raises(Exception) as caught:  # noqa: PT011
-        trained(tables, tmp_path, fit=long, say=kill, ray_options=RayOptions(threads=1, max_failures=1))
-    (note,) = [line for line in lines if line.startswith("note:")]
-    assert note.startswith("note: a process of Ray was lost (")
-    assert note.endswith("going on from the last checkpoint, 1 of 1 times")
-    assert any(line.startswith("continuing after epoch") for line in lines)
-    said = str(explain(caught.value))
-    assert said.startswith("a process of Ray was lost (")
-    assert said.endswith("then run the same line again, which goes on from what is finished")
-
-
 @ray.remote(num_cpus=2)
 class Holder:
     """Has both CPUs."""
@@ -79,7 +48,7 @@ class Holder:
         return True
 
 
-def test_a_training_that_waits_says_for_what(
+def test_a_training_of_counts_that_waits_says_for_what(
     ray_local: None, tables: str, tmp_path: Path, new_store: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new_store(tmp_path)
@@ -100,11 +69,14 @@ def test_a_training_that_waits_says_for_what(
     releaser = threading.Thread(target=let_go, daemon=True)
     releaser.start()
     try:
-        assert trained(tables, tmp_path, fit={"max_epochs": 1}, say=say).epochs == 1
+        counted = trained(tables, tmp_path, model={"name": "popularity"}, say=say)
     finally:
         waits.set()  # else the CPUs are held from all tests after this one
         releaser.join()
     assert said[0] == "waiting for 1 x {CPU: 1}; the cluster has 2 CPUs, of which 0 are free"
+    assert (counted.epochs, counted.about.name) == (1, "popularity")
+    assert counted.about.metrics["recall@20"] > 0
+    assert trained(tables, tmp_path, model={"name": "popularity"}).already
 
 
 def test_what_the_cluster_can_never_give_is_refused(ray_local: None) -> None:

@@ -1,16 +1,27 @@
-"""A run that two workers began and one goes on with ends with the weights of an undisturbed one, of each family."""
+"""A run that two workers began and one goes on with ends with the weights of an undisturbed one, of each family.
+
+Of one family the workers are Ray's, lost before their first checkpoint and once more after it; of the others they are
+two processes of the same loop.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
+import sqlite3
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing, nullcontext, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from actions_tables import write_actions
 from ray.train import TrainingFailedError
 from safetensors.torch import load_file
@@ -19,9 +30,14 @@ from training_tables import write_tables
 
 from models import checkpoint
 from models.fit import FitConfig
+from models.setup import Setup
 from models.shares import shards_of
 from models.tables import join, read_manifest
+from pipelines import tracking
+from pipelines.faults import explain
+from pipelines.training import here
 from pipelines.training.run import RayOptions, Trained, train
+from pipelines.training.worker import Place, Task, perform, step_name
 
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "retrieval": ({"name": "sasrec", "dim": 16, "num_layers": 1, "dropout": 0.0, "max_history": 6}, {}),
@@ -32,8 +48,8 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 """By family: a model without random numbers and without negatives out of its batch, and options of its training."""
 
-FIT = {"batch_size": 16, "max_epochs": 5, "lr": 0.01, "patience": 0, "seed": 3, "checkpoint_every_steps": 2,
-       "shard_mb": 0.0005, "eval_examples": 31}  # fmt: skip
+FIT = {"batch_size": 16, "max_epochs": 5, "lr": 0.01, "patience": 0, "seed": 3, "log_every_steps": 2,
+       "checkpoint_every_steps": 8, "shard_mb": 0.0005, "eval_examples": 31}  # fmt: skip
 
 
 def tables_of(family: str, folder: Path) -> tuple[str, str | None]:
@@ -43,18 +59,50 @@ def tables_of(family: str, folder: Path) -> tuple[str, str | None]:
     return write_search(folder, parts=6) if family == "search" else (write_actions(folder, parts=6), None)
 
 
-def kill_a_worker_after(folder: Path, step: int) -> threading.Thread:
-    """SIGKILL to the newest of Ray's training workers when the run has a checkpoint that late."""
+def kill_workers_when(*due: tuple[Callable[[], bool], int]) -> threading.Thread:
+    """At each of the moments, one after the other, SIGKILL to that many of Ray's training workers, the newest."""
 
     def watch() -> None:
-        while not any(int(made.name[5:]) >= step for made in folder.glob("step-*")):
-            time.sleep(0.02)
-        workers = [p for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::RayTrainWo")]
-        max(workers, key=lambda process: process.create_time()).kill()
+        for moment, count in due:
+            while not moment():
+                time.sleep(0.02)
+            workers = [p for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::RayTrainWo")]
+            for worker in sorted(workers, key=lambda process: process.create_time())[-count:]:
+                worker.kill()
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     return thread
+
+
+def logged(storage: Path) -> bool:
+    """Whether the first training step of the run `cut` is in the store."""
+    found = "SELECT 1 FROM metrics m JOIN runs r USING (run_uuid) WHERE m.key = 'train/loss' AND r.name = 'cut'"
+    with (
+        suppress(sqlite3.OperationalError),
+        closing(sqlite3.connect(f"file:{storage}/mlflow.db?mode=ro", uri=True)) as db,
+    ):
+        return db.execute(found).fetchone() is not None
+    return False  # it is being written
+
+
+def reached(folder: Path, step: int) -> bool:
+    """Whether the run has a checkpoint that late."""
+    return any(int(made.name[5:]) >= step for made in folder.glob("step-*"))
+
+
+def one_of_two(rank: int, task: Task, folder: Path, until: int) -> None:
+    """A worker without Ray Train, which is killed after the first checkpoint from that step on."""
+    dist.init_process_group("gloo", f"file://{folder}.meet", rank=rank, world_size=2)
+
+    def report(setup: Setup, about: checkpoint.Checkpoint, state: dict[str, Any] | None, score: float) -> None:
+        if rank == 0:
+            here.keep(str(folder / step_name(about.step)), setup.model, about, state)
+        dist.barrier()
+        if about.step >= until:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    perform(task, Place(rank, 2, torch.device("cpu"), 2, report, lambda line: None), nullcontext())
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -63,14 +111,14 @@ def test_killed_with_two_workers_and_continued_with_one(
 ) -> None:
     tables, extra = tables_of(family, tmp_path / "made")
     storage = tmp_path / "runs"
-    new_store(storage)
+    store = new_store(storage)
     model, more = MODELS[family]
     fit = FitConfig(**{**FIT, **more})
     assert shards_of(read_manifest(join(tables, "sequences")), fit.shard_mb, fit.batch_size) > 2
     lines: list[str] = []
 
     def run(name: str, workers: int, **options: Any) -> Trained:
-        ray_options = RayOptions(num_workers=workers, threads=1, cpus_per_worker=0.5, max_failures=0)
+        ray_options = RayOptions(num_workers=workers, threads=1, cpus_per_worker=0.5, max_failures=1)
         return train(
             model=model, fit=fit, ray_options=ray_options, tables=tables, extra=extra, storage=str(storage), name=name,
             log_model=False, say=lines.append, **options,
@@ -78,16 +126,29 @@ def test_killed_with_two_workers_and_continued_with_one(
 
     whole = run("whole", 1, heard=lambda about: None)
     last = max((storage / "whole").glob("step-*"))
-    steps = checkpoint.read(str(last)).step // fit.max_epochs
-    watch = kill_a_worker_after(storage / "cut", steps + 1)  # in the second epoch
-    with pytest.raises(TrainingFailedError):
-        run("cut", 2)
-    watch.join()
-    assert any("2 workers" in line for line in lines)
+    late = checkpoint.read(str(last)).step // fit.max_epochs + 1  # in the second epoch
+    if by_ray := family == "retrieval":
+        watch = kill_workers_when((lambda: logged(storage), 1), (lambda: reached(storage / "cut", late), 2))
+        with pytest.raises(TrainingFailedError) as caught:
+            run("cut", 2)
+        watch.join()
+        assert sum("2 workers on" in line for line in lines) == 2
+        (note,) = [line for line in lines if line.startswith("note:")]
+        assert note.startswith(("note: a process of Ray was lost (", "note: a training worker lost another one ("))
+        assert note.endswith("going on from the last checkpoint, 1 of 1 times")
+        said = str(explain(caught.value))
+        assert said.startswith("a process of Ray was lost (")
+        assert said.endswith("then run the same line again, which goes on from what is finished")
+    else:
+        task = Task(model, asdict(fit), tables, extra, None, threads=1)
+        (storage / "cut").mkdir()
+        with pytest.raises(mp.ProcessExitedException, match="SIGKILL"):
+            mp.start_processes(one_of_two, (task, storage / "cut", late), nprocs=2, start_method="forkserver")
+    assert reached(storage / "cut", late)
     assert not (storage / "cut" / last.name).exists()
     lines.clear()
     # In a process of Ray Train for one family; for the others here, where the same loop needs no start.
-    again = run("cut", 1) if family == "retrieval" else run("cut", 1, heard=lambda about: None)
+    again = run("cut", 1) if by_ray else run("cut", 1, heard=lambda about: None)
     assert any("1 worker on" in line for line in lines)
     assert any("continuing after epoch" in line for line in lines)
     assert again.about.step == whole.about.step
@@ -96,3 +157,11 @@ def test_killed_with_two_workers_and_continued_with_one(
     assert ours.keys() == expected.keys()
     for key, value in expected.items():
         torch.testing.assert_close(ours[key], value, rtol=1e-3, atol=1e-4)
+
+    client = tracking.connect(store)
+    experiment = client.get_run(again.run.run_id).info.experiment_id
+    (once,) = [found for found in client.search_runs([experiment]) if found.info.run_name == "cut"]
+    assert once.info.status == "FINISHED"
+    for key in once.data.metrics:  # nor is a step there twice that was lost before the first checkpoint
+        steps = [point.step for point in client.get_metric_history(once.info.run_id, key)]
+        assert len(steps) == len(set(steps)), key

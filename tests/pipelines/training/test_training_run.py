@@ -207,13 +207,6 @@ def test_overwrite_leaves_foreign_folders_alone(world: World) -> None:
     assert (foreign / "thesis.txt").read_text() == "dear to me"
 
 
-def test_popularity_goes_the_same_way(world: World) -> None:
-    trained = world.again(model={"name": "popularity"}, fit=FitConfig(), name="popularity")
-    assert trained.about.name == "popularity"
-    assert trained.about.metrics["recall@20"] > 0
-    assert world.again(model={"name": "popularity"}, fit=FitConfig(), name="popularity").already
-
-
 def test_a_damaged_record_of_checkpoints_is_mended(world: World, tmp_path: Path) -> None:
     last = max(Path(world.folder / "runs/two").glob("step-*"))
     for name in (last.name, "step-99999999"):
@@ -236,7 +229,7 @@ def test_killed_after_training_it_is_only_finished(world: World) -> None:
     (run / "run.json").write_text(json.dumps({**record, "status": "running"}))
     (run / "best/config.json").unlink()
     lines: list[str] = []
-    again = world.again(say=lines.append)
+    again = world.again(say=lines.append, ray_options=RayOptions(threads=1))
     assert not again.already
     assert not [line for line in lines if line.startswith("epoch")]
     assert again.about == world.trained.about

@@ -58,7 +58,7 @@ def same(model: SidMlp, batch: dict[str, Tensor], k: int, beam: int, scores: str
             assert at == k - 1 or min(near) < CLOSE, f"rank {at} differs and its score stands alone: {near}"
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(
     catalogues(),
     st.sampled_from(["children", "codebook"]),
@@ -113,6 +113,7 @@ def test_real_catalogues(published):
         same(model, requests(30, len(codes)), k, beam, scores)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scores", ["children", "codebook"])
 def test_a_trained_student(scores):
     """Some hundred steps from a random teacher's states towards the first item of the history."""

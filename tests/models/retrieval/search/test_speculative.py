@@ -59,7 +59,7 @@ def random_tables(like: TableScorer, generator: torch.Generator, closeness: floa
     problem=problems(), k=st.integers(1, 6), beam=st.integers(1, 5), draft_beam=st.integers(1, 8),
     steps=st.integers(0, 4), children=st.booleans(), closeness=st.sampled_from([0.0, 0.9, 1.0]),
 )  # fmt: skip
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_strict_is_beam_search_with_any_draft(
     problem: Any, k: int, beam: int, draft_beam: int, steps: int, children: bool, closeness: float
 ) -> None:
@@ -161,7 +161,7 @@ def test_a_draft_that_equals_the_target_is_accepted_more_often(rule: Any) -> Non
 
 
 @given(problem=problems(), keyed=st.booleans(), rule=st.sampled_from(["published", "exact"]), k=st.integers(1, 5))
-@settings(max_examples=50)
+@settings(max_examples=25)
 def test_rows_do_not_see_each_other(problem: Any, keyed: bool, rule: Any, k: int) -> None:
     """A request finds alone what it finds in a batch, drawn or not, and each item once."""
     scorer, trie, codes = problem

@@ -106,6 +106,7 @@ def test_rqkmeans_error_falls_with_every_level() -> None:
 SMALL = RqvaeConfig(levels=2, codebook_size=4, latent=8, hidden=[32], batch_size=64, epochs=150, lr=3e-3)
 
 
+@pytest.mark.long
 def test_rqvae_recovers_planted_clusters() -> None:
     points, paths = planted()
     quantized = finish(rqvae.fit(points, SMALL))
