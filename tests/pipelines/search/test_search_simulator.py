@@ -101,6 +101,9 @@ def test_who_knows_more_causes_can_rank_better(tmp_path: Path) -> None:
     best = best_gauc(world, log)
     assert best["all causes"] > best["intent and position"] > best["taste and position"] > best["position"] > 0.55
     assert best["all causes"] > best["intent, position and earlier clicks"]
+    for known in ("taste", "intent"):  # the place is not known when results are ranked, and hides what is
+        assert best[f"{known} and position"] > best[known] > 0.55
+    assert best["intent and taste"] > best["intent and earlier clicks"] > best["intent"] > best["taste"]
     aucs = []  # by position alone: earlier results above later ones
     for click in log.click[(log.click.sum(1) > 0)]:
         pairs = [i < j for i in np.flatnonzero(click) for j in np.flatnonzero(~click)]

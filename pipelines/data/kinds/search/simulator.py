@@ -195,12 +195,19 @@ def best_gauc(world: World, log: Searches) -> dict[str, float]:
     of_intent, liked = (world.cluster[log.item] == log.intent[:, None]).astype(int), log.liked.astype(int)
     share = LIKED_MAKERS[log.settings.taste] / len(MAKERS)
     told = taste_from_clicks(world, log, of_intent, share)
+    by_clicks = click[of_intent, 0] * (1 - told) + click[of_intent, 1] * told
+    by_intent, by_taste = (click @ [1 - share, share])[of_intent], click.mean(0)[liked]
     chances = {
         "all causes": click[of_intent, liked] * LOOK,
-        "intent, position and earlier clicks": (click[of_intent, 0] * (1 - told) + click[of_intent, 1] * told) * LOOK,
-        "intent and position": (click @ [1 - share, share])[of_intent] * LOOK,
-        "taste and position": click.mean(0)[liked] * LOOK,
+        "intent, position and earlier clicks": by_clicks * LOOK,
+        "intent and position": by_intent * LOOK,
+        "taste and position": by_taste * LOOK,
         "position": np.tile(LOOK, (len(log.click), 1)),
+        # what can be known when results are ranked
+        "intent and taste": click[of_intent, liked],
+        "intent and earlier clicks": by_clicks,
+        "intent": by_intent,
+        "taste": by_taste,
     }
     request = torch.arange(len(log.click)).repeat_interleave(RESULTS)
     clicks = torch.from_numpy(log.click.ravel())
