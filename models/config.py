@@ -22,6 +22,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 OLD_NAMES = {
     "teacher_memory_mb": "it is gone, give a folder as model.teacher_cache",
+    "marks": "it is counted_labels now",
     "decoder": "one T5 decoder layer is the model 'one_layer' now (jobs/configs/one_layer.yaml)",
 }
 """Options that were renamed or taken away, with the remedy, by the last part of their key."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from models.config import check_known
+from models.config import check_known, instead
 from models.tables import UserError
 from pipelines.data.kinds.table import KINDS
 from pipelines.data.prepare_config import PrepareConfig
@@ -52,7 +52,7 @@ def read_config(*layers: dict[str, Any]) -> PrepareConfig:
 
 def _check_keys(values: dict[str, Any], known: list[str], where: str) -> None:
     check_known(
-        values, known, lambda key, near: f"unknown key 'prepare.{where}{key}'; the nearest key is '{near}'"
+        values, known, lambda key, near: f"unknown key 'prepare.{where}{key}'; {instead(key, known)}"
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from models.config import nearest, read_yaml
+from models.config import instead, read_yaml
 from models.tables import UserError
 from pipelines.data.sources.base import Source
 
@@ -62,7 +62,7 @@ def build(kind: type, content: dict[str, Any], where: str = "") -> Any:
     known = {field.name: field for field in fields(kind)}
     for key in content:
         if key not in known:
-            raise ValueError(f"unknown key '{where}{key}'; the nearest key is '{nearest(key, known)}'")
+            raise ValueError(f"unknown key '{where}{key}'; {instead(key, known)}")
     required = [key for key, f in known.items() if f.default is MISSING and f.default_factory is MISSING]
     if missing := [key for key in required if key not in content]:
         keys = " and ".join(f"'{where}{key}'" for key in missing)

@@ -28,7 +28,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> str:
     folder = tmp_path_factory.mktemp("feed")
     simulate_feed(str(folder / "raw"), 60, 40, 900, 3)
     source, defaults = load_source(str(SOURCE))
-    actions = defaults["actions"] | {"counts": {"keys": ["item", "author", "user"], "marks": ["long_dwell", "like"]}}
+    actions = defaults["actions"] | {
+        "counts": {"keys": ["item", "author", "user"], "counted_labels": ["long_dwell", "like"]}
+    }
     config = read_config(defaults, {"partitions": 2, "max_events": 25, "actions": actions})
     prepare(source, str(folder / "raw"), str(folder / "tables"), config, say=lambda line: None)
     return str(folder / "tables")

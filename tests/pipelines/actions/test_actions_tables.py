@@ -121,7 +121,7 @@ def test_sequences_equal_the_reference(
     tmp_path_factory: pytest.TempPathFactory, rows: list[dict], max_events: int, own_cuts: bool
 ) -> None:
     split = {"kind": "per_user"} if own_cuts else SPLIT
-    rules = rules_of(max_events, split, keys=["user"], marks=["long", "like"])
+    rules = rules_of(max_events, split, keys=["user"], counted_labels=["long", "like"])
     events = read_coded(part_of(rows, str(tmp_path_factory.mktemp("events"))), rules.columns, IDS)
     table, count, sums = build_actions(events, Vocabulary.of(pa.array(CATALOGUE, pa.large_string())), [], rules)
     table.validate(full=True)
@@ -221,7 +221,7 @@ def test_no_count_of_a_candidate_knows_what_was_done_with_another() -> None:
 
 
 def test_names_of_features_follow_keys_windows_and_marks() -> None:
-    names = config_of(keys=["author"], marks=["like"]).features
+    names = config_of(keys=["author"], counted_labels=["like"]).features
     assert names == [
         "author_exposures_0.25d", "author_like_0.25d", "author_like_rate_0.25d",
         "author_exposures_1d", "author_like_1d", "author_like_rate_1d",
@@ -232,7 +232,7 @@ def test_bool_labels_without_an_entry_are_tasks_and_actions_of_their_own() -> No
     config = config_of()
     assert list(config.tasks) == list(TASKS)
     assert list(config.inputs) == list(INPUTS)
-    assert config.counts.marks == list(TASKS)
+    assert config.counts.counted_labels == list(TASKS)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,8 @@ def test_bool_labels_without_an_entry_are_tasks_and_actions_of_their_own() -> No
         ({"counts": {"keys": ["user", "user"]}}, "each once"),
         ({"counts": {"keys": []}}, "at least one"),
         ({"counts": {"windows_days": []}}, "at least one length"),
-        ({"counts": {"marks": ["nothing"]}}, "no task"),
+        ({"counts": {"counted_labels": ["nothing"]}}, "no task"),
+        ({"counts": {"marks": ["like"]}}, "unknown key .*counts.marks'; it is counted_labels now"),
         ({"counts": {"windows_days": [7, 1]}}, "ascending"),
         ({"counts": {"delay_minutes": -1}}, "0 or more"),
         ({"counts": {"windows_days": [0.5], "delay_minutes": 800}}, "longer windows"),

@@ -228,7 +228,7 @@ def check_features(
             seen = until[shifts[0]] - until[shift]  # (points, 1 + labels)
             strength = counts["strength"]
             right = {f"{key}_exposures_{days:g}d": np.log1p(seen[:, 0])}
-            for column, label in enumerate(counts["marks"], start=1):
+            for column, label in enumerate(counts["counted_labels"], start=1):
                 right[f"{key}_{label}_{days:g}d"] = np.log1p(seen[:, column])
                 rate = (seen[:, column] + counts["prior"] * strength) / (seen[:, 0] + strength)
                 right[f"{key}_{label}_rate_{days:g}d"] = rate
@@ -246,8 +246,9 @@ def counted_before(
     """Per shift (points, 1 + labels): exposures and tasks of the key before the point's `as_of` less the shift, over
     all users; no point counts an event of its own time."""
     made = tables.sequences.info["definitions"]
-    labels = [task_of(made["tasks"][name]).cast(pl.Int64).alias(f"counted_{name}") for name in made["counts"]["marks"]]
-    names = ["shown", *(f"counted_{name}" for name in made["counts"]["marks"])]
+    counted = made["counts"]["counted_labels"]
+    labels = [task_of(made["tasks"][name]).cast(pl.Int64).alias(f"counted_{name}") for name in counted]
+    names = ["shown", *(f"counted_{name}" for name in counted)]
     total = {shift: np.zeros((points.height, len(names))) for shift in shifts}
     moved = {
         shift: points.select("point", by, at=pl.col("as_of") - shift).drop_nulls(by).sort("at") for shift in shifts

@@ -139,7 +139,7 @@ class Counts(Windowed):
 
     keys: list[str] = field(default_factory=lambda: [ITEM, USER])
     """What is counted for: `item`, `user`, or the name of an attribute of items such as `author`."""
-    marks: list[str] | None = None
+    counted_labels: list[str] | None = None
     """Tasks that are counted besides exposures; by default all."""
     windows_days: list[float] = field(default_factory=lambda: [1.0, 7.0])
     """Lengths of the windows, in days, ascending."""
@@ -214,11 +214,13 @@ class ActionsConfig:
             if key not in (USER, ITEM, *attributes):
                 had = ", ".join((USER, ITEM, *attributes))
                 raise ValueError(f"counts.keys has '{key}', which is no attribute of items; those are: {had}")
-        counted_labels = list(tasks) if counts.marks is None else counts.marks
+        counted_labels = list(tasks) if counts.counted_labels is None else counts.counted_labels
         for label in counted_labels:
             if label not in tasks:
-                raise ValueError(f"counts.marks has '{label}', which is no task; those are: {', '.join(tasks)}")
-        return ActionsConfig(tasks, inputs, Counts(**{**vars(counts), "marks": counted_labels}))
+                raise ValueError(
+                    f"counts.counted_labels has '{label}', which is no task; those are: {', '.join(tasks)}"
+                )
+        return ActionsConfig(tasks, inputs, Counts(**{**vars(counts), "counted_labels": counted_labels}))
 
     @property
     def labels(self) -> list[str]:
@@ -233,8 +235,8 @@ class ActionsConfig:
         for key in self.counts.keys:
             for days in self.counts.windows_days:
                 names.append(f"{key}_exposures_{days:g}d")
-                names += [f"{key}_{label}_{days:g}d" for label in self.counts.marks]
-                names += [f"{key}_{label}_rate_{days:g}d" for label in self.counts.marks]
+                names += [f"{key}_{label}_{days:g}d" for label in self.counts.counted_labels]
+                names += [f"{key}_{label}_rate_{days:g}d" for label in self.counts.counted_labels]
         return names
 
 

@@ -196,8 +196,8 @@ def drop_constants(
                 f"every {name} is constant in training ({', '.join(dropped)}); define one that is not in the source "
                 f"file, or choose another cut"
             )
-    counted_labels = [name for name in rules.actions.counts.marks if name in tasks]
-    actions = ActionsConfig(tasks, inputs, replace(rules.actions.counts, marks=counted_labels))
+    counted_labels = [name for name in rules.actions.counts.counted_labels if name in tasks]
+    actions = ActionsConfig(tasks, inputs, replace(rules.actions.counts, counted_labels=counted_labels))
     return replace(rules, actions=actions), dropped, {name[4:]: sorted(values) for name, values in viewers.items()}
 
 
