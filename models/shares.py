@@ -220,8 +220,9 @@ class Sharded:
         """The rows of `order` in batches of at most `batch_size`."""
         return (order[i : i + batch_size] for i in range(0, len(order), batch_size))
 
-    def drawn(self, rows: NDArray[np.int64], rng: np.random.Generator | None) -> NDArray[np.int64]:
-        """The rows of a training batch with what is drawn anew for it; without `rng` any draw will do."""
+    def drawn(self, rows: NDArray[np.int64], places: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
+        """The rows of a training batch with what is drawn anew for it. `places` are their places in the epoch, which
+        are the same however many workers share the batch."""
         return rows
 
     def user_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -350,10 +351,9 @@ class Sharded:
         if self.share.shards > 1:  # one order of the steps for all shards, so that rows of like length meet
             rng = np.random.default_rng([seed, epoch, self.share.shards])
         for step in rng.permutation(steps):
-            rows = np.concatenate(
-                [order[edges[step] : edges[step + 1]][shard.place :: shard.holders] for order, edges, shard in mine]
-            )
-            yield self.drawn(rows, rng)
+            parts = [np.arange(edges[step], edges[step + 1])[shard.place :: shard.holders] for _, edges, shard in mine]
+            rows = np.concatenate([order[places] for (order, _, _), places in zip(mine, parts, strict=True)])
+            yield self.drawn(rows, np.concatenate(parts), rng)
 
     def epoch(self, batch_size: int, *, seed: int, epoch: int, skip: int = 0) -> Iterator[dict[str, Tensor]]:
         """This worker's part of the shuffled batches from number `skip` on, as tensors."""
@@ -363,7 +363,8 @@ class Sharded:
             if len(rows):
                 yield self.collate(rows)
             else:  # this batch is of other workers' shards: some row, as DDP wants a gradient of everyone
-                yield {**self.collate(self.drawn(np.zeros(1, np.int64), None)), IDLE: torch.ones(1)}
+                any_row = np.zeros(1, np.int64)
+                yield {**self.collate(self.drawn(any_row, any_row, np.random.default_rng(0))), IDLE: torch.ones(1)}
 
     def chosen(self, limit: int = 0) -> NDArray[np.int64]:
         """This worker's rows of an evaluation, in order: all, or of `limit` over all workers, spread over the lengths.

@@ -28,6 +28,9 @@ from models.tables import Manifest, sequences_manifest
 JITTER = 1.1
 """Rows of a training batch are neighbours by length times a random factor of 1 to this: other ones each epoch."""
 
+GOLDEN = (5**0.5 - 1) / 2
+"""Its multiples lie evenly within 0 to 1, and so do the cuts of a batch's rows."""
+
 MOST_PAIRS = 1 << 24
 """Largest B x C x (T + C) of an evaluation batch of several rows: its candidates by what they may attend to, which
 bounds the mask."""
@@ -39,7 +42,8 @@ class ActionsExamples(Sharded):
     Training, `user`: a row is a sequence of training events, all context, each learned from once. Those of the
     same millisecond as the one before are learned from as candidates, which see the strictly earlier ones alone.
     Training, `cut`, for models that learn from candidates only: the sequence is cut in two, context and candidates.
-    The share of the context is drawn anew for each batch of each epoch, uniformly; at least one event is a candidate.
+    The share of the context is another one for each row, drawn anew in each epoch, uniformly, and evenly over the rows
+    of a batch, which so learns from about half of its events; at least one event is a candidate.
     Validation and test: the context is the latest `max_history` events before the split's time, the
     candidates are all of the user's events in it, also of users without a context.
 
@@ -183,11 +187,11 @@ class ActionsExamples(Sharded):
         order = order[np.lexsort((np.where(beside, -size, size), beside))]
         return order, equal_parts(self.lengths[order], steps)
 
-    def drawn(self, rows: NDArray[np.int64], rng: np.random.Generator | None) -> NDArray[np.int64]:
+    def drawn(self, rows: NDArray[np.int64], places: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
         """Of unit `cut` (B, 2): row, size of the context."""
         if self.unit != "cut":
             return rows
-        share = rng.random() if rng else 0.0
+        share = (rng.random() + places * GOLDEN) % 1
         return np.stack([rows, (share * self.lengths[rows]).astype(np.int64)], 1)
 
     def ordered(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -112,6 +112,25 @@ def test_sequences_are_cut_for_models_that_learn_from_candidates_only(tables):
         assert sum(context + candidates for context, candidates in cuts[0].get(number, [])) == row["train_end"]
 
 
+def test_each_row_has_a_cut_of_its_own_and_a_batch_learns_from_half(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = [sequence_of(100, rng, (100, 100)) for _ in range(64)]
+    examples = load(write_rows(tmp_path, rows, 9), "train", unit="cut", max_history=50)
+    assert len(examples) == 128
+    of_row, means = {}, []
+    for epoch in range(40):
+        for batch in examples.batches(16, seed=1, epoch=epoch, shuffle=True):
+            cuts = batch[:, 1] / 50
+            assert len(set(cuts)) > 8
+            means.append(cuts.mean())
+            for row, cut in zip(batch[:, 0], cuts, strict=True):
+                of_row.setdefault(row, []).append(cut)
+    assert np.std(means) < 0.03  # of 16 independent cuts 0.07
+    for cuts in of_row.values():  # of every row all cuts are alike
+        assert 0.35 < np.mean(cuts) < 0.65
+        assert (min(cuts) < 0.15, max(cuts) > 0.85, max(cuts) < 1) == (True, True, True)
+
+
 def sequence_of(count: int, rng: np.random.Generator, cuts: tuple[int, int]) -> dict:
     return user("u", rng.integers(9, size=count).tolist(), list(range(count)), [True] * count, cuts, rng)
 
@@ -121,18 +140,6 @@ def test_training_windows_are_cut_from_the_end(tmp_path):
     examples = load(tables, "train", max_history=10)
     times = [examples.collate(np.array([row]))["time"][0].tolist() for row in range(3)]
     assert sorted(times) == [list(range(5)), list(range(5, 15)), list(range(15, 25))]
-
-
-def test_the_share_of_the_context_is_drawn_anew_and_uniformly(tmp_path):
-    rng = np.random.default_rng(0)
-    rows = [sequence_of(100, rng, (100, 100)) for _ in range(20)]
-    examples = load(write_rows(tmp_path, rows, 9), "train", unit="cut", max_history=100)
-    drawn = [order for epoch in range(50) for order in examples.batches(4, shuffle=True, epoch=epoch)]
-    assert all(len(set(order[:, 1].tolist())) == 1 for order in drawn)  # rows of one length have one share
-    shares = np.array([order[0, 1] / 100 for order in drawn])
-    assert len(shares) == 250
-    assert np.bincount((10 * shares).astype(int), minlength=10).min() > 10
-    assert (shares.min() < 0.05, shares.max() > 0.95, shares.max() < 1) == (True, True, True)
 
 
 def test_steps_are_of_equally_many_events_and_little_is_padding(tmp_path):
