@@ -8,8 +8,9 @@ Run by MLflow, not imported; a "model from code" as `served_model.py` is. A row 
 is in `package.py`; the names and the order of features, actions and labels, and how actions are graded, are in the
 model's metadata. A feature that is not given, or NaN, counts as its mean over training, an action as not taken.
 Candidates that are not in the catalogue are ranked last, in the order given, with the score NaN; items of a history
-that are not are skipped. A query counts as none if it is not, to the letter, one of the training tables', and a warning
-says so; a category of the viewer that training has not seen counts as not known.
+that are not are skipped. Where a result would be shown is not read. A query counts as none if it is not, to the
+letter, one of the training tables', and a warning says so; a category of the viewer that training has not seen counts
+as not known.
 
 Shapes: `N` candidates, `F` features, `A` kinds of action, `K` labels, `T` positions, `V` viewer-side categories.
 """
