@@ -69,7 +69,8 @@ def label_loss(logits: Tensor, labels: Tensor, weights: Sequence[float], there: 
     (N, K), or over all. 0 for a label without any."""
     terms = functional.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="none")  # (N, K)
     if there is None:
-        return whole_mean((terms.sum(0) @ terms.new_tensor(weights)) / max(1, len(terms)), len(terms))
+        total = torch.stack([weight * term for weight, term in zip(weights, terms.sum(0), strict=True)]).sum()
+        return whole_mean(total / max(1, len(terms)), len(terms))
     counts = there.sum(0)
     means = (terms * there).sum(0) / counts.clamp(min=1)
     parts = [weight * whole_mean(mean, count) for weight, mean, count in zip(weights, means, counts, strict=True)]

@@ -17,6 +17,7 @@ from torch import Tensor
 from models import ranking_metrics
 from models.label_loss import counted
 from models.ranking_metrics import EXAMPLES, NAMES, ranking_means, ranking_sums
+from models.search.ranker import Ranker
 
 WITH_POSITION = "with_position/"
 
@@ -24,9 +25,10 @@ WITH_POSITION = "with_position/"
 def measure(model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
     """Sums over the batch's requests. `model.score(batch)` gives logits (N, labels); `model.labels` their names."""
     sums: dict[str, Any] = {EXAMPLES: torch.tensor(float(len(batch["request_row"])), dtype=torch.float64)}
-    there = counted(batch["labels"], model.masks)
-    for beside in ("", WITH_POSITION) if model.shown_at.reads else ("",):
-        logits = model.score(batch, shown=bool(beside)).float()
+    ranker = model if isinstance(model, Ranker) else None  # others have a `score` and `labels` alone
+    there = counted(batch["labels"], ranker.masks if ranker else [None] * len(model.labels))
+    for beside in ("", WITH_POSITION) if ranker and ranker.shown_at.reads else ("",):
+        logits = (model.score(batch, shown=True) if beside else model.score(batch)).float()
         for i, label in enumerate(model.labels):
             prefix = f"{beside}{label}/" if i else beside
             mine = there[:, i]
