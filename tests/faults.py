@@ -116,13 +116,18 @@ class World:
 
     def workers(self) -> list[psutil.Process]:
         """Worker processes that run something."""
+        return [worker for node in self.workers_by_node() for worker in node]
+
+    def workers_by_node(self) -> list[list[psutil.Process]]:
+        """Those of each node, the head first."""
         found = []
         for node in [self.cluster.head_node, *self.nodes]:
+            found.append(busy := [])
             for raylet in node.all_processes.get("raylet", []):
                 with suppress(psutil.Error):
                     children = psutil.Process(raylet.process.pid).children(recursive=True)
-                    found += [child for child in children if named(child).startswith("ray::")]
-        return [worker for worker in found if not named(worker).startswith("ray::IDLE")]
+                    busy += [c for c in children if named(c).startswith("ray::") and "ray::IDLE" not in named(c)]
+        return found
 
     def lose_node(self, draw: random.Random) -> None:
         """Kills a node and all that runs on it; another one comes in its place."""
@@ -183,6 +188,8 @@ class Step:
     """The command with its output in a folder of its own."""
     result: Callable[[World, Path], Any]
     """What has to be the same as undisturbed."""
+    needs: tuple[str, ...] = ()
+    """Commands whose results it reads."""
     more: tuple[str, ...] = ()
     """Options of another start of the same."""
 
@@ -245,23 +252,27 @@ STEPS = {
         lambda world, out: ["jobs.tokenize", "--tables", str(world.folder / "prepare"), "--tokenizer", "rqkmeans",
                             "--encoder", "tfidf", "--rqkmeans.codebook_size", "16", "--output", str(out)],
         lambda world, out: hashes(out),
+        needs=("prepare",),
     ),
     "train": Step(
         lambda world, out: ["jobs.train", "--config", str(world.folder / "model.yaml"), "--tables",
                             str(world.folder / "prepare"), "--storage", str(out), "--name", "one", "--experiment",
                             f"retrieval/{out.name}", "--ray.num_workers", "2", "--ray.threads", "1"],
         trained,
+        needs=("prepare",),
     ),
     "evaluate": Step(
         lambda world, out: ["jobs.evaluate", "--checkpoint", str(world.folder / "train/one"), "--tables",
                             str(world.folder / "prepare"), "--batch-inference", str(out), "--shards", "2"],
         lambda world, out: hashes(out),
+        needs=("prepare", "train"),
     ),
     "sweep": Step(
         lambda world, out: ["jobs.sweep", "--grid", str(world.folder / "rates.yaml"), "--tables",
                             str(world.folder / "prepare"), "--storage", str(out), "--name", "swept", "--experiment",
                             f"retrieval/{out.name}", "--options.test", "false", "--ray.threads", "1"],
         trained,
+        needs=("prepare",),
         more=("--resume",),
     ),
 }  # fmt: skip
@@ -297,11 +308,10 @@ class Kill:
 
 
 def undisturbed(world: World, steps: list[str]) -> dict[str, Undisturbed]:
-    """Runs the commands up to the last of `steps`, one after the other."""
+    """Runs the commands, and first those that they need, one after the other."""
+    needed = {other for step in steps for other in (step, *STEPS[step].needs)}
     found = {}
-    for name in list(STEPS)[: max(list(STEPS).index(step) for step in steps) + 1]:
-        if name == "evaluate" and not (world.folder / "train").exists():
-            continue
+    for name in (step for step in STEPS if step in needed):
         began, out = time.monotonic(), world.folder / name
         process = world.start(STEPS[name].words(world, out))
         words = said(process)

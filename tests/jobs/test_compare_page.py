@@ -141,6 +141,7 @@ def test_plots_appear_where_their_runs_exist(store: str, tmp_path: Path) -> None
     assert benchmark_plots(lines[:1]) == []
 
 
+@pytest.mark.long
 def test_the_page_stands_alone_and_is_logged(store: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     page = tmp_path / "new/page.html"
     run(

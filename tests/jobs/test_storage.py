@@ -68,6 +68,7 @@ def words(tables: str, output: str, *more: str) -> list[str]:
     return ["--tables", tables, "--output", output, *more]
 
 
+@pytest.mark.long
 def test_every_job_says_so_in_one_line_before_ray_starts(
     closed: str, mapping: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

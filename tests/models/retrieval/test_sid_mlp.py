@@ -158,6 +158,7 @@ def test_context_and_heads_are_equations_1_and_2() -> None:
         {"name": "one_layer", "cross_attention": False, "logits": "vocabulary"},
     ],
 )  # fmt: skip
+@pytest.mark.long
 def test_a_beam_as_wide_as_the_catalogue_scores_every_item(scores: Any, options: dict[str, Any]) -> None:
     """Each digit's log-probability from its definition: the teacher's over the vocabulary for the first m, then the
     student's; with `children` the digits after the first are normalised anew over what the catalogue has."""

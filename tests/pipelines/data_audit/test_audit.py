@@ -209,6 +209,7 @@ def test_what_may_surprise_is_noted_and_no_violation(tmp_path: Path) -> None:
 
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 10**6), parts=st.integers(1, 3), core=st.integers(0, 4), events=st.integers(30, 60))
+@pytest.mark.long
 def test_random_correct_tables_pass(
     tmp_path_factory: pytest.TempPathFactory, seed: int, parts: int, core: int, events: int
 ) -> None:

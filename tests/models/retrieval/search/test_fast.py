@@ -66,6 +66,7 @@ def same(model: SidMlp, batch: dict[str, Tensor], k: int, beam: int, scores: str
     st.sampled_from([1, 2, 3, 5, 10, 50]),
     st.integers(0, 5),
 )
+@pytest.mark.long
 def test_any_trie(catalogue, scores, k, beam, seed):
     sizes, codes = catalogue
     model, batch = student(torch.tensor(codes), sizes, seed), requests(5, len(codes), seed, longest=4)

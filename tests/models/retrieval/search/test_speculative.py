@@ -60,6 +60,7 @@ def random_tables(like: TableScorer, generator: torch.Generator, closeness: floa
     steps=st.integers(0, 4), children=st.booleans(), closeness=st.sampled_from([0.0, 0.9, 1.0]),
 )  # fmt: skip
 @settings(max_examples=100)
+@pytest.mark.long
 def test_strict_is_beam_search_with_any_draft(
     problem: Any, k: int, beam: int, draft_beam: int, steps: int, children: bool, closeness: float
 ) -> None:
