@@ -3,6 +3,7 @@
 python -m jobs.benchmark decode [--json FILE] [--histories TABLES]   users per second by model, path and size
 python -m jobs.benchmark search_encoder [--json FILE]   encoders of search models, by mode and length
 python -m jobs.benchmark actions [--json FILE]      models of actions, by mode and length
+python -m jobs.benchmark shares --histories TABLES [--json FILE]   memory of training workers, and bytes they read
 python -m jobs.benchmark sequences [--json FILE]    events per second of the sequence step, beside polars
 python -m jobs.benchmark scale [--json FILE]        the same for up to 100 million events, in 1 GiB of object store
 python -m jobs.benchmark catalogue [--json FILE]    tokenizing, tries and decoding for 10 thousand to 10 million items
@@ -18,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from jobs import cli
-from models.bench import BENCHMARKS as MODELS
 from models.bench.harness import write_rows
+from models.bench.table import BENCHMARKS as MODELS
 from models.config import hint
 from models.tables import UserError
 
@@ -29,7 +30,7 @@ class Config:
     """Options of the benchmarks; the name may stand first, without its option."""
 
     name: str
-    """Which benchmark: decode, search_encoder, actions, sequences, scale, catalogue or sweep."""
+    """Which benchmark: decode, search_encoder, actions, shares, sequences, scale, catalogue or sweep."""
     json: str | None = None
     """File for the JSON lines, which are printed too."""
     runs: int = 5
@@ -38,7 +39,7 @@ class Config:
     """CPU threads of all but `sequences`, `scale` and `catalogue`."""
     histories: str | None = None
     """Tables of jobs.prepare whose test histories `decode` takes, random ones, 9 items in the mean, without; and those
-    that `sweep` trains on."""
+    that `sweep` trains on and `shares` reads."""
     checkpoints: list[str] = field(default_factory=list)
     """Trained models, each a checkpoint or a run, that `decode` times on --histories in place of random weights."""
     sids: str | None = None
@@ -91,6 +92,7 @@ BENCHMARKS: dict[str, Callable[[Config], Iterable[dict[str, Any]]]] = {
         sids=config.sids,
     ),
     "search_encoder": lambda config: MODELS["search_encoder"](runs=config.runs, threads=config.threads),
+    "shares": lambda config: MODELS["shares"](runs=config.runs, threads=config.threads, histories=config.histories),
     "actions": lambda config: MODELS["actions"](runs=config.runs, threads=config.threads),
     "sequences": _sequences,
     "scale": _scale,

@@ -20,9 +20,9 @@ from typing import Any, Literal, get_type_hints
 from jobs import cli
 from models import checkpoint, registry
 from models.tables import reach
+from models.uri import absolute
 from pipelines.data.tables import check_can_write, check_place, write_file
 from pipelines.evaluation.ranking import Result, device_of, evaluate, find_checkpoint, record
-from pipelines.training.run import absolute
 
 
 def most_derived(kinds: Iterable[type]) -> tuple[type, ...]:
@@ -242,8 +242,10 @@ def run(config: Options) -> Result | None:
     remote = bool(os.environ.get("RAY_ADDRESS"))  # a cluster's GPUs are not where its jobs' drivers run
     if config.shards > 1 or remote:
         cli.start_ray()
+    name = checkpoint.read(find_checkpoint(config.checkpoint)).name
+    extra = registry.find(name).folder(sids=config.sids, text=config.text)
     result, about = evaluate(
-        config.checkpoint, config.tables, config.text or config.sids, split=config.split, batch_size=config.batch_size,
+        config.checkpoint, config.tables, extra, split=config.split, batch_size=config.batch_size,
         shards=config.shards, device=config.device, options=options, item_shift=config.item_shift,
         remote=remote,
     )  # fmt: skip

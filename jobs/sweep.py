@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ import yaml
 
 from jobs import cli
 from models import registry
+from models.config import naming
 from models.tables import UserError, reach
 from pipelines import tracking
 from pipelines.data.tables import check_can_write
@@ -135,7 +136,7 @@ def read(config: Config) -> tuple[Grid, list[Trial]]:
 def takes_cache(model: dict[str, Any]) -> bool:
     """Whether the model can keep what its teacher says, for all trials, and is not told otherwise."""
     name = str(model.get("name"))
-    if name not in registry.MODELS or "teacher_cache" not in {f.name for f in fields(registry.model_config(name))}:
+    if name not in registry.MODELS or "teacher_cache" not in naming(registry.model_config(name), "folder"):
         return False
     return not (model.get("teacher_cache") or model.get("end_to_end"))
 
@@ -143,7 +144,11 @@ def takes_cache(model: dict[str, Any]) -> bool:
 def run(config: Config) -> Swept | None:
     """Runs the sweep and prints its outcome, or the trials alone."""
     grid, trials = read(config)
-    extra = config.text or config.sids
+    entries = [registry.find(str(trial.model["name"])) for trial in trials if "name" in trial.model]
+    folders = [entry.folder(sids=config.sids, text=config.text) for entry in entries]
+    extra = (
+        next(filter(None, folders), None) if entries else config.sids
+    )  # of checkpoints, which retrieval alone sweeps
     if config.dry_run:
         show(grid, trials, config, extra)
         return None

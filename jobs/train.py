@@ -104,7 +104,7 @@ def run(config: Config) -> Trained:
     check_can_write(config.storage)
     cli.preflight(tables=config.tables, sids=config.sids, text=config.text, storage=config.storage)
     entry = registry.find(config.model.name)
-    extra = {"sids": config.sids, "text": config.text}[entry.extra.option] if entry.extra else None
+    extra = entry.folder(sids=config.sids, text=config.text)
     trained = train(
         model=asdict(config.model),
         fit=config.fit,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from typing import Any
 
 import yaml
@@ -42,6 +43,19 @@ def hint(word: str, known: Iterable[str], none: str = "there is none") -> str:
     return f"the nearest is '{nearest(word, known)}'" if known else none
 
 
+def naming(config: type, *what: str) -> set[str]:
+    """Options of a config dataclass that name a place: a `checkpoint`, a `folder`, or an `encoder`, which is a folder
+    or a name of the model hub. Their fields declare it: `metadata={"names": "checkpoint"}`."""
+    return {f.name for f in fields(config) if f.metadata.get("names") in what}
+
+
+def check_positive(config: Any, names: Iterable[str]) -> None:
+    """ValueError for the first of these fields that is below 1."""
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} {getattr(config, name)} is below 1; give a positive number")
+
+
 def check_known(given: Iterable[str], known: Iterable[str], message: Callable[[str, str], str]) -> None:
     """UserError(message(name, nearest)) for the first of `given` that is not among `known`."""
     known = list(known)
@@ -63,4 +77,14 @@ def read_yaml(uri: str, remedy: str) -> dict[str, Any]:
         raise UserError(f"{uri} is not valid YAML: {' '.join(str(error).split())}; {remedy}") from error
     if not isinstance(content, dict):
         raise UserError(f"{uri} holds {type(content).__name__}, not a mapping; {remedy}")
+    return content
+
+
+def read_configs(uris: Iterable[str], remedy: str) -> dict[str, Any]:
+    """The sections of several YAML files; of what more than one says, the last counts."""
+    content: dict[str, Any] = {}
+    for uri in uris:
+        for name, section in read_yaml(uri, remedy).items():
+            both = isinstance(section, dict) and isinstance(content.get(name), dict)
+            content[name] = {**content[name], **section} if both else section
     return content

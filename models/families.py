@@ -86,6 +86,8 @@ class Family:
     """Learned numbers of a model by part, where a training says them."""
     shuffles: Callable[[Any, Any], dict[str, Shuffle]] | None = None
     """`shuffles(model, catalogue)`: by name, what the model ranks candidates by, and how rows exchange it."""
+    replays: bool = False
+    """Whether `jobs.evaluate --replay` can rank again what its log shows at positions."""
     served: bool = False
     """Whether every training logs its model to MLflow; those of others are logged when they are registered."""
 
@@ -105,7 +107,7 @@ SEARCH = Family(
         shown=("gauc", "auc"),
     ),
     ranks="candidates", extra=TEXT, accompany=SearchCatalogue.leave_pairs_to,
-    shuffles=search_shuffled.shuffles,
+    shuffles=search_shuffled.shuffles, replays=True,
 )  # fmt: skip
 ACTIONS = Family(
     "actions", ActionsCatalogue.load, ActionsCatalogue.hashes_of, ActionsExamples,

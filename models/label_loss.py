@@ -57,21 +57,21 @@ def check_label(name: str, labels: Sequence[str], option: str) -> None:
 
 def counted(labels: Tensor, masks: Sequence[int | None]) -> Tensor:
     """(N, K) bool: of which results each of the `labels` (N, K) is learned."""
-    there = torch.ones_like(labels, dtype=torch.bool)
+    kept = torch.ones_like(labels, dtype=torch.bool)
     for place, mask in enumerate(masks):
         if mask is not None:
-            there[:, place] = labels[:, mask] > 0
-    return there
+            kept[:, place] = labels[:, mask] > 0
+    return kept
 
 
-def label_loss(logits: Tensor, labels: Tensor, weights: Sequence[float], there: Tensor | None = None) -> Tensor:
-    """The weighted sum over labels of the mean binary cross-entropy of `logits` (N, K) over the results `there`
+def label_loss(logits: Tensor, labels: Tensor, weights: Sequence[float], kept: Tensor | None = None) -> Tensor:
+    """The weighted sum over labels of the mean binary cross-entropy of `logits` (N, K) over the results `kept`
     (N, K), or over all. 0 for a label without any."""
     terms = functional.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="none")  # (N, K)
-    if there is None:
+    if kept is None:
         total = torch.stack([weight * term for weight, term in zip(weights, terms.sum(0), strict=True)]).sum()
         return whole_mean(total / max(1, len(terms)), len(terms))
-    counts = there.sum(0)
-    means = (terms * there).sum(0) / counts.clamp(min=1)
+    counts = kept.sum(0)
+    means = (terms * kept).sum(0) / counts.clamp(min=1)
     parts = [weight * whole_mean(mean, count) for weight, mean, count in zip(weights, means, counts, strict=True)]
     return torch.stack(parts).sum()

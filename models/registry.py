@@ -94,6 +94,10 @@ class Entry:
         """The folder that it needs beside the tables."""
         return SIDS if self.sids else self.family.extra
 
+    def folder(self, **given: str | None) -> str | None:
+        """Of the folders that were given, by their option, the one that it needs beside the tables."""
+        return given.get(self.extra.option) if self.extra else None
+
     @property
     def measured(self) -> Measured:
         """What is measured of it."""

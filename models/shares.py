@@ -285,6 +285,8 @@ class Sharded:
             examples._close()
             for shard, rows in zip(share.held, examples._rows_held, strict=True):
                 examples.rows_per_shard[shard.number] = rows
+        table = part = None
+        pa.default_memory_pool().release_unused()  # what decoding took, which Arrow keeps else: as much as is held
         return made
 
     @classmethod

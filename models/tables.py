@@ -236,11 +236,16 @@ def read_manifest(uri: str, table: str | None = None) -> Manifest:
     return manifest
 
 
+def kind_of(sequences: Manifest) -> str:
+    """The kind of request of a table of sequences; the oldest ones do not name theirs."""
+    return str(sequences.info.get("kind", "retrieval"))
+
+
 def sequences_manifest(uri: str, family: str) -> Manifest:
     """The manifest of sequences that models of the family read; an error for those of another one. A kind of request
     is its family's namesake, or `info` names the family."""
     manifest = read_manifest(uri, "sequences")
-    kind = manifest.info.get("kind", "retrieval")
+    kind = kind_of(manifest)
     if manifest.info.get("family", kind) != family:
         raise UserError(
             f"{uri} holds sequences of kind '{kind}'; models of {family} need '{family}' (prepare: kind: {family})"

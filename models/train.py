@@ -18,7 +18,7 @@ import torch
 
 from models import checkpoint, registry
 from models.checkpoint import Checkpoint
-from models.config import read_yaml
+from models.config import read_configs
 from models.fit import EpochEvent, FitConfig, StillEvent, best_of, describe, fit
 from models.setup import check_fit, set_up
 from models.tables import UserError
@@ -38,7 +38,10 @@ def check_same(about: Checkpoint, now: Checkpoint, output: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     """The command line: see the module."""
     parser = argparse.ArgumentParser(prog="python -m models.train", description="Trains one model with PyTorch alone.")
-    parser.add_argument("--config", required=True, help="YAML file with the sections model and fit, as of jobs.train")
+    parser.add_argument(
+        "--config", required=True, action="append",
+        help="YAML file with the sections model and fit, as of jobs.train; of several the later ones win",
+    )  # fmt: skip
     parser.add_argument("--tables", required=True, help="folder that jobs.prepare made")
     parser.add_argument("--sids", help="folder that jobs.tokenize made, for models that use semantic IDs")
     parser.add_argument("--text", help="folder that jobs.encode made, for search models")
@@ -46,21 +49,23 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        content = read_yaml(options.config, "check --config")
+        content = read_configs(options.config, "check --config")
+        name = content.get("model", {}).get("name")
+        if name is None:
+            raise UserError(f"{options.config[-1]} names no model; give the config that it is read after first")
         config = FitConfig(**content.get("fit", {}))
-        needed = registry.find(content["model"]["name"]).extra
-        extra = vars(options)[needed.option] if needed else None
+        extra = registry.find(name).folder(sids=options.sids, text=options.text)
         output = Path(options.output)
         last = max(checkpoint.steps(output), default=None)
         about = None if last is None else checkpoint.read(last)
         streamed = tuple(about.stream) if about else None
         setup = set_up(content["model"], config, options.tables, extra, device=device, streamed=streamed)
-        check_fit(config, content["model"]["name"], setup.catalogue, setup.world)
+        check_fit(config, name, setup.catalogue, setup.world)
         for note in setup.notes:
             print(note)
         state = None
         if last is not None and about is not None:
-            checkpoint.check(about, last, setup.catalogue.hashes, content["model"]["name"])
+            checkpoint.check(about, last, setup.catalogue.hashes, name)
             check_same(about, setup.checkpoint(), output)
             checkpoint.load_weights(setup.model, last)
             state = checkpoint.load_state(last)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
@@ -165,3 +166,8 @@ def _taken_apart(uri: str) -> tuple[str, str, str, str, dict[str, str]]:
     user = USER.search(uri)
     secrets = {name: value for name, value in PARAMETER.findall(uri[user.end() if user else 0 :]) if is_secret(name)}
     return shape[1].lower(), shape[3], shape[4], user[0].removesuffix("@") if user else "", secrets
+
+
+def absolute(uri: str) -> str:
+    """A local path made absolute, since workers run in other folders; URIs without what they hide."""
+    return hide(uri.rstrip("/")) if "://" in uri else str(Path(uri).expanduser().absolute())

@@ -23,7 +23,8 @@ from models.bench.harness import Row, paired, resident_peak_mb
 from models.fit import FitConfig, best_of, fit
 from models.setup import set_up
 from models.tables import UserError
-from pipelines.training.run import RayOptions, absolute, train
+from models.uri import absolute
+from pipelines.training.run import RayOptions, train
 from tuning.grid import Grid
 from tuning.sweep import Options, sweep
 from tuning.trial import quiet

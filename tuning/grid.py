@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from models import registry
-from models.config import check_known, hint, instead, read_yaml
+from models.config import check_known, hint, instead, naming, read_yaml
 from models.fit import FitConfig
 from models.tables import UserError
-from models.uri import hide
-from pipelines.training.run import ENCODERS, absolute, located
+from models.uri import absolute, hide
+from pipelines.training.run import located
 
 Point = dict[str, Any]
 """Values of the axes, by dotted key."""
@@ -35,9 +35,6 @@ FOLDERS = ("sids", "text", "checkpoint")
 
 SEED = "fit.seed"
 """The axis that every grid of trainings has: runs that differ in it alone are one row of a comparison."""
-
-PATHS = (*FOLDERS, "model.teacher", "model.encoder", "model.teacher_cache")
-"""Settings that are made absolute, since trials run in other folders."""
 
 
 @dataclass
@@ -214,11 +211,14 @@ class Grid:
         parts: dict[str, dict[str, Any]] = {part: {} for part in (("model", "fit") if trains else ("evaluate",))}
         folders: dict[str, str] = {}
         places = [name for name in FOLDERS if name != "checkpoint" or not trains]
+        entry = registry.MODELS.get(str(settings.get("model.name")))
+        places_named = naming(entry.config, "checkpoint", "folder") if entry else set()
+        paths = {*FOLDERS, *(f"model.{option}" for option in places_named)}
         for key, value in settings.items():
             head, _, tail = key.partition(".")
-            if key in PATHS and isinstance(value, str) and value and ("/" in value or Path(value).is_dir()):
-                value = absolute(value)  # an encoder of search models is a word, and nothing is no path
-            elif head == "model" and tail in ENCODERS and isinstance(value, str):
+            if key in paths and isinstance(value, str) and value:
+                value = absolute(value)  # as trials run in other folders
+            elif entry and head == "model" and tail in naming(entry.config, "encoder") and isinstance(value, str):
                 value = located(value)
             if head in parts and tail:
                 nest(parts[head], tail, value)

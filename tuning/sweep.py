@@ -30,7 +30,7 @@ from ray.tune import Callback
 from ray.tune.search import BasicVariantGenerator
 
 from models import checkpoint, registry
-from models.config import hint
+from models.config import hint, naming
 from models.fit import FitConfig
 from models.setup import check_fit, load_catalogue
 from models.setup import hashes_of as table_hashes
@@ -351,7 +351,8 @@ def check_settings(grid: Grid, trials: list[Trial], tables: str, extra: str | No
             known = registry.metrics_of(entry, catalogue)
             check_metric(grid, known)
             check_fit(FitConfig(**trial.fit), name, catalogue, workers if entry.gradient else 1)
-            if (named := (name, own, *(trial.model.get(key) for key in ("teacher", "encoder")))) not in resolved:
+            checkpoints = (trial.model.get(key) for key in sorted(naming(entry.config, "checkpoint")))
+            if (named := (name, own, *checkpoints)) not in resolved:
                 registry.resolve(registry.config_from_dict(trial.model), catalogue)  # reads the checkpoints it names
                 resolved.add(named)
             for key in grid.stop:

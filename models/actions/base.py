@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from models.actions.batch import ActionsCatalogue, Batch, visible
+from models.config import check_positive
 from models.label_loss import LabelOptions, counted, label_loss, mask_places, weights_of
 from models.layers.causal_attention import CausalBlock, Layout
 from models.layers.mmoe import MMoE
@@ -50,9 +51,7 @@ class ActionsConfig(LabelOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         sizes = "max_history width num_layers num_heads ffn experts expert_width tower_width"
-        for name in sizes.split():
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} is below 1; give a positive number")
+        check_positive(self, sizes.split())
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout {self.dropout} is not in [0, 1); give a share")
         if self.width % (2 * self.num_heads):
@@ -171,10 +170,10 @@ class ActionsModel(nn.Module):
                 f"{type(self).__name__} learns from candidates only and the batch has none; cut each user's "
                 "sequence into a context and a candidate segment"
             )
-        there = batch["candidate_valid"]
+        learned = batch["candidate_valid"]
         if history:
-            there = torch.cat([batch["learn"], there], 1)
-        logits, label = self.logits(batch, history=history)[there], joined(batch, "label", history)[there]
+            learned = torch.cat([batch["learn"], learned], 1)
+        logits, label = self.logits(batch, history=history)[learned], joined(batch, "label", history)[learned]
         masked = any(mask is not None for mask in self.masks)
         loss = label_loss(logits, label, self.weights, counted(label, self.masks) if masked else None)
         events = torch.cat([batch["valid"], batch["candidate_valid"]], 1)

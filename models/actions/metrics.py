@@ -35,11 +35,11 @@ def measure(model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
     `model.train_rates` their shares of positives in training, or nothing."""
     logits, valid = model.score(batch).float(), batch["candidate_valid"]
     label = batch["candidate_label"][valid]
-    there = counted(label, model.masks)
+    kept = counted(label, model.masks)
     user = torch.arange(len(valid), device=valid.device)[:, None].expand_as(valid)[valid]
     sums: dict[str, Any] = {EXAMPLES: torch.tensor(float(len(valid)), dtype=torch.float64)}
     for i, name in enumerate(model.labels):
-        mine = there[:, i]
+        mine = kept[:, i]
         sums |= ranking_sums(logits[mine, i], label[mine, i], user[mine], f"{name}/")
         if model.train_rates and model.masks[i] is None:  # of what is masked the rate is another
             sums[f"{name}/constant_loss"] = constant_loss(label[mine, i].double(), model.train_rates[i])

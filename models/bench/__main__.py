@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import argparse
 
-from models.bench import BENCHMARKS
 from models.bench.harness import write_rows
+from models.bench.table import BENCHMARKS
 
 
 def main() -> None:
@@ -17,11 +17,11 @@ def main() -> None:
     parser.add_argument("--json", help="file for the JSON lines, which are printed too")
     parser.add_argument("--runs", type=int, default=5, help="timings of each variant")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
-    parser.add_argument("--histories", help="decode: tables whose test histories are taken, else random ones")
+    parser.add_argument("--histories", help="tables: decode takes their test histories, shares reads them")
     parser.add_argument("--checkpoints", nargs="+", default=(), help="decode: trained models, on these tables")
     parser.add_argument("--sids", help="decode: the semantic IDs that the checkpoints were trained with")
     options = parser.parse_args()
-    named = ("histories", "checkpoints", "sids") if options.name == "decode" else ()
+    named = {"decode": ("histories", "checkpoints", "sids"), "shares": ("histories",)}.get(options.name, ())
     chosen = {name: getattr(options, name) for name in named}
     write_rows(BENCHMARKS[options.name](runs=options.runs, threads=options.threads, **chosen), options.json)
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from models.config import check_positive
 from models.retrieval import metrics
 from models.retrieval.backbones.t5 import T5Backbone
 from models.retrieval.data import Catalogue
@@ -63,9 +64,7 @@ class AtSpeedConfig(StudentConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("draft_beam", "draft_layers", "draft_d_ff", "draft_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} is below 1; give a positive number")
+        check_positive(self, ("draft_beam", "draft_layers", "draft_d_ff", "draft_heads"))
         if self.draft_steps < 0:
             raise ValueError(f"draft_steps {self.draft_steps} is below 0; give a number of steps such as 4")
         if self.m:
@@ -259,6 +258,6 @@ def request_keys(batch: dict[str, Tensor], seed: int) -> Tensor:
     """(B,) int64: what the draws of each request follow from, however its batch is padded."""
     keys = mixed(batch["user"] + seed)
     real = real_positions(batch["history_length"], batch["history"].shape[1])
-    for items, there in zip(batch["history"].unbind(1), real.unbind(1), strict=True):
-        keys = torch.where(there, mixed(keys ^ items), keys)
+    for items, mask in zip(batch["history"].unbind(1), real.unbind(1), strict=True):
+        keys = torch.where(mask, mixed(keys ^ items), keys)
     return keys

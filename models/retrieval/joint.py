@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
+from models.config import check_positive
 from models.retrieval.backbones.t5 import T5Backbone
 from models.retrieval.decoders.t5 import T5Decoder
 from models.retrieval.retriever import Retriever
@@ -27,8 +28,7 @@ class JointConfig(TaughtConfig):
     """Whether decoding keeps to the trie; without it, tuples of no item are dropped in the end."""
 
     def __post_init__(self) -> None:
-        if self.beam < 1:
-            raise ValueError(f"beam {self.beam} is below 1; give a positive number")
+        check_positive(self, ["beam"])
         if self.teacher_cache:
             raise ValueError(
                 f"teacher_cache {self.teacher_cache} would hold what changes in every step of training; leave it out"

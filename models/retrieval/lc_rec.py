@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from models import language_model
+from models.config import check_positive
 from models.retrieval.backbones.causal_lm import LmBackbone, Segment, joined
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.causal_lm import LmDecoder
@@ -47,7 +48,7 @@ from models.whole_batch import whole_mean
 class LcRecConfig:
     """LC-Rec; the sizes are those of a small LLaMA from random weights, which the paper has not."""
 
-    lm: str = ""
+    lm: str = field(default="", metadata={"names": "encoder"})
     """Pretrained causal language model, a Hugging Face name or a folder (LLaMA of 7 billion parameters in the paper,
     LLaMA-2 in SID-MLP's Appendix D.1); read when a training begins. Empty: one of the sizes below, from random
     weights."""
@@ -90,9 +91,7 @@ class LcRecConfig:
     """Tokens of the words of the prompt that recommending reads, filled in before training."""
 
     def __post_init__(self) -> None:
-        for name in ("width", "num_layers", "num_heads", "ffn_width", "title_tokens", "max_history", "beam"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} is below 1; give a positive number")
+        check_positive(self, ("width", "num_layers", "num_heads", "ffn_width", "title_tokens", "max_history", "beam"))
         for name in ("max_words", "lora_rank"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} {getattr(self, name)} is below 0; give 0 or a positive number")
@@ -174,10 +173,10 @@ class LcRec(Retriever):
     def response_loss(self, prompts: list[Segment], response: Segment) -> Tensor:
         """Mean over rows of the mean cross-entropy of the tokens of `response` (R, n), whose real ones come first,
         after those of `prompts`."""
-        target, there = response
+        target, mask = response
         tokens, lengths = joined([*prompts, response])
         states = self.backbone.run(self.backbone.embed(tokens))[0]
-        first = lengths - there.sum(1) - 1  # the state that gives the first token of the response
+        first = lengths - mask.sum(1) - 1  # the state that gives the first token of the response
         at = first.unsqueeze(1) + torch.arange(target.shape[1], device=target.device)
         given = states.take_along_dim(at.clamp(max=tokens.shape[1] - 1).unsqueeze(-1), 1)  # (R, n, D)
         of_words = self.word_logits(given)
@@ -185,7 +184,7 @@ class LcRec(Retriever):
         is_code = target >= self.backbone.vocabulary
         row = torch.where(is_code, target - self.tokens.first[0], target)  # codes stand behind the words
         losses = functional.cross_entropy(logits.flatten(0, 1), row.flatten(), reduction="none").view_as(target)
-        return ((losses * there).sum(1) / there.sum(1)).mean()
+        return ((losses * mask).sum(1) / mask.sum(1)).mean()
 
     def word_logits(self, states: Tensor) -> Tensor:
         """(..., V)."""
@@ -222,8 +221,8 @@ class Texts:
 
     def written(self, items: Tensor) -> Segment:
         """The titles of `items` (R,) as responses, which end."""
-        tokens, there = self.title(items)
-        tokens, lengths = joined([(tokens, there), (torch.full_like(tokens[:, :1], self.end), there[:, :1] | True)])
+        tokens, mask = self.title(items)
+        tokens, lengths = joined([(tokens, mask), (torch.full_like(tokens[:, :1], self.end), mask[:, :1] | True)])
         return tokens, real_positions(lengths, tokens.shape[1])
 
     def example(

@@ -40,7 +40,7 @@ class LcRecNezhaConfig(NezhaConfig):
 class NezhaLmBackbone(LmBackbone):
     """Gives the root and the placeholders' states: a history of 1 + L positions."""
 
-    asks = False
+    gives_query = False
 
     def __init__(self, teacher: LcRec) -> None:
         """`teacher` gives its language model away."""

@@ -118,7 +118,7 @@ class Backbone(nn.Module):
     """(V, D) of the tokens; D is the width of the states too."""
     max_history: int
     """Latest items read."""
-    asks = False
+    gives_query = False
     """Whether its histories have a query state."""
 
     def encode(self, batch: dict[str, Tensor]) -> History:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from models.config import check_positive
 from models.retrieval.data import Catalogue
 from models.retrieval.recommend import recommender
 from models.retrieval.search.topk import top_k
@@ -37,9 +38,7 @@ class SASRecConfig:
     """Latest behaviours read (Sec. 4.4 of SASRec for Amazon data)."""
 
     def __post_init__(self) -> None:
-        for name in ("dim", "num_layers", "num_heads", "feedforward_dim", "max_history"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} is below 1; give a positive number")
+        check_positive(self, ("dim", "num_layers", "num_heads", "feedforward_dim", "max_history"))
         if self.dim % self.num_heads:
             raise ValueError(f"dim {self.dim} is not a multiple of num_heads {self.num_heads}; change either")
         if not 0 <= self.dropout < 1:

@@ -68,7 +68,7 @@ class SidMlp(Student):
         check_choice("path", path, CHOICES["path"])
         if path == "plain" or constrained is False or not self.fast_supported():
             return self.search(self.encode(batch), k, beam, scores, constrained)
-        search, known = fast_search(self), self.teacher_outputs("encoder", batch)
-        z = search.read(known) if known else search.context(batch)
+        search, outputs = fast_search(self), self.teacher_outputs("encoder", batch)
+        z = search.read(outputs) if outputs else search.context(batch)
         beam = self.config.beam if beam is None else beam
         return search.beam_search(z, k, beam, children=self.among_children(scores))

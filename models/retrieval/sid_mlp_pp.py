@@ -15,7 +15,7 @@ Shapes: `B` requests, `S` tokens of a history, `D` width.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Self
 
 import torch
@@ -88,9 +88,9 @@ class SidMlpPpEncoder(nn.Module):
     def matched(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """(error (B, S, D), the teacher's states (B, S, D), real (B, S, 1)); error and states are 0 at padding."""
         history = self.backbone.encode(batch)
-        known = self._states.padded(batch) if self._states else None
+        outputs = self._states.padded(batch) if self._states else None
         with torch.no_grad():
-            target = (known or self.teacher.encode(batch)).states
+            target = (outputs or self.teacher.encode(batch)).states
         states = history.states
         real = real_positions(history.lengths, states.shape[1]).unsqueeze(-1)
         target = target.float().masked_fill(~real, 0.0)
@@ -133,7 +133,7 @@ def summary(metrics: dict[str, float]) -> list[str]:
 class SidMlpPpConfig(SidMlpConfig, EncoderSizes):
     """Stage 2 of SID-MLP++: SID-MLP on the student encoder's states."""
 
-    encoder: str = ""
+    encoder: str = field(default="", metadata={"names": "checkpoint"})
     """Checkpoint of stage 1 or folder of its finished run, which decides the encoder's sizes; for training only."""
     encoder_hash: str = ""
     """SHA-256 of stage 1's weights file, filled in from its checkpoint."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from models.config import check_positive
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.takes_over import TakesOver
 from models.retrieval.parts import Decoder, History
@@ -35,14 +36,14 @@ class TaughtConfig:
 
     taught_by: ClassVar[str] = "tiger"
     """The model that the teacher is where it has not been named yet."""
-    teacher: str = ""
+    teacher: str = field(default="", metadata={"names": "checkpoint"})
     """Checkpoint of a trained backbone with a decoder, such as TIGER, or folder of its finished run; for training
     only."""
     teacher_model: dict[str, Any] = field(default_factory=dict)
     """The teacher's name and config, filled in from its checkpoint; empty: TIGER's defaults."""
     teacher_hash: str = ""
     """SHA-256 of the teacher's weights file, filled in from its checkpoint."""
-    teacher_cache: str = ""
+    teacher_cache: str = field(default="", metadata={"names": "folder"})
     """Folder of tables of the teacher's outputs, which runs share: the first one makes them, so that epochs,
     validation included, need no pass of its backbone or decoder; of half precision, unpadded (`teacher_cache.py`)."""
 
@@ -72,8 +73,7 @@ class StudentConfig(TaughtConfig):
     """Digits that the teacher's decoder generates before the student takes over (Table 1; Appendix E.1)."""
 
     def __post_init__(self) -> None:
-        if self.beam < 1:
-            raise ValueError(f"beam {self.beam} is below 1; give a positive number")
+        check_positive(self, ["beam"])
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha {self.alpha} is not in [0, 1]; give the teacher's share of the loss")
         if not self.tau > 0:
@@ -176,7 +176,7 @@ class Student(Retriever):
         """What the table `name` of `teacher_cache` has of the batch's requests; None where it does not have them all,
         as in all but training and its validation."""
         found = self._teacher_outputs[name].padded(batch) if name in self._teacher_outputs else None
-        if found is None or name != "encoder" or not self.backbone.asks:
+        if found is None or name != "encoder" or not self.backbone.gives_query:
             return found
         query = found.states[:, 0, : self.backbone.embedding.embedding_dim]  # as `_encoded` has put it there
         return History(found.states[:, 1:, : self.kept_width], found.lengths - 1, query)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +18,7 @@ from models.retrieval.data import Catalogue, Examples
 from models.retrieval.retriever import Retriever
 from models.retrieval.student import TaughtConfig
 from models.tables import UserError, join
-from models.uri import hide
+from models.uri import absolute
 
 C = TypeVar("C", bound=TaughtConfig)
 
@@ -89,11 +88,6 @@ def remember(model: Any, config: TaughtConfig, catalogue: Catalogue, examples: d
         )
     model.set_teacher_outputs(tables)
     return lines
-
-
-def absolute(given: str) -> str:
-    """A path made absolute, since workers run in other folders; URIs without what they hide."""
-    return hide(given.rstrip("/")) if "://" in given else str(Path(given).expanduser().absolute())
 
 
 def locate(given: str, what: str = "teacher") -> str:

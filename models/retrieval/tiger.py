@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from models.config import check_positive
 from models.derived import derived
 from models.layers.t5 import T5Sizes
 from models.retrieval.backbones.t5 import T5Backbone
@@ -57,9 +58,7 @@ class TigerConfig:
 
     def __post_init__(self) -> None:
         positive = ("d_model", "d_ff", "num_heads", "d_kv", "num_encoder_layers", "num_decoder_layers")
-        for name in (*positive, "n_user_tokens", "max_history", "beam"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} is below 1; give a positive number")
+        check_positive(self, (*positive, "n_user_tokens", "max_history", "beam"))
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout {self.dropout} is not in [0, 1); give a share")
         _check_decoder(self.decoder)

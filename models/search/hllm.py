@@ -40,7 +40,7 @@ class HLLMConfig(SequenceConfig):
     """No features in a token."""
     query_condition: Literal["query", "joint", "none"] = "none"
     """The next item is predicted from the past alone."""
-    item_tower: str = ""
+    item_tower: str = field(default="", metadata={"names": "encoder"})
     """The encoder of jobs.encode (folder, name, or `minilm`), to be trained further as item tower; read in training
     only. Empty: documents keep the embeddings that it gave them."""
     item_model: dict[str, Any] = field(default_factory=dict)

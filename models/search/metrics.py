@@ -26,12 +26,12 @@ def measure(model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
     """Sums over the batch's requests. `model.score(batch)` gives logits (N, labels); `model.labels` their names."""
     sums: dict[str, Any] = {EXAMPLES: torch.tensor(float(len(batch["request_row"])), dtype=torch.float64)}
     ranker = model if isinstance(model, Ranker) else None  # others have a `score` and `labels` alone
-    there = counted(batch["labels"], ranker.masks if ranker else [None] * len(model.labels))
+    kept = counted(batch["labels"], ranker.masks if ranker else [None] * len(model.labels))
     for beside in ("", WITH_POSITION) if ranker and ranker.shown_at.reads else ("",):
         logits = (model.score(batch, shown=True) if beside else model.score(batch)).float()
         for i, label in enumerate(model.labels):
             prefix = f"{beside}{label}/" if i else beside
-            mine = there[:, i]
+            mine = kept[:, i]
             sums |= ranking_sums(logits[mine, i], batch["labels"][mine, i], batch["candidate_request"][mine], prefix)
     return sums
 

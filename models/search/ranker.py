@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from models.config import check_positive
 from models.label_loss import LabelOptions, counted, label_loss, mask_places, weights_of
 from models.layers.hstu import HSTULayer
 from models.search.data import NO_QUERY, SearchCatalogue
@@ -70,9 +71,7 @@ class RankerConfig(LabelOptions):
         if not 0 < self.negative_rate <= 1:
             raise ValueError(f"negative_rate {self.negative_rate} is not in (0, 1]; give a share, 1 for all")
         widths = ("max_history", "text_width", "dnn_width", "tower_width", "group_width", "group_heads", "group_output")
-        for name in widths:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} is below 1; give a positive number")
+        check_positive(self, widths)
         for name in ("dropout", "position_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} is not in [0, 1); give a share")
@@ -187,8 +186,8 @@ class Ranker(nn.Module):
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """The ranking loss: per label the mean binary cross-entropy over candidates, summed over labels."""
-        batch, there = self.sampled(batch)
-        return {"loss": label_loss(self.rank(batch, shown=True), batch["labels"], self.weights, there)}
+        batch, kept = self.sampled(batch)
+        return {"loss": label_loss(self.rank(batch, shown=True), batch["labels"], self.weights, kept)}
 
     def sampled(self, batch: Batch) -> tuple[Batch, Tensor | None]:
         """The batch with the candidates that are learned from, and (N, K) for which labels; None for all."""
@@ -197,7 +196,7 @@ class Ranker(nn.Module):
             return batch, None
         labels = batch["labels"]
         drawn = torch.rand(len(labels), 1, device=labels.device) < rate
-        there = counted(labels, self.masks) & ((labels > 0) | drawn)  # one draw for all labels of a result
-        kept = there.any(1)
+        used = counted(labels, self.masks) & ((labels > 0) | drawn)  # one draw for all labels of a result
+        kept = used.any(1)
         names = ("candidate", "candidate_request", "candidate_position", "features", "labels")
-        return {**batch, **{name: batch[name][kept] for name in names if name in batch}}, there[kept]
+        return {**batch, **{name: batch[name][kept] for name in names if name in batch}}, used[kept]

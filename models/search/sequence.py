@@ -10,12 +10,13 @@ Shapes: `B` rows, `T` positions, `R` requests, `N` candidates, `D` encoder width
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from models.config import check_positive
 from models.label_loss import label_loss
 from models.search.data import SearchCatalogue
 from models.search.encoders import HSTU, CausalBert, LinearHSTU, copy_pretrained, pretrained_sizes
@@ -38,7 +39,7 @@ class SequenceConfig(RankerConfig):
     """Heads of `hstu` and `transformer` (Sec. 4.1 of QGS); Linear HSTU has none."""
     ffn: int = 2048
     """Inner width of the transformer's feed-forward blocks; the others have none."""
-    pretrained: str = ""
+    pretrained: str = field(default="", metadata={"names": "encoder"})
     """Encoder `transformer`: folder or name of the pretrained BERT that it starts from, or `minilm`, a pip package;
     read in training only."""
     token: Literal["pair", "item"] = "pair"
@@ -65,9 +66,7 @@ class SequenceConfig(RankerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("width", "num_layers", "num_heads", "ffn"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} is below 1; give a positive number")
+        check_positive(self, ("width", "num_layers", "num_heads", "ffn"))
         if self.encoder != "linear_hstu" and self.width % self.num_heads:
             raise ValueError(f"width {self.width} is not a multiple of num_heads {self.num_heads}; change either")
         if self.infonce_weight < 0:
@@ -172,11 +171,11 @@ class SequenceRanker(Ranker):
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """`loss`: ranking loss plus `infonce_weight` times the loss of the next item, and both apart."""
-        batch, there = self.sampled(batch)
+        batch, kept = self.sampled(batch)
         tokens = self.history_tokens(batch)
         states = self.states(batch, tokens)
         logits = self.rank_after(self.past(states, batch), batch, shown=True)
-        ranking = label_loss(logits, batch["labels"], self.weights, there)
+        ranking = label_loss(logits, batch["labels"], self.weights, kept)
         if not self.config.infonce_weight:
             return {"loss": ranking}
         next_item = self.next_item_loss(states, tokens, batch)

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from models.tables import UserError
-from pipelines.comparison.run_plots import COLOURS, Drawn, new_figure
+from pipelines.comparison.run_plots import Drawn
+from pipelines.figures import COLOURS, new_figure
 
 LINE = {"benchmark", "variant", "params", "median_s", "items_per_s"}
 """What a line of jobs.benchmark has."""

@@ -4,7 +4,7 @@
 
 Runs of several stores stand in one table, since a row is told by its experiment, settings and tables.
 An evaluation with other options than the checkpoint's own, such as the teacher without the trie, is a row of its
-own. What is shown of them: `comparison_tables.py`, and the plots and the page beside it.
+own. What is shown of them: `run_tables.py`, and the plots and the page beside it.
 """
 
 from __future__ import annotations

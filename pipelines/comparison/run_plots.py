@@ -9,30 +9,19 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from pipelines.comparison.rows import Comparison, Row, lower_is_better, ratio
+from pipelines.figures import COLOURS, new_figure
 
 Drawn = tuple[str, str, str, Figure]
 """Name, title, caption and figure of a plot."""
-
-COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
-"""Told apart by people who see colours differently (Tol's bright scheme), on light and on dark ground."""
 
 PANELS, LINES = 4, 7
 """Models and rows of a model whose curves are drawn, at most; the best."""
 
 POINTS = 300
 """Points of a curve, at most; more are averaged, neighbours together."""
-
-
-def new_figure(columns: int, rows: int = 1, width: float = 4.6, height: float = 3.2) -> tuple[Figure, list[Axes]]:
-    """A figure with `rows` x `columns` axes."""
-    figure = Figure(figsize=(max(columns * width, 6), rows * height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 
 
 def curves(comparison: Comparison) -> list[Drawn]:

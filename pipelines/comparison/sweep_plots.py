@@ -19,7 +19,8 @@ from matplotlib.axes import Axes
 from mlflow.exceptions import MlflowException
 
 from pipelines.comparison.rows import Comparison, Row, lower_is_better, ratio
-from pipelines.comparison.run_plots import COLOURS, Drawn, new_figure
+from pipelines.comparison.run_plots import Drawn
+from pipelines.figures import COLOURS, new_figure
 
 LEAST = 3
 """Values that a setting needs to be drawn where no sweep varied it."""

@@ -25,10 +25,10 @@ from models.retrieval.diagnostics import attention_received, lost_without_trie
 from models.retrieval.retriever import Retriever
 from models.setup import load_catalogue
 from models.tables import UserError, join, open_uri
-from pipelines.comparison.run_plots import COLOURS, new_figure
+from models.uri import absolute
 from pipelines.data.tables import write_file
 from pipelines.evaluation.ranking import device_of, find_checkpoint
-from pipelines.training.run import absolute
+from pipelines.figures import COLOURS, new_figure
 
 REQUESTS = 1280
 """Requests looked at, at most, spread evenly over the lengths of histories (Appendix D.3 of SID-MLP)."""

@@ -24,9 +24,9 @@ from models import checkpoint, registry
 from models.setup import load_catalogue, score
 from models.shuffles import Shuffle
 from models.tables import UserError, join
-from pipelines.comparison.run_plots import COLOURS, new_figure
+from models.uri import absolute
 from pipelines.evaluation.ranking import device_of, find_checkpoint
-from pipelines.training.run import absolute
+from pipelines.figures import COLOURS, new_figure
 
 
 @dataclass(frozen=True)

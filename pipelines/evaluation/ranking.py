@@ -22,10 +22,11 @@ from models.checkpoint import Checkpoint
 from models.retrieval.metrics import CUTOFFS, add_sums
 from models.setup import load_catalogue, score
 from models.tables import UserError, join, read_manifest
+from models.uri import absolute
 from pipelines import tracking
 from pipelines.data.tables import write_file
 from pipelines.evaluation import item_shift as shift
-from pipelines.training.run import BEST, RUN, absolute, read_record
+from pipelines.training.run import BEST, RUN, read_record
 
 SPLITS = ("val", "test")
 

@@ -39,7 +39,6 @@ import torch
 from numpy.typing import NDArray
 
 from models import checkpoint, registry
-from models.families import SEARCH
 from models.fit import to_device
 from models.retrieval.data import request_number
 from models.scores import check_finite
@@ -324,7 +323,7 @@ def replay(
 ) -> Replay:
     """Replays the split under the checkpoint at `uri`; lifts are over `base`, a checkpoint, or the logged order."""
     name = checkpoint.read(uri).name
-    if registry.find(name).family is not SEARCH:
+    if not registry.find(name).family.replays:
         raise UserError(f"--replay ranks what searches showed and the model '{name}' does not; leave it out")
     sequences, device = join(tables, "sequences"), torch.device(device)
     log = read_log(sequences, split)

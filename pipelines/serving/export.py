@@ -2,7 +2,7 @@
 
     python -m jobs.evaluate --checkpoint runs/sid_mlp --tables TABLES --sids SIDS --export student.pt2 --k 10
 
-What the program takes and gives is in `models.retrieval.search.export.py`.
+What the program takes and gives is in `models/retrieval/search/export.py`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from models.fit import to_device
 from models.retrieval.search.export import export_student, load_exported
 from models.setup import load_catalogue
 from models.tables import UserError, join
+from models.uri import absolute
 from pipelines.evaluation.ranking import device_of, find_checkpoint
-from pipelines.training.run import absolute
 
 ROUNDING = 1e-5
 """Difference, relative and absolute, that float32 scores have by the order of their sums."""

@@ -28,10 +28,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from models import checkpoint, registry
 from models.checkpoint import Checkpoint
+from models.config import naming
 from models.fit import FitConfig
 from models.setup import check_budget, check_fit, load_catalogue
 from models.tables import UserError, join, open_uri, read_manifest
-from models.uri import hide
+from models.uri import absolute, hide
 from pipelines import cluster, credentials, faults, tracking
 from pipelines.data.tables import check_writable, locked, write_file
 from pipelines.serving import package
@@ -51,9 +52,6 @@ LOOK, WORD = 5.0, 30.0
 
 MAY_CHANGE = {"log_every_steps", "eval_batch_size", "checkpoint_every_steps", "memory_budget_gb", "ray.num_workers"}
 """Options, of `fit` where nothing else is named, that a continued run may change: what it ends with stays the same."""
-
-ENCODERS = ("pretrained", "item_tower", "lm")
-"""Options of `model` that name an encoder, which may be a folder."""
 
 
 @dataclass
@@ -142,7 +140,8 @@ def train(
     began = time.monotonic()
     check_name(name)
     tables, extra, storage = absolute(tables), absolute(extra) if extra else None, absolute(storage)
-    model = hide({key: located(value) if key in ENCODERS else value for key, value in model.items()})
+    encoders = naming(registry.model_config(model["name"]), "encoder")
+    model = hide({key: located(value) if key in encoders else value for key, value in model.items()})
     entry = registry.find(model["name"])
     catalogue = load_catalogue(entry, model["name"], tables, extra)
     folder = join(storage, name)
@@ -312,11 +311,6 @@ def held(storage: str, name: str, wait: float = 0) -> AbstractContextManager[Non
     """Keeps other processes from the run (`locked`)."""
     busy = f"the run '{name}' in {storage} is being trained by another process; wait for it or choose another --name"
     return locked(join(storage, f".{name}.lock"), busy, wait)
-
-
-def absolute(uri: str) -> str:
-    """A local path made absolute, since workers run in other folders; URIs without what they hide."""
-    return hide(uri) if "://" in uri else str(Path(uri).expanduser().absolute())
 
 
 def located(encoder: str) -> str:

@@ -33,7 +33,7 @@ def joined(segments: list[Segment]) -> Segment:
 class LmBackbone(Backbone):
     """The language model with the semantic IDs' tokens. Token t of `SidTokens` is `V + t` beside the words."""
 
-    asks = True
+    gives_query = True
     before: Tensor
     between: Tensor
     after: Tensor

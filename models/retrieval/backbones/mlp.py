@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from models.config import check_positive
 from models.layers.t5 import dropout
 from models.retrieval.parts import Backbone, History, SidTokens, real_positions
 
@@ -37,9 +38,7 @@ class EncoderSizes:
     """One MLP per layer for all roles (Table 14, Shared MLP)."""
 
     def __post_init__(self) -> None:
-        for name in ("encoder_layers", "encoder_width"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} is below 1; give a positive number")
+        check_positive(self, ("encoder_layers", "encoder_width"))
         if not 0 <= self.encoder_dropout < 1:
             raise ValueError(f"encoder_dropout {self.encoder_dropout} is not in [0, 1); give a share")
 

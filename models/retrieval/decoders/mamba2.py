@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from models.config import check_positive
 from models.layers.mamba2 import Mamba2
 from models.retrieval.decoders.recurrent import RecurrentConfig, RecurrentDecoder
 from models.retrieval.parts import Backbone
@@ -38,9 +39,7 @@ class Mamba2Config(RecurrentConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("head_width", "state", "expand"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} is below 1; give a positive number")
+        check_positive(self, ("head_width", "state", "expand"))
 
 
 def mamba2(config: Mamba2Config, backbone: Backbone) -> RecurrentDecoder:

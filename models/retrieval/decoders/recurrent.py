@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from models.config import check_positive
 from models.layers.gated_recurrence import MixerState, RecurrentMixer
 from models.layers.t5 import dropout
 from models.retrieval.parts import Backbone, Decoder, History
@@ -43,9 +44,7 @@ class RecurrentConfig(StudentConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("num_layers", "conv", "chunk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} is below 1; give a positive number")
+        check_positive(self, ("num_layers", "conv", "chunk"))
         if self.width < 0:
             raise ValueError(f"width {self.width} is below 0; give a width, or 0 for the backbone's")
         if not 0 <= self.dropout < 1:

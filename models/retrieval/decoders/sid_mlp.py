@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from models.config import check_positive
 from models.retrieval.decoders.readout import MeanReadout, Readout
 from models.retrieval.parts import Backbone, Decoder, History
 from models.retrieval.student import StudentConfig, check_choice
@@ -66,9 +67,7 @@ class SidMlpConfig(StudentConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("attention_heads", "attention_width", "ffn_width", "head_width"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} is below 1; give a positive number")
+        check_positive(self, ("attention_heads", "attention_width", "ffn_width", "head_width"))
         if self.attention_width % self.attention_heads:
             raise ValueError(
                 f"attention_width {self.attention_width} does not divide by attention_heads {self.attention_heads}; "

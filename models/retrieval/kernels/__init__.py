@@ -197,16 +197,16 @@ def packed_attention(qkv: Tensor, begin: Tensor, bias: Tensor, heads: int) -> Te
     return out
 
 
-def packed_readout(asked: Tensor, states: Tensor, begin: Tensor) -> Tensor:
-    """(B, H, D): each query of a user, `asked` (B, H, D), attends to the user's states without scaling.
+def packed_readout(query: Tensor, states: Tensor, begin: Tensor) -> Tensor:
+    """(B, H, D): each query of a user, `query` (B, H, D), attends to the user's states without scaling.
 
     The states of user u are rows `begin[u] : begin[u + 1]` (B + 1,) of `states` (n, D).
     """
     begin, _ = _spans(begin, len(states))
-    asked = _checked("asked", asked, len(begin) - 1, *asked.shape[1:2], states.shape[-1])
-    states = _checked("states", states, len(states), asked.shape[-1])
-    out = torch.empty_like(asked)
-    _call("packed_readout", asked, states, begin, *asked.shape, out)
+    query = _checked("query", query, len(begin) - 1, *query.shape[1:2], states.shape[-1])
+    states = _checked("states", states, len(states), query.shape[-1])
+    out = torch.empty_like(query)
+    _call("packed_readout", query, states, begin, *query.shape, out)
     return out
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models.bench import BENCHMARKS, search_encoder
+from models.bench import search_encoder
+from models.bench.table import BENCHMARKS
 
 
 @pytest.mark.long

@@ -132,6 +132,8 @@ def test_a_locked_store_is_waited_for(tmp_path: Path, uri: str, monkeypatch: pyt
             threads.submit(logger.log, {"train/loss": 0.5}, 1),
             threads.submit(tracking.open_run, uri, "new", "b", str(tmp_path), config={}, hashes={}),
         ]
+        while not all(writer.running() for writer in writers):
+            time.sleep(0.01)
         time.sleep(2)
         assert not any(writer.done() for writer in writers)
         let_go()

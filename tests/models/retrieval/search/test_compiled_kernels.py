@@ -412,9 +412,9 @@ def test_no_address_goes_to_a_kernel_unchecked():
     ):  # fmt: skip
         with pytest.raises(ValueError, match="; give"):
             kernels.packed_attention(**{"qkv": qkv, "begin": begin, "bias": bias, "heads": 2, **wrong})
-    for asked in (numbers(3, 2, 4), numbers(2, 2, 5), numbers(2, 4)):
-        with pytest.raises(ValueError, match="asked"):
-            kernels.packed_readout(asked, numbers(5, 4), begin)
+    for query in (numbers(3, 2, 4), numbers(2, 2, 5), numbers(2, 4)):
+        with pytest.raises(ValueError, match="query"):
+            kernels.packed_readout(query, numbers(5, 4), begin)
     q, codes, bias = numbers(3, 8), [numbers(2, 16)], numbers(2, 1)
     for places in (torch.tensor([0, 1, 2]), torch.tensor([0, -1, 0]), torch.tensor([0, 1])):
         with pytest.raises(ValueError, match="places"):
