@@ -144,7 +144,8 @@ def takes_cache(model: dict[str, Any]) -> bool:
 def run(config: Config) -> Swept | None:
     """Runs the sweep and prints its outcome, or the trials alone."""
     grid, trials = read(config)
-    entries = [registry.find(str(trial.model["name"])) for trial in trials if "name" in trial.model]
+    names = {str(trial.model["name"]) for trial in trials if "name" in trial.model}
+    entries = [registry.MODELS[name] for name in sorted(names & registry.MODELS.keys())]
     folders = [entry.folder(sids=config.sids, text=config.text) for entry in entries]
     extra = (
         next(filter(None, folders), None) if entries else config.sids

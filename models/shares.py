@@ -281,11 +281,11 @@ class Sharded:
                 examples._rows_held[index] += examples._add(part, first_user, shard)
             if look:
                 look(Read(part, number, first_user, shard))
+            del table, part
         for examples in made.values():
             examples._close()
             for shard, rows in zip(share.held, examples._rows_held, strict=True):
                 examples.rows_per_shard[shard.number] = rows
-        table = part = None
         pa.default_memory_pool().release_unused()  # what decoding took, which Arrow keeps else: as much as is held
         return made
 
