@@ -7,15 +7,17 @@
     python -m jobs.compare --sids SIDS --sids OTHER_SIDS
 
 Runs that differ in their seed alone are one row. Students stand beside their teachers with the test of whether they
-are as good. --markdown FILE writes the same as Markdown, --html FILE one self-contained page with the plots,
---pareto FILE.png accuracy against requests per second alone. --claims decides the papers' numeric claims by what is in
-MLflow, in several stores together where several are named. With --sids it shows tokenizers: branching, codes in use,
-collisions.
+are as good. --markdown FILE writes the same as Markdown (into a folder: a page and its plots for each experiment),
+--html FILE one self-contained page with the plots, --pareto FILE.png accuracy against requests per second alone.
+--export FILE.jsonl keeps the runs as a small file, from which --from FILE compares them again without their store.
+--claims decides the papers' numeric claims by what is in MLflow, in several stores together where several are named.
+With --sids it shows tokenizers: branching, codes in use, collisions.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +26,7 @@ from pathlib import Path
 from jobs import cli
 from models.tables import UserError
 from pipelines import tracking
-from pipelines.comparison import sweep_plots
+from pipelines.comparison import results, sweep_plots
 from pipelines.comparison.benchmark_plots import read_lines
 from pipelines.comparison.benchmark_runs import log_lines
 from pipelines.comparison.claims import verdicts, verdicts_table
@@ -35,7 +37,7 @@ from pipelines.comparison.runs import select, select_all
 from pipelines.comparison.table import Table
 from pipelines.comparison.tokenizer_tables import sids_table
 
-LISTS = ("experiment", "run", "sids", "tracking_uri", "benchmark")
+LISTS = ("experiment", "run", "sids", "tracking_uri", "benchmark", "results")
 """Options that may be given several times."""
 
 
@@ -51,8 +53,12 @@ class Config:
     """A run: its name or id; once per run."""
     tracking_uri: list[str] = field(default_factory=list)
     """MLflow, once per store; by default MLFLOW_TRACKING_URI, else runs/mlflow.db here."""
+    results: list[str] = field(default_factory=list)
+    """On the line --from: files that --export has written, or folders of them, in place of MLflow; once per file."""
+    export: str | None = None
+    """Also write the runs to this file (.jsonl), with their sweeps: small enough to be kept in a repository."""
     markdown: str | None = None
-    """Also write the tables to this file as Markdown."""
+    """Also write the tables to this file as Markdown; to a folder, a page for each experiment, with its plots."""
     html: str | None = None
     """Also write tables and plots to this file as one page, which is logged to MLflow too."""
     metric: str | None = None
@@ -75,6 +81,10 @@ class Config:
             raise ValueError(
                 "nothing is given to compare; name an --experiment, a --sweep, a --run, --claims, or a folder of --sids"
             )
+        if self.results and self.tracking_uri:
+            raise ValueError(f"tracking_uri is {self.tracking_uri[0]}, but --from {self.results[0]} needs no store")
+        if self.export and not (self.experiment or self.sweep or self.run):
+            raise ValueError(f"export is {self.export}, but no runs are named; give --experiment, --sweep or --run")
         if self.sweep and self.run:
             raise ValueError(f"sweep is {self.sweep} and run is {self.run[0]}; give one of them")
         if self.html and not self.from_mlflow:
@@ -90,12 +100,15 @@ class Config:
 
     @property
     def from_mlflow(self) -> bool:
-        return bool(self.experiment or self.sweep or self.run or self.claims or self.benchmark)
+        return bool(
+            self.experiment or self.sweep or self.run or self.claims or self.benchmark or self.results or self.export
+        )
 
 
 def parse(job: str, argv: Sequence[str] | None = None) -> Config:
     """The command line; every option of LISTS adds one."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    words = [re.sub(r"^--from(?==|$)", "--results", word) for word in given]
     return cli.parse(Config, job, [added(word) for word in words])
 
 
@@ -183,6 +196,26 @@ def write_page(
     print(f"{len(drawn)} plots written to {path}, and to MLflow as compare.html of the run '{run}'")
 
 
+def write_pages(config: Config, uris: Sequence[str], found: Sequence[Comparison], papers: Papers) -> None:
+    """A Markdown page for each comparison, with its tables, those of the papers and its plots as SVG beside it; and one
+    of the claims, where they are asked for."""
+    from pipelines.comparison.page import write
+    from pipelines.comparison.plots import plots
+
+    folder = Path(str(config.markdown))
+    for comparison in found:
+        name = re.sub(r"\W+", "-", comparison.selection.title)
+        words = [table.markdown() for table in [*tables(comparison), *paper_tables([comparison], papers)]]
+        for plot in plots(comparison):
+            write(plot.alone(), str(folder / f"{plot.name}.svg"))
+            words.append(f"### {plot.title}\n\n![{plot.title}]({plot.name}.svg)\n\n{plot.caption}\n")
+        write(f"# {comparison.selection.title}\n\n" + "\n".join(words), str(folder / f"{name}.md"))
+        print(f"written to {folder / name}.md")
+    if config.claims:
+        write(f"# Claims\n\n{claims_table(config, uris, papers).markdown()}", str(folder / "claims.md"))
+        print(f"written to {folder}/claims.md")
+
+
 def register_best(comparison: Comparison, name: str) -> None:
     """The comparison's best run by validation as a version of the registered model `name`."""
     from pipelines.serving.registered_model import register
@@ -196,7 +229,20 @@ def register_best(comparison: Comparison, name: str) -> None:
 
 def run(config: Config) -> None:
     """Prints the tables, and writes what is asked for."""
+    if config.results:
+        with results.store(config.results) as uri:
+            named = bool(config.experiment or config.sweep or config.run)
+            every = [] if named else [e.name for e in tracking.connect(uri).search_experiments() if e.name != "Default"]
+            show(replace(config, experiment=sorted([*config.experiment, *every])), [uri])
+        return
     uris = stores(config.tracking_uri, new=bool(config.benchmark)) if config.from_mlflow else []
+    show(config, uris)
+    for uri in uris:
+        print(f"look at it: {tracking.viewer(uri)}")
+
+
+def show(config: Config, uris: Sequence[str]) -> None:
+    """Prints the tables of the runs in the stores, and writes what is asked for."""
     for file, lines in [(file, read_lines(file)) for file in config.benchmark]:  # all are read before one is logged
         print(f"{log_lines(uris[0], lines)} new lines of {file} logged to MLflow")
     found = comparisons(config, uris)
@@ -207,7 +253,11 @@ def run(config: Config) -> None:
     shown += [claims_table(config, uris, papers)] if config.claims else []
     shown += [sids_table(config.sids)] if config.sids else []
     print("\n\n".join(table.text() for table in shown))
-    if config.markdown:
+    if config.export:
+        print(f"{results.export([c.selection for c in found], config.export)} runs exported to {config.export}")
+    if config.markdown and (config.markdown.endswith("/") or Path(config.markdown).is_dir()):
+        write_pages(config, uris, found, papers)
+    elif config.markdown:
         from pipelines.comparison.page import write
 
         write("\n".join(table.markdown() for table in shown), config.markdown)
@@ -220,8 +270,6 @@ def run(config: Config) -> None:
         from pipelines.comparison.pareto import draw
 
         print(f"{draw(found[0], config.pareto)} points drawn to {config.pareto}")
-    for uri in uris:
-        print(f"look at it: {tracking.viewer(uri)}")
 
 
 if __name__ == "__main__":

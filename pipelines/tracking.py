@@ -13,13 +13,14 @@ import json
 import logging
 import math
 import os
+import platform
 import sqlite3
 import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -291,6 +292,15 @@ def reopen(run: RunRef) -> None:
             f"the MLflow run {run.run_id} of this training is not at {run.uri}; give the --tracking_uri that it was "
             f"started with, or start anew with --overwrite"
         ) from error
+
+
+def hardware(gpu: str = "") -> str:
+    """This machine's processor, as its maker calls it, with its cores, and `gpu` before it."""
+    name = platform.processor() or platform.machine()
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return f"{gpu}; {name}, {os.cpu_count()} cores" if gpu else f"{name}, {os.cpu_count()} cores"
 
 
 def delete(run: RunRef) -> None:

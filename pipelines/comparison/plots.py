@@ -46,6 +46,11 @@ class Plot:
     svg: str
     """The drawing."""
 
+    def alone(self) -> str:
+        """The drawing as a file of its own, dark on white."""
+        head, _, rest = self.svg.replace("currentColor", "#1c1e21").replace("var(--page)", "#ffffff").partition(" ")
+        return f'{head} xmlns="http://www.w3.org/2000/svg" {rest}'
+
 
 def plots(comparison: Comparison) -> list[Plot]:
     """All plots that the rows have something to show in."""

@@ -43,16 +43,22 @@ def sweep_axes(comparison: Comparison) -> list[str]:
     return [key for key in varied if key != "fit.seed"]
 
 
+GRID = "grid.yaml"
+"""The artifact of a sweep's run that holds its grid file."""
+
+
 def grid_of(comparison: Comparison) -> dict[str, Any]:
     """The sweep's grid file, as its run keeps it."""
     sweep = comparison.selection.sweep
-    if sweep is None:
-        return {}
+    return {} if sweep is None else yaml.safe_load(grid_text(sweep)) or {}
+
+
+def grid_text(sweep: Any) -> str:
+    """The grid file of a sweep's run; nothing of one that ended before it kept it: what was published is not known."""
     try:
-        content = mlflow.artifacts.load_text(f"{sweep.info.artifact_uri}/grid.yaml")
-    except (MlflowException, OSError):  # a sweep that ended before it kept its grid: what was published is not known
-        return {}
-    return yaml.safe_load(content) or {}
+        return str(mlflow.artifacts.load_text(f"{sweep.info.artifact_uri}/{GRID}"))
+    except (MlflowException, OSError):
+        return ""
 
 
 def controlled(rows: Sequence[Row], key: str) -> list[list[Row]]:

@@ -138,6 +138,8 @@ def perform(task: Task, place: Place, latest: AbstractContextManager[str | None]
         if place.rank == 0 and task.tracking:
             run = tracking.RunRef(**task.tracking)
             log = tracking.Logger(run)
+            gpu = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else ""
+            log.tag(hardware=tracking.hardware(f"{place.world} x {gpu}" if gpu else ""))
             stack.enter_context(tracking.system_metrics(run))
             log.log({"train/parameters": parameters, **{f"parameters/{name}": n for name, n in parts.items()}}, 0)
         if setup.entry.gradient:
