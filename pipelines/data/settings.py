@@ -56,6 +56,17 @@ def _check_keys(values: dict[str, Any], known: list[str], where: str) -> None:
     )  # fmt: skip
 
 
+def _check_history(config: PrepareConfig) -> None:
+    """UserError for settings that a log with earlier behaviours in its rows cannot have."""
+    if not KINDS[config.kind].repeats:
+        raise UserError(
+            f"kind is {config.kind}, but the log has a 'history', whose behaviours were never shown as results; use "
+            f"--kind retrieval, or take 'history' out of the source file"
+        )
+    if config.duplicates == "keep":
+        raise UserError("duplicates is keep, but 'history' comes again in each row of its user; use --duplicates drop")
+
+
 def check(source: Source, input_uri: str, output_uri: str, config: PrepareConfig) -> PrepareConfig:
     """What can be known before any work, without Ray: the files are there, the output can be written, the
     settings fit the log. Returns the configuration with everything decided that the source decides."""
@@ -64,6 +75,8 @@ def check(source: Source, input_uri: str, output_uri: str, config: PrepareConfig
         known = ", ".join(name for name, type_ in labels.items() if type_ == "bool") or "none"
         raise UserError(f"behaviour is '{config.behaviour}', which is no bool label of the log; those are: {known}")
     kind.check(source, config)
+    if source.info.get("history"):
+        _check_history(config)
     split: Any = config.split.resolve(source.info["clock"])
     if config.core_window == "train" and split != "temporal":
         raise UserError(

@@ -25,10 +25,11 @@ from pyarrow import fs
 from models.tables import UserError, join, open_uri
 from pipelines.data.sources.base import Block, Metadata, Source, list_files
 from pipelines.data.sources.encodings import check_encoding
+from pipelines.data.sources.histories import History, check_history, earlier
 from pipelines.data.sources.load import build
-from pipelines.data.sources.normalise import NO_ID, WRITTEN, Columns, Explode, Label, Time, blocks, rejected
+from pipelines.data.sources.normalise import NO_ID, PLACE, WRITTEN, Columns, Explode, Label, Time, blocks, rejected
 from pipelines.data.sources.pieces import Piece
-from pipelines.data.sources.readers import FORMATS, Frame, Reading, read_frames
+from pipelines.data.sources.readers import FORMATS, LONGEST_DELIMITER, ROW, Frame, Reading, read_frames
 from pipelines.data.sources.transforms import REFUSED, check_transforms, raw_columns, read_transforms, transformed
 from pipelines.data.tables import REJECTS
 
@@ -61,7 +62,8 @@ class Items:
     format: str | None = None
     """csv, jsonl or parquet; None: by the suffix."""
     delimiter: str | None = None
-    """CSV: the column separator; None: a tab for `.tsv`, else a comma."""
+    """CSV: the column separator, such as `;`, or several characters, such as `::`; None: a tab for `.tsv`, else a
+    comma."""
     header: list[str] | None = None
     """CSV without a header line: its column names."""
     quote: str | bool = "auto"
@@ -114,7 +116,8 @@ class Users:
     format: str | None = None
     """csv, jsonl or parquet; None: by the suffix."""
     delimiter: str | None = None
-    """CSV: the column separator; None: a tab for `.tsv`, else a comma."""
+    """CSV: the column separator, such as `;`, or several characters, such as `::`; None: a tab for `.tsv`, else a
+    comma."""
     header: list[str] | None = None
     """CSV without a header line: its column names."""
     quote: str | bool = "auto"
@@ -181,11 +184,12 @@ class Mapping(Source):
     item: str
     """Column with the item's id, or with the list of ids that `explode` takes apart."""
     time: Any
-    """Column and unit: {column, unit: s | ms | us | ns | iso | order}."""
+    """Column and unit, or format: {column, unit: s | ms | us | ns | iso | order}, {column, format: '%d.%m.%Y'}."""
     format: str | None = None
     """csv, jsonl or parquet; None: by the suffix, beneath .gz, .bz2, .zst or .lz4."""
     delimiter: str | None = None
-    """CSV: the column separator; None: a tab for `.tsv`, else a comma."""
+    """CSV: the column separator, such as `;`, or several characters, such as `::`; None: a tab for `.tsv`, else a
+    comma."""
     header: list[str] | None = None
     """CSV without a header line: its column names."""
     quote: str | bool = "auto"
@@ -215,13 +219,15 @@ class Mapping(Source):
     transforms: Any = field(default_factory=dict)
     """What is done to values before they are read, by column: {column: {strip, lower, regex, pad, ...}}; of lists, to
     each element."""
+    history: Any = None
+    """A column of earlier behaviours without times: {column, at, separator, labels}; None: the log has none."""
 
     def __post_init__(self) -> None:
         _check_texts(self, ("files", "user", "item"))
         _check_format(self.format)
         _check_quote(self.quote)
         _check_text_format(self)
-        nested = {"time": Time, "explode": Explode, "items": Items, "users": Users}
+        nested = {"time": Time, "explode": Explode, "items": Items, "users": Users, "history": History}
         for key, kind in nested.items():
             if isinstance(getattr(self, key), dict):
                 object.__setattr__(self, key, build(kind, getattr(self, key), f"{key}."))
@@ -248,6 +254,12 @@ class Mapping(Source):
             raise ValueError(f"explode.columns is {self.explode.columns}; the item column '{self.item}' must be in it")
         object.__setattr__(self, "transforms", read_transforms(self.transforms))
         check_transforms(self.transforms, self._read)
+        if self.history:
+            check_history(self.history, self.labels, self.time.clock)
+            if self.history.column in (self.explode.columns if self.explode else ()):
+                raise ValueError(
+                    f"'{self.history.column}' is in 'history' and in 'explode'; name another column in one"
+                )
 
     def _timed(self, name: str, label: Label) -> Label:
         """The label with its `time` built, in the unit of the log's time unless it has its own."""
@@ -256,6 +268,8 @@ class Mapping(Source):
             raise ValueError(f"{where}.delay_minutes needs clock times, but time.unit is order; give '{where}.time'")
         if time is None or isinstance(time, Time):
             return label
+        if self.time.column is None:
+            raise ValueError(f"{where}.time needs times, but those of the log are the order of lines; take it out")
         time = {"column": time} if isinstance(time, str) else time
         if not isinstance(time, dict):
             raise ValueError(f"{where}.time is {time!r}; name its column, or write {{column: ..., unit: ...}}")
@@ -283,6 +297,7 @@ class Mapping(Source):
             "categories": list(self.all_categories),
             "clock": self.time.clock,
             "ranges": {name: label.range for name, label in self.labels.items() if label.range is not None},
+            **({"history": self.history.column} if self.history else {}),
         }
 
     @property
@@ -292,8 +307,9 @@ class Mapping(Source):
             for key in ("range", "time", "delay_minutes"):
                 if label[key] is None:
                     del label[key]
-        if content["users"] is None:
-            del content["users"]
+        for key in ("users", "history"):
+            if content[key] is None:
+                del content[key]
         times = [content["time"], *(label["time"] for label in content["labels"].values() if label.get("time"))]
         for time in times:
             if time["format"] is None:
@@ -339,10 +355,11 @@ class Mapping(Source):
     def _lists(self) -> list[str]:
         """The columns of lists."""
         exploded = self.explode.columns if self.explode else []
-        return [*exploded, *(label.member_of for label in self.labels.values() if label.member_of)]
+        earlier = [self.history.column] if self.history else []
+        return [*exploded, *(label.member_of for label in self.labels.values() if label.member_of), *earlier]
 
     @property
-    def _moments(self) -> list[str]:
+    def _moments(self) -> list[str | None]:
         """The columns of times."""
         return [self.time.column, *(label.time.column for label in self.labels.values() if label.time)]
 
@@ -353,6 +370,7 @@ class Mapping(Source):
         labels = [label.column for label in self.labels.values()]
         wanted = [*single, *labels, *self._moments, *(label.member_of for label in self.labels.values())]
         wanted += [*(self.explode.columns if self.explode else ()), *self.numbers.values(), *self.categories.values()]
+        wanted += [self.history.column if self.history else None]
         return list(dict.fromkeys(name for name in wanted if name))
 
     @property
@@ -361,13 +379,15 @@ class Mapping(Source):
         exploded = self.explode.columns if self.explode else []
         members = [label.member_of for label in self.labels.values()]
         text = self.explode is not None and self.explode.separator is not None
+        lists = [] if text else [*exploded, *members]
+        lists += [self.history.column] if self.history and self.history.separator is None else []
 
         def raw(*names: str | None) -> tuple[str, ...]:
             return raw_columns([name for name in names if name], self.transforms)
 
         return Reading(
             columns=raw(*self._read),
-            lists=frozenset() if text else frozenset(raw(*self._lists)),
+            lists=frozenset(raw(*lists)),
             integers=frozenset(raw(*self._moments, self.position)),
             format=self.format,
             delimiter=self.delimiter,
@@ -386,7 +406,7 @@ class Mapping(Source):
             "events": {
                 "user_id": self.user,
                 "item_id": self.item,
-                "timestamp_ms": f"{self.time.column}, {self.time.written}",
+                "timestamp_ms": self.time.origin,
                 **{target: column for target, column in single.items() if column},
                 **{f"label_{name}": label.origin for name, label in self.labels.items()},
                 **{f"known_{name}": label.known_from for name, label in self.labels.items() if label.late},
@@ -419,19 +439,25 @@ class Mapping(Source):
     def read_events(
         self, input_uri: str, file: str, users: pa.Table | None = None, piece: Piece | None = None
     ) -> Iterator[Block]:
-        schema, columns, first = self.block_schema, self.columns, 0
+        schema, columns, first, uri = self.block_schema, self.columns, 0, join(input_uri, file)
+        number = self.event_files(input_uri).index(file) if self.time.column is None else 0
         if self.users:
             known = pl.DataFrame(users if users is not None else self.users.read(input_uri).rows)
         for frame in read_frames(input_uri, file, self.reading, piece):
-            rows = transformed(frame.rows, self.transforms, join(input_uri, file), self._lists)
+            rows = transformed(frame.rows, self.transforms, uri, self._lists)
+            if self.time.column is None:
+                rows = rows.with_columns((pl.col(ROW) + (number << 40)).alias(PLACE))
             if self.users:
                 key = pl.col(self.user).cast(pl.String).str.strip_chars()
                 rows = rows.join(known, left_on=key, right_on=OF_USER, how="left", maintain_order="left")
-            for block in blocks(
-                rows, frame.broken, columns, schema, uri=join(input_uri, file), file=file, first_log_row=first
-            ):
+            for block in blocks(rows, frame.broken, columns, schema, uri=uri, file=file, first_log_row=first):
                 yield replace(block, missing=frame.missing)
                 first += block.rows_read
+            of_users = [OF_USER + name for name in self.users.attributes] if self.users else []
+            for made, of_made in earlier(rows, self.history, columns, of_users, uri) if self.history else ():
+                for block in blocks(made, [], of_made, schema, uri=uri, file=file, first_log_row=first):
+                    yield replace(block, missing=frame.missing)
+                    first += block.rows_read
 
     def user_files(self, input_uri: str) -> list[str]:
         return self.users.listed(input_uri) if self.users else []
@@ -570,5 +596,13 @@ def _check_quote(quote: str | bool, where: str = "") -> None:
 
 def _check_text_format(config: Any, where: str = "") -> None:
     object.__setattr__(config, "encoding", check_encoding(config.encoding, where))
-    if config.delimiter is not None and len(config.delimiter.encode()) != 1:
-        raise ValueError(f"'{where}delimiter' is {config.delimiter!r}; it must be one ASCII character, such as \"\\t\"")
+    if config.delimiter is None or (len(config.delimiter) == 1 and config.delimiter.isascii()):
+        return
+    if not config.delimiter or len(config.delimiter) > LONGEST_DELIMITER or not config.delimiter.isascii():
+        raise ValueError(
+            f"'{where}delimiter' is {config.delimiter!r}; it is one ASCII character, such as \"\\t\", or some, such as "
+            f'"::", at most {LONGEST_DELIMITER}'
+        )
+    if config.quote is True:
+        raise ValueError(f"'{where}quote' is true, but a delimiter such as {config.delimiter!r} knows no quotes; false")
+    object.__setattr__(config, "quote", False)

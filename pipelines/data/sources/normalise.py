@@ -33,6 +33,8 @@ LAST_INT32 = 2**31 - 1
 MOST_MINUTES = 60 * 24 * 3660  # ten years: a longer delay is a wrong unit
 EXPLODED_ROWS = 1 << 18  # rows per block after lists are exploded
 LOG_ROW, POSITION, UNEQUAL, REQUEST = "__log_row", "__position", "__unequal", "__request"
+PLACE = "__place"
+"""Column with the row's place in the log, for times that are the order of lines."""
 
 NO_ID = ("nan", "NaN", "NAN", "null", "Null", "NULL", "none", "None", "NONE", "<NA>")
 """How tools write that there is no value, which as ids would make one user or item of many."""
@@ -45,8 +47,9 @@ OPERATORS = {">": "gt", ">=": "ge", "<": "lt", "<=": "le", "==": "eq", "!=": "ne
 class Time:
     """When an event happened."""
 
-    column: str
-    """Raw column."""
+    column: str | None = None
+    """Raw column. With the unit `order` it may be left out: the order then is that of the lines, and of the files by
+    name."""
     unit: str | None = None
     """s, ms, us, ns (integers since 1970), iso (ISO 8601 text, UTC where it names no offset), or order: an
     ordinal of a log without a clock. Typed Parquet timestamps know their own unit; give them `iso`."""
@@ -63,6 +66,10 @@ class Time:
             raise ValueError("'time.unit' is missing; add such as 'unit: ms'")
         elif self.unit not in UNITS:
             raise ValueError(f"time.unit is '{self.unit}'; it must be one of {', '.join(UNITS)}")
+        if self.column is None and self.clock:
+            raise ValueError(
+                "'time.column' is missing; add such as 'column: time_ms', or 'unit: order' for that of lines"
+            )
 
     @property
     def clock(self) -> bool:
@@ -72,6 +79,11 @@ class Time:
     def written(self) -> str:
         """The unit or the format."""
         return self.unit or f"as {self.format}"
+
+    @property
+    def origin(self) -> str:
+        """What it is in the raw file."""
+        return f"{self.column}, {self.written}" if self.column else "the row's place"
 
 
 def _check_format(written: str) -> None:
@@ -146,7 +158,7 @@ class Label:
     def known_from(self) -> str:
         """What says from when on it is known."""
         if self.time:
-            return f"{self.time.column}, {self.time.written}"
+            return str(self.time.origin)
         return f"{self.delay_minutes:g} minutes after its event"
 
     @property
@@ -281,8 +293,10 @@ class _Row:
     def _moment(self, target: str, time: Time) -> tuple[pl.Expr, list[tuple[pl.Expr, str]]]:
         """Milliseconds as int64, from integers, ISO text or typed timestamps, never through a float; and what breaks
         them."""
-        column, dtype = time.column, self.schema[time.column]
         reasons: list[tuple[pl.Expr, str]]
+        if time.column is None:
+            return pl.col(PLACE), []
+        column, dtype = time.column, self.schema[time.column]
         if dtype.is_temporal() and dtype in (pl.Datetime, pl.Date) and time.clock:
             value = pl.col(column).cast(pl.Datetime("us")).dt.timestamp("us").floordiv(1000)
             reasons = [(pl.col(column).is_null(), f"{target}: missing"), (value < 0, f"{target}: negative")]
@@ -424,7 +438,7 @@ def _explode(raw: pl.DataFrame, columns: Columns, uri: str) -> Iterator[tuple[pl
     if exploded and not columns.request:
         raw = raw.with_columns(_digests(raw))
     for name in {*lists, *exploded}:
-        raw = raw.with_columns(_as_list(raw, name, separator, uri))
+        raw = raw.with_columns(as_list(raw, name, separator, uri))
     if exploded:
         length = pl.col(columns.item).list.len().fill_null(0)
         raw = raw.with_columns(pl.int_ranges(0, length, dtype=pl.Int32).alias(POSITION))
@@ -434,7 +448,7 @@ def _explode(raw: pl.DataFrame, columns: Columns, uri: str) -> Iterator[tuple[pl
         raw = raw.with_columns((~fits).alias(UNEQUAL)).with_columns(
             pl.when(fits & (length > 0)).then(pl.col(name)) for name in exploded
         )
-    for piece in _pieces(raw, columns.item) if exploded else [raw]:
+    for piece in slices(raw, columns.item) if exploded else [raw]:
         pairs = {name: elements_of(piece.select(ROW, name).explode(name), [name], columns, uri) for name in lists}
         members = {
             name: found.select(ROW, pl.col(name).alias("__item")).with_columns(_bare("__item")).drop_nulls().unique()
@@ -476,7 +490,8 @@ def _digests(raw: pl.DataFrame) -> pl.Series:
     return pl.Series(REQUEST, [hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in texts], pl.String)
 
 
-def _as_list(raw: pl.DataFrame, name: str, separator: str | None, uri: str) -> pl.Expr:
+def as_list(raw: pl.DataFrame, name: str, separator: str | None, uri: str, key: str = "explode.separator") -> pl.Expr:
+    """The column as lists of text; UserError, which names the `key` of a separator, for one that is none."""
     dtype = raw.schema[name]
     if isinstance(dtype, pl.List):
         return pl.col(name).cast(pl.List(pl.String))
@@ -485,11 +500,23 @@ def _as_list(raw: pl.DataFrame, name: str, separator: str | None, uri: str) -> p
     if dtype == pl.String and separator is not None:
         parts = pl.col(name).str.strip_chars().str.split(separator)
         return parts.list.eval(pl.element().filter(pl.element() != ""))
-    remedy = "set explode.separator" if dtype == pl.String else "name a column of lists"
+    remedy = f"set {key}" if dtype == pl.String else "name a column of lists"
     raise UserError(f"{uri}: column '{name}' is {dtype}, not a list; {remedy} in the source file")
 
 
-def _pieces(raw: pl.DataFrame, item: str) -> Iterator[pl.DataFrame]:
+def moments(raw: pl.DataFrame, time: Time, uri: str) -> pl.Expr:
+    """Milliseconds of the rows' times, null where a row breaks the schema by its time."""
+    value, reasons = _Row(raw, uri)._moment("timestamp_ms", time)
+    return pl.when(~pl.any_horizontal(bad.fill_null(False) for bad, _ in reasons)).then(value)
+
+
+def milliseconds(text: str) -> int | None:
+    """Of an ISO 8601 time; None for what is none."""
+    found: int | None = pl.select(_parse_iso(pl.lit(text))).item()
+    return found
+
+
+def slices(raw: pl.DataFrame, item: str) -> Iterator[pl.DataFrame]:
     """Slices of rows whose lists come to about EXPLODED_ROWS elements, so that blocks stay bounded."""
     piece = raw.select((pl.col(item).list.len().fill_null(1).cum_sum() // EXPLODED_ROWS).alias("piece"))["piece"]
     for count, first in zip(*_runs(piece), strict=True):

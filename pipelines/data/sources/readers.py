@@ -44,6 +44,8 @@ TEXT_BLOCK = 8 << 20  # bytes of text per frame; also the longest row that can b
 PARQUET_BLOCK = 1 << 17  # rows per frame, at most: fewer where they are long
 LONGEST_QUOTE = 2000  # characters of an unreadable line that a reject keeps
 BOM = b"\xef\xbb\xbf"
+LONGEST_DELIMITER = 8  # characters
+UNIT = "\x1f"  # stands for a delimiter of several characters
 
 # A stray quote makes one value of all lines up to the next one. With `quote: auto` a CSV file is refused if its values
 # hold at least FEW_BREAKS line breaks, and
@@ -66,7 +68,7 @@ class Reading:
     format: str | None = None
     """One of FORMATS; None: by the file's suffix."""
     delimiter: str | None = None
-    """CSV: the column separator; None: a tab for `.tsv`, else a comma."""
+    """CSV: the column separator, one character or several without quotes; None: a tab for `.tsv`, else a comma."""
     header: tuple[str, ...] | None = None
     """CSV without a header line: its column names."""
     quote: str | bool = "auto"
@@ -158,6 +160,29 @@ def _numbers(start: int, count: int, skipped: Iterable[int]) -> np.ndarray:
     return numbers
 
 
+class _Joined:
+    """A stream of text in which a delimiter of several characters is one, as Arrow needs it. No text has it: it is
+    the ASCII character that stands between units."""
+
+    def __init__(self, stream: Any, delimiter: str) -> None:
+        self.stream, self.delimiter, self.rest = stream, delimiter.encode(), b""
+
+    @property
+    def closed(self) -> bool:
+        return bool(self.stream.closed)
+
+    def read_buffer(self, size: int) -> pa.Buffer:
+        text = b""
+        while not text and (block := bytes(self.stream.read(size))):  # no bytes would end the stream
+            parts = (self.rest + block).split(self.delimiter)
+            text, last = UNIT.encode().join(parts), parts[-1]
+            self.rest = last[max(len(last) - len(self.delimiter) + 1, 0) :]  # it may begin a delimiter
+            text = text[: len(text) - len(self.rest)]
+        if not text:
+            text, self.rest = self.rest, b""
+        return pa.py_buffer(text)
+
+
 class _Lines:
     """A stream that counts the line breaks read through it."""
 
@@ -219,7 +244,7 @@ def _csv_batches(
 def _check_delimiter(uri: str, wanted: Iterable[str], header: list[str], delimiter: str) -> None:
     """UserError for a header that is one column, but several by another delimiter."""
     absent = [column for column in wanted if column not in header]
-    for other in ("\t", ";", "|", ",", " ") if len(header) == 1 and absent else ():
+    for other in ("\t", ";", "::", "|", ",", " ") if len(header) == 1 and absent else ():
         if other in header[0]:
             raise UserError(
                 f"{uri} has no column '{absent[0]}': by the delimiter {json.dumps(delimiter)} its header is one "
@@ -239,15 +264,17 @@ def _read_csv(uri: str, reading: Reading, piece: Piece | None) -> Iterator[Frame
 
     def skip(row: Any) -> str:
         reason = f"row: {row.actual_columns} columns, not {row.expected_columns}"
-        broken.append((row.number - before, reason, (row.text or "")[:LONGEST_QUOTE]))
+        text = (row.text or "").replace(UNIT, delimiter) if by == UNIT else row.text or ""
+        broken.append((row.number - before, reason, text[:LONGEST_QUOTE]))
         return "skip"
 
+    by = delimiter if len(delimiter) == 1 else UNIT
     names, types = header if headless else None, dict.fromkeys(reading.columns, pa.string())
     with open_piece(uri, reading.encoding, piece) as stream:
-        lines = _Lines(stream)
+        lines = _Lines(stream if by == delimiter else _Joined(stream, delimiter))
         rows, reported, start = 0, 0, first_row
         try:
-            for batch in _csv_batches(lines, reading, delimiter, names, types, skip):
+            for batch in _csv_batches(lines, reading, by, names, types, skip):
                 numbers = _numbers(start, batch.num_rows, sorted(n for n, _, _ in broken if n >= start))
                 rows += len(numbers)
                 start = int(numbers[-1]) + 1 if len(numbers) else start
