@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import fs
 
 from models.tables import Manifest, UserError, has_manifest, join, open_uri, read_manifest
-from pipelines.data.catalogue import core_items, match_items, write_items
+from pipelines.data.catalogue import core_items, described_items, match_items, with_described, write_items
 from pipelines.data.dataflow import Engine
 from pipelines.data.ingest import hash_files, ingest, partitions_for
 from pipelines.data.kinds.table import KINDS
@@ -246,7 +248,9 @@ def _make_items(run: Run, events: Manifest, files: dict[str, str], split: dict[s
         return finished
     begin = time.perf_counter()
     found = run.survey(events)
-    catalogue, rounds = core_items(found, config.core, run.before_ms(split), run.engine)
+    described = described_items(run.source, run.input, list(files), run.engine) if run.source.keeps_all_items else None
+    used, rounds = core_items(found, config.core, run.before_ms(split), run.engine, described)
+    catalogue = used if described is None else with_described(used, described)
     counted = time.perf_counter()
     uri = run.table("items")
     with run.writing("items"):
@@ -257,8 +261,11 @@ def _make_items(run: Run, events: Manifest, files: dict[str, str], split: dict[s
         _check_rejects(run, rejected.rows_read, rejected.reasons, " of the item files")
         matched = Match()
         if files:
-            of_items = found.counts[pc.is_in(found.items, catalogue).to_numpy(zero_copy_only=False)]  # both are sorted
-            matched = match_items(run.source, run.input, list(files), catalogue, missing, of_items, run.engine)
+            of_items = found.counts[pc.is_in(found.items, used).to_numpy(zero_copy_only=False)]  # both are sorted
+            if described is not None:  # what the events name is to have a row in the item files
+                bare = catalogue.take(pa.array(missing)).cast(used.type)
+                missing = pc.index_in(bare, used).to_numpy().astype(np.int64)
+            matched = match_items(run.source, run.input, list(files), used, missing, of_items, run.engine)
             check_matched(matched, "item", config.min_matched, run.say)
         info = {
             "core": config.core,
@@ -269,7 +276,8 @@ def _make_items(run: Run, events: Manifest, files: dict[str, str], split: dict[s
             "split_made_from": run.split_key(events),
             "behaviours": found.behaviours,
             "items_before_core": len(found.items),
-            "dropped_items": len(found.items) - len(catalogue),
+            "dropped_items": len(found.items) - len(used),
+            **({"items_without_behaviours": len(catalogue) - len(used)} if described is not None else {}),
             "metadata_rows": rejected.rows_read,
             "metadata_rejects": sum(rejected.reasons.values()),
             "metadata_reject_reasons": dict(sorted(rejected.reasons.items())),
@@ -282,8 +290,9 @@ def _make_items(run: Run, events: Manifest, files: dict[str, str], split: dict[s
             "ray_data": run.engine.take_stats(),
         }
         items = commit(uri, "items", schema, parts, config=settings, inputs=inputs, info=info, timings=timings)
+    new = f", {info['items_without_behaviours']:,} of them without behaviours" if described is not None else ""
     run.say(
-        f"items: {items.rows:,} in the catalogue, {info['dropped_items']:,} dropped by the {config.core}-core "
+        f"items: {items.rows:,} in the catalogue{new}, {info['dropped_items']:,} dropped by the {config.core}-core "
         f"({rounds} rounds), {info['items_without_metadata']:,} without metadata, "
         f"{info['metadata_outside_catalogue']:,} metadata rows of other items left out"
     )

@@ -57,6 +57,9 @@ class Items:
     """Folder of the item files, relative to the input folder, such as `../catalogue`; empty: the input folder."""
     optional: bool = False
     """Whether a log without the item files is read too; its items then have no texts, and are counted."""
+    keep: str = "used"
+    """used: the catalogue holds the items that have behaviours, as many as `core` asks; all: every item of the item
+    files too, so that new ones have semantic IDs and can be recommended. `core` then limits users, and other items."""
     lists: list[str] = field(default_factory=list)
     """JSON: the columns that hold lists; their elements are joined by a space."""
     format: str | None = None
@@ -79,6 +82,8 @@ class Items:
             object.__setattr__(self, key, _named(getattr(self, key), f"items.{key}"))
         object.__setattr__(self, "transforms", read_transforms(self.transforms, "items."))
         _check_texts(self, ("files", "item"), "items.")
+        if self.keep not in ("used", "all"):
+            raise ValueError(f"items.keep is '{self.keep}'; it is one of used, all")
         _check_format(self.format, "items.")
         _check_quote(self.quote, "items.")
         _check_text_format(self, "items.")
@@ -323,6 +328,8 @@ class Mapping(Source):
                 del part["encoding"]
         if content["items"] and not content["items"]["numbers"]:
             del content["items"]["numbers"]
+        if content["items"] and content["items"]["keep"] == "used":
+            del content["items"]["keep"]
         return content
 
     @property
@@ -429,6 +436,10 @@ class Mapping(Source):
     @property
     def items_numbers(self) -> list[str]:
         return list(self.items.numbers) if self.items else []
+
+    @property
+    def keeps_all_items(self) -> bool:
+        return bool(self.items) and self.items.keep == "all"
 
     def event_files(self, input_uri: str) -> list[str]:
         return list_files(input_uri, self.files, required=True, what="event file")

@@ -1,0 +1,126 @@
+"""Folders in the layouts of H&M, MovieLens-1M and MIND become tables without leakage by their mapping files alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from own_layouts import MAKERS
+
+from jobs import audit, prepare
+from models.tables import read_manifest, read_table, sealed, unsealed
+from pipelines.data.audit.rules import audit as check
+
+SOURCES = Path("jobs/configs/sources")
+
+
+def tables_of(name: str, folder: Path, **options: Any) -> tuple[dict[str, Any], str]:
+    """Made and audited in this process; the statistics, and where the tables are."""
+    raw, output = MAKERS[name](folder / "raw"), str(folder / "tables")
+    config = prepare.Config(source=str(SOURCES / f"{name}.yaml"), input=str(raw), output=output, **options)
+    statistics = prepare.run(config)
+    audit.run(audit.Config(tables=output))
+    return statistics, output
+
+
+def frame(tables: str, name: str) -> pl.DataFrame:
+    made = pl.from_arrow(read_table(f"{tables}/{name}", name))
+    assert isinstance(made, pl.DataFrame)
+    return made
+
+
+def test_hm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    statistics, tables = tables_of("hm", tmp_path)
+    events, items = frame(tables, "events"), frame(tables, "items")
+    log = pl.read_csv(tmp_path / "raw/transactions_train.csv", infer_schema=False)
+    assert events.height == log.height  # repetitions are purchases
+    assert sorted(events["item_id"]) == sorted(log["article_id"])
+    assert events["cat_age"].n_unique() > 10
+    assert sorted(items["item_id"]) == sorted(
+        pl.read_csv(tmp_path / "raw/articles.csv", infer_schema=False)["article_id"]
+    )
+    assert items["text_description"].null_count() == 1
+    assert statistics["raw"]["rejects"] == 0
+    info = read_manifest(f"{tables}/items").info
+    assert info["items_without_behaviours"] == 20
+    assert info["items_without_metadata"] == 0
+    assert "items.keep: all; 20 of 50 items have no behaviour" in capsys.readouterr().out
+
+
+def test_hm_with_ids_that_lost_their_zeros(tmp_path: Path) -> None:
+    raw = MAKERS["hm"](tmp_path / "raw")
+    log = pl.read_csv(raw / "transactions_train.csv")  # as numbers
+    log.write_csv(raw / "transactions_train.csv")
+    assert log["article_id"].dtype == pl.Int64
+    source = str(SOURCES / "hm.yaml")
+    prepare.run(prepare.Config(source=source, input=str(raw), output=str(tmp_path / "tables")))
+    assert read_manifest(str(tmp_path / "tables/items")).info["matched"]["ids_matched"] == 30
+
+
+def test_movielens_1m(tmp_path: Path) -> None:
+    statistics, tables = tables_of("movielens_1m", tmp_path)
+    events, items = frame(tables, "events"), frame(tables, "items")
+    lines = (tmp_path / "raw/ratings.dat").read_text().splitlines()
+    rows = {tuple(line.split("::")) for line in lines}
+    made = events.select("user_id", "item_id", pl.col("label_rating").cast(pl.Int32), pl.col("timestamp_ms") // 1000)
+    assert {tuple(map(str, row)) for row in made.rows()} == rows
+    assert events["label_liked"].to_list() == (events["label_rating"] >= 4).to_list()
+    assert set(events["cat_gender"]) == {"F", "M"}
+    told = {row["item_id"]: row for row in items.to_dicts()}
+    assert told["7"]["text_title"] == "Les Misérables: Part 7 (1957)"
+    assert (told["7"]["cat_year"], told["40"]["cat_year"]) == ("1957", None)
+    assert told["40"]["text_title"] == 'Untitled "No Year"'
+    assert statistics["raw"]["rejects"] == 0
+
+
+def test_mind(tmp_path: Path) -> None:
+    statistics, tables = tables_of("mind", tmp_path)
+    events, items = frame(tables, "events"), frame(tables, "items")
+    clicked, past = 0, {}
+    for path in (tmp_path / "raw").glob("*/behaviors.tsv"):
+        for line in path.read_text().splitlines():
+            _, user, _, history, shown = line.split("\t")
+            clicked += shown.count("-1")
+            past[user] = history.split()
+    earlier = events.filter(pl.col("request_id") == "")
+    assert events["label_click"].sum() == clicked + earlier.height
+    for user, known in past.items():  # each once, in their order, before the log
+        of_user = events.filter(pl.col("user_id") == user)["item_id"].to_list()
+        assert of_user[: len(known)] == known
+    assert earlier.height == sum(map(len, past.values()))
+    assert items.height == 60
+    assert statistics["raw"]["rejects"] == 0
+    assert items["text_title"].to_list()[0] == 'The "story of 0'
+    sequences = frame(tables, "sequences")
+    assert sequences["item_index"].list.len().sum() == statistics["interactions"]
+
+
+@pytest.mark.parametrize("core_window", ["all", "train"])
+@pytest.mark.parametrize("core", [0, 12])
+def test_all_items_of_the_item_files_are_kept_whatever_the_core(tmp_path: Path, core: int, core_window: str) -> None:
+    statistics, tables = tables_of("hm", tmp_path, core=core, core_window=core_window)
+    assert statistics["items"] == 50
+    assert statistics["users"] <= 60
+    lengths = frame(tables, "sequences")["item_index"].list.len()
+    assert lengths.min() >= (core if core_window == "all" else 1)
+
+
+def test_without_keep_the_catalogue_holds_what_was_bought(tmp_path: Path) -> None:
+    raw = MAKERS["hm"](tmp_path / "raw")
+    source = tmp_path / "hm.yaml"
+    source.write_text((SOURCES / "hm.yaml").read_text().replace("  keep: all\n", ""))
+    statistics = prepare.run(prepare.Config(source=str(source), input=str(raw), output=str(tmp_path / "tables")))
+    assert statistics["items"] == 30
+    assert "items_without_behaviours" not in read_manifest(str(tmp_path / "tables/items")).info
+
+
+def test_the_audit_finds_an_item_too_many_among_those_without_behaviours(tmp_path: Path) -> None:
+    _, tables = tables_of("hm", tmp_path)
+    path = Path(tables) / "items" / "manifest.json"
+    content = unsealed(path.read_text())
+    content["info"]["items_without_behaviours"] = 19
+    path.write_text(sealed(content))
+    found = {rule.name: rule.examples for rule in check(tables) if rule.violations}
+    assert found["catalogue"] == ["20 items of the catalogue have no behaviour, the manifest says 19"]
