@@ -2,20 +2,29 @@
 
     python -m jobs.prepare --source jobs/configs/sources/movielens_small.yaml --input RAW_DIR --output TABLES
 
-`--dry-run` reads the first rows, prints what they become, and ends. The source file says how to read the log and has
-a `prepare` section with the settings below; options on the command line win over it. Run again, it makes only what is
-missing or says that all is up to date.
+    python -m jobs.prepare --suggest RAW_DIR [--output SOURCE.yaml]
+
+The second line looks at the files and writes a first source file, with its guesses as comments, on the screen or to
+`--output`. `--dry-run` reads the first rows, prints what they become, and ends. The source file says how to read the
+log and has a `prepare` section with the settings below; options on the command line win over it. Run again, it makes
+only what is missing or says that all is up to date.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import asdict, dataclass, field
 
+from pyarrow import fs
+
 from jobs import cli
+from models.tables import UserError, open_uri
 from pipelines.data.settings import check, read_config
 from pipelines.data.sources import load_source
 from pipelines.data.sources.preview import lines, preview, warnings
+from pipelines.data.sources.suggest import suggest
+from pipelines.data.tables import write_file
 
 
 @dataclass
@@ -123,5 +132,33 @@ def run(config: Config) -> dict[str, object]:
     return statistics
 
 
+@dataclass
+class Suggestion:
+    """Options of jobs.prepare --suggest."""
+
+    suggest: str
+    """Folder of a raw log that no source file describes yet: a local path, s3:// or gs://."""
+    output: str | None = None
+    """File to write the mapping to; by default it is printed."""
+
+
+def run_suggestion(config: Suggestion) -> None:
+    """Prints or writes a first source file, without Ray."""
+    text = suggest(config.suggest)
+    if config.output is None:
+        print(text, end="")
+        return
+    filesystem, path = open_uri(config.output)
+    if filesystem.get_file_info(path).type != fs.FileType.NotFound:
+        raise UserError(f"{config.output} exists; name another file as --output, or remove it")
+    write_file(config.output, text.encode())
+    print(
+        f"{config.output} describes {config.suggest} as far as can be guessed; read each line\n"
+        f"next: python -m jobs.prepare --source {config.output} --input {config.suggest} --output TABLES --dry-run"
+    )
+
+
 if __name__ == "__main__":
+    if any(word.split("=")[0] == "--suggest" for word in sys.argv[1:]):
+        cli.main(run_suggestion, Suggestion)
     cli.main(run, Config)
