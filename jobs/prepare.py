@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from pyarrow import fs
@@ -158,7 +159,20 @@ def run_suggestion(config: Suggestion) -> None:
     )
 
 
+def parse(job: str, argv: Sequence[str] | None = None) -> Config | Suggestion:
+    """The command line; `--suggest` has options of its own."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    suggesting = any(word.split("=")[0] == "--suggest" for word in words)
+    return cli.parse(Suggestion, job, words) if suggesting else cli.parse(Config, job, words)
+
+
+def main(config: Config | Suggestion) -> None:
+    """What the command line asks for."""
+    if isinstance(config, Suggestion):
+        run_suggestion(config)
+    else:
+        run(config)
+
+
 if __name__ == "__main__":
-    if any(word.split("=")[0] == "--suggest" for word in sys.argv[1:]):
-        cli.main(run_suggestion, Suggestion)
-    cli.main(run, Config)
+    cli.main(main, Config, parse)

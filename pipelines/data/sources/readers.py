@@ -44,6 +44,7 @@ TEXT_BLOCK = 8 << 20  # bytes of text per frame; also the longest row that can b
 PARQUET_BLOCK = 1 << 17  # rows per frame, at most: fewer where they are long
 LONGEST_QUOTE = 2000  # characters of an unreadable line that a reject keeps
 BOM = b"\xef\xbb\xbf"
+MOST_NAMED = 40  # columns of a file that an error lists
 LONGEST_DELIMITER = 8  # characters
 UNIT = "\x1f"  # stands for a delimiter of several characters
 
@@ -141,7 +142,15 @@ def require_columns(uri: str, wanted: Iterable[str], present: Collection[str]) -
     """UserError if a wanted column is not there, with the nearest one that is."""
     for column in wanted:
         if column not in present:
-            raise _no_column(uri, column, hint(column, sorted(present), "it has none"))
+            raise _no_column(uri, column, present_hint(column, present))
+
+
+def present_hint(column: str, present: Collection[str]) -> str:
+    """Half a sentence that names the column nearest to one that is not there, and those that are."""
+    if not present:
+        return "it has none"
+    more = f" and {len(present) - MOST_NAMED:,} more" if len(present) > MOST_NAMED else ""
+    return f"{hint(column, sorted(present))} of {', '.join(list(present)[:MOST_NAMED])}{more}"
 
 
 def _no_column(uri: str, column: str, hint: str) -> UserError:
@@ -400,7 +409,7 @@ def _missing(rows: pl.DataFrame, chunk: bytes) -> dict[str, str]:
     missing = [name for name in nulls if f'"{name}"'.encode() not in chunk and json.dumps(name).encode() not in chunk]
     keys = re.findall(rb'"((?:[^"\\]|\\.)*)"\s*:', chunk[: 1 << 16]) if missing else []
     present = {key.decode(errors="replace") for key in keys}
-    return {name: hint(name, sorted(present), "it has none") for name in missing}
+    return {name: present_hint(name, sorted(present)) for name in missing}
 
 
 def _no_ids(rows: pl.DataFrame, numbers: np.ndarray, chunk: bytes, reading: Reading) -> list[tuple[int, str, str]]:
