@@ -95,6 +95,8 @@ class Config:
     duplicates: str | None = None
     """`drop` events that repeat another in every column, or `keep` them as real, such as two purchases of a day
     (drop)."""
+    catalogue: str | None = None
+    """TABLES of a training, whose catalogue these tables get: a fresh log, for jobs.evaluate with models from there."""
     ray_data: RayDataOptions = field(default_factory=RayDataOptions)
     """How Ray Data runs."""
 
@@ -109,9 +111,9 @@ def run(config: Config) -> dict[str, object]:
         if key not in ("source", "input", "output", "overwrite", "dry_run")
     }
     settings = read_config(defaults, options)
-    cli.preflight(input=config.input, output=config.output)
+    cli.preflight(input=config.input, output=config.output, catalogue=settings.catalogue)
     check(source, config.input, config.output, settings)  # before Ray takes its seconds to start
-    found = preview(source, config.input, settings.max_rejects)
+    found = preview(source, config.input, settings.max_rejects, items=settings.catalogue is None)
     for line in lines(found) if config.dry_run else warnings(found):
         print(line)
     if config.dry_run:

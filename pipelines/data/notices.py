@@ -26,7 +26,9 @@ def notices(events: Manifest, items: Manifest, sequences: Manifest) -> list[str]
     info = sequences.info
     found = [*_log(events, items), *_core(events, items, info), *_truncated(info)]
     found += KINDS[info["kind"]].notices(events, info)
-    return [f"warning: {line}" for line in [*found, *_splits(info)]]
+    if not items.info.get("catalogue_of"):  # on a fresh log nothing is trained
+        found += _splits(info)
+    return [f"warning: {line}" for line in found]
 
 
 def _log(events: Manifest, items: Manifest) -> Iterator[str]:

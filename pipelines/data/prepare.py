@@ -20,6 +20,7 @@ from pyarrow import fs
 from models.tables import Manifest, UserError, has_manifest, join, open_uri, read_manifest
 from pipelines.data.catalogue import core_items, described_items, match_items, with_described, write_items
 from pipelines.data.dataflow import Engine
+from pipelines.data.fresh import split_of, take_items
 from pipelines.data.ingest import hash_files, ingest, partitions_for
 from pipelines.data.kinds.table import KINDS
 from pipelines.data.matching import Match, check_matched
@@ -54,9 +55,8 @@ def prepare(
     config = check(source, input_uri, output_uri, config)
     kind, whole = KINDS[config.kind], not overwrite and is_whole(str(output_uri))
     counted = None if kind.all_shown else config.behaviour
-    files, item_files, user_files = (
-        find(str(input_uri)) for find in (source.event_files, source.item_files, source.user_files)
-    )
+    files, user_files = source.event_files(str(input_uri)), source.user_files(str(input_uri))
+    item_files = source.item_files(str(input_uri)) if config.catalogue is None else []
     every = [*files, *item_files, *user_files]
     small = config.partitions is None and partitions_for([join(str(input_uri), file) for file in every]) == 1
     if not small:
@@ -67,7 +67,10 @@ def prepare(
     with writing(run.output):
         events = _make_events(run, files, {file: by_file[file] for file in [*files, *user_files]})
         split = _split_rule(run, events)
-        items = _make_items(run, events, {file: by_file[file] for file in item_files}, split)
+        if config.catalogue is None:
+            items = _make_items(run, events, {file: by_file[file] for file in item_files}, split)
+        else:
+            items = take_items(run, events, config.catalogue, split)
         sequences = kind.sequences(run, events, items, split)
         statistics = summarise(events, items, sequences)
         content = json.dumps(statistics, indent=2) + "\n"
@@ -202,6 +205,8 @@ def _check_rejects(run: Run, rows: int, reasons: Mapping[str, int], of: str = ""
 def _split_rule(run: Run, events: Manifest) -> dict[str, Any]:
     """The split as manifests record it. Cut times come from the events, or from a finished table of them."""
     kind, clock = run.config.split.kind, events.info["clock"]
+    if run.config.catalogue is not None:
+        return split_of(run.config.catalogue, clock)
     if kind == "leave_last_out":
         if clock:
             run.say(

@@ -39,6 +39,9 @@ class PrepareConfig:
     duplicates: Literal["drop", "keep"] = "drop"
     """Events that repeat another in every column: dropped as logged twice, or kept as real, such as two purchases of
     a day."""
+    catalogue: str | None = None
+    """TABLES whose catalogue this log has too: a fresh log, for batch inference and evaluation by models that were
+    trained there. Items that are not in it are left out, and requests are split at the same times."""
     ray_data: RayDataConfig = field(default_factory=RayDataConfig)
     """How Ray Data runs."""
     own: Any = None

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from models.config import check_known, instead
-from models.tables import UserError
+from models.tables import UserError, join, read_manifest
 from pipelines.data.kinds.table import KINDS
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.ray_data_config import RayDataConfig
@@ -90,7 +90,12 @@ def check(source: Source, input_uri: str, output_uri: str, config: PrepareConfig
     if split == "per_user" and not kind.per_user:
         raise UserError(f"split.kind is per_user, which is of logs of actions; use temporal for kind {config.kind}")
     source.event_files(input_uri)
-    source.item_files(input_uri)
+    if config.catalogue is None:
+        source.item_files(input_uri)
+    elif not kind.repeats:
+        raise UserError(f"catalogue is given, which is of kind retrieval; leave it out for kind {config.kind}")
+    else:
+        read_manifest(join(config.catalogue, "items"), "items")
     source.user_files(input_uri)
     check_output(output_uri, {name: name for name in TABLES}, [STATISTICS])
     check_writable(output_uri)

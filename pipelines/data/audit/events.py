@@ -92,14 +92,15 @@ def read_catalogue(tables: Tables) -> pl.DataFrame:
 
 
 def _core(
-    tables: Tables, core: int, before: int | None, progress: Callable[[str], None], stay: pl.Series
+    tables: Tables, core: int, before: int | None, progress: Callable[[str], None], stay: pl.Series, given: bool
 ) -> tuple[pl.Series, pl.DataFrame]:
     """The k-core by the naive loop: drop what has fewer than `core` behaviours until nothing changes.
 
     Only behaviours known before the time `before` count, where it is given. Returns the item ids that stay and
-    the hashes of the users that stay. stay: items that are not dropped.
+    the hashes of the users that stay. stay: items that are not dropped. given: whether there
+    are no others, so that only users are dropped.
     """
-    items: pl.Series | None = None
+    items: pl.Series | None = stay if given else None
     core = max(core, 1)
     known = tables.known if tables.counted else "timestamp_ms"
     columns = list(dict.fromkeys(["user_id", "item_id", "timestamp_ms", *label_of(tables.counted), known]))
@@ -117,8 +118,8 @@ def _core(
             users.append(_hashes(events))
         counted = pl.concat(counts).group_by("item_id").agg(pl.col("len").sum())
         left = counted.filter((pl.col("len") >= core) | pl.col("item_id").is_in(stay.implode()))["item_id"]
-        if items is not None and left.len() == items.len():
-            return left, pl.concat(users).unique()
+        if given or (items is not None and left.len() == items.len()):
+            return stay if given else left, pl.concat(users).unique()
         items = left
 
 
@@ -149,10 +150,13 @@ def check_catalogue(tables: Tables, items: pl.DataFrame, rule: Rule, progress: C
     split = tables.sequences.info.get("split") or {}
     before = split.get("val_start_ms") if window == "train" else None
     told_new = tables.items.info.get("items_without_behaviours")  # None unless all described items are kept
-    stay = items["item_id"] if told_new is not None else items["item_id"].clear()
-    kept, users = _core(tables, core, before, progress, stay)
+    given = tables.items.info.get("catalogue_of")
+    stay = items["item_id"] if given or told_new is not None else items["item_id"].clear()
+    kept, users = _core(tables, core, before, progress, stay, bool(given))
     computed = pl.DataFrame({"item_id": kept})
-    if told_new is None:
+    if given:
+        rule.remark(f"the catalogue is that of {given}; the {core}-core drops users only")
+    elif told_new is None:
         rule.broken_rows(
             items.join(computed, on="item_id", how="anti"),
             lambda row: f"item {row['item_id']}: in the catalogue, but not in the {core}-core of the events",

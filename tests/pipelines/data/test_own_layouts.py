@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +16,7 @@ import pytest
 from own_layouts import MAKERS
 
 from jobs import audit, prepare
-from models.tables import read_manifest, read_table, sealed, unsealed
+from models.tables import UserError, read_manifest, read_table, sealed, unsealed
 from pipelines.data.audit.rules import audit as check
 
 SOURCES = Path("jobs/configs/sources")
@@ -124,3 +130,93 @@ def test_the_audit_finds_an_item_too_many_among_those_without_behaviours(tmp_pat
     path.write_text(sealed(content))
     found = {rule.name: rule.examples for rule in check(tables) if rule.violations}
     assert found["catalogue"] == ["20 items of the catalogue have no behaviour, the manifest says 19"]
+
+
+@pytest.mark.long
+def test_hm_to_recommendations_by_its_mapping_alone(
+    tmp_path: Path, in_ray: dict[str, str], new_store: Callable[[Path], str]
+) -> None:
+    raw, runs = MAKERS["hm"](tmp_path / "raw"), tmp_path / "runs"
+    new_store(runs)
+
+    def job(line: str) -> str:
+        words = [sys.executable, "-m", *shlex.split(line)]
+        done = subprocess.run(words, capture_output=True, text=True, env=in_ray)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    tables, sids, out = (str(tmp_path / name) for name in ("tables", "sids", "out"))
+    job(f"jobs.prepare --source {SOURCES}/hm.yaml --input {raw} --output {tables}")
+    job(f"jobs.audit --tables {tables}")
+    encoded = "--tokenizer rqkmeans --encoder tfidf --rqkmeans.codebook_size 8"
+    job(f"jobs.tokenize --tables {tables} {encoded} --output {sids}")
+    assert read_manifest(f"{sids}/sids").rows == 50  # those that nobody has bought too
+    small = "--fit.max_epochs 1 --model.num_encoder_layers 1 --model.num_decoder_layers 1 --ray.threads 1"
+    model = f"--config jobs/configs/tiger_small.yaml {small} --log_model false"
+    job(f"jobs.train {model} --tables {tables} --sids {sids} --storage {runs} --name tiger")
+    evaluate = f"jobs.evaluate --checkpoint {runs}/tiger --sids {sids}"
+    job(f"{evaluate} --tables {tables} --batch-inference {out} --k 50 --beam 50")
+    made = read_table(out, "recommendations").to_pylist()
+    unsold = {f"{108775015 + 7 * number:010d}" for number in range(30, 50)}
+    assert len(made) == 60
+    assert all(unsold <= set(row["item_id"]) for row in made)
+
+    # a later log of the same catalogue
+    fresh, later = fresh_hm(tmp_path), str(tmp_path / "later")
+    job(f"jobs.prepare --source {SOURCES}/hm.yaml --input {fresh} --output {later} --catalogue {tables} --core 0")
+    job(f"{evaluate} --tables {later} --batch-inference {tmp_path}/out2 --k 5")
+    again = read_table(f"{tmp_path}/out2", "recommendations").to_pylist()
+    assert [row["user_id"] for row in again] == ["newcomer", "regular"]
+    said = job(f"{evaluate} --tables {later} --split test")
+    assert "note: " in said
+    assert "is another log than that of the training" in said
+    (found,) = (runs / "tiger/best").glob("evaluation-test-fresh-*.json")
+    assert json.loads(found.read_text())["hashes"]["sequences"] == read_manifest(f"{later}/sequences").hash
+
+
+def fresh_hm(folder: Path) -> Path:
+    """Two customers after the log of `hm`: one buys what was never sold before, and what is not in the catalogue."""
+    fresh = folder / "fresh"
+    fresh.mkdir()
+    rows = [
+        ("2019-04-01", "newcomer", "0108775015"), ("2019-04-02", "newcomer", f"{108775015 + 7 * 40:010d}"),
+        ("2019-04-02", "newcomer", "0999999999"), ("2019-04-01", "regular", "0108775022"),
+        ("2019-04-05", "regular", "0108775029"),
+    ]  # fmt: skip
+    lines = [f"{day},{customer},{article},0.01,1\n" for day, customer, article in rows]
+    (fresh / "transactions_train.csv").write_text(
+        "t_dat,customer_id,article_id,price,sales_channel_id\n" + "".join(lines)
+    )
+    ids = [(1, name) for name in ("newcomer", "regular")]
+    rest = "".join(f"{name},{fn},ACTIVE,NONE,{20 + fn}\n" for fn, name in ids)
+    (fresh / "customers.csv").write_text("customer_id,FN,club_member_status,fashion_news_frequency,age\n" + rest)
+    return fresh
+
+
+def test_a_fresh_log_has_the_catalogue_of_the_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, tables = tables_of("hm", tmp_path)
+    fresh, later = fresh_hm(tmp_path), str(tmp_path / "later")  # without articles.csv
+    config = prepare.Config(
+        source=str(SOURCES / "hm.yaml"), input=str(fresh), output=later, catalogue=tables, core=0,
+    )  # fmt: skip
+    statistics = prepare.run(config)
+    assert "80.0% of the behaviours are on them, 1 other items left out" in capsys.readouterr().out
+    audit.run(audit.Config(tables=later))
+    assert "the catalogue is that of" in capsys.readouterr().out
+    assert read_manifest(f"{later}/items").hash == read_manifest(f"{tables}/items").hash
+    assert statistics["requests"] == {"train": 0, "val": 0, "test": 4}
+    names = frame(later, "items")["item_id"].to_list()
+    bought = {row["user_id"]: [names[n] for n in row["item_index"]] for row in frame(later, "sequences").to_dicts()}
+    assert bought == {
+        "newcomer": ["0108775015", f"{108775015 + 7 * 40:010d}"],
+        "regular": ["0108775022", "0108775029"],
+    }
+    assert prepare.run(config) == statistics
+    assert "items: up to date" in capsys.readouterr().out
+
+    with pytest.raises(UserError, match=r"no user has 5 behaviours on the catalogue of .*; use --core 0"):
+        prepare.run(replace(config, core=5, output=str(tmp_path / "other")))
+    with pytest.raises(UserError, match=r"80.0% of the behaviours are on items .* it does not have '0999999999'"):
+        prepare.run(replace(config, min_matched=0.9, output=str(tmp_path / "other")))
+    with pytest.raises(UserError, match=r"items.* is no table|no manifest|items"):
+        prepare.run(replace(config, catalogue=str(tmp_path / "nowhere"), output=str(tmp_path / "other")))
