@@ -93,8 +93,8 @@ class Config:
     """Share of the items, and of the users where there are user files, that must have a row in those files (0.5);
     0 accepts any."""
     duplicates: str | None = None
-    """`drop` events that repeat another in every column, or `keep` them as real, such as two purchases of a day
-    (drop)."""
+    """`drop` events that repeat another in every column, `keep` them as real, such as two purchases of a day, or
+    `count` them: one stays, whose label `repeats` says how many they were (drop)."""
     catalogue: str | None = None
     """TABLES of a training, whose catalogue these tables get: a fresh log, for jobs.evaluate with models from there."""
     ray_data: RayDataOptions = field(default_factory=RayDataOptions)

@@ -29,10 +29,14 @@ from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.run import Run, Say
 from pipelines.data.settings import STATISTICS, check
 from pipelines.data.sources.base import Rejected, Source
+from pipelines.data.sources.repeats import REPEATS, Counted
 from pipelines.data.splits import cut_times
 from pipelines.data.statistics import summarise
 from pipelines.data.survey import Gathering
 from pipelines.data.tables import REJECTS, commit, write_file, writing
+
+DONE_WITH = {"drop": "dropped", "keep": "kept", "count": "counted"}
+"""What is said of duplicates."""
 
 
 def prepare(
@@ -53,6 +57,7 @@ def prepare(
     removed and finished ones stay as they were.
     """
     config = check(source, input_uri, output_uri, config)
+    source = Counted(source) if config.duplicates == "count" else source
     kind, whole = KINDS[config.kind], not overwrite and is_whole(str(output_uri))
     counted = None if kind.all_shown else config.behaviour
     files, user_files = source.event_files(str(input_uri)), source.user_files(str(input_uri))
@@ -97,8 +102,8 @@ def _make_events(run: Run, files: list[str], inputs: dict[str, str]) -> Manifest
     uris = [join(run.input, file) for file in files]
     partitions = config.partitions or partitions_for(uris)
     settings = _plain({"source": source.events_config, "ties": config.ties, "partitions": partitions})
-    keep = config.duplicates == "keep"
-    settings |= {"duplicates": "keep"} if keep else {}
+    keep, count = config.duplicates == "keep", config.duplicates == "count"
+    settings |= {"duplicates": config.duplicates} if keep or count else {}
     formerly = {**settings, "source": _plain(source.config)}
     finished = run.finished("events", settings, inputs, formerly)
     finished_rejects = run.finished("rejects", settings, inputs, formerly)
@@ -130,6 +135,7 @@ def _make_events(run: Run, files: list[str], inputs: dict[str, str]) -> Manifest
             users.rows if users else None,
             keep,
             run.progress("events"),
+            f"label_{REPEATS}" if count else None,
         )
         rejected = result.rejected
         rejects = sum(rejected.reasons.values())
@@ -158,6 +164,7 @@ def _make_events(run: Run, files: list[str], inputs: dict[str, str]) -> Manifest
             "user_reject_reasons": dict(sorted(of_users.reasons.items())),
             "duplicates": 0 if keep else result.duplicates,
             **({"duplicates_kept": result.duplicates} if keep else {}),
+            **({"duplicates_counted": result.duplicates} if count else {}),
             "users": run.surveyed.users,
             **({"users_matched": result.matched.record()} if users else {}),
             "first_ms": run.surveyed.first_ms,
@@ -177,7 +184,7 @@ def _make_events(run: Run, files: list[str], inputs: dict[str, str]) -> Manifest
         )
     run.say(
         f"events: {events.rows:,} rows of {run.surveyed.users:,} users, each in one part "
-        f"({result.duplicates:,} duplicates {'kept' if keep else 'dropped'}, {rejects:,} rejects) "
+        f"({result.duplicates:,} duplicates {DONE_WITH[config.duplicates]}, {rejects:,} rejects) "
         f"in {time.perf_counter() - begin:.1f} s"
     )
     return events

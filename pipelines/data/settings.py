@@ -11,6 +11,7 @@ from pipelines.data.kinds.table import KINDS
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.ray_data_config import RayDataConfig
 from pipelines.data.sources.base import Source
+from pipelines.data.sources.repeats import REPEATS
 from pipelines.data.splits import SplitConfig
 from pipelines.data.tables import check_output, check_writable
 
@@ -45,8 +46,10 @@ def read_config(*layers: dict[str, Any]) -> PrepareConfig:
         config = PrepareConfig(**values, split=made["split"], ray_data=made["ray_data"], own=made.get(name))
     except (ValueError, TypeError) as error:
         raise UserError(str(error)) from error
-    if config.duplicates == "keep" and not KINDS[name].repeats:
-        raise UserError(f"duplicates is keep, which is of kind retrieval; kind {name} shows an item once: use drop")
+    if config.duplicates != "drop" and not KINDS[name].repeats:
+        raise UserError(
+            f"duplicates is {config.duplicates}, which is of kind retrieval; kind {name} shows an item once: use drop"
+        )
     return config
 
 
@@ -63,8 +66,11 @@ def _check_history(config: PrepareConfig) -> None:
             f"kind is {config.kind}, but the log has a 'history', whose behaviours were never shown as results; use "
             f"--kind retrieval, or take 'history' out of the source file"
         )
-    if config.duplicates == "keep":
-        raise UserError("duplicates is keep, but 'history' comes again in each row of its user; use --duplicates drop")
+    if config.duplicates != "drop":
+        raise UserError(
+            f"duplicates is {config.duplicates}, but 'history' comes again in each row of its user; use --duplicates "
+            f"drop"
+        )
 
 
 def check(source: Source, input_uri: str, output_uri: str, config: PrepareConfig) -> PrepareConfig:
@@ -75,6 +81,8 @@ def check(source: Source, input_uri: str, output_uri: str, config: PrepareConfig
         known = ", ".join(name for name, type_ in labels.items() if type_ == "bool") or "none"
         raise UserError(f"behaviour is '{config.behaviour}', which is no bool label of the log; those are: {known}")
     kind.check(source, config)
+    if config.duplicates == "count" and REPEATS in labels:
+        raise UserError(f"duplicates is count, but the log has a label '{REPEATS}' already; name that label otherwise")
     if source.info.get("history"):
         _check_history(config)
     split: Any = config.split.resolve(source.info["clock"])

@@ -24,6 +24,7 @@ SOURCES = Path("jobs/configs/sources")
 
 def tables_of(name: str, folder: Path, **options: Any) -> tuple[dict[str, Any], str]:
     """Made and audited in this process; the statistics, and where the tables are."""
+    folder.mkdir(exist_ok=True)
     raw, output = MAKERS[name](folder / "raw"), str(folder / "tables")
     config = prepare.Config(source=str(SOURCES / f"{name}.yaml"), input=str(raw), output=output, **options)
     statistics = prepare.run(config)
@@ -53,6 +54,18 @@ def test_hm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert info["items_without_behaviours"] == 20
     assert info["items_without_metadata"] == 0
     assert "items.keep: all; 20 of 50 items have no behaviour" in capsys.readouterr().out
+
+
+def test_repetitions_may_be_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, tables = tables_of("hm", tmp_path, duplicates="count")
+    assert "(30 duplicates counted, 0 rejects)" in capsys.readouterr().out
+    log = pl.read_csv(tmp_path / "raw/transactions_train.csv", infer_schema=False)
+    events = frame(tables, "events")
+    assert events.height == log.unique().height
+    assert events["label_repeats"].sum() == log.height
+    assert events["label_repeats"].max() == 2
+    with pytest.raises(UserError, match="duplicates is count, but 'history' comes again"):
+        tables_of("mind", tmp_path / "mind", duplicates="count")
 
 
 def test_hm_with_ids_that_lost_their_zeros(tmp_path: Path) -> None:
