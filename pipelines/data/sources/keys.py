@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -73,7 +74,8 @@ def rows() -> Iterator[tuple[str, str, str]]:
         for field in fields(kind):
             key = where + field.name
             if key not in LEFT_OUT:
-                yield key, texts[field.name].replace("None: ", "left out: "), _default(field)
+                text = re.sub(r"(^|\. )None: ", r"\1Left out: ", texts[field.name])
+                yield key, text.replace("None: ", "left out: "), _default(field)
 
 
 def table() -> str:

@@ -42,13 +42,13 @@ def test_a_page_without_a_place_for_the_table_is_refused() -> None:
 
 def test_the_examples_of_the_page_are_mappings(tmp_path: Path) -> None:
     examples = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)]
-    whole, *parts = examples
-    for number, example in enumerate([whole, *({**BASE, **part} for part in parts if "item" in part)]):
-        path = tmp_path / f"{number}.yaml"
-        path.write_text(yaml.safe_dump(example))
-        load_source(str(path))
-    for part in parts:
-        read_transforms(part["transforms"])
+    for number, example in enumerate(examples):
+        if "item" in example:
+            path = tmp_path / f"{number}.yaml"
+            path.write_text(yaml.safe_dump(example if "layout" in example else {**BASE, **example}))
+            load_source(str(path))
+        else:
+            read_transforms(example["transforms"])
     for name in re.findall(r"`(\w+\.yaml)`", PAGE.read_text()):
         assert name == "shop.yaml" or Path("jobs/configs/sources", name).exists()
 
