@@ -253,6 +253,8 @@ def run(config: Options) -> Result | None:
     more += importance_of(config, result) if config.importance else []
     entry = registry.find(result.model)
     print(f"{result.model} on {result.split}: {asked(result)}, seed {result.seed}")
+    if result.is_fresh(about):
+        print(f"note: {config.tables} is another log than that of the training; what of it was trained on is not known")
     for line in [*entry.measured.summary(result.metrics), *more, *item_shift_lines(result.metrics)]:
         print(line)
     if entry.recommends:

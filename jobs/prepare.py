@@ -2,20 +2,30 @@
 
     python -m jobs.prepare --source jobs/configs/sources/movielens_small.yaml --input RAW_DIR --output TABLES
 
-`--dry-run` reads the first rows, prints what they become, and ends. The source file says how to read the log and has
-a `prepare` section with the settings below; options on the command line win over it. Run again, it makes only what is
-missing or says that all is up to date.
+    python -m jobs.prepare --suggest RAW_DIR [--output SOURCE.yaml]
+
+The second line looks at the files and writes a first source file, with its guesses as comments, on the screen or to
+`--output`. `--dry-run` reads the first rows, prints what they become, and ends. The source file says how to read the
+log and has a `prepare` section with the settings below; options on the command line win over it. Run again, it makes
+only what is missing or says that all is up to date.
 """
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
+from pyarrow import fs
+
 from jobs import cli
+from models.tables import UserError, open_uri
 from pipelines.data.settings import check, read_config
 from pipelines.data.sources import load_source
 from pipelines.data.sources.preview import lines, preview, warnings
+from pipelines.data.sources.suggest import suggest
+from pipelines.data.tables import write_file
 
 
 @dataclass
@@ -83,8 +93,10 @@ class Config:
     """Share of the items, and of the users where there are user files, that must have a row in those files (0.5);
     0 accepts any."""
     duplicates: str | None = None
-    """`drop` events that repeat another in every column, or `keep` them as real, such as two purchases of a day
-    (drop)."""
+    """`drop` events that repeat another in every column, `keep` them as real, such as two purchases of a day, or
+    `count` them: one stays, whose label `repeats` says how many they were (drop)."""
+    catalogue: str | None = None
+    """TABLES of a training, whose catalogue these tables get: a fresh log, for jobs.evaluate with models from there."""
     ray_data: RayDataOptions = field(default_factory=RayDataOptions)
     """How Ray Data runs."""
 
@@ -99,9 +111,9 @@ def run(config: Config) -> dict[str, object]:
         if key not in ("source", "input", "output", "overwrite", "dry_run")
     }
     settings = read_config(defaults, options)
-    cli.preflight(input=config.input, output=config.output)
+    cli.preflight(input=config.input, output=config.output, catalogue=settings.catalogue)
     check(source, config.input, config.output, settings)  # before Ray takes its seconds to start
-    found = preview(source, config.input, settings.max_rejects)
+    found = preview(source, config.input, settings.max_rejects, items=settings.catalogue is None)
     for line in lines(found) if config.dry_run else warnings(found):
         print(line)
     if config.dry_run:
@@ -123,5 +135,46 @@ def run(config: Config) -> dict[str, object]:
     return statistics
 
 
+@dataclass
+class Suggestion:
+    """Options of jobs.prepare --suggest."""
+
+    suggest: str
+    """Folder of a raw log that no source file describes yet: a local path, s3:// or gs://."""
+    output: str | None = None
+    """File to write the mapping to; by default it is printed."""
+
+
+def run_suggestion(config: Suggestion) -> None:
+    """Prints or writes a first source file, without Ray."""
+    text = suggest(config.suggest)
+    if config.output is None:
+        print(text, end="")
+        return
+    filesystem, path = open_uri(config.output)
+    if filesystem.get_file_info(path).type != fs.FileType.NotFound:
+        raise UserError(f"{config.output} exists; name another file as --output, or remove it")
+    write_file(config.output, text.encode())
+    print(
+        f"{config.output} describes {config.suggest} as far as can be guessed; read each line\n"
+        f"next: python -m jobs.prepare --source {config.output} --input {config.suggest} --output TABLES --dry-run"
+    )
+
+
+def parse(job: str, argv: Sequence[str] | None = None) -> Config | Suggestion:
+    """The command line; `--suggest` has options of its own."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    suggesting = any(word.split("=")[0] == "--suggest" for word in words)
+    return cli.parse(Suggestion, job, words) if suggesting else cli.parse(Config, job, words)
+
+
+def main(config: Config | Suggestion) -> None:
+    """What the command line asks for."""
+    if isinstance(config, Suggestion):
+        run_suggestion(config)
+    else:
+        run(config)
+
+
 if __name__ == "__main__":
-    cli.main(run, Config)
+    cli.main(main, Config, parse)

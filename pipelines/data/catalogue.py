@@ -79,13 +79,36 @@ def _count(pairs: pa.Table, alive: Shared, core: int) -> pa.Table:
     return found.to_arrow().cast(pa.schema([("item", pa.int32()), ("count", pa.int64())]))
 
 
-def core_items(survey: Survey, core: int, before_ms: int | None, engine: Engine) -> tuple[pa.Array, int]:
+def _ids_of_file(source: Source, input_uri: str, file: str) -> pa.Array:
+    """The ids that one item file describes, each once."""
+    found = [block.rows["item_id"].cast(pa.large_string()) for block in source.read_items(input_uri, file)]
+    return pc.unique(pa.chunked_array([chunk for ids in found for chunk in ids.chunks], pa.large_string()))
+
+
+def described_items(source: Source, input_uri: str, files: list[str], engine: Engine) -> pa.Array:
+    """The ids that item files describe, sorted: the driver holds one per item."""
+    found = [ids for _, ids in engine.each(_ids_of_file, [(source, input_uri, file) for file in files])]
+    ids = pc.unique(pa.chunked_array(found, pa.large_string()))
+    return ids.take(pc.sort_indices(ids))
+
+
+def with_described(core: pa.Array, described: pa.Array) -> pa.Array:
+    """The catalogue of the items in the k-core and those that item files describe, sorted."""
+    ids = pc.unique(pa.chunked_array([core.cast(pa.large_string()), described]))
+    return ids.take(pc.sort_indices(ids))
+
+
+def core_items(
+    survey: Survey, core: int, before_ms: int | None, engine: Engine, described: pa.Array | None = None
+) -> tuple[pa.Array, int]:
     """Ids of the items in the k-core, sorted, and the number of rounds it took.
 
     Repeats until nothing changes: users with fewer than `core` behaviours on living items drop out, then
     items with fewer than `core` behaviours by the users that stay. `before_ms` counts only behaviours
     known earlier than that (membership on the training window). The driver holds one count per item; 8 bytes per
     behaviour stay in the object store, or on its disk, between the rounds.
+
+    described: items that stay whatever their behaviours (sorted).
     """
     core = max(core, 1)
     if core == 1 and before_ms is None:
@@ -93,14 +116,17 @@ def core_items(survey: Survey, core: int, before_ms: int | None, engine: Engine)
     shared = (survey.behaviour, survey.late, before_ms, engine.put(Vocabulary.of(survey.items)))
     pairs = engine.kept(_pairs, [(uri,) for uri in survey.parts], shared)
     alive = np.ones(len(survey.items), dtype=bool)
+    stays = np.zeros(len(survey.items), dtype=bool)
+    if described is not None:
+        stays = pc.is_in(survey.items.cast(pa.large_string()), described).to_numpy(zero_copy_only=False)
     rounds = 0
     while True:
         counts = np.zeros(len(alive), dtype=np.int64)
         for found in engine.over(pairs, _count, (engine.put(alive), core)):
             counts[found["item"].to_numpy()] += found["count"].to_numpy()
         rounds += 1
-        left = counts >= core
-        if not left.any():
+        left = (counts >= core) | stays
+        if not counts[left].any():
             raise UserError(
                 f"no item is left in the {core}-core of {survey.behaviours:,} behaviours; set a lower --core"
             )

@@ -26,7 +26,9 @@ def notices(events: Manifest, items: Manifest, sequences: Manifest) -> list[str]
     info = sequences.info
     found = [*_log(events, items), *_core(events, items, info), *_truncated(info)]
     found += KINDS[info["kind"]].notices(events, info)
-    return [f"warning: {line}" for line in [*found, *_splits(info)]]
+    if not items.info.get("catalogue_of"):  # on a fresh log nothing is trained
+        found += _splits(info)
+    return [f"warning: {line}" for line in found]
 
 
 def _log(events: Manifest, items: Manifest) -> Iterator[str]:
@@ -37,7 +39,11 @@ def _log(events: Manifest, items: Manifest) -> Iterator[str]:
         yield f"the log runs to {last:%Y-%m-%d}, which is in the future; check time.unit and the clock of the log"
     # at the same millisecond it is one event, logged twice
     coarse = not info["clock"] or info.get("grain_ms", 1) > 1
-    if coarse and info["duplicates"] > DUPLICATES * (events.rows + info["duplicates"]):
+    if (
+        coarse
+        and "duplicates_counted" not in info
+        and info["duplicates"] > DUPLICATES * (events.rows + info["duplicates"])
+    ):
         share = info["duplicates"] / (events.rows + info["duplicates"])
         yield (
             f"{info['duplicates']:,} events ({share:.1%}) repeat another in every column and were dropped; if they are "

@@ -12,12 +12,15 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import fs
 
 from models.tables import Manifest, UserError, has_manifest, join, open_uri, read_manifest
-from pipelines.data.catalogue import core_items, match_items, write_items
+from pipelines.data.catalogue import core_items, described_items, match_items, with_described, write_items
 from pipelines.data.dataflow import Engine
+from pipelines.data.fresh import split_of, take_items
 from pipelines.data.ingest import hash_files, ingest, partitions_for
 from pipelines.data.kinds.table import KINDS
 from pipelines.data.matching import Match, check_matched
@@ -26,10 +29,14 @@ from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.run import Run, Say
 from pipelines.data.settings import STATISTICS, check
 from pipelines.data.sources.base import Rejected, Source
+from pipelines.data.sources.repeats import REPEATS, Counted
 from pipelines.data.splits import cut_times
 from pipelines.data.statistics import summarise
 from pipelines.data.survey import Gathering
 from pipelines.data.tables import REJECTS, commit, write_file, writing
+
+DONE_WITH = {"drop": "dropped", "keep": "kept", "count": "counted"}
+"""What is said of duplicates."""
 
 
 def prepare(
@@ -50,11 +57,11 @@ def prepare(
     removed and finished ones stay as they were.
     """
     config = check(source, input_uri, output_uri, config)
+    source = Counted(source) if config.duplicates == "count" else source
     kind, whole = KINDS[config.kind], not overwrite and is_whole(str(output_uri))
     counted = None if kind.all_shown else config.behaviour
-    files, item_files, user_files = (
-        find(str(input_uri)) for find in (source.event_files, source.item_files, source.user_files)
-    )
+    files, user_files = source.event_files(str(input_uri)), source.user_files(str(input_uri))
+    item_files = source.item_files(str(input_uri)) if config.catalogue is None else []
     every = [*files, *item_files, *user_files]
     small = config.partitions is None and partitions_for([join(str(input_uri), file) for file in every]) == 1
     if not small:
@@ -65,7 +72,10 @@ def prepare(
     with writing(run.output):
         events = _make_events(run, files, {file: by_file[file] for file in [*files, *user_files]})
         split = _split_rule(run, events)
-        items = _make_items(run, events, {file: by_file[file] for file in item_files}, split)
+        if config.catalogue is None:
+            items = _make_items(run, events, {file: by_file[file] for file in item_files}, split)
+        else:
+            items = take_items(run, events, config.catalogue, split)
         sequences = kind.sequences(run, events, items, split)
         statistics = summarise(events, items, sequences)
         content = json.dumps(statistics, indent=2) + "\n"
@@ -92,8 +102,8 @@ def _make_events(run: Run, files: list[str], inputs: dict[str, str]) -> Manifest
     uris = [join(run.input, file) for file in files]
     partitions = config.partitions or partitions_for(uris)
     settings = _plain({"source": source.events_config, "ties": config.ties, "partitions": partitions})
-    keep = config.duplicates == "keep"
-    settings |= {"duplicates": "keep"} if keep else {}
+    keep, count = config.duplicates == "keep", config.duplicates == "count"
+    settings |= {"duplicates": config.duplicates} if keep or count else {}
     formerly = {**settings, "source": _plain(source.config)}
     finished = run.finished("events", settings, inputs, formerly)
     finished_rejects = run.finished("rejects", settings, inputs, formerly)
@@ -125,6 +135,7 @@ def _make_events(run: Run, files: list[str], inputs: dict[str, str]) -> Manifest
             users.rows if users else None,
             keep,
             run.progress("events"),
+            f"label_{REPEATS}" if count else None,
         )
         rejected = result.rejected
         rejects = sum(rejected.reasons.values())
@@ -153,6 +164,7 @@ def _make_events(run: Run, files: list[str], inputs: dict[str, str]) -> Manifest
             "user_reject_reasons": dict(sorted(of_users.reasons.items())),
             "duplicates": 0 if keep else result.duplicates,
             **({"duplicates_kept": result.duplicates} if keep else {}),
+            **({"duplicates_counted": result.duplicates} if count else {}),
             "users": run.surveyed.users,
             **({"users_matched": result.matched.record()} if users else {}),
             "first_ms": run.surveyed.first_ms,
@@ -172,7 +184,7 @@ def _make_events(run: Run, files: list[str], inputs: dict[str, str]) -> Manifest
         )
     run.say(
         f"events: {events.rows:,} rows of {run.surveyed.users:,} users, each in one part "
-        f"({result.duplicates:,} duplicates {'kept' if keep else 'dropped'}, {rejects:,} rejects) "
+        f"({result.duplicates:,} duplicates {DONE_WITH[config.duplicates]}, {rejects:,} rejects) "
         f"in {time.perf_counter() - begin:.1f} s"
     )
     return events
@@ -200,6 +212,8 @@ def _check_rejects(run: Run, rows: int, reasons: Mapping[str, int], of: str = ""
 def _split_rule(run: Run, events: Manifest) -> dict[str, Any]:
     """The split as manifests record it. Cut times come from the events, or from a finished table of them."""
     kind, clock = run.config.split.kind, events.info["clock"]
+    if run.config.catalogue is not None:
+        return split_of(run.config.catalogue, clock)
     if kind == "leave_last_out":
         if clock:
             run.say(
@@ -246,7 +260,9 @@ def _make_items(run: Run, events: Manifest, files: dict[str, str], split: dict[s
         return finished
     begin = time.perf_counter()
     found = run.survey(events)
-    catalogue, rounds = core_items(found, config.core, run.before_ms(split), run.engine)
+    described = described_items(run.source, run.input, list(files), run.engine) if run.source.keeps_all_items else None
+    used, rounds = core_items(found, config.core, run.before_ms(split), run.engine, described)
+    catalogue = used if described is None else with_described(used, described)
     counted = time.perf_counter()
     uri = run.table("items")
     with run.writing("items"):
@@ -257,8 +273,11 @@ def _make_items(run: Run, events: Manifest, files: dict[str, str], split: dict[s
         _check_rejects(run, rejected.rows_read, rejected.reasons, " of the item files")
         matched = Match()
         if files:
-            of_items = found.counts[pc.is_in(found.items, catalogue).to_numpy(zero_copy_only=False)]  # both are sorted
-            matched = match_items(run.source, run.input, list(files), catalogue, missing, of_items, run.engine)
+            of_items = found.counts[pc.is_in(found.items, used).to_numpy(zero_copy_only=False)]  # both are sorted
+            if described is not None:  # what the events name is to have a row in the item files
+                bare = catalogue.take(pa.array(missing)).cast(used.type)
+                missing = pc.index_in(bare, used).to_numpy().astype(np.int64)
+            matched = match_items(run.source, run.input, list(files), used, missing, of_items, run.engine)
             check_matched(matched, "item", config.min_matched, run.say)
         info = {
             "core": config.core,
@@ -269,7 +288,8 @@ def _make_items(run: Run, events: Manifest, files: dict[str, str], split: dict[s
             "split_made_from": run.split_key(events),
             "behaviours": found.behaviours,
             "items_before_core": len(found.items),
-            "dropped_items": len(found.items) - len(catalogue),
+            "dropped_items": len(found.items) - len(used),
+            **({"items_without_behaviours": len(catalogue) - len(used)} if described is not None else {}),
             "metadata_rows": rejected.rows_read,
             "metadata_rejects": sum(rejected.reasons.values()),
             "metadata_reject_reasons": dict(sorted(rejected.reasons.items())),
@@ -282,8 +302,9 @@ def _make_items(run: Run, events: Manifest, files: dict[str, str], split: dict[s
             "ray_data": run.engine.take_stats(),
         }
         items = commit(uri, "items", schema, parts, config=settings, inputs=inputs, info=info, timings=timings)
+    new = f", {info['items_without_behaviours']:,} of them without behaviours" if described is not None else ""
     run.say(
-        f"items: {items.rows:,} in the catalogue, {info['dropped_items']:,} dropped by the {config.core}-core "
+        f"items: {items.rows:,} in the catalogue{new}, {info['dropped_items']:,} dropped by the {config.core}-core "
         f"({rounds} rounds), {info['items_without_metadata']:,} without metadata, "
         f"{info['metadata_outside_catalogue']:,} metadata rows of other items left out"
     )

@@ -36,9 +36,12 @@ class PrepareConfig:
     min_matched: float = 0.5
     """Share of the items, and of the users where there are user files, that must have a row in those files, by number
     and by events, before the job fails; 0 accepts any."""
-    duplicates: Literal["drop", "keep"] = "drop"
-    """Events that repeat another in every column: dropped as logged twice, or kept as real, such as two purchases of
-    a day."""
+    duplicates: Literal["drop", "keep", "count"] = "drop"
+    """Events that repeat another in every column: dropped as logged twice, kept as real, such as two purchases of
+    a day, or one kept for all, whose label `repeats` counts them."""
+    catalogue: str | None = None
+    """TABLES whose catalogue this log has too: a fresh log, for batch inference and evaluation by models that were
+    trained there. Items that are not in it are left out, and requests are split at the same times."""
     ray_data: RayDataConfig = field(default_factory=RayDataConfig)
     """How Ray Data runs."""
     own: Any = None
@@ -59,5 +62,5 @@ class PrepareConfig:
             raise ValueError(f"max_rejects is {self.max_rejects}; it is a share between 0 and 1")
         if not 0 <= self.min_matched <= 1:
             raise ValueError(f"min_matched is {self.min_matched}; it is a share between 0 and 1")
-        if self.duplicates not in ("drop", "keep"):
-            raise ValueError(f"duplicates is '{self.duplicates}'; it is one of drop, keep")
+        if self.duplicates not in ("drop", "keep", "count"):
+            raise ValueError(f"duplicates is '{self.duplicates}'; it is one of drop, keep, count")

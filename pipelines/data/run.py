@@ -112,8 +112,9 @@ class Run:
         return [events.hash, self.config.split.settings(), self.counted]
 
     def before_ms(self, split: dict[str, Any]) -> int | None:
-        """Behaviours earlier than this count for the k-core; None for all."""
-        return split["val_start_ms"] if self.config.core_window == "train" else None
+        """Behaviours earlier than this count for the k-core; None for all, as on the catalogue of other tables."""
+        window = self.config.core_window if self.config.catalogue is None else "all"
+        return split["val_start_ms"] if window == "train" else None
 
     def catalogue(self) -> Shared:
         """The ids of the catalogue, whose places are item_index, as a `Vocabulary` that all tasks can read."""

@@ -6,11 +6,12 @@ from dataclasses import fields, replace
 from typing import Any
 
 from models.config import check_known, instead
-from models.tables import UserError
+from models.tables import UserError, join, read_manifest
 from pipelines.data.kinds.table import KINDS
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.ray_data_config import RayDataConfig
 from pipelines.data.sources.base import Source
+from pipelines.data.sources.repeats import REPEATS
 from pipelines.data.splits import SplitConfig
 from pipelines.data.tables import check_output, check_writable
 
@@ -45,8 +46,10 @@ def read_config(*layers: dict[str, Any]) -> PrepareConfig:
         config = PrepareConfig(**values, split=made["split"], ray_data=made["ray_data"], own=made.get(name))
     except (ValueError, TypeError) as error:
         raise UserError(str(error)) from error
-    if config.duplicates == "keep" and not KINDS[name].repeats:
-        raise UserError(f"duplicates is keep, which is of kind retrieval; kind {name} shows an item once: use drop")
+    if config.duplicates != "drop" and not KINDS[name].repeats:
+        raise UserError(
+            f"duplicates is {config.duplicates}, which is of kind retrieval; kind {name} shows an item once: use drop"
+        )
     return config
 
 
@@ -54,6 +57,20 @@ def _check_keys(values: dict[str, Any], known: list[str], where: str) -> None:
     check_known(
         values, known, lambda key, near: f"unknown key 'prepare.{where}{key}'; {instead(key, known)}"
     )  # fmt: skip
+
+
+def _check_history(config: PrepareConfig) -> None:
+    """UserError for settings that a log with earlier behaviours in its rows cannot have."""
+    if not KINDS[config.kind].repeats:
+        raise UserError(
+            f"kind is {config.kind}, but the log has a 'history', whose behaviours were never shown as results; use "
+            f"--kind retrieval, or take 'history' out of the source file"
+        )
+    if config.duplicates != "drop":
+        raise UserError(
+            f"duplicates is {config.duplicates}, but 'history' comes again in each row of its user; use --duplicates "
+            f"drop"
+        )
 
 
 def check(source: Source, input_uri: str, output_uri: str, config: PrepareConfig) -> PrepareConfig:
@@ -64,6 +81,10 @@ def check(source: Source, input_uri: str, output_uri: str, config: PrepareConfig
         known = ", ".join(name for name, type_ in labels.items() if type_ == "bool") or "none"
         raise UserError(f"behaviour is '{config.behaviour}', which is no bool label of the log; those are: {known}")
     kind.check(source, config)
+    if config.duplicates == "count" and REPEATS in labels:
+        raise UserError(f"duplicates is count, but the log has a label '{REPEATS}' already; name that label otherwise")
+    if source.info.get("history"):
+        _check_history(config)
     split: Any = config.split.resolve(source.info["clock"])
     if config.core_window == "train" and split != "temporal":
         raise UserError(
@@ -77,7 +98,12 @@ def check(source: Source, input_uri: str, output_uri: str, config: PrepareConfig
     if split == "per_user" and not kind.per_user:
         raise UserError(f"split.kind is per_user, which is of logs of actions; use temporal for kind {config.kind}")
     source.event_files(input_uri)
-    source.item_files(input_uri)
+    if config.catalogue is None:
+        source.item_files(input_uri)
+    elif not kind.repeats:
+        raise UserError(f"catalogue is given, which is of kind retrieval; leave it out for kind {config.kind}")
+    else:
+        read_manifest(join(config.catalogue, "items"), "items")
     source.user_files(input_uri)
     check_output(output_uri, {name: name for name in TABLES}, [STATISTICS])
     check_writable(output_uri)

@@ -26,7 +26,14 @@ from models.tables import Manifest, Part, UserError, join, part_uris, read_manif
 from models.uri import absolute
 from pipelines.data.dataflow import quiet_ray_data
 from pipelines.data.tables import check_place, check_writable, commit, fingerprint, up_to_date, write_part, writing
-from pipelines.evaluation.ranking import device_of, find_checkpoint, recommend_options, takes_gpu
+from pipelines.evaluation.ranking import (
+    as_trained,
+    device_of,
+    find_checkpoint,
+    of_training,
+    recommend_options,
+    takes_gpu,
+)
 from pipelines.training.worker import threads_per_worker
 
 RECOMMENDATIONS = pa.schema(
@@ -53,7 +60,7 @@ class Recommender:
         self.batch_size, self.options = batch_size, options
         about = checkpoint.read(uri)
         entry = registry.find(about.name)
-        model, _ = registry.load(uri, load_catalogue(entry, about.name, tables, extra))
+        model, _ = registry.load(uri, as_trained(load_catalogue(entry, about.name, tables, extra), about))
         self.model: Any = model.to(self.device)
         self.family: type[Examples] = entry.family.examples  # type: ignore[assignment]
         self.max_history = registry.config_from_dict(about.model).max_history
@@ -137,11 +144,12 @@ def recommend_all(
     if entry.recommends is None:
         raise UserError(f"the model '{about.name}' ranks no catalogue; give --checkpoint of a model that recommends")
     chosen = recommend_options(about.name, options or {})
-    checkpoint.check(about, uri, dict(hashes_of(entry, about.name, tables, extra)))
+    given = hashes_of(entry, about.name, tables, extra)
+    checkpoint.check(about, uri, dict(of_training(given, about)))
     sequences = read_manifest(join(tables, "sequences"), "sequences")
     config = {"k": k, "users_per_part": users_per_part, "model": about.model, **chosen}
     inputs = {
-        **{name: value for name, value in about.hashes.items() if value},
+        **{name: given[name] for name, value in about.hashes.items() if value},
         "checkpoint": checkpoint.weights_hash(uri),
     }
     if check_place(output, "recommendations") and not overwrite:

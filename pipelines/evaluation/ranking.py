@@ -20,7 +20,7 @@ from mlflow.exceptions import MlflowException
 from models import checkpoint, registry
 from models.checkpoint import Checkpoint
 from models.retrieval.metrics import CUTOFFS, add_sums
-from models.setup import load_catalogue, score
+from models.setup import hashes_of, load_catalogue, score
 from models.tables import UserError, join, read_manifest
 from models.uri import absolute
 from pipelines import tracking
@@ -62,6 +62,10 @@ class Result:
     device: str
     """`cpu` with the number of threads, or the GPU's name; before it how many worked at once, if more than one."""
 
+    def is_fresh(self, about: Checkpoint) -> bool:
+        """Whether the requests are of another log than that of the training."""
+        return self.hashes.get("sequences") != about.hashes.get("sequences")
+
 
 def find_checkpoint(uri: str) -> str:
     """The checkpoint at `uri`, or the best one of the run whose folder it is."""
@@ -72,6 +76,19 @@ def find_checkpoint(uri: str) -> str:
     if record["status"] != "finished":
         raise UserError(f"the run {uri} is not finished ({RUN}); run its jobs.train line again, which continues it")
     return join(uri, BEST)
+
+
+def of_training(hashes: dict[str, str], about: Checkpoint) -> dict[str, str]:
+    """The hashes of tables, as those of the training where only the log is another one: a model that ranks a catalogue
+    takes a fresh log of the same items. Others are for `checkpoint.check` to refuse."""
+    trained = about.hashes.get("sequences")
+    same = trained and registry.find(about.name).recommends and hashes.get("items") == about.hashes.get("items")
+    return {**hashes, "sequences": str(trained)} if same else hashes
+
+
+def as_trained(catalogue: Any, about: Checkpoint) -> Any:
+    """The catalogue of tables with the hashes `of_training`."""
+    return replace(catalogue, hashes=of_training(catalogue.hashes, about))
 
 
 def recommend_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -130,7 +147,7 @@ def rank_shard(
         torch.set_num_threads(threads)
     about = checkpoint.read(uri)
     entry = registry.find(about.name)
-    catalogue = load_catalogue(entry, about.name, tables, extra)
+    catalogue = as_trained(load_catalogue(entry, about.name, tables, extra), about)
     model, _ = registry.load(uri, catalogue)
     where = device_of(device)
     model = model.to(where)
@@ -174,6 +191,7 @@ def evaluate(
     about = checkpoint.read(uri)
     chosen = recommend_options(about.name, options or {})
     subsets = new_items_of(about.name, tables) if item_shift else {}
+    given = hashes_of(registry.find(about.name), about.name, tables, extra)
     arguments = (uri, tables, extra, split, batch_size, chosen, device)
     if shards == 1 and not remote:
         parts = [rank_shard(*arguments, 0, subsets, (0, 1))]
@@ -198,7 +216,7 @@ def evaluate(
             seconds=time.monotonic() - began,
             seed=about.fit.get("seed"),
             options={**chosen, "batch_size": batch_size},
-            hashes=about.hashes,
+            hashes={name: given[name] for name in about.hashes if name in given},
             device=parts[0][4] if shards == 1 else f"{shards} x {parts[0][4]}",
         ),
         about,
@@ -208,13 +226,16 @@ def evaluate(
 def record(result: Result, about: Checkpoint, tracking_uri: str | None = None) -> str:
     """Writes the result beside the checkpoint and into the training's MLflow run; returns the file's place.
 
-    Options that differ from the model's own are part of the names, so that an evaluation with another
-    decoder does not take the place of the plain one. UserError where MLflow or the run in it is not there any more.
+    Options that differ from the model's own are part of the names, so that an evaluation with another decoder does not
+    take the place of the plain one; so is another log than that of the training. UserError where MLflow or the run in
+    it is not there any more.
     """
     suffix = "".join(
         f"-{key}-{value}" for key, value in sorted(result.options.items())
         if key != "batch_size" and about.model.get(key) != value
     )  # fmt: skip
+    if result.is_fresh(about):
+        suffix += f"-fresh-{result.hashes['sequences'][:8]}"
     place = join(result.checkpoint, f"evaluation-{result.split}{suffix}.json")
     write_file(place, json.dumps(asdict(result), indent=2, sort_keys=True).encode())
     if about.tracking:

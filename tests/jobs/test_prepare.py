@@ -201,6 +201,7 @@ def test_mistakes_are_answered_before_ray_is_imported(tmp_path: Path) -> None:
     failed = command()
     assert failed.returncode == 1
     [line] = failed.stderr.splitlines()
-    assert (
-        line == f"error: {raw}/log.csv has no column 'itm'; the nearest is 'item'; correct the source file or the log"
+    assert line == (
+        f"error: {raw}/log.csv has no column 'itm'; the nearest is 'item' of user, item, ms; correct the source "
+        f"file or the log"
     )

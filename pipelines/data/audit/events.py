@@ -92,14 +92,15 @@ def read_catalogue(tables: Tables) -> pl.DataFrame:
 
 
 def _core(
-    tables: Tables, core: int, before: int | None, progress: Callable[[str], None]
+    tables: Tables, core: int, before: int | None, progress: Callable[[str], None], stay: pl.Series, given: bool
 ) -> tuple[pl.Series, pl.DataFrame]:
     """The k-core by the naive loop: drop what has fewer than `core` behaviours until nothing changes.
 
     Only behaviours known before the time `before` count, where it is given. Returns the item ids that stay and
-    the hashes of the users that stay.
+    the hashes of the users that stay. stay: items that are not dropped. given: whether there
+    are no others, so that only users are dropped.
     """
-    items: pl.Series | None = None
+    items: pl.Series | None = stay if given else None
     core = max(core, 1)
     known = tables.known if tables.counted else "timestamp_ms"
     columns = list(dict.fromkeys(["user_id", "item_id", "timestamp_ms", *label_of(tables.counted), known]))
@@ -116,10 +117,18 @@ def _core(
             counts.append(events.group_by("item_id").len())
             users.append(_hashes(events))
         counted = pl.concat(counts).group_by("item_id").agg(pl.col("len").sum())
-        left = counted.filter(pl.col("len") >= core)["item_id"]
-        if items is not None and left.len() == items.len():
-            return left, pl.concat(users).unique()
+        left = counted.filter((pl.col("len") >= core) | pl.col("item_id").is_in(stay.implode()))["item_id"]
+        if given or (items is not None and left.len() == items.len()):
+            return stay if given else left, pl.concat(users).unique()
         items = left
+
+
+def _without_behaviours(tables: Tables, items: pl.DataFrame) -> int:
+    """Items of the catalogue that no behaviour is on, in the whole log."""
+    for _, events in tables.parts("events", ["item_id", *label_of(tables.counted)]):
+        events = tables.behaviours_of(events) if tables.counted else events
+        items = items.join(events, on="item_id", how="anti")
+    return items.height
 
 
 def check_catalogue(tables: Tables, items: pl.DataFrame, rule: Rule, progress: Callable[[str], None]) -> pl.DataFrame:
@@ -140,12 +149,23 @@ def check_catalogue(tables: Tables, items: pl.DataFrame, rule: Rule, progress: C
     window = tables.items.info.get("core_window", "all")
     split = tables.sequences.info.get("split") or {}
     before = split.get("val_start_ms") if window == "train" else None
-    kept, users = _core(tables, core, before, progress)
+    told_new = tables.items.info.get("items_without_behaviours")  # None unless all described items are kept
+    given = tables.items.info.get("catalogue_of")
+    stay = items["item_id"] if given or told_new is not None else items["item_id"].clear()
+    kept, users = _core(tables, core, before, progress, stay, bool(given))
     computed = pl.DataFrame({"item_id": kept})
-    rule.broken_rows(
-        items.join(computed, on="item_id", how="anti"),
-        lambda row: f"item {row['item_id']}: in the catalogue, but not in the {core}-core of the events",
-    )
+    if given:
+        rule.remark(f"the catalogue is that of {given}; the {core}-core drops users only")
+    elif told_new is None:
+        rule.broken_rows(
+            items.join(computed, on="item_id", how="anti"),
+            lambda row: f"item {row['item_id']}: in the catalogue, but not in the {core}-core of the events",
+        )
+    else:
+        new = _without_behaviours(tables, items)
+        rule.remark(f"items.keep: all; {new:,} of {items.height:,} items have no behaviour")
+        if new != told_new:
+            rule.broken(1, [f"{new:,} items of the catalogue have no behaviour, the manifest says {told_new:,}"])
     rule.broken_rows(
         computed.join(items, on="item_id", how="anti").sort("item_id"),
         lambda row: f"item {row['item_id']}: in the {core}-core of the events, but not in the catalogue",

@@ -130,6 +130,11 @@ class Source(ABC):
         """Names of the item table's numbers, without the `num_` prefix."""
         return []
 
+    @property
+    def keeps_all_items(self) -> bool:
+        """Whether the catalogue holds every item of the item files, with events or without."""
+        return False
+
     @abstractmethod
     def event_files(self, input_uri: str) -> list[str]:
         """Raw event files relative to the input folder, sorted. UserError if there is none."""

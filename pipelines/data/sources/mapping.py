@@ -25,10 +25,12 @@ from pyarrow import fs
 from models.tables import UserError, join, open_uri
 from pipelines.data.sources.base import Block, Metadata, Source, list_files
 from pipelines.data.sources.encodings import check_encoding
+from pipelines.data.sources.histories import History, check_history, earlier
 from pipelines.data.sources.load import build
-from pipelines.data.sources.normalise import NO_ID, WRITTEN, Columns, Explode, Label, Time, blocks, rejected
+from pipelines.data.sources.normalise import NO_ID, PLACE, WRITTEN, Columns, Explode, Label, Time, blocks, rejected
 from pipelines.data.sources.pieces import Piece
-from pipelines.data.sources.readers import FORMATS, Frame, Reading, read_frames
+from pipelines.data.sources.readers import FORMATS, LONGEST_DELIMITER, ROW, Frame, Reading, read_frames
+from pipelines.data.sources.transforms import REFUSED, check_transforms, raw_columns, read_transforms, transformed
 from pipelines.data.tables import REJECTS
 
 OF_USER = "user: "
@@ -55,12 +57,16 @@ class Items:
     """Folder of the item files, relative to the input folder, such as `../catalogue`; empty: the input folder."""
     optional: bool = False
     """Whether a log without the item files is read too; its items then have no texts, and are counted."""
+    keep: str = "used"
+    """used: the catalogue holds the items that have behaviours, as many as `core` asks; all: every item of the item
+    files too, so that new ones have semantic IDs and can be recommended. `core` then limits users, and other items."""
     lists: list[str] = field(default_factory=list)
     """JSON: the columns that hold lists; their elements are joined by a space."""
     format: str | None = None
     """csv, jsonl or parquet; None: by the suffix."""
     delimiter: str | None = None
-    """CSV: the column separator; None: a tab for `.tsv`, else a comma."""
+    """CSV: the column separator, such as `;`, or several characters, such as `::`; None: a tab for `.tsv`, else a
+    comma."""
     header: list[str] | None = None
     """CSV without a header line: its column names."""
     quote: str | bool = "auto"
@@ -68,20 +74,29 @@ class Items:
     row holds more than 1000 of its lines, or half of them, is refused."""
     encoding: str | None = None
     """CSV and JSON lines: a codec of Python's, such as cp1252; None: UTF-8."""
+    transforms: Any = field(default_factory=dict)
+    """What is done to values before they are read, by column: {column: {strip, lower, regex, pad, ...}}."""
 
     def __post_init__(self) -> None:
         for key in ("texts", "attributes", "numbers"):
             object.__setattr__(self, key, _named(getattr(self, key), f"items.{key}"))
+        object.__setattr__(self, "transforms", read_transforms(self.transforms, "items."))
         _check_texts(self, ("files", "item"), "items.")
+        if self.keep not in ("used", "all"):
+            raise ValueError(f"items.keep is '{self.keep}'; it is one of used, all")
         _check_format(self.format, "items.")
         _check_quote(self.quote, "items.")
         _check_text_format(self, "items.")
+        check_transforms(self.transforms, self._columns, "items.")
+
+    @property
+    def _columns(self) -> tuple[str, ...]:
+        return (self.item, *self.texts.values(), *self.attributes.values(), *self.numbers.values())
 
     @property
     def reading(self) -> Reading:
-        columns = (self.item, *self.texts.values(), *self.attributes.values(), *self.numbers.values())
         return Reading(
-            columns=tuple(dict.fromkeys(columns)),
+            columns=raw_columns(self._columns, self.transforms),
             lists=frozenset(self.lists),
             format=self.format,
             delimiter=self.delimiter,
@@ -89,7 +104,7 @@ class Items:
             quote=self.quote,
             encoding=self.encoding,
             prose=True,
-            ids=(self.item,),
+            ids=raw_columns([self.item], self.transforms),
         )
 
 
@@ -106,22 +121,27 @@ class Users:
     format: str | None = None
     """csv, jsonl or parquet; None: by the suffix."""
     delimiter: str | None = None
-    """CSV: the column separator; None: a tab for `.tsv`, else a comma."""
+    """CSV: the column separator, such as `;`, or several characters, such as `::`; None: a tab for `.tsv`, else a
+    comma."""
     header: list[str] | None = None
     """CSV without a header line: its column names."""
     quote: str | bool = "auto"
     """CSV: as in `items`."""
     encoding: str | None = None
     """CSV and JSON lines: a codec of Python's, such as cp1252; None: UTF-8."""
+    transforms: Any = field(default_factory=dict)
+    """What is done to values before they are read, by column: as in `items`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "attributes", _named(self.attributes, "users.attributes"))
+        object.__setattr__(self, "transforms", read_transforms(self.transforms, "users."))
         _check_texts(self, ("files", "user"), "users.")
         _check_format(self.format, "users.")
         _check_quote(self.quote, "users.")
         _check_text_format(self, "users.")
         if not self.attributes:
             raise ValueError("users.attributes is empty; name at least one column, or leave out users")
+        check_transforms(self.transforms, [self.user, *self.attributes.values()], "users.")
 
     def listed(self, input_uri: str) -> list[str]:
         """The user files; UserError if there is none."""
@@ -131,16 +151,15 @@ class Users:
         """`OF_USER` and the id, then `OF_USER` and each attribute's name; all text, empty text is null."""
         columns = {"": self.user, **self.attributes}
         header = tuple(self.header) if self.header else None
-        wanted = tuple(dict.fromkeys(columns.values()))
         reading = Reading(
-            columns=wanted,
+            columns=raw_columns(columns.values(), self.transforms),
             format=self.format,
             delimiter=self.delimiter,
             header=header,
             quote=self.quote,
             encoding=self.encoding,
             prose=True,
-            ids=(self.user,),
+            ids=raw_columns([self.user], self.transforms),
         )
         found = [pl.DataFrame(schema={OF_USER + name: pl.String for name in columns})]
         rejects, rows_read = [REJECTS.empty_table()], 0
@@ -148,9 +167,11 @@ class Users:
         for file in self.listed(input_uri)[: 1 if beginning else None]:
             for frame in islice(read_frames(input_uri, file, reading), 1 if beginning else None):
                 uri = join(input_uri, file)
+                frame = replace(frame, rows=transformed(frame.rows, self.transforms, uri))
                 made = [_as_text(frame.rows, column, uri).alias(OF_USER + name) for name, column in columns.items()]
-                found.append(frame.rows.select(made))
-                rejects.append(_without_id(frame, found[-1][OF_USER], "user_id", file))
+                rows = frame.rows.select(made)
+                rejects.append(_without_id(frame, rows[OF_USER], "user_id", file))
+                found.append(rows.filter(_read(frame)))
                 rows_read += len(frame.rows) + len(frame.broken)
                 missing = frame.missing
         users = pl.concat(found).filter(_known(OF_USER)).unique(OF_USER, keep="first", maintain_order=True)
@@ -168,11 +189,12 @@ class Mapping(Source):
     item: str
     """Column with the item's id, or with the list of ids that `explode` takes apart."""
     time: Any
-    """Column and unit: {column, unit: s | ms | us | ns | iso | order}."""
+    """Column and unit, or format: {column, unit: s | ms | us | ns | iso | order}, {column, format: '%d.%m.%Y'}."""
     format: str | None = None
     """csv, jsonl or parquet; None: by the suffix, beneath .gz, .bz2, .zst or .lz4."""
     delimiter: str | None = None
-    """CSV: the column separator; None: a tab for `.tsv`, else a comma."""
+    """CSV: the column separator, such as `;`, or several characters, such as `::`; None: a tab for `.tsv`, else a
+    comma."""
     header: list[str] | None = None
     """CSV without a header line: its column names."""
     quote: str | bool = "auto"
@@ -199,13 +221,18 @@ class Mapping(Source):
     """The item files; None: the log has none."""
     users: Any = None
     """The user files; None: the log has none."""
+    transforms: Any = field(default_factory=dict)
+    """What is done to values before they are read, by column: {column: {strip, lower, regex, pad, ...}}; of lists, to
+    each element."""
+    history: Any = None
+    """A column of earlier behaviours without times: {column, at, separator, labels}; None: the log has none."""
 
     def __post_init__(self) -> None:
         _check_texts(self, ("files", "user", "item"))
         _check_format(self.format)
         _check_quote(self.quote)
         _check_text_format(self)
-        nested = {"time": Time, "explode": Explode, "items": Items, "users": Users}
+        nested = {"time": Time, "explode": Explode, "items": Items, "users": Users, "history": History}
         for key, kind in nested.items():
             if isinstance(getattr(self, key), dict):
                 object.__setattr__(self, key, build(kind, getattr(self, key), f"{key}."))
@@ -230,6 +257,14 @@ class Mapping(Source):
             raise ValueError(f"'{min(twice)}' is in 'categories' and in 'users.attributes'; name one of them otherwise")
         if self.explode and self.item not in self.explode.columns:
             raise ValueError(f"explode.columns is {self.explode.columns}; the item column '{self.item}' must be in it")
+        object.__setattr__(self, "transforms", read_transforms(self.transforms))
+        check_transforms(self.transforms, self._read)
+        if self.history:
+            check_history(self.history, self.labels, self.time.clock)
+            if self.history.column in (self.explode.columns if self.explode else ()):
+                raise ValueError(
+                    f"'{self.history.column}' is in 'history' and in 'explode'; name another column in one"
+                )
 
     def _timed(self, name: str, label: Label) -> Label:
         """The label with its `time` built, in the unit of the log's time unless it has its own."""
@@ -238,13 +273,16 @@ class Mapping(Source):
             raise ValueError(f"{where}.delay_minutes needs clock times, but time.unit is order; give '{where}.time'")
         if time is None or isinstance(time, Time):
             return label
+        if self.time.column is None:
+            raise ValueError(f"{where}.time needs times, but those of the log are the order of lines; take it out")
         time = {"column": time} if isinstance(time, str) else time
         if not isinstance(time, dict):
             raise ValueError(f"{where}.time is {time!r}; name its column, or write {{column: ..., unit: ...}}")
-        built = build(Time, {"unit": self.time.unit, **time}, f"{where}.time.")
+        as_log = {} if {"unit", "format"} & set(time) else {"unit": self.time.unit, "format": self.time.format}
+        built = build(Time, {**as_log, **time}, f"{where}.time.")
         if built.clock != self.time.clock:
             raise ValueError(
-                f"{where}.time has unit {built.unit}, but the log's time has {self.time.unit}; give both one"
+                f"{where}.time has unit {built.written}, but the log's time has {self.time.written}; give both one"
             )
         return replace(label, time=built)
 
@@ -252,7 +290,7 @@ class Mapping(Source):
     def info(self) -> dict[str, Any]:
         late = {name: label for name, label in self.labels.items() if label.late}
         known = {
-            name: {"column": label.time.column, "unit": label.time.unit}
+            name: {"column": label.time.column, "unit": label.time.written}
             if label.time
             else {"delay_minutes": label.delay_minutes}
             for name, label in late.items()
@@ -264,6 +302,7 @@ class Mapping(Source):
             "categories": list(self.all_categories),
             "clock": self.time.clock,
             "ranges": {name: label.range for name, label in self.labels.items() if label.range is not None},
+            **({"history": self.history.column} if self.history else {}),
         }
 
     @property
@@ -273,15 +312,24 @@ class Mapping(Source):
             for key in ("range", "time", "delay_minutes"):
                 if label[key] is None:
                     del label[key]
-        if content["users"] is None:
-            del content["users"]
+        for key in ("users", "history"):
+            if content[key] is None:
+                del content[key]
+        times = [content["time"], *(label["time"] for label in content["labels"].values() if label.get("time"))]
+        for time in times:
+            if time["format"] is None:
+                del time["format"]
         for part in (content, content["items"], content.get("users")):
+            if part and not part["transforms"]:
+                del part["transforms"]
             if part and part["quote"] == "auto":
                 del part["quote"]
             if part and part["encoding"] is None:
                 del part["encoding"]
         if content["items"] and not content["items"]["numbers"]:
             del content["items"]["numbers"]
+        if content["items"] and content["items"]["keep"] == "used":
+            del content["items"]["keep"]
         return content
 
     @property
@@ -307,29 +355,54 @@ class Mapping(Source):
             numbers=self.numbers,
             categories=self.all_categories,
             explode=self.explode,
+            elements={name: transform for name, transform in self.transforms.items() if name in self._lists},
         )
+
+    @property
+    def _lists(self) -> list[str]:
+        """The columns of lists."""
+        exploded = self.explode.columns if self.explode else []
+        earlier = [self.history.column] if self.history else []
+        return [*exploded, *(label.member_of for label in self.labels.values() if label.member_of), *earlier]
+
+    @property
+    def _moments(self) -> list[str | None]:
+        """The columns of times."""
+        return [self.time.column, *(label.time.column for label in self.labels.values() if label.time)]
+
+    @property
+    def _read(self) -> list[str]:
+        """The columns that are read of an event file, raw ones and those that transforms make."""
+        single = [self.user, self.item, self.time.column, self.query, self.request, self.position]
+        labels = [label.column for label in self.labels.values()]
+        wanted = [*single, *labels, *self._moments, *(label.member_of for label in self.labels.values())]
+        wanted += [*(self.explode.columns if self.explode else ()), *self.numbers.values(), *self.categories.values()]
+        wanted += [self.history.column if self.history else None]
+        return list(dict.fromkeys(name for name in wanted if name))
 
     @property
     def reading(self) -> Reading:
         """The columns to read of an event file, and how."""
         exploded = self.explode.columns if self.explode else []
         members = [label.member_of for label in self.labels.values()]
-        single = [self.user, self.item, self.time.column, self.query, self.request, self.position]
-        labels = [label.column for label in self.labels.values()]
-        moments = [label.time.column for label in self.labels.values() if label.time]
-        wanted = [*single, *labels, *moments, *members, *exploded, *self.numbers.values(), *self.categories.values()]
         text = self.explode is not None and self.explode.separator is not None
+        lists = [] if text else [*exploded, *members]
+        lists += [self.history.column] if self.history and self.history.separator is None else []
+
+        def raw(*names: str | None) -> tuple[str, ...]:
+            return raw_columns([name for name in names if name], self.transforms)
+
         return Reading(
-            columns=tuple(dict.fromkeys(name for name in wanted if name)),
-            lists=frozenset() if text else frozenset(name for name in [*exploded, *members] if name),
-            integers=frozenset(name for name in (self.time.column, *moments, self.position) if name),
+            columns=raw(*self._read),
+            lists=frozenset(raw(*lists)),
+            integers=frozenset(raw(*self._moments, self.position)),
             format=self.format,
             delimiter=self.delimiter,
             header=tuple(self.header) if self.header else None,
             quote=self.quote,
             encoding=self.encoding,
-            required=(self.user, self.item, self.time.column, *exploded),
-            ids=tuple(name for name in (self.user, self.item, self.request, *members) if name),
+            required=raw(self.user, self.item, self.time.column, *exploded),
+            ids=raw(self.user, self.item, self.request, *members),
         )
 
     @property
@@ -340,7 +413,7 @@ class Mapping(Source):
             "events": {
                 "user_id": self.user,
                 "item_id": self.item,
-                "timestamp_ms": f"{self.time.column}, {self.time.unit}",
+                "timestamp_ms": self.time.origin,
                 **{target: column for target, column in single.items() if column},
                 **{f"label_{name}": label.origin for name, label in self.labels.items()},
                 **{f"known_{name}": label.known_from for name, label in self.labels.items() if label.late},
@@ -364,6 +437,10 @@ class Mapping(Source):
     def items_numbers(self) -> list[str]:
         return list(self.items.numbers) if self.items else []
 
+    @property
+    def keeps_all_items(self) -> bool:
+        return bool(self.items) and self.items.keep == "all"
+
     def event_files(self, input_uri: str) -> list[str]:
         return list_files(input_uri, self.files, required=True, what="event file")
 
@@ -373,19 +450,25 @@ class Mapping(Source):
     def read_events(
         self, input_uri: str, file: str, users: pa.Table | None = None, piece: Piece | None = None
     ) -> Iterator[Block]:
-        schema, columns, first = self.block_schema, self.columns, 0
+        schema, columns, first, uri = self.block_schema, self.columns, 0, join(input_uri, file)
+        number = self.event_files(input_uri).index(file) if self.time.column is None else 0
         if self.users:
             known = pl.DataFrame(users if users is not None else self.users.read(input_uri).rows)
         for frame in read_frames(input_uri, file, self.reading, piece):
-            rows = frame.rows
+            rows = transformed(frame.rows, self.transforms, uri, self._lists)
+            if self.time.column is None:
+                rows = rows.with_columns((pl.col(ROW) + (number << 40)).alias(PLACE))
             if self.users:
                 key = pl.col(self.user).cast(pl.String).str.strip_chars()
                 rows = rows.join(known, left_on=key, right_on=OF_USER, how="left", maintain_order="left")
-            for block in blocks(
-                rows, frame.broken, columns, schema, uri=join(input_uri, file), file=file, first_log_row=first
-            ):
+            for block in blocks(rows, frame.broken, columns, schema, uri=uri, file=file, first_log_row=first):
                 yield replace(block, missing=frame.missing)
                 first += block.rows_read
+            of_users = [OF_USER + name for name in self.users.attributes] if self.users else []
+            for made, of_made in earlier(rows, self.history, columns, of_users, uri) if self.history else ():
+                for block in blocks(made, [], of_made, schema, uri=uri, file=file, first_log_row=first):
+                    yield replace(block, missing=frame.missing)
+                    first += block.rows_read
 
     def user_files(self, input_uri: str) -> list[str]:
         return self.users.listed(input_uri) if self.users else []
@@ -426,13 +509,14 @@ def read_items(items: Items, input_uri: str, file: str) -> Iterator[Metadata]:
     """The item file; texts and attributes as text, with lists joined, empty text is null."""
     schema = items_fields(list(items.texts), list(items.attributes), items.numbers)
     for frame in read_frames(input_uri, file, items.reading):
+        frame = replace(frame, rows=transformed(frame.rows, items.transforms, join(input_uri, file)))
         rows = frame.rows.select(
             (_as_number if target.startswith("num_") else _as_text)(frame.rows, column, join(input_uri, file)).alias(
                 target
             )
             for target, column in items_origins(items).items()
         )
-        known = rows.filter(_known("item_id")).to_arrow().cast(schema)
+        known = rows.filter(_known("item_id") & _read(frame)).to_arrow().cast(schema)
         rejects = _without_id(frame, rows["item_id"], "item_id", file)
         yield Metadata(known, rejects, len(rows) + len(frame.broken), frame.missing)
 
@@ -442,10 +526,19 @@ def _known(name: str) -> pl.Expr:
     return pl.col(name).is_not_null() & ~pl.col(name).is_in(NO_ID)
 
 
+def _read(frame: Frame) -> pl.Series:
+    """Whether the transforms could read each row."""
+    if REFUSED not in frame.rows.columns:
+        return pl.select(pl.repeat(True, len(frame.rows))).to_series()
+    return frame.rows[REFUSED].is_null()
+
+
 def _without_id(frame: Frame, ids: pl.Series, name: str, file: str) -> pa.Table:
-    """The frame's broken lines and its rows without an id, as `REJECTS`."""
+    """The frame's broken lines, and its rows without an id or that a transform could not read, as `REJECTS`."""
     missing = pl.when(ids.is_null()).then(pl.lit(f"{name}: missing"))
     reason = pl.select(missing.when(ids.is_in(NO_ID)).then(pl.lit(f"{name}: {WRITTEN}"))).to_series()
+    if REFUSED in frame.rows.columns:
+        reason = frame.rows.select(pl.coalesce(REFUSED, reason)).to_series()
     return rejected(frame.rows, reason, frame.broken, file)
 
 
@@ -514,5 +607,13 @@ def _check_quote(quote: str | bool, where: str = "") -> None:
 
 def _check_text_format(config: Any, where: str = "") -> None:
     object.__setattr__(config, "encoding", check_encoding(config.encoding, where))
-    if config.delimiter is not None and len(config.delimiter.encode()) != 1:
-        raise ValueError(f"'{where}delimiter' is {config.delimiter!r}; it must be one ASCII character, such as \"\\t\"")
+    if config.delimiter is None or (len(config.delimiter) == 1 and config.delimiter.isascii()):
+        return
+    if not config.delimiter or len(config.delimiter) > LONGEST_DELIMITER or not config.delimiter.isascii():
+        raise ValueError(
+            f"'{where}delimiter' is {config.delimiter!r}; it is one ASCII character, such as \"\\t\", or some, such as "
+            f'"::", at most {LONGEST_DELIMITER}'
+        )
+    if config.quote is True:
+        raise ValueError(f"'{where}quote' is true, but a delimiter such as {config.delimiter!r} knows no quotes; false")
+    object.__setattr__(config, "quote", False)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 import polars as pl
@@ -19,6 +20,7 @@ import pyarrow as pa
 from models.tables import UserError
 from pipelines.data.sources.base import Block
 from pipelines.data.sources.readers import LONGEST_QUOTE, ROW
+from pipelines.data.sources.transforms import REFUSED, TEXT, Transform, elements
 from pipelines.data.tables import LABEL_TYPES, REJECTS
 
 UNITS = {"s": (1000, 1), "ms": (1, 1), "us": (1, 1000), "ns": (1, 1_000_000), "iso": (1, 1), "order": (1, 1)}
@@ -26,16 +28,18 @@ UNITS = {"s": (1000, 1), "ms": (1, 1), "us": (1, 1000), "ns": (1, 1_000_000), "i
 FIRST_MS = 315_532_800_000  # 1980: an earlier clock time is a wrong unit
 LAST_MS = 4_102_444_799_999  # the end of year 2099: a later time is a wrong unit, or stands for none
 TOO_LATE = "after the year 2099, check time.unit"
+DAY_MS = 86_400_000
 LAST_INT32 = 2**31 - 1
 MOST_MINUTES = 60 * 24 * 3660  # ten years: a longer delay is a wrong unit
 EXPLODED_ROWS = 1 << 18  # rows per block after lists are exploded
 LOG_ROW, POSITION, UNEQUAL, REQUEST = "__log_row", "__position", "__unequal", "__request"
+PLACE = "__place"
+"""Column with the row's place in the log, for times that are the order of lines."""
 
 NO_ID = ("nan", "NaN", "NAN", "null", "Null", "NULL", "none", "None", "NONE", "<NA>")
 """How tools write that there is no value, which as ids would make one user or item of many."""
 WRITTEN = "missing, written as text such as nan or null"
 
-TEXT = (pl.String, pl.Categorical, pl.Enum)
 OPERATORS = {">": "gt", ">=": "ge", "<": "lt", "<=": "le", "==": "eq", "!=": "ne"}
 
 
@@ -43,19 +47,59 @@ OPERATORS = {">": "gt", ">=": "ge", "<": "lt", "<=": "le", "==": "eq", "!=": "ne
 class Time:
     """When an event happened."""
 
-    column: str
-    """Raw column."""
-    unit: str
+    column: str | None = None
+    """Raw column. With the unit `order` it may be left out: the order then is that of the lines, and of the files by
+    name."""
+    unit: str | None = None
     """s, ms, us, ns (integers since 1970), iso (ISO 8601 text, UTC where it names no offset), or order: an
     ordinal of a log without a clock. Typed Parquet timestamps know their own unit; give them `iso`."""
+    format: str | None = None
+    """How the text of a time is written, as of `strptime`, such as '%d.%m.%Y %H:%M'; UTC where it has no `%z`.
+    Instead of `unit`."""
 
     def __post_init__(self) -> None:
-        if self.unit not in UNITS:
+        if self.format is not None:
+            if self.unit is not None:
+                raise ValueError(f"time has both unit '{self.unit}' and format '{self.format}'; give one of them")
+            _check_format(self.format)
+        elif self.unit is None:
+            raise ValueError("'time.unit' is missing; add such as 'unit: ms'")
+        elif self.unit not in UNITS:
             raise ValueError(f"time.unit is '{self.unit}'; it must be one of {', '.join(UNITS)}")
+        if self.column is None and self.clock:
+            raise ValueError(
+                "'time.column' is missing; add such as 'column: time_ms', or 'unit: order' for that of lines"
+            )
 
     @property
     def clock(self) -> bool:
         return self.unit != "order"
+
+    @property
+    def written(self) -> str:
+        """The unit or the format."""
+        return self.unit or f"as {self.format}"
+
+    @property
+    def origin(self) -> str:
+        """What it is in the raw file."""
+        return f"{self.column}, {self.written}" if self.column else "the row's place"
+
+
+def _check_format(written: str) -> None:
+    """ValueError for a format of times that cannot be read, or that lacks the year, the month or the day."""
+    moment = datetime(2019, 11, 15, 20, 55, 22, tzinfo=UTC)
+    try:
+        text = moment.strftime(written)
+        read = pl.select(_parse_written(pl.lit(text), written)).item()
+    except (pl.exceptions.PolarsError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"time.format is '{written}', which cannot be read ({reason[:200]}); correct it") from error
+    if read is None or not 0 <= moment.timestamp() * 1000 - read < DAY_MS:
+        raise ValueError(
+            f"time.format is '{written}', by which a time such as '{text}' cannot be read; it needs the year, month "
+            f"and the day, such as '%Y-%m-%d' or '%d.%m.%Y %H:%M:%S'"
+        )
 
 
 @dataclass(frozen=True)
@@ -113,9 +157,9 @@ class Label:
     @property
     def known_from(self) -> str:
         """What says from when on it is known."""
-        return (
-            f"{self.time.column}, {self.time.unit}" if self.time else f"{self.delay_minutes:g} minutes after its event"
-        )
+        if self.time:
+            return str(self.time.origin)
+        return f"{self.delay_minutes:g} minutes after its event"
 
     @property
     def late(self) -> bool:
@@ -161,6 +205,8 @@ class Columns:
     numbers: dict[str, str]
     categories: dict[str, str]
     explode: Explode | None
+    elements: dict[str, Transform] = field(default_factory=dict)
+    """What is done to the elements of lists, by column."""
 
     @property
     def absent(self) -> frozenset[str]:
@@ -247,8 +293,10 @@ class _Row:
     def _moment(self, target: str, time: Time) -> tuple[pl.Expr, list[tuple[pl.Expr, str]]]:
         """Milliseconds as int64, from integers, ISO text or typed timestamps, never through a float; and what breaks
         them."""
-        column, dtype = time.column, self.schema[time.column]
         reasons: list[tuple[pl.Expr, str]]
+        if time.column is None:
+            return pl.col(PLACE), []
+        column, dtype = time.column, self.schema[time.column]
         if dtype.is_temporal() and dtype in (pl.Datetime, pl.Date) and time.clock:
             value = pl.col(column).cast(pl.Datetime("us")).dt.timestamp("us").floordiv(1000)
             reasons = [(pl.col(column).is_null(), f"{target}: missing"), (value < 0, f"{target}: negative")]
@@ -262,9 +310,19 @@ class _Row:
                 (value.is_null(), f"{target}: not an ISO 8601 time"),
                 (value < 0, f"{target}: negative"),
             ]
+        elif time.format is not None:
+            if dtype not in (pl.String, pl.Null):
+                raise self.refuse(column, f"text, as time.format '{time.format}' needs")
+            raw = pl.col(column).cast(pl.String)
+            value = _parse_written(raw, time.format)
+            reasons = [
+                (raw.is_null() | (raw == ""), f"{target}: missing"),
+                (value.is_null(), f"{target}: not a time as {time.format}"),
+                (value < 0, f"{target}: negative"),
+            ]
         else:
             number, reasons = self._integer(target, column)
-            factor, divisor = UNITS[time.unit]
+            factor, divisor = UNITS[str(time.unit)]
             if time.clock:  # before it is multiplied, which could overflow
                 reasons.append((number > LAST_MS // factor * divisor, f"{target}: {TOO_LATE}"))
             value = number * factor if factor > 1 else number.floordiv(divisor) if divisor > 1 else number
@@ -342,6 +400,12 @@ def _parse_iso(raw: pl.Expr) -> pl.Expr:
     return parsed.cast(moment).dt.timestamp("us").floordiv(1000)
 
 
+def _parse_written(raw: pl.Expr, written: str) -> pl.Expr:
+    """Milliseconds of times as the format says, UTC where it has no offset; null for what is not."""
+    parsed = raw.str.strip_chars().str.to_datetime(written, time_unit="us", strict=False)
+    return parsed.dt.timestamp("us").floordiv(1000)
+
+
 def blocks(
     raw: pl.DataFrame,
     broken: list[tuple[int, str, str]],
@@ -374,7 +438,7 @@ def _explode(raw: pl.DataFrame, columns: Columns, uri: str) -> Iterator[tuple[pl
     if exploded and not columns.request:
         raw = raw.with_columns(_digests(raw))
     for name in {*lists, *exploded}:
-        raw = raw.with_columns(_as_list(raw, name, separator, uri))
+        raw = raw.with_columns(as_list(raw, name, separator, uri))
     if exploded:
         length = pl.col(columns.item).list.len().fill_null(0)
         raw = raw.with_columns(pl.int_ranges(0, length, dtype=pl.Int32).alias(POSITION))
@@ -384,17 +448,33 @@ def _explode(raw: pl.DataFrame, columns: Columns, uri: str) -> Iterator[tuple[pl
         raw = raw.with_columns((~fits).alias(UNEQUAL)).with_columns(
             pl.when(fits & (length > 0)).then(pl.col(name)) for name in exploded
         )
-    for piece in _pieces(raw, columns.item) if exploded else [raw]:
+    for piece in slices(raw, columns.item) if exploded else [raw]:
+        pairs = {name: elements_of(piece.select(ROW, name).explode(name), [name], columns, uri) for name in lists}
         members = {
-            name: piece.select(ROW, pl.col(name).alias("__item"))
-            .explode("__item")
-            .with_columns(_bare("__item"))
-            .drop_nulls()
-            .unique()
-            for name in lists
+            name: found.select(ROW, pl.col(name).alias("__item")).with_columns(_bare("__item")).drop_nulls().unique()
+            for name, found in pairs.items()
         }
         rows = piece.drop(lists - set(exploded))
-        yield (rows.explode(exploded) if exploded else rows), members
+        rows = elements_of(rows.explode(exploded), exploded, columns, uri) if exploded else rows
+        for found in pairs.values():
+            rows = _also_refused(rows, found)
+        yield rows, members
+
+
+def elements_of(rows: pl.DataFrame, names: Iterable[str], columns: Columns, uri: str) -> pl.DataFrame:
+    """The rows, one for each element of these lists, with the elements transformed."""
+    mine = {name: columns.elements[name] for name in names if name in columns.elements}
+    return elements(rows, mine, uri) if mine else rows
+
+
+def _also_refused(rows: pl.DataFrame, members: pl.DataFrame) -> pl.DataFrame:
+    """The rows, refused too where one of their members is."""
+    if REFUSED not in members.columns:
+        return rows
+    bad = members.filter(pl.col(REFUSED).is_not_null()).unique(ROW, keep="first", maintain_order=True)
+    rows = rows.join(bad.select(ROW, pl.col(REFUSED).alias("__of_member")), on=ROW, how="left", maintain_order="left")
+    before = [pl.col(REFUSED)] if REFUSED in rows.columns else []
+    return rows.with_columns(pl.coalesce(*before, "__of_member").alias(REFUSED)).drop("__of_member")
 
 
 def _bare(column: str) -> pl.Expr:
@@ -410,7 +490,8 @@ def _digests(raw: pl.DataFrame) -> pl.Series:
     return pl.Series(REQUEST, [hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in texts], pl.String)
 
 
-def _as_list(raw: pl.DataFrame, name: str, separator: str | None, uri: str) -> pl.Expr:
+def as_list(raw: pl.DataFrame, name: str, separator: str | None, uri: str, key: str = "explode.separator") -> pl.Expr:
+    """The column as lists of text; UserError, which names the `key` of a separator, for one that is none."""
     dtype = raw.schema[name]
     if isinstance(dtype, pl.List):
         return pl.col(name).cast(pl.List(pl.String))
@@ -419,11 +500,23 @@ def _as_list(raw: pl.DataFrame, name: str, separator: str | None, uri: str) -> p
     if dtype == pl.String and separator is not None:
         parts = pl.col(name).str.strip_chars().str.split(separator)
         return parts.list.eval(pl.element().filter(pl.element() != ""))
-    remedy = "set explode.separator" if dtype == pl.String else "name a column of lists"
+    remedy = f"set {key}" if dtype == pl.String else "name a column of lists"
     raise UserError(f"{uri}: column '{name}' is {dtype}, not a list; {remedy} in the source file")
 
 
-def _pieces(raw: pl.DataFrame, item: str) -> Iterator[pl.DataFrame]:
+def moments(raw: pl.DataFrame, time: Time, uri: str) -> pl.Expr:
+    """Milliseconds of the rows' times, null where a row breaks the schema by its time."""
+    value, reasons = _Row(raw, uri)._moment("timestamp_ms", time)
+    return pl.when(~pl.any_horizontal(bad.fill_null(False) for bad, _ in reasons)).then(value)
+
+
+def milliseconds(text: str) -> int | None:
+    """Of an ISO 8601 time; None for what is none."""
+    found: int | None = pl.select(_parse_iso(pl.lit(text))).item()
+    return found
+
+
+def slices(raw: pl.DataFrame, item: str) -> Iterator[pl.DataFrame]:
     """Slices of rows whose lists come to about EXPLODED_ROWS elements, so that blocks stay bounded."""
     piece = raw.select((pl.col(item).list.len().fill_null(1).cum_sum() // EXPLODED_ROWS).alias("piece"))["piece"]
     for count, first in zip(*_runs(piece), strict=True):
@@ -484,7 +577,8 @@ def _block(
     for name, column in columns.categories.items():
         row.text(f"cat_{name}", column, required=False)
 
-    reason = pl.coalesce(*(pl.when(bad).then(pl.lit(text)) for bad, text in row.reasons))
+    refused = [pl.col(REFUSED)] if REFUSED in raw.columns else []
+    reason = pl.coalesce(*refused, *(pl.when(bad).then(pl.lit(text)) for bad, text in row.reasons))
     made = raw.select(*row.values, pl.col(LOG_ROW).alias("log_row"), reason.alias("__reason"))
     rejects = rejected(raw, made["__reason"], broken, file)
     events = made.filter(pl.col("__reason").is_null()).select(schema.names).to_arrow().cast(schema)

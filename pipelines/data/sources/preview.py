@@ -46,21 +46,22 @@ class Preview:
     """Wanted keys that were in no row, each with a hint at the nearest."""
 
 
-def preview(source: Source, input_uri: str, max_rejects: float) -> list[Preview]:
-    """The first rows of events, items and users. UserError for what cannot be read, for a key that no row of the log
-    has, and where more than MOST_REJECTS of the rows, and than `max_rejects`, break the schema."""
+def preview(source: Source, input_uri: str, max_rejects: float, items: bool = True) -> list[Preview]:
+    """The first rows of events, of items where they are wanted, and of users. UserError for what cannot be read, for a
+    key that no row of the log has, and where more than MOST_REJECTS of the rows, and than `max_rejects`, break the
+    schema."""
     users = source.read_users(input_uri, beginning=True)
     known = users.rows if users else None
 
     def events(file: str) -> Iterator[Block]:
         return source.read_events(input_uri, file, known)
 
-    def items(file: str) -> Iterator[Metadata]:
+    def of_items(file: str) -> Iterator[Metadata]:
         return source.read_items(input_uri, file)
 
     found = [_begin(source, "events", input_uri, source.event_files(input_uri), events)]
-    if files := source.item_files(input_uri):
-        found.append(_begin(source, "items", input_uri, files, items))
+    if items and (files := source.item_files(input_uri)):
+        found.append(_begin(source, "items", input_uri, files, of_items))
     if users:
         found.append(_begin(source, "users", input_uri, source.user_files(input_uri), lambda file: iter([users])))
     for seen in found:

@@ -44,6 +44,9 @@ TEXT_BLOCK = 8 << 20  # bytes of text per frame; also the longest row that can b
 PARQUET_BLOCK = 1 << 17  # rows per frame, at most: fewer where they are long
 LONGEST_QUOTE = 2000  # characters of an unreadable line that a reject keeps
 BOM = b"\xef\xbb\xbf"
+MOST_NAMED = 40  # columns of a file that an error lists
+LONGEST_DELIMITER = 8  # characters
+UNIT = "\x1f"  # stands for a delimiter of several characters
 
 # A stray quote makes one value of all lines up to the next one. With `quote: auto` a CSV file is refused if its values
 # hold at least FEW_BREAKS line breaks, and
@@ -66,7 +69,7 @@ class Reading:
     format: str | None = None
     """One of FORMATS; None: by the file's suffix."""
     delimiter: str | None = None
-    """CSV: the column separator; None: a tab for `.tsv`, else a comma."""
+    """CSV: the column separator, one character or several without quotes; None: a tab for `.tsv`, else a comma."""
     header: tuple[str, ...] | None = None
     """CSV without a header line: its column names."""
     quote: str | bool = "auto"
@@ -139,7 +142,15 @@ def require_columns(uri: str, wanted: Iterable[str], present: Collection[str]) -
     """UserError if a wanted column is not there, with the nearest one that is."""
     for column in wanted:
         if column not in present:
-            raise _no_column(uri, column, hint(column, sorted(present), "it has none"))
+            raise _no_column(uri, column, present_hint(column, present))
+
+
+def present_hint(column: str, present: Collection[str]) -> str:
+    """Half a sentence that names the column nearest to one that is not there, and those that are."""
+    if not present:
+        return "it has none"
+    more = f" and {len(present) - MOST_NAMED:,} more" if len(present) > MOST_NAMED else ""
+    return f"{hint(column, sorted(present))} of {', '.join(list(present)[:MOST_NAMED])}{more}"
 
 
 def _no_column(uri: str, column: str, hint: str) -> UserError:
@@ -156,6 +167,29 @@ def _numbers(start: int, count: int, skipped: Iterable[int]) -> np.ndarray:
     for number in skipped:
         numbers[numbers >= number] += 1
     return numbers
+
+
+class _Joined:
+    """A stream of text in which a delimiter of several characters is one, as Arrow needs it. No text has it: it is
+    the ASCII character that stands between units."""
+
+    def __init__(self, stream: Any, delimiter: str) -> None:
+        self.stream, self.delimiter, self.rest = stream, delimiter.encode(), b""
+
+    @property
+    def closed(self) -> bool:
+        return bool(self.stream.closed)
+
+    def read_buffer(self, size: int) -> pa.Buffer:
+        text = b""
+        while not text and (block := bytes(self.stream.read(size))):  # no bytes would end the stream
+            parts = (self.rest + block).split(self.delimiter)
+            text, last = UNIT.encode().join(parts), parts[-1]
+            self.rest = last[max(len(last) - len(self.delimiter) + 1, 0) :]  # it may begin a delimiter
+            text = text[: len(text) - len(self.rest)]
+        if not text:
+            text, self.rest = self.rest, b""
+        return pa.py_buffer(text)
 
 
 class _Lines:
@@ -219,7 +253,7 @@ def _csv_batches(
 def _check_delimiter(uri: str, wanted: Iterable[str], header: list[str], delimiter: str) -> None:
     """UserError for a header that is one column, but several by another delimiter."""
     absent = [column for column in wanted if column not in header]
-    for other in ("\t", ";", "|", ",", " ") if len(header) == 1 and absent else ():
+    for other in ("\t", ";", "::", "|", ",", " ") if len(header) == 1 and absent else ():
         if other in header[0]:
             raise UserError(
                 f"{uri} has no column '{absent[0]}': by the delimiter {json.dumps(delimiter)} its header is one "
@@ -239,15 +273,17 @@ def _read_csv(uri: str, reading: Reading, piece: Piece | None) -> Iterator[Frame
 
     def skip(row: Any) -> str:
         reason = f"row: {row.actual_columns} columns, not {row.expected_columns}"
-        broken.append((row.number - before, reason, (row.text or "")[:LONGEST_QUOTE]))
+        text = (row.text or "").replace(UNIT, delimiter) if by == UNIT else row.text or ""
+        broken.append((row.number - before, reason, text[:LONGEST_QUOTE]))
         return "skip"
 
+    by = delimiter if len(delimiter) == 1 else UNIT
     names, types = header if headless else None, dict.fromkeys(reading.columns, pa.string())
     with open_piece(uri, reading.encoding, piece) as stream:
-        lines = _Lines(stream)
+        lines = _Lines(stream if by == delimiter else _Joined(stream, delimiter))
         rows, reported, start = 0, 0, first_row
         try:
-            for batch in _csv_batches(lines, reading, delimiter, names, types, skip):
+            for batch in _csv_batches(lines, reading, by, names, types, skip):
                 numbers = _numbers(start, batch.num_rows, sorted(n for n, _, _ in broken if n >= start))
                 rows += len(numbers)
                 start = int(numbers[-1]) + 1 if len(numbers) else start
@@ -373,7 +409,7 @@ def _missing(rows: pl.DataFrame, chunk: bytes) -> dict[str, str]:
     missing = [name for name in nulls if f'"{name}"'.encode() not in chunk and json.dumps(name).encode() not in chunk]
     keys = re.findall(rb'"((?:[^"\\]|\\.)*)"\s*:', chunk[: 1 << 16]) if missing else []
     present = {key.decode(errors="replace") for key in keys}
-    return {name: hint(name, sorted(present), "it has none") for name in missing}
+    return {name: present_hint(name, sorted(present)) for name in missing}
 
 
 def _no_ids(rows: pl.DataFrame, numbers: np.ndarray, chunk: bytes, reading: Reading) -> list[tuple[int, str, str]]:

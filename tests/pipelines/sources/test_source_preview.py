@@ -155,7 +155,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: str) -> None
         ("files: a.csv\nuser: u\nitem: [i]\ntime: {column: t, unit: s}", "'item' is ['i'], not text"),
         ("files: a.csv\nuser: u\nitem: i\ntime: {column: t, unit: s}\nheader: u", "'header' is 'u', not a list"),
         ("files: a.csv\nuser: u\nitem: i\ntime: {column: t, unit: s}\nitems: {files: b}", "'items.item' is missing"),
-        ("files: a.csv\nuser: u\nitem: i\ntime: {column: t, unit: s}\ndelimiter: ab", "'delimiter' is 'ab'; it must"),
+        ("files: a.csv\nuser: u\nitem: i\ntime: {column: t, unit: s}\ndelimiter: —", "'delimiter' is '—'; it is one"),
     ],
 )  # fmt: skip
 def test_keys_that_a_source_file_lacks_or_has_wrong(tmp_path: Path, text: str, words: str) -> None:

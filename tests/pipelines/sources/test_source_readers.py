@@ -157,7 +157,9 @@ def test_keys_may_come_late_or_in_one_file_only(
         return found.rejected.rows_read
 
     assert run(plain(**CLICK)) == 301
-    with pytest.raises(UserError, match=r"no event file of .* has a column 'clicks'; the nearest is 'click'; correct"):
+    with pytest.raises(
+        UserError, match=r"no event file of .* has a column 'clicks'; the nearest is 'click' of click, i, t, u; correct"
+    ):
         run(plain(files="log.2.*", labels={"click": {"column": "clicks"}}))
     monkeypatch.setattr(readers, "TEXT_BLOCK", 300)
     blocks = list(plain(**CLICK).read_events(str(tmp_path), "log.2.jsonl"))

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.tables import Manifest, Part, part_uris
+from models.tables import Manifest, Part, UserError, part_uris
 from pipelines.data.catalogue import surviving_rows
 from pipelines.data.run import Run, write_parts
 from pipelines.data.splits import NAMES, assign, require_training
@@ -184,7 +184,12 @@ def make_retrieval(run: Run, events: Manifest, items: Manifest, split: dict[str,
         shared = (uri, run.catalogue(), rules)
         parts, count, _ = write_parts(run.engine, _write_part, calls, shared, run.progress("sequences"))
         usable = {name: count[f"requests_{name}"] - count[f"without_history_{name}"] for name in NAMES}
-        require_training(usable, count, config.max_events, "request with a history")
+        if config.catalogue is None:  # a fresh log may be of test alone
+            require_training(usable, count, config.max_events, "request with a history")
+        elif not count["users"]:
+            raise UserError(
+                f"no user has {max(config.core, 1)} behaviours on the catalogue of {config.catalogue}; use --core 0"
+            )
         info = {
             **run.sequences_info(events, items, split, count),
             "requests": {name: count[f"requests_{name}"] for name in NAMES},

@@ -1,0 +1,672 @@
+"""A first mapping of a folder that nobody has described yet, with each guess as a comment.
+
+    python -m jobs.prepare --suggest FOLDER
+
+It looks at the beginning of every file: which hold events, items and users, by the names of their columns, the shape of
+their values, and which ids two files share. What it writes is read once by the code that reads the whole log.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, date, datetime, timedelta
+from functools import cached_property
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+
+from models.tables import UserError, join, open_uri
+from pipelines.data.sources.base import list_files
+from pipelines.data.sources.encodings import likely_encodings
+from pipelines.data.sources.load import build
+from pipelines.data.sources.mapping import Mapping
+from pipelines.data.sources.preview import preview
+from pipelines.data.sources.readers import COMPRESSIONS, format_of
+
+HEAD = 2 << 20  # bytes of a file that are looked at
+ROWS = 5000  # of them
+SHOWN = 3  # values of a column in a comment
+DELIMITERS = ("::", "\t", ";", "|", ",")
+SEPARATORS = (" ", "|", ",", ";")
+FORMATS = (
+    "%m/%d/%Y %I:%M:%S %p", "%m/%d/%Y %H:%M:%S", "%m/%d/%Y %H:%M", "%m/%d/%Y",
+    "%d.%m.%Y %H:%M:%S", "%d.%m.%Y %H:%M", "%d.%m.%Y", "%d/%m/%Y %H:%M:%S", "%d/%m/%Y %H:%M", "%d/%m/%Y",
+    "%Y/%m/%d %H:%M:%S", "%Y/%m/%d %H:%M", "%Y/%m/%d", "%b %d, %Y", "%d %b %Y",
+    "%a %b %d %H:%M:%S %z %Y",
+)  # fmt: skip
+"""How times are written, other than ISO 8601; month first where both could be."""
+
+ISO = r"^\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d(\.\d+)?)?([Zz]|[+-]\d\d:?\d\d)?)?$"
+EARLIEST, LATEST = 473_385_600, 4_102_444_799  # 1985 and the end of 2099, in seconds
+
+USER = {"user", "users", "customer", "customers", "member", "members", "visitor", "account", "reviewer", "client",
+        "person", "buyer", "uid", "userid", "customerid", "visitorid", "household"}  # fmt: skip
+ITEM = {"item", "items", "article", "articles", "product", "products", "movie", "movies", "video", "videos", "news",
+        "asin", "sku", "track", "song", "book", "books", "business", "game", "isbn", "document", "listing", "recipe",
+        "post", "itemid", "productid", "movieid", "aid", "catalogue", "catalog", "meta"}  # fmt: skip
+TIME = {"time", "timestamp", "date", "datetime", "ts", "dat", "when", "created", "at", "day", "moment", "ms"}
+REQUEST = {"request", "impression", "search", "page", "qid", "serp"}
+QUERY = {"query", "keyword", "keywords", "term"}
+POSITION = {"position", "rank", "pos"}
+ID = {"id", "key", "no", "number", "hash"}
+RATING = {"rating", "stars", "score", "overall"}
+
+
+@dataclass
+class Column:
+    """A column and what its first values are like."""
+
+    name: str
+    values: pl.Series
+    """Text or lists of text, without nulls and empty text."""
+
+    @property
+    def words(self) -> set[str]:
+        """Of its name."""
+        parts = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", self.name).lower()
+        return set(re.split(r"[^a-z0-9]+", parts)) - {""}
+
+    @cached_property
+    def listed(self) -> bool:
+        return isinstance(self.values.dtype, pl.List)
+
+    @cached_property
+    def distinct(self) -> int:
+        return int(self.values.n_unique()) if not self.listed else len(self.values)
+
+    @cached_property
+    def share(self) -> float:
+        """Distinct values per value."""
+        return self.distinct / max(len(self.values), 1)
+
+    @cached_property
+    def number(self) -> bool:
+        return not self.listed and len(self.values) > 0 and self.values.cast(pl.Float64, strict=False).null_count() == 0
+
+    @cached_property
+    def integer(self) -> bool:
+        return self.number and bool(self.values.str.contains(r"^-?\d+$").all())
+
+    @cached_property
+    def flag(self) -> bool:
+        return not self.listed and set(self.values.str.to_lowercase().unique()) in (
+            {"0", "1"}, {"true", "false"}, {"0.0", "1.0"},
+        )  # fmt: skip
+
+    @cached_property
+    def separator(self) -> str | None:
+        """What stands between the ids of a list that is written as text."""
+        for separator in SEPARATORS if not self.listed and len(self.values) and not self.time else ():
+            parts = self.values.str.strip_chars().str.split(separator)
+            tokens = parts.explode().filter(parts.explode() != "")
+            several = float((parts.list.len() > 1).mean() or 0)  # type: ignore[arg-type]
+            ids = float(tokens.str.contains(r"^[A-Za-z]{0,6}[-_:]?\d[\w:-]*$").mean() or 0)  # type: ignore[arg-type]
+            if several >= 0.5 and ids >= 0.95:
+                return separator
+        return None
+
+    @cached_property
+    def glued(self) -> str | None:
+        """What stands between an id and a 0 or 1 behind it, in all elements of a list."""
+        for mark in ("-", ":", "_", ",") if self.separator else ():
+            parts = self.values.str.strip_chars().str.split(self.separator or "").explode()
+            if bool(parts.filter(parts != "").str.contains(rf"^.+{mark}[01]$").all()):
+                return mark
+        return None
+
+    @cached_property
+    def time(self) -> dict[str, str]:
+        """The `unit` or `format` of times; empty for what are none."""
+        if self.listed or not len(self.values):
+            return {}
+        if self.integer:
+            return self._epoch or ({"format": "%Y%m%d"} if self._compact else {})
+        if bool(self.values.str.contains(ISO).all()):
+            return {"unit": "iso"}
+        for written in FORMATS:
+            if self.values.str.strip_chars().str.to_datetime(written, strict=False).null_count() == 0:
+                return {"format": written}
+        return {}
+
+    @property
+    def earliest(self) -> date:
+        """The day of the first of these times."""
+        ((key, value),) = self.time.items()
+        if key == "format":
+            return self.values.str.strip_chars().str.to_datetime(value, strict=False).dt.date().min()  # type: ignore
+        if value == "iso":
+            return date.fromisoformat(str(self.values.min())[:10])
+        seconds = int(self.values.cast(pl.Int64).min()) // {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[value]  # type: ignore[arg-type]
+        return datetime.fromtimestamp(seconds, UTC).date()
+
+    @property
+    def _epoch(self) -> dict[str, str]:
+        """The unit of integers since 1970; of ids of that size only the name of the column tells them."""
+        numbers = self.values.cast(pl.Int64, strict=False)
+        if numbers.null_count() or not (self.words & TIME or re.fullmatch(r"c\d+", self.name)):
+            return {}
+        low, high = int(numbers.min()), int(numbers.max())  # type: ignore[arg-type]
+        for unit, factor in {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}.items():
+            if EARLIEST * factor <= low and high <= LATEST * factor:
+                return {"unit": unit}
+        return {}
+
+    @property
+    def _compact(self) -> bool:
+        """Whether integers are days such as 20191115."""
+        same = bool((self.values.str.len_chars() == 8).all()) and bool(self.words & TIME)
+        return same and self.values.str.to_date("%Y%m%d", strict=False).null_count() == 0
+
+    @property
+    def few(self) -> bool:
+        """Whether its values are categories: more than one, and each again and again."""
+        return self.distinct > 1 and (self.share < 0.2 or (self.distinct <= 50 and self.share <= 0.5))
+
+    @property
+    def shown(self) -> str:
+        """Some values, for a comment."""
+        values = self.values.head(200).unique(maintain_order=True).head(SHOWN).to_list()
+        texts = [
+            "[" + ", ".join(map(str, v[:2])) + "]" if isinstance(v, list) else " ".join(str(v).split()) for v in values
+        ]
+        return " | ".join(text[:40] for text in texts) or "no values"
+
+    def ids(self) -> pl.Series:
+        """The ids in it, each once."""
+        values = self.values.explode() if self.listed else self.values
+        if self.separator:
+            values = values.str.strip_chars().str.split(self.separator).explode()
+        if self.glued:
+            values = values.str.extract(rf"^(.+){self.glued}[01]$")
+        return values.drop_nulls().str.strip_chars().unique()
+
+
+@dataclass
+class Look:
+    """Files of one layout, by the beginning of the first."""
+
+    files: list[str]
+    kind: str
+    size: int
+    columns: list[Column]
+    keys: dict[str, object] = field(default_factory=dict)
+    """What says how to read them: format, delimiter, header, quote, encoding."""
+
+    @property
+    def pattern(self) -> str:
+        """A pattern of the files' names."""
+        return self.files[0] if len(self.files) == 1 else _pattern(self.files)
+
+    @property
+    def name_words(self) -> set[str]:
+        return set(re.split(r"[^a-z]+", self.files[0].rsplit("/", 1)[-1].lower()))
+
+    def column(self, words: set[str], among: Iterable[Column] | None = None) -> Column | None:
+        """The column whose name has most of these words, of several one that is called an id."""
+        found = [c for c in (self.columns if among is None else among) if c.words & words]
+        return max(
+            found,
+            key=lambda c: (len(c.words & (words | ID)) - len(c.words - words - ID), -self.columns.index(c)),
+            default=None,
+        )
+
+
+def suggest(input_uri: str) -> str:
+    """The text of a mapping for the files of a folder. UserError where none of them can be read as a log."""
+    looks = _looks(input_uri)
+    events = max(looks, key=_like_events)
+    roles = _roles(events)
+    if roles.get("user") is None or roles.get("item") is None:
+        names = ", ".join(c.name for c in events.columns)
+        raise UserError(
+            f"{join(input_uri, events.files[0])} has no two columns that look like users and items; it has {names}: "
+            f"copy the nearest file of jobs/configs/sources and change its names"
+        )
+    text = _Text()
+    for line in _head(input_uri, looks, events):
+        text.comment(line)
+    for role, column in roles.items():
+        _call(events, column, "shown" if column and column.glued else role)
+    others = [look for look in looks if look is not events]
+    items = _described(others, roles["item"], ITEM)
+    users = _described([look for look in others if items is None or look is not items[0]], roles["user"], USER)
+    for role, found in {"item": items, "user": users}.items():
+        if found is not None:
+            _call(found[0], found[1], role)
+    _events(text, events, roles, items, users)
+    lines = text.lines
+    return "\n".join([*_checked(input_uri, lines), *lines]) + "\n"
+
+
+def _call(look: Look, column: Column | None, name: str) -> None:
+    """Names a column of a file without names."""
+    header = look.keys.get("header")
+    if column is not None and isinstance(header, list):
+        header[header.index(column.name)] = name
+        column.name = name
+
+
+def _checked(input_uri: str, lines: list[str]) -> list[str]:
+    """Comments that say what the first rows become by this mapping."""
+    content = yaml.safe_load("\n".join(lines))
+    content.pop("layout")
+    content.pop("prepare")
+    try:
+        found = preview(build(Mapping, content), input_uri, 0.01)
+    except (UserError, ValueError) as error:
+        return [f"# Not right yet: {error}"]
+    said = (
+        f"{seen.kind}: {seen.rejected.rows_read:,} rows, {sum(seen.rejected.reasons.values()):,} rejected"
+        for seen in found
+    )
+    return [f"# The first rows by this mapping: {'; '.join(said)}."]
+
+
+def _head(input_uri: str, looks: list[Look], events: Look) -> list[str]:
+    said = [
+        f"A first mapping of {input_uri}, guessed from the beginning of its files. Read each line, correct it, then"
+    ]
+    said.append("python -m jobs.prepare --source THIS_FILE --input FOLDER --output TABLES --dry-run")
+    for look in looks:
+        what = " (events)" if look is events else ""
+        said.append(f"{look.pattern}{what}: {', '.join(c.name for c in look.columns)}"[:118])
+    return said
+
+
+def _looks(input_uri: str) -> list[Look]:
+    """The files that can be read, those of one layout together."""
+    filesystem, root = open_uri(input_uri)
+    found: dict[object, Look] = {}
+    refused = []
+    for file in list_files(input_uri, "*", required=True, what="file"):
+        size = filesystem.get_file_info(f"{root.rstrip('/')}/{file}").size
+        try:
+            look = _look(input_uri, file, size) if size else None
+        except (UserError, pa.ArrowException, OSError, EOFError, ValueError, csv.Error) as error:
+            refused.append(f"{file} ({' '.join(str(error).split())[:80]})")
+            continue
+        if look is None or len(look.columns) < 2:
+            refused.append(f"{file} ({'no columns' if size else 'empty'})")
+            continue
+        name = re.sub(r"\d+", "0", file.rsplit("/", 1)[-1])
+        key = (name, look.kind, tuple(c.name for c in look.columns))
+        if key in found:
+            found[key].files.append(file)
+            found[key].size += size
+        else:
+            found[key] = look
+    if not found:
+        raise UserError(
+            f"{input_uri} holds no file that can be read as a log: {'; '.join(refused[:3])}; check --suggest"
+        )
+    return list(found.values())
+
+
+def _pattern(files: list[str]) -> str:
+    """A pattern of several files: their names, or their paths' ends, with `*` for what differs."""
+    names = {re.sub(r"\d+", "*", file.rsplit("/", 1)[-1]) for file in files}
+    name = names.pop() if len(names) == 1 else "*" + files[0].rsplit("/", 1)[-1]
+    exact = {file.rsplit("/", 1)[-1] for file in files}
+    name = exact.pop() if len(exact) == 1 else name
+    return f"*{name}" if any("/" in file for file in files) else name
+
+
+def _look(input_uri: str, file: str, size: int) -> Look | None:
+    """The beginning of a file; None for what is no table."""
+    suffix = file.lower()
+    for compression in COMPRESSIONS:
+        suffix = suffix.removesuffix(compression)
+    if suffix.endswith((".dat", ".txt", ".data", ".log")):
+        kind, keys = "csv", {"format": "csv"}
+    else:
+        kind, keys = format_of(file), {}
+    filesystem, path = open_uri(join(input_uri, file))
+    if kind == "parquet":
+        with filesystem.open_input_file(path) as stream:
+            batch = next(pq.ParquetFile(stream).iter_batches(ROWS), None)
+        frame = pl.DataFrame(pl.from_arrow(batch)) if batch is not None else pl.DataFrame()
+        return Look([file], kind, size, _columns(frame), dict(keys))
+    with filesystem.open_input_stream(path) as stream:
+        head = stream.read(HEAD)
+    if len(head) == HEAD:
+        head = head[: head.rfind(b"\n") + 1]
+    encoding = next(iter(likely_encodings(head)), "utf-8")
+    text = head.decode(encoding, errors="replace").removeprefix("\ufeff")
+    if encoding != "utf-8":
+        keys["encoding"] = encoding
+    if kind == "jsonl":
+        rows = [json.loads(line) for line in text.splitlines()[:ROWS] if line.strip()]
+        return Look(
+            [file], kind, size, _columns(pl.DataFrame(rows, infer_schema_length=None, strict=False)), dict(keys)
+        )
+    return _look_csv(file, size, text, dict(keys))
+
+
+def _look_csv(file: str, size: int, text: str, keys: dict[str, object]) -> Look | None:
+    usual = "\t" if ".tsv" in file else ","
+    best: tuple[float, str, bool, list[list[str]]] | None = None
+    for delimiter in DELIMITERS:
+        for quoted in (True, False) if len(delimiter) == 1 else (False,):
+            rows = _rows(text, delimiter, quoted)
+            widths = Counter(map(len, rows)).most_common(1)
+            width, count = widths[0] if widths else (0, 0)
+            share = count / max(len(rows), 1) * (len(rows) >= 2)
+            # without quotes there are rows by lines, and with stray ones fewer
+            if width > 1 and share >= 0.9 and (best is None or share * (1 + len(rows) / 1e4) > best[0] + 0.02):
+                best = share * (1 + len(rows) / 1e4), delimiter, quoted, [row for row in rows if len(row) == width]
+    if best is None:
+        return None
+    _, delimiter, quoted, rows = best
+    if delimiter != usual:
+        keys["delimiter"] = delimiter
+    if not quoted and len(delimiter) == 1:
+        keys["quote"] = False
+    names = [cell.strip() for cell in rows[0]]
+    if _is_header(names, rows[1:]):
+        rows = rows[1:]
+    else:
+        names = [f"c{number}" for number in range(len(rows[0]))]
+        keys["header"] = names
+    frame = pl.DataFrame(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True)))
+    return Look([file], "csv", size, _columns(frame), keys)
+
+
+def _rows(text: str, delimiter: str, quoted: bool) -> list[list[str]]:
+    """The first rows; none where the quotes do not close."""
+    if len(delimiter) > 1:
+        return [line.split(delimiter) for line in text.splitlines()[:ROWS] if line]
+    lines, rows = io.StringIO(text, newline=""), list[list[str]]()
+    reader = csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE)
+    try:
+        for row in reader:
+            rows += [row] if row else []
+            if len(rows) == ROWS:
+                break
+    except csv.Error:
+        return []
+    return rows
+
+
+def _is_header(names: list[str], rows: list[list[str]]) -> bool:
+    """Whether a first row is the names of the columns: they are words, each once, unlike the values beneath."""
+    words = all(re.fullmatch(r"[A-Za-z_#@][\w .:#@()/-]{0,60}", name) for name in names)
+    if not words or len(set(names)) < len(names) or any(re.fullmatch(r".*\d[-:_][01]", name) for name in names):
+        return False
+    told = USER | ITEM | TIME | ID | RATING | QUERY | {"name", "title", "category", "price", "click"}
+    known = sum(bool(Column(name, pl.Series([], dtype=pl.String)).words & told) for name in names)
+    beneath = list(zip(*rows, strict=True))
+    unlike = any(
+        all(re.fullmatch(r"[-\d.:/ T]+", cell) for cell in column if cell) and any(column) for column in beneath
+    )
+    return known >= 2 or (known >= 1 and unlike) or (unlike and all(len(name) > 1 for name in names))
+
+
+def _columns(frame: pl.DataFrame) -> list[Column]:
+    found = []
+    for series in frame.get_columns():
+        if isinstance(series.dtype, pl.List):
+            inner = series.dtype.inner
+            if not isinstance(inner, pl.Struct | pl.List):
+                found.append(Column(series.name, series.drop_nulls().cast(pl.List(pl.String))))
+            continue
+        if isinstance(series.dtype, pl.Struct):
+            continue
+        if series.dtype in (pl.Datetime, pl.Date):
+            series = series.cast(pl.Datetime("us")).dt.strftime("%Y-%m-%dT%H:%M:%S")
+        text = series.cast(pl.String).drop_nulls()
+        found.append(Column(series.name, text.filter(text != "")))
+    return found
+
+
+Roles = dict[str, Column | None]
+
+
+def _roles(look: Look) -> Roles:
+    """Which column of an event file is what; None for what it does not have."""
+    named = "header" not in look.keys
+    left = list(look.columns)
+
+    def take(column: Column | None) -> Column | None:
+        if column in left:
+            left.remove(column)
+        return column
+
+    times = [c for c in left if c.time]
+    time = take(look.column(TIME, times) or next(iter(times), None))
+    lists = [c for c in left if c.listed or c.separator]
+    shown = next((c for c in lists if c.glued), None)
+    item = take(shown or look.column(ITEM, [c for c in left if not c.time]) or next(iter(lists), None))
+    past = take(next((c for c in lists if c.separator and c is not item), None)) if shown else None
+    request = take(look.column(REQUEST, [c for c in left if not c.words & USER and not c.listed]))
+    user = take(look.column(USER, left))
+    if not named:
+        ids = [c for c in left if not c.flag and not c.listed and c.distinct > 1 and c.share < 0.99]
+        user = take(user or next(iter(ids), None))
+        ids = [c for c in ids if c is not user and c.distinct > 12]
+        item = take(item or next(iter(ids), None))
+    query = take(look.column(QUERY, [c for c in left if not c.number]))
+    position = take(look.column(POSITION, [c for c in left if c.integer]))
+    return {
+        "user": user,
+        "item": item,
+        "time": time,
+        "request": request,
+        "query": query,
+        "position": position,
+        "history": past,
+    }
+
+
+def _like_events(look: Look) -> tuple[int, int, int, int]:
+    """How much a file looks like one of events: users and items, neither of them unique, then times, then size."""
+    roles = _roles(look)
+    user, item = roles["user"], roles["item"]
+    both = user is not None and item is not None
+    repeats = both and user is not None and user.share < 0.99
+    return int(both), int(bool(repeats)), int(roles["time"] is not None), look.size
+
+
+def _described(looks: list[Look], ids: Column | None, words: set[str]) -> tuple[Look, Column, bool] | None:
+    """The file that describes these ids, its column of them, and whether they match but for zeros in front."""
+    best: tuple[float, Look, Column, bool] | None = None
+    if ids is None:
+        return None
+    mine = ids.ids()
+    for look in looks:
+        for column in look.columns:
+            if column.listed or column.separator or column.share < 0.9 or column.time:
+                continue
+            theirs = column.ids()
+            exact = _overlap(mine, theirs)
+            loose = _overlap(mine.str.strip_chars_start("0"), theirs.str.strip_chars_start("0"))
+            score = max(exact, loose) + 0.5 * bool(look.name_words & words) + 0.2 * bool(column.words & words)
+            if max(exact, loose) >= 0.1 and (best is None or score > best[0]):
+                best = score, look, column, loose > exact + 0.05
+    return best[1:] if best else None
+
+
+def _overlap(mine: pl.Series, theirs: pl.Series) -> float:
+    """Share of the smaller side that is on the other too: both are of beginnings of files."""
+    both = int(mine.is_in(theirs.implode()).sum())
+    return both / max(min(len(mine), len(theirs)), 1)
+
+
+class _Text:
+    """Lines of YAML, each with a comment."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def comment(self, text: str) -> None:
+        self.lines.append(f"# {text}")
+
+    def add(self, line: str, why: str = "") -> None:
+        self.lines.append(f"{line.ljust(46)}  # {why}" if why else line)
+
+
+def _scalar(value: object) -> str:
+    """A value of YAML."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_scalar, value))}]"
+    plain = re.fullmatch(r"[A-Za-z_][\w./-]*", str(value)) and yaml.safe_load(str(value)) == value
+    return str(value) if plain else json.dumps(value, ensure_ascii=False)
+
+
+def _name(column: str) -> str:
+    """A column's name as the name of a feature."""
+    name = re.sub(r"[^A-Za-z0-9_]+", "_", column).strip("_")
+    return name if re.match(r"[A-Za-z]", name) else f"x_{name}"
+
+
+def _listing(columns: list[Column]) -> str:
+    """{name: column} in YAML."""
+    return "{" + ", ".join(f"{_name(c.name)}: {_scalar(c.name)}" for c in columns) + "}"
+
+
+def _reading(text: _Text, look: Look, indent: str = "") -> None:
+    whys = {
+        "header": "no line of names: these are made up, rename them here and below",
+        "quote": "quotes are plain characters",
+        "encoding": "its bytes are not UTF-8",
+    }
+    for key, value in look.keys.items():
+        text.add(f"{indent}{key}: {_scalar(value)}", whys.get(key, ""))
+
+
+def _events(
+    text: _Text,
+    look: Look,
+    roles: Roles,
+    items: tuple[Look, Column, bool] | None,
+    users: tuple[Look, Column, bool] | None,
+) -> None:
+    user, item, time = roles["user"], roles["item"], roles["time"]
+    assert user is not None
+    assert item is not None
+    text.add("layout: mapping")
+    text.add(f"files: {_scalar(look.pattern)}", f"{len(look.files):,} files" if len(look.files) > 1 else "")
+    _reading(text, look)
+    text.add(f"user: {_scalar(user.name)}", user.shown)
+    transforms: list[str] = []
+    labels: list[tuple[str, str]] = []
+    behaviour = ""
+    if item.glued:
+        text.add("item: shown_item", f"a part of {item.name}: {item.shown}")
+        text.add(f"explode: {{columns: [shown_item, clicked], separator: {_scalar(item.separator)}}}")
+        transforms.append(f"  shown_item: {{column: {_scalar(item.name)}, regex: '^(.+){item.glued}[01]$'}}")
+        transforms.append(f"  clicked: {{column: {_scalar(item.name)}, regex: '{item.glued}([01])$'}}")
+        labels.append(("  click: {column: clicked}", "the 0 or 1 that is glued to each id"))
+        behaviour = "click"
+    else:
+        text.add(f"item: {_scalar(item.name)}", item.shown)
+        if item.listed or item.separator:
+            separator = f", separator: {_scalar(item.separator)}" if item.separator else ""
+            text.add(f"explode: {{columns: [{_scalar(item.name)}]{separator}}}", "one event for each of the list")
+    if time is None:
+        text.add("time: {unit: order}", "no column looks like times: the order of the lines")
+    else:
+        ((key, value),) = time.time.items()
+        text.add(f"time: {{column: {_scalar(time.name)}, {key}: {_scalar(value)}}}", time.shown)
+    for key in ("request", "query", "position"):
+        if (column := roles[key]) is not None:
+            text.add(f"{key}: {_scalar(column.name)}", column.shown)
+    if (past := roles["history"]) is not None:
+        text.add("history:", f"earlier behaviours without times: {past.shown}")
+        text.add(f"  column: {_scalar(past.name)}")
+        text.add(f"  separator: {_scalar(past.separator)}")
+        before = time.earliest if time else date(2000, 1, 31)
+        text.add(f'  at: "{before - timedelta(days=30)}"', "a moment before the log, that they are dated to")
+        text.add("  labels: [click]" if behaviour else "  labels: []")
+    taken = [column for column in roles.values() if column is not None]
+    left = [column for column in look.columns if column not in taken and len(column.values)]
+    members = [c for c in left if c.listed and (item.listed or item.separator)]
+    for column in members:
+        labels.append(
+            (f"  {_name(column.name)}: {{member_of: {_scalar(column.name)}}}", "whether the item is in this list")
+        )
+    flags = [c for c in left if c.flag]
+    labels += [(f"  {_name(c.name)}: {{column: {_scalar(c.name)}}}", c.shown) for c in flags]
+    ratings = [
+        c for c in left if not c.flag and c.number and (c.words & RATING or ("header" in look.keys and c.distinct < 12))
+    ]
+    for column in ratings:
+        labels.append((f"  {_name(column.name)}: {{column: {_scalar(column.name)}, type: float32}}", column.shown))
+    if labels:
+        text.add("labels:", "what the user did; never an input of its own event")
+        for line, why in labels:
+            text.add(line, why)
+    left = [c for c in left if c not in (*flags, *ratings, *members) and not c.listed]
+    numbers = [c for c in left if c.number and not c.integer]
+    few = [c for c in left if not c.number or c.integer]
+    categories = [c for c in few if not c.time and c.few]
+    if numbers:
+        text.add(f"numbers: {_listing(numbers)}", "known before the event? Else they are labels")
+    if categories:
+        text.add(f"categories: {_listing(categories)}", "known before the event? Else they are labels")
+    rest = [c.name for c in look.columns if c not in (*taken, *members, *flags, *ratings, *numbers, *categories)]
+    if rest:
+        text.comment(f"not read: {', '.join(rest)}")
+    padded = items is not None and items[2]
+    width = max(map(len, [*item.ids().to_list(), *items[1].ids().to_list()])) if padded and items else 0
+    if padded and not item.glued:
+        transforms.append(f"  {_scalar(item.name)}: {{pad: {width}}}")
+    if transforms:
+        text.add("transforms:", "zeros in front differ between the files" if padded else "")
+        text.lines += transforms
+    if users is not None:
+        _about(text, "users", "user", users, 0)
+    if items is not None:
+        _about(text, "items", "item", items, width)
+    text.add("prepare:")
+    if behaviour or flags:
+        text.add(
+            f"  behaviour: {behaviour or _name(flags[0].name)}",
+            "events with this label make histories; without: all events",
+        )
+    if roles["request"] is not None or item.listed or item.separator:
+        text.add(
+            "  # kind: search", "to rank what was shown, instead of recommending out of all items; it needs core: 0"
+        )
+    text.add("  core: 5", "users and items with fewer behaviours are left out; 0 keeps all")
+    text.add(f"  split: {{kind: {'temporal' if time else 'leave_last_out'}}}")
+
+
+def _about(text: _Text, section: str, key: str, found: tuple[Look, Column, bool], width: int) -> None:
+    """The section of files that describe users or items."""
+    look, ids, _ = found
+    others = [c for c in look.columns if c is not ids and not c.time and len(c.values)]
+    lists = [c for c in others if c.listed]
+    others = [c for c in others if c.listed or (c.distinct > 1 and not re.match("https?://", str(c.values[0])))]
+    told = [c for c in others if not c.listed and not c.number]
+    few = [c for c in others if not c.listed and c.few and (c.integer or not c.number)]
+    numbers = [c for c in others if c.number and c not in few]
+    if section == "users" and not few:
+        return
+    text.add(f"{section}:")
+    text.add(f"  files: {_scalar(look.pattern)}")
+    _reading(text, look, "  ")
+    text.add(f"  {key}: {_scalar(ids.name)}", ids.shown)
+    if section == "items":
+        if told or lists:
+            text.add(f"  texts: {_listing([*told, *lists])}", "what semantic IDs are made of")
+        if lists and look.kind != "csv":
+            text.add(f"  lists: {_scalar([c.name for c in lists])}")
+        if numbers:
+            text.add(f"  numbers: {_listing(numbers)}")
+    if few:
+        text.add(f"  attributes: {_listing(few)}", "categories: few values each")
+    if width:
+        text.add("  transforms:")
+        text.add(f"    {_scalar(ids.name)}: {{pad: {width}}}")
+    if section == "items":
+        text.add("  # keep: all", "also items without behaviours, so that new ones can be recommended")

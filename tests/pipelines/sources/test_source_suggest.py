@@ -1,0 +1,132 @@
+"""A first mapping of a folder without one: what it guesses makes tables, and what it cannot guess it says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from own_layouts import MAKERS
+
+from jobs import audit, prepare
+from models.tables import UserError, read_manifest
+from pipelines.data.sources.suggest import suggest
+
+
+def guessed(folder: Path) -> dict[str, Any]:
+    text = suggest(str(folder))
+    assert "Not right yet" not in text, text
+    content: dict[str, Any] = yaml.safe_load(text)
+    return content
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_what_is_guessed_of_a_real_layout_makes_tables(tmp_path: Path, name: str) -> None:
+    raw = MAKERS[name](tmp_path / "raw")
+    source = tmp_path / "guessed.yaml"
+    prepare.run_suggestion(prepare.Suggestion(suggest=str(raw), output=str(source)))
+    tables = str(tmp_path / "tables")
+    statistics = prepare.run(prepare.Config(source=str(source), input=str(raw), output=tables))
+    audit.run(audit.Config(tables=tables))
+    assert statistics["raw"]["rejects"] == 0
+    items = read_manifest(f"{tables}/items").info
+    assert items["matched"]["ids_matched"] == items["matched"]["ids"]
+    assert items["texts"]
+    assert statistics["clock"]
+    with pytest.raises(UserError, match="exists; name another file"):
+        prepare.run_suggestion(prepare.Suggestion(suggest=str(raw), output=str(source)))
+
+
+def test_a_log_of_a_shop_with_semicolons_and_another_encoding(tmp_path: Path) -> None:
+    lines = ["Kunde-ID;CustomerId;ProductId;Bought at;is_gift;price"]
+    lines += [f"x{n};c{n % 7};{n % 11:05d};{1 + n % 28:02d}.03.2023 1{n % 10}:30;{n % 2};{n}.5" for n in range(60)]
+    (tmp_path / "käufe.csv").write_bytes("\n".join(lines).encode("cp1252"))
+    products = ["ProductId;Name;Group"] + [f"{n};Käse Nr. {n};{'ab'[n % 2]}" for n in range(11)]
+    (tmp_path / "produkte.csv").write_bytes("\n".join(products).encode("cp1252"))
+    made = guessed(tmp_path)
+    assert made["delimiter"] == ";"
+    assert (made["user"], made["item"]) == ("CustomerId", "ProductId")
+    assert made["time"] == {"column": "Bought at", "format": "%d.%m.%Y %H:%M"}
+    assert made["labels"] == {"is_gift": {"column": "is_gift"}}
+    assert made["numbers"] == {"price": "price"}
+    assert made["items"]["encoding"] == "cp1252"
+    assert made["transforms"] == {"ProductId": {"pad": 5}}  # the item file lost the zeros
+    assert made["items"]["transforms"] == {"ProductId": {"pad": 5}}
+    assert made["items"]["texts"]["Name"] == "Name"
+
+
+def test_parts_of_parquet_with_lists(tmp_path: Path) -> None:
+    for part in range(2):
+        rows = [
+            {"userId": n % 5, "shown_items": [n % 3, n % 7 + 3], "clicked": [n % 3], "searchTerm": f"red {n % 4} shoes",
+             "ts": 1_600_000_000_000 + 1000 * n, "search_id": f"s{part}{n}"}
+            for n in range(40)
+        ]  # fmt: skip
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"part-{part}.parquet")
+    made = guessed(tmp_path)
+    assert made["files"] == "part-*.parquet"
+    assert (made["user"], made["item"], made["request"]) == ("userId", "shown_items", "search_id")
+    assert made["explode"] == {"columns": ["shown_items"]}
+    assert made["labels"] == {"clicked": {"member_of": "clicked"}}
+    assert made["time"] == {"column": "ts", "unit": "ms"}
+    assert made["query"] == "searchTerm"
+
+
+def test_json_lines_with_item_metadata(tmp_path: Path) -> None:
+    log = pl.DataFrame({"reviewerID": [f"A{n % 9}" for n in range(50)], "asin": [f"B{n % 13}" for n in range(50)],
+                        "overall": [float(n % 5 + 1) for n in range(50)],
+                        "unixReviewTime": [1_400_000_000 + 86_400 * n for n in range(50)]})  # fmt: skip
+    log.write_ndjson(tmp_path / "reviews.jsonl")
+    meta = [
+        {"asin": f"B{n}", "title": f"Thing {n}", "categories": ["Toys", f"kind {n % 2}"], "price": n + 0.5}
+        for n in range(13)
+    ]
+    pl.DataFrame(meta).write_ndjson(tmp_path / "meta.jsonl")
+    made = guessed(tmp_path)
+    assert (made["user"], made["item"]) == ("reviewerID", "asin")
+    assert made["time"] == {"column": "unixReviewTime", "unit": "s"}
+    assert made["labels"] == {"overall": {"column": "overall", "type": "float32"}}
+    assert made["items"]["texts"] == {"title": "title", "categories": "categories"}
+    assert made["items"]["lists"] == ["categories"]
+    assert made["items"]["numbers"] == {"price": "price"}
+
+
+def test_a_log_without_times_is_in_the_order_of_its_lines(tmp_path: Path) -> None:
+    (tmp_path / "plays.csv").write_text("user_id,track\n" + "".join(f"{n % 4},t{n % 6}\n" for n in range(30)))
+    made = guessed(tmp_path)
+    assert made["time"] == {"unit": "order"}
+    assert made["prepare"]["split"] == {"kind": "leave_last_out"}
+
+
+def test_a_folder_that_is_no_log_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no file"):
+        suggest(str(tmp_path))
+    (tmp_path / "readme.md").write_text("hello")
+    with pytest.raises(UserError, match=r"no file that can be read as a log: readme.md"):
+        suggest(str(tmp_path))
+    (tmp_path / "weather.csv").write_text("station,temperature\nOslo,3.5\nRoma,20.25\n")
+    with pytest.raises(
+        UserError, match=r"weather.csv has no two columns .*; it has station, temperature: copy the nearest"
+    ):
+        suggest(str(tmp_path))
+
+
+@pytest.mark.long
+def test_the_command_answers_without_ray(tmp_path: Path) -> None:
+    raw = MAKERS["mind"](tmp_path / "raw")
+    code = (
+        "import runpy, sys\n"
+        "sys.argv[1:] = ['--suggest', sys.argv[1]]\n"
+        "try: runpy.run_module('jobs.prepare', run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code and 'ray' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(raw)], capture_output=True, text=True, env=dict(os.environ))
+    assert done.returncode == 0, done.stderr
+    assert yaml.safe_load(done.stdout)["history"]["column"] == "history"
