@@ -10,11 +10,24 @@ from pipelines.data.kinds.base import RequestKind, Simulator
 from pipelines.data.kinds.search.audit import REQUIRED, check_search_tables
 from pipelines.data.kinds.search.config import SearchConfig, check_search
 from pipelines.data.kinds.search.flow import FLOW
+from pipelines.data.kinds.search.groups import feature_groups
 from pipelines.data.kinds.search.notices import classes
 from pipelines.data.kinds.search.simulator import SearchSettings, best_gauc, simulate_search
+from pipelines.data.own_features import own_names
+from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.sources.base import Source
 
 if TYPE_CHECKING:
     from pipelines.data.run import Run
+
+
+def check(source: Source, config: PrepareConfig) -> None:
+    """As `check_search`; and the groups that the source file declares are of features of the log."""
+    check_search(source, config)
+    if config.own.groups:
+        from pipelines.data.kinds.search.features import feature_names  # it imports Ray
+
+        feature_groups(config.own, feature_names(config.own, source.info["clock"]), own_names(source.schema))
 
 
 def sequences(run: Run, events: Manifest, items: Manifest, split: dict[str, Any]) -> Manifest:
@@ -33,7 +46,7 @@ def reachable(causes: Any) -> list[str]:
 SEARCH = RequestKind(
     name="search",
     config=SearchConfig,
-    check=check_search,
+    check=check,
     sequences=sequences,
     audit=KindRules(REQUIRED, check_search_tables, all_shown=True),
     simulator=Simulator(

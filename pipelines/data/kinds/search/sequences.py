@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,9 @@ from pipelines.data.dataflow import Engine, Shared
 from pipelines.data.durations import MINUTE_MS
 from pipelines.data.kinds.search.config import SearchConfig, bool_labels
 from pipelines.data.kinds.search.features import IDS, SearchWindows, feature_names, features, gather
+from pipelines.data.kinds.search.groups import feature_groups
 from pipelines.data.kinds.search.requests import requests_of
+from pipelines.data.own_features import Seen, described, own_names
 from pipelines.data.run import Run, gathered
 from pipelines.data.splits import NAMES, assign, require_training
 from pipelines.data.survey import (
@@ -67,6 +69,11 @@ class SearchRules:
     def features(self) -> list[str]:
         """Names of the features."""
         return feature_names(self.search, self.clock)
+
+    @property
+    def own(self) -> list[str]:
+        """Columns of the log's own features."""
+        return own_names(self.schema)
 
     @property
     def windowed(self) -> bool:
@@ -189,8 +196,17 @@ def build_search(
     }
     of_result = {"candidates": item, "positions": position, "features": values}
     of_result |= {f"label_{name}": flags for name, flags in label.items()}
+
+    def own(field: pa.Field) -> pa.Array:
+        """A list per request of a column of events."""
+        values = events[field.name].combine_chunks().take(pa.array(candidate))
+        return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), values, type=field.type)
+
     fields = list(schema.field("requests").type.value_type)
-    arrays = [of_request[f.name] if f.name in of_request else shown(of_result[f.name], f) for f in fields]
+    arrays = [
+        of_request[f.name] if f.name in of_request else shown(of_result[f.name], f) if f.name in of_result else own(f)
+        for f in fields
+    ]
     requests = pa.StructArray.from_arrays(arrays, fields=fields)
 
     # A user whose every request is older than what is left of the history is left out.
@@ -233,13 +249,20 @@ def _write_part(
     rules: SearchRules,
     uri: str,
     pieces: list[Piece] | None = None,
-) -> tuple[Part | None, Counter[str], None]:
+) -> tuple[Part | None, Counter[str], Seen]:
     names = [*IDS, "timestamp_ms", "position"]
     names += [name for name in rules.schema.names if name.startswith(CARRIED)]
     events = read_coded(uri, names, IDS)
     counts = gather(events.num_rows, rules.search, pieces) if pieces is not None else None
     table, count = build_search(events, catalogue, queries, counts, rules)
-    return (write_part(sequences_uri, table) if table.num_rows else None), count, None
+    return (write_part(sequences_uri, table) if table.num_rows else None), count, of_training(table, rules.own)
+
+
+def of_training(sequences: pa.Table, names: list[str]) -> Seen:
+    """What the candidates of training requests say of own features."""
+    requests = sequences["requests"].combine_chunks().flatten()
+    train = requests.filter(pc.equal(pc.struct_field(requests, "split"), "train"))
+    return Seen.of({name: pc.struct_field(train, name).flatten() for name in names})
 
 
 def write_search(
@@ -251,8 +274,9 @@ def write_search(
     rules: SearchRules,
     engine: Engine,
     progress: Callable[[str], None] = lambda line: None,
-) -> tuple[list[Part], Counter[str]]:
-    """Writes the parts of the sequences table, uncommitted, in the order of the events parts. events: of all parts."""
+) -> tuple[list[Part], Counter[str], dict[str, Any]]:
+    """Writes the parts of the sequences table, uncommitted, in the order of the events parts; also gives what training
+    says of own features. events: of all parts."""
     shared = (sequences_uri, catalogue, queries, rules)
     if rules.windowed:
         late = f"known_{rules.labels[0]}" in rules.schema.names
@@ -260,8 +284,8 @@ def write_search(
         results = counted(engine, parts, events, windows, (catalogue, queries), _write_part, shared)
     else:
         results = engine.each(_write_part, [(uri,) for uri in parts], shared)
-    written, count, _ = gathered(results, len(parts), progress)
-    return written, count
+    written, count, seen = gathered(results, len(parts), progress)
+    return written, count, described(seen, rules.own)
 
 
 def make_queries(run: Run, events: Manifest) -> Manifest:
@@ -288,7 +312,8 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
         "max_events": config.max_events,
         "core_window": config.core_window,
         "behaviour": config.behaviour,
-        "search": asdict(config.own),
+        "search": config.own.settings(),
+        **({"own_features": True} if own_names(source.schema) else {}),  # earlier code left them out of requests
     }
     inputs = {"events": events.hash, "items": items.hash, "queries": queries.hash}
     if finished := run.finished("sequences", settings, inputs):
@@ -308,7 +333,7 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
     with run.writing("sequences"):
         sources, catalogue = part_uris(run.table("events"), events), run.catalogue()
         asked = run.engine.put(Vocabulary.of(texts))
-        parts, count = write_search(
+        parts, count, own = write_search(
             sources, events.rows, uri, catalogue, asked, rules, run.engine, run.progress("sequences")
         )
         if not parts:
@@ -331,8 +356,10 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
             "queries": queries.rows,
             "labels": rules.labels,
             "features": rules.features,
+            "groups": feature_groups(config.own, rules.features, rules.own),
+            **({"own": own} if rules.own else {}),
             "windows": [f"{days:g}d" for days in config.own.windows_days] if rules.windowed else [],
-            "search": asdict(config.own),
+            "search": config.own.settings(),
             "max_candidates": count["max_candidates"],
             **per_split,
             "requests_outside": count["requests_outside"],

@@ -1,0 +1,63 @@
+"""Rules on own features that several kinds share: what the manifest says of them is what training rows say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polars as pl
+
+from pipelines.data.audit.base import SHOWN, Rule
+
+TOLERANCE = 1e-5
+
+
+def own_columns(info: dict[str, Any]) -> list[str]:
+    """The columns of own features that the manifest of sequences names."""
+    said = info.get("own") or {}
+    return [each["name"] for kind in ("numbers", "categories") for each in said.get(kind, ())]
+
+
+class TrainingValues:
+    """What training rows say of own features, part by part."""
+
+    def __init__(self, info: dict[str, Any]) -> None:
+        said = info.get("own") or {"numbers": [], "categories": []}
+        self.numbers = {number["name"]: number for number in said["numbers"]}
+        self.categories = {category["name"]: category for category in said["categories"]}
+        self.sums = {name: [0, 0, 0.0, 0.0] for name in self.numbers}
+        self.values: dict[str, set[str]] = {name: set() for name in self.categories}
+
+    def add(self, train: pl.DataFrame) -> None:
+        """Rows of training, a column per feature."""
+        for name, said in self.numbers.items():
+            apart = train[name].drop_nulls().cast(pl.Float64) - said["mean"]  # so that sums of squares lose nothing
+            added = [train.height, len(apart), float(apart.sum()), float((apart**2).sum())]
+            self.sums[name] = [a + b for a, b in zip(self.sums[name], added, strict=True)]
+        for name, seen in self.values.items():
+            seen |= set(train[name].drop_nulls().unique().to_list())
+
+    def check(self, rule: Rule) -> None:
+        """Reports what the manifest says otherwise."""
+        rule.rows += len(self.numbers) + len(self.categories)
+        for name, (rows, known, total, squares) in self.sums.items():
+            said, count = self.numbers[name], max(1, known)
+            mean = said["mean"] + total / count if known else 0.0
+            std = max(0.0, squares / count - (total / count) ** 2) ** 0.5
+            std = std if std > 1e-9 * max(1.0, abs(mean)) else 1.0
+            right = {"mean": mean, "std": std, "missing": known < rows}
+            wrong = [key for key, value in right.items() if abs(said[key] - value) > TOLERANCE * max(std, abs(value))]
+            rule.broken(
+                int(bool(wrong)),
+                [f"{key} of {name}: the manifest says {said[key]}, training rows give {right[key]}" for key in wrong],
+            )
+        for name, seen in self.values.items():
+            said = self.categories[name]
+            if not said["buckets"] and said["values"] != sorted(seen):
+                other = sorted(seen.symmetric_difference(said["values"]))[:SHOWN] or ["their order"]
+                rule.broken(
+                    1,
+                    [
+                        f"values of {name}: the manifest lists {len(said['values']):,}, training rows have "
+                        f"{len(seen):,}; they differ in such as {', '.join(other)}"
+                    ],
+                )

@@ -1,0 +1,74 @@
+"""A small search log with features of its own that decide clicks, beside counts that do not: a number, a category, and a
+table of the items' prices with its own time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+SOURCE: dict[str, Any] = {
+    "layout": "mapping",
+    "files": "events.csv",
+    "user": "user",
+    "item": "item",
+    "request": "search",
+    "query": "query",
+    "time": {"column": "at", "unit": "ms"},
+    "position": "position",
+    "labels": {"click": {"column": "click"}},
+    "numbers": ["bm25"],
+    "categories": ["city"],
+    "items": {"files": "items.csv", "item": "item", "texts": ["title"]},
+}
+PREPARE: dict[str, Any] = {
+    "kind": "search",
+    "core": 0,
+    "behaviour": "click",
+    "split": {"kind": "temporal"},
+    "search": {"windows_days": [7]},
+}
+CITIES, ITEMS, QUERIES = ("Oslo", "Rome", "Lima"), 30, 5
+BEGIN, HOUR = 1_700_000_000_000, 3_600_000
+
+
+def write_log(folder: Path, users: int = 80, searches: int = 8, shown: int = 5, seed: int = 0) -> None:
+    """Clicks follow bm25, which some results lack, and whether the item's last sale state is `sale`; the city of a search
+    says whether cheap or dear scores count. Two cities are of the last days alone."""
+    rng = np.random.default_rng(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    days = [(BEGIN + day * 24 * HOUR, item) for day in range(0, 30, 3) for item in range(ITEMS)]
+    state = rng.random(len(days)) < 0.5
+    prices = pl.DataFrame(
+        {
+            "id": [f"i{item}" for _, item in days],
+            "since": [time for time, _ in days],
+            "price": np.where(state, 5.0, 10.0) + rng.normal(size=len(days)),
+            "state": np.where(state, "sale", "usual"),
+        }
+    )
+    of = {(item, time): on for (time, item), on in zip(days, state, strict=True)}
+    rows = []
+    for user in range(users):
+        for number in range(searches):
+            at = BEGIN + int(rng.integers(1, 30 * 24)) * HOUR + user
+            city = CITIES[int(rng.integers(len(CITIES)))] if at < BEGIN + 28 * 24 * HOUR else "Kyiv"
+            query = int(rng.integers(QUERIES))
+            for position, item in enumerate(rng.choice(ITEMS, shown, replace=False).tolist()):
+                bm25 = float(rng.normal())
+                last = BEGIN + (at - BEGIN - 1) // (72 * HOUR) * 72 * HOUR  # the latest row strictly before
+                sign = -1 if city == "Rome" else 1
+                click = rng.random() < 1 / (1 + np.exp(-(3 * sign * bm25 + 3 * of[item, last] - 3)))
+                rows.append(
+                    {
+                        "user": f"u{user}", "item": f"i{item}", "search": f"s{user}-{number}", "query": f"q{query}",
+                        "at": at, "position": position, "click": int(click),
+                        "bm25": None if rng.random() < 0.1 else bm25, "city": city,
+                    }
+                )  # fmt: skip
+    pl.DataFrame(rows).write_csv(folder / "events.csv")
+    prices.write_csv(folder / "prices.csv")
+    titles = {"item": [f"i{item}" for item in range(ITEMS)], "title": [f"thing {item}" for item in range(ITEMS)]}
+    pl.DataFrame(titles).write_csv(folder / "items.csv")
