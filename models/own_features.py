@@ -90,7 +90,7 @@ class OwnFeatures:
     @property
     def names(self) -> tuple[str, ...]:
         """Their columns: numbers, then categories."""
-        return tuple(each.name for each in (*self.numbers, *self.categories))
+        return (*(number.name for number in self.numbers), *(category.name for category in self.categories))
 
     def matrix(self, columns: Mapping[str, pa.Array], rows: int) -> NDArray[np.float32]:
         """(rows, X + G): numbers, NaN where there is none, and the numbers of categories' values. A column that is not

@@ -1,5 +1,5 @@
-"""A small search log with features of its own that decide clicks, beside counts that do not: a number, a category, and a
-table of the items' prices with its own time."""
+"""A small search log with features of its own that decide clicks, beside counts that do not: a number, a category, and
+a table of the items' prices with its own time."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+import yaml
+
+from models.tables import read_manifest, read_table
+from pipelines.data.prepare import prepare
+from pipelines.data.settings import read_config
+from pipelines.data.sources import load_source
+from tests.search_tables import WIDTH, write_text
 
 SOURCE: dict[str, Any] = {
     "layout": "mapping",
@@ -34,9 +41,9 @@ CITIES, ITEMS, QUERIES = ("Oslo", "Rome", "Lima"), 30, 5
 BEGIN, HOUR = 1_700_000_000_000, 3_600_000
 
 
-def write_log(folder: Path, users: int = 80, searches: int = 8, shown: int = 5, seed: int = 0) -> None:
-    """Clicks follow bm25, which some results lack, and whether the item's last sale state is `sale`; the city of a search
-    says whether cheap or dear scores count. Two cities are of the last days alone."""
+def write_log(folder: Path, users: int = 250, searches: int = 8, shown: int = 5, seed: int = 0) -> None:
+    """Clicks follow bm25, which some results lack, and whether the item's last sale state is `sale`; the city of a
+    search says whether high or low scores count. One city is of the last days alone."""
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
     days = [(BEGIN + day * 24 * HOUR, item) for day in range(0, 30, 3) for item in range(ITEMS)]
@@ -52,8 +59,8 @@ def write_log(folder: Path, users: int = 80, searches: int = 8, shown: int = 5, 
     of = {(item, time): on for (time, item), on in zip(days, state, strict=True)}
     rows = []
     for user in range(users):
-        for number in range(searches):
-            at = BEGIN + int(rng.integers(1, 30 * 24)) * HOUR + user
+        for number, hour in enumerate(rng.choice(30 * 24, searches, replace=False).tolist()):
+            at = BEGIN + (hour + 1) * HOUR + user
             city = CITIES[int(rng.integers(len(CITIES)))] if at < BEGIN + 28 * 24 * HOUR else "Kyiv"
             query = int(rng.integers(QUERIES))
             for position, item in enumerate(rng.choice(ITEMS, shown, replace=False).tolist()):
@@ -72,3 +79,24 @@ def write_log(folder: Path, users: int = 80, searches: int = 8, shown: int = 5, 
     prices.write_csv(folder / "prices.csv")
     titles = {"item": [f"i{item}" for item in range(ITEMS)], "title": [f"thing {item}" for item in range(ITEMS)]}
     pl.DataFrame(titles).write_csv(folder / "items.csv")
+
+
+def make(folder: Path, raw: Path, source: dict[str, Any] = SOURCE, settings: dict[str, Any] | None = None) -> str:
+    """Tables of the log in `raw`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "source.yaml"
+    path.write_text(yaml.safe_dump({**source, "prepare": PREPARE}))
+    read, defaults = load_source(str(path))
+    config = read_config(defaults, settings or {})
+    prepare(read, str(raw), str(folder / "tables"), config, say=lambda line: None)
+    return str(folder / "tables")
+
+
+def make_text(folder: Path, tables: str) -> str:
+    """Random text of the tables."""
+    rng = np.random.default_rng(0)
+    hashes = {name: read_manifest(f"{tables}/{name}").hash for name in ("items", "queries", "sequences")}
+    count = {name: len(read_table(f"{tables}/{name}")) for name in ("items", "queries")}
+    vectors = (rng.standard_normal((count[name], WIDTH)) for name in ("items", "queries"))
+    write_text(str(folder / "text"), hashes, *vectors)
+    return str(folder / "text")

@@ -115,8 +115,8 @@ class Scale(nn.Module):
 def feature_groups(
     columns: Sequence[str], declared: Mapping[str, Collection[str]] | None = None
 ) -> dict[str, list[int]]:
-    """Places of columns, given by their features, in the `declared` groups of features. Where tables name none, in those
-    of Sec. 3.1 of QGS by the beginnings of names: cross, document, query, context; empty ones left out.
+    """Places of columns, given by their features, in the `declared` groups of features. Where tables name none, in
+    those of Sec. 3.1 of QGS by the beginnings of names: cross, document, query, context; empty ones left out.
 
     `pair_*` are query-document statistics, but the time gap and whether the pair was seen count as of the query.
     """

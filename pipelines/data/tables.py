@@ -158,8 +158,8 @@ def search_schema(events: pa.Schema, labels: Iterable[str], features: int) -> pa
     `known_*` of the label first where the log has it) are equal-length lists. `requests` has one struct per search,
     at its earliest result, sorted by (timestamp_ms, request_id, query_index); its candidates by (position,
     timestamp_ms, item_id).
-    `labels` are the bool labels, `features` is the number F of features. Own features, `num_*` and `cat_*` of events, are
-    in behaviours and in requests.
+    `labels` are the bool labels, `features` is the number F of features. Own features, `num_*` and `cat_*` of events,
+    are in behaviours and in requests.
     """
     extra = [field for field in events if field.name.startswith(CARRIED)]
     own = [field for field in extra if field.name.startswith(("num_", "cat_"))]

@@ -8,44 +8,17 @@ from typing import Any
 
 import polars as pl
 import pytest
-import yaml
 
 from models.tables import UserError, read_manifest, read_table
 from pipelines.data import own_features
 from pipelines.data.audit.rules import audit
 from pipelines.data.own_features import Moments, Seen, described
-from pipelines.data.prepare import prepare
-from pipelines.data.settings import read_config
-from pipelines.data.sources import load_source
 from pipelines.data.tables import commit, write_part
-from tests.own_features_log import PREPARE, SOURCE, write_log
-
-
-def make(folder: Path, raw: Path, source: dict[str, Any] = SOURCE, settings: dict[str, Any] | None = None) -> str:
-    """Tables of the log in `raw`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "source.yaml"
-    path.write_text(yaml.safe_dump({**source, "prepare": PREPARE}))
-    read, defaults = load_source(str(path))
-    config = read_config(defaults, settings or {})
-    prepare(read, str(raw), str(folder / "tables"), config, say=lambda line: None)
-    return str(folder / "tables")
+from tests.own_features_log import SOURCE, make
 
 
 def broken(tables: str) -> dict[str, list[str]]:
     return {rule.name: rule.examples for rule in audit(tables) if rule.violations}
-
-
-@pytest.fixture(scope="module")
-def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("raw")
-    write_log(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def tables(tmp_path_factory: pytest.TempPathFactory, raw: Path) -> str:
-    return make(tmp_path_factory.mktemp("own"), raw)
 
 
 def shown(tables: str) -> pl.DataFrame:

@@ -120,7 +120,8 @@ def count_requests(requests: pl.DataFrame, label: str, in_split: dict[str, int])
 
 
 def check_own_features(tables: Tables, requests: pl.DataFrame, training: TrainingValues, rule: Rule) -> None:
-    """Requests have a value of each own feature per candidate; adds those of training. `_check_requests` has the rest."""
+    """Requests have a value of each own feature per candidate, as `_check_requests` compares them; adds those of
+    training."""
     names = own_columns(tables.sequences.info)
     if not names:
         return

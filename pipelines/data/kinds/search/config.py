@@ -35,8 +35,8 @@ class SearchConfig(Windowed):
 
     groups: dict[str, list[str]] = field(default_factory=dict)
     """Groups of features for HFG-Attention and importance (Sec. 3.6 of QGS), {group: [feature]}, of counts such as
-    pair_ctr_7d and of the log's own numbers and categories. Those that are not named: cross, document, query, context by
-    what they count, and `own`."""
+    pair_ctr_7d and of the log's own numbers and categories. Those that are not named: cross, document, query, context
+    by what they count, and `own`."""
 
     def __post_init__(self) -> None:
         self.check_windows("search")

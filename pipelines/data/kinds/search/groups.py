@@ -17,8 +17,9 @@ NO_COUNT, OWN = "context", "own"
 
 
 def feature_groups(config: SearchConfig, names: list[str], own: list[str]) -> list[dict[str, Any]]:
-    """Groups in order, `name` and `features` each: those that the source file declares, then the usual ones, then `own`;
-    empty ones are left out. `names` are built in, `own` are columns. UserError for a feature that is not there."""
+    """Groups in order, `name` and `features` each: those that the source file declares, then the usual ones, then
+    `own`; empty ones are left out. `names` are built in, `own` are columns. UserError for a feature that is not there.
+    """
     declared = {name: group for group, members in config.groups.items() for name in members}
     plain = {name: name[len(NUMBER) :] for name in own}  # both prefixes are of one length
     check_known(
