@@ -59,7 +59,7 @@ def write_log(folder: Path, users: int = 250, searches: int = 8, shown: int = 5,
     of = {(item, time): on for (time, item), on in zip(days, state, strict=True)}
     rows = []
     for user in range(users):
-        for number, hour in enumerate(rng.choice(30 * 24, searches, replace=False).tolist()):
+        for number, hour in enumerate(rng.choice(30 * 24 - 2, searches, replace=False).tolist()):
             at = BEGIN + (hour + 1) * HOUR + user
             city = CITIES[int(rng.integers(len(CITIES)))] if at < BEGIN + 28 * 24 * HOUR else "Kyiv"
             query = int(rng.integers(QUERIES))
