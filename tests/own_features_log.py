@@ -3,6 +3,8 @@ a table of the items' prices with its own time."""
 
 from __future__ import annotations
 
+import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from models.tables import read_manifest, read_table
 from pipelines.data.prepare import prepare
 from pipelines.data.settings import read_config
 from pipelines.data.sources import load_source
+from pipelines.data.tables import commit, write_part
 from tests.search_tables import WIDTH, write_text
 
 SOURCE: dict[str, Any] = {
@@ -29,6 +32,15 @@ SOURCE: dict[str, Any] = {
     "numbers": ["bm25"],
     "categories": ["city"],
     "items": {"files": "items.csv", "item": "item", "texts": ["title"]},
+}
+AS_OF: dict[str, Any] = {
+    "prices": {
+        "files": "prices.csv",
+        "item": "id",
+        "time": {"column": "since", "unit": "ms"},
+        "numbers": ["price"],
+        "categories": ["state"],
+    }
 }
 PREPARE: dict[str, Any] = {
     "kind": "search",
@@ -100,3 +112,16 @@ def make_text(folder: Path, tables: str) -> str:
     vectors = (rng.standard_normal((count[name], WIDTH)) for name in ("items", "queries"))
     write_text(str(folder / "text"), hashes, *vectors)
     return str(folder / "text")
+
+
+def rewrite(tables: str, folder: Path, change: Any) -> str:
+    """A copy of the tables in which `change` has changed the rows and the info of sequences."""
+    copied = folder / "tables"
+    shutil.copytree(tables, copied)
+    uri = str(copied / "sequences")
+    manifest, table = read_manifest(uri), read_table(uri)
+    rows, info = table.to_pylist(), copy.deepcopy(manifest.info)
+    change(rows, info)
+    part = write_part(uri, type(table).from_pylist(rows, schema=table.schema))
+    commit(uri, "sequences", table.schema, [part], config=manifest.config, inputs=manifest.inputs, info=info)
+    return str(copied)

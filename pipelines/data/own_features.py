@@ -14,8 +14,13 @@ from typing import Any
 import polars as pl
 import pyarrow as pa
 
+from pipelines.data.sources.base import Source
+
 NUMBER, CATEGORY = "num_", "cat_"
 """Beginnings of the columns."""
+
+OWN = "own"
+"""Group of those of events."""
 
 MOST_VALUES = 10_000
 """Values of a category that the manifest lists; of more, each has the number of its hash."""
@@ -27,6 +32,15 @@ BUCKETS = 20_000
 def own_names(schema: pa.Schema) -> list[str]:
     """The columns of own features among those of events: numbers, then categories."""
     return [name for kind in (NUMBER, CATEGORY) for name in schema.names if name.startswith(kind)]
+
+
+def usual_groups(source: Source) -> dict[str, str]:
+    """The group that each own feature has where the source file names none, in the order of columns: `own`, or the name
+    of its table."""
+    groups = {name: OWN for name in source.schema.names if name.startswith((NUMBER, CATEGORY))}
+    for table, of in source.tables_as_of.items():
+        groups |= dict.fromkeys(of.features.names, table)
+    return {name: groups[name] for name in own_names(pa.schema([(name, pa.null()) for name in groups]))}
 
 
 @dataclass(frozen=True)

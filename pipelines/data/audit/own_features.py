@@ -6,7 +6,8 @@ from typing import Any
 
 import polars as pl
 
-from pipelines.data.audit.base import SHOWN, Rule
+from models.tables import join, read_manifest, read_parquet
+from pipelines.data.audit.base import SHOWN, Rule, Tables
 
 TOLERANCE = 1e-5
 
@@ -15,6 +16,43 @@ def own_columns(info: dict[str, Any]) -> list[str]:
     """The columns of own features that the manifest of sequences names."""
     said = info.get("own") or {}
     return [each["name"] for kind in ("numbers", "categories") for each in said.get(kind, ())]
+
+
+def with_as_of(tables: Tables, rows: pl.DataFrame, at: str) -> pl.DataFrame:
+    """`rows` with the features of each table with a time of its own: those of the latest row of their `item_id` or
+    `user_id` whose time is strictly before `at`."""
+    rows = rows.with_row_index("__row")
+    for name, said in (tables.sequences.info.get("as_of") or {}).items():
+        manifest = read_manifest(join(tables.uri, name), name)
+        parts = [read_parquet(join(tables.uri, name, part.path), None, part.sha256) for part in manifest.files]
+        known = pl.concat([pl.DataFrame(pl.from_arrow(part)) for part in parts])
+        known = known.rename({"timestamp_ms": "__since"}).sort("__since")
+        at_times = rows.select("__row", said["key"], __at=at).sort("__at")
+        found = at_times.join_asof(
+            known,
+            left_on="__at",
+            right_on="__since",
+            by=said["key"],
+            strategy="backward",
+            allow_exact_matches=False,
+            check_sortedness=False,
+        )
+        rows = rows.join(found.select("__row", *said["features"]), on="__row", how="left", maintain_order="left")
+    return rows.drop("__row")
+
+
+def check_as_of_inputs(tables: Tables, rule: Rule) -> None:
+    """The tables with a time of their own are those that sequences were made from; an id has one row at a time."""
+    for name, said in (tables.sequences.info.get("as_of") or {}).items():
+        manifest = read_manifest(join(tables.uri, name), name)
+        rule.rows += manifest.rows
+        recorded = str(tables.sequences.inputs.get(name))
+        if recorded != manifest.hash:
+            rule.broken(1, [f"sequences were made from {name} {recorded[:12]}, this folder holds {manifest.hash[:12]}"])
+        parts = [read_parquet(join(tables.uri, name, part.path), None, part.sha256) for part in manifest.files]
+        keys = pl.concat([pl.DataFrame(pl.from_arrow(part)) for part in parts]).select(said["key"], "timestamp_ms")
+        twice = keys.filter(keys.is_duplicated()).with_columns(of=pl.lit(name), id=pl.col(said["key"]))
+        rule.broken_rows(twice, lambda row: f"{row['of']}: {row['id']} has several rows at {row['timestamp_ms']}")
 
 
 class TrainingValues:

@@ -23,6 +23,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from models.tables import UserError, join, open_uri
+from pipelines.data.sources.as_of import build_as_of
 from pipelines.data.sources.base import Block, Metadata, Source, list_files
 from pipelines.data.sources.encodings import check_encoding
 from pipelines.data.sources.load import build
@@ -199,6 +200,8 @@ class Mapping(Source):
     """The item files; None: the log has none."""
     users: Any = None
     """The user files; None: the log has none."""
+    as_of: Any = field(default_factory=dict)
+    """Files of features of items or users with a time of their own, by name (`as_of.py`)."""
 
     def __post_init__(self) -> None:
         _check_texts(self, ("files", "user", "item"))
@@ -228,6 +231,8 @@ class Mapping(Source):
         twice = set(self.categories) & set(self.users.attributes if self.users else ())
         if twice:
             raise ValueError(f"'{min(twice)}' is in 'categories' and in 'users.attributes'; name one of them otherwise")
+        taken = [*(f"num_{name}" for name in self.numbers), *(f"cat_{name}" for name in self.all_categories)]
+        object.__setattr__(self, "as_of", build_as_of(self.as_of, self.time.clock, taken))
         if self.explode and self.item not in self.explode.columns:
             raise ValueError(f"explode.columns is {self.explode.columns}; the item column '{self.item}' must be in it")
 
@@ -273,8 +278,9 @@ class Mapping(Source):
             for key in ("range", "time", "delay_minutes"):
                 if label[key] is None:
                     del label[key]
-        if content["users"] is None:
-            del content["users"]
+        for key in ("users", "as_of"):
+            if not content[key]:
+                del content[key]
         for part in (content, content["items"], content.get("users")):
             if part and part["quote"] == "auto":
                 del part["quote"]
@@ -286,7 +292,7 @@ class Mapping(Source):
 
     @property
     def events_config(self) -> dict[str, Any]:
-        return {key: value for key, value in self.config.items() if key != "items"}
+        return {key: value for key, value in self.config.items() if key not in ("items", "as_of")}
 
     @property
     def all_categories(self) -> dict[str, str]:
@@ -350,7 +356,12 @@ class Mapping(Source):
             },
             "items": items_origins(self.items) if self.items else {},
             "users": {OF_USER + n: c for n, c in {"": self.users.user, **users}.items()} if self.users else {},
+            **{f"as_of.{name}": of.origins for name, of in self.as_of.items()},
         }
+
+    @property
+    def tables_as_of(self) -> dict[str, Any]:
+        return dict(self.as_of)
 
     @property
     def absent(self) -> frozenset[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ from models.tables import UserError, read_manifest, read_table
 from pipelines.data import own_features
 from pipelines.data.audit.rules import audit
 from pipelines.data.own_features import Moments, Seen, described
-from pipelines.data.tables import commit, write_part
-from tests.own_features_log import SOURCE, make
+from tests.own_features_log import SOURCE, make, rewrite
 
 
 def broken(tables: str) -> dict[str, list[str]]:
@@ -78,21 +76,6 @@ def test_a_log_without_own_features_has_the_tables_that_it_had(tmp_path: Path, r
     assert "groups" not in manifest.config["search"]
     assert "num_" not in str(manifest.schema)
     assert "cat_" not in str(manifest.schema)
-
-
-def rewrite(tables: str, folder: Path, change: Any) -> str:
-    """A copy of the tables in which `change` has changed the rows and the info of sequences."""
-    import shutil
-
-    copied = folder / "tables"
-    shutil.copytree(tables, copied)
-    uri = str(copied / "sequences")
-    manifest, table = read_manifest(uri), read_table(uri)
-    rows, info = table.to_pylist(), copy.deepcopy(manifest.info)
-    change(rows, info)
-    part = write_part(uri, type(table).from_pylist(rows, schema=table.schema))
-    commit(uri, "sequences", table.schema, [part], config=manifest.config, inputs=manifest.inputs, info=info)
-    return str(copied)
 
 
 def other_number(rows: list[dict], info: dict) -> None:

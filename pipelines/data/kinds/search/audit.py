@@ -13,7 +13,7 @@ import numpy as np
 import polars as pl
 
 from pipelines.data.audit.base import BEHAVIOURS, EVENTS, ITEMS, SPLITS, Rule, Tables, name_request
-from pipelines.data.audit.own_features import TrainingValues, own_columns
+from pipelines.data.audit.own_features import TrainingValues, check_as_of_inputs, own_columns, with_as_of
 from pipelines.data.audit.sequences import (
     Sequences,
     behaviour_rows,
@@ -78,12 +78,15 @@ def check_search_tables(sequences: Sequences) -> pl.DataFrame:
         requests = requests.join(users.select("row"), on="row", how="semi")
         behaviours = behaviour_rows(users)
         if events is not None:
-            mine = _asked(_with_queries(events, queries))
+            mine = with_as_of(tables, _asked(_with_queries(events, queries)), "asked")
             expected = expected_behaviours(tables, mine, items)
             count_cut(tables, mine, items, cut)
             check_behaviours(tables, users, behaviours, expected, rules["behaviours"])
             logged = _expected_requests(tables, mine, items)
-            _check_requests(tables, requests, logged, rules["targets"])
+            columns = ["timestamp_ms", "query_index", "candidates", "positions", *_labels(tables)]
+            _check_requests(requests, logged, columns, rules["targets"])
+            if own := own_columns(tables.sequences.info):
+                _check_requests(requests, logged, own, rules["features"])
             check_known(tables, requests, expected, rules["known"])
             _check_own(requests, logged, expected, rules["requests"])
         check_history(tables, behaviours, requests, rules["history"])
@@ -95,6 +98,7 @@ def check_search_tables(sequences: Sequences) -> pl.DataFrame:
     never = queries.filter(~pl.col("query").is_in(asked.implode()))
     rules["queries"].broken_rows(never, lambda row: f"query '{row['query']}': in queries, but not in events")
     training.check(rules["features"])
+    check_as_of_inputs(tables, rules["features"])
     check_counts(sequences, {"queries": queries.height, **in_split})
     note_cut(tables, cut, rules["behaviours"])
     note_splits({f"{name} requests": in_split[f"requests.{name}"] for name in SPLITS}, rules["splits"])
@@ -207,9 +211,7 @@ def _check_own(requests: pl.DataFrame, expected: pl.DataFrame, behaviours: pl.Da
     )
 
 
-def _check_requests(tables: Tables, requests: pl.DataFrame, expected: pl.DataFrame, rule: Rule) -> None:
-    columns = ["timestamp_ms", "query_index", "candidates", "positions", *_labels(tables)]
-    columns += own_columns(tables.sequences.info)
+def _check_requests(requests: pl.DataFrame, expected: pl.DataFrame, columns: list[str], rule: Rule) -> None:
     both = requests.select("row", "place", "user_id", *columns).join(
         expected.select("row", "place", *columns), on=["row", "place"], how="full", coalesce=True, suffix="_events"
     )

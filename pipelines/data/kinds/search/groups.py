@@ -12,14 +12,14 @@ USUAL = {"pair": "cross", "item": "document", "query": "query"}
 """Of the log's own counts, by what they count (Sec. 3.1 of QGS)."""
 AS_OF_QUERY = ("pair_gap", "pair_seen")
 """They are of a pair and count as of the query."""
-NO_COUNT, OWN = "context", "own"
-"""Groups of place and time, and of own features."""
+NO_COUNT = "context"
+"""Group of place and time."""
 
 
-def feature_groups(config: SearchConfig, names: list[str], own: list[str]) -> list[dict[str, Any]]:
-    """Groups in order, `name` and `features` each: those that the source file declares, then the usual ones, then
-    `own`; empty ones are left out. `names` are built in, `own` are columns. UserError for a feature that is not there.
-    """
+def feature_groups(config: SearchConfig, names: list[str], own: dict[str, str]) -> list[dict[str, Any]]:
+    """Groups in order, `name` and `features` each: those that the source file declares, then the usual ones; empty ones
+    are left out. `names` are built in, `own` maps columns to their usual group. UserError for a feature that is not
+    there."""
     declared = {name: group for group, members in config.groups.items() for name in members}
     plain = {name: name[len(NUMBER) :] for name in own}  # both prefixes are of one length
     check_known(
@@ -27,10 +27,10 @@ def feature_groups(config: SearchConfig, names: list[str], own: list[str]) -> li
         [*names, *plain.values()],
         lambda name, near: f"search.groups has '{name}', which is no feature of the log; the nearest is '{near}'",
     )
-    groups: dict[str, list[str]] = {name: [] for name in (*config.groups, *USUAL.values(), NO_COUNT, OWN)}
+    groups: dict[str, list[str]] = {name: [] for name in (*config.groups, *USUAL.values(), NO_COUNT, *own.values())}
     for name in names:
         usual = USUAL["query"] if name in AS_OF_QUERY else USUAL.get(name.split("_")[0], NO_COUNT)
         groups[declared.get(name, usual)].append(name)
-    for name in own:
-        groups[declared.get(plain[name], OWN)].append(name)
+    for name, usual in own.items():
+        groups[declared.get(plain[name], usual)].append(name)
     return [{"name": name, "features": members} for name, members in groups.items() if members]

@@ -13,7 +13,7 @@ from pipelines.data.kinds.search.flow import FLOW
 from pipelines.data.kinds.search.groups import feature_groups
 from pipelines.data.kinds.search.notices import classes
 from pipelines.data.kinds.search.simulator import SearchSettings, best_gauc, simulate_search
-from pipelines.data.own_features import own_names
+from pipelines.data.own_features import usual_groups
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.sources.base import Source
 
@@ -27,7 +27,7 @@ def check(source: Source, config: PrepareConfig) -> None:
     if config.own.groups:
         from pipelines.data.kinds.search.features import feature_names  # it imports Ray
 
-        feature_groups(config.own, feature_names(config.own, source.info["clock"]), own_names(source.schema))
+        feature_groups(config.own, feature_names(config.own, source.info["clock"]), usual_groups(source))
 
 
 def sequences(run: Run, events: Manifest, items: Manifest, split: dict[str, Any]) -> Manifest:
@@ -71,4 +71,5 @@ SEARCH = RequestKind(
         "candidates_outside",
     ),
     all_shown=True,
+    as_of=True,
 )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,14 +21,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from models.tables import Manifest, Part, UserError, part_uris, read_table
+from pipelines.data.as_of import AsOfTable, as_of_schema, attach, described_as_of, make_as_of, share_as_of
 from pipelines.data.counts import Piece, counted
-from pipelines.data.dataflow import Engine, Shared
+from pipelines.data.dataflow import Engine, Shared, fetch
 from pipelines.data.durations import MINUTE_MS
 from pipelines.data.kinds.search.config import SearchConfig, bool_labels
 from pipelines.data.kinds.search.features import IDS, SearchWindows, feature_names, features, gather
 from pipelines.data.kinds.search.groups import feature_groups
 from pipelines.data.kinds.search.requests import requests_of
-from pipelines.data.own_features import Seen, described, own_names
+from pipelines.data.own_features import Seen, described, own_names, usual_groups
 from pipelines.data.run import Run, gathered
 from pipelines.data.splits import NAMES, assign, require_training
 from pipelines.data.survey import (
@@ -46,6 +47,7 @@ from pipelines.data.survey import (
 from pipelines.data.tables import CARRIED, QUERIES, commit, search_schema, write_part
 
 QUERIES_PER_PART = 1_000_000
+NOTHING = pa.schema([])
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class SearchRules:
     """Whether times are clock times; without them there are no windows and no hours."""
     search: SearchConfig
     """The features."""
+    as_of: pa.Schema = NOTHING
+    """Features of tables with a time of their own."""
 
     @property
     def features(self) -> list[str]:
@@ -73,7 +77,7 @@ class SearchRules:
     @property
     def own(self) -> list[str]:
         """Columns of the log's own features."""
-        return own_names(self.schema)
+        return own_names(self.carried)
 
     @property
     def windowed(self) -> bool:
@@ -83,7 +87,12 @@ class SearchRules:
     @property
     def output(self) -> pa.Schema:
         """Schema of the sequences."""
-        return search_schema(self.schema, self.labels, len(self.features))
+        return search_schema(self.carried, self.labels, len(self.features))
+
+    @property
+    def carried(self) -> pa.Schema:
+        """Columns of events, and those that are joined to them."""
+        return pa.schema([*self.schema, *self.as_of])
 
 
 def _part_queries(uri: str) -> pa.Array:
@@ -115,11 +124,12 @@ def build_search(
     queries: Vocabulary,
     counts: dict[str, np.ndarray] | None,
     rules: SearchRules,
+    as_of: Sequence[AsOfTable] = (),
 ) -> tuple[pa.Table, Counter[str]]:
     """Sequences of one events part (sorted, IDS dictionary-coded) and what was counted on the way.
 
     catalogue and queries hold the ids and texts whose places are item_index and query_index; counts
-    are those of `gather`, None for a log without windows.
+    are those of `gather`, None for a log without windows. as_of: the tables that `rules.as_of` is of.
     """
     count: Counter[str] = Counter()
     schema = rules.output
@@ -157,6 +167,7 @@ def build_search(
     order, begins = asked.order(query, position)
     request = np.cumsum(begins) - 1  # (E,) in the order of the requests
     at = time[asked.earliest]  # (E,) the request's time
+    events = attach(events, at, as_of)
     lost = lost[asked.earliest]
     usable = (inside & ~lost)[order]
     candidate = order[usable]  # (C,) rows of events
@@ -247,6 +258,7 @@ def _write_part(
     catalogue: Vocabulary,
     queries: Vocabulary,
     rules: SearchRules,
+    as_of: list[Shared],
     uri: str,
     pieces: list[Piece] | None = None,
 ) -> tuple[Part | None, Counter[str], Seen]:
@@ -254,7 +266,7 @@ def _write_part(
     names += [name for name in rules.schema.names if name.startswith(CARRIED)]
     events = read_coded(uri, names, IDS)
     counts = gather(events.num_rows, rules.search, pieces) if pieces is not None else None
-    table, count = build_search(events, catalogue, queries, counts, rules)
+    table, count = build_search(events, catalogue, queries, counts, rules, [fetch(table) for table in as_of])
     return (write_part(sequences_uri, table) if table.num_rows else None), count, of_training(table, rules.own)
 
 
@@ -274,10 +286,11 @@ def write_search(
     rules: SearchRules,
     engine: Engine,
     progress: Callable[[str], None] = lambda line: None,
+    as_of: Sequence[Shared] = (),
 ) -> tuple[list[Part], Counter[str], dict[str, Any]]:
     """Writes the parts of the sequences table, uncommitted, in the order of the events parts; also gives what training
     says of own features. events: of all parts."""
-    shared = (sequences_uri, catalogue, queries, rules)
+    shared = (sequences_uri, catalogue, queries, rules, list(as_of))
     if rules.windowed:
         late = f"known_{rules.labels[0]}" in rules.schema.names
         windows = SearchWindows(rules.search, rules.labels[0], late)
@@ -313,9 +326,11 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
         "core_window": config.core_window,
         "behaviour": config.behaviour,
         "search": config.own.settings(),
-        **({"own_features": True} if own_names(source.schema) else {}),  # earlier code left them out of requests
+        **({"own_features": True} if usual_groups(source) else {}),  # earlier code left them out of requests
     }
+    as_of = make_as_of(run)
     inputs = {"events": events.hash, "items": items.hash, "queries": queries.hash}
+    inputs |= {name: table.hash for name, table in as_of.items()}
     if finished := run.finished("sequences", settings, inputs):
         return finished
     begin, uri = time.perf_counter(), run.table("sequences")
@@ -326,6 +341,7 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
         labels=bool_labels(source, config.behaviour),
         clock=events.info["clock"],
         search=config.own,
+        as_of=as_of_schema(list(source.tables_as_of.values())),
     )
     texts = pa.array([], pa.large_string())
     if queries.rows:
@@ -334,7 +350,15 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
         sources, catalogue = part_uris(run.table("events"), events), run.catalogue()
         asked = run.engine.put(Vocabulary.of(texts))
         parts, count, own = write_search(
-            sources, events.rows, uri, catalogue, asked, rules, run.engine, run.progress("sequences")
+            sources,
+            events.rows,
+            uri,
+            catalogue,
+            asked,
+            rules,
+            run.engine,
+            run.progress("sequences"),
+            share_as_of(run, as_of),
         )
         if not parts:
             raise UserError(
@@ -356,8 +380,9 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
             "queries": queries.rows,
             "labels": rules.labels,
             "features": rules.features,
-            "groups": feature_groups(config.own, rules.features, rules.own),
+            "groups": feature_groups(config.own, rules.features, usual_groups(source)),
             **({"own": own} if rules.own else {}),
+            **({"as_of": described_as_of(as_of)} if as_of else {}),
             "windows": [f"{days:g}d" for days in config.own.windows_days] if rules.windowed else [],
             "search": config.own.settings(),
             "max_candidates": count["max_candidates"],
