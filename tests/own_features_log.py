@@ -93,11 +93,56 @@ def write_log(folder: Path, users: int = 250, searches: int = 8, shown: int = 5,
     pl.DataFrame(titles).write_csv(folder / "items.csv")
 
 
-def make(folder: Path, raw: Path, source: dict[str, Any] = SOURCE, settings: dict[str, Any] | None = None) -> str:
+FEED: dict[str, Any] = {
+    "layout": "mapping",
+    "files": "feed.csv",
+    "user": "user",
+    "item": "item",
+    "time": {"column": "at", "unit": "ms"},
+    "labels": {"like": {"column": "like"}, "share": {"column": "share"}},
+    "numbers": ["score"],
+    "categories": ["device"],
+    "as_of": AS_OF,
+}
+FEED_PREPARE: dict[str, Any] = {
+    "kind": "actions",
+    "core": 0,
+    "split": {"kind": "temporal"},
+    "actions": {"counts": {"windows_days": [7]}},
+}
+
+
+def write_feed(folder: Path, users: int = 60, events: int = 40, seed: int = 0) -> None:
+    """A feed whose likes follow a score and the item's last sale state; `write_log` in the folder first."""
+    rng = np.random.default_rng(seed)
+    states = {(id_, since): state == "sale" for id_, since, _, state in pl.read_csv(folder / "prices.csv").rows()}
+    rows = []
+    for user in range(users):
+        for hour in sorted(rng.choice(30 * 24 - 2, events, replace=False).tolist()):
+            at, item, score = BEGIN + (hour + 1) * HOUR + user, int(rng.integers(ITEMS)), float(rng.normal())
+            last = BEGIN + (at - BEGIN - 1) // (72 * HOUR) * 72 * HOUR
+            like = rng.random() < 1 / (1 + np.exp(-(3 * score + 3 * states[f"i{item}", last] - 3)))
+            rows.append(
+                {
+                    "user": f"u{user}", "item": f"i{item}", "at": at, "like": int(like),
+                    "share": int(like and rng.random() < 0.5), "score": None if rng.random() < 0.1 else score,
+                    "device": "phone" if user % 2 else "tablet",
+                }
+            )  # fmt: skip
+    pl.DataFrame(rows).write_csv(folder / "feed.csv")
+
+
+def make(
+    folder: Path,
+    raw: Path,
+    source: dict[str, Any] = SOURCE,
+    settings: dict[str, Any] | None = None,
+    of_kind: dict[str, Any] = PREPARE,
+) -> str:
     """Tables of the log in `raw`."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "source.yaml"
-    path.write_text(yaml.safe_dump({**source, "prepare": PREPARE}))
+    path.write_text(yaml.safe_dump({**source, "prepare": of_kind}))
     read, defaults = load_source(str(path))
     config = read_config(defaults, settings or {})
     prepare(read, str(raw), str(folder / "tables"), config, say=lambda line: None)

@@ -183,6 +183,7 @@ class ActionsRequests:
             name: {value: number for number, value in enumerate(values, 1)}
             for name, values in info.get("viewers", {}).items()
         }
+        self.own = OwnFeatures.of(info)
 
     def batch(self, rows: list[pd.Series], index: dict[str, int], known: list[list[int]]) -> dict[str, torch.Tensor]:
         """`known` are the places of each row's candidates that are in the catalogue."""
@@ -203,6 +204,10 @@ class ActionsRequests:
             if self.viewers:
                 now = np.tile(self.viewer(row), (count, 1))
                 part["viewer"] = np.concatenate([self.history_viewer(row)[past], now])
+            if self.own.names:
+                shown = own_values(row, self.own, "", len(row["candidates"]))[places]
+                seen = own_values(row, self.own, "history_", len(row["history"]))[past]
+                part["own"] = np.concatenate([seen, shown])
             parts.append(part)
         events = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         context, candidates = (np.array([len(x) for x in lists]) for lists in (kept, known))
