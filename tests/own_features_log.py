@@ -31,7 +31,13 @@ SOURCE: dict[str, Any] = {
     "labels": {"click": {"column": "click"}},
     "numbers": ["bm25"],
     "categories": ["city"],
-    "items": {"files": "items.csv", "item": "item", "texts": ["title"]},
+    "items": {
+        "files": "items.csv",
+        "item": "item",
+        "texts": ["title"],
+        "attributes": ["brand"],
+        "numbers": ["weight"],
+    },
 }
 AS_OF: dict[str, Any] = {
     "prices": {
@@ -89,8 +95,13 @@ def write_log(folder: Path, users: int = 250, searches: int = 8, shown: int = 5,
                 )  # fmt: skip
     pl.DataFrame(rows).write_csv(folder / "events.csv")
     prices.write_csv(folder / "prices.csv")
-    titles = {"item": [f"i{item}" for item in range(ITEMS)], "title": [f"thing {item}" for item in range(ITEMS)]}
-    pl.DataFrame(titles).write_csv(folder / "items.csv")
+    items = {
+        "item": [f"i{item}" for item in range(ITEMS)],
+        "title": [f"thing {item}" for item in range(ITEMS)],
+        "brand": [None if item == 0 else f"b{item % 4}" for item in range(ITEMS)],
+        "weight": [item / 10 for item in range(ITEMS)],
+    }
+    pl.DataFrame(items).write_csv(folder / "items.csv")
 
 
 FEED: dict[str, Any] = {

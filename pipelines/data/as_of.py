@@ -28,6 +28,9 @@ from pipelines.data.tables import commit, write_part
 PREFIX = "as_of_"
 """Begins the names of the tables' folders."""
 
+FIRST = -(2**62)
+"""ms, before any event."""
+
 
 def _write_table(of: AsOf, input_uri: str, files: list[str], uri: str) -> tuple[Part | None, Rejected, int]:
     """Reads the files and writes the one part, sorted; also gives what was rejected, and how many rows were left out
@@ -115,6 +118,15 @@ class AsOfTable:
         first = id_ * (len(self.times) + 1)
         row = np.searchsorted(self.place, first + np.searchsorted(self.times, at), side="left") - 1
         return np.where((id_ >= 0) & (row >= 0) & (self.place[row] >= first), row, -1)
+
+
+def share_items(run: Run, columns: list[str]) -> list[Shared]:
+    """The items table with these columns, as one that holds since the beginning of time; none without columns."""
+    if not columns:
+        return []
+    items = read_table(run.table("items"), "items", ["item_id", *columns])
+    items = items.append_column("timestamp_ms", pa.repeat(pa.scalar(FIRST, pa.int64()), len(items)))
+    return [run.engine.put(AsOfTable.of(items, "item_id"))]
 
 
 def share_as_of(run: Run, made: dict[str, Manifest]) -> list[Shared]:

@@ -14,6 +14,8 @@ from typing import Any
 import polars as pl
 import pyarrow as pa
 
+from models.config import check_known
+from models.tables import UserError
 from pipelines.data.sources.base import Source
 
 NUMBER, CATEGORY = "num_", "cat_"
@@ -21,6 +23,9 @@ NUMBER, CATEGORY = "num_", "cat_"
 
 OWN = "own"
 """Group of those of events."""
+
+ITEMS = "items"
+"""Group of those of the item files."""
 
 MOST_VALUES = 10_000
 """Values of a category that the manifest lists; of more, each has the number of its hash."""
@@ -34,12 +39,33 @@ def own_names(schema: pa.Schema) -> list[str]:
     return [name for kind in (NUMBER, CATEGORY) for name in schema.names if name.startswith(kind)]
 
 
-def usual_groups(source: Source) -> dict[str, str]:
-    """The group that each own feature has where the source file names none, in the order of columns: `own`, or the name
-    of its table."""
+def item_columns(source: Source, names: list[str]) -> pa.Schema:
+    """The columns of the items table that are of `names`, attributes or numbers. UserError for one that it has not, or
+    that has the name of another feature."""
+    numbers, categories = source.items_numbers, source.items_columns[1]
+    known = [*numbers, *categories]
+    check_known(
+        names,
+        known,
+        lambda name, near: (
+            f"item_features has '{name}', which is no attribute or number of items"
+            + (f"; the nearest is '{near}'" if known else ", as the source file names none")
+        ),
+    )
+    found = [pa.field(NUMBER + name, pa.float32()) for name in names if name in numbers]
+    found += [pa.field(CATEGORY + name, pa.string()) for name in names if name in categories]
+    if twice := [column.name[len(NUMBER) :] for column in found if column.name in usual_groups(source, [])]:
+        raise UserError(f"item_features has '{twice[0]}', which is the name of another feature too; rename one")
+    return pa.schema(found)
+
+
+def usual_groups(source: Source, item_features: list[str]) -> dict[str, str]:
+    """The group that each own feature has where the source file names none, in the order of columns: `own`, the name of
+    its table, or `items`."""
     groups = {name: OWN for name in source.schema.names if name.startswith((NUMBER, CATEGORY))}
     for table, of in source.tables_as_of.items():
         groups |= dict.fromkeys(of.features.names, table)
+    groups |= dict.fromkeys(item_columns(source, item_features).names if item_features else (), ITEMS)
     return {name: groups[name] for name in own_names(pa.schema([(name, pa.null()) for name in groups]))}
 
 

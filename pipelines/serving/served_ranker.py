@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -81,10 +81,13 @@ def sequence(row: pd.Series, name: str, count: int, empty: Any) -> list[Any]:
     return values
 
 
-def own_values(row: pd.Series, own: OwnFeatures, of: str, count: int) -> Floats:
-    """(count, own features) of what the columns `{of}numbers` and `{of}categories` give by name; UserError for a name
-    that the model does not read, and for another number of values."""
-    columns: dict[str, pa.Array] = {}
+def own_values(
+    row: pd.Series, own: OwnFeatures, of: str, count: int, usual: dict[str, pa.Array] | None = None
+) -> Floats:
+    """(count, own features) of what the columns `{of}numbers` and `{of}categories` give by name; `usual` has columns
+    for those that they do not give. UserError for a name that the model does not read, and for another number of
+    values."""
+    columns = dict(usual or {})
     for kind, start, value in (("numbers", NUMBER, pa.float32()), ("categories", CATEGORY, pa.string())):
         known = [name[len(start) :] for name in own.names if name.startswith(start)]
         for name, values in (given(row, of + kind) or {}).items():
@@ -107,7 +110,10 @@ class SearchRequests:
         queries = read_table(f"{folder}/tables/queries", "queries")["query"].to_pylist() if has_queries else []
         self.query = {query: number for number, query in enumerate(queries)}
         self.reads_times = model.config.reads_times
-        self.own = OwnFeatures.of(read_manifest(f"{folder}/tables/sequences", "sequences").info)
+        info = read_manifest(f"{folder}/tables/sequences", "sequences").info
+        self.own = OwnFeatures.of(info)
+        of_items = info.get("item_features", [])
+        self.of_items = read_table(f"{folder}/tables/items", "items", of_items) if of_items else pa.table({})
 
     def batch(self, rows: list[pd.Series], index: dict[str, int], known: list[list[int]]) -> dict[str, torch.Tensor]:
         """`known` are the places of each row's candidates that are in the catalogue."""
@@ -119,7 +125,7 @@ class SearchRequests:
             times = sequence(row, "history_time_ms", len(items), None)
             if self.reads_times and None in times:
                 raise UserError("history_time_ms is missing, and the model reads when each behaviour was; give it")
-            features = self.features(row, "history_", len(items))
+            features = self.features(row, "history_", items, index)
             past.append(
                 {
                     "item": np.array([index[items[i]] for i in kept], np.int64),
@@ -129,7 +135,7 @@ class SearchRequests:
                 }
             )
         pairs = list(zip(rows, known, strict=True))
-        shown = [self.features(row, "", len(row["candidates"]))[places] for row, places in pairs]
+        shown = [self.features(row, "", row["candidates"], index)[places] for row, places in pairs]
         requests: dict[str, NDArray] = {
             "request_query": self.numbers([given(row, "query") for row in rows]),
             "candidate": np.array([index[row["candidates"][i]] for row, places in pairs for i in places], np.int64),
@@ -143,11 +149,12 @@ class SearchRequests:
         self.warn("behaviours", batch["history"][real], batch["history_query"][real])
         return batch
 
-    def features(self, row: pd.Series, of: str, count: int) -> Floats:
-        """(count, F) of candidates, or with `history_` of behaviours."""
-        return np.concatenate(
-            [vectors(row, f"{of}features", count, self.mean), own_values(row, self.own, of, count)], 1
-        )
+    def features(self, row: pd.Series, of: str, items: Sequence[str], index: dict[str, int]) -> Floats:
+        """(items, F) of candidates, or with `history_` of behaviours. Those of items are known."""
+        places = pa.array([index.get(item) for item in items], pa.int64())
+        usual = {name: self.of_items[name].combine_chunks().take(places) for name in self.of_items.column_names}
+        own = own_values(row, self.own, of, len(items), usual)
+        return np.concatenate([vectors(row, f"{of}features", len(items), self.mean), own], 1)
 
     def numbers(self, queries: list[str | None]) -> NDArray[np.int64]:
         """The number of each query, NO_QUERY for none and, with a warning, for those that training did not have."""

@@ -20,7 +20,7 @@ def own_columns(info: dict[str, Any]) -> list[str]:
 
 def with_as_of(tables: Tables, rows: pl.DataFrame, at: str) -> pl.DataFrame:
     """`rows` with the features of each table with a time of its own: those of the latest row of their `item_id` or
-    `user_id` whose time is strictly before `at`."""
+    `user_id` whose time is strictly before `at`; and with those of items."""
     rows = rows.with_row_index("__row")
     for name, said in (tables.sequences.info.get("as_of") or {}).items():
         manifest = read_manifest(join(tables.uri, name), name)
@@ -38,6 +38,9 @@ def with_as_of(tables: Tables, rows: pl.DataFrame, at: str) -> pl.DataFrame:
             check_sortedness=False,
         )
         rows = rows.join(found.select("__row", *said["features"]), on="__row", how="left", maintain_order="left")
+    if of_items := tables.sequences.info.get("item_features"):
+        items = pl.concat([part for _, part in tables.parts("items", ["item_id", *of_items])])
+        rows = rows.join(items, on="item_id", how="left", maintain_order="left")
     return rows.drop("__row")
 
 

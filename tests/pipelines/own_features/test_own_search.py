@@ -78,6 +78,31 @@ def test_a_log_without_own_features_has_the_tables_that_it_had(tmp_path: Path, r
     assert "cat_" not in str(manifest.schema)
 
 
+def other_brand(rows: list[dict], info: dict) -> None:
+    rows[0]["requests"][0]["cat_brand"][0] = "b9"
+
+
+def test_items_have_features_where_the_source_file_says_so(tmp_path: Path, raw: Path) -> None:
+    settings = {"search": {"item_features": ["brand", "weight"]}}
+    tables = make(tmp_path, raw, settings=settings)
+    info = read_manifest(f"{tables}/sequences").info
+    assert info["item_features"] == ["num_weight", "cat_brand"]
+    assert info["groups"][-1] == {"name": "items", "features": ["num_weight", "cat_brand"]}
+    items = read_table(f"{tables}/items")["item_id"].to_pylist()
+    row = read_table(f"{tables}/sequences").to_pylist()[3]
+    number = [int(items[item][1:]) for item in row["requests"][0]["candidates"]]
+    assert row["requests"][0]["cat_brand"] == [None if i == 0 else f"b{i % 4}" for i in number]
+    assert row["num_weight"] == pytest.approx([int(items[item][1:]) / 10 for item in row["item_index"]])
+    assert broken(tables) == {}
+    assert set(broken(rewrite(tables, tmp_path / "other", other_brand))) == {"features"}
+    for names, message in (
+        (["brnd"], "item_features has 'brnd', which is no attribute or number of items; the nearest is 'brand'"),
+        (["title"], "item_features has 'title', which is no attribute"),
+    ):
+        with pytest.raises(UserError, match=message):
+            make(tmp_path / "wrong", raw, settings={"search": {"item_features": names}})
+
+
 def other_number(rows: list[dict], info: dict) -> None:
     rows[0]["requests"][0]["num_bm25"][0] = 9.0
 
@@ -97,8 +122,8 @@ def mean_of_the_whole_log(rows: list[dict], info: dict) -> None:
 @pytest.mark.parametrize(
     ("change", "rules"),
     [
-        (other_number, {"targets", "features"}),
-        (other_category, {"targets", "features"}),
+        (other_number, {"features"}),
+        (other_category, {"features"}),
         (value_of_the_test_window, {"features"}),
         (mean_of_the_whole_log, {"features"}),
     ],

@@ -19,6 +19,7 @@ from models.tables import UserError, join, read_table
 from pipelines import tracking
 from pipelines.serving import package
 from pipelines.serving.registered_model import register
+from tests.own_features_log import make, make_text
 
 SIZES = {"width": 16, "num_layers": 1, "max_history": 8, "dnn_width": 16, "tower_width": 8, "text_width": 8}
 
@@ -57,6 +58,27 @@ def request(tables: str, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         "history_numbers": {"bm25": [row["num_bm25"][i] for i in past]},
         "history_categories": {"city": [row["cat_city"][i] for i in past]},
     }  # fmt: skip
+
+
+def test_features_of_items_are_known_when_serving(raw: Path, tmp_path: Path, new_store: Callable[[Path], str]) -> None:
+    new_store(tmp_path)
+    tables = make(tmp_path, raw, settings={"search": {"item_features": ["brand", "weight"]}})
+    text = make_text(tmp_path, tables)
+    model = served(tmp_path, tables, text)[1]
+    rows = read_table(join(tables, "sequences")).to_pylist()
+    items = {item: number for number, item in enumerate(read_table(join(tables, "items"))["item_id"].to_pylist())}
+    request = next(one for row in rows for one in row["requests"] if one["history_end"] == 0)
+    names = [item for index in request["candidates"] for item, number in items.items() if number == index]
+    given = {
+        "candidates": [*names, "unknown"], "query": None, "history": [],
+        "numbers": {"bm25": [*request["num_bm25"], None]}, "categories": {"city": [*request["cat_city"], None]},
+    }  # fmt: skip
+    scores = []
+    for own in ({}, {"weight": [*request["num_weight"], None]}, {"weight": [9.0] * (len(names) + 1)}):
+        ranked = model.predict(pd.DataFrame([{**given, "numbers": {**given["numbers"], **own}}]))
+        scores.append(dict(zip(ranked["item_id"][0], ranked["score"][0], strict=True)))
+    assert scores[0] == pytest.approx(scores[1], nan_ok=True)
+    assert scores[0] != pytest.approx(scores[2], nan_ok=True, abs=1e-6)
 
 
 def test_own_features_are_served_by_name(

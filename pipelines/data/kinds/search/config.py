@@ -33,10 +33,12 @@ class SearchConfig(Windowed):
     max_request_minutes: float = 60.0
     """Longest time from the first to the last result of one request id; longer is an error, as ids are re-used."""
 
+    item_features: list[str] = field(default_factory=list)
+    """Attributes and numbers of the item files that models read of results and behaviours; they hold for all time."""
     groups: dict[str, list[str]] = field(default_factory=dict)
     """Groups of features for HFG-Attention and importance (Sec. 3.6 of QGS), {group: [feature]}, of counts such as
     pair_ctr_7d and of the log's own numbers and categories. Those that are not named: cross, document, query, context
-    by what they count, and `own`."""
+    by what they count, `own`, `items`, and the names of tables with a time of their own."""
 
     def __post_init__(self) -> None:
         self.check_windows("search")
@@ -61,8 +63,9 @@ class SearchConfig(Windowed):
     def settings(self) -> dict[str, Any]:
         """As manifests hold it; what earlier code did not have is left out where it says nothing."""
         content = asdict(self)
-        if not self.groups:
-            del content["groups"]
+        for name in ("groups", "item_features"):
+            if not content[name]:
+                del content[name]
         return content
 
 

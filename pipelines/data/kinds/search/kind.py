@@ -22,12 +22,13 @@ if TYPE_CHECKING:
 
 
 def check(source: Source, config: PrepareConfig) -> None:
-    """As `check_search`; and the groups that the source file declares are of features of the log."""
+    """As `check_search`; and features of items and groups that the source file names are those of the log."""
     check_search(source, config)
+    own = usual_groups(source, config.own.item_features)
     if config.own.groups:
         from pipelines.data.kinds.search.features import feature_names  # it imports Ray
 
-        feature_groups(config.own, feature_names(config.own, source.info["clock"]), usual_groups(source))
+        feature_groups(config.own, feature_names(config.own, source.info["clock"]), own)
 
 
 def sequences(run: Run, events: Manifest, items: Manifest, split: dict[str, Any]) -> Manifest:

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from models.tables import Manifest, Part, UserError, part_uris, read_table
-from pipelines.data.as_of import AsOfTable, as_of_schema, attach, described_as_of, make_as_of, share_as_of
+from pipelines.data.as_of import AsOfTable, as_of_schema, attach, described_as_of, make_as_of, share_as_of, share_items
 from pipelines.data.counts import Piece, counted
 from pipelines.data.dataflow import Engine, Shared, fetch
 from pipelines.data.durations import MINUTE_MS
@@ -29,7 +29,7 @@ from pipelines.data.kinds.search.config import SearchConfig, bool_labels
 from pipelines.data.kinds.search.features import IDS, SearchWindows, feature_names, features, gather
 from pipelines.data.kinds.search.groups import feature_groups
 from pipelines.data.kinds.search.requests import requests_of
-from pipelines.data.own_features import Seen, described, own_names, usual_groups
+from pipelines.data.own_features import Seen, described, item_columns, own_names, usual_groups
 from pipelines.data.run import Run, gathered
 from pipelines.data.splits import NAMES, assign, require_training
 from pipelines.data.survey import (
@@ -67,7 +67,7 @@ class SearchRules:
     search: SearchConfig
     """The features."""
     as_of: pa.Schema = NOTHING
-    """Features of tables with a time of their own."""
+    """Features of tables with a time of their own, and of items."""
 
     @property
     def features(self) -> list[str]:
@@ -318,6 +318,8 @@ def make_queries(run: Run, events: Manifest) -> Manifest:
 def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, Any]) -> Manifest:
     """Queries and sequences of a search log; returns the manifest of the sequences."""
     config, source = run.config, run.source
+    own_groups = usual_groups(source, config.own.item_features)
+    of_items = item_columns(source, config.own.item_features)
     queries = make_queries(run, events)
     settings = {
         "kind": "search",
@@ -326,7 +328,7 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
         "core_window": config.core_window,
         "behaviour": config.behaviour,
         "search": config.own.settings(),
-        **({"own_features": True} if usual_groups(source) else {}),  # earlier code left them out of requests
+        **({"own_features": True} if own_groups else {}),  # earlier code left them out of requests
     }
     as_of = make_as_of(run)
     inputs = {"events": events.hash, "items": items.hash, "queries": queries.hash}
@@ -341,7 +343,7 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
         labels=bool_labels(source, config.behaviour),
         clock=events.info["clock"],
         search=config.own,
-        as_of=as_of_schema(list(source.tables_as_of.values())),
+        as_of=pa.schema([*as_of_schema(list(source.tables_as_of.values())), *of_items]),
     )
     texts = pa.array([], pa.large_string())
     if queries.rows:
@@ -358,7 +360,7 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
             rules,
             run.engine,
             run.progress("sequences"),
-            share_as_of(run, as_of),
+            [*share_as_of(run, as_of), *share_items(run, of_items.names)],
         )
         if not parts:
             raise UserError(
@@ -380,9 +382,10 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
             "queries": queries.rows,
             "labels": rules.labels,
             "features": rules.features,
-            "groups": feature_groups(config.own, rules.features, usual_groups(source)),
+            "groups": feature_groups(config.own, rules.features, own_groups),
             **({"own": own} if rules.own else {}),
             **({"as_of": described_as_of(as_of)} if as_of else {}),
+            **({"item_features": of_items.names} if of_items else {}),
             "windows": [f"{days:g}d" for days in config.own.windows_days] if rules.windowed else [],
             "search": config.own.settings(),
             "max_candidates": count["max_candidates"],
@@ -402,7 +405,7 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
     one_class = sum(per_split["requests_one_class"].values())
     run.say(
         f"sequences: {sequences.rows:,} users, {sum(per_split['requests'].values()):,} requests with "
-        f"{sum(per_split['candidates'].values()):,} candidates and {len(rules.features)} features in "
+        f"{sum(per_split['candidates'].values()):,} candidates and {len(rules.features) + len(rules.own)} features in "
         f"{time.perf_counter() - begin:.1f} s; left out: {count['requests_outside']:,} requests and "
         f"{count['candidates_outside']:,} candidates outside the catalogue, {count['requests_truncated']:,} requests "
         f"older than the kept behaviours; {one_class:,} requests have one class only"
