@@ -19,6 +19,7 @@ from models.fit import EpochEvent, FitConfig, fit
 from models.setup import set_up
 from models.tables import UserError, join, read_manifest, read_table
 from pipelines import tracking
+from pipelines.data import own_features
 from pipelines.data.audit.rules import audit
 from pipelines.evaluation.importance import importance
 from pipelines.serving import package
@@ -89,6 +90,19 @@ def test_a_log_without_own_features_has_the_tables_that_it_had(feed: Path, tmp_p
     manifest = read_manifest(make(tmp_path, feed, plain, of_kind=FEED_PREPARE) + "/sequences")
     assert "own" not in manifest.info
     assert "own_features" not in manifest.config
+
+
+def test_a_category_with_too_many_values_is_hashed(feed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_features, "MOST_VALUES", 1)
+    tables = make(tmp_path, feed, FEED, of_kind=FEED_PREPARE)
+    info = read_manifest(f"{tables}/sequences").info
+    assert info["viewers"] == {}
+    hashed = [{"name": name, "values": [], "buckets": own_features.BUCKETS} for name in ("cat_device", "cat_state")]
+    assert info["own"]["categories"] == hashed
+    assert broken(tables) == {}
+    batch = ActionsExamples.load(join(tables, "sequences"), "test", max_history=16).collate(np.arange(8))
+    assert len(batch["own"][batch["valid"]][:, 2].unique()) == 2
+    check_batch(batch, ActionsCatalogue.load(tables))
 
 
 @pytest.mark.long

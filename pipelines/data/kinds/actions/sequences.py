@@ -50,6 +50,8 @@ class ActionsRules:
     """A user's most recent events that are kept."""
     actions: ActionsConfig
     """Tasks, inputs and counts, resolved."""
+    large: tuple[str, ...] = ()
+    """Columns of categories with too many values to list, which are hashed as the log's own features."""
     joined: pa.Schema = NOTHING
     """Features of tables with a time of their own."""
 
@@ -99,7 +101,8 @@ class ActionsRules:
     @property
     def own(self) -> list[str]:
         """Columns of the log's own features, but for the viewer-side categories."""
-        return [name for name in own_names(pa.schema([*self.schema, *self.joined])) if name not in self.categories]
+        every = own_names(pa.schema([*self.schema, *self.joined]))
+        return [name for name in every if name not in self.categories or name in self.large]
 
     @property
     def categories(self) -> list[str]:
@@ -154,9 +157,8 @@ def _survey_part(catalogue: Vocabulary, rules: ActionsRules, uri: str) -> tuple[
     kept = Kept.of(events, catalogue, rules.max_events)
     split = rules.sides(kept.time, runs(kept.user))
     train = kept.row[split == 0]
-    found: dict[str, Any] = {
-        name: set(events[name].take(pa.array(train)).unique().drop_null().to_pylist()) for name in rules.categories
-    }
+    of_viewers = {name: events[name].combine_chunks().take(pa.array(train)) for name in rules.categories}
+    found: dict[str, Any] = {"viewers": Seen.of(of_viewers)}
     for name, task in rules.actions.tasks.items():
         found[f"task {name}"] = np.array([task.values(events)[train].sum()])
     for name, action in rules.actions.inputs.items() if len(train) else ():
@@ -177,15 +179,14 @@ def drop_constants(
     events = np.zeros(len(NAMES), dtype=np.int64)
     positives = dict.fromkeys(rules.actions.tasks, 0)
     ends: dict[str, list[np.ndarray]] = {name: [] for name in rules.actions.inputs}
-    viewers: dict[str, set[str]] = {name: set() for name in rules.categories}
+    viewers: list[Seen] = []
     for _, (rows, found) in engine.each(_survey_part, [(uri,) for uri in parts], (catalogue, rules)):
         events += rows
         for name in positives:
             positives[name] += int(found[f"task {name}"].sum()) if found else 0
         for name, seen in ends.items():
             seen += [found[f"input {name}"]] if f"input {name}" in found else []
-        for name, values in viewers.items():
-            values |= found.get(name, set())
+        viewers += [found["viewers"]] if found else []
     check_sides(dict(zip(NAMES, events.tolist(), strict=True)), rules)
     train = int(events[0])
     dropped = {
@@ -207,7 +208,10 @@ def drop_constants(
             )
     counted_labels = [name for name in rules.actions.counts.counted_labels if name in tasks]
     actions = ActionsConfig(tasks, inputs, replace(rules.actions.counts, counted_labels=counted_labels))
-    return replace(rules, actions=actions), dropped, {name[4:]: sorted(values) for name, values in viewers.items()}
+    values = described(viewers, rules.categories)["categories"]
+    large = tuple(category["name"] for category in values if category["buckets"])
+    listed = {category["name"][4:]: category["values"] for category in values if not category["buckets"]}
+    return replace(rules, actions=actions, large=large), dropped, listed
 
 
 def check_sides(events: dict[str, int], rules: ActionsRules) -> None:
@@ -387,7 +391,7 @@ def make_actions(run: Run, events: Manifest, items: Manifest, split: dict[str, A
     parts = part_uris(run.table("events"), events)
     catalogue = run.catalogue()
     resolved = check_actions(source, config)
-    rules = ActionsRules(source.schema, split, config.split.shares, config.max_events, resolved, joined)
+    rules = ActionsRules(source.schema, split, config.split.shares, config.max_events, resolved, joined=joined)
     rules, dropped, viewers = drop_constants(parts, catalogue, rules, run.engine)
     for name, reason in dropped.items():
         run.say(f"dropped: {name} is {reason}, so there is nothing to learn of it")
