@@ -23,6 +23,7 @@ from models.config import check_positive
 from models.label_loss import LabelOptions, counted, label_loss, mask_places, weights_of
 from models.layers.causal_attention import CausalBlock, Layout
 from models.layers.mmoe import MMoE
+from models.own_features import OwnInputs
 
 
 @dataclass
@@ -47,13 +48,17 @@ class ActionsConfig(LabelOptions):
     """Inner width of a task's tower."""
     dropout: float = 0.1
     """Dropout in blocks and head."""
+    category_dropout: float = 0.02
+    """Share of the values of the log's own categories that count as unknown in training, so that values which training
+    has not seen mean something."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         sizes = "max_history width num_layers num_heads ffn experts expert_width tower_width"
         check_positive(self, sizes.split())
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout {self.dropout} is not in [0, 1); give a share")
+        for name in ("dropout", "category_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} is not in [0, 1); give a share")
         if self.width % (2 * self.num_heads):
             raise ValueError(
                 f"width {self.width} is not a multiple of twice num_heads {self.num_heads}; change either "
@@ -68,12 +73,12 @@ def projection(inputs: int, width: int) -> nn.Sequential:
 
 class ItemNetwork(nn.Module):
     """Item features, concatenated and projected (Sec. 2): the id's own embedding, categories, numbers; and viewer-side
-    categories of the event."""
+    categories and the log's own features of the event."""
 
     numbers: Tensor
     categories: Tensor
 
-    def __init__(self, catalogue: ActionsCatalogue, width: int) -> None:
+    def __init__(self, catalogue: ActionsCatalogue, width: int, category_dropout: float = 0.0) -> None:
         super().__init__()
         items = catalogue.num_items
         for name in ("numbers", "categories"):
@@ -85,14 +90,21 @@ class ItemNetwork(nn.Module):
         self.tables = nn.ModuleList(
             nn.Embedding.from_pretrained(torch.randn(size, width) * width**-0.5, freeze=False) for size in sizes
         )
-        self.project = projection(len(sizes) * width + self.numbers.shape[1], width)
+        self.own = OwnInputs(catalogue.own, width, category_dropout) if catalogue.own.names else None
+        wide = len(sizes) * width + self.numbers.shape[1] + (len(self.own.columns) if self.own else 0)
+        self.project = projection(wide, width)
 
-    def forward(self, item: Tensor, viewer: Tensor | None = None) -> Tensor:
-        """(..., D) of `item` (...) and `viewer` (..., V), both int64; without `viewer` nothing is known of it."""
+    def forward(self, item: Tensor, viewer: Tensor | None = None, own: Tensor | None = None) -> Tensor:
+        """(..., D) of `item` (...) and `viewer` (..., V), both int64, and `own` (..., X + G); without `viewer` nothing
+        is known of it."""
         viewer = item.new_zeros(*item.shape, self.viewers) if viewer is None else viewer
         keys = [item, *self.categories[item].unbind(-1), *viewer.unbind(-1)]
         parts = [table(key) for table, key in zip(self.tables, keys, strict=True)]
-        return self.project(torch.cat([*parts, self.numbers[item]], -1))
+        parts.append(self.numbers[item])
+        if self.own is not None:
+            assert own is not None, "a batch of a log with own features has them"
+            parts.append(self.own(own))
+        return self.project(torch.cat(parts, -1))
 
 
 class LateFeatures(nn.Module):
@@ -124,7 +136,7 @@ class ActionsModel(nn.Module):
         self.config, self.labels, self.train_rates = config, catalogue.labels, catalogue.train_rates
         self.weights = weights_of(self.labels, config.label_weights)
         self.masks = mask_places(self.labels, config.label_masks)
-        self.items = ItemNetwork(catalogue, config.width)
+        self.items = ItemNetwork(catalogue, config.width, config.category_dropout)
         self.actions = projection(len(catalogue.actions), config.width)
         self.features = LateFeatures(catalogue)
         self.head = MMoE(
@@ -151,7 +163,8 @@ class ActionsModel(nn.Module):
     def logits(self, batch: Batch, *, history: bool) -> Tensor:
         """(B, L, K), or (B, C, K) of the candidates alone where not `history`."""
         viewer = joined(batch, "viewer", True) if "viewer" in batch else None
-        items = self.items(joined(batch, "item", True), viewer)
+        own = joined(batch, "own", True) if "own" in batch else None
+        items = self.items(joined(batch, "item", True), viewer, own)
         states = self.encode(items, self.actions(batch["action"]), visible(batch))
         return self.head(
             torch.cat([select(states, batch, history), self.features(joined(batch, "feature", history))], 2)

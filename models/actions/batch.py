@@ -13,9 +13,11 @@ the context that is strictly earlier than it. A candidate's actions are not in t
     feature                 (B, T, F) float32     counting statistics at the time of the event, for late fusion
     viewer                  (B, T, V) int64       viewer-side categories of the event, such as the device: 0 for none
                                                   and for what training has not seen; left out where V is 0
+    own                     (B, T, X + G) float32 the log's own features, as `OwnFeatures.matrix` has them; left out
+                                                  where there are none
     valid                   (B, T) bool           false on padding, which comes after the events
     learn                   (B, T) bool           events that are learned from in training, where a model can
-    candidate_item, candidate_time, candidate_label, candidate_feature, candidate_viewer, candidate_valid
+    candidate_item, candidate_time, candidate_label, candidate_feature, candidate_viewer, candidate_own, candidate_valid
                             the same for candidates, (B, C, ...), in any order; C may be 0 in training
 
 Events at the same millisecond keep the log's order within the context, where the later one has seen the earlier
@@ -36,6 +38,7 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
+from models.own_features import OwnFeatures
 from models.tables import UserError, join, read_manifest, read_table, sequences_manifest
 
 Batch = dict[str, Tensor]
@@ -64,6 +67,8 @@ class ActionsCatalogue:
     viewers: dict[str, list[str]] = field(default_factory=dict)
     """The V viewer-side categories of events, such as device or place in the app (Sec. 1 of AttnMVP), and the values
     that training has seen of each."""
+    own: OwnFeatures = field(default_factory=OwnFeatures)
+    """The log's own features of events: numbers, and what is joined to them as of their time."""
     train_rates: tuple[float, ...] = ()
     """Each task's share of positives among training events; or empty where it is not known."""
     hashes: dict[str, str] = field(default_factory=dict)
@@ -104,6 +109,7 @@ class ActionsCatalogue:
             numbers=torch.stack(numbers, 1) if numbers else torch.zeros(0),
             categories=torch.stack(categories, 1) if categories else torch.zeros(0, dtype=torch.int64),
             viewers=info.get("viewers", {}),
+            own=OwnFeatures.of(info),
             train_rates=tuple(float(info["base_rates"][task]) for task in info["tasks"]),
             hashes=hashes,
         )
@@ -156,6 +162,7 @@ def check_batch(batch: Batch, catalogue: ActionsCatalogue) -> None:
     widths = {"label": len(catalogue.labels), "feature": len(catalogue.features), "action": len(catalogue.actions)}
     sizes = [len(values) for values in catalogue.viewers.values()]
     widths |= {"viewer": len(sizes)} if sizes else {}
+    widths |= {"own": len(catalogue.own.names)} if catalogue.own.names else {}
     for prefix in ("", "candidate_"):
         size = tuple(batch[prefix + "item"].shape)
         for name in ("item", "time", "valid", "learn", *widths):

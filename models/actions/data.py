@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from models.own_features import OwnFeatures
 from models.shares import Shard, Sharded, Share, compact, equal_parts, joined, runs, starts
 from models.tables import Manifest, sequences_manifest
 
@@ -51,8 +52,8 @@ class ActionsExamples(Sharded):
     """
 
     events: dict[str, NDArray[Any]]
-    """Of this rank's users, flat: item, time, action, label, feature, learn, viewer where the log has some; and an
-    event of zeros at the end."""
+    """Of this rank's users, flat: item, time, action, label, feature, learn, viewer and own where the log has some; and
+    an event of zeros at the end."""
     begin: NDArray[np.int64]
     """Of each row, its first event."""
     context: NDArray[np.int64]
@@ -86,6 +87,7 @@ class ActionsExamples(Sharded):
     def _open(cls, uri: str) -> tuple[Manifest, list[str]]:
         manifest = sequences_manifest(uri, "actions")
         carried = [f"cat_{name}" for name in manifest.info.get("viewers", {})]
+        carried += OwnFeatures.of(manifest.info).names
         vectors = ("actions", "tasks", "features")
         return manifest, ["item_index", "timestamp_ms", *carried, *vectors, "train_end", "val_end"]
 
@@ -94,7 +96,7 @@ class ActionsExamples(Sharded):
         widths = {name: len(manifest.info[name]) for name in ("actions", "tasks", "features")}
         lengths = pc.list_value_length(table["item_index"].combine_chunks()).to_numpy().astype(np.int64)
         ends = {name: table[f"{name}_end"].to_numpy().astype(np.int64) for name in ("train", "val")}
-        events = read_part(table, widths, manifest.info.get("viewers", {}))
+        events = read_part(table, widths, manifest.info.get("viewers", {}), OwnFeatures.of(manifest.info))
         return {"events": events, "lengths": lengths, "ends": ends | {"test": lengths}}
 
     def _add(self, part: dict[str, Any], first_user: int, shard: Shard) -> int:
@@ -244,7 +246,7 @@ class ActionsExamples(Sharded):
         row, context, first, candidates = self._sizes(rows)
         batch = {"user_row": torch.from_numpy(self.user[row])}
         index, batch["valid"] = padded(self.begin[row], context, 1)
-        read = ("item", "time", "label", "feature", *(["viewer"] if "viewer" in self.events else []))
+        read = ("item", "time", "label", "feature", *(name for name in ("viewer", "own") if name in self.events))
         self._gather(batch, "", index, (*read, "action", "learn"))
         batch["learn"] &= batch["valid"]
         index, batch["candidate_valid"] = padded(first, candidates, 0)
@@ -270,8 +272,11 @@ def padded(begin: NDArray, count: NDArray, least: int) -> tuple[NDArray[np.int64
     return np.where(inside, begin[:, None] + place, -1), torch.from_numpy(inside)
 
 
-def read_part(table: pa.Table, widths: dict[str, int], viewers: dict[str, list[str]]) -> dict[str, NDArray]:
+def read_part(
+    table: pa.Table, widths: dict[str, int], viewers: dict[str, list[str]], own: OwnFeatures | None = None
+) -> dict[str, NDArray]:
     """Flat arrays over the events of one part. `viewer` (E, V): the number of each value in `viewers`, from 1, or 0."""
+    own = own or OwnFeatures()
 
     def flat(name: str) -> pa.Array:
         return table[name].combine_chunks().flatten()
@@ -286,6 +291,7 @@ def read_part(table: pa.Table, widths: dict[str, int], viewers: dict[str, list[s
     codes = [pc.fill_null(place, -1).to_numpy(zero_copy_only=False) + 1 for place in known.values()]
     return {
         **({"viewer": np.stack(codes, 1).astype(np.int32)} if codes else {}),
+        **({"own": own.matrix({name: flat(name) for name in own.names}, len(item))} if own.names else {}),
         "item": item,
         "time": flat("timestamp_ms").to_numpy(),
         "action": compact(vectors("actions")),

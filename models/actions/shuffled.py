@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from models.actions.batch import Batch
+from models.own_features import NUMBER
 from models.shuffles import Shuffle, exchanged
 
-CONTEXT = ("item", "time", "action", "label", "feature", "viewer", "valid", "learn")
+CONTEXT = ("item", "time", "action", "label", "feature", "viewer", "own", "valid", "learn")
 
 
 @contextmanager
@@ -40,10 +41,15 @@ def candidates(name: str, places: list[int] | None, model: Any, batch: Batch, ge
 
 
 def shuffles(model: Any, catalogue: Any) -> dict[str, Shuffle]:
-    """By name, what the model scores by: the history, the item, viewer-side categories, and counts by their key."""
+    """By name, what the model scores by: the history, the item, viewer-side categories, the log's own features one by
+    one, and counts by their key."""
     groups: dict[str, list[int]] = {}
     for place, name in enumerate(catalogue.features):
         groups.setdefault(f"features: {name.split('_')[0]}", []).append(place)
     viewer = {"viewer": partial(candidates, "viewer", None)} if catalogue.viewers else {}
     counts = {name: partial(candidates, "feature", places) for name, places in groups.items()}
-    return {"history": history, "item": partial(candidates, "item", None), **viewer, **counts}
+    own = {
+        f"features: {name[len(NUMBER) :]}": partial(candidates, "own", [place])
+        for place, name in enumerate(catalogue.own.names)
+    }
+    return {"history": history, "item": partial(candidates, "item", None), **viewer, **own, **counts}

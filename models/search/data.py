@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from models.own_features import OwnFeatures
 from models.retrieval.data import PAD, Examples, hash_strings, of_requests, request_number
 from models.shares import Shard, Share, joined, runs, starts
 from models.tables import (
@@ -66,7 +67,7 @@ class SearchCatalogue:
     labels: tuple[str, ...]
     """Names of the K labels; GAUC is of the first."""
     features: tuple[str, ...]
-    """Names of the F features of a candidate and of a behaviour."""
+    """Names of the F features of a candidate and of a behaviour: counts, place and time, then the log's own."""
     queries: Tensor
     """(Q, W) float32: each query alone."""
     items: Tensor
@@ -78,9 +79,13 @@ class SearchCatalogue:
     joint: Tensor | None = None
     """(P, W) float32: the encoder's [SEP] output over query and document, which has seen the document; or None."""
     feature_mean: Tensor = field(default_factory=lambda: torch.zeros(0))
-    """(F,) mean over train candidates."""
+    """(F - own ones,) mean over train candidates."""
     feature_std: Tensor = field(default_factory=lambda: torch.zeros(0))
-    """(F,) standard deviation over train candidates; 1 for a constant."""
+    """(F - own ones,) standard deviation over train candidates; 1 for a constant."""
+    own: OwnFeatures = field(default_factory=OwnFeatures)
+    """The log's own features, the last ones of `features`."""
+    groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Groups of features, in order; none for tables of earlier code (`inputs.feature_groups`)."""
     hashes: dict[str, str] = field(default_factory=dict)
     """Hashes of the tables it comes from."""
     documents: DocumentTokens | None = None
@@ -138,11 +143,12 @@ class SearchCatalogue:
         mean, std = torch.zeros(features), torch.ones(features)
         if scale:
             mean, std = feature_scale(join(tables, "sequences"), features)
+        own = OwnFeatures.of(sequences.info)
         return cls(
             num_items=items,
             num_queries=queries,
             labels=tuple(sequences.info["labels"]),
-            features=tuple(sequences.info["features"]),
+            features=(*sequences.info["features"], *own.names),
             queries=vectors["queries"],
             items=vectors["items"],
             pairs=pair_vectors,
@@ -150,6 +156,8 @@ class SearchCatalogue:
             joint=vectors_of(pairs, "joint", len(key), join(text, "pairs"))[order] if joint else None,
             feature_mean=mean,
             feature_std=std,
+            own=own,
+            groups={group["name"]: tuple(group["features"]) for group in sequences.info.get("groups", ())},
             hashes=hashes,
             documents=load_documents(join(text, "tokens"), made["items"]),
         )
@@ -255,13 +263,14 @@ class SearchExamples(Examples):
         manifest = sequences_manifest(uri, "search")
         asked = ("timestamp_ms", "query_index", "history_end", "split", "candidates", "positions", "features")
         labels = (f"label_{name}" for name in manifest.info["labels"])
-        mine = ["user_id", "item_index", "timestamp_ms", "query_index", "features"]
-        return manifest, [*mine, *of_requests(*asked, *labels)]
+        own = OwnFeatures.of(manifest.info).names
+        mine = ["user_id", "item_index", "timestamp_ms", "query_index", "features", *own]
+        return manifest, [*mine, *of_requests(*asked, *labels, *own)]
 
     @classmethod
     def _read(cls, table: pa.Table, manifest: Manifest, uri: str) -> dict[str, NDArray]:
         labels = [f"label_{name}" for name in manifest.info["labels"]]
-        part = read_part(table, labels, len(manifest.info["features"]))
+        part = read_part(table, labels, len(manifest.info["features"]), OwnFeatures.of(manifest.info))
         return part | {"user_hash": hash_strings(table["user_id"].combine_chunks())}
 
     def _add(self, part: dict[str, NDArray], first_user: int, shard: Shard) -> int:
@@ -418,8 +427,10 @@ def _keys(item: NDArray, query: NDArray, num_queries: int) -> NDArray[np.int64]:
     return np.unique(pair_key(item[there].astype(np.int64), query[there].astype(np.int64), num_queries))
 
 
-def read_part(table: pa.Table, labels: list[str], features: int) -> dict[str, NDArray]:
-    """Flat arrays of one part: of its behaviours, its requests and their candidates."""
+def read_part(table: pa.Table, labels: list[str], features: int, own: OwnFeatures | None = None) -> dict[str, NDArray]:
+    """Flat arrays of one part: of its behaviours, its requests and their candidates. `features` counts those of the
+    table's vectors, beside which `own` ones have columns of their own."""
+    own = own or OwnFeatures()
     items = table["item_index"].combine_chunks()
     lists = table["requests"].combine_chunks()
     requests = lists.flatten()
@@ -438,12 +449,19 @@ def read_part(table: pa.Table, labels: list[str], features: int) -> dict[str, ND
         return values.to_numpy(zero_copy_only=not pa.types.is_boolean(values.type))
 
     vectors = table["features"].combine_chunks().flatten().flatten().to_numpy()
+    past = {name: table[name].combine_chunks().flatten() for name in own.names}
+    now = {name: pc.struct_field(requests, name).flatten() for name in own.names}
+
+    def beside(vectors: NDArray, columns: dict[str, pa.Array], rows: int) -> NDArray[np.float32]:
+        built_in = vectors.astype(np.float32).reshape(rows, features)
+        return np.concatenate([built_in, own.matrix(columns, rows)], 1) if own.names else built_in
+
     return {
         "lengths": pc.list_value_length(items).to_numpy().astype(np.int64),
         "item": items.flatten().to_numpy(),
         "time": flat("timestamp_ms"),
         "query": flat("query_index").astype(np.int32),
-        "history_features": vectors.astype(np.float32).reshape(len(items.flatten()), features),
+        "history_features": beside(vectors, past, len(items.flatten())),
         "owner": np.repeat(np.arange(len(per_user)), per_user),
         "place": runs(np.zeros_like(per_user), per_user),
         "end": of_request("history_end"),
@@ -455,5 +473,5 @@ def read_part(table: pa.Table, labels: list[str], features: int) -> dict[str, ND
         "candidate": shown.flatten().to_numpy(),
         "position": of_candidate("positions"),
         "labels": np.stack([of_candidate(name) for name in labels], 1),
-        "features": of_candidate("features").astype(np.float32).reshape(int(counts.sum()), features),
+        "features": beside(of_candidate("features"), now, int(counts.sum())),
     }

@@ -1,13 +1,17 @@
 """What every search model reads: text embeddings reduced by a trained projection, and scaled features.
 
-Shapes: `W` width of the encoder's text, `E` of the reduced text, `F` features, `...` any index shape.
+Shapes: `W` width of the encoder's text, `E` of the reduced text, `F` features, `O` columns that layers read of them,
+`...` any index shape.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
+
 import torch
 from torch import Tensor, nn
 
+from models.own_features import OwnInputs
 from models.search.data import NO_QUERY, SearchCatalogue, pair_key
 from models.tables import UserError
 
@@ -86,29 +90,41 @@ class Text(nn.Module):
 
 
 class Scale(nn.Module):
-    """Features standardised by mean and deviation over train candidates, and cut at 5 deviations."""
+    """Features as layers read them: standardised by mean and deviation over train candidates and cut at 5 deviations;
+    the log's own ones as `OwnInputs` gives them."""
 
     mean: Tensor
     std: Tensor
 
-    def __init__(self, catalogue: SearchCatalogue) -> None:
+    def __init__(self, catalogue: SearchCatalogue, width: int, dropout: float) -> None:
         super().__init__()
         self.register_buffer("mean", catalogue.feature_mean.clone())
         self.register_buffer("std", catalogue.feature_std.clone())
+        self.own = OwnInputs(catalogue.own, width, dropout) if catalogue.own.names else None
+        self.columns = [*catalogue.features[: len(self.mean)], *(self.own.columns if self.own else ())]
+        """(O,) the feature that each column of the output is of."""
 
     def forward(self, features: Tensor) -> Tensor:
-        """(..., F)."""
-        return ((features - self.mean) / self.std).clamp(-5, 5)
+        """(..., O) of (..., F)."""
+        if self.own is None:
+            return ((features - self.mean) / self.std).clamp(-5, 5)
+        counted, own = features[..., : len(self.mean)], features[..., len(self.mean) :]
+        return torch.cat([((counted - self.mean) / self.std).clamp(-5, 5), self.own(own)], -1)
 
 
-def feature_groups(names: tuple[str, ...]) -> dict[str, list[int]]:
-    """Places of the features by category of Sec. 3.1 of QGS: cross, document, query, context; empty ones left out.
+def feature_groups(
+    columns: Sequence[str], declared: Mapping[str, Collection[str]] | None = None
+) -> dict[str, list[int]]:
+    """Places of columns, given by their features, in the `declared` groups of features. Where tables name none, in
+    those of Sec. 3.1 of QGS by the beginnings of names: cross, document, query, context; empty ones left out.
 
     `pair_*` are query-document statistics, but the time gap and whether the pair was seen count as of the query.
     """
+    if declared:
+        return {group: [i for i, name in enumerate(columns) if name in of] for group, of in declared.items()}
     groups: dict[str, list[int]] = {"cross": [], "document": [], "query": [], "context": []}
     kinds = {"pair": "cross", "item": "document", "query": "query"}
-    for index, name in enumerate(names):
+    for index, name in enumerate(columns):
         group = "query" if name in ("pair_gap", "pair_seen") else kinds.get(name.split("_")[0], "context")
         groups[group].append(index)
     return {name: places for name, places in groups.items() if places}

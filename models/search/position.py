@@ -3,7 +3,7 @@
 In training it may be read (`dropout`) or learned apart, as a term that is added to the logits (`bias`). What is ranked
 never has it, unless it is asked for to see what it would have added.
 
-Shapes: `N` candidates, `R` requests, `F` features, `U` unknown ones among them, `K` labels.
+Shapes: `N` candidates, `R` requests, `F` columns of features, `U` unknown ones among them, `K` labels.
 """
 
 from __future__ import annotations

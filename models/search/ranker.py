@@ -2,7 +2,8 @@
 
 Candidates are flat and scored one by one: none sees another, of its request or of any.
 
-Shapes: `R` requests, `N` candidates, `F` features, `K` labels, `G` groups, `E` reduced text, `e` width of a group.
+Shapes: `R` requests, `N` candidates, `O` columns of features, `K` labels, `G` groups, `E` reduced text, `e` width of
+a group.
 """
 
 from __future__ import annotations
@@ -47,6 +48,11 @@ class RankerConfig(LabelOptions):
     negative_rate: float = 1.0
     """Share of the results without a label that a label is learned from; its logits are corrected for it by log(rate),
     so that chances stay those of all results. Those without any label are not computed."""
+    category_width: int = 16
+    """Width of the embedding of each category of the log's own."""
+    category_dropout: float = 0.02
+    """Share of their values that count as unknown in training, so that values which training has not seen mean
+    something."""
     group_attention: bool = False
     """HFG-Attention over groups of features (Sec. 3.6 of QGS)."""
     group_width: int = 16
@@ -70,9 +76,9 @@ class RankerConfig(LabelOptions):
         super().__post_init__()
         if not 0 < self.negative_rate <= 1:
             raise ValueError(f"negative_rate {self.negative_rate} is not in (0, 1]; give a share, 1 for all")
-        widths = ("max_history", "text_width", "dnn_width", "tower_width", "group_width", "group_heads", "group_output")
-        check_positive(self, widths)
-        for name in ("dropout", "position_dropout"):
+        widths = "max_history text_width dnn_width tower_width category_width group_width group_heads group_output"
+        check_positive(self, widths.split())
+        for name in ("dropout", "position_dropout", "category_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} is not in [0, 1); give a share")
         if self.position not in get_args(Mode):
@@ -107,7 +113,7 @@ class Ranker(nn.Module):
     """Scores candidates; `sequence_width` is that of what a subclass knows of the user's past (0 for nothing)."""
 
     by_group: Tensor
-    """(F,) places of the features, group after group."""
+    """(O,) places of the features' columns, group after group."""
 
     def __init__(self, config: RankerConfig, catalogue: SearchCatalogue, sequence_width: int = 0) -> None:
         super().__init__()
@@ -116,20 +122,20 @@ class Ranker(nn.Module):
         self.weights = weights_of(self.labels, config.label_weights)
         self.masks = mask_places(self.labels, config.label_masks)
         self.text = Text(catalogue, config.text_width)
-        self.scale = Scale(catalogue)
+        self.scale = Scale(catalogue, config.category_width, config.category_dropout)
         self.shown_at = Position(
             config.position,
             config.position_dropout,
-            catalogue.features,
+            tuple(self.scale.columns),
             catalogue.unknown_when_ranking,
             len(self.labels),
         )
-        raw = len(catalogue.features) + 2 * config.text_width
+        raw = len(self.scale.columns) + 2 * config.text_width
         self.dnn = nn.Sequential(
             nn.Linear(raw, config.dnn_width), nn.ReLU(), nn.Dropout(config.dropout),
             nn.Linear(config.dnn_width, config.dnn_width), nn.ReLU(),
         )  # fmt: skip
-        places = list(feature_groups(catalogue.features).values())
+        places = list(feature_groups(self.scale.columns, catalogue.groups).values())
         self.group_sizes = [len(group) for group in places]
         self.register_buffer(
             "by_group", torch.tensor([place for group in places for place in group], dtype=torch.long), persistent=False

@@ -109,7 +109,7 @@ class SequenceRanker(Ranker):
             warnings.warn(
                 "query_condition 'joint' has seen the document to predict: a leak, as in the paper", stacklevel=2
             )
-        features = len(catalogue.features) if config.context_features else 0
+        features = len(self.scale.columns) if config.context_features else 0
         self.project = nn.Linear(features + config.text_width, config.width)  # W_proj of Eq. 2
         self.position = nn.Embedding(config.max_history, config.width)  # p_t of Eq. 2
         nn.init.normal_(self.position.weight, std=0.02)

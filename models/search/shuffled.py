@@ -55,7 +55,7 @@ def shuffles(model: Any, catalogue: Any) -> dict[str, Shuffle]:
     hidden = set() if model.shown_at.reads else set(catalogue.unknown_when_ranking)
     groups = {
         f"features: {name}": [place for place in places if catalogue.features[place] not in hidden]
-        for name, places in feature_groups(catalogue.features).items()
+        for name, places in feature_groups(catalogue.features, catalogue.groups).items()
     }
     known = {name: partial(features, places) for name, places in groups.items() if places}
     return {**({"history": history} if isinstance(model, SequenceRanker) else {}), "text": text, **known}

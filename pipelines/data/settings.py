@@ -105,6 +105,10 @@ def check(source: Source, input_uri: str, output_uri: str, config: PrepareConfig
     else:
         read_manifest(join(config.catalogue, "items"), "items")
     source.user_files(input_uri)
+    for name, of in source.tables_as_of.items():
+        if not kind.as_of:
+            raise UserError(f"as_of.{name} has features of requests, which models of kind {config.kind} do not read")
+        of.listed(input_uri)
     check_output(output_uri, {name: name for name in TABLES}, [STATISTICS])
     check_writable(output_uri)
     return replace(config, split=replace(config.split, kind=split))

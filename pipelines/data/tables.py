@@ -158,9 +158,11 @@ def search_schema(events: pa.Schema, labels: Iterable[str], features: int) -> pa
     `known_*` of the label first where the log has it) are equal-length lists. `requests` has one struct per search,
     at its earliest result, sorted by (timestamp_ms, request_id, query_index); its candidates by (position,
     timestamp_ms, item_id).
-    `labels` are the bool labels, `features` is the number F of features.
+    `labels` are the bool labels, `features` is the number F of features. Own features, `num_*` and `cat_*` of events,
+    are in behaviours and in requests.
     """
     extra = [field for field in events if field.name.startswith(CARRIED)]
+    own = [field for field in extra if field.name.startswith(("num_", "cat_"))]
     request = pa.struct(
         [
             pa.field("timestamp_ms", pa.int64()),
@@ -171,6 +173,9 @@ def search_schema(events: pa.Schema, labels: Iterable[str], features: int) -> pa
             pa.field("positions", pa.list_(pa.field("item", pa.int32()))),  # its rank shown, from 0
             *(pa.field(f"label_{name}", pa.list_(pa.field("item", pa.bool_()))) for name in labels),
             pa.field("features", pa.list_(pa.field("item", pa.float32()))),  # candidates x F, row after row
+            *(
+                pa.field(f.name, pa.list_(pa.field("item", f.type))) for f in own
+            ),  # of each candidate, as the log has it
         ]
     )
     return pa.schema(

@@ -20,11 +20,12 @@ os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 import mlflow
 from mlflow.models import ModelSignature
 from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
-from mlflow.types.schema import Array
+from mlflow.types.schema import Array, Map
 from pyarrow import fs
 
 import models
 from models import checkpoint, registry
+from models.own_features import NUMBER, OwnFeatures
 from models.tables import MANIFEST, has_manifest, join, open_uri, read_manifest
 from models.uri import real
 from pipelines.tracking import RunRef
@@ -117,9 +118,13 @@ SERVED = {
 REQUIREMENTS = ["mlflow", "torch", "numpy", "pandas", "pyarrow", "safetensors", "transformers"]
 
 
-def signature(family: str, viewers: Iterable[str] = ()) -> ModelSignature:
+OWN = {"numbers": Map(NUMBERS), "categories": Map(STRINGS)}
+"""Columns of own features: of each name a value per candidate, and with `history_` before it per behaviour."""
+
+
+def signature(family: str, viewers: Iterable[str] = (), own: bool = False) -> ModelSignature:
     """That of the family, with the viewer-side categories that the model reads: of the request, and of each event of
-    the history, where "" is for none."""
+    the history, where "" is for none. own: whether it reads features of the log's own."""
     base = SERVED[family].signature
     columns = [
         column
@@ -129,6 +134,8 @@ def signature(family: str, viewers: Iterable[str] = ()) -> ModelSignature:
             ColSpec(STRINGS, f"history_viewer_{name}", required=False),
         )
     ]
+    for name, kind in OWN.items() if own else ():
+        columns += [ColSpec(kind, f"{of}{name}", required=False) for of in ("", "history_")]
     return ModelSignature(Schema([*base.inputs.inputs, *columns]), base.outputs, base.params)
 
 
@@ -143,6 +150,9 @@ def log_model(run: RunRef, uri: str, tables: str, extra: str | None) -> str:
     names = {name: name for name in ("labels", "features", "actions", "viewers")}
     names["labels"] = served.labels
     about: dict[str, Any] = {name: list(info[key]) for name, key in names.items() if key in info}
+    own = OwnFeatures.of(info)
+    for kind in OWN if own.names else ():
+        about[kind] = [each.name[len(NUMBER) :] for each in getattr(own, kind)]
     if served.grades:
         about["inputs"] = info.get("definitions", {}).get("inputs", {})
     with tempfile.TemporaryDirectory() as folder:
@@ -166,7 +176,7 @@ def log_model(run: RunRef, uri: str, tables: str, extra: str | None) -> str:
                 python_model=str(Path(__file__).with_name(served.code)),
                 code_paths=[str(Path(models.__path__[0]))],
                 artifacts={"data": str(bundle)},
-                signature=signature(entry.family.name, info.get("viewers", ())),
+                signature=signature(entry.family.name, info.get("viewers", ()), bool(own.names)),
                 metadata=about,
                 pip_requirements=REQUIREMENTS,
             )

@@ -2,11 +2,14 @@
 
     model = mlflow.pyfunc.load_model("models:/beauty/1")
     model.predict(pandas.DataFrame([{"history": ["B01", "B02"], "history_query": ["lip balm", "soap"],
-                                     "query": "soap", "candidates": ["B07", "B02"]}]))     # item_id, score
+                                     "query": "soap", "candidates": ["B07", "B02"],
+                                     "numbers": {"bm25": [7.1, 3.0]}}]))     # item_id, score
 
 Run by MLflow, not imported; a "model from code" as `served_model.py` is. A row is one request. What the columns mean
 is in `package.py`; the names and the order of features, actions and labels, and how actions are graded, are in the
 model's metadata. A feature that is not given, or NaN, counts as its mean over training, an action as not taken.
+Features of the log's own are given by name, a value per candidate, and per behaviour with `history_` before the
+column's name; one that is not given counts as unknown, and so does a value that training has not seen.
 Candidates that are not in the catalogue are ranked last, in the order given, with the score NaN; items of a history
 that are not are skipped. Where a result would be shown is not read. A query counts as none if it is not, to the
 letter, one of the training tables', and a warning says so; a category of the viewer that training has not seen counts
@@ -19,13 +22,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import mlflow
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import torch
 from mlflow.pyfunc import PythonModel
 from numpy.typing import NDArray
@@ -33,6 +37,8 @@ from numpy.typing import NDArray
 from models import checkpoint, registry
 from models.actions.batch import ActionsCatalogue
 from models.actions.data import ActionsExamples
+from models.config import hint
+from models.own_features import CATEGORY, NUMBER, OwnFeatures
 from models.retrieval.data import PAD
 from models.scores import check_finite
 from models.search.data import NO_QUERY, SearchCatalogue, SearchExamples, pair_key
@@ -75,6 +81,25 @@ def sequence(row: pd.Series, name: str, count: int, empty: Any) -> list[Any]:
     return values
 
 
+def own_values(
+    row: pd.Series, own: OwnFeatures, of: str, count: int, usual: dict[str, pa.Array] | None = None
+) -> Floats:
+    """(count, own features) of what the columns `{of}numbers` and `{of}categories` give by name; `usual` has columns
+    for those that they do not give. UserError for a name that the model does not read, and for another number of
+    values."""
+    columns = dict(usual or {})
+    for kind, start, value in (("numbers", NUMBER, pa.float32()), ("categories", CATEGORY, pa.string())):
+        known = [name[len(start) :] for name in own.names if name.startswith(start)]
+        for name, values in (given(row, of + kind) or {}).items():
+            if name not in known:
+                none = f"it reads no {kind}"
+                raise UserError(f"{of}{kind} has '{name}', which the model does not read; {hint(name, known, none)}")
+            if len(values) != count:
+                raise UserError(f"{of}{kind} has {len(values)} values of '{name}' where {count} are expected; one each")
+            columns[start + name] = pa.array(list(values), value, from_pandas=True)
+    return own.matrix(columns, count)
+
+
 class SearchRequests:
     """Rows of a frame as a batch of `models/search/data.py`."""
 
@@ -85,6 +110,10 @@ class SearchRequests:
         queries = read_table(f"{folder}/tables/queries", "queries")["query"].to_pylist() if has_queries else []
         self.query = {query: number for number, query in enumerate(queries)}
         self.reads_times = model.config.reads_times
+        info = read_manifest(f"{folder}/tables/sequences", "sequences").info
+        self.own = OwnFeatures.of(info)
+        of_items = info.get("item_features", [])
+        self.of_items = read_table(f"{folder}/tables/items", "items", of_items) if of_items else pa.table({})
 
     def batch(self, rows: list[pd.Series], index: dict[str, int], known: list[list[int]]) -> dict[str, torch.Tensor]:
         """`known` are the places of each row's candidates that are in the catalogue."""
@@ -96,7 +125,7 @@ class SearchRequests:
             times = sequence(row, "history_time_ms", len(items), None)
             if self.reads_times and None in times:
                 raise UserError("history_time_ms is missing, and the model reads when each behaviour was; give it")
-            features = vectors(row, "history_features", len(items), self.mean)
+            features = self.features(row, "history_", items, index)
             past.append(
                 {
                     "item": np.array([index[items[i]] for i in kept], np.int64),
@@ -106,7 +135,7 @@ class SearchRequests:
                 }
             )
         pairs = list(zip(rows, known, strict=True))
-        shown = [vectors(row, "features", len(row["candidates"]), self.mean)[places] for row, places in pairs]
+        shown = [self.features(row, "", row["candidates"], index)[places] for row, places in pairs]
         requests: dict[str, NDArray] = {
             "request_query": self.numbers([given(row, "query") for row in rows]),
             "candidate": np.array([index[row["candidates"][i]] for row, places in pairs for i in places], np.int64),
@@ -119,6 +148,13 @@ class SearchRequests:
         real = batch["history"] != PAD
         self.warn("behaviours", batch["history"][real], batch["history_query"][real])
         return batch
+
+    def features(self, row: pd.Series, of: str, items: Sequence[str], index: dict[str, int]) -> Floats:
+        """(items, F) of candidates, or with `history_` of behaviours. Those of items are known."""
+        places = pa.array([index.get(item) for item in items], pa.int64())
+        usual = {name: self.of_items[name].combine_chunks().take(places) for name in self.of_items.column_names}
+        own = own_values(row, self.own, of, len(items), usual)
+        return np.concatenate([vectors(row, f"{of}features", len(items), self.mean), own], 1)
 
     def numbers(self, queries: list[str | None]) -> NDArray[np.int64]:
         """The number of each query, NO_QUERY for none and, with a warning, for those that training did not have."""
@@ -154,6 +190,7 @@ class ActionsRequests:
             name: {value: number for number, value in enumerate(values, 1)}
             for name, values in info.get("viewers", {}).items()
         }
+        self.own = OwnFeatures.of(info)
 
     def batch(self, rows: list[pd.Series], index: dict[str, int], known: list[list[int]]) -> dict[str, torch.Tensor]:
         """`known` are the places of each row's candidates that are in the catalogue."""
@@ -174,6 +211,10 @@ class ActionsRequests:
             if self.viewers:
                 now = np.tile(self.viewer(row), (count, 1))
                 part["viewer"] = np.concatenate([self.history_viewer(row)[past], now])
+            if self.own.names:
+                shown = own_values(row, self.own, "", len(row["candidates"]))[places]
+                seen = own_values(row, self.own, "history_", len(row["history"]))[past]
+                part["own"] = np.concatenate([seen, shown])
             parts.append(part)
         events = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         context, candidates = (np.array([len(x) for x in lists]) for lists in (kept, known))

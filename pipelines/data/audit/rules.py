@@ -36,6 +36,7 @@ RULES = {
     "tasks": "in a log of actions tasks and actions are what the labels say",
     "counts": "the manifest of sequences counts what the table holds",
     "queries": "in a search log query_index is dense in the order of the text and covers what events ask",
+    "features": "own features are what the log says, or said strictly before the request; statistics are of training",
     "windows": "a windowed count at time t covers [t - window, t - delay)",
 }
 

@@ -114,3 +114,5 @@ class RequestKind:
     """Whether each user's events may be cut at times of his own."""
     all_shown: bool = False
     """Whether all that was shown makes the catalogue and the split, and not the behaviours alone."""
+    as_of: bool = False
+    """Whether its models read features with a time of their own."""

@@ -135,6 +135,11 @@ class Source(ABC):
         """Whether the catalogue holds every item of the item files, with events or without."""
         return False
 
+    @property
+    def tables_as_of(self) -> dict[str, Any]:
+        """Tables of features with a time of their own, by name, each an `as_of.AsOf`; empty if the layout has none."""
+        return {}
+
     @abstractmethod
     def event_files(self, input_uri: str) -> list[str]:
         """Raw event files relative to the input folder, sorted. UserError if there is none."""

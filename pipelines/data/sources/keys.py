@@ -17,6 +17,7 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 
 from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.sources.as_of import AsOf
 from pipelines.data.sources.histories import History
 from pipelines.data.sources.mapping import Items, Mapping, Users
 from pipelines.data.sources.normalise import Explode, Label, Time
@@ -33,6 +34,7 @@ SECTIONS: dict[str, type] = {
     "transforms.COLUMN.": Transform,
     "explode.": Explode,
     "history.": History,
+    "as_of.NAME.": AsOf,
     "items.": Items,
     "users.": Users,
     "prepare.": PrepareConfig,

@@ -23,6 +23,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from models.tables import UserError, join, open_uri
+from pipelines.data.sources.as_of import build_as_of
 from pipelines.data.sources.base import Block, Metadata, Source, list_files
 from pipelines.data.sources.encodings import check_encoding
 from pipelines.data.sources.histories import History, check_history, earlier
@@ -226,6 +227,8 @@ class Mapping(Source):
     each element."""
     history: Any = None
     """A column of earlier behaviours without times: {column, at, separator, labels}; None: the log has none."""
+    as_of: Any = field(default_factory=dict)
+    """Files of features of items or users with a time of their own, by name (`as_of.py`)."""
 
     def __post_init__(self) -> None:
         _check_texts(self, ("files", "user", "item"))
@@ -255,6 +258,8 @@ class Mapping(Source):
         twice = set(self.categories) & set(self.users.attributes if self.users else ())
         if twice:
             raise ValueError(f"'{min(twice)}' is in 'categories' and in 'users.attributes'; name one of them otherwise")
+        taken = [*(f"num_{name}" for name in self.numbers), *(f"cat_{name}" for name in self.all_categories)]
+        object.__setattr__(self, "as_of", build_as_of(self.as_of, self.time.clock, taken))
         if self.explode and self.item not in self.explode.columns:
             raise ValueError(f"explode.columns is {self.explode.columns}; the item column '{self.item}' must be in it")
         object.__setattr__(self, "transforms", read_transforms(self.transforms))
@@ -312,8 +317,8 @@ class Mapping(Source):
             for key in ("range", "time", "delay_minutes"):
                 if label[key] is None:
                     del label[key]
-        for key in ("users", "history"):
-            if content[key] is None:
+        for key in ("users", "history", "as_of"):
+            if not content[key]:
                 del content[key]
         times = [content["time"], *(label["time"] for label in content["labels"].values() if label.get("time"))]
         for time in times:
@@ -334,7 +339,7 @@ class Mapping(Source):
 
     @property
     def events_config(self) -> dict[str, Any]:
-        return {key: value for key, value in self.config.items() if key != "items"}
+        return {key: value for key, value in self.config.items() if key not in ("items", "as_of")}
 
     @property
     def all_categories(self) -> dict[str, str]:
@@ -423,7 +428,12 @@ class Mapping(Source):
             },
             "items": items_origins(self.items) if self.items else {},
             "users": {OF_USER + n: c for n, c in {"": self.users.user, **users}.items()} if self.users else {},
+            **{f"as_of.{name}": of.origins for name, of in self.as_of.items()},
         }
+
+    @property
+    def tables_as_of(self) -> dict[str, Any]:
+        return dict(self.as_of)
 
     @property
     def absent(self) -> frozenset[str]:

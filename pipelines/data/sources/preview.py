@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from itertools import islice
 
 import pyarrow as pa
@@ -64,6 +65,8 @@ def preview(source: Source, input_uri: str, max_rejects: float, items: bool = Tr
         found.append(_begin(source, "items", input_uri, files, of_items))
     if users:
         found.append(_begin(source, "users", input_uri, source.user_files(input_uri), lambda file: iter([users])))
+    for name, of in source.tables_as_of.items():
+        found.append(_begin(source, f"as_of.{name}", input_uri, of.listed(input_uri), partial(of.read, input_uri)))
     for seen in found:
         _check_rejects(seen, max_rejects)
     return found

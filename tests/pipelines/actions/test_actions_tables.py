@@ -173,7 +173,7 @@ def test_counts_across_partitions_equal_the_reference(
     codes = {"author": np.array([{"x": 0, "y": 1, None: -1}[AUTHORS[item]] for item in CATALOGUE], dtype=np.int32)}
     rules = rules_of(keys=["item", "author", "user"])
     catalogue = ray.put(Vocabulary.of(pa.array(CATALOGUE, pa.large_string())))
-    written, count, scale = write_actions(uris, len(rows), made, catalogue, codes, rules, Engine())
+    written, count, scale, _ = write_actions(uris, len(rows), made, catalogue, codes, rules, Engine())
     found = [row for part in written for row in read_parquet(join(made, part.path)).to_pylist()]
     inside = {item: item for item in CATALOGUE}
     keys = {

@@ -15,6 +15,7 @@ import numpy as np
 import polars as pl
 
 from pipelines.data.audit.base import BEHAVIOURS, EVENTS, ITEMS, SPLITS, Rule, Tables
+from pipelines.data.audit.own_features import TrainingValues, check_as_of_inputs, own_columns, with_as_of
 from pipelines.data.audit.sequences import (
     Sequences,
     behaviour_rows,
@@ -43,6 +44,7 @@ def check_actions_tables(sequences: Sequences) -> pl.DataFrame:
     positives = np.zeros(len(info["tasks"]))
     scale = np.zeros((2, len(info["features"])))
     viewers: dict[str, set[str]] = {name: set() for name in info.get("viewers", {})}
+    training = TrainingValues(info)
     attributed = items.join(_attributes(tables), on="item_index", how="left")
     for users, mine in sequences.parts():
         users = check_lengths(users, rules["behaviours"])
@@ -53,18 +55,22 @@ def check_actions_tables(sequences: Sequences) -> pl.DataFrame:
         ends = flat.join(users.select("row", "train_end"), on="row", how="left", maintain_order="left")
         train = ends.select(pl.col("place") < pl.col("train_end")).to_series().to_numpy()
         positives += values["tasks"][train].sum(axis=0)
+        training.add(flat.filter(pl.Series(train)).select(own_columns(info)))
         for name, seen in viewers.items():
             seen |= set(flat.filter(pl.Series(train))[f"cat_{name}"].drop_nulls().unique())
         scale += [values["features"][train].sum(axis=0), (values["features"][train] ** 2).sum(axis=0)]
         if mine is not None:
             count_cut(tables, mine, items, cut)
             expected = expected_behaviours(tables, mine, items)
+            expected = with_as_of(tables, expected.with_columns(as_of(tables, expected)), "as_of")
             check_behaviours(tables, users.drop(WIDE), flat, expected, rules["behaviours"])
         check_definitions(info, flat, values, rules["tasks"])
         points = flat.with_columns(as_of(tables, flat)).join(
             attributed, on="item_index", how="left", maintain_order="left"
         )
         check_features(tables, points, values["features"], attributed, rules["windows"], sequences.progress)
+    training.check(rules["features"])
+    check_as_of_inputs(tables, rules["features"])
     check_counts(sequences, held)
     note_cut(tables, cut, rules["behaviours"])
     note_splits({f"{name} events": held[f"events.{name}"] for name in SPLITS}, rules["splits"])

@@ -51,4 +51,5 @@ ACTIONS = RequestKind(
         "dropped",
     ),
     per_user=True,
+    as_of=True,
 )

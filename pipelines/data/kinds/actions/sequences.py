@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -21,15 +21,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from models.tables import Manifest, Part, UserError, part_uris, read_table
+from pipelines.data.as_of import AsOfTable, as_of_schema, attach, described_as_of, make_as_of, share_as_of
 from pipelines.data.counts import Piece, counted
-from pipelines.data.dataflow import Engine, Shared
+from pipelines.data.dataflow import Engine, Shared, fetch
 from pipelines.data.kinds.actions.config import ITEM, USER, ActionsConfig, check_actions
 from pipelines.data.kinds.actions.features import IDS, ActionsWindows, features, gather
+from pipelines.data.own_features import Seen, described, own_names
 from pipelines.data.run import Run, gathered
 from pipelines.data.splits import NAMES, require_training
 from pipelines.data.survey import Vocabulary, coded, count_pairs, positions_in, read_coded, runs
 from pipelines.data.tables import actions_schema, commit, write_part
 
+NOTHING = pa.schema([])
 LAST = np.iinfo(np.int64).max
 
 
@@ -47,6 +50,10 @@ class ActionsRules:
     """A user's most recent events that are kept."""
     actions: ActionsConfig
     """Tasks, inputs and counts, resolved."""
+    large: tuple[str, ...] = ()
+    """Columns of categories with too many values to list, which are hashed as the log's own features."""
+    joined: pa.Schema = NOTHING
+    """Features of tables with a time of their own."""
 
     def cuts(self, time: np.ndarray, start: np.ndarray) -> np.ndarray:
         """(2, U) ms: where validation and test of each user begin. time (E,) ms, start (U,) first event of each user.
@@ -88,9 +95,14 @@ class ActionsRules:
     @property
     def output(self) -> pa.Schema:
         """Schema of the sequences."""
-        return actions_schema(
-            self.schema, len(self.actions.tasks), len(self.actions.inputs), len(self.actions.features)
-        )
+        events, made = pa.schema([*self.schema, *self.joined]), self.actions
+        return actions_schema(events, len(made.tasks), len(made.inputs), len(made.features))
+
+    @property
+    def own(self) -> list[str]:
+        """Columns of the log's own features, but for the viewer-side categories."""
+        every = own_names(pa.schema([*self.schema, *self.joined]))
+        return [name for name in every if name not in self.categories or name in self.large]
 
     @property
     def categories(self) -> list[str]:
@@ -145,9 +157,8 @@ def _survey_part(catalogue: Vocabulary, rules: ActionsRules, uri: str) -> tuple[
     kept = Kept.of(events, catalogue, rules.max_events)
     split = rules.sides(kept.time, runs(kept.user))
     train = kept.row[split == 0]
-    found: dict[str, Any] = {
-        name: set(events[name].take(pa.array(train)).unique().drop_null().to_pylist()) for name in rules.categories
-    }
+    of_viewers = {name: events[name].combine_chunks().take(pa.array(train)) for name in rules.categories}
+    found: dict[str, Any] = {"viewers": Seen.of(of_viewers)}
     for name, task in rules.actions.tasks.items():
         found[f"task {name}"] = np.array([task.values(events)[train].sum()])
     for name, action in rules.actions.inputs.items() if len(train) else ():
@@ -168,15 +179,14 @@ def drop_constants(
     events = np.zeros(len(NAMES), dtype=np.int64)
     positives = dict.fromkeys(rules.actions.tasks, 0)
     ends: dict[str, list[np.ndarray]] = {name: [] for name in rules.actions.inputs}
-    viewers: dict[str, set[str]] = {name: set() for name in rules.categories}
+    viewers: list[Seen] = []
     for _, (rows, found) in engine.each(_survey_part, [(uri,) for uri in parts], (catalogue, rules)):
         events += rows
         for name in positives:
             positives[name] += int(found[f"task {name}"].sum()) if found else 0
         for name, seen in ends.items():
             seen += [found[f"input {name}"]] if f"input {name}" in found else []
-        for name, values in viewers.items():
-            values |= found.get(name, set())
+        viewers += [found["viewers"]] if found else []
     check_sides(dict(zip(NAMES, events.tolist(), strict=True)), rules)
     train = int(events[0])
     dropped = {
@@ -198,7 +208,10 @@ def drop_constants(
             )
     counted_labels = [name for name in rules.actions.counts.counted_labels if name in tasks]
     actions = ActionsConfig(tasks, inputs, replace(rules.actions.counts, counted_labels=counted_labels))
-    return replace(rules, actions=actions), dropped, {name[4:]: sorted(values) for name, values in viewers.items()}
+    values = described(viewers, rules.categories)["categories"]
+    large = tuple(category["name"] for category in values if category["buckets"])
+    listed = {category["name"][4:]: category["values"] for category in values if not category["buckets"]}
+    return replace(rules, actions=actions, large=large), dropped, listed
 
 
 def check_sides(events: dict[str, int], rules: ActionsRules) -> None:
@@ -214,12 +227,16 @@ def check_sides(events: dict[str, int], rules: ActionsRules) -> None:
 
 
 def build_actions(
-    events: pa.Table, catalogue: Vocabulary, pieces: list[Piece], rules: ActionsRules
+    events: pa.Table,
+    catalogue: Vocabulary,
+    pieces: list[Piece],
+    rules: ActionsRules,
+    joined: Sequence[AsOfTable] = (),
 ) -> tuple[pa.Table, Counter[str], np.ndarray]:
     """Sequences of one events part (sorted, IDS dictionary-coded), what was counted on the way, and (2, F)
     sums and sums of squares of the features of training events.
 
-    catalogue: the ids whose places are item_index; pieces: of `counted`.
+    catalogue: the ids whose places are item_index; pieces: of `counted`; joined: the tables of `rules.joined`.
     """
     count: Counter[str] = Counter()
     schema, config = rules.output, rules.actions
@@ -229,7 +246,9 @@ def build_actions(
         count["outside"] = kept.outside if kept else 0
         return schema.empty_table(), count, sums
     rows = pa.array(kept.row)
-    counts = gather(events, config, pieces, rules.as_of(events, catalogue))
+    as_of = rules.as_of(events, catalogue)
+    events = attach(events, as_of, joined)
+    counts = gather(events, config, pieces, as_of)
     values = features(counts, config)[kept.row]  # (E, F)
     tasks = np.stack([task.values(events)[kept.row] for task in config.tasks.values()], axis=1)  # (E, K)
     actions = np.stack([action.values(events)[kept.row] for action in config.inputs.values()], axis=1)  # (E, A)
@@ -288,10 +307,25 @@ def build_actions(
 
 
 def _write_part(
-    sequences_uri: str, catalogue: Vocabulary, rules: ActionsRules, uri: str, pieces: list[Piece] | None = None
-) -> tuple[Part | None, Counter[str], np.ndarray]:
-    table, count, sums = build_actions(read_coded(uri, rules.columns, IDS), catalogue, pieces or [], rules)
-    return (write_part(sequences_uri, table) if table.num_rows else None), count, sums
+    sequences_uri: str,
+    catalogue: Vocabulary,
+    rules: ActionsRules,
+    joined: list[Shared],
+    uri: str,
+    pieces: list[Piece] | None = None,
+) -> tuple[Part | None, Counter[str], tuple[np.ndarray, Seen]]:
+    events, tables = read_coded(uri, rules.columns, IDS), [fetch(table) for table in joined]
+    table, count, sums = build_actions(events, catalogue, pieces or [], rules, tables)
+    return (write_part(sequences_uri, table) if table.num_rows else None), count, (sums, of_training(table, rules.own))
+
+
+def of_training(sequences: pa.Table, names: list[str]) -> Seen:
+    """What training events say of own features."""
+    lists = sequences["item_index"].combine_chunks()
+    length, ends = pc.list_value_length(lists).to_numpy(), sequences["train_end"].to_numpy()
+    place = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
+    train = pa.array(place < np.repeat(ends, length))
+    return Seen.of({name: sequences[name].combine_chunks().flatten().filter(train) for name in names})
 
 
 def write_actions(
@@ -303,21 +337,25 @@ def write_actions(
     rules: ActionsRules,
     engine: Engine,
     progress: Callable[[str], None] = lambda line: None,
-) -> tuple[list[Part], Counter[str], np.ndarray]:
+    joined: Sequence[Shared] = (),
+) -> tuple[list[Part], Counter[str], np.ndarray, dict[str, Any]]:
     """Writes the parts of the sequences table, uncommitted, in the order of the events parts; also gives
-    (2, F) mean and standard deviation of the features over training events, 1 for a constant.
+    (2, F) mean and standard deviation of the features over training events, 1 for a constant, and what training says of
+    own features.
 
     events: of all parts; attributes: per name (I,) int32, the code of each item's value, -1 where it has none.
     """
-    windows, shared = ActionsWindows(rules.actions, rules.as_of), (sequences_uri, catalogue, rules)
+    windows, shared = ActionsWindows(rules.actions, rules.as_of), (sequences_uri, catalogue, rules, list(joined))
     if windows.keys:
         results = counted(engine, parts, events, windows, (catalogue, engine.put(attributes)), _write_part, shared)
     else:
         results = engine.each(_write_part, [(uri,) for uri in parts], shared)
-    written, total, sums = gathered(results, len(parts), progress)
-    mean, square = np.sum(sums, axis=0) / max(1, total["events_train"])  # in the order of the parts, always the same
+    written, total, found = gathered(results, len(parts), progress)
+    sums = np.sum([of_part for of_part, _ in found], axis=0)  # in the order of the parts, always the same
+    mean, square = sums / max(1, total["events_train"])
     std = np.sqrt((square - mean**2).clip(0))
-    return written, total, np.stack([mean, np.where(std > 1e-6, std, 1.0)])
+    scale = np.stack([mean, np.where(std > 1e-6, std, 1.0)])
+    return written, total, scale, described((seen for _, seen in found), rules.own)
 
 
 def attribute_codes(run: Run, names: list[str]) -> dict[str, np.ndarray]:
@@ -342,20 +380,33 @@ def make_actions(run: Run, events: Manifest, items: Manifest, split: dict[str, A
         "actions": asdict(config.own),
         "candidates_counted_at": "cut",  # tables of earlier code, which counted at each candidate's time, are not these
     }
-    inputs = {"events": events.hash, "items": items.hash}
+    as_of = make_as_of(run)
+    joined = as_of_schema(list(source.tables_as_of.values()))
+    if source.info["numbers"] or as_of:
+        settings["own_features"] = True  # earlier code did not say what they are
+    inputs = {"events": events.hash, "items": items.hash, **{name: table.hash for name, table in as_of.items()}}
     if finished := run.finished("sequences", settings, inputs):
         return finished
     begin, uri = time.perf_counter(), run.table("sequences")
     parts = part_uris(run.table("events"), events)
     catalogue = run.catalogue()
-    rules = ActionsRules(source.schema, split, config.split.shares, config.max_events, check_actions(source, config))
+    resolved = check_actions(source, config)
+    rules = ActionsRules(source.schema, split, config.split.shares, config.max_events, resolved, joined=joined)
     rules, dropped, viewers = drop_constants(parts, catalogue, rules, run.engine)
     for name, reason in dropped.items():
         run.say(f"dropped: {name} is {reason}, so there is nothing to learn of it")
     attributes = attribute_codes(run, [name for name in rules.actions.counts.keys if name not in (USER, ITEM)])
     with run.writing("sequences"):
-        written, count, scale = write_actions(
-            parts, events.rows, uri, catalogue, attributes, rules, run.engine, run.progress("sequences")
+        written, count, scale, own = write_actions(
+            parts,
+            events.rows,
+            uri,
+            catalogue,
+            attributes,
+            rules,
+            run.engine,
+            run.progress("sequences"),
+            share_as_of(run, as_of),
         )
         events_in = {name: count[f"events_{name}"] for name in NAMES}
         require_training(events_in, count, config.max_events, "event")
@@ -365,6 +416,8 @@ def make_actions(run: Run, events: Manifest, items: Manifest, split: dict[str, A
             "actions": list(rules.actions.inputs),
             "features": rules.actions.features,
             "viewers": viewers,
+            **({"own": own} if rules.own else {}),
+            **({"as_of": described_as_of(as_of)} if as_of else {}),
             "feature_mean": scale[0].tolist(),
             "feature_std": scale[1].tolist(),
             "base_rates": {name: count[f"positives_{name}"] / count["events_train"] for name in rules.actions.tasks},

@@ -13,6 +13,7 @@ import numpy as np
 import polars as pl
 
 from pipelines.data.audit.base import BEHAVIOURS, EVENTS, ITEMS, SPLITS, Rule, Tables, name_request
+from pipelines.data.audit.own_features import TrainingValues, check_as_of_inputs, own_columns, with_as_of
 from pipelines.data.audit.sequences import (
     Sequences,
     behaviour_rows,
@@ -67,21 +68,25 @@ def check_search_tables(sequences: Sequences) -> pl.DataFrame:
     queries = read_queries(tables, rules["queries"])
     asked = pl.Series(dtype=pl.String)
     in_split = {f"{name}.{split}": 0 for name in ("requests", "candidates", "requests_one_class") for split in SPLITS}
-    label = f"label_{tables.sequences.info['labels'][0]}"
+    label, training = f"label_{tables.sequences.info['labels'][0]}", TrainingValues(tables.sequences.info)
     for users, events in sequences.parts():
         requests = request_rows(users).drop("features")
         users = check_lengths(users, rules["behaviours"]).drop("features")
         check_splits(tables, requests, rules["splits"])
         count_requests(requests, label, in_split)
+        check_own_features(tables, requests, training, rules["features"])
         requests = requests.join(users.select("row"), on="row", how="semi")
         behaviours = behaviour_rows(users)
         if events is not None:
-            mine = _asked(_with_queries(events, queries))
+            mine = with_as_of(tables, _asked(_with_queries(events, queries)), "asked")
             expected = expected_behaviours(tables, mine, items)
             count_cut(tables, mine, items, cut)
             check_behaviours(tables, users, behaviours, expected, rules["behaviours"])
             logged = _expected_requests(tables, mine, items)
-            _check_requests(tables, requests, logged, rules["targets"])
+            columns = ["timestamp_ms", "query_index", "candidates", "positions", *_labels(tables)]
+            _check_requests(requests, logged, columns, rules["targets"])
+            if own := own_columns(tables.sequences.info):
+                _check_requests(requests, logged, own, rules["features"])
             check_known(tables, requests, expected, rules["known"])
             _check_own(requests, logged, expected, rules["requests"])
         check_history(tables, behaviours, requests, rules["history"])
@@ -92,6 +97,8 @@ def check_search_tables(sequences: Sequences) -> pl.DataFrame:
     rules["queries"].broken_rows(lost, lambda row: f"query '{row['query']}': in events, but not in queries")
     never = queries.filter(~pl.col("query").is_in(asked.implode()))
     rules["queries"].broken_rows(never, lambda row: f"query '{row['query']}': in queries, but not in events")
+    training.check(rules["features"])
+    check_as_of_inputs(tables, rules["features"])
     check_counts(sequences, {"queries": queries.height, **in_split})
     note_cut(tables, cut, rules["behaviours"])
     note_splits({f"{name} requests": in_split[f"requests.{name}"] for name in SPLITS}, rules["splits"])
@@ -114,6 +121,24 @@ def count_requests(requests: pl.DataFrame, label: str, in_split: dict[str, int])
     for split, *numbers in counted.iter_rows():
         for name, value in zip(("requests", "candidates", "requests_one_class"), numbers, strict=True):
             in_split[f"{name}.{split}"] = in_split.get(f"{name}.{split}", 0) + value
+
+
+def check_own_features(tables: Tables, requests: pl.DataFrame, training: TrainingValues, rule: Rule) -> None:
+    """Requests have a value of each own feature per candidate, as `_check_requests` compares them; adds those of
+    training."""
+    names = own_columns(tables.sequences.info)
+    if not names:
+        return
+    rule.rows += requests.height
+    fits = pl.all_horizontal(pl.col(name).list.len() == pl.col("candidates").list.len() for name in names)
+    rule.broken_rows(
+        requests.filter(~fits.fill_null(False)),
+        lambda row: f"{name_request(row)}: own features of other length than candidates",
+    )
+    train = requests.filter(
+        fits.fill_null(False) & (pl.col("split") == "train") & (pl.col("candidates").list.len() > 0)
+    )
+    training.add(train.select(names).explode(names))
 
 
 def _with_queries(events: pl.DataFrame, queries: pl.DataFrame) -> pl.DataFrame:
@@ -153,6 +178,7 @@ def _expected_requests(tables: Tables, events: pl.DataFrame, items: pl.DataFrame
             candidates=pl.col("item_index"),
             positions=pl.col("position"),
             **{name: pl.col(name).fill_null(False) for name in _labels(tables)},
+            **{name: pl.col(name) for name in own_columns(tables.sequences.info)},
         )
         .rename({"asked": "timestamp_ms"})
         .sort("row", "timestamp_ms", "request_id", "query_index")
@@ -185,8 +211,7 @@ def _check_own(requests: pl.DataFrame, expected: pl.DataFrame, behaviours: pl.Da
     )
 
 
-def _check_requests(tables: Tables, requests: pl.DataFrame, expected: pl.DataFrame, rule: Rule) -> None:
-    columns = ["timestamp_ms", "query_index", "candidates", "positions", *_labels(tables)]
+def _check_requests(requests: pl.DataFrame, expected: pl.DataFrame, columns: list[str], rule: Rule) -> None:
     both = requests.select("row", "place", "user_id", *columns).join(
         expected.select("row", "place", *columns), on=["row", "place"], how="full", coalesce=True, suffix="_events"
     )

@@ -7,7 +7,8 @@ prepare:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from models.tables import UserError
 from pipelines.data.durations import Windowed
@@ -32,8 +33,16 @@ class SearchConfig(Windowed):
     max_request_minutes: float = 60.0
     """Longest time from the first to the last result of one request id; longer is an error, as ids are re-used."""
 
+    item_features: list[str] = field(default_factory=list)
+    """Attributes and numbers of the item files that models read of results and behaviours; they hold for all time."""
+    groups: dict[str, list[str]] = field(default_factory=dict)
+    """Groups of features for HFG-Attention and importance (Sec. 3.6 of QGS), {group: [feature]}, of counts such as
+    pair_ctr_7d and of the log's own numbers and categories. Those that are not named: cross, document, query, context
+    by what they count, `own`, `items`, and the names of tables with a time of their own."""
+
     def __post_init__(self) -> None:
         self.check_windows("search")
+        self._check_groups()
         if not 0 <= self.ctr_prior <= 1:
             raise ValueError(f"search.ctr_prior is {self.ctr_prior}; it is a rate between 0 and 1")
         if self.ctr_strength <= 0:
@@ -42,6 +51,22 @@ class SearchConfig(Windowed):
             raise ValueError(f"search.page_size is {self.page_size}; a page has at least 1 result")
         if not self.max_request_minutes >= 0:
             raise ValueError(f"search.max_request_minutes is {self.max_request_minutes}; it must be 0 or more")
+
+    def _check_groups(self) -> None:
+        if not isinstance(self.groups, dict) or not all(isinstance(x, list) and x for x in self.groups.values()):
+            raise ValueError(f"search.groups is {self.groups!r}; write group: [feature, ...]")
+        named = [name for names in self.groups.values() for name in names]
+        twice = [name for place, name in enumerate(named) if name in named[:place]]
+        if twice:
+            raise ValueError(f"search.groups has '{twice[0]}' twice; a feature is of one group")
+
+    def settings(self) -> dict[str, Any]:
+        """As manifests hold it; what earlier code did not have is left out where it says nothing."""
+        content = asdict(self)
+        for name in ("groups", "item_features"):
+            if not content[name]:
+                del content[name]
+        return content
 
 
 def bool_labels(source: Source, behaviour: str | None) -> list[str]:

@@ -10,11 +10,25 @@ from pipelines.data.kinds.base import RequestKind, Simulator
 from pipelines.data.kinds.search.audit import REQUIRED, check_search_tables
 from pipelines.data.kinds.search.config import SearchConfig, check_search
 from pipelines.data.kinds.search.flow import FLOW
+from pipelines.data.kinds.search.groups import feature_groups
 from pipelines.data.kinds.search.notices import classes
 from pipelines.data.kinds.search.simulator import SearchSettings, best_gauc, simulate_search
+from pipelines.data.own_features import usual_groups
+from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.sources.base import Source
 
 if TYPE_CHECKING:
     from pipelines.data.run import Run
+
+
+def check(source: Source, config: PrepareConfig) -> None:
+    """As `check_search`; and features of items and groups that the source file names are those of the log."""
+    check_search(source, config)
+    own = usual_groups(source, config.own.item_features)
+    if config.own.groups:
+        from pipelines.data.kinds.search.features import feature_names  # it imports Ray
+
+        feature_groups(config.own, feature_names(config.own, source.info["clock"]), own)
 
 
 def sequences(run: Run, events: Manifest, items: Manifest, split: dict[str, Any]) -> Manifest:
@@ -33,7 +47,7 @@ def reachable(causes: Any) -> list[str]:
 SEARCH = RequestKind(
     name="search",
     config=SearchConfig,
-    check=check_search,
+    check=check,
     sequences=sequences,
     audit=KindRules(REQUIRED, check_search_tables, all_shown=True),
     simulator=Simulator(
@@ -58,4 +72,5 @@ SEARCH = RequestKind(
         "candidates_outside",
     ),
     all_shown=True,
+    as_of=True,
 )

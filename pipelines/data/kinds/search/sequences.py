@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from models.tables import Manifest, Part, UserError, part_uris, read_table
+from pipelines.data.as_of import AsOfTable, as_of_schema, attach, described_as_of, make_as_of, share_as_of, share_items
 from pipelines.data.counts import Piece, counted
-from pipelines.data.dataflow import Engine, Shared
+from pipelines.data.dataflow import Engine, Shared, fetch
 from pipelines.data.durations import MINUTE_MS
 from pipelines.data.kinds.search.config import SearchConfig, bool_labels
 from pipelines.data.kinds.search.features import IDS, SearchWindows, feature_names, features, gather
+from pipelines.data.kinds.search.groups import feature_groups
 from pipelines.data.kinds.search.requests import requests_of
+from pipelines.data.own_features import Seen, described, item_columns, own_names, usual_groups
 from pipelines.data.run import Run, gathered
 from pipelines.data.splits import NAMES, assign, require_training
 from pipelines.data.survey import (
@@ -44,6 +47,7 @@ from pipelines.data.survey import (
 from pipelines.data.tables import CARRIED, QUERIES, commit, search_schema, write_part
 
 QUERIES_PER_PART = 1_000_000
+NOTHING = pa.schema([])
 
 
 @dataclass(frozen=True)
@@ -62,11 +66,18 @@ class SearchRules:
     """Whether times are clock times; without them there are no windows and no hours."""
     search: SearchConfig
     """The features."""
+    as_of: pa.Schema = NOTHING
+    """Features of tables with a time of their own, and of items."""
 
     @property
     def features(self) -> list[str]:
         """Names of the features."""
         return feature_names(self.search, self.clock)
+
+    @property
+    def own(self) -> list[str]:
+        """Columns of the log's own features."""
+        return own_names(self.carried)
 
     @property
     def windowed(self) -> bool:
@@ -76,7 +87,12 @@ class SearchRules:
     @property
     def output(self) -> pa.Schema:
         """Schema of the sequences."""
-        return search_schema(self.schema, self.labels, len(self.features))
+        return search_schema(self.carried, self.labels, len(self.features))
+
+    @property
+    def carried(self) -> pa.Schema:
+        """Columns of events, and those that are joined to them."""
+        return pa.schema([*self.schema, *self.as_of])
 
 
 def _part_queries(uri: str) -> pa.Array:
@@ -108,11 +124,12 @@ def build_search(
     queries: Vocabulary,
     counts: dict[str, np.ndarray] | None,
     rules: SearchRules,
+    as_of: Sequence[AsOfTable] = (),
 ) -> tuple[pa.Table, Counter[str]]:
     """Sequences of one events part (sorted, IDS dictionary-coded) and what was counted on the way.
 
     catalogue and queries hold the ids and texts whose places are item_index and query_index; counts
-    are those of `gather`, None for a log without windows.
+    are those of `gather`, None for a log without windows. as_of: the tables that `rules.as_of` is of.
     """
     count: Counter[str] = Counter()
     schema = rules.output
@@ -150,6 +167,7 @@ def build_search(
     order, begins = asked.order(query, position)
     request = np.cumsum(begins) - 1  # (E,) in the order of the requests
     at = time[asked.earliest]  # (E,) the request's time
+    events = attach(events, at, as_of)
     lost = lost[asked.earliest]
     usable = (inside & ~lost)[order]
     candidate = order[usable]  # (C,) rows of events
@@ -189,8 +207,17 @@ def build_search(
     }
     of_result = {"candidates": item, "positions": position, "features": values}
     of_result |= {f"label_{name}": flags for name, flags in label.items()}
+
+    def own(field: pa.Field) -> pa.Array:
+        """A list per request of a column of events."""
+        values = events[field.name].combine_chunks().take(pa.array(candidate))
+        return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), values, type=field.type)
+
     fields = list(schema.field("requests").type.value_type)
-    arrays = [of_request[f.name] if f.name in of_request else shown(of_result[f.name], f) for f in fields]
+    arrays = [
+        of_request[f.name] if f.name in of_request else shown(of_result[f.name], f) if f.name in of_result else own(f)
+        for f in fields
+    ]
     requests = pa.StructArray.from_arrays(arrays, fields=fields)
 
     # A user whose every request is older than what is left of the history is left out.
@@ -231,15 +258,23 @@ def _write_part(
     catalogue: Vocabulary,
     queries: Vocabulary,
     rules: SearchRules,
+    as_of: list[Shared],
     uri: str,
     pieces: list[Piece] | None = None,
-) -> tuple[Part | None, Counter[str], None]:
+) -> tuple[Part | None, Counter[str], Seen]:
     names = [*IDS, "timestamp_ms", "position"]
     names += [name for name in rules.schema.names if name.startswith(CARRIED)]
     events = read_coded(uri, names, IDS)
     counts = gather(events.num_rows, rules.search, pieces) if pieces is not None else None
-    table, count = build_search(events, catalogue, queries, counts, rules)
-    return (write_part(sequences_uri, table) if table.num_rows else None), count, None
+    table, count = build_search(events, catalogue, queries, counts, rules, [fetch(table) for table in as_of])
+    return (write_part(sequences_uri, table) if table.num_rows else None), count, of_training(table, rules.own)
+
+
+def of_training(sequences: pa.Table, names: list[str]) -> Seen:
+    """What the candidates of training requests say of own features."""
+    requests = sequences["requests"].combine_chunks().flatten()
+    train = requests.filter(pc.equal(pc.struct_field(requests, "split"), "train"))
+    return Seen.of({name: pc.struct_field(train, name).flatten() for name in names})
 
 
 def write_search(
@@ -251,17 +286,19 @@ def write_search(
     rules: SearchRules,
     engine: Engine,
     progress: Callable[[str], None] = lambda line: None,
-) -> tuple[list[Part], Counter[str]]:
-    """Writes the parts of the sequences table, uncommitted, in the order of the events parts. events: of all parts."""
-    shared = (sequences_uri, catalogue, queries, rules)
+    as_of: Sequence[Shared] = (),
+) -> tuple[list[Part], Counter[str], dict[str, Any]]:
+    """Writes the parts of the sequences table, uncommitted, in the order of the events parts; also gives what training
+    says of own features. events: of all parts."""
+    shared = (sequences_uri, catalogue, queries, rules, list(as_of))
     if rules.windowed:
         late = f"known_{rules.labels[0]}" in rules.schema.names
         windows = SearchWindows(rules.search, rules.labels[0], late)
         results = counted(engine, parts, events, windows, (catalogue, queries), _write_part, shared)
     else:
         results = engine.each(_write_part, [(uri,) for uri in parts], shared)
-    written, count, _ = gathered(results, len(parts), progress)
-    return written, count
+    written, count, seen = gathered(results, len(parts), progress)
+    return written, count, described(seen, rules.own)
 
 
 def make_queries(run: Run, events: Manifest) -> Manifest:
@@ -281,6 +318,8 @@ def make_queries(run: Run, events: Manifest) -> Manifest:
 def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, Any]) -> Manifest:
     """Queries and sequences of a search log; returns the manifest of the sequences."""
     config, source = run.config, run.source
+    own_groups = usual_groups(source, config.own.item_features)
+    of_items = item_columns(source, config.own.item_features)
     queries = make_queries(run, events)
     settings = {
         "kind": "search",
@@ -288,9 +327,12 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
         "max_events": config.max_events,
         "core_window": config.core_window,
         "behaviour": config.behaviour,
-        "search": asdict(config.own),
+        "search": config.own.settings(),
+        **({"own_features": True} if own_groups else {}),  # earlier code left them out of requests
     }
+    as_of = make_as_of(run)
     inputs = {"events": events.hash, "items": items.hash, "queries": queries.hash}
+    inputs |= {name: table.hash for name, table in as_of.items()}
     if finished := run.finished("sequences", settings, inputs):
         return finished
     begin, uri = time.perf_counter(), run.table("sequences")
@@ -301,6 +343,7 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
         labels=bool_labels(source, config.behaviour),
         clock=events.info["clock"],
         search=config.own,
+        as_of=pa.schema([*as_of_schema(list(source.tables_as_of.values())), *of_items]),
     )
     texts = pa.array([], pa.large_string())
     if queries.rows:
@@ -308,8 +351,16 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
     with run.writing("sequences"):
         sources, catalogue = part_uris(run.table("events"), events), run.catalogue()
         asked = run.engine.put(Vocabulary.of(texts))
-        parts, count = write_search(
-            sources, events.rows, uri, catalogue, asked, rules, run.engine, run.progress("sequences")
+        parts, count, own = write_search(
+            sources,
+            events.rows,
+            uri,
+            catalogue,
+            asked,
+            rules,
+            run.engine,
+            run.progress("sequences"),
+            [*share_as_of(run, as_of), *share_items(run, of_items.names)],
         )
         if not parts:
             raise UserError(
@@ -331,8 +382,12 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
             "queries": queries.rows,
             "labels": rules.labels,
             "features": rules.features,
+            "groups": feature_groups(config.own, rules.features, own_groups),
+            **({"own": own} if rules.own else {}),
+            **({"as_of": described_as_of(as_of)} if as_of else {}),
+            **({"item_features": of_items.names} if of_items else {}),
             "windows": [f"{days:g}d" for days in config.own.windows_days] if rules.windowed else [],
-            "search": asdict(config.own),
+            "search": config.own.settings(),
             "max_candidates": count["max_candidates"],
             **per_split,
             "requests_outside": count["requests_outside"],
@@ -350,7 +405,7 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
     one_class = sum(per_split["requests_one_class"].values())
     run.say(
         f"sequences: {sequences.rows:,} users, {sum(per_split['requests'].values()):,} requests with "
-        f"{sum(per_split['candidates'].values()):,} candidates and {len(rules.features)} features in "
+        f"{sum(per_split['candidates'].values()):,} candidates and {len(rules.features) + len(rules.own)} features in "
         f"{time.perf_counter() - begin:.1f} s; left out: {count['requests_outside']:,} requests and "
         f"{count['candidates_outside']:,} candidates outside the catalogue, {count['requests_truncated']:,} requests "
         f"older than the kept behaviours; {one_class:,} requests have one class only"

@@ -1,0 +1,160 @@
+"""Features with a time of their own, joined as of a request: the latest row with a time strictly before it.
+
+`python -m jobs.prepare` makes a table `as_of_NAME` of each that a source file declares (`sources/as_of.py`), sorted by
+id and time, and the requests and behaviours of sequences take their values from it. A task holds such a table whole.
+
+Shapes: E events, R rows of a table, T distinct times of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+
+from models.tables import Manifest, Part, UserError, join, read_table
+from pipelines.data.dataflow import Shared
+from pipelines.data.ingest import hash_files
+from pipelines.data.run import Run
+from pipelines.data.sources.as_of import AsOf
+from pipelines.data.sources.base import Rejected
+from pipelines.data.survey import Vocabulary, coded, distinct, positions_in
+from pipelines.data.tables import commit, write_part
+
+PREFIX = "as_of_"
+"""Begins the names of the tables' folders."""
+
+FIRST = -(2**62)
+"""ms, before any event."""
+
+
+def _write_table(of: AsOf, input_uri: str, files: list[str], uri: str) -> tuple[Part | None, Rejected, int]:
+    """Reads the files and writes the one part, sorted; also gives what was rejected, and how many rows were left out
+    as a later one of the log has their id and time."""
+    rejected, found = Rejected(), [of.schema.empty_table()]
+    for file in files:
+        for block in of.read(input_uri, file):
+            rejected.add(Rejected.of(block))
+            found.append(block.events.cast(of.schema))
+    rows = pl.DataFrame(pl.from_arrow(pa.concat_tables(found)))
+    keys = [of.key, "timestamp_ms"]
+    last = rows.sort(keys, maintain_order=True).unique(keys, keep="last", maintain_order=True)
+    part = write_part(uri, last.to_arrow().cast(of.schema)) if last.height else None
+    return part, rejected, rows.height - last.height
+
+
+def make_as_of(run: Run) -> dict[str, Manifest]:
+    """The tables that the source declares, by the name of their folder."""
+    return {f"{PREFIX}{name}": _make_table(run, name, of) for name, of in run.source.tables_as_of.items()}
+
+
+def _make_table(run: Run, name: str, of: AsOf) -> Manifest:
+    table, files = f"{PREFIX}{name}", of.listed(run.input)
+    settings = {"as_of": run.source.config["as_of"][name]}
+    inputs = dict(zip(files, hash_files([join(run.input, file) for file in files], run.engine), strict=True))
+    if finished := run.finished(table, settings, inputs):
+        _check_rejects(run, table, finished.info["rows_read"], finished.info["reject_reasons"])
+        return finished
+    uri = run.table(table)
+    with run.writing(table):
+        ((_, (part, rejected, repeated)),) = run.engine.each(_write_table, [(of, run.input, files, uri)])
+        for reason, rows in rejected.reasons.most_common():
+            run.say(f"{table}: {rows:,} rows rejected, {reason}; such as {rejected.examples[reason]}")
+        _check_rejects(run, table, rejected.rows_read, rejected.reasons)
+        if part is None:
+            raise UserError(f"{run.input} holds no valid row in {', '.join(files[:3])}; correct as_of.{name}")
+        info = {
+            "key": of.key,
+            "rows_read": rejected.rows_read,
+            "reject_reasons": dict(sorted(rejected.reasons.items())),
+            "repeated": repeated,
+        }
+        made = commit(uri, table, of.schema, [part], config=settings, inputs=inputs, info=info)
+    run.say(f"{table}: {made.rows:,} rows; {repeated:,} others have the id and the time of a later one")
+    return made
+
+
+def _check_rejects(run: Run, table: str, rows: int, reasons: dict[str, int]) -> None:
+    rejects = sum(reasons.values())
+    if rejects > run.config.max_rejects * rows:
+        raise UserError(
+            f"{rejects:,} of {rows:,} rows of {table} ({rejects / rows:.2%}) break the schema, over the limit "
+            f"max_rejects {run.config.max_rejects:.2%}; fix the source file or the log, or raise --max_rejects"
+        )
+
+
+@dataclass(frozen=True)
+class AsOfTable:
+    """One of these tables, to look up."""
+
+    key: str
+    """The column of events that it is of."""
+    ids: Vocabulary
+    """Its ids."""
+    times: np.ndarray
+    """(T,) ms, ascending."""
+    place: np.ndarray
+    """(R,) ascending: the id's place times T + 1, and the time's."""
+    features: pa.Table
+    """(R,) in that order."""
+
+    @classmethod
+    def of(cls, rows: pa.Table, key: str) -> AsOfTable:
+        """Of rows sorted by id and time."""
+        rows = rows.combine_chunks()
+        id_ = rows[key].combine_chunks().dictionary_encode()  # in the order of the rows, which is that of ids
+        time = rows["timestamp_ms"].to_numpy()
+        times = distinct(time)
+        place = id_.indices.to_numpy().astype(np.int64) * (len(times) + 1) + np.searchsorted(times, time)
+        return cls(key, Vocabulary.of(id_.dictionary), times, place, rows.drop_columns([key, "timestamp_ms"]))
+
+    def rows(self, events: pa.Table, at: np.ndarray) -> np.ndarray:
+        """(E,) for each event the latest row of its id with a time strictly before `at` (E,) ms; -1 for none."""
+        id_ = positions_in(coded(events, self.key), self.ids).astype(np.int64)
+        first = id_ * (len(self.times) + 1)
+        row = np.searchsorted(self.place, first + np.searchsorted(self.times, at), side="left") - 1
+        return np.where((id_ >= 0) & (row >= 0) & (self.place[row] >= first), row, -1)
+
+
+def share_items(run: Run, columns: list[str]) -> list[Shared]:
+    """The items table with these columns, as one that holds since the beginning of time; none without columns."""
+    if not columns:
+        return []
+    items = read_table(run.table("items"), "items", ["item_id", *columns])
+    items = items.append_column("timestamp_ms", pa.repeat(pa.scalar(FIRST, pa.int64()), len(items)))
+    return [run.engine.put(AsOfTable.of(items, "item_id"))]
+
+
+def share_as_of(run: Run, made: dict[str, Manifest]) -> list[Shared]:
+    """The tables where all tasks can read them."""
+    return [
+        run.engine.put(AsOfTable.of(read_table(run.table(name), name), manifest.info["key"]))
+        for name, manifest in made.items()
+    ]
+
+
+def described_as_of(made: dict[str, Manifest]) -> dict[str, Any]:
+    """What the manifest of sequences says of them: by folder `key`, and `features`."""
+    return {
+        name: {"key": manifest.info["key"], "features": [column["name"] for column in manifest.schema[2:]]}
+        for name, manifest in made.items()
+    }
+
+
+def attach(events: pa.Table, at: np.ndarray, tables: Iterable[AsOfTable]) -> pa.Table:
+    """The events with the features of the tables as of `at` (E,) ms, null where there is no earlier row."""
+    for table in tables:
+        row = table.rows(events, at)
+        found = table.features.take(pa.array(row, mask=row < 0))
+        for name in found.column_names:
+            events = events.append_column(name, found[name])
+    return events
+
+
+def as_of_schema(tables: Sequence[AsOf]) -> pa.Schema:
+    """The features of all tables."""
+    return pa.schema([field for of in tables for field in of.features])

@@ -1,0 +1,158 @@
+"""Tables of features with a time of their own, such as an item's price or a user's plan as they change.
+
+    as_of:
+      prices:
+        files: prices-*.csv
+        item: article            # or user: customer
+        time: {column: valid_from, unit: s}
+        numbers: [price]
+        categories: {stock: stock_state}
+
+A request reads the latest row with a time strictly before its own; `pipelines/data/as_of.py` finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from models.tables import join
+from pipelines.data.sources.base import LOG_ROW, Block, list_files
+from pipelines.data.sources.encodings import check_encoding
+from pipelines.data.sources.load import build
+from pipelines.data.sources.normalise import Columns, Time, blocks
+from pipelines.data.sources.readers import FORMATS, Reading, read_frames
+from pipelines.data.tables import events_schema
+
+
+@dataclass(frozen=True)
+class AsOf:
+    """Where features of items, or of users, come from as they change."""
+
+    files: str
+    """Pattern of the files, relative to the input folder (`*`, `?`, `[...]`)."""
+    time: Any
+    """Column and unit of when a row is known: {column, unit}."""
+    item: str | None = None
+    """Column with the item's id; or `user`."""
+    user: str | None = None
+    """Column with the user's id; or `item`."""
+    numbers: Any = field(default_factory=dict)
+    """Numeric features by name: {name: column}, or a list of columns."""
+    categories: Any = field(default_factory=dict)
+    """Categorical features by name: {name: column}, or a list of columns."""
+    format: str | None = None
+    """csv, jsonl or parquet; None: by the suffix."""
+    delimiter: str | None = None
+    """CSV: the column separator; None: a tab for `.tsv`, else a comma."""
+    header: list[str] | None = None
+    """CSV without a header line: its column names."""
+    quote: str | bool = "auto"
+    """CSV: as for events."""
+    encoding: str | None = None
+    """CSV and JSON lines: a codec of Python's, such as cp1252; None: UTF-8."""
+
+    def __post_init__(self) -> None:
+        if (self.item is None) == (self.user is None):
+            raise ValueError("it needs either 'item' or 'user', the column with whose features they are")
+        if isinstance(self.time, dict):
+            object.__setattr__(self, "time", build(Time, self.time, "time."))
+        if not isinstance(self.time, Time):
+            raise ValueError(f"'time' is {self.time!r}; write {{column: ..., unit: ...}}")
+        for kind in ("numbers", "categories"):
+            named = getattr(self, kind)
+            named = {column: column for column in named} if isinstance(named, list) else named
+            if not isinstance(named, dict) or not all(isinstance(column, str) for column in named.values()):
+                raise ValueError(f"'{kind}' is {named!r}; write name: column, or a list of columns")
+            object.__setattr__(self, kind, named)
+        if not self.numbers and not self.categories:
+            raise ValueError("it has neither 'numbers' nor 'categories'; name at least one column")
+        if self.format is not None and self.format not in FORMATS:
+            raise ValueError(f"'format' is '{self.format}'; it must be one of {', '.join(FORMATS)}")
+        object.__setattr__(self, "encoding", check_encoding(self.encoding, ""))
+
+    @property
+    def key(self) -> str:
+        """The column of events that it is of: `item_id` or `user_id`."""
+        return "item_id" if self.item else "user_id"
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Its columns: the key, `timestamp_ms` and features."""
+        events = events_schema(None, self.numbers, self.categories)
+        return pa.schema([events.field(self.key), events.field("timestamp_ms"), *self.features])
+
+    @property
+    def features(self) -> pa.Schema:
+        """Its features alone."""
+        made = events_schema(None, self.numbers, self.categories)
+        return pa.schema([f for f in made if f.name.startswith(("num_", "cat_"))])
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """Its columns, each with what it is in the raw file."""
+        return {
+            self.key: str(self.item or self.user),
+            "timestamp_ms": f"{self.time.column}, {self.time.unit}",
+            **{f"num_{name}": column for name, column in self.numbers.items()},
+            **{f"cat_{name}": column for name, column in self.categories.items()},
+        }
+
+    def listed(self, input_uri: str) -> list[str]:
+        """Its files; UserError if there is none."""
+        return list_files(input_uri, self.files, required=True, what="file of features")
+
+    def read(self, input_uri: str, file: str) -> Iterator[Block]:
+        """Streams a file: rows of `schema`, and those that break it, as events are read."""
+        id_ = str(self.item or self.user)
+        columns = Columns(id_, id_, self.time, None, None, None, {}, self.numbers, self.categories, None)
+        wanted = [id_, self.time.column, *self.numbers.values(), *self.categories.values()]
+        reading = Reading(
+            columns=tuple(dict.fromkeys(wanted)),
+            integers=frozenset([self.time.column]),
+            format=self.format,
+            delimiter=self.delimiter,
+            header=tuple(self.header) if self.header else None,
+            quote=self.quote,
+            encoding=self.encoding,
+            ids=(id_,),
+        )
+        schema, first = events_schema(None, self.numbers, self.categories).append(LOG_ROW), 0
+        for frame in read_frames(input_uri, file, reading):
+            for block in blocks(
+                frame.rows, frame.broken, columns, schema, uri=join(input_uri, file), file=file, first_log_row=first
+            ):
+                reason = pc.replace_substring(block.rejects["reason"], "user_id", self.key)  # the id is read as both
+                rejects = block.rejects.set_column(2, block.rejects.schema.field(2), reason)
+                rows = block.events.select(self.schema.names)
+                yield replace(block, events=rows, rejects=rejects, missing=frame.missing)
+                first += block.rows_read
+
+
+def build_as_of(given: Any, clock: bool, taken: list[str]) -> dict[str, AsOf]:
+    """The tables of a source file by name. ValueError for one that cannot be, a time of another sort than the log's
+    (`clock`), and a feature with the name of another one; `taken` are those of events."""
+    if not isinstance(given, dict):
+        raise ValueError(f"'as_of' is {given!r}; write name: {{files: ..., item: ..., time: ..., numbers: ...}}")
+    made: dict[str, AsOf] = {}
+    names = list(taken)
+    for name, content in given.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"'{name}' in 'as_of' is no name; use letters, digits and _, and begin with a letter")
+        if not isinstance(content, dict | AsOf):
+            raise ValueError(f"as_of.{name} is {content!r}; it is a mapping of keys")
+        try:
+            made[name] = build(AsOf, content, "") if isinstance(content, dict) else content
+        except ValueError as error:
+            raise ValueError(f"as_of.{name}: {error}") from error
+        if made[name].time.clock != clock:
+            raise ValueError(f"as_of.{name}.time has unit {made[name].time.unit}, which is not of the log's clock")
+        for feature in made[name].features.names:
+            if feature in names:
+                raise ValueError(f"as_of.{name} has '{feature[4:]}', the name of another feature; give it another")
+            names.append(feature)
+    return made

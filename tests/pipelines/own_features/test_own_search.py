@@ -1,0 +1,151 @@
+"""Own features of a search log: from the mapping file to the tables, as training has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from models.tables import UserError, read_manifest, read_table
+from pipelines.data import own_features
+from pipelines.data.audit.rules import audit
+from pipelines.data.own_features import Moments, Seen, described
+from tests.own_features_log import SOURCE, make, rewrite
+
+
+def broken(tables: str) -> dict[str, list[str]]:
+    return {rule.name: rule.examples for rule in audit(tables) if rule.violations}
+
+
+def shown(tables: str) -> pl.DataFrame:
+    """Candidates of all requests."""
+    users = pl.DataFrame(read_table(f"{tables}/sequences"))
+    requests = users.select("user_id", "requests").explode("requests").unnest("requests")
+    items = pl.DataFrame(read_table(f"{tables}/items")).select("item_id", candidates="item_index")
+    lists = ["candidates", "positions", "num_bm25", "cat_city"]
+    return requests.select("user_id", "timestamp_ms", "split", *lists).explode(lists).join(items, on="candidates")
+
+
+def test_candidates_have_what_the_log_says_and_the_manifest_what_training_says(tables: str, raw: Path) -> None:
+    found = shown(tables)
+    log = pl.read_csv(raw / "events.csv").select(
+        user_id="user", timestamp_ms="at", item_id="item", bm25=pl.col("bm25").cast(pl.Float32), city="city"
+    )
+    both = found.join(log, on=["user_id", "timestamp_ms", "item_id"])
+    assert both.height == found.height == log.height
+    assert both["num_bm25"].eq_missing(both["bm25"]).all()
+    assert both["cat_city"].eq_missing(both["city"]).all()
+    assert found["num_bm25"].null_count() > 0
+    info = read_manifest(f"{tables}/sequences").info
+    train = found.filter(pl.col("split") == "train")
+    (number,), (category,) = info["own"]["numbers"], info["own"]["categories"]
+    assert number == {
+        "name": "num_bm25",
+        "mean": pytest.approx(train["num_bm25"].cast(pl.Float64).mean(), abs=1e-9),
+        "std": pytest.approx(train["num_bm25"].cast(pl.Float64).std(ddof=0), abs=1e-9),
+        "missing": True,
+    }
+    assert category == {"name": "cat_city", "values": ["Lima", "Oslo", "Rome"], "buckets": 0}
+    assert "Kyiv" in found["cat_city"]  # of the test window alone
+    assert [group["name"] for group in info["groups"]] == ["cross", "document", "query", "context", "own"]
+    assert info["groups"][-1]["features"] == ["num_bm25", "cat_city"]
+    assert broken(tables) == {}
+
+
+def test_groups_are_those_of_the_source_file(tmp_path: Path, raw: Path) -> None:
+    groups = {"match": ["bm25", "pair_ctr_7d"], "place": ["city"]}
+    made = read_manifest(make(tmp_path, raw, settings={"search": {"groups": groups}}) + "/sequences").info["groups"]
+    by_name = {group["name"]: group["features"] for group in made}
+    assert by_name["match"] == ["pair_ctr_7d", "num_bm25"]
+    assert by_name["place"] == ["cat_city"]
+    assert "own" not in by_name
+    assert "pair_ctr_7d" not in by_name["cross"]
+    with pytest.raises(UserError, match="'bm52', which is no feature of the log; the nearest is 'bm25'"):
+        make(tmp_path / "wrong", raw, settings={"search": {"groups": {"match": ["bm52"]}}})
+    with pytest.raises(UserError, match="'bm25' twice"):
+        make(tmp_path / "twice", raw, settings={"search": {"groups": {"a": ["bm25"], "b": ["bm25"]}}})
+
+
+def test_a_log_without_own_features_has_the_tables_that_it_had(tmp_path: Path, raw: Path) -> None:
+    plain = {key: value for key, value in SOURCE.items() if key not in ("numbers", "categories")}
+    manifest = read_manifest(make(tmp_path, raw, plain) + "/sequences")
+    assert "own" not in manifest.info
+    assert "own_features" not in manifest.config
+    assert "groups" not in manifest.config["search"]
+    assert "num_" not in str(manifest.schema)
+    assert "cat_" not in str(manifest.schema)
+
+
+def other_brand(rows: list[dict], info: dict) -> None:
+    rows[0]["requests"][0]["cat_brand"][0] = "b9"
+
+
+def test_items_have_features_where_the_source_file_says_so(tmp_path: Path, raw: Path) -> None:
+    settings = {"search": {"item_features": ["brand", "weight"]}}
+    tables = make(tmp_path, raw, settings=settings)
+    info = read_manifest(f"{tables}/sequences").info
+    assert info["item_features"] == ["num_weight", "cat_brand"]
+    assert info["groups"][-1] == {"name": "items", "features": ["num_weight", "cat_brand"]}
+    items = read_table(f"{tables}/items")["item_id"].to_pylist()
+    row = read_table(f"{tables}/sequences").to_pylist()[3]
+    number = [int(items[item][1:]) for item in row["requests"][0]["candidates"]]
+    assert row["requests"][0]["cat_brand"] == [None if i == 0 else f"b{i % 4}" for i in number]
+    assert row["num_weight"] == pytest.approx([int(items[item][1:]) / 10 for item in row["item_index"]])
+    assert broken(tables) == {}
+    assert set(broken(rewrite(tables, tmp_path / "other", other_brand))) == {"features"}
+    for names, message in (
+        (["brnd"], "item_features has 'brnd', which is no attribute or number of items; the nearest is 'brand'"),
+        (["title"], "item_features has 'title', which is no attribute"),
+    ):
+        with pytest.raises(UserError, match=message):
+            make(tmp_path / "wrong", raw, settings={"search": {"item_features": names}})
+
+
+def other_number(rows: list[dict], info: dict) -> None:
+    rows[0]["requests"][0]["num_bm25"][0] = 9.0
+
+
+def other_category(rows: list[dict], info: dict) -> None:
+    rows[0]["requests"][0]["cat_city"][0] = "Bonn"
+
+
+def value_of_the_test_window(rows: list[dict], info: dict) -> None:
+    info["own"]["categories"][0]["values"] = ["Kyiv", "Lima", "Oslo", "Rome"]
+
+
+def mean_of_the_whole_log(rows: list[dict], info: dict) -> None:
+    info["own"]["numbers"][0]["mean"] += 0.01
+
+
+@pytest.mark.parametrize(
+    ("change", "rules"),
+    [
+        (other_number, {"features"}),
+        (other_category, {"features"}),
+        (value_of_the_test_window, {"features"}),
+        (mean_of_the_whole_log, {"features"}),
+    ],
+)
+def test_the_audit_finds_what_is_not_of_the_log_or_of_training(
+    tables: str, tmp_path: Path, change: Any, rules: set[str]
+) -> None:
+    assert set(broken(rewrite(tables, tmp_path, change))) == rules
+
+
+def test_moments_add_up_and_large_vocabularies_are_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = [1e9 + 1, 1e9 + 2, None, 1e9 + 4, 1e9 + 9]
+    whole = Moments.of(pl.Series(values))
+    parts = Moments.of(pl.Series(values[:2])) + Moments.of(pl.Series([None], dtype=pl.Float64))
+    parts += Moments.of(pl.Series(values[3:]))
+    for key, value in whole.described("x").items():
+        assert parts.described("x")[key] == (pytest.approx(value) if isinstance(value, float) else value)
+    assert whole.described("x")["std"] == pytest.approx(pl.Series(values).std(ddof=0))
+    assert Moments.of(pl.Series([3.0, 3.0])).described("x") == {"name": "x", "mean": 3.0, "std": 1.0, "missing": False}
+    monkeypatch.setattr(own_features, "MOST_VALUES", 2)
+    seen = [Seen.of({"cat_a": pl.Series(part).to_arrow()}) for part in (["x", "y"], ["y", "z"])]
+    assert described(seen[:1], ["cat_a"])["categories"][0] == {"name": "cat_a", "values": ["x", "y"], "buckets": 0}
+    assert described(seen, ["cat_a"])["categories"] == [
+        {"name": "cat_a", "values": [], "buckets": own_features.BUCKETS}
+    ]
