@@ -19,7 +19,7 @@ from models.actions.batch import ActionsCatalogue
 from models.actions.data import ActionsExamples
 from models.fit import Sums
 from models.retrieval import metrics as retrieval_metrics
-from models.retrieval.data import Catalogue, Examples
+from models.retrieval.data import Catalogue, Examples, unread_events
 from models.search import metrics as search_metrics
 from models.search import shuffled as search_shuffled
 from models.search.data import SearchCatalogue, SearchExamples
@@ -88,6 +88,9 @@ class Family:
     """`shuffles(model, catalogue)`: by name, what the model ranks candidates by, and how rows exchange it."""
     replays: bool = False
     """Whether `jobs.evaluate --replay` can rank again what its log shows at positions."""
+    unread: Callable[[dict[str, Any]], list[str]] | None = None
+    """`unread(info)`: what its models do not read of tables whose sequences have this `info`, said before a training;
+    None where they read all."""
     served: bool = False
     """Whether every training logs its model to MLflow; those of others are logged when they are registered."""
 
@@ -98,7 +101,7 @@ RETRIEVAL = Family(
         retrieval_metrics.measure, retrieval_metrics.metric_means, retrieval_metrics.names, retrieval_metrics.summary,
         shown=("recall@10", "ndcg@10"),
     ),
-    ranks="catalogue", served=True,
+    ranks="catalogue", served=True, unread=unread_events,
 )  # fmt: skip
 SEARCH = Family(
     "search", SearchCatalogue.load, SearchCatalogue.hashes_of, SearchExamples,

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from jobs.evaluate import OPTIONS, parse
+from models.families import RETRIEVAL
 from models.registry import MODELS, recommend_options
 from models.tables import UserError
 
@@ -52,3 +53,11 @@ def test_the_command_line_has_the_options_of_all_models() -> None:
     assert parse("evaluate", line).recommending() == {"beam": 5, "constrained": False}
     with pytest.raises(UserError, match="--path is 'quick', it must be one of fast, plain"):
         parse("evaluate", ["--checkpoint", "C", "--tables", "T", "--path", "quick"])
+
+
+def test_a_family_says_what_it_does_not_read_of_a_log() -> None:
+    unread = RETRIEVAL.unread
+    assert unread is not None
+    info = {"numbers": ["price"], "categories": [], "labels": {"click": "bool", "like": "bool"}, "behaviour": "click"}
+    assert unread(info) == ["numbers price", "labels like"]
+    assert unread({}) == []

@@ -53,6 +53,7 @@ ITEM = {"item", "items", "article", "articles", "product", "products", "movie", 
         "asin", "sku", "track", "song", "book", "books", "business", "game", "isbn", "document", "listing", "recipe",
         "post", "itemid", "productid", "movieid", "aid", "catalogue", "catalog", "meta"}  # fmt: skip
 TIME = {"time", "timestamp", "date", "datetime", "ts", "dat", "when", "created", "at", "day", "moment", "ms"}
+ORDER = {"order", "index", "step", "sequence", "seq"}
 REQUEST = {"request", "impression", "search", "page", "qid", "serp"}
 QUERY = {"query", "keyword", "keywords", "term"}
 POSITION = {"position", "rank", "pos"}
@@ -221,11 +222,13 @@ class Look:
 
 def suggest(input_uri: str) -> str:
     """The text of a mapping for the files of a folder. UserError where none of them can be read as a log."""
+    if list_files(input_uri, "*.inter.json*", required=False, what="history file"):
+        return "# Histories in the layout of LC-Rec: *.inter.json, and texts in *.item.json.\nlayout: lcrec\n"
     looks = _looks(input_uri)
     events = max(looks, key=_like_events)
     roles = _roles(events)
     if roles.get("user") is None or roles.get("item") is None:
-        names = ", ".join(c.name for c in events.columns)
+        names = ", ".join(c.name for c in events.columns[:30])
         raise UserError(
             f"{join(input_uri, events.files[0])} has no two columns that look like users and items; it has {names}: "
             f"copy the nearest file of jobs/configs/sources and change its names"
@@ -401,6 +404,7 @@ def _is_header(names: list[str], rows: list[list[str]]) -> bool:
     if not words or len(set(names)) < len(names) or any(re.fullmatch(r".*\d[-:_][01]", name) for name in names):
         return False
     told = USER | ITEM | TIME | ID | RATING | QUERY | {"name", "title", "category", "price", "click"}
+    told |= {"text", "description", "brand", "genres", "tag", "tags"}
     known = sum(bool(Column(name, pl.Series([], dtype=pl.String)).words & told) for name in names)
     beneath = list(zip(*rows, strict=True))
     unlike = any(
@@ -454,6 +458,8 @@ def _roles(look: Look) -> Roles:
         item = take(item or next(iter(ids), None))
     query = take(look.column(QUERY, [c for c in left if not c.number]))
     position = take(look.column(POSITION, [c for c in left if c.integer]))
+    places = [c for c in left if c.integer and not c.words & ID]
+    order = take(look.column(ORDER, places)) if time is None else None
     return {
         "user": user,
         "item": item,
@@ -462,6 +468,7 @@ def _roles(look: Look) -> Roles:
         "query": query,
         "position": position,
         "history": past,
+        "order": order,
     }
 
 
@@ -487,10 +494,20 @@ def _described(looks: list[Look], ids: Column | None, words: set[str]) -> tuple[
             theirs = column.ids()
             exact = _overlap(mine, theirs)
             loose = _overlap(mine.str.strip_chars_start("0"), theirs.str.strip_chars_start("0"))
-            score = max(exact, loose) + 0.5 * bool(look.name_words & words) + 0.2 * bool(column.words & words)
-            if max(exact, loose) >= 0.1 and (best is None or score > best[0]):
+            called, told = bool(column.words & words), bool(look.name_words & words)
+            score = max(exact, loose) + 0.8 * told + 1.2 * called
+            if (max(exact, loose) >= 0.1 or (called and told)) and (best is None or score > best[0]):
                 best = score, look, column, loose > exact + 0.05
     return best[1:] if best else None
+
+
+def _of_items(column: Column, item: Column) -> bool:
+    """Whether a column holds some of the items that the list of the item's column shows."""
+    if item.listed or not item.separator or item.glued or column.listed:
+        return column.listed and item.listed
+    tokens = column.values.str.strip_chars().str.split(item.separator).explode()
+    inside = tokens.filter(tokens != "").is_in(item.ids().implode())
+    return len(inside) > 0 and int(inside.sum()) >= 0.9 * len(inside)
 
 
 def _overlap(mine: pl.Series, theirs: pl.Series) -> float:
@@ -572,7 +589,11 @@ def _events(
         if item.listed or item.separator:
             separator = f", separator: {_scalar(item.separator)}" if item.separator else ""
             text.add(f"explode: {{columns: [{_scalar(item.name)}]{separator}}}", "one event for each of the list")
-    if time is None:
+    if time is None and (order := roles["order"]) is not None:
+        text.add(
+            f"time: {{column: {_scalar(order.name)}, unit: order}}", f"an order without clock times: {order.shown}"
+        )
+    elif time is None:
         text.add("time: {unit: order}", "no column looks like times: the order of the lines")
     else:
         ((key, value),) = time.time.items()
@@ -589,8 +610,9 @@ def _events(
         text.add("  labels: [click]" if behaviour else "  labels: []")
     taken = [column for column in roles.values() if column is not None]
     left = [column for column in look.columns if column not in taken and len(column.values)]
-    members = [c for c in left if c.listed and (item.listed or item.separator)]
+    members = [c for c in left if _of_items(c, item)]
     for column in members:
+        behaviour = _name(column.name) if not behaviour or "click" in column.name.lower() else behaviour
         labels.append(
             (f"  {_name(column.name)}: {{member_of: {_scalar(column.name)}}}", "whether the item is in this list")
         )
@@ -628,9 +650,10 @@ def _events(
     if items is not None:
         _about(text, "items", "item", items, width)
     text.add("prepare:")
+    clicks = [c for c in flags if "click" in c.name.lower()]
     if behaviour or flags:
         text.add(
-            f"  behaviour: {behaviour or _name(flags[0].name)}",
+            f"  behaviour: {behaviour or _name((clicks or flags)[0].name)}",
             "events with this label make histories; without: all events",
         )
     if roles["request"] is not None or item.listed or item.separator:
@@ -648,7 +671,8 @@ def _about(text: _Text, section: str, key: str, found: tuple[Look, Column, bool]
     lists = [c for c in others if c.listed]
     others = [c for c in others if c.listed or (c.distinct > 1 and not re.match("https?://", str(c.values[0])))]
     told = [c for c in others if not c.listed and not c.number]
-    few = [c for c in others if not c.listed and c.few and (c.integer or not c.number)]
+    ids_of_others = [c for c in others if c.integer and "id" in c.words]
+    few = [c for c in others if not c.listed and (c in ids_of_others or (c.few and (c.integer or not c.number)))]
     numbers = [c for c in others if c.number and c not in few]
     if section == "users" and not few:
         return

@@ -166,7 +166,9 @@ def test_hm_to_recommendations_by_its_mapping_alone(
     assert read_manifest(f"{sids}/sids").rows == 50  # those that nobody has bought too
     small = "--fit.max_epochs 1 --model.num_encoder_layers 1 --model.num_decoder_layers 1 --ray.threads 1"
     model = f"--config jobs/configs/tiger_small.yaml {small} --log_model false"
-    job(f"jobs.train {model} --tables {tables} --sids {sids} --storage {runs} --name tiger")
+    said = job(f"jobs.train {model} --tables {tables} --sids {sids} --storage {runs} --name tiger")
+    unread = "numbers price; categories channel, age, club, news"
+    assert f"note: 'tiger' reads items and their order, of these tables not the {unread}" in said
     evaluate = f"jobs.evaluate --checkpoint {runs}/tiger --sids {sids}"
     job(f"{evaluate} --tables {tables} --batch-inference {out} --k 50 --beam 50")
     made = read_table(out, "recommendations").to_pylist()

@@ -98,6 +98,36 @@ def test_json_lines_with_item_metadata(tmp_path: Path) -> None:
     assert made["items"]["numbers"] == {"price": "price"}
 
 
+def test_searches_with_lists_written_as_text(tmp_path: Path) -> None:
+    lines = ["user_id,search_id,time_ms,query,shown_item_ids,clicked_item_ids"]
+    lines += [f"u{n % 6},s{n},{1_600_000_000_000 + n},red {n % 5},i{n % 9} i{n % 4 + 10},i{n % 9}" for n in range(60)]
+    (tmp_path / "searches.csv").write_text("\n".join(lines))
+    made = guessed(tmp_path)
+    assert (made["request"], made["query"]) == ("search_id", "query")
+    assert made["explode"] == {"columns": ["shown_item_ids"], "separator": " "}
+    assert made["labels"] == {"clicked_item_ids": {"member_of": "clicked_item_ids"}}
+    assert made["prepare"]["behaviour"] == "clicked_item_ids"
+
+
+def test_the_file_of_items_is_the_one_whose_names_say_so(tmp_path: Path) -> None:
+    log = "".join(f"u{n % 8},{n % 40},{n // 8}\n" for n in range(160))
+    (tmp_path / "interactions.csv").write_text("user_id,item_id,order\n" + log)
+    (tmp_path / "items.csv").write_text(
+        "item_id,text,brand_id\n" + "".join(f"{n},thing {n},{n}\n" for n in range(20, 60))
+    )
+    (tmp_path / "codes.csv").write_text("item_id,c1,c2\n" + "".join(f"{n},{n % 4},{n % 3}\n" for n in range(40)))
+    made = guessed(tmp_path)
+    assert made["time"] == {"column": "order", "unit": "order"}
+    assert (made["items"]["files"], made["items"]["item"]) == ("items.csv", "item_id")
+    assert made["items"]["texts"] == {"text": "text"}
+    assert made["items"]["attributes"] == {"brand_id": "brand_id"}  # an id is no number
+
+
+def test_the_layout_of_lc_rec_is_known_by_its_files(tmp_path: Path) -> None:
+    (tmp_path / "Games.inter.json").write_text('{"u": ["a", "b"]}')
+    assert yaml.safe_load(suggest(str(tmp_path))) == {"layout": "lcrec"}
+
+
 def test_a_log_without_times_is_in_the_order_of_its_lines(tmp_path: Path) -> None:
     (tmp_path / "plays.csv").write_text("user_id,track\n" + "".join(f"{n % 4},t{n % 6}\n" for n in range(30)))
     made = guessed(tmp_path)
