@@ -21,7 +21,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from models.tables import Manifest, Part, UserError, part_uris, read_table
-from pipelines.data.as_of import AsOfTable, as_of_schema, attach, described_as_of, make_as_of, share_as_of, share_items
+from pipelines.data.as_of import (
+    AsOfTable,
+    as_of_schema,
+    attach,
+    described_as_of,
+    make_as_of,
+    say_missing,
+    share_as_of,
+    share_items,
+)
 from pipelines.data.counts import Piece, counted
 from pipelines.data.dataflow import Engine, Shared, fetch
 from pipelines.data.durations import MINUTE_MS
@@ -167,7 +176,7 @@ def build_search(
     order, begins = asked.order(query, position)
     request = np.cumsum(begins) - 1  # (E,) in the order of the requests
     at = time[asked.earliest]  # (E,) the request's time
-    events = attach(events, at, as_of)
+    events = attach(events, at, as_of, count)
     lost = lost[asked.earliest]
     usable = (inside & ~lost)[order]
     candidate = order[usable]  # (C,) rows of events
@@ -362,6 +371,7 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
             run.progress("sequences"),
             [*share_as_of(run, as_of), *share_items(run, of_items.names)],
         )
+        say_missing(run, as_of, events.rows, count)
         if not parts:
             raise UserError(
                 f"no request shows an item of the catalogue: {count['requests_outside']:,} are outside it; "
