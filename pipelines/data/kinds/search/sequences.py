@@ -36,7 +36,7 @@ from pipelines.data.dataflow import Engine, Shared, fetch
 from pipelines.data.durations import MINUTE_MS
 from pipelines.data.kinds.search.config import SearchConfig, bool_labels
 from pipelines.data.kinds.search.features import IDS, SearchWindows, feature_names, features, gather
-from pipelines.data.kinds.search.groups import feature_groups
+from pipelines.data.kinds.search.groups import feature_groups, unknown_features
 from pipelines.data.kinds.search.requests import requests_of
 from pipelines.data.own_features import Seen, described, item_columns, own_names, usual_groups
 from pipelines.data.run import Run, gathered
@@ -393,6 +393,7 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
             "labels": rules.labels,
             "features": rules.features,
             "groups": feature_groups(config.own, rules.features, own_groups),
+            "unknown_when_ranking": unknown_features(config.own, own_groups),
             **({"own": own} if rules.own else {}),
             **({"as_of": described_as_of(as_of)} if as_of else {}),
             **({"item_features": of_items.names} if of_items else {}),
