@@ -157,6 +157,7 @@ class SearchCatalogue:
             feature_mean=mean,
             feature_std=std,
             own=own,
+            unknown_when_ranking=tuple(sequences.info.get("unknown_when_ranking", cls.unknown_when_ranking)),
             groups={group["name"]: tuple(group["features"]) for group in sequences.info.get("groups", ())},
             hashes=hashes,
             documents=load_documents(join(text, "tokens"), made["items"]),

@@ -8,6 +8,7 @@ Shapes: E events, R rows of a table, T distinct times of it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,6 +92,8 @@ def _check_rejects(run: Run, table: str, rows: int, reasons: dict[str, int]) -> 
 class AsOfTable:
     """One of these tables, to look up."""
 
+    name: str
+    """Its folder."""
     key: str
     """The column of events that it is of."""
     ids: Vocabulary
@@ -103,14 +106,14 @@ class AsOfTable:
     """(R,) in that order."""
 
     @classmethod
-    def of(cls, rows: pa.Table, key: str) -> AsOfTable:
+    def of(cls, name: str, rows: pa.Table, key: str) -> AsOfTable:
         """Of rows sorted by id and time."""
         rows = rows.combine_chunks()
         id_ = rows[key].combine_chunks().dictionary_encode()  # in the order of the rows, which is that of ids
         time = rows["timestamp_ms"].to_numpy()
         times = distinct(time)
         place = id_.indices.to_numpy().astype(np.int64) * (len(times) + 1) + np.searchsorted(times, time)
-        return cls(key, Vocabulary.of(id_.dictionary), times, place, rows.drop_columns([key, "timestamp_ms"]))
+        return cls(name, key, Vocabulary.of(id_.dictionary), times, place, rows.drop_columns([key, "timestamp_ms"]))
 
     def rows(self, events: pa.Table, at: np.ndarray) -> np.ndarray:
         """(E,) for each event the latest row of its id with a time strictly before `at` (E,) ms; -1 for none."""
@@ -126,13 +129,13 @@ def share_items(run: Run, columns: list[str]) -> list[Shared]:
         return []
     items = read_table(run.table("items"), "items", ["item_id", *columns])
     items = items.append_column("timestamp_ms", pa.repeat(pa.scalar(FIRST, pa.int64()), len(items)))
-    return [run.engine.put(AsOfTable.of(items, "item_id"))]
+    return [run.engine.put(AsOfTable.of("items", items, "item_id"))]
 
 
 def share_as_of(run: Run, made: dict[str, Manifest]) -> list[Shared]:
     """The tables where all tasks can read them."""
     return [
-        run.engine.put(AsOfTable.of(read_table(run.table(name), name), manifest.info["key"]))
+        run.engine.put(AsOfTable.of(name, read_table(run.table(name), name), manifest.info["key"]))
         for name, manifest in made.items()
     ]
 
@@ -145,14 +148,29 @@ def described_as_of(made: dict[str, Manifest]) -> dict[str, Any]:
     }
 
 
-def attach(events: pa.Table, at: np.ndarray, tables: Iterable[AsOfTable]) -> pa.Table:
-    """The events with the features of the tables as of `at` (E,) ms, null where there is no earlier row."""
+def attach(events: pa.Table, at: np.ndarray, tables: Iterable[AsOfTable], count: Counter[str]) -> pa.Table:
+    """The events with the features of the tables as of `at` (E,) ms, null where there is no earlier row; these are
+    counted by table."""
     for table in tables:
         row = table.rows(events, at)
+        count[f"nothing_of_{table.name}"] += int((row < 0).sum())
         found = table.features.take(pa.array(row, mask=row < 0))
         for name in found.column_names:
             events = events.append_column(name, found[name])
     return events
+
+
+def say_missing(run: Run, made: dict[str, Manifest], events: int, count: Counter[str]) -> None:
+    """Says of how many events a table knows nothing; UserError where that are all."""
+    for name, manifest in made.items():
+        missing, key = count[f"nothing_of_{name}"], manifest.info["key"]
+        if missing == events:
+            raise UserError(
+                f"{name} has no row before any of the {events:,} events; its ids ('{key}') or its times are others: "
+                f"correct the source file"
+            )
+        if missing:
+            run.say(f"{name}: {missing:,} of {events:,} events ({missing / events:.1%}) have no earlier row")
 
 
 def as_of_schema(tables: Sequence[AsOf]) -> pa.Schema:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,15 @@ def test_the_latest_row_strictly_before_is_found(side: list[tuple[str, int]], as
     side = sorted(side)
     names = ("item_id", "timestamp_ms", "num_n")
     rows = pa.table(dict(zip(names, ([id_ for id_, _ in side], [t for _, t in side], range(len(side))), strict=True)))
-    table = AsOfTable.of(rows, "item_id")
+    table, count = AsOfTable.of("as_of_n", rows, "item_id"), Counter[str]()
     ids = pa.array([id_ for id_, _ in asked], pa.string()).dictionary_encode()
-    found = attach(pa.table({"item_id": ids}), np.array([t for _, t in asked], np.int64), [table])["num_n"].to_pylist()
+    found = attach(pa.table({"item_id": ids}), np.array([t for _, t in asked], np.int64), [table], count)[
+        "num_n"
+    ].to_pylist()
     for (id_, at), value in zip(asked, found, strict=True):
         before = [n for n, (other, t) in enumerate(side) if other == id_ and t < at]
         assert value == (max(before) if before else None)
+    assert count["nothing_of_as_of_n"] == found.count(None)
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +126,11 @@ def test_rows_that_repeat_or_break_are_told(raw: Path, tmp_path: Path, capsys: p
     info = read_manifest(f"{tables}/as_of_prices").info
     assert info["repeated"] == 3
     assert read_table(f"{tables}/as_of_prices")["num_price"].to_pylist().count(99.0) == 3
+    prices.with_columns(id="other " + pl.col("id")).write_csv(other / "prices.csv")
+    with pytest.raises(
+        UserError, match=r"as_of_prices has no row before any of the 10,000 events; its ids \('item_id'\)"
+    ):
+        make(tmp_path / "ids", other, WITH_PRICES)
     prices.with_columns(since=pl.lit(7)).write_csv(other / "prices.csv")
     with pytest.raises(UserError, match=r"300 of 300 rows of as_of_prices \(100.00%\) break the schema"):
         make(tmp_path / "wrong", other, WITH_PRICES)

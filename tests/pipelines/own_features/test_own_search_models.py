@@ -15,7 +15,7 @@ from models.fit import EpochEvent, FitConfig, fit
 from models.own_features import Category, Number, OwnFeatures, OwnInputs
 from models.search.data import SearchCatalogue, SearchExamples
 from models.setup import Setup, set_up
-from models.tables import join, read_manifest, read_table
+from models.tables import UserError, join, read_manifest, read_table
 from pipelines.evaluation.importance import importance
 from tests.own_features_log import SOURCE, make, make_text
 
@@ -113,6 +113,27 @@ def test_a_candidate_is_ranked_by_its_own_features_alone(tables: str, text: str,
             moved = (model.score({**batch, "history_features": past}) != before).any(1)
             with_past = batch["request_end"][batch["candidate_request"]] > 0
             assert torch.equal(moved, with_past)
+
+
+def test_what_is_unknown_when_ranking_is_not_read_then(raw: Path, tmp_path: Path) -> None:
+    tables = make(tmp_path, raw, settings={"search": {"unknown_when_ranking": ["city"]}})
+    text = make_text(tmp_path, tables)
+    setup = set_up({"name": "qgs", **SMALL, "position": "dropout"}, FIT, tables, text)
+    model: Any = setup.model.eval()
+    examples = SearchExamples.load(join(tables, "sequences"), "test", unit="request", max_history=8)
+    examples.bring(SearchCatalogue.load(tables, text), history=True)
+    batch = examples.collate(np.arange(10))
+    other = batch["features"].clone()
+    other[:, -1] = 3 - other[:, -1]
+    with torch.no_grad():
+        assert torch.equal(model.score({**batch, "features": other}), model.score(batch))
+        shown = [model.score({**batch, "features": values}, shown=True) for values in (other, batch["features"])]
+        assert not torch.equal(*shown)
+        past = batch["history_features"].clone()
+        past[..., -1] = 3 - past[..., -1]  # of what was shown before it is known
+        assert not torch.equal(model.score({**batch, "history_features": past}), model.score(batch))
+    with pytest.raises(UserError, match="unknown_when_ranking has 'town', which is no feature of the log's own"):
+        make(tmp_path / "wrong", raw, settings={"search": {"unknown_when_ranking": ["town"]}})
 
 
 @pytest.mark.long

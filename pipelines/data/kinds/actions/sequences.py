@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from models.tables import Manifest, Part, UserError, part_uris, read_table
-from pipelines.data.as_of import AsOfTable, as_of_schema, attach, described_as_of, make_as_of, share_as_of
+from pipelines.data.as_of import AsOfTable, as_of_schema, attach, described_as_of, make_as_of, say_missing, share_as_of
 from pipelines.data.counts import Piece, counted
 from pipelines.data.dataflow import Engine, Shared, fetch
 from pipelines.data.kinds.actions.config import ITEM, USER, ActionsConfig, check_actions
@@ -247,7 +247,7 @@ def build_actions(
         return schema.empty_table(), count, sums
     rows = pa.array(kept.row)
     as_of = rules.as_of(events, catalogue)
-    events = attach(events, as_of, joined)
+    events = attach(events, as_of, joined, count)
     counts = gather(events, config, pieces, as_of)
     values = features(counts, config)[kept.row]  # (E, F)
     tasks = np.stack([task.values(events)[kept.row] for task in config.tasks.values()], axis=1)  # (E, K)
@@ -408,6 +408,7 @@ def make_actions(run: Run, events: Manifest, items: Manifest, split: dict[str, A
             run.progress("sequences"),
             share_as_of(run, as_of),
         )
+        say_missing(run, as_of, events.rows, count)
         events_in = {name: count[f"events_{name}"] for name in NAMES}
         require_training(events_in, count, config.max_events, "event")
         info = {

@@ -35,6 +35,9 @@ class SearchConfig(Windowed):
 
     item_features: list[str] = field(default_factory=list)
     """Attributes and numbers of the item files that models read of results and behaviours; they hold for all time."""
+    unknown_when_ranking: list[str] = field(default_factory=list)
+    """Own features that are not known before a result is ranked, as its position is not: read in training alone, as the
+    model's `position` says."""
     groups: dict[str, list[str]] = field(default_factory=dict)
     """Groups of features for HFG-Attention and importance (Sec. 3.6 of QGS), {group: [feature]}, of counts such as
     pair_ctr_7d and of the log's own numbers and categories. Those that are not named: cross, document, query, context
@@ -63,7 +66,7 @@ class SearchConfig(Windowed):
     def settings(self) -> dict[str, Any]:
         """As manifests hold it; what earlier code did not have is left out where it says nothing."""
         content = asdict(self)
-        for name in ("groups", "item_features"):
+        for name in ("groups", "item_features", "unknown_when_ranking"):
             if not content[name]:
                 del content[name]
         return content

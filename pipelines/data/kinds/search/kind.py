@@ -10,7 +10,7 @@ from pipelines.data.kinds.base import RequestKind, Simulator
 from pipelines.data.kinds.search.audit import REQUIRED, check_search_tables
 from pipelines.data.kinds.search.config import SearchConfig, check_search
 from pipelines.data.kinds.search.flow import FLOW
-from pipelines.data.kinds.search.groups import feature_groups
+from pipelines.data.kinds.search.groups import feature_groups, unknown_features
 from pipelines.data.kinds.search.notices import classes
 from pipelines.data.kinds.search.simulator import SearchSettings, best_gauc, simulate_search
 from pipelines.data.own_features import usual_groups
@@ -25,6 +25,7 @@ def check(source: Source, config: PrepareConfig) -> None:
     """As `check_search`; and features of items and groups that the source file names are those of the log."""
     check_search(source, config)
     own = usual_groups(source, config.own.item_features)
+    unknown_features(config.own, own)
     if config.own.groups:
         from pipelines.data.kinds.search.features import feature_names  # it imports Ray
 

@@ -21,13 +21,22 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from models.tables import Manifest, Part, UserError, part_uris, read_table
-from pipelines.data.as_of import AsOfTable, as_of_schema, attach, described_as_of, make_as_of, share_as_of, share_items
+from pipelines.data.as_of import (
+    AsOfTable,
+    as_of_schema,
+    attach,
+    described_as_of,
+    make_as_of,
+    say_missing,
+    share_as_of,
+    share_items,
+)
 from pipelines.data.counts import Piece, counted
 from pipelines.data.dataflow import Engine, Shared, fetch
 from pipelines.data.durations import MINUTE_MS
 from pipelines.data.kinds.search.config import SearchConfig, bool_labels
 from pipelines.data.kinds.search.features import IDS, SearchWindows, feature_names, features, gather
-from pipelines.data.kinds.search.groups import feature_groups
+from pipelines.data.kinds.search.groups import feature_groups, unknown_features
 from pipelines.data.kinds.search.requests import requests_of
 from pipelines.data.own_features import Seen, described, item_columns, own_names, usual_groups
 from pipelines.data.run import Run, gathered
@@ -167,7 +176,7 @@ def build_search(
     order, begins = asked.order(query, position)
     request = np.cumsum(begins) - 1  # (E,) in the order of the requests
     at = time[asked.earliest]  # (E,) the request's time
-    events = attach(events, at, as_of)
+    events = attach(events, at, as_of, count)
     lost = lost[asked.earliest]
     usable = (inside & ~lost)[order]
     candidate = order[usable]  # (C,) rows of events
@@ -362,6 +371,7 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
             run.progress("sequences"),
             [*share_as_of(run, as_of), *share_items(run, of_items.names)],
         )
+        say_missing(run, as_of, events.rows, count)
         if not parts:
             raise UserError(
                 f"no request shows an item of the catalogue: {count['requests_outside']:,} are outside it; "
@@ -383,6 +393,7 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
             "labels": rules.labels,
             "features": rules.features,
             "groups": feature_groups(config.own, rules.features, own_groups),
+            "unknown_when_ranking": unknown_features(config.own, own_groups),
             **({"own": own} if rules.own else {}),
             **({"as_of": described_as_of(as_of)} if as_of else {}),
             **({"item_features": of_items.names} if of_items else {}),
