@@ -30,8 +30,9 @@ from pipelines.data.sids.embed import EmbedConfig
 from pipelines.data.sids.tokenize import RqkmeansConfig, TokenizerConfig, tokenize
 from pipelines.data.tables import check_writable, commit, items_schema, write_part
 
-WIDTH, ITERATIONS = 32, 10
-"""Numbers of an embedding, and k-means iterations per level: the time is about proportional to both."""
+WIDTH, ITERATIONS, LEVELS = 32, 10, 4
+"""Numbers of an embedding, k-means iterations per level, and levels before that of conflicts: the time is about
+proportional to each. With three levels more than 256 of a million titles share their codes."""
 
 BATCH, BATCHES, BEAM, TOP_K = 32, 8, 20, 10
 ITEMS_PER_PART = 1 << 20
@@ -58,7 +59,7 @@ def run(sizes: list[int]) -> Iterator[dict[str, Any]]:
     """A line per number of items and step; the `items` of `decode` are users."""
     for items in sizes:
         params = {
-            "items": items, "width": WIDTH, "iterations": ITERATIONS, "batch": BATCH, "beam": BEAM,
+            "items": items, "width": WIDTH, "iterations": ITERATIONS, "levels": LEVELS, "batch": BATCH, "beam": BEAM,
             "cpus": os.cpu_count(),
         }  # fmt: skip
         with tempfile.TemporaryDirectory(prefix="trieline-benchmark-") as folder:
@@ -84,7 +85,7 @@ def run_tokenize(folder: str) -> dict[str, Any]:
 
     ray.init(address="local", include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
     items, sids = join(folder, "items"), join(folder, "sids")
-    config = TokenizerConfig("rqkmeans", rqkmeans=RqkmeansConfig(iterations=ITERATIONS))
+    config = TokenizerConfig("rqkmeans", rqkmeans=RqkmeansConfig(levels=LEVELS, iterations=ITERATIONS))
     begin = time.perf_counter()
     made = tokenize(items, sids, config, "tfidf", embed=EmbedConfig(svd=WIDTH), say=lambda line: None)[:2]
     seconds = time.perf_counter() - begin

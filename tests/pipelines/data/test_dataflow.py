@@ -148,7 +148,7 @@ def test_events_in_a_wrong_partition_or_lost_are_found(tmp_path: Path) -> None:
     keys, users = partition_keys(4), pa.array([f"u{i}" for i in range(50)])
     count = len(users)
     rows = pa.table({"user_id": users, "timestamp_ms": np.arange(count), "item_id": ["a"] * count})
-    write = ingest_module._Write(str(tmp_path), events_schema(), None, False, keys)
+    write = ingest_module._Write(str(tmp_path), events_schema(), None, False, None, keys)
     mine = keys[ingest_module.user_keys(users) % 4] == keys[1]
     written = write(None, int(keys[1]), rows.filter(pa.array(mine)))
     assert written.users == mine.sum()

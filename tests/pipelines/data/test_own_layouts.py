@@ -235,3 +235,19 @@ def test_a_fresh_log_has_the_catalogue_of_the_training(tmp_path: Path, capsys: p
         prepare.run(replace(config, min_matched=0.9, output=str(tmp_path / "other")))
     with pytest.raises(UserError, match=r"items.* is no table|no manifest|items"):
         prepare.run(replace(config, catalogue=str(tmp_path / "nowhere"), output=str(tmp_path / "other")))
+
+
+@pytest.mark.usefixtures("ray_local")
+@pytest.mark.parametrize(("name", "options"), [("hm", {"duplicates": "count"}), ("mind", {}), ("movielens_1m", {})])
+def test_ray_makes_the_same_tables(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+    _, tables = tables_of(name, tmp_path, **options)
+    spread, source = str(tmp_path / "spread"), str(SOURCES / f"{name}.yaml")
+    config = prepare.Config(source=source, input=str(tmp_path / "raw"), output=spread, partitions=3, **options)
+    prepare.run(config)
+    audit.run(audit.Config(tables=spread))
+    assert read_manifest(f"{spread}/items").hash == read_manifest(f"{tables}/items").hash
+    assert read_manifest(f"{spread}/items").info == read_manifest(f"{tables}/items").info | {
+        "split_made_from": read_manifest(f"{spread}/items").info["split_made_from"]
+    }
+    assert frame(spread, "events").sort(pl.all()).equals(frame(tables, "events").sort(pl.all()))
+    assert frame(spread, "sequences").sort("user_id").equals(frame(tables, "sequences").sort("user_id"))

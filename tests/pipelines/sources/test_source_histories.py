@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from test_source_transforms import plain, read
 
 from models.tables import UserError
+from pipelines.data.kinds.search.config import SearchConfig
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.settings import check
 from pipelines.data.sources.mapping import Mapping
@@ -123,7 +124,7 @@ def test_a_history_that_cannot_be_is_one_line(keys: dict[str, Any], said: str) -
 
 def test_a_history_needs_requests_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "behaviors.tsv").write_text(MIND)
-    config = PrepareConfig(kind="search", behaviour="click", core=0)
+    config = PrepareConfig(kind="search", behaviour="click", core=0, own=SearchConfig())
     with pytest.raises(
         UserError, match="'history', whose behaviours were never shown as results; use --kind retrieval"
     ):
