@@ -185,6 +185,8 @@ def show(grid: Grid, trials: list[Trial], config: Config, extra: str | None) -> 
     """Prints the trials and, where the model is there and tables are given, what they would cost."""
     size, _ = grid.all_points()
     print(f"{grid.name}: {grid.source}")
+    for said in [*(f"the paper: {line}" for line in grid.findings), *([f"here: {grid.notes}"] if grid.notes else [])]:
+        print(f"  {' '.join(said.split())}")
     for trial in trials:
         print(f"  {trial.name}  " + "  ".join(f"{key} {value}" for key, value in trial.point.items()))
     print(f"{len(trials)} of {size:,} points; metric {grid.metric}; scheduler {grid.scheduler.name}")

@@ -5,9 +5,23 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
 """Told apart by people who see colours differently (Tol's bright scheme), on light and on dark ground."""
+
+
+def logarithmic(axes: Axes, x: bool) -> None:
+    """Makes the x axis, or else the y axis, logarithmic, with ticks that are plain numbers: 300, 500, 1,000.
+    Matplotlib's own are mathematical markup, which text in an SVG shows as it is."""
+    if x:
+        axes.set_xscale("log")
+    else:
+        axes.set_yscale("log")
+    axis = axes.xaxis if x else axes.yaxis
+    axis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def new_figure(columns: int, rows: int = 1, width: float = 4.6, height: float = 3.2) -> tuple[Figure, list[Axes]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from models.tables import UserError
 from pipelines.comparison.run_plots import Drawn
-from pipelines.figures import COLOURS, new_figure
+from pipelines.figures import COLOURS, logarithmic, new_figure
 
 LINE = {"benchmark", "variant", "params", "median_s", "items_per_s"}
 """What a line of jobs.benchmark has."""
@@ -57,7 +57,7 @@ def sizes(lines: Sequence[dict[str, Any]]) -> list[Drawn]:
                     values := sorted({line["params"][parameter] for line in own}), [f"{v:,}" for v in values]
                 )
                 axes.minorticks_off()
-                axes.set_yscale("log")
+                logarithmic(axes, x=False)
                 axes.set_xlabel(parameter)
                 axes.set_ylabel(label)
                 axes.grid(alpha=0.15)

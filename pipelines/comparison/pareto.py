@@ -21,7 +21,8 @@ from matplotlib.transforms import Bbox
 
 from models.tables import UserError
 from pipelines.comparison.rows import Comparison, Row, lower_is_better
-from pipelines.comparison.run_plots import COLOURS, Drawn
+from pipelines.comparison.run_plots import Drawn
+from pipelines.figures import COLOURS, logarithmic
 
 FORMATS = (".png", ".svg", ".pdf")
 LINE = 13
@@ -116,7 +117,7 @@ def picture(points: Sequence[Point], metric: str, title: str) -> Figure:
     for point in points:
         share = point.parameters / largest if point.parameters > 0 else 0.0  # not logged: NaN
         axes.scatter(point.speed, point.accuracy, color=colours[point.model], s=30 + 120 * share**0.5, zorder=2)
-    axes.set_xscale("log")
+    logarithmic(axes, x=True)
     axes.margins(x=0.12, y=0.12)
     if all(point.accuracy >= 0 for point in points):
         axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))

@@ -26,6 +26,7 @@ def log_runs(uri: str, folder: Path) -> None:
         for step in range(250):
             log.log({"train/loss": 1 / (step + 1)}, step)
         log.log({"val/ndcg@10": value, "best/ndcg@10": value, "test/ndcg@10": value / 2}, 250)
+        log.log({"test/users_per_s": 900 * value, "train/parameters": 1000}, 250)
         log.end()
     sweep = tracking.open_run(
         uri, "retrieval/x", "s", str(folder), config={}, hashes={},
@@ -77,6 +78,8 @@ def test_pages_with_plots_are_the_same_twice_and_hold_no_path_of_the_machine(
     assert {"retrieval-x.md", "claims.md", "retrieval-x-curves.svg"} <= pages.keys()
     assert pages == {path.name: path.read_text() for path in (tmp_path / "two").iterdir()}
     assert "![" in pages["retrieval-x.md"]
+    assert ">150</text>" in pages["retrieval-x-pareto.svg"]
+    assert "math" not in "".join(pages.values())
 
 
 @pytest.mark.parametrize(
