@@ -57,6 +57,8 @@ class Measured:
     """Lines that tell the metrics of an evaluation."""
     shown: tuple[str, ...]
     """Metrics of a training's best epoch that are printed."""
+    by_user: bool = False
+    """Whether `measure` takes `by_user=stride` and then also keeps a metric of every `stride`th user."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ RETRIEVAL = Family(
     "retrieval", Catalogue.load, Catalogue.hashes_of, Examples,
     Measured(
         retrieval_metrics.measure, retrieval_metrics.metric_means, retrieval_metrics.names, retrieval_metrics.summary,
-        shown=("recall@10", "ndcg@10"),
+        shown=("recall@10", "ndcg@10"), by_user=True,
     ),
     ranks="catalogue", served=True, unread=unread_events,
 )  # fmt: skip
@@ -107,7 +109,7 @@ SEARCH = Family(
     "search", SearchCatalogue.load, SearchCatalogue.hashes_of, SearchExamples,
     Measured(
         search_metrics.measure, search_metrics.means, search_metrics.names, search_metrics.summary,
-        shown=("gauc", "auc"),
+        shown=("gauc", "auc"), by_user=True,
     ),
     ranks="candidates", extra=TEXT, accompany=SearchCatalogue.leave_pairs_to,
     shuffles=search_shuffled.shuffles, replays=True,
@@ -116,7 +118,7 @@ ACTIONS = Family(
     "actions", ActionsCatalogue.load, ActionsCatalogue.hashes_of, ActionsExamples,
     Measured(
         actions_metrics.measure, actions_metrics.means, actions_metrics.names, actions_metrics.summary,
-        shown=("eval_loss", "mean/normalised_entropy", "mean/auc"),
+        shown=("eval_loss", "mean/normalised_entropy", "mean/auc"), by_user=True,
     ),
     ranks="candidates", eval_unit="user", parts=ActionsModel.parameter_counts,
     shuffles=actions_shuffled.shuffles,

@@ -167,7 +167,12 @@ MATCHED = Measured(
 """How well SID-MLP++'s encoder gives the teacher's states."""
 
 VERIFIED = Measured(
-    atspeed.measure, atspeed.means, atspeed.names, atspeed.summary, shown=("recall@10", "ndcg@10", "acceptance")
+    atspeed.measure,
+    atspeed.means,
+    atspeed.names,
+    atspeed.summary,
+    shown=("recall@10", "ndcg@10", "acceptance"),
+    by_user=True,
 )
 """How well AtSpeed ranks, and what verification accepted."""
 

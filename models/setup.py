@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from models import registry
+from models.by_user import ByUser
 from models.checkpoint import Checkpoint
 from models.config import hint
 from models.families import Measured
@@ -205,7 +206,7 @@ def score(
         with torch.no_grad():
             part = measured.measure(model, batch, **(options or {}))
         for name, value in part.items():
-            number = value if isinstance(value, Histogram) else torch.as_tensor(value, dtype=torch.float64)
+            number = value if isinstance(value, (Histogram, ByUser)) else torch.as_tensor(value, dtype=torch.float64)
             sums[name] = sums.get(name, 0.0) + number.cpu()  # waits for the device
         seconds += time.perf_counter() - began
         count += len(rows)

@@ -21,8 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from models import ranking_metrics
+from models.by_user import PREFIX, ByUser
 from models.label_loss import counted
 from models.ranking_metrics import EXAMPLES, NAMES, ranking_means, ranking_sums
 
@@ -30,9 +32,10 @@ AVERAGED = ("normalised_entropy", "normalised_entropy_train", "auc", "gauc")
 """Metrics whose mean over tasks is given."""
 
 
-def measure(model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
+def measure(model: Any, batch: dict[str, Tensor], by_user: int = 0) -> dict[str, Any]:
     """Sums over a batch's candidates. `model.score(batch)` gives logits (N, K), `model.labels` the tasks' names,
-    `model.train_rates` their shares of positives in training, or nothing."""
+    `model.train_rates` their shares of positives in training, or nothing. With `by_user` also the loss of every
+    so-manieth user, but for models with masks, whose tasks count other candidates each."""
     logits, valid = model.score(batch).float(), batch["candidate_valid"]
     label = batch["candidate_label"][valid]
     kept = counted(label, model.masks)
@@ -43,6 +46,9 @@ def measure(model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
         sums |= ranking_sums(logits[mine, i], label[mine, i], user[mine], f"{name}/")
         if model.train_rates and model.masks[i] is None:  # of what is masked the rate is another
             sums[f"{name}/constant_loss"] = constant_loss(label[mine, i].double(), model.train_rates[i])
+    if by_user and not any(mask is not None for mask in model.masks):
+        loss = functional.binary_cross_entropy_with_logits(logits.double(), label.double(), reduction="none").sum(1)
+        sums[f"{PREFIX}eval_loss"] = ByUser.of(batch["user_row"][user], loss, by_user)
     return sums
 
 

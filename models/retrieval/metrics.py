@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.by_user import PREFIX, ByUser
+
 CUTOFFS = (1, 5, 10, 20)
 """Ranks K at which Recall@K and NDCG@K are measured."""
 
@@ -56,10 +58,20 @@ def names(catalogue: Any) -> list[str]:
     return [f"{metric}@{k}" for metric in ("recall", "ndcg") for k in CUTOFFS]
 
 
-def measure(model: Any, batch: dict[str, Tensor], **options: Any) -> dict[str, float]:
-    """`metric_sums` of the model's ranking of the full catalogue; `options` go to its `recommend`."""
+def measure(model: Any, batch: dict[str, Tensor], by_user: int = 0, **options: Any) -> dict[str, Any]:
+    """`metric_sums` of the model's ranking of the full catalogue; `options` go to its `recommend`. With `by_user` also
+    recall@10 and ndcg@10 of every so-manieth user."""
     items, _ = model.recommend(batch, max(CUTOFFS), **options)
-    return metric_sums(items, batch["target"])
+    return metric_sums(items, batch["target"]) | user_sums(items, batch, by_user)
+
+
+def user_sums(items: Tensor, batch: dict[str, Tensor], stride: int) -> dict[str, ByUser]:
+    """recall@10 and ndcg@10 of every `stride`th user, of none for 0, from the ranked items (B, K)."""
+    if not stride:
+        return {}
+    rank = hit_rank(items, batch["target"])
+    values = {"recall@10": (rank < 10).double(), "ndcg@10": torch.where(rank < 10, 1 / torch.log2(rank + 2.0), 0.0)}
+    return {PREFIX + name: ByUser.of(batch["user_row"], value, stride) for name, value in values.items()}
 
 
 def add_sums(parts: Iterable[dict[str, float]]) -> dict[str, float]:

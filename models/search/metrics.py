@@ -15,15 +15,17 @@ import torch
 from torch import Tensor
 
 from models import ranking_metrics
+from models.by_user import PREFIX, ByUser
 from models.label_loss import counted
-from models.ranking_metrics import EXAMPLES, NAMES, ranking_means, ranking_sums
+from models.ranking_metrics import EXAMPLES, NAMES, ranking_means, ranking_sums, request_auc
 from models.search.ranker import Ranker
 
 WITH_POSITION = "with_position/"
 
 
-def measure(model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
-    """Sums over the batch's requests. `model.score(batch)` gives logits (N, labels); `model.labels` their names."""
+def measure(model: Any, batch: dict[str, Tensor], by_user: int = 0) -> dict[str, Any]:
+    """Sums over the batch's requests. `model.score(batch)` gives logits (N, labels); `model.labels` their names. With
+    `by_user` also the GAUC of every so-manieth user."""
     sums: dict[str, Any] = {EXAMPLES: torch.tensor(float(len(batch["request_row"])), dtype=torch.float64)}
     ranker = model if isinstance(model, Ranker) else None  # others have a `score` and `labels` alone
     kept = counted(batch["labels"], ranker.masks if ranker else [None] * len(model.labels))
@@ -32,7 +34,12 @@ def measure(model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
         for i, label in enumerate(model.labels):
             prefix = f"{beside}{label}/" if i else beside
             mine = kept[:, i]
-            sums |= ranking_sums(logits[mine, i], batch["labels"][mine, i], batch["candidate_request"][mine], prefix)
+            of = logits[mine, i], batch["labels"][mine, i], batch["candidate_request"][mine]
+            sums |= ranking_sums(*of, prefix)
+            if by_user and not prefix:
+                auc, _ = request_auc(*of)
+                user = batch["user_row"][batch["request_row"][: len(auc)]]
+                sums[f"{PREFIX}gauc"] = ByUser.of(user, auc, by_user)
     return sums
 
 

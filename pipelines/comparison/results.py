@@ -3,9 +3,10 @@
     python -m jobs.compare --experiment retrieval/DATASET --export results/NAME.jsonl
     python -m jobs.compare --from results --markdown docs/results
 
-A line is a run: its params, tags (command, hardware, commit, hashes of tables), last metrics, and the curves that plots
-show. Of paths only the last two parts are kept, and nothing of what the machine was doing beside. Read back they are an
-MLflow store in a temporary folder, so tables, plots and claims come about as from the store that the runs were made in.
+A line is a run: its params, tags (command, hardware, commit, hashes of tables), last metrics, those that evaluations
+kept of every user, and the curves that plots show. Of paths only the last two parts are kept, and nothing of what the
+machine was doing beside. Read back they are an MLflow store in a temporary folder, so tables, plots and claims come
+about as from the store that the runs were made in.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from mlflow.entities import Metric, Param, RunTag
 
 from models.tables import UserError
 from pipelines import tracking
+from pipelines.comparison.over_users import evaluated
 from pipelines.comparison.page import write
 from pipelines.comparison.runs import BEST, PARENT, Selection, is_sweep, search
 from pipelines.comparison.sweep_plots import GRID, grid_text
@@ -68,6 +70,7 @@ def line_of(selection: Selection, run: Any) -> Line:
         "status": run.info.status, "start_ms": run.info.start_time, "end_ms": run.info.end_time,
         "params": {name: short(value) for name, value in run.data.params.items()}, "tags": tags, "metrics": metrics,
         "curves": {name: curve(selection.client, run.info.run_id, name) for name in sorted(curves)},
+        "by_user": evaluated(selection.client, run.info.run_id),
     }  # fmt: skip
     if is_sweep(run):
         line["grid"] = grid_text(run)
@@ -128,6 +131,8 @@ def fill(client: MlflowClient, run_id: str, line: Line, ids: dict[str, str]) -> 
         client.log_batch(run_id, metrics=metrics[part], params=params[part])
     if line.get("grid"):
         client.log_text(run_id, line["grid"], GRID)
+    for name, values in line.get("by_user", {}).items():
+        client.log_dict(run_id, {"by_user": values}, name)
     client.set_terminated(run_id, line["status"], line["end_ms"])
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from pipelines.comparison.baseline_tables import baseline_tables, figure
 from pipelines.comparison.noninferiority import MARGIN, non_inferiority, paired_test
+from pipelines.comparison.over_users import over_users_tables
 from pipelines.comparison.rows import Comparison, Row, lower_is_better, ratio
 from pipelines.comparison.table import Table, percent
 
@@ -28,6 +29,7 @@ def tables(comparison: Comparison) -> list[Table]:
     return [
         runs_table(comparison),
         *paired_tables(comparison),
+        *over_users_tables(comparison),
         *non_inferiority_tables(comparison.rows, comparison.metric, comparison.teachers),
         *item_shift_tables(comparison.rows),
         *baseline_tables(comparison.rows),

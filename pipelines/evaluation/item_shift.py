@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.retrieval.metrics import CUTOFFS, EXAMPLES, metric_means, metric_sums
+from models.retrieval.metrics import CUTOFFS, EXAMPLES, metric_means, metric_sums, user_sums
 from models.tables import UserError, iter_parts, read_manifest
 
 PERCENTS = (80, 90)
@@ -54,11 +54,11 @@ def new_items(sequences_uri: str, num_items: int) -> Subsets:
     return {f"temporal{percent}": first > cut for percent, cut in cuts.items()}
 
 
-def measure(model: Any, batch: dict[str, Tensor], subsets: Subsets, **options: Any) -> dict[str, float]:
+def measure(model: Any, batch: dict[str, Tensor], subsets: Subsets, by_user: int = 0, **options: Any) -> dict[str, Any]:
     """Sums over a batch of the metrics of all requests and, as `temporal80/ndcg@10`, of each subset's."""
     items, _ = model.recommend(batch, max(CUTOFFS), **options)  # (B, K)
     target = batch["target"]
-    sums = metric_sums(items, target)
+    sums: dict[str, Any] = metric_sums(items, target) | user_sums(items, batch, by_user)
     for name, chosen in subsets.items():
         inside = torch.from_numpy(chosen).to(target.device)[target]  # (B,)
         sums |= {f"{name}/{key}": value for key, value in metric_sums(items[inside], target[inside]).items()}

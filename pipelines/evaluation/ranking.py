@@ -18,6 +18,7 @@ import torch
 from mlflow.exceptions import MlflowException
 
 from models import checkpoint, registry
+from models.by_user import PREFIX, ByUser, stride_of
 from models.checkpoint import Checkpoint
 from models.retrieval.metrics import CUTOFFS, add_sums
 from models.setup import hashes_of, load_catalogue, score
@@ -61,6 +62,8 @@ class Result:
     """Hashes of the tables."""
     device: str
     """`cpu` with the number of threads, or the GPU's name; before it how many worked at once, if more than one."""
+    by_user: dict[str, dict[str, str]]
+    """Metrics user by user (`models/by_user.py`, packed), for comparisons on the same users."""
 
     def is_fresh(self, about: Checkpoint) -> bool:
         """Whether the requests are of another log than that of the training."""
@@ -159,6 +162,9 @@ def rank_shard(
     measured = entry.measured
     if subsets:
         measured = replace(measured, measure=partial(shift.measure, subsets=subsets))
+    if measured.by_user:
+        stride = stride_of(read_manifest(join(tables, "sequences"), "sequences").rows)
+        measured = replace(measured, measure=partial(measured.measure, by_user=stride))
     common: dict[str, Any] = {"batch_size": batch_size, "device": where, "options": options}
     if len(examples):
         score(model, measured, examples, limit=min(batch_size, len(examples)), **common)  # warms up
@@ -201,7 +207,8 @@ def evaluate(
     count = sum(part[1] for part in parts)
     if count == 0:
         raise UserError(f"the split '{split}' of {tables} has no request with a history; choose another --split")
-    total = add_sums(part[0] for part in parts)
+    total: dict[str, Any] = add_sums(part[0] for part in parts)
+    by_user: dict[str, ByUser] = {name: total.pop(name) for name in list(total) if name.startswith(PREFIX)}
     metrics = shift.means(total, subsets) if subsets else registry.find(about.name).measured.means(total)
     return (
         Result(
@@ -218,6 +225,7 @@ def evaluate(
             options={**chosen, "batch_size": batch_size},
             hashes={name: given[name] for name in about.hashes if name in given},
             device=parts[0][4] if shards == 1 else f"{shards} x {parts[0][4]}",
+            by_user={name.removeprefix(PREFIX): value.packed() for name, value in by_user.items()},
         ),
         about,
     )

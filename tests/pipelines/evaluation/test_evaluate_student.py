@@ -62,10 +62,11 @@ def test_students_find_their_teacher_in_the_comparison(world: tuple[Path, list[s
     run_id = checkpoint.read(world[0] / "tiger").tracking["run_id"]
     tags = tracking.connect(uri).get_run(run_id).data.tags
     assert tags[tracking.WEIGHTS_TAG] == weights_hash(str(world[0] / "tiger"))
-    runs, students = tables_of(compare(select(uri, ["retrieval/small"])))
+    runs, same_users, students = tables_of(compare(select(uri, ["retrieval/small"])))
     assert {row[1] for row in runs.cells} == {
         "tiger", "tiger [constrained-False]", "student-*", "student-1 [path-plain]", "student-2 [scores-codebook]"
     }  # fmt: skip
+    assert ["student-*", "tiger", "2", "60"] in [line[:4] for line in same_users.cells]
     mean = (ones["ndcg@10"] + two["ndcg@10"]) / 2
     for teacher, metrics in (("tiger", constrained), ("tiger [constrained-False]", free)):
         row = next(row for row in students.cells if row[:2] == ["student-*", teacher])

@@ -14,6 +14,7 @@ from training_tables import write_tables
 
 from jobs.evaluate import Config, parse, run
 from models import checkpoint, registry
+from models.by_user import unpacked
 from models.fit import FitConfig
 from models.retrieval.data import Catalogue, Examples
 from models.setup import set_up
@@ -76,6 +77,11 @@ def test_metrics_equal_scoring_by_hand(world: World, name: str) -> None:
         assert result.metrics[f"recall@{k}"] == pytest.approx(sum(rank < k for rank in ranks) / 60)
         gains = sum(1 / math.log2(rank + 2) for rank in ranks if rank < k)
         assert result.metrics[f"ndcg@{k}"] == pytest.approx(gains / 60)
+    means, counts = unpacked(result.by_user["recall@10"])  # of every user, in the order of the table's rows
+    assert means.tolist() == [float(rank < 10) for rank in ranks]
+    assert set(counts) == {1}
+    gained = [1 / math.log2(rank + 2) if rank < 10 else 0.0 for rank in ranks]
+    assert unpacked(result.by_user["ndcg@10"])[0] == pytest.approx(gained, rel=2**-11)
 
 
 def test_shards_add_up_to_the_whole(world: World, ray_local: None) -> None:
@@ -107,7 +113,8 @@ def test_results_reach_the_training_run_and_the_comparison(world: World, capsys:
     assert metrics["test/examples"] == written["examples"] == 60
     assert metrics["test/users_per_s"] > 0
 
-    (table,) = tables_of(compare(select(world.uri, ["retrieval/small"])))
+    table, same_users = tables_of(compare(select(world.uri, ["retrieval/small"])))
+    assert [line[2:4] for line in same_users.cells] == [["1", "60"]]  # of TIGER and SASRec's run with its seed
     rows = {cells[1]: dict(zip(table.header, cells, strict=True)) for cells in table.cells}
     assert set(rows) == {"sasrec-*", "tiger"}  # two seeds are one row
     assert rows["sasrec-*"]["seeds"] == "2"

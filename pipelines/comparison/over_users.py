@@ -1,0 +1,208 @@
+"""Two models on the same users: a paired bootstrap over the users of the test split.
+
+`jobs.evaluate` keeps a metric of every user (`models/by_user.py`). Of two models the differences user by user are
+averaged over the seeds that both have, users are drawn with replacement `DRAWS` times, and the middle 95% of the mean
+differences are the interval. A difference whose interval holds 0 is called noise. Between users alone: how much two
+trainings with other seeds differ, the tests over seeds say (`run_tables.py`).
+
+Shapes: `U` users, `D` differences.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from mlflow import MlflowClient
+from numpy.typing import NDArray
+
+from models.by_user import unpacked
+from pipelines.comparison.rows import Comparison, Row, Run, client_of, lower_is_better, shared_name
+from pipelines.comparison.table import Table, percent
+
+DRAWS = 2000
+"""Draws of the bootstrap."""
+
+COARSER = {"mean/normalised_entropy": "eval_loss", "mean/rig": "eval_loss", "mean/auc": "eval_loss"}
+"""Metrics that are no mean over users, and the one that stands in their place."""
+
+
+@dataclass
+class Group:
+    """Runs of one setting: those of a row, or students that differ in nothing but which run of one teacher's row has
+    taught them."""
+
+    row: Row
+    """The first of its rows."""
+    teacher: Row | None
+    """The row of its teachers, where it is here."""
+    name: str
+    """What the names of its runs share."""
+    runs: list[Run]
+    """All of them."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A group beside its teachers, or beside the best of the log."""
+
+    name: str
+    """Name of the one."""
+    other: str
+    """Name of the other."""
+    runs: tuple[tuple[Run, Run], ...]
+    """Their runs, pair by pair."""
+    options: tuple[str, str]
+    """Options of the evaluations of both."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean difference and the middle 95% of the draws."""
+
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether it holds 0."""
+        return self.low <= 0 <= self.high
+
+
+def intervals(differences: NDArray[np.float64], counts: NDArray[np.int64], draws: int = DRAWS) -> list[Interval]:
+    """Of differences (D, U) of means over the `counts` (U,) requests of each user, all with the same draws of users."""
+    generator = np.random.default_rng(0)
+    users = len(counts)
+    above, below = differences * counts, counts.astype(np.float64)
+    found = np.empty((draws, len(differences)))
+    for draw in range(draws):
+        times = np.bincount(generator.integers(users, size=users), minlength=users)
+        found[draw] = (above @ times) / (below @ times)
+    low, high = np.quantile(found, [0.025, 0.975], axis=0)
+    mean = above.sum(1) / below.sum()
+    return [Interval(float(m), float(a), float(b)) for m, a, b in zip(mean, low, high, strict=True)]
+
+
+def groups_of(comparison: Comparison) -> list[Group]:
+    """The rows with a value on test, best first."""
+    every = [*comparison.rows, *comparison.teachers]
+    groups: dict[tuple[Any, ...], Group] = {}
+    for row in comparison.rows:
+        if math.isnan(row.mean(f"test/{comparison.metric}")):
+            continue
+        taught_by = row.runs[0].teacher
+        homes = [other for other in every for run in other.runs if taught_by and run.weights == taught_by]
+        teacher = next((home for home in homes if home.options == row.options), None)
+        teacher = teacher or next((home for home in homes if not home.options), None)
+        apart = ("model.teacher_hash", "model.encoder_hash") if teacher else ()
+        alike = sorted((name, value) for name, value in row.params.items() if name not in apart)
+        group = groups.setdefault(
+            (*row.log, row.model, row.options, id(teacher), *alike), Group(row, teacher, row.name, [])
+        )
+        group.name = shared_name(group.name, row.name) if group.runs else row.name
+        group.runs += row.runs
+    return list(groups.values())
+
+
+def pairs(comparison: Comparison) -> list[Pair]:
+    """Students beside their teachers, run by run, then all beside the best of their log, seed by seed."""
+    groups, found = groups_of(comparison), []
+    best: dict[tuple[str, ...], Group] = {}
+    for group in groups:
+        if group.teacher:
+            taught = [(run, its) for run in group.runs for its in group.teacher.runs if run.teacher == its.weights]
+            found.append(
+                Pair(group.name, group.teacher.name, tuple(taught), (group.row.options, group.teacher.options))
+            )
+    for group in groups:
+        if (first := best.setdefault(group.row.log, group)) is group or group.teacher is first.row:
+            continue
+        ours, theirs = ({run.seed: run for run in each.runs} for each in (group, first))
+        if shared := sorted(ours.keys() & theirs.keys()):
+            both = tuple((ours[seed], theirs[seed]) for seed in shared)
+            found.append(Pair(group.name, first.name, both, (group.row.options, first.row.options)))
+    return found
+
+
+def over_users_tables(comparison: Comparison) -> list[Table]:
+    """The pairs with their intervals; none where no two evaluations have kept their users."""
+    metric = COARSER.get(comparison.metric, comparison.metric)
+    groups: dict[str, list[tuple[Pair, NDArray[np.float64], NDArray[np.float64]]]] = {}
+    weights: dict[str, NDArray[np.int64]] = {}
+    for pair in pairs(comparison):
+        users, both = "", []
+        for one, other in pair.runs:
+            mine = of_run(one, pair.options[0]).get(metric)
+            its = of_run(other, pair.options[1]).get(metric)
+            if mine and its and mine["users"] == its["users"]:
+                users = mine["users"]
+                value, weights[users] = unpacked(mine)
+                both.append((value, unpacked(its)[0]))
+        if both:
+            value, base = np.mean(both, 0)
+            groups.setdefault(users, []).append((pair, value - base, base))
+    cells = []
+    for users, group in groups.items():
+        counts = weights[users]
+        found = intervals(np.stack([difference for _, difference, _ in group]), counts)
+        for (pair, _, base), interval in zip(group, found, strict=True):
+            cells.append(line(pair, interval, float(base @ counts / counts.sum()), len(counts), metric))
+    if not cells:
+        return []
+    header = ["model", "against", "pairs of runs", "users", f"test/{metric}", "95% interval", "relative", "verdict"]
+    notes = [
+        f"Differences user by user, averaged over the pairs of runs; the interval is of a bootstrap over users "
+        f"({DRAWS:,} draws). It says nothing of other seeds."
+    ]
+    return [Table("On the same users", header, cells, notes)]
+
+
+def line(pair: Pair, interval: Interval, base: float, users: int, metric: str) -> list[str]:
+    """The cells of a pair."""
+    better = (interval.mean > 0) != lower_is_better(metric)
+    verdict = "noise" if interval.is_noise else "better" if better else "worse"
+    bounds = f"{interval.low:+.4f} to {interval.high:+.4f}"
+    relative = percent(interval.mean / base if base else math.nan)
+    return [
+        pair.name,
+        pair.other,
+        str(len(pair.runs)),
+        f"{users:,}",
+        f"{interval.mean:+.4f}",
+        bounds,
+        relative,
+        verdict,
+    ]
+
+
+def of_run(run: Run, options: str) -> dict[str, Any]:
+    """What the run's evaluation on test with these options has kept, by metric; nothing where it has kept none."""
+    name = f"evaluation-test{f'-{options}' if options else ''}.json"
+    return kept(run.uri, run.id).get(name, {})
+
+
+@lru_cache
+def kept(uri: str, run_id: str) -> dict[str, dict[str, Any]]:
+    return evaluated(client_of(uri), run_id)
+
+
+def evaluated(client: MlflowClient, run_id: str) -> dict[str, dict[str, Any]]:
+    """By file, what the evaluations of a run have kept of every user."""
+    return dict(files(client, run_id))
+
+
+def files(client: MlflowClient, run_id: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for artifact in client.list_artifacts(run_id):
+        if artifact.path.startswith("evaluation-") and artifact.path.endswith(".json"):
+            with open(client.download_artifacts(run_id, artifact.path)) as file:
+                if values := json.load(file).get("by_user"):
+                    yield artifact.path, values
+
+
+__all__: Sequence[str] = ["Interval", "Pair", "evaluated", "intervals", "over_users_tables", "pairs"]

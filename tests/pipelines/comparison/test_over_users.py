@@ -1,0 +1,70 @@
+"""Models on the same users: the interval is that of theory, and who stands beside whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from models.by_user import ByUser
+from pipelines import tracking
+from pipelines.comparison.over_users import intervals, over_users_tables
+from pipelines.comparison.rows import compare
+from pipelines.comparison.runs import select
+
+
+def test_the_interval_is_that_of_the_mean_of_many_users() -> None:
+    generator = np.random.default_rng(3)
+    counts = generator.integers(1, 4, 4000)
+    differences = generator.normal(0.02, 0.5, (2, 4000))
+    differences[1] -= 0.02
+    found = intervals(differences, counts)
+    for interval, difference in zip(found, differences, strict=True):
+        mean = (difference * counts).sum() / counts.sum()
+        error = np.sqrt((counts**2 * (difference - mean) ** 2).sum()) / counts.sum()  # of a ratio, by its first order
+        assert interval.mean == pytest.approx(mean)
+        assert interval.low == pytest.approx(mean - 1.96 * error, abs=0.1 * error)
+        assert interval.high == pytest.approx(mean + 1.96 * error, abs=0.1 * error)
+
+
+def log(uri: str, folder: Path, name: str, seed: int, values: list[float], teacher: str = "", users: int = 0) -> None:
+    """A run with a metric of every user, as `jobs.evaluate` leaves it."""
+    config = {"model": {"name": name, "teacher_hash": teacher}, "fit": {"seed": seed, "metric": "ndcg@10"}}
+    config["model"] = {key: value for key, value in config["model"].items() if value}
+    ref = tracking.open_run(uri, "retrieval/x", f"{name}-{seed}", str(folder), config=config, hashes={})
+    logger = tracking.Logger(ref)
+    logger.log({"test/ndcg@10": float(np.mean(values)), "best/ndcg@10": 0.1}, 1)
+    logger.tag(**{tracking.WEIGHTS_TAG: f"w-{name}-{seed}"})
+    kept = ByUser.of(torch.arange(users, users + len(values)), torch.tensor(values))
+    tracking.log_json(ref, {"by_user": {"ndcg@10": kept.packed()}}, "evaluation-test.json")
+    logger.end()
+
+
+@pytest.mark.long
+def test_rows_stand_beside_their_teacher_and_the_best_on_the_same_users(
+    new_store: Callable[[Path], str], tmp_path: Path
+) -> None:
+    uri = new_store(tmp_path)
+    half = [0.0, 1.0] * 300
+    for seed in (1, 2):
+        log(uri, tmp_path, "tiger", seed, half)
+        log(uri, tmp_path, "sid_mlp", seed, [min(1.0, value + 0.25) for value in half], f"w-tiger-{seed}")
+        log(uri, tmp_path, "gdn", seed, half[1:] + half[:1], f"w-tiger-{seed}")
+    log(uri, tmp_path, "sasrec", 3, half)  # shares no seed with the best
+    log(uri, tmp_path, "popularity", 1, half, users=1)  # of other users
+    (table,) = over_users_tables(compare(select(uri, ["retrieval/x"])))
+    cells = {(line[0], line[1]): line[2:] for line in table.cells}
+    assert set(cells) == {
+        ("sid_mlp-*", "tiger-*"),
+        ("gdn-*", "tiger-*"),
+        ("tiger-*", "sid_mlp-*"),
+        ("gdn-*", "sid_mlp-*"),
+    }
+    assert cells["sid_mlp-*", "tiger-*"][:3] == ["2", "600", "+0.1250"]
+    assert cells["sid_mlp-*", "tiger-*"][-1] == "better"
+    assert cells["gdn-*", "tiger-*"][2] == "+0.0000"
+    assert cells["gdn-*", "tiger-*"][-1] == "noise"
+    assert cells["tiger-*", "sid_mlp-*"][-1] == "worse"
