@@ -85,9 +85,14 @@ class Checkpoint:
 
 
 def write(directory: str | Path, model: nn.Module, about: Checkpoint, state: dict[str, Any] | None = None) -> None:
-    """Writes the checkpoint's files into an existing directory, `config.json` last."""
+    """Writes the checkpoint's files into an existing directory, `config.json` last. The state of a model that has but a
+    shard of its weights holds them all as `weights`."""
     folder = Path(directory)
-    safetensors.torch.save_model(model, str(folder / WEIGHTS))  # keeps tied weights once
+    if state is not None and "weights" in state:
+        state = dict(state)
+        safetensors.torch.save_file(state.pop("weights"), str(folder / WEIGHTS))
+    else:
+        safetensors.torch.save_model(model, str(folder / WEIGHTS))  # keeps tied weights once
     if state is not None:
         torch.save(state, folder / STATE)
     there = [name for name in (WEIGHTS, STATE) if (folder / name).exists()]

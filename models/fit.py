@@ -19,7 +19,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from models import fsdp
 from models.optimizers import make_optimizer
 from models.tables import UserError
 from models.whole_batch import IDLE, of_workers
@@ -164,7 +165,7 @@ class Event:
     """Why it ends here, where that is before the last epoch."""
     state: State = field(default_factory=dict)
     """What a checkpoint needs beside the weights, where one is due: live tensors, to be saved before the
-    generator goes on."""
+    generator goes on. Of a sharded model also `weights`, the whole ones."""
 
 
 @dataclass(frozen=True)
@@ -309,6 +310,7 @@ def fit(
     *,
     means: Means | None = None,
     lr_multipliers: Mapping[str, float] | None = None,
+    blocks: Sequence[nn.Module] = (),
     state: State | None = None,
     device: torch.device | str = "cpu",
     rank: int = 0,
@@ -319,11 +321,15 @@ def fit(
 
     `model(batch)` gives {"loss": mean loss of the batch, ...}. With `world` above 1 the default process
     group must exist. `means` makes metrics of the sums of all ranks; left out, they are divided by the number
-    of rows. `lr_multipliers` are factors on the learning rate by the beginning of parameters' names. `state` is that of
-    the event at which an earlier run was saved; the caller has loaded the weights. Raises UserError where the loss
-    stops being a number or the metric is not one that `validate` gives.
+    of rows. `lr_multipliers` are factors on the learning rate by the beginning of parameters' names. `blocks` are parts
+    of a model that is to be cut over the ranks (`models/fsdp.py`). `state` is that of the event at which an earlier run
+    was saved; the caller has loaded the weights. Raises UserError where the loss stops being a number or the metric is
+    not one that `validate` gives.
     """
     device = torch.device(device)
+    sharded = bool(blocks) and world > 1
+    if sharded:
+        fsdp.shard(model, blocks, device, world)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer, factors = make_optimizer(model, config.optimizer, config.lr, config.weight_decay, lr_multipliers or {})
     cursor: State = {
@@ -331,18 +337,19 @@ def fit(
         "waiting": 0, "stopped": False, "loss": 0.0, "seconds": 0.0, "examples": 0.0, "waited": 0.0,
     }  # fmt: skip
     if state is not None:
-        optimizer.load_state_dict(state["optimizer"])
+        fsdp.load_optimizer(optimizer, state["optimizer"])
         cursor.update(state["cursor"])
     if cursor["stopped"]:
         return
     module = model
-    if world > 1:
+    if world > 1 and not sharded:
         module = DistributedDataParallel(
             model, device_ids=[device] if device.type == "cuda" else None, broadcast_buffers=False
         )
 
     def snapshot() -> State:
-        return {"optimizer": optimizer.state_dict(), "cursor": dict(cursor)}
+        state = {"optimizer": optimizer.state_dict(), "cursor": dict(cursor)}
+        return {**fsdp.whole(state), "weights": fsdp.weights(model)} if sharded else state
 
     def fewest(epoch: int) -> int:
         steps = int(reduce([train_batches.steps(epoch)], world, device, dist.ReduceOp.MIN if world > 1 else None)[0])
@@ -353,7 +360,8 @@ def fit(
     def validated(epoch: int) -> dict[str, Any]:
         """Validates and notes the result in the cursor: the fields of an event."""
         began = time.perf_counter()
-        metrics, count = validation(module_of(module), validate, means, config, device, world)
+        with fsdp.gathered(model):
+            metrics, count = validation(model, validate, means, config, device, world)
         value = metrics[config.metric]
         is_best = cursor["best"] is None or value > cursor["best"]
         if is_best:
@@ -397,7 +405,7 @@ def fit(
             with autocast(config.precision, device), of_workers(world, idle):
                 found = module(to_device(batch, device))
             found["loss"].backward()
-            norm = nn.utils.clip_grad_norm_(parameters, config.clip_norm or math.inf)
+            norm = fsdp.whole(nn.utils.clip_grad_norm_(parameters, config.clip_norm or math.inf))
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             meter.add(found)
@@ -471,11 +479,6 @@ def fit(
 def due(every: int, step: int) -> bool:
     """Whether something that happens every so many steps (0: never) happens after `step` steps."""
     return every > 0 and step % every == 0
-
-
-def module_of(model: nn.Module) -> nn.Module:
-    """The model inside DDP's wrapper."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def validation(

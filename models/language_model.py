@@ -58,6 +58,15 @@ def tied(lm: Any) -> bool:
     return bool(lm.get_output_embeddings().weight is lm.get_input_embeddings().weight)
 
 
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks of all language models within `model`: what FSDP2 cuts one by one."""
+    from transformers import PreTrainedModel
+
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    names = {name for lm in models for name in lm._no_split_modules or ()}
+    return [module for lm in models[:1] for module in lm.modules() if type(module).__name__ in names]
+
+
 def add_lora(lm: nn.Module, rank: int, alpha: float, dropout: float) -> None:
     """Freezes the language model and gives its linear layers trained products of low rank (Hu et al., 2021)."""
     try:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from models import checkpoint
+from models import checkpoint, language_model
 from models.actions.attn_dhn import AttnDHN, AttnDHNConfig
 from models.actions.attn_lfa import AttnLFA, AttnLFAConfig
 from models.actions.attn_mvp import AttnMVP, AttnMVPConfig
@@ -88,6 +88,8 @@ class Entry:
 
     lr_multipliers: Callable[[Any], dict[str, float]] = lambda config: {}
     """Of a config: factors on the learning rate, by the beginning of parameters' names."""
+    blocks: Callable[[nn.Module], list[nn.Module]] | None = None
+    """Parts of the module that `fit.fsdp` cuts one by one; None: it is not trained in shards."""
 
     @property
     def extra(self) -> Extra | None:
@@ -137,6 +139,7 @@ def taught(
     teaches: bool = True, resolve: Callable[..., Any] = teachers.resolve,
     teach: Callable[[Any, Any, Any], None] = teach, measured: Measured | None = None,
     lr_multipliers: Callable[[Any], dict[str, float]] = lambda config: {},
+    blocks: Callable[[nn.Module], list[nn.Module]] | None = None,
 ) -> Entry:  # fmt: skip
     """The row of a model that learns from a teacher: `make(config, catalogue, teacher)`."""
     return Entry(
@@ -152,6 +155,7 @@ def taught(
         recommends=recommends,
         own_measured=measured,
         lr_multipliers=lr_multipliers,
+        blocks=blocks,
     )
 
 
@@ -191,9 +195,12 @@ MODELS: dict[str, Entry] = {
         teach=lc_rec.teach,
         remember=lc_rec.notes,
         recommends=BeamOptions,
+        blocks=language_model.blocks,
     ),
     "lc_rec_sid_mlp": taught(LcRecSidMlpConfig, LcRecSidMlp),
-    "lc_rec_nezha": taught(LcRecNezhaConfig, LcRecNezha, BeamOptions, lr_multipliers=lr_multipliers),
+    "lc_rec_nezha": taught(
+        LcRecNezhaConfig, LcRecNezha, BeamOptions, lr_multipliers=lr_multipliers, blocks=language_model.blocks
+    ),
     "sid_mlp": taught(SidMlpConfig, SidMlp, SidMlpOptions),
     "one_layer": taught(OneLayerConfig, on_backbone(one_layer)),
     "gdn": taught(GdnConfig, on_backbone(gdn)),

@@ -71,6 +71,9 @@ class RayOptions:
     """PyTorch threads per worker; 0 shares out the machine's cores among its workers."""
     max_failures: int = 2
     """How often a run is continued by itself when a worker is lost."""
+    fsdp: bool = False
+    """Cut weights, gradients and the optimizer's state over the workers (FSDP2), for language models whose training
+    does not fit on one device."""
 
     def __post_init__(self) -> None:
         for name, least in {"num_workers": 1, "min_workers": 0, "threads": 0, "max_failures": 0}.items():
@@ -156,6 +159,9 @@ def train(
         model = done["config"]["model"]  # a finished run no longer needs the checkpoints that it was made from
     hashes = catalogue.hashes
     extra = extra if entry.extra else None
+    if ray_options.fsdp and entry.blocks is None:
+        cut = ", ".join(other for other, one in registry.MODELS.items() if one.blocks)
+        raise UserError(f"ray.fsdp is true, but '{model['name']}' is not trained in shards; {cut} are; leave it out")
     workers = ray_options.num_workers if entry.gradient else 1
     for count in range(least(ray_options, workers), workers + 1):
         check_fit(fit, model["name"], catalogue, count)
@@ -208,7 +214,10 @@ def train(
             tracking.reopen(run)
             record = {**record, "tables": tables, "extra": extra}  # tables may have moved
 
-        task = Task(model, asdict(fit), tables, extra, run.to_dict(), ray_options.threads, lost_checkpoint(folder))
+        task = Task(
+            model, asdict(fit), tables, extra, run.to_dict(), ray_options.threads, ray_options.fsdp,
+            lost_checkpoint(folder),
+        )  # fmt: skip
         try:
             if heard and workers == 1:
                 last = here.carry_out(task, folder, use_gpu, heard, say)

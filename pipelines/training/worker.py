@@ -57,6 +57,8 @@ class Task:
     """The MLflow run as `RunRef` fields."""
     threads: int
     """Threads per worker; 0 shares out the machine's cores among its workers."""
+    fsdp: bool = False
+    """Whether the model is cut over the workers."""
     resume_from: str | None = None
     """Checkpoint to continue from where Ray's own record of it is lost."""
 
@@ -164,10 +166,11 @@ def by_gradient(
     log: tracking.Logger | None,
 ) -> None:
     """Runs `fit` to its end."""
+    blocks = setup.entry.blocks(setup.model) if task.fsdp and setup.entry.blocks else []
     spent = dict(before.timing) if before else {"train_seconds": 0.0, "eval_seconds": 0.0}
     for event in fit(
         setup.model, setup.train, setup.validate, setup.fit, means=setup.means, lr_multipliers=setup.lr_multipliers,
-        state=state, device=setup.device, rank=place.rank, world=place.world,
+        blocks=blocks, state=state, device=setup.device, rank=place.rank, world=place.world,
     ):  # fmt: skip
         if isinstance(event, StillEvent):
             if place.rank == 0:
