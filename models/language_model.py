@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -77,7 +77,13 @@ def add_lora(lm: nn.Module, rank: int, alpha: float, dropout: float) -> None:
         ) from error
     lm.requires_grad_(False)
     inject_adapter_in_model(
-        LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules="all-linear", task_type="CAUSAL_LM"),
+        LoraConfig(
+            r=rank,
+            lora_alpha=cast(Any, alpha),
+            lora_dropout=dropout,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+        ),
         lm,
     )
 

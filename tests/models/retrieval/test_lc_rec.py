@@ -368,3 +368,41 @@ def test_what_cannot_be_is_refused(titled: tuple[str, str], tmp_path: Path, monk
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UserError, match="lora_rank 4 needs the optional package peft; run pip install peft"):
         make(lora_rank=4)
+
+
+def test_low_rank_training_leaves_the_language_model_and_trains_the_codes(tmp_path: Path) -> None:
+    plain, model = make(), make(lora_rank=2, lora_dropout=0.0)
+    model.backbone.embedding.load_state_dict(plain.backbone.embedding.state_dict())
+    own = {name.replace(".base_layer", ""): value for name, value in model.backbone.lm.named_parameters()}
+    frozen = {name: value for name, value in own.items() if "lora_" not in name}
+    assert frozen.keys() == dict(plain.backbone.lm.named_parameters()).keys()
+    with torch.no_grad():
+        for name, value in plain.backbone.lm.named_parameters():
+            frozen[name].copy_(value)
+        for name, value in own.items():
+            if "lora_B" in name:
+                value.zero_()  # as peft starts them: the products say nothing yet
+        for ours, theirs in zip(model.decoder.parameters(), plain.decoder.parameters(), strict=True):
+            ours.copy_(theirs)
+    batch = requests(6)
+    torch.testing.assert_close(model(batch)["loss"], plain(batch)["loss"])
+    trained = {name for name, value in model.named_parameters() if value.requires_grad}
+    assert all("lora_" in name for name in trained if ".lm." in name)
+    assert {"backbone.embedding.weight"} <= {name for name in trained if ".lm." not in name}
+
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    optimizer = torch.optim.Adam([value for value in model.parameters() if value.requires_grad], lr=0.02)
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = model(batch)["loss"]
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.7 * losses[0]
+    changed = {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
+    assert changed == trained
+    checkpoint.write(tmp_path, model, checkpoint.Checkpoint({"name": "lc_rec"}))
+    again = make(lora_rank=2, lora_dropout=0.0)
+    checkpoint.load_weights(again, tmp_path)
+    torch.testing.assert_close(again.recommend(batch, 5), model.eval().recommend(batch, 5))
