@@ -1,6 +1,7 @@
 # make quickstart [DATA=folder]   the whole flow, on a simulated log or on a real one
 # make test                       every test
 # make test-fast                  those that start no Ray, no server and no training
+# make docs-check                 the pages: their commands run, their links lead somewhere
 # Each sets itself up: a virtual environment in .venv with the versions of constraints.txt.
 # On a machine without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu spares the CUDA packages.
 
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 DONE := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup quickstart test test-fast lint encoder clean
+.PHONY: setup quickstart test test-fast docs-check lint encoder clean
 
 setup: $(DONE)
 
@@ -32,6 +33,9 @@ test: $(DONE)
 
 test-fast: $(DONE)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not long'
+
+docs-check: $(DONE)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/docs
 
 lint: $(DONE)
 	@$(BIN)/ruff check .

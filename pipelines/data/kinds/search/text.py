@@ -38,6 +38,7 @@ from models.tables import (
     sequences_manifest,
 )
 from models.text_encoder import load_tokenizer
+from models.uri import absolute
 from pipelines.data.dataflow import Engine
 from pipelines.data.sids.embed import (
     ROWS_PER_PART,
@@ -336,6 +337,7 @@ def encode_search(
     output that another job writes.
     """
     config = config or SearchTextConfig()
+    tables_uri, output_uri = absolute(tables_uri), absolute(output_uri)  # tasks may work in other folders
     run = _Encoding(tables_uri, output_uri, encoder, config, overwrite, say)
     check_search_text(tables_uri, encoder, config, output_uri)
     if config.query_condition == "joint":

@@ -1,0 +1,121 @@
+"""The commands of the pages, run as they stand there, on small logs in the same layouts.
+
+What a page shows behind `$` is run in order, in this process, with the folders that the page names. `SMALLER` is added
+to a command so that it takes seconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import mlflow
+import pandas
+import pytest
+from pages import ROOT, Command, blocks, commands, jobs_of, section
+
+from jobs import cli
+
+SMALLER = {
+    "jobs.tokenize": "--encoder tfidf --pca 0 --rqkmeans.codebook_size 8",
+    "jobs.encode": "--encoder tfidf",
+    "jobs.train": "--fit.max_epochs 1 --ray.threads 1",
+    "jobs.sweep": "--fit.max_epochs 1 --axes.model.alpha [0.5,0.7] --ray.threads 1",
+}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that looks like a checkout without runs."""
+    for name in ("jobs", "tuning", "claims.yaml"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PWD", str(tmp_path))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return tmp_path
+
+
+def follow(typed: list[Command], monkeypatch: pytest.MonkeyPatch, smaller: dict[str, str] = SMALLER) -> None:
+    """Runs the commands."""
+    for command in typed:
+        if command.words[0] == "export":
+            name, _, value = command.words[1].partition("=")
+            monkeypatch.setenv(name, os.path.expandvars(value))
+        for module, words in jobs_of(command):
+            job, name = importlib.import_module(module), module.removeprefix("jobs.")
+            given = [*map(os.path.expandvars, words), *smaller.get(module, "").split()]
+            options = job.parse(name, given) if hasattr(job, "parse") else cli.parse(job.Config, name, given)
+            getattr(job, "main", job.run)(options)
+
+
+def typed_of(page: str, *titles: str) -> list[Command]:
+    """The commands behind `$` of these sections, of the whole page where none is named."""
+    text = (ROOT / "docs" / page).read_text()
+    parts = [section(text, title) for title in titles] or [text]
+    return [command for part in parts for command in commands(part) if command.typed]
+
+
+def industrial(folder: Path) -> None:
+    """A small log in the layout of `amazon18_industrial`."""
+    draw = random.Random(5)
+    folder.mkdir()
+    items = [f"B{number:03}" for number in range(40)]
+    rows = [f"u{user},{item},{place}" for user in range(60) for place, item in enumerate(draw.sample(items, 7))]
+    (folder / "interactions.csv").write_text("\n".join(["user_id,item_id,order", *rows]) + "\n")
+    kinds = ("drill", "lamp", "cable", "valve")
+    titles = [f"{item},{kinds[i % 4]} model {i},brand{i % 3},a {kinds[i % 4]}" for i, item in enumerate(items)]
+    (folder / "items.csv").write_text("\n".join(["item_id,title,brand,description", *titles]) + "\n")
+
+
+def test_retrieval_and_sweeps(
+    here: Path, ray_local: None, new_store: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    industrial(here / "amazon18_industrial")
+    new_store(here / "runs" / "industrial" / "runs")
+    follow(typed_of("retrieval.md"), monkeypatch)
+    follow(typed_of("sweeps_and_comparison.md"), monkeypatch)
+    printed = capsys.readouterr().out
+    assert (here / "student.pt2").is_file()
+    assert (here / "compare.html").is_file()
+    assert "registered: version 1 of industrial" in printed
+    for name in ("sasrec", "tiger"):
+        found = json.loads((here / "runs/industrial/runs" / name / "best/evaluation-test.json").read_text())
+        assert found["examples"] == 60
+
+
+def test_search(
+    here: Path, ray_local: None, new_store: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    new_store(here / "runs" / "search" / "runs")
+    smaller = {**SMALLER, "jobs.simulate": "--users 60 --items 50 --events 400"}
+    follow(typed_of("search.md"), monkeypatch, smaller)
+    assert "No violations" in capsys.readouterr().out
+
+
+def test_an_own_log_with_its_own_features(
+    here: Path, ray_local: None, new_store: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    new_store(here / "runs" / "shop" / "runs")
+    example = section((ROOT / "docs/own_log.md").read_text(), "An example")
+    (here / "shop").mkdir()
+    (make, *serve), (source,) = (
+        [text for kind, text in blocks(example) if kind == want] for want in ("python", "yaml")
+    )
+    exec(make.replace("range(4000)", "range(600)"), {})
+    (here / "shop.yaml").write_text(source)
+    follow(typed_of("own_log.md", "An example"), monkeypatch)
+    printed = capsys.readouterr().out
+    assert "No violations" in printed
+    assert "features: relevance" in printed
+    names: dict[str, object] = {"mlflow": mlflow, "pandas": pandas}
+    code, call = serve.split("mlflow.pyfunc")
+    exec(code, names)
+    answer = eval("mlflow.pyfunc" + call.splitlines()[0], names)
+    assert set(answer["item_id"][0]) == {"a2", "a14", "a26", "a3"}

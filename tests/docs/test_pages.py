@@ -1,0 +1,56 @@
+"""No page goes stale: its commands have the options that the jobs have, and its links lead somewhere."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+
+import pytest
+from pages import PAGES, ROOT, anchors, commands, jobs_of, links
+
+from jobs import cli
+
+EACH = [
+    pytest.param(module, words, id=f"{page.stem}-{number}-{module}")
+    for page in PAGES
+    for number, command in enumerate(commands(page.read_text()))
+    for module, words in jobs_of(command)
+]
+
+
+@pytest.mark.parametrize(("module", "words"), EACH)
+def test_a_job_takes_the_options_of_a_command(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)  # files of the checkout are named from there
+    job = importlib.import_module(module)
+    if module.startswith("jobs."):
+        name = module.removeprefix("jobs.")
+        parse = job.parse if hasattr(job, "parse") else lambda name, words: cli.parse(job.Config, name, words)
+        parse(name, [os.path.expandvars(word) for word in words])
+    else:
+        assert callable(job.main)
+
+
+def test_there_are_commands_to_look_at() -> None:
+    assert len(EACH) > 40
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(page.read_text()):
+        if link.startswith(("http://", "https://")):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target.read_text()), link
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
+def test_a_page_begins_with_what_its_reader_can_do_after_it(page: Path) -> None:
+    assert page.read_text().split("\n\n")[1].startswith("After this page you")
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_bytes()) <= 8 * 1024
