@@ -105,9 +105,8 @@ def test_an_own_log_with_its_own_features(
     new_store(here / "runs" / "shop" / "runs")
     example = section((ROOT / "docs/own_log.md").read_text(), "An example")
     (here / "shop").mkdir()
-    (make, *serve), (source,) = (
-        [text for kind, text in blocks(example) if kind == want] for want in ("python", "yaml")
-    )
+    make, serve = (text for kind, text in blocks(example) if kind == "python")
+    (source,) = (text for kind, text in blocks(example) if kind == "yaml")
     exec(make.replace("range(4000)", "range(600)"), {})
     (here / "shop.yaml").write_text(source)
     follow(typed_of("own_log.md", "An example"), monkeypatch)
