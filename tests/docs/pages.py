@@ -44,8 +44,18 @@ def commands(text: str) -> list[Command]:
 
 def section(text: str, title: str) -> str:
     """What stands below the heading, up to the next one of its level or above."""
-    level, rest = re.search(rf"^(#+) {re.escape(title)}\n(.*)", text, flags=re.DOTALL | re.MULTILINE).groups()  # type: ignore[union-attr]
-    return re.split(rf"^#{{1,{len(level)}}} ", rest, flags=re.MULTILINE)[0]
+    found, level, fenced = [], 0, False
+    for line in text.splitlines(keepends=True):
+        fenced ^= line.startswith("```")
+        heading = None if fenced else re.match(r"(#+) (.*)", line)
+        if heading and level and len(heading[1]) <= level:
+            break
+        if level:
+            found.append(line)
+        elif heading and heading[2] == title:
+            level = len(heading[1])
+    assert found, f"there is no section '{title}'"
+    return "".join(found)
 
 
 def jobs_of(command: Command) -> list[tuple[str, list[str]]]:
