@@ -170,8 +170,8 @@ def replay_of(config: Options, result: Result) -> list[str]:
     return found.lines()
 
 
-def importance_of(config: Options, result: Result) -> list[str]:
-    """Exchanges inputs and adds what was lost to the metrics; the lines to print."""
+def importance_of(config: Options, result: Result) -> tuple[list[str], dict[str, bytes]]:
+    """Exchanges inputs and adds what was lost to the metrics; the lines to print, and the plot by its file's name."""
     from pipelines.evaluation.importance import importance
 
     found = importance(
@@ -179,9 +179,9 @@ def importance_of(config: Options, result: Result) -> list[str]:
         batch_size=config.batch_size, device=config.device,
     )  # fmt: skip
     result.metrics |= found.metrics()
-    place = f"{result.checkpoint}/importance-{config.split}.png"
-    write_file(place, found.draw())
-    return [*found.lines(), f"    plot  {place}"]
+    name, drawn = f"importance-{config.split}.png", found.draw()
+    write_file(place := f"{result.checkpoint}/{name}", drawn)
+    return [*found.lines(), f"    plot  {place}"], {name: drawn}
 
 
 def asked(result: Result) -> str:
@@ -250,7 +250,10 @@ def run(config: Options) -> Result | None:
         remote=remote,
     )  # fmt: skip
     more = replay_of(config, result) if config.replay else []
-    more += importance_of(config, result) if config.importance else []
+    pictures: dict[str, bytes] = {}
+    if config.importance:
+        lines, pictures = importance_of(config, result)
+        more += lines
     entry = registry.find(result.model)
     print(f"{result.model} on {result.split}: {asked(result)}, seed {result.seed}")
     if result.is_fresh(about):
@@ -260,7 +263,9 @@ def run(config: Options) -> Result | None:
     if entry.recommends:
         left_out = f"{result.skipped:,} requests without history left out"
         print(f"  {result.users_per_s:,.0f} requests/s on {result.device}; {left_out}")
-    place = record(result, about, config.tracking_uri)  # after the figures, which MLflow need not be there for
+    place = record(
+        result, about, config.tracking_uri, pictures
+    )  # after the figures, which MLflow need not be there for
     print(f"  written to  {place}")
     if about.tracking:
         uri = config.tracking_uri or about.tracking["uri"]

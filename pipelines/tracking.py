@@ -416,12 +416,20 @@ def log_json(run: RunRef, content: Any, name: str) -> None:
     connect(run.uri).log_text(run.run_id, json.dumps(hide(content), indent=2, sort_keys=True), name)
 
 
+def log_picture(run: RunRef, content: bytes, name: str) -> None:
+    """Logs a picture as an artifact."""
+    with tempfile.TemporaryDirectory(prefix="trieline-") as folder:
+        (Path(folder) / name).write_bytes(content)
+        connect(run.uri).log_artifact(run.run_id, str(Path(folder) / name))
+
+
 def log_yaml(run: RunRef, content: dict[str, Any], name: str) -> None:
     """Logs a mapping as an artifact; `name` ends in .yaml."""
     connect(run.uri).log_dict(run.run_id, hide(content), name)
 
 
 __all__ = [
-    "Logger", "RunRef", "check_nodes", "connect", "delete", "discard", "flatten", "log_curves", "log_json", "log_yaml",
+    "Logger", "RunRef", "check_nodes", "connect", "delete", "discard", "flatten", "log_curves", "log_json", "log_picture",
+    "log_yaml",
     "metric_name", "mlflow", "open_run", "opening", "reopen", "resolve_uri", "shown_name", "system_metrics",
 ]  # fmt: skip

@@ -32,6 +32,7 @@ def tables(comparison: Comparison) -> list[Table]:
         *over_users_tables(comparison),
         *non_inferiority_tables(comparison.rows, comparison.metric, comparison.teachers),
         *item_shift_tables(comparison.rows),
+        *importance_tables(comparison.rows),
         *baseline_tables(comparison.rows),
     ]
 
@@ -182,6 +183,21 @@ def item_shift_tables(rows: Sequence[Row]) -> list[Table]:
         "all interactions had happened (App. E.3 of SID-MLP)."
     ]
     return [Table("Temporal item shift", header, cells, notes)]
+
+
+def importance_tables(rows: Sequence[Row]) -> list[Table]:
+    """What models lose on test without each of their inputs; none where no run was so evaluated."""
+    prefix = "test/importance/"
+    names = {name.removeprefix(prefix) for row in rows for name in row.measured() if name.startswith(prefix)}
+    inputs = sorted(name for name in names if not name.endswith("_sd"))
+    there = [row for row in rows if any(row.values(prefix + name) for name in inputs)]
+    if not there:
+        return []
+    cells = [[row.model, row.name, *(figure(row, prefix + name) for name in inputs)] for row in there]
+    notes = [
+        "loss of the metric where an input comes from another request at random (jobs.evaluate --importance true)."
+    ]
+    return [Table("What models rank by", ["model", "run", *inputs], cells, notes)]
 
 
 def number(row: Row, metric: str) -> str:

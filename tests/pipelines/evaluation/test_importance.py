@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ from models.search.data import SearchCatalogue, SearchExamples
 from models.search.inputs import feature_groups
 from models.setup import Setup, set_up
 from models.tables import UserError, join
+from pipelines import tracking
+from pipelines.comparison.rows import rows_of
+from pipelines.comparison.run_tables import importance_tables
+from pipelines.comparison.runs import select
 from pipelines.evaluation.importance import importance
 from tests.actions_tables import write_actions
 from tests.search_tables import write_search
@@ -162,11 +167,14 @@ def test_a_model_of_actions(actions: str, tmp_path: Path) -> None:
 
 
 def test_evaluate_prints_keeps_and_draws_it(
-    search: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    search: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], new_store: Callable[[Path], str]
 ) -> None:
     tables, text = search
     setup = made(QGS, "gauc", tables, text)
-    checkpoint.save(tmp_path / "qgs", setup.model, setup.checkpoint(epoch=1))
+    config = {"model": QGS, "fit": {"metric": "gauc"}}
+    ref = tracking.open_run(new_store(tmp_path), "search/x", "qgs", str(tmp_path), config=config, hashes={})
+    tracking.Logger(ref).end()
+    checkpoint.save(tmp_path / "qgs", setup.model, setup.checkpoint(epoch=1, tracking=ref.to_dict()))
     given = {"checkpoint": str(tmp_path / "qgs"), "tables": tables, "text": text, "device": "cpu"}
     run(Config(importance=True, importance_repeats=2, **given))
     said = capsys.readouterr().out
@@ -174,7 +182,12 @@ def test_evaluate_prints_keeps_and_draws_it(
     kept = json.loads((tmp_path / "qgs/evaluation-test.json").read_text())["metrics"]
     (line,) = [line.split() for line in said.splitlines() if line.split()[:1] == ["history"]]
     assert line == ["history", f"{kept['importance/history']:+.4f}", "±", f"{kept['importance/history_sd']:.4f}"]
-    assert (tmp_path / "qgs/importance-test.png").read_bytes().startswith(b"\x89PNG")
+    drawn = (tmp_path / "qgs/importance-test.png").read_bytes()
+    assert drawn.startswith(b"\x89PNG")
+    logged = tracking.connect(ref.uri).download_artifacts(ref.run_id, "importance-test.png")
+    assert Path(logged).read_bytes() == drawn
+    (table,) = importance_tables(rows_of(select(ref.uri, ["search/x"])))
+    assert table.cells[0][2 + table.header[2:].index("history")] == f"{kept['importance/history']:.4f}"
 
 
 def test_who_ranks_no_candidates_is_told(tmp_path: Path) -> None:
