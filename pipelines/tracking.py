@@ -429,7 +429,7 @@ def log_yaml(run: RunRef, content: dict[str, Any], name: str) -> None:
 
 
 __all__ = [
-    "Logger", "RunRef", "check_nodes", "connect", "delete", "discard", "flatten", "log_curves", "log_json", "log_picture",
-    "log_yaml",
-    "metric_name", "mlflow", "open_run", "opening", "reopen", "resolve_uri", "shown_name", "system_metrics",
+    "Logger", "RunRef", "check_nodes", "connect", "delete", "discard", "flatten", "log_curves", "log_json",
+    "log_picture", "log_yaml", "metric_name", "mlflow", "open_run", "opening", "reopen", "resolve_uri", "shown_name",
+    "system_metrics",
 ]  # fmt: skip
