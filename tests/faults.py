@@ -44,6 +44,8 @@ AWAY = 15.0
 """Seconds for which the MLflow server is gone."""
 TRIES = 4
 """Starts of one command at most."""
+IDLE = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
+"""Processes that run nothing of a job. Without its agents a node ends, or starts no worker any more."""
 LONGEST = 900.0
 """Seconds after which a command is said to hang."""
 
@@ -114,6 +116,12 @@ class World:
             stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
 
+    def mend(self) -> None:
+        """Brings back the nodes that are gone."""
+        for node in [node for node in self.nodes if not node.any_processes_alive()]:
+            self.nodes.remove(node)
+            self.nodes.append(self.cluster.add_node(**self._node()))
+
     def workers(self) -> list[psutil.Process]:
         """Worker processes that run something."""
         return [worker for node in self.workers_by_node() for worker in node]
@@ -126,7 +134,7 @@ class World:
             for raylet in node.all_processes.get("raylet", []):
                 with suppress(psutil.Error):
                     children = psutil.Process(raylet.process.pid).children(recursive=True)
-                    busy += [c for c in children if named(c).startswith("ray::") and "ray::IDLE" not in named(c)]
+                    busy += [c for c in children if named(c).startswith("ray::") and not named(c).startswith(IDLE)]
         return found
 
     def lose_node(self, draw: random.Random) -> None:
@@ -348,7 +356,7 @@ def one_line(words: str) -> str:
     lines = [line for line in words.strip().splitlines() if line]
     last = lines[-1] if lines else ""
     if not last.startswith("error: ") or any(line.startswith("Traceback (most recent") for line in lines):
-        raise ValueError("it failed without one line: " + " | ".join(lines[-5:])[-600:])
+        raise ValueError("it failed without one line: " + " | ".join(lines)[-6000:])
     return last
 
 
@@ -357,6 +365,7 @@ def kill(
 ) -> Kill:
     """Starts a command in a fresh folder, kills, starts it again as often as it needs, and compares."""
     step, out = STEPS[name], world.folder / f"{name}-{number}"
+    world.mend()
     found = Kill(name, target, round(moment * reference.seconds, 2))
     began = time.monotonic()
     try:

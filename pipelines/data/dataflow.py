@@ -15,6 +15,7 @@ from __future__ import annotations
 import base64
 import logging
 import pickle
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import FunctionType
@@ -42,6 +43,9 @@ KEY = "__partition"
 TALLY = -1
 """Key of the rows that tell what was read beside the rows themselves."""
 
+SILENCE = 60.0
+"""Seconds without the end of a task after which that is said."""
+
 RETRIES = "\nFailed to apply"
 """What Ray Data adds to the words of an error."""
 
@@ -59,19 +63,32 @@ def quiet_ray_data() -> None:
 
 
 class _Watch(ExecutionCallback):
-    """Tells `listener` how many rows the reads have given, while they run."""
+    """Tells `listener` how many rows the reads have given, while they run; and says where nothing ends for long, as
+    where another job holds all CPUs."""
 
     listener: Progress | None = None
 
     def __init__(self) -> None:
         self.rows = 0
+        self.ended, self.told = -1, time.monotonic()
 
     def on_execution_step(self, executor: Any) -> None:
+        self.say_what_is_waited_for(sum(op.metrics.num_tasks_finished for op in executor._topology))
         of_reads = [op.metrics for op in executor._topology if op.name.startswith("Read")]
         rows = sum(metrics.rows_task_outputs_generated - metrics.num_tasks_finished for metrics in of_reads)
         if _Watch.listener is not None and rows > self.rows:  # each read ends with a tally
             self.rows = rows
             _Watch.listener(rows)
+
+    def say_what_is_waited_for(self, ended: int) -> None:
+        now = time.monotonic()
+        if ended != self.ended:
+            self.ended, self.told = ended, now
+        elif now - self.told >= SILENCE:
+            self.told = now
+            free, all_ = (found.get("CPU", 0) for found in (ray.available_resources(), ray.cluster_resources()))
+            print(f"no task has ended for {SILENCE:.0f} s; {free:g} of the cluster's {all_:g} CPUs are free "
+                  f"(ray status says what holds them)", flush=True)  # fmt: skip
 
 
 class Engine:

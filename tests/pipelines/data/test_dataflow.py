@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -19,6 +21,7 @@ import pytest
 import ray
 
 from models.tables import UserError
+from pipelines.data import dataflow
 from pipelines.data import ingest as ingest_module
 from pipelines.data.dataflow import KEY, TALLY, Engine, partition_keys, tally_row
 from pipelines.data.ray_data_config import RayDataConfig
@@ -205,3 +208,28 @@ def alone() -> None:
 
 if __name__ == "__main__":
     alone()
+
+
+def test_what_is_waited_for_is_said(
+    ray_local: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another job holds all CPUs of the cluster for a while."""
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    monkeypatch.setattr(dataflow, "SILENCE", 0.5)
+    cpus = int(ray.cluster_resources()["CPU"])
+    held = placement_group([{"CPU": cpus}])
+    ray.get(held.ready())
+    said = []
+
+    def wait() -> None:
+        while not (line := capsys.readouterr().out):
+            time.sleep(0.05)
+        said.append(line)
+        remove_placement_group(held)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    assert sorted(Engine().each(lambda number: number, [(1,), (2,)])) == [(0, 1), (1, 2)]
+    waiting.join()
+    assert said[0].startswith(f"no task has ended for 0 s; 0 of the cluster's {cpus} CPUs are free (ray status")
