@@ -38,6 +38,9 @@ from models.tables import (
     sequences_manifest,
 )
 
+MOST_REQUESTS = 256
+"""Requests that share a row at most, so that many searches without a click are no row that a batch cannot hold."""
+
 NO_QUERY = -1
 """`query_index` of a behaviour or request without a query."""
 
@@ -242,6 +245,7 @@ class SearchExamples(Examples):
     histories begin at the same behaviour (all of a user with at most `max_history`) share a row.
     `user`: of longer histories windows begin at multiples of half of `max_history`, so that far fewer passes
     serve all requests, each with between half and all of `max_history` behaviours before it.
+    No row has more than `MOST_REQUESTS`.
 
     Requests with an empty history are kept, as a search has its query. Only requests of the split and
     behaviours before them are held, and only users who have some.
@@ -280,6 +284,8 @@ class SearchExamples(Examples):
         begin = self._begin(end)
         first = np.ones(len(chosen), bool)
         first[1:] = (owner[1:] != owner[:-1]) | (begin[1:] != begin[:-1])
+        number = np.arange(len(chosen))
+        first |= (number - np.maximum.accumulate(np.where(first, number, 0))) % MOST_REQUESTS == 0
         users, local = np.unique(owner, return_inverse=True)
         # of each user, behaviours from the first of his first row to the last before any of his requests
         new = np.flatnonzero(np.append(True, owner[1:] != owner[:-1])) if len(owner) else owner

@@ -10,7 +10,7 @@ import torch
 
 from models import registry
 from models.retrieval.data import request_number
-from models.search.data import SearchCatalogue, SearchExamples, pair_key
+from models.search.data import MOST_REQUESTS, SearchCatalogue, SearchExamples, pair_key
 from models.tables import UserError, join, read_table
 from tests.search_tables import FEATURES, LABELS, WIDTH, request, write_tables
 
@@ -87,6 +87,22 @@ def test_one_row_serves_all_requests_of_a_user_with_a_short_history(search):
     longer = SearchExamples.load(join(search[0], "sequences"), "train", unit="request", max_history=4)
     windows = SearchExamples.load(join(search[0], "sequences"), "train", unit="user", max_history=4)
     assert 40 < len(windows) < len(longer) < longer.requests
+
+
+def test_many_searches_without_a_click_are_several_rows(tmp_path):
+    count = 2 * MOST_REQUESTS + 5
+    asked = [request(5 + t, 0, 0, "train", [0, 1], [False, True], np.zeros((2, 6))) for t in range(count)]
+    empty = {"item_index": [], "timestamp_ms": [], "query_index": [], "position": [], "features": []}
+    others = [{"user_id": user, **empty, "requests": asked[:3]} for user in "ac"]
+    users = [others[0], {"user_id": "b", **empty, "requests": asked}, others[1]]
+    tables, _ = write_tables(tmp_path, users, 2, 1)
+    for unit in ("user", "request"):
+        examples = SearchExamples.load(join(tables, "sequences"), "train", unit=unit)
+        batch = examples.collate(np.arange(len(examples)))
+        assert batch["user_row"].tolist() == [0, 1, 1, 1, 2]
+        sizes = torch.bincount(batch["request_row"]).tolist()
+        assert sizes == [3, MOST_REQUESTS, MOST_REQUESTS, 5, 3]
+        assert len(seen(batch)) == count + 6  # each request once
 
 
 def test_workers_share_out_the_users(search):
