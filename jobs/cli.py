@@ -107,7 +107,7 @@ def _complete_flags(argv: list[str], config: type) -> list[str]:
     flags = {f"--{f.name}" for f in fields(config) if f.type in (bool, "bool")}
     completed: list[str] = []
     for i, word in enumerate(argv):
-        if (flag := "--" + word.removeprefix("--").replace("-", "_")) in flags:
+        if word.startswith("--") and (flag := "--" + word.removeprefix("--").replace("-", "_")) in flags:
             word = flag
         completed.append(word)
         if word in flags and (i + 1 == len(argv) or argv[i + 1].startswith("--")):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,15 +49,25 @@ class ActionsConfig(LabelOptions):
     """Inner width of a task's tower."""
     dropout: float = 0.1
     """Dropout in blocks and head."""
+    item_ids: Literal["learned", "hashed", "none"] = "learned"
+    """Whether an item has a vector of its own beside its attributes, one of `id_buckets` that it shares with others, or
+    none: a feed of fresh items has nothing to learn it from (the paper lists features, Sec. 2, and no id)."""
+    id_buckets: int = 4096
+    """Vectors of hashed ids."""
+    id_dropout: float = 0.0
+    """Share of the events whose id counts as unknown in training, a vector of zeros. Above 0 all ids begin there, so
+    that items which training has not seen are unknown, and are told by their attributes."""
     category_dropout: float = 0.02
     """Share of the values of the log's own categories that count as unknown in training, so that values which training
     has not seen mean something."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sizes = "max_history width num_layers num_heads ffn experts expert_width tower_width"
+        sizes = "max_history width num_layers num_heads ffn experts expert_width tower_width id_buckets"
         check_positive(self, sizes.split())
-        for name in ("dropout", "category_dropout"):
+        if self.item_ids not in ("learned", "hashed", "none"):
+            raise ValueError(f"item_ids is '{self.item_ids}'; it must be learned, hashed or none")
+        for name in ("dropout", "category_dropout", "id_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} is not in [0, 1); give a share")
         if self.width % (2 * self.num_heads):
@@ -72,25 +83,30 @@ def projection(inputs: int, width: int) -> nn.Sequential:
 
 
 class ItemNetwork(nn.Module):
-    """Item features, concatenated and projected (Sec. 2): the id's own embedding, categories, numbers; and viewer-side
-    categories and the log's own features of the event."""
+    """Item features, concatenated and projected (Sec. 2): the id's own embedding or that of its hash, categories,
+    numbers; and viewer-side categories and the log's own features of the event."""
 
     numbers: Tensor
     categories: Tensor
 
-    def __init__(self, catalogue: ActionsCatalogue, width: int, category_dropout: float = 0.0) -> None:
+    def __init__(self, catalogue: ActionsCatalogue, config: ActionsConfig) -> None:
         super().__init__()
-        items = catalogue.num_items
+        items, width = catalogue.num_items, config.width
+        self.buckets = config.id_buckets if config.item_ids == "hashed" else 0
+        self.id_dropout, self.has_ids = config.id_dropout, config.item_ids != "none"
         for name in ("numbers", "categories"):
             table = getattr(catalogue, name)
             self.register_buffer(name, table.clone().view(items, table.numel() // items))
-        sizes = [items, *(int(column.max()) + 1 for column in self.categories.T)]
+        sizes = [self.buckets or items] if self.has_ids else []
+        sizes += [int(column.max()) + 1 for column in self.categories.T]
         sizes += [len(values) + 1 for values in catalogue.viewers.values()]
         self.viewers = len(catalogue.viewers)
         self.tables = nn.ModuleList(
             nn.Embedding.from_pretrained(torch.randn(size, width) * width**-0.5, freeze=False) for size in sizes
         )
-        self.own = OwnInputs(catalogue.own, width, category_dropout) if catalogue.own.names else None
+        if self.has_ids and self.id_dropout:
+            nn.init.zeros_(cast(nn.Embedding, self.tables[0]).weight)
+        self.own = OwnInputs(catalogue.own, width, config.category_dropout) if catalogue.own.names else None
         wide = len(sizes) * width + self.numbers.shape[1] + (len(self.own.columns) if self.own else 0)
         self.project = projection(wide, width)
 
@@ -98,13 +114,20 @@ class ItemNetwork(nn.Module):
         """(..., D) of `item` (...) and `viewer` (..., V), both int64, and `own` (..., X + G); without `viewer` nothing
         is known of it."""
         viewer = item.new_zeros(*item.shape, self.viewers) if viewer is None else viewer
-        keys = [item, *self.categories[item].unbind(-1), *viewer.unbind(-1)]
+        keys = [self.hashed(item)] if self.has_ids else []
+        keys += [*self.categories[item].unbind(-1), *viewer.unbind(-1)]
         parts = [table(key) for table, key in zip(self.tables, keys, strict=True)]
+        if self.has_ids and self.id_dropout and self.training:
+            parts[0] = parts[0] * (torch.rand(item.shape, device=item.device) >= self.id_dropout).unsqueeze(-1)
         parts.append(self.numbers[item])
         if self.own is not None:
             assert own is not None, "a batch of a log with own features has them"
             parts.append(self.own(own))
         return self.project(torch.cat(parts, -1))
+
+    def hashed(self, item: Tensor) -> Tensor:
+        """(...) rows of the table of ids: of `buckets` by a multiplicative hash, so that neighbours part."""
+        return (item * 0x9E3779B1 & 0xFFFFFFFF) % self.buckets if self.buckets else item
 
 
 class LateFeatures(nn.Module):
@@ -136,7 +159,7 @@ class ActionsModel(nn.Module):
         self.config, self.labels, self.train_rates = config, catalogue.labels, catalogue.train_rates
         self.weights = weights_of(self.labels, config.label_weights)
         self.masks = mask_places(self.labels, config.label_masks)
-        self.items = ItemNetwork(catalogue, config.width, config.category_dropout)
+        self.items = ItemNetwork(catalogue, config)
         self.actions = projection(len(catalogue.actions), config.width)
         self.features = LateFeatures(catalogue)
         self.head = MMoE(

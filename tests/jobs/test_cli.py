@@ -50,6 +50,7 @@ def test_line_wins_over_config(tmp_path: Path) -> None:
 def test_flag_needs_no_value() -> None:
     assert parse("--source", "a", "--overwrite", "--split.kind", "temporal").overwrite
     assert parse("--overwrite", "--source", "a").overwrite
+    assert parse("--source", "overwrite").source == "overwrite"  # a value is no flag
 
 
 @pytest.mark.parametrize(

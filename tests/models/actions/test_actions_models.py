@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from models.actions.attn_dhn import AttnDHN, AttnDHNConfig
 from models.actions.attn_lfa import AttnLFA, AttnLFAConfig
 from models.actions.attn_mvp import AttnMVP, AttnMVPConfig
-from models.actions.base import ActionsConfig, ActionsModel, LateFeatures
+from models.actions.base import ActionsConfig, ActionsModel, ItemNetwork, LateFeatures
 from models.actions.batch import check_batch, visible
 from models.actions.genrank import GenRank, GenRankConfig
 from models.actions.interleaved import Interleaved, InterleavedConfig
@@ -209,6 +210,53 @@ def test_actions_of_dhn_read_the_items_of_their_own_layer(catalogue, batch):
     torch.testing.assert_close(values, states + items[0][:, : layout.context], rtol=0, atol=1e-6)
 
 
+def test_without_ids_items_of_like_attributes_are_alike(catalogue, batch):
+    """Items 0 and 15 have the same categories; their numbers are made the same."""
+    numbers = catalogue.numbers.clone()
+    numbers[15] = numbers[0]
+    alike = replace(catalogue, numbers=numbers)
+    batch["candidate_item"][0, :2] = torch.tensor([0, 15])
+    for other in ("candidate_viewer", "candidate_feature", "candidate_time"):
+        batch[other][0, 1] = batch[other][0, 0]
+    for item_ids, same in {"learned": False, "hashed": False, "none": True}.items():
+        _, scores = predictions(make("attn_mvp", alike, item_ids=item_ids, id_buckets=20), batch)
+        assert torch.allclose(scores[0, 0], scores[0, 1]) == same
+    one_bucket = make("attn_mvp", alike, item_ids="hashed", id_buckets=1)
+    _, scores = predictions(one_bucket, batch)
+    assert torch.allclose(scores[0, 0], scores[0, 1])
+    assert one_bucket.items.tables[0].weight.shape == (1, SMALL["width"])
+
+
+def test_hashes_spread_items_over_their_buckets(catalogue):
+    config = ActionsConfig(**SMALL, item_ids="hashed", id_buckets=64)
+    hashed = ItemNetwork(catalogue, config).hashed(torch.arange(6400))
+    assert torch.bincount(hashed, minlength=64).min() > 60
+
+
+def test_an_item_that_training_has_not_seen_is_unknown(catalogue, batch):
+    torch.manual_seed(0)
+    model = AttnMVP(AttnMVPConfig(**SMALL, id_dropout=0.5), catalogue).train()
+    ids = model.items.tables[0].weight
+    assert not ids.any()
+    batch["item"] %= 15
+    batch["candidate_item"] %= 15
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(batch)["loss"].backward()
+        optimizer.step()
+    assert ids[:15].any()
+    assert not ids[15:].any()
+    parts: list[torch.Tensor] = []
+    model.items.project.register_forward_pre_hook(lambda _, given: parts.append(given[0]))
+    item = torch.full((2000,), int(ids.abs().sum(1).argmax()))
+    model.items(item)
+    dropped = (parts[0][:, : SMALL["width"]] == 0).all(1).double().mean()
+    assert 0.45 < dropped < 0.55
+    model.eval().items(item)
+    assert (parts[1][:, : SMALL["width"]] != 0).any(1).all()
+
+
 def test_late_features_are_standardised_and_cut(catalogue):
     feature = torch.tensor([[3.0, 2.5], [100.0, -100.0]])  # of mean 1 and 2, deviation 2 and 1
     assert LateFeatures(catalogue)(feature).tolist() == [[1.0, 0.5], [5.0, -5.0]]
@@ -232,6 +280,8 @@ def test_only_the_fusion_differs_in_size(catalogue):
     [
         ({"width": 0}, "width 0 is below 1"),
         ({"dropout": 1.0}, "dropout 1.0 is not in"),
+        ({"id_dropout": -0.1}, "id_dropout -0.1 is not in"),
+        ({"item_ids": "none "}, "item_ids is 'none '; it must be"),
         ({"width": 18, "num_heads": 6}, "width 18 is not a multiple of twice num_heads 6"),
     ],
 )
