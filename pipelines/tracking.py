@@ -20,7 +20,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,9 @@ BATCH = 100
 
 WEIGHTS_TAG = "checkpoint.weights"
 """Tag with the SHA-256 of the weights that were evaluated, by which a student's teacher is found."""
+
+VIEW = {"mlflow.experimentKind": "custom_model_development"}
+"""Tag of experiments by which MLflow's page opens them in the view for trainings."""
 
 KIND_TAG, TRIAL_TAG, POINT_TAG, ERROR_TAG = "trieline.kind", "sweep.trial", "sweep.point", "sweep.error"
 """Tags of sweeps: whether a run is a `sweep` or its `trial`; of a trial its stable id, its values, why it failed."""
@@ -142,9 +145,10 @@ def connect(uri: str) -> MlflowClient:
             client = MlflowClient(real(uri))
             client.search_experiments(max_results=1)
             return client
-        with _few_retries():
+        with nullcontext() if uri in _reached else _few_retries():
             client = MlflowClient(real(uri))
             client.search_experiments(max_results=1)
+        expect(uri)
         return client
     except (MlflowException, OSError, sqlite3.Error) as error:
         first = masked(" ".join(str(error).split()))[:200]
@@ -152,6 +156,15 @@ def connect(uri: str) -> MlflowClient:
         remedy = "its user and password are not kept: give it in full with --tracking_uri or MLFLOW_TRACKING_URI"
         other = remedy if unknown else "start it or give another --tracking_uri"
         raise UserError(f"cannot reach MLflow at {uri} ({first}); {other}") from error
+
+
+_reached: set[str] = set()
+"""Servers that this process, or the one that has started it, has reached: one that is gone for a while comes back."""
+
+
+def expect(uri: str) -> None:
+    """Notes that a server is there, so that it is waited for with MLflow's patience, some minutes."""
+    _reached.add(hide(uri))
 
 
 @contextmanager
@@ -184,7 +197,7 @@ def _experiment(client: MlflowClient, uri: str, name: str, storage: str) -> str:
     if found is None:
         place = artifacts_in(storage) if uri.startswith("sqlite") else None
         try:
-            return str(client.create_experiment(name, artifact_location=place))
+            return str(client.create_experiment(name, artifact_location=place, tags=VIEW))
         except MlflowException:  # made by another run meanwhile
             found = client.get_experiment_by_name(name)
             if found is None:
@@ -429,7 +442,7 @@ def log_yaml(run: RunRef, content: dict[str, Any], name: str) -> None:
 
 
 __all__ = [
-    "Logger", "RunRef", "check_nodes", "connect", "delete", "discard", "flatten", "log_curves", "log_json",
+    "Logger", "RunRef", "check_nodes", "connect", "delete", "discard", "expect", "flatten", "log_curves", "log_json",
     "log_picture", "log_yaml", "metric_name", "mlflow", "open_run", "opening", "reopen", "resolve_uri", "shown_name",
     "system_metrics",
 ]  # fmt: skip

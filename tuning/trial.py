@@ -80,6 +80,7 @@ class Plan:
 def run_trial(config: dict[str, Any], plan: Plan) -> None:
     """What Tune runs. A UserError, which would come again, is noted and not retried."""
     trial = plan.trials[config[TRIAL]]
+    tracking.expect(plan.uri)
     try:
         if plan.kind == "evaluate":
             measure(trial, plan)

@@ -27,7 +27,7 @@ def log_lines(uri: str, lines: Sequence[dict[str, Any]]) -> int:
     logged = 0
     for benchmark in dict.fromkeys(line["benchmark"] for line in lines):
         found = client.get_experiment_by_name(f"benchmark/{benchmark}")
-        home = found.experiment_id if found else client.create_experiment(f"benchmark/{benchmark}")
+        home = found.experiment_id if found else client.create_experiment(f"benchmark/{benchmark}", tags=tracking.VIEW)
         known = {run.data.tags.get(LINE_TAG) for run in client.search_runs([home], max_results=5000)}
         for line in (line for line in lines if line["benchmark"] == benchmark):
             digest = hashlib.sha256(json.dumps(line, sort_keys=True).encode()).hexdigest()

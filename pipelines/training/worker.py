@@ -139,6 +139,7 @@ def perform(task: Task, place: Place, latest: AbstractContextManager[str | None]
         log = None
         if place.rank == 0 and task.tracking:
             run = tracking.RunRef(**task.tracking)
+            tracking.expect(run.uri)
             log = tracking.Logger(run)
             gpu = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else ""
             log.tag(hardware=tracking.hardware(f"{place.world} x {gpu}" if gpu else ""))

@@ -43,32 +43,66 @@ class Server:
     address: str
     folder: Path
     """Where its store and its artifacts are."""
+    store: str
+    """URI of the store."""
+
+    def start(self) -> None:
+        """Until it answers."""
+        # Without the processes for jobs of its own, of which it starts seven and which nothing here asks for.
+        environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+        with open(self.folder / "server.log", "a") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1",
+                 "--port", self.address.rpartition(":")[2], "--workers", "1", "--backend-store-uri", self.store,
+                 "--artifacts-destination", str(self.folder / "artifacts")],
+                env=environment, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+        while True:
+            try:
+                urllib.request.urlopen(f"{self.address}/health", timeout=60).close()
+                return
+            except (urllib.error.URLError, OSError):
+                assert self.process.poll() is None, (self.folder / "server.log").read_text()
+                time.sleep(0.2)
+
+    def stop(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)  # its own session: nobody else's processes
+        self.process.wait()
 
 
 @pytest.fixture(scope="module")
 def server(new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    made = Server(free_address(), tmp_path_factory.mktemp("server"))
-    # Without the processes for jobs of its own, of which it starts seven and which nothing here asks for.
-    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    with open(made.folder / "server.log", "w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", made.address.rpartition(":")[2],
-             "--workers", "1", "--backend-store-uri", new_store(made.folder),
-             "--artifacts-destination", str(made.folder / "artifacts")],
-            env=environment, stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
+    folder = tmp_path_factory.mktemp("server")
+    made = Server(free_address(), folder, new_store(folder))
     try:
-        while True:
-            try:
-                urllib.request.urlopen(f"{made.address}/health", timeout=60).close()
-                break
-            except (urllib.error.URLError, OSError):
-                assert process.poll() is None, (made.folder / "server.log").read_text()
-                time.sleep(0.2)
+        made.start()
         yield made
     finally:
-        os.killpg(process.pid, signal.SIGKILL)  # its own session: nobody else's processes
-        process.wait()
+        made.stop()
+
+
+def test_a_server_that_is_gone_for_a_while_is_waited_for_once_it_was_reached(server: Server, tmp_path: Path) -> None:
+    code = f"""
+from pipelines import tracking
+tracking.expect({server.address!r})   # as a trial does, whose sweep has reached it
+run = tracking.open_run({server.address!r}, "retrieval/gone", "r", {str(tmp_path)!r}, config={{}}, hashes={{}})
+tracking.Logger(run).end()
+"""
+    server.stop()
+    waiting = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    time.sleep(8)  # longer than a first contact tries
+    assert waiting.poll() is None
+    server.start()
+    assert waiting.wait() == 0
+    found = tracking.connect(server.address).get_experiment_by_name("retrieval/gone")
+    assert found is not None
+    assert found.tags["mlflow.experimentKind"] == "custom_model_development"
+    server.stop()
+    first = subprocess.run(
+        [sys.executable, "-c", code.replace("tracking.expect", "str")], cwd=ROOT, capture_output=True
+    )
+    server.start()
+    assert b"cannot reach MLflow" in first.stderr
 
 
 def test_trials_of_a_sweep_log_at_once_to_a_server(server: Server, tmp_path: Path) -> None:
