@@ -47,6 +47,9 @@ BATCH = 100
 WEIGHTS_TAG = "checkpoint.weights"
 """Tag with the SHA-256 of the weights that were evaluated, by which a student's teacher is found."""
 
+SIMULATED_TAG = "simulated"
+"""Tag of runs on a simulated log, which stand beside no paper's figures."""
+
 VIEW = {"mlflow.experimentKind": "custom_model_development"}
 """Tag of experiments by which MLflow's page opens them in the view for trainings."""
 

@@ -265,5 +265,6 @@ def verdicts_table(verdicts: Sequence[Verdict]) -> Table:
 
 
 def verdicts(rows: Sequence[Row], papers: Papers) -> list[Verdict]:
-    """Every claim, decided."""
-    return [verdict for claim in read_claims(papers) for verdict in decide(claim, rows, papers)]
+    """Every claim, decided by rows that are of no simulated log."""
+    real = [row for row in rows if not row.simulated]
+    return [verdict for claim in read_claims(papers) for verdict in decide(claim, real, papers)]

@@ -214,8 +214,9 @@ def best_row(rows: Sequence[Row], system: System, metric: str) -> Row | None:
 
 
 def beside_the_papers(comparison: Comparison, papers: Papers) -> list[Table]:
-    """A table per source that has a system which is measured here."""
-    made = [beside(comparison, published, papers.systems) for published in papers.published]
+    """A table per source that has a system which is measured here, on a log that is not simulated."""
+    real = replace(comparison, rows=[row for row in comparison.rows if not row.simulated])
+    made = [beside(real, published, papers.systems) for published in papers.published]
     return [table for table in made if table is not None]
 
 

@@ -77,6 +77,8 @@ class Row:
     """Name of the experiment."""
     params: dict[str, str] = field(default_factory=dict)
     """Params of model and training, and hashes of tables, which its runs share."""
+    simulated: bool = False
+    """Whether its log is simulated, so that it stands beside no paper's figures."""
 
     @property
     def name(self) -> str:
@@ -145,7 +147,9 @@ def rows_of(*selections: Selection) -> list[Row]:
             alike["checkpoint"] = given.get("checkpoint", "")
         for options, metrics in evaluations(run.data.metrics).items():
             key = (experiment, given["model.name"], *sorted(alike.items()), options)
-            row = rows.setdefault(key, Row(given["model.name"], options, experiment=experiment, params=alike))
+            simulated = tracking.SIMULATED_TAG in tags
+            made = Row(given["model.name"], options, experiment=experiment, params=alike, simulated=simulated)
+            row = rows.setdefault(key, made)
             row.runs.append(
                 Run(
                     run.info.run_id, run.info.run_name, given.get("fit.seed", ""), run.info.status == "FINISHED",

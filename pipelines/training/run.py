@@ -31,7 +31,7 @@ from models.checkpoint import Checkpoint
 from models.config import naming
 from models.fit import FitConfig
 from models.setup import check_budget, check_fit, load_catalogue
-from models.tables import UserError, join, open_uri, read_manifest
+from models.tables import UserError, has_manifest, join, open_uri, read_manifest
 from models.uri import absolute, hide
 from pipelines import cluster, credentials, faults, tracking
 from pipelines.data.tables import check_writable, locked, write_file
@@ -194,6 +194,7 @@ def train(
             beside = {entry.extra.option: extra} if entry.extra else {}
             settings = {**config, "tables": tables, **beside, "ray": asdict(ray_options)}
             labels = {**(tags or {}), tracking.KEY_TAG: opening["key"]}
+            labels |= {tracking.SIMULATED_TAG: "true"} if is_simulated(tables) else {}
             run = tracking.open_run(
                 uri, experiment, name, storage, config=settings, hashes=hashes, parent=parent_run, tags=labels
             )
@@ -362,6 +363,12 @@ def check_cluster(options: RayOptions, workers: int, use_gpu: bool) -> None:
     """Refuses what the cluster can never give, where it would be waited for for ever."""
     remedy = "lower --ray.num_workers or --ray.cpus_per_worker"
     cluster.check_room(least(options, workers), resources(options, use_gpu), remedy)
+
+
+def is_simulated(tables: str) -> bool:
+    """Whether the log is one of jobs.simulate."""
+    uri = join(tables, "events")
+    return has_manifest(uri) and read_manifest(uri, "events").config.get("source", {}).get("layout") == "Simulated"
 
 
 def dataset_name(tables: str) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 from jobs import quickstart
 from models.tables import UserError
+from pipelines.comparison.runs import select
 from pipelines.data.kinds.base import Trained
 from pipelines.data.kinds.search.flow import FLOW
 from pipelines.data.kinds.search.kind import SEARCH
@@ -32,6 +33,9 @@ def test_a_search_log_becomes_a_table_of_models(
     found = json.loads((runs / "qgs" / "best" / "evaluation-test.json").read_text())
     assert found["examples"] == 50
     assert f"{found['metrics']['gauc']:.4f}" in row
+    assert "Beside the paper" not in printed  # where the log is simulated
+    (run,) = select(f"sqlite:///{runs}/mlflow.db", ["search/simulated_search"]).runs
+    assert run.data.tags["simulated"] == "true"
 
 
 def test_a_log_of_another_family_is_refused(tmp_path: Path) -> None:

@@ -91,6 +91,12 @@ class Store:
         if end:
             logger.end()
 
+    def simulate(self, run: str) -> None:
+        """Makes the run one on a simulated log."""
+        client = tracking.connect(self.uri)
+        (found,) = [each for each in select_all(self.uri).runs if each.info.run_name == run]
+        client.set_tag(found.info.run_id, tracking.SIMULATED_TAG, "true")
+
     def decided(self, papers: Papers) -> dict[str, Verdict]:
         return {v.claim.id: v for v in verdicts(rows_of(select_all(self.uri)), papers)}
 
@@ -115,6 +121,12 @@ def test_nothing_is_decided_without_runs(empty: Store, papers: Papers) -> None:
     store.log("unfinished", 0.03, end=False, alpha=0.7, teacher_hash="teacher")
     store.log("teacher", 0.03, end=False, name="tiger")
     assert {v.verdict for v in store.decided(papers).values()} == {OPEN}
+
+
+def test_simulated_logs_decide_nothing(store: Store, papers: Papers) -> None:
+    assert store.decided(papers)["keeps"].verdict == HOLDS
+    store.simulate("teacher")
+    assert store.decided(papers)["keeps"].verdict == OPEN
 
 
 def test_students_against_their_own_teacher(store: Store, papers: Papers) -> None:
