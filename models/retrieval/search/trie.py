@@ -65,9 +65,11 @@ class Trie(nn.Module):
 
     @classmethod
     def from_codes(cls, codes: Tensor, codebook_sizes: tuple[int, ...]) -> Self:
-        """The trie of (N, C) codes; item i has the codes of row i. Raises UserError for equal rows."""
+        """The trie of (N, C) codes; item i has the codes of row i. Raises UserError for equal rows and for none."""
         codes = codes.long().cpu()
         items, levels = codes.shape
+        if not items:
+            raise UserError("there are 0 items and a trie needs at least 1; check the filters of jobs.prepare")
         if levels != len(codebook_sizes):
             raise ValueError(f"codes have {levels} levels and there are {len(codebook_sizes)} codebooks; give one each")
         order = torch.arange(items)

@@ -54,6 +54,8 @@ def test_table_and_codes_give_one_trie_that_finds_each_item(catalogue):
 def test_items_with_one_tuple_are_named():
     with pytest.raises(UserError, match=r"items 0 and 2 have the same codes \[1, 1\]"):
         Trie.from_codes(torch.tensor([[1, 1], [0, 1], [1, 1]]), (2, 2))
+    with pytest.raises(UserError, match="there are 0 items"):
+        Trie.from_codes(torch.zeros(0, 2, dtype=torch.long), (2, 2))
 
 
 @pytest.mark.parametrize(
