@@ -19,6 +19,7 @@ class GatedDeltaNet(RecurrentMixer):
         super().__init__()
         self.heads, self.chunk = heads, chunk
         self.keys, self.values = heads * head_width, heads * head_width * expand_v
+        self.memory_size = head_width * self.values
         self.qkv = nn.Linear(dim, 2 * self.keys + self.values, bias=False)
         self.conv = ShortConvolution(2 * self.keys + self.values, conv, bias=False)
         self.rates = nn.Linear(dim, 2 * heads, bias=False)  # of the decay, then of beta

@@ -149,6 +149,16 @@ class RecurrentMixer(nn.Module):
 
     chunk: int
     """Positions of a chunk."""
+    conv: ShortConvolution
+    """The short convolution."""
+    memory_size: int
+    """Numbers of a row's memory, H x K x V."""
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of a row's state."""
+        size, channels = self.conv.weight.shape
+        return (size - 1) * channels + self.memory_size
 
     def inputs(self, x: Tensor, real: Tensor | None, window: Tensor | None) -> Inputs:
         """What the recurrence reads of `x` (B, L, D), nothing where `real` (B, L, 1) is 0; `window` is that before."""

@@ -18,6 +18,7 @@ class Mamba2(RecurrentMixer):
     def __init__(self, dim: int, head_width: int, state: int, expand: int, conv: int, chunk: int) -> None:
         super().__init__()
         self.inner, self.state, self.heads, self.chunk = expand * dim, state, expand * dim // head_width, chunk
+        self.memory_size = self.inner * state
         if self.heads * head_width != self.inner:
             raise ValueError(
                 f"head_width {head_width} does not divide the inner width {self.inner}; give one that does"

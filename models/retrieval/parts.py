@@ -56,6 +56,12 @@ class History:
     memory: Memory | None = None
     """What a causal language model keeps of the prompt, from which its decoder goes on; None of other backbones."""
 
+    def rows(self, begin: int, end: int) -> History:
+        """Those of the requests from `begin` to before `end`."""
+        query = None if self.query is None else self.query[begin:end]
+        memory = None if self.memory is None else [(k[begin:end], v[begin:end]) for k, v in self.memory]
+        return History(self.states[begin:end], self.lengths[begin:end], query, memory)
+
     @cached_property
     def padding(self) -> Tensor | None:
         """The padding mask of the states."""
@@ -160,6 +166,8 @@ class Decoder(nn.Module):
     """Levels before this one are another decoder's."""
     hidden_width: int
     """N of `hidden`."""
+    beam_bytes = 0
+    """Bytes that a beam carries in search, where they are so many that a batch is searched in pieces."""
 
     def span(self, level: int) -> tuple[int, int]:
         """(first token, number of tokens O_l) that logits of the level are of: its codebook."""

@@ -18,6 +18,9 @@ from models.retrieval.search.beam import beam_search, unconstrained_beam_search
 from models.tables import UserError
 from models.whole_batch import whole_mean
 
+CARRIED = 1 << 30
+"""Bytes that the beams of all requests carry at once, at most. Moving them on takes about twice as much beside."""
+
 
 class Retriever(nn.Module):
     """A module with these parts, trained on the target's codes; any of them can be a student's teacher. A subclass that
@@ -57,9 +60,16 @@ class Retriever(nn.Module):
         self, history: History, k: int, beam: int | None, constrained: bool | None, children: bool = False
     ) -> tuple[Tensor, Tensor]:
         """(items, scores), each (B, k): the search of `beam_search` within the trie or, with `constrained` False,
-        looking at it only in the end; None is what the config has."""
+        looking at it only in the end; None is what the config has. Requests whose beams carry more than `CARRIED` bytes
+        together are searched one piece after the other."""
         beam = self.config.beam if beam is None else beam
         constrained = self.config.constrained if constrained is None else constrained
+        at_once = max(1, CARRIED // max(1, max(1, beam) * self.decoder.beam_bytes))
+        if at_once < len(history.lengths):
+            pieces = [history.rows(i, i + at_once) for i in range(0, len(history.lengths), at_once)]
+            found = [self.find(piece, k, beam, constrained, children) for piece in pieces]
+            items, scores = zip(*found, strict=True)
+            return torch.cat(items), torch.cat(scores)
         scorer = self.decoder.scorer(history)
         if constrained:
             return beam_search(scorer, self.trie, k, beam, children=children)

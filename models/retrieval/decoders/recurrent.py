@@ -107,6 +107,11 @@ class RecurrentDecoder(Decoder):
             for level, size in enumerate(self.tokens.sizes)
         )
 
+    @property
+    def beam_bytes(self) -> int:  # type: ignore[override]
+        """Bytes of the states of all blocks."""
+        return self.norm.weight.element_size() * sum(block.mixer.state_size for block in self.blocks)
+
     def embedded(self, tokens: Tensor) -> Tensor:
         """(..., D) of `tokens` (...)."""
         return functional.embedding(tokens, self._embedding[0].weight)

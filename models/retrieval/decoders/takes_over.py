@@ -21,6 +21,10 @@ class TakesOver(Decoder):
         self.tokens, self.first_level = own.tokens, m
         self.teacher, self.own = teacher, own
 
+    @property
+    def beam_bytes(self) -> int:  # type: ignore[override]
+        return self.own.beam_bytes
+
     def span(self, level: int) -> tuple[int, int]:
         return self.own.span(level)
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from jobs.train import parse
 from models import checkpoint, registry
+from models.retrieval import retriever
 from models.retrieval.data import Catalogue
-from models.retrieval.decoders.recurrent import RecurrentDecoder
+from models.retrieval.decoders.recurrent import RecurrentDecoder, RecurrentScorer
 from models.retrieval.parts import History
 from models.retrieval.student import Student
 from models.retrieval.tiger import TigerConfig
@@ -250,3 +251,25 @@ def test_it_is_trained_and_swept_as_sid_mlp_is(name: str) -> None:
     shared = ("fit.lr", "model.dropout", "fit.weight_decay", "model.alpha")
     assert grid["axes"] == {axis: theirs["axes"][axis] for axis in shared}
     assert load(str(ROOT / f"tuning/grids/{name}.yaml"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_requests_whose_states_are_many_are_searched_in_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = student(name), requests(7)
+    states = []
+    whole = model.recommend(batch, 5, beam=4)
+    step = RecurrentScorer.step
+
+    def watched(self: RecurrentScorer, parents: Tensor, tokens: Tensor) -> Tensor:
+        found = step(self, parents, tokens)
+        states.append(sum(part.nbytes for state in self.states for part in state))
+        return found
+
+    monkeypatch.setattr(RecurrentScorer, "step", watched)
+    monkeypatch.setattr(retriever, "CARRIED", 3 * 4 * model.decoder.beam_bytes)
+    items, scores = model.recommend(batch, 5, beam=4)
+    assert items.tolist() == whole[0].tolist()
+    torch.testing.assert_close(scores, whole[1])
+    assert max(states) == 3 * 4 * model.decoder.beam_bytes  # 3 requests of 4 beams at once
+    none = {name: value[:0] for name, value in batch.items()}
+    assert model.recommend(none, 5)[0].shape == (0, 5)
