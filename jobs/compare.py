@@ -32,7 +32,7 @@ from pipelines.comparison.benchmark_runs import log_lines
 from pipelines.comparison.claims import verdicts, verdicts_table
 from pipelines.comparison.published import CLAIMS, Papers, beside_the_papers, load, of_grid
 from pipelines.comparison.rows import Comparison, best_run, compare, rows_of
-from pipelines.comparison.run_tables import best_table, tables
+from pipelines.comparison.run_tables import best_table, origins_table, tables
 from pipelines.comparison.runs import select, select_all
 from pipelines.comparison.table import Table
 from pipelines.comparison.tokenizer_tables import sids_table
@@ -205,7 +205,8 @@ def write_pages(config: Config, uris: Sequence[str], found: Sequence[Comparison]
     folder = Path(str(config.markdown))
     for comparison in found:
         name = re.sub(r"\W+", "-", comparison.selection.title)
-        words = [table.markdown() for table in [*tables(comparison), *paper_tables([comparison], papers)]]
+        shown = [*tables(comparison), *paper_tables([comparison], papers), origins_table(comparison)]
+        words = [table.markdown() for table in shown]
         for plot in plots(comparison):
             write(plot.alone(), str(folder / f"{plot.name}.svg"))
             words.append(f"### {plot.title}\n\n![{plot.title}]({plot.name}.svg)\n\n{plot.caption}\n")

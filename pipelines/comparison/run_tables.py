@@ -200,6 +200,16 @@ def importance_tables(rows: Sequence[Row]) -> list[Table]:
     return [Table("What models rank by", ["model", "run", *inputs], cells, notes)]
 
 
+def origins_table(comparison: Comparison) -> Table:
+    """Where the runs are from: hardware, commit and command of each."""
+    cells = []
+    for run in sorted(comparison.selection.runs, key=lambda run: str(run.info.run_name)):
+        tags = run.data.tags
+        commit = tags.get("mlflow.source.git.commit", "")[:10]
+        cells.append([str(run.info.run_name), tags.get("hardware", ""), commit, tags.get("command", "")])
+    return Table("Where the runs are from", ["run", "hardware", "commit", "command"], cells, words=4)
+
+
 def number(row: Row, metric: str) -> str:
     """Mean as a whole number."""
     return "-" if math.isnan(row.mean(metric)) else f"{row.mean(metric):,.0f}"
