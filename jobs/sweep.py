@@ -136,9 +136,10 @@ def read(config: Config) -> tuple[Grid, list[Trial]]:
 def takes_cache(model: dict[str, Any]) -> bool:
     """Whether the model can keep what its teacher says, for all trials, and is not told otherwise."""
     name = str(model.get("name"))
-    if name not in registry.MODELS or "teacher_cache" not in naming(registry.model_config(name), "folder"):
+    kind: Any = registry.model_config(name) if name in registry.MODELS else None
+    if kind is None or "teacher_cache" not in naming(kind, "folder"):
         return False
-    return not (model.get("teacher_cache") or model.get("end_to_end"))
+    return kind.has_lasting_outputs and not (model.get("teacher_cache") or model.get("end_to_end"))
 
 
 def run(config: Config) -> Swept | None:

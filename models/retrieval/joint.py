@@ -7,7 +7,7 @@ cross-entropy of the target's codes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, cast
 
 from models.config import check_positive
 from models.retrieval.backbones.t5 import T5Backbone
@@ -22,6 +22,7 @@ from models.tables import UserError
 class JointConfig(TaughtConfig):
     """What all of them have."""
 
+    has_lasting_outputs: ClassVar[bool] = False
     beam: int = 50
     """Beams when recommending (Sec. 4.1 of SID-MLP)."""
     constrained: bool = True

@@ -36,6 +36,8 @@ class TaughtConfig:
 
     taught_by: ClassVar[str] = "tiger"
     """The model that the teacher is where it has not been named yet."""
+    has_lasting_outputs: ClassVar[bool] = True
+    """Whether what the teacher says stays through the training, so that it can be cached."""
     teacher: str = field(default="", metadata={"names": "checkpoint"})
     """Checkpoint of a trained backbone with a decoder, such as TIGER, or folder of its finished run; for training
     only."""

@@ -12,6 +12,7 @@ from training_tables import write_tables
 from jobs import sweep as job
 from models.tables import UserError
 from pipelines.training.run import RayOptions
+from tuning.grid import load
 
 GRIDS = Path(__file__).parents[2] / "tuning/grids"
 
@@ -33,6 +34,21 @@ def test_keys_below_model_fit_and_axes_are_free() -> None:
     assert {trial.fit["lr"] for trial in trials} == {5e-4}
     assert trials[0].model["head_width"] == 512  # of the base config
     assert grid.published
+
+
+@pytest.mark.parametrize("path", sorted(GRIDS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_all_grids_give_trials_to_run(path: Path, tmp_path: Path) -> None:
+    """Each is read as for a sweep that trains, whose trials share what their teacher says where that lasts."""
+    words = ["--smoke", "--tables", "T", "--storage", str(tmp_path), "--name", "s"]
+    left_open = [key for key, values in load(str(path)).axes.items() if values is None]
+    words += [word for key in left_open for word in (f"--axes.{key}", f"[{tmp_path}/a, {tmp_path}/b]")]
+    trials = job.read(job.parse("sweep", ["--grid", str(path), *words]))[1]
+    assert trials
+    for trial in trials:
+        if trial.model.get("name") in ("earn", "nezha", "lc_rec_nezha"):
+            assert not trial.model.get("teacher_cache")
+        if trial.model.get("name") in ("sid_mlp", "gdn", "mamba2", "one_layer", "atspeed_s", "lc_rec_sid_mlp"):
+            assert trial.model["teacher_cache"] or path.stem == "beam"
 
 
 @pytest.mark.parametrize(
