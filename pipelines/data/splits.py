@@ -27,9 +27,11 @@ class SplitConfig:
     the one before it for validation. `per_user`, for logs of actions: by two cut times of each user's own.
     `auto`: temporal where the log has clock times."""
     val_fraction: float = 0.1
-    """Share of all behaviours that the validation window of a temporal split holds; `per_user`: of each user's."""
+    """Share of all behaviours, before the k-core, that the validation window of a temporal split holds; `per_user`: of
+    each user's."""
     test_fraction: float = 0.1
-    """Share of all behaviours that the test window of a temporal split holds; `per_user`: of each user's."""
+    """Share of all behaviours, before the k-core, that the test window of a temporal split holds; `per_user`: of
+    each user's."""
     val_start: Any = None
     """First moment of the validation window, as ISO 8601 (UTC) or epoch ms: with `test_start`, instead of fractions."""
     test_start: Any = None

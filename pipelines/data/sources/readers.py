@@ -266,6 +266,8 @@ def _read_csv(uri: str, reading: Reading, piece: Piece | None) -> Iterator[Frame
     header = _csv_header(uri, reading, delimiter)
     _check_delimiter(uri, reading.columns, header, delimiter)
     require_columns(uri, reading.columns, header)
+    if twice := [name for name in reading.columns if header.count(name) > 1]:
+        raise UserError(f"{uri} has {header.count(twice[0])} columns '{twice[0]}'; give them names of their own")
     headless = reading.header is not None or (piece is not None and piece.start > 0)
     first_row = piece.first_row if piece else 0
     before = (1 if headless else 2) - first_row  # Arrow counts rows from 1, the header among them

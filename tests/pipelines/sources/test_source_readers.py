@@ -55,6 +55,15 @@ def fails(source: Mapping, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("name", ["log.csv", "log.tsv"])
+def test_a_column_that_is_there_twice_is_named(tmp_path: Path, name: str) -> None:
+    write(tmp_path, name, log(20), header=("u", "i", "t", "u"))
+    said = fails(plain(), tmp_path)
+    assert said.endswith(f"{name} has 2 columns 'u'; give them names of their own")
+    write(tmp_path, name, log(20), header=("u", "q", "t", "q"))  # nobody reads them
+    assert counts(plain(item="t"), tmp_path) == (20, 0)
+
+
+@pytest.mark.parametrize("name", ["log.csv", "log.tsv"])
 @pytest.mark.parametrize("wanted", [QUERY, {}], ids=["wanted", "unwanted"])
 @pytest.mark.parametrize("stray", [("u", "i", 1, '"red lamp'), ('"u', "i", 1, "lamp")], ids=["last", "first"])
 def test_a_stray_quote_swallows_no_rows(tmp_path: Path, name: str, wanted: dict, stray: tuple) -> None:
