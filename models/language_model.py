@@ -10,6 +10,10 @@ from torch import nn
 from models.tables import UserError
 from models.text_encoder import loading
 
+OTHER = "give another model.lm, such as a LLaMA, Qwen, Mistral, Phi, OPT or GPT-2"
+BY_PLACE = ("gpt_neo",)
+"""Kinds of language models whose attention counts keys, in windows that short prompts do not show."""
+
 LEFT_OUT = ("architectures", "dtype", "transformers_version", "_name_or_path")
 
 
@@ -35,6 +39,11 @@ def make(config: dict[str, Any], longest: int) -> nn.Module:
     """A causal language model with random weights; UserError where it cannot read `longest` tokens."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    if config.get("model_type") in BY_PLACE:
+        raise UserError(
+            f"the language model '{config['model_type']}' attends by where keys stand, so that beams disturb each "
+            f"other; {OTHER}"
+        )
     try:
         found = AutoConfig.for_model(**config)
         model = AutoModelForCausalLM.from_config(found)

@@ -17,16 +17,18 @@ tokens of the longest title, `n` tokens of the longest response.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from models import language_model
 from models.config import check_positive
+from models.language_model import OTHER
 from models.retrieval.backbones.causal_lm import LmBackbone, Segment, joined
-from models.retrieval.data import Catalogue
+from models.retrieval.data import Catalogue, batch_of
 from models.retrieval.decoders.causal_lm import LmDecoder
 from models.retrieval.parts import SidTokens, real_positions
 from models.retrieval.prompts import (
@@ -103,8 +105,8 @@ class LcRecConfig:
         for name in ("dropout", "lora_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} is not in [0, 1); give a share")
-        if not self.task_share > 0:
-            raise ValueError(f"task_share {self.task_share} is not above 0; leave tasks out with tasks: [next]")
+        if not 0 < self.task_share <= 1:
+            raise ValueError(f"task_share {self.task_share} is not in (0, 1]; leave tasks out with tasks: [next]")
         check_tasks(self.tasks)
 
 
@@ -247,6 +249,7 @@ def teach(module: Any, config: LcRecConfig, catalogue: Catalogue) -> None:
     if config.lm:
         language_model.load_pretrained(module.backbone.lm, config.lm)
         start_codes(module)
+    check_reads(module, catalogue)
     tasks = [task for task in config.tasks if task != "next"]
     if not tasks:
         return
@@ -269,6 +272,47 @@ def notes(module: Any, config: LcRecConfig, catalogue: Catalogue, examples: dict
     if not others:
         return [f"tasks: next alone; the others need a text '{config.title}' of the items, and to be in model.tasks"]
     return [f"tasks: next, and beside it {', '.join(others)} on the items' text '{config.title}'"]
+
+
+@torch.no_grad()
+def check_reads(module: LcRec, catalogue: Catalogue) -> None:
+    """UserError for a language model that reads codes beside its words, or beams beside each other, otherwise than a
+    plain one: by a few tokens, as its kind does not tell."""
+    name, training = f"the language model '{module.config.lm_model.get('model_type')}'", module.training
+    backbone, decoder = module.backbone, module.decoder
+    module.eval()
+    try:
+        words = torch.arange(min(8, backbone.vocabulary), device=backbone.table().device).unsqueeze(0)
+        own = cast(Any, backbone.lm)(input_ids=words).logits
+        ours = module.word_logits(backbone.run(backbone.embed(words))[0])
+        batch = {key: value.to(words.device) for key, value in batch_of([[0, 0]], np.zeros(1, np.int64)).items()}
+        history, codes = backbone.infer(batch), codes_of(catalogue, 3).to(words.device)
+        forced = torch.cat([decoder.teacher_forced(history, row[None])[1] for row in codes]).log_softmax(-1)
+        scorer = decoder.scorer(history)
+        scorer.start()
+        beams = scorer.step(torch.zeros_like(codes[None, :, 0]), codes[None, :, 0])[0]
+    except (ValueError, IndexError, RuntimeError, TypeError, AttributeError) as error:
+        raise UserError(f"{name} does not decode here ({' '.join(str(error).split())[:120]}); {OTHER}") from error
+    finally:
+        module.train(training)
+    embedding = backbone.words()
+    if not close(embedding(words), embedding.weight[words]):
+        raise UserError(f"{name} scales its words' embeddings, not those of codes; {OTHER}")
+    if not close(own, ours):
+        raise UserError(f"{name} changes its output layer's logits, not those of codes; {OTHER}")
+    if not close(forced, beams):
+        raise UserError(f"{name} goes by where keys stand, so that beams disturb each other; {OTHER}")
+
+
+def codes_of(catalogue: Catalogue, count: int) -> Tensor:
+    """(count, L) of the first items, over again where there are fewer."""
+    assert catalogue.sids is not None, "the module refuses a catalogue without"
+    return catalogue.sids[torch.arange(count) % catalogue.num_items]
+
+
+def close(one: Tensor, other: Tensor) -> bool:
+    """Whether they are equal but for rounding."""
+    return torch.allclose(one.float(), other.float(), rtol=1e-3, atol=1e-3 * float(other.float().std().clamp(1e-6)))
 
 
 @torch.no_grad()

@@ -126,6 +126,8 @@ class Backbone(nn.Module):
     """Latest items read."""
     gives_query = False
     """Whether its histories have a query state."""
+    states_are_tokens = True
+    """Whether its states are those of the history's tokens, one each and no other."""
 
     def encode(self, batch: dict[str, Tensor]) -> History:
         """States of the requests' histories, with gradients and dropout where the module trains."""

@@ -47,6 +47,11 @@ class SidMlpPpEncoder(nn.Module):
 
     def __init__(self, config: SidMlpPpEncoderConfig, catalogue: Catalogue, teacher: Retriever) -> None:
         super().__init__()
+        if not teacher.backbone.states_are_tokens:
+            raise UserError(
+                f"stage 1 gives the states of the history's tokens, and those of a {type(teacher).__name__} are "
+                f"others; give a TIGER as model.teacher"
+            )
         self.config = config
         self.backbone = MlpBackbone(teacher.backbone, config)
         self._untrained = (teacher,)  # no submodule: it is no part of the student's weights

@@ -34,6 +34,7 @@ class LmBackbone(Backbone):
     """The language model with the semantic IDs' tokens. Token t of `SidTokens` is `V + t` beside the words."""
 
     gives_query = True
+    states_are_tokens = False
     before: Tensor
     between: Tensor
     after: Tensor
@@ -103,7 +104,8 @@ class LmBackbone(Backbone):
     def inputs(self, batch: dict[str, Tensor]) -> Segment:
         """((B, S) tokens of the prompts, (B,) how many of each)."""
         tokens, lengths = joined(self.prompts(batch))
-        return tokens[:, : tokens.shape[1] - len(self.between)], lengths  # nothing stands behind the last item
+        behind = len(self.between) if batch["history"].shape[1] else 0  # nothing stands behind the last item
+        return tokens[:, : tokens.shape[1] - behind], lengths
 
     def of_history(self, history: History) -> tuple[slice, Tensor]:
         """Positions of prompts among which those of the history are, and (B, n) which of them are its codes."""

@@ -62,6 +62,8 @@ class ExtendedT5(T5Backbone):
     """T5's encoder that reads tokens of its own beside the vocabulary's, which the decoder does not know: token
     `V + i` is row i of `extra`."""
 
+    states_are_tokens = False
+
     def __init__(self, tokens: SidTokens, sizes: T5Sizes, max_history: int, extra: int) -> None:
         super().__init__(tokens, sizes, max_history)
         self.extra = nn.Embedding(extra, sizes.d_model)

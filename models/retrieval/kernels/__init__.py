@@ -70,6 +70,19 @@ def library() -> ctypes.CDLL | None:
     return None if asked == "0" else _library("native" if asked == "1" else asked)
 
 
+@contextmanager
+def switched_off() -> Iterator[None]:
+    """PyTorch's way alone, within."""
+    before = os.environ.get("TRIELINE_KERNELS")
+    os.environ["TRIELINE_KERNELS"] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop("TRIELINE_KERNELS")
+        if before is not None:
+            os.environ["TRIELINE_KERNELS"] = before
+
+
 @cache
 def _library(architecture: str) -> ctypes.CDLL | None:
     try:

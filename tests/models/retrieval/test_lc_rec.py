@@ -18,7 +18,7 @@ from torch.nn import functional
 from models import checkpoint, language_model, registry
 from models.fit import FitConfig, fit
 from models.retrieval.data import PAD, Catalogue
-from models.retrieval.lc_rec import LcRec, LcRecConfig
+from models.retrieval.lc_rec import LcRec, LcRecConfig, check_reads
 from models.retrieval.prompts import FORM, INSTRUCTIONS, TASKS, Words, prompt, titles_of
 from models.setup import set_up
 from models.tables import UserError
@@ -354,7 +354,7 @@ def test_what_cannot_be_is_refused(titled: tuple[str, str], tmp_path: Path, monk
     for change, text in (
         ({"beam": 0}, "below 1"), ({"width": 30, "num_heads": 4}, "a multiple of 8"), ({"dropout": 1.0}, "not in"),
         ({"tasks": ["item_to_title"]}, "without 'next'"), ({"tasks": ["next", "x"]}, "has 'x'"),
-        ({"task_share": 0}, "not above 0"), ({"lora_rank": -1}, "below 0"),
+        ({"task_share": 0}, "not in"), ({"task_share": 1.5}, "not in"), ({"lora_rank": -1}, "below 0"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=text):
             LcRecConfig(**change)
@@ -406,3 +406,31 @@ def test_low_rank_training_leaves_the_language_model_and_trains_the_codes(tmp_pa
     again = make(lora_rank=2, lora_dropout=0.0)
     checkpoint.load_weights(again, tmp_path)
     torch.testing.assert_close(again.recommend(batch, 5), model.eval().recommend(batch, 5))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"model_type": "mpt", "d_model": 16, "n_heads": 2, "n_layers": 2, "max_seq_len": 160}, "where keys stand"),
+        ({"model_type": "gpt_neo", "hidden_size": 16, "num_layers": 2, "num_heads": 2, "intermediate_size": 24,
+          "attention_types": [[["global", "local"], 1]], "max_position_embeddings": 200}, "where keys stand"),
+        ({"model_type": "gemma", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8,
+          "num_key_value_heads": 2, "intermediate_size": 24, "pad_token_id": 0}, "scales its words"),
+        ({"model_type": "granite", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+          "num_key_value_heads": 2, "intermediate_size": 24, "logits_scaling": 8.0}, "changes its output layer"),
+        ({"model_type": "bloom", "hidden_size": 16, "n_layer": 2, "n_head": 2}, "does not decode here"),
+        ({"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}, "does not decode here"),
+    ],
+    ids=lambda value: value.get("model_type") if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_language_models_that_read_codes_otherwise_are_refused(given: dict[str, Any], said: str) -> None:
+    def made_and_looked_at() -> None:
+        check_reads(make(lm_model={"vocab_size": 40, **given}, prompt=prompt(Words([], 0), "next")), catalogue())
+
+    with pytest.raises(UserError, match=said):
+        made_and_looked_at()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_others_are_taken(kind: str) -> None:
+    check_reads(of_kind(kind), catalogue())

@@ -14,7 +14,7 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_retrieval import requests_of
+from small_retrieval import TEACHER, requests_of
 from torch import Tensor
 from training_tables import write_tables
 
@@ -425,3 +425,13 @@ def test_the_shown_configs_are_the_papers(base, ablation, field):
     assert FitConfig(**content["fit"]).metric == ("neg_mse" if base == "sid_mlp_pp_encoder" else "ndcg@10")
     change = yaml.safe_load((CONFIGS / "sid_mlp_pp" / f"{ablation}.yaml").read_text())
     assert getattr(registry.config_from_dict({**content["model"], **change["model"]}), field)
+
+
+@pytest.mark.parametrize("name", ["earn", "nezha"])
+def test_stage_1_needs_a_teacher_whose_states_are_the_historys_tokens(name: str) -> None:
+    taught = {"name": name, "teacher_model": {"name": "tiger", **TEACHER}}
+    config = registry.config_from_dict(
+        {"name": "sid_mlp_pp_encoder", "teacher_model": {**taught["teacher_model"], **taught}}
+    )
+    with pytest.raises(UserError, match=r"those of a \w+ are others; give a TIGER"):
+        SidMlpPpEncoder(config, catalogue(), registry.build(registry.config_from_dict(taught), catalogue()))
