@@ -29,6 +29,7 @@ from pipelines import tracking
 from pipelines.comparison import results, sweep_plots
 from pipelines.comparison.benchmark_plots import read_lines
 from pipelines.comparison.benchmark_runs import log_lines
+from pipelines.comparison.benchmark_tables import of_benchmark
 from pipelines.comparison.claims import verdicts, verdicts_table
 from pipelines.comparison.published import CLAIMS, Papers, beside_the_papers, load, of_grid
 from pipelines.comparison.rows import Comparison, best_run, compare, rows_of
@@ -207,7 +208,7 @@ def write_pages(config: Config, uris: Sequence[str], found: Sequence[Comparison]
         name = re.sub(r"\W+", "-", comparison.selection.title)
         shown = [*tables(comparison), *paper_tables([comparison], papers), origins_table(comparison)]
         words = [table.markdown() for table in shown]
-        for plot in plots(comparison):
+        for plot in [] if of_benchmark(comparison.rows) else plots(comparison):
             write(plot.alone(), str(folder / f"{plot.name}.svg"))
             words.append(f"### {plot.title}\n\n![{plot.title}]({plot.name}.svg)\n\n{plot.caption}\n")
         write(f"# {comparison.selection.title}\n\n" + "\n".join(words), str(folder / f"{name}.md"))

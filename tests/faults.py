@@ -61,7 +61,10 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         os.environ.setdefault("RAY_AUTH_MODE", "token")  # which Ray reads when it is imported
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        import ray
+
+        if not ray.is_initialized():  # else this process has a token, that of the user's file, and keeps it
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         from ray.cluster_utils import Cluster
 
         self.folder = folder

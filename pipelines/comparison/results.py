@@ -12,6 +12,7 @@ about as from the store that the runs were made in.
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,9 @@ POINTS = 100
 
 LEFT_OUT = ("system/",)
 """Metrics that say what the machine did."""
+
+PLACE = re.compile(r"(?<![\w.~/-])(?:[a-z][a-z0-9+]*://|/)[^\s'\",\]}]+")
+"""An absolute path or a URI within a text."""
 
 KEPT = ("mlflow.parentRunId", "mlflow.source.git.commit")
 """Tags of MLflow's own that are kept; all of ours are."""
@@ -86,11 +90,7 @@ def curve(client: MlflowClient, run_id: str, name: str) -> list[list[float]]:
 
 def short(value: str) -> str:
     """Every absolute path or URI in the text by its last two parts."""
-    words = [
-        "/".join(word.rstrip("/").rsplit("/", 2)[-2:]) if word.startswith("/") or "://" in word else word
-        for word in value.split(" ")
-    ]
-    return " ".join(words)
+    return PLACE.sub(lambda found: "/".join(found[0].rstrip("/").rsplit("/", 2)[-2:]), value)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Sequence
 
 from pipelines.comparison.baseline_tables import baseline_tables, figure
+from pipelines.comparison.benchmark_tables import benchmark_tables, of_benchmark
 from pipelines.comparison.noninferiority import MARGIN, non_inferiority, paired_test
 from pipelines.comparison.over_users import over_users_tables
 from pipelines.comparison.rows import Comparison, Row, lower_is_better, ratio
@@ -26,6 +27,8 @@ SHOWN = (
 
 def tables(comparison: Comparison) -> list[Table]:
     """All tables that have something to say."""
+    if of_benchmark(comparison.rows):
+        return benchmark_tables(comparison.rows)
     return [
         runs_table(comparison),
         *paired_tables(comparison),

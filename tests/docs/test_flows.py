@@ -10,7 +10,7 @@ import importlib
 import json
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import mlflow
@@ -29,14 +29,18 @@ SMALLER = {
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder that looks like a checkout without runs."""
     for name in ("jobs", "tuning", "claims.yaml"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PWD", str(tmp_path))
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    return tmp_path
+    before = os.environ.pop("MLFLOW_TRACKING_URI", None)
+    yield tmp_path
+    mlflow.set_tracking_uri(before)  # which a page may set, for the process and in its environment
+    os.environ.pop("MLFLOW_TRACKING_URI", None)
+    if before is not None:
+        os.environ["MLFLOW_TRACKING_URI"] = before
 
 
 def follow(typed: list[Command], monkeypatch: pytest.MonkeyPatch, smaller: dict[str, str] = SMALLER) -> None:
