@@ -165,6 +165,11 @@ class World:
         with suppress(ProcessLookupError):
             os.killpg(self.server.pid, signal.SIGKILL)
         self.cluster.shutdown()
+        import ray
+        from ray.experimental import internal_kv
+
+        if ray.is_initialized():  # the cluster's end has taken the store of this process's own Ray along
+            internal_kv._initialize_internal_kv(ray._private.worker.global_worker.gcs_client)
 
 
 @contextmanager

@@ -283,7 +283,7 @@ def check_reads(module: LcRec, catalogue: Catalogue) -> None:
     module.eval()
     try:
         words = torch.arange(min(8, backbone.vocabulary), device=backbone.table().device).unsqueeze(0)
-        own = cast(Any, backbone.lm)(input_ids=words).logits
+        own = cast(Any, backbone.lm)(input_ids=words, use_cache=False).logits
         ours = module.word_logits(backbone.run(backbone.embed(words))[0])
         batch = {key: value.to(words.device) for key, value in batch_of([[0, 0]], np.zeros(1, np.int64)).items()}
         history, codes = backbone.infer(batch), codes_of(catalogue, 3).to(words.device)
