@@ -76,7 +76,7 @@ def test_working_dir_is_small_and_whole(tmp_path: Path) -> None:
     package = tmp_path / "package.zip"
     create_package(str(ROOT), package, include_gitignore=True)
     names = set(zipfile.ZipFile(package).namelist())
-    assert package.stat().st_size < 4 << 20
+    assert package.stat().st_size < 2 << 20
     code = {
         str(p.relative_to(ROOT))
         for folder in ("jobs", "models", "pipelines", "tuning")

@@ -51,7 +51,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """By family: a model without random numbers and without negatives out of its batch, and options of its training. And a
 language model that is cut over its workers."""
 
-FIT = {"batch_size": 16, "max_epochs": 5, "lr": 0.01, "patience": 0, "seed": 3, "log_every_steps": 2,
+FIT = {"batch_size": 16, "max_epochs": 5, "lr": 0.003, "patience": 0, "seed": 3, "log_every_steps": 2,
        "checkpoint_every_steps": 8, "shard_mb": 0.0005, "eval_examples": 31}  # fmt: skip
 
 
@@ -112,13 +112,11 @@ def one_of_two(rank: int, task: Task, folder: Path, until: int, latest: str | No
 
 
 def check_same(one: Path, other: Path) -> None:
-    """The same weights up to the order of sums. Where a gradient is near 0 that can turn its sign, and AdamW makes a
-    step of the learning rate of it: of one weight in a thousand."""
+    """The same weights up to the order of sums."""
     ours, expected = (load_file(folder / "model.safetensors") for folder in (one, other))
     assert ours.keys() == expected.keys()
-    mine, its = (torch.cat([weights[key].flatten() for key in sorted(weights)]) for weights in (ours, expected))
-    assert torch.isclose(mine, its, rtol=1e-3, atol=1e-4).double().mean() > 0.999
-    torch.testing.assert_close(mine, its, rtol=0.0, atol=FIT["lr"] / 5)
+    for key, value in expected.items():
+        torch.testing.assert_close(ours[key], value, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", MODELS)
