@@ -104,12 +104,10 @@ def _make_events(run: Run, files: list[str], inputs: dict[str, str]) -> Manifest
     settings = _plain({"source": source.events_config, "ties": config.ties, "partitions": partitions})
     keep, count = config.duplicates == "keep", config.duplicates == "count"
     settings |= {"duplicates": config.duplicates} if keep or count else {}
-    formerly = {**settings, "source": _plain(source.config)}
-    finished = run.finished("events", settings, inputs, formerly)
-    finished_rejects = run.finished("rejects", settings, inputs, formerly)
+    finished, finished_rejects = run.finished("events", settings, inputs), run.finished("rejects", settings, inputs)
     if finished and finished_rejects:
         info = finished.info
-        _check_rejects(run, info.get("user_rows", 0), info.get("user_reject_reasons", {}), " of the user files")
+        _check_rejects(run, info["user_rows"], info["user_reject_reasons"], " of the user files")
         _check_rejects(run, info["rows_read"], info["reject_reasons"])
         check_matched(Match(**info.get("users_matched", {})), "user", config.min_matched, run.say)
         return finished
@@ -254,9 +252,9 @@ def _make_items(run: Run, events: Manifest, files: dict[str, str], split: dict[s
     )
     inputs = {"events": events.hash, **files}
     if finished := run.finished("items", settings, inputs):
-        rows, reasons = finished.info.get("metadata_rows", 0), finished.info.get("metadata_reject_reasons", {})
-        _check_rejects(run, rows, reasons, " of the item files")
-        check_matched(Match(**finished.info.get("matched", {})), "item", config.min_matched, run.say)
+        info = finished.info
+        _check_rejects(run, info["metadata_rows"], info["metadata_reject_reasons"], " of the item files")
+        check_matched(Match(**info.get("matched", {})), "item", config.min_matched, run.say)
         return finished
     begin = time.perf_counter()
     found = run.survey(events)

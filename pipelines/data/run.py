@@ -61,17 +61,12 @@ class Run:
         """Folder of a table."""
         return join(self.output, name)
 
-    def finished(
-        self, name: str, config: dict[str, Any], inputs: dict[str, str], formerly: dict[str, Any] | None = None
-    ) -> Manifest | None:
-        """The table's manifest if it need not be made; UserError if a finished run made it from something else.
-
-        formerly: the same configuration as earlier code wrote it.
-        """
+    def finished(self, name: str, config: dict[str, Any], inputs: dict[str, str]) -> Manifest | None:
+        """The table's manifest if it need not be made; UserError if a finished run made it from something else."""
         uri = self.table(name)
         if self.overwrite or not has_manifest(uri):
             return None
-        if not any(up_to_date(uri, fingerprint(settings, inputs)) for settings in (config, formerly or config)):
+        if not up_to_date(uri, fingerprint(config, inputs)):
             if self.whole:
                 raise UserError(
                     f"{uri} was made from other inputs or settings; add --overwrite to replace it, or choose another "

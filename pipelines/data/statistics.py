@@ -20,12 +20,11 @@ def summarise(events: Manifest, items: Manifest, sequences: Manifest) -> dict[st
     """The statistics of a dataset, from the manifests of its tables alone."""
     info = sequences.info
     users, interactions = info["users"], info["interactions"]
-    pairs = info.get("pairs")  # distinct (user, item); tables of earlier code do not know them
     return {
         "users": users,
         "items": items.rows,
         "interactions": interactions,
-        **({} if pairs is None else {"sparsity": round(1 - pairs / (users * items.rows), 6)}),
+        "sparsity": round(1 - info["pairs"] / (users * items.rows), 6),
         "mean_length": round(interactions / users, 4),
         "max_length": info["max_length"],
         "split": dict(sorted(info["split"].items())),  # the same bytes whether just computed or read back

@@ -22,15 +22,14 @@ import pyarrow.compute as pc
 
 from models.tables import join
 from pipelines.data.sources.base import LOG_ROW, Block, list_files
-from pipelines.data.sources.encodings import check_encoding
-from pipelines.data.sources.load import build
+from pipelines.data.sources.load import build, check_name, named
 from pipelines.data.sources.normalise import Columns, Time, blocks
-from pipelines.data.sources.readers import FORMATS, Reading, read_frames
+from pipelines.data.sources.readers import TextFormat, read_frames
 from pipelines.data.tables import events_schema
 
 
 @dataclass(frozen=True)
-class AsOf:
+class AsOf(TextFormat):
     """Where features of items, or of users, come from as they change."""
 
     files: str
@@ -45,16 +44,6 @@ class AsOf:
     """Numeric features by name: {name: column}, or a list of columns."""
     categories: Any = field(default_factory=dict)
     """Categorical features by name: {name: column}, or a list of columns."""
-    format: str | None = None
-    """csv, jsonl or parquet; None: by the suffix."""
-    delimiter: str | None = None
-    """CSV: the column separator; None: a tab for `.tsv`, else a comma."""
-    header: list[str] | None = None
-    """CSV without a header line: its column names."""
-    quote: str | bool = "auto"
-    """CSV: as for events."""
-    encoding: str | None = None
-    """CSV and JSON lines: a codec of Python's, such as cp1252; None: UTF-8."""
 
     def __post_init__(self) -> None:
         if (self.item is None) == (self.user is None):
@@ -64,16 +53,10 @@ class AsOf:
         if not isinstance(self.time, Time):
             raise ValueError(f"'time' is {self.time!r}; write {{column: ..., unit: ...}}")
         for kind in ("numbers", "categories"):
-            named = getattr(self, kind)
-            named = {column: column for column in named} if isinstance(named, list) else named
-            if not isinstance(named, dict) or not all(isinstance(column, str) for column in named.values()):
-                raise ValueError(f"'{kind}' is {named!r}; write name: column, or a list of columns")
-            object.__setattr__(self, kind, named)
+            object.__setattr__(self, kind, named(getattr(self, kind), kind))
         if not self.numbers and not self.categories:
             raise ValueError("it has neither 'numbers' nor 'categories'; name at least one column")
-        if self.format is not None and self.format not in FORMATS:
-            raise ValueError(f"'format' is '{self.format}'; it must be one of {', '.join(FORMATS)}")
-        object.__setattr__(self, "encoding", check_encoding(self.encoding, ""))
+        self.check_format()
 
     @property
     def key(self) -> str:
@@ -111,16 +94,8 @@ class AsOf:
         id_ = str(self.item or self.user)
         columns = Columns(id_, id_, self.time, None, None, None, {}, self.numbers, self.categories, None)
         wanted = [id_, self.time.column, *self.numbers.values(), *self.categories.values()]
-        reading = Reading(
-            columns=tuple(dict.fromkeys(wanted)),
-            integers=frozenset([self.time.column]),
-            format=self.format,
-            delimiter=self.delimiter,
-            header=tuple(self.header) if self.header else None,
-            quote=self.quote,
-            encoding=self.encoding,
-            ids=(id_,),
-        )
+        times = frozenset([self.time.column])
+        reading = self.read_as(tuple(dict.fromkeys(wanted)), integers=times, ids=(id_,))
         schema, first = events_schema(None, self.numbers, self.categories).append(LOG_ROW), 0
         for frame in read_frames(input_uri, file, reading):
             for block in blocks(
@@ -141,8 +116,7 @@ def build_as_of(given: Any, clock: bool, taken: list[str]) -> dict[str, AsOf]:
     made: dict[str, AsOf] = {}
     names = list(taken)
     for name, content in given.items():
-        if not isinstance(name, str) or not name.isidentifier():
-            raise ValueError(f"'{name}' in 'as_of' is no name; use letters, digits and _, and begin with a letter")
+        check_name(name, "as_of")
         if not isinstance(content, dict | AsOf):
             raise ValueError(f"as_of.{name} is {content!r}; it is a mapping of keys")
         try:

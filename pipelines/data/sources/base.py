@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -99,10 +99,9 @@ class Source(ABC):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration as plain values, for fingerprints and manifests."""
-        if not is_dataclass(self):
-            raise TypeError(f"{type(self).__name__} is not a dataclass; give it its own `config`")
-        return {"layout": type(self).__name__, **asdict(self)}
+        """The configuration as plain values, for fingerprints and manifests. What is at its default is left out, so
+        that a key that comes later changes no fingerprint."""
+        return {"layout": type(self).__name__, **_given(self)}
 
     @property
     def events_config(self) -> dict[str, Any]:
@@ -174,6 +173,16 @@ class Source(ABC):
     def read_items(self, input_uri: str, file: str) -> Iterator[Metadata]:
         """Streams one item file: `item_id`, then `text_*` and `cat_*`, all strings, and `num_*`, float32. An id
         may come more than once."""
+
+
+def _given(value: Any) -> Any:
+    """Of a dataclass the fields that are not at their default, as plain values, whatever it is in."""
+    if isinstance(value, dict):
+        return {key: _given(each) for key, each in value.items()}
+    if not is_dataclass(value):
+        return value
+    own = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(value)}
+    return {name: _given(each) for name, default in own.items() if (each := getattr(value, name)) != default}
 
 
 def list_files(input_uri: str, pattern: str, *, required: bool, what: str) -> list[str]:

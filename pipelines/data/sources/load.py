@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from dataclasses import MISSING, fields
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -42,6 +43,8 @@ def load_source(uri: str) -> tuple[Source, dict[str, Any]]:
         raise UserError(f"{uri}: {error}") from error
 
 
+NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+
 EXAMPLES = {
     "files": "files: log_*.csv",
     "user": "user: user_id",
@@ -76,6 +79,24 @@ def build(kind: type, content: dict[str, Any], where: str = "") -> Any:
         return kind(**content)
     except TypeError as error:
         raise ValueError(f"{where or kind.__name__}: {error}") from error
+
+
+def named(value: Any, key: str) -> dict[str, str]:
+    """{name: column}, from that or from a list of columns."""
+    if isinstance(value, list):
+        value = {column: column for column in value}
+    if not isinstance(value, dict):
+        raise ValueError(f"'{key}' is {value!r}; write name: column, or a list of columns")
+    for name, column in value.items():
+        check_name(name, key)
+        if not isinstance(column, str):
+            raise ValueError(f"{key}.{name} is {column!r}, not the name of a column; write it in quotes")
+    return value
+
+
+def check_name(name: Any, key: str) -> None:
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ValueError(f"'{name}' in '{key}' is no name; use letters, digits and _, and begin with a letter")
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -12,7 +12,6 @@ users: {files: users.csv*, user: user_id, attributes: {age: age_range}}
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -25,23 +24,20 @@ from pyarrow import fs
 from models.tables import UserError, join, open_uri
 from pipelines.data.sources.as_of import build_as_of
 from pipelines.data.sources.base import Block, Metadata, Source, list_files
-from pipelines.data.sources.encodings import check_encoding
 from pipelines.data.sources.histories import History, check_history, earlier
-from pipelines.data.sources.load import build
+from pipelines.data.sources.load import build, check_name, named
 from pipelines.data.sources.normalise import NO_ID, PLACE, WRITTEN, Columns, Explode, Label, Time, blocks, rejected
 from pipelines.data.sources.pieces import Piece
-from pipelines.data.sources.readers import FORMATS, LONGEST_DELIMITER, ROW, Frame, Reading, read_frames
+from pipelines.data.sources.readers import ROW, Frame, Reading, TextFormat, read_frames
 from pipelines.data.sources.transforms import REFUSED, check_transforms, raw_columns, read_transforms, transformed
 from pipelines.data.tables import REJECTS
 
 OF_USER = "user: "
 """Begins the columns that a user file adds to an event's."""
 
-NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
-
 
 @dataclass(frozen=True)
-class Items:
+class Items(TextFormat):
     """Where an item's texts and attributes come from."""
 
     files: str
@@ -63,31 +59,17 @@ class Items:
     files too, so that new ones have semantic IDs and can be recommended. `core` then limits users, and other items."""
     lists: list[str] = field(default_factory=list)
     """JSON: the columns that hold lists; their elements are joined by a space."""
-    format: str | None = None
-    """csv, jsonl or parquet; None: by the suffix."""
-    delimiter: str | None = None
-    """CSV: the column separator, such as `;`, or several characters, such as `::`; None: a tab for `.tsv`, else a
-    comma."""
-    header: list[str] | None = None
-    """CSV without a header line: its column names."""
-    quote: str | bool = "auto"
-    """CSV: true where quotes enclose values, false where they are plain characters; auto: true, but a file where one
-    row holds more than 1000 of its lines, or half of them, is refused."""
-    encoding: str | None = None
-    """CSV and JSON lines: a codec of Python's, such as cp1252; None: UTF-8."""
     transforms: Any = field(default_factory=dict)
     """What is done to values before they are read, by column: {column: {strip, lower, regex, pad, ...}}."""
 
     def __post_init__(self) -> None:
         for key in ("texts", "attributes", "numbers"):
-            object.__setattr__(self, key, _named(getattr(self, key), f"items.{key}"))
+            object.__setattr__(self, key, named(getattr(self, key), f"items.{key}"))
         object.__setattr__(self, "transforms", read_transforms(self.transforms, "items."))
         _check_texts(self, ("files", "item"), "items.")
         if self.keep not in ("used", "all"):
             raise ValueError(f"items.keep is '{self.keep}'; it is one of used, all")
-        _check_format(self.format, "items.")
-        _check_quote(self.quote, "items.")
-        _check_text_format(self, "items.")
+        self.check_format("items.")
         check_transforms(self.transforms, self._columns, "items.")
 
     @property
@@ -96,21 +78,12 @@ class Items:
 
     @property
     def reading(self) -> Reading:
-        return Reading(
-            columns=raw_columns(self._columns, self.transforms),
-            lists=frozenset(self.lists),
-            format=self.format,
-            delimiter=self.delimiter,
-            header=tuple(self.header) if self.header else None,
-            quote=self.quote,
-            encoding=self.encoding,
-            prose=True,
-            ids=raw_columns([self.item], self.transforms),
-        )
+        columns, ids = raw_columns(self._columns, self.transforms), raw_columns([self.item], self.transforms)
+        return self.read_as(columns, lists=frozenset(self.lists), prose=True, ids=ids)
 
 
 @dataclass(frozen=True)
-class Users:
+class Users(TextFormat):
     """Where attributes of users come from: categories of each of their events, known before it."""
 
     files: str
@@ -119,27 +92,14 @@ class Users:
     """Column with the user's id; of several rows of a user the first counts."""
     attributes: Any
     """Categorical attributes by name: {name: column}, or a list of columns."""
-    format: str | None = None
-    """csv, jsonl or parquet; None: by the suffix."""
-    delimiter: str | None = None
-    """CSV: the column separator, such as `;`, or several characters, such as `::`; None: a tab for `.tsv`, else a
-    comma."""
-    header: list[str] | None = None
-    """CSV without a header line: its column names."""
-    quote: str | bool = "auto"
-    """CSV: as in `items`."""
-    encoding: str | None = None
-    """CSV and JSON lines: a codec of Python's, such as cp1252; None: UTF-8."""
     transforms: Any = field(default_factory=dict)
     """What is done to values before they are read, by column: as in `items`."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "attributes", _named(self.attributes, "users.attributes"))
+        object.__setattr__(self, "attributes", named(self.attributes, "users.attributes"))
         object.__setattr__(self, "transforms", read_transforms(self.transforms, "users."))
         _check_texts(self, ("files", "user"), "users.")
-        _check_format(self.format, "users.")
-        _check_quote(self.quote, "users.")
-        _check_text_format(self, "users.")
+        self.check_format("users.")
         if not self.attributes:
             raise ValueError("users.attributes is empty; name at least one column, or leave out users")
         check_transforms(self.transforms, [self.user, *self.attributes.values()], "users.")
@@ -151,17 +111,8 @@ class Users:
     def read(self, input_uri: str, beginning: bool = False) -> Metadata:
         """`OF_USER` and the id, then `OF_USER` and each attribute's name; all text, empty text is null."""
         columns = {"": self.user, **self.attributes}
-        header = tuple(self.header) if self.header else None
-        reading = Reading(
-            columns=raw_columns(columns.values(), self.transforms),
-            format=self.format,
-            delimiter=self.delimiter,
-            header=header,
-            quote=self.quote,
-            encoding=self.encoding,
-            prose=True,
-            ids=raw_columns([self.user], self.transforms),
-        )
+        raw, ids = raw_columns(columns.values(), self.transforms), raw_columns([self.user], self.transforms)
+        reading = self.read_as(raw, prose=True, ids=ids)
         found = [pl.DataFrame(schema={OF_USER + name: pl.String for name in columns})]
         rejects, rows_read = [REJECTS.empty_table()], 0
         missing: dict[str, str] = {}
@@ -180,7 +131,7 @@ class Users:
 
 
 @dataclass(frozen=True)
-class Mapping(Source):
+class Mapping(TextFormat, Source):
     """A log described column by column."""
 
     files: str
@@ -191,18 +142,6 @@ class Mapping(Source):
     """Column with the item's id, or with the list of ids that `explode` takes apart."""
     time: Any
     """Column and unit, or format: {column, unit: s | ms | us | ns | iso | order}, {column, format: '%d.%m.%Y'}."""
-    format: str | None = None
-    """csv, jsonl or parquet; None: by the suffix, beneath .gz, .bz2, .zst or .lz4."""
-    delimiter: str | None = None
-    """CSV: the column separator, such as `;`, or several characters, such as `::`; None: a tab for `.tsv`, else a
-    comma."""
-    header: list[str] | None = None
-    """CSV without a header line: its column names."""
-    quote: str | bool = "auto"
-    """CSV: true where quotes enclose values, false where they are plain characters; auto: true, but a file where more
-    than 1% of the lines end within values, or 100 of them within one row, is refused."""
-    encoding: str | None = None
-    """CSV and JSON lines: a codec of Python's, such as cp1252; None: UTF-8."""
     query: str | None = None
     """Column with the search query."""
     request: str | None = None
@@ -232,9 +171,7 @@ class Mapping(Source):
 
     def __post_init__(self) -> None:
         _check_texts(self, ("files", "user", "item"))
-        _check_format(self.format)
-        _check_quote(self.quote)
-        _check_text_format(self)
+        self.check_format()
         nested = {"time": Time, "explode": Explode, "items": Items, "users": Users, "history": History}
         for key, kind in nested.items():
             if isinstance(getattr(self, key), dict):
@@ -247,14 +184,14 @@ class Mapping(Source):
             raise ValueError(f"'labels' is {self.labels!r}; write name: {{column: ...}}")
         labels = {}
         for name, label in self.labels.items():
-            _check_name(name, "labels")
+            check_name(name, "labels")
             labels[name] = build(Label, label, f"labels.{name}.") if isinstance(label, dict) else label
             if not isinstance(labels[name], Label):
                 raise ValueError(f"labels.{name} is {label!r}; write {{column: ...}} or {{member_of: ...}}")
             labels[name] = self._timed(name, labels[name])
         object.__setattr__(self, "labels", labels)
         for key in ("numbers", "categories"):
-            object.__setattr__(self, key, _named(getattr(self, key), key))
+            object.__setattr__(self, key, named(getattr(self, key), key))
         twice = set(self.categories) & set(self.users.attributes if self.users else ())
         if twice:
             raise ValueError(f"'{min(twice)}' is in 'categories' and in 'users.attributes'; name one of them otherwise")
@@ -309,33 +246,6 @@ class Mapping(Source):
             "ranges": {name: label.range for name, label in self.labels.items() if label.range is not None},
             **({"history": self.history.column} if self.history else {}),
         }
-
-    @property
-    def config(self) -> dict[str, Any]:
-        content = super().config
-        for label in content["labels"].values():  # what is not set leaves the fingerprint as it is without the key
-            for key in ("range", "time", "delay_minutes"):
-                if label[key] is None:
-                    del label[key]
-        for key in ("users", "history", "as_of"):
-            if not content[key]:
-                del content[key]
-        times = [content["time"], *(label["time"] for label in content["labels"].values() if label.get("time"))]
-        for time in times:
-            if time["format"] is None:
-                del time["format"]
-        for part in (content, content["items"], content.get("users")):
-            if part and not part["transforms"]:
-                del part["transforms"]
-            if part and part["quote"] == "auto":
-                del part["quote"]
-            if part and part["encoding"] is None:
-                del part["encoding"]
-        if content["items"] and not content["items"]["numbers"]:
-            del content["items"]["numbers"]
-        if content["items"] and content["items"]["keep"] == "used":
-            del content["items"]["keep"]
-        return content
 
     @property
     def events_config(self) -> dict[str, Any]:
@@ -397,15 +307,10 @@ class Mapping(Source):
         def raw(*names: str | None) -> tuple[str, ...]:
             return raw_columns([name for name in names if name], self.transforms)
 
-        return Reading(
-            columns=raw(*self._read),
+        return self.read_as(
+            raw(*self._read),
             lists=frozenset(raw(*lists)),
             integers=frozenset(raw(*self._moments, self.position)),
-            format=self.format,
-            delimiter=self.delimiter,
-            header=tuple(self.header) if self.header else None,
-            quote=self.quote,
-            encoding=self.encoding,
             required=raw(self.user, self.item, self.time.column, *exploded),
             ids=raw(self.user, self.item, self.request, *members),
         )
@@ -581,49 +486,7 @@ def _as_text(rows: pl.DataFrame, column: str, uri: str) -> pl.Expr:
     return pl.when(value != "").then(value)
 
 
-def _named(value: Any, key: str) -> dict[str, str]:
-    """{name: column}, from that or from a list of columns."""
-    if isinstance(value, list):
-        value = {column: column for column in value}
-    if not isinstance(value, dict):
-        raise ValueError(f"'{key}' is {value!r}; write name: column, or a list of columns")
-    for name, column in value.items():
-        _check_name(name, key)
-        if not isinstance(column, str):
-            raise ValueError(f"{key}.{name} is {column!r}, not the name of a column; write it in quotes")
-    return value
-
-
-def _check_name(name: Any, key: str) -> None:
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise ValueError(f"'{name}' in '{key}' is no name; use letters, digits and _, and begin with a letter")
-
-
 def _check_texts(config: Any, keys: tuple[str, ...], where: str = "") -> None:
     for key in keys:
         if not isinstance(getattr(config, key), str):
             raise ValueError(f"'{where}{key}' is {getattr(config, key)!r}, not text; write it in quotes")
-
-
-def _check_format(chosen: str | None, where: str = "") -> None:
-    if chosen is not None and chosen not in FORMATS:
-        raise ValueError(f"'{where}format' is '{chosen}'; it must be one of {', '.join(FORMATS)}")
-
-
-def _check_quote(quote: str | bool, where: str = "") -> None:
-    if quote not in ("auto", True, False):
-        raise ValueError(f"'{where}quote' is '{quote}'; it must be auto, true or false")
-
-
-def _check_text_format(config: Any, where: str = "") -> None:
-    object.__setattr__(config, "encoding", check_encoding(config.encoding, where))
-    if config.delimiter is None or (len(config.delimiter) == 1 and config.delimiter.isascii()):
-        return
-    if not config.delimiter or len(config.delimiter) > LONGEST_DELIMITER or not config.delimiter.isascii():
-        raise ValueError(
-            f"'{where}delimiter' is {config.delimiter!r}; it is one ASCII character, such as \"\\t\", or some, such as "
-            f'"::", at most {LONGEST_DELIMITER}'
-        )
-    if config.quote is True:
-        raise ValueError(f"'{where}quote' is true, but a delimiter such as {config.delimiter!r} knows no quotes; false")
-    object.__setattr__(config, "quote", False)

@@ -300,24 +300,15 @@ class _Row:
         if dtype.is_temporal() and dtype in (pl.Datetime, pl.Date) and time.clock:
             value = pl.col(column).cast(pl.Datetime("us")).dt.timestamp("us").floordiv(1000)
             reasons = [(pl.col(column).is_null(), f"{target}: missing"), (value < 0, f"{target}: negative")]
-        elif time.unit == "iso":
+        elif time.unit == "iso" or time.format is not None:
             if dtype not in (pl.String, pl.Null):
-                raise self.refuse(column, "ISO 8601 text or a timestamp")
+                needs = f"text, as time.format '{time.format}' needs" if time.format else "ISO 8601 text or a timestamp"
+                raise self.refuse(column, needs)
             raw = pl.col(column).cast(pl.String)
-            value = _parse_iso(raw)
+            value = _parse_written(raw, time.format) if time.format else _parse_iso(raw)
             reasons = [
                 (raw.is_null() | (raw == ""), f"{target}: missing"),
-                (value.is_null(), f"{target}: not an ISO 8601 time"),
-                (value < 0, f"{target}: negative"),
-            ]
-        elif time.format is not None:
-            if dtype not in (pl.String, pl.Null):
-                raise self.refuse(column, f"text, as time.format '{time.format}' needs")
-            raw = pl.col(column).cast(pl.String)
-            value = _parse_written(raw, time.format)
-            reasons = [
-                (raw.is_null() | (raw == ""), f"{target}: missing"),
-                (value.is_null(), f"{target}: not a time as {time.format}"),
+                (value.is_null(), f"{target}: not {f'a time as {time.format}' if time.format else 'an ISO 8601 time'}"),
                 (value < 0, f"{target}: negative"),
             ]
         else:
@@ -493,9 +484,7 @@ def _digests(raw: pl.DataFrame) -> pl.Series:
 def as_list(raw: pl.DataFrame, name: str, separator: str | None, uri: str, key: str = "explode.separator") -> pl.Expr:
     """The column as lists of text; UserError, which names the `key` of a separator, for one that is none."""
     dtype = raw.schema[name]
-    if isinstance(dtype, pl.List):
-        return pl.col(name).cast(pl.List(pl.String))
-    if dtype == pl.Null:
+    if isinstance(dtype, pl.List | pl.Null):
         return pl.col(name).cast(pl.List(pl.String))
     if dtype == pl.String and separator is not None:
         parts = pl.col(name).str.strip_chars().str.split(separator)
@@ -519,13 +508,7 @@ def milliseconds(text: str) -> int | None:
 def slices(raw: pl.DataFrame, item: str) -> Iterator[pl.DataFrame]:
     """Slices of rows whose lists come to about EXPLODED_ROWS elements, so that blocks stay bounded."""
     piece = raw.select((pl.col(item).list.len().fill_null(1).cum_sum() // EXPLODED_ROWS).alias("piece"))["piece"]
-    for count, first in zip(*_runs(piece), strict=True):
-        yield raw.slice(first, count)
-
-
-def _runs(values: pl.Series) -> tuple[list[int], list[int]]:
-    counts = values.rle().struct.field("len").cast(pl.Int64)
-    return counts.to_list(), (counts.cum_sum() - counts).to_list()
+    yield from raw.with_columns(piece).partition_by("piece", maintain_order=True, include_key=False)
 
 
 def _block(

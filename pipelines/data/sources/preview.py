@@ -144,13 +144,8 @@ def lines(found: Iterable[Preview]) -> list[str]:
             for reason, count in seen.rejected.reasons.most_common()
         ]
         table = [
-            (
-                column,
-                seen.origins[column],
-                str(seen.rows.schema.field(column).type).removeprefix("large_"),
-                _values(seen, column),
-            )
-            for column in seen.origins
+            (column, origin, _type(seen, column), _values(seen, column))
+            for column, origin in seen.origins.items()
             if column in seen.rows.column_names
         ]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)][:3]

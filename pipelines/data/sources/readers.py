@@ -10,7 +10,7 @@ import csv
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import groupby
 from pathlib import PurePosixPath
 from typing import Any
@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from models.config import hint
 from models.tables import UserError, join, open_uri
-from pipelines.data.sources.encodings import not_encoded, open_text, wide
+from pipelines.data.sources.encodings import check_encoding, not_encoded, open_text, wide
 from pipelines.data.sources.pieces import Piece, open_piece
 
 ROW = "__row"
@@ -56,8 +56,50 @@ LONGEST_PROSE, MOST_OF_PROSE = 1000, 0.5  # of items and users, whose texts span
 PLAIN_QUOTES = "if quotes are plain characters in this log, set 'quote: false' beside its 'files' in the source file"
 
 
+@dataclass(frozen=True, kw_only=True)
+class TextFormat:
+    """How the files of one section are written."""
+
+    format: str | None = None
+    """csv, jsonl or parquet; None: by the suffix, beneath .gz, .bz2, .zst or .lz4."""
+    delimiter: str | None = None
+    """CSV: the column separator, such as `;`, or several characters, such as `::`; None: a tab for `.tsv`, else a
+    comma."""
+    header: list[str] | None = None
+    """CSV without a header line: its column names."""
+    quote: str | bool = "auto"
+    """CSV: true where quotes enclose values, false where they are plain characters; auto: true, but a file where more
+    than 1% of the lines end within values, or 100 of them within one row, is refused; of items and users one where a
+    row holds more than 1000 of the lines, or half of them."""
+    encoding: str | None = None
+    """CSV and JSON lines: a codec of Python's, such as cp1252; None: UTF-8."""
+
+    def check_format(self, where: str = "") -> None:
+        """ValueError for what no file can be; where: what stands before the keys in errors."""
+        if self.format is not None and self.format not in FORMATS:
+            raise ValueError(f"'{where}format' is '{self.format}'; it must be one of {', '.join(FORMATS)}")
+        if self.quote not in ("auto", True, False):
+            raise ValueError(f"'{where}quote' is '{self.quote}'; it must be auto, true or false")
+        object.__setattr__(self, "encoding", check_encoding(self.encoding, where))
+        given = self.delimiter
+        if given is None or (len(given) == 1 and given.isascii()):
+            return
+        if not given or len(given) > LONGEST_DELIMITER or not given.isascii():
+            raise ValueError(
+                f'\'{where}delimiter\' is {given!r}; it is one ASCII character, such as "\\t", or some, such as "::", '
+                f"at most {LONGEST_DELIMITER}"
+            )
+        if self.quote is True:
+            raise ValueError(f"'{where}quote' is true, but a delimiter such as {given!r} knows no quotes; false")
+        object.__setattr__(self, "quote", False)
+
+    def read_as(self, columns: tuple[str, ...], **more: Any) -> Reading:
+        """How these columns of such a file are read; more: further fields of `Reading`."""
+        return Reading(columns, **{f.name: getattr(self, f.name) for f in fields(TextFormat)}, **more)
+
+
 @dataclass(frozen=True)
-class Reading:
+class Reading(TextFormat):
     """How a raw file is read."""
 
     columns: tuple[str, ...]
@@ -66,21 +108,11 @@ class Reading:
     """Those of them that hold lists; in CSV they cannot be told from text and stay text."""
     integers: frozenset[str] = frozenset()
     """Those of them that must be integers: a number such as 1.5 or 1e9 keeps its spelling, to be refused."""
-    format: str | None = None
-    """One of FORMATS; None: by the file's suffix."""
-    delimiter: str | None = None
-    """CSV: the column separator, one character or several without quotes; None: a tab for `.tsv`, else a comma."""
-    header: tuple[str, ...] | None = None
-    """CSV without a header line: its column names."""
-    quote: str | bool = "auto"
-    """CSV: whether quotes enclose values; auto: they do, and a file where they seem to swallow rows is refused."""
     prose: bool = False
     """CSV: whether values may well span lines, as descriptions of items do."""
     required: tuple[str, ...] | None = None
     """JSON: the columns that each file must have from its beginning; others may begin later, or be in other files
     only (`Frame.missing`). None: each file must have all columns, anywhere."""
-    encoding: str | None = None
-    """CSV and JSON: how characters are bytes, a codec of Python's; None: UTF-8."""
     ids: tuple[str, ...] = ()
     """JSON: the columns of ids, where a row with a list or an object in the place of one is broken."""
 
@@ -220,7 +252,7 @@ def _csv_header(uri: str, reading: Reading, delimiter: str) -> list[str]:
     if b"\r" in head and b"\n" not in head:
         raise UserError(f"{uri} ends its lines with carriage returns alone; convert it to line feeds (tr '\\r' '\\n')")
     if reading.header:
-        return list(reading.header)
+        return reading.header
     first = re.split(rb"[\r\n]", head, maxsplit=1)[0].decode(errors="replace")
     return first.split(delimiter) if reading.quote is False else next(csv.reader([first], delimiter=delimiter))
 

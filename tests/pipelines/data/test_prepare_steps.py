@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 import yaml
 
-from models.tables import MANIFEST, SEAL, UserError, iter_parts, join, read_manifest, read_table, sealed
+from models.tables import MANIFEST, UserError, iter_parts, join, read_manifest, read_table
 from pipelines.data import benchmark
 from pipelines.data.prepare import prepare
 from pipelines.data.prepare_config import PrepareConfig
@@ -25,7 +25,7 @@ from pipelines.data.sources import Source, load_source
 from pipelines.data.sources.base import Metadata
 from pipelines.data.sources.mapping import Mapping
 from pipelines.data.splits import SplitConfig
-from pipelines.data.tables import fingerprint, writing
+from pipelines.data.tables import writing
 
 pytestmark = pytest.mark.usefixtures("ray_local")
 
@@ -214,23 +214,6 @@ def test_what_an_unfinished_run_made_is_kept_or_replaced(tmp_path: Path, caplog:
     prepare(changed, raw, out, config, say=lines.append)
     assert "events: replaced, as the run that made it from other inputs or settings did not finish" in lines
     assert "label_click" not in read_table(join(out, "events"), "events").column_names
-
-
-def test_events_made_by_earlier_code_are_up_to_date(tmp_path: Path) -> None:
-    """It wrote the items' section into the settings of events too."""
-    raw, out, config = make_log(tmp_path / "raw", random_rows(50)), str(tmp_path / "out"), PrepareConfig(core=0)
-    source = make_source(tmp_path)
-    prepare(source, raw, out, config, say=lambda line: None)
-    for name in ("events", "rejects"):
-        path = Path(out, name, MANIFEST)
-        content = json.loads(path.read_text())
-        content["config"]["source"] = source.config
-        content["fingerprint"] = fingerprint(content["config"], content["inputs"])
-        content.pop(SEAL)
-        path.write_text(sealed(content))
-    lines: list[str] = []
-    prepare(source, raw, out, config, say=lines.append)
-    assert len([line for line in lines if "up to date" in line]) == 4
 
 
 def test_a_log_may_lie_where_its_tables_go(tmp_path: Path) -> None:

@@ -10,17 +10,17 @@ import pytest
 import yaml
 
 from models.tables import UserError
-from pipelines.data.sources.keys import BEGIN, SECTIONS, described, page, rows
 from pipelines.data.sources.load import load_source
 from pipelines.data.sources.readers import present_hint, require_columns
 from pipelines.data.sources.transforms import read_transforms
+from tests.source_keys import BEGIN, SECTIONS, described, page, rows
 
 PAGE = Path("docs/own_log.md")
 
 
 def test_the_table_of_the_page_is_that_of_the_code() -> None:
     text = PAGE.read_text()
-    assert page(text) == text, "write it anew: python -m pipelines.data.sources.keys docs/own_log.md"
+    assert page(text) == text, "write it anew: python -m tests.source_keys docs/own_log.md"
     assert page(text.replace("| `files` |", "| `fils` |")) == text
 
 

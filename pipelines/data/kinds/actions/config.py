@@ -31,8 +31,7 @@ from models.tables import UserError
 from pipelines.data.durations import Windowed
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.sources.base import Source
-from pipelines.data.sources.load import build
-from pipelines.data.sources.mapping import NAME
+from pipelines.data.sources.load import NAME, build
 from pipelines.data.sources.normalise import check_range
 
 USER, ITEM = "user", "item"

@@ -1,6 +1,6 @@
 """All keys of mapping files as a table of docs/own_log.md, from the dataclasses that read them.
 
-    python -m pipelines.data.sources.keys docs/own_log.md    # writes the table anew into the page
+    python -m tests.source_keys docs/own_log.md    # writes the table anew into the page
 
 A test holds that the page is as this writes it.
 """
@@ -24,7 +24,7 @@ from pipelines.data.sources.normalise import Explode, Label, Time
 from pipelines.data.sources.transforms import Transform
 from pipelines.data.splits import SplitConfig
 
-BEGIN = "<!-- keys: written by `python -m pipelines.data.sources.keys docs/own_log.md` -->"
+BEGIN = "<!-- keys: written by `python -m tests.source_keys docs/own_log.md` -->"
 END = "<!-- end of keys -->"
 
 SECTIONS: dict[str, type] = {
@@ -73,7 +73,7 @@ def rows() -> Iterator[tuple[str, str, str]]:
     """Each key with what it is and its default, sections in the order of SECTIONS."""
     for where, kind in SECTIONS.items():
         texts = described(kind)
-        for field in fields(kind):
+        for field in sorted(fields(kind), key=lambda field: field.kw_only):  # how files are written comes last
             key = where + field.name
             if key not in LEFT_OUT:
                 text = re.sub(r"(^|\. )None: ", r"\1Left out: ", texts[field.name])
