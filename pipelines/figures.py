@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -9,6 +11,9 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
 """Told apart by people who see colours differently (Tol's bright scheme), on light and on dark ground."""
+
+TICKS = 8
+"""Ticks of a logarithmic axis, at most, unless it spans more decades."""
 
 
 def logarithmic(axes: Axes, x: bool) -> None:
@@ -19,9 +24,21 @@ def logarithmic(axes: Axes, x: bool) -> None:
     else:
         axes.set_yscale("log")
     axis = axes.xaxis if x else axes.yaxis
-    axis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
+    axis.set_major_locator(FewTicks())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axis.set_minor_formatter(NullFormatter())
+
+
+class FewTicks(LogLocator):
+    """As many ticks as do not run into each other: of several decades fewer in each."""
+
+    def tick_values(self, vmin: float, vmax: float) -> Any:
+        for factors in ((1.0, 1.5, 2.0, 3.0, 5.0, 7.0), (1.0, 2.0, 5.0), (1.0, 3.0), (1.0,)):
+            self.set_params(subs=factors)
+            values = super().tick_values(vmin, vmax)
+            if sum(vmin <= value <= vmax for value in values) <= TICKS:
+                break
+        return values
 
 
 def new_figure(columns: int, rows: int = 1, width: float = 4.6, height: float = 3.2) -> tuple[Figure, list[Axes]]:

@@ -16,6 +16,9 @@ from models.tables import UserError
 from pipelines.comparison.run_plots import Drawn
 from pipelines.figures import COLOURS, logarithmic, new_figure
 
+MARKS = "os^D"
+"""Of the first seven variants, the next seven and so on, whose colours are the same."""
+
 LINE = {"benchmark", "variant", "params", "median_s", "items_per_s"}
 """What a line of jobs.benchmark has."""
 
@@ -44,14 +47,15 @@ def sizes(lines: Sequence[dict[str, Any]]) -> list[Drawn]:
             if not series:
                 continue
             with_memory = [line for points in series.values() for line in points if line.get("peak_memory_mb")]
-            figure, panels = new_figure(2 if with_memory else 1)
+            columns = 2 if with_memory else 1
+            figure, panels = new_figure(columns, width=4.6 + 1.6 / columns, height=max(3.2, 0.5 + 0.18 * len(series)))
             for axes, key, label in zip(
                 panels, ("items_per_s", "peak_memory_mb"), ("per second", "peak MB"), strict=False
             ):
                 for place, (name, points) in enumerate(series.items()):
                     x = [line["params"][parameter] for line in points]
                     y = [line.get(key, math.nan) for line in points]
-                    axes.plot(x, y, marker="o", ms=4, color=COLOURS[place % 7], label=name)
+                    axes.plot(x, y, marker=MARKS[place // 7 % 4], ms=4, color=COLOURS[place % 7], label=name)
                 axes.set_xscale("log", base=2)
                 axes.set_xticks(
                     values := sorted({line["params"][parameter] for line in own}), [f"{v:,}" for v in values]
@@ -61,7 +65,7 @@ def sizes(lines: Sequence[dict[str, Any]]) -> list[Drawn]:
                 axes.set_xlabel(parameter)
                 axes.set_ylabel(label)
                 axes.grid(alpha=0.15)
-            panels[0].legend()
+            figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
             caption = "Medians of one interleaved run, both axes logarithmic (SID-MLP, Figure 3b and c)."
             drawn.append((f"{benchmark}-{parameter}", f"Benchmark {benchmark} by {parameter}", caption, figure))
     return drawn

@@ -1,8 +1,8 @@
-"""One self-contained HTML page of comparisons: tables that sort, plots as inline SVG, nothing from the network.
+"""One self-contained HTML page of comparisons: tables that sort, plots that zoom, nothing from the network.
 
     page.write(page.build("retrieval/DATASET", tables, plots), "page.html")
 
-Light or dark as the reader's system is; it prints, and needs no script but for sorting.
+Light or dark as the reader's system is; it prints, and needs its script (`page.js`) for sorting and zooming alone.
 """
 
 from __future__ import annotations
@@ -35,23 +35,13 @@ th[aria-sort=ascending]::after { content: " \\2191"; } th[aria-sort=descending]:
 .notes { color: var(--soft); font-size: 12.5px; margin: .5rem 0; padding-left: 1.2em; }
 figure { margin: 0; } figure svg { width: 100%; max-width: 60rem; height: auto; display: block; }
 figcaption { color: var(--soft); font-size: 13px; max-width: 60rem; }
+g[data-x] { cursor: crosshair; } g[data-x] text { user-select: none; }
+.band { fill: var(--soft); fill-opacity: .2; stroke: var(--soft); stroke-width: .5; }
 """
 
-SCRIPT = """
-for (const head of document.querySelectorAll('th')) head.addEventListener('click', () => {
-  const table = head.closest('table'), place = head.cellIndex, body = table.tBodies[0];
-  const up = head.getAttribute('aria-sort') === 'descending';
-  for (const other of table.querySelectorAll('th')) other.removeAttribute('aria-sort');
-  head.setAttribute('aria-sort', up ? 'ascending' : 'descending');
-  const key = row => {
-    const text = row.cells[place].textContent, number = parseFloat(text.replaceAll(',', ''));
-    return isNaN(number) ? text : number;
-  };
-  const order = (a, b) => typeof a === typeof b ? (a < b ? -1 : a > b ? 1 : 0) : typeof a === 'number' ? -1 : 1;
-  const rows = [...body.rows].sort((a, b) => order(key(a), key(b)));
-  body.append(...(up ? rows : rows.reverse()));
-});
-"""
+SCRIPT = Path(__file__).with_name("page.js").read_text()
+
+ZOOM = "Drag over a plot to zoom in, or hold Ctrl and turn the wheel. A double click shows the whole plot again."
 
 
 def build(title: str, source: str, tables: Sequence[Table], plots: Sequence[Plot]) -> str:
@@ -66,6 +56,7 @@ def build(title: str, source: str, tables: Sequence[Table], plots: Sequence[Plot
         f'<!doctype html>\n<html lang=en>\n<meta charset=utf-8>\n<meta name=viewport content="width=device-width">\n'
         f'<link rel=icon href="data:,">\n<title>{escape(title)}</title>\n<style>{STYLE}</style>\n<body>\n'
         f"<h1>{escape(title)}</h1>\n<p class=notes>from {escape(source)}</p>\n<nav>{links}</nav>\n"
+        + (f"<p class=notes>{ZOOM}</p>\n" if plots else "")
         + "\n".join([*(table.html() for table in tables[:1]), figures, *(table.html() for table in tables[1:])])
         + f"\n<script>{SCRIPT}</script>\n</body></html>\n"
     )

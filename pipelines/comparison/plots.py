@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from matplotlib import rc_context
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator
 
 from pipelines.comparison import condition_plot, pareto, run_plots, sweep_plots
 from pipelines.comparison.benchmark_plots import sizes
@@ -86,6 +88,9 @@ def svg(figure: Figure, name: str) -> str:
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = buffer.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    for number, axes in enumerate(figure.axes, 1):
+        scales = " ".join(f'data-{axis.axis_name}="{scale(axis)}"' for axis in (axes.xaxis, axes.yaxis))
+        text = text.replace(f'<g id="axes_{number}"', f'<g {scales} id="axes_{number}"')
     text = re.sub(r'(\sid="|href="#|url\(#)', rf"\g<1>{name}-", text)
     text = text.replace(' xmlns:xlink="http://www.w3.org/1999/xlink"', "").replace("xlink:href", "href")
     return (
@@ -93,3 +98,11 @@ def svg(figure: Figure, name: str) -> str:
         .replace(INK, "currentColor")
         .replace(PAGE, "var(--page)")
     )
+
+
+def scale(axis: Axis) -> str:
+    """What the page needs to make an axis's ticks anew when it zooms: `linear LOW HIGH`, `log LOW HIGH`, or `fixed`
+    where ticks stand at chosen places."""
+    low, high = axis.get_view_interval()
+    free = not isinstance(axis.get_major_locator(), FixedLocator | NullLocator)
+    return f"{axis.get_scale()} {low:.6g} {high:.6g}" if free else "fixed"

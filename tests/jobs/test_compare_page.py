@@ -32,7 +32,20 @@ head.click();
 const first = document.querySelector('tbody tr').cells[head.cellIndex].textContent;
 head.click();
 const last = document.querySelector('tbody tr').cells[head.cellIndex].textContent;
-document.title = JSON.stringify({seen, first, last});
+const axes = [...document.querySelectorAll('figure g[data-x]')].at(-1);
+const frame = axes.querySelector('path').getBoundingClientRect();
+const point = (kind, x, y) => axes.ownerSVGElement.dispatchEvent(new PointerEvent(kind,
+  {bubbles: true, clientX: frame.x + x * frame.width, clientY: frame.y + y * frame.height}));
+const texts = () => ['x', 'y'].map(axis => [...axes.querySelectorAll(`[id*=".axis_${axis === 'x' ? 1 : 2}"] > g`)]
+  .filter(tick => tick.style.display !== 'none' && tick.querySelector('use'))
+  .map(tick => tick.querySelector('text')?.textContent).filter(Boolean));
+const whole = texts();
+point('pointerdown', 0.1, 0.1);
+point('pointermove', 0.3, 0.3);
+point('pointerup', 0.5, 0.6);
+const zoomed = texts();
+point('dblclick', 0.5, 0.5);
+document.title = JSON.stringify({seen, first, last, whole, zoomed, again: texts()});
 </script></body>"""
 
 GRID = """
@@ -231,6 +244,12 @@ def test_a_browser_shows_the_page(store: str, tmp_path: Path, dark: bool) -> Non
         assert paths > 10
         bright = int(re.findall(r"\d+", colour)[0]) > 128
         assert bright == dark  # the drawing follows the page
+    for before, after in zip(found["whole"], found["zoomed"], strict=True):
+        old, new = ([float(text.replace(",", "")) for text in ticks] for ticks in (before, after))
+        assert len(new) > 1
+        assert max(new) - min(new) < 0.75 * (max(old) - min(old))
+        assert min(old) <= min(new) < max(new) <= max(old)
+    assert found["again"] == found["whole"]  # after a double click
     assert float(found["first"]) > float(found["last"])  # a click on a head sorts, another turns it round
 
 
