@@ -141,7 +141,7 @@ def set_up(
     sequences = join(tables, "sequences")
     if not entry.gradient:  # counted in one pass, by one worker
         rank, world = 0, 1
-    train, val = read_share(entry, sequences, fit, config.max_history, rank, world, streamed)
+    train, val = read_share(entry, sequences, fit, config, rank, world, streamed)
     examples: dict[str, Any] = {"train": train, "val": val}
     if world > 1 and train.share.shards > 1:
         for part in (train, val):
@@ -161,12 +161,13 @@ def set_up(
 
 
 def read_share(
-    entry: registry.Entry, sequences: str, fit: FitConfig, max_history: int, rank: int, world: int,
+    entry: registry.Entry, sequences: str, fit: FitConfig, config: Any, rank: int, world: int,
     streamed: Plan | None = None,
 ) -> tuple[Sharded | Stream, Sharded]:  # fmt: skip
     """This rank's examples of training, held or streamed as `streamed` says (None: by the memory budget), and of
     validation. The order of training depends on it, so a run that goes on keeps it."""
-    family, manifest = entry.family.examples, read_manifest(sequences, "sequences")
+    family, manifest = entry.family.examples.of_model(config), read_manifest(sequences, "sequences")
+    max_history = config.max_history
     units = {"train": entry.unit, "val": entry.family.eval_unit}
     if streamed is None:
         streamed = check_budget(entry, fit, sequences, max_history, world)

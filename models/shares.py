@@ -189,6 +189,11 @@ class Sharded:
     # What a family gives.
 
     @classmethod
+    def of_model(cls, config: Any) -> type[Self]:
+        """The class as a model's config wants its training rows."""
+        return cls
+
+    @classmethod
     def _open(cls, uri: str) -> tuple[Manifest, list[str]]:
         """The manifest of its sequences and the columns that it reads; UserError for those of another family."""
         raise NotImplementedError

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from models.actions.base import ActionsConfig, ActionsModel
 from models.actions.batch import ActionsCatalogue
-from models.layers.causal_attention import CausalAttention
+from models.layers.causal_attention import CausalAttention, Layout
 
 
 @dataclass
@@ -38,8 +38,8 @@ class AttnDHN(ActionsModel):
         self.norm, self.action_norm = nn.LayerNorm(config.width), nn.LayerNorm(config.width)
         self.pool = CausalAttention(config.width, config.num_heads, strict=True)
 
-    def encode(self, items: Tensor, actions: Tensor, seen: Tensor) -> Tensor:
-        layout, x, a = self.layout(seen), items, actions
+    def encode(self, items: Tensor, actions: Tensor, layout: Layout) -> Tensor:
+        x, a = items, actions
         past = layout.past()
         for item_block, action_block in zip(self.item_blocks, self.action_blocks, strict=True):
             x = item_block(x, layout, a)

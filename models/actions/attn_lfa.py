@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from models.actions.base import ActionsConfig, ActionsModel
 from models.actions.batch import ActionsCatalogue
-from models.layers.causal_attention import CausalAttention
+from models.layers.causal_attention import CausalAttention, Layout
 
 
 @dataclass
@@ -35,8 +35,8 @@ class AttnLFA(ActionsModel):
         self.norm = nn.LayerNorm(config.width)
         self.pool = CausalAttention(config.width, config.num_heads, strict=True)
 
-    def encode(self, items: Tensor, actions: Tensor, seen: Tensor) -> Tensor:
-        layout, x = self.layout(seen), items
+    def encode(self, items: Tensor, actions: Tensor, layout: Layout) -> Tensor:
+        x = items
         for block in self.transformer:
             x = block(x, layout)
         x = self.norm(x)

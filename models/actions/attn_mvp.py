@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from models.actions.base import ActionsConfig, ActionsModel
 from models.actions.batch import ActionsCatalogue
-from models.layers.causal_attention import CausalAttention
+from models.layers.causal_attention import CausalAttention, Layout
 
 
 @dataclass
@@ -46,8 +46,8 @@ class AttnMVP(ActionsModel):
         self.norm = nn.LayerNorm(config.width)
         self.pool = CausalAttention(config.width, config.num_heads, strict=True) if config.late_fusion else None
 
-    def encode(self, items: Tensor, actions: Tensor, seen: Tensor) -> Tensor:
-        layout, x, added_values = self.layout(seen), items, self.config.action_weight * actions
+    def encode(self, items: Tensor, actions: Tensor, layout: Layout) -> Tensor:
+        x, added_values = items, self.config.action_weight * actions
         for block in self.transformer:
             x = block(x, layout, added_values)
         x = self.norm(x)

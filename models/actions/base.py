@@ -19,7 +19,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from models.actions.batch import ActionsCatalogue, Batch, visible
+from models.actions.batch import ActionsCatalogue, Batch, earlier, tied
 from models.config import check_positive
 from models.label_loss import LabelOptions, counted, label_loss, mask_places, weights_of
 from models.layers.causal_attention import CausalBlock, Layout
@@ -33,6 +33,9 @@ class ActionsConfig(LabelOptions):
 
     max_history: int = 1024
     """Latest events of a user that are read (Sec. 3)."""
+    window_overlap: float = 0.5
+    """Share of `max_history` by which the rows of a longer user overlap in training: what is learned from reads that
+    much of history at least, except at the user's beginning. 0: each event is read in one row."""
     width: int = 128
     """D, width of item and action embeddings and of all states (the paper names none)."""
     num_layers: int = 12
@@ -67,7 +70,7 @@ class ActionsConfig(LabelOptions):
         check_positive(self, sizes.split())
         if self.item_ids not in ("learned", "hashed", "none"):
             raise ValueError(f"item_ids is '{self.item_ids}'; it must be learned, hashed or none")
-        for name in ("dropout", "category_dropout", "id_dropout"):
+        for name in ("dropout", "category_dropout", "id_dropout", "window_overlap"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} is not in [0, 1); give a share")
         if self.width % (2 * self.num_heads):
@@ -153,6 +156,8 @@ class ActionsModel(nn.Module):
     """Whether context events are learned from; not where a context token holds its own label."""
     states_width = 1
     """S in units of D."""
+    tokens = 1
+    """Positions of the context to an event."""
 
     def __init__(self, config: ActionsConfig, catalogue: ActionsCatalogue) -> None:
         super().__init__()
@@ -173,14 +178,14 @@ class ActionsModel(nn.Module):
             CausalBlock(c.width, c.num_heads, c.ffn, c.dropout, strict=strict) for _ in range(c.num_layers)
         )
 
-    def layout(self, seen: Tensor) -> Layout:
-        """Of `seen` (B, C, T), what each candidate reads."""
-        return Layout.of(seen, self.config.width // self.config.num_heads)
+    def layout(self, batch: Batch) -> Layout:
+        """What each event of the batch reads, for a model with `tokens` positions to an event of the context."""
+        context, width = batch["item"].shape[1], self.config.width // self.config.num_heads
+        return Layout.of(earlier(batch), context, width, tied=tied(batch), tokens=self.tokens)
 
-    def encode(self, items: Tensor, actions: Tensor, seen: Tensor) -> Tensor:
+    def encode(self, items: Tensor, actions: Tensor, layout: Layout) -> Tensor:
         """(B, L, S) states of context events, then candidates, from `items` (B, L, D) and the context's `actions`
-        (B, T, D). The state of event t may depend on actions before t, that of a candidate on those that `seen`
-        (B, C, T) shows it."""
+        (B, T, D). A state may depend on the actions of events that are strictly earlier, as `layout` says."""
         raise NotImplementedError
 
     def logits(self, batch: Batch, *, history: bool) -> Tensor:
@@ -188,7 +193,7 @@ class ActionsModel(nn.Module):
         viewer = joined(batch, "viewer", True) if "viewer" in batch else None
         own = joined(batch, "own", True) if "own" in batch else None
         items = self.items(joined(batch, "item", True), viewer, own)
-        states = self.encode(items, self.actions(batch["action"]), visible(batch))
+        states = self.encode(items, self.actions(batch["action"]), self.layout(batch))
         return self.head(
             torch.cat([select(states, batch, history), self.features(joined(batch, "feature", history))], 2)
         )

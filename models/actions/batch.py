@@ -1,11 +1,15 @@
 """What the actions family is built on and fed with: the catalogue, and the tensors of a batch.
 
     check_batch(batch, catalogue)      # where batches are made or tested; costs a pass over them
-    mask = visible(batch)              # what each candidate may know
+    earlier(batch)                     # what each position may know
 
 A row is one user. Its context is what happened before, in order of time, each event with its actions and labels.
-Its candidates are events whose actions are to be predicted: all in one pass, none reading another, each reading
-the context that is strictly earlier than it. A candidate's actions are not in the batch, only its labels.
+Its candidates are events whose actions are to be predicted: all in one pass, none reading another. A candidate's
+actions are not in the batch, only its labels.
+
+Every position, of the context or a candidate, reads the context that is strictly earlier than it, by timestamp. Events
+of one millisecond, as those of a page are in many logs, know nothing of each other, in whatever order they stand: each
+is learned from as if it alone had come.
 
     item, time              (B, T) int64          context events: `item_index`, milliseconds; ascending in time
     action                  (B, T, A) float32     what the user did: 0 or 1 each, or graded
@@ -16,12 +20,10 @@ the context that is strictly earlier than it. A candidate's actions are not in t
     own                     (B, T, X + G) float32 the log's own features, as `OwnFeatures.matrix` has them; left out
                                                   where there are none
     valid                   (B, T) bool           false on padding, which comes after the events
-    learn                   (B, T) bool           events that are learned from in training, where a model can
+    learn                   (B, T) bool           events that are learned from in training, where a model can: all, but
+                                                  those that another row learns from and this one has as history
     candidate_item, candidate_time, candidate_label, candidate_feature, candidate_viewer, candidate_own, candidate_valid
                             the same for candidates, (B, C, ...), in any order; C may be 0 in training
-
-Events at the same millisecond keep the log's order within the context, where the later one has seen the earlier
-one's actions. So `learn` is false for all but the first of them, and in training they are candidates as well.
 
 Shapes: `B` users, `T` context events, `C` candidates, `A` kinds of action, `K` tasks, `F` features,
 `V` viewer-side categories, `I` items.
@@ -151,10 +153,18 @@ def standardised(column: pa.ChunkedArray) -> Tensor:
     return torch.from_numpy(np.nan_to_num(values / spread if spread > 1e-9 else 0.0 * values)).float()
 
 
-def visible(batch: Batch) -> Tensor:
-    """(B, C, T) bool: context events strictly earlier than each candidate, by timestamp."""
-    earlier = batch["time"][:, None] < batch["candidate_time"][:, :, None]
-    return earlier & batch["valid"][:, None] & batch["candidate_valid"][:, :, None]
+def earlier(batch: Batch) -> Tensor:
+    """(B, T + C) int64: how many context events are strictly earlier than each context event and each candidate, by
+    timestamp; these are the row's first ones."""
+    last = torch.iinfo(torch.int64).max
+    known = batch["time"].masked_fill(~batch["valid"], last)  # ascending, padding included
+    return torch.searchsorted(known, torch.cat([known, batch["candidate_time"]], 1))
+
+
+def tied(batch: Batch) -> bool:
+    """Whether two context events of a row have one time."""
+    time, valid = batch["time"], batch["valid"]
+    return bool(((time[:, 1:] == time[:, :-1]) & valid[:, 1:]).any())
 
 
 def check_batch(batch: Batch, catalogue: ActionsCatalogue) -> None:
@@ -189,6 +199,5 @@ def check_batch(batch: Batch, catalogue: ActionsCatalogue) -> None:
         raise ValueError("valid has padding before an event; pad on the right, so that causal attention never reads it")
     if bool(((time[:, 1:] < time[:, :-1]) & valid[:, 1:]).any()):
         raise ValueError("time falls within a context; sort events by time")
-    tied = (time[:, 1:] == time[:, :-1]) & batch["learn"][:, 1:]
-    if bool((batch["learn"] & ~valid).any()) or bool(tied.any()):
-        raise ValueError("learn is true for padding, or for an event of the same millisecond as the one before it")
+    if bool((batch["learn"] & ~valid).any()):
+        raise ValueError("learn is true for padding; give true for events alone")

@@ -5,7 +5,8 @@
         batch = examples.collate(rows)      # as models/actions/batch.py says
 
 Training takes batches of like length and of equally many events, so that little is padding and every step
-weighs its events alike; a user with more than `max_history` training events gives several rows, cut from the end.
+weighs its events alike. A user with more than `max_history` training events gives several rows, cut from the end, which
+overlap by `window_overlap` of it: what two rows share is learned from in the earlier one, and history in the later one.
 
 Shapes: `B` rows, `T` context events, `C` candidates, `A` kinds of action, `K` tasks, `F` features.
 """
@@ -13,7 +14,7 @@ Shapes: `B` rows, `T` context events, `C` candidates, `A` kinds of action, `K` t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import pyarrow as pa
@@ -33,18 +34,18 @@ GOLDEN = (5**0.5 - 1) / 2
 """Its multiples lie evenly within 0 to 1, and so do the cuts of a batch's rows."""
 
 MOST_PAIRS = 1 << 24
-"""Largest B x C x (T + C) of an evaluation batch of several rows: its candidates by what they may attend to, which
-bounds the mask."""
+"""Largest B x C x (T + 1) of an evaluation batch of several rows: its candidates by what they may attend to, which
+bounds the scores."""
 
 
 class ActionsExamples(Sharded):
     """The events of one split, in rows of one user.
 
-    Training, `user`: a row is a sequence of training events, all context, each learned from once. Those of the
-    same millisecond as the one before are learned from as candidates, which see the strictly earlier ones alone.
+    Training, `user`: a row is a sequence of training events, all context, each learned from in one row.
     Training, `cut`, for models that learn from candidates only: the sequence is cut in two, context and candidates.
     The share of the context is another one for each row, drawn anew in each epoch, uniformly, and evenly over the rows
-    of a batch, which so learns from about half of its events; at least one event is a candidate.
+    of a batch, which so learns from about half of its events; at least one event is a candidate, and none of those
+    that another row learns from.
     Validation and test: the context is the latest `max_history` events before the split's time, the
     candidates are all of the user's events in it, also of users without a context.
 
@@ -52,28 +53,25 @@ class ActionsExamples(Sharded):
     """
 
     events: dict[str, NDArray[Any]]
-    """Of this rank's users, flat: item, time, action, label, feature, learn, viewer and own where the log has some; and
-    an event of zeros at the end."""
+    """Of this rank's users, flat: item, time, action, label, feature, viewer and own where the log has some; and an
+    event of zeros at the end."""
     begin: NDArray[np.int64]
     """Of each row, its first event."""
     context: NDArray[np.int64]
     """Of each row, events of the context."""
     candidates: NDArray[np.int64]
     """Of each row, its candidates after the context; 0 in training."""
+    shared: NDArray[np.int64]
+    """Of each row, first events of the context that another row learns from."""
     lengths: NDArray[np.int64]
-    """Of each row, both together."""
+    """Of each row, context and candidates together."""
     user: NDArray[np.int64]
     """Of each row, the row of its user in the table."""
-    # events, but for a row's first, with the time of the one before; of each row, its first of these and their number
-    _tied: NDArray[np.int64]
-    _first_tied: NDArray[np.int64]
-    _ties: NDArray[np.int64]
-    # of each row, candidates beside the whole context: its ties in training with unit `user`
-    _extra: NDArray[np.int64]
-
     kind = "actions"
     unit = "user"
     max_history = 1024
+    window_overlap: ClassVar[float] = 0.5
+    """Share of `max_history` by which rows of a user overlap in training, as a model's config says."""
 
     def __init__(self, split: str, unit: str, max_history: int, share: Share) -> None:
         super().__init__(split, unit, max_history, share)
@@ -82,6 +80,10 @@ class ActionsExamples(Sharded):
         self._events: list[dict[str, NDArray]] = []
         self._rows: list[dict[str, NDArray]] = []
         self._held = 0
+
+    @classmethod
+    def of_model(cls, config: Any) -> type[Self]:
+        return type(cls.__name__, (cls,), {"window_overlap": config.window_overlap})
 
     @classmethod
     def _open(cls, uri: str) -> tuple[Manifest, list[str]]:
@@ -101,7 +103,7 @@ class ActionsExamples(Sharded):
 
     def _add(self, part: dict[str, Any], first_user: int, shard: Shard) -> int:
         lengths, ends = part["lengths"], part["ends"]
-        begin, context, candidates, owner = self._windows(ends)
+        begin, context, candidates, shared, owner = self._windows(ends)
         users, local = np.unique(owner, return_inverse=True)
         # of each user, the events from the first of his first row to the last of any
         new = np.flatnonzero(np.append(True, owner[1:] != owner[:-1])) if len(owner) else owner
@@ -114,6 +116,7 @@ class ActionsExamples(Sharded):
                 "begin": self._held + (starts(count) - low)[local] + begin,
                 "context": context.astype(np.int32),
                 "candidates": candidates.astype(np.int32),
+                "shared": shared.astype(np.int32),
                 "user": first_user + owner,
             }
         )
@@ -130,50 +133,39 @@ class ActionsExamples(Sharded):
         in `events` as `read_part` gives them."""
         sizes = context + candidates
         self = cls.in_memory("test", "user", max(1, int(context.max(initial=1))), len(sizes))
-        self._take(dict(events), starts(sizes), context, candidates, np.arange(len(sizes)))
+        self._take(dict(events), starts(sizes), context, candidates, context, np.arange(len(sizes)))
         return self
 
     def _take(
-        self, events: dict[str, NDArray], begin: NDArray, context: NDArray, candidates: NDArray, user: NDArray
-    ) -> None:
+        self, events: dict[str, NDArray], begin: NDArray, context: NDArray, candidates: NDArray, shared: NDArray,
+        user: NDArray,
+    ) -> None:  # fmt: skip
         """Takes `events` over; one column at a time is there twice."""
         self.events = events
         for name in list(events):  # padding is gathered from an event of zeros behind the last one
             values = events.pop(name)
             events[name] = np.concatenate([values, np.zeros((1, *values.shape[1:]), values.dtype)])
-        self.begin, self.context, self.candidates, self.user = begin, context, candidates, user
+        self.begin, self.context, self.candidates, self.shared, self.user = begin, context, candidates, shared, user
         self.lengths = self.context + self.candidates
-        self._find_ties()
 
-    def _windows(self, ends: dict[str, NDArray]) -> tuple[NDArray, NDArray, NDArray, NDArray]:
-        """(first event within the user, events of the context, candidates, user within the part) of the part's rows.
+    def _windows(self, ends: dict[str, NDArray]) -> tuple[NDArray, ...]:
+        """(first event within the user, events of the context, candidates, events of the context that are not learned
+        from, user within the part) of the part's rows.
 
         `ends` has, by split, how many events of each user are in it or before it."""
         known = ends[self.split]
         if self.split == "train":
-            windows = -(-known // self.max_history)
+            stride = max(1, self.max_history - int(self.window_overlap * self.max_history))
+            windows = np.where(known > 0, 1 - (-np.maximum(known - self.max_history, 0) // stride), 0)
             owner = np.repeat(np.arange(len(known)), windows)
-            later = np.arange(len(owner)) - np.repeat(starts(windows), windows)  # windows after this one
-            end = known[owner] - later * self.max_history
+            place = np.arange(len(owner)) - np.repeat(starts(windows), windows)
+            end = known[owner] - (windows[owner] - 1 - place) * stride
             begin = np.maximum(end - self.max_history, 0)
-            return begin, end - begin, np.zeros_like(end), owner
+            return begin, end - begin, np.zeros_like(end), np.where(place > 0, end - begin - stride, 0), owner
         past = ends["train" if self.split == "val" else "val"]
         owner = np.flatnonzero(known > past)
         begin = np.maximum(past[owner] - self.max_history, 0)
-        return begin, past[owner] - begin, (known - past)[owner], owner
-
-    def _find_ties(self) -> None:
-        """Notes which events, but for a row's first, have the time of the event before them."""
-        time = self.events["time"]
-        tied = np.zeros(len(time), bool)
-        tied[1:] = time[1:] == time[:-1]
-        tied[self.begin] = False
-        tied[-1] = False
-        self._tied = np.flatnonzero(tied)
-        self._first_tied = np.searchsorted(self._tied, self.begin)
-        self._ties = np.searchsorted(self._tied, self.begin + self.context) - self._first_tied
-        self._extra = self._ties if self.unit == "user" else np.zeros_like(self._ties)
-        self.events["learn"] = ~tied
+        return begin, past[owner] - begin, (known - past)[owner], past[owner] - begin, owner
 
     def user_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         return self.user[rows]
@@ -183,10 +175,7 @@ class ActionsExamples(Sharded):
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """By length times a random factor, in steps of equally many events and `batch_size` rows in the mean."""
         order = rows[rng.permutation(len(rows))]
-        size = (self.lengths[order] + self._extra[order]) * rng.uniform(1, JITTER, len(order))
-        # rows that have candidates beside the context apart, as one such row widens its whole batch; longest to longest
-        beside = self._extra[order] > 0
-        order = order[np.lexsort((np.where(beside, -size, size), beside))]
+        order = order[np.argsort(self.lengths[order] * rng.uniform(1, JITTER, len(order)), kind="stable")]
         return order, equal_parts(self.lengths[order], steps)
 
     def drawn(self, rows: NDArray[np.int64], places: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
@@ -194,7 +183,8 @@ class ActionsExamples(Sharded):
         if self.unit != "cut":
             return rows
         share = (rng.random() + places * GOLDEN) % 1
-        return np.stack([rows, (share * self.lengths[rows]).astype(np.int64)], 1)
+        shared = self.shared[rows]
+        return np.stack([rows, shared + (share * (self.lengths[rows] - shared)).astype(np.int64)], 1)
 
     def ordered(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Contexts within a factor of two together, and of those like numbers of candidates."""
@@ -209,20 +199,17 @@ class ActionsExamples(Sharded):
         for i, row in enumerate(order):
             context, candidates = max(1, int(self.context[row])), int(self.candidates[row])
             longest, most = max(longest, context), max(most, candidates)
-            if i > first and (i - first == batch_size or (i - first + 1) * most * (longest + most) > MOST_PAIRS):
+            if i > first and (i - first == batch_size or (i - first + 1) * most * (longest + 1) > MOST_PAIRS):
                 yield order[first:i]
                 first, longest, most = i, context, candidates
         if len(order):
             yield order[first:]
 
     def _sizes(self, rows: NDArray[np.int64]) -> tuple[NDArray, NDArray, NDArray, NDArray]:
-        """(row, events of the context, first candidate, candidates) of a batch; in training with unit `user`
-        candidates are numbers in `_tied`, else events."""
+        """(row, events of the context, first candidate, candidates) of a batch."""
         if rows.ndim == 2:
             row, context = rows[:, 0], rows[:, 1]
             return row, context, self.begin[row] + context, self.lengths[row] - context
-        if self.split == "train":
-            return rows, self.context[rows], self._first_tied[rows], self._ties[rows]
         return rows, self.context[rows], self.begin[rows] + self.context[rows], self.candidates[rows]
 
     def positions(self, rows: NDArray[np.int64]) -> tuple[int, int]:
@@ -247,18 +234,17 @@ class ActionsExamples(Sharded):
         batch = {"user_row": torch.from_numpy(self.user[row])}
         index, batch["valid"] = padded(self.begin[row], context, 1)
         read = ("item", "time", "label", "feature", *(name for name in ("viewer", "own") if name in self.events))
-        self._gather(batch, "", index, (*read, "action", "learn"))
-        batch["learn"] &= batch["valid"]
+        self._gather(batch, "", index, (*read, "action"))
+        new = torch.from_numpy(np.arange(index.shape[1]) >= self.shared[row, None])
+        batch["learn"] = batch["valid"] & new
         index, batch["candidate_valid"] = padded(first, candidates, 0)
-        if self.split == "train" and self.unit == "user":
-            index = np.append(self._tied, -1)[index]
         self._gather(batch, "candidate_", index, read)
         return batch
 
     def _gather(self, batch: dict[str, Tensor], prefix: str, index: NDArray, names: tuple[str, ...]) -> None:
         for name in names:
             values = torch.from_numpy(self.events[name][index])
-            batch[prefix + name] = values if name == "learn" else values.to(KINDS.get(name, torch.float32))
+            batch[prefix + name] = values.to(KINDS.get(name, torch.float32))
 
 
 KINDS = {"item": torch.int64, "time": torch.int64, "viewer": torch.int64}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from models.actions.base import ActionsConfig, ActionsModel
 from models.actions.batch import ActionsCatalogue
+from models.layers.causal_attention import Layout
 
 
 @dataclass
@@ -33,10 +34,10 @@ class GenRank(ActionsModel):
         self.transformer = self.blocks(strict=False)
         self.norm = nn.LayerNorm(config.width)
 
-    def encode(self, items: Tensor, actions: Tensor, seen: Tensor) -> Tensor:
-        rows, candidates, _ = seen.shape
-        masked = self.mask_action.to(actions.dtype).expand(rows, candidates, -1)
-        layout, x = self.layout(seen), items + torch.cat([actions, masked], 1)
+    def encode(self, items: Tensor, actions: Tensor, layout: Layout) -> Tensor:
+        candidates = items.shape[1] - actions.shape[1]
+        masked = self.mask_action.to(actions.dtype).expand(len(items), candidates, -1)
+        x = items + torch.cat([actions, masked], 1)
         for block in self.transformer:
             x = block(x, layout)
         return self.norm(x)

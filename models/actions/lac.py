@@ -1,7 +1,8 @@
 """LAC: lagged action conditioning (Wei et al., 2025), prior work that AttnMVP argues against.
 
 Token t is the pair (a_{t-1}, i_t), as a sum, and predicts a_t: one token per event, no label of its own. The first
-token has a learned action. A candidate's action before is the latest that it may know.
+token has a learned action. The action before is that of the latest event that is strictly earlier, for a candidate and
+among events of one time alike.
 
 Shapes: as in models/actions/base.py.
 """
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from models.actions.base import ActionsConfig, ActionsModel
 from models.actions.batch import ActionsCatalogue
+from models.layers.causal_attention import Layout
 
 
 @dataclass
@@ -31,11 +33,10 @@ class LAC(ActionsModel):
         self.transformer = self.blocks(strict=False)
         self.norm = nn.LayerNorm(config.width)
 
-    def encode(self, items: Tensor, actions: Tensor, seen: Tensor) -> Tensor:
-        rows, n, width = actions.shape
-        before = torch.cat([self.first.to(actions.dtype).expand(rows, 1, width), actions], 1)  # (B, T + 1, D): a_{t-1}
-        latest = seen.sum(2)[..., None].expand(-1, -1, width)  # (B, C, D): 0 where nothing is seen
-        layout, x = self.layout(seen), items + torch.cat([before[:, :n], before.gather(1, latest)], 1)
+    def encode(self, items: Tensor, actions: Tensor, layout: Layout) -> Tensor:
+        rows, _, width = actions.shape
+        known = torch.cat([self.first.to(actions.dtype).expand(rows, 1, width), actions], 1)  # (B, T + 1, D)
+        x = items + known.gather(1, layout.earlier[..., None].expand(-1, -1, width))  # of the last strictly earlier one
         for block in self.transformer:
             x = block(x, layout)
         return self.norm(x)

@@ -24,7 +24,7 @@ from models.actions.base import ActionsModel
 from models.actions.batch import ActionsCatalogue, Batch
 from models.bench.harness import Row, device, paired, peak_memory, resident_peak_mb, risen_mb
 from models.fit import autocast, to_device
-from models.layers.causal_product import causal_product
+from models.layers.causal_product import causal_product, prefix_product
 
 MODES = ("train", "forward")
 LENGTHS = (128, 512, 1024)
@@ -46,10 +46,14 @@ class AttentionCount(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function in (causal_product, nn.functional.scaled_dot_product_attention):
-            q, k, _ = args
+        if function in (causal_product, prefix_product, nn.functional.scaled_dot_product_attention):
+            q, k = args[:2]
             rows, heads, queries, width = q.shape
-            if function is causal_product:
+            if function is prefix_product:
+                bound, group, own = (*args[3:], None)[:3]
+                mine = queries * ((group + 1) / 2 if group else own is not None)  # a group reads itself causally
+                pairs = int(bound.sum() + rows * mine)
+            elif function is causal_product:
                 pairs = rows * queries * (queries + 1) // 2
             elif (mask := kwargs.get("attn_mask")) is not None:
                 pairs = int(mask.expand(rows, 1, queries, k.shape[2]).sum())

@@ -58,7 +58,9 @@ def one_worker(tables: str, model: str, max_history: int, rank: int, world: int)
 
     read_before, before, began = read_bytes(), resident_mb(), time.perf_counter()
     fit = FitConfig(memory_budget_gb=1e6)  # all is held
-    examples = read_share(registry.find(model), join(tables, "sequences"), fit, max_history, rank, world)
+    entry = registry.find(model)
+    config = entry.config(max_history=max_history)
+    examples = read_share(entry, join(tables, "sequences"), fit, config, rank, world)
     seconds = time.perf_counter() - began
     gc.collect()
     with suppress(OSError, AttributeError):

@@ -1,27 +1,28 @@
-"""Causal and strictly causal attention over a context, and candidates that read the context but not each other.
+"""Causal and strictly causal attention by time over a context, and candidates that read the context but not each other.
 
-    layout = Layout.of(visible, width // heads)
+    layout = Layout.of(earlier, context, width // heads)
     attention = CausalAttention(width, heads, strict=True)
     mixed = attention(states, values, layout)
 
-Positions are the context's, in order of time, padded on the right, then the candidates'. No mask is needed
-over the context, so fused kernels apply: causal attention is `causal_product`, and the strict form is the same
-on queries 1..n-1 against keys 0..n-2, with zero for the first position, which has no past (Fig. 6 of
-AttnMVP). Candidates have a mask of their own.
+Positions are the context's, in order of time, padded on the right, then the candidates'. Each reads the context that is
+strictly earlier than it, which as the context is in order are its first so many positions. Where no two of a row have
+one time, no mask is needed over the context, so fused kernels apply: causal attention is `causal_product`, and the
+strict form is the same on queries 1..n-1 against keys 0..n-2, with zero for the first position, which has no past
+(Fig. 6 of AttnMVP). Else, and for candidates, it is `prefix_product`.
 
 Shapes: `B` rows, `T` context positions, `C` candidates, `L` = T + C, `D` width, `H` heads, `d` = D / H.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.layers.causal_product import causal_product
+from models.layers.causal_product import causal_product, prefix_product
 from models.layers.rotary import rotary, rotate
 
 
@@ -35,32 +36,41 @@ def shifted_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the context ends, what each candidate reads of it, and every position's place in time."""
+    """Where the context ends, what each position reads of it, and its place in time."""
 
     context: int
     """T: positions of the context, padding included."""
-    visible: Tensor
-    """(B, C, T) bool: true where a candidate reads a context position."""
+    earlier: Tensor
+    """(B, L) int64: positions of the context that are strictly earlier than each; these are its first ones."""
+    tied: bool
+    """Whether positions of the context share their time with one before them, and do not read it."""
     rope: Tensor
     """Rotary tables of all L positions."""
+    tokens: int = 1
+    """Positions of the context to an event; those of one event read each other, causally."""
 
     @classmethod
-    def of(cls, visible: Tensor, width: int) -> Self:
-        """For heads of `width`. A candidate stands right after the last of the positions that it reads, as if it
-        were the context's next one; so its place does not depend on other candidates."""
-        rows, _, context = visible.shape
-        place = torch.arange(context, device=visible.device).expand(rows, -1)
-        return cls(context, visible, rotary(torch.cat([place, visible.sum(2)], 1), width))
+    def of(cls, earlier: Tensor, context: int, width: int, *, tied: bool, tokens: int = 1) -> Self:
+        """For heads of `width`, of events: `earlier` (B, L) counts the `context` ones that are strictly earlier, each
+        of so many `tokens` that follow each other; a candidate is one.
+
+        What reads n positions stands at place n, a candidate and an event of the context alike, so that its place
+        depends neither on other candidates nor on what has its own time.
+        """
+        past, asked = tokens * earlier[:, :context], tokens * earlier[:, context:]
+        of_tokens = torch.arange(tokens, device=earlier.device)
+        place = torch.cat([(past[..., None] + of_tokens).flatten(1), asked], 1)
+        earlier = torch.cat([past.repeat_interleave(tokens, 1), asked], 1)
+        return cls(tokens * context, earlier, tied, rotary(place, width), tokens)
 
     def past(self) -> Layout:
         """The context alone."""
-        return Layout(self.context, self.visible[:, :0], self.rope[:, :, :, : self.context])
+        return replace(self, earlier=self.earlier[:, : self.context], rope=self.rope[:, :, :, : self.context])
 
 
 class CausalAttention(nn.Module):
-    """Multi-head attention with RoPE. Context position t reads 0..t, or 0..t-1 where `strict`; a candidate reads
-    what it sees of the context and, unless `strict`, itself. Nobody reads a candidate. Without biases, so that
-    reading nothing gives zero."""
+    """Multi-head attention with RoPE. A position reads the context that is strictly earlier and, unless `strict`,
+    itself. Nobody reads a candidate. Without biases, so that reading nothing gives zero."""
 
     def __init__(self, width: int, heads: int, *, strict: bool) -> None:
         super().__init__()
@@ -79,20 +89,15 @@ class CausalAttention(nn.Module):
         k = rotate(self.split(self.k(states[:, :read])), layout.rope[:, :, :, :read])
         v = self.split(self.v(values[:, :read]))
         past = q[:, :, :n], k[:, :, :n], v[:, :, :n]
-        mixed = shifted_attention(*past) if self.strict else causal_product(*past)
+        if layout.tied:
+            mixed = prefix_product(*past, layout.earlier[:, :n], 0 if self.strict else layout.tokens)
+        else:
+            mixed = shifted_attention(*past) if self.strict else causal_product(*past)
         if states.shape[1] > n:
-            mixed = torch.cat([mixed, self.of_candidates(q[:, :, n:], k, v, layout.visible)], 2)
+            own = None if self.strict else (k[:, :, n:], v[:, :, n:])
+            asked = prefix_product(q[:, :, n:], *past[1:], layout.earlier[:, n:], None, own)
+            mixed = torch.cat([mixed, asked], 2)
         return self.o(mixed.transpose(1, 2).flatten(2))
-
-    def of_candidates(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-        """(B, H, C, d) for `q` (B, H, C, d) over the context, and over the candidate itself unless strict."""
-        if not self.strict:
-            own = torch.eye(q.shape[2], dtype=torch.bool, device=q.device).expand(len(q), -1, -1)
-            mask = torch.cat([visible, own], 2)[:, None]
-            return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        some = visible.any(2, keepdim=True)  # softmax over nothing is not a number: read all, then keep nothing
-        mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=(visible | ~some)[:, None])
-        return mixed.masked_fill(~some[:, None], 0.0)
 
     def split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)

@@ -202,8 +202,7 @@ class ActionsRequests:
             features = vectors(row, "features", len(row["candidates"]), self.mean)[places]
             part = {
                 "item": np.array([index[item] for item in items], np.int64),
-                # what is kept is before the request, so that its order is time enough
-                "time": np.array(past + [len(row["history"])] * count, np.int64),
+                "time": self.times(row, past, count),
                 "action": np.concatenate([self.taken(row)[past], np.zeros((count, len(self.actions)), np.float32)]),
                 "feature": np.concatenate([np.zeros((size, len(self.mean)), np.float32), features]),
                 "label": np.zeros((size + count, 0), np.float32),
@@ -233,6 +232,13 @@ class ActionsRequests:
                 raise UserError(f"history_time_ms falls from {earlier} to {later}; give the history oldest first")
         seen = [i for i, item in enumerate(row["history"]) if item in index and times[i] < now]
         return seen[-self.length :]
+
+    def times(self, row: pd.Series, past: list[int], count: int) -> NDArray[np.int64]:
+        """(kept events + candidates,): of the events as given, so that those of one time do not know of each other, or
+        their order; then of the `count` candidates, after all of these."""
+        there = given(row, "history_time_ms")
+        known = np.array(past if there is None else [there[i] for i in past], np.int64)
+        return np.append(known, np.full(count, known.max(initial=-1) + 1))
 
     def taken(self, row: pd.Series) -> Floats:
         """(size of the history, A) what was done with each item; UserError for what is not graded as in training."""

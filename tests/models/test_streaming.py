@@ -19,6 +19,7 @@ import torch
 from models import registry
 from models.fit import FitConfig, fit
 from models.retrieval.data import Examples
+from models.retrieval.sasrec import SASRecConfig
 from models.setup import read_share, set_up
 from models.shares import Sharded, Share
 from models.streaming import Stream, plan
@@ -173,7 +174,7 @@ def test_a_run_goes_on_as_if_undisturbed(tmp_path: Path) -> None:
 
 def test_a_share_within_the_budget_is_held_whole(tmp_path: Path) -> None:
     tables, _ = write_tables(tmp_path, users=30, parts=3)
-    train, val = read_share(registry.find("sasrec"), f"{tables}/sequences", FitConfig(), 20, 0, 1)
+    train, val = read_share(registry.find("sasrec"), f"{tables}/sequences", FitConfig(), SASRecConfig(), 0, 1)
     assert isinstance(train, Examples)
     assert train.plan == ()
     assert len(val)

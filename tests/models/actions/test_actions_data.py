@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import registry
+from models.actions.base import ActionsConfig
 from models.actions.batch import ActionsCatalogue, check_batch
 from models.actions.data import ActionsExamples
 from models.shares import equal_parts
@@ -27,8 +28,9 @@ def tables(tmp_path_factory) -> str:
     return write_actions(tmp_path_factory.mktemp("actions"), viewers=True)
 
 
-def load(tables: str, split: str, **options) -> ActionsExamples:
-    return ActionsExamples.load(join(tables, "sequences"), split, **{"max_history": 10, **options})
+def load(tables: str, split: str, overlap: float = 0.5, **options) -> ActionsExamples:
+    kind = ActionsExamples.of_model(ActionsConfig(window_overlap=overlap))
+    return kind.load(join(tables, "sequences"), split, **{"max_history": 10, **options})
 
 
 def batches(examples: ActionsExamples, batch_size: int = 7, **options) -> list[dict[str, torch.Tensor]]:
@@ -79,18 +81,19 @@ def test_evaluation_reads_the_latest_before_the_cut_and_asks_for_all_after_it(ta
 
 
 @pytest.mark.parametrize("limit", [4, 100])
-def test_training_learns_from_each_event_once_and_never_after_one_of_its_millisecond(tables, limit):
+def test_training_learns_from_each_event_once_and_in_the_order_of_the_log(tables, limit):
+    """Whatever the overlap of windows, of which each but a user's first has so much of history at least."""
     learned: dict[int, list] = {}
     for batch in batches(load(tables, "train", max_history=limit), shuffle=True, epoch=3):
         check_batch(batch, ActionsCatalogue.load(tables))
         for row, number in enumerate(batch["user_row"].tolist()):
-            times = batch["time"][row][batch["valid"][row]]
-            first = torch.ones_like(times, dtype=torch.bool)
-            first[1:] = times[1:] > times[:-1]
-            assert torch.equal(batch["learn"][row][batch["valid"][row]], first)
-            context = [event for event, own in zip(events_of(batch, row), first.tolist(), strict=True) if own]
-            learned.setdefault(number, []).extend(context + events_of(batch, row, "candidate_"))
-            assert len(times) <= limit
+            new = batch["learn"][row][batch["valid"][row]].tolist()
+            events = events_of(batch, row)
+            learned.setdefault(number, []).extend(event for event, own in zip(events, new, strict=True) if own)
+            assert len(events) <= limit
+            assert new == sorted(new)
+            assert new[0] or new.count(False) == limit // 2
+        assert batch["candidate_item"].shape[1] == 0  # no event is there twice
     for number, row in enumerate(read_table(join(tables, "sequences")).to_pylist()):
         assert sorted(learned.get(number, [])) == sorted(wanted(row, 0, row["train_end"]))
 
@@ -108,14 +111,18 @@ def test_sequences_are_cut_for_models_that_learn_from_candidates_only(tables):
                 context, candidates = events_of(batch, row), events_of(batch, row, "candidate_")
                 cuts[-1].setdefault(number, []).append((len(context), len(candidates)))
     assert cuts[0] == cuts[1] != cuts[2]
+    windows = load(tables, "train", unit="cut")
+    new = np.bincount(windows.user, windows.lengths - windows.shared, minlength=60)
     for number, row in enumerate(read_table(join(tables, "sequences")).to_pylist()):
-        assert sum(context + candidates for context, candidates in cuts[0].get(number, [])) == row["train_end"]
+        assert new[number] == row["train_end"]
+        read = sum(context + candidates for context, candidates in cuts[0].get(number, []))
+        assert read == windows.lengths[windows.user == number].sum()
 
 
 def test_each_row_has_a_cut_of_its_own_and_a_batch_learns_from_half(tmp_path):
     rng = np.random.default_rng(0)
     rows = [sequence_of(100, rng, (100, 100)) for _ in range(64)]
-    examples = load(write_rows(tmp_path, rows, 9), "train", unit="cut", max_history=50)
+    examples = load(write_rows(tmp_path, rows, 9), "train", unit="cut", max_history=50, overlap=0.0)
     assert len(examples) == 128
     of_row, means = {}, []
     for epoch in range(40):
@@ -135,11 +142,33 @@ def sequence_of(count: int, rng: np.random.Generator, cuts: tuple[int, int]) -> 
     return user("u", rng.integers(9, size=count).tolist(), list(range(count)), [True] * count, cuts, rng)
 
 
-def test_training_windows_are_cut_from_the_end(tmp_path):
+@pytest.mark.parametrize(
+    ("overlap", "expected"),
+    [(0.0, [(0, 5, 5), (5, 15, 10), (15, 25, 10)]), (0.3, [(0, 4, 4), (1, 11, 7), (8, 18, 7), (15, 25, 7)])],
+)
+def test_training_windows_are_cut_from_the_end_and_overlap(overlap, expected, tmp_path):
+    """(first event, end, how many of the last ones are learned from)."""
     tables = write_rows(tmp_path, [sequence_of(25, np.random.default_rng(0), (25, 25))], 9)
-    examples = load(tables, "train", max_history=10)
-    times = [examples.collate(np.array([row]))["time"][0].tolist() for row in range(3)]
-    assert sorted(times) == [list(range(5)), list(range(5, 15)), list(range(15, 25))]
+    examples = load(tables, "train", overlap, max_history=10)
+    found = []
+    for row in range(len(examples)):
+        batch = examples.collate(np.array([row]))
+        times = batch["time"][0].tolist()
+        found.append((times[0], times[-1] + 1, int(batch["learn"].sum())))
+        assert batch["learn"][0, -found[-1][2] :].all()
+    assert found == expected
+    cut = load(tables, "train", overlap, max_history=10, unit="cut")
+    for rows in cut.batches(2, shuffle=True):
+        assert (rows[:, 1] >= cut.shared[rows[:, 0]]).all()  # a candidate is one that no other row learns from
+
+
+def test_a_log_stamped_by_page_has_one_token_to_an_event(tmp_path):
+    rng = np.random.default_rng(0)
+    pages = [user(f"u{n}", rng.integers(9, size=20).tolist(), [i // 10 for i in range(20)], [True] * 20, (9, 9), rng)
+             for n in range(8)]  # fmt: skip
+    examples = load(write_rows(tmp_path, pages, 9), "train", max_history=100)
+    batch = examples.collate(np.arange(8))
+    assert batch["item"].numel() + batch["candidate_item"].numel() == 8 * 20 == int(batch["learn"].sum())
 
 
 def test_steps_are_of_equally_many_events_and_little_is_padding(tmp_path):
@@ -191,11 +220,11 @@ def test_a_large_batch_of_long_users_is_split(tables, monkeypatch):
 
 
 def test_candidates_of_users_without_a_context_are_split_too(tmp_path, monkeypatch):
-    """A candidate may read itself, so that its mask is as wide as context and candidates together."""
+    """A candidate may read itself beside its context."""
     rng = np.random.default_rng(0)
     rows = [sequence_of(1, rng, (2, 2)), *(sequence_of(20, rng, (0, 0)) for _ in range(10))]
     examples = load(write_rows(tmp_path, rows, 9), "test")
-    monkeypatch.setattr("models.actions.data.MOST_PAIRS", 3 * 20 * (1 + 20) - 1)  # a context is padded to one event
+    monkeypatch.setattr("models.actions.data.MOST_PAIRS", 3 * 20 * (1 + 1) - 1)  # a context is padded to one event
     assert [len(order) for order in examples.batches(1000)] == [2] * 5
 
 

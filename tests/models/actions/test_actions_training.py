@@ -63,7 +63,7 @@ def test_a_part_of_validation_is_batched_within_the_bound_too(tables, monkeypatc
     def watched(rows):
         batch = collate(rows)
         rows, candidates, context = (*batch["candidate_item"].shape, batch["item"].shape[1])
-        sizes.append((rows, rows * candidates * (context + candidates)))
+        sizes.append((rows, rows * candidates * (context + 1)))
         return batch
 
     monkeypatch.setattr(setup.val, "collate", watched)

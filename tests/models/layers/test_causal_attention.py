@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from models.layers.causal_attention import CausalAttention, CausalBlock, Layout, shifted_attention
-from models.layers.rotary import rotate
+from models.layers.rotary import rotary, rotate
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 64])
@@ -28,20 +28,21 @@ def test_the_shift_equals_an_explicit_mask(length):
         torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("strict", [True, False])
-def test_every_position_reads_what_it_may(strict):
+def test_every_position_reads_what_it_may(strict, tied):
     torch.manual_seed(0)
     attention, context = CausalAttention(8, 2, strict=strict), 5
     states, values = torch.randn(2, 2, 8, 8).unbind()  # 5 context positions, 3 candidates
-    seen = torch.arange(5) < torch.tensor([[5, 2, 0], [1, 4, 4]])[..., None]
-    layout = Layout.of(seen, 4)
+    past = [[0, 1, 1, 1, 4], [0, 1, 2, 3, 3]] if tied else [[0, 1, 2, 3, 4]] * 2
+    earlier = torch.cat([torch.tensor(past), torch.tensor([[5, 2, 0], [1, 4, 4]])], 1)
+    layout = Layout.of(earlier, context, 4, tied=tied)
     got = attention(states, values, layout)
     q, k = (rotate(attention.split(part(states)), layout.rope) for part in (attention.q, attention.k))
     v = attention.split(attention.v(values))
     for row in range(2):
         for i in range(8):
-            read = [j for j in range(context) if (j < i if i < context else seen[row, i - context, j])]
-            read += [] if strict else [i]
+            read = list(range(earlier[row, i])) + ([] if strict else [i])
             mixed = torch.zeros(2, 4)
             if read:
                 weights = (torch.einsum("hd,hjd->hj", q[row, :, i], k[row][:, read]) / 2).softmax(1)
@@ -49,17 +50,23 @@ def test_every_position_reads_what_it_may(strict):
             torch.testing.assert_close(got[row, i], attention.o(mixed.flatten()))
 
 
-def test_a_candidate_stands_where_the_next_event_would():
-    seen = torch.arange(5) < torch.tensor([[3, 0]])[..., None]
-    rope = Layout.of(seen, 4).rope
-    torch.testing.assert_close(rope[:, 0, 0, 5], rope[:, 0, 0, 3])
-    torch.testing.assert_close(rope[:, 0, 0, 6], rope[:, 0, 0, 0])
+def test_what_reads_equally_much_stands_at_one_place():
+    """A candidate where the next event would, events of one time together, and pairs of tokens one after the other."""
+    earlier = torch.tensor([[0, 1, 1, 3, 4, 3, 0]])
+    rope = Layout.of(earlier, 5, 4, tied=True).rope[:, 0, 0]
+    for one, other in ((5, 3), (6, 0), (2, 1)):
+        torch.testing.assert_close(rope[:, one], rope[:, other])
+    pairs = Layout.of(earlier, 5, 4, tied=True, tokens=2)
+    places = torch.tensor([[0, 1, 2, 3, 2, 3, 6, 7, 8, 9, 6, 0]])
+    torch.testing.assert_close(pairs.rope, rotary(places, 4))
+    assert pairs.earlier.tolist() == [[0, 0, 2, 2, 2, 2, 6, 6, 8, 8, 6, 0]]
+    assert pairs.past().earlier.shape == (1, 10)
 
 
 def test_mixed_values_never_touch_queries_and_keys():
     torch.manual_seed(0)
     block = CausalBlock(8, 2, 16, 0.0, strict=True)
-    x, layout = torch.randn(1, 4, 8), Layout.of(torch.zeros(1, 0, 4, dtype=torch.bool), 4)
+    x, layout = torch.randn(1, 4, 8), Layout.of(torch.arange(4)[None], 4, 4, tied=False)
     same = torch.ones(1, 4, 8)  # the same for all values: weights sum to 1, so the mixture moves by a constant
     with torch.no_grad():
         moved = block.attention(block.norm(x), block.norm(x) + same, layout)

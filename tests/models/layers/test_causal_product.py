@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from models.layers import causal_product as module
-from models.layers.causal_product import LONGEST, causal_product
+from models.layers.causal_product import LONGEST, causal_product, prefix_product
 
 
 def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -34,6 +34,55 @@ def test_outputs_and_gradients_are_those_of_a_mask(length: int, monkeypatch: pyt
         torch.testing.assert_close(mixed.double(), expected, rtol=0, atol=2e-5)
         for found, gradient in zip(torch.autograd.grad(mixed, ours, weight), theirs, strict=True):
             torch.testing.assert_close(found.double(), gradient, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("kind", ["strict", "own", "pairs", "candidates", "strict candidates"])
+def test_bounded_outputs_and_gradients_are_those_of_a_loop(kind: str, apart: bool, monkeypatch) -> None:
+    """Every query by itself, over the keys that it reads; `apart`: in tiles of a few queries."""
+    torch.manual_seed(0)
+    if apart:
+        monkeypatch.setattr(module, "BLOCK", 4)
+        monkeypatch.setattr(module, "TILE", 30)
+    queries, keys = (11, 14) if "candidates" in kind else (14, 14)
+    q, own_k, own_v = (torch.randn(2, 3, queries, 4, dtype=torch.double, requires_grad=True) for _ in range(3))
+    k, v = (torch.randn(2, 3, keys, 4, dtype=torch.double, requires_grad=True) for _ in range(2))
+    group = {"strict": 0, "own": 1, "pairs": 2}.get(kind)
+    free = torch.randint(0, keys + 1, (2, queries))
+    bound = free if group is None else torch.minimum(free, torch.arange(14) // (group or 1) * (group or 1))
+    bound[0, :3] = 0
+    own = (own_k, own_v) if kind == "candidates" else None
+    got = prefix_product(q, k, v, bound, group, own)
+    rows = []
+    for row in range(2):
+        for i in range(queries):
+            read = list(range(bound[row, i]))
+            read += list(range(i // group * group, i + 1)) if group else []
+            some_k = k[row][:, read] if own is None else torch.cat([k[row][:, read], own_k[row, :, i : i + 1]], 1)
+            some_v = v[row][:, read] if own is None else torch.cat([v[row][:, read], own_v[row, :, i : i + 1]], 1)
+            scores = torch.einsum("hd,hsd->hs", q[row, :, i], some_k) / 2
+            rows.append(torch.einsum("hs,hsd->hd", scores.softmax(1), some_v))
+    expected = torch.stack(rows).view(2, queries, 3, 4).transpose(1, 2)
+    torch.testing.assert_close(got, expected)
+    weight, inputs = torch.randn_like(got), (q, k, v, *(own or ()))
+    for left, right in zip(
+        torch.autograd.grad(got, inputs, weight), torch.autograd.grad(expected, inputs, weight), strict=True
+    ):
+        torch.testing.assert_close(left, right)
+
+
+def test_bounds_work_under_autocast() -> None:
+    q = torch.randn(1, 2, 6, 4, requires_grad=True)
+    bound = torch.arange(6)[None]
+    with torch.autocast("cpu", torch.bfloat16):
+        half = q.bfloat16()
+        mixed = prefix_product(half, half, half, bound, 1)
+        own = prefix_product(half, half, half, bound, None, (half, half))
+        (mixed + own).float().square().sum().backward()
+    assert q.grad is not None
+    assert q.grad.isfinite().all()
+    torch.testing.assert_close(mixed.float(), masked(q, q, q), rtol=0.05, atol=0.05)
+    torch.testing.assert_close(own, mixed, rtol=0.05, atol=0.05)
 
 
 def test_scores_that_would_overflow_do_not() -> None:
