@@ -47,6 +47,8 @@ class Config:
     """Search: whether a user likes the same makers everywhere, or others in every second cluster of items."""
     disliked_click: float = 0.25
     """Search: chance of a click on a fitting result of a maker that the user does not like, if looked at; else 0.85."""
+    shown_days: float = 0.0
+    """Feed: days that each item is shown for, so that later ones are new; 0: as long as the log is."""
 
     def __post_init__(self) -> None:
         own = {name: other for other in SIMULATORS.values() for name in _options(other)}

@@ -9,8 +9,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from models.tables import UserError
-from pipelines.data.kinds.actions.simulator import CHANCE, KINDS, best_entropy, draw_feed, simulate_feed
-from pipelines.data.kinds.simulation import Settings, is_simulated
+from pipelines.data.kinds.actions.simulator import (
+    CHANCE,
+    DAY_MS,
+    KINDS,
+    FeedSettings,
+    best_entropy,
+    draw_feed,
+    simulate_feed,
+)
+from pipelines.data.kinds.simulation import SPAN_MS, START_MS, is_simulated
 
 
 def test_the_same_settings_give_the_same_log(tmp_path: Path) -> None:
@@ -21,12 +29,12 @@ def test_the_same_settings_give_the_same_log(tmp_path: Path) -> None:
     }
     assert content["a"] == content["b"]
     assert content["a"] != content["c"]
-    assert is_simulated(str(tmp_path / "a"), Settings(20, 30, 300, 1), "feed")
-    assert not is_simulated(str(tmp_path / "a"), Settings(20, 30, 300, 1), "retrieval")
+    assert is_simulated(str(tmp_path / "a"), FeedSettings(20, 30, 300, 1), "feed")
+    assert not is_simulated(str(tmp_path / "a"), FeedSettings(20, 30, 300, 1), "retrieval")
 
 
 def test_what_is_shown_tells_nothing_and_actions_tell_all() -> None:
-    feed = draw_feed(Settings(400, 60, 60_000, 5))
+    feed = draw_feed(FeedSettings(400, 60, 60_000, 5))
     dog_user = feed.taste[feed.user] == 0
     shown = np.array([np.bincount(feed.item[mine], minlength=60) / mine.sum() for mine in (dog_user, ~dog_user)])
     assert np.abs(shown[0] - shown[1]).max() < 0.01
@@ -40,8 +48,22 @@ def test_what_is_shown_tells_nothing_and_actions_tell_all() -> None:
     assert abs(int((feed.taste == 0).sum()) - 200) <= 1
 
 
+def test_items_that_are_shown_for_a_week_are_new_to_the_end_of_the_log() -> None:
+    feed = draw_feed(FeedSettings(400, 3000, 60_000, 5, shown_days=7))
+    first, last = np.full(3000, np.inf), np.full(3000, -np.inf)
+    np.minimum.at(first, feed.item, feed.time)
+    np.maximum.at(last, feed.item, feed.time)
+    assert (last - first)[np.isfinite(first)].max() <= 8 * DAY_MS  # and an item's part of a day
+    late = feed.time > START_MS + 0.9 * SPAN_MS
+    new = first[feed.item] > START_MS + 0.82 * SPAN_MS
+    assert late.sum() > 1000
+    assert new[late].mean() > 0.98
+    dogs = feed.kind[feed.item] == 0
+    assert np.abs(dogs[feed.taste[feed.user] == 0].mean() - dogs.mean()) < 0.01
+
+
 def test_the_best_entropy_is_that_of_a_model_which_knows_the_taste() -> None:
-    feed = draw_feed(Settings(300, 60, 200_000, 6))
+    feed = draw_feed(FeedSettings(300, 60, 200_000, 6))
     liked = (feed.kind[feed.item] == feed.taste[feed.user]).astype(int)
     chance = np.array(CHANCE["like"])[liked]
     like, rate = feed.actions["like"], feed.actions["like"].mean()

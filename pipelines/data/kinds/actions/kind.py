@@ -9,9 +9,8 @@ from pipelines.data.audit.base import KindRules
 from pipelines.data.kinds.actions.audit import REQUIRED, check_actions_tables
 from pipelines.data.kinds.actions.config import ActionsConfig, check_actions
 from pipelines.data.kinds.actions.flow import FLOW
-from pipelines.data.kinds.actions.simulator import KINDS, best_entropy, simulate_feed
+from pipelines.data.kinds.actions.simulator import KINDS, FeedSettings, best_entropy, simulate_feed
 from pipelines.data.kinds.base import RequestKind, Simulator
-from pipelines.data.kinds.simulation import Settings
 
 if TYPE_CHECKING:
     from pipelines.data.run import Run
@@ -33,8 +32,9 @@ ACTIONS = RequestKind(
     simulator=Simulator(
         "feed",
         "simulated_feed",
-        Settings,
+        FeedSettings,
         simulate_feed,
+        described=FeedSettings.described,
         always=(
             f"half of the users like {KINDS[0]}s, half {KINDS[1]}s, which only their actions tell: normalised entropy "
             f"of like is 1 without actions and {best_entropy('like'):.3f} at best"

@@ -1,12 +1,15 @@
 """A simulated feed with a known answer: the dog and cat users of AttnMVP (Fig. 4), scaled up.
 
     python -m jobs.simulate --kind feed --output raw --users 1500 --items 400 --events 30000
+    python -m jobs.simulate --kind feed --output raw --users 1500 --items 6000 --events 30000 --shown_days 7
 
 Half of the items show dogs, half cats. Half of the users like dogs and not cats, the other half the reverse.
 What is shown is drawn the same way for everyone, so neither the items that a user saw nor what an item got
 from all users tells the two kinds apart: only the user's own actions do. A model that does not read actions
 cannot beat the base rate (normalised entropy near 1); one that reads them can come down to `best_entropy`,
-because what a user does is drawn with the chances of CHANCE.
+because what a user does is drawn with the chances of CHANCE. With `shown_days` items come and go over the whole log and
+each is shown for so many days, so that those of validation and test are ones that training has hardly seen: their ids
+say nothing, their kind, author and text do.
 
 Written are `events-*.parquet` (user_id, item_id, timestamp_ms, like, comment, share, follow, hide, dwell_ms),
 `items.parquet` (item_id, title, description, author, kind) and, last, `simulation.json`. No Ray. A result on
@@ -21,7 +24,16 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from pipelines.data.kinds.simulation import SKEW, Settings, draw_lengths, draw_times, numbered, open_log, write_log
+from pipelines.data.kinds.simulation import (
+    SKEW,
+    START_MS,
+    Settings,
+    draw_lengths,
+    draw_times,
+    numbered,
+    open_log,
+    write_log,
+)
 
 KINDS = ("dog", "cat")
 CHANCE = {
@@ -34,6 +46,7 @@ CHANCE = {
 """Chance of each action: on an item of the kind that the user does not like, and on one of the other."""
 DWELL = (np.log(4_000), np.log(25_000))
 """Means of the logarithm of the dwell time in ms, in the same order."""
+DAY_MS = 86_400_000
 DWELL_SPREAD = 0.7
 """Standard deviation of that logarithm."""
 ITEMS_PER_AUTHOR = 8
@@ -54,6 +67,23 @@ BREEDS = {
 }
 DOES = ["asleep", "bathing", "climbing", "hiding", "hunting", "jumping", "playing", "running", "stretching", "yawning"]
 PLACES = ["attic", "balcony", "beach", "forest", "garden", "kitchen", "meadow", "rooftop", "sofa", "staircase"]
+
+
+@dataclass(frozen=True)
+class FeedSettings(Settings):
+    """Size, seed and causes of a feed."""
+
+    shown_days: float = 0.0
+    """Days that an item is shown for; 0: as long as the log is."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.shown_days < np.inf:
+            raise ValueError(f"shown_days is {self.shown_days}; give days of 0 or more, such as 7")
+
+    def described(self) -> str:
+        """In words, after the sizes."""
+        return f", each shown for {self.shown_days:g} days" if self.shown_days else ""
 
 
 @dataclass(frozen=True)
@@ -89,18 +119,24 @@ def best_entropy(action: str) -> float:
     return float(np.mean([entropy(chance) for chance in chances])) / entropy(float(np.mean(chances)))
 
 
-def draw_feed(settings: Settings) -> Feed:
+def draw_feed(settings: FeedSettings) -> Feed:
     """Draws the log."""
     rng = np.random.default_rng([settings.seed, 2])
     kind = rng.permutation(np.arange(settings.items) % len(KINDS))
     taste = rng.permutation(np.arange(settings.users) % len(KINDS))
     lengths = draw_lengths(settings, rng)
     user = np.repeat(rng.permutation(settings.users).astype(np.int32), lengths)
-    item = (settings.items * rng.random(settings.events) ** SKEW).astype(np.int32)  # low numbers are popular
+    draw, time = rng.random(settings.events), None
+    if settings.shown_days:  # items are shown one after the other, as many at any time
+        time, shown = draw_times(lengths, np.random.default_rng([settings.seed, 4])), settings.shown_days * DAY_MS
+        moment = (time - START_MS + shown * draw) / (time.max() - START_MS + shown + 1)
+        item = (settings.items * moment).astype(np.int32)
+    else:
+        item = (settings.items * draw**SKEW).astype(np.int32)  # low numbers are popular
     liked = (kind[item] == taste[user]).astype(np.int64)
     actions = {name: rng.random(settings.events) < np.array(chance)[liked] for name, chance in CHANCE.items()}
     dwell = np.exp(rng.normal(np.array(DWELL)[liked], DWELL_SPREAD)).astype(np.float32)
-    return Feed(kind, taste, user, draw_times(lengths, rng), item, actions, dwell)
+    return Feed(kind, taste, user, draw_times(lengths, rng) if time is None else time, item, actions, dwell)
 
 
 def _items(kind: np.ndarray, rng: np.random.Generator) -> pa.Table:
@@ -128,9 +164,9 @@ def _items(kind: np.ndarray, rng: np.random.Generator) -> pa.Table:
     return frame.to_arrow().cast(pa.schema([(name, pa.string()) for name in frame.columns]))
 
 
-def simulate_feed(output_dir: str, users: int, items: int, events: int, seed: int) -> Feed:
+def simulate_feed(output_dir: str, users: int, items: int, events: int, seed: int, shown_days: float = 0.0) -> Feed:
     """Writes a feed log into `output_dir` (a local path or URI) and returns its causes; UserError as `open_log`."""
-    settings = open_log(output_dir, Settings, users, items, events, seed)
+    settings = open_log(output_dir, FeedSettings, users, items, events, seed, shown_days)
     feed = draw_feed(settings)
     user_ids, item_ids = numbered("u", users), numbered("i", items)
 
