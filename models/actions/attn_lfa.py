@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from models.actions.base import ActionsConfig, ActionsModel
+from models.actions.base import ActionsConfig
 from models.actions.batch import ActionsCatalogue
+from models.actions.state import StatefulModel
 from models.layers.causal_attention import CausalAttention, Layout
 
 
@@ -24,7 +25,7 @@ class AttnLFAConfig(ActionsConfig):
     """Sizes of AttnLFA."""
 
 
-class AttnLFA(ActionsModel):
+class AttnLFA(StatefulModel):
     """See the module. The head reads the item's state beside the pooled actions, which are zero without a past."""
 
     states_width = 2
@@ -34,6 +35,7 @@ class AttnLFA(ActionsModel):
         self.transformer = self.blocks(strict=False)
         self.norm = nn.LayerNorm(config.width)
         self.pool = CausalAttention(config.width, config.num_heads, strict=True)
+        self.caches = config.num_layers + 1
 
     def encode(self, items: Tensor, actions: Tensor, layout: Layout) -> Tensor:
         x = items

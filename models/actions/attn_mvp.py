@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from models.actions.base import ActionsConfig, ActionsModel
+from models.actions.base import ActionsConfig
 from models.actions.batch import ActionsCatalogue
+from models.actions.state import StatefulModel
 from models.layers.causal_attention import CausalAttention, Layout
 
 
@@ -34,7 +35,7 @@ class AttnMVPConfig(ActionsConfig):
             raise ValueError(f"action_weight {self.action_weight} is below 0; give lambda >= 0, such as 1")
 
 
-class AttnMVP(ActionsModel):
+class AttnMVP(StatefulModel):
     """See the module."""
 
     config: AttnMVPConfig
@@ -45,6 +46,7 @@ class AttnMVP(ActionsModel):
         self.transformer = self.blocks(strict=True)
         self.norm = nn.LayerNorm(config.width)
         self.pool = CausalAttention(config.width, config.num_heads, strict=True) if config.late_fusion else None
+        self.caches = config.num_layers + config.late_fusion
 
     def encode(self, items: Tensor, actions: Tensor, layout: Layout) -> Tensor:
         x, added_values = items, self.config.action_weight * actions

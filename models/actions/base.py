@@ -158,6 +158,8 @@ class ActionsModel(nn.Module):
     """S in units of D."""
     tokens = 1
     """Positions of the context to an event."""
+    caches: int | None = None
+    """Attentions whose keys and values are kept of a user, of a `StatefulModel`; None: no state is kept."""
 
     def __init__(self, config: ActionsConfig, catalogue: ActionsCatalogue) -> None:
         super().__init__()
@@ -190,9 +192,7 @@ class ActionsModel(nn.Module):
 
     def logits(self, batch: Batch, *, history: bool) -> Tensor:
         """(B, L, K), or (B, C, K) of the candidates alone where not `history`."""
-        viewer = joined(batch, "viewer", True) if "viewer" in batch else None
-        own = joined(batch, "own", True) if "own" in batch else None
-        items = self.items(joined(batch, "item", True), viewer, own)
+        items = self.items(*(joined(batch, name, True) if name in batch else None for name in SHOWN))
         states = self.encode(items, self.actions(batch["action"]), self.layout(batch))
         return self.head(
             torch.cat([select(states, batch, history), self.features(joined(batch, "feature", history))], 2)
@@ -226,6 +226,10 @@ class ActionsModel(nn.Module):
         for name, parameter in self.named_parameters():
             counts[name.split(".")[0]] += parameter.numel()
         return {**counts, "total": sum(counts.values())}
+
+
+SHOWN = ("item", "viewer", "own")
+"""What a batch says of an event before anything is done with it."""
 
 
 def joined(batch: Batch, name: str, history: bool) -> Tensor:

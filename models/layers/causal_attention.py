@@ -15,7 +15,8 @@ Shapes: `B` rows, `T` context positions, `C` candidates, `L` = T + C, `D` width,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import torch
@@ -67,6 +68,38 @@ class Layout:
         """The context alone."""
         return replace(self, earlier=self.earlier[:, : self.context], rope=self.rope[:, :, :, : self.context])
 
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, strict: bool) -> Tensor:
+        """(B, H, L, d): the values that each position reads, by its queries `q` (B, H, L, d); keys and values are of as
+        many positions, or where `strict` of the context alone."""
+        n = self.context
+        past = q[:, :, :n], k[:, :, :n], v[:, :, :n]
+        if self.tied:
+            mixed = prefix_product(*past, self.earlier[:, :n], 0 if strict else self.tokens)
+        else:
+            mixed = shifted_attention(*past) if strict else causal_product(*past)
+        if q.shape[2] == n:
+            return mixed
+        own = None if strict else (k[:, :, n:], v[:, :, n:])
+        return torch.cat([mixed, prefix_product(q[:, :, n:], *past[1:], self.earlier[:, n:], None, own)], 2)
+
+
+@dataclass(frozen=True)
+class CachedLayout(Layout):
+    """Positions that come after others whose keys and values are kept: `context` new ones, which are kept too, then
+    candidates. One after the other, the attentions of a model take the next of the caches."""
+
+    caches: Iterator[tuple[Tensor, Tensor]] = field(default_factory=lambda: iter(()))
+    """Keys and values of each attention, (B, H, M, d)."""
+    slot: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """(B, T) int64: where the new positions are kept."""
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, strict: bool) -> Tensor:
+        keys, values = next(self.caches)
+        slot = self.slot[:, None, :, None].expand(-1, k.shape[1], -1, k.shape[3])
+        keys.scatter_(2, slot, k[:, :, : self.context])
+        values.scatter_(2, slot, v[:, :, : self.context])
+        return prefix_product(q, keys, values, self.earlier, None, None if strict else (k, v))
+
 
 class CausalAttention(nn.Module):
     """Multi-head attention with RoPE. A position reads the context that is strictly earlier and, unless `strict`,
@@ -84,20 +117,11 @@ class CausalAttention(nn.Module):
 
         Where `strict`, no value of a candidate is read, and `values` may be (B, T, D).
         """
-        n, read = layout.context, layout.context if self.strict else states.shape[1]
+        read = layout.context if self.strict else states.shape[1]
         q = rotate(self.split(self.q(states)), layout.rope)
         k = rotate(self.split(self.k(states[:, :read])), layout.rope[:, :, :, :read])
         v = self.split(self.v(values[:, :read]))
-        past = q[:, :, :n], k[:, :, :n], v[:, :, :n]
-        if layout.tied:
-            mixed = prefix_product(*past, layout.earlier[:, :n], 0 if self.strict else layout.tokens)
-        else:
-            mixed = shifted_attention(*past) if self.strict else causal_product(*past)
-        if states.shape[1] > n:
-            own = None if self.strict else (k[:, :, n:], v[:, :, n:])
-            asked = prefix_product(q[:, :, n:], *past[1:], layout.earlier[:, n:], None, own)
-            mixed = torch.cat([mixed, asked], 2)
-        return self.o(mixed.transpose(1, 2).flatten(2))
+        return self.o(layout.mix(q, k, v, self.strict).transpose(1, 2).flatten(2))
 
     def split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
