@@ -119,6 +119,7 @@ def run(config: Config) -> None:
         config.overwrite,
         say,
         config.embeddings,
+        join(config.tables, "sequences"),
     )
     for line in summary(sids, trie):
         print(line)

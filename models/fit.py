@@ -78,6 +78,8 @@ class FitConfig:
     """Epochs between validations; the last epoch is always validated."""
     eval_every_steps: int = 0
     """Steps between validations within an epoch, for long epochs; 0: at the ends of epochs alone."""
+    train_examples: int = 0
+    """Train on this many of the examples, drawn once and the same in every epoch; 0 takes all."""
     eval_examples: int = 0
     """Validate on at most this many requests, the same ones each time; 0 takes all."""
     eval_options: dict[str, Any] = field(default_factory=dict)
@@ -98,7 +100,7 @@ class FitConfig:
     def __post_init__(self) -> None:
         at_least = {
             "batch_size": 1, "eval_batch_size": 1, "max_epochs": 1, "eval_every_epochs": 1, "log_every_steps": 1,
-            "warmup_steps": 0, "patience": 0, "eval_examples": 0, "checkpoint_every_steps": 0, "eval_every_steps": 0,
+            "warmup_steps": 0, "patience": 0, "train_examples": 0, "eval_examples": 0, "checkpoint_every_steps": 0, "eval_every_steps": 0,
             "weight_decay": 0, "clip_norm": 0, "memory_budget_gb": 0,
         }  # fmt: skip
         for name, least in at_least.items():

@@ -155,6 +155,13 @@ def set_up(
     if entry.teach:
         entry.teach(module, config, catalogue)
     notes = entry.remember(module, config, catalogue, examples) if entry.remember else []
+    if fit.train_examples:  # after the teacher's outputs, which runs on other examples share
+        if isinstance(train, Stream):
+            raise UserError(
+                f"fit.train_examples is {fit.train_examples}, and training examples are streamed in {train.buffers} "
+                f"buffers; raise fit.memory_budget_gb, or leave fit.train_examples out"
+            )
+        train.limit_to(fit.train_examples)
     batches = Batches(train, fit.batch_size, fit.seed)
     notes += train.notes(batches.batch_size, fit.seed)
     return Setup(entry, config, catalogue, module, batches, val, fit, device, world, notes)

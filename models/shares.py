@@ -185,6 +185,7 @@ class Sharded:
         self.split, self.unit, self.max_history, self.share = split, unit, max_history, share
         self._rows_held = np.zeros(len(share.held), np.int64)
         self.rows_per_shard = np.zeros(share.shards, np.int64)
+        self._kept: list[NDArray[np.int64]] | None = None  # of each shard held, the rows that `limit_to` left
 
     # What a family gives.
 
@@ -323,10 +324,26 @@ class Sharded:
         return int(self._rows_held.sum())
 
     def _shard_rows(self) -> Iterator[tuple[Shard, NDArray[np.int64]]]:
+        if self._kept is not None:
+            yield from zip(self.share.held, self._kept, strict=True)
+            return
         first = 0
         for shard, rows in zip(self.share.held, self._rows_held.tolist(), strict=True):
             yield shard, np.arange(first, first + rows)
             first += rows
+
+    def limit_to(self, limit: int) -> None:
+        """Leaves `limit` rows over all workers, drawn at random, of each shard its part: the same ones whatever the
+        number of workers. After `agree`."""
+        upto = np.append(0, np.cumsum(self.rows_per_shard))
+        if not 0 < limit < upto[-1]:
+            return
+        counts = np.diff(limit * upto // upto[-1])
+        self._kept = [
+            np.sort(np.random.default_rng(shard.number).permutation(rows)[: counts[shard.number]])
+            for shard, rows in self._shard_rows()
+        ]
+        self._rows_held, self.rows_per_shard = np.array([len(rows) for rows in self._kept], np.int64), counts
 
     def steps(self, batch_size: int) -> int:
         """S: batches per shuffled epoch of `batch_size` rows over all workers; the same on every worker."""

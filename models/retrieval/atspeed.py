@@ -227,7 +227,7 @@ class AtSpeed(Student):
 def measure(model: AtSpeed, batch: dict[str, Tensor], by_user: int = 0, **options: Any) -> dict[str, Any]:
     """The family's sums, and those of passes and steps."""
     found = model.speculate(batch, max(metrics.CUTOFFS), **options)
-    sums = metrics.metric_sums(found.items, batch["target"]) | metrics.user_sums(found.items, batch, by_user)
+    sums = metrics.ranking_sums(found.items, batch, by_user)
     steps = {"drafted": found.drafted, "accepted": found.accepted, "target_passes": found.passes}
     return sums | {name: float(count.sum()) for name, count in steps.items()}
 

@@ -289,6 +289,11 @@ class Examples(Sharded):
         return len(self._end)
 
     @property
+    def targets(self) -> NDArray[np.int32]:
+        """Targets of the requests on this rank."""
+        return self._target
+
+    @property
     def request_numbers(self) -> NDArray[np.int64]:
         """Numbers, in the sequences table, of the requests on this rank: no two splits share one, but for `next`."""
         return request_number(self._user_row[self._owner], self._place)

@@ -18,6 +18,10 @@ CUTOFFS = (1, 5, 10, 20)
 
 EXAMPLES = "examples"
 
+FIRST = "first/"
+"""What metrics begin with that are of the requests whose target is not in the history that the model reads, as
+`first/ndcg@10`: the others repeat an item."""
+
 
 def hit_rank(items: Tensor, target: Tensor) -> Tensor:
     """(B,) int64: the place of `target` (B,) in the ranked `items` (B, K), from 0; K where it is absent.
@@ -55,22 +59,39 @@ def metric_sums(items: Tensor, target: Tensor, cutoffs: Sequence[int] = CUTOFFS)
 
 def names(catalogue: Any) -> list[str]:
     """Names of what `metric_means` gives, on any catalogue."""
-    return [f"{metric}@{k}" for metric in ("recall", "ndcg") for k in CUTOFFS]
+    every = [f"{metric}@{k}" for metric in ("recall", "ndcg") for k in CUTOFFS]
+    return [*every, *(FIRST + name for name in [*every, EXAMPLES])]
 
 
 def measure(model: Any, batch: dict[str, Tensor], by_user: int = 0, **options: Any) -> dict[str, Any]:
-    """`metric_sums` of the model's ranking of the full catalogue; `options` go to its `recommend`. With `by_user` also
-    recall@10 and ndcg@10 of every so-manieth user."""
+    """`ranking_sums` of the model's ranking of the full catalogue; `options` go to its `recommend`."""
     items, _ = model.recommend(batch, max(CUTOFFS), **options)
-    return metric_sums(items, batch["target"]) | user_sums(items, batch, by_user)
+    return ranking_sums(items, batch, by_user)
+
+
+def ranking_sums(items: Tensor, batch: dict[str, Tensor], by_user: int = 0) -> dict[str, Any]:
+    """`metric_sums` of the ranked items (B, K), those of the requests that repeat no item (`FIRST`), and with `by_user`
+    recall@10 and ndcg@10 of every so-manieth user."""
+    target = batch["target"]
+    first = is_first(batch)
+    of_first = {FIRST + name: value for name, value in metric_sums(items[first], target[first]).items()}
+    return metric_sums(items, target) | of_first | user_sums(items, batch, by_user)
+
+
+def is_first(batch: dict[str, Tensor]) -> Tensor:
+    """(B,) bool: whether the target is not in the history that was read."""
+    return (batch["history"] != batch["target"].unsqueeze(1)).all(1)
 
 
 def user_sums(items: Tensor, batch: dict[str, Tensor], stride: int) -> dict[str, ByUser]:
-    """recall@10 and ndcg@10 of every `stride`th user, of none for 0, from the ranked items (B, K)."""
+    """recall@10 and ndcg@10 of every `stride`th user, of none for 0, from the ranked items (B, K); ndcg@10 of requests
+    that repeat no item too."""
     if not stride:
         return {}
     rank = hit_rank(items, batch["target"])
-    values = {"recall@10": (rank < 10).double(), "ndcg@10": torch.where(rank < 10, 1 / torch.log2(rank + 2.0), 0.0)}
+    ndcg = torch.where(rank < 10, 1 / torch.log2(rank + 2.0), 0.0)
+    first = torch.where(is_first(batch), ndcg, torch.nan)
+    values = {"recall@10": (rank < 10).double(), "ndcg@10": ndcg, f"{FIRST}ndcg@10": first}
     return {PREFIX + name: ByUser.of(batch["user_row"], value, stride) for name, value in values.items()}
 
 
@@ -84,11 +105,18 @@ def add_sums(parts: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 def metric_means(sums: dict[str, float]) -> dict[str, float]:
-    """Means per example from sums."""
+    """Means per example from sums; those of `FIRST` per example of theirs, with their number. They are 0 without any."""
     count = sums.get(EXAMPLES, 0.0)
     if not count:
         raise ValueError("no examples were evaluated, so there is no mean; check the split")
-    return {name: float(value / count) for name, value in sums.items() if name != EXAMPLES}
+    first = sums.get(FIRST + EXAMPLES, 0.0)
+    found = {}
+    for name, value in sums.items():
+        if name == FIRST + EXAMPLES:
+            found[name] = float(value)
+        elif name != EXAMPLES:
+            found[name] = float(value / (max(first, 1.0) if name.startswith(FIRST) else count))
+    return found
 
 
 def summary(metrics: dict[str, float]) -> list[str]:

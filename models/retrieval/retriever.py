@@ -5,6 +5,7 @@ Shapes: `B` requests, `L` levels (codes of an item).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,10 +41,15 @@ class Retriever(nn.Module):
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Mean cross-entropy over the L codes of each target, each given those before it (unit `request`)."""
         codes = self.tokens.codes(batch["target"])
-        logits = self.decoder.teacher_forced(self.encode(batch), codes)
-        pairs = zip(logits, self.decoder.targets(codes), strict=True)
-        losses = [functional.cross_entropy(level.float(), target) for level, target in pairs]
-        return {"loss": whole_mean(torch.stack(losses).mean(), len(codes))}
+        return self.loss(self.decoder.teacher_forced(self.encode(batch), codes), self.decoder.targets(codes))
+
+    @staticmethod
+    def loss(logits: Sequence[Tensor], targets: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Mean cross-entropy over positions, each with logits (B, O) and targets (B,)."""
+        losses = [
+            functional.cross_entropy(level.float(), target) for level, target in zip(logits, targets, strict=True)
+        ]
+        return {"loss": whole_mean(torch.stack(losses).mean(), len(targets[0]))}
 
     @recommender
     def recommend(

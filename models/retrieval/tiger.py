@@ -11,7 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from models.config import check_positive
 from models.derived import derived
@@ -55,6 +57,8 @@ class TigerConfig:
     """`shared_kv` is ours; `hf` and `hf_nocache` are `transformers` generate, for comparison."""
     constrained: bool = True
     """Whether decoding keeps to the trie; without it, tuples of no item are dropped in the end."""
+    end_token: bool = False
+    """Whether training also asks for the end token after the codes, as T5's labels have it; search stops before it."""
 
     def __post_init__(self) -> None:
         positive = ("d_model", "d_ff", "num_heads", "d_kv", "num_encoder_layers", "num_decoder_layers")
@@ -102,6 +106,16 @@ class Tiger(Retriever):
         sizes = config.sizes(tokens.vocabulary)
         backbone = T5Backbone(tokens, sizes, config.max_history)
         super().__init__(config, catalogue, backbone, T5Decoder(tokens, sizes, backbone.embedding))
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """As `Retriever.forward`; with `end_token` over L + 1 positions."""
+        if not self.config.end_token:
+            return super().forward(batch)
+        codes = self.tokens.codes(batch["target"])
+        given = functional.pad(codes + self.tokens.offset, (1, 0))  # (B, L + 1): the start, then all codes
+        logits = self.decoder.logits(self.decoder.states(self.encode(batch), given))
+        end = torch.full_like(batch["target"], self.tokens.end)
+        return self.loss(logits, [*self.decoder.targets(codes), end])
 
     @recommender
     def recommend(

@@ -27,9 +27,10 @@ def query_state(history: History) -> Tensor:
 class CrossAttention(nn.Module):
     """Multi-head attention without biases, its inner `width` independent of that of the states."""
 
-    def __init__(self, dim: int, width: int, heads: int) -> None:
+    def __init__(self, dim: int, width: int, heads: int, dropout: float = 0.0) -> None:
+        """`dropout` of the weights that states are mixed by."""
         super().__init__()
-        self.heads = heads
+        self.heads, self.dropout = heads, nn.Dropout(dropout)
         self.q = nn.Linear(dim, width, bias=False)
         self.k = nn.Linear(dim, width, bias=False)
         self.v = nn.Linear(dim, width, bias=False)
@@ -48,7 +49,7 @@ class CrossAttention(nn.Module):
         )
         scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
         scores = scores if padding is None else scores + padding
-        return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return self.o((self.dropout(scores.softmax(-1)) @ v).transpose(1, 2).flatten(2))
 
     def one_query(self, query: Tensor, states: Tensor, padding: Tensor | None) -> Tensor:
         """(B, D) of `query` (B, D): the query goes through the projection of keys, and the states as each head weighs
@@ -57,7 +58,7 @@ class CrossAttention(nn.Module):
         keyed = torch.einsum("bhk,hkd->bhd", self.q(query).unflatten(1, (self.heads, -1)), k)
         scores = keyed @ states.transpose(1, 2) * k.shape[1] ** -0.5  # (B, H, S)
         scores = scores if padding is None else scores + padding[:, 0]
-        mixed = scores.softmax(-1) @ states  # (B, H, D)
+        mixed = self.dropout(scores.softmax(-1)) @ states  # (B, H, D)
         return self.o(torch.einsum("bhd,hkd->bhk", mixed, v).flatten(1))
 
 
@@ -65,11 +66,12 @@ class Readout(nn.Module):
     """Equation 1. With `given` > 0 the query also reads a vector of that width, the prefix of a digit."""
 
     def __init__(
-        self, dim: int, width: int, heads: int, ffn_width: int, dropout: float, ffn: bool = True, given: int = 0
-    ) -> None:
+        self, dim: int, width: int, heads: int, ffn_width: int, dropout: float, ffn: bool = True, given: int = 0,
+        attention_dropout: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.query = nn.Linear(dim + given, dim)
-        self.attention = CrossAttention(dim, width, heads)
+        self.attention = CrossAttention(dim, width, heads, attention_dropout)
         self.norm1 = nn.LayerNorm(dim)
         self.ffn: nn.Sequential | None = None
         if ffn:

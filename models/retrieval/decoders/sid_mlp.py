@@ -50,6 +50,8 @@ class SidMlpConfig(StudentConfig):
     """Hidden width of each digit's head (public code; swept from 128 to 2048, Appendix C.2)."""
     dropout: float = 0.2
     """Dropout of heads and feed-forward (public code; 0.1 and 0.2 in Appendix C.2)."""
+    attention_dropout: float = 0.0
+    """Dropout of the readout's attention weights, which the paper does not name."""
     prefix: Literal["concat", "none", "sum", "cascade"] = "concat"
     """What a head sees of the prefix (Table 5, G1): all embeddings in order; nothing; [z; their sum]; or the newest
     embedding and the previous head's hidden activation in place of z."""
@@ -73,8 +75,9 @@ class SidMlpConfig(StudentConfig):
                 f"attention_width {self.attention_width} does not divide by attention_heads {self.attention_heads}; "
                 f"give a multiple"
             )
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout {self.dropout} is not in [0, 1); give a share")
+        for name in ("dropout", "attention_dropout"):
+            if not 0 <= (share := getattr(self, name)) < 1:
+                raise ValueError(f"{name} {share} is not in [0, 1); give a share")
         for name, choices in CHOICES.items():
             check_choice(name, getattr(self, name), choices)
         impossible = {
@@ -121,7 +124,7 @@ class SidMlpDecoder(Decoder):
         def make(level: int = 0) -> Readout:
             return Readout(
                 dim, config.attention_width, config.attention_heads, config.ffn_width, config.dropout,
-                ffn=config.context_ffn, given=level * dim,
+                ffn=config.context_ffn, given=level * dim, attention_dropout=config.attention_dropout,
             )  # fmt: skip
 
         if config.readout == "mean":

@@ -45,7 +45,10 @@ class T5Decoder(Decoder):
 
     def hidden(self, history: History, codes: Tensor) -> Tensor:
         """(B, L, D): states of the decoder, all codes at once."""
-        given = self.tokens.started(codes)
+        return self.states(history, self.tokens.started(codes))
+
+    def states(self, history: History, given: Tensor) -> Tensor:
+        """(B, T, D): states of the decoder after the tokens `given` (B, T)."""
         bias = self.stack.position_bias(given.shape[1]) if self.stack.blocks[0].has_attention else None
         dropout_p = self.stack.sizes.dropout if self.training else 0.0
         return self.stack(self.embedding(given), bias, dropout_p, history.states, history.padding)

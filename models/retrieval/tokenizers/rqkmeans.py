@@ -34,6 +34,8 @@ class RqkmeansConfig:
     """Most k-means iterations per level; it stops when no item changes its cluster."""
     seed: int = 0
     """Seed of the k-means++ draws."""
+    train_items: bool = False
+    """Whether codebooks are fitted on the items of training requests alone; the others get the nearest codes."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.levels <= 16:
@@ -44,15 +46,19 @@ class RqkmeansConfig:
             raise ValueError(f"rqkmeans.iterations is {self.iterations}; it must be 1 or more")
 
 
-def fit(embeddings: Tensor, config: RqkmeansConfig) -> Generator[Progress, None, Quantized]:
-    """Trains the codebooks on `embeddings` (N, D), on their device; yields once per level, and within.
+def fit(
+    embeddings: Tensor, config: RqkmeansConfig, chosen: Tensor | None = None
+) -> Generator[Progress, None, Quantized]:
+    """Trains the codebooks on `embeddings` (N, D), on their device, or on those of the `chosen` items (n,); yields once
+    per level, and within.
 
     Raises UserError if there are fewer items than codes per level.
     """
     generator = torch.Generator().manual_seed(config.seed)
     residual, codebooks = embeddings, []
     for level in range(config.levels):
-        training = kmeans_steps(residual, config.codebook_size, generator, config.iterations)
+        points = residual if chosen is None else residual[chosen]
+        training = kmeans_steps(points, config.codebook_size, generator, config.iterations)
         codebook = yield from within(training, level, config.levels, f"level {level + 1}: ")  # (K, D)
         codes, _ = nearest(residual, codebook)
         residual = residual - codebook[codes]

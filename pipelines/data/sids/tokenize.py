@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from models.retrieval.data import Examples
 from models.retrieval.search.trie import Trie
 from models.retrieval.tokenizers import rqkmeans, rqvae
 from models.retrieval.tokenizers.conflict import with_conflict_level
@@ -73,6 +74,11 @@ class TokenizerConfig:
         """The tokenizer whose codebooks are trained."""
         return self.psid.base if self.tokenizer == "psid" else self.tokenizer
 
+    @property
+    def on_train_items(self) -> bool:
+        """Whether codebooks are fitted on the items of training requests alone."""
+        return self.quantizer == "rqkmeans" and self.rqkmeans.train_items
+
     def used(self) -> dict[str, Any]:
         """The settings that the SIDs depend on, for the table's fingerprint."""
         used: dict[str, Any] = {"tokenizer": self.tokenizer}
@@ -82,28 +88,39 @@ class TokenizerConfig:
             used[self.quantizer] = asdict(getattr(self, self.quantizer))
         if not self.rqvae.sinkhorn and "rqvae" in used:  # as it was before there was one
             del used["rqvae"]["sinkhorn"]
+        if "rqkmeans" in used and not self.rqkmeans.train_items:  # likewise
+            del used["rqkmeans"]["train_items"]
         return used
 
 
-def _train(embeddings: np.ndarray, config: TokenizerConfig) -> Generator[Progress, None, Quantized]:
+def train_items(sequences_uri: str) -> np.ndarray:
+    """(n,) the items that training requests have as target or in their history, ascending."""
+    every = int(read_manifest(sequences_uri, "sequences").info["max_events"])
+    examples = Examples.load(sequences_uri, "train", unit="request", max_history=every)
+    return np.union1d(examples.behaviours, examples.targets)
+
+
+def _train(
+    embeddings: np.ndarray, config: TokenizerConfig, chosen: np.ndarray | None
+) -> Generator[Progress, None, Quantized]:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     vectors = torch.tensor(embeddings, device=device)
     if config.quantizer == "rqvae":
         return (yield from rqvae.fit(vectors, config.rqvae))
-    return (yield from rqkmeans.fit(vectors, config.rqkmeans))
+    return (yield from rqkmeans.fit(vectors, config.rqkmeans, None if chosen is None else torch.tensor(chosen)))
 
 
 def _train_task(
-    embeddings: np.ndarray, config: TokenizerConfig, threads: int
+    embeddings: np.ndarray, config: TokenizerConfig, chosen: np.ndarray | None, threads: int
 ) -> Iterator[Progress | tuple[Quantized, np.ndarray]]:
     """The task's stream: progress, then the quantiser and the codes that it is used for. The worker may be one that
     Ray started for a task of other CPUs; sums by another number of threads would end in other codes."""
     import torch
 
     torch.set_num_threads(threads)
-    quantized = yield from paced(_train(embeddings, config))
+    quantized = yield from paced(_train(embeddings, config, chosen))
     codes = quantized.codes.numpy()
     if config.tokenizer == "psid":
         yield Progress(0, 0, f"{config.psid.method} for {collisions(codes)['duplicates']} items whose codes are taken")
@@ -115,8 +132,11 @@ TRIES = 3
 """How often the training of codes is started where its worker is lost."""
 
 
-def train_codes(embeddings: np.ndarray, config: TokenizerConfig, say: Say = print) -> tuple[Quantized, np.ndarray]:
-    """The trained quantiser and the codes (N, C) of the items, before any conflict code.
+def train_codes(
+    embeddings: np.ndarray, config: TokenizerConfig, say: Say = print, chosen: np.ndarray | None = None
+) -> tuple[Quantized, np.ndarray]:
+    """The trained quantiser, fitted on the `chosen` items where given, and the codes (N, C) of all items, before any
+    conflict code.
 
     A training whose worker is lost starts anew, and ends with the same.
     """
@@ -125,7 +145,7 @@ def train_codes(embeddings: np.ndarray, config: TokenizerConfig, say: Say = prin
     vectors = ray.put(embeddings)
     for attempt in range(1, TRIES + 1):
         try:
-            return _train_remote(vectors, config, say)
+            return _train_remote(vectors, config, say, chosen)
         except ray.exceptions.RayError as error:
             if attempt == TRIES or isinstance(error, ray.exceptions.RayTaskError):  # it was raised, not lost
                 raise
@@ -134,7 +154,9 @@ def train_codes(embeddings: np.ndarray, config: TokenizerConfig, say: Say = prin
     raise AssertionError
 
 
-def _train_remote(vectors: Any, config: TokenizerConfig, say: Say) -> tuple[Quantized, np.ndarray]:
+def _train_remote(
+    vectors: Any, config: TokenizerConfig, say: Say, chosen: np.ndarray | None
+) -> tuple[Quantized, np.ndarray]:
     import ray
 
     gpu = ray.cluster_resources().get("GPU", 0) >= 1
@@ -143,7 +165,7 @@ def _train_remote(vectors: Any, config: TokenizerConfig, say: Say) -> tuple[Quan
     task: Any = ray.remote(num_cpus=min(cpus, 4), num_gpus=1 if gpu else 0, num_returns="streaming", max_retries=0)(
         _train_task
     )
-    for reference in task.remote(vectors, config, threads):
+    for reference in task.remote(vectors, config, chosen, threads):
         message = ray.get(reference)
         if not isinstance(message, Progress):
             return message
@@ -182,8 +204,8 @@ def _published_codes(items: pa.Table, sids: dict[str, list[int]], uri: str) -> _
     return _finish(codes, sizes, bool(collisions(codes)["duplicates"]), measures)
 
 
-def _trained_codes(embeddings_uri: str, config: TokenizerConfig, say: Say) -> _Codes:
-    quantized, codes = train_codes(read_embeddings(embeddings_uri), config, say)
+def _trained_codes(embeddings_uri: str, config: TokenizerConfig, say: Say, chosen: np.ndarray | None) -> _Codes:
+    quantized, codes = train_codes(read_embeddings(embeddings_uri), config, say, chosen)
     sizes = [quantized.codebooks.shape[1]] * quantized.codebooks.shape[0]
     measures: dict[str, Any] = {
         "reconstruction_error": quantized.reconstruction_error,
@@ -268,10 +290,12 @@ def tokenize(
     overwrite: bool = False,
     say: Say = print,
     embeddings: str = "",
+    sequences_uri: str = "",
 ) -> tuple[Manifest, Manifest, bool]:
     """Makes `embeddings` (unless SIDs are published), `sids` and `trie` under `output`.
 
-    Embeddings are in the folder `embeddings` instead where that is given, so that tokenizers can share them.
+    Embeddings are in the folder `embeddings` instead where that is given, so that tokenizers can share them. Of
+    `sequences_uri` come the training requests where codebooks are fitted on their items alone.
     Returns the manifests of sids and trie, and whether anything was made. Raises UserError for input that
     does not fit, for an `output` made from something else unless `overwrite`, and for one that another job writes.
     """
@@ -287,6 +311,10 @@ def tokenize(
         else:
             origin = (items_uri, encoder, pca_width, embed or EmbedConfig())
             inputs["embeddings"] = _embed_first(origin, output, embeddings, overwrite, say)
+        chosen = None
+        if config.on_train_items:
+            inputs["sequences"] = read_manifest(sequences_uri, "sequences").hash
+            chosen = train_items(sequences_uri)
         used = config.used()
         current = not overwrite and up_to_date(sids_uri, fingerprint(used, inputs))
         if not current:
@@ -296,7 +324,7 @@ def tokenize(
             if config.tokenizer == "published":
                 made = _published_codes(read_table(items_uri, "items"), published, config.published)
             else:
-                made = _trained_codes(embeddings or own, config, say)
+                made = _trained_codes(embeddings or own, config, say, chosen)
             info = {
                 "codebook_sizes": made.sizes,
                 "tokenizer": config.tokenizer,
