@@ -100,8 +100,8 @@ class FitConfig:
     def __post_init__(self) -> None:
         at_least = {
             "batch_size": 1, "eval_batch_size": 1, "max_epochs": 1, "eval_every_epochs": 1, "log_every_steps": 1,
-            "warmup_steps": 0, "patience": 0, "train_examples": 0, "eval_examples": 0, "checkpoint_every_steps": 0, "eval_every_steps": 0,
-            "weight_decay": 0, "clip_norm": 0, "memory_budget_gb": 0,
+            "warmup_steps": 0, "patience": 0, "eval_examples": 0, "checkpoint_every_steps": 0, "eval_every_steps": 0,
+            "weight_decay": 0, "clip_norm": 0, "memory_budget_gb": 0, "train_examples": 0,
         }  # fmt: skip
         for name, least in at_least.items():
             if getattr(self, name) < least:

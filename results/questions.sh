@@ -1,60 +1,89 @@
 #!/usr/bin/env bash
-# Where do students lose what their teachers have, and what do our deviations from the published SID-MLP change?
-# Small models on amazon18_industrial and amazon14_beauty_llm_sids, one thread each.
+# Where do students lose what their teachers have, and what does each deviation from the published SID-MLP change? Small
+# models on amazon18_industrial, 40 epochs a teacher and 20 a student, one thread each: three hours of one core.
 #
-#   results/questions.sh DATA OUT      DATA: the folder of both logs' folders; OUT: where tables and runs go
+#   results/questions.sh LOG OUT [PART...]   LOG: the folder amazon18_industrial; OUT: where tables and runs go;
+#                                            PART: teachers, requests, selection, deviations; by default all
 #
 # The line again goes on from what is finished. Then:
 #
 #   python -m jobs.compare --experiment retrieval/questions --tracking_uri sqlite:///OUT/runs/mlflow.db \
 #       --export results/questions.jsonl
 set -euo pipefail
-data=$(realpath "$1") out=$(realpath -m "$2")
+log=$(realpath "$1") out=$(realpath -m "$2")
+shift 2
 python=$(command -v python)
 here=$(cd "$(dirname "$0")/.." && pwd)
 mkdir -p "$out"
 cd "$here"
 
-job() { "$python" -m "jobs.$@"; }
+tables=$out/amazon18_industrial
 
-prepare() {  # LOG
-  [ -e "$out/$1/statistics.json" ] || job prepare --source "jobs/configs/sources/$1.yaml" --input "$data/$1" --output "$out/$1"
-}
+job() { "$python" -m "jobs.$@"; }
 
 tokenize() {  # NAME OPTION...
   local name=$1
   shift
-  [ -e "$out/sids/$name/trie" ] || job tokenize --output "$out/sids/$name" "$@"
+  [ -e "$out/sids/$name/trie/manifest.json" ] || job tokenize --tables "$tables" --output "$out/sids/$name" "$@"
 }
 
-row() {  # NAME SEED CONFIG LOG SIDS OPTION...
-  local name=$1-$2 seed=$2 config=$3 tables=$out/$4 sids=$out/sids/$5
-  shift 5
-  job train --config "jobs/configs/$config.yaml" --tables "$tables" --sids "$sids" --storage "$out/runs" \
-    --name "$name" --experiment retrieval/questions --fit.seed "$seed" --fit.patience 0 --ray.threads 1 "$@"
+row() {  # NAME SEED CONFIG CODES OPTION...
+  local name=$1-$2 seed=$2 config=$3 sids=$out/sids/$4
+  shift 4
+  job train --config "jobs/configs/$config.yaml" --tables "$tables" --sids "$sids" --storage "$out/runs" --name "$name" \
+    --experiment retrieval/questions --fit.seed "$seed" --fit.patience 0 --ray.threads 1 "$@"
   job evaluate --checkpoint "$out/runs/$name" --tables "$tables" --sids "$sids" --split test
 }
 
-pair() {  # CODES SEED OPTION...    a teacher and its student
-  local codes=$1 seed=$2
-  shift 2
-  row "tiger-$codes" "$seed" tiger_small amazon18_industrial "$codes" --fit.max_epochs 40 "$@"
-  student "$codes" "$codes" "$seed"
+teacher() {  # NAME SEED CODES OPTION...
+  local name=$1 seed=$2 codes=$3
+  shift 3
+  row "tiger-$name" "$seed" tiger_small "$codes" --fit.max_epochs 40 "$@"
 }
 
-student() {  # NAME TEACHER SEED OPTION...
-  local name=$1 teacher=$2 seed=$3
-  shift 3
-  row "sid_mlp-$name" "$seed" sid_mlp_small amazon18_industrial "$teacher" --model.teacher "$out/runs/tiger-$teacher-$seed" \
+student() {  # NAME SEED CODES TEACHER OPTION...
+  local name=$1 seed=$2 codes=$3 teacher=$4
+  shift 4
+  row "sid_mlp-$name" "$seed" sid_mlp_small "$codes" --model.teacher "$out/runs/tiger-$teacher-$seed" \
     --model.teacher_cache "$out/cache" --fit.max_epochs 20 "$@"
 }
 
-log=$data/amazon18_industrial
-prepare amazon18_industrial
-tokenize rqkmeans --tables "$out/amazon18_industrial" --tokenizer rqkmeans --encoder minilm --pca 128 --embed.workers 1
-tokenize published --tables "$out/amazon18_industrial" --tokenizer published --published "$log/published_sids.csv.gz"
+teachers() {  # equal teachers, three seeds for each tokenizer, and a student of each
+  for seed in 42 43 44; do
+    for codes in rqkmeans published; do
+      teacher "$codes" "$seed" "$codes"
+      student "$codes" "$seed" "$codes" "$codes"
+    done
+  done
+}
 
-# 1. Equal teachers, three seeds for each tokenizer.
-for seed in 42 43 44; do
-  for codes in rqkmeans published; do pair "$codes" "$seed"; done
-done
+requests() {  # the same teachers, students that learn from some of the 12,888 requests in as many steps
+  for seed in 42 43 44; do
+    student half "$seed" rqkmeans rqkmeans --fit.train_examples 6400 --fit.max_epochs 40 --fit.eval_every_epochs 2
+    student tenth "$seed" rqkmeans rqkmeans --fit.train_examples 1280 --fit.max_epochs 200 --fit.eval_every_epochs 10
+  done
+}
+
+selection() {  # the best student by requests that repeat no item of their history
+  for seed in 42 43 44; do
+    student first "$seed" rqkmeans rqkmeans --fit.metric first/ndcg@10
+  done
+}
+
+deviations() {  # one at a time, beside tiger-rqkmeans-42 and sid_mlp-rqkmeans-42
+  student attention_dropout 42 rqkmeans rqkmeans --model.attention_dropout 0.1
+  student last_epoch 42 rqkmeans rqkmeans --fit.eval_every_epochs 20
+  job evaluate --checkpoint "$out/runs/tiger-rqkmeans-42" --tables "$tables" --sids "$out/sids/rqkmeans" --constrained false
+  teacher end_token 42 rqkmeans --model.end_token true
+  student end_token 42 rqkmeans end_token
+  tokenize train_items --tokenizer rqkmeans --encoder minilm --pca 128 --embeddings "$out/sids/rqkmeans/embeddings" \
+    --rqkmeans.train_items true
+  teacher train_items 42 train_items
+  student train_items 42 train_items train_items
+}
+
+[ -e "$tables/statistics.json" ] || job prepare --source jobs/configs/sources/amazon18_industrial.yaml --input "$log" --output "$tables"
+tokenize rqkmeans --tokenizer rqkmeans --encoder minilm --pca 128 --embed.workers 1
+tokenize published --tokenizer published --published "$log/published_sids.csv.gz"
+[ $# -gt 0 ] || set -- teachers requests selection deviations
+for part in "$@"; do "$part"; done

@@ -105,18 +105,14 @@ def add_sums(parts: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 def metric_means(sums: dict[str, float]) -> dict[str, float]:
-    """Means per example from sums; those of `FIRST` per example of theirs, with their number. They are 0 without any."""
+    """Means per example from sums. Those of `FIRST` are per example of theirs, whose number stays; 0 where none is."""
     count = sums.get(EXAMPLES, 0.0)
     if not count:
         raise ValueError("no examples were evaluated, so there is no mean; check the split")
-    first = sums.get(FIRST + EXAMPLES, 0.0)
-    found = {}
-    for name, value in sums.items():
-        if name == FIRST + EXAMPLES:
-            found[name] = float(value)
-        elif name != EXAMPLES:
-            found[name] = float(value / (max(first, 1.0) if name.startswith(FIRST) else count))
-    return found
+    first = max(1.0, sums.get(FIRST + EXAMPLES, 0.0))
+    found = {name: float(value / (first if name.startswith(FIRST) else count)) for name, value in sums.items()}
+    del found[EXAMPLES]
+    return found | {name: float(sums[name]) for name in [FIRST + EXAMPLES] if name in sums}
 
 
 def summary(metrics: dict[str, float]) -> list[str]:

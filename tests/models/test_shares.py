@@ -95,6 +95,26 @@ def test_each_batch_is_the_same_whatever_the_number_of_workers(
         assert epoch_of([rank["train"] for rank in load(sequences, name, world, shards)], 1, 16) == steps
 
 
+@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_training_on_some_rows_is_on_the_same_ones_whatever_the_epoch_and_the_number_of_workers(
+    sequences: dict[str, str], name: str, shards: int
+) -> None:
+    def limited(world: int) -> list[Any]:
+        ranks = [rank["train"] for rank in load(sequences, name, world, shards)]
+        for rank in ranks:
+            rank.limit_to(17)
+        return ranks
+
+    alone = limited(1)
+    steps = epoch_of(alone, 1, 4)
+    assert sum(steps, Counter()).total() == len(alone[0]) == 17
+    assert epoch_of(limited(2), 1, 4) == steps
+    if name != "actions_cut":  # which cuts a row anew
+        every = contents(alone[0], np.concatenate([rows for _, rows in alone[0]._shard_rows()]))
+        assert sum(steps, Counter()) == sum(epoch_of(alone, 2, 4), Counter()) == every
+
+
 @pytest.mark.parametrize("limit", [0, 17])
 @pytest.mark.parametrize("shards", [1, 4, PARTS])
 @pytest.mark.parametrize("name", FAMILIES)

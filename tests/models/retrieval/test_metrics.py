@@ -9,7 +9,16 @@ import pytest
 import torch
 from sklearn.metrics import ndcg_score
 
-from models.retrieval.metrics import add_sums, hit_rank, metric_means, metric_sums, ndcg_at_k, recall_at_k
+from models.retrieval.metrics import (
+    add_sums,
+    hit_rank,
+    measure,
+    metric_means,
+    metric_sums,
+    names,
+    ndcg_at_k,
+    recall_at_k,
+)
 
 
 def test_they_are_those_of_scikit_learn_and_of_a_count():
@@ -35,6 +44,26 @@ def test_batches_and_workers_add_up():
     assert whole["examples"] == 50
     assert "examples" not in metric_means(whole)
     assert metric_means(whole)["recall@10"] == pytest.approx(whole["recall@10"] / 50)
+
+
+def test_requests_that_repeat_an_item_count_apart():
+    class Model:
+        def recommend(self, batch, k):
+            return torch.arange(k).expand(3, k), torch.zeros(3, k)
+
+    history = torch.tensor([[7, 0, -1], [2, 3, 1], [5, 9, 4]])
+    batch = {"history": history, "target": torch.tensor([0, 2, 1]), "user_row": torch.tensor([4, 5, 6])}
+    sums = measure(Model(), batch, by_user=1)
+    kept = sums.pop("by_user/first/ndcg@10")
+    del sums["by_user/ndcg@10"], sums["by_user/recall@10"]
+    found = metric_means(add_sums([sums, measure(Model(), {**batch, "history": batch["target"][:, None]})]))
+    assert found["first/examples"] == 1  # the third request of the first batch
+    assert found["first/ndcg@10"] == pytest.approx(1 / math.log2(3))
+    assert found["ndcg@10"] == pytest.approx((1 + 1 / math.log2(3) + 0.5) / 3)
+    assert [part.tolist() for part in kept.whole()] == [[6], [pytest.approx(1 / math.log2(3))], [1]]
+    assert set(found) == set(names(None))
+    alone = metric_means(sums | {"first/examples": 0.0, "first/ndcg@10": 0.0})
+    assert alone["first/ndcg@10"] == 0
 
 
 def test_a_place_without_an_item_never_hits():

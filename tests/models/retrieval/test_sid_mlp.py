@@ -83,6 +83,21 @@ def test_one_query_in_training_is_the_same_attention() -> None:
         torch.testing.assert_close(one, all_, atol=1e-12, rtol=1e-10)
 
 
+def test_dropout_of_attention_weights_is_of_training_alone_and_keeps_their_mean() -> None:
+    torch.manual_seed(0)
+    plain, dropping = CrossAttention(12, 20, 4).double(), CrossAttention(12, 20, 4, dropout=0.3).double()
+    dropping.load_state_dict(plain.state_dict())
+    query, states = torch.randn(5, 2, 12, dtype=torch.double), torch.randn(5, 7, 12, dtype=torch.double)
+    for asked in (query, query[:, :1]):  # more queries of a user, and the one of a readout
+        expected = plain.eval()(asked, states, None)
+        torch.testing.assert_close(dropping.eval()(asked, states, None), expected)
+        dropping.train()
+        drawn = torch.stack([dropping(asked, states, None) for _ in range(4000)])
+        assert not torch.allclose(drawn[0], expected)
+        torch.testing.assert_close(drawn.mean(0), expected, atol=0.05, rtol=0)
+    torch.testing.assert_close(student(attention_dropout=0.3).decoder.readout.attention.dropout.p, 0.3)
+
+
 @pytest.mark.parametrize(("alpha", "tau"), [(0.7, 1.0), (0.3, 2.5), (1.0, 0.5), (0.0, 1.0)])
 @pytest.mark.parametrize("logits", ["codebook", "vocabulary"])
 def test_the_loss_is_equation_3(alpha: float, tau: float, logits: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -61,12 +62,17 @@ def test_the_input_is_user_codes_and_end(tiger):
     assert paper.backbone.embedding.weight.shape == (1027, 128)
 
 
-def test_loss_and_gradients_are_those_of_transformers(tiger):
+@pytest.mark.parametrize("end_token", [False, True])
+def test_loss_and_gradients_are_those_of_transformers(tiger, end_token):
     batch = requests(16)
+    tiger.config = replace(tiger.config, end_token=end_token)
+    labels = tiger.tokens.items[batch["target"]]
+    if end_token:
+        labels = torch.nn.functional.pad(labels, (0, 1), value=tiger.tokens.end)
     library = as_transformers(tiger.backbone, tiger.decoder)
     tokens, lengths = tiger.tokens.history(batch), tiger.tokens.lengths(batch)
     real = torch.arange(tokens.shape[1]) < lengths[:, None]
-    loss = library(input_ids=tokens, attention_mask=real.long(), labels=tiger.tokens.items[batch["target"]]).loss
+    loss = library(input_ids=tokens, attention_mask=real.long(), labels=labels).loss
     expected = torch.autograd.grad(loss, list(tiger.parameters()))
     ours = tiger(batch)["loss"]
     torch.testing.assert_close(ours, loss, rtol=1e-5, atol=1e-5)

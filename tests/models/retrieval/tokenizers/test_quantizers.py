@@ -84,6 +84,16 @@ def test_greedy_codes_are_the_nearest_centroids_of_the_residuals() -> None:
         torch.testing.assert_close(vector - residual, total)
 
 
+def test_rqkmeans_of_some_items_encodes_the_others_by_what_it_learned() -> None:
+    points, _ = planted()
+    config = RqkmeansConfig(levels=2, codebook_size=BRANCHES[0])
+    chosen = torch.arange(0, len(points), 3)
+    alone, all_ = finish(rqkmeans.fit(points[chosen], config)), finish(rqkmeans.fit(points, config, chosen))
+    assert torch.equal(alone.codebooks, all_.codebooks)
+    assert torch.equal(alone.codes, all_.codes[chosen])
+    assert torch.equal(encode(points, all_.codebooks)[0], all_.codes)
+
+
 def test_rqkmeans_recovers_planted_hierarchy() -> None:
     points, paths = planted()
     # one codebook size for all levels: the last two have spare codes, so sizes follow the first level
