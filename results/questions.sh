@@ -3,7 +3,8 @@
 # models on amazon18_industrial, 40 epochs a teacher and 20 a student, one thread each: three hours of one core.
 #
 #   results/questions.sh LOG OUT [PART...]   LOG: the folder amazon18_industrial; OUT: where tables and runs go;
-#                                            PART: teachers, requests, selection, deviations; by default all
+#                                            PART: teachers, requests, selection, recipe, targets; by default all
+#   SEEDS='42 43 44'                         those of the first three parts
 #
 # The line again goes on from what is finished. Then:
 #
@@ -18,6 +19,7 @@ mkdir -p "$out"
 cd "$here"
 
 tables=$out/amazon18_industrial
+SEEDS=${SEEDS:-42 43 44}
 
 job() { "$python" -m "jobs.$@"; }
 
@@ -49,7 +51,7 @@ student() {  # NAME SEED CODES TEACHER OPTION...
 }
 
 teachers() {  # equal teachers, three seeds for each tokenizer, and a student of each
-  for seed in 42 43 44; do
+  for seed in $SEEDS; do
     for codes in rqkmeans published; do
       teacher "$codes" "$seed" "$codes"
       student "$codes" "$seed" "$codes" "$codes"
@@ -58,22 +60,25 @@ teachers() {  # equal teachers, three seeds for each tokenizer, and a student of
 }
 
 requests() {  # the same teachers, students that learn from some of the 12,888 requests in as many steps
-  for seed in 42 43 44; do
+  for seed in $SEEDS; do
     student half "$seed" rqkmeans rqkmeans --fit.train_examples 6400 --fit.max_epochs 40 --fit.eval_every_epochs 2
     student tenth "$seed" rqkmeans rqkmeans --fit.train_examples 1280 --fit.max_epochs 200 --fit.eval_every_epochs 10
   done
 }
 
 selection() {  # the best student by requests that repeat no item of their history
-  for seed in 42 43 44; do
+  for seed in $SEEDS; do
     student first "$seed" rqkmeans rqkmeans --fit.metric first/ndcg@10
   done
 }
 
-deviations() {  # one at a time, beside tiger-rqkmeans-42 and sid_mlp-rqkmeans-42
+recipe() {  # deviations of students and of search, one at a time, beside tiger-rqkmeans-42 and sid_mlp-rqkmeans-42
   student attention_dropout 42 rqkmeans rqkmeans --model.attention_dropout 0.1
   student last_epoch 42 rqkmeans rqkmeans --fit.eval_every_epochs 20
   job evaluate --checkpoint "$out/runs/tiger-rqkmeans-42" --tables "$tables" --sids "$out/sids/rqkmeans" --constrained false
+}
+
+targets() {  # deviations of teachers, likewise
   teacher end_token 42 rqkmeans --model.end_token true
   student end_token 42 rqkmeans end_token
   tokenize train_items --tokenizer rqkmeans --encoder minilm --pca 128 --embeddings "$out/sids/rqkmeans/embeddings" \
@@ -85,5 +90,5 @@ deviations() {  # one at a time, beside tiger-rqkmeans-42 and sid_mlp-rqkmeans-4
 [ -e "$tables/statistics.json" ] || job prepare --source jobs/configs/sources/amazon18_industrial.yaml --input "$log" --output "$tables"
 tokenize rqkmeans --tokenizer rqkmeans --encoder minilm --pca 128 --embed.workers 1
 tokenize published --tokenizer published --published "$log/published_sids.csv.gz"
-[ $# -gt 0 ] || set -- teachers requests selection deviations
+[ $# -gt 0 ] || set -- teachers requests selection recipe targets
 for part in "$@"; do "$part"; done
