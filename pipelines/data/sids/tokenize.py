@@ -95,8 +95,7 @@ class TokenizerConfig:
 
 def train_items(sequences_uri: str) -> np.ndarray:
     """(n,) the items that training requests have as target or in their history, ascending."""
-    every = int(read_manifest(sequences_uri, "sequences").info["max_events"])
-    examples = Examples.load(sequences_uri, "train", unit="request", max_history=every)
+    examples = Examples.load(sequences_uri, "train", unit="request", max_history=np.iinfo(np.int32).max)
     return np.union1d(examples.behaviours, examples.targets)
 
 

@@ -16,7 +16,7 @@ from models.retrieval.tokenizers.rqvae import RqvaeConfig
 from models.tables import UserError, has_manifest, read_manifest, read_table
 from pipelines.data.sids import benchmark
 from pipelines.data.sids.embed import EmbedConfig, read_embeddings
-from pipelines.data.sids.tokenize import TokenizerConfig, read_codes, tokenize
+from pipelines.data.sids.tokenize import TokenizerConfig, read_codes, tokenize, train_items
 from pipelines.data.tables import SIDS, TRIE, commit, items_schema, write_part, writing
 
 COUNT = 90
@@ -50,6 +50,19 @@ def run(items: str, output: Path, config: TokenizerConfig = KMEANS, **options: A
 
 def stamps(folder: Path) -> dict[str, int]:
     return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def test_items_of_training_requests_are_targets_and_what_came_before_them(small: tuple[str, str]) -> None:
+    sequences = f"{small[0]}/sequences"
+    expected: set[int] = set()
+    for user in read_table(sequences).to_pylist():
+        for request in user["requests"]:
+            if request["split"] == "train" and request["history_end"]:
+                expected |= {*user["item_index"][: request["history_end"]], request["candidates"][0]}
+    assert train_items(sequences).tolist() == sorted(expected)
+    kept = TokenizerConfig("rqkmeans", rqkmeans=RqkmeansConfig(train_items=True)).used()["rqkmeans"]
+    assert kept.pop("train_items") is True
+    assert TokenizerConfig("rqkmeans").used()["rqkmeans"] == kept  # tables of before it are up to date
 
 
 def test_tables_name_what_they_are_made_from(ray_local: None, items_uri: str, tmp_path: Path) -> None:
