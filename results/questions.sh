@@ -3,8 +3,9 @@
 # models on amazon18_industrial, 40 epochs a teacher and 20 a student, one thread each: three hours of one core.
 #
 #   results/questions.sh LOG OUT [PART...]   LOG: the folder amazon18_industrial; OUT: where tables and runs go;
-#                                            PART: teachers, requests, selection, recipe, targets; by default all
-#   SEEDS='42 43 44'                         those of the first three parts
+#                                            PART: teachers, students, requests, selection, recipe, targets;
+#                                            by default all
+#   SEEDS='42 43 44'                         of teachers, requests and selection
 #
 # The line again goes on from what is finished. Then:
 #
@@ -59,6 +60,15 @@ teachers() {  # equal teachers, three seeds for each tokenizer, and a student of
   done
 }
 
+students() {  # more students of the first teachers: what a student's seed changes
+  for seed in 43 44; do
+    for codes in rqkmeans published; do
+      row "sid_mlp-$codes-42" "$seed" sid_mlp_small "$codes" --model.teacher "$out/runs/tiger-$codes-42" \
+        --model.teacher_cache "$out/cache" --fit.max_epochs 20
+    done
+  done
+}
+
 requests() {  # the same teachers, students that learn from some of the 12,888 requests in as many steps
   for seed in $SEEDS; do
     student half "$seed" rqkmeans rqkmeans --fit.train_examples 6400 --fit.max_epochs 40 --fit.eval_every_epochs 2
@@ -90,5 +100,5 @@ targets() {  # deviations of teachers, likewise
 [ -e "$tables/statistics.json" ] || job prepare --source jobs/configs/sources/amazon18_industrial.yaml --input "$log" --output "$tables"
 tokenize rqkmeans --tokenizer rqkmeans --encoder minilm --pca 128 --embed.workers 1
 tokenize published --tokenizer published --published "$log/published_sids.csv.gz"
-[ $# -gt 0 ] || set -- teachers requests selection recipe targets
+[ $# -gt 0 ] || set -- teachers students requests selection recipe targets
 for part in "$@"; do "$part"; done
