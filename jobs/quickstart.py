@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib
 import shlex
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -156,17 +155,23 @@ def run(config: Config) -> None:
     if extra:
         options = extra.options(place.tables, config.encoder, config.data)
         steps.run(extra.title, extra.job, "--tables", place.tables, *options, "--output", place.extra)
+    most = config.epochs or flow.epochs
     for trained in flow.models:
-        measure(config, place, steps, trained, config.epochs or flow.epochs)
+        measure(config, place, steps, trained, most)
     uri = tracking.resolve_uri(None, place.runs)  # where the trainings logged
-    steps.run("Compare", "compare", "--experiment", f"{config.family}/{place.dataset}", "--tracking_uri", uri)
-    label = "simulated data: the figures say that the flow works, nothing about a real log" if not config.data else ""
+    page = Path(place.runs).parent / "compare.html"
+    experiment = f"{config.family}/{place.dataset}"
+    steps.run("Compare", "compare", "--experiment", experiment, "--html", str(page), "--tracking_uri", uri)
+    label = "" if config.data else "This is simulated data: the figures show that the flow works, nothing more."
     print(f"\nDone in {time.monotonic() - steps.started:.0f} s. {label}")
+    print(
+        f"Each model trained for at most {most} epochs. One that learns slowly, such as TIGER, gains by more: --epochs."
+    )
     print(f"  tables        {place.tables}")
     if extra:
         print(f"  {extra.label:<12}  {place.extra}")
     print(f"  checkpoints   {place.runs}")
-    print(f"  look at it    {tracking.viewer(uri, f'{Path(sys.executable).parent}/mlflow')}")
+    print(f"  look at it    {page.as_uri()}")
 
 
 if __name__ == "__main__":
