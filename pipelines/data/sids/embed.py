@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from models.tables import Manifest, UserError, has_manifest, read_manifest, read_table
-from models.text_encoder import load_encoder, load_tokenizer, locate_encoder
+from models.text_encoder import WORDS, TextEncoder, locate_encoder
 from pipelines.data.tables import check_writable, commit, embeddings_schema, fingerprint, up_to_date, write_part
 
 Say = Callable[[str], None]
@@ -147,54 +147,8 @@ def encoder_version(name: str) -> str:
     return digest.hexdigest()
 
 
-class TextEncoder:
+class EncoderActor(TextEncoder):
     """A `transformers` encoder as a Ray Data actor: blocks of texts to blocks of embeddings."""
-
-    def __init__(
-        self, name: str, pooling: str, max_tokens: int, batch_size: int, normalize: bool, precision: str = "fp32"
-    ) -> None:
-        import torch
-
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.tokenizer, self.max_tokens = load_tokenizer(name, max_tokens)
-        self.model = load_encoder(name).eval().to(self.device)
-        self.pooling, self.batch_size, self.normalize = pooling, batch_size, normalize
-        self.bf16 = precision == "bf16"
-
-    def encode(self, texts: list[str], seconds: list[str] | None = None, separator: bool = False) -> np.ndarray:
-        """Embeddings (texts, width) float32, in the order of the texts.
-
-        `seconds` are read together with the texts, each pair as one input; the longer of the two is cut first.
-        `separator` adds the state of the first [SEP], which ends the text: (texts, 2 width), [SEP] last.
-        """
-        import torch
-
-        pooled = []
-        for start in range(0, len(texts), self.batch_size):
-            batch = self.tokenizer(
-                texts[start : start + self.batch_size],
-                None if seconds is None else seconds[start : start + self.batch_size],
-                padding=True,
-                truncation=True,
-                max_length=self.max_tokens,
-                return_tensors="pt",
-            ).to(self.device)
-            with torch.inference_mode(), torch.autocast(self.device, torch.bfloat16, enabled=self.bf16):
-                states = self.model(**batch).last_hidden_state.float()  # (texts, tokens, width)
-            if self.pooling == "cls":
-                vectors = states[:, 0]
-            else:
-                mask = batch["attention_mask"].unsqueeze(-1).float()
-                vectors = (states * mask).sum(1) / mask.sum(1).clamp(min=1)
-            if self.normalize:
-                vectors = torch.nn.functional.normalize(vectors, dim=-1)
-            if separator:
-                first = (batch["input_ids"] == self.tokenizer.sep_token_id).int().argmax(1)
-                seen = states[torch.arange(len(states), device=self.device), first]
-                seen = torch.nn.functional.normalize(seen, dim=-1) if self.normalize else seen
-                vectors = torch.cat([vectors, seen], dim=-1)
-            pooled.append(vectors.cpu().numpy())
-        return np.concatenate(pooled)
 
     def __call__(self, block: pa.Table) -> pa.Table:
         vectors = self.encode(block["text"].to_pylist())
@@ -226,7 +180,7 @@ def _encode_distributed(texts: list[str], name: str, config: EmbedConfig, say: S
     workers = min(len(blocks), config.workers or gpus or int(resources.get("CPU", 1)))
     say(f"{workers} encoder actor{'s' if workers > 1 else ''} on {'GPU' if gpus else 'CPU'}")
     dataset = ray.data.from_arrow(blocks).map_batches(
-        TextEncoder,
+        EncoderActor,
         fn_constructor_args=(name, *config.encoder_options()),
         batch_size=None,  # a block is a batch: the encoder takes it apart in the order of length
         batch_format="pyarrow",
@@ -265,7 +219,7 @@ def fit_tfidf(texts: list[str], width: int) -> tuple[Any, Any, np.ndarray]:
     from sklearn.decomposition import TruncatedSVD
     from sklearn.feature_extraction.text import TfidfVectorizer
 
-    vectorizer = TfidfVectorizer(sublinear_tf=True, max_features=50_000, token_pattern=r"(?u)\b\w+\b")
+    vectorizer = TfidfVectorizer(max_features=50_000, **WORDS)
     try:
         counts = vectorizer.fit_transform(texts)
     except ValueError as error:

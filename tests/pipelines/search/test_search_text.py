@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
@@ -12,17 +15,22 @@ from sklearn.metrics.pairwise import cosine_similarity
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTokenizerFast
 
 from jobs import encode as job
+from models import checkpoint
+from models.fit import FitConfig
 from models.search.data import SearchCatalogue
+from models.setup import set_up
 from models.tables import MANIFEST, UserError, join, read_manifest, read_table
+from models.text_encoder import TextEncoder
 from pipelines.data.kinds.search import text as search_text
 from pipelines.data.kinds.search.simulator import simulate_search
-from pipelines.data.kinds.search.text import SearchTextConfig, TfidfEncoder, encode_search
+from pipelines.data.kinds.search.text import SearchTextConfig, encode_search, fitted_tfidf
 from pipelines.data.kinds.simulation import MAKERS, NOUNS, STYLES, TRAITS
 from pipelines.data.prepare import prepare
 from pipelines.data.settings import read_config
-from pipelines.data.sids.embed import TextEncoder
 from pipelines.data.sources import load_source
 from pipelines.data.tables import commit
+from pipelines.serving.package import write_bundle
+from pipelines.serving.served_ranker import RequestRanker
 
 SOURCE = Path(__file__).parents[3] / "jobs" / "configs" / "sources" / "simulated_search.yaml"
 
@@ -142,7 +150,7 @@ def by_words(tables: str, output: str) -> None:
     items, queries = texts_of(tables)
     found = {name: read_table(join(output, name)) for name in ("items", "queries", "pairs")}
     assert [len(found[name]) for name in ("items", "queries")] == [len(items), len(queries)]
-    encoder = TfidfEncoder(items, 12)
+    encoder = fitted_tfidf(items, 12)
     np.testing.assert_allclose(vectors(found["queries"]), encoder.encode(queries), atol=1e-5)
     item, query = shown_pairs(tables)[5]
     both = encoder.encode([f"{queries[query]} {items[item]}"])
@@ -198,3 +206,54 @@ def test_what_cannot_be_encoded_is_refused(tables: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="of kind 'retrieval'; models of search need 'search'"):
         job.run(job.Config(tables=retrieval, output=str(tmp_path / "text"), encoder="tfidf"))
     assert not (tmp_path / "text").exists()
+
+
+@pytest.mark.parametrize("query_condition", ["query", "joint"])
+@pytest.mark.parametrize("encoder", ["tfidf", "bert"])
+def test_a_served_model_encodes_what_training_has_not_seen(
+    tables: str, tmp_path: Path, request: pytest.FixtureRequest, encoder: str, query_condition: str
+) -> None:
+    if (encoder, query_condition) == ("tfidf", "joint"):
+        return  # TF-IDF has no [SEP]
+    text = str(tmp_path / "text")
+    name = request.getfixturevalue("bert") if encoder == "bert" else encoder
+    config = SearchTextConfig(max_tokens=24, svd=12, query_condition=query_condition)  # type: ignore[arg-type]
+    encode_search(tables, text, name, config, say=str)
+    sizes = {"width": 16, "num_layers": 2, "max_history": 8, "dnn_width": 16, "tower_width": 8, "text_width": 8}
+    sizes |= {"query_condition": query_condition}
+    setup = set_up({"name": "qgs", **sizes}, FitConfig(batch_size=8), tables, text)
+    checkpoint.save(tmp_path / "qgs", setup.model, setup.checkpoint(epoch=1))
+    write_bundle(tmp_path / "data", str(tmp_path / "qgs"), tables, text)
+    model = RequestRanker()
+    model.load_context(SimpleNamespace(artifacts={"data": str(tmp_path / "data")}))
+    rows = [row for row in read_table(join(tables, "sequences")).to_pylist() if len(row["item_index"]) > 2]
+    items, queries = read_table(join(tables, "items"))["item_id"].to_pylist(), texts_of(tables)[1]
+    asked = rows[0]["requests"][-1]
+    given = pd.DataFrame(
+        [
+            {
+                "candidates": [items[i] for i in asked["candidates"]],
+                "query": queries[asked["query_index"]],
+                "history": [items[i] for i in row["item_index"]],
+                "history_query": [queries[i] for i in row["query_index"]],
+            }
+            for row in rows[:3]
+        ]
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        want = model.predict(None, given)
+        held = model.requests.text
+        assert not len(held.kept)
+        # without the query, and then without anything that was encoded before
+        del held.number[queries[asked["query_index"]]]
+        for _ in range(2):
+            found = model.predict(None, given)
+            assert found["item_id"].tolist() == want["item_id"].tolist()
+            for mine, theirs in zip(found["score"], want["score"], strict=True):
+                assert mine == pytest.approx(theirs, abs=1e-5)
+            held.catalogue, held.number = held.catalogue.of_pairs(np.zeros(0, np.int64)), {}
+        encoded, held.encoder = len(held.kept), None
+        with pytest.warns(UserWarning, match="1 of 3 queries|3 of 3 queries"):
+            assert model.predict(None, given)["score"].tolist() != want["score"].tolist()
+    assert encoded > len(asked["candidates"])

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +200,7 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
         unknown = model.predict(None, pd.DataFrame([row | {"query": "Query-001"}]))
     assert unknown["score"].tolist() == model.predict(None, pd.DataFrame([row | {"query": None}]))["score"].tolist()
     text = model.requests.text
-    text.pair_keys, text.pairs = text.pair_keys[:1], text.pairs[:1]
+    text.catalogue = replace(text.catalogue, pair_keys=text.catalogue.pair_keys[:1], pairs=text.catalogue.pairs[:1])
     with pytest.warns(UserWarning, match="1 of 1 candidates were never encoded together with their query"):
         model.predict(None, pd.DataFrame([row]))
     asked = {"query": None, "history_query": ["query-001"]}
@@ -266,8 +267,8 @@ def test_every_column_of_a_model_of_actions_changes_a_score(tmp_path: Path) -> N
 )
 def test_what_does_not_fit_a_model_of_actions_is_said(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     tables = write_actions(tmp_path, viewers=True)
-    model = set_up({"name": "attn_mvp", **SIZES["attn_mvp"]}, FitConfig(batch_size=8), tables).model
-    requests = ActionsRequests(str(tmp_path), model)
+    setup = set_up({"name": "attn_mvp", **SIZES["attn_mvp"]}, FitConfig(batch_size=8), tables)
+    requests = ActionsRequests(str(tmp_path), setup.model, setup.catalogue)
     index = {f"item-{number:03d}": number for number in range(12)}
     with pytest.raises(UserError, match=message):
         requests.batch([pd.Series(FEED | change)], index, [[0, 1]])

@@ -16,11 +16,10 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTo
 
 from models import text_encoder
 from models.tables import UserError
-from models.text_encoder import locate_encoder
+from models.text_encoder import TextEncoder, locate_encoder
 from pipelines.data.sids import embed
 from pipelines.data.sids.embed import (
     EmbedConfig,
-    TextEncoder,
     encode_texts,
     encoder_version,
     item_texts,

@@ -17,11 +17,13 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import ray
 import ray.data
 
@@ -37,17 +39,17 @@ from models.tables import (
     read_table,
     sequences_manifest,
 )
-from models.text_encoder import load_tokenizer
+from models.text_encoder import TextEncoder, TfidfEncoder, load_tokenizer
 from models.uri import absolute
 from pipelines.data.dataflow import Engine
 from pipelines.data.sids.embed import (
     ROWS_PER_PART,
     EmbedConfig,
-    TextEncoder,
     encode_texts,
     encoder_version,
     fit_tfidf,
     item_texts,
+    read_embeddings,
 )
 from pipelines.data.survey import distinct
 from pipelines.data.tables import (
@@ -68,6 +70,8 @@ Say = Callable[[str], None]
 PAIRS_PER_PART = 1 << 15  # at most; of few pairs smaller parts keep all actors at work
 SMALL_PART, PARTS = 2048, 64
 PAIR = ("item_index", "query_index")
+CHECKED, ROUNDING = 64, {"fp32": 1e-4, "bf16": 0.05}
+"""Documents on which a saved encoder is checked, and differences that are rounding."""
 WARNING = (
     "warning: query_condition joint stores the [SEP] state of query and document together, which has seen the "
     "document: a model that is conditioned on it reads its own target; use it for comparison only"
@@ -93,18 +97,10 @@ class SearchTextConfig(EmbedConfig):
             raise ValueError(f"embed.query_condition is {self.query_condition!r}; it must be 'query' or 'joint'")
 
 
-class TfidfEncoder:
-    """TF-IDF and truncated SVD of the documents' words; a text of none of these words is all zeros."""
-
-    def __init__(self, texts: list[str], width: int) -> None:
-        self.vectorizer, self.svd, _ = fit_tfidf(texts, width)
-
-    def encode(self, texts: list[str], seconds: list[str] | None = None, separator: bool = False) -> np.ndarray:
-        """Embeddings (texts, width) float32; with `seconds`, of both texts as one. It has no [SEP]."""
-        from sklearn.preprocessing import normalize
-
-        whole = texts if seconds is None else [f"{a} {b}" for a, b in zip(texts, seconds, strict=True)]
-        return normalize(self.svd.transform(self.vectorizer.transform(whole))).astype(np.float32)
+def fitted_tfidf(texts: list[str], width: int) -> TfidfEncoder:
+    """TF-IDF and truncated SVD of the texts' words."""
+    vectorizer, svd, _ = fit_tfidf(texts, width)
+    return TfidfEncoder(vectorizer.get_feature_names_out().tolist(), vectorizer.idf_, svd.components_)
 
 
 class PairEncoder:
@@ -346,7 +342,7 @@ def encode_search(
     queries: list[str] = []
     if read_manifest(join(tables_uri, "queries"), "queries").rows:
         queries = read_table(join(tables_uri, "queries"), "queries")["query"].to_pylist()
-    fitted = TfidfEncoder(items, config.svd) if encoder == "tfidf" else None
+    fitted = fitted_tfidf(items, config.svd) if encoder == "tfidf" else None
     with writing(output_uri):
         made = run.alone({"items": items, "queries": queries}, fitted)
         if fitted is None:
@@ -363,3 +359,29 @@ def check_search_text(tables_uri: str, encoder: str, config: SearchTextConfig, o
     if encoder == "tfidf" and config.query_condition == "joint":
         raise UserError("tfidf has no [SEP] token for query_condition joint; use a transformers encoder, or query")
     encoder_version(encoder)
+
+
+def save_encoder(tables_uri: str, text_uri: str, folder: Path) -> None:
+    """Saves in a new folder what encodes further texts as those of `text_uri` were, and the items' documents.
+
+    Raises UserError where that encoder is not there any more, or gives other vectors now.
+    """
+    made = read_manifest(join(text_uri, "items"), "embeddings")
+    settings = dict(made.config)
+    name = settings.pop("encoder", None)
+    if name is None:
+        raise UserError(f"{text_uri} does not say by which encoder it was made; run jobs.encode again")
+    config = SearchTextConfig(**settings)
+    documents = item_texts(read_table(join(tables_uri, "items"), "items"), config)
+    encoder = fitted_tfidf(documents, config.svd) if name == "tfidf" else TextEncoder(name, *config.encoder_options())
+    some = np.linspace(0, len(documents) - 1, min(CHECKED, len(documents))).astype(np.int64)
+    before = read_embeddings(join(text_uri, "items"))[some]
+    apart = np.abs(encoder.encode([documents[i] for i in some]) - before).max()
+    if apart > ROUNDING[config.precision]:
+        raise UserError(
+            f"the encoder {name} gives other vectors than those of {text_uri}, by up to {apart:.2g}; run jobs.encode "
+            f"again with this one"
+        )
+    folder.mkdir(parents=True)
+    encoder.save(folder)
+    pq.write_table(pa.table({"text": documents}), folder / "documents.parquet")

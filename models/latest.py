@@ -1,0 +1,41 @@
+"""What was last asked for, within a bound.
+
+kept = Latest(1000)
+kept.put("u1", state, size=24)
+kept.get("u1")     # None once others of this size in all were asked for since
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+V = TypeVar("V")
+
+
+class Latest(Generic[V]):
+    """Values by key; where their sizes exceed `most` together, what was asked for longest ago goes."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.held = most, 0
+        self._values: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: Hashable) -> V | None:
+        """The value of the key, or None."""
+        if key not in self._values:
+            return None
+        self._values.move_to_end(key)
+        return self._values[key][0]
+
+    def put(self, key: Hashable, value: V, size: int = 1) -> None:
+        """Keeps the value, unless it alone is larger than the bound."""
+        if key in self._values:
+            self.held -= self._values.pop(key)[1]
+        self._values[key] = value, size
+        self.held += size
+        while self.held > self.most:
+            self.held -= self._values.popitem(last=False)[1][1]
