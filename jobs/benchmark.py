@@ -7,6 +7,7 @@ python -m jobs.benchmark shares --histories TABLES [--json FILE]   memory of tra
 python -m jobs.benchmark sequences [--json FILE]    events per second of the sequence step, beside polars
 python -m jobs.benchmark scale [--json FILE]        the same for up to 100 million events, in 1 GiB of object store
 python -m jobs.benchmark catalogue [--json FILE]    tokenizing, tries and decoding for 10 thousand to 10 million items
+python -m jobs.benchmark serve [--json FILE]        requests end to end, with users' states and without
 python -m jobs.benchmark sweep --histories TABLES [--json FILE]   what a sweep adds to the trainings in it
 """
 
@@ -30,11 +31,11 @@ class Config:
     """Options of the benchmarks; the name may stand first, without its option."""
 
     name: str
-    """Which benchmark: decode, search_encoder, actions, shares, sequences, scale, catalogue or sweep."""
+    """Which benchmark: decode, search_encoder, actions, shares, sequences, scale, catalogue, serve or sweep."""
     json: str | None = None
     """File for the JSON lines, which are printed too."""
     runs: int = 5
-    """Timings of each variant."""
+    """Timings of each variant; of `serve` 20 requests each."""
     threads: int = 2
     """CPU threads of all but `sequences`, `scale` and `catalogue`."""
     histories: str | None = None
@@ -76,6 +77,12 @@ def _catalogue(config: Config) -> Iterable[dict[str, Any]]:
     return benchmark.run(config.sizes or [10_000, 100_000, 1_000_000, 10_000_000])
 
 
+def _serve(config: Config) -> Iterable[dict[str, Any]]:
+    from pipelines.serving import benchmark
+
+    return benchmark.serve(config.runs, config.threads)
+
+
 def _sweep(config: Config) -> Iterable[dict[str, Any]]:
     from tuning import bench
 
@@ -97,6 +104,7 @@ BENCHMARKS: dict[str, Callable[[Config], Iterable[dict[str, Any]]]] = {
     "sequences": _sequences,
     "scale": _scale,
     "catalogue": _catalogue,
+    "serve": _serve,
     "sweep": _sweep,
 }
 

@@ -86,6 +86,10 @@ class Entry:
     own_measured: Measured | None = None
     """What is measured of it, where that is not what the family measures."""
 
+    keeps_state: Callable[[Any], bool] | None = None
+    """`keeps_state(config)`: whether the module keeps a state of users between requests, by `new_state(users)`,
+    `append(state, batch)` and `score_state(state, batch)`; None: no such model does."""
+
     lr_multipliers: Callable[[Any], dict[str, float]] = lambda config: {}
     """Of a config: factors on the learning rate, by the beginning of parameters' names."""
     blocks: Callable[[nn.Module], list[nn.Module]] | None = None
@@ -111,7 +115,12 @@ class Entry:
         return self.recommends is not None or self.family.ranks == "candidates"
 
 
-GENERATIVE: dict[str, Any] = {"unit": "user", "resolve": sequence.resolve, "teach": sequence.teach}
+GENERATIVE: dict[str, Any] = {
+    "unit": "user",
+    "resolve": sequence.resolve,
+    "teach": sequence.teach,
+    "keeps_state": sequence.keeps_state,
+}
 
 
 def teacher_of(config: TaughtConfig, catalogue: Catalogue) -> Retriever:
@@ -220,8 +229,8 @@ MODELS: dict[str, Entry] = {
     "hllm": Entry(HLLMConfig, HLLM, SEARCH, unit="user", resolve=hllm.resolve, teach=hllm.teach),
     "qgs": Entry(QGSConfig, QGS, SEARCH, **GENERATIVE),
     "interleaved": Entry(InterleavedConfig, Interleaved, ACTIONS, unit="user"),
-    "attn_lfa": Entry(AttnLFAConfig, AttnLFA, ACTIONS, unit="user"),
-    "attn_mvp": Entry(AttnMVPConfig, AttnMVP, ACTIONS, unit="user"),
+    "attn_lfa": Entry(AttnLFAConfig, AttnLFA, ACTIONS, unit="user", keeps_state=lambda config: True),
+    "attn_mvp": Entry(AttnMVPConfig, AttnMVP, ACTIONS, unit="user", keeps_state=lambda config: True),
     "attn_dhn": Entry(AttnDHNConfig, AttnDHN, ACTIONS, unit="user"),
     "lac": Entry(LACConfig, LAC, ACTIONS, unit="user"),
     "genrank": Entry(GenRankConfig, GenRank, ACTIONS, unit="cut"),

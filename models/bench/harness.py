@@ -19,6 +19,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 Row = dict[str, Any]
@@ -53,12 +54,13 @@ def peak_memory(function: Callable[..., T], *arguments: Any) -> T:
 
 def paired(
     benchmark: str, calls: dict[str, Callable[[int], Any]], params: Row, items: int, memory: dict[str, float],
-    parts: dict[str, tuple[str, Callable[[int], Any]]] | None = None,
+    parts: dict[str, tuple[str, Callable[[int], Any]]] | None = None, percentiles: Iterable[int] = (),
 ) -> Iterator[Row]:  # fmt: skip
     """Times each variant once per run, in turn; `items` is what one call gets done.
 
     `parts` gives variants the name of what they begin with and how to do that alone, which is timed beside them: a
-    row then has `encode_s`, and as `decode_s` the median over the runs of what the rest took.
+    row then has `encode_s`, and as `decode_s` the median over the runs of what the rest took. `percentiles`, such as
+    99, are named `p99_s`.
     """
     parts = parts or {}
     alone = dict(parts.values())
@@ -87,6 +89,7 @@ def paired(
             "max_s": round(max(times), 5),
             "items_per_s": round(items / statistics.median(times), 2),
             **apart,
+            **{f"p{rank}_s": round(float(np.percentile(times, rank)), 5) for rank in percentiles},
             "peak_memory_mb": round(memory[variant], 1),
         }
 

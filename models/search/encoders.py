@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from models.derived import derived
 from models.layers.hstu import HSTULayer
-from models.layers.linear_recurrence import Decay, key_value_recurrence, recurrent_step
+from models.layers.linear_recurrence import Decay, key_value_recurrence, linear_recurrence, recurrent_step
 from models.matmul import Packed
 from models.tables import UserError
 from models.text_encoder import load_encoder
@@ -71,6 +71,19 @@ class LinearHSTU(nn.Module):
                 recurrent_step(state, k.mul_(v), decay, out=new)  # Eq. 7 and 8
                 h = torch.addcmul(h, q.mul_(new.to(q.dtype)), u)  # Eq. 9 and 10
             return h, after
+
+    def append(self, h: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """(output (B, D) at the last, new states (layers, B, D)) of T more behaviours `h` (B, T, D); no gradients."""
+        if h.shape[1] == 1:
+            return self.step(h[:, 0], states)
+        after = torch.empty_like(states, dtype=torch.float32)
+        with torch.no_grad():
+            for layer, state, new in zip(self.layers, states, after, strict=True):
+                q, k, v, u = layer.projections(h)  # type: ignore[operator]
+                c = linear_recurrence(k * v, layer.decay(), state)  # type: ignore[operator]
+                new.copy_(c[:, -1])
+                h = h + q * c * u
+            return h[:, -1], after
 
     def packed(self) -> tuple[list[Packed], Tensor]:
         """Per layer the product of Eq. 6 after the norm, and the decays (layers, D)."""

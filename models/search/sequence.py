@@ -92,8 +92,15 @@ class UserState:
     """(layers, B, D) float32: the recurrence's state in every layer."""
     last: Tensor
     """(B, D): the encoder's output at the latest behaviour."""
-    count: Tensor
-    """(B,) int64: behaviours so far."""
+    count: int = 0
+    """Behaviours of each, from where the state began."""
+    next: UserState | None = None
+    """The state that began half of `max_history` later, which takes this one's place when it is full."""
+
+
+def keeps_state(config: SequenceConfig) -> bool:
+    """Whether the model has a state of users: of the encoders Linear HSTU alone."""
+    return config.encoder == "linear_hstu"
 
 
 class SequenceRanker(Ranker):
@@ -193,25 +200,37 @@ class SequenceRanker(Ranker):
         if not isinstance(self.encoder, LinearHSTU):
             raise ValueError(f"encoder '{self.config.encoder}' has no state of fixed size; use linear_hstu")
         layers = self.start.new_zeros(self.config.num_layers, users, self.config.width, dtype=torch.float32)
-        count = torch.zeros(users, dtype=torch.long, device=layers.device)
-        return UserState(layers, self.start.expand(users, -1), count)
+        return UserState(layers, self.start.expand(users, -1))
 
     @torch.no_grad()
-    def append(self, state: UserState, item: Tensor, query: Tensor, features: Tensor) -> UserState:
-        """The state after one more behaviour of every user: `item` (B,), `query` (B,), `features` (B, F).
+    def append(self, state: UserState, batch: Batch) -> UserState:
+        """The state after the history of `batch` too, as many behaviours of each of B users, without padding.
 
-        The cost does not depend on the length of the history. Raises ValueError past `max_history`, where
-        positions would have to begin anew: encode the latest behaviours again then.
+        The cost does not depend on what is kept. Up to `max_history` behaviours the state is what `score` reads. Where
+        more come, positions begin anew: it is that of a pass over the latest behaviours from the last multiple of half
+        of `max_history` on that leaves no more than `max_history`, as in training.
         """
-        if bool((state.count >= self.config.max_history).any()):
-            raise ValueError(f"a history exceeds max_history {self.config.max_history}; encode the latest part again")
-        h = self.project(self.tokens(item, query, features)) + self.position.weight[state.count]
-        last, layers = self.encoder.step(h, state.layers)  # type: ignore[operator]
-        return UserState(layers, last, state.count + 1)
+        return self._extended(state, self.project(self.history_tokens(batch)))
+
+    def _extended(self, state: UserState, h: Tensor) -> UserState:
+        """After h (B, T, D), projected tokens."""
+        most, half = self.config.max_history, max(1, self.config.max_history // 2)
+        while h.shape[1]:
+            if state.count == most:
+                assert state.next is not None, "it began at the half"
+                state = state.next
+            end = min(state.count + h.shape[1], half if state.count < half else most)
+            piece, h = h[:, : end - state.count], h[:, end - state.count :]
+            here = self.position.weight[state.count : end]
+            last, layers = self.encoder.append(piece + here, state.layers)  # type: ignore[operator]
+            later = self._extended(state.next, piece) if state.next else None
+            state = UserState(layers, last, end, self.new_state(len(h)) if end == half else later)
+        return state
 
     @torch.no_grad()
     def score_state(self, state: UserState, batch: Batch) -> Tensor:
         """(N, K) logits of requests after all behaviours in `state`; `request_row` (R,) says whose they are."""
+        self.text.take_pairs(batch)
         return self.corrected(self.rank_after(state.last[batch["request_row"]], batch))
 
 

@@ -33,6 +33,8 @@ from pipelines.tracking import RunRef
 STRINGS, NUMBERS, VECTORS = Array(DataType.string), Array(DataType.double), Array(Array(DataType.double))
 TIMES = Array(DataType.long)
 RANKED = Schema([ColSpec(STRINGS, "item_id"), ColSpec(NUMBERS, "score")])  # best first
+# whose state the request goes on from, and the behaviours that come before the first one of its history
+OF_STATE = (ColSpec(DataType.string, "user_id", required=False), ColSpec(DataType.long, "history_from", required=False))
 BY_LABEL = ParamSchema([ParamSpec("label", DataType.string, "")])  # whose chance is the score; "" is the model's first
 
 
@@ -99,6 +101,7 @@ SERVED = {
                     ColSpec(STRINGS, "history_query", required=False),  # the query of each behaviour, "" for none
                     ColSpec(TIMES, "history_time_ms", required=False),
                     ColSpec(VECTORS, "history_features", required=False),
+                    *OF_STATE,
                 ]
             ),
             outputs=RANKED,
@@ -122,6 +125,7 @@ SERVED = {
                     ColSpec(DataType.long, "timestamp_ms", required=False),
                     ColSpec(VECTORS, "features", required=False),
                     ColSpec(TIMES, "history_time_ms", required=False),
+                    *OF_STATE,
                 ]
             ),
             outputs=RANKED,

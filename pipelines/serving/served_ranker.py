@@ -16,6 +16,13 @@ that training has not seen are encoded as jobs.encode would have, by the encoder
 a model that has none such a query counts as none, and a warning says so. A category of the viewer that training has
 not seen counts as not known.
 
+A row with `history_from` goes on from what is kept of its `user_id`: its `history` has the behaviours from that one
+on, counted from 0, and those that are kept already are skipped, so that a request can be sent again. Without candidates
+it only adds to the state. Where the state is not there (any more), a row with all behaviours from 0 on, or with as many
+of the latest as the model reads, begins it; another one is refused in words. States are held in the process, of the
+users asked for last, up to `model_config={"state_mb": 1024}`. Scores are those without a state, until there are more
+behaviours than the model reads: what is kept then is as `append` of the model says.
+
 Shapes: `N` candidates, `F` features, `A` kinds of action, `K` labels, `T` positions, `V` viewer-side categories.
 """
 
@@ -24,8 +31,10 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import mlflow
@@ -41,6 +50,7 @@ from models import checkpoint, registry
 from models.actions.batch import ActionsCatalogue
 from models.actions.data import ActionsExamples
 from models.config import hint
+from models.latest import Latest
 from models.own_features import CATEGORY, NUMBER, OwnFeatures
 from models.scores import check_finite
 from models.search.data import NO_QUERY, SearchCatalogue, SearchExamples, pair_key
@@ -51,16 +61,25 @@ from models.text_encoder import load_saved
 ROWS = 256
 """Requests that are scored at once."""
 
+LAST, BEFORE = 1 << 62, -(1 << 62)
+"""Later and earlier than all times, in ms."""
+
+Row = dict[str, Any]
+"""A request: the values of its columns."""
+
+STATE_MB = 1024
+"""MB of users' states that are kept, where `model_config` does not say."""
+
 Floats = NDArray[np.float32]
 
 
-def given(row: pd.Series, name: str) -> Any:
+def given(row: Row, name: str) -> Any:
     """What the row has in a column, None where it has nothing."""
     value = row.get(name)
     return None if isinstance(value, float) and np.isnan(value) else value
 
 
-def vectors(row: pd.Series, name: str, count: int, empty: Floats) -> Floats:
+def vectors(row: Row, name: str, count: int, empty: Floats) -> Floats:
     """(count, width) of a column of vectors, `empty` (width,) for what is not given; UserError for another shape."""
     there = given(row, name)
     if there is None:
@@ -76,7 +95,7 @@ def vectors(row: pd.Series, name: str, count: int, empty: Floats) -> Floats:
     return np.where(np.isnan(values), empty, values)
 
 
-def sequence(row: pd.Series, name: str, count: int, empty: Any) -> list[Any]:
+def sequence(row: Row, name: str, count: int, empty: Any) -> list[Any]:
     """`count` entries of a column of lists, `empty` for what is not given; UserError for another number."""
     there = given(row, name)
     values = [empty] * count if there is None else list(there)
@@ -85,9 +104,7 @@ def sequence(row: pd.Series, name: str, count: int, empty: Any) -> list[Any]:
     return values
 
 
-def own_values(
-    row: pd.Series, own: OwnFeatures, of: str, count: int, usual: dict[str, pa.Array] | None = None
-) -> Floats:
+def own_values(row: Row, own: OwnFeatures, of: str, count: int, usual: dict[str, pa.Array] | None = None) -> Floats:
     """(count, own features) of what the columns `{of}numbers` and `{of}categories` give by name; `usual` has columns
     for those that they do not give. UserError for a name that the model does not read, and for another number of
     values."""
@@ -122,7 +139,7 @@ class SearchRequests:
         of_items = info.get("item_features", [])
         self.of_items = read_table(f"{folder}/tables/items", "items", of_items) if of_items else pa.table({})
 
-    def batch(self, rows: list[pd.Series], index: dict[str, int], known: list[list[int]]) -> dict[str, torch.Tensor]:
+    def batch(self, rows: list[Row], index: dict[str, int], known: list[list[int]]) -> dict[str, torch.Tensor]:
         """`known` are the places of each row's candidates that are in the catalogue."""
         past: list[dict[str, Any]] = []
         for row in rows:
@@ -167,7 +184,7 @@ class SearchRequests:
         examples.bring(text, self.config.history_pairs)
         return {**examples.collate(np.arange(len(rows))), "queries": text.queries}
 
-    def features(self, row: pd.Series, of: str, items: Sequence[str], index: dict[str, int]) -> Floats:
+    def features(self, row: Row, of: str, items: Sequence[str], index: dict[str, int]) -> Floats:
         """(items, F) of candidates, or with `history_` of behaviours. Those of items are known."""
         places = pa.array([index.get(item) for item in items], pa.int64())
         usual = {name: self.of_items[name].combine_chunks().take(places) for name in self.of_items.column_names}
@@ -200,6 +217,10 @@ class SearchRequests:
                 stacklevel=2,
             )
 
+    def events(self, batch: dict[str, torch.Tensor]) -> int:
+        """Behaviours of a batch."""
+        return int(batch["history_length"].sum())
+
 
 class ActionsRequests:
     """Rows of a frame as a batch of `models/actions/batch.py`."""
@@ -215,7 +236,7 @@ class ActionsRequests:
         }
         self.own = OwnFeatures.of(info)
 
-    def batch(self, rows: list[pd.Series], index: dict[str, int], known: list[list[int]]) -> dict[str, torch.Tensor]:
+    def batch(self, rows: list[Row], index: dict[str, int], known: list[list[int]]) -> dict[str, torch.Tensor]:
         """`known` are the places of each row's candidates that are in the catalogue."""
         parts: list[dict[str, NDArray]] = []
         kept = [self.past(row, index) for row in rows]
@@ -223,9 +244,10 @@ class ActionsRequests:
             size, count = len(past), len(places)
             items = [row["history"][i] for i in past] + [row["candidates"][i] for i in places]
             features = vectors(row, "features", len(row["candidates"]), self.mean)[places]
+            times, now = self.times(row), given(row, "timestamp_ms")
             part = {
                 "item": np.array([index[item] for item in items], np.int64),
-                "time": self.times(row, past, count),
+                "time": np.array([times[i] for i in past] + [LAST if now is None else now] * count, np.int64),
                 "action": np.concatenate([self.taken(row)[past], np.zeros((count, len(self.actions)), np.float32)]),
                 "feature": np.concatenate([np.zeros((size, len(self.mean)), np.float32), features]),
                 "label": np.zeros((size + count, 0), np.float32),
@@ -242,28 +264,33 @@ class ActionsRequests:
         context, candidates = (np.array([len(x) for x in lists]) for lists in (kept, known))
         return ActionsExamples.of(events, context, candidates).collate(np.arange(len(rows)))
 
-    def past(self, row: pd.Series, index: dict[str, int]) -> list[int]:
+    def events(self, batch: dict[str, torch.Tensor]) -> int:
+        """Events of a batch's contexts."""
+        return int(batch["valid"].sum())
+
+    def past(self, row: Row, index: dict[str, int]) -> list[int]:
         """Places in the history of the latest events before the request, of items of the catalogue. Where the time of
         the request or those of the history are not given, all of the history is before it."""
-        times = sequence(row, "history_time_ms", len(row["history"]), -math.inf)
         now = given(row, "timestamp_ms")
-        now = math.inf if now is None else now
+        # what is kept of a user may be read by later requests; a candidate reads what is earlier by its time
+        now = LAST if now is None or given(row, "history_from") is not None else now
+        times = self.times(row)
+        return [i for i, item in enumerate(row["history"]) if item in index and times[i] < now][-self.length :]
+
+    def times(self, row: Row) -> list[int]:
+        """When each event of the history was, in ms, or its place, before anything that has a time."""
+        size, first = len(row["history"]), given(row, "history_from")
+        times = sequence(row, "history_time_ms", size, None)
+        if given(row, "history_time_ms") is None:
+            return [BEFORE + int(first or 0) + place for place in range(size)]
         if None in times:
             raise UserError("history_time_ms has an entry without a time; give one each, or leave the column out")
         for earlier, later in pairwise(times):
             if later < earlier:
                 raise UserError(f"history_time_ms falls from {earlier} to {later}; give the history oldest first")
-        seen = [i for i, item in enumerate(row["history"]) if item in index and times[i] < now]
-        return seen[-self.length :]
+        return times
 
-    def times(self, row: pd.Series, past: list[int], count: int) -> NDArray[np.int64]:
-        """(kept events + candidates,): of the events as given, so that those of one time do not know of each other, or
-        their order; then of the `count` candidates, after all of these."""
-        there = given(row, "history_time_ms")
-        known = np.array(past if there is None else [there[i] for i in past], np.int64)
-        return np.append(known, np.full(count, known.max(initial=-1) + 1))
-
-    def taken(self, row: pd.Series) -> Floats:
+    def taken(self, row: Row) -> Floats:
         """(size of the history, A) what was done with each item; UserError for what is not graded as in training."""
         action = vectors(row, "history_actions", len(row["history"]), np.zeros(len(self.actions), np.float32))
         wrong = (action < 0) | (action > 1)
@@ -275,7 +302,7 @@ class ActionsRequests:
             )
         return action
 
-    def history_viewer(self, row: pd.Series) -> NDArray[np.int64]:
+    def history_viewer(self, row: Row) -> NDArray[np.int64]:
         """(size of the history, V) the viewer-side categories of each event."""
         size = len(row["history"])
         codes = np.zeros((size, len(self.viewers)), np.int64)
@@ -284,7 +311,7 @@ class ActionsRequests:
             codes[:, place] = [number.get(value, 0) for value in there]
         return codes
 
-    def viewer(self, row: pd.Series) -> NDArray[np.int64]:
+    def viewer(self, row: Row) -> NDArray[np.int64]:
         """(V,) those of the request."""
         there = [number.get(given(row, f"viewer_{name}"), 0) for name, number in self.viewers.items()]
         return np.array(there, np.int64)
@@ -295,6 +322,26 @@ READERS: dict[str, tuple[Callable[[str], Any], Callable[[str, Any, Any], Any]]] 
     "actions": (lambda at: ActionsCatalogue.load(f"{at}/tables"), ActionsRequests),
 }
 """By family: the catalogue of a bundle, and what makes batches of requests to a model."""
+
+
+@dataclass
+class Kept:
+    """What is kept of a user."""
+
+    state: Any
+    end: int
+    """Behaviours that the user has had so far, as requests count them."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return size_of(self.state)
+
+
+def size_of(state: Any) -> int:
+    """Bytes of the tensors in a state."""
+    parts = [value for value in vars(state).values() if value is not None and not isinstance(value, int)]
+    return sum(part.nbytes if isinstance(part, torch.Tensor) else size_of(part) for part in parts)
 
 
 class RequestRanker(PythonModel):
@@ -310,6 +357,10 @@ class RequestRanker(PythonModel):
         self.requests = requests(folder, self.model, of_tables)
         items = read_table(f"{folder}/tables/items", "items", ["item_id"])["item_id"].to_pylist()
         self.index = {item: index for index, item in enumerate(items)}
+        self.keeps_state = entry.keeps_state is not None and entry.keeps_state(self.model.config)
+        settings = context.model_config or {}
+        self.users: Latest[Kept] = Latest(int(float(settings.get("state_mb", STATE_MB)) * 2**20))
+        self.lock = Lock()  # states, and tables that the model reads, change with requests
 
     def predict(self, context: Any, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
         """`item_id` and `score`, the chance of the label `params["label"]` (by default the model's first one)."""
@@ -317,27 +368,78 @@ class RequestRanker(PythonModel):
         if label not in self.model.labels:
             raise UserError(f"the model has no label '{label}'; choose one of {', '.join(self.model.labels)}")
         place = list(self.model.labels).index(label)
-        rows = [row for _, row in model_input.iterrows()]
-        ranked = [pair for low in range(0, len(rows), ROWS) for pair in self.rank(rows[low : low + ROWS], place)]
-        return pd.DataFrame(ranked, columns=["item_id", "score"])
+        names = model_input.columns.tolist()
+        rows = [dict(zip(names, values, strict=True)) for values in model_input.itertuples(index=False, name=None)]
+        plain = [row for row in rows if given(row, "history_from") is None]
+        with self.lock, torch.no_grad():
+            at_once = (self.rank(plain[low : low + ROWS], place) for low in range(0, len(plain), ROWS))
+            ranked = (pair for pairs in at_once for pair in pairs)
+            found = [next(ranked) if given(row, "history_from") is None else self.go_on(row, place) for row in rows]
+        return pd.DataFrame(found, columns=["item_id", "score"])
 
-    def rank(self, rows: list[pd.Series], label: int) -> list[tuple[list[str], list[float]]]:
+    def rank(self, rows: list[Row], label: int) -> list[tuple[list[str], list[float]]]:
         """Per row its candidates, best first, and their scores."""
-        known = [[i for i, item in enumerate(row["candidates"]) if item in self.index] for row in rows]
+        known = [self.known(row) for row in rows]
         chances = torch.zeros(0)
         if any(known):
-            with torch.no_grad():
-                logits = self.model.score(self.requests.batch(rows, self.index, known))[:, label].float()
+            logits = self.model.score(self.requests.batch(rows, self.index, known))[:, label].float()
             chances = torch.sigmoid(check_finite(logits))
-        found, first = [], 0
-        for row, places in zip(rows, known, strict=True):
-            mine = chances[first : first + len(places)]
-            first += len(places)
-            order = mine.argsort(descending=True, stable=True).tolist()
-            others = [item for item in row["candidates"] if item not in self.index]
-            scores = [float(mine[i]) for i in order] + [np.nan] * len(others)
-            found.append(([row["candidates"][places[i]] for i in order] + others, scores))
-        return found
+        ends = list(accumulate(map(len, known), initial=0))
+        return [
+            in_order(row["candidates"], places, chances[first:end])
+            for row, places, (first, end) in zip(rows, known, pairwise(ends), strict=True)
+        ]
+
+    def known(self, row: Row) -> list[int]:
+        """Places of the candidates that are in the catalogue."""
+        return [i for i, item in enumerate(row["candidates"]) if item in self.index]
+
+    def go_on(self, row: Row, label: int) -> tuple[list[str], list[float]]:
+        """The candidates of a request, best first, and their scores, after what is kept of its user and the behaviours
+        that come with it, which are kept too."""
+        user, begin, size = given(row, "user_id"), int(row["history_from"]), len(row["history"])
+        if not self.keeps_state:
+            raise UserError("history_from goes on from a user's state, and the model keeps none; send whole histories")
+        if user is None:
+            raise UserError("history_from goes on from a user's state; give user_id too")
+        kept = self.users.get(user)
+        if kept is None or kept.end < begin:
+            if begin and size < self.model.config.max_history:
+                there = f"is of {kept.end} behaviours" if kept else "is not kept"
+                raise UserError(
+                    f"the state of user '{user}' {there} and the request goes on after {begin}; send all behaviours "
+                    f"with history_from 0, or the latest {self.model.config.max_history} with the number before them"
+                )
+            kept = Kept(self.model.new_state(1), begin)
+        done = min(kept.end - begin, size)  # of a request that is sent again
+        row = {name: later(value, done) if name.startswith("history") else value for name, value in row.items()}
+        row["history_from"] = begin + done
+        known = self.known(row)
+        batch = self.requests.batch([row], self.index, [known])
+        if self.requests.events(batch):
+            kept = Kept(self.model.append(kept.state, batch), kept.end)
+        kept.end += size - done
+        self.users.put(user, kept, kept.size)
+        chances = torch.zeros(0)
+        if known:
+            chances = torch.sigmoid(check_finite(self.model.score_state(kept.state, batch)[:, label].float()))
+        return in_order(row["candidates"], known, chances)
+
+
+def later(value: Any, done: int) -> Any:
+    """What a column has of the behaviours after the first `done`."""
+    if isinstance(value, dict):
+        return {name: later(values, done) for name, values in value.items()}
+    return value if value is None or np.isscalar(value) else value[done:]
+
+
+def in_order(candidates: Sequence[str], known: list[int], chances: torch.Tensor) -> tuple[list[str], list[float]]:
+    """The `known` candidates by their chances, then the others without."""
+    order = chances.argsort(descending=True, stable=True).tolist()
+    inside = set(known)
+    others = [item for i, item in enumerate(candidates) if i not in inside]
+    scores = chances.tolist()
+    return [candidates[known[i]] for i in order] + others, [scores[i] for i in order] + [math.nan] * len(others)
 
 
 mlflow.models.set_model(RequestRanker())

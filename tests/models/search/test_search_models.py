@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,6 @@ from models.search.data import SearchCatalogue, SearchExamples
 from models.search.hllm import HLLM, HLLMConfig
 from models.search.hstu import HSTUConfig, HSTURanker
 from models.search.qgs import QGS, QGSConfig
-from models.search.sequence import SequenceRanker
 from models.tables import UserError, join
 from tests.search_tables import ITEM_MODEL
 
@@ -156,36 +157,47 @@ def test_the_query_moves_the_prediction_only_where_it_is_a_condition(catalogue, 
             assert torch.allclose(*z, atol=1e-5) != moves
 
 
-def full_and_cached(model: SequenceRanker, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores of a row's last request, from all behaviours at once and from a state that they were appended to."""
-    state = model.new_state(1)
-    for t in range(int(batch["request_end"][-1])):
-        state = model.append(
-            state, batch["history"][:, t], batch["history_query"][:, t], batch["history_features"][:, t]
-        )
-    return model.score(batch), model.score_state(state, batch)
+def part_of(batch: dict, begin: int, end: int) -> dict:
+    """The behaviours of a batch from `begin` to `end`."""
+    return batch | {name: batch[name][:, begin:end] for name in ("history", "history_query", "history_features")}
 
 
 def test_a_cached_state_equals_a_full_encoding(catalogue, examples):
     model = make("qgs", catalogue)
-    with torch.no_grad():
-        for row in range(6):
-            batch = examples.collate(np.array([row]))
-            full, cached = full_and_cached(model, batch)
-            last = batch["candidate_request"] == batch["candidate_request"][-1]
-            assert torch.allclose(full[last], cached[last], atol=1e-5)
+    for row in range(6):
+        batch = examples.collate(np.array([row]))
+        end = int(batch["request_end"][-1])
+        last = batch["candidate_request"] == batch["candidate_request"][-1]
+        with torch.no_grad():
+            full = model.score(batch)[last]
+        for cuts in (range(end + 1), (0, end // 3, end)):  # one by one, and in blocks
+            state = model.new_state(1)
+            for begin, until in pairwise(cuts):
+                state = model.append(state, part_of(batch, begin, until))
+            assert torch.allclose(full, model.score_state(state, batch)[last], atol=1e-5)
 
 
-def test_a_state_stays_small_and_is_refused_past_the_last_position(catalogue):
-    model = make("qgs", catalogue)
-    state = model.new_state(2)
-    one = torch.tensor([1, 2]), torch.tensor([0, 3]), torch.rand(2, 6)
-    for _ in range(8):
-        state = model.append(state, *one)
+@pytest.mark.parametrize(("most", "blocks"), [(8, (1,)), (7, (1, 5, 2)), (1, (1,)), (2, (3, 1)), (8, (19,))])
+def test_a_state_slides_in_halves_and_stays_small(catalogue, batch, most, blocks):
+    model, generator = make("qgs", catalogue, max_history=most), torch.Generator().manual_seed(0)
+    ends = np.cumsum([blocks[i % len(blocks)] for i in range(20)])
+    ends = ends[ends <= 21]
+    past = {
+        "history": torch.randint(12, (2, 21), generator=generator),
+        "history_query": torch.randint(4, (2, 21), generator=generator),
+        "history_features": torch.rand(2, 21, 6, generator=generator),
+        "history_time": torch.zeros(2, 21, dtype=torch.long),
+    }
+    state, begin, half = model.new_state(2), 0, max(1, most // 2)
+    for end in ends:
+        state = model.append(state, part_of(past, begin, end))
+        first = -(-max(0, end - most) // half) * half
+        with torch.no_grad():
+            whole = model.states(past, model.history_tokens(part_of(past, first, end)))[:, -1]
+        assert torch.allclose(state.last, whole, atol=1e-5)
+        assert state.count == end - first
         assert state.layers.shape == (2, 2, 24)
-    assert state.count.tolist() == [8, 8]
-    with pytest.raises(ValueError, match="exceeds max_history 8"):
-        model.append(state, *one)
+        begin = end
     with pytest.raises(ValueError, match="no state of fixed size"):
         make("hstu", catalogue).new_state(1)
 

@@ -225,7 +225,7 @@ def test_a_served_model_encodes_what_training_has_not_seen(
     checkpoint.save(tmp_path / "qgs", setup.model, setup.checkpoint(epoch=1))
     write_bundle(tmp_path / "data", str(tmp_path / "qgs"), tables, text)
     model = RequestRanker()
-    model.load_context(SimpleNamespace(artifacts={"data": str(tmp_path / "data")}))
+    model.load_context(SimpleNamespace(artifacts={"data": str(tmp_path / "data")}, model_config=None))
     rows = [row for row in read_table(join(tables, "sequences")).to_pylist() if len(row["item_index"]) > 2]
     items, queries = read_table(join(tables, "items"))["item_id"].to_pylist(), texts_of(tables)[1]
     asked = rows[0]["requests"][-1]

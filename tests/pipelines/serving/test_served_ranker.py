@@ -243,7 +243,7 @@ def test_every_column_of_a_model_of_actions_changes_a_score(tmp_path: Path) -> N
         "viewer_device": "tablet",
         "history_viewer_device": ["", "", "tablet"],
     }
-    assert model.metadata.get_input_schema().input_names() == list(others)
+    assert set(model.metadata.get_input_schema().input_names()) == {*others, "user_id", "history_from"}
     scores = [sorted(model.predict(pd.DataFrame([FEED]))["score"][0])]
     for column, value in others.items():
         scores.append(sorted(model.predict(pd.DataFrame([FEED | {column: value}]))["score"][0]))
@@ -271,9 +271,9 @@ def test_what_does_not_fit_a_model_of_actions_is_said(change: dict[str, Any], me
     requests = ActionsRequests(str(tmp_path), setup.model, setup.catalogue)
     index = {f"item-{number:03d}": number for number in range(12)}
     with pytest.raises(UserError, match=message):
-        requests.batch([pd.Series(FEED | change)], index, [[0, 1]])
+        requests.batch([FEED | change], index, [[0, 1]])
     missing = {"history_actions": [[np.nan] * 3] * 3}
-    assert not requests.batch([pd.Series(FEED | missing)], index, [[0, 1]])["action"].any()
+    assert not requests.batch([FEED | missing], index, [[0, 1]])["action"].any()
 
 
 def test_a_model_that_reads_times_wants_them(tmp_path: Path) -> None:

@@ -1,0 +1,191 @@
+"""Every search model and model of actions serves the scores of its training forward pass, with users' states and
+without."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from models import checkpoint, registry
+from models.actions.data import ActionsExamples
+from models.fit import FitConfig
+from models.search.data import SearchCatalogue, SearchExamples
+from models.setup import Setup, set_up
+from models.tables import UserError, join, read_table
+from pipelines.serving.package import write_bundle
+from pipelines.serving.served_ranker import RequestRanker
+from tests.actions_tables import SEEN, write_actions
+from tests.search_tables import write_search
+
+SIZES = {
+    "width": 16, "num_layers": 2, "num_heads": 2, "ffn": 16, "dnn_width": 16, "tower_width": 8, "text_width": 8,
+    "expert_width": 8,
+}  # fmt: skip
+FAMILIES = {
+    family: [name for name, entry in registry.MODELS.items() if entry.family.name == family]
+    for family in ("search", "actions")
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str | None]]:
+    """(TABLES, TEXT) by family."""
+    folder = tmp_path_factory.mktemp("served")
+    return {
+        "search": write_search(folder / "search"), "actions": (write_actions(folder / "feed", viewers=True), None)
+    }  # fmt: skip
+
+
+def serve(name: str, folder: Path, tables: str, text: str | None, longest: int) -> tuple[Setup, RequestRanker]:
+    """An untrained model, and as it is served."""
+    known = inspect.signature(registry.model_config(name)).parameters
+    sizes = {key: value for key, value in SIZES.items() if key in known}
+    setup = set_up({"name": name, **sizes, "max_history": longest}, FitConfig(batch_size=8), tables, text)
+    checkpoint.save(folder / name, setup.model, setup.checkpoint(epoch=1))
+    with pytest.warns(UserWarning, match="without its text encoder") if text else nullcontext():
+        write_bundle(folder / "data", str(folder / name), tables, text)
+    setup.model.eval()
+    served = RequestRanker()
+    served.load_context(SimpleNamespace(artifacts={"data": str(folder / "data")}, model_config=None))
+    return setup, served
+
+
+def searches(setup: Setup, tables: str, text: str, longest: int) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
+    """Requests of the table by the names of things, and the chances of their candidates."""
+    items, queries = (read_table(join(tables, name))[column].to_pylist() for name, column in
+                      (("items", "item_id"), ("queries", "query")))  # fmt: skip
+    examples = SearchExamples.load(join(tables, "sequences"), "test", unit="request", max_history=longest)
+    examples.bring(SearchCatalogue.load(tables, text), history=True)
+    for number in range(8):
+        batch = examples.collate(np.array([number]))
+        past, query = int(batch["request_end"][0]), int(batch["request_query"][0])
+        names = [items[i] for i in batch["candidate"].tolist()]
+        chances = [math.nan] * len(names)
+        if past <= setup.config.max_history:
+            with torch.no_grad():
+                chances = torch.sigmoid(setup.model.score(batch)[:, 0]).tolist()  # type: ignore[operator]
+        row = {
+            "user_id": f"u{number}", "candidates": names, "query": queries[query] if query >= 0 else None,
+            "features": batch["features"].tolist(),
+            "history": [items[i] for i in batch["history"][0, :past].tolist()],
+            "history_query": [queries[q] if q >= 0 else "" for q in batch["history_query"][0, :past].tolist()],
+            "history_time_ms": batch["history_time"][0, :past].tolist(),
+            "history_features": batch["history_features"][0, :past].tolist(),
+        }  # fmt: skip
+        yield row, dict(zip(names, chances, strict=True))
+
+
+def feeds(setup: Setup, tables: str, text: None, longest: int) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
+    """The same of a feed: a user's candidates of one time, each item once."""
+    items = read_table(join(tables, "items"))["item_id"].to_pylist()
+    devices = ["watch", *SEEN]
+    examples = ActionsExamples.load(join(tables, "sequences"), "test", max_history=longest)
+    for number in range(12):
+        batch = examples.collate(np.array([number]))
+        shown, past = batch["candidate_item"][0].tolist(), int(batch["valid"].sum())
+        if len(set(shown)) < len(shown):
+            continue
+        batch["candidate_time"][:] = 99
+        batch["candidate_viewer"][:] = 1
+        names = [items[i] for i in shown]
+        with torch.no_grad():
+            chances = torch.sigmoid(setup.model.score(batch)[:, 0]).tolist()  # type: ignore[operator]
+        row = {
+            "user_id": f"u{number}", "candidates": names, "timestamp_ms": 99, "viewer_device": devices[1],
+            "features": batch["candidate_feature"][0].tolist(),
+            "history": [items[i] for i in batch["item"][0, :past].tolist()],
+            "history_actions": batch["action"][0, :past].tolist(),
+            "history_time_ms": batch["time"][0, :past].tolist(),
+            "history_viewer_device": [devices[v] for v in batch["viewer"][0, :past, 0].tolist()],
+        }  # fmt: skip
+        yield row, dict(zip(names, chances, strict=True))
+
+
+REQUESTS: dict[str, Any] = {"search": searches, "actions": feeds}
+
+
+def ranked(served: RequestRanker, rows: list[dict[str, Any]]) -> list[dict[str, float]]:
+    found = served.predict(None, pd.DataFrame(rows))
+    return [dict(zip(items, scores, strict=True)) for items, scores in zip(*map(found.get, found.columns), strict=True)]
+
+
+def cut(row: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
+    """The row with behaviours from `begin` to `end` of its history, going on from a state."""
+    past = {name: value[begin:end] for name, value in row.items() if name.startswith("history")}
+    return {**row, **past, "history_from": begin}
+
+
+@pytest.mark.parametrize("name", [name for names in FAMILIES.values() for name in names])
+def test_served_scores_are_those_of_training(
+    name: str, made: dict[str, tuple[str, str | None]], tmp_path: Path
+) -> None:
+    entry = registry.find(name)
+    tables, text = made[entry.family.name]
+    setup, served = serve(name, tmp_path, tables, text, longest=12)
+    rows, chances = zip(*REQUESTS[entry.family.name](setup, tables, text, 12), strict=True)
+    assert sum(len(row["history"]) > 3 for row in rows) >= 3
+    for found, want in zip(ranked(served, list(rows)), chances, strict=True):
+        assert found == pytest.approx(want, abs=1e-5)
+    if not served.keeps_state:
+        with pytest.raises(UserError, match="the model keeps none; send whole histories"):
+            ranked(served, [cut(rows[0], 0, None)])
+        return
+    for row, want in zip(rows, chances, strict=True):
+        size = len(row["history"])
+        middle = size // 2
+        ranked(served, [{**cut(row, 0, middle), "candidates": [], "features": []}])  # behaviours alone
+        assert ranked(served, [cut(row, middle, size)])[0] == pytest.approx(want, abs=1e-5)
+        # sent again, whole, or with nothing new; mixed with others that have no state
+        again = ranked(served, [cut(row, middle, size), row, cut(row, 0, size), cut(row, size, size)])
+        assert all(each == pytest.approx(want, abs=1e-5) for each in again)
+        served.users.put(row["user_id"], None, size=served.users.most + 1)
+        assert served.users.get(row["user_id"]) is None
+        if size:
+            with pytest.raises(UserError, match=f"the state of user '{row['user_id']}' is not kept .* after {size}"):
+                ranked(served, [cut(row, size, size)])
+        assert ranked(served, [cut(row, 0, size)])[0] == pytest.approx(want, abs=1e-5)
+    with pytest.raises(UserError, match="give user_id too"):
+        ranked(served, [{**cut(rows[0], 0, None), "user_id": None}])
+
+
+@pytest.mark.parametrize("name", ["qgs", "attn_mvp"])
+def test_a_state_slides_past_what_the_model_reads(
+    name: str, made: dict[str, tuple[str, str | None]], tmp_path: Path
+) -> None:
+    entry = registry.find(name)
+    tables, text = made[entry.family.name]
+    setup, served = serve(name, tmp_path, tables, text, longest=4)
+    row = max(
+        (row for row, _ in REQUESTS[entry.family.name](setup, tables, text, 100)), key=lambda r: len(r["history"])
+    )
+    size = len(row["history"])
+    assert size > 8
+    seen = set()
+    for end in range(size + 1):
+        found = ranked(served, [cut(row, max(0, end - 1), end)])[0]
+        kept = served.users.get(row["user_id"])
+        assert kept is not None
+        count = int(kept.state.count)
+        assert (kept.end, count) == (end, count if end > 4 else end)
+        assert 2 <= count <= 4 or end < 2
+        seen.add(count)
+        whole = {key: value[end - count : end] for key, value in row.items() if key.startswith("history")}
+        assert found == pytest.approx(ranked(served, [{**row, **whole}])[0], abs=1e-5)
+    assert seen == {0, 1, 2, 3, 4}
+    # one that has missed some is refused, unless it brings all that is read
+    with pytest.raises(UserError, match=f"is of {size} behaviours and the request goes on after {size + 1}"):
+        ranked(served, [cut(row, 0, 1) | {"history_from": size + 1}])
+    ranked(served, [cut(row, size - 4, size) | {"history_from": size + 1}])
+    kept = served.users.get(row["user_id"])
+    assert kept is not None
+    assert (kept.end, int(kept.state.count)) == (size + 5, 4)
