@@ -134,11 +134,15 @@ def feeds(setup: Setup, tables: str) -> tuple[list[dict[str, Any]], list[dict[st
             found = torch.sigmoid(setup.model.score(batch)[:, 1])
         chances.append(dict(zip(row["candidates"], found.tolist(), strict=True)))
         rows.append(row)
-    # without their times all events are before the request, whenever that is
+        # without their times all events are before the request, whenever that is, and each before the next
+        in_order = {**batch, "time": torch.arange(batch["time"].shape[1])[None]}
+        with torch.no_grad():
+            found = torch.sigmoid(setup.model.score(in_order)[:, 1])
+        last = dict(zip(row["candidates"], found.tolist(), strict=True))
     lists = ("history", "history_actions", "history_viewer_device")
     short = {name: rows[-1][name][: -len(items)] for name in lists if name in rows[-1]}
     rows.append({**rows[-1], **short, "history_time_ms": None, "timestamp_ms": 0})
-    return rows, [*chances, chances[-1]]
+    return rows, [*chances, last]
 
 
 @pytest.mark.long
