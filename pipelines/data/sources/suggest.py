@@ -97,6 +97,11 @@ class Column:
         return self.number and bool(self.values.str.contains(r"^-?\d+$").all())
 
     @cached_property
+    def decimal(self) -> bool:
+        """Whether it holds numbers, of which some have a part behind a point or a comma."""
+        return not self.listed and bool(self.values.str.contains(r"^-?\d+([.,]\d{1,3})?$").all()) and not self.integer
+
+    @cached_property
     def flag(self) -> bool:
         return not self.listed and set(self.values.str.to_lowercase().unique()) in (
             {"0", "1"}, {"true", "false"}, {"0.0", "1.0"},
@@ -105,7 +110,8 @@ class Column:
     @cached_property
     def separator(self) -> str | None:
         """What stands between the ids of a list that is written as text."""
-        for separator in SEPARATORS if not self.listed and len(self.values) and not self.time else ():
+        listed = not self.listed and len(self.values) and not self.time and not self.decimal
+        for separator in SEPARATORS if listed else ():
             parts = self.values.str.strip_chars().str.split(separator)
             tokens = parts.explode().filter(parts.explode() != "")
             several = float((parts.list.len() > 1).mean() or 0)  # type: ignore[arg-type]
@@ -435,7 +441,6 @@ Roles = dict[str, Column | None]
 
 def _roles(look: Look) -> Roles:
     """Which column of an event file is what; None for what it does not have."""
-    named = "header" not in look.keys
     left = list(look.columns)
 
     def take(column: Column | None) -> Column | None:
@@ -451,11 +456,11 @@ def _roles(look: Look) -> Roles:
     past = take(next((c for c in lists if c.separator and c is not item), None)) if shown else None
     request = take(look.column(REQUEST, [c for c in left if not c.words & USER and not c.listed]))
     user = take(look.column(USER, left))
-    if not named:
+    if user is None or item is None:  # names tell nothing: whose values come again like ids, of users first
         ids = [c for c in left if not c.flag and not c.listed and c.distinct > 1 and c.share < 0.99]
+        ids = [c for c in ids if c.integer or not c.decimal]
         user = take(user or next(iter(ids), None))
-        ids = [c for c in ids if c is not user and c.distinct > 12]
-        item = take(item or next(iter(ids), None))
+        item = take(item or next((c for c in ids if c is not user and c.distinct > 12), None))
     query = take(look.column(QUERY, [c for c in left if not c.number]))
     position = take(look.column(POSITION, [c for c in left if c.integer]))
     places = [c for c in left if c.integer and not c.words & ID]
@@ -560,6 +565,12 @@ def _reading(text: _Text, look: Look, indent: str = "") -> None:
         text.add(f"{indent}{key}: {_scalar(value)}", whys.get(key, ""))
 
 
+def _told(look: Look, column: Column, words: set[str]) -> str:
+    """The comment of the user's or the item's column, which says where its name did not tell what it is."""
+    guessed = "" if "header" in look.keys or column.words & words else "guessed by its values alone, check it: "
+    return guessed + column.shown
+
+
 def _events(
     text: _Text,
     look: Look,
@@ -573,7 +584,7 @@ def _events(
     text.add("layout: mapping")
     text.add(f"files: {_scalar(look.pattern)}", f"{len(look.files):,} files" if len(look.files) > 1 else "")
     _reading(text, look)
-    text.add(f"user: {_scalar(user.name)}", user.shown)
+    text.add(f"user: {_scalar(user.name)}", _told(look, user, USER))
     transforms: list[str] = []
     labels: list[tuple[str, str]] = []
     behaviour = ""
@@ -585,7 +596,7 @@ def _events(
         labels.append(("  click: {column: clicked}", "the 0 or 1 that is glued to each id"))
         behaviour = "click"
     else:
-        text.add(f"item: {_scalar(item.name)}", item.shown)
+        text.add(f"item: {_scalar(item.name)}", _told(look, item, ITEM))
         if item.listed or item.separator:
             separator = f", separator: {_scalar(item.separator)}" if item.separator else ""
             text.add(f"explode: {{columns: [{_scalar(item.name)}]{separator}}}", "one event for each of the list")

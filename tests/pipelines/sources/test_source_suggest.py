@@ -160,3 +160,14 @@ def test_the_command_answers_without_ray(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code, str(raw)], capture_output=True, text=True, env=dict(os.environ))
     assert done.returncode == 0, done.stderr
     assert yaml.safe_load(done.stdout)["history"]["column"] == "history"
+
+
+def test_names_of_another_language_are_guessed_by_their_values(tmp_path: Path) -> None:
+    """Users' ids come again and again, items' too; prices with a comma are neither, nor a list of ids."""
+    rows = "".join(f"K{n % 7:03d};{n % 20};0{n % 9 + 1}.02.2025;{n % 13},{n % 10}0\n" for n in range(200))
+    (tmp_path / "bestellungen.csv").write_text("Kunde;Artikel;Datum;Preis\n" + rows)
+    text = suggest(str(tmp_path))
+    made = yaml.safe_load(text)
+    assert (made["user"], made["item"], made["time"]["column"]) == ("Kunde", "Artikel", "Datum")
+    assert text.count("guessed by its values alone") == 2
+    assert "explode" not in made
