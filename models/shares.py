@@ -138,6 +138,26 @@ def quotas(rows: int, total: int, batch_size: int, steps: int, shard: int, shard
     return edges
 
 
+def parts_by_turns(sizes: NDArray, steps: int, shard: int, shards: int) -> NDArray[np.int64]:
+    """(S + 1,) edges of what a shard with rows of these sizes gives to each step: about as much to each.
+
+    A row is of the step in which a point of it falls: of other shards another one, so that they round at different
+    steps. No step is left without a row if there are enough.
+    """
+    point = np.cumsum(sizes) - sizes * (shard + 0.5) / shards
+    number = np.arange(steps + 1)
+    edges = np.searchsorted(point, sizes.sum() * number / max(1, steps))
+    if len(sizes) < steps:
+        return edges
+    edges = np.maximum.accumulate(edges - number) + number
+    return np.minimum(edges, len(sizes) - steps + number)
+
+
+def steps_of(rows: NDArray[np.int64], examples: NDArray[np.int64], batch_size: int) -> int:
+    """Batches of about `batch_size` of these examples, in so many rows: no more than rows."""
+    return min(-(-int(examples.sum()) // batch_size), int(rows.sum()))
+
+
 @dataclass(frozen=True)
 class Read:
     """A part that was read."""
@@ -178,13 +198,15 @@ class Sharded:
     """Requests of the split, of this worker's evaluation, that are left out."""
     rows_per_shard: NDArray[np.int64]
     """(V,) rows of each shard; of those that other workers hold 0 until `agree`."""
+    examples_per_shard: NDArray[np.int64]
+    """(V,) what batches count of them (`sizes`); likewise."""
 
     def __init__(self, split: str, unit: str, max_history: int, share: Share) -> None:
         if max_history < 1:
             raise ValueError(f"max_history {max_history} is below 1; a history needs at least one behaviour")
         self.split, self.unit, self.max_history, self.share = split, unit, max_history, share
         self._rows_held = np.zeros(len(share.held), np.int64)
-        self.rows_per_shard = np.zeros(share.shards, np.int64)
+        self.rows_per_shard, self.examples_per_shard = np.zeros((2, share.shards), np.int64)
         self._kept: list[NDArray[np.int64]] | None = None  # of each shard held, the rows that `limit_to` left
 
     # What a family gives.
@@ -222,9 +244,16 @@ class Sharded:
         """The rows in the order of an evaluation: those of like length together."""
         raise NotImplementedError
 
+    def sizes(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """What batches count of each row: one, unless a family says otherwise."""
+        return np.ones(len(rows), np.int64)
+
     def bounded(self, order: NDArray[np.int64], batch_size: int) -> Iterator[NDArray[np.int64]]:
-        """The rows of `order` in batches of at most `batch_size`."""
-        return (order[i : i + batch_size] for i in range(0, len(order), batch_size))
+        """The rows of `order` in batches of at most `batch_size`, unless of one row."""
+        upto, first = np.append(0, np.cumsum(self.sizes(order))), 0
+        while first < len(order):
+            last = int(np.searchsorted(upto, upto[first] + batch_size, side="right")) - 1
+            yield order[first : (first := max(last, first + 1))]
 
     def drawn(self, rows: NDArray[np.int64], places: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
         """The rows of a training batch with what is drawn anew for it. `places` are their places in the epoch, which
@@ -290,8 +319,7 @@ class Sharded:
             del table, part
         for examples in made.values():
             examples._close()
-            for shard, rows in zip(share.held, examples._rows_held, strict=True):
-                examples.rows_per_shard[shard.number] = rows
+            examples._count()
         pa.default_memory_pool().release_unused()  # what decoding took, which Arrow keeps else: as much as is held
         return made
 
@@ -312,12 +340,19 @@ class Sharded:
     def in_memory(cls, split: str, unit: str, max_history: int, rows: int) -> Self:
         """Examples of no table, still empty: one shard of so many rows, which this worker alone holds."""
         self = cls(split, unit, max_history, Share(1, (Shard(0, range(0), 0, 1),), 0, 1))
-        self._rows_held[:] = self.rows_per_shard[:] = rows
+        self._rows_held[:] = self.rows_per_shard[:] = self.examples_per_shard[:] = rows
         return self
 
     def agree(self, largest: Callable[[list[float]], list[float]]) -> None:
         """Learns how many rows the other workers' shards have; `largest` gives the largest of all workers' values."""
-        self.rows_per_shard = np.array(largest(self.rows_per_shard.tolist())).astype(np.int64)
+        mine = np.stack([self.rows_per_shard, self.examples_per_shard])
+        found = np.array(largest([float(count) for count in mine.flat])).astype(np.int64)
+        self.rows_per_shard, self.examples_per_shard = found.reshape(mine.shape)
+
+    def _count(self) -> None:
+        for shard, rows in self._shard_rows():
+            self.rows_per_shard[shard.number] = len(rows)
+            self.examples_per_shard[shard.number] = self.sizes(rows).sum()
 
     def __len__(self) -> int:
         """Rows on this worker."""
@@ -343,11 +378,13 @@ class Sharded:
             np.sort(np.random.default_rng(shard.number).permutation(rows)[: counts[shard.number]])
             for shard, rows in self._shard_rows()
         ]
+        # what they hold is known of a worker's own shards alone: of all their mean, which is the same on every worker
+        self.examples_per_shard = self.examples_per_shard * counts // np.maximum(self.rows_per_shard, 1)
         self._rows_held, self.rows_per_shard = np.array([len(rows) for rows in self._kept], np.int64), counts
 
     def steps(self, batch_size: int) -> int:
-        """S: batches per shuffled epoch of `batch_size` rows over all workers; the same on every worker."""
-        return -(-int(self.rows_per_shard.sum()) // batch_size)
+        """S: batches per shuffled epoch of `batch_size` over all workers; the same on every worker."""
+        return steps_of(self.rows_per_shard, self.examples_per_shard, batch_size)
 
     def batches(
         self, batch_size: int, *, seed: int = 0, epoch: int = 0, shuffle: bool = False
@@ -391,17 +428,19 @@ class Sharded:
                 yield {**self.collate(self.drawn(any_row, any_row, np.random.default_rng(0))), IDLE: torch.ones(1)}
 
     def chosen(self, limit: int = 0) -> NDArray[np.int64]:
-        """This worker's rows of an evaluation, in order: all, or of `limit` over all workers, spread over the lengths.
+        """This worker's rows of an evaluation, in order: all, or of about `limit` examples over all workers, spread
+        over the lengths.
 
         The limit's rows are the same whatever the number of workers: each shard gives its part of them.
         """
-        total = int(self.rows_per_shard.sum())
-        upto = np.append(0, np.cumsum(self.rows_per_shard))
+        total = int(self.examples_per_shard.sum())
+        upto = np.append(0, np.cumsum(self.examples_per_shard))
         found = []
         for shard, rows in self._shard_rows():
             if 0 < limit < total:
                 first, last = (int(limit * n) // total for n in upto[shard.number : shard.number + 2])
-                rows = self.ordered(rows)[np.linspace(0, max(0, len(rows) - 1), last - first).astype(np.int64)]
+                number = -(-(last - first) * len(rows) // max(1, int(self.examples_per_shard[shard.number])))
+                rows = self.ordered(rows)[np.linspace(0, max(0, len(rows) - 1), number).astype(np.int64)]
             found.append(rows[shard.counts(self.user_rows(rows))])
         return self.ordered(np.concatenate(found))
 

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.shares import Read, Shard, Sharded, Share
+from models.shares import Read, Shard, Sharded, Share, steps_of
 from models.tables import UserError, part_uris, read_parquet
 
 MOST_UNPACKED = 64
@@ -77,8 +77,9 @@ class Stream:
         """Training requests on this worker."""
         self.nbytes = 0
         """Bytes of its largest buffer."""
-        self.rows = np.zeros((share.shards, buffers), np.int64)
-        """(V, P) rows of each buffer of each shard; of those that other workers hold 0 until `agree`."""
+        self.rows, self.examples = np.zeros((2, share.shards, buffers), np.int64)
+        """(V, P) rows of each buffer of each shard, and what batches count of them; of those that other workers hold 0
+        until `agree`."""
         self._bytes = np.zeros(buffers, np.int64)
         self._dress: tuple[Any, ...] = ()
 
@@ -88,15 +89,18 @@ class Stream:
         parts = next(shard.parts for shard in self.share.held if shard.number == read.shard.number)
         edges = [parts.start + len(parts) * number // self.buffers for number in range(1, self.buffers)]
         buffer = int(np.searchsorted(edges, read.number, side="right"))
-        self.rows[read.shard.number, buffer] = self.rows[read.shard.number, buffer] + len(part)
+        place = read.shard.number, buffer
+        self.rows[place] += len(part)
+        self.examples[place] += part.sizes(np.arange(len(part))).sum()
         self.requests += part.requests
         self._bytes[buffer] += part.nbytes
         self.nbytes = int(self._bytes.max())
 
     def agree(self, largest: Callable[[list[float]], list[float]]) -> None:
         """Learns how many rows the other workers' shards have; `largest` gives the largest of all workers' values."""
-        mine = [float(rows) for rows in self.rows.flat]
-        self.rows = np.array(largest(mine)).astype(np.int64).reshape(self.rows.shape)
+        mine = np.stack([self.rows, self.examples])
+        found = np.array(largest([float(count) for count in mine.flat])).astype(np.int64)
+        self.rows, self.examples = found.reshape(mine.shape)
 
     @property
     def rows_per_shard(self) -> NDArray[np.int64]:
@@ -112,7 +116,8 @@ class Stream:
         return int(self._steps(batch_size).sum())
 
     def _steps(self, batch_size: int) -> NDArray[np.int64]:
-        return -(-self.rows.sum(0) // batch_size)  # (P,)
+        pairs = zip(self.rows.T, self.examples.T, strict=True)
+        return np.array([steps_of(rows, examples, batch_size) for rows, examples in pairs])  # (P,)
 
     def notes(self, batch_size: int, seed: int) -> list[str]:
         """What is worth a line before training."""
@@ -140,7 +145,7 @@ class Stream:
     def _load(self, number: int) -> Sharded:
         share = self.share.buffer(number, self.buffers)
         examples = self.family.load_share(self.uri, {"train": self.unit}, self.max_history, share)["train"]
-        examples.rows_per_shard = self.rows[:, number]
+        examples.rows_per_shard, examples.examples_per_shard = self.rows[:, number], self.examples[:, number]
         if self._dress:
             examples.bring(*self._dress)
         return examples

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import pyarrow as pa
@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from models.own_features import OwnFeatures
-from models.retrieval.data import PAD, Examples, hash_strings, of_requests, request_number
-from models.shares import Shard, Share, joined, runs, starts
+from models.retrieval.data import BUCKET, PAD, Examples, hash_strings, of_requests, request_number
+from models.shares import Shard, Share, joined, parts_by_turns, runs, starts
 from models.tables import (
     Manifest,
     UserError,
@@ -38,7 +38,7 @@ from models.tables import (
     sequences_manifest,
 )
 
-MOST_REQUESTS = 256
+MOST_REQUESTS = 64
 """Requests that share a row at most, so that many searches without a click are no row that a batch cannot hold."""
 
 NO_QUERY = -1
@@ -243,8 +243,9 @@ class SearchExamples(Examples):
 
     `request`: every request sees exactly the latest `max_history` behaviours before it; requests whose
     histories begin at the same behaviour (all of a user with at most `max_history`) share a row.
-    `user`: of longer histories windows begin at multiples of half of `max_history`, so that far fewer passes
-    serve all requests, each with between half and all of `max_history` behaviours before it.
+    `user`: longer histories have windows that overlap, so that far fewer passes serve all requests, each with at least
+    `window_overlap` of `max_history` behaviours before it. A behaviour is learned in the earliest row that has others
+    before it, and in no other one (`history_new`).
     No row has more than `MOST_REQUESTS`.
 
     Requests with an empty history are kept, as a search has its query. Only requests of the split and
@@ -255,6 +256,10 @@ class SearchExamples(Examples):
     splits = ("train", "val", "test")
     unit = "user"
     max_history = 1000
+    window_overlap: ClassVar[float] = 0.75
+    """Share of `max_history` that a search of a longer history reads at least in training, as a model's config says."""
+    batch_of: ClassVar[str] = "requests"
+    """What a batch counts: `requests`, or rows of `users`; likewise."""
 
     columns: dict[str, NDArray]
     """Of this rank: flat arrays by behaviour, user, request, row and candidate."""
@@ -319,8 +324,14 @@ class SearchExamples(Examples):
         self._candidates += len(flat)
         return len(first)
 
+    @classmethod
+    def of_model(cls, config: Any) -> type[Self]:
+        return type(cls.__name__, (cls,), {"window_overlap": config.window_overlap, "batch_of": config.batch_of})
+
     def __init__(self, split: str, unit: str, max_history: int, share: Share) -> None:
         super().__init__(split, unit, max_history, share)
+        self._stride = 1 if unit == "request" else max(1, int(max_history * (1 - self.window_overlap)))
+        self._by_requests = self.batch_of == "requests" or split != "train"
         self._candidates = 0
 
     def _close(self) -> None:
@@ -355,6 +366,9 @@ class SearchExamples(Examples):
         self._first = np.append(first, len(self._end))
         self._row_end = np.maximum.reduceat(self._end, first) if len(first) else self._end[:0]
         self.lengths = self._row_end - columns["begin"]
+        again = np.append(False, self._owner[first[1:]] == self._owner[first[:-1]]) if len(first) else first == -1
+        learned = np.where(again, np.append(0, self._row_end[:-1]), 0)[: len(first)]
+        self._new = np.clip(learned - columns["begin"], 1, None)
 
     def bring(self, catalogue: SearchCatalogue, history: bool) -> None:
         """Lets batches bring the text of their candidates' pairs, and with `history` of their behaviours'."""
@@ -367,16 +381,31 @@ class SearchExamples(Examples):
 
     def _begin(self, end: NDArray) -> NDArray[np.int64]:
         """First behaviour of the row that serves a request with `end` behaviours before it."""
-        stride = 1 if self.unit == "request" else max(1, self.max_history // 2)
-        return -(-np.maximum(end - self.max_history, 0) // stride) * stride
+        return -(-np.maximum(end - self.max_history, 0) // self._stride) * self._stride
+
+    def sizes(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Requests of each row, unless batches count users."""
+        return np.diff(self._first).astype(np.int64)[rows] if self._by_requests else super().sizes(rows)
+
+    def _arrange(
+        self, rows: NDArray[np.int64], shard: int, batch_size: int, steps: int, rng: np.random.Generator
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """At random, and by length within the requests of `BUCKET` steps."""
+        if not self._by_requests:
+            return super()._arrange(rows, shard, batch_size, steps, rng)
+        order = rows[rng.permutation(len(rows))]
+        bucket = np.cumsum(self.sizes(order)) * steps // (BUCKET * max(1, int(self.sizes(order).sum())))
+        order = order[np.lexsort((self.lengths[order], bucket))]
+        return order, parts_by_turns(self.sizes(order), steps, shard, self.share.shards)
 
     def collate(self, rows: NDArray[np.int64]) -> dict[str, Tensor]:
         """The rows as tensors, histories right-padded with -1 to their own longest.
 
         By row: history (B, T) item_index, history_query (B, T), history_time (B, T) ms, history_features
-        (B, T, F), history_length (B,), user (B,) hash of the id, user_row (B,). By request: request_row (R,),
-        request_end (R,) behaviours of the row before it, request_query (R,), request_time (R,) ms, request (R,)
-        its `request_number`. By candidate: candidate (N,) item_index, candidate_request (N,),
+        (B, T, F), history_length (B,), history_new (B,) the first behaviour that no other row has learned (at
+        least 1, as the first one has nothing before it), user (B,) hash of the id, user_row (B,). By request:
+        request_row (R,), request_end (R,) behaviours of the row before it, request_query (R,), request_time (R,)
+        ms, request (R,) its `request_number`. By candidate: candidate (N,) item_index, candidate_request (N,),
         candidate_position (N,), labels (N, K) bool, features (N, F). With `bring` also, of P distinct
         pairs, pair_keys (P,), pairs (P, W) and, where there is one, joint (P, W).
         """
@@ -400,6 +429,7 @@ class SearchExamples(Examples):
             "history_query": history("query", NO_QUERY),
             "history_time": history("time", 0),
             "history_length": length,
+            "history_new": self._new[rows],
             "user": c["user_hash"][user],
             "user_row": self._user_row[user],
             "request_row": np.repeat(np.arange(len(rows)), count),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,11 @@ class RankerConfig(LabelOptions):
 
     max_history: int = 100
     """Latest behaviours read (Sec. 4.1 of QGS for comparisons; 1,000 in Sec. 3.7)."""
+    window_overlap: float = 0.75
+    """Of users with longer histories, the share of `max_history` that training reads before a search at least; 1 reads
+    all of it, as evaluation does, in one pass for each search."""
+    batch_of: Literal["requests", "users"] = "requests"
+    """What `fit.batch_size` counts: searches, or rows of users with up to 64 searches."""
     text_width: int = 64
     """Width that text embeddings are reduced to (d_b, Sec. 3.7 of QGS)."""
     dnn_width: int = 256
@@ -76,6 +81,10 @@ class RankerConfig(LabelOptions):
         super().__post_init__()
         if not 0 < self.negative_rate <= 1:
             raise ValueError(f"negative_rate {self.negative_rate} is not in (0, 1]; give a share, 1 for all")
+        if not 0 <= self.window_overlap <= 1:
+            raise ValueError(f"window_overlap {self.window_overlap} is not in [0, 1]; give a share of max_history")
+        if self.batch_of not in ("requests", "users"):
+            raise ValueError(f"batch_of is '{self.batch_of}', it must be one of requests, users")
         widths = "max_history text_width dnn_width tower_width category_width group_width group_heads group_output"
         check_positive(self, widths.split())
         for name in ("dropout", "position_dropout", "category_dropout"):

@@ -189,11 +189,13 @@ class SequenceRanker(Ranker):
         return {"loss": ranking + self.config.infonce_weight * next_item, "ranking": ranking, "infonce": next_item}
 
     def next_item_loss(self, states: Tensor, tokens: Tensor, batch: Batch) -> Tensor:
-        """Eq. 3-5: each behaviour but a row's first, predicted from the state before it and its query."""
+        """Eq. 3-5: each behaviour that has others before it, predicted from the state before it and its query; those
+        of several rows in one of them."""
         item = batch["history"][:, 1:]
+        new = torch.arange(1, batch["history"].shape[1], device=item.device) >= batch["history_new"][:, None]
         z = self.predict_head(states[:, :-1], item, batch["history_query"][:, 1:])
         v = self.target(tokens[:, 1:])
-        return info_nce(z, v, item, item >= 0, self.config.temperature, self.config.negatives)
+        return info_nce(z, v, item, (item >= 0) & new, self.config.temperature, self.config.negatives)
 
     def new_state(self, users: int) -> UserState:
         """The state of users before any behaviour. Only Linear HSTU has one."""

@@ -41,7 +41,7 @@ def streams(sequences: Tables, name: str, world: int, shards: int, buffers: int)
         share = Share.of(np.ones(len(manifest.files), np.int64), shards, rank, world)
         made.append(Stream(family, uri, units["train"], limit, share, buffers))
         family.load_share(uri, {"val": units["val"]}, limit, share, made[-1].look)
-    largest = np.max([stream.rows.flatten() for stream in made], 0).tolist()
+    largest = np.max([[*stream.rows.flat, *stream.examples.flat] for stream in made], 0).tolist()
     for stream in made:
         stream.agree(lambda mine: largest)
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,8 @@ import torch
 from models import registry
 from models.retrieval.data import request_number
 from models.search.data import MOST_REQUESTS, SearchCatalogue, SearchExamples, pair_key
+from models.search.ranker import RankerConfig
+from models.shares import parts_by_turns
 from models.tables import UserError, join, read_table
 from tests.search_tables import FEATURES, LABELS, WIDTH, request, write_tables
 
@@ -85,7 +88,8 @@ def test_one_row_serves_all_requests_of_a_user_with_a_short_history(search):
     assert len(examples) == 40
     assert examples.requests == 320
     longer = SearchExamples.load(join(search[0], "sequences"), "train", unit="request", max_history=4)
-    windows = SearchExamples.load(join(search[0], "sequences"), "train", unit="user", max_history=4)
+    kind = SearchExamples.of_model(RankerConfig(window_overlap=0.5))
+    windows = kind.load(join(search[0], "sequences"), "train", unit="user", max_history=4)
     assert 40 < len(windows) < len(longer) < longer.requests
 
 
@@ -103,6 +107,52 @@ def test_many_searches_without_a_click_are_several_rows(tmp_path):
         sizes = torch.bincount(batch["request_row"]).tolist()
         assert sizes == [3, MOST_REQUESTS, MOST_REQUESTS, 5, 3]
         assert len(seen(batch)) == count + 6  # each request once
+
+
+@pytest.mark.parametrize(("limit", "overlap"), [(8, 0.75), (8, 0.5), (7, 1.0), (3, 0.0), (100, 0.75)])
+def test_windows_overlap_and_nothing_is_learned_twice(search, limit, overlap):
+    """Each search is in one row and reads its share of a history; each behaviour but a user's first is learned once."""
+    uri, kind = join(search[0], "sequences"), SearchExamples.of_model(RankerConfig(window_overlap=overlap))
+    examples = kind.load(uri, "train", unit="user", max_history=limit)
+    asked, learned, wanted = Counter(), Counter(), Counter()
+    for rows in examples.batches(20, seed=3, shuffle=True):
+        batch = examples.collate(rows)
+        asked.update(batch["request"].tolist())
+        for row, user in enumerate(batch["user_row"].tolist()):
+            places = range(int(batch["history_new"][row]), int(batch["history_length"][row]))
+            learned.update((user, int(batch["history_time"][row, t]), int(batch["history"][row, t])) for t in places)
+    for row, user in enumerate(read_table(uri).to_pylist()):
+        train = [request["history_end"] for request in user["requests"] if request["split"] == "train"]
+        past = list(zip(user["timestamp_ms"], user["item_index"], strict=True))[1 : max(train)]
+        wanted.update((row, *behaviour) for behaviour in past)
+    assert set(asked.values()) == {1}
+    assert len(asked) == examples.requests
+    if overlap > 0 and limit > 3:  # rows that only touch have behaviours with nothing before them
+        assert learned == wanted
+    assert learned.keys() <= wanted.keys()
+    assert max(learned.values()) == 1
+    for found in seen(examples.collate(np.arange(len(examples)))).values():
+        end = next(
+            request["history_end"] for request in read_table(uri).to_pylist()[found["user_row"]]["requests"]
+            if request["timestamp_ms"] == found["time"]
+        )  # fmt: skip
+        assert min(end, overlap * limit) <= len(found["history"]) <= min(end, limit)
+
+
+def test_batches_are_of_so_many_searches_and_none_is_empty():
+    """Of users with very unequal numbers of searches; rows of users, where batches count these."""
+    rng = np.random.default_rng(0)
+    sizes = np.minimum(rng.geometric(0.08, 500), MOST_REQUESTS)
+    for shards in (1, 7):
+        rows = np.array_split(sizes, shards)
+        steps = int(sizes.sum()) // 200
+        edges = np.array([parts_by_turns(part, steps, shard, shards) for shard, part in enumerate(rows)])
+        per_step = [sum(part[a:b].sum() for part, a, b in zip(rows, edges[:, s], edges[:, s + 1], strict=True))
+                    for s in range(steps)]  # fmt: skip
+        assert sum(per_step) == sizes.sum()
+        assert min(per_step) > 0
+        assert abs(np.array(per_step) - 200).mean() < 40
+    assert (np.diff(parts_by_turns(np.array([900, 1, 1, 1]), 4, 0, 1)) == 1).all()
 
 
 def test_workers_share_out_the_users(search):
