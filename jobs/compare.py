@@ -34,7 +34,7 @@ from pipelines.comparison.claims import verdicts, verdicts_table
 from pipelines.comparison.published import CLAIMS, Papers, beside_the_papers, load, of_grid
 from pipelines.comparison.rows import Comparison, best_run, compare, rows_of
 from pipelines.comparison.run_tables import best_table, origins_table, tables
-from pipelines.comparison.runs import select, select_all
+from pipelines.comparison.runs import select, select_all, sweeps_of
 from pipelines.comparison.table import Table
 from pipelines.comparison.tokenizer_tables import sids_table
 
@@ -198,13 +198,19 @@ def write_page(
 
 
 def write_pages(config: Config, uris: Sequence[str], found: Sequence[Comparison], papers: Papers) -> None:
-    """A Markdown page for each comparison, with its tables, those of the papers and its plots as SVG beside it; and one
-    of the claims, where they are asked for."""
+    """A Markdown page for each comparison and for each sweep in it, with its tables, those of the papers and its plots
+    as SVG beside it; and one of the claims, where they are asked for."""
     from pipelines.comparison.page import write
     from pipelines.comparison.plots import plots
 
     folder = Path(str(config.markdown))
-    for comparison in found:
+    sweeps = [
+        compare(select(uri, [name], sweep), config.metric)
+        for uri, names in homes(uris, config.experiment).items()
+        for name in names
+        for sweep in sweeps_of(uri, name)
+    ]
+    for comparison in [*found, *sweeps]:
         name = re.sub(r"\W+", "-", comparison.selection.title)
         shown = [*tables(comparison), *paper_tables([comparison], papers), origins_table(comparison)]
         words = [table.markdown() for table in shown]

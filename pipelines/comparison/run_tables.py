@@ -64,7 +64,7 @@ def runs_table(comparison: Comparison) -> Table:
     ]
     ranked = (
         "those of test, candidates ranked in each"
-        if metric.endswith(("gauc", "entropy"))
+        if metric.endswith(("auc", "entropy", "rig", "loss"))
         else "those of test, each ranked over the full catalogue"
     )
     notes = [f"val: at the best epoch. requests: {ranked}."] if metrics else []
