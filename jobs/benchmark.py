@@ -49,13 +49,15 @@ class Config:
     """Events in the logs of `sequences` (1, 5 and 20 million) and of `scale` (2, 20, 50 and 100 million), items of
     `catalogue` (10 thousand, 100 thousand, 1 and 10 million)."""
     store_mb: int = 1024
-    """MiB of Ray's object store for `scale`."""
+    """MiB of Ray's object store for `scale`, on each node."""
+    nodes: int = 1
+    """Ray nodes of `scale`, all on this machine, whose CPUs they share: what more of them cost, not what they save."""
 
     def __post_init__(self) -> None:
         if self.name not in BENCHMARKS:
             raise ValueError(f"unknown benchmark '{self.name}'; {hint(self.name, BENCHMARKS)}")
-        if self.runs < 1 or self.threads < 1:
-            raise ValueError(f"runs {self.runs} and threads {self.threads} need to be at least 1")
+        if self.runs < 1 or self.threads < 1 or self.nodes < 1:
+            raise ValueError(f"runs {self.runs}, threads {self.threads} and nodes {self.nodes} need to be at least 1")
 
 
 def _sequences(config: Config) -> Iterable[dict[str, Any]]:
@@ -68,7 +70,7 @@ def _scale(config: Config) -> Iterable[dict[str, Any]]:
     from pipelines.data import benchmark
 
     sizes = config.sizes or [2_000_000, 20_000_000, 50_000_000, 100_000_000]
-    return benchmark.run(sizes, config.runs, config.store_mb, "scale")
+    return benchmark.run(sizes, config.runs, config.store_mb, "scale", config.nodes)
 
 
 def _catalogue(config: Config) -> Iterable[dict[str, Any]]:

@@ -12,8 +12,9 @@ Timed is the work from the first read to the last byte written, without imports 
 memory is the sum over all processes of the variant, Ray's own included, shared pages counted once; the
 part of it that lies in Ray's object store is `object_store_mb`, what went through the shuffle `shuffled_mb`,
 and what the store put on disk `spilled_mb`. `exponent` is how processor time has grown since the size before:
-1 as the log, 2 as its square. A run that fails, as polars does where the log exceeds the memory, is a line
-with its `error`.
+1 as the log, 2 as its square. Several `nodes` are processes of one machine that share its CPUs: no time is saved,
+what is seen is what the exchange between nodes costs. A run that fails, as polars does where the log exceeds the
+memory, is a line with its `error`.
 """
 
 from __future__ import annotations
@@ -184,10 +185,10 @@ class Watch:
         self.store_mb = max(self.store_mb, shared / 2**20)
 
 
-def _measure(variant: str, log: str, output: str, store_mb: int | None = None) -> dict[str, Any]:
+def _measure(variant: str, log: str, output: str, store_mb: int | None = None, nodes: int = 1) -> dict[str, Any]:
     """One run in a process of its own: seconds of work, of processor time, and memory in MB; or its error."""
     store = ["--store_mb", str(store_mb)] if store_mb else []
-    return measured(["pipelines.data.benchmark", variant, log, output, *store])
+    return measured(["pipelines.data.benchmark", variant, log, output, "--nodes", str(nodes), *store])
 
 
 def measured(command: list[str]) -> dict[str, Any]:
@@ -214,10 +215,10 @@ def measured(command: list[str]) -> dict[str, Any]:
 
 
 def run(
-    sizes: list[int], runs: int = 3, store_mb: int | None = None, name: str = "sequences"
+    sizes: list[int], runs: int = 3, store_mb: int | None = None, name: str = "sequences", nodes: int = 1
 ) -> Iterator[dict[str, Any]]:
     """One line per size and variant, as `python -m jobs.benchmark` prints them. `items` are events; store_mb: of Ray's
-    object store, None for Ray's own choice."""
+    object store on each node, None for Ray's own choice."""
     before: dict[str, tuple[int, float]] = {}
     with tempfile.TemporaryDirectory(prefix="trieline-benchmark-") as folder:
         for events in sizes:
@@ -227,9 +228,10 @@ def run(
             results: dict[str, list[dict[str, float]]] = {variant: [] for variant in VARIANTS}
             for _ in range(runs):
                 for variant in VARIANTS:
-                    results[variant].append(_measure(variant, log, f"{folder}/{variant}-{events}", store_mb))
+                    output = f"{folder}/{variant}-{events}"
+                    results[variant].append(_measure(variant, log, output, store_mb, nodes))
             for variant, found in results.items():
-                params = {"events": events, "users": users, "items": items, "cpus": os.cpu_count()}
+                params = {"events": events, "users": users, "items": items, "cpus": os.cpu_count(), "nodes": nodes}
                 if errors := [result["error"] for result in found if "error" in result]:
                     yield {"benchmark": name, "variant": variant, "params": params, "runs": runs, "error": errors[0]}
                     continue
@@ -265,25 +267,33 @@ def main() -> None:
     parser.add_argument("log")
     parser.add_argument("output")
     parser.add_argument("--store_mb", type=int)
+    parser.add_argument("--nodes", type=int, default=1)
     arguments = parser.parse_args()
     work: Callable[[str, str], None] = run_polars
     if arguments.variant == "trieline":
-        import ray
-
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-            runtime_env=WORKERS,
-            object_store_memory=arguments.store_mb and arguments.store_mb << 20,
-        )
+        _start_ray(arguments.nodes, arguments.store_mb and arguments.store_mb << 20)
         work = run_trieline
     begin = time.perf_counter()
     work(arguments.log, arguments.output)
     seconds = time.perf_counter() - begin
     of_ray = _of_ray(arguments.output) if arguments.variant == "trieline" else {}
     print(json.dumps({"seconds": seconds, **of_ray}))
+
+
+def _start_ray(nodes: int, store: int | None) -> None:
+    """Ray with so many nodes on this machine, the CPUs dealt out to them, and so many bytes of object store each."""
+    import ray
+
+    settings: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "runtime_env": WORKERS}
+    if nodes == 1:
+        ray.init(address="local", include_dashboard=False, object_store_memory=store, **settings)
+        return
+    from ray.cluster_utils import Cluster
+
+    cluster: Any = Cluster(shutdown_at_exit=True)
+    for cpus in np.bincount(np.arange(os.cpu_count() or 1) % nodes, minlength=nodes).tolist():
+        cluster.add_node(num_cpus=cpus, object_store_memory=store, include_dashboard=False)
+    ray.init(address=cluster.address, **settings)
 
 
 def _of_ray(output: str) -> dict[str, int]:

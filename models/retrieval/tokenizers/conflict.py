@@ -1,4 +1,7 @@
-"""The conflict code: an extra last level that tells items with equal codes apart (Sec. 3.1 of TIGER).
+"""The conflict code: extra last levels that tell items with equal codes apart (Sec. 3.1 of TIGER).
+
+One level as in TIGER where no codes are shared by more items than a codebook has codes, else two, whose codes are the
+digits of the item's rank: items of one text have one embedding, so no number of levels before would tell them apart.
 
 Shapes: N items, C levels.
 """
@@ -10,34 +13,46 @@ import numpy as np
 from models.tables import UserError
 
 LIMIT = 256
-"""Most items that may share their codes: the conflict code must fit a codebook of the usual size."""
+"""Codes of a conflict level: it must fit a codebook of the usual size."""
+LEVELS = 2
+"""Most conflict levels."""
 
 
 def collision_groups(codes: np.ndarray) -> np.ndarray:
-    """The group of each row of `codes` (N, C): equal rows have equal numbers, (N,) int64."""
-    return np.unique(codes, axis=0, return_inverse=True)[1].reshape(-1)
+    """The group of each row of `codes` (N, C), by rows rising: equal rows have equal numbers, (N,) int64."""
+    groups, count = np.zeros(len(codes), dtype=np.int64), 1
+    for level in codes.T.astype(np.int64):
+        size = int(level.max(initial=0)) + 1
+        if count * size >= 2**62:  # then by those that are there
+            present, groups = np.unique(groups, return_inverse=True)
+            count = len(present)
+        groups, count = groups * size + level, count * size
+    return np.unique(groups, return_inverse=True)[1].reshape(-1)
 
 
-def conflict_codes(codes: np.ndarray, limit: int = LIMIT) -> np.ndarray:
-    """The rank of each item among those with the same `codes` (N, C), in the order of the rows: (N,) int64.
-
-    Raises UserError if a group is larger than `limit`; wrapping around would name two items alike.
-    """
+def conflict_ranks(codes: np.ndarray) -> np.ndarray:
+    """The rank of each item among those with the same `codes` (N, C), in the order of the rows: (N,) int64."""
     groups = collision_groups(codes)
     order = np.argsort(groups, kind="stable")
     sizes = np.bincount(groups)
-    if sizes.max() > limit:
-        largest = codes[groups == sizes.argmax()][0].tolist()
-        raise UserError(
-            f"{sizes.max()} items share the codes {largest}, a conflict code tells at most {limit} apart; use more "
-            f"levels, a larger codebook, a richer --embed.template, or --tokenizer psid, which needs no conflict code"
-        )
     starts = np.cumsum(sizes) - sizes
     ranks = np.empty(len(codes), dtype=np.int64)
     ranks[order] = np.arange(len(codes)) - starts[groups[order]]
     return ranks
 
 
-def with_conflict_level(codes: np.ndarray, limit: int = LIMIT) -> np.ndarray:
-    """`codes` (N, C) with the conflict code as a last level: (N, C + 1), all rows distinct."""
-    return np.column_stack([codes, conflict_codes(codes, limit)])
+def with_conflict_levels(codes: np.ndarray, limit: int = LIMIT) -> np.ndarray:
+    """`codes` (N, C) with the conflict code as last levels: (N, C + 1) or, where more than `limit` items share their
+    codes, (N, C + 2); all rows distinct.
+
+    Raises UserError if a group is larger than two levels of `limit` codes tell apart.
+    """
+    ranks = conflict_ranks(codes)
+    largest = int(ranks.max()) + 1
+    if largest > limit**LEVELS:
+        raise UserError(
+            f"{largest} items share the codes {codes[ranks.argmax()].tolist()}, {LEVELS} conflict codes tell at most "
+            f"{limit**LEVELS} apart; use more levels, a larger codebook, a richer --embed.template, or --tokenizer "
+            f"psid, which needs no conflict code"
+        )
+    return np.column_stack([codes, *([ranks // limit] if largest > limit else []), ranks % limit])

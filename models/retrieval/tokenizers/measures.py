@@ -39,5 +39,7 @@ def collisions(codes: np.ndarray) -> dict[str, Any]:
 
 def branching(codes: np.ndarray) -> list[float]:
     """Mean number of valid next codes given a valid prefix, per level (Table 7 of SID-MLP)."""
-    prefixes = [1] + [len(np.unique(codes[:, : level + 1], axis=0)) for level in range(codes.shape[1])]
+    ordered = codes[np.argsort(collision_groups(codes), kind="stable")]
+    new = np.logical_or.accumulate(ordered[1:] != ordered[:-1], axis=1)  # whether a row's prefix is another
+    prefixes = [1, *(new.sum(0) + 1).tolist()]
     return [after / before for before, after in itertools.pairwise(prefixes)]

@@ -20,6 +20,8 @@ from models.tables import UserError
 
 ROWS = 16384
 """Rows handled at once where a step needs an N x K matrix."""
+BLOCK = 64 * ROWS
+"""Rows handled at once where a step needs a few N x D matrices beside what it is given."""
 
 
 @dataclass(frozen=True)
@@ -100,12 +102,16 @@ def nearest(points: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
 
 def encode(vectors: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor]:
     """Greedy residual quantisation: codes (N, C) and the quantised vectors (N, D), their sum of centroids."""
-    residual, codes = vectors, []
-    for codebook in codebooks:
-        code, _ = nearest(residual, codebook)
-        residual = residual - codebook[code]
-        codes.append(code)
-    return torch.stack(codes, 1), vectors - residual
+    all_codes, quantized = [], []
+    for rows in vectors.split(BLOCK):
+        residual, codes = rows, []
+        for codebook in codebooks:
+            code, _ = nearest(residual, codebook)
+            residual = residual - codebook[code]
+            codes.append(code)
+        all_codes.append(torch.stack(codes, 1))
+        quantized.append(rows - residual)
+    return torch.cat(all_codes), torch.cat(quantized)
 
 
 def _seeds(points: Tensor, k: int, generator: torch.Generator) -> Generator[str, None, Tensor]:
@@ -175,12 +181,16 @@ def kmeans_steps(
 
 def unexplained_variance(embeddings: Tensor, reconstruction: Tensor) -> float:
     """||x - x'||^2 over ||x - mean||^2, summed over items: 0 is exact, 1 is as good as the mean."""
-    error = (embeddings - reconstruction).double().square().sum()
-    spread = (embeddings - embeddings.mean(0)).double().square().sum()
+    mean = embeddings.mean(0)
+    error = spread = torch.zeros((), dtype=torch.float64, device=embeddings.device)
+    for rows, again in zip(embeddings.split(BLOCK), reconstruction.split(BLOCK), strict=True):
+        error = error + (rows - again).double().square().sum()
+        spread = spread + (rows - mean).double().square().sum()
     return float(error / spread) if float(spread) > 0 else 0.0
 
 
 def quantization_error(quantized: Quantized, codes: np.ndarray) -> float:
     """Share of the quantised vectors' variance that `codes` (N, C), nearest or not, do not explain."""
-    chosen = quantized.codebooks[torch.arange(codes.shape[1]), torch.tensor(codes)]  # (N, C, D)
-    return unexplained_variance(quantized.vectors, chosen.sum(1))
+    blocks, level = torch.from_numpy(codes).split(BLOCK), torch.arange(codes.shape[1])
+    chosen = torch.cat([quantized.codebooks[level, rows].sum(1) for rows in blocks])  # (N, D), from (rows, C, D)
+    return unexplained_variance(quantized.vectors, chosen)

@@ -1,5 +1,8 @@
 """RQ-KMeans: one k-means per level, each on what the levels above left over.
 
+Of a large catalogue the codebooks are fitted on a sample, as k-means of large sets is (faiss takes 256 points per
+centroid); every item takes the nearest codes all the same.
+
 Shapes: N items, D embedding width, C levels, K codes per level.
 """
 
@@ -20,6 +23,9 @@ from models.retrieval.tokenizers.residual import (
     unexplained_variance,
     within,
 )
+
+ITEMS_PER_CODE = 1024
+"""Items that a level is fitted on, at most, per code of its codebook: 262,144 for codebooks of 256."""
 
 
 @dataclass(frozen=True)
@@ -49,21 +55,23 @@ class RqkmeansConfig:
 def fit(
     embeddings: Tensor, config: RqkmeansConfig, chosen: Tensor | None = None
 ) -> Generator[Progress, None, Quantized]:
-    """Trains the codebooks on `embeddings` (N, D), on their device, or on those of the `chosen` items (n,); yields once
-    per level, and within.
+    """Trains the codebooks on `embeddings` (N, D), on their device, on those of the `chosen` items (n,), or on a sample
+    of them; yields once per level, and within.
 
     Raises UserError if there are fewer items than codes per level.
     """
     generator = torch.Generator().manual_seed(config.seed)
-    residual, codebooks = embeddings, []
+    sample = embeddings if chosen is None else embeddings[chosen]
+    if len(sample) > (most := ITEMS_PER_CODE * config.codebook_size):
+        sample = sample[torch.randperm(len(sample), generator=generator)[:most].to(sample.device)]
+    residual, codebooks = sample, []
     for level in range(config.levels):
-        points = residual if chosen is None else residual[chosen]
-        training = kmeans_steps(points, config.codebook_size, generator, config.iterations)
+        training = kmeans_steps(residual, config.codebook_size, generator, config.iterations)
         codebook = yield from within(training, level, config.levels, f"level {level + 1}: ")  # (K, D)
         codes, _ = nearest(residual, codebook)
         residual = residual - codebook[codes]
         codebooks.append(codebook)
-        error = unexplained_variance(embeddings, embeddings - residual)
+        error = unexplained_variance(sample, sample - residual)
         yield Progress(level + 1, config.levels, f"unexplained variance {error:.4f}")
     stacked = torch.stack(codebooks)
     codes, quantized = encode(embeddings, stacked)

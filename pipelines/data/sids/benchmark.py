@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
 from models import registry
@@ -31,27 +32,33 @@ from pipelines.data.sids.tokenize import RqkmeansConfig, TokenizerConfig, tokeni
 from pipelines.data.tables import check_writable, commit, items_schema, write_part
 
 WIDTH, ITERATIONS, LEVELS = 32, 10, 4
-"""Numbers of an embedding, k-means iterations per level, and levels before that of conflicts: the time is about
-proportional to each. With three levels more than 256 of a million titles share their codes."""
+"""Numbers of an embedding, k-means iterations per level, and levels before those of conflicts: the time is about
+proportional to each."""
 
+OF_SIDS = ("codebook_sizes", "largest_group", "collision_rate")
 BATCH, BATCHES, BEAM, TOP_K = 32, 8, 20, 10
 ITEMS_PER_PART = 1 << 20
-WORDS, KINDS = 20_000, 1_000
-"""Words of all titles, and kinds of items: two words of a title are its kind's, three are any."""
+WORDS, KINDS, OWN = 20_000, 1_000, 5
+"""Words of all titles, kinds of items, and words of a title beside the two of its kind. They are drawn by Zipf's law,
+as in texts: the n-th word with a probability proportional to 1 / n."""
 
 
 def write_items(uri: str, items: int, seed: int = 0) -> None:
-    """A table of `items` with simulated titles of five words."""
+    """A table of `items` with simulated titles of seven words."""
     check_writable(uri)
     rng = np.random.default_rng(seed)
     schema, parts = items_schema(["title"]), []
+    words = pa.array([f"w{word}" for word in range(WORDS)])
+    shares = np.cumsum(1 / np.arange(1, WORDS + 1))
     for first in range(0, items, ITEMS_PER_PART):
         index = np.arange(first, min(first + ITEMS_PER_PART, items), dtype=np.int32)
-        kind = rng.integers(KINDS, size=(len(index), 1))
-        words = np.concatenate([kind * 2, kind * 2 + 1, rng.integers(WORDS, size=(len(index), 3))], 1)
-        titles = [" ".join(f"w{word}" for word in row) for row in words.tolist()]
-        names = [f"item-{number:09d}" for number in index.tolist()]
-        parts.append(write_part(uri, pa.Table.from_arrays([index, pa.array(names), pa.array(titles)], schema=schema)))
+        kind = rng.integers(KINDS, size=len(index))
+        own = [np.searchsorted(shares, shares[-1] * rng.random(len(index))) for _ in range(OWN)]
+        title = pc.binary_join_element_wise(
+            *(words.take(pa.array(word)) for word in (kind * 2, kind * 2 + 1, *own)), " "
+        )
+        names = pc.binary_join_element_wise("item", pc.cast(pa.array(index), pa.string()), "-")
+        parts.append(write_part(uri, pa.Table.from_arrays([index, names, title], schema=schema)))
     commit(uri, "items", schema, parts, config={}, inputs={}, info={"core": 0, "texts": ["title"]})
 
 
@@ -91,7 +98,7 @@ def run_tokenize(folder: str) -> dict[str, Any]:
     seconds = time.perf_counter() - begin
     count = read_manifest(items, "items").rows
     stored = {f"{table.table}_bytes_per_item": sum(part.bytes for part in table.files) / count for table in made}
-    return {"seconds": seconds, "done": count, **stored, "codebook_sizes": made[0].info["codebook_sizes"]}
+    return {"seconds": seconds, "done": count, **stored, **{name: made[0].info[name] for name in OF_SIDS}}
 
 
 def load(folder: str) -> tuple[Catalogue, float]:

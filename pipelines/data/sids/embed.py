@@ -1,8 +1,9 @@
 """Items to embeddings: texts of the `items` table through an encoder, optionally whitened PCA.
 
 Any `transformers` encoder by hub name or local path runs in a pool of Ray Data actors; `minilm` is the
-model that a pip package carries, `tfidf` needs no weights. Each distinct text is encoded once. The
-embeddings of all items meet on the driver, where PCA is fitted: items x width floats.
+model that a pip package carries, `tfidf` needs no weights. Of a range of a million items each distinct text is
+encoded once, and its embeddings are written before the next range begins. Only for PCA those of all items meet on
+the driver: items x width floats.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from models.tables import Manifest, UserError, has_manifest, read_manifest, read_table
+from models.tables import Manifest, Part, UserError, has_manifest, iter_parts, read_manifest, read_table
 from models.text_encoder import WORDS, TextEncoder, locate_encoder
 from pipelines.data.tables import check_writable, commit, embeddings_schema, fingerprint, up_to_date, write_part
 
@@ -27,6 +28,10 @@ Say = Callable[[str], None]
 
 TEXTS_PER_BLOCK = 512
 ROWS_PER_PART = 262_144
+RANGE = 4 * ROWS_PER_PART
+"""Items whose embeddings the driver holds at once."""
+FIT_TEXTS = 1 << 20
+"""Texts that TF-IDF and its SVD are fitted on, at most: of more a sample."""
 TRIES = 3
 """How often an encoder that is lost is started again, with the block that it had."""
 
@@ -104,15 +109,17 @@ def item_texts(items: pa.Table, config: EmbedConfig) -> list[str]:
             f"source's mapping, or use --tokenizer published with SIDs that others made"
         )
     values = {name: [value or "" for value in items[columns[name]].to_pylist()] for name in dict.fromkeys(used)}
-    rows = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
-    blank = sum(not any(value.strip() for value in row.values()) for row in rows)
+    template = config.template or " ".join(f"{{{name}}}" for name in used)
+    found, blank = [], 0
+    for row in zip(*values.values(), strict=True):
+        blank += not any(value.strip() for value in row)
+        found.append(" ".join(template.format(**dict(zip(values, row, strict=True))).split()))
     if blank and config.empty == "error":
         raise UserError(
-            f"{blank} of {len(rows)} items have no text in {', '.join(used)}; use --embed.empty encode to encode the "
+            f"{blank} of {len(found)} items have no text in {', '.join(used)}; use --embed.empty encode to encode the "
             f"empty string for them, or a template with more columns"
         )
-    template = config.template or " ".join(f"{{{name}}}" for name in used)
-    return [" ".join(template.format(**row).split()) for row in rows]
+    return found
 
 
 def encoder_version(name: str) -> str:
@@ -211,7 +218,7 @@ def encode_texts(texts: list[str], name: str, config: EmbedConfig, say: Say = pr
             shown = time.monotonic()
     assert vectors is not None
     assert done == len(distinct)
-    return vectors[which]
+    return vectors if len(distinct) == len(texts) else vectors[which]
 
 
 def fit_tfidf(texts: list[str], width: int) -> tuple[Any, Any, np.ndarray]:
@@ -231,11 +238,30 @@ def fit_tfidf(texts: list[str], width: int) -> tuple[Any, Any, np.ndarray]:
     return vectorizer, svd, svd.fit_transform(counts)
 
 
-def tfidf_embeddings(texts: list[str], width: int) -> np.ndarray:
-    """TF-IDF and truncated SVD: (texts, at most width) float32, rows of length 1 unless empty."""
+def tfidf_embeddings(texts: list[str], width: int) -> Iterator[np.ndarray]:
+    """TF-IDF and truncated SVD, fitted on at most `FIT_TEXTS` of the texts: (texts, at most width) float32 of each
+    range of them, rows of length 1 unless empty."""
     from sklearn.preprocessing import normalize
 
-    return normalize(fit_tfidf(texts, width)[2]).astype(np.float32)
+    if len(texts) <= FIT_TEXTS:
+        yield normalize(fit_tfidf(texts, width)[2]).astype(np.float32)
+        return
+    drawn = np.random.default_rng(0).choice(len(texts), FIT_TEXTS, replace=False)
+    vectorizer, svd, _ = fit_tfidf([texts[text] for text in drawn.tolist()], width)
+    for start in range(0, len(texts), RANGE):
+        counts = vectorizer.transform(texts[start : start + RANGE])
+        yield normalize(svd.transform(counts)).astype(np.float32)
+
+
+def _embeddings(texts: list[str], encoder: str, config: EmbedConfig, say: Say) -> Iterator[np.ndarray]:
+    """Embeddings (texts, width) of each range of the texts."""
+    if encoder == "tfidf":
+        yield from tfidf_embeddings(texts, config.svd)
+        return
+    for start in range(0, len(texts), RANGE):
+        if len(texts) > RANGE:
+            say(f"items from {start} on, of {len(texts)}")
+        yield encode_texts(texts[start : start + RANGE], encoder, config, say)
 
 
 def pca(vectors: np.ndarray, width: int, whiten: bool = True) -> np.ndarray:
@@ -244,8 +270,12 @@ def pca(vectors: np.ndarray, width: int, whiten: bool = True) -> np.ndarray:
     By the eigenvectors of the covariance in float64, their signs fixed, so equal input gives equal output.
     Raises UserError if the vectors span fewer dimensions than `width`.
     """
-    centred = vectors.astype(np.float64) - vectors.mean(0, dtype=np.float64)
-    variances, components = np.linalg.eigh(centred.T @ centred / max(1, len(centred) - 1))
+    mean, covariance = vectors.mean(0, dtype=np.float64), np.zeros((vectors.shape[1],) * 2)
+    ranges = [slice(start, start + RANGE) for start in range(0, len(vectors), RANGE)]
+    for rows in ranges:  # in float64 a range at a time
+        centred = vectors[rows].astype(np.float64) - mean
+        covariance += centred.T @ centred
+    variances, components = np.linalg.eigh(covariance / max(1, len(vectors) - 1))
     variances, components = variances[::-1], components[:, ::-1]  # largest first
     rank = int((variances > 1e-9 * variances[0]).sum()) if variances[0] > 0 else 0
     if width > rank:
@@ -255,10 +285,11 @@ def pca(vectors: np.ndarray, width: int, whiten: bool = True) -> np.ndarray:
         )
     components = components[:, :width]
     signs = np.sign(components[np.abs(components).argmax(0), np.arange(width)])
-    projected = centred @ (components * signs)
-    if whiten:
-        projected /= np.sqrt(variances[:width])
-    return projected.astype(np.float32)
+    scale = np.sqrt(variances[:width]) if whiten else 1.0
+    projected = np.empty((len(vectors), width), dtype=np.float32)
+    for rows in ranges:
+        projected[rows] = (vectors[rows].astype(np.float64) - mean) @ (components * signs) / scale
+    return projected
 
 
 def embed_origin(
@@ -299,37 +330,45 @@ def embed_items(
         if has_manifest(output_uri):
             raise UserError(f"{output_uri} was made from other input or settings; use --overwrite, or another --output")
     started = time.monotonic()
-    items = read_table(items_uri, "items")
-    texts = item_texts(items, config)
+    texts = item_texts(read_table(items_uri, "items"), config)
     check_writable(output_uri)
-    vectors = tfidf_embeddings(texts, config.svd) if encoder == "tfidf" else encode_texts(texts, encoder, config, say)
-    raw_width = vectors.shape[1]
+    blocks = _embeddings(texts, encoder, config, say)
     if pca_width:
-        vectors = pca(vectors, pca_width, config.whiten)
-    schema = embeddings_schema(vectors.shape[1])
-    parts = []
-    for start in range(0, len(vectors), ROWS_PER_PART):
-        rows = vectors[start : start + ROWS_PER_PART]
-        lists = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), rows.shape[1])
-        table = pa.Table.from_arrays(
-            [items["item_index"].slice(start, len(rows)).combine_chunks(), lists], schema=schema
-        )
-        parts.append(write_part(output_uri, table))
+        vectors = np.concatenate(list(blocks))
+        raw_width, blocks = vectors.shape[1], iter([pca(vectors, pca_width, config.whiten)])
+    parts: list[Part] = []
+    width = first = 0
+    for block in blocks:
+        width = block.shape[1]
+        for start in range(0, len(block), ROWS_PER_PART):
+            rows = block[start : start + ROWS_PER_PART]
+            lists = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), width)
+            index = pa.array(np.arange(first, first + len(rows), dtype=np.int32))
+            table = pa.Table.from_arrays([index, lists], schema=embeddings_schema(width))
+            parts.append(write_part(output_uri, table))
+            first += len(rows)
     distinct = len(set(texts))
     return commit(
         output_uri,
         "embeddings",
-        schema,
+        embeddings_schema(width),
         parts,
         config=used,
         inputs=inputs,
-        info={"width": vectors.shape[1], "encoder_width": raw_width, "items": len(texts), "distinct_texts": distinct},
+        info={
+            "width": width,
+            "encoder_width": raw_width if pca_width else width,
+            "items": len(texts),
+            "distinct_texts": distinct,
+        },
         timings={"embed_s": round(time.monotonic() - started, 2)},
     )
 
 
 def read_embeddings(uri: str) -> np.ndarray:
     """The whole table as (N, width) float32 in the order of item_index."""
-    table = read_table(uri, "embeddings")
-    vectors = _matrix(table["embedding"])
-    return vectors[np.argsort(table["item_index"].to_numpy())]
+    manifest = read_manifest(uri, "embeddings")
+    vectors = np.empty((manifest.rows, manifest.info["width"]), dtype=np.float32)
+    for part in iter_parts(uri, "embeddings"):
+        vectors[part["item_index"].to_numpy()] = _matrix(part["embedding"])
+    return vectors

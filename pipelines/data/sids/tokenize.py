@@ -19,7 +19,7 @@ import torch
 from models.retrieval.data import Examples
 from models.retrieval.search.trie import Trie
 from models.retrieval.tokenizers import rqkmeans, rqvae
-from models.retrieval.tokenizers.conflict import with_conflict_level
+from models.retrieval.tokenizers.conflict import LIMIT, with_conflict_levels
 from models.retrieval.tokenizers.measures import branching, collisions, level_measures
 from models.retrieval.tokenizers.psid import PsidConfig, assign
 from models.retrieval.tokenizers.published import codes_of, read_published
@@ -113,9 +113,11 @@ def _train(
 
 def _train_task(
     embeddings: np.ndarray, config: TokenizerConfig, chosen: np.ndarray | None, threads: int
-) -> Iterator[Progress | tuple[Quantized, np.ndarray]]:
-    """The task's stream: progress, then the quantiser and the codes that it is used for. The worker may be one that
-    Ray started for a task of other CPUs; sums by another number of threads would end in other codes."""
+) -> Iterator[Progress | tuple[dict[str, Any], np.ndarray]]:
+    """The task's stream: progress, then how good the codes are, and the codes (N, C), before any conflict code.
+
+    The worker may be one that Ray started for a task of other CPUs; sums by another number of threads would end in
+    other codes."""
     import torch
 
     torch.set_num_threads(threads)
@@ -124,7 +126,16 @@ def _train_task(
     if config.tokenizer == "psid":
         yield Progress(0, 0, f"{config.psid.method} for {collisions(codes)['duplicates']} items whose codes are taken")
         codes = assign(quantized, config.psid)
-    yield quantized, codes
+    measures: dict[str, Any] = {
+        "sizes": [quantized.codebooks.shape[1]] * quantized.codebooks.shape[0],
+        "reconstruction_error": quantized.reconstruction_error,
+        "quantization_error": quantization_error(quantized, codes),
+    }
+    if config.tokenizer == "psid":
+        greedy = quantized.codes.numpy()
+        measures["collision_rate_before"] = collisions(greedy)["collision_rate"]
+        measures["relaxed_items"] = int((greedy != codes).any(1).sum())
+    yield measures, codes
 
 
 TRIES = 3
@@ -132,16 +143,16 @@ TRIES = 3
 
 
 def train_codes(
-    embeddings: np.ndarray, config: TokenizerConfig, say: Say = print, chosen: np.ndarray | None = None
-) -> tuple[Quantized, np.ndarray]:
-    """The trained quantiser, fitted on the `chosen` items where given, and the codes (N, C) of all items, before any
-    conflict code.
+    vectors: Any, config: TokenizerConfig, say: Say = print, chosen: np.ndarray | None = None
+) -> tuple[dict[str, Any], np.ndarray]:
+    """How good the codes are, with the `sizes` of the codebooks, and the codes (N, C), before any conflict code; the
+    codebooks are fitted on the `chosen` items where given.
 
-    A training whose worker is lost starts anew, and ends with the same.
+    `vectors` refers to the embeddings (N, E) in Ray's object store. A training whose worker is lost starts anew, and
+    ends with the same.
     """
     import ray
 
-    vectors = ray.put(embeddings)
     for attempt in range(1, TRIES + 1):
         try:
             return _train_remote(vectors, config, say, chosen)
@@ -155,7 +166,7 @@ def train_codes(
 
 def _train_remote(
     vectors: Any, config: TokenizerConfig, say: Say, chosen: np.ndarray | None
-) -> tuple[Quantized, np.ndarray]:
+) -> tuple[dict[str, Any], np.ndarray]:
     import ray
 
     gpu = ray.cluster_resources().get("GPU", 0) >= 1
@@ -180,44 +191,43 @@ def _train_remote(
 class _Codes:
     """SIDs before they are written."""
 
-    codes: np.ndarray  # (N, C) with the conflict level, if there is one
+    codes: np.ndarray  # (N, C) with the conflict levels, if there are any
     sizes: list[int]  # per level
     conflict_level: bool
     measures: dict[str, Any]
 
 
-def _finish(codes: np.ndarray, sizes: list[int], conflict: bool, measures: dict[str, Any]) -> _Codes:
-    """Adds the conflict level if asked to, and measures the codes before and after."""
+def _finish(codes: np.ndarray, sizes: list[int], conflict: bool, measures: dict[str, Any], say: Say) -> _Codes:
+    """Adds conflict levels if asked to, and measures the codes before and after."""
     before = {**measures, **collisions(codes), "levels": level_measures(codes, sizes)}
     if conflict:
-        codes = with_conflict_level(codes)
-        sizes = [*sizes, int(codes[:, -1].max()) + 1]
+        codes = with_conflict_levels(codes)
+        sizes = [*sizes, *(codes[:, len(sizes) :].max(0) + 1).tolist()]
+        if before["largest_group"] > LIMIT:
+            say(
+                f"note: {before['largest_group']} items share their codes, so the conflict code takes two levels of "
+                f"{LIMIT} codes; more levels, a larger codebook or a richer --embed.template may spare one"
+            )
     return _Codes(codes, sizes, conflict, {**before, "branching": branching(codes)})
 
 
-def _published_codes(items: pa.Table, sids: dict[str, list[int]], uri: str) -> _Codes:
+def _published_codes(items: pa.Table, sids: dict[str, list[int]], uri: str, say: Say) -> _Codes:
     codes = codes_of(sids, items["item_id"].to_pylist(), uri)
     # over all of the file's SIDs, so that sizes do not depend on the k-core
     sizes = (np.array(list(sids.values())).max(0) + 1).tolist()
     measures = {"unused_published": len(sids) - len(codes)}
-    return _finish(codes, sizes, bool(collisions(codes)["duplicates"]), measures)
+    return _finish(codes, sizes, bool(collisions(codes)["duplicates"]), measures, say)
 
 
 def _trained_codes(embeddings_uri: str, config: TokenizerConfig, say: Say, chosen: np.ndarray | None) -> _Codes:
-    quantized, codes = train_codes(read_embeddings(embeddings_uri), config, say, chosen)
-    sizes = [quantized.codebooks.shape[1]] * quantized.codebooks.shape[0]
-    measures: dict[str, Any] = {
-        "reconstruction_error": quantized.reconstruction_error,
-        "quantization_error": quantization_error(quantized, codes),
-    }
-    if config.tokenizer == "psid":
-        greedy = quantized.codes.numpy()
-        measures["collision_rate_before"] = collisions(greedy)["collision_rate"]
-        measures["relaxed_items"] = int((greedy != codes).any(1).sum())
+    import ray
+
+    measures, codes = train_codes(ray.put(read_embeddings(embeddings_uri)), config, say, chosen)
+    sizes = measures.pop("sizes")
     unique = config.tokenizer == "psid"
     if config.tokenizer == "rqvae" and config.rqvae.sinkhorn:  # those of equal codes were spread
         unique = not collisions(codes)["duplicates"]
-    return _finish(codes, sizes, not unique, measures)
+    return _finish(codes, sizes, not unique, measures, say)
 
 
 def _write_sids(uri: str, made: _Codes, **manifest: Any) -> Manifest:
@@ -321,7 +331,7 @@ def tokenize(
                 raise UserError(OTHER.format(sids_uri))
             check_writable(sids_uri)
             if config.tokenizer == "published":
-                made = _published_codes(read_table(items_uri, "items"), published, config.published)
+                made = _published_codes(read_table(items_uri, "items"), published, config.published, say)
             else:
                 made = _trained_codes(embeddings or own, config, say, chosen)
             info = {

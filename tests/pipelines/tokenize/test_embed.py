@@ -172,12 +172,25 @@ def test_impossible_embed_settings_are_refused(fields: dict[str, Any]) -> None:
 
 
 def test_tfidf_puts_texts_with_shared_words_together() -> None:
-    vectors = tfidf_embeddings(["red drill big", "red drill small", "garden hose", "garden hose long"], 3)
+    texts = ["red drill big", "red drill small", "garden hose", "garden hose long"]
+    (vectors,) = tfidf_embeddings(texts, 3)
     likeness = vectors @ vectors.T
     assert likeness[0, 1] > likeness[0, 2] + 0.3
     assert likeness[2, 3] > likeness[1, 3] + 0.3
     with pytest.raises(UserError, match="no words in 2 texts"):
-        tfidf_embeddings(["", "!"], 3)
+        next(tfidf_embeddings(["", "!"], 3))
+
+
+def test_tfidf_of_many_texts_is_fitted_on_a_sample_and_given_by_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    (whole,) = tfidf_embeddings(TEXTS * 3, 9)
+    monkeypatch.setattr(embed, "FIT_TEXTS", 100)
+    monkeypatch.setattr(embed, "RANGE", 50)
+    ranges = list(tfidf_embeddings(TEXTS * 3, 9))
+    assert [len(vectors) for vectors in ranges] == [50, 50, 26]
+    sampled = np.concatenate(ranges)
+    np.testing.assert_array_equal(sampled, np.concatenate(list(tfidf_embeddings(TEXTS * 3, 9))))
+    assert abs(sampled @ sampled.T - whole @ whole.T).max() < 0.1  # of the cosines, from -1 to 1
+    assert sampled[0] @ sampled[len(TEXTS)] == pytest.approx(1)  # equal texts of two ranges
 
 
 @pytest.mark.parametrize("whiten", [True, False])

@@ -34,8 +34,9 @@ def test_a_lost_training_of_codes_starts_anew(ray_local: None, monkeypatch: pyte
             kill_training()
         lines.append(line)
 
-    _, expected = train_codes(EMBEDDINGS, RQVAE, lambda line: None)
-    _, codes = train_codes(EMBEDDINGS, RQVAE, once)
+    embeddings = ray.put(EMBEDDINGS)
+    _, expected = train_codes(embeddings, RQVAE, lambda line: None)
+    _, codes = train_codes(embeddings, RQVAE, once)
     assert np.array_equal(codes, expected)
     (note,) = [line for line in lines if line.startswith("note:")]
     assert note.startswith("note: a process of Ray was lost (")
@@ -49,6 +50,6 @@ def test_a_lost_training_of_codes_starts_anew(ray_local: None, monkeypatch: pyte
             kill_training()
 
     with pytest.raises(ray.exceptions.RayError) as lost:
-        train_codes(EMBEDDINGS, RQVAE, always)
+        train_codes(embeddings, RQVAE, always)
     assert sum(line.startswith("note:") for line in lines) == 1
     assert str(faults.explain(lost.value)).startswith("a process of Ray was lost")

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from models.retrieval.tokenizers import conflict
 from models.retrieval.tokenizers.psid import PsidConfig
 from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
 from models.retrieval.tokenizers.rqvae import RqvaeConfig
@@ -203,9 +204,17 @@ def test_psid_makes_unique_codes_of_the_same_depth(
     assert len(np.unique(read_codes(str(tmp_path / "sids/sids")), axis=0)) == COUNT
 
 
-def test_too_many_items_on_one_code_leave_no_sids_behind(ray_local: None, tmp_path: Path) -> None:
+def test_items_of_one_text_take_two_conflict_codes_or_leave_no_sids_behind(
+    ray_local: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "items").mkdir()
     items = write_items(tmp_path / "items", ["one and the same"] * 280 + ["another thing"] * 2)
+    said: list[str] = []
+    sids, trie, _ = run(items, tmp_path / "two", pca_width=0, embed=EmbedConfig(svd=2), say=said.append)
+    assert sids.info["codebook_sizes"][-2:] == [2, 256]
+    assert trie.rows > 280
+    assert any(line.startswith("note: 280 items share their codes, so the conflict code takes two") for line in said)
+    monkeypatch.setattr(conflict, "LEVELS", 1)
     with pytest.raises(UserError, match=r"280 items share the codes.*at most 256"):
         run(items, tmp_path / "sids", pca_width=0, embed=EmbedConfig(svd=2))
     assert not has_manifest(str(tmp_path / "sids/sids"))

@@ -21,7 +21,7 @@ from models.retrieval import kernels
 from models.retrieval.data import PAD, Catalogue
 from models.retrieval.decoders.sid_mlp import SidMlpConfig
 from models.retrieval.sid_mlp import SidMlp
-from models.retrieval.tokenizers.conflict import with_conflict_level
+from models.retrieval.tokenizers.conflict import with_conflict_levels
 from models.retrieval.tokenizers.published import read_published
 
 SHARED = Path(__file__).parents[4] / "../shared/data"
@@ -108,7 +108,7 @@ def test_real_catalogues(published):
     """Semantic IDs as they were published, with a last code that tells apart the items that share one."""
     codes = np.array(list(read_published(str(SHARED / published))[0].values()))
     if len(np.unique(codes, axis=0)) < len(codes):
-        codes = with_conflict_level(codes)
+        codes = with_conflict_levels(codes)
     model = student(torch.from_numpy(codes), tuple(int(size) for size in codes.max(0) + 1))
     for scores, k, beam in (("children", 50, 50), ("codebook", 10, 20)):
         same(model, requests(30, len(codes)), k, beam, scores)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.retrieval.tokenizers import rqkmeans, rqvae
+from models.retrieval.tokenizers import residual, rqkmeans, rqvae
 from models.retrieval.tokenizers.residual import Progress, Quantized, encode, kmeans, nearest, paced
 from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
 from models.retrieval.tokenizers.rqvae import Rqvae, RqvaeConfig
@@ -70,6 +70,26 @@ def test_kmeans_with_fewer_distinct_points_than_codes_still_represents_each() ->
 def test_more_codes_than_items_is_an_error_that_names_both() -> None:
     with pytest.raises(UserError, match="256 codes per level need at least 256 items, there are 10"):
         finish(rqkmeans.fit(torch.randn(10, 4), RqkmeansConfig()))
+
+
+def test_codebooks_of_many_items_are_fitted_on_a_sample_and_all_get_nearest_codes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(residual, "BLOCK", 128)
+    generator = torch.Generator().manual_seed(3)
+    truth = 20 * torch.randn(8, 6, generator=generator)
+    vectors = truth[torch.randint(8, (1000,), generator=generator)] + torch.randn(1000, 6, generator=generator)
+    config = RqkmeansConfig(levels=2, codebook_size=8)
+    whole = finish(rqkmeans.fit(vectors, config))
+    monkeypatch.setattr(rqkmeans, "ITEMS_PER_CODE", 30)
+    sampled = finish(rqkmeans.fit(vectors, config))
+    assert not torch.equal(sampled.codebooks, whole.codebooks)
+    assert sampled.codes.shape == (1000, 2)
+    assert torch.equal(sampled.codes[:, 0], nearest(vectors, sampled.codebooks[0])[0])
+    assert sampled.reconstruction_error < 1.1 * whole.reconstruction_error
+    total = sampled.codebooks[torch.arange(2), sampled.codes].sum(1)
+    expected = (vectors - total).square().sum() / (vectors - vectors.mean(0)).square().sum()
+    assert sampled.reconstruction_error == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_greedy_codes_are_the_nearest_centroids_of_the_residuals() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.retrieval.search.trie import Trie
-from models.retrieval.tokenizers.conflict import conflict_codes, with_conflict_level
+from models.retrieval.tokenizers.conflict import collision_groups, conflict_ranks, with_conflict_levels
 from models.retrieval.tokenizers.measures import branching, collisions, level_measures
 from models.retrieval.tokenizers.psid import PsidConfig, assign
 from models.retrieval.tokenizers.residual import Quantized, encode
@@ -120,15 +120,31 @@ def test_conflict_code_is_the_rank_among_equals_in_item_order(rows: list[tuple[i
     for row in rows:
         expected.append(seen.get(row, 0))
         seen[row] = expected[-1] + 1
-    assert conflict_codes(codes).tolist() == expected
-    assert len(np.unique(with_conflict_level(codes), axis=0)) == len(rows)
+    assert conflict_ranks(codes).tolist() == expected
+    assert len(np.unique(with_conflict_levels(codes), axis=0)) == len(rows)
+
+
+def test_more_items_of_equal_codes_than_a_codebook_has_take_two_conflict_levels() -> None:
+    codes = np.array([[1, 2]] * 257 + [[3, 4]])
+    one, two = with_conflict_levels(codes[1:]), with_conflict_levels(codes)
+    assert one[-2:].tolist() == [[1, 2, 255], [3, 4, 0]]
+    assert two[[0, 255, 256, 257]].tolist() == [[1, 2, 0, 0], [1, 2, 0, 255], [1, 2, 1, 0], [3, 4, 0, 0]]
+    assert len(np.unique(two, axis=0)) == 258
 
 
 def test_conflict_overflow_is_an_error_with_group_size_limit_and_remedy() -> None:
-    codes = np.array([[1, 2]] * 257 + [[3, 4]])
-    assert conflict_codes(codes[1:]).max() == 255
-    with pytest.raises(UserError, match=r"257 items share the codes \[1, 2\].*at most 256 .*psid"):
-        conflict_codes(codes)
+    codes = np.array([[3, 4]] + [[1, 2]] * 10)
+    assert with_conflict_levels(codes[:-1], limit=3).shape == (10, 4)
+    with pytest.raises(UserError, match=r"10 items share the codes \[1, 2\], 2 conflict codes .*at most 9 .*psid"):
+        with_conflict_levels(codes, limit=3)
+
+
+@pytest.mark.parametrize("size", [3, 2**16, 2**40])
+def test_groups_are_those_of_equal_rows_also_where_the_codes_exceed_an_integer(size: int) -> None:
+    rng = np.random.default_rng(size)
+    codes = rng.integers(size, size=(8, 5))[rng.integers(8, size=60)]
+    codes[:, 2] = rng.integers(2, size=60)
+    assert collision_groups(codes).tolist() == np.unique(codes, axis=0, return_inverse=True)[1].reshape(-1).tolist()
 
 
 @given(code_rows)
