@@ -39,6 +39,8 @@ SUFFIXES = {
     ".parquet": "parquet",
 }
 FORMATS = ("csv", "jsonl", "parquet")
+LONE_SURROGATE = re.compile(rb"(?<!\\)(?:\\\\)*(\\u[dD][89abAB][0-9a-fA-F]{2})(?!\\u[dD][c-fC-F])")
+"""Half of a character in JSON, which polars reads as NUL; the other half alone it refuses."""
 COMPRESSIONS = (".gz", ".bz2", ".zst", ".lz4")
 TEXT_BLOCK = 8 << 20  # bytes of text per frame; also the longest row that can be read
 PARQUET_BLOCK = 1 << 17  # rows per frame, at most: fewer where they are long
@@ -470,16 +472,22 @@ def _no_ids(rows: pl.DataFrame, numbers: np.ndarray, chunk: bytes, reading: Read
 
 def _parse_lines(chunk: bytes, schema: dict[str, Any]) -> tuple[pl.DataFrame, list[tuple[int, str, str]]]:
     """The lines as rows; lines that are not are found by halving, which costs nothing where all are good."""
+    lone = (b"\\ud" in chunk or b"\\uD" in chunk) and LONE_SURROGATE.search(chunk)
     try:
-        return pl.read_ndjson(chunk, schema=schema), []
+        if not lone:
+            return pl.read_ndjson(chunk, schema=schema), []
     except pl.exceptions.PolarsError:
-        lines = [line for line in chunk.split(b"\n") if line.strip()]
+        pass
+    lines = [line for line in chunk.split(b"\n") if line.strip()]
     frames: list[pl.DataFrame] = []
     broken: list[tuple[int, str, str]] = []
 
     def parse(first: int, last: int) -> None:
+        text = b"\n".join(lines[first:last])
         try:
-            frames.append(pl.read_ndjson(b"\n".join(lines[first:last]), schema=schema))
+            if lone and (found := LONE_SURROGATE.search(text)):
+                raise pl.exceptions.ComputeError(f"{found[1].decode()} is half of a character")
+            frames.append(pl.read_ndjson(text, schema=schema))
         except pl.exceptions.PolarsError as error:
             if last - first == 1:
                 reason = f"row: not a JSON object of the mapping's types: {' '.join(str(error).split())[:120]}"

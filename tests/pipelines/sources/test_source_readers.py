@@ -194,6 +194,18 @@ def test_texts_of_items_may_begin_late_but_not_never(tmp_path: Path, monkeypatch
         list(read_frames(str(tmp_path), "items.jsonl", Items("items.*", "id", texts=["name"]).reading))
 
 
+def test_half_a_character_in_json_is_a_reject_and_no_other_id(tmp_path: Path) -> None:
+    halves = [r"a\ud800b", r"\uDBFFb", r"\udc00b", r"a\ud83d\\ude00"]
+    whole = {r"a\u0000b": "a\0b", r"\ud83d\uDE00": "😀", r"a\\ud800b": r"a\ud800b", r"\\\ud83d\ude00": "\\😀"}
+    lines = [f'{{"u": "u", "i": "{text}", "t": 1}}' for text in [*halves, *whole]]
+    (tmp_path / "log.jsonl").write_text("\n".join(lines))
+    blocks = list(plain(**QUERY).read_events(str(tmp_path), "log.jsonl"))
+    assert pa.concat_tables(b.events for b in blocks)["item_id"].to_pylist() == list(whole.values())
+    rejects = pa.concat_tables(b.rejects for b in blocks).to_pylist()
+    assert [reject["row"] for reject in rejects] == [0, 1, 2, 3]
+    assert r"\ud800 is half of a character" in rejects[0]["reason"]
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
