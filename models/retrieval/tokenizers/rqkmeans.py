@@ -1,7 +1,7 @@
 """RQ-KMeans: one k-means per level, each on what the levels above left over.
 
-Of a large catalogue the codebooks are fitted on a sample, as k-means of large sets is (faiss takes 256 points per
-centroid); every item takes the nearest codes all the same.
+Of a large catalogue the codebooks are fitted on a sample, as faiss does it, with as many points per centroid; every
+item takes the nearest codes all the same.
 
 Shapes: N items, D embedding width, C levels, K codes per level.
 """
@@ -24,8 +24,8 @@ from models.retrieval.tokenizers.residual import (
     within,
 )
 
-ITEMS_PER_CODE = 1024
-"""Items that a level is fitted on, at most, per code of its codebook: 262,144 for codebooks of 256."""
+ITEMS_PER_CODE = 256
+"""Items that a level is fitted on, at most, per code of its codebook: 65,536 for codebooks of 256."""
 
 
 @dataclass(frozen=True)
