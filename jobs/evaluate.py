@@ -19,6 +19,7 @@ from typing import Any, Literal, get_type_hints
 
 from jobs import cli
 from models import checkpoint, registry
+from models.config import check_positive
 from models.tables import reach
 from models.uri import absolute
 from pipelines.data.tables import check_can_write, check_place, write_file
@@ -87,9 +88,7 @@ class Options:
     """Replace the table of --batch_inference."""
 
     def __post_init__(self) -> None:
-        for name in ("k", "batch_size", "shards", "replay_page", "importance_repeats"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, the least is 1; give a positive number")
+        check_positive(self, ("k", "batch_size", "shards", "replay_page", "importance_repeats"))
         if (self.replay_base or self.replay_propensities or self.replay_page != 10) and not self.replay:
             raise ValueError("options of the replay are given without it; add --replay true")
         if self.importance_repeats != 5 and not self.importance:

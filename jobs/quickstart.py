@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from jobs import cli, simulate
 from models import registry
+from models.config import check_positive
 from models.tables import UserError
 from pipelines import tracking
 from pipelines.data.kinds.base import Trained
@@ -60,8 +61,7 @@ class Config:
     """Seed of the simulation and of the trainings."""
 
     def __post_init__(self) -> None:
-        if self.epochs is not None and self.epochs < 1:
-            raise ValueError(f"epochs is {self.epochs}, the least is 1; give a positive number")
+        check_positive(self, ["epochs"])
 
 
 class Steps:

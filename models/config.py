@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import fields
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -49,11 +49,40 @@ def naming(config: type, *what: str) -> set[str]:
     return {f.name for f in fields(config) if f.metadata.get("names") in what}
 
 
+def check_least(config: Any, names: Iterable[str], least: float, section: str = "") -> None:
+    """ValueError for the first of these fields that is below `least`; one that is None is not given.
+
+    section: what stands before the names in messages, such as `fit.`; the next two take it too.
+    """
+    for name in names:
+        if (value := getattr(config, name)) is not None and not value >= least:
+            raise ValueError(f"{section}{name} is {value}, it must be at least {least}")
+
+
+def check_shares(config: Any, names: Iterable[str], section: str = "") -> None:
+    """ValueError for the first of these fields that is no share from 0 to 1."""
+    for name in names:
+        if not 0 <= (value := getattr(config, name)) <= 1:
+            raise ValueError(f"{section}{name} is {value}, it is a share and must be between 0 and 1")
+
+
+def check_choices(config: Any, section: str = "") -> None:
+    """ValueError for the first field that is none of the words of its type, such as Literal["adamw", "adagrad"]."""
+    for name, kind in get_type_hints(type(config)).items():
+        if get_origin(kind) is Literal and (value := getattr(config, name)) not in get_args(kind):
+            raise ValueError(f"{section}{name} is {value!r}, it must be one of {', '.join(map(str, get_args(kind)))}")
+
+
 def check_positive(config: Any, names: Iterable[str]) -> None:
     """ValueError for the first of these fields that is below 1."""
+    check_least(config, names, 1)
+
+
+def check_dropout(config: Any, *names: str) -> None:
+    """ValueError for the first of these fields that is no share of values to drop."""
     for name in names:
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} {getattr(config, name)} is below 1; give a positive number")
+        if not 0 <= getattr(config, name) < 1:
+            raise ValueError(f"{name} {getattr(config, name)} is not in [0, 1); give a share")
 
 
 def check_known(given: Iterable[str], known: Iterable[str], message: Callable[[str, str], str]) -> None:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from models import fsdp
+from models.config import check_choices, check_least, check_shares
 from models.optimizers import make_optimizer
 from models.tables import UserError
 from models.whole_batch import IDLE, of_workers
@@ -98,28 +99,18 @@ class FitConfig:
     """Steps between checkpoints within an epoch, for long epochs; 0: at the ends of epochs alone."""
 
     def __post_init__(self) -> None:
-        at_least = {
-            "batch_size": 1, "eval_batch_size": 1, "max_epochs": 1, "eval_every_epochs": 1, "log_every_steps": 1,
-            "warmup_steps": 0, "patience": 0, "eval_examples": 0, "checkpoint_every_steps": 0, "eval_every_steps": 0,
-            "weight_decay": 0, "clip_norm": 0, "memory_budget_gb": 0, "train_examples": 0,
-        }  # fmt: skip
-        for name, least in at_least.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"fit.{name} is {getattr(self, name)}, it must be at least {least}")
+        positive = ("batch_size", "eval_batch_size", "max_epochs", "eval_every_epochs", "log_every_steps")
+        check_least(self, positive, 1, "fit.")
+        steps = ("warmup_steps", "checkpoint_every_steps", "eval_every_steps", "patience")
+        check_least(self, (*steps, "train_examples", "eval_examples"), 0, "fit.")
+        check_least(self, ("weight_decay", "clip_norm", "memory_budget_gb"), 0, "fit.")
         if isinstance(self.eval_options, str) or not all(isinstance(key, str) for key in self.eval_options):
             raise ValueError(f"fit.eval_options is {self.eval_options!r}, it must be a mapping such as {{beam: 20}}")
-        if not self.lr > 0:
-            raise ValueError(f"fit.lr is {self.lr}, it must be above 0; try 0.001")
-        if not self.shard_mb > 0:
-            raise ValueError(f"fit.shard_mb is {self.shard_mb}, it must be above 0; try 32")
-        if not 0 <= self.warmup_share <= 1:
-            raise ValueError(f"fit.warmup_share is {self.warmup_share}, it must be between 0 and 1; try 0.1")
-        choices = {
-            "optimizer": ("adamw", "adagrad"), "schedule": ("cosine", "constant"), "precision": ("auto", "bf16", "fp32")
-        }  # fmt: skip
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"fit.{name} is {getattr(self, name)!r}, it must be one of {', '.join(known)}")
+        for name, usual in {"lr": 0.001, "shard_mb": 32}.items():
+            if not getattr(self, name) > 0:
+                raise ValueError(f"fit.{name} is {getattr(self, name)}, it must be above 0; try {usual}")
+        check_shares(self, ["warmup_share"], "fit.")
+        check_choices(self, "fit.")
 
 
 class TrainBatches(Protocol):

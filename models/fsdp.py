@@ -28,10 +28,6 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], device: torch.device, w
     fully_shard(model, mesh=mesh)
 
 
-def is_sharded(model: nn.Module) -> bool:
-    return isinstance(model, FSDPModule)
-
-
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
     """The model with whole weights, for what is no training step; as it is where it is not sharded."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -46,3 +47,19 @@ def new_figure(columns: int, rows: int = 1, width: float = 4.6, height: float = 
     figure = Figure(figsize=(max(columns * width, 6), rows * height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
+
+
+def say_axes(axes: Axes, x: str, y: str, legend: bool = False) -> None:
+    """Labels of both axes, a faint grid and, where asked for, a legend."""
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.15)
+    if legend:
+        axes.legend()
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as PNG."""
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=120)
+    return content.getvalue()

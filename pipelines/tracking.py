@@ -27,7 +27,6 @@ from typing import Any
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
-import mlflow
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
@@ -405,16 +404,11 @@ def log_curves(run: RunRef) -> None:
         return
     lines = ["metric,step,value", *(f"{shown_name(k)},{s},{v}" for k, points in curves.items() for s, v in points)]
     client.log_text(run.run_id, "\n".join(lines) + "\n", "curves.csv")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from pipelines.figures import new_figure
 
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, keys in zip(
-        figure.subplots(1, 2),
-        (["train/loss"], [key for key in curves if key.startswith("val/") and key.endswith("_at_10")]),
-        strict=True,
-    ):
+    figure, panels = new_figure(2, width=5.5, height=4)
+    at_10 = [key for key in curves if key.startswith("val/") and key.endswith("_at_10")]
+    for axes, keys in zip(panels, (["train/loss"], at_10), strict=True):
         drawn = [key for key in keys if key in curves]
         for key in drawn:
             axes.plot(*zip(*sorted(curves[key]), strict=True), label=shown_name(key), marker=".")
@@ -442,10 +436,3 @@ def log_picture(run: RunRef, content: bytes, name: str) -> None:
 def log_yaml(run: RunRef, content: dict[str, Any], name: str) -> None:
     """Logs a mapping as an artifact; `name` ends in .yaml."""
     connect(run.uri).log_dict(run.run_id, hide(content), name)
-
-
-__all__ = [
-    "Logger", "RunRef", "check_nodes", "connect", "delete", "discard", "expect", "flatten", "log_curves", "log_json",
-    "log_picture", "log_yaml", "metric_name", "mlflow", "open_run", "opening", "reopen", "resolve_uri", "shown_name",
-    "system_metrics",
-]  # fmt: skip

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from models import registry
-from models.config import check_known, hint, instead, naming, read_yaml
+from models.config import check_choices, check_known, check_least, hint, instead, naming, read_yaml
 from models.fit import FitConfig
 from models.tables import UserError
 from models.uri import absolute, hide
@@ -49,10 +49,9 @@ class Scheduler:
     """asha: at epochs grace, grace * reduction, ... only the best 1 / reduction go on."""
 
     def __post_init__(self) -> None:
-        if self.name not in ("none", "asha"):
-            raise ValueError(f"scheduler.name is {self.name!r}, it must be none or asha")
-        if self.grace < 1 or self.reduction < 2:
-            raise ValueError(f"scheduler.grace {self.grace} is at least 1 and reduction {self.reduction} at least 2")
+        check_choices(self, "scheduler.")
+        check_least(self, ["grace"], 1, "scheduler.")
+        check_least(self, ["reduction"], 2, "scheduler.")
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ class Grid:
     """Values of fit.seed; more than one make an axis."""
     metric: str = "val/ndcg@10"
     """What the trials are ranked by, larger is better: `val/` or, in grids of kind evaluate, `test/`."""
-    mode: Literal["max"] = "max"
+    mode: str = "max"
     """max; a metric where less is better goes by its negative, as `neg_mse` does."""
     scheduler: Scheduler = field(default_factory=Scheduler)
     """When trials are stopped early."""
@@ -125,12 +124,10 @@ class Grid:
     def __post_init__(self) -> None:
         if isinstance(self.scheduler, dict):
             self.scheduler = build(Scheduler, self.scheduler, "scheduler")
-        if self.kind not in ("train", "evaluate"):
-            raise ValueError(f"kind is {self.kind!r}, it must be train or evaluate")
+        check_choices(self)
         if self.mode != "max":
             raise ValueError(f"mode is {self.mode!r}, but checkpoints are kept where the metric is largest; set max")
-        if self.samples is not None and self.samples < 1:
-            raise ValueError(f"samples is {self.samples}, it must be at least 1; leave it out for the whole grid")
+        check_least(self, ["samples"], 1)
         wanted = "val/" if self.kind == "train" else "test/"
         if not self.metric.startswith(wanted):
             raise ValueError(f"metric is {self.metric!r}, in a grid of kind {self.kind} it starts with {wanted}")
@@ -348,6 +345,3 @@ def short(point: Point) -> str:
 def evaluation_options(name: str) -> list[str]:
     """Options of `recommend` that a grid of kind evaluate can vary for a model, and the batch size."""
     return ["batch_size", *registry.recommend_options(name)]
-
-
-__all__ = ["Grid", "Point", "Scheduler", "Trial", "evaluation_options", "load"]

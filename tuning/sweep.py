@@ -30,7 +30,7 @@ from ray.tune import Callback
 from ray.tune.search import BasicVariantGenerator
 
 from models import checkpoint, registry
-from models.config import hint, naming
+from models.config import check_least, hint, naming
 from models.fit import FitConfig
 from models.setup import check_fit, load_catalogue
 from models.setup import hashes_of as table_hashes
@@ -78,9 +78,7 @@ class Options:
     """Measure each finished trial on the test split too; the best is chosen on val all the same."""
 
     def __post_init__(self) -> None:
-        for name in ("concurrency", "retries", "budget_hours"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, it must be at least 0")
+        check_least(self, ["concurrency", "retries", "budget_hours"], 0)
 
 
 @dataclass

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.config import check_positive
+from models.config import check_choices, check_least, check_positive
 from models.retrieval import metrics
 from models.retrieval.backbones.t5 import T5Backbone
 from models.retrieval.data import Catalogue
@@ -33,7 +33,7 @@ from models.retrieval.parts import History, Scorer, real_positions
 from models.retrieval.recommend import latest, recommender
 from models.retrieval.retriever import Retriever
 from models.retrieval.search.speculative import Found, Rule, Speculation, mixed, speculative_search
-from models.retrieval.student import Scores, Student, StudentConfig, check_choice
+from models.retrieval.student import Scores, Student, StudentConfig
 from models.scores import check_finite
 from models.tables import UserError
 from models.whole_batch import whole_mean
@@ -65,8 +65,7 @@ class AtSpeedConfig(StudentConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(self, ("draft_beam", "draft_layers", "draft_d_ff", "draft_heads"))
-        if self.draft_steps < 0:
-            raise ValueError(f"draft_steps {self.draft_steps} is below 0; give a number of steps such as 4")
+        check_least(self, ["draft_steps"], 0)
         if self.m:
             raise ValueError(f"m {self.m} is not 0; a draft begins with the first digit, leave m out")
 
@@ -88,7 +87,7 @@ class AtSpeedRConfig(AtSpeedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("rule", self.rule, ("published", "exact"))
+        check_choices(self)
 
 
 def strict_loss(draft: Tensor, teacher: Tensor) -> Tensor:
@@ -133,9 +132,8 @@ class AtSpeedOptions:
     """AtSpeed-R: seed of what is drawn."""
 
     def __post_init__(self) -> None:
-        for name, least in (("beam", 1), ("draft_beam", 1), ("draft_steps", 0)):
-            if (value := getattr(self, name)) is not None and value < least:
-                raise ValueError(f"--{name} is {value}, the least is {least}; give more")
+        check_least(self, ["beam", "draft_beam"], 1, "--")
+        check_least(self, ["draft_steps"], 0, "--")
 
 
 class AtSpeed(Student):

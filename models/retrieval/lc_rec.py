@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from models import language_model
-from models.config import check_positive
+from models.config import check_dropout, check_least, check_positive
 from models.language_model import OTHER
 from models.retrieval.backbones.causal_lm import LmBackbone, Segment, joined
 from models.retrieval.data import Catalogue, batch_of
@@ -94,17 +94,13 @@ class LcRecConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, ("width", "num_layers", "num_heads", "ffn_width", "title_tokens", "max_history", "beam"))
-        for name in ("max_words", "lora_rank"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} {getattr(self, name)} is below 0; give 0 or a positive number")
+        check_least(self, ("max_words", "lora_rank"), 0)
         if self.width % (2 * self.num_heads):
             raise ValueError(
                 f"width {self.width} gives {self.num_heads} heads no even width; give a multiple of "
                 f"{2 * self.num_heads}"
             )
-        for name in ("dropout", "lora_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} is not in [0, 1); give a share")
+        check_dropout(self, "dropout", "lora_dropout")
         if not 0 < self.task_share <= 1:
             raise ValueError(f"task_share {self.task_share} is not in (0, 1]; leave tasks out with tasks: [next]")
         check_tasks(self.tasks)

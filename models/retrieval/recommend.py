@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.config import check_least
 from models.scores import check_finite
 
 Ranked = tuple[Tensor, Tensor]
@@ -40,8 +41,7 @@ class BeamOptions:
     """Whether decoding semantic IDs keeps to the catalogue's trie."""
 
     def __post_init__(self) -> None:
-        if self.beam is not None and self.beam < 1:
-            raise ValueError(f"--beam is {self.beam}, the least is 1; give the prefixes to keep at each code")
+        check_least(self, ["beam"], 1, "--")
 
 
 def recommender(search: Callable[..., Ranked]) -> Callable[..., Ranked]:

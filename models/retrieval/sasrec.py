@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.config import check_positive
+from models.config import check_dropout, check_positive
 from models.retrieval.data import Catalogue
 from models.retrieval.recommend import recommender
 from models.retrieval.search.topk import top_k
@@ -41,8 +41,7 @@ class SASRecConfig:
         check_positive(self, ("dim", "num_layers", "num_heads", "feedforward_dim", "max_history"))
         if self.dim % self.num_heads:
             raise ValueError(f"dim {self.dim} is not a multiple of num_heads {self.num_heads}; change either")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout {self.dropout} is not in [0, 1); give a share")
+        check_dropout(self, "dropout")
 
 
 class Block(nn.Module):

@@ -8,7 +8,8 @@ Drawn where an experiment has runs of a model with and without the condition who
 from __future__ import annotations
 
 from pipelines.comparison.rows import Comparison, Row
-from pipelines.comparison.run_plots import COLOURS, Drawn, new_figure, thinned
+from pipelines.comparison.run_plots import Drawn, thinned
+from pipelines.figures import COLOURS, new_figure, say_axes
 
 CONDITION = "model.query_condition"
 LOSS = "train/infonce"
@@ -33,10 +34,7 @@ def condition(comparison: Comparison) -> list[Drawn]:
                 label = None  # one entry of the legend for all seeds
     if not axes.lines:
         return []
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("InfoNCE, training")
-    axes.grid(alpha=0.15)
-    axes.legend()
+    say_axes(axes, "optimizer step", "InfoNCE, training", legend=True)
     caption = (
         f"Loss of the next item ({LOSS}) of {pair[0].name} and {pair[1].name}, which differ in the condition alone; "
         "one line per run (QGS, Figure 3)."

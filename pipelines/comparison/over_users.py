@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -194,15 +193,10 @@ def kept(uri: str, run_id: str) -> dict[str, dict[str, Any]]:
 
 def evaluated(client: MlflowClient, run_id: str) -> dict[str, dict[str, Any]]:
     """By file, what the evaluations of a run have kept of every user."""
-    return dict(files(client, run_id))
-
-
-def files(client: MlflowClient, run_id: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    found = {}
     for artifact in client.list_artifacts(run_id):
         if artifact.path.startswith("evaluation-") and artifact.path.endswith(".json"):
             with open(client.download_artifacts(run_id, artifact.path)) as file:
                 if values := json.load(file).get("by_user"):
-                    yield artifact.path, values
-
-
-__all__: Sequence[str] = ["Interval", "Pair", "evaluated", "intervals", "over_users_tables", "pairs"]
+                    found[artifact.path] = values
+    return found

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from matplotlib import rc_context, rcParams
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
@@ -22,7 +21,7 @@ from matplotlib.transforms import Bbox
 from models.tables import UserError
 from pipelines.comparison.rows import Comparison, Row, lower_is_better
 from pipelines.comparison.run_plots import Drawn
-from pipelines.figures import COLOURS, logarithmic
+from pipelines.figures import COLOURS, logarithmic, new_figure
 
 FORMATS = (".png", ".svg", ".pdf")
 LINE = 13
@@ -104,9 +103,7 @@ def plot(comparison: Comparison) -> list[Drawn]:
 
 def picture(points: Sequence[Point], metric: str, title: str) -> Figure:
     """The points, their frontier and their names."""
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
+    figure, (axes,) = new_figure(1, width=8, height=5)
     colours = dict(zip(sorted({p.model for p in points}), COLOURS * len(points), strict=False))
     line = frontier(points, lower_is_better(metric))
     axes.plot(

@@ -12,7 +12,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from pipelines.comparison.rows import Comparison, Row, lower_is_better, ratio
-from pipelines.figures import COLOURS, new_figure
+from pipelines.figures import COLOURS, new_figure, say_axes
 
 Drawn = tuple[str, str, str, Figure]
 """Name, title, caption and figure of a plot."""
@@ -51,10 +51,7 @@ def curves(comparison: Comparison) -> list[Drawn]:
             steps, values = zip(*thinned(points), strict=True)
             axes.plot(steps, values, color=colour, lw=1.2, alpha=0.85, label=label)
         axes.set_title(model)
-        axes.set_xlabel("optimizer step")
-        axes.set_ylabel(key)
-        axes.grid(alpha=0.15)
-        axes.legend()
+        say_axes(axes, "optimizer step", key, legend=True)
     for axes in panels[len(drawn) :]:
         axes.remove()
     caption = (
@@ -132,9 +129,6 @@ def beams(comparison: Comparison) -> list[Drawn]:
     for place, ((_, label), points) in enumerate(lines.items()):
         counts, values = zip(*sorted(points.items()), strict=True)
         axes.plot(counts, values, marker="o", color=COLOURS[place % 7], label=legible(label))
-    axes.set_xlabel("beams")
-    axes.set_ylabel(name)
-    axes.grid(alpha=0.15)
-    axes.legend()
+    say_axes(axes, "beams", name, legend=True)
     caption = "Checkpoints evaluated again with other numbers of beams (SID-MLP, Figure 3c)."
     return [("beams", "Beams and accuracy", caption, figure)]

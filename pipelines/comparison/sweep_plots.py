@@ -20,7 +20,7 @@ from mlflow.exceptions import MlflowException
 
 from pipelines.comparison.rows import Comparison, Row, lower_is_better, ratio
 from pipelines.comparison.run_plots import Drawn
-from pipelines.figures import COLOURS, new_figure
+from pipelines.figures import COLOURS, new_figure, say_axes
 
 LEAST = 3
 """Values that a setting needs to be drawn where no sweep varied it."""
@@ -164,9 +164,7 @@ def numeric(values: Sequence[str]) -> bool:
 def dress(axes: Axes, values: Sequence[str], key: str, label: str) -> None:
     """Ticks at the setting's values, evenly spaced, and labels."""
     axes.set_xticks(range(len(values)), [value or "none" for value in values])
-    axes.set_xlabel(key)
-    axes.set_ylabel(label)
-    axes.grid(alpha=0.15)
+    say_axes(axes, key, label)
 
 
 def beside_published(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from models.config import check_choices, check_least, check_shares
 from pipelines.data.ray_data_config import RayDataConfig
 from pipelines.data.splits import SplitConfig
 
@@ -48,19 +49,7 @@ class PrepareConfig:
     """The kind's own settings, such as the features of a search log; None where it has none."""
 
     def __post_init__(self) -> None:
-        if self.core < 0:
-            raise ValueError(f"core is {self.core}; it must be 0 (keep all) or more")
-        if self.core_window not in ("all", "train"):
-            raise ValueError(f"core_window is '{self.core_window}'; it is one of all, train")
-        if self.ties not in ("strict", "log_order"):
-            raise ValueError(f"ties is '{self.ties}'; it is one of strict, log_order")
-        if self.max_events < 1:
-            raise ValueError(f"max_events is {self.max_events}; a user needs at least 1")
-        if self.partitions is not None and self.partitions < 1:
-            raise ValueError(f"partitions is {self.partitions}; it must be 1 or more, or left out")
-        if not 0 <= self.max_rejects <= 1:
-            raise ValueError(f"max_rejects is {self.max_rejects}; it is a share between 0 and 1")
-        if not 0 <= self.min_matched <= 1:
-            raise ValueError(f"min_matched is {self.min_matched}; it is a share between 0 and 1")
-        if self.duplicates not in ("drop", "keep", "count"):
-            raise ValueError(f"duplicates is '{self.duplicates}'; it is one of drop, keep, count")
+        check_least(self, ["core"], 0)
+        check_least(self, ["max_events", "partitions"], 1)
+        check_shares(self, ["max_rejects", "min_matched"])
+        check_choices(self)

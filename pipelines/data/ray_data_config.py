@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from models.config import check_choices, check_least
+
 WORKERS = {"env_vars": {"RAY_DATA_SHUFFLE_MAP_WORKER": "1", "RAY_DATA_SHUFFLE_REDUCE_WORKER": "1"}}
 """The environments that Ray Data 2.60 gives the tasks of its shuffle, as that of a whole Ray: so all tasks share the
 same processes, where each kind would start its own."""
@@ -22,10 +24,5 @@ class RayDataConfig:
     """MiB of a plain file that one task reads; a compressed file is read by one task."""
 
     def __post_init__(self) -> None:
-        if self.shuffle_batch_mb < 1 or self.read_mb < 1:
-            raise ValueError(
-                f"ray_data.shuffle_batch_mb {self.shuffle_batch_mb} and ray_data.read_mb {self.read_mb} need to be at "
-                f"least 1"
-            )
-        if self.compression not in ("auto", "none", "lz4", "zstd"):
-            raise ValueError(f"ray_data.compression is '{self.compression}'; it is one of auto, none, lz4, zstd")
+        check_least(self, ["shuffle_batch_mb", "read_mb"], 1, "ray_data.")
+        check_choices(self, "ray_data.")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from models.config import check_choices
 from models.tables import UserError
 
 if TYPE_CHECKING:  # settings are read and checked before Ray takes its seconds to be imported
@@ -38,8 +39,7 @@ class SplitConfig:
     """First moment of the test window."""
 
     def __post_init__(self) -> None:
-        if self.kind not in ("auto", "leave_last_out", "temporal", "per_user"):
-            raise ValueError(f"split.kind is '{self.kind}'; it is one of auto, leave_last_out, temporal, per_user")
+        check_choices(self, "split.")
         for name in ("val_fraction", "test_fraction"):
             value = getattr(self, name)
             if not 0 < value < 1:

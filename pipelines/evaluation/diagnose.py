@@ -10,7 +10,6 @@ search, as NEZHA's does. Both on at most 1,280 requests, as in the paper.
 
 from __future__ import annotations
 
-import io
 import json
 from typing import Any
 
@@ -28,7 +27,7 @@ from models.tables import UserError, join, open_uri
 from models.uri import absolute
 from pipelines.data.tables import write_file
 from pipelines.evaluation.ranking import device_of, find_checkpoint
-from pipelines.figures import COLOURS, new_figure
+from pipelines.figures import COLOURS, new_figure, png, say_axes
 
 REQUESTS = 1280
 """Requests looked at, at most, spread evenly over the lengths of histories (Appendix D.3 of SID-MLP)."""
@@ -68,14 +67,10 @@ def draw(rows: list[NDArray[np.float64]]) -> bytes:
         for layer, line in enumerate(profile(rows, step).T):
             axes.plot(line, color=COLOURS[layer % len(COLOURS)], lw=1.4, label=f"layer {layer + 1}")
         axes.axhline(1.0, color="#999999", lw=0.8, ls="--")
-        axes.set_xlabel(label)
-        axes.set_ylabel("attention received / uniform")
-        axes.grid(alpha=0.15)
+        say_axes(axes, label, "attention received / uniform")
     panels[1].invert_xaxis()  # the end of the history on the right
     panels[0].legend()
-    content = io.BytesIO()
-    figure.savefig(content, dpi=120)
-    return content.getvalue()
+    return png(figure)
 
 
 def diagnose(

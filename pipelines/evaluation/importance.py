@@ -9,7 +9,6 @@ what the model makes of the input, not what the input could give: two inputs tha
 
 from __future__ import annotations
 
-import io
 import math
 import statistics
 from contextlib import nullcontext
@@ -26,7 +25,7 @@ from models.shuffles import Shuffle
 from models.tables import UserError, join
 from models.uri import absolute
 from pipelines.evaluation.ranking import device_of, find_checkpoint
-from pipelines.figures import COLOURS, new_figure
+from pipelines.figures import COLOURS, new_figure, png
 
 
 @dataclass(frozen=True)
@@ -81,9 +80,7 @@ class Importance:
         axes.axvline(0, color=COLOURS[6], lw=0.8)
         axes.set_xlabel(f"loss of {self.metric} (of {self.value:.4f})")
         axes.grid(axis="x", alpha=0.15)
-        content = io.BytesIO()
-        figure.savefig(content, dpi=120)
-        return content.getvalue()
+        return png(figure)
 
 
 def check_has_inputs(name: str) -> None:

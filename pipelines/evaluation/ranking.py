@@ -20,7 +20,7 @@ from mlflow.exceptions import MlflowException
 from models import checkpoint, registry
 from models.by_user import PREFIX, ByUser, stride_of
 from models.checkpoint import Checkpoint
-from models.retrieval.metrics import CUTOFFS, add_sums
+from models.retrieval.metrics import add_sums
 from models.setup import hashes_of, load_catalogue, score
 from models.tables import UserError, join, read_manifest
 from models.uri import absolute
@@ -269,6 +269,3 @@ def record(
                 f"give the --tracking_uri where that run is now, and evaluate again"
             ) from error
     return place
-
-
-__all__ = ["CUTOFFS", "Result", "evaluate", "find_checkpoint", "record"]

@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from models import checkpoint, registry
 from models.checkpoint import Checkpoint
-from models.config import naming
+from models.config import check_least, naming
 from models.fit import FitConfig
 from models.setup import check_budget, check_fit, load_catalogue
 from models.tables import UserError, has_manifest, join, open_uri, read_manifest
@@ -76,9 +76,8 @@ class RayOptions:
     does not fit on one device."""
 
     def __post_init__(self) -> None:
-        for name, least in {"num_workers": 1, "min_workers": 0, "threads": 0, "max_failures": 0}.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"ray.{name} is {getattr(self, name)}, it must be at least {least}")
+        check_least(self, ["num_workers"], 1, "ray.")
+        check_least(self, ["min_workers", "threads", "max_failures"], 0, "ray.")
         if self.min_workers > self.num_workers:
             raise ValueError(
                 f"ray.min_workers is {self.min_workers}, it must be at most {self.num_workers}, as ray.num_workers is"

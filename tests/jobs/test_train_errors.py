@@ -18,7 +18,7 @@ LINE = ["--tables", "t", "--storage", "s", "--name", "n"]
     [
         (["--fit.lrr", "1"], "unknown key 'fit.lrr'; the nearest key is 'fit.lr'"),
         (["--model.num_layer", "1"], "unknown key 'model.num_layer'; the nearest key is 'model.num_layers'"),
-        (["--model.num_layers", "0"], "num_layers 0 is below 1"),
+        (["--model.num_layers", "0"], "num_layers is 0, it must be at least 1"),
         (["--model.name", "tigre"], "unknown model 'tigre'; the nearest is 'tiger'"),
         (["--fit.batch_size", "0"], r"fit.batch_size is 0, it must be at least 1"),
         (["--fit.lr", "fast"], "fast"),

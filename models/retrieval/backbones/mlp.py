@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.config import check_positive
+from models.config import check_dropout, check_positive
 from models.layers.t5 import dropout
 from models.retrieval.parts import Backbone, History, SidTokens, real_positions
 
@@ -39,8 +39,7 @@ class EncoderSizes:
 
     def __post_init__(self) -> None:
         check_positive(self, ("encoder_layers", "encoder_width"))
-        if not 0 <= self.encoder_dropout < 1:
-            raise ValueError(f"encoder_dropout {self.encoder_dropout} is not in [0, 1); give a share")
+        check_dropout(self, "encoder_dropout")
 
 
 def on_cpu(x: Tensor) -> bool:

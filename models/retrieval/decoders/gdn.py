@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from models.config import check_positive
+from models.config import check_least, check_positive
 from models.layers.gated_deltanet import GatedDeltaNet
 from models.retrieval.decoders.recurrent import RecurrentConfig, RecurrentDecoder
 from models.retrieval.parts import Backbone
@@ -36,8 +36,7 @@ class GdnConfig(RecurrentConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(self, ("heads", "head_width", "expand_v"))
-        if self.ffn_width < 0:
-            raise ValueError(f"ffn_width {self.ffn_width} is below 0; give a width, or 0 for none")
+        check_least(self, ["ffn_width"], 0)
 
 
 def gdn(config: GdnConfig, backbone: Backbone) -> RecurrentDecoder:

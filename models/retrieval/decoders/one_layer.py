@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from models.config import check_choices
 from models.retrieval.backbones.t5 import T5Backbone
 from models.retrieval.decoders.t5 import T5Decoder
 from models.retrieval.parts import Backbone
-from models.retrieval.student import StudentConfig, check_choice
+from models.retrieval.student import StudentConfig
 from models.tables import UserError
 
 
@@ -25,7 +26,7 @@ class OneLayerConfig(StudentConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("logits", self.logits, ("codebook", "vocabulary"))
+        check_choices(self)
 
 
 def one_layer(config: OneLayerConfig, backbone: Backbone) -> T5Decoder:

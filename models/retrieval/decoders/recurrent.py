@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.config import check_positive
+from models.config import check_dropout, check_least, check_positive
 from models.layers.gated_recurrence import MixerState, RecurrentMixer
 from models.layers.t5 import dropout
 from models.retrieval.parts import Backbone, Decoder, History
@@ -45,10 +45,8 @@ class RecurrentConfig(StudentConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(self, ("num_layers", "conv", "chunk"))
-        if self.width < 0:
-            raise ValueError(f"width {self.width} is below 0; give a width, or 0 for the backbone's")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout {self.dropout} is not in [0, 1); give a share")
+        check_least(self, ["width"], 0)
+        check_dropout(self, "dropout")
 
 
 class Block(nn.Module):

@@ -328,7 +328,7 @@ def test_only_the_fusion_differs_in_size(catalogue):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"width": 0}, "width 0 is below 1"),
+        ({"width": 0}, "width is 0, it must be at least 1"),
         ({"dropout": 1.0}, "dropout 1.0 is not in"),
         ({"id_dropout": -0.1}, "id_dropout -0.1 is not in"),
         ({"item_ids": "none "}, "item_ids is 'none '; it must be"),
@@ -341,5 +341,5 @@ def test_impossible_sizes_are_refused(changes, said):
 
 
 def test_a_negative_lambda_is_refused():
-    with pytest.raises(ValueError, match="action_weight -1 is below 0"):
+    with pytest.raises(ValueError, match="action_weight is -1, it must be at least 0"):
         AttnMVPConfig(action_weight=-1)

@@ -262,10 +262,10 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(UserError, match="its teacher's T5 decoder; give a TIGER"):
         registry.build(AtSpeedSConfig(teacher_model=heads), catalogue())
     for options, message in (
-        ({"draft_beam": 0}, "draft_beam 0 is below 1"),
-        ({"draft_steps": -1}, "draft_steps -1 is below 0"),
+        ({"draft_beam": 0}, "draft_beam is 0, it must be at least 1"),
+        ({"draft_steps": -1}, "draft_steps is -1, it must be at least 0"),
         ({"m": 1}, "m 1 is not 0"),
-        ({"rule": "strict"}, "rule 'strict' is unknown; choose one of published, exact"),
+        ({"rule": "strict"}, "rule is 'strict', it must be one of published, exact"),
     ):
         with pytest.raises(ValueError, match=message):
             AtSpeedRConfig(**options)

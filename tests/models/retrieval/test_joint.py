@@ -180,7 +180,7 @@ def test_it_can_teach(options: dict[str, Any], student: str) -> None:
 @pytest.mark.parametrize("name", ["earn", "nezha"])
 def test_impossible_options_are_refused(name: str) -> None:
     for option, message in (
-        ({"beam": 0}, "beam 0 is below 1"),
+        ({"beam": 0}, "beam is 0, it must be at least 1"),
         ({"teacher_cache": "runs/cache"}, "teacher_cache runs/cache would hold what changes in every step"),
     ):
         with pytest.raises(UserError, match=message):

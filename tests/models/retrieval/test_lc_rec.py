@@ -352,9 +352,9 @@ def save_pretrained(folder: Path) -> Any:
 
 def test_what_cannot_be_is_refused(titled: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for change, text in (
-        ({"beam": 0}, "below 1"), ({"width": 30, "num_heads": 4}, "a multiple of 8"), ({"dropout": 1.0}, "not in"),
+        ({"beam": 0}, "at least 1"), ({"width": 30, "num_heads": 4}, "a multiple of 8"), ({"dropout": 1.0}, "not in"),
         ({"tasks": ["item_to_title"]}, "without 'next'"), ({"tasks": ["next", "x"]}, "has 'x'"),
-        ({"task_share": 0}, "not in"), ({"task_share": 1.5}, "not in"), ({"lora_rank": -1}, "below 0"),
+        ({"task_share": 0}, "not in"), ({"task_share": 1.5}, "not in"), ({"lora_rank": -1}, "at least 0"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=text):
             LcRecConfig(**change)

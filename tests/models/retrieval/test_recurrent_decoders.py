@@ -225,12 +225,12 @@ def test_it_has_about_as_many_parameters_as_the_teachers_decoder(name: str) -> N
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("gdn", {"heads": 0}, "heads 0 is below 1"),
-        ("gdn", {"ffn_width": -1}, "ffn_width -1 is below 0"),
-        ("gdn", {"width": -1}, "width -1 is below 0"),
-        ("gdn", {"chunk": 0}, "chunk 0 is below 1"),
+        ("gdn", {"heads": 0}, "heads is 0, it must be at least 1"),
+        ("gdn", {"ffn_width": -1}, "ffn_width is -1, it must be at least 0"),
+        ("gdn", {"width": -1}, "width is -1, it must be at least 0"),
+        ("gdn", {"chunk": 0}, "chunk is 0, it must be at least 1"),
         ("mamba2", {"dropout": 1.0}, r"dropout 1.0 is not in \[0, 1\)"),
-        ("mamba2", {"state": 0}, "state 0 is below 1"),
+        ("mamba2", {"state": 0}, "state is 0, it must be at least 1"),
         ("mamba2", {"width": 20, "head_width": 12}, "the inner width 40 of mamba2 does not divide by head_width 12"),
         ("mamba2", {"width": 0, "head_width": 12}, "the inner width 32 of mamba2 does not divide by head_width 12"),
     ],

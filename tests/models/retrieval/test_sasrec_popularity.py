@@ -74,7 +74,7 @@ def test_it_learns_a_cycle(sasrec, write_tables):
 
 
 def test_impossible_sizes_are_refused():
-    for change, text in (({"dim": 15}, "multiple"), ({"dropout": 1.0}, "not in"), ({"num_layers": 0}, "below 1")):
+    for change, text in (({"dim": 15}, "multiple"), ({"dropout": 1.0}, "not in"), ({"num_layers": 0}, "at least 1")):
         with pytest.raises(ValueError, match=text):
             SASRecConfig(**change)
 

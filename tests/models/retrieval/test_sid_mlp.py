@@ -390,7 +390,7 @@ def test_a_trie_of_other_codebooks_is_refused() -> None:
         ({"alpha": 1.5}, r"alpha 1.5 is not in \[0, 1\]"),
         ({"tau": 0.0}, "tau 0.0 is not above 0"),
         ({"dropout": 1.0}, "dropout 1.0 is not in"),
-        ({"head_width": 0}, "head_width 0 is below 1"),
+        ({"head_width": 0}, "head_width is 0, it must be at least 1"),
         ({"attention_width": 10, "attention_heads": 4}, "10 does not divide by attention_heads 4"),
         ({"m": -1}, "m -1 is below 0"),
         ({"prefix": "product"}, "prefix 'product' is unknown; choose one of concat, none, sum, cascade"),
@@ -409,7 +409,10 @@ def test_impossible_options_are_refused(options: dict[str, Any], message: str) -
 
 
 def test_a_teacher_that_cannot_be_is_refused() -> None:
-    for teacher, message in (({"depth": 3}, "unknown key 'model.depth'"), ({"beam": 0}, "beam 0 is below 1")):
+    for teacher, message in (
+        ({"depth": 3}, "unknown key 'model.depth'"),
+        ({"beam": 0}, "beam is 0, it must be at least 1"),
+    ):
         with pytest.raises(UserError, match=message):
             registry.build(SidMlpConfig(teacher_model=teacher), catalogue())
 

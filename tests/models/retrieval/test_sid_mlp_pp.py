@@ -285,8 +285,8 @@ def test_the_exported_program_recommends_the_same_whatever_the_batch(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"encoder_layers": 0}, "encoder_layers 0 is below 1"),
-        ({"encoder_width": 0}, "encoder_width 0 is below 1"),
+        ({"encoder_layers": 0}, "encoder_layers is 0, it must be at least 1"),
+        ({"encoder_width": 0}, "encoder_width is 0, it must be at least 1"),
         ({"encoder_dropout": 1.0}, "encoder_dropout 1.0 is not in"),
         ({"m": 1}, "set m 0"),
         ({"end_to_end": True, "encoder": "somewhere"}, "leave one of them out"),

@@ -166,7 +166,7 @@ def test_relu_with_dropout_has_the_gradient_of_what_it_kept():
 def test_it_needs_semantic_ids_and_possible_options():
     with pytest.raises(UserError, match="give --sids"):
         Tiger(TigerConfig(), Catalogue(5))
-    for change, text in (({"beam": 0}, "below 1"), ({"dropout": -0.1}, "not in"), ({"decoder": "x"}, "unknown")):
+    for change, text in (({"beam": 0}, "at least 1"), ({"dropout": -0.1}, "not in"), ({"decoder": "x"}, "unknown")):
         with pytest.raises(ValueError, match=text):
             TigerConfig(**change)
 

@@ -100,7 +100,7 @@ def test_an_exported_student_ranks_as_it_did(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--beam", "0"], "--beam is 0, the least is 1"),
+        (["--beam", "0"], "--beam is 0, it must be at least 1"),
         (["--constrained", "false", "--scores", "children"], "--scores is of the search in the trie"),
         (["--constrained", "false", "--path", "plain"], "--path is of the search in the trie"),
         (["--decoder", "hf"], "the model 'sid_mlp' has no option --decoder"),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mlflow
 import numpy as np
 import pandas as pd
 import polars as pl
@@ -128,7 +129,7 @@ def test_models_learn_from_them_and_serve_by_name(
     assert losses["features: score"].mean > 0.1
     register(run, "mvp")
     with package.at(uri):
-        served = tracking.mlflow.pyfunc.load_model("models:/mvp/1")
+        served = mlflow.pyfunc.load_model("models:/mvp/1")
     examples = ActionsExamples.load(join(tables, "sequences"), "test", max_history=16)
     batch = examples.collate(np.array([0]))
     check_batch(batch, ActionsCatalogue.load(tables))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mlflow
 import numpy as np
 import pandas as pd
 import pytest
@@ -35,7 +36,7 @@ def served(folder: Path, tables: str, text: str) -> tuple[Setup, Any]:
     register(run, "qgs")
     setup.model.eval()
     with package.at(uri):
-        return setup, tracking.mlflow.pyfunc.load_model("models:/qgs/1")
+        return setup, mlflow.pyfunc.load_model("models:/qgs/1")
 
 
 def request(tables: str, batch: dict[str, torch.Tensor]) -> dict[str, Any]:

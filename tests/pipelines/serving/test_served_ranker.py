@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlflow
 import numpy as np
 import pandas as pd
 import pytest
@@ -186,7 +187,7 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     tables, text = write_search(tmp_path)
     trained(tmp_path, "qgs", tables, text)
     with package.at(f"sqlite:///{tmp_path}/mlflow.db"):
-        model = tracking.mlflow.pyfunc.load_model("models:/qgs/1").unwrap_python_model()
+        model = mlflow.pyfunc.load_model("models:/qgs/1").unwrap_python_model()
     row = {"candidates": ["item_id-003"], "history": ["item_id-001"], "query": "query-001"}
     for change, params, message in (
         ({"features": [[1.0]]}, {}, "features has 1 vectors of 1 numbers, 1 of 6 are expected"),
@@ -236,7 +237,7 @@ def test_every_column_of_a_model_of_actions_changes_a_score(tmp_path: Path) -> N
     tables = write_actions(tmp_path, viewers=True)
     trained(tmp_path, "attn_mvp", tables, None)
     with package.at(f"sqlite:///{tmp_path}/mlflow.db"):
-        model = tracking.mlflow.pyfunc.load_model("models:/attn_mvp/1")
+        model = mlflow.pyfunc.load_model("models:/attn_mvp/1")
     others = {
         "candidates": ["item-005", "item-006"],
         "history": ["item-007", "item-001", "item-002"],
@@ -284,7 +285,7 @@ def test_a_model_that_reads_times_wants_them(tmp_path: Path) -> None:
     tables, text = write_search(tmp_path)
     trained(tmp_path, "hstu", tables, text)
     with package.at(f"sqlite:///{tmp_path}/mlflow.db"):
-        model = tracking.mlflow.pyfunc.load_model("models:/hstu/1").unwrap_python_model()
+        model = mlflow.pyfunc.load_model("models:/hstu/1").unwrap_python_model()
     row = {"candidates": ["item_id-003"], "history": ["item_id-001", "item_id-002"], "query": None}
     with pytest.raises(UserError, match="history_time_ms is missing, and the model reads when each behaviour was"):
         model.predict(None, pd.DataFrame([row]))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import mlflow
 import pandas as pd
 import pytest
 import ray
@@ -124,12 +125,12 @@ def test_the_mlflow_run_tells_what_was_done(world: World) -> None:
 def test_the_logged_model_ranks_as_the_checkpoint(world: World) -> None:
     logged = tracking.connect(world.trained.run.uri).get_run(world.trained.run.run_id).data.tags["model"]
     assert "MLFLOW_TRACKING_URI" not in os.environ  # logging a model leaves nothing behind for later runs
-    tracking.mlflow.set_tracking_uri(world.trained.run.uri)
+    mlflow.set_tracking_uri(world.trained.run.uri)
     try:
-        served = tracking.mlflow.pyfunc.load_model(logged)
-        folder = Path(tracking.mlflow.artifacts.download_artifacts(logged))
+        served = mlflow.pyfunc.load_model(logged)
+        folder = Path(mlflow.artifacts.download_artifacts(logged))
     finally:
-        tracking.mlflow.set_tracking_uri(None)
+        mlflow.set_tracking_uri(None)
     histories = [["item-001", "item-008"], ["item-005", "not in the catalogue", "item-004", "item-023"], []]
     ranked = served.predict(pd.DataFrame({"history": histories}), params={"k": 4})
     nobody = served.unwrap_python_model().predict(None, pd.DataFrame({"history": [], "user_id": []}))
