@@ -87,7 +87,7 @@ def select(uri: str, experiments: Sequence[str] = (), sweep: str | None = None, 
 def sweeps_of(uri: str, experiment: str) -> list[str]:
     """The ids of the experiment's sweeps that have trials, the oldest first."""
     client = tracking.connect(uri)
-    there = search(client, [str(client.get_experiment_by_name(experiment).experiment_id)])
+    there = search(client, [str(e.experiment_id) for e in client.search_experiments() if e.name == experiment])
     with_trials = {run.data.tags.get(PARENT) for run in trainings(there)}
     found = [run for run in there if is_sweep(run) and run.info.run_id in with_trials]
     return [run.info.run_id for run in sorted(found, key=lambda run: run.info.start_time)]
