@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
 """Told apart by people who see colours differently (Tol's bright scheme), on light and on dark ground."""
@@ -31,9 +31,11 @@ def logarithmic(axes: Axes, x: bool) -> None:
 
 
 class FewTicks(LogLocator):
-    """As many ticks as do not run into each other: of several decades fewer in each."""
+    """As many ticks as do not run into each other: of several decades fewer in each, of a part of one evenly spaced."""
 
     def tick_values(self, vmin: float, vmax: float) -> Any:
+        if vmax < 3 * vmin:
+            return MaxNLocator(TICKS).tick_values(vmin, vmax)
         for factors in ((1.0, 1.5, 2.0, 3.0, 5.0, 7.0), (1.0, 2.0, 5.0), (1.0, 3.0), (1.0,)):
             self.set_params(subs=factors)
             values = super().tick_values(vmin, vmax)
