@@ -8,8 +8,8 @@ Its candidates are events whose actions are to be predicted: all in one pass, no
 actions are not in the batch, only its labels.
 
 Every position, of the context or a candidate, reads the context that is strictly earlier than it, by timestamp. Events
-of one millisecond, as those of a page are in many logs, know nothing of each other, in whatever order they stand: each
-is learned from as if it alone had come.
+of one millisecond, as those of a page are in many logs, know nothing of each other: each is learned from as if it alone
+had come. In which order they stand changes nothing, but for LAC, which reads one action before an event (`lac.py`).
 
     item, time              (B, T) int64          context events: `item_index`, milliseconds; ascending in time
     action                  (B, T, A) float32     what the user did: 0 or 1 each, or graded

@@ -2,7 +2,7 @@
 
 Token t is the pair (a_{t-1}, i_t), as a sum, and predicts a_t: one token per event, no label of its own. The first
 token has a learned action. The action before is that of the latest event that is strictly earlier, for a candidate and
-among events of one time alike.
+among events of one time alike; of several latest ones of one time it is that of the log's last.
 
 Shapes: as in models/actions/base.py.
 """

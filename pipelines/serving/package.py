@@ -35,6 +35,7 @@ TIMES = Array(DataType.long)
 RANKED = Schema([ColSpec(STRINGS, "item_id"), ColSpec(NUMBERS, "score")])  # best first
 # whose state the request goes on from, and the behaviours that come before the first one of its history
 OF_STATE = (ColSpec(DataType.string, "user_id", required=False), ColSpec(DataType.long, "history_from", required=False))
+STATES = {"state_mb": 1024}  # MB of users' states that a process keeps
 BY_LABEL = ParamSchema([ParamSpec("label", DataType.string, "")])  # whose chance is the score; "" is the model's first
 
 
@@ -60,6 +61,8 @@ class Served:
     """What the manifest of the sequences calls the model's labels."""
     grades: bool = False
     """Whether the metadata says how actions are graded from 0 to 1."""
+    settings: dict[str, Any] | None = None
+    """What `model_config` may set when the model is loaded, with its defaults; None: nothing."""
 
 
 def text_encoder(tables: str, text: str, folder: Path) -> None:
@@ -108,6 +111,7 @@ SERVED = {
             params=BY_LABEL,
         ),
         "served_ranker.py",
+        settings=STATES,
         tables=("queries",),
         extra=("items", "queries", "pairs"),
         extra_if_there=("tokens",),
@@ -132,6 +136,7 @@ SERVED = {
             params=BY_LABEL,
         ),
         "served_ranker.py",
+        settings=STATES,
         labels="tasks",
         grades=True,
     ),
@@ -190,6 +195,7 @@ def log_model(run: RunRef, uri: str, tables: str, extra: str | None) -> str:
                 artifacts={"data": str(bundle)},
                 signature=signature(entry.family.name, info.get("viewers", ()), bool(own.names)),
                 metadata=about,
+                model_config=served.settings,
                 pip_requirements=[*REQUIREMENTS, *served.requirements],
             )
     return str(logged.model_uri)

@@ -84,6 +84,8 @@ def vectors(row: Row, name: str, count: int, empty: Floats) -> Floats:
     there = given(row, name)
     if there is None:
         return np.tile(empty, (count, 1))
+    if any(vector is None for vector in there):
+        raise UserError(f"{name} has an entry without numbers; give NaN for what is not known, or leave the column out")
     widths = {len(vector) for vector in there} or {len(empty)}
     if len(there) != count or widths != {len(empty)}:
         wide = ", ".join(map(str, sorted(widths)))
@@ -93,6 +95,13 @@ def vectors(row: Row, name: str, count: int, empty: Floats) -> Floats:
         )
     values = np.array([list(vector) for vector in there], np.float32).reshape(count, len(empty))
     return np.where(np.isnan(values), empty, values)
+
+
+def finite(name: str, values: Floats) -> Floats:
+    """The values; UserError for an infinite one, which a model would read as a very large number."""
+    if np.isinf(values).any():
+        raise UserError(f"{name} has an infinite number; give NaN for what is not known")
+    return values
 
 
 def sequence(row: Row, name: str, count: int, empty: Any) -> list[Any]:
@@ -117,6 +126,8 @@ def own_values(row: Row, own: OwnFeatures, of: str, count: int, usual: dict[str,
                 raise UserError(f"{of}{kind} has '{name}', which the model does not read; {hint(name, known, none)}")
             if len(values) != count:
                 raise UserError(f"{of}{kind} has {len(values)} values of '{name}' where {count} are expected; one each")
+            if kind == "numbers":
+                finite(f"'{name}' of {of}{kind}", np.array(list(values), np.float32))
             columns[start + name] = pa.array(list(values), value, from_pandas=True)
     return own.matrix(columns, count)
 
@@ -189,7 +200,8 @@ class SearchRequests:
         places = pa.array([index.get(item) for item in items], pa.int64())
         usual = {name: self.of_items[name].combine_chunks().take(places) for name in self.of_items.column_names}
         own = own_values(row, self.own, of, len(items), usual)
-        return np.concatenate([vectors(row, f"{of}features", len(items), self.mean), own], 1)
+        counts = finite(f"{of}features", vectors(row, f"{of}features", len(items), self.mean))
+        return np.concatenate([counts, own], 1)
 
     def numbered(
         self, lists: list[list[str | None]]
@@ -243,7 +255,7 @@ class ActionsRequests:
         for row, past, places in zip(rows, kept, known, strict=True):
             size, count = len(past), len(places)
             items = [row["history"][i] for i in past] + [row["candidates"][i] for i in places]
-            features = vectors(row, "features", len(row["candidates"]), self.mean)[places]
+            features = finite("features", vectors(row, "features", len(row["candidates"]), self.mean))[places]
             times, now = self.times(row), given(row, "timestamp_ms")
             part = {
                 "item": np.array([index[item] for item in items], np.int64),
@@ -344,6 +356,17 @@ def size_of(state: Any) -> int:
     return sum(part.nbytes if isinstance(part, torch.Tensor) else size_of(part) for part in parts)
 
 
+def state_bytes(given: Any) -> int:
+    """Bytes of states that are kept; UserError for what is no number of MB."""
+    try:
+        megabytes = float(given)
+    except (TypeError, ValueError):
+        megabytes = math.nan
+    if not 0 < megabytes < math.inf:
+        raise UserError(f"state_mb of model_config is {given!r}; give a number of MB above 0, such as {STATE_MB}")
+    return int(megabytes * 2**20)
+
+
 class RequestRanker(PythonModel):
     """Ranks the candidates of each row of a frame."""
 
@@ -358,8 +381,7 @@ class RequestRanker(PythonModel):
         items = read_table(f"{folder}/tables/items", "items", ["item_id"])["item_id"].to_pylist()
         self.index = {item: index for index, item in enumerate(items)}
         self.keeps_state = entry.keeps_state is not None and entry.keeps_state(self.model.config)
-        settings = context.model_config or {}
-        self.users: Latest[Kept] = Latest(int(float(settings.get("state_mb", STATE_MB)) * 2**20))
+        self.users: Latest[Kept] = Latest(state_bytes((context.model_config or {}).get("state_mb", STATE_MB)))
         self.lock = Lock()  # states, and tables that the model reads, change with requests
 
     def predict(self, context: Any, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
@@ -400,8 +422,10 @@ class RequestRanker(PythonModel):
         user, begin, size = given(row, "user_id"), int(row["history_from"]), len(row["history"])
         if not self.keeps_state:
             raise UserError("history_from goes on from a user's state, and the model keeps none; send whole histories")
-        if user is None:
+        if not user:
             raise UserError("history_from goes on from a user's state; give user_id too")
+        if begin < 0:
+            raise UserError(f"history_from is {begin}; give the number of behaviours before the first one sent, from 0")
         kept = self.users.get(user)
         if kept is None or kept.end < begin:
             if begin and size < self.model.config.max_history:
@@ -417,7 +441,10 @@ class RequestRanker(PythonModel):
         known = self.known(row)
         batch = self.requests.batch([row], self.index, [known])
         if self.requests.events(batch):
-            kept = Kept(self.model.append(kept.state, batch), kept.end)
+            try:
+                kept = Kept(self.model.append(kept.state, batch), kept.end)
+            except ValueError as error:
+                raise UserError(f"the history of user '{user}' does not go on from what is kept: {error}") from error
         kept.end += size - done
         self.users.put(user, kept, kept.size)
         chances = torch.zeros(0)

@@ -198,9 +198,23 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
             "history_time_ms has 0 entries for a history of 1",
         ),
         ({}, {"label": "buy"}, "the model has no label 'buy'; choose one of click, purchase"),
+        ({"features": [[np.inf] * 6]}, {}, "features has an infinite number; give NaN for what is not known"),
+        ({"features": [None]}, {}, "features has an entry without numbers; give NaN"),
+        (
+            {"user_id": "u", "history_from": -1},
+            {},
+            "history_from is -1; give the number of behaviours before",
+        ),
+        ({"user_id": "", "history_from": 0}, {}, "goes on from a user's state; give user_id too"),
     ):
         with pytest.raises(UserError, match=message):
             model.predict(None, pd.DataFrame([row | change]), params)
+    with package.at(f"sqlite:///{tmp_path}/mlflow.db"):
+        small = mlflow.pyfunc.load_model("models:/qgs/1", model_config={"state_mb": 0.5}).unwrap_python_model()
+        assert (small.users.most, model.users.most) == (2**19, 2**30)
+        for wrong in (0, "abc"):
+            with pytest.raises(UserError, match=f"state_mb of model_config is {wrong!r}; give a number of MB above 0"):
+                mlflow.pyfunc.load_model("models:/qgs/1", model_config={"state_mb": wrong})
     with pytest.warns(UserWarning, match="1 of 1 queries are none of the training tables'"):
         unknown = model.predict(None, pd.DataFrame([row | {"query": "Query-001"}]))
     assert unknown["score"].tolist() == model.predict(None, pd.DataFrame([row | {"query": None}]))["score"].tolist()
@@ -268,6 +282,7 @@ def test_every_column_of_a_model_of_actions_changes_a_score(tmp_path: Path) -> N
         ({"history_time_ms": [10, 30, 20]}, "history_time_ms falls from 30 to 20; give the history oldest first"),
         ({"history_time_ms": [10, None, 20]}, "history_time_ms has an entry without a time; give one each"),
         ({"history_viewer_device": []}, "history_viewer_device has 0 entries for a history of 3"),
+        ({"features": [[0.5, np.inf], [0.1, 0.9]]}, "features has an infinite number"),
     ],
 )
 def test_what_does_not_fit_a_model_of_actions_is_said(change: dict[str, Any], message: str, tmp_path: Path) -> None:
