@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.retrieval.metrics import CUTOFFS, EXAMPLES, metric_means, metric_sums, user_sums
+from models.retrieval.metrics import CUTOFFS, EXAMPLES, metric_means, metric_sums, ranking_sums
 from models.tables import UserError, iter_parts, read_manifest
 
 PERCENTS = (80, 90)
@@ -58,7 +58,7 @@ def measure(model: Any, batch: dict[str, Tensor], subsets: Subsets, by_user: int
     """Sums over a batch of the metrics of all requests and, as `temporal80/ndcg@10`, of each subset's."""
     items, _ = model.recommend(batch, max(CUTOFFS), **options)  # (B, K)
     target = batch["target"]
-    sums: dict[str, Any] = metric_sums(items, target) | user_sums(items, batch, by_user)
+    sums = ranking_sums(items, batch, by_user)
     for name, chosen in subsets.items():
         inside = torch.from_numpy(chosen).to(target.device)[target]  # (B,)
         sums |= {f"{name}/{key}": value for key, value in metric_sums(items[inside], target[inside]).items()}
@@ -67,7 +67,8 @@ def measure(model: Any, batch: dict[str, Tensor], subsets: Subsets, by_user: int
 
 def means(sums: dict[str, Any], subsets: Subsets) -> dict[str, float]:
     """Metrics per request from sums; a subset without requests has `temporal80/examples` 0 and no metrics."""
-    found = {"": {key: value for key, value in sums.items() if "/" not in key}}
+    of_subsets = tuple(f"{name}/" for name in subsets)
+    found = {"": {key: value for key, value in sums.items() if not key.startswith(of_subsets)}}
     found |= {
         f"{name}/": {key.removeprefix(f"{name}/"): value for key, value in sums.items() if key.startswith(f"{name}/")}
         for name in subsets

@@ -136,7 +136,7 @@ def test_options_win_over_the_source_file(tmp_path: Path, capsys: pytest.Capture
     [
         (["--input", "/nowhere"], "/nowhere"),
         (["--source", "/nowhere.yaml"], "cannot read /nowhere.yaml"),
-        (["--core", "-3"], "core is -3; it must be 0"),
+        (["--core", "-3"], "core is -3, it must be at least 0"),
         (["--split.kind", "random"], "one of auto, leave_last_out, temporal"),
         (["--cores", "3"], "unknown key 'cores'; the nearest key is 'core'"),
         (["--core", "five"], "core"),

@@ -126,7 +126,7 @@ def test_the_job_measures_what_ranking_by_hand_gives(
         assert f"{name}  {len(ranks)} requests, recall@10" in printed
     assert 80 > sizes[0] > sizes[1] > 0  # both subsets are proper ones
     plain, _ = evaluate(str(folder / "sasrec"), tables)
-    assert plain.metrics == pytest.approx({k: v for k, v in result.metrics.items() if "/" not in k})
+    assert plain.metrics == pytest.approx({k: v for k, v in result.metrics.items() if not k.startswith("temporal")})
     shards, _ = evaluate(str(folder / "sasrec"), tables, shards=2, item_shift=True)
     assert shards.metrics == pytest.approx(result.metrics)
     logged = tracking.connect(about.tracking["uri"]).get_run(about.tracking["run_id"]).data.metrics
@@ -141,9 +141,11 @@ def test_an_empty_subset_has_no_metrics() -> None:
             return torch.arange(k).expand(len(batch["target"]), k), None
 
     subsets = {"temporal80": np.arange(ITEMS) >= 28, "temporal90": np.zeros(ITEMS, bool)}
-    sums = measure(Ranks(), {"target": torch.tensor([0, 1, 29])}, subsets)
+    batch = {"target": torch.tensor([0, 1, 29]), "history": torch.tensor([[0, 5], [3, 4], [6, 7]])}
+    sums = measure(Ranks(), batch, subsets)
     found = means(sums, subsets)
     assert found["recall@1"] == pytest.approx(1 / 3)
+    assert (found["first/examples"], found["first/recall@5"]) == (2, 0.5)
     assert (found["temporal80/examples"], found["temporal80/recall@20"]) == (1, 0)
     assert {name for name in found if name.startswith("temporal90")} == {"temporal90/examples"}
 
