@@ -214,7 +214,8 @@ class ActionsModel(nn.Module):
         learned = batch["candidate_valid"]
         if history:
             learned = torch.cat([batch["learn"], learned], 1)
-        logits, label = self.logits(batch, history=history)[learned], joined(batch, "label", history)[learned]
+        place = learned.nonzero(as_tuple=True)  # one wait for the device, where each use of a mask is one
+        logits, label = self.logits(batch, history=history)[place], joined(batch, "label", history)[place]
         masked = any(mask is not None for mask in self.masks)
         loss = label_loss(logits, label, self.weights, counted(label, self.masks) if masked else None)
         events = torch.cat([batch["valid"], batch["candidate_valid"]], 1)

@@ -279,7 +279,7 @@ def test_what_does_not_belong_is_refused(tables, tmp_path):
         load(tables, "next")
     with pytest.raises(ValueError, match="unit 'cut' is unknown for the split 'val'"):
         load(tables, "val", unit="cut")
-    with pytest.raises(ValueError, match="max_history is 0, it must be at least 1"):
+    with pytest.raises(ValueError, match="max_history 0 is below 1"):
         load(tables, "val", max_history=0)
     rows = [sequence_of(9, np.random.default_rng(0), cuts) for cuts in ((9, 9), (0, 9))]
     late = write_rows(tmp_path / "late", rows, 9, parts=2)

@@ -341,5 +341,5 @@ def test_impossible_sizes_are_refused(changes, said):
 
 
 def test_a_negative_lambda_is_refused():
-    with pytest.raises(ValueError, match="action_weight is -1, it must be at least 0"):
+    with pytest.raises(ValueError, match="action_weight -1 is below 0"):
         AttnMVPConfig(action_weight=-1)
