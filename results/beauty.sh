@@ -2,16 +2,19 @@
 # Does TIGER reach what is published on amazon14_beauty_llm_sids (H@10 0.0582, N@10 0.0319, with 100 beams), and what does
 # a student lose that learns from a tenth of the requests?
 #
-#   results/beauty.sh LOG OUT      LOG: the folder amazon14_beauty_llm_sids; OUT: where tables and runs go
+#   results/beauty.sh LOG OUT [PART...]   LOG: the folder amazon14_beauty_llm_sids; OUT: where tables and runs go;
+#                                         PART: small, full; by default both
 #
-# TIGER at the published size, on the published RQ-VAE codes, until validation stops improving: some 60 epochs of 5 to 8
-# minutes on 2 quiet cores, a student 30 s an epoch. It can be stopped at any time; the line again goes on from the last
-# epoch. Then:
+# small: a TIGER of a twentieth of the published size, 20 epochs, and two students, one of a tenth of the requests in as
+# many steps: an hour on a core of AMD EPYC. full: TIGER at the published size, on the published RQ-VAE codes, until
+# validation stops improving: some 60 epochs of 5 to 8 minutes on 2 quiet cores, a student 30 s an epoch. It can be
+# stopped at any time; the line again goes on from the last epoch. Then:
 #
 #   python -m jobs.compare --experiment retrieval/beauty --tracking_uri sqlite:///OUT/runs/mlflow.db \
 #       --export results/beauty.jsonl
 set -euo pipefail
 log=$(realpath "$1") out=$(realpath -m "$2")
+shift 2
 python=$(command -v python)
 here=$(cd "$(dirname "$0")/.." && pwd)
 mkdir -p "$out"
@@ -32,9 +35,21 @@ row() {  # NAME CONFIG OPTION...
 [ -e "$tables/statistics.json" ] || job prepare --source jobs/configs/sources/amazon14_beauty_llm_sids.yaml --input "$log" --output "$tables"
 [ -e "$sids/trie/manifest.json" ] || job tokenize --tables "$tables" --tokenizer published --published "$log/index_rqvae.json.gz" --output "$sids"
 
-row tiger tiger --fit.eval_every_epochs 3 --fit.patience 6
-job evaluate --checkpoint "$out/runs/tiger" --tables "$tables" --sids "$sids" --split test --beam 100
+small() {
+  row tiger_small tiger_small --fit.max_epochs 20 --fit.patience 0 --ray.threads 1
+  students=(--model.teacher "$out/runs/tiger_small" --model.teacher_cache "$out/cache" --fit.patience 0 --ray.threads 1)
+  row sid_mlp_small sid_mlp_small "${students[@]}" --fit.max_epochs 20
+  row sid_mlp_small_tenth sid_mlp_small "${students[@]}" --fit.train_examples 13141 --fit.max_epochs 200 --fit.eval_every_epochs 10
+}
 
-students=(--model.teacher "$out/runs/tiger" --model.teacher_cache "$out/cache" --fit.lr 0.0005 --fit.batch_size 256)
-row sid_mlp sid_mlp "${students[@]}" --fit.max_epochs 20 --fit.patience 0
-row sid_mlp_tenth sid_mlp "${students[@]}" --fit.train_examples 13141 --fit.max_epochs 200 --fit.eval_every_epochs 10 --fit.patience 0
+full() {
+  row tiger tiger --fit.eval_every_epochs 3 --fit.patience 6
+  job evaluate --checkpoint "$out/runs/tiger" --tables "$tables" --sids "$sids" --split test --beam 100
+
+  students=(--model.teacher "$out/runs/tiger" --model.teacher_cache "$out/cache" --fit.lr 0.0005 --fit.batch_size 256)
+  row sid_mlp sid_mlp "${students[@]}" --fit.max_epochs 20 --fit.patience 0
+  row sid_mlp_tenth sid_mlp "${students[@]}" --fit.train_examples 13141 --fit.max_epochs 200 --fit.eval_every_epochs 10 --fit.patience 0
+}
+
+[ $# -gt 0 ] || set -- small full
+for part in "$@"; do "$part"; done
