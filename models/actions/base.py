@@ -173,6 +173,9 @@ class ActionsModel(nn.Module):
             self.states_width * config.width + len(catalogue.features), len(catalogue.labels), experts=config.experts,
             expert_width=config.expert_width, tower_width=config.tower_width, dropout=config.dropout,
         )  # fmt: skip
+        if self.train_rates:  # a model starts by predicting each task's rate: at a normalised entropy of 1
+            with torch.no_grad():
+                self.head.bias.copy_(torch.tensor(self.train_rates).logit(eps=1e-4))
 
     def blocks(self, *, strict: bool) -> nn.ModuleList:
         c = self.config

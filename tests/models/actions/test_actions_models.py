@@ -307,6 +307,21 @@ def test_an_item_that_training_has_not_seen_is_unknown(catalogue, batch):
     assert (parts[1][:, : SMALL["width"]] != 0).any(1).all()
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_model_starts_by_predicting_the_rates_of_training(name, catalogue, batch):
+    """So that it starts at a normalised entropy of 1, however rare a task is; a task of one class stays finite."""
+    kind, config = VARIANTS[name]
+    torch.manual_seed(0)
+    model = kind(config(), replace(catalogue, train_rates=(0.3, 0.01, 0.5))).eval()
+    rates = torch.tensor(model.train_rates).expand(9, 3)
+    with torch.no_grad():
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(model.score(batch), rates, reduction="none").mean(0)
+    entropy = torch.nn.functional.binary_cross_entropy(rates, rates, reduction="none").mean(0)
+    torch.testing.assert_close(loss / entropy, torch.ones(3), rtol=0, atol=0.03)
+    of_one_class = kind(config(**SMALL), replace(catalogue, train_rates=(0.0, 1.0, 0.5)))
+    assert of_one_class.head.bias.tolist() == pytest.approx([-9.21024, 9.21024, 0.0], abs=1e-3)
+
+
 def test_late_features_are_standardised_and_cut(catalogue):
     feature = torch.tensor([[3.0, 2.5], [100.0, -100.0]])  # of mean 1 and 2, deviation 2 and 1
     assert LateFeatures(catalogue)(feature).tolist() == [[1.0, 0.5], [5.0, -5.0]]

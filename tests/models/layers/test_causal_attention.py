@@ -79,3 +79,14 @@ def test_mixed_values_never_touch_queries_and_keys():
 def test_a_width_that_heads_do_not_divide_is_refused():
     with pytest.raises(ValueError, match="9 is not a multiple of num_heads 2"):
         CausalAttention(9, 2, strict=True)
+
+
+def test_weights_start_as_xavier_uniform():
+    """Uniform over a bound by which queries and keys of unit variance keep it: sqrt(6 / (2 D))."""
+    torch.manual_seed(0)
+    attention = CausalAttention(64, 4, strict=True)
+    bound = (6 / 128) ** 0.5
+    for projection in (attention.q, attention.k, attention.v, attention.o):
+        weight = projection.weight.detach()
+        assert 0.99 * bound < weight.abs().max() <= bound
+        assert weight.std() == pytest.approx(bound / 3**0.5, rel=0.03)
