@@ -1,6 +1,7 @@
 """Which MLflow runs are compared: those of experiments, of a sweep, or named one by one.
 
 In the view of an experiment a sweep is its best settings, on all of their seeds; asked for by name it is all trials.
+So it is where nothing else is there and the best is not known, as while it runs.
 """
 
 from __future__ import annotations
@@ -77,8 +78,11 @@ def select(uri: str, experiments: Sequence[str] = (), sweep: str | None = None, 
         homes = ", ".join(dict.fromkeys(chosen[run.info.experiment_id] for run in found))
         names = ", ".join(run.info.run_name for run in found)
         return Selection(uri, names if len(found) < 4 else f"{homes}: {len(found)} runs", found, chosen)
-    kept, notes = without_trials(trainings(there), there)
+    found = trainings(there)
+    kept, notes = without_trials(found, there)
     title = ", ".join(experiments) or "all experiments"
+    if found and not kept:
+        kept, notes = found, ["the best settings are not known yet: all trials of sweeps are here"]
     if not kept:
         raise UserError(f"the experiment '{title}' at {uri} has no runs; train one with jobs.train")
     return Selection(uri, title, kept, chosen, notes=notes)

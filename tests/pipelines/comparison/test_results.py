@@ -15,6 +15,12 @@ from pipelines import tracking
 
 def log_runs(uri: str, folder: Path) -> None:
     """Three trainings, two of them of one setting, and a sweep with two trials."""
+    log_trainings(uri, folder)
+    log_sweep(uri, folder)
+
+
+def log_trainings(uri: str, folder: Path) -> None:
+    """Two of one setting, and one of another."""
     for name, width, seed, value in [("a-1", 8, 1, 0.1), ("a-2", 8, 2, 0.14), ("b", 16, 1, 0.2)]:
         config = {
             "model": {"name": "sasrec", "dim": width},
@@ -28,6 +34,10 @@ def log_runs(uri: str, folder: Path) -> None:
         log.log({"val/ndcg@10": value, "best/ndcg@10": value, "test/ndcg@10": value / 2}, 250)
         log.log({"test/users_per_s": 900 * value, "train/parameters": 1000}, 250)
         log.end()
+
+
+def log_sweep(uri: str, folder: Path, finished: bool = True) -> None:
+    """One with two trials; the best of one that has not `finished` is not known."""
     sweep = tracking.open_run(
         uri, "retrieval/x", "s", str(folder), config={}, hashes={},
         tags={tracking.KIND_TAG: "sweep", "sweep.axes": '["fit.lr"]', "sweep.metric": "val/ndcg@10"},
@@ -44,9 +54,10 @@ def log_runs(uri: str, folder: Path) -> None:
         log.log({"best/ndcg@10": lr, "val/ndcg@10": lr}, 1)
         log.end()
         best = trial.run_id
-    log = tracking.Logger(sweep)
-    log.tag(**{"sweep.best": best})
-    log.end()
+    if finished:
+        log = tracking.Logger(sweep)
+        log.tag(**{"sweep.best": best})
+        log.end()
 
 
 @pytest.mark.long
@@ -61,6 +72,25 @@ def test_what_is_read_back_is_what_was_there(
         run(parse("compare", [*chosen, "--from", str(file.parent)]))
         assert capsys.readouterr().out.strip() == before
     assert len(file.read_text().splitlines()) == 3  # of the sweep: itself and its trials
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("finished", [True, False])
+def test_an_experiment_may_have_nothing_but_a_sweep(
+    finished: bool, new_store: Callable[[Path], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its view has the best trial, or all of them where the best is not known; from a file as from the store."""
+    uri, file = new_store(tmp_path), tmp_path / "x.jsonl"
+    log_sweep(uri, tmp_path, finished)
+    run(parse("compare", ["--experiment", "retrieval/x", "--tracking_uri", uri, "--export", str(file)]))
+    before = capsys.readouterr().out.split(" runs exported")[0].rsplit("\n", 1)[0]
+    assert ("t0.1" in before, "t0.2" in before) == (not finished, True)
+    assert ("all of them: --sweep s" if finished else "the best settings are not known yet: all trials") in before
+    assert len(file.read_text().splitlines()) == 3
+    run(parse("compare", ["--from", str(file)]))
+    assert capsys.readouterr().out.strip() == before
+    run(parse("compare", ["--from", str(file), "--markdown", f"{tmp_path}/pages/"]))
+    assert {"retrieval-x.md", "retrieval-x-s.md"} <= {path.name for path in (tmp_path / "pages").iterdir()}
 
 
 @pytest.mark.long
