@@ -1,4 +1,4 @@
-"""Texts of a search log to embeddings: queries, documents, and the pairs that were shown.
+"""Texts of a log to embeddings: of its items; of a search log also queries, and the pairs that were shown.
 
     python -m jobs.encode --tables TABLES --encoder minilm --output TEXT
 
@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jobs import cli
-from pipelines.data.kinds.search.text import SearchTextConfig, check_search_text, encode_search
+from models.tables import join, kind_of, read_manifest
+from pipelines.data.kinds.table import KINDS
 from pipelines.data.tables import check_can_write
+from pipelines.data.texts import TextConfig, check_texts, encode_log
 
 
 @dataclass
@@ -22,14 +24,14 @@ class Config:
     """Options of jobs.encode."""
 
     tables: str
-    """TABLES of a search log, made by jobs.prepare."""
+    """TABLES of a log of searches or of actions, made by jobs.prepare."""
     output: str
-    """TEXT: folder for the tables items, queries, pairs and (but for tfidf) tokens."""
+    """TEXT: folder for the table items and, of searches, queries, pairs and (but for tfidf) tokens."""
     encoder: str = "minilm"
     """Text encoder: a transformers hub name or folder, `minilm` (a pip package), or `tfidf` (no weights)."""
     overwrite: bool = False
     """Replace tables that are there already."""
-    embed: SearchTextConfig = field(default_factory=SearchTextConfig)
+    embed: TextConfig = field(default_factory=TextConfig)
 
 
 def run(config: Config) -> None:
@@ -41,22 +43,21 @@ def run(config: Config) -> None:
 
     check_can_write(config.output)
     cli.preflight(tables=config.tables, output=config.output)
-    check_search_text(
-        config.tables, config.encoder, config.embed, config.output
-    )  # before Ray takes its seconds to start
+    check_texts(config.tables, config.encoder, config.embed, config.output)  # before Ray takes its seconds to start
     cli.start_ray()
-    made = encode_search(config.tables, config.output, config.encoder, config.embed, config.overwrite, say)
-    counts = ", ".join(f"{made[name].rows:,} {name}" for name in ("items", "queries", "pairs"))
+    made = encode_log(config.tables, config.output, config.encoder, config.embed, config.overwrite, say)
+    counts = ", ".join(f"{made[name].rows:,} {name}" for name in ("items", "queries", "pairs") if name in made)
     print(f"{counts}, width {made['items'].info['width']}, in {time.monotonic() - started:.0f} s: {config.output}")
+    model = KINDS[kind_of(read_manifest(join(config.tables, "sequences"), "sequences"))].flow.models[-1]
     print(
-        f"next: python -m jobs.train --config jobs/configs/qgs.yaml --tables {config.tables} --text {config.output} "
-        f"--storage runs --name qgs"
+        f"next: python -m jobs.train --config jobs/configs/{model.configs[0]}.yaml --tables {config.tables} "
+        f"--text {config.output} --storage runs --name {model.model}"
     )
 
 
 def parse(job: str, argv: Sequence[str] | None = None) -> Config:
     """The command line."""
-    return cli.parse(Config, job, argv, {"embed": SearchTextConfig})
+    return cli.parse(Config, job, argv, {"embed": TextConfig})
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ class Options:
     sids: str | None = None
     """SIDS: the folder that jobs.tokenize made, for models that use semantic IDs."""
     text: str | None = None
-    """TEXT: the folder that jobs.encode made, for search models."""
+    """TEXT: the folder that jobs.encode made, for search models; models of actions can do without."""
     split: Literal["val", "test"] = "test"
     """Which requests to rank for."""
     batch_inference: str | None = None

@@ -103,7 +103,8 @@ class Place:
 def measure(config: Config, place: Place, steps: Steps, trained: Trained, epochs: int) -> None:
     """Trains a model, by at most `epochs` where it is trained by gradient, and evaluates it on test."""
     entry, name = registry.find(trained.model), trained.name or trained.model
-    where = ["--tables", place.tables, *([f"--{entry.extra.option}", place.extra] if entry.extra else [])]
+    made = KINDS[config.family].flow.extra
+    where = ["--tables", place.tables, *([f"--{entry.extra.option}", place.extra] if entry.extra and made else [])]
     options = [*trained.options, *(["--model.teacher", f"{place.runs}/{trained.teacher}"] if trained.teacher else [])]
     if entry.gradient:
         most = -(-epochs // 2) if trained.teacher else epochs

@@ -53,7 +53,7 @@ class Config:
     sids: str | None = None
     """SIDS: the folder that jobs.tokenize made, for models that use semantic IDs."""
     text: str | None = None
-    """TEXT: the folder that jobs.encode made, for search models."""
+    """TEXT: the folder that jobs.encode made, for search models; models of actions can do without."""
     smoke: bool = False
     """Take the grid's small variant."""
     resume: bool = False

@@ -39,7 +39,7 @@ class Config:
     sids: str | None = None
     """SIDS: the folder that jobs.tokenize made, for models that use semantic IDs."""
     text: str | None = None
-    """TEXT: the folder that jobs.encode made, for search models."""
+    """TEXT: the folder that jobs.encode made, for search models; models of actions can do without."""
     fit: FitConfig = field(default_factory=FitConfig)
     """The training loop."""
     ray: RayOptions = field(default_factory=RayOptions)
@@ -126,7 +126,7 @@ def run(config: Config) -> Trained:
     else:
         print(f"Trained {best.name} for {trained.epochs} epochs in {trained.seconds:.0f} s.")
     shown = "  ".join(f"{name} {best.metrics[name]:.4f}" for name in entry.measured.shown if name in best.metrics)
-    beside = f" --{entry.extra.option} {extra}" if entry.extra else ""
+    beside = f" --{entry.extra.option} {extra}" if entry.extra and extra else ""
     print(
         f"  best epoch  {best.epoch}: {shown} on val\n"
         f"  checkpoint  {trained.checkpoint}\n"

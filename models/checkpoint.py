@@ -46,6 +46,9 @@ REMEDY = {
     ),
 }
 
+OPTIONAL = "text_items"
+"""A table that some models are trained with and some without."""
+
 
 @dataclass
 class Checkpoint:
@@ -284,6 +287,8 @@ def check(about: Checkpoint, uri: str | Path, hashes: dict[str, str | None], nam
                 f"{uri} belongs to another table '{table}': {trained[:12]} was trained on, {str(given)[:12]} is given; "
                 f"{REMEDY.get(table, '')}"
             )
+    if about.hashes and OPTIONAL in hashes and OPTIONAL not in about.hashes:
+        raise UserError(f"{uri} was trained without text, and a table '{OPTIONAL}' is given; leave out --text")
 
 
 def load_weights(model: nn.Module, uri: str | Path) -> None:

@@ -9,7 +9,7 @@ Code outside asks these fields and never which family it has. What a single mode
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from models.actions import metrics as actions_metrics
@@ -29,7 +29,7 @@ from models.shuffles import Shuffle
 
 @dataclass(frozen=True)
 class Extra:
-    """A folder that a model needs beside the tables."""
+    """A folder that a model needs, or can use, beside the tables."""
 
     option: str
     """Option of the commands that take it."""
@@ -37,6 +37,8 @@ class Extra:
     """What it holds, in words."""
     job: str
     """The job that makes it."""
+    optional: bool = False
+    """Whether the models do without."""
 
 
 SIDS = Extra("sids", "semantic IDs", "jobs.tokenize")
@@ -80,7 +82,7 @@ class Family:
     eval_unit: str = "request"
     """What a row of an evaluation batch is; `user` where all candidates of a user are one request."""
     extra: Extra | None = None
-    """The folder that all its models need beside the tables."""
+    """The folder that all its models need, or can use, beside the tables."""
     accompany: Callable[[Any, Iterable[Any], Any], Any] | None = None
     """`accompany(catalogue, examples, config)`: the catalogue without what its batches bring along in training; None
     where the model holds all."""
@@ -120,6 +122,6 @@ ACTIONS = Family(
         actions_metrics.measure, actions_metrics.means, actions_metrics.names, actions_metrics.summary,
         shown=("eval_loss", "mean/normalised_entropy", "mean/auc"), by_user=True,
     ),
-    ranks="candidates", eval_unit="user", parts=ActionsModel.parameter_counts,
+    ranks="candidates", eval_unit="user", extra=replace(TEXT, optional=True), parts=ActionsModel.parameter_counts,
     shuffles=actions_shuffled.shuffles,
 )  # fmt: skip

@@ -97,7 +97,7 @@ class Entry:
 
     @property
     def extra(self) -> Extra | None:
-        """The folder that it needs beside the tables."""
+        """The folder that it needs, or can use, beside the tables."""
         return SIDS if self.sids else self.family.extra
 
     def folder(self, **given: str | None) -> str | None:

@@ -97,8 +97,9 @@ class Setup:
 
 
 def check_extra(entry: registry.Entry, name: str, extra: str | None) -> str | None:
-    """The folder that the model needs beside the tables, if it needs one; UserError where none is given."""
-    if (needed := entry.extra) is None:
+    """The folder beside the tables that the model needs or can use, if there is one; UserError where it needs one and
+    none is given."""
+    if (needed := entry.extra) is None or (needed.optional and not extra):
         return None
     if not extra:
         raise UserError(

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator
+import string
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from models.tables import UserError
@@ -86,6 +88,46 @@ def loading(name: str) -> Iterator[dict[str, Any]]:
     except (OSError, ValueError) as error:
         first = str(error).splitlines()[0]
         raise UserError(f"cannot load the encoder {name} ({first}); check that its folder is complete") from error
+
+
+def text_columns(columns: Iterable[str], template: str = "") -> dict[str, str]:
+    """By name, the columns of the items that their text is made of: those that the template names, or else all texts.
+
+    Raises UserError for a template that is malformed or names a column that is not there, and where there is no text.
+    """
+    there = set(columns := list(columns))
+    named = {}
+    for column in columns:
+        kind, _, name = column.partition("_")
+        if kind == "text" or (kind == "cat" and f"text_{name}" not in there):
+            named[name] = column
+    used = [name for name, column in named.items() if column.startswith("text_")]
+    if template:
+        try:
+            used = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+        except ValueError as error:
+            raise UserError(f"embed.template {template!r} is malformed ({error}); write '{{title}}'") from error
+        if unknown := [name for name in used if name not in named]:
+            raise UserError(
+                f"embed.template names {', '.join(unknown)}, the items have {', '.join(sorted(named)) or 'no texts'}"
+            )
+    if not used:
+        raise UserError(
+            f"the items have no text to embed (columns: {', '.join(columns)}); name text columns in the source's "
+            f"mapping, or use --tokenizer published with SIDs that others made"
+        )
+    return {name: named[name] for name in dict.fromkeys(used)}
+
+
+def texts_of(items: pa.Table, template: str = "") -> tuple[list[str], int]:
+    """The text of each item by the template, a missing value counting as empty; and how many have no text at all."""
+    used = text_columns(items.column_names, template)
+    template = template or " ".join(f"{{{name}}}" for name in used)
+    found, blank = [], 0
+    for row in zip(*([value or "" for value in items[column].to_pylist()] for column in used.values()), strict=True):
+        blank += not any(value.strip() for value in row)
+        found.append(" ".join(template.format(**dict(zip(used, row, strict=True))).split()))
+    return found, blank
 
 
 class TextEncoder:

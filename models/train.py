@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     )  # fmt: skip
     parser.add_argument("--tables", required=True, help="folder that jobs.prepare made")
     parser.add_argument("--sids", help="folder that jobs.tokenize made, for models that use semantic IDs")
-    parser.add_argument("--text", help="folder that jobs.encode made, for search models")
+    parser.add_argument("--text", help="folder that jobs.encode made, for models of search, and if given of actions")
     parser.add_argument("--output", required=True, help="folder for the checkpoints; run again, it resumes from them")
     options = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

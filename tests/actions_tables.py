@@ -60,11 +60,23 @@ def user(
     }
 
 
-def write_rows(folder: Path, rows: list[dict[str, Any]], items: int, *, viewers: bool = False, parts: int = 1) -> str:
-    """TABLES with these rows of `sequences`; even items are dogs. With `viewers` models read the device."""
+BREEDS = ("beagle", "manx", "collie", "siamese", "husky", "bengal")
+
+
+def write_rows(
+    folder: Path, rows: list[dict[str, Any]], items: int, *, viewers: bool = False, content: bool = False,
+    parts: int = 1,
+) -> str:  # fmt: skip
+    """TABLES with these rows of `sequences`; even items are dogs. With `viewers` models read the device, with `content`
+    items have a title and a price too."""
     tables = str(folder / "tables")
+    more = {
+        "text_title": [f"{BREEDS[i % 6]} number{i % 4} {'cat' if i % 2 else 'dog'}" for i in range(items)],
+        "num_price": pa.array([None if i == 3 else i * 1.5 for i in range(items)], pa.float32()),
+    }
     catalogue = pa.table(
-        {
+        (more if content else {})
+        | {
             "item_index": np.arange(items, dtype=np.int32),
             "item_id": [f"item-{i:03d}" for i in range(items)],
             "cat_kind": ["cat" if i % 2 else "dog" for i in range(items)],
@@ -87,7 +99,7 @@ def write_rows(folder: Path, rows: list[dict[str, Any]], items: int, *, viewers:
 
 def write_actions(
     folder: Path, users: int = 60, items: int = 12, longest: int = 30, seed: int = 0, *, viewers: bool = False,
-    parts: int = 1,
+    content: bool = False, parts: int = 1,
 ) -> str:  # fmt: skip
     """A log of 100 ms, cut at 60 and 80, in which some events share a millisecond.
 
@@ -99,7 +111,7 @@ def write_actions(
         times = np.sort(rng.integers(0, 100, 4 + int(rng.integers(longest - 3))))
         times = {0: times[times >= 60], 1: times[times < 60]}.get(number, times)
         times = times if len(times) else np.array([70 if number == 0 else 10])
-        item = rng.integers(items, size=len(times))
+        item = rng.integers(items - content, size=len(times))  # the last one is shown to nobody
         liked = (item % 2 == 0) == (number % 2 == 0)
         rows.append(user(f"user-{number:03d}", item.tolist(), times.tolist(), liked.tolist(), (60, 80), rng))
-    return write_rows(folder, rows, items, viewers=viewers, parts=parts)
+    return write_rows(folder, rows, items, viewers=viewers, content=content, parts=parts)

@@ -87,19 +87,23 @@ def projection(inputs: int, width: int) -> nn.Sequential:
 
 class ItemNetwork(nn.Module):
     """Item features, concatenated and projected (Sec. 2): the id's own embedding or that of its hash, categories,
-    numbers; and viewer-side categories and the log's own features of the event."""
+    numbers, the text's projection; and viewer-side categories and the log's own features of the event.
+
+    An item that is not in the catalogue is told by its content alone: its id is unknown, as those that `id_dropout`
+    drops are, and so is a category's value that the catalogue does not have."""
 
     numbers: Tensor
     categories: Tensor
+    text: Tensor
 
     def __init__(self, catalogue: ActionsCatalogue, config: ActionsConfig) -> None:
         super().__init__()
         items, width = catalogue.num_items, config.width
         self.buckets = config.id_buckets if config.item_ids == "hashed" else 0
         self.id_dropout, self.has_ids = config.id_dropout, config.item_ids != "none"
-        for name in ("numbers", "categories"):
+        for name in CONTENT:
             table = getattr(catalogue, name)
-            self.register_buffer(name, table.clone().view(items, table.numel() // items))
+            self.register_buffer(name, table.clone().view(items, table.numel() // items), persistent=name != "text")
         sizes = [self.buckets or items] if self.has_ids else []
         sizes += [int(column.max()) + 1 for column in self.categories.T]
         sizes += [len(values) + 1 for values in catalogue.viewers.values()]
@@ -107,26 +111,49 @@ class ItemNetwork(nn.Module):
         self.tables = nn.ModuleList(
             nn.Embedding.from_pretrained(torch.randn(size, width) * width**-0.5, freeze=False) for size in sizes
         )
+        for place in range(self.categories.shape[1]):
+            nn.init.zeros_(cast(nn.Embedding, self.tables[self.has_ids + place]).weight[0])
         if self.has_ids and self.id_dropout:
             nn.init.zeros_(cast(nn.Embedding, self.tables[0]).weight)
+        size = float(self.text.square().mean().sqrt()) if self.text.numel() else 0.0
+        self.gain = 1 / size if size > 0 else 1.0  # normalised vectors of W numbers are small beside features
+        self.of_text = nn.Linear(self.text.shape[1], width) if self.text.numel() else None
         self.own = OwnInputs(catalogue.own, width, config.category_dropout) if catalogue.own.names else None
         wide = len(sizes) * width + self.numbers.shape[1] + (len(self.own.columns) if self.own else 0)
+        wide += width if self.of_text else 0
         self.project = projection(wide, width)
 
-    def forward(self, item: Tensor, viewer: Tensor | None = None, own: Tensor | None = None) -> Tensor:
+    def forward(
+        self, item: Tensor, viewer: Tensor | None = None, own: Tensor | None = None,
+        new: dict[str, Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
         """(..., D) of `item` (...) and `viewer` (..., V), both int64, and `own` (..., X + G); without `viewer` nothing
-        is known of it."""
+        is known of it. `new` (n, ...) by name is the content of items from I on."""
         viewer = item.new_zeros(*item.shape, self.viewers) if viewer is None else viewer
-        keys = [self.hashed(item)] if self.has_ids else []
-        keys += [*self.categories[item].unbind(-1), *viewer.unbind(-1)]
+        keys = [self.hashed(item if new is None else item.clamp(max=len(self.numbers) - 1))] if self.has_ids else []
+        keys += [*self.content("categories", item, new).unbind(-1), *viewer.unbind(-1)]
         parts = [table(key) for table, key in zip(self.tables, keys, strict=True)]
+        if self.has_ids and new is not None:
+            parts[0] = parts[0] * (item < len(self.numbers)).unsqueeze(-1)
         if self.has_ids and self.id_dropout and self.training:
             parts[0] = parts[0] * (torch.rand(item.shape, device=item.device) >= self.id_dropout).unsqueeze(-1)
-        parts.append(self.numbers[item])
+        parts.append(self.content("numbers", item, new))
+        if self.of_text is not None:
+            parts.append(self.of_text(self.gain * self.content("text", item, new)))
         if self.own is not None:
             assert own is not None, "a batch of a log with own features has them"
             parts.append(self.own(own))
         return self.project(torch.cat(parts, -1))
+
+    def content(self, name: str, item: Tensor, new: dict[str, Tensor] | None) -> Tensor:
+        """(..., width) what the catalogue has of `item` (...), and `new` of those from I on."""
+        table = getattr(self, name)
+        if new is None:
+            return table[item]
+        place = item - len(table)
+        found = table[item.clamp(max=len(table) - 1)]
+        found[place >= 0] = new[name][place[place >= 0]]
+        return found
 
     def hashed(self, item: Tensor) -> Tensor:
         """(...) rows of the table of ids: of `buckets` by a multiplicative hash, so that neighbours part."""
@@ -195,7 +222,8 @@ class ActionsModel(nn.Module):
 
     def logits(self, batch: Batch, *, history: bool) -> Tensor:
         """(B, L, K), or (B, C, K) of the candidates alone where not `history`."""
-        items = self.items(*(joined(batch, name, True) if name in batch else None for name in SHOWN))
+        shown = (joined(batch, name, True) if name in batch else None for name in SHOWN)
+        items = self.items(*shown, new=new_items(batch))
         states = self.encode(items, self.actions(batch["action"]), self.layout(batch))
         return self.head(
             torch.cat([select(states, batch, history), self.features(joined(batch, "feature", history))], 2)
@@ -234,6 +262,15 @@ class ActionsModel(nn.Module):
 
 SHOWN = ("item", "viewer", "own")
 """What a batch says of an event before anything is done with it."""
+
+
+CONTENT = ("numbers", "categories", "text")
+"""What is known of an item beside its id."""
+
+
+def new_items(batch: Batch) -> dict[str, Tensor] | None:
+    """What a served request brings of items that are not in the catalogue."""
+    return {name: batch[f"new_{name}"] for name in CONTENT} if "new_numbers" in batch else None
 
 
 def joined(batch: Batch, name: str, history: bool) -> Tensor:

@@ -22,6 +22,9 @@ had come. In which order they stand changes nothing, but for LAC, which reads on
     valid                   (B, T) bool           false on padding, which comes after the events
     learn                   (B, T) bool           events that are learned from in training, where a model can: all, but
                                                   those that another row learns from and this one has as history
+    new_numbers, new_categories, new_text
+                            (n, ...)              of a served request alone: n items that are not in the catalogue, told
+                                                  by `item` from I on
     candidate_item, candidate_time, candidate_label, candidate_feature, candidate_viewer, candidate_own, candidate_valid
                             the same for candidates, (B, C, ...), in any order; C may be 0 in training
 
@@ -35,13 +38,13 @@ from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
+from models.actions.attributes import Attributes
 from models.own_features import OwnFeatures
 from models.tables import UserError, join, read_manifest, read_table, sequences_manifest
+from models.text_tables import vectors_of
 
 Batch = dict[str, Tensor]
 
@@ -66,6 +69,10 @@ class ActionsCatalogue:
     """(I, X) float32 attributes of items, or empty."""
     categories: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     """(I, G) int64 attributes of items such as author or type, each dense from 0; or empty."""
+    attributes: Attributes = field(default_factory=Attributes)
+    """What numbers and categories say of an item, for items that are not among the I."""
+    text: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """(I, W) float32: the text of each item by a frozen encoder, where models read it; or empty."""
     viewers: dict[str, list[str]] = field(default_factory=dict)
     """The V viewer-side categories of events, such as device or place in the app (Sec. 1 of AttnMVP), and the values
     that training has seen of each."""
@@ -83,24 +90,34 @@ class ActionsCatalogue:
         made = read_manifest(join(tables, "items"), "items")
         if sequences.inputs.get("items") != made.hash:
             raise UserError(f"the sequences of {tables} were made from other items; run jobs.prepare again")
-        return {"sequences": sequences.hash, "items": made.hash}
+        hashes = {"sequences": sequences.hash, "items": made.hash}
+        if extra is None:
+            return hashes
+        text = read_manifest(join(extra, "items"), "embeddings")
+        if text.inputs.get("items") != made.hash:
+            raise UserError(
+                f"the text of {extra} was made from other items than those of {tables}; run jobs.encode again"
+            )
+        return hashes | {"text_items": text.hash}
 
     @classmethod
     def load(cls, tables: str, extra: str | None = None) -> Self:
-        """Reads what jobs.prepare made at `tables` from a source of kind `actions`; nothing `extra` is needed.
+        """Reads what jobs.prepare made at `tables` from a source of kind `actions`, and with `extra` the items' text
+        that jobs.encode made there.
 
         Raises UserError where the tables do not belong together.
         """
-        hashes = cls.hashes_of(tables)
+        hashes = cls.hashes_of(tables, extra)
         info = sequences_manifest(join(tables, "sequences"), "actions").info
         items = read_table(join(tables, "items"), "items")
         if not np.array_equal(items["item_index"].to_numpy(), np.arange(len(items))):
             raise UserError(
                 f"{join(tables, 'items')}: item_index is not dense and sorted from 0; run jobs.prepare again"
             )
-        columns = {kind: [name for name in items.column_names if name.startswith(kind)] for kind in ("num_", "cat_")}
-        numbers = [standardised(items[name]) for name in columns["num_"]]
-        categories = [dense(items[name]) for name in columns["cat_"]]
+        attributes, text = Attributes.of(items), torch.zeros(0)
+        numbers, categories = attributes.read(items)
+        if extra is not None:
+            text = vectors_of(read_table(join(extra, "items")), "embedding", len(items), join(extra, "items"))
         return cls(
             num_items=len(items),
             actions=tuple(info["actions"]),
@@ -108,8 +125,10 @@ class ActionsCatalogue:
             features=tuple(info["features"]),
             feature_mean=torch.tensor(info["feature_mean"], dtype=torch.float32),
             feature_std=torch.tensor(info["feature_std"], dtype=torch.float32),
-            numbers=torch.stack(numbers, 1) if numbers else torch.zeros(0),
-            categories=torch.stack(categories, 1) if categories else torch.zeros(0, dtype=torch.int64),
+            numbers=numbers,
+            categories=categories,
+            attributes=attributes,
+            text=text,
             viewers=info.get("viewers", {}),
             own=OwnFeatures.of(info),
             train_rates=tuple(float(info["base_rates"][task]) for task in info["tasks"]),
@@ -127,7 +146,7 @@ class ActionsCatalogue:
                 )
         if len(self.features) and not bool((self.feature_std > 0).all()):
             raise ValueError("feature_std has an entry that is not positive; give 1 for a constant feature")
-        for name in ("numbers", "categories"):
+        for name in ("numbers", "categories", "text"):
             table = getattr(self, name)
             if table.numel() and (table.ndim != 2 or len(table) != self.num_items):
                 raise ValueError(
@@ -137,20 +156,6 @@ class ActionsCatalogue:
             raise ValueError(
                 f"train_rates has {len(self.train_rates)} entries for {len(self.labels)} tasks; give one each"
             )
-
-
-def dense(column: pa.ChunkedArray) -> Tensor:
-    """(I,) int64: each string a number, in the order of the strings; 0 where there is none."""
-    values, codes = np.unique(pc.fill_null(column, "").to_numpy().astype(str), return_inverse=True)
-    return torch.from_numpy(codes.astype(np.int64) + int(values[0] != ""))
-
-
-def standardised(column: pa.ChunkedArray) -> Tensor:
-    """(I,) float32 with mean 0 and deviation 1 over items; 0 where there is none, and for a constant."""
-    values = pc.cast(column, pa.float64()).to_numpy()
-    values = values - np.nanmean(values) if np.isfinite(values).any() else values
-    spread = np.nanstd(values) if np.isfinite(values).any() else 0.0
-    return torch.from_numpy(np.nan_to_num(values / spread if spread > 1e-9 else 0.0 * values)).float()
 
 
 def earlier(batch: Batch) -> Tensor:

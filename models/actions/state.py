@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.actions.base import SHOWN, ActionsModel
+from models.actions.base import SHOWN, ActionsModel, new_items
 from models.actions.batch import Batch
 from models.layers.causal_attention import CachedLayout
 from models.layers.rotary import rotary
@@ -82,14 +82,14 @@ class StatefulModel(ActionsModel):
         if len(rows):
             gone = torch.maximum(over[rows], torch.full_like(rows, drop or -(-most // 2))).clamp(max=state.count[rows])
             _slide(self, state, rows, gone)
-        items = self.items(*(batch.get(name) for name in SHOWN))
+        items = self.items(*(batch.get(name) for name in SHOWN), new=new_items(batch))
         _read(self, state, items, self.actions(batch["action"]), batch["time"], batch["valid"])
         return state
 
     @torch.no_grad()
     def score_state(self, state: ActionsState, batch: Batch) -> Tensor:
         """(N, K) logits of the candidates of `batch`, as `model.score`; its context is not read and may be missing."""
-        items = self.items(*(batch.get(f"candidate_{name}") for name in SHOWN))
+        items = self.items(*(batch.get(f"candidate_{name}") for name in SHOWN), new=new_items(batch))
         nothing = items[:, :0]
         states = self.encode(items, nothing, _layout(state, batch["candidate_time"], state.count[:, None][:, :0]))
         logits = self.head(torch.cat([states, self.features(batch["candidate_feature"])], 2))

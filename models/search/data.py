@@ -37,6 +37,7 @@ from models.tables import (
     read_table,
     sequences_manifest,
 )
+from models.text_tables import vectors_of
 
 MOST_REQUESTS = 64
 """Requests that share a row at most, so that many searches without a click are no row that a batch cannot hold."""
@@ -212,17 +213,6 @@ def pair_key(item: Any, query: Any, num_queries: int) -> Any:
 
 def as_numpy(column: pa.ChunkedArray) -> NDArray[np.int64]:
     return column.to_numpy().astype(np.int64)
-
-
-def vectors_of(table: pa.Table, column: str, rows: int, name: str) -> Tensor:
-    """(rows, W) float32 of a fixed-size list column; a table of one key must be in the key's dense order."""
-    if len(table) != rows:
-        raise UserError(f"{name} has {len(table)} rows where {rows} are expected; run jobs.encode again")
-    keys = [key for key in ("item_index", "query_index") if key in table.column_names]
-    if len(keys) == 1 and not np.array_equal(as_numpy(table[keys[0]]), np.arange(rows)):
-        raise UserError(f"{name}: {keys[0]} is not dense and sorted from 0; run jobs.encode again")
-    values = table[column].combine_chunks()
-    return torch.from_numpy(values.flatten().to_numpy().reshape(rows, values.type.list_size).astype(np.float32))
 
 
 def feature_scale(uri: str, features: int) -> tuple[Tensor, Tensor]:

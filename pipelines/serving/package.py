@@ -20,11 +20,12 @@ os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 import mlflow
 from mlflow.models import ModelSignature
 from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
-from mlflow.types.schema import Array, Map
+from mlflow.types.schema import AnyType, Array, Map, Object, Property
 from pyarrow import fs
 
 import models
 from models import checkpoint, registry
+from models.actions.new_items import columns_of, name_of
 from models.own_features import NUMBER, OwnFeatures
 from models.tables import MANIFEST, UserError, has_manifest, join, open_uri, read_manifest
 from models.uri import real
@@ -61,6 +62,8 @@ class Served:
     """What the manifest of the sequences calls the model's labels."""
     grades: bool = False
     """Whether the metadata says how actions are graded from 0 to 1."""
+    new_items: bool = False
+    """Whether requests may bring items that are not in the catalogue."""
     settings: dict[str, Any] | None = None
     """What `model_config` may set when the model is loaded, with its defaults; None: nothing."""
 
@@ -68,13 +71,14 @@ class Served:
 def text_encoder(tables: str, text: str, folder: Path) -> None:
     """The encoder of the texts, so that a served model encodes what training has not seen; a warning where there is
     none."""
-    from pipelines.data.kinds.search.text import save_encoder  # it imports Ray, so only now
+    from pipelines.data.texts import save_encoder  # it imports Ray, so only now
 
     try:
         save_encoder(tables, text, folder / "encoder")
     except UserError as error:
         warnings.warn(
-            f"the model comes without its text encoder, so unknown queries count as none: {error}", stacklevel=2
+            f"the model comes without its text encoder, so what training has not seen has no text: {error}",
+            stacklevel=2,
         )
 
 
@@ -137,8 +141,12 @@ SERVED = {
         ),
         "served_ranker.py",
         settings=STATES,
+        extra=("items",),
+        beside=text_encoder,
+        requirements=("scikit-learn",),
         labels="tasks",
         grades=True,
+        new_items=True,
     ),
 }
 """By family."""
@@ -150,9 +158,12 @@ OWN = {"numbers": Map(NUMBERS), "categories": Map(STRINGS)}
 """Columns of own features: of each name a value per candidate, and with `history_` before it per behaviour."""
 
 
-def signature(family: str, viewers: Iterable[str] = (), own: bool = False) -> ModelSignature:
+def signature(
+    family: str, viewers: Iterable[str] = (), own: bool = False, content: Iterable[str] = ()
+) -> ModelSignature:
     """That of the family, with the viewer-side categories that the model reads: of the request, and of each event of
-    the history, where "" is for none. own: whether it reads features of the log's own."""
+    the history, where "" is for none. own: whether it reads features of the log's own. content: columns of items that
+    requests may tell of new ones."""
     base = SERVED[family].signature
     columns = [
         column
@@ -164,6 +175,12 @@ def signature(family: str, viewers: Iterable[str] = (), own: bool = False) -> Mo
     ]
     for name, kind in OWN.items() if own else ():
         columns += [ColSpec(kind, f"{of}{name}", required=False) for of in ("", "history_")]
+    if SERVED[family].new_items:
+        # numbers of any type, as MLflow takes no 3 for a double
+        kinds = {name_of(name): AnyType() if name.startswith(NUMBER) else DataType.string for name in content}
+        told = [Property(name, kind, required=False) for name, kind in kinds.items()]
+        posts = Array(Object([Property("item_id", DataType.string), *told]))
+        columns.append(ColSpec(posts, "new_items", required=False))
     return ModelSignature(Schema([*base.inputs.inputs, *columns]), base.outputs, base.params)
 
 
@@ -181,6 +198,8 @@ def log_model(run: RunRef, uri: str, tables: str, extra: str | None) -> str:
     own = OwnFeatures.of(info)
     for kind in OWN if own.names else ():
         about[kind] = [each.name[len(NUMBER) :] for each in getattr(own, kind)]
+    text = read_manifest(join(extra, "items"), "embeddings") if served.new_items and extra else None
+    content = columns_of(read_manifest(join(tables, "items"), "items"), text) if served.new_items else []
     if served.grades:
         about["inputs"] = info.get("definitions", {}).get("inputs", {})
     with tempfile.TemporaryDirectory() as folder:
@@ -193,7 +212,7 @@ def log_model(run: RunRef, uri: str, tables: str, extra: str | None) -> str:
                 python_model=str(Path(__file__).with_name(served.code)),
                 code_paths=[str(Path(models.__path__[0]))],
                 artifacts={"data": str(bundle)},
-                signature=signature(entry.family.name, info.get("viewers", ()), bool(own.names)),
+                signature=signature(entry.family.name, info.get("viewers", ()), bool(own.names), content),
                 metadata=about,
                 model_config=served.settings,
                 pip_requirements=[*REQUIREMENTS, *served.requirements],

@@ -55,7 +55,7 @@ def register(run: tracking.RunRef, name: str, metric: str | None = None) -> Mode
                 return version
     model = tags.get("model")
     if model is None:
-        extra = params[entry.extra.option] if entry.extra else None
+        extra = params.get(entry.extra.option) if entry.extra else None
         model = package.log_model(run, tags["checkpoint"], params["tables"], extra)
         client.set_tag(run.run_id, "model", model)
     kept = {key: value for key, value in tags.items() if key.startswith("table.")}

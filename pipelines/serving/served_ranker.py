@@ -11,10 +11,11 @@ model's metadata. A feature that is not given, or NaN, counts as its mean over t
 Features of the log's own are given by name, a value per candidate, and per behaviour with `history_` before the
 column's name; one that is not given counts as unknown, and so does a value that training has not seen.
 Candidates that are not in the catalogue are ranked last, in the order given, with the score NaN; items of a history
-that are not are skipped. Where a result would be shown is not read. Queries, and pairs of query and document,
-that training has not seen are encoded as jobs.encode would have, by the encoder that comes with the model, and kept; in
-a model that has none such a query counts as none, and a warning says so. A category of the viewer that training has
-not seen counts as not known.
+that are not are skipped. To a model of actions a request may bring such items in `new_items`, each with its `item_id`
+and its text and attributes by name: these are scored by their content, as candidates and in the history. Where a result
+would be shown is not read. Queries, and pairs of query and document, that training has not seen are encoded as
+jobs.encode would have, by the encoder that comes with the model, and kept; in a model that has none such a query counts
+as none, and a warning says so. A category of the viewer that training has not seen counts as not known.
 
 A row with `history_from` goes on from what is kept of its `user_id`: its `history` has the behaviours from that one
 on, counted from 0, and those that are kept already are skipped, so that a request can be sent again. Without candidates
@@ -30,7 +31,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -49,6 +51,7 @@ from numpy.typing import NDArray
 from models import checkpoint, registry
 from models.actions.batch import ActionsCatalogue
 from models.actions.data import ActionsExamples
+from models.actions.new_items import NewItems, Post, columns_of, template_of
 from models.config import hint
 from models.latest import Latest
 from models.own_features import CATEGORY, NUMBER, OwnFeatures
@@ -66,6 +69,9 @@ LAST, BEFORE = 1 << 62, -(1 << 62)
 
 Row = dict[str, Any]
 """A request: the values of its columns."""
+
+Index = Mapping[str, int]
+"""Numbers of items by their id."""
 
 STATE_MB = 1024
 """MB of users' states that are kept, where `model_config` does not say."""
@@ -150,7 +156,11 @@ class SearchRequests:
         of_items = info.get("item_features", [])
         self.of_items = read_table(f"{folder}/tables/items", "items", of_items) if of_items else pa.table({})
 
-    def batch(self, rows: list[Row], index: dict[str, int], known: list[list[int]]) -> dict[str, torch.Tensor]:
+    def indexes(self, rows: list[Row], index: Index) -> list[Index]:
+        """By row the numbers of items."""
+        return [index] * len(rows)
+
+    def batch(self, rows: list[Row], index: Index, known: list[list[int]]) -> dict[str, torch.Tensor]:
         """`known` are the places of each row's candidates that are in the catalogue."""
         past: list[dict[str, Any]] = []
         for row in rows:
@@ -195,7 +205,7 @@ class SearchRequests:
         examples.bring(text, self.config.history_pairs)
         return {**examples.collate(np.arange(len(rows))), "queries": text.queries}
 
-    def features(self, row: Row, of: str, items: Sequence[str], index: dict[str, int]) -> Floats:
+    def features(self, row: Row, of: str, items: Sequence[str], index: Index) -> Floats:
         """(items, F) of candidates, or with `history_` of behaviours. Those of items are known."""
         places = pa.array([index.get(item) for item in items], pa.int64())
         usual = {name: self.of_items[name].combine_chunks().take(places) for name in self.of_items.column_names}
@@ -247,12 +257,30 @@ class ActionsRequests:
             for name, values in info.get("viewers", {}).items()
         }
         self.own = OwnFeatures.of(info)
+        text = read_manifest(f"{folder}/text/items") if catalogue.text.numel() else None
+        encoder = load_saved(f"{folder}/encoder") if Path(folder, "encoder").exists() else None
+        columns = columns_of(read_manifest(f"{folder}/tables/items", "items"), text)
+        self.new = NewItems(catalogue, columns, encoder, template_of(text))
 
-    def batch(self, rows: list[Row], index: dict[str, int], known: list[list[int]]) -> dict[str, torch.Tensor]:
-        """`known` are the places of each row's candidates that are in the catalogue."""
+    def posts(self, rows: list[Row], index: Index) -> list[dict[str, Post]]:
+        """By row and id, what comes with it of items that are not in the catalogue."""
+        brought = (self.new.named(given(row, "new_items") or ()) for row in rows)
+        return [{item: post for item, post in posts.items() if item not in index} for posts in brought]
+
+    def indexes(self, rows: list[Row], index: Index) -> list[Index]:
+        """By row the numbers of items: those of the catalogue, and from there on of those that rows bring along."""
+        posts = self.posts(rows, index)
+        first = accumulate(map(len, posts), initial=len(index))
+        numbers = ({item: place for place, item in enumerate(own, low)} for own, low in zip(posts, first, strict=False))
+        return [ChainMap(number, index) if number else index for number in numbers]  # type: ignore[arg-type]
+
+    def batch(self, rows: list[Row], index: Index, known: list[list[int]]) -> dict[str, torch.Tensor]:
+        """`known` are the places of each row's candidates that are in the catalogue or come with the row."""
         parts: list[dict[str, NDArray]] = []
-        kept = [self.past(row, index) for row in rows]
-        for row, past, places in zip(rows, kept, known, strict=True):
+        indexes = self.indexes(rows, index)
+        posts = [post for own in self.posts(rows, index) for post in own.values()]
+        kept = [self.past(row, own) for row, own in zip(rows, indexes, strict=True)]
+        for row, index, past, places in zip(rows, indexes, kept, known, strict=True):
             size, count = len(past), len(places)
             items = [row["history"][i] for i in past] + [row["candidates"][i] for i in places]
             features = finite("features", vectors(row, "features", len(row["candidates"]), self.mean))[places]
@@ -274,13 +302,14 @@ class ActionsRequests:
             parts.append(part)
         events = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         context, candidates = (np.array([len(x) for x in lists]) for lists in (kept, known))
-        return ActionsExamples.of(events, context, candidates).collate(np.arange(len(rows)))
+        batch = ActionsExamples.of(events, context, candidates).collate(np.arange(len(rows)))
+        return batch | (self.new.read(posts) if posts else {})
 
     def events(self, batch: dict[str, torch.Tensor]) -> int:
         """Events of a batch's contexts."""
         return int(batch["valid"].sum())
 
-    def past(self, row: Row, index: dict[str, int]) -> list[int]:
+    def past(self, row: Row, index: Index) -> list[int]:
         """Places in the history of the latest events before the request, of items of the catalogue. Where the time of
         the request or those of the history are not given, all of the history is before it."""
         now = given(row, "timestamp_ms")
@@ -329,9 +358,14 @@ class ActionsRequests:
         return np.array(there, np.int64)
 
 
+def text_at(folder: str) -> str | None:
+    """The text of a bundle, where the model was trained with some."""
+    return f"{folder}/text" if Path(folder, "text").exists() else None
+
+
 READERS: dict[str, tuple[Callable[[str], Any], Callable[[str, Any, Any], Any]]] = {
     "search": (lambda at: SearchCatalogue.load(f"{at}/tables", f"{at}/text", scale=False), SearchRequests),
-    "actions": (lambda at: ActionsCatalogue.load(f"{at}/tables"), ActionsRequests),
+    "actions": (lambda at: ActionsCatalogue.load(f"{at}/tables", text_at(at)), ActionsRequests),
 }
 """By family: the catalogue of a bundle, and what makes batches of requests to a model."""
 
@@ -401,7 +435,7 @@ class RequestRanker(PythonModel):
 
     def rank(self, rows: list[Row], label: int) -> list[tuple[list[str], list[float]]]:
         """Per row its candidates, best first, and their scores."""
-        known = [self.known(row) for row in rows]
+        known = self.known(rows)
         chances = torch.zeros(0)
         if any(known):
             logits = self.model.score(self.requests.batch(rows, self.index, known))[:, label].float()
@@ -412,9 +446,13 @@ class RequestRanker(PythonModel):
             for row, places, (first, end) in zip(rows, known, pairwise(ends), strict=True)
         ]
 
-    def known(self, row: Row) -> list[int]:
-        """Places of the candidates that are in the catalogue."""
-        return [i for i, item in enumerate(row["candidates"]) if item in self.index]
+    def known(self, rows: list[Row]) -> list[list[int]]:
+        """By row, places of the candidates that are in the catalogue or come with the row."""
+        indexes = self.requests.indexes(rows, self.index)
+        return [
+            [i for i, item in enumerate(row["candidates"]) if item in index]
+            for row, index in zip(rows, indexes, strict=True)
+        ]
 
     def go_on(self, row: Row, label: int) -> tuple[list[str], list[float]]:
         """The candidates of a request, best first, and their scores, after what is kept of its user and the behaviours
@@ -438,7 +476,7 @@ class RequestRanker(PythonModel):
         done = min(kept.end - begin, size)  # of a request that is sent again
         row = {name: later(value, done) if name.startswith("history") else value for name, value in row.items()}
         row["history_from"] = begin + done
-        known = self.known(row)
+        (known,) = self.known([row])
         batch = self.requests.batch([row], self.index, [known])
         if self.requests.events(batch):
             try:

@@ -190,7 +190,7 @@ def train(
             experiment = experiment or f"{entry.family.name}/{dataset_name(tables)}"
             opening = tracking.opening(uri, experiment)
             write_record(folder, {"status": "opening", "opening": opening})
-            beside = {entry.extra.option: extra} if entry.extra else {}
+            beside = {entry.extra.option: extra} if entry.extra and extra else {}
             settings = {**config, "tables": tables, **beside, "ray": asdict(ray_options)}
             labels = {**(tags or {}), tracking.KEY_TAG: opening["key"]}
             labels |= {tracking.SIMULATED_TAG: "true"} if is_simulated(tables) else {}

@@ -102,6 +102,21 @@ def test_search(
     assert "No violations" in capsys.readouterr().out
 
 
+def test_new_items_of_a_feed(
+    here: Path, ray_local: None, new_store: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new_store(here / "runs" / "feed" / "runs")
+    smaller = {**SMALLER, "jobs.simulate": "--users 60 --items 200 --events 1200"}
+    follow(typed_of("actions.md", "New items"), monkeypatch, smaller)
+    (serve,) = (text for kind, text in blocks(section((ROOT / "docs/actions.md").read_text(), "New items")) if kind)
+    names: dict[str, object] = {"mlflow": mlflow, "pandas": pandas}
+    code, call = serve.split("model.predict")
+    exec(code, names)
+    answer = eval("model.predict" + call.splitlines()[0], names)
+    assert set(answer["item_id"][0]) == {"new1", "new2"}
+    assert answer["score"].explode().between(0, 1).all()
+
+
 def test_an_own_log_with_its_own_features(
     here: Path, ray_local: None, new_store: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

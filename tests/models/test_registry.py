@@ -72,12 +72,14 @@ def test_every_model_builds_from_its_own_defaults_and_round_trips(name):
 
 
 @pytest.mark.parametrize("name", ACTIONS)
-def test_every_actions_model_round_trips_and_needs_tables_alone(name):
+def test_every_actions_model_round_trips_and_does_without_text(name):
     entry = registry.find(name)
     config = registry.config_from_dict({"name": name, "dropout": 0.2})
     assert registry.config_from_dict(registry.config_to_dict(config)) == config
     assert registry.name_of(config) == name
-    assert entry.extra is None
+    assert entry.extra is not None
+    assert entry.extra.option == "text"
+    assert entry.extra.optional
     assert entry.unit == ("cut" if name == "genrank" else "user")
 
 

@@ -114,5 +114,7 @@ class RequestKind:
     """Whether each user's events may be cut at times of his own."""
     all_shown: bool = False
     """Whether all that was shown makes the catalogue and the split, and not the behaviours alone."""
+    texts: tuple[str, ...] = ()
+    """Tables of text that `jobs.encode` makes of its logs; none where its models read no text."""
     as_of: bool = False
     """Whether its models read features with a time of their own."""

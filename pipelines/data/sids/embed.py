@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import string
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -21,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from models.tables import Manifest, Part, UserError, has_manifest, iter_parts, read_manifest, read_table
-from models.text_encoder import WORDS, TextEncoder, locate_encoder
+from models.text_encoder import WORDS, TextEncoder, locate_encoder, text_columns, texts_of
 from pipelines.data.tables import check_writable, commit, embeddings_schema, fingerprint, up_to_date, write_part
 
 Say = Callable[[str], None]
@@ -85,38 +84,11 @@ def item_texts(items: pa.Table, config: EmbedConfig) -> list[str]:
     Raises UserError for a column that the table does not have, and for items with no text unless
     `config.empty` allows them.
     """
-    columns = {}
-    for column in items.column_names:
-        kind, _, name = column.partition("_")
-        if kind in ("text", "cat") and (kind == "text" or f"text_{name}" not in items.column_names):
-            columns[name] = column
-    texts = [name for name, column in columns.items() if column.startswith("text_")]
-    if config.template:
-        try:
-            used = [name for _, name, _, _ in string.Formatter().parse(config.template) if name is not None]
-        except ValueError as error:
-            raise UserError(f"embed.template {config.template!r} is malformed ({error}); write '{{title}}'") from error
-        unknown = [name for name in used if name not in columns]
-        if unknown:
-            raise UserError(
-                f"embed.template names {', '.join(unknown)}, the items have {', '.join(sorted(columns)) or 'no texts'}"
-            )
-    else:
-        used = texts
-    if not used:
-        raise UserError(
-            f"the items have no text to embed (columns: {', '.join(items.column_names)}); name text columns in the "
-            f"source's mapping, or use --tokenizer published with SIDs that others made"
-        )
-    values = {name: [value or "" for value in items[columns[name]].to_pylist()] for name in dict.fromkeys(used)}
-    template = config.template or " ".join(f"{{{name}}}" for name in used)
-    found, blank = [], 0
-    for row in zip(*values.values(), strict=True):
-        blank += not any(value.strip() for value in row)
-        found.append(" ".join(template.format(**dict(zip(values, row, strict=True))).split()))
+    found, blank = texts_of(items, config.template)
     if blank and config.empty == "error":
+        used = ", ".join(text_columns(items.column_names, config.template))
         raise UserError(
-            f"{blank} of {len(found)} items have no text in {', '.join(used)}; use --embed.empty encode to encode the "
+            f"{blank} of {len(found)} items have no text in {used}; use --embed.empty encode to encode the "
             f"empty string for them, or a template with more columns"
         )
     return found

@@ -6,7 +6,8 @@ import pyarrow as pa
 import pytest
 import torch
 
-from models.actions.batch import ActionsCatalogue, check_batch, earlier, standardised, tied
+from models.actions.attributes import Attributes
+from models.actions.batch import ActionsCatalogue, check_batch, earlier, tied
 
 
 def test_every_event_sees_what_is_strictly_before_it(batch):
@@ -55,7 +56,8 @@ def test_wrong_shapes_are_named(catalogue, batch):
     ],
 )
 def test_numbers_of_items_have_mean_0_and_deviation_1(values, expected):
-    assert standardised(pa.chunked_array([pa.array(values, pa.float32())])).tolist() == expected
+    items = pa.table({"num_x": pa.array(values, pa.float32())})
+    assert Attributes.of(items).read(items)[0][:, 0].tolist() == expected
 
 
 @pytest.mark.parametrize(

@@ -277,6 +277,25 @@ def test_without_ids_items_of_like_attributes_are_alike(catalogue, batch):
     assert one_bucket.items.tables[0].weight.shape == (1, SMALL["width"])
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+def test_an_item_of_the_request_is_read_as_one_of_the_catalogue(name, catalogue, batch):
+    """With its content from the batch and no id; text moves scores."""
+    told = replace(catalogue, text=torch.randn(30, 5))
+    batch["candidate_item"][0, 0] = batch["item"][0, 2] = 7
+    content = {f"new_{key}": getattr(told, key)[[7]] for key in ("numbers", "categories", "text")}
+    brought = {**edit(edit(batch, "candidate_item", (0, 0), 30), "item", (0, 2), 30), **content}
+    model = make(name, told, item_ids="none")
+    assert not any(part.any() for part in moved(model, batch, brought))
+    assert moved(model, batch, brought | {"new_text": content["new_text"] + 1})[1][0, 0]
+    model = make(name, told)
+    with torch.no_grad():
+        model.items.tables[0].weight[7] = 0
+    assert not any(part.any() for part in moved(model, batch, brought))
+    with torch.no_grad():
+        model.items.tables[0].weight[7] = 1
+    assert moved(model, batch, brought)[1][0, 0]
+
+
 def test_hashes_spread_items_over_their_buckets(catalogue):
     config = ActionsConfig(**SMALL, item_ids="hashed", id_buckets=64)
     hashed = ItemNetwork(catalogue, config).hashed(torch.arange(6400))

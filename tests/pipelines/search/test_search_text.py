@@ -21,14 +21,14 @@ from models.search.data import SearchCatalogue
 from models.setup import set_up
 from models.tables import MANIFEST, UserError, join, read_manifest, read_table
 from models.text_encoder import TextEncoder
-from pipelines.data.kinds.search import text as search_text
+from pipelines.data import texts as log_texts
 from pipelines.data.kinds.search.simulator import simulate_search
-from pipelines.data.kinds.search.text import SearchTextConfig, encode_search, fitted_tfidf
 from pipelines.data.kinds.simulation import MAKERS, NOUNS, STYLES, TRAITS
 from pipelines.data.prepare import prepare
 from pipelines.data.settings import read_config
 from pipelines.data.sources import load_source
 from pipelines.data.tables import commit
+from pipelines.data.texts import TextConfig, encode_log, fitted_tfidf
 from pipelines.serving.package import write_bundle
 from pipelines.serving.served_ranker import RequestRanker
 
@@ -90,10 +90,10 @@ def state(folder: str, query: str, document: str) -> tuple[np.ndarray, np.ndarra
 def test_texts_and_pairs_are_encoded_once_and_as_one_at_a_time(
     tables: str, bert: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search_text, "PAIRS_PER_PART", 100)
-    config = SearchTextConfig(max_tokens=24, batch_size=7, workers=1, query_condition="joint")
+    monkeypatch.setattr(log_texts, "PAIRS_PER_PART", 100)
+    config = TextConfig(max_tokens=24, batch_size=7, workers=1, query_condition="joint")
     said: list[str] = []
-    made = encode_search(tables, str(tmp_path), bert, config, say=said.append)
+    made = encode_log(tables, str(tmp_path), bert, config, say=said.append)
     assert any("has seen the document" in line for line in said)
     items, queries = texts_of(tables)
     found = {name: read_table(str(tmp_path / name), "embeddings") for name in ("items", "queries", "pairs")}
@@ -103,7 +103,7 @@ def test_texts_and_pairs_are_encoded_once_and_as_one_at_a_time(
     np.testing.assert_allclose(vectors(found["items"]), encoder.encode(items), atol=1e-5)
     np.testing.assert_allclose(vectors(found["queries"]), encoder.encode(queries), atol=1e-5)
 
-    keys = list(zip(*(found["pairs"][name].to_pylist() for name in search_text.PAIR), strict=True))
+    keys = list(zip(*(found["pairs"][name].to_pylist() for name in log_texts.PAIR), strict=True))
     assert keys == shown_pairs(tables)
     assert len(made["pairs"].files) == -(-len(keys) // 100) > 1
     embedding, joint = vectors(found["pairs"]), vectors(found["pairs"], "joint")
@@ -132,11 +132,11 @@ def test_texts_and_pairs_are_encoded_once_and_as_one_at_a_time(
             pooled = model(input_ids=tokens[None].long()).last_hidden_state[0, 0]
         np.testing.assert_allclose(vectors(found["items"])[place], pooled / pooled.norm(), atol=1e-5)
 
-    again = encode_search(tables, str(tmp_path), bert, config, say=said.append)
+    again = encode_log(tables, str(tmp_path), bert, config, say=said.append)
     assert {name: manifest.hash for name, manifest in again.items()} == {n: m.hash for n, m in made.items()}
     assert said[-4:] == [f"{name}: up to date" for name in ("items", "queries", "tokens", "pairs")]
     with pytest.raises(UserError, match="use --overwrite"):
-        encode_search(tables, str(tmp_path), bert, SearchTextConfig(max_tokens=12), say=said.append)
+        encode_log(tables, str(tmp_path), bert, TextConfig(max_tokens=12), say=said.append)
 
     # TF-IDF over it, which knows no tokens.
     by_words(tables, str(tmp_path))
@@ -146,7 +146,7 @@ def test_texts_and_pairs_are_encoded_once_and_as_one_at_a_time(
 
 def by_words(tables: str, output: str) -> None:
     """TF-IDF needs no weights and knows the words of documents only."""
-    job.run(job.Config(tables=tables, output=output, encoder="tfidf", embed=SearchTextConfig(svd=12), overwrite=True))
+    job.run(job.Config(tables=tables, output=output, encoder="tfidf", embed=TextConfig(svd=12), overwrite=True))
     items, queries = texts_of(tables)
     found = {name: read_table(join(output, name)) for name in ("items", "queries", "pairs")}
     assert [len(found[name]) for name in ("items", "queries")] == [len(items), len(queries)]
@@ -186,7 +186,7 @@ def test_queries_of_unknown_words_and_no_query_are_defined(tmp_path: Path, ray_l
         read_config({"kind": "search", "core": 0, "behaviour": "click", "split": {"kind": "leave_last_out"}}),
         say=str,
     )
-    made = encode_search(out, str(tmp_path / "text"), "tfidf", SearchTextConfig(svd=1), say=str)
+    made = encode_log(out, str(tmp_path / "text"), "tfidf", TextConfig(svd=1), say=str)
     assert made["queries"].info["texts_without_known_word"] == 1
     pairs = read_table(str(tmp_path / "text" / "pairs"))
     keys = list(zip(pairs["item_index"].to_pylist(), pairs["query_index"].to_pylist(), strict=True))
@@ -196,14 +196,14 @@ def test_queries_of_unknown_words_and_no_query_are_defined(tmp_path: Path, ray_l
 
 def test_what_cannot_be_encoded_is_refused(tables: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no \\[SEP\\] token"):
-        encode_search(tables, str(tmp_path), "tfidf", SearchTextConfig(query_condition="joint"))
+        encode_log(tables, str(tmp_path), "tfidf", TextConfig(query_condition="joint"))
     with pytest.raises(ValueError, match="'query' or 'joint'"):
-        SearchTextConfig(query_condition="sep")  # type: ignore[arg-type]
-    assert SearchTextConfig().max_tokens == 180
+        TextConfig(query_condition="sep")  # type: ignore[arg-type]
+    assert TextConfig().max_tokens == 180
     schema = pa.schema([("user_id", pa.string())])
     retrieval = str(tmp_path / "tables")
     commit(join(retrieval, "sequences"), "sequences", schema, [], config={}, inputs={}, info={"kind": "retrieval"})
-    with pytest.raises(UserError, match="of kind 'retrieval'; models of search need 'search'"):
+    with pytest.raises(UserError, match="of kind 'retrieval', whose models read no text"):
         job.run(job.Config(tables=retrieval, output=str(tmp_path / "text"), encoder="tfidf"))
     assert not (tmp_path / "text").exists()
 
@@ -217,8 +217,8 @@ def test_a_served_model_encodes_what_training_has_not_seen(
         return  # TF-IDF has no [SEP]
     text = str(tmp_path / "text")
     name = request.getfixturevalue("bert") if encoder == "bert" else encoder
-    config = SearchTextConfig(max_tokens=24, svd=12, query_condition=query_condition)  # type: ignore[arg-type]
-    encode_search(tables, text, name, config, say=str)
+    config = TextConfig(max_tokens=24, svd=12, query_condition=query_condition)  # type: ignore[arg-type]
+    encode_log(tables, text, name, config, say=str)
     sizes = {"width": 16, "num_layers": 2, "max_history": 8, "dnn_width": 16, "tower_width": 8, "text_width": 8}
     sizes |= {"query_condition": query_condition}
     setup = set_up({"name": "qgs", **sizes}, FitConfig(batch_size=8), tables, text)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlflow
@@ -17,15 +18,18 @@ import pytest
 import torch
 
 from models import checkpoint, registry
+from models.actions.batch import ActionsCatalogue
 from models.actions.data import ActionsExamples
+from models.checkpoint import Checkpoint
 from models.fit import FitConfig
 from models.search.data import SearchCatalogue, SearchExamples
 from models.setup import Setup, set_up
 from models.tables import UserError, join, read_manifest, read_table
 from pipelines import tracking
+from pipelines.data.texts import TextConfig, encode_log
 from pipelines.serving import package
 from pipelines.serving.registered_model import register
-from pipelines.serving.served_ranker import ActionsRequests
+from pipelines.serving.served_ranker import ActionsRequests, RequestRanker
 from tests.actions_tables import SEEN, write_actions
 from tests.search_tables import ITEM_MODEL, write_search
 
@@ -60,10 +64,10 @@ def store(new_store: Callable[[Path], str], tmp_path: Path) -> None:
     new_store(tmp_path)
 
 
-def trained(folder: Path, name: str, tables: str, text: str | None) -> Setup:
+def trained(folder: Path, name: str, tables: str, text: str | None, **options: Any) -> Setup:
     """An untrained model as jobs.train leaves a trained one, registered under its name."""
-    setup = set_up({"name": name, **SIZES[name]}, FitConfig(batch_size=8), tables, text)
-    config = {"model": registry.config_to_dict(setup.config), "tables": tables, "text": text}
+    setup = set_up({"name": name, **SIZES[name], **options}, FitConfig(batch_size=8), tables, text)
+    config = {"model": registry.config_to_dict(setup.config), "tables": tables} | ({"text": text} if text else {})
     uri, hashes = f"sqlite:///{folder}/mlflow.db", setup.catalogue.hashes
     run = tracking.open_run(uri, f"{name}/small", name, str(folder), config=config, hashes=hashes)
     checkpoint.save(folder / name, setup.model, setup.checkpoint(epoch=1, tracking=run.to_dict()))
@@ -262,7 +266,7 @@ def test_every_column_of_a_model_of_actions_changes_a_score(tmp_path: Path) -> N
         "viewer_device": "tablet",
         "history_viewer_device": ["", "", "tablet"],
     }
-    assert set(model.metadata.get_input_schema().input_names()) == {*others, "user_id", "history_from"}
+    assert set(model.metadata.get_input_schema().input_names()) == {*others, "user_id", "history_from", "new_items"}
     scores = [sorted(model.predict(pd.DataFrame([FEED]))["score"][0])]
     for column, value in others.items():
         scores.append(sorted(model.predict(pd.DataFrame([FEED | {column: value}]))["score"][0]))
@@ -306,3 +310,108 @@ def test_a_model_that_reads_times_wants_them(tmp_path: Path) -> None:
         model.predict(None, pd.DataFrame([row]))
     days = [model.predict(None, pd.DataFrame([row | {"history_time_ms": [0, gap]}]))["score"][0] for gap in (1, 10**9)]
     assert np.isfinite(days).all()
+
+
+CONTENT = {"text_title": "title", "num_price": "price", "cat_kind": "kind", "cat_author": "author"}
+BARE = {"candidates": ["X"], "history": ["item-000", "item-002", "item-004"], "history_actions": [[1.0, 0.0, 0.5]] * 3}
+
+
+def first_scores(model: Any, rows: list[dict[str, Any]]) -> list[float]:
+    """Of the first candidate of each row."""
+    found = model.predict(pd.DataFrame(rows))
+    pairs = (dict(zip(*of_row, strict=True)) for of_row in zip(found["item_id"], found["score"], strict=True))
+    return [scores[row["candidates"][0]] for row, scores in zip(rows, pairs, strict=True)]
+
+
+def called(name: str, row: dict[str, Any]) -> dict[str, Any]:
+    """The row with the item X called so."""
+    return row | {key: [name if item == "X" else item for item in row[key]] for key in ("candidates", "history")}
+
+
+def test_a_new_item_is_scored_as_one_of_the_catalogue_with_its_content(tmp_path: Path) -> None:
+    """One whose id says nothing: the model reads none, or training has not seen it. As a candidate, in the history and
+    in a user's state; and requests that bring none are scored as in training."""
+    tables, text = write_actions(tmp_path, viewers=True, content=True), str(tmp_path / "text")
+    encode_log(tables, text, "tfidf", TextConfig(svd=4), say=str)
+    items = read_table(join(tables, "items")).to_pylist()
+    posts = [
+        {"item_id": f"new-{i}"} | {name: row[column] for column, name in CONTENT.items() if row[column] is not None}
+        for i, row in enumerate(items)
+    ]
+    for name, options in {"attn_mvp": {"item_ids": "none"}, "lac": {"id_dropout": 0.5}}.items():
+        setup = trained(tmp_path, name, tables, text, **options)
+        with package.at(f"sqlite:///{tmp_path}/mlflow.db"):
+            model = mlflow.pyfunc.load_model(f"models:/{name}/1")
+        asked, chances = feeds(setup, tables)
+        ranked = model.predict(pd.DataFrame(asked), params={"label": "contribution"})
+        for want, found, scores in zip(chances, ranked["item_id"], ranked["score"], strict=True):
+            assert scores == pytest.approx([want[item] for item in found], abs=1e-5)
+        unseen = range(len(items)) if name == "attn_mvp" else [len(items) - 1]
+        for i in unseen:
+            for row in (BARE, BARE | {"history": ["item-000", "X", "item-002"], "candidates": ["X", "item-001"]}):
+                there, new = called(f"item-{i:03d}", row), called(f"new-{i}", row | {"new_items": posts[::-1]})
+                assert first_scores(model, [there]) == pytest.approx(first_scores(model, [new]), abs=1e-6)
+        # of several rows in one frame each has its own items, whatever they are called
+        row = called("new-0", BARE)
+        apart = [row | {"new_items": [posts[i] | {"item_id": "new-0"}]} for i in unseen]
+        assert first_scores(model, apart) == pytest.approx([first_scores(model, [each])[0] for each in apart], abs=1e-6)
+        kinds = [{"price": 3}, {"title": "husky"}, {"author": "author-2"}, {"author": None}]
+        changed = [row | {"new_items": [posts[1] | {"item_id": "new-0"} | change]} for change in ({}, *kinds)]
+        usual, *others = first_scores(model, changed)
+        assert all(other != pytest.approx(usual, abs=1e-6) for other in others)
+        unknown = [row | {"new_items": [{**posts[1], "item_id": "new-0", "author": who}]} for who in ("nobody", None)]
+        assert len(set(first_scores(model, unknown))) == 1
+        if name == "attn_mvp":
+            of_state = [
+                {**called(which, BARE | {"history": ["X", "item-002", "X"]}), "new_items": posts, "user_id": which,
+                 "history_from": 0} for which in ("item-007", "new-7")
+            ]  # fmt: skip
+            assert first_scores(model, of_state[:1]) == pytest.approx(first_scores(model, of_state[1:]), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("posts", "message"),
+    [
+        ([{"title": "x"}], "new_items has an item without item_id"),
+        ([{"item_id": "p"}, {"item_id": "p"}], "new_items has 'p' twice"),
+        ([{"item_id": "p", "titel": "x"}], "new_items has 'titel' of 'p', which .* the nearest is 'title'"),
+        ([{"item_id": "p", "price": np.inf}], "'price' of new_items has an infinite number"),
+        ([{"item_id": "p", "price": "cheap"}], "'price' of new_items is of numbers"),
+    ],
+)
+def test_new_items_that_cannot_be_read_are_refused(posts: list[Any], message: str, tmp_path: Path) -> None:
+    tables, text = write_actions(tmp_path, content=True), str(tmp_path / "text")
+    encode_log(tables, text, "tfidf", TextConfig(svd=4), say=str)
+    setup = set_up({"name": "lac", **SIZES["lac"]}, FitConfig(batch_size=8), tables, text)
+    checkpoint.save(tmp_path / "lac", setup.model, setup.checkpoint(epoch=1))
+    package.write_bundle(tmp_path / "bundle", str(tmp_path / "lac"), tables, text)
+    model = RequestRanker()
+    model.load_context(SimpleNamespace(artifacts={"data": str(tmp_path / "bundle")}, model_config=None))
+    with pytest.raises(UserError, match=message):
+        model.predict(None, pd.DataFrame([called("p", BARE) | {"new_items": posts}]))
+    model.requests.new.encoder = None
+    with pytest.warns(UserWarning, match="without its text encoder; 1 new items count as without text"):
+        model.predict(None, pd.DataFrame([called("p", BARE) | {"new_items": [{"item_id": "p", "title": "husky"}]}]))
+
+
+def test_text_that_a_model_was_not_trained_with_is_refused(tmp_path: Path) -> None:
+    tables, text = write_actions(tmp_path / "a", content=True), str(tmp_path / "text")
+    encode_log(tables, text, "tfidf", TextConfig(svd=4), say=str)
+    with_text, without = ActionsCatalogue.load(tables, text), ActionsCatalogue.load(tables)
+    for catalogue, other, message in (
+        (
+            with_text,
+            without,
+            "trained with a table 'text_items' that is not given; give the --text that it was trained",
+        ),
+        (without, with_text, "was trained without text, and a table 'text_items' is given; leave out --text"),
+    ):
+        config = registry.config_from_dict({"name": "attn_mvp", **SIZES["attn_mvp"]})
+        about = Checkpoint(model=registry.config_to_dict(config), hashes=catalogue.hashes, epoch=1)
+        checkpoint.save(tmp_path / "model", registry.build(config, catalogue), about)
+        registry.load(tmp_path / "model", catalogue)
+        with pytest.raises(UserError, match=message):
+            registry.load(tmp_path / "model", other)
+    others = write_actions(tmp_path / "b", items=13, content=True)
+    with pytest.raises(UserError, match=r"the text of .* was made from other items than .*; run jobs.encode again"):
+        ActionsCatalogue.load(others, text)

@@ -51,5 +51,6 @@ ACTIONS = RequestKind(
         "dropped",
     ),
     per_user=True,
+    texts=("items",),
     as_of=True,
 )

@@ -73,5 +73,6 @@ SEARCH = RequestKind(
         "candidates_outside",
     ),
     all_shown=True,
+    texts=("items", "queries", "pairs", "tokens"),
     as_of=True,
 )

@@ -1,6 +1,7 @@
-"""The text of a search log as embeddings: queries alone, documents alone, and document and query together.
+"""The text of a log as embeddings: of its items alone, or of a search log queries alone, documents alone, and document
+and query together. Which tables there are says the kind of its requests (`RequestKind.texts`).
 
-`python -m jobs.encode --tables TABLES --encoder minilm --output TEXT` makes the three tables. Each distinct
+`python -m jobs.encode --tables TABLES --encoder minilm --output TEXT` makes the tables. Each distinct
 text is encoded once, and each distinct pair that was shown to anyone once, in Ray Data actors that write
 their parts themselves: the driver holds the keys of the pairs and never their embeddings. A fourth table has
 the documents' tokens, for a model that trains the encoder on (HLLM's item tower); TF-IDF has none.
@@ -33,15 +34,16 @@ from models.tables import (
     UserError,
     has_manifest,
     join,
+    kind_of,
     part_uris,
     read_manifest,
     read_parquet,
     read_table,
-    sequences_manifest,
 )
 from models.text_encoder import TextEncoder, TfidfEncoder, load_tokenizer
 from models.uri import absolute
 from pipelines.data.dataflow import Engine
+from pipelines.data.kinds.table import KINDS
 from pipelines.data.sids.embed import (
     ROWS_PER_PART,
     EmbedConfig,
@@ -79,8 +81,8 @@ WARNING = (
 
 
 @dataclass(frozen=True)
-class SearchTextConfig(EmbedConfig):
-    """Texts of a search log to embeddings."""
+class TextConfig(EmbedConfig):
+    """Texts of a log to embeddings."""
 
     pooling: str = "cls"
     """The `cls` token's state, as in the paper (Sec. 3.3), or the `mean` over tokens."""
@@ -89,7 +91,7 @@ class SearchTextConfig(EmbedConfig):
     svd: int = 64
     """Width of the TF-IDF encoder's truncated SVD."""
     query_condition: Literal["query", "joint"] = "query"
-    """`query`: the query alone. `joint`: adds the [SEP] state over query and document to the pairs, which leaks."""
+    """Of searches. `query`: the query alone. `joint`: adds the [SEP] state over query and document, which leaks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,7 +108,7 @@ def fitted_tfidf(texts: list[str], width: int) -> TfidfEncoder:
 class PairEncoder:
     """A Ray Data actor: blocks of pairs to parts of the `pairs` table."""
 
-    def __init__(self, shared: dict[str, ray.ObjectRef], config: SearchTextConfig, output_uri: str) -> None:
+    def __init__(self, shared: dict[str, ray.ObjectRef], config: TextConfig, output_uri: str) -> None:
         """`shared` holds the texts of `items` and `queries`, and as `encoder` a name or a fitted TfidfEncoder."""
         self.items, self.queries, encoder = (ray.get(shared[name]) for name in ("items", "queries", "encoder"))
         joint = config.query_condition == "joint"
@@ -162,12 +164,12 @@ def distinct_pairs(parts: list[str]) -> np.ndarray:
 
 @dataclass
 class _Encoding:
-    """One call of `encode_search`."""
+    """One call of `encode_log`."""
 
     tables: str
     output: str
     encoder: str
-    config: SearchTextConfig
+    config: TextConfig
     overwrite: bool
     say: Say
 
@@ -318,47 +320,59 @@ class _Encoding:
         )  # fmt: skip
 
 
-def encode_search(
+def encode_log(
     tables_uri: str,
     output_uri: str,
     encoder: str,
-    config: SearchTextConfig | None = None,
+    config: TextConfig | None = None,
     overwrite: bool = False,
     say: Say = print,
 ) -> dict[str, Manifest]:
-    """Makes the tables `items`, `queries` and `pairs` of embeddings and, but for TF-IDF, `tokens` of the documents;
-    finished ones of the same input stay.
+    """Makes the tables of embeddings that the log's kind of request has (`items`; of searches `queries` and `pairs`
+    too) and, but for TF-IDF, the `tokens` of a search log's documents; finished ones of the same input stay.
 
-    Raises UserError for tables that are not of a search log, for texts and encoders that do not work, and for an
-    output that another job writes.
+    Raises UserError for tables of a kind that has none, for texts and encoders that do not work, and for an output
+    that another job writes.
     """
-    config = config or SearchTextConfig()
+    config = config or TextConfig()
     tables_uri, output_uri = absolute(tables_uri), absolute(output_uri)  # tasks may work in other folders
     run = _Encoding(tables_uri, output_uri, encoder, config, overwrite, say)
-    check_search_text(tables_uri, encoder, config, output_uri)
+    wanted = check_texts(tables_uri, encoder, config, output_uri)
     if config.query_condition == "joint":
         say(WARNING)
-    items = item_texts(read_table(join(tables_uri, "items"), "items"), config)
-    queries: list[str] = []
-    if read_manifest(join(tables_uri, "queries"), "queries").rows:
-        queries = read_table(join(tables_uri, "queries"), "queries")["query"].to_pylist()
-    fitted = fitted_tfidf(items, config.svd) if encoder == "tfidf" else None
+    texts = {"items": item_texts(read_table(join(tables_uri, "items"), "items"), config)}
+    if "queries" in wanted:
+        there = read_manifest(join(tables_uri, "queries"), "queries").rows
+        table = read_table(join(tables_uri, "queries"), "queries") if there else pa.table({"query": []})
+        texts["queries"] = table["query"].to_pylist()
+    fitted = fitted_tfidf(texts["items"], config.svd) if encoder == "tfidf" else None
     with writing(output_uri):
-        made = run.alone({"items": items, "queries": queries}, fitted)
-        if fitted is None:
-            made["tokens"] = run.tokens(items)
+        made = run.alone(texts, fitted)
+        if "tokens" in wanted and fitted is None:
+            made["tokens"] = run.tokens(texts["items"])
         elif has_manifest(join(output_uri, "tokens")):
             clear(join(output_uri, "tokens"))  # of another encoder
-        return made | {"pairs": run.pairs(items, queries, fitted)}
+        return made | ({"pairs": run.pairs(texts["items"], texts["queries"], fitted)} if "pairs" in wanted else {})
 
 
-def check_search_text(tables_uri: str, encoder: str, config: SearchTextConfig, output_uri: str) -> None:
-    """What can be known before Ray starts. Raises UserError."""
-    check_output(output_uri, {**dict.fromkeys(("pairs", "items", "queries"), "embeddings"), "tokens": "tokens"})
-    sequences_manifest(join(tables_uri, "sequences"), "search")
+def check_texts(tables_uri: str, encoder: str, config: TextConfig, output_uri: str) -> tuple[str, ...]:
+    """What can be known before Ray starts; the tables that there are to make. Raises UserError."""
+    kind = KINDS[kind_of(read_manifest(join(tables_uri, "sequences"), "sequences"))]
+    if not kind.texts:
+        kinds = " and ".join(f"'{other.name}'" for other in KINDS.values() if other.texts)
+        raise UserError(
+            f"{tables_uri} is of kind '{kind.name}', whose models read no text by jobs.encode, which takes {kinds}; "
+            f"jobs.tokenize makes semantic IDs"
+        )
+    check_output(output_uri, {name: "tokens" if name == "tokens" else "embeddings" for name in kind.texts})
+    if config.query_condition == "joint" and "pairs" not in kind.texts:
+        raise UserError(
+            f"query_condition joint is of searches, and {tables_uri} is of kind '{kind.name}'; leave it out"
+        )
     if encoder == "tfidf" and config.query_condition == "joint":
         raise UserError("tfidf has no [SEP] token for query_condition joint; use a transformers encoder, or query")
     encoder_version(encoder)
+    return kind.texts
 
 
 def save_encoder(tables_uri: str, text_uri: str, folder: Path) -> None:
@@ -371,7 +385,7 @@ def save_encoder(tables_uri: str, text_uri: str, folder: Path) -> None:
     name = settings.pop("encoder", None)
     if name is None:
         raise UserError(f"{text_uri} does not say by which encoder it was made; run jobs.encode again")
-    config = SearchTextConfig(**settings)
+    config = TextConfig(**settings)
     documents = item_texts(read_table(join(tables_uri, "items"), "items"), config)
     encoder = fitted_tfidf(documents, config.svd) if name == "tfidf" else TextEncoder(name, *config.encoder_options())
     some = np.linspace(0, len(documents) - 1, min(CHECKED, len(documents))).astype(np.int64)
@@ -384,4 +398,5 @@ def save_encoder(tables_uri: str, text_uri: str, folder: Path) -> None:
         )
     folder.mkdir(parents=True)
     encoder.save(folder)
-    pq.write_table(pa.table({"text": documents}), folder / "documents.parquet")
+    if has_manifest(join(text_uri, "pairs")):  # which a document is one half of
+        pq.write_table(pa.table({"text": documents}), folder / "documents.parquet")
