@@ -420,7 +420,7 @@ def run(
 
 def table(found: list[Kill]) -> str:
     """A row per command and what was killed: how often, how it ended, what was lost."""
-    rows = ["| command | killed | times | ended well by itself | ended, and again by the same line | wrong |"]
+    rows = ["| command | killed | times | succeeded by itself | succeeded after the command was repeated | failed |"]
     rows.append("|---|---|---|---|---|---|")
     for step, target in sorted({(k.step, k.target) for k in found}, key=lambda k: (list(STEPS).index(k[0]), k[1])):
         some = [k for k in found if (k.step, k.target) == (step, target)]

@@ -62,7 +62,7 @@ def described(kind: type) -> dict[str, str]:
 def _default(field: Field) -> str:
     """A key's value where it is left out, as it is written in YAML."""
     if field.default is MISSING and field.default_factory is MISSING:
-        return "must be given"
+        return "required"
     value = field.default if field.default is not MISSING else ""
     if value is None or value == "":
         return ""
@@ -76,13 +76,13 @@ def rows() -> Iterator[tuple[str, str, str]]:
         for field in sorted(fields(kind), key=lambda field: field.kw_only):  # how files are written comes last
             key = where + field.name
             if key not in LEFT_OUT:
-                text = re.sub(r"(^|\. )None: ", r"\1Left out: ", texts[field.name])
-                yield key, text.replace("None: ", "left out: "), _default(field)
+                text = re.sub(r"(^|\. )None: ", r"\1By default: ", texts[field.name])
+                yield key, text.replace("None: ", "by default: "), _default(field)
 
 
 def table() -> str:
     """The keys in Markdown."""
-    lines = ["| key | what it is | by default |", "|---|---|---|"]
+    lines = ["| key | meaning | default |", "|---|---|---|"]
     lines += [f"| `{key}` | {text} | {default} |".replace(" |  |", " | |") for key, text, default in _escaped()]
     return "\n".join(lines)
 

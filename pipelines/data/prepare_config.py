@@ -15,34 +15,35 @@ class PrepareConfig:
     """What is made of a raw log. A source file's `prepare` section sets these; the command line wins."""
 
     kind: str = "retrieval"
-    """What a request is, a name in `kinds/table.py`: `retrieval`, each behaviour asks for itself; `search`, a search
-    with the results it showed; `actions`, an impression whose actions are asked for."""
+    """What a request is: `retrieval`, a behaviour, whose item is to be predicted; `search`, a search with the results
+    it showed; `actions`, an impression, whose actions are to be predicted."""
     core: int = 5
     """Iterative k-core: users and items with fewer behaviours are left out. 0 or 1 keeps all."""
     core_window: Literal["all", "train"] = "all"
-    """Whether the k-core counts the whole log, as papers do, or the training window of a temporal split only."""
+    """Events that the k-core counts: `all`, the whole log, as in the papers; `train`, the training window of a temporal
+    split."""
     ties: Literal["strict", "log_order"] = "strict"
-    """`strict`: a history holds only what is strictly earlier. `log_order`: events of equal time keep the log's
-    order and see the ones before; `position` then is that order."""
+    """`strict`: a history holds only strictly earlier events. `log_order`: it also holds events of the same time that
+    come earlier in the log; `position` is then the order in the log."""
     split: SplitConfig = field(default_factory=SplitConfig)
     """How requests are split."""
     max_events: int = 10_000
-    """Behaviours per user; of longer histories the most recent are kept."""
+    """Behaviours kept per user: the most recent ones."""
     behaviour: str | None = None
     """A bool label that makes an event a behaviour, such as `click`; by default every event is one."""
     partitions: int | None = None
-    """Partitions of the shuffle and parts of the tables; by default from the bytes read."""
+    """Partitions of the shuffle, which are also the parts of the tables; by default from the bytes of the log."""
     max_rejects: float = 0.01
-    """Share of rows that may break the schema before the job fails."""
+    """Share of rows that may break the schema; with more the job fails."""
     min_matched: float = 0.5
-    """Share of the items, and of the users where there are user files, that must have a row in those files, by number
-    and by events, before the job fails; 0 accepts any."""
+    """Share of the items (and of the users, if there are user files) that must have a row in their files, by number
+    and by events; with less the job fails. 0 accepts any."""
     duplicates: Literal["drop", "keep", "count"] = "drop"
-    """Events that repeat another in every column: dropped as logged twice, kept as real, such as two purchases of
-    a day, or one kept for all, whose label `repeats` counts them."""
+    """Events that repeat another in every column: `drop` them as logged twice; `keep` them as real, such as two
+    purchases of a day; `count` keeps one, with their number as label `repeats`."""
     catalogue: str | None = None
-    """TABLES whose catalogue this log has too: a fresh log, for batch inference and evaluation by models that were
-    trained there. Items that are not in it are left out, and requests are split at the same times."""
+    """TABLES of a trained model: the log is read as a fresh log of the same catalogue, for batch inference and
+    evaluation. Events of other items are left out, and requests are split at the same times."""
     ray_data: RayDataConfig = field(default_factory=RayDataConfig)
     """How Ray Data runs."""
     own: Any = None

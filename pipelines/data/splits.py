@@ -24,19 +24,19 @@ class SplitConfig:
     """How requests are split."""
 
     kind: Literal["auto", "leave_last_out", "temporal", "per_user"] = "auto"
-    """`temporal`: by two cut times for all users. `leave_last_out`: each user's last request is for test,
-    the one before it for validation. `per_user`, for logs of actions: by two cut times of each user's own.
-    `auto`: temporal where the log has clock times."""
+    """`temporal`: two cut times for all users. `leave_last_out`: each user's last request is for test, the one before
+    it for validation. `per_user`, for logs of actions: two cut times for each user. `auto`: `temporal` if the log has
+    clock times, else `leave_last_out`."""
     val_fraction: float = 0.1
-    """Share of all behaviours, before the k-core, that the validation window of a temporal split holds; `per_user`: of
-    each user's."""
+    """Share of all behaviours, before the k-core, in the validation window of a temporal split; `per_user`: share of
+    each user's behaviours."""
     test_fraction: float = 0.1
-    """Share of all behaviours, before the k-core, that the test window of a temporal split holds; `per_user`: of
-    each user's."""
+    """Share of all behaviours, before the k-core, in the test window of a temporal split; `per_user`: share of each
+    user's behaviours."""
     val_start: Any = None
-    """First moment of the validation window, as ISO 8601 (UTC) or epoch ms: with `test_start`, instead of fractions."""
+    """Start of the validation window, as ISO 8601 (UTC) or epoch ms; with `test_start`, it replaces the fractions."""
     test_start: Any = None
-    """First moment of the test window."""
+    """Start of the test window."""
 
     def __post_init__(self) -> None:
         check_choices(self, "split.")

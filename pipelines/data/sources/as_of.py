@@ -35,11 +35,11 @@ class AsOf(TextFormat):
     files: str
     """Pattern of the files, relative to the input folder (`*`, `?`, `[...]`)."""
     time: Any
-    """Column and unit of when a row is known: {column, unit}."""
+    """Column and unit of the time from which a row holds: {column, unit}."""
     item: str | None = None
-    """Column with the item's id; or `user`."""
+    """Column with the item's id, for features of items; or give `user`."""
     user: str | None = None
-    """Column with the user's id; or `item`."""
+    """Column with the user's id, for features of users; or give `item`."""
     numbers: Any = field(default_factory=dict)
     """Numeric features by name: {name: column}, or a list of columns."""
     categories: Any = field(default_factory=dict)

@@ -37,13 +37,13 @@ class History:
     column: str
     """Column with the list of items, oldest first."""
     at: str
-    """A moment before the log, as ISO 8601: the first of a list is dated to it, each next one a millisecond later."""
+    """A time before the log, as ISO 8601: the first item of a list gets it, each next one a millisecond more."""
     separator: str | None = None
-    """What stands between elements where the list is written as text; None: real lists (JSON, Parquet)."""
+    """Text between two elements of a list that is written as text; None: real lists (JSON, Parquet)."""
     labels: list[str] | None = None
-    """The bool labels that these behaviours have; [] for none."""
+    """The bool labels that are true for these behaviours; [] for none. Required if the log has bool labels."""
     newest_first: bool = False
-    """Whether the lists begin with the newest."""
+    """true: the lists begin with the newest item."""
 
     def __post_init__(self) -> None:
         if self.separator == "":

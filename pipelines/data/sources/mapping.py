@@ -53,14 +53,14 @@ class Items(TextFormat):
     folder: str = ""
     """Folder of the item files, relative to the input folder, such as `../catalogue`; empty: the input folder."""
     optional: bool = False
-    """Whether a log without the item files is read too; its items then have no texts, and are counted."""
+    """true: a log without item files is read too; its items have no texts and are counted."""
     keep: str = "used"
-    """used: the catalogue holds the items that have behaviours, as many as `core` asks; all: every item of the item
-    files too, so that new ones have semantic IDs and can be recommended. `core` then limits users, and other items."""
+    """used: the catalogue holds the items with at least `core` behaviours. all: also every item of the item files, so
+    that new items have semantic IDs and can be recommended; `core` then limits users, and items that the files lack."""
     lists: list[str] = field(default_factory=list)
     """JSON: the columns that hold lists; their elements are joined by a space."""
     transforms: Any = field(default_factory=dict)
-    """What is done to values before they are read, by column: {column: {strip, lower, regex, pad, ...}}."""
+    """Changes to values before they are read, by column: {column: {strip, lower, regex, pad, ...}}."""
 
     def __post_init__(self) -> None:
         for key in ("texts", "attributes", "numbers"):
@@ -89,11 +89,11 @@ class Users(TextFormat):
     files: str
     """Pattern of the user files, relative to the input folder (`*`, `?`, `[...]`)."""
     user: str
-    """Column with the user's id; of several rows of a user the first counts."""
+    """Column with the user's id; if a user has several rows, the first is used."""
     attributes: Any
     """Categorical attributes by name: {name: column}, or a list of columns."""
     transforms: Any = field(default_factory=dict)
-    """What is done to values before they are read, by column: as in `items`."""
+    """Changes to values before they are read, by column, as in `items`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "attributes", named(self.attributes, "users.attributes"))
@@ -139,7 +139,7 @@ class Mapping(TextFormat, Source):
     user: str
     """Column with the user's id."""
     item: str
-    """Column with the item's id, or with the list of ids that `explode` takes apart."""
+    """Column with the item's id, or with the list of ids that `explode` splits."""
     time: Any
     """Column and unit, or format: {column, unit: s | ms | us | ns | iso | order}, {column, format: '%d.%m.%Y'}."""
     query: str | None = None
@@ -147,10 +147,10 @@ class Mapping(TextFormat, Source):
     request: str | None = None
     """Column with the id of the request or page view."""
     position: str | None = None
-    """Column with the rank shown, from 0; with `explode` the rank in the list."""
+    """Column with the rank shown, from 0; with `explode` it is the rank in the list."""
     labels: Any = field(default_factory=dict)
-    """Labels by name: {name: {column, type, true_when}} or {name: {member_of: column}}; with `time` or `delay_minutes`
-    where they are known later than their event."""
+    """Labels by name: {name: {column, type, true_when}} or {name: {member_of: column}}; add `time` or `delay_minutes`
+    to labels that are known later than their event."""
     numbers: Any = field(default_factory=dict)
     """Numeric features, known before the event, by name: {name: column}, or a list of columns."""
     categories: Any = field(default_factory=dict)
@@ -158,16 +158,16 @@ class Mapping(TextFormat, Source):
     explode: Any = None
     """List columns that become one row per element: {columns, separator}."""
     items: Any = None
-    """The item files; None: the log has none."""
+    """The item files; None: no item files."""
     users: Any = None
-    """The user files; None: the log has none."""
+    """The user files; None: no user files."""
     transforms: Any = field(default_factory=dict)
-    """What is done to values before they are read, by column: {column: {strip, lower, regex, pad, ...}}; of lists, to
-    each element."""
+    """Changes to values before they are read, by column: {column: {strip, lower, regex, pad, ...}}; in a list, to each
+    element."""
     history: Any = None
-    """A column of earlier behaviours without times: {column, at, separator, labels}; None: the log has none."""
+    """A column of earlier behaviours without times: {column, at, separator, labels}; None: no such column."""
     as_of: Any = field(default_factory=dict)
-    """Files of features of items or users with a time of their own, by name (`as_of.py`)."""
+    """Files of features of items or users that change over time, by name (`as_of.py`)."""
 
     def __post_init__(self) -> None:
         _check_texts(self, ("files", "user", "item"))

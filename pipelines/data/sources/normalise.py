@@ -48,14 +48,14 @@ class Time:
     """When an event happened."""
 
     column: str | None = None
-    """Raw column. With the unit `order` it may be left out: the order then is that of the lines, and of the files by
-    name."""
+    """Raw column. Without it the unit is `order`: events are in the order of the lines, files in the order of their
+    names."""
     unit: str | None = None
-    """s, ms, us, ns (integers since 1970), iso (ISO 8601 text, UTC where it names no offset), or order: an
-    ordinal of a log without a clock. Typed Parquet timestamps know their own unit; give them `iso`."""
+    """s, ms, us, ns (integers since 1970), iso (ISO 8601 text, UTC if it has no offset), or order (an integer that
+    orders the events of a log without clock times). For typed Parquet timestamps write `iso`."""
     format: str | None = None
-    """How the text of a time is written, as of `strptime`, such as '%d.%m.%Y %H:%M'; UTC where it has no `%z`.
-    Instead of `unit`."""
+    """Format of the time's text in the notation of `strptime`, such as '%d.%m.%Y %H:%M'; UTC if it has no `%z`.
+    Replaces `unit`."""
 
     def __post_init__(self) -> None:
         if self.format is not None:
@@ -107,20 +107,20 @@ class Label:
     """What a user did with an item."""
 
     column: str | None = None
-    """Raw column that the label is in; or `member_of`."""
+    """Raw column of the label; or give `member_of`."""
     type: str = "bool"
     """bool or float32."""
     true_when: str | None = None
     """bool: a comparison such as `> 0`, `>= 4` or `== buy`; None: the column holds 0, 1, true or false."""
     member_of: str | None = None
-    """bool: a list column; the label is whether the row's item is in it, such as clicked_item_ids."""
+    """bool: a list column, such as clicked_item_ids; the label is true if the row's item is in it."""
     time: Any = None
-    """Column with when the label came, or {column, unit}; by default in the unit of the log's time. None: it is known
-    with the event, or after `delay_minutes`."""
+    """Column with the time at which the label was known, or {column, unit}; without a unit, that of the log's time.
+    None: it is known with the event, or after `delay_minutes`."""
     delay_minutes: float | None = None
-    """Minutes after the event from which on the label is known, such as 60; None: at once, or by `time`."""
+    """Minutes after the event until the label is known, such as 60; None: at once, or by `time`."""
     range: list[float] | None = None
-    """float32: the least and the largest value, such as [0.5, 5]; rows outside are rejected. None: any number."""
+    """float32: the smallest and the largest value, such as [0.5, 5]; rows outside are rejected. None: any number."""
 
     def __post_init__(self) -> None:
         if self.type not in LABEL_TYPES:
@@ -180,9 +180,9 @@ class Explode:
     """One raw row holds several impressions, as lists."""
 
     columns: list[str]
-    """List columns that become one row per element, in lockstep; the item column is among them."""
+    """List columns of equal length that become one row per element; the item column must be one of them."""
     separator: str | None = None
-    """What stands between elements where a list is written as text; None: real lists (JSON, Parquet)."""
+    """Text between two elements of a list that is written as text; None: real lists (JSON, Parquet)."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.columns, list) or not self.columns:

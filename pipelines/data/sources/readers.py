@@ -63,18 +63,18 @@ class TextFormat:
     """How the files of one section are written."""
 
     format: str | None = None
-    """csv, jsonl or parquet; None: by the suffix, beneath .gz, .bz2, .zst or .lz4."""
+    """csv, jsonl or parquet; None: by the suffix before .gz, .bz2, .zst or .lz4."""
     delimiter: str | None = None
     """CSV: the column separator, such as `;`, or several characters, such as `::`; None: a tab for `.tsv`, else a
     comma."""
     header: list[str] | None = None
     """CSV without a header line: its column names."""
     quote: str | bool = "auto"
-    """CSV: true where quotes enclose values, false where they are plain characters; auto: true, but a file where more
-    than 1% of the lines end within values, or 100 of them within one row, is refused; of items and users one where a
-    row holds more than 1000 of the lines, or half of them."""
+    """CSV: true: quotes enclose values; false: quotes are plain characters; auto: true, but a file is refused if more
+    than 1% of its lines end within quotes, or 100 lines of one row; a file of items or users if one row has more than
+    1000 lines, or half of them."""
     encoding: str | None = None
-    """CSV and JSON lines: a codec of Python's, such as cp1252; None: UTF-8."""
+    """CSV and JSON lines: a Python codec, such as cp1252; None: UTF-8."""
 
     def check_format(self, where: str = "") -> None:
         """ValueError for what no file can be; where: what stands before the keys in errors."""

@@ -32,21 +32,21 @@ class Transform:
     """One column's values, made in the order of these keys."""
 
     column: str | None = None
-    """The raw column that it reads; None: the one that it is named after, whose values it replaces."""
+    """The raw column to read; None: COLUMN itself, whose values are replaced."""
     constant: str | None = None
-    """The value of every row, instead of a raw column."""
+    """One value for all rows, instead of a raw column."""
     strip: bool | str = False
-    """true leaves out white space at both ends; a text such as `'"'` leaves out its characters there."""
+    """true removes white space at both ends; a text such as `'"'` removes its characters there."""
     lower: bool = False
-    """Whether letters become lower case."""
+    """true: lower case."""
     regex: str | None = None
-    """A regular expression with one group, whose first match anywhere in the value gives the new one. A value without
-    a match is a reject."""
+    """A regular expression with one group; the group of its first match is the new value. A row without a match is
+    rejected."""
     pad: int | None = None
-    """Characters up to which zeros are put in front, as in ids that a spreadsheet has shortened. A longer value is a
-    reject."""
+    """Length to which the value is filled with zeros in front, for ids that a spreadsheet has shortened. A row with a
+    longer value is rejected."""
     optional: bool = False
-    """Whether a value that `regex` or `pad` cannot read is left empty, instead of its row being a reject."""
+    """true: a value that `regex` or `pad` cannot read becomes empty, and its row is kept."""
 
     def __post_init__(self) -> None:
         steps = self.strip or self.lower or self.regex is not None or self.pad is not None
