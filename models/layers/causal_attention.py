@@ -103,8 +103,8 @@ class CachedLayout(Layout):
 
 class CausalAttention(nn.Module):
     """Multi-head attention with RoPE. A position reads the context that is strictly earlier and, unless `strict`,
-    itself. Nobody reads a candidate. Without biases, so that reading nothing gives zero; weights start as Xavier and
-    Glorot have them (2010), without which some seeds learn nothing of who likes what."""
+    itself. Nobody reads a candidate. Without biases, so that reading nothing gives zero. Weights start
+    Xavier-uniform (Glorot and Bengio, 2010)."""
 
     def __init__(self, width: int, heads: int, *, strict: bool) -> None:
         super().__init__()
