@@ -116,16 +116,22 @@ def _train_task(
 ) -> Iterator[Progress | tuple[dict[str, Any], np.ndarray]]:
     """The task's stream: progress, then how good the codes are, and the codes (N, C), before any conflict code.
 
-    The worker may be one that Ray started for a task of other CPUs; sums by another number of threads would end in
-    other codes."""
+    The worker may be one that another task used before, with other threads or another library for products
+    (`models/matmul.py`); sums in another order would end in other codes."""
     import torch
 
     torch.set_num_threads(threads)
-    quantized = yield from paced(_train(embeddings, config, chosen))
-    codes = quantized.codes.numpy()
-    if config.tokenizer == "psid":
-        yield Progress(0, 0, f"{config.psid.method} for {collisions(codes)['duplicates']} items whose codes are taken")
-        codes = assign(quantized, config.psid)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        quantized = yield from paced(_train(embeddings, config, chosen))
+        codes = quantized.codes.numpy()
+        if config.tokenizer == "psid":
+            taken = collisions(codes)["duplicates"]
+            yield Progress(0, 0, f"{config.psid.method} for {taken} items whose codes are taken")
+            codes = assign(quantized, config.psid)
+    finally:
+        torch.set_float32_matmul_precision(before)
     measures: dict[str, Any] = {
         "sizes": [quantized.codebooks.shape[1]] * quantized.codebooks.shape[0],
         "reconstruction_error": quantized.reconstruction_error,

@@ -8,6 +8,7 @@ import numpy as np
 import psutil
 import pytest
 import ray
+import torch
 
 from models.retrieval.tokenizers.rqvae import RqvaeConfig
 from pipelines import faults
@@ -23,6 +24,21 @@ def kill_training() -> None:
     for process in psutil.Process().children(recursive=True):
         if process.name().startswith("ray::_train_ta"):
             process.send_signal(signal.SIGKILL)
+
+
+def test_what_the_worker_did_before_does_not_matter() -> None:
+    def trained() -> np.ndarray:
+        *_, (_, codes) = tokenize._train_task(EMBEDDINGS, RQVAE, None, 2)
+        return codes
+
+    before = torch.get_float32_matmul_precision()
+    expected = trained()
+    torch.set_float32_matmul_precision("medium")  # as a model that was built there leaves it
+    try:
+        assert np.array_equal(trained(), expected)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_a_lost_training_of_codes_starts_anew(ray_local: None, monkeypatch: pytest.MonkeyPatch) -> None:
