@@ -1,14 +1,16 @@
 """Paired timings, one JSON line per variant and size.
 
-python -m jobs.benchmark decode [--json FILE] [--histories TABLES]   users per second by model, path and size
-python -m jobs.benchmark search_encoder [--json FILE]   encoders of search models, by mode and length
-python -m jobs.benchmark actions [--json FILE]      models of actions, by mode and length
-python -m jobs.benchmark shares --histories TABLES [--json FILE]   memory of training workers, and bytes they read
-python -m jobs.benchmark sequences [--json FILE]    events per second of the sequence step, beside polars
-python -m jobs.benchmark scale [--json FILE]        the same for up to 100 million events, in 1 GiB of object store
-python -m jobs.benchmark catalogue [--json FILE]    tokenizing, tries and decoding for 10 thousand to 10 million items
-python -m jobs.benchmark serve [--json FILE]        requests end to end, with users' states and without
-python -m jobs.benchmark sweep --histories TABLES [--json FILE]   what a sweep adds to the trainings in it
+    python -m jobs.benchmark decode [--histories TABLES]  users per second by model, path and size
+    python -m jobs.benchmark search_encoder               encoders of search models, by mode and length
+    python -m jobs.benchmark actions                      models of actions, by mode and length
+    python -m jobs.benchmark shares --histories TABLES    memory of training workers, and bytes they read
+    python -m jobs.benchmark sequences                    events per second of the sequence step, beside polars
+    python -m jobs.benchmark scale [--nodes N]            the same, up to 100 million events in a small object store
+    python -m jobs.benchmark catalogue                    tokenizing, tries and decoding, up to 10 million items
+    python -m jobs.benchmark serve                        requests end to end, with users' states and without
+    python -m jobs.benchmark sweep --histories TABLES     what a sweep adds to the trainings in it
+
+--json FILE also writes the lines to a file.
 """
 
 from __future__ import annotations

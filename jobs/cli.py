@@ -20,7 +20,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter, set_parsing_settings
 
 from models.config import instead, read_yaml
 from models.tables import UserError
@@ -47,11 +47,25 @@ STARTS = 3
 """How often the start of a local Ray is tried: it gives its processes 30 seconds, which a busy machine may not have."""
 
 
+class HelpFormatter(DefaultHelpFormatter):
+    """Help whose description keeps its paragraphs, and in it the lines of commands as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = text.split("\n\n")
+        commands = [part.lstrip(" ").startswith("python -m") for part in paragraphs]
+        return "\n\n".join(
+            part if command else super(HelpFormatter, self)._fill_text(part, width, indent)
+            for part, command in zip(paragraphs, commands, strict=True)
+        )
+
+
 def build_parser(config: type, job: str, groups: dict[str, type]) -> ArgumentParser:
     """Options of the dataclass `config`; `groups` adds dataclasses under a name, as `--name.field`."""
     parser = ArgumentParser(
         prog=f"python -m jobs.{job}",
+        usage=f"python -m jobs.{job} [--config FILE] [--OPTION VALUE ...]",
         description=(sys.modules[config.__module__].__doc__ or "").strip(),
+        formatter_class=HelpFormatter,
         exit_on_error=False,
         default_env=False,
         allow_abbrev=False,

@@ -40,7 +40,7 @@ OPTIONS = tuple(dict.fromkeys(f.name for kind in RECOMMENDS for f in fields(kind
 
 @dataclass(kw_only=True)
 class Options:
-    """Options of all models."""
+    """Options of jobs.evaluate."""
 
     checkpoint: str
     """Folder of a checkpoint, or of a finished run, whose best one is taken."""

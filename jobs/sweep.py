@@ -6,8 +6,8 @@
 Any setting of all trials can be given as --model.KEY or --fit.KEY, other values of an axis as --axes.KEY '[A, B]';
 --axes.fit.seed '[42, 43, 44]' repeats any grid over seeds.
 --smoke takes the grid's variant of about a minute, --dry_run prints the trials and what they would cost, --resume
-goes on where a sweep of that name was stopped, with --options.again true also with trials that failed. A folder of a
-finished sweep stands for its best trial, as in --model.encoder runs/STAGE_1.
+goes on where a sweep of that name was stopped, with --options.again true also with trials that failed. Pass the
+folder of a finished sweep to use its best trial, as in --model.encoder runs/STAGE_1.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     python -m jobs.train --config jobs/configs/sasrec.yaml --tables TABLES --storage runs --name sasrec
 
 The config's `model.name` says which model; any option of it can be set on the line, as --model.num_layers 2
-or --fit.lr 0.001. Under `ray job submit` it trains on that cluster, else on a Ray started here.
+or --fit.lr 0.001. With a model named, --help shows its options. Under `ray job submit` it trains on that cluster, else
+on a Ray started here.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def options_of(name: str) -> type:
     """The model's config dataclass with its `name` as one more option."""
     config = registry.model_config(name)
     named = make_dataclass("ModelOptions", [("name", str, field(default=name))], bases=(config,))
-    named.__doc__ = config.__doc__
+    named.__doc__ = f"{config.__doc__}\n\nArgs:\n    name: Which model: one of {', '.join(registry.MODELS)}."
     named.__module__ = config.__module__
     return named
 

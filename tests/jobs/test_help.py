@@ -1,0 +1,26 @@
+"""What --help prints."""
+
+from __future__ import annotations
+
+import pytest
+
+from jobs import benchmark, train
+
+
+def shown(job: str, module: object, words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit):
+        module.parse(job, words)  # type: ignore[attr-defined]
+    return capsys.readouterr().out
+
+
+def test_commands_keep_their_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown("benchmark", benchmark, ["--help"], capsys).splitlines()
+    assert lines[0] == "usage: python -m jobs.benchmark [--config FILE] [--OPTION VALUE ...]"
+    assert sum(line.startswith("    python -m jobs.benchmark ") for line in lines) == len(benchmark.BENCHMARKS)
+
+
+def test_training_shows_the_options_of_the_model_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown("train", train, ["--model.name", "attn_mvp", "--help"], capsys)
+    assert "--model.action_weight" in text
+    assert "--model.name NAME     Which model: one of popularity, sasrec" in text
+    assert "--model.action_weight" not in shown("train", train, ["--help"], capsys)
