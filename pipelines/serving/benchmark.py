@@ -9,6 +9,7 @@ that of its configuration; weights, texts, items and features are random, none o
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -137,7 +138,7 @@ def calls_of(name: str, length: int, ways: Iterable[str], params: Row) -> dict[s
         calls[f"{name}_whole"](0)
     kept = model.users.get("u")
     assert kept is not None
-    params[f"{name}_state_mb"] = round(size_of(kept.state) / 2**20, 2)
+    params["state_mb"] = round(size_of(kept.state) / 2**20, 2)
     return calls
 
 
@@ -153,15 +154,14 @@ def memory_of(variant: str, params: Row) -> float:
 def serve(
     runs: int = 5, threads: int = 2, lengths: Iterable[int] = LENGTHS, variants: Iterable[str] = VARIANTS
 ) -> Iterator[Row]:
-    """Requests per second, one at a time, of every variant, length by length; `runs` of REQUESTS_PER_RUN each."""
+    """Requests per second, one at a time, model by model and length by length; `runs` of REQUESTS_PER_RUN each."""
     variants = list(variants)
-    for length in lengths:
-        params: Row = {"history": length, "candidates": CANDIDATES, "threads": threads, "device": "cpu"}
+    for name, length in itertools.product(MODELS, lengths):
+        of_model = [variant for variant in variants if variant.rsplit("_", 1)[0] == name]
+        if not of_model:
+            continue
+        params: Row = {"model": name, "history": length, "candidates": CANDIDATES, "threads": threads, "device": "cpu"}
         params["runs"] = min(runs * REQUESTS_PER_RUN, SLACK)
-        memory = {variant: peak_memory(memory_of, variant, params) for variant in variants}
-        calls: dict[str, Callable[[int], Any]] = {}
-        for name in MODELS:
-            ways = [variant.rsplit("_", 1)[1] for variant in variants if variant.startswith(f"{name}_")]
-            if ways:
-                calls |= calls_of(name, length, ways, params)
+        memory = {variant: peak_memory(memory_of, variant, params) for variant in of_model}
+        calls = calls_of(name, length, [variant.rsplit("_", 1)[1] for variant in of_model], params)
         yield from paired("serve", calls, params, 1, memory, percentiles=(99,))
