@@ -33,3 +33,17 @@ def test_a_benchmark_is_a_table_for_each_size(
     assert "medians of 5 interleaved runs. random weights and histories, 9.0 items in the mean." in table
     run(parse("compare", ["--from", str(tmp_path / "kept.jsonl"), "--markdown", f"{tmp_path}/pages/"]))
     assert "| gdn | 25.0 | 12.5 to 50.0 | 1,280 |" in (tmp_path / "pages/benchmark-decode.md").read_text()
+
+
+@pytest.mark.long
+def test_latency_at_the_99th_percentile_has_a_column(
+    new_store: Callable[[Path], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = {"benchmark": "serve", "variant": "qgs_state", "params": {"model": "qgs", "history": 100}, "runs": 100}
+    line |= {"median_s": 0.05, "min_s": 0.04, "max_s": 0.2, "p99_s": 0.15, "items_per_s": 20.0, "peak_memory_mb": 9.0}
+    (tmp_path / "lines.jsonl").write_text(json.dumps(line) + "\n")
+    words = ["--benchmark", str(tmp_path / "lines.jsonl"), "--experiment", "benchmark/serve"]
+    run(parse("compare", [*words, "--tracking_uri", new_store(tmp_path)]))
+    table = capsys.readouterr().out.split("serve: history 100, model qgs")[1].splitlines()
+    assert " ".join(table[1].split()) == "variant ms min to max p99, ms per s peak MB"
+    assert table[3].split() == ["qgs_state", "50.0", "40.0", "to", "200.0", "150.0", "20", "9"]
