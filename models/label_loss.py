@@ -1,10 +1,14 @@
 """Several yes-or-no labels of one result: what each weighs, which results it is learned from, and their loss.
 
+With a `negative_rate` below 1 a label is learned from that share of the results without it. The odds are higher by
+1 / rate there, so log(rate) is added to logits for the chances to be those of all results.
+
 Shapes: `N` results, `K` labels.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -26,6 +30,9 @@ class LabelOptions:
     label_masks: dict[str, str] = field(default_factory=dict)
     """Label -> another label that must be true where this one is learned and measured: {purchase: click} learns the
     chance of a purchase of what was clicked."""
+    negative_rate: float = 1.0
+    """Share of the results without a label that a label is learned from; its logits are corrected for it by log(rate),
+    so that chances stay those of all results."""
 
     def __post_init__(self) -> None:
         for name, weight in self.label_weights.items():
@@ -34,6 +41,13 @@ class LabelOptions:
         for name, mask in self.label_masks.items():
             if name == mask:
                 raise ValueError(f"label_masks has '{name}' for itself; name the label that must be true first")
+        if not 0 < self.negative_rate <= 1:
+            raise ValueError(f"negative_rate {self.negative_rate} is not in (0, 1]; give a share, 1 for all")
+
+    @property
+    def correction(self) -> float:
+        """What is added to logits."""
+        return math.log(self.negative_rate)
 
 
 def mask_places(labels: Sequence[str], masks: Mapping[str, str]) -> list[int | None]:
@@ -62,6 +76,15 @@ def counted(labels: Tensor, masks: Sequence[int | None]) -> Tensor:
         if mask is not None:
             kept[:, place] = labels[:, mask] > 0
     return kept
+
+
+def drawn(labels: Tensor, masks: Sequence[int | None], rate: float) -> Tensor | None:
+    """(N, K) bool: of which results each of the `labels` (N, K) is learned in this step, `rate` of those without it, by
+    one draw for all labels of a result; None for all of all."""
+    if rate == 1 and not any(mask is not None for mask in masks):
+        return None
+    some = torch.rand(len(labels), 1, device=labels.device) < rate
+    return counted(labels, masks) & ((labels > 0) | some)
 
 
 def label_loss(logits: Tensor, labels: Tensor, weights: Sequence[float], kept: Tensor | None = None) -> Tensor:

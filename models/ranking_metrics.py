@@ -14,7 +14,8 @@ What is meant, since public libraries differ:
   `auc_error` 0, for up to `EXACT` distinct logits. Beyond, neighbouring ones share a bin and count as tied;
   `auc_error` is the most by which that can differ from the exact AUC.
 * `log_loss` in nats; `normalised_entropy` is it divided by the entropy of the base rate; `calibration` is the
-  sum of predicted probabilities by the number of positives.
+  sum of predicted probabilities by the number of positives, and `calibration_uncorrected` the same before what is added
+  to logits of a model that learns from a share of the negatives (`models/label_loss.py`).
 * NaN, with a warning that says why, where nothing is valid.
 
 Shapes: `N` candidates of `R` requests.
@@ -136,11 +137,13 @@ class Histogram:
         return (below + tied / 2) / pairs, tied / 2 / pairs if dropped else 0.0
 
 
-def ranking_sums(logits: Tensor, labels: Tensor, request: Tensor, prefix: str = "") -> dict[str, Any]:
+def ranking_sums(
+    logits: Tensor, labels: Tensor, request: Tensor, prefix: str = "", correction: float = 0.0
+) -> dict[str, Any]:
     """Sums over a batch of whole requests that `ranking_means` turns into metrics; names begin with `prefix`.
 
-    `logits` (N,), `labels` (N,) true or false, `request` (N,) the request of each candidate. Raises UserError
-    where a logit is not finite.
+    `logits` (N,), `labels` (N,) true or false, `request` (N,) the request of each candidate. `correction` is what was
+    added to the logits, of a model that corrects them. Raises UserError where a logit is not finite.
     """
     logits, labels = check_finite(logits.double()), labels.double()
     auc, valid = request_auc(logits, labels, request)
@@ -156,6 +159,8 @@ def ranking_sums(logits: Tensor, labels: Tensor, request: Tensor, prefix: str = 
         "predicted": torch.sigmoid(logits).sum(),
         "loss": functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum"),
     }
+    if correction:
+        sums["predicted_uncorrected"] = torch.sigmoid(logits - correction).sum()
     sums = {name: value.double() for name, value in sums.items()} | {"histogram": Histogram.of(logits, labels)}
     return {prefix + name: value for name, value in sums.items()}
 
@@ -194,16 +199,21 @@ def ranking_means(sums: dict[str, Any], prefix: str = "") -> dict[str, float]:
         "candidates": count,
         "positives": positives,
     }  # fmt: skip
+    if prefix + "predicted_uncorrected" in sums and positives:
+        metrics["calibration_uncorrected"] = total("predicted_uncorrected") / positives
     return {prefix + name: value for name, value in metrics.items()}
 
 
 def summary(found: dict[str, float], kinds: Sequence[str], who: str = "requests") -> list[str]:
-    """Two lines per label: its metrics of these `kinds`, and of how many of `who` all labels are the same."""
+    """Two lines per label: its metrics of these `kinds`, with its calibration, and of how many of `who` all labels are
+    the same."""
+    kinds = (*kinds, "calibration", "calibration_uncorrected")
     prefixes = sorted(name.removesuffix("requests_one_class") for name in found if name.endswith("requests_one_class"))
     width = max(10, *(len(prefix) + 1 for prefix in prefixes))
     lines = []
     for prefix in prefixes:
-        lines.append(f"  {prefix:<{width}}" + "  ".join(f"{name} {found[prefix + name]:.4f}" for name in kinds))
+        there = (name for name in kinds if prefix + name in found)
+        lines.append(f"  {prefix:<{width}}" + "  ".join(f"{name} {found[prefix + name]:.4f}" for name in there))
         one, all_ = (int(found[prefix + name]) for name in ("requests_one_class", "requests"))
         lines.append(f"  {'':<{width}}{one:,} of {all_:,} {who} have one class and no part in gauc")
     return lines

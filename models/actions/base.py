@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from models.actions.batch import ActionsCatalogue, Batch, earlier, tied
 from models.config import check_positive
-from models.label_loss import LabelOptions, counted, label_loss, mask_places, weights_of
+from models.label_loss import LabelOptions, drawn, label_loss, mask_places, weights_of
 from models.layers.causal_attention import CausalBlock, Layout
 from models.layers.mmoe import MMoE
 from models.own_features import OwnInputs
@@ -193,6 +193,7 @@ class ActionsModel(nn.Module):
         self.config, self.labels, self.train_rates = config, catalogue.labels, catalogue.train_rates
         self.weights = weights_of(self.labels, config.label_weights)
         self.masks = mask_places(self.labels, config.label_masks)
+        self.correction = config.correction
         self.items = ItemNetwork(catalogue, config)
         self.actions = projection(len(catalogue.actions), config.width)
         self.features = LateFeatures(catalogue)
@@ -202,7 +203,7 @@ class ActionsModel(nn.Module):
         )  # fmt: skip
         if self.train_rates:  # a model starts by predicting each task's rate: at a normalised entropy of 1
             with torch.no_grad():
-                self.head.bias.copy_(torch.tensor(self.train_rates).logit(eps=1e-4))
+                self.head.bias.copy_(torch.tensor(self.train_rates).logit(eps=1e-4) - config.correction)
 
     def blocks(self, *, strict: bool) -> nn.ModuleList:
         c = self.config
@@ -221,7 +222,8 @@ class ActionsModel(nn.Module):
         raise NotImplementedError
 
     def logits(self, batch: Batch, *, history: bool) -> Tensor:
-        """(B, L, K), or (B, C, K) of the candidates alone where not `history`."""
+        """(B, L, K), or (B, C, K) of the candidates alone where not `history`; before the correction for
+        `negative_rate`."""
         shown = (joined(batch, name, True) if name in batch else None for name in SHOWN)
         items = self.items(*shown, new=new_items(batch))
         states = self.encode(items, self.actions(batch["action"]), self.layout(batch))
@@ -231,7 +233,7 @@ class ActionsModel(nn.Module):
 
     def score(self, batch: Batch) -> Tensor:
         """(N, K) logits of the N candidates of all users, row by row, padding left out."""
-        return self.logits(batch, history=False)[batch["candidate_valid"]]
+        return self.logits(batch, history=False)[batch["candidate_valid"]] + self.correction
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """`loss`: per task the mean binary cross-entropy over events that are learned from, summed over tasks;
@@ -247,8 +249,7 @@ class ActionsModel(nn.Module):
             learned = torch.cat([batch["learn"], learned], 1)
         place = learned.nonzero(as_tuple=True)  # one wait for the device, where each use of a mask is one
         logits, label = self.logits(batch, history=history)[place], joined(batch, "label", history)[place]
-        masked = any(mask is not None for mask in self.masks)
-        loss = label_loss(logits, label, self.weights, counted(label, self.masks) if masked else None)
+        loss = label_loss(logits, label, self.weights, drawn(label, self.masks, self.config.negative_rate))
         events = torch.cat([batch["valid"], batch["candidate_valid"]], 1)
         return {"loss": loss, "padding": 1 - events.float().mean()}
 

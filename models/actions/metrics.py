@@ -34,8 +34,9 @@ AVERAGED = ("normalised_entropy", "normalised_entropy_train", "auc", "gauc")
 
 def measure(model: Any, batch: dict[str, Tensor], by_user: int = 0) -> dict[str, Any]:
     """Sums over a batch's candidates. `model.score(batch)` gives logits (N, K), `model.labels` the tasks' names,
-    `model.train_rates` their shares of positives in training, or nothing. With `by_user` also the loss of every
-    so-manieth user, but for models with masks, whose tasks count other candidates each."""
+    `model.train_rates` their shares of positives in training, or nothing, `model.correction` what it adds to
+    logits. With `by_user` also the loss of every so-manieth user, but for models with masks, whose tasks count other
+    candidates each."""
     logits, valid = model.score(batch).float(), batch["candidate_valid"]
     label = batch["candidate_label"][valid]
     kept = counted(label, model.masks)
@@ -43,7 +44,7 @@ def measure(model: Any, batch: dict[str, Tensor], by_user: int = 0) -> dict[str,
     sums: dict[str, Any] = {EXAMPLES: torch.tensor(float(len(valid)), dtype=torch.float64)}
     for i, name in enumerate(model.labels):
         mine = kept[:, i]
-        sums |= ranking_sums(logits[mine, i], label[mine, i], user[mine], f"{name}/")
+        sums |= ranking_sums(logits[mine, i], label[mine, i], user[mine], f"{name}/", model.correction)
         if model.train_rates and model.masks[i] is None:  # of what is masked the rate is another
             sums[f"{name}/constant_loss"] = constant_loss(label[mine, i].double(), model.train_rates[i])
     if by_user and not any(mask is not None for mask in model.masks):
@@ -83,7 +84,7 @@ def constant_loss(label: Tensor, rate: float) -> Tensor:
 
 def summary(metrics: dict[str, float]) -> list[str]:
     """What is told of every task, whose candidates of a user are one request, and of all."""
-    kinds = ("gauc", "auc", "log_loss", "normalised_entropy", "calibration")
+    kinds = ("gauc", "auc", "log_loss", "normalised_entropy")
     entropy, by_training = metrics["mean/normalised_entropy"], metrics["mean/normalised_entropy_train"]
     return [
         *ranking_metrics.summary(metrics, kinds, "users"),

@@ -93,7 +93,7 @@ class StatefulModel(ActionsModel):
         nothing = items[:, :0]
         states = self.encode(items, nothing, _layout(state, batch["candidate_time"], state.count[:, None][:, :0]))
         logits = self.head(torch.cat([states, self.features(batch["candidate_feature"])], 2))
-        return logits[batch["candidate_valid"]]
+        return logits[batch["candidate_valid"]] + self.correction
 
 
 def _layout(state: ActionsState, time: Tensor, slot: Tensor) -> CachedLayout:

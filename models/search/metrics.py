@@ -35,7 +35,7 @@ def measure(model: Any, batch: dict[str, Tensor], by_user: int = 0) -> dict[str,
             prefix = f"{beside}{label}/" if i else beside
             mine = kept[:, i]
             of = logits[mine, i], batch["labels"][mine, i], batch["candidate_request"][mine]
-            sums |= ranking_sums(*of, prefix)
+            sums |= ranking_sums(*of, prefix, ranker.config.correction if ranker else 0.0)
             if by_user and not prefix:
                 auc, _ = request_auc(*of)
                 user = batch["user_row"][batch["request_row"][: len(auc)]]

@@ -8,7 +8,6 @@ a group.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.config import check_positive
-from models.label_loss import LabelOptions, counted, label_loss, mask_places, weights_of
+from models.label_loss import LabelOptions, drawn, label_loss, mask_places, weights_of
 from models.layers.hstu import HSTULayer
 from models.search.data import NO_QUERY, SearchCatalogue
 from models.search.inputs import Scale, Text, feature_groups
@@ -50,9 +49,6 @@ class RankerConfig(LabelOptions):
     `bias`: a term of its own in the logits. Evaluation, selection and serving never read it."""
     position_dropout: float = 0.5
     """Share of requests whose positions are hidden in training, of `dropout`."""
-    negative_rate: float = 1.0
-    """Share of the results without a label that a label is learned from; its logits are corrected for it by log(rate),
-    so that chances stay those of all results. Those without any label are not computed."""
     category_width: int = 16
     """Width of the embedding of each category of the log's own."""
     category_dropout: float = 0.02
@@ -79,8 +75,6 @@ class RankerConfig(LabelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.negative_rate <= 1:
-            raise ValueError(f"negative_rate {self.negative_rate} is not in (0, 1]; give a share, 1 for all")
         if not 0 <= self.window_overlap <= 1:
             raise ValueError(f"window_overlap {self.window_overlap} is not in [0, 1]; give a share of max_history")
         if self.batch_of not in ("requests", "users"):
@@ -192,12 +186,7 @@ class Ranker(nn.Module):
 
     def score(self, batch: Batch, shown: bool = False) -> Tensor:
         """(N, K) logits of every label for every candidate."""
-        return self.corrected(self.rank(batch, shown=shown))
-
-    def corrected(self, logits: Tensor) -> Tensor:
-        """Logits of all results, where training has seen a share of those without the label: the odds are higher by
-        1 / rate there."""
-        return logits + math.log(self.config.negative_rate)
+        return self.rank(batch, shown=shown) + self.config.correction
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """The ranking loss: per label the mean binary cross-entropy over candidates, summed over labels."""
@@ -205,13 +194,11 @@ class Ranker(nn.Module):
         return {"loss": label_loss(self.rank(batch, shown=True), batch["labels"], self.weights, kept)}
 
     def sampled(self, batch: Batch) -> tuple[Batch, Tensor | None]:
-        """The batch with the candidates that are learned from, and (N, K) for which labels; None for all."""
-        rate = self.config.negative_rate
-        if rate == 1 and not any(mask is not None for mask in self.masks):
+        """The batch with the candidates that are learned from, and (N, K) for which labels; None for all. Those without
+        any label are not computed."""
+        used = drawn(batch["labels"], self.masks, self.config.negative_rate)
+        if used is None:
             return batch, None
-        labels = batch["labels"]
-        drawn = torch.rand(len(labels), 1, device=labels.device) < rate
-        used = counted(labels, self.masks) & ((labels > 0) | drawn)  # one draw for all labels of a result
         kept = used.any(1)
         names = ("candidate", "candidate_request", "candidate_position", "features", "labels")
         return {**batch, **{name: batch[name][kept] for name in names if name in batch}}, used[kept]

@@ -174,7 +174,7 @@ class SequenceRanker(Ranker):
     def score(self, batch: Batch, shown: bool = False) -> Tensor:
         """(N, K) logits, from one encoder pass per row."""
         past = self.past(self.states(batch, self.history_tokens(batch)), batch)
-        return self.corrected(self.rank_after(past, batch, shown))
+        return self.rank_after(past, batch, shown) + self.config.correction
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """`loss`: ranking loss plus `infonce_weight` times the loss of the next item, and both apart."""
@@ -233,7 +233,7 @@ class SequenceRanker(Ranker):
     def score_state(self, state: UserState, batch: Batch) -> Tensor:
         """(N, K) logits of requests after all behaviours in `state`; `request_row` (R,) says whose they are."""
         self.text.take_pairs(batch)
-        return self.corrected(self.rank_after(state.last[batch["request_row"]], batch))
+        return self.rank_after(state.last[batch["request_row"]], batch) + self.config.correction
 
 
 def make_encoder(config: SequenceConfig) -> nn.Module:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.label_loss import LabelOptions, counted, label_loss, mask_places, weights_of
+from models.label_loss import LabelOptions, counted, drawn, label_loss, mask_places, weights_of
 from models.search import metrics
 from models.search.base import Base, BaseConfig
 from models.search.data import SearchCatalogue, SearchExamples
@@ -77,6 +77,35 @@ def test_values_that_mean_nothing() -> None:
         BaseConfig(negative_rate=0.0)
 
 
+def test_the_loss_of_a_share_of_the_negatives_is_in_the_mean_that_of_all_weighted_by_it() -> None:
+    rate, masks = 0.25, {"purchase": "click"}
+    torch.manual_seed(0)
+    logits, labels = torch.randn(600, 3), torch.rand(600, 3) < 0.2
+    places = mask_places(LABELS, masks)
+    expected = 0.0
+    for place, name in enumerate(LABELS):
+        cost = weight = 0.0
+        for row in range(len(labels)):
+            if name in masks and not labels[row, LABELS.index(masks[name])]:
+                continue
+            positive, chance = bool(labels[row, place]), 1 / (1 + math.exp(-float(logits[row, place])))
+            share = 1.0 if positive else rate
+            cost, weight = cost - share * math.log(chance if positive else 1 - chance), weight + share
+        expected += cost / weight
+    losses = [float(label_loss(logits, labels, [1.0] * 3, drawn(labels, places, rate))) for _ in range(400)]
+    assert np.mean(losses) == pytest.approx(expected, abs=4 * np.std(losses) / 20 + 1e-3)
+    assert drawn(labels, [None] * 3, 1.0) is None  # nothing to draw
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.3, 1.0])
+def test_the_correction_is_the_log_of_the_rate(rate: float) -> None:
+    """By Bayes: where p of what is learned from are positive, p rate / (p rate + 1 - p) of all are."""
+    correction = LabelOptions(negative_rate=rate).correction
+    assert correction == math.log(rate)
+    p = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
+    torch.testing.assert_close((p.logit() + correction).sigmoid(), p * rate / (p * rate + 1 - p))
+
+
 @pytest.fixture(scope="module")
 def search(tmp_path_factory: pytest.TempPathFactory) -> tuple[SearchCatalogue, dict[str, torch.Tensor]]:
     tables, text = write_search(tmp_path_factory.mktemp("labels"))
@@ -139,5 +168,12 @@ def test_chances_from_a_share_of_the_negatives_are_those_of_all(search) -> None:
         after, before = model.eval().score(batch)[0].sigmoid(), model.rank(batch)[0].sigmoid()
     torch.testing.assert_close(after, rates, rtol=0.12, atol=0.005)
     assert bool((before > 2 * rates).all())
-    calibration = metrics.means(metrics.measure(model, batch))["calibration"]
-    assert calibration == pytest.approx(1, abs=0.12)
+    found = metrics.means(metrics.measure(model, batch))
+    assert found["calibration"] == pytest.approx(1, abs=0.12)
+    assert found["calibration_uncorrected"] == pytest.approx(float(before[0] / rates[0]), rel=1e-4)
+    (told,) = (line for line in metrics.summary(found) if "purchase" not in line and "calibration" in line)
+    assert told.endswith(
+        f"calibration {found['calibration']:.4f}  calibration_uncorrected {found['calibration_uncorrected']:.4f}"
+    )
+    model.config.negative_rate = 1.0
+    assert "calibration_uncorrected" not in metrics.means(metrics.measure(model, batch))

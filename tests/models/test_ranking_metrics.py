@@ -87,6 +87,21 @@ def test_sums_of_batches_add_up_to_the_whole_and_match_scikit_learn():
     assert whole["calibration"] == pytest.approx(float(probability.sum() / labels.sum()))
 
 
+def test_calibration_before_and_after_what_is_added_to_logits():
+    scores, labels, request = random_requests(5)
+    added = math.log(0.1)
+    whole = ranking_sums(scores + added, labels, request, "like/", added)
+    parts = [ranking_sums(scores[m] + added, labels[m], request[m], "like/", added) for m in (request < 9, request > 8)]
+    found = ranking_means(whole, "like/")
+    for name, logits in (("calibration", scores + added), ("calibration_uncorrected", scores)):
+        chances = [1 / (1 + math.exp(-logit)) for logit in logits.tolist()]
+        assert found[f"like/{name}"] == pytest.approx(sum(chances) / int(labels.sum()))
+    together = ranking_means({name: parts[0][name] + parts[1][name] for name in whole}, "like/")
+    assert together["like/calibration_uncorrected"] == pytest.approx(found["like/calibration_uncorrected"])
+    (told, _) = ranking_metrics.summary(found, ("auc",))
+    assert told.split()[-4::2] == ["calibration", "calibration_uncorrected"]
+
+
 def clicks(deviation: float, count: int = 4000, offset: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of this deviation that tell the labels a little."""
     generator = torch.Generator().manual_seed(0)

@@ -17,6 +17,7 @@ class Known:
 
     labels = LABELS
     masks = (None,) * len(LABELS)
+    correction = 0.0
 
     def __init__(self, logits: torch.Tensor, train_rates: tuple[float, ...] = ()) -> None:
         self.logits, self.train_rates = logits, train_rates

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
+from models.actions import metrics
 from models.actions.attn_dhn import AttnDHN, AttnDHNConfig
 from models.actions.attn_lfa import AttnLFA, AttnLFAConfig
 from models.actions.attn_mvp import AttnMVP, AttnMVPConfig
@@ -377,3 +379,40 @@ def test_impossible_sizes_are_refused(changes, said):
 def test_a_negative_lambda_is_refused():
     with pytest.raises(ValueError, match="action_weight -1 is below 0"):
         AttnMVPConfig(action_weight=-1)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_share_of_the_negatives_is_learned_from_and_corrected_for(name, catalogue, batch):
+    rate = 0.3
+    model, whole = make(name, catalogue, negative_rate=rate), make(name, catalogue)
+    with torch.no_grad():  # the same weights but for the bias, which begins at the rates
+        bias = model.head.bias - whole.head.bias
+        torch.testing.assert_close(bias, torch.full_like(bias, -math.log(rate)))
+        state = torch.get_rng_state()
+        torch.testing.assert_close(model.score(batch), whole.score(batch), rtol=1e-5, atol=1e-5)
+        found = metrics.means(metrics.measure(model, batch))
+        assert torch.equal(torch.get_rng_state(), state)  # nothing is drawn in evaluation
+        logits = model.logits(batch, history=model.history_targets)
+        label, learned = batch["candidate_label"], batch["candidate_valid"]
+        raw = logits[:, -3:][learned]
+        torch.testing.assert_close(model.score(batch), raw + math.log(rate))
+        for place, task in enumerate(model.labels):
+            expected = raw[:, place].sigmoid().sum() / label[learned][:, place].sum()
+            assert found[f"{task}/calibration_uncorrected"] == pytest.approx(float(expected), rel=1e-5)
+            assert found[f"{task}/calibration"] < found[f"{task}/calibration_uncorrected"]
+        if model.history_targets:
+            label, learned = torch.cat([batch["label"], label], 1), torch.cat([batch["learn"], learned], 1)
+        logits, label = logits[learned].double(), label[learned]
+
+        cost = [0.0] * len(model.labels)  # of all events, negatives by their share, and a loop over the events drawn
+        torch.manual_seed(3)
+        kept = torch.rand(len(label), 1)[:, 0] < rate
+        for place in range(len(model.labels)):
+            terms = [
+                -math.log(float(torch.sigmoid(logit if positive else -logit)))
+                for logit, positive, drawn in zip(logits[:, place], label[:, place], kept, strict=True)
+                if positive or drawn
+            ]
+            cost[place] = sum(terms) / len(terms)
+        torch.manual_seed(3)
+        assert float(model(batch)["loss"]) == pytest.approx(sum(cost), rel=1e-5)

@@ -31,7 +31,7 @@ def latest(model: ActionsModel, batch: dict, count: torch.Tensor) -> torch.Tenso
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", KEPT)
 def test_a_state_scores_as_one_pass(name, tied, steps, catalogue, batch):
-    model = make(name, catalogue, max_history=LONGEST)
+    model = make(name, catalogue, max_history=LONGEST, negative_rate=0.2)
     if tied:
         batch["time"] = batch["time"] // 30 * 30
     state, begin = model.new_state(4), 0
