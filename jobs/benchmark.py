@@ -53,7 +53,8 @@ class Config:
     store_mb: int = 1024
     """MiB of Ray's object store for `scale`, on each node."""
     nodes: int = 1
-    """Ray nodes of `scale`, all on this machine, whose CPUs they share: what more of them cost, not what they save."""
+    """More than 1: `scale` has a variant on so many Ray nodes of this machine, whose CPUs they share: what the exchange
+    between nodes costs, not what they save."""
 
     def __post_init__(self) -> None:
         if self.name not in BENCHMARKS:

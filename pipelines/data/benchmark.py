@@ -12,9 +12,12 @@ Timed is the work from the first read to the last byte written, without imports 
 memory is the sum over all processes of the variant, Ray's own included, shared pages counted once; the
 part of it that lies in Ray's object store is `object_store_mb`, what went through the shuffle `shuffled_mb`,
 and what the store put on disk `spilled_mb`. `exponent` is how processor time has grown since the size before:
-1 as the log, 2 as its square. Several `nodes` are processes of one machine that share its CPUs: no time is saved,
-what is seen is what the exchange between nodes costs. A run that fails, as polars does where the log exceeds the
-memory, is a line with its `error`.
+1 as the log, 2 as its square. A run that fails, as polars does where the log exceeds the memory, is a line with its
+`error`.
+
+With several `nodes` one more variant has so many Ray nodes on this machine, which share its CPUs: no time is saved;
+what is seen is what the exchange between nodes costs, and `crossed_mb` is what they sent to each other. One node then
+has as many partitions as they, so both make the same files.
 """
 
 from __future__ import annotations
@@ -25,16 +28,20 @@ import logging
 import math
 import os
 import re
+import secrets
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import polars as pl
@@ -43,6 +50,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from models.tables import join, read_manifest
+from pipelines.data.ingest import partitions_for
 from pipelines.data.kinds.retrieval.simulator import simulate_retrieval
 from pipelines.data.prepare import prepare
 from pipelines.data.prepare_config import PrepareConfig
@@ -56,7 +64,11 @@ from pipelines.data.tables import REJECTS
 EVENTS_PER_USER, EVENTS_PER_ITEM = 20, 400
 VARIANTS = ("trieline", "polars")
 SPLIT = SplitConfig("temporal")
-EXTRA = ("shuffled_mb", "spilled_mb")
+EXTRA = ("shuffled_mb", "spilled_mb", "crossed_mb")
+PARTITIONS_PER_NODE = 4
+"""At least, where there are several nodes: what is one partition never leaves its node."""
+REPORTS_MS = 1000
+"""Milliseconds between two reports of what nodes have sent each other."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +122,9 @@ class EventsFile(Source):
             row += rows
 
 
-def run_trieline(log: str, output: str) -> None:
+def run_trieline(log: str, output: str, partitions: int | None = None) -> None:
     """The log to committed tables with the functions of jobs.prepare."""
-    config = PrepareConfig(core=0, split=SPLIT)
+    config = PrepareConfig(core=0, split=SPLIT, partitions=partitions)
     prepare(EventsFile(), log, output, config, overwrite=True, say=lambda line: None)
 
 
@@ -185,22 +197,31 @@ class Watch:
         self.store_mb = max(self.store_mb, shared / 2**20)
 
 
-def _measure(variant: str, log: str, output: str, store_mb: int | None = None, nodes: int = 1) -> dict[str, Any]:
+def _measure(
+    variant: str, log: str, output: str, store_mb: int | None = None, nodes: int = 1, partitions: int | None = None
+) -> dict[str, Any]:
     """One run in a process of its own: seconds of work, of processor time, and memory in MB; or its error."""
-    store = ["--store_mb", str(store_mb)] if store_mb else []
-    return measured(["pipelines.data.benchmark", variant, log, output, "--nodes", str(nodes), *store])
+    options = {"store_mb": store_mb, "nodes": nodes, "partitions": partitions}
+    given = [word for name, value in options.items() if value for word in (f"--{name}", str(value))]
+    of_nodes = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),  # nobody else can join the nodes or give them work
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",  # else Ray stays on loopback, where it takes one node alone
+        "RAY_metrics_report_interval_ms": str(REPORTS_MS),
+    }
+    return measured(["pipelines.data.benchmark", variant, log, output, *given], **(of_nodes if nodes > 1 else {}))
 
 
-def measured(command: list[str]) -> dict[str, Any]:
+def measured(command: list[str], **more: str) -> dict[str, Any]:
     """What `python -m` of the command says in its last line, as JSON, with the processor time (s) and the memory (MB)
-    of all its processes; or its error."""
+    of all its processes; or its error. more: environment variables."""
     command = [sys.executable, "-m", *command]
     settings = {
         "RAY_raylet_start_wait_time_s": "180",  # a busy machine starts Ray slowly
         "RAY_worker_niceness": "0",  # Ray's workers else give way to all other processes, and polars does not
     }
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | settings
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **settings, **more}
     )
     watch = Watch(process.pid)
     while process.poll() is None:
@@ -225,13 +246,18 @@ def run(
             log = f"{folder}/log-{events}"
             users, items = max(1, events // EVENTS_PER_USER), max(8, events // EVENTS_PER_ITEM)
             simulate_retrieval(log, users, items, events, seed=42)
-            results: dict[str, list[dict[str, float]]] = {variant: [] for variant in VARIANTS}
+            params = {"events": events, "users": users, "items": items, "cpus": os.cpu_count()}
+            ways: dict[str, dict[str, Any]] = {variant: {"variant": variant} for variant in VARIANTS}
+            if nodes > 1:
+                files = [join(log, file) for file in EventsFile().event_files(log)]
+                partitions = max(partitions_for(files), PARTITIONS_PER_NODE * nodes)
+                params["partitions"] = ways["trieline"]["partitions"] = partitions
+                ways[f"trieline_{nodes}_nodes"] = {**ways["trieline"], "nodes": nodes}
+            results: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
             for _ in range(runs):
-                for variant in VARIANTS:
-                    output = f"{folder}/{variant}-{events}"
-                    results[variant].append(_measure(variant, log, output, store_mb, nodes))
+                for way, options in ways.items():
+                    results[way].append(_measure(log=log, output=f"{folder}/{way}", store_mb=store_mb, **options))
             for variant, found in results.items():
-                params = {"events": events, "users": users, "items": items, "cpus": os.cpu_count(), "nodes": nodes}
                 if errors := [result["error"] for result in found if "error" in result]:
                     yield {"benchmark": name, "variant": variant, "params": params, "runs": runs, "error": errors[0]}
                     continue
@@ -268,36 +294,105 @@ def main() -> None:
     parser.add_argument("output")
     parser.add_argument("--store_mb", type=int)
     parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--partitions", type=int)
     arguments = parser.parse_args()
-    work: Callable[[str, str], None] = run_polars
-    if arguments.variant == "trieline":
-        _start_ray(arguments.nodes, arguments.store_mb and arguments.store_mb << 20)
-        work = run_trieline
+    log, output = arguments.log, arguments.output
+    if arguments.variant == "polars":
+        print(json.dumps({"seconds": _seconds(run_polars, log, output)}))
+        return
+    with _ray(arguments.nodes, arguments.store_mb and arguments.store_mb << 20):
+        seconds = _seconds(run_trieline, log, output, arguments.partitions)
+        print(json.dumps({"seconds": seconds, **_of_ray(output)}))
+
+
+def _seconds(work: Callable[..., None], *arguments: Any) -> float:
     begin = time.perf_counter()
-    work(arguments.log, arguments.output)
-    seconds = time.perf_counter() - begin
-    of_ray = _of_ray(arguments.output) if arguments.variant == "trieline" else {}
-    print(json.dumps({"seconds": seconds, **of_ray}))
+    work(*arguments)
+    return time.perf_counter() - begin
 
 
-def _start_ray(nodes: int, store: int | None) -> None:
-    """Ray with so many nodes on this machine, the CPUs dealt out to them, and so many bytes of object store each."""
+@contextmanager
+def _ray(nodes: int, store: int | None) -> Iterator[None]:
+    """Ray with so many nodes on this machine, the CPUs dealt out to them, and so many bytes of object store each.
+
+    Several nodes are started as docs/cluster.md does, each with its own ports and folder, and ended by their process
+    ids. The driver is on the first one.
+    """
     import ray
 
     settings: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "runtime_env": WORKERS}
-    if nodes == 1:
-        ray.init(address="local", include_dashboard=False, object_store_memory=store, **settings)
-        return
-    from ray.cluster_utils import Cluster
+    with ExitStack() as stack:
+        if nodes == 1:
+            ray.init(address="local", include_dashboard=False, object_store_memory=store, **settings)
+            stack.callback(ray.shutdown)
+            yield
+            return
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-"))
+        port, client, *agents = _free_ports(2 + nodes)
+        head = ["--head", "--include-dashboard", "false", "--port", str(port), "--ray-client-server-port", str(client)]
+        other = ["--address", f"127.0.0.1:{port}"]
+        each = ["--num-cpus", str(max(1, (os.cpu_count() or 1) // nodes)), "--disable-usage-stats"]
+        each += ["--min-worker-port", "0", "--max-worker-port", "0"]
+        each += ["--object-store-memory", str(store)] if store else []
+        for node, agent in enumerate(agents):
+            own = ["--temp-dir", f"{folder}/{node}", "--dashboard-agent-listen-port", str(agent)]
+            said = stack.enter_context(open(f"{folder}/{node}.log", "w+"))
+            line = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *(other if node else head)]
+            process = subprocess.Popen([*line, *each, *own], stdout=said, stderr=said)
+            stack.callback(_end, process)
+            if node == 0:
+                _wait(partial(_answers, port), process, said)
+                ray.init(address=other[-1], **settings)
+                stack.callback(ray.shutdown)
+            _wait(partial(_joined, node + 1), process, said)
+        yield
 
-    cluster: Any = Cluster(shutdown_at_exit=True)
-    for cpus in np.bincount(np.arange(os.cpu_count() or 1) % nodes, minlength=nodes).tolist():
-        cluster.add_node(num_cpus=cpus, object_store_memory=store, include_dashboard=False)
-    ray.init(address=cluster.address, **settings)
+
+def _wait(ready: Callable[[], bool], node: subprocess.Popen[bytes], said: IO[str]) -> None:
+    """Waits until a node of Ray is there; an error with what it `said` where it ends instead."""
+    while not ready():
+        if node.poll() is not None:
+            said.seek(0)
+            raise RuntimeError(f"a Ray node did not start: {' '.join(said.read().split())[-300:]}")
+        time.sleep(0.1)
+
+
+def _end(node: subprocess.Popen[bytes]) -> None:
+    """Ends a node and, as it was started with --block, all that it has started."""
+    below = psutil.Process(node.pid).children(recursive=True) if node.poll() is None else []
+    node.terminate()
+    _, alive = psutil.wait_procs(below, timeout=30)
+    for process in alive:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    node.kill()
+    node.wait()
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on, all different."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def _joined(nodes: int) -> bool:
+    import ray
+
+    return len(ray.nodes()) >= nodes
+
+
+def _answers(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
 
 
 def _of_ray(output: str) -> dict[str, int]:
-    """Megabytes that Ray says went through the shuffle, and on disk because the object store was full."""
+    """Megabytes that Ray says went through the shuffle, on disk because the object store was full, and, of several
+    nodes, from one to another."""
     import ray
     from ray._private.internal_api import memory_summary
 
@@ -305,7 +400,20 @@ def _of_ray(output: str) -> dict[str, int]:
     spilled = sum(int(megabytes) for megabytes in re.findall(r"Spilled (\d+) MiB", said))
     stats = read_manifest(join(output, "events")).timings["ray_data"]
     maps = re.findall(r"HashShuffleMap\(.*?\* Output size bytes per block: [^\n]* (\d+) total", str(stats), re.DOTALL)
-    return {"shuffled_mb": sum(map(int, maps)) >> 20, "spilled_mb": spilled}
+    found = {"shuffled_mb": sum(map(int, maps)) >> 20, "spilled_mb": spilled}
+    nodes = ray.nodes()
+    if len(nodes) == 1:
+        return found
+    time.sleep(3 * REPORTS_MS / 1000)
+    received = 0.0
+    for node in nodes:
+        uri = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+        with urllib.request.urlopen(uri, timeout=30) as answer:
+            told = answer.read().decode()
+        received += sum(
+            map(float, re.findall(r'^ray_object_manager_bytes{.*Type="Received".*} (\S+)$', told, re.MULTILINE))
+        )
+    return {**found, "crossed_mb": int(received) >> 20}
 
 
 if __name__ == "__main__":

@@ -470,6 +470,16 @@ def test_the_benchmark_yields_a_line_per_variant() -> None:
         assert line["peak_memory_mb"] > 10
 
 
+def test_nodes_exchange_a_log_and_make_the_tables_of_one_node(tmp_path: Path) -> None:
+    log = str(tmp_path / "log")
+    benchmark.simulate_retrieval(log, 10_000, 500, 200_000, seed=1)
+    one, two = (benchmark._measure("trieline", log, str(tmp_path / str(n)), 200, nodes=n, partitions=8) for n in (1, 2))
+    assert min(one["shuffled_mb"], two["shuffled_mb"], two["crossed_mb"]) > 0
+    assert "crossed_mb" not in one
+    assert hashes(tmp_path / "2") == hashes(tmp_path / "1")
+    assert len(read_manifest(str(tmp_path / "2/sequences")).files) == 8
+
+
 def test_a_log_of_one_partition_starts_no_ray_and_gives_the_same_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
