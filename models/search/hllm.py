@@ -5,7 +5,7 @@
 The item tower is the pretrained text encoder and a trained projection. The paper trains the encoder too: so it is
 with `item_tower`; without, it is frozen, and its output comes with the catalogue. The user tower is a causal BERT
 that starts from `pretrained` where that is given. A token carries text alone, no features. What the head reads of
-a candidate is the text of jobs.encode, as in every model here.
+a candidate is the text of jobs.encode, as in every model here; `match` takes its document from the item tower.
 """
 
 from __future__ import annotations

@@ -113,12 +113,15 @@ class HFGAttention(nn.Module):
 
 
 class Ranker(nn.Module):
-    """Scores candidates; `sequence_width` is that of what a subclass knows of the user's past (0 for nothing)."""
+    """Scores candidates; `sequence_width` is that of what a subclass knows of the user's past (0 for nothing), `match`
+    whether it also knows how well a candidate matches that."""
 
     by_group: Tensor
     """(O,) places of the features' columns, group after group."""
 
-    def __init__(self, config: RankerConfig, catalogue: SearchCatalogue, sequence_width: int = 0) -> None:
+    def __init__(
+        self, config: RankerConfig, catalogue: SearchCatalogue, sequence_width: int = 0, match: bool = False
+    ) -> None:
         super().__init__()
         self.config = config
         self.labels = catalogue.labels
@@ -157,14 +160,17 @@ class Ranker(nn.Module):
         self.norm = nn.LayerNorm(fused)
         self.towers = nn.ModuleList(
             nn.Sequential(
-                nn.Linear(fused, config.tower_width), nn.ReLU(), nn.Dropout(config.dropout),
+                nn.Linear(fused + match, config.tower_width), nn.ReLU(), nn.Dropout(config.dropout),
                 nn.Linear(config.tower_width, 1),
             )
             for _ in self.labels
         )  # fmt: skip
 
-    def rank(self, batch: Batch, sequence: Tensor | None = None, shown: bool = False) -> Tensor:
-        """(N, K) logits from the candidates and, where there is one, `sequence` (N, width): h_seq of each.
+    def rank(
+        self, batch: Batch, sequence: Tensor | None = None, shown: bool = False, match: Tensor | None = None
+    ) -> Tensor:
+        """(N, K) logits from the candidates and, where there are any, `sequence` (N, width): h_seq of each, and `match`
+        (N, 1): how well it matches the candidate.
 
         With `shown` the places where they were shown are read too, as far as `position` has it.
         """
@@ -182,6 +188,8 @@ class Ranker(nn.Module):
             group_mask[:, -2] = query != NO_QUERY
             parts.insert(0, self.groups(groups, group_mask, shared))
         fused = self.norm(torch.cat(parts if sequence is None else [*parts, sequence], 1))
+        if match is not None:  # beside the norm, which would shrink one number among hundreds
+            fused = torch.cat([fused, match], 1)
         return torch.cat([tower(fused) for tower in self.towers], 1) + self.shown_at.term(scaled, shown)
 
     def score(self, batch: Batch, shown: bool = False) -> Tensor:

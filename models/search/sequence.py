@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from models.config import check_positive
 from models.label_loss import label_loss
@@ -55,6 +56,12 @@ class SequenceConfig(RankerConfig):
     """Temperature of InfoNCE (Sec. 3.7)."""
     negatives: Literal["position", "batch"] = "position"
     """InfoNCE's negatives: other users' items at the same position (Eq. 5), or at all positions of the batch."""
+    next_item: Literal["token", "document"] = "token"
+    """What InfoNCE compares predictions with: the next behaviour's token (Sec. 3.4), whose features and query tell it
+    from its negatives without the history, or its document alone."""
+    match: bool = False
+    """Whether the towers also read how similar the predicted next item and a candidate's document are, as InfoNCE
+    compares them (not of the paper); with `next_item: document` alone."""
 
     @property
     def reads_times(self) -> bool:
@@ -75,9 +82,15 @@ class SequenceConfig(RankerConfig):
             raise ValueError(f"temperature {self.temperature} is not above 0; the paper's is 0.1")
         if self.pretrained and self.encoder != "transformer":
             raise ValueError(f"pretrained is '{self.pretrained}', which encoder '{self.encoder}' cannot start from")
+        if self.match and not (self.infonce_weight and self.next_item == "document"):
+            raise ValueError(
+                f"match is true, which compares documents as InfoNCE does, but next_item is '{self.next_item}' and "
+                f"infonce_weight {self.infonce_weight:g}; use next_item document and a weight above 0"
+            )
         known = {
             "encoder": ("linear_hstu", "hstu", "transformer"), "token": ("pair", "item"),
             "query_condition": ("query", "joint", "none"), "negatives": ("position", "batch"),
+            "next_item": ("token", "document"),
         }  # fmt: skip
         for name, values in known.items():
             if getattr(self, name) not in values:
@@ -109,7 +122,7 @@ class SequenceRanker(Ranker):
     config: SequenceConfig
 
     def __init__(self, config: SequenceConfig, catalogue: SearchCatalogue) -> None:
-        super().__init__(config, catalogue, sequence_width=config.width)
+        super().__init__(config, catalogue, sequence_width=config.width, match=config.match)
         if config.query_condition == "joint":
             if catalogue.joint is None:
                 raise UserError("query_condition is joint, but the text has no joint form; jobs.encode can make it")
@@ -127,7 +140,8 @@ class SequenceRanker(Ranker):
             nn.Linear(config.width + query_width, config.width), nn.ReLU(), nn.Linear(config.width, config.width)
         )
         if config.infonce_weight:
-            self.target = nn.Linear(features + config.text_width, config.width, bias=False)  # W_tgt of Sec. 3.4
+            known = config.text_width if config.next_item == "document" else features + config.text_width
+            self.target = nn.Linear(known, config.width, bias=False)  # W_tgt of Sec. 3.4
 
     def tokens(self, item: Tensor, query: Tensor, features: Tensor) -> Tensor:
         """(..., F + E): x_t = [f_t, e_t] of Eq. 1, of behaviours."""
@@ -164,7 +178,11 @@ class SequenceRanker(Ranker):
             sequence = self.predict_head(past[owner], batch["candidate"], batch["request_query"][owner])
         else:
             sequence = self.predict_head(past, batch["request_row"], batch["request_query"])[owner]
-        return self.rank(batch, sequence, shown)
+        if not self.config.match:
+            return self.rank(batch, sequence, shown)
+        document = self.target(self.document(batch["candidate"]))
+        cosine = functional.cosine_similarity(sequence.float(), document.float(), dim=-1)  # bfloat16 is too coarse
+        return self.rank(batch, sequence, shown, match=cosine[:, None] / self.config.temperature)
 
     def past(self, states: Tensor, batch: Batch) -> Tensor:
         """(R, D): the state after the last behaviour before each request."""
@@ -194,7 +212,7 @@ class SequenceRanker(Ranker):
         item = batch["history"][:, 1:]
         new = torch.arange(1, batch["history"].shape[1], device=item.device) >= batch["history_new"][:, None]
         z = self.predict_head(states[:, :-1], item, batch["history_query"][:, 1:])
-        v = self.target(tokens[:, 1:])
+        v = self.target(self.document(item) if self.config.next_item == "document" else tokens[:, 1:])
         return info_nce(z, v, item, (item >= 0) & new, self.config.temperature, self.config.negatives)
 
     def new_state(self, users: int) -> UserState:

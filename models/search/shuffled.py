@@ -36,10 +36,13 @@ def text(model: Any, batch: Batch, generator: torch.Generator) -> Iterator[Batch
         return exchanged(found, generator) if item_or_query.ndim == 1 else found
 
     own.pair, own.query = partial(of, own.pair), partial(of, own.query)
+    if isinstance(model, SequenceRanker):
+        model.document = partial(of, model.document)  # type: ignore[method-assign]  # which `match` reads
     try:
         yield batch
     finally:
         del own.pair, own.query  # the methods of the class are seen again
+        vars(model).pop("document", None)
 
 
 @contextmanager

@@ -15,12 +15,14 @@ from models.search.hllm import HLLM, HLLMConfig
 from models.search.hstu import HSTUConfig, HSTURanker
 from models.search.qgs import QGS, QGSConfig
 from models.tables import UserError, join
+from tests.models.search.test_search_equations import loop_loss
 from tests.search_tables import ITEM_MODEL
 
 SMALL = {
     "max_history": 8, "text_width": 6, "dnn_width": 12, "tower_width": 8, "group_output": 10, "dropout": 0.0,
 }  # fmt: skip
 DEEP = {**SMALL, "width": 24, "num_layers": 2, "num_heads": 2, "ffn": 16}
+MATCH = {"next_item": "document", "match": True}
 VARIANTS = {
     "base": (Base, BaseConfig, SMALL),
     "hstu": (HSTURanker, HSTUConfig, DEEP),
@@ -34,6 +36,9 @@ VARIANTS = {
     "qgs_no_groups": (QGS, QGSConfig, DEEP | {"group_attention": False}),
     "qgs_batch_negatives": (QGS, QGSConfig, DEEP | {"negatives": "batch"}),
     "qgs_no_infonce": (QGS, QGSConfig, DEEP | {"infonce_weight": 0.0}),
+    "qgs_match": (QGS, QGSConfig, DEEP | MATCH),
+    "hstu_match": (HSTURanker, HSTUConfig, DEEP | MATCH),
+    "hllm_item_tower_match": (HLLM, HLLMConfig, DEEP | MATCH | {"item_model": ITEM_MODEL}),
 }
 GENERATIVE = [name for name in VARIANTS if name != "base"]
 
@@ -157,13 +162,62 @@ def test_the_query_moves_the_prediction_only_where_it_is_a_condition(catalogue, 
             assert torch.allclose(*z, atol=1e-5) != moves
 
 
+@pytest.mark.parametrize("negatives", ["position", "batch"])
+@pytest.mark.parametrize("name", ["qgs", "hstu", "hllm_item_tower"])
+def test_the_next_document_is_compared_in_place_of_the_next_token(name, negatives, catalogue, batch):
+    token, document = (make(name, catalogue, next_item=what, negatives=negatives) for what in ("token", "document"))
+    document.load_state_dict({**token.state_dict(), "target.weight": document.target.weight})
+    item, new = batch["history"][:, 1:], batch["history_new"][:, None]
+    valid = (item >= 0) & (torch.arange(1, batch["history"].shape[1]) >= new)
+    with torch.no_grad():
+        ours, theirs = document(batch), token(batch)
+        assert torch.equal(ours["ranking"], theirs["ranking"])
+        states = document.states(batch, document.history_tokens(batch))
+        z = torch.zeros(*item.shape, document.config.width)
+        v = torch.zeros_like(z)
+        for b, t in valid.nonzero().tolist():
+            asked = batch["history_query"][b, t + 1]
+            z[b, t] = document.predict_head(states[b, t], item[b, t], asked)
+            v[b, t] = document.target.weight @ document.document(item[b, t])
+        want = loop_loss(z, v, item, valid, document.config.temperature, negatives)
+        assert float(ours["infonce"]) == pytest.approx(want, rel=1e-4)
+        for key in ("history_query", "history_features"):  # of the last behaviours, which no state before them reads
+            moved = changed(batch)
+            for row, length in enumerate(batch["history_length"].tolist()):
+                moved[key][row, length - 1] = (moved[key][row, length - 1] + 1) % 8
+            moved_loss = document.next_item_loss(document.states(batch, document.history_tokens(batch)), None, moved)
+            reads = key == "history_query" and document.config.query_condition == "query"  # the condition
+            assert torch.equal(moved_loss, ours["infonce"]) != reads, key
+
+
+@pytest.mark.parametrize("name", ["qgs_match", "hstu_match", "hllm_item_tower_match"])
+def test_towers_read_how_well_a_candidate_matches_the_predicted_next_item(name, catalogue, batch):
+    model = make(name, catalogue)
+    without = make(name, catalogue, match=False)
+    read = {}
+    for each in (model, without):
+        each.towers[0].register_forward_pre_hook(lambda tower, given, each=each: read.update({each: given[0]}))
+    state = {key: value for key, value in model.state_dict().items() if "towers" not in key}
+    without.load_state_dict(state, strict=False)
+    with torch.no_grad():
+        model.score(batch), without.score(batch)
+        past = model.past(model.states(batch, model.history_tokens(batch)), batch)
+        assert torch.equal(read[model][:, :-1], read[without])
+        for n, (item, request) in enumerate(zip(batch["candidate"], batch["candidate_request"].tolist(), strict=True)):
+            z = model.predict_head(past[request], item, batch["request_query"][request])
+            v = model.target.weight @ model.document(item)
+            cosine = float((z * v).sum() / (z.norm() * v.norm()))
+            assert float(read[model][n, -1]) == pytest.approx(cosine / 0.1, abs=1e-4)
+
+
 def part_of(batch: dict, begin: int, end: int) -> dict:
     """The behaviours of a batch from `begin` to `end`."""
     return batch | {name: batch[name][:, begin:end] for name in ("history", "history_query", "history_features")}
 
 
-def test_a_cached_state_equals_a_full_encoding(catalogue, examples):
-    model = make("qgs", catalogue)
+@pytest.mark.parametrize("name", ["qgs", "qgs_match"])
+def test_a_cached_state_equals_a_full_encoding(name, catalogue, examples):
+    model = make(name, catalogue)
     for row in range(6):
         batch = examples.collate(np.array([row]))
         end = int(batch["request_end"][-1])
@@ -249,6 +303,9 @@ def test_impossible_settings_are_refused():
         ({"pretrained": "x"}, "cannot start from"),
         ({"group_width": 12}, "not a multiple of group_heads"),
         ({"dropout": 1.0}, "not in"),
+        ({"next_item": "item"}, "it must be one of token, document"),
+        ({"match": True}, "next_item is 'token' and infonce_weight 0.1; use next_item document and a weight above 0"),
+        ({**MATCH, "infonce_weight": 0}, "infonce_weight 0; use"),
     ):
         with pytest.raises(ValueError, match=message):
             QGSConfig(**options)

@@ -121,9 +121,15 @@ def test_requests_take_the_past_of_others_and_keep_the_rest(search: tuple[str, s
         assert all(other[name] is batch[name] for name in batch if name not in ("request_row", "request_end"))
 
 
-def test_texts_are_exchanged_only_meanwhile(search: tuple[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"next_item": "document", "match": True}])
+def test_texts_are_exchanged_only_meanwhile(options: dict[str, Any], search: tuple[str, str], tmp_path: Path) -> None:
     tables, text = search
-    setup = made(QGS, "gauc", tables, text)
+    setup = made(QGS | options, "gauc", tables, text)
+    if options:  # nothing but the match is read of candidates
+        zero(setup.model.text.of_query)  # type: ignore[union-attr, arg-type]
+        with torch.no_grad():
+            for tower in setup.model.towers:  # type: ignore[union-attr]
+                tower[0].weight[:, :-1] = 0.0  # type: ignore[index]
     checkpoint.save(tmp_path / "qgs", setup.model, setup.checkpoint(epoch=1))
     model: Any = registry.load(tmp_path / "qgs", SearchCatalogue.load(tables, text))[0].eval()
     batch = SearchExamples.load(join(tables, "sequences"), "test", unit="request", max_history=6).collate(np.arange(12))

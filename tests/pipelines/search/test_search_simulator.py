@@ -104,11 +104,20 @@ def test_who_knows_more_causes_can_rank_better(tmp_path: Path) -> None:
     for known in ("taste", "intent"):  # the place is not known when results are ranked, and hides what is
         assert best[f"{known} and position"] > best[known] > 0.55
     assert best["intent and taste"] > best["intent and earlier clicks"] > best["intent"] > best["taste"]
-    aucs = []  # by position alone: earlier results above later ones
-    for click in log.click[(log.click.sum(1) > 0)]:
+    latest = best_gauc(world, log, 0.1)
+    aucs = []  # by position alone: earlier results above later ones; searches in the order of time
+    for click in log.click[np.argsort(log.time)]:
         pairs = [i < j for i in np.flatnonzero(click) for j in np.flatnonzero(~click)]
-        aucs += [np.mean(pairs)] if pairs else []
-    assert best["position"] == pytest.approx(np.mean(aucs))
+        aucs.append(np.mean(pairs) if pairs else np.nan)
+    assert best["position"] == pytest.approx(np.nanmean(aucs))
+    assert latest["position"] == pytest.approx(np.nanmean(aucs[-300:]))
+    assert latest["intent and earlier clicks"] > best["intent and earlier clicks"]  # there are more of them
+
+
+def test_nobody_knows_the_intent_where_queries_name_any_cluster(tmp_path: Path) -> None:
+    for driven in (0.0, 0.5):
+        best = best_gauc(*simulate_search(str(tmp_path), 100, 100, 1000, 0, driven))
+        assert set(best) == {"all causes", "taste and position", "position", "taste"}
 
 
 @pytest.mark.parametrize("taste", ["user", "query"])
@@ -176,7 +185,9 @@ def test_the_job_simulates_and_says_what_is_next(tmp_path: Path, capsys: pytest.
     job.run(config)
     said = capsys.readouterr().out
     assert "60 searches of 20 users on 50 items, seed 42, 25% query-driven" in said
-    assert "GAUC of clicks at best, by all causes 0." in said
+    assert "GAUC of clicks at best over all searches, by all causes 0." in said
+    assert "GAUC of clicks at best over the latest tenth, which models are tested on, by all causes 0." in said
+    assert "intent" not in said  # which no query tells for sure
     assert "simulated_search.yaml" in said
     job.run(config)
     assert "up to date" in capsys.readouterr().out

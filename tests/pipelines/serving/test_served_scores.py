@@ -35,6 +35,9 @@ FAMILIES = {
     family: [name for name, entry in registry.MODELS.items() if entry.family.name == family]
     for family in ("search", "actions")
 }
+MODELS = {name: {"name": name} for names in FAMILIES.values() for name in names}
+for name in ("qgs", "hllm"):
+    MODELS[f"{name}, match"] = {"name": name, "next_item": "document", "match": True}
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +50,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str |
 
 
 def serve(name: str, folder: Path, tables: str, text: str | None, longest: int) -> tuple[Setup, RequestRanker]:
-    """An untrained model, and as it is served."""
-    known = inspect.signature(registry.model_config(name)).parameters
+    """An untrained model of MODELS, and as it is served."""
+    known = inspect.signature(registry.model_config(MODELS[name]["name"])).parameters
     sizes = {key: value for key, value in SIZES.items() if key in known}
-    setup = set_up({"name": name, **sizes, "max_history": longest}, FitConfig(batch_size=8), tables, text)
+    setup = set_up({**MODELS[name], **sizes, "max_history": longest}, FitConfig(batch_size=8), tables, text)
     checkpoint.save(folder / name, setup.model, setup.checkpoint(epoch=1))
     with pytest.warns(UserWarning, match="without its text encoder") if text else nullcontext():
         write_bundle(folder / "data", str(folder / name), tables, text)
@@ -125,11 +128,11 @@ def cut(row: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
     return {**row, **past, "history_from": begin}
 
 
-@pytest.mark.parametrize("name", [name for names in FAMILIES.values() for name in names])
+@pytest.mark.parametrize("name", MODELS)
 def test_served_scores_are_those_of_training(
     name: str, made: dict[str, tuple[str, str | None]], tmp_path: Path
 ) -> None:
-    entry = registry.find(name)
+    entry = registry.find(MODELS[name]["name"])
     tables, text = made[entry.family.name]
     setup, served = serve(name, tmp_path, tables, text, longest=12)
     rows, chances = zip(*REQUESTS[entry.family.name](setup, tables, text, 12), strict=True)

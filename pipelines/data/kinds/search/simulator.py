@@ -54,7 +54,7 @@ LIKED_CLICK = 0.85  # and on what is, of a liked maker; of others `disliked_clic
 LOOK = 1 / (1 + 0.3 * np.arange(RESULTS))  # chance that a user looks at a position
 PURCHASE = np.array([0.05, 0.4])  # chance of a purchase on a click: [liked maker]
 FOLLOW = 0.8  # share of the searches without query-driven intent whose intent follows the last one
-MEASURED = 100_000  # searches, about, that `best_gauc` looks at: those of users spread over the log
+MEASURED = 300_000  # searches, about, that `best_gauc` looks at: those of users spread over the log
 STYLED = 0.5  # share of the queries that name style and noun; the others name the noun
 
 
@@ -178,19 +178,23 @@ def draw_searches(settings: SearchSettings, world: World, brand: np.ndarray) -> 
     )  # fmt: skip
 
 
-def best_gauc(world: World, log: Searches) -> dict[str, float]:
+def best_gauc(world: World, log: Searches, latest: float = 1.0) -> dict[str, float]:
     """GAUC of the clicks by ranking with their true chances: of `all causes`, and of those that one reader knows.
 
+    `latest` is the share of the searches that are measured, by time: a tenth for those that `jobs.prepare` tests on.
     A reader of `earlier clicks` knows taste only as far as the user's clicks before the search tell it, which is
-    about what a model can make of a history; it is an estimate, the others are exact.
+    about what a model can make of a history; it is an estimate, the others are exact. Nobody knows the intent of a
+    log whose queries name any cluster, so that figures with it are those of query-driven logs.
     """
     import torch  # takes seconds, and only this needs it
 
     from models.ranking_metrics import request_auc
 
+    since = np.sort(log.time)[-round(latest * len(log.time))]
     place = np.cumsum(np.diff(log.user, prepend=-1) != 0)  # (S,) of the user, from 1
-    measured = place % -(-len(log.item) // MEASURED) == 0
-    log = replace(log, **{each.name: getattr(log, each.name)[measured] for each in fields(log)[1:]})
+    kept = place % -(-len(log.item) // MEASURED) == 0  # whole users, whose earlier clicks count
+    log = replace(log, **{each.name: getattr(log, each.name)[kept] for each in fields(log)[1:]})
+    measured = log.time >= since
     click = log.settings.click()
     of_intent, liked = (world.cluster[log.item] == log.intent[:, None]).astype(int), log.liked.astype(int)
     share = LIKED_MAKERS[log.settings.taste] / len(MAKERS)
@@ -209,11 +213,13 @@ def best_gauc(world: World, log: Searches) -> dict[str, float]:
         "intent": by_intent,
         "taste": by_taste,
     }
-    request = torch.arange(len(log.click)).repeat_interleave(RESULTS)
-    clicks = torch.from_numpy(log.click.ravel())
+    request = torch.arange(int(measured.sum())).repeat_interleave(RESULTS)
+    clicks = torch.from_numpy(log.click[measured].ravel())
     found = {}
     for name, chance in chances.items():
-        auc, both = request_auc(torch.from_numpy(chance.ravel()), clicks, request)
+        if "intent" in name and log.settings.query_driven < 1:
+            continue
+        auc, both = request_auc(torch.from_numpy(chance[measured].ravel()), clicks, request)
         found[name] = float(auc[both].mean())
     return found
 
