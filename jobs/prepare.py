@@ -7,7 +7,8 @@
 The second line looks at the files and writes a first source file, with its guesses as comments, on the screen or to
 `--output`. `--dry-run` reads the first rows, prints what they become, and ends. The source file says how to read the
 log and has a `prepare` section with the settings below; options on the command line win over it. Run again, it makes
-only what is missing or says that all is up to date.
+only what is missing or says that all is up to date. `--counts_as_of TIME` also makes the table `counts`, with which a
+served search model ranks.
 """
 
 from __future__ import annotations
@@ -97,6 +98,9 @@ class Config:
     `count` them: one stays, whose label `repeats` says how many they were (drop)."""
     catalogue: str | None = None
     """TABLES of a training, whose catalogue these tables get: a fresh log, for jobs.evaluate with models from there."""
+    counts_as_of: str | None = None
+    """Of logs of kind search: a moment, as ISO 8601 or epoch ms. Also makes the table `counts` of what is counted
+    before it, for a served model; one of another moment is replaced."""
     ray_data: RayDataOptions = field(default_factory=RayDataOptions)
     """How Ray Data runs."""
 

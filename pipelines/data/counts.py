@@ -205,13 +205,36 @@ def counted(
     """Counts what `windows.keyed(part, *counted_from)` gives of the events parts, and yields (number of the part,
     `build(*shared, part, pieces)`) as they end. pieces: for `fill`, one per key. events: of all parts."""
     keys = len(windows.shapes)
-    buckets = max(-(-events // ROWS_PER_BUCKET), min(len(parts), 8)) if len(parts) > 1 else 1
+    buckets = buckets_of(events, len(parts))
     to_bucket, to_part = partition_keys(keys * buckets), partition_keys(len(parts))
     reads = [_Scatter(windows, number, uri, counted_from, to_bucket) for number, uri in enumerate(parts)]
     count = _Count(windows, to_part)
     results = engine.exchange(reads, len(parts), _Build(build, parts, count), shared, first=(keys * buckets, count))
     for _, found in results:
         yield found
+
+
+def exported(
+    engine: Engine,
+    parts: list[str],
+    events: int,
+    windows: Windows,
+    counted_from: Call,
+    write: Callable[..., Any],
+    shared: Call = (),
+) -> Iterator[tuple[int, Any]]:
+    """Brings the rows of each key together, as `counted` does, and yields (bucket, `write(*shared, bucket, rows)`) as
+    they end. rows: those of `to_piece`, with the `number` of the key, -1 of rows that mean nothing."""
+    keys = len(windows.shapes)
+    buckets = buckets_of(events, len(parts))
+    to_bucket = partition_keys(keys * buckets)
+    reads = [_Scatter(windows, number, uri, counted_from, to_bucket) for number, uri in enumerate(parts)]
+    return engine.exchange(reads, keys * buckets, write, shared)
+
+
+def buckets_of(events: int, parts: int) -> int:
+    """How many buckets the events of so many parts are counted in."""
+    return max(-(-events // ROWS_PER_BUCKET), min(parts, 8)) if parts > 1 else 1
 
 
 def to_table(columns: Piece) -> pa.Table:

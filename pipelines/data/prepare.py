@@ -80,6 +80,8 @@ def prepare(
         statistics = summarise(events, items, sequences)
         content = json.dumps(statistics, indent=2) + "\n"
         write_file(join(run.output, STATISTICS), content.encode())
+        if config.counts_as_of is not None and kind.counts:
+            kind.counts(run, events, items, config.counts_as_of)
     for line in notices(events, items, sequences):
         say(line)
     return statistics

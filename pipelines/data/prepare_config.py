@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from models.config import check_choices, check_least, check_shares
 from pipelines.data.ray_data_config import RayDataConfig
-from pipelines.data.splits import SplitConfig
+from pipelines.data.splits import SplitConfig, epoch_ms
 
 
 @dataclass
@@ -44,6 +44,9 @@ class PrepareConfig:
     catalogue: str | None = None
     """TABLES of a trained model: the log is read as a fresh log of the same catalogue, for batch inference and
     evaluation. Events of other items are left out, and requests are split at the same times."""
+    counts_as_of: Any = None
+    """A moment, as ISO 8601 (UTC) or epoch ms: also makes the table `counts`, what is counted strictly before it, for a
+    served model. Of kind `search`."""
     ray_data: RayDataConfig = field(default_factory=RayDataConfig)
     """How Ray Data runs."""
     own: Any = None
@@ -54,3 +57,5 @@ class PrepareConfig:
         check_least(self, ["max_events", "partitions"], 1)
         check_shares(self, ["max_rejects", "min_matched"])
         check_choices(self)
+        if self.counts_as_of is not None:
+            self.counts_as_of = epoch_ms(self.counts_as_of, "counts_as_of")

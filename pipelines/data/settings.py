@@ -11,6 +11,7 @@ from pipelines.data.kinds.table import KINDS
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.ray_data_config import RayDataConfig
 from pipelines.data.sources.base import Source
+from pipelines.data.sources.normalise import FIRST_MS, LAST_MS
 from pipelines.data.sources.repeats import REPEATS
 from pipelines.data.splits import SplitConfig
 from pipelines.data.tables import check_output, check_writable
@@ -18,7 +19,7 @@ from pipelines.data.tables import check_output, check_writable
 STATISTICS = "statistics.json"
 """The file of the output that a run writes last."""
 
-TABLES = ("events", "rejects", "items", "queries", "sequences")
+TABLES = ("events", "rejects", "items", "queries", "sequences", "counts")
 """Folders of the output."""
 
 
@@ -73,6 +74,20 @@ def _check_history(config: PrepareConfig) -> None:
         )
 
 
+def _check_counts_as_of(source: Source, config: PrepareConfig) -> None:
+    """UserError for a log of which nothing is counted that served models read."""
+    if KINDS[config.kind].counts is None:
+        raise UserError(f"counts_as_of is given, which is of kind search; leave it out for kind {config.kind}")
+    if not source.info["clock"] or not config.own.windows_days:
+        why = "search.windows_days is empty" if source.info["clock"] else "the log has no clock times"
+        raise UserError(f"counts_as_of is given, but {why}, so nothing is counted; leave it out")
+    if not FIRST_MS <= config.counts_as_of <= LAST_MS:
+        raise UserError(
+            f"counts_as_of is {config.counts_as_of} ms, which is not of the years 1980 to 2099; give a moment such as "
+            f"2022-05-07 or epoch ms"
+        )
+
+
 def check(source: Source, input_uri: str, output_uri: str, config: PrepareConfig) -> PrepareConfig:
     """What can be known before any work, without Ray: the files are there, the output can be written, the
     settings fit the log. Returns the configuration with everything decided that the source decides."""
@@ -97,6 +112,8 @@ def check(source: Source, input_uri: str, output_uri: str, config: PrepareConfig
         )
     if split == "per_user" and not kind.per_user:
         raise UserError(f"split.kind is per_user, which is of logs of actions; use temporal for kind {config.kind}")
+    if config.counts_as_of is not None:
+        _check_counts_as_of(source, config)
     source.event_files(input_uri)
     if config.catalogue is None:
         source.item_files(input_uri)

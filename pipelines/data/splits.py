@@ -52,7 +52,7 @@ class SplitConfig:
         if self.val_start is not None:
             if self.kind not in ("auto", "temporal"):
                 raise ValueError(f"split.val_start is a cut time, but split.kind is {self.kind}; use temporal")
-            starts = epoch_ms(self.val_start, "val_start"), epoch_ms(self.test_start, "test_start")
+            starts = epoch_ms(self.val_start, "split.val_start"), epoch_ms(self.test_start, "split.test_start")
             if not starts[0] < starts[1]:
                 raise ValueError(
                     f"split.val_start {self.val_start} is not before split.test_start {self.test_start}; swap them"
@@ -79,14 +79,14 @@ class SplitConfig:
 
 
 def epoch_ms(moment: Any, name: str) -> int:
-    """A cut time in epoch ms, from that or from ISO 8601; UTC where it names no offset. ValueError otherwise."""
+    """A moment in epoch ms, from that or from ISO 8601; UTC where it names no offset. ValueError otherwise."""
     text = str(moment)
     if text.isdecimal():
         return int(text)
     try:
         parsed = datetime.fromisoformat(text)
     except ValueError:
-        raise ValueError(f"split.{name} is '{moment}'; give a moment such as 2022-05-07 or epoch ms") from None
+        raise ValueError(f"{name} is '{moment}'; give a moment such as 2022-05-07 or epoch ms") from None
     return round((parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).timestamp() * 1000)
 
 

@@ -218,6 +218,18 @@ def actions_schema(events: pa.Schema, tasks: int, actions: int, features: int) -
     )
 
 
+def counts_schema(features: Iterable[Iterable[str]]) -> pa.Schema:
+    """counts: what is counted before a moment of a log of searches; one row per item, per query and per pair. The
+    manifest says which `features` are of which; those of the other kinds are null."""
+    return pa.schema(
+        [
+            pa.field("item_id", pa.string()),  # null in a row of a query
+            pa.field("query", pa.string()),  # null in a row of an item
+            *(pa.field(name, pa.float32()) for names in features for name in names),  # as in the features of sequences
+        ]
+    )
+
+
 def embeddings_schema(
     width: int, keys: Iterable[str] = ("item_index",), vectors: Iterable[str] = ("embedding",)
 ) -> pa.Schema:

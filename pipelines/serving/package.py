@@ -104,6 +104,7 @@ SERVED = {
                     ColSpec(STRINGS, "candidates"),  # item ids of what the search found
                     ColSpec(STRINGS, "history"),  # items engaged with, oldest first
                     ColSpec(DataType.string, "query", required=False),
+                    ColSpec(DataType.long, "timestamp_ms", required=False),  # of the request: hour and weekday
                     ColSpec(VECTORS, "features", required=False),  # of each candidate
                     ColSpec(STRINGS, "history_query", required=False),  # the query of each behaviour, "" for none
                     ColSpec(TIMES, "history_time_ms", required=False),
@@ -115,7 +116,7 @@ SERVED = {
             params=BY_LABEL,
         ),
         "served_ranker.py",
-        settings=STATES,
+        settings={**STATES, "counts": ""},  # the table of jobs.prepare --counts_as_of
         tables=("queries",),
         extra=("items", "queries", "pairs"),
         extra_if_there=("tokens",),

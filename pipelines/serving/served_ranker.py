@@ -7,7 +7,9 @@
 
 Run by MLflow, not imported; a "model from code" as `served_model.py` is. A row is one request. What the columns mean
 is in `package.py`; the names and the order of features, actions and labels, and how actions are graded, are in the
-model's metadata. A feature that is not given, or NaN, counts as its mean over training, an action as not taken.
+model's metadata. A feature that is not given, or NaN, counts as its mean over training, an action as not taken. To a
+search model `model_config={"counts": TABLES/counts}` gives what `jobs.prepare --counts_as_of` has counted, and
+`timestamp_ms` the hour and weekday of the request, so that a request of these needs no features of its candidates.
 Features of the log's own are given by name, a value per candidate, and per behaviour with `history_` before the
 column's name; one that is not given counts as unknown, and so does a value that training has not seen.
 Candidates that are not in the catalogue are ranked last, in the order given, with the score NaN; items of a history
@@ -56,6 +58,7 @@ from models.config import hint
 from models.latest import Latest
 from models.own_features import CATEGORY, NUMBER, OwnFeatures
 from models.scores import check_finite
+from models.search.counts import HOURS, Counts, hours
 from models.search.data import NO_QUERY, SearchCatalogue, SearchExamples, pair_key
 from models.search.request_text import RequestText
 from models.tables import UserError, read_manifest, read_table
@@ -85,21 +88,22 @@ def given(row: Row, name: str) -> Any:
     return None if isinstance(value, float) and np.isnan(value) else value
 
 
-def vectors(row: Row, name: str, count: int, empty: Floats) -> Floats:
-    """(count, width) of a column of vectors, `empty` (width,) for what is not given; UserError for another shape."""
-    there = given(row, name)
+def vectors(row: Row, name: str, empty: Floats) -> Floats:
+    """(count, width) of a column of vectors, `empty` (count, width) for what is not given; UserError for another
+    shape."""
+    there, (count, width) = given(row, name), empty.shape
     if there is None:
-        return np.tile(empty, (count, 1))
+        return empty
     if any(vector is None for vector in there):
         raise UserError(f"{name} has an entry without numbers; give NaN for what is not known, or leave the column out")
-    widths = {len(vector) for vector in there} or {len(empty)}
-    if len(there) != count or widths != {len(empty)}:
+    widths = {len(vector) for vector in there} or {width}
+    if len(there) != count or widths != {width}:
         wide = ", ".join(map(str, sorted(widths)))
         raise UserError(
-            f"{name} has {len(there)} vectors of {wide} numbers, {count} of {len(empty)} are expected; the model's "
+            f"{name} has {len(there)} vectors of {wide} numbers, {count} of {width} are expected; the model's "
             f"metadata names them"
         )
-    values = np.array([list(vector) for vector in there], np.float32).reshape(count, len(empty))
+    values = np.array([list(vector) for vector in there], np.float32).reshape(count, width)
     return np.where(np.isnan(values), empty, values)
 
 
@@ -141,7 +145,8 @@ def own_values(row: Row, own: OwnFeatures, of: str, count: int, usual: dict[str,
 class SearchRequests:
     """Rows of a frame as a batch of `models/search/data.py`."""
 
-    def __init__(self, folder: str, model: Any, catalogue: SearchCatalogue) -> None:
+    def __init__(self, folder: str, model: Any, catalogue: SearchCatalogue, counts: str | None = None) -> None:
+        """`counts`: the table of `jobs.prepare --counts_as_of`, where there is one."""
         self.length, self.mean, self.config = model.config.max_history, model.scale.mean.numpy(), model.config
         model.text.complete = False
         has_queries = read_manifest(f"{folder}/tables/queries", "queries").rows > 0
@@ -152,6 +157,8 @@ class SearchRequests:
             documents = pq.read_table(f"{folder}/encoder/documents.parquet")["text"].to_pylist()
         self.text = RequestText(catalogue, queries, encoder, documents)
         info = read_manifest(f"{folder}/tables/sequences", "sequences").info
+        self.counts = Counts.load(counts, info["features"], info) if counts else None
+        self.hours = [place for place, name in enumerate(info["features"]) if name in HOURS]
         self.own = OwnFeatures.of(info)
         of_items = info.get("item_features", [])
         self.of_items = read_table(f"{folder}/tables/items", "items", of_items) if of_items else pa.table({})
@@ -206,12 +213,17 @@ class SearchRequests:
         return {**examples.collate(np.arange(len(rows))), "queries": text.queries}
 
     def features(self, row: Row, of: str, items: Sequence[str], index: Index) -> Floats:
-        """(items, F) of candidates, or with `history_` of behaviours. Those of items are known."""
+        """(items, F) of candidates, or with `history_` of behaviours. Those of items are known, and of candidates what
+        is counted and, from the request's time, hour and weekday."""
         places = pa.array([index.get(item) for item in items], pa.int64())
         usual = {name: self.of_items[name].combine_chunks().take(places) for name in self.of_items.column_names}
         own = own_values(row, self.own, of, len(items), usual)
-        counts = finite(f"{of}features", vectors(row, f"{of}features", len(items), self.mean))
-        return np.concatenate([counts, own], 1)
+        usually = np.tile(self.mean, (len(items), 1))
+        if not of and self.counts:
+            self.counts.fill(usually, items, given(row, "query"))
+        if not of and self.hours and (now := given(row, "timestamp_ms")) is not None:
+            usually[:, self.hours] = hours(np.array([now], np.int64))
+        return np.concatenate([finite(f"{of}features", vectors(row, f"{of}features", usually)), own], 1)
 
     def numbered(
         self, lists: list[list[str | None]]
@@ -283,7 +295,8 @@ class ActionsRequests:
         for row, index, past, places in zip(rows, indexes, kept, known, strict=True):
             size, count = len(past), len(places)
             items = [row["history"][i] for i in past] + [row["candidates"][i] for i in places]
-            features = finite("features", vectors(row, "features", len(row["candidates"]), self.mean))[places]
+            usually = np.tile(self.mean, (len(row["candidates"]), 1))
+            features = finite("features", vectors(row, "features", usually))[places]
             times, now = self.times(row), given(row, "timestamp_ms")
             part = {
                 "item": np.array([index[item] for item in items], np.int64),
@@ -333,7 +346,7 @@ class ActionsRequests:
 
     def taken(self, row: Row) -> Floats:
         """(size of the history, A) what was done with each item; UserError for what is not graded as in training."""
-        action = vectors(row, "history_actions", len(row["history"]), np.zeros(len(self.actions), np.float32))
+        action = vectors(row, "history_actions", np.zeros((len(row["history"]), len(self.actions)), np.float32))
         wrong = (action < 0) | (action > 1)
         if wrong.any():
             event, kind = np.argwhere(wrong)[0]
@@ -363,11 +376,17 @@ def text_at(folder: str) -> str | None:
     return f"{folder}/text" if Path(folder, "text").exists() else None
 
 
-READERS: dict[str, tuple[Callable[[str], Any], Callable[[str, Any, Any], Any]]] = {
-    "search": (lambda at: SearchCatalogue.load(f"{at}/tables", f"{at}/text", scale=False), SearchRequests),
-    "actions": (lambda at: ActionsCatalogue.load(f"{at}/tables", text_at(at)), ActionsRequests),
+READERS: dict[str, tuple[Callable[[str], Any], Callable[[str, Any, Any, dict[str, Any]], Any]]] = {
+    "search": (
+        lambda at: SearchCatalogue.load(f"{at}/tables", f"{at}/text", scale=False),
+        lambda at, model, catalogue, settings: SearchRequests(at, model, catalogue, settings.get("counts")),
+    ),
+    "actions": (
+        lambda at: ActionsCatalogue.load(f"{at}/tables", text_at(at)),
+        lambda at, model, catalogue, settings: ActionsRequests(at, model, catalogue),
+    ),
 }
-"""By family: the catalogue of a bundle, and what makes batches of requests to a model."""
+"""By family: the catalogue of a bundle, and what makes batches of requests to a model with its `model_config`."""
 
 
 @dataclass
@@ -405,17 +424,17 @@ class RequestRanker(PythonModel):
     """Ranks the candidates of each row of a frame."""
 
     def load_context(self, context: Any) -> None:
-        folder = context.artifacts["data"]
+        folder, settings = context.artifacts["data"], context.model_config or {}
         about = checkpoint.read(f"{folder}/checkpoint")
         entry = registry.find(about.name)
         catalogue, requests = READERS[entry.family.name]
         of_tables = catalogue(folder)
         self.model: Any = registry.load(f"{folder}/checkpoint", of_tables)[0]
-        self.requests = requests(folder, self.model, of_tables)
+        self.requests = requests(folder, self.model, of_tables, settings)
         items = read_table(f"{folder}/tables/items", "items", ["item_id"])["item_id"].to_pylist()
         self.index = {item: index for index, item in enumerate(items)}
         self.keeps_state = entry.keeps_state is not None and entry.keeps_state(self.model.config)
-        self.users: Latest[Kept] = Latest(state_bytes((context.model_config or {}).get("state_mb", STATE_MB)))
+        self.users: Latest[Kept] = Latest(state_bytes(settings.get("state_mb", STATE_MB)))
         self.lock = Lock()  # states, and tables that the model reads, change with requests
 
     def predict(self, context: Any, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:

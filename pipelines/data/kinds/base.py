@@ -118,3 +118,6 @@ class RequestKind:
     """Tables of text that `jobs.encode` makes of its logs; none where its models read no text."""
     as_of: bool = False
     """Whether its models read features with a time of their own."""
+    counts: Callable[[Run, Manifest, Manifest, int], None] | None = None
+    """`counts(run, events, items, moment)`: makes the table of counts as of a moment in ms, in the layout of served
+    models; None where there is none."""

@@ -123,3 +123,46 @@ def test_own_features_are_served_by_name(
     ):
         with pytest.raises(UserError, match=message):
             scores(**change)
+
+
+def test_counts_as_of_a_request_give_the_scores_of_its_row(
+    raw: Path, tmp_path: Path, new_store: Callable[[Path], str]
+) -> None:
+    new_store(tmp_path)
+    tables = make(tmp_path, raw)
+    text, uri = make_text(tmp_path, tables), f"sqlite:///{tmp_path}/mlflow.db"
+    setup, plain = served(tmp_path, tables, text)
+    examples = SearchExamples.load(join(tables, "sequences"), "test", unit="request", max_history=8)
+    examples.bring(SearchCatalogue.load(tables, text), history=True)
+    batches = (examples.collate(np.array([number])) for number in range(len(examples)))
+    alone = [batch for batch in batches if len(batch["request_end"]) == 1 and int(batch["history_length"][0]) > 2]
+    for batch in alone[:: len(alone) // 3]:
+        moment = int(batch["request_time"][0])
+        row = request(tables, batch) | {"timestamp_ms": moment}
+        with torch.no_grad():
+            want = torch.sigmoid(setup.model.score(batch)[:, 0]).tolist()  # type: ignore[operator]
+        want = dict(zip(row["candidates"], want, strict=True))
+        del row["features"]
+
+        make(tmp_path, raw, settings={"counts_as_of": str(moment)})
+        with package.at(uri):
+            model = mlflow.pyfunc.load_model("models:/qgs/1", model_config={"counts": join(tables, "counts")})
+
+        def scores(model: Any, row: dict[str, Any]) -> dict[str, float]:
+            ranked = model.predict(pd.DataFrame([row]))
+            return dict(zip(ranked["item_id"][0], ranked["score"][0], strict=True))
+
+        assert scores(model, row) == pytest.approx(want, abs=1e-5)
+        nothing = {**row, "candidates": [], "numbers": None, "categories": None}
+        user = {"user_id": "u", "history_from": 0}
+        scores(model, {**nothing, **user})  # and so where the user's state is kept
+        size = len(row["history"])
+        later = {name: value for name, value in row.items() if not name.startswith("history")}
+        assert scores(model, {**later, **user, "history_from": size, "history": []}) == pytest.approx(want, abs=1e-5)
+        for other in (scores(plain, row), scores(model, {**row, "timestamp_ms": moment + 5 * 3_600_000})):
+            assert other != pytest.approx(want, abs=1e-5)  # without the counts, and at another hour
+        vectors = batch["features"][:, : len(setup.catalogue.feature_mean)]
+        given = {**row, "features": vectors.tolist()}
+        assert scores(plain, given) == pytest.approx(want, abs=1e-5)
+        given["features"][0] = [float("nan")] * vectors.shape[1]  # what is not known is counted
+        assert scores(model, given) == pytest.approx(want, abs=1e-5)

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 
+from models.search.counts import HOURS, hours
 from pipelines.data.counts import UNSEEN, Piece, Windows, count_key, fill
-from pipelines.data.durations import DAY_MS, HOUR_MS
+from pipelines.data.durations import HOUR_MS
 from pipelines.data.kinds.search.config import SearchConfig
 from pipelines.data.kinds.search.requests import requests_of
 from pipelines.data.survey import coded, known_column, known_times, positions_in, read_coded
@@ -36,6 +37,8 @@ class SearchWindows(Windows):
     """Of clicks."""
     late: bool = False
     """Whether events say when it is known."""
+    moment: int | None = None
+    """In ms: counts are as of then, of what is before it; None: as of each event's request."""
 
     @property
     def shapes(self) -> list[dict[str, tuple[int, ...]]]:  # type: ignore[override]
@@ -57,14 +60,15 @@ class SearchWindows(Windows):
             "item": item,
             "query": query,
             "time": time,
-            "as_of": time[requests.earliest],
+            "as_of": time[requests.earliest] if self.moment is None else np.full(len(time), self.moment),
             "clicks": pc.fill_null(events[f"label_{self.label}"].combine_chunks(), False).to_numpy(
                 zero_copy_only=False
             ),
             "searches": searches,
             **({"known": known_times(events, self.label)} if self.late else {}),
         }
-        return [item, query], columns
+        before = True if self.moment is None else time < self.moment
+        return [np.where(before, key, -1) for key in (item, query)], columns
 
     def count(self, number: int, rows: Piece) -> Piece:
         windows = self.config.windows_ms, self.config.delay_ms
@@ -111,7 +115,7 @@ def feature_names(config: SearchConfig, clock: bool) -> list[str]:
             names += [f"{key}_{measure}_{days:g}d" for measure in (*labels, "ctr")]
     names += ["pair_gap", "pair_seen"] if clock and config.windows_days else []
     names += ["position", "page"]
-    return names + (["hour_sin", "hour_cos", "weekday_sin", "weekday_cos"] if clock else [])
+    return names + (list(HOURS) if clock else [])
 
 
 def features(
@@ -132,9 +136,5 @@ def features(
         gap = counts["gap"]
         columns += [np.log1p(gap.clip(0) / HOUR_MS), gap >= 0]
     columns += [np.log1p(position.clip(0)), np.log1p(position.clip(0) // config.page_size)]
-    if clock:
-        for period, start in ((DAY_MS, 0), (7 * DAY_MS, 3 * DAY_MS)):  # 1 January 1970 was a Thursday
-            angle = 2 * np.pi * ((time + start) % period // (HOUR_MS if period == DAY_MS else DAY_MS))
-            angle /= 24 if period == DAY_MS else 7
-            columns += [np.sin(angle), np.cos(angle)]
+    columns += list(hours(time).T) if clock else []
     return np.stack(columns, axis=1).astype(np.float32)

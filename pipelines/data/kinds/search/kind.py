@@ -39,6 +39,13 @@ def sequences(run: Run, events: Manifest, items: Manifest, split: dict[str, Any]
     return make_search(run, events, items, split)
 
 
+def counts(run: Run, events: Manifest, items: Manifest, moment: int) -> None:
+    """As `make_counts`."""
+    from pipelines.data.kinds.search.counts_as_of import make_counts  # it imports Ray, so only now
+
+    make_counts(run, events, items, moment)
+
+
 def reachable(causes: Any) -> list[str]:
     """Of what `simulate_search` returns."""
     world, log = causes
@@ -79,4 +86,5 @@ SEARCH = RequestKind(
     all_shown=True,
     texts=("items", "queries", "pairs", "tokens"),
     as_of=True,
+    counts=counts,
 )

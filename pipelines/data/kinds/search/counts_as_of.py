@@ -1,0 +1,117 @@
+"""Counts of a search log as of a moment, for served models: `python -m jobs.prepare --counts_as_of TIME`.
+
+One row per item, query and pair of both that has an event strictly before the moment. What is counted, and the features
+that are made of it, are those of a search at that moment (`features.py`). Rows travel once, to the bucket of their key,
+which writes its part. `models/search/counts.py` reads the table.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from models.tables import Manifest, Part, UserError, part_uris, read_manifest, read_table
+from pipelines.data.counts import UNSEEN, Piece, exported, to_piece
+from pipelines.data.kinds.search.config import SearchConfig
+from pipelines.data.kinds.search.features import COUNTED, SearchWindows, feature_names, features
+from pipelines.data.run import Run
+from pipelines.data.survey import Vocabulary
+from pipelines.data.tables import commit, counts_schema, fingerprint, up_to_date, write_part
+
+
+def names_of(config: SearchConfig) -> dict[str, list[str]]:
+    """Counted features by kind of key."""
+    names = feature_names(config, clock=True)
+    return {of: [name for name in names if name.split("_")[0] == of] for of in COUNTED}
+
+
+def values_of(counts: Piece, config: SearchConfig) -> dict[str, np.ndarray]:
+    """By name the features (n,) of counts of some kinds of key, as of any search."""
+    rows, windows = len(next(iter(counts.values()))), len(config.windows_ms)
+    nothing: Piece = {of: np.zeros((rows, windows, len(labels)), np.int32) for of, labels in COUNTED.items()}
+    nothing["gap"], place = np.full(rows, UNSEEN), np.zeros(rows, np.int64)
+    values = features({**nothing, **counts}, place, place, config, clock=True)
+    return dict(zip(feature_names(config, clock=True), values.T, strict=True))
+
+
+def rows_of(counts: Piece, of: str, rows: Piece, ids: dict[str, Vocabulary], config: SearchConfig) -> pa.Table:
+    """A row per key: `counts` of events, whose `item` and `query` are places in `ids`."""
+    keys = {"item": ("item",), "query": ("query",), "pair": ("item", "query")}[of]
+    code = np.zeros(len(rows["row"]), np.int64)
+    for key in keys:
+        code = code << 32 | rows[key]
+    first = np.unique(code, return_index=True)[1]
+    first = first[code[first] >= 0]  # without a query there is no pair
+    mine = values_of({name: counts[name][first] for name in (of, *(["gap"] if of == "pair" else []))}, config)
+    columns = {name: mine[name] for name in names_of(config)[of]}
+    for key, column in (("item", "item_id"), ("query", "query")):
+        if key in keys:
+            columns[column] = ids[key].ids.take(pa.array(rows[key][first])).cast(pa.string())
+    schema = counts_schema(names_of(config).values())
+    return pa.table({f.name: columns.get(f.name, pa.nulls(len(first), f.type)) for f in schema}, schema=schema)
+
+
+def _write_part(
+    uri: str, windows: SearchWindows, catalogue: Vocabulary, queries: Vocabulary, bucket: int, rows: pa.Table
+) -> tuple[Part | None, Counter[str]]:
+    tables, count = [], Counter[str]()
+    for number, shapes in enumerate(windows.shapes):
+        piece = to_piece(rows.filter(pc.equal(rows["number"], number)))
+        if not len(piece["row"]):
+            continue
+        counts = windows.count(number, piece)
+        for of in (name for name in shapes if name in COUNTED):
+            tables.append(rows_of(counts, of, piece, {"item": catalogue, "query": queries}, windows.config))
+            count[of] = len(tables[-1])
+    table = pa.concat_tables(tables) if tables else None
+    return (write_part(uri, table) if table is not None else None), count
+
+
+def make_counts(run: Run, events: Manifest, items: Manifest, moment: int) -> None:
+    """The table of counts as of `moment`, in ms. One of another moment is replaced, as nothing is made from it."""
+    config, label, texts = run.config, run.config.behaviour, pa.array([], pa.large_string())
+    assert label is not None, "a search log has a label that makes behaviours"
+    said = datetime.fromtimestamp(moment / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    if moment <= events.info["first_ms"]:
+        raise UserError(f"counts_as_of is {said}, and the log has no event before it; give a later time")
+    settings = {"counts_as_of": moment, "search": config.own.settings(), "behaviour": label}
+    inputs, uri = {"events": events.hash, "items": items.hash}, run.table("counts")
+    if not run.overwrite and up_to_date(uri, fingerprint(settings, inputs)):
+        run.say(f"counts: up to date, as of {said}")
+        return
+    begin = time.perf_counter()
+    windows = SearchWindows(config.own, label, f"known_{label}" in run.source.schema.names, moment)
+    if read_manifest(run.table("queries"), "queries").rows:
+        texts = read_table(run.table("queries"), "queries")["query"].cast("large_string").combine_chunks()
+    with run.writing("counts"):
+        shared = run.catalogue(), run.engine.put(Vocabulary.of(texts))
+        parts = part_uris(run.table("events"), events)
+        found = sorted(exported(run.engine, parts, events.rows, windows, shared, _write_part, (uri, windows, *shared)))
+        names, count = names_of(config.own), Counter[str]()
+        for _, (_, of_part) in found:
+            count.update(of_part)
+        never = values_of({"gap": np.full(1, UNSEEN)}, config.own)
+        info: dict[str, Any] = {
+            "as_of_ms": moment,
+            "features": names,
+            "never": {name: float(never[name][0]) for each in names.values() for name in each},
+            "search": config.own.settings(),
+            "behaviour": label,
+            **count,
+        }
+        timings = {"count_write_s": time.perf_counter() - begin, "ray_data": run.engine.take_stats()}
+        written = [part for _, (part, _) in found if part is not None]
+        commit(
+            uri, "counts", counts_schema(names.values()), written, config=settings, inputs=inputs, info=info,
+            timings=timings,
+        )  # fmt: skip
+    run.say(
+        f"counts: {count['item']:,} items, {count['query']:,} queries and {count['pair']:,} pairs as of {said} in "
+        f"{time.perf_counter() - begin:.1f} s: {uri}"
+    )
