@@ -15,16 +15,15 @@ Shapes: `B` requests, `S` vectors of the longest, `D` width, `L` levels.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -38,6 +37,7 @@ from pyarrow import fs
 from torch import Tensor
 
 from models.fit import to_device
+from models.locks import LOCK, locked
 from models.retrieval.data import PAD, Catalogue, Examples
 from models.retrieval.parts import History, real_positions
 from models.tables import (
@@ -133,8 +133,8 @@ def remember(
     made on `device`.
 
     Tables that are not there yet are made: every rank calls this, makes its rows, and waits for the others. A run
-    that starts meanwhile with the same local folder waits too. Raises UserError for a table that is damaged, of
-    something else, or without some of the requests.
+    that starts meanwhile with the same folder waits too. Raises UserError for a table that is damaged, of something
+    else, or without some of the requests.
     """
     known, lines = {}, []
     for query in queries:
@@ -144,8 +144,8 @@ def remember(
         print_ = _digest([SCHEMA_VERSION, query.name, config, inputs])
         uri = join(folder, f"{query.name}-{print_[:16]}")
         rank, world = parts[0].share.rank, parts[0].share.world
-        with _held(uri) if rank == 0 else nullcontext():
-            there = _agree(has_manifest(uri) if rank == 0 else None, world)
+        with _held(uri) if rank == 0 else nullcontext() as there:
+            there = _agree(there, world)
             if not there:
                 began = time.monotonic()
                 written = [part for ranks in _all(_write(uri, query.outputs, parts, device), world) for part in ranks]
@@ -209,18 +209,12 @@ def _write_part(uri: str, table: pa.Table) -> dict[str, Any]:
 def _commit(
     uri: str, name: str, parts: list[dict[str, Any]], config: dict, inputs: dict, print_: str, seconds: float
 ) -> None:
-    """Writes the manifest, and removes what an interrupted run left.
-
-    At a URI there is no lock (`_held`): whoever commits first is right, another run's table gives way to it, and
-    what is not listed stays, as someone may be writing it.
-    """
+    """Writes the manifest, and removes what an interrupted run left."""
     files = [Part(**part) for part in parts]
-    listed = {part.path for part in files}
     filesystem, path = open_uri(uri)
-    if has_manifest(uri):
-        for mine in listed - {part.path for part in read_manifest(uri).files}:
-            filesystem.delete_file(f"{path}/{mine}")
-        return
+    there = filesystem.get_file_info(fs.FileSelector(path))
+    if gone := {part.path for part in files} - {entry.base_name for entry in there}:
+        raise UserError(f"another run removed {join(uri, min(gone))}, as it did not hear from this one; start it again")
     schema = [{"name": f.name, "type": str(f.type), "nullable": str(f.nullable)} for f in SCHEMA]
     manifest = Manifest(
         table=name, schema_version=SCHEMA_VERSION, schema=schema, files=files, rows=sum(part.rows for part in files),
@@ -231,10 +225,9 @@ def _commit(
     with filesystem.open_output_stream(new) as stream:
         stream.write(manifest.to_json().encode())
     filesystem.move(new, f"{path}/{MANIFEST}")
-    if "://" not in uri:
-        for entry in filesystem.get_file_info(fs.FileSelector(path)):
-            if entry.base_name.startswith(("part-", f"{MANIFEST}.")) and entry.base_name not in listed:
-                filesystem.delete_file(entry.path)
+    for entry in there:
+        if entry.base_name.startswith(("part-", f"{MANIFEST}.")) and entry.base_name not in {f.path for f in files}:
+            filesystem.delete_file(entry.path)
 
 
 def _open(uri: str, name: str, config: dict[str, Any], inputs: dict[str, str], parts: list[Examples]) -> States:
@@ -273,22 +266,15 @@ def _open(uri: str, name: str, config: dict[str, Any], inputs: dict[str, str], p
 
 
 @contextmanager
-def _held(uri: str) -> Iterator[None]:
-    """Keeps other processes of this machine from making the table; let go however the process ends."""
-    if "://" in uri:
-        yield
+def _held(uri: str) -> Iterator[bool]:
+    """Whether the table is there. Where it is not, other runs are kept from making it, and one that does is waited
+    for."""
+    if has_manifest(uri):
+        yield True
         return
-    path = Path(open_uri(uri)[1])
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = (path.parent / f".{path.name}.lock").open("w")
-    except OSError as error:
-        raise UserError(
-            f"cannot write to {path.parent} ({error.strerror}); give model.teacher_cache a folder that you may write"
-        ) from error
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+    remedy = "give model.teacher_cache a folder that you may write"
+    with locked(join(uri, LOCK), f"{uri} is being made by another process", math.inf, remedy):
+        yield has_manifest(uri)
 
 
 def _agree(value: Any, world: int) -> Any:

@@ -30,11 +30,12 @@ from models import checkpoint, registry
 from models.checkpoint import Checkpoint
 from models.config import check_least, naming
 from models.fit import FitConfig
+from models.locks import locked
 from models.setup import check_budget, check_fit, load_catalogue
 from models.tables import UserError, has_manifest, join, open_uri, read_manifest
 from models.uri import absolute, hide
 from pipelines import cluster, credentials, faults, tracking
-from pipelines.data.tables import check_writable, locked, write_file
+from pipelines.data.tables import check_writable, write_file
 from pipelines.serving import package
 from pipelines.training import here
 from pipelines.training.worker import Progress, Task, step_name, worker

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import shutil
+import subprocess
+import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +19,18 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow import fs
 from training_tables import write_tables
 
 from models import checkpoint
 from models.fit import EpochEvent, FitConfig, fit
+from models.locks import LOCK, locked
 from models.retrieval.data import Examples
 from models.retrieval.teacher_cache import SCHEMA, States, _commit, _write_part
 from models.setup import Setup, set_up
-from models.tables import UserError, read_manifest, read_table, sealed, unsealed
+from models.tables import UserError, open_uri, read_manifest, read_table, sealed, unsealed
 
+ROOT = Path(__file__).parents[3]
 TIGER = {"name": "tiger", "d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 2,
          "num_decoder_layers": 2, "n_user_tokens": 2, "max_history": 6}  # fmt: skip
 HEADS = {"attention_heads": 2, "attention_width": 24, "ffn_width": 32, "head_width": 20, "dropout": 0.0}
@@ -40,7 +46,7 @@ class World:
     tables: str
     sids: str
 
-    def set_up(self, cache: Path | None, fit: FitConfig = FIT, **model: Any) -> Setup:
+    def set_up(self, cache: Path | str | None, fit: FitConfig = FIT, **model: Any) -> Setup:
         options = {"name": "sid_mlp", "teacher": str(self.folder / "tiger"), "teacher_cache": str(cache or ""), **model}
         if options["name"] in ("sid_mlp", "sid_mlp_pp"):
             options = {**HEADS, **options}
@@ -178,12 +184,14 @@ def test_half_written_it_is_made_anew(world: World, tmp_path: Path) -> None:
     )
 
 
-def test_of_two_who_make_it_where_there_is_no_lock_the_first_counts(tmp_path: Path) -> None:
-    uri = f"file://{tmp_path}"
-    made = [[_write_part(uri, pa.table({"request": [7], "states": [[value]]}, SCHEMA))] for value in (0.0, 1.0)]
-    for parts in made:
-        _commit(uri, "encoder", parts, {}, {}, "the same", 0.0)
-    assert read_table(uri)["states"].to_pylist() == [[0.0]]
+def test_one_that_another_run_took_for_dead_is_not_committed(tmp_path: Path) -> None:
+    made = [
+        [_write_part(str(tmp_path), pa.table({"request": [7], "states": [[value]]}, SCHEMA))] for value in (0.0, 1.0)
+    ]
+    _commit(str(tmp_path), "encoder", made[0], {}, {}, "the same", 0.0)
+    with pytest.raises(UserError, match=f"another run removed .*{made[1][0]['path']}.* start it again"):
+        _commit(str(tmp_path), "encoder", made[1], {}, {}, "the same", 0.0)
+    assert read_table(str(tmp_path))["states"].to_pylist() == [[0.0]]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", made[0][0]["path"]]
 
 
@@ -277,3 +285,65 @@ def test_workers_make_it_together(world: World, cache: Path, tmp_path: Path) -> 
             rtol=2e-3,
             atol=1e-3,
         )
+
+
+def make_alone(world: World, cache: str, began: Any, notes: Any) -> None:
+    torch.set_num_threads(1)
+    began.put(None)
+    notes.put(world.set_up(cache).notes)
+
+
+def test_of_two_processes_at_a_uri_one_makes_it_and_the_other_waits(world: World, cache: Path, s3: str) -> None:
+    processes = mp.get_context("spawn")  # the server's address is in this process's environment
+    began, notes = processes.Queue(), processes.Queue()
+    runs = [processes.Process(target=make_alone, args=(world, f"{s3}/kept", began, notes)) for _ in range(2)]
+    names = sorted(path.name for path in cache.iterdir() if path.name.startswith(("encoder-", "decoder-")))
+    names = [name for name in names if "encoder_width" not in read_manifest(str(cache / name)).config]
+    with ExitStack() as stack:
+        for name in names:  # so that both ask for it before it is there
+            stack.enter_context(locked(f"{s3}/kept/{name}/{LOCK}", "it is held"))
+        for run in runs:
+            run.start()
+        for _ in runs:
+            began.get()
+    said = [notes.get() for _ in runs]
+    for run in runs:
+        run.join()
+    for name, lines in zip(("encoder", "decoder"), zip(*said, strict=True), strict=True):
+        assert sorted("found" in line for line in lines) == [False, True], (name, lines)
+    for name in names:
+        assert read_table(f"{s3}/kept/{name}").equals(read_table(str(cache / name)))
+        assert files(f"{s3}/kept/{name}") == files(str(cache / name))
+
+
+HOLDS = """
+import sys
+from models.locks import LOCK, locked
+from models.tables import open_uri
+with locked(f"{sys.argv[1]}/{LOCK}", "it is held"):
+    filesystem, path = open_uri(f"{sys.argv[1]}/part-of-a-killed-run.parquet")
+    with filesystem.open_output_stream(path) as stream:
+        stream.write(b"PAR1")
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_lock_of_a_killed_run_at_a_uri_is_taken_over(world: World, cache: Path, s3: str) -> None:
+    name = next(p.name for p in cache.glob("encoder-*") if "encoder_width" not in read_manifest(str(p)).config)
+    uri = f"{s3}/killed/{name}"
+    line = [sys.executable, "-c", HOLDS, uri]
+    killed = subprocess.Popen(line, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert killed.stdout is not None
+    assert killed.stdout.readline() == "held\n"
+    killed.kill()
+    killed.wait()
+    assert "part-of-a-killed-run.parquet" in files(uri)
+    assert "made in" in world.set_up(f"{s3}/killed").notes[0]
+    assert read_table(uri).equals(read_table(str(cache / name)))
+    assert files(uri) == files(str(cache / name))
+
+
+def files(uri: str) -> list[str]:
+    filesystem, path = open_uri(uri)
+    return sorted(entry.base_name for entry in filesystem.get_file_info(fs.FileSelector(path)))
