@@ -16,4 +16,4 @@ cd "$(dirname "$0")/.."
 resume=()
 [ ! -e "$out/runs/models" ] || resume=(--resume)
 "$python" -m jobs.sweep --grid tuning/grids/actions_models.yaml --tables "$out/tables" --storage "$out/runs" --name models \
-  --axes.fit.seed '[42, 43, 44]' --options.concurrency 1 --ray.threads 1 "${resume[@]}"
+  --experiment actions/kuairand --axes.fit.seed '[42, 43, 44]' --options.concurrency 1 --ray.threads 1 "${resume[@]}"
