@@ -117,17 +117,25 @@ def _tiles(
     size = TILE if q.device.type == "cpu" else LARGE_TILE
     if bound is not None:
         bound = bound.to(torch.int32).repeat_interleave(len(q) // len(bound), 0)[..., None]  # (B * H, L, 1)
+    # no more keys than a tile's queries read, and no mask where all read them; on a GPU the host would wait for that
+    narrow = group is None and q.device.type == "cpu" and not torch.compiler.is_compiling()
     for first in range(0, q.shape[1], BLOCK):
         end = min(first + BLOCK, q.shape[1])
         rows, keys = slice(first, end), slice(0, k.shape[1] if group is None else end)
         most = max(1, size // ((end - first) * keys.stop))
         for head in range(0, len(q), most):
-            heads = slice(head, head + most)
-            scores = q[heads, rows] @ k[heads, keys].mT
+            heads, read, hidden = slice(head, head + most), keys, None
+            if bound is not None:
+                mine, shortest = bound[heads, rows], 0
+                if narrow:
+                    shortest, longest = (int(end) for end in mine.aminmax())
+                    read = slice(0, longest)
+                if shortest < read.stop:
+                    hidden = place[read] >= mine
+            scores = q[heads, rows] @ k[heads, read].mT
             if bound is None:
                 scores[:, :, first:] += above[: end - first, : end - first]
-            else:
-                hidden = place[keys] >= bound[heads, rows]
+            elif hidden is not None:
                 if group:
                     query, key = place[rows, None], place[rows]
                     hidden[:, :, first:] &= (key < query // group * group) | (key > query)
@@ -136,6 +144,6 @@ def _tiles(
                 own = (q[heads, rows] * own_k[heads, rows]).sum(-1, keepdim=True)
                 scores = torch.cat([scores, own], -1)
             weights = scores.softmax(-1, torch.promote_types(scores.dtype, torch.float32))
-            if bound is not None and not group and own_k is None:
+            if hidden is not None and not group and own_k is None:
                 weights.masked_fill_(hidden, 0.0)  # softmax over nothing is not a number
-            yield heads, rows, keys, weights
+            yield heads, rows, read, weights
