@@ -26,6 +26,7 @@ from models.bench.harness import write_rows
 from models.bench.table import BENCHMARKS as MODELS
 from models.config import hint
 from models.tables import UserError
+from pipelines import tracking
 
 
 @dataclass
@@ -121,7 +122,12 @@ def run(config: Config) -> None:
             Path(config.json).touch()
         except OSError as error:
             raise UserError(f"cannot write {config.json} ({error.strerror}); choose another --json") from error
-    rows = write_rows(BENCHMARKS[config.name](config), config.json)
+    origin = {
+        "command": tracking.command(),
+        "hardware": tracking.hardware(),
+        "commit": tracking.git("rev-parse", "HEAD"),
+    }
+    rows = write_rows(BENCHMARKS[config.name](config), config.json, origin)
     for row in rows:
         if "error" in row:
             print(f"{row['variant']:>20} failed: {row['error']}")

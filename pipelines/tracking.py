@@ -43,6 +43,9 @@ logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # a trace
 BATCH = 100
 """Metrics per request; MLflow takes at most 1000 metrics, 100 params and 100 tags."""
 
+COMMIT_TAG = "mlflow.source.git.commit"
+"""MLflow's own tag with the git commit."""
+
 WEIGHTS_TAG = "checkpoint.weights"
 """Tag with the SHA-256 of the weights that were evaluated, by which a student's teacher is found."""
 
@@ -244,17 +247,16 @@ def open_run(
     since its trial was killed before it could note it, is taken up again.
     """
     client = connect(uri)
-    command = masked(" ".join([f"python -m jobs.{Path(sys.argv[0]).stem}", *sys.argv[1:]]))
     config = hide(config)
     labels = {
         "mlflow.source.name": Path(sys.argv[0]).name,
         "mlflow.source.type": "JOB",
-        "command": command[:5000],
+        "command": command(),
         **{f"table.{table}": value for table, value in hashes.items()},
         **{name: masked(value) for name, value in (tags or {}).items()},
     }
     if commit := git("rev-parse", "HEAD"):
-        labels["mlflow.source.git.commit"] = commit
+        labels[COMMIT_TAG] = commit
     if parent:
         labels["mlflow.parentRunId"] = parent
     place = _experiment(client, uri, experiment, storage)
@@ -307,6 +309,11 @@ def reopen(run: RunRef) -> None:
             f"the MLflow run {run.run_id} of this training is not at {run.uri}; give the --tracking_uri that it was "
             f"started with, or start anew with --overwrite"
         ) from error
+
+
+def command() -> str:
+    """The command line of this process, without what is secret in it."""
+    return masked(" ".join([f"python -m jobs.{Path(sys.argv[0]).stem}", *sys.argv[1:]]))[:5000]
 
 
 def hardware(gpu: str = "") -> str:

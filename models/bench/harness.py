@@ -53,10 +53,11 @@ def peak_memory(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def paired(
-    benchmark: str, calls: dict[str, Callable[[int], Any]], params: Row, items: int, memory: dict[str, float],
+    benchmark: str, calls: dict[str, Callable[[int], Any]], params: Row, items: int,
+    memory: dict[str, float] | None = None,
     parts: dict[str, tuple[str, Callable[[int], Any]]] | None = None, percentiles: Iterable[int] = (),
 ) -> Iterator[Row]:  # fmt: skip
-    """Times each variant once per run, in turn; `items` is what one call gets done.
+    """Times each variant once per run, in turn; `items` is what one call gets done, `memory` the peak of each variant.
 
     `parts` gives variants the name of what they begin with and how to do that alone, which is timed beside them: a
     row then has `encode_s`, and as `decode_s` the median over the runs of what the rest took. `percentiles`, such as
@@ -90,7 +91,7 @@ def paired(
             "items_per_s": round(items / statistics.median(times), 2),
             **apart,
             **{f"p{rank}_s": round(float(np.percentile(times, rank)), 5) for rank in percentiles},
-            "peak_memory_mb": round(memory[variant], 1),
+            **({"peak_memory_mb": round(memory[variant], 1)} if memory else {}),
         }
 
 
@@ -99,11 +100,11 @@ def wait_for_device() -> None:
         torch.cuda.synchronize()
 
 
-def write_rows(rows: Iterable[Row], path: str | None) -> list[Row]:
-    """Prints each row as a JSON line, and writes it to the file at `path` if there is one."""
+def write_rows(rows: Iterable[Row], path: str | None, origin: Row | None = None) -> list[Row]:
+    """Prints each row, with its `origin`, as a JSON line, and writes it to the file at `path` if there is one."""
     written = []
     with Path(path).open("w") if path else nullcontext() as file:
-        for row in rows:
+        for row in ({**row, **(origin or {})} for row in rows):
             print(json.dumps(row), flush=True)
             if file:
                 file.write(json.dumps(row) + "\n")

@@ -20,6 +20,9 @@ from pipelines.comparison.runs import KIND
 LINE_TAG = "benchmark.line"
 """Tag with the hash of the line."""
 
+ORIGIN = {"command": "command", "hardware": "hardware", "commit": tracking.COMMIT_TAG}
+"""What says where a line is from, and its tag."""
+
 
 def log_lines(uri: str, lines: Sequence[dict[str, Any]]) -> int:
     """Logs the lines that are not there yet and returns how many these are."""
@@ -41,7 +44,7 @@ def log_lines(uri: str, lines: Sequence[dict[str, Any]]) -> int:
                 run,
                 [Metric(name, float(value), 0, 0) for name, value in figures.items()],
                 [Param(f"model.{name}", str(value)) for name, value in params.items()],
-                [RunTag("command", f"python -m jobs.benchmark {benchmark}")],
+                [RunTag(tag, line[name]) for name, tag in ORIGIN.items() if line.get(name)],
             )
             client.set_terminated(run)
             logged += 1

@@ -47,7 +47,8 @@ def table(params: dict[str, str], rows: list[Row]) -> Table:
     references = [name for name in REFERENCES if name in variants]
     ranked = any(not math.isnan(row.mean("p99_s")) for row in rows)
     header = ["variant", "ms", "min to max", *(["p99, ms"] if ranked else []), "per s"]
-    header += [*(["encoder, ms", "decoding, ms"] if apart else []), "peak MB"]
+    weighed = any(not math.isnan(row.mean("peak_memory_mb")) for row in rows)
+    header += [*(["encoder, ms", "decoding, ms"] if apart else []), *(["peak MB"] if weighed else [])]
     header += [f"x {name}" for name in references]
     header += [f"decoding alone, x {name}" for name in references] if apart else []
     cells = []
@@ -56,7 +57,7 @@ def table(params: dict[str, str], rows: list[Row]) -> Table:
         line += [ms(row, "p99_s")] if ranked else []
         line.append(number(row.mean("items_per_s")))
         line += [ms(row, "encode_s"), ms(row, "decode_s")] if apart else []
-        line.append(number(row.mean("peak_memory_mb")))
+        line += [number(row.mean("peak_memory_mb"))] if weighed else []
         for part in ("median_s", "decode_s") if apart else ("median_s",):
             line += [times(variants[other].mean(part), row.mean(part)) for other in references]
         cells.append(line)

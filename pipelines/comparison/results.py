@@ -38,7 +38,7 @@ LEFT_OUT = ("system/",)
 PLACE = re.compile(r"(?<![\w.~/-])(?:[a-z][a-z0-9+]*://|/)[^\s'\",\]}]+")
 """An absolute path or a URI within a text."""
 
-KEPT = ("mlflow.parentRunId", "mlflow.source.git.commit")
+KEPT = ("mlflow.parentRunId", tracking.COMMIT_TAG)
 """Tags of MLflow's own that are kept; all of ours are."""
 
 Line = dict[str, Any]

@@ -10,6 +10,7 @@ import re
 import statistics
 from collections.abc import Sequence
 
+from pipelines import tracking
 from pipelines.comparison.baseline_tables import baseline_tables, figure
 from pipelines.comparison.benchmark_tables import benchmark_tables, of_benchmark
 from pipelines.comparison.noninferiority import MARGIN, non_inferiority, paired_test
@@ -208,7 +209,7 @@ def origins_table(comparison: Comparison) -> Table:
     cells = []
     for run in sorted(comparison.selection.runs, key=lambda run: str(run.info.run_name)):
         tags = run.data.tags
-        commit = tags.get("mlflow.source.git.commit", "")[:10]
+        commit = tags.get(tracking.COMMIT_TAG, "")[:10]
         cells.append([str(run.info.run_name), tags.get("hardware", ""), commit, tags.get("command", "")])
     return Table("Where the runs are from", ["run", "hardware", "commit", "command"], cells, words=4)
 

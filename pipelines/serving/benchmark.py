@@ -23,7 +23,7 @@ import pyarrow as pa
 import torch
 
 from models import checkpoint, registry
-from models.bench.harness import Row, paired, peak_memory, resident_peak_mb, risen_mb
+from models.bench.harness import Row, paired
 from models.checkpoint import Checkpoint
 from models.tables import join
 from pipelines.data.tables import check_writable, commit, write_part
@@ -142,15 +142,6 @@ def calls_of(name: str, length: int, ways: Iterable[str], params: Row) -> dict[s
     return calls
 
 
-def memory_of(variant: str, params: Row) -> float:
-    """MB that one request needs at its peak beside the model; in its own process."""
-    name, way = variant.rsplit("_", 1)
-    call = calls_of(name, params["history"], [way], {**params, "runs": 1})[variant]
-    before = resident_peak_mb()
-    call(0)
-    return risen_mb(before)
-
-
 def serve(
     runs: int = 5, threads: int = 2, lengths: Iterable[int] = LENGTHS, variants: Iterable[str] = VARIANTS
 ) -> Iterator[Row]:
@@ -162,6 +153,5 @@ def serve(
             continue
         params: Row = {"model": name, "history": length, "candidates": CANDIDATES, "threads": threads, "device": "cpu"}
         params["runs"] = min(runs * REQUESTS_PER_RUN, SLACK)
-        memory = {variant: peak_memory(memory_of, variant, params) for variant in of_model}
         calls = calls_of(name, length, [variant.rsplit("_", 1)[1] for variant in of_model], params)
-        yield from paired("serve", calls, params, 1, memory, percentiles=(99,))
+        yield from paired("serve", calls, params, 1, percentiles=(99,))

@@ -40,10 +40,18 @@ def test_latency_at_the_99th_percentile_has_a_column(
     new_store: Callable[[Path], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = {"benchmark": "serve", "variant": "qgs_state", "params": {"model": "qgs", "history": 100}, "runs": 100}
-    line |= {"median_s": 0.05, "min_s": 0.04, "max_s": 0.2, "p99_s": 0.15, "items_per_s": 20.0, "peak_memory_mb": 9.0}
+    line |= {"median_s": 0.05, "min_s": 0.04, "max_s": 0.2, "p99_s": 0.15, "items_per_s": 20.0}
+    line |= {
+        "hardware": "a processor, 2 cores",
+        "commit": "abcdef0123456789",
+        "command": "python -m jobs.benchmark serve",
+    }
     (tmp_path / "lines.jsonl").write_text(json.dumps(line) + "\n")
     words = ["--benchmark", str(tmp_path / "lines.jsonl"), "--experiment", "benchmark/serve"]
-    run(parse("compare", [*words, "--tracking_uri", new_store(tmp_path)]))
+    run(parse("compare", [*words, "--tracking_uri", new_store(tmp_path), "--export", str(tmp_path / "kept.jsonl")]))
     table = capsys.readouterr().out.split("serve: history 100, model qgs")[1].splitlines()
-    assert " ".join(table[1].split()) == "variant ms min to max p99, ms per s peak MB"
-    assert table[3].split() == ["qgs_state", "50.0", "40.0", "to", "200.0", "150.0", "20", "9"]
+    assert " ".join(table[1].split()) == "variant ms min to max p99, ms per s"
+    assert table[3].split() == ["qgs_state", "50.0", "40.0", "to", "200.0", "150.0", "20"]
+    run(parse("compare", ["--from", str(tmp_path / "kept.jsonl"), "--markdown", f"{tmp_path}/pages/"]))
+    origin = "| qgs_state | a CPU, 2 cores | abcdef0123 | python -m jobs.benchmark serve |"
+    assert origin in (tmp_path / "pages/benchmark-serve.md").read_text()

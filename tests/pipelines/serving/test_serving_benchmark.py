@@ -8,7 +8,6 @@ import pytest
 from pipelines.serving import benchmark
 
 
-@pytest.mark.long
 def test_it_times_whole_histories_and_states(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benchmark, "REQUESTS_PER_RUN", 2)
     rows = list(benchmark.serve(runs=1, threads=1, lengths=[20], variants=["attn_mvp_whole", "attn_mvp_state"]))
@@ -16,7 +15,6 @@ def test_it_times_whole_histories_and_states(monkeypatch: pytest.MonkeyPatch) ->
     for row in rows:
         assert row["runs"] == 2
         assert 0 < row["min_s"] <= row["median_s"] <= row["p99_s"] <= row["max_s"]
-        assert row["peak_memory_mb"] >= 0
         assert {"model": "attn_mvp", "history": 20, "candidates": 300, "threads": 1}.items() <= row["params"].items()
         assert row["params"]["state_mb"] > 0
 
