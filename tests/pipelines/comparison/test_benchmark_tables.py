@@ -42,7 +42,7 @@ def test_latency_at_the_99th_percentile_has_a_column(
     line = {"benchmark": "serve", "variant": "qgs_state", "params": {"model": "qgs", "history": 100}, "runs": 100}
     line |= {"median_s": 0.05, "min_s": 0.04, "max_s": 0.2, "p99_s": 0.15, "items_per_s": 20.0}
     line |= {
-        "hardware": "a processor, 2 cores",
+        "hardware": "a CPU, 2 cores",
         "commit": "abcdef0123456789",
         "command": "python -m jobs.benchmark serve",
     }
