@@ -28,8 +28,8 @@ job() { "$python" -m "jobs.$@"; }
 row() {  # NAME SEED OPTION...
   local name=$1-$2 seed=$2
   shift 2
-  job train --tables "$here/tables" --text "$here/text" --storage "$here/runs" --name "$name" \
-    --experiment "search/$part" --fit.seed "$seed" --fit.max_epochs "$EPOCHS" --ray.threads 1 "$@"
+  job train "$@" --tables "$here/tables" --text "$here/text" --storage "$here/runs" --name "$name" \
+    --experiment "search/$part" --fit.seed "$seed" --fit.max_epochs "$EPOCHS" --ray.threads 1
   job evaluate --checkpoint "$here/runs/$name" --tables "$here/tables" --text "$here/text" --split test
 }
 
