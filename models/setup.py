@@ -178,7 +178,7 @@ def read_share(
     max_history = config.max_history
     units = {"train": entry.unit, "val": entry.family.eval_unit}
     if streamed is None:
-        streamed = check_budget(entry, fit, sequences, max_history, world)
+        streamed = check_budget(entry, fit, sequences, config, world)
     if not streamed:
         shards = shards_of(manifest, fit.shard_mb, fit.batch_size)
         examples = family.load_splits(sequences, units, max_history=max_history, rank=rank, world=world, shards=shards)
@@ -239,10 +239,11 @@ def check_fit(fit: FitConfig, name: str, catalogue: Any, world: int) -> None:
             raise UserError(f"fit.eval_options has '{key}', which is no option of '{name}' when recommending; {what}")
 
 
-def check_budget(entry: registry.Entry, fit: FitConfig, sequences: str, max_history: int, world: int) -> Plan:
+def check_budget(entry: registry.Entry, fit: FitConfig, sequences: str, config: Any, world: int) -> Plan:
     """How a worker reads its share; UserError for a memory budget below the least."""
     budget = fit.memory_budget_gb * 2**30
-    return plan(entry.family.examples, sequences, entry.unit, max_history, budget=budget, world=world)
+    family = entry.family.examples.of_model(config)
+    return plan(family, sequences, entry.unit, config.max_history, budget=budget, world=world)
 
 
 def check_batch(fit: FitConfig, world: int) -> None:

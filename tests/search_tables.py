@@ -28,6 +28,9 @@ SCHEMA = pa.schema(
         ("query_index", lists(pa.int32())),
         ("position", lists(pa.int32())),
         ("features", lists(pa.list_(pa.float32(), len(FEATURES)))),
+        ("label_click", lists(pa.bool_())),
+        ("label_purchase", lists(pa.bool_())),
+        ("label_dwell", lists(pa.float32())),
         (
             "requests",
             lists(
@@ -57,6 +60,11 @@ def request(time: int, query: int, end: int, split: str, shown: list[int], click
         "positions": list(range(len(shown))), "label_click": clicks, "label_purchase": bought,
         "features": np.asarray(features, np.float32).ravel().tolist(),
     }  # fmt: skip
+
+
+def dwell_of(item: int, time: int) -> float | None:
+    """Seconds that a behaviour took, where they are known."""
+    return None if item % 5 == 0 else float((7 * item + time) % 60)
 
 
 ITEM_MODEL = {
@@ -103,6 +111,8 @@ def write_tables(
         values = {index: np.arange(count, dtype=np.int32), word: [f"{word}-{i:03d}" for i in range(count)]}
         hashes[name] = write(join(tables, name), name, pa.table(values), {}, {}).hash
     info = {"kind": "search", "labels": list(LABELS), "features": list(FEATURES), "dataset": "search-test"}
+    usual = {"label_click": True, "label_purchase": False, "label_dwell": None}
+    rows = [{**{name: [value] * len(row["item_index"]) for name, value in usual.items()}, **row} for row in rows]
     made = write(join(tables, "sequences"), "sequences", pa.Table.from_pylist(rows, SCHEMA), info, {}, parts)
     of_items, of_queries = (
         (topic, np.arange(queries)) if topic is not None else (np.arange(n) % 4 for n in (items, queries))
@@ -124,7 +134,7 @@ def write_search(
     rng = np.random.default_rng(seed)
     rows = []
     for user in range(users):
-        past: list[tuple[int, int, int, int, np.ndarray]] = []
+        past: list[tuple[Any, ...]] = []
         searches = []
         for number in range(requests):
             time, query = 1000 * (number + 1) + user, int(rng.integers(-1, queries))
@@ -135,11 +145,12 @@ def write_search(
             split = {requests - 2: "val", requests - 1: "test"}.get(number, "train")
             searches.append(request(time, query, len(past), split, candidates, clicks, features))
             past += [
-                (item, time, query, place, features[place])
+                (item, time, query, place, features[place], True, item % 2 == 0, dwell_of(item, time))
                 for place, (item, click) in enumerate(zip(candidates, clicks, strict=True)) if click
             ]  # fmt: skip
-        columns = list(zip(*past, strict=True)) if past else [()] * 5
         names = ("item_index", "timestamp_ms", "query_index", "position", "features")
+        names += tuple(f"label_{name}" for name in (*LABELS, "dwell"))
+        columns = list(zip(*past, strict=True)) if past else [()] * len(names)
         row = {name: list(column) for name, column in zip(names, columns, strict=True)}
         rows.append({"user_id": f"user-{user:03d}", **row, "requests": searches})
     return write_tables(folder, rows, items, queries, joint, parts=parts)

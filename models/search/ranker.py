@@ -73,6 +73,11 @@ class RankerConfig(LabelOptions):
         """Whether the model reads behaviours' text together with their queries."""
         return False
 
+    @property
+    def reads_labels(self) -> tuple[str, ...]:
+        """Labels of behaviours that the model reads."""
+        return ()
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.window_overlap <= 1:

@@ -102,9 +102,9 @@ def importance(
     loaded, _ = registry.load(uri, catalogue)
     where = device_of(device)
     model: Any = loaded.to(where)
-    history = registry.config_from_dict(about.model).max_history
-    examples = entry.family.examples.load(
-        join(tables, "sequences"), split, unit=entry.family.eval_unit, max_history=history
+    config = registry.config_from_dict(about.model)
+    examples = entry.family.examples.of_model(config).load(
+        join(tables, "sequences"), split, unit=entry.family.eval_unit, max_history=config.max_history
     )  # fmt: skip
     metric = about.fit.get("metric") or entry.family.measured.shown[0]
 

@@ -154,10 +154,10 @@ def rank_shard(
     model, _ = registry.load(uri, catalogue)
     where = device_of(device)
     model = model.to(where)
-    history = registry.config_from_dict(about.model).max_history
-    examples = entry.family.examples.load(
-        join(tables, "sequences"), split, unit=entry.family.eval_unit, max_history=history, rank=rank, world=world,
-        shards=world,
+    config = registry.config_from_dict(about.model)
+    examples = entry.family.examples.of_model(config).load(
+        join(tables, "sequences"), split, unit=entry.family.eval_unit, max_history=config.max_history, rank=rank,
+        world=world, shards=world,
     )  # fmt: skip
     measured = entry.measured
     if subsets:

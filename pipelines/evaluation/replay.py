@@ -292,7 +292,7 @@ def scores_of(
     model, _ = registry.load(uri, catalogue)
     scorer: Any = model.to(device).eval()
     config: Any = registry.config_from_dict(about.model)
-    examples = SearchExamples.load(
+    examples = SearchExamples.of_model(config).load(
         join(tables, "sequences"), split, unit=entry.family.eval_unit, max_history=config.max_history  # type: ignore[arg-type]
     )  # fmt: skip
     scores = np.full(len(log.position), np.nan)

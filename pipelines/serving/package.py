@@ -160,11 +160,11 @@ OWN = {"numbers": Map(NUMBERS), "categories": Map(STRINGS)}
 
 
 def signature(
-    family: str, viewers: Iterable[str] = (), own: bool = False, content: Iterable[str] = ()
+    family: str, viewers: Iterable[str] = (), own: bool = False, content: Iterable[str] = (), labels: bool = False
 ) -> ModelSignature:
     """That of the family, with the viewer-side categories that the model reads: of the request, and of each event of
     the history, where "" is for none. own: whether it reads features of the log's own. content: columns of items that
-    requests may tell of new ones."""
+    requests may tell of new ones. labels: whether it reads labels of behaviours by name."""
     base = SERVED[family].signature
     columns = [
         column
@@ -176,6 +176,8 @@ def signature(
     ]
     for name, kind in OWN.items() if own else ():
         columns += [ColSpec(kind, f"{of}{name}", required=False) for of in ("", "history_")]
+    if labels:  # of any type, as MLflow takes no true for a double
+        columns.append(ColSpec(Map(Array(AnyType())), "history_labels", required=False))
     if SERVED[family].new_items:
         # numbers of any type, as MLflow takes no 3 for a double
         kinds = {name_of(name): AnyType() if name.startswith(NUMBER) else DataType.string for name in content}
@@ -190,12 +192,15 @@ def log_model(run: RunRef, uri: str, tables: str, extra: str | None) -> str:
 
     `extra` is the folder beside the tables that the model needs: SIDS or TEXT.
     """
-    entry = registry.find(checkpoint.read(uri).name)
+    trained = checkpoint.read(uri)
+    entry = registry.find(trained.name)
     served = SERVED[entry.family.name]
     info = read_manifest(join(tables, "sequences"), "sequences").info
     names = {name: name for name in ("labels", "features", "actions", "viewers")}
     names["labels"] = served.labels
     about: dict[str, Any] = {name: list(info[key]) for name, key in names.items() if key in info}
+    if labels := trained.model.get("token_labels"):
+        about["token_labels"] = labels
     own = OwnFeatures.of(info)
     for kind in OWN if own.names else ():
         about[kind] = [each.name[len(NUMBER) :] for each in getattr(own, kind)]
@@ -213,7 +218,9 @@ def log_model(run: RunRef, uri: str, tables: str, extra: str | None) -> str:
                 python_model=str(Path(__file__).with_name(served.code)),
                 code_paths=[str(Path(models.__path__[0]))],
                 artifacts={"data": str(bundle)},
-                signature=signature(entry.family.name, info.get("viewers", ()), bool(own.names), content),
+                signature=signature(
+                    entry.family.name, info.get("viewers", ()), bool(own.names), content, "token_labels" in about
+                ),
                 metadata=about,
                 model_config=served.settings,
                 pip_requirements=[*REQUIREMENTS, *served.requirements],

@@ -11,7 +11,9 @@ model's metadata. A feature that is not given, or NaN, counts as its mean over t
 search model `model_config={"counts": TABLES/counts}` gives what `jobs.prepare --counts_as_of` has counted, and
 `timestamp_ms` the hour and weekday of the request, so that a request of these needs no features of its candidates.
 Features of the log's own are given by name, a value per candidate, and per behaviour with `history_` before the
-column's name; one that is not given counts as unknown, and so does a value that training has not seen.
+column's name; one that is not given counts as unknown, and so does a value that training has not seen. Labels of
+behaviours that a search model's tokens have (`token_labels`) are given by name in `history_labels`, as they were known
+when the result became a behaviour.
 Candidates that are not in the catalogue are ranked last, in the order given, with the score NaN; items of a history
 that are not are skipped. To a model of actions a request may bring such items in `new_items`, each with its `item_id`
 and its text and attributes by name: these are scored by their content, as candidates and in the history. Where a result
@@ -157,6 +159,7 @@ class SearchRequests:
             documents = pq.read_table(f"{folder}/encoder/documents.parquet")["text"].to_pylist()
         self.text = RequestText(catalogue, queries, encoder, documents)
         info = read_manifest(f"{folder}/tables/sequences", "sequences").info
+        self.of_behaviours = catalogue.behaviour_labels
         self.counts = Counts.load(counts, info["features"], info) if counts else None
         self.hours = [place for place, name in enumerate(info["features"]) if name in HOURS]
         self.own = OwnFeatures.of(info)
@@ -184,6 +187,7 @@ class SearchRequests:
                     "query": [asked[i] for i in kept],
                     "time": np.array([times[i] or 0 for i in kept], np.int64),
                     "history_features": features[kept],
+                    **({"history_labels": self.labels(row, len(items))[kept]} if self.config.reads_labels else {}),
                 }
             )
         pairs = list(zip(rows, known, strict=True))
@@ -224,6 +228,32 @@ class SearchRequests:
         if not of and self.hours and (now := given(row, "timestamp_ms")) is not None:
             usually[:, self.hours] = hours(np.array([now], np.int64))
         return np.concatenate([finite(f"{of}features", vectors(row, f"{of}features", usually)), own], 1)
+
+    def labels(self, row: Row, count: int) -> Floats:
+        """(count, A) what `history_labels` gives by name of the labels in tokens; NaN for a number, and 0 for what is
+        true or false, that is not given. UserError for what no behaviour can have."""
+        there, known = given(row, "history_labels") or {}, self.config.reads_labels
+        for name in there:
+            if name not in known:
+                raise UserError(f"history_labels has '{name}', which the model does not read; {hint(name, known)}")
+        columns = []
+        for name in known:
+            values = there.get(name)
+            values = [None] * count if values is None else list(values)
+            if len(values) != count:
+                raise UserError(
+                    f"history_labels has {len(values)} values of '{name}' for a history of {count}; one each"
+                )
+            number = self.of_behaviours[name].number
+            try:
+                column = np.array([np.nan if value is None else value for value in values], np.float32)
+            except (TypeError, ValueError):
+                column = np.full(count, np.inf, np.float32)
+            if np.isinf(column).any() or not (number or np.isin(column[~np.isnan(column)], (0, 1)).all()):
+                what = "finite numbers" if number else "true or false"
+                raise UserError(f"history_labels has values of '{name}' that are not {what}; give None for none")
+            columns.append(column if number else np.nan_to_num(column))
+        return np.stack(columns, 1)
 
     def numbered(
         self, lists: list[list[str | None]]

@@ -167,8 +167,7 @@ def train(
         check_fit(fit, model["name"], catalogue, count)
     uri = tracking.resolve_uri(tracking_uri, storage)
     if overwrite or read_record(folder) is None:  # a run that has begun keeps its buffers
-        longest = registry.config_from_dict(model).max_history
-        check_budget(entry, fit, join(tables, "sequences"), longest, workers)
+        check_budget(entry, fit, join(tables, "sequences"), registry.config_from_dict(model), workers)
         about_log = read_manifest(join(tables, "sequences"), "sequences").info
         if unread := entry.family.unread(about_log) if entry.family.unread else []:
             say(f"note: '{model['name']}' reads items and their order, of these tables not the {'; '.join(unread)}")

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_search_models import VARIANTS, changed, make
+from test_search_models import READ, VARIANTS, changed, make
 
 from models.ranking_metrics import ranking_means, ranking_sums
 from models.search import metrics
 from models.search.base import Base, BaseConfig
-from models.search.data import SearchCatalogue, SearchExamples
+from models.search.data import SearchCatalogue
 from models.search.position import Position
 from models.tables import join
 
@@ -24,7 +24,7 @@ def catalogue(search):
 
 @pytest.fixture
 def batch(search):
-    return SearchExamples.load(join(search[0], "sequences"), "train", max_history=8).collate(np.arange(9))
+    return READ.load(join(search[0], "sequences"), "train", max_history=8).collate(np.arange(9))
 
 
 def places(catalogue: SearchCatalogue) -> list[int]:
