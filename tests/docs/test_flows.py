@@ -92,14 +92,24 @@ def test_retrieval_and_sweeps(
         assert found["examples"] == 60
 
 
-def test_search(
+def test_search_and_serving(
     here: Path, ray_local: None, new_store: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     new_store(here / "runs" / "search" / "runs")
-    smaller = {**SMALLER, "jobs.simulate": "--users 60 --items 50 --events 400"}
+    smaller = {**SMALLER, "jobs.simulate": "--users 60 --events 400"}
     follow(typed_of("search.md"), monkeypatch, smaller)
-    assert "No violations" in capsys.readouterr().out
+    follow(typed_of("serving.md"), monkeypatch, smaller)
+    printed = capsys.readouterr().out
+    assert "No violations" in printed
+    assert "registered: version 1 of searches" in printed
+    names: dict[str, object] = {"mlflow": mlflow, "pandas": pandas}
+    for text in (text for kind, text in blocks((ROOT / "docs/serving.md").read_text()) if kind == "python"):
+        code, call = text.rsplit("model.predict", 1)
+        exec(code, names)
+        answer = eval("model.predict" + call.splitlines()[0], names)
+        assert set(answer["item_id"][0]) == {"i033", "i142", "i198"}
+        assert answer["score"].explode().between(0, 1).all()
 
 
 def test_new_items_of_a_feed(
