@@ -291,6 +291,7 @@ class ActionsRequests:
 
     def __init__(self, folder: str, model: Any, catalogue: ActionsCatalogue) -> None:
         self.length, self.mean = model.config.max_history, model.features.mean.numpy()
+        self.wants_ids = model.config.item_ids != "none" and not model.config.id_dropout
         info = read_manifest(f"{folder}/tables/sequences", "sequences").info
         self.actions = info["actions"]
         # numbers as in models/actions/data.py: from 1, 0 for what training has not seen
@@ -321,6 +322,12 @@ class ActionsRequests:
         parts: list[dict[str, NDArray]] = []
         indexes = self.indexes(rows, index)
         posts = [post for own in self.posts(rows, index) for post in own.values()]
+        if posts and self.wants_ids:
+            warnings.warn(
+                f"{len(posts)} new items are scored without an id, and the model has never trained without one; train "
+                f"it with --model.item_ids none or --model.id_dropout 0.2",
+                stacklevel=2,
+            )
         kept = [self.past(row, own) for row, own in zip(rows, indexes, strict=True)]
         for row, index, past, places in zip(rows, indexes, kept, known, strict=True):
             size, count = len(past), len(places)
