@@ -78,7 +78,8 @@ def build_parser(config: type, job: str, groups: dict[str, type]) -> ArgumentPar
 
 
 def _known_keys(parser: ArgumentParser) -> list[str]:
-    return [a.dest for a in parser._actions if a.dest not in ("help", "config") and not a.dest.endswith(".help")]
+    others = ("help", "config", "print_config", "print_shtab")  # what every parser takes, and no file has
+    return [a.dest for a in parser._actions if a.dest not in others and not a.dest.endswith(".help")]
 
 
 def _explain(error: Exception, parser: ArgumentParser) -> str:

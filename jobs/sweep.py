@@ -27,7 +27,7 @@ from models.config import naming
 from models.tables import UserError, reach
 from pipelines import tracking
 from pipelines.data.tables import check_can_write
-from pipelines.training.run import RayOptions
+from pipelines.training.options import RayOptions
 from tuning.grid import Grid, Trial, load
 from tuning.sweep import Options, Swept, best_checkpoint, estimate, sweep
 

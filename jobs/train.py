@@ -20,9 +20,7 @@ from models import registry
 from models.config import read_yaml
 from models.fit import FitConfig
 from models.tables import UserError, reach
-from pipelines import tracking
-from pipelines.data.tables import check_can_write
-from pipelines.training.run import RayOptions, Trained, train
+from pipelines.training.options import RayOptions
 
 
 @dataclass
@@ -99,8 +97,12 @@ def parse(job: str, argv: Sequence[str] | None = None) -> Config:
     return cli.parse(Config, job, words, groups)
 
 
-def run(config: Config) -> Trained:
-    """Trains and prints what was made."""
+def run(config: Config) -> Any:
+    """Trains and prints what was made; returns it, a `pipelines.training.run.Trained`."""
+    from pipelines import tracking  # these import Ray and MLflow, and a wrong command line has its answer before that
+    from pipelines.data.tables import check_can_write
+    from pipelines.training.run import train
+
     reach(config.tables, config.sids, config.text)  # what does not answer is said before Ray starts
     check_can_write(config.storage)
     cli.preflight(tables=config.tables, sids=config.sids, text=config.text, storage=config.storage)

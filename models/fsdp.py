@@ -4,7 +4,8 @@ Each block of a language model is gathered when it is computed and let go after 
 the training's 16 bytes per parameter and one block. A model is built whole before it is cut, and is whole again while
 it validates, as workers decode different numbers of batches: 4 bytes per parameter on each device.
 
-Checkpoints hold whole weights and states, so a run goes on with another number of workers, sharded or not.
+Checkpoints hold whole weights and states, so a run goes on with another number of workers, sharded or not. PyTorch's
+part of this takes a second to import, so only what uses it does.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def shard(model: nn.Module, blocks: Sequence[nn.Module], device: torch.device, world: int) -> None:
     """Cuts the blocks, each by itself, and what else the model has over `world` workers; all have the same weights."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
     mesh = init_device_mesh(device.type, (world,))
     for block in blocks:
         fully_shard(block, mesh=mesh)
@@ -31,6 +32,8 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], device: torch.device, w
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
     """The model with whole weights, for what is no training step; as it is where it is not sharded."""
+    from torch.distributed.fsdp import FSDPModule
+
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:
         unit.set_reshard_after_forward(False)
@@ -45,6 +48,8 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 def whole(value: Any) -> Any:
     """Sharded tensors in a state as whole ones, which workers gather together; all else as it is."""
+    from torch.distributed.tensor import DTensor
+
     if isinstance(value, DTensor):
         return value.full_tensor().cpu()
     if isinstance(value, dict):
@@ -64,6 +69,8 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Loads a whole state; of sharded parameters each worker keeps its part."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def part(number: int, name: str, value: Any) -> Any:

@@ -24,7 +24,8 @@ from models.fit import FitConfig, best_of, fit
 from models.setup import set_up
 from models.tables import UserError
 from models.uri import absolute
-from pipelines.training.run import RayOptions, train
+from pipelines.training.options import RayOptions
+from pipelines.training.run import train
 from tuning.grid import Grid
 from tuning.sweep import Options, sweep
 from tuning.trial import quiet

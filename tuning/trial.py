@@ -26,7 +26,8 @@ from pipelines import tracking
 from pipelines.data.tables import check_writable, write_file
 from pipelines.evaluation.ranking import evaluate, record
 from pipelines.training import run as runs
-from pipelines.training.run import BEST, RayOptions, read_record, train, write_record
+from pipelines.training.options import RayOptions
+from pipelines.training.run import BEST, read_record, train, write_record
 from pipelines.training.worker import threads_per_worker
 from tuning.grid import Trial
 from tuning.halving import EPOCH, TRIAL, VALUE

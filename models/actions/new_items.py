@@ -68,7 +68,7 @@ class NewItems:
         """The posts by their id; UserError for one without, twice, or with what the model does not read."""
         found: dict[str, Post] = {}
         for post in posts:
-            if not (item := post.get("item_id")):
+            if not (item := (post or {}).get("item_id")):
                 raise UserError("new_items has an item without item_id; give each the id that candidates call it by")
             if item in found:
                 raise UserError(f"new_items has '{item}' twice; give each item once")

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import ray
 from pyarrow import fs
@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from models import checkpoint, registry
 from models.checkpoint import Checkpoint
-from models.config import check_least, naming
+from models.config import naming
 from models.fit import FitConfig
 from models.locks import locked
 from models.setup import check_budget, check_fit, load_catalogue
@@ -38,6 +38,7 @@ from pipelines import cluster, credentials, faults, tracking
 from pipelines.data.tables import check_writable, write_file
 from pipelines.serving import package
 from pipelines.training import here
+from pipelines.training.options import RayOptions
 from pipelines.training.worker import Progress, Task, step_name, worker
 
 RUN, SNAPSHOT, BEST = "run.json", "checkpoint_manager_snapshot.json", "best"
@@ -53,38 +54,6 @@ LOOK, WORD = 5.0, 30.0
 
 MAY_CHANGE = {"log_every_steps", "eval_batch_size", "checkpoint_every_steps", "memory_budget_gb", "ray.num_workers"}
 """Options, of `fit` where nothing else is named, that a continued run may change: what it ends with stays the same."""
-
-
-@dataclass
-class RayOptions:
-    """How a training is spread over the cluster."""
-
-    num_workers: int = 1
-    """Training processes; each gets an equal part of `fit.batch_size`. On GPUs one per GPU."""
-    min_workers: int = 0
-    """With how many of them a training goes on while nodes are lost or not there yet; when they are back it takes them
-    in again. 0: all of them, so that it waits."""
-    use_gpu: bool | Literal["auto"] = "auto"
-    """Whether each worker takes a GPU; auto: if the cluster has any, then one for each."""
-    cpus_per_worker: float = 1
-    """CPUs that Ray sets aside per worker; what is left serves data tasks."""
-    threads: int = 0
-    """PyTorch threads per worker; 0 shares out the machine's cores among its workers."""
-    max_failures: int = 2
-    """How often a run is continued by itself when a worker is lost."""
-    fsdp: bool = False
-    """Cut weights, gradients and the optimizer's state over the workers (FSDP2), for language models whose training
-    does not fit on one device."""
-
-    def __post_init__(self) -> None:
-        check_least(self, ["num_workers"], 1, "ray.")
-        check_least(self, ["min_workers", "threads", "max_failures"], 0, "ray.")
-        if self.min_workers > self.num_workers:
-            raise ValueError(
-                f"ray.min_workers is {self.min_workers}, it must be at most {self.num_workers}, as ray.num_workers is"
-            )
-        if self.use_gpu not in (True, False, "auto"):
-            raise ValueError(f"ray.use_gpu is {self.use_gpu!r}, it must be true, false or auto")
 
 
 @dataclass

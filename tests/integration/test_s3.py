@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from models import checkpoint
 from models.fit import FitConfig
 from models.tables import file_info, open_uri, read_manifest
-from pipelines.training.run import RayOptions, train
+from pipelines.training.options import RayOptions
+from pipelines.training.run import train
 
 pytestmark = pytest.mark.long
 

@@ -11,7 +11,7 @@ from training_tables import write_tables
 
 from jobs import sweep as job
 from models.tables import UserError
-from pipelines.training.run import RayOptions
+from pipelines.training.options import RayOptions
 from tuning.grid import load
 
 GRIDS = Path(__file__).parents[2] / "tuning/grids"

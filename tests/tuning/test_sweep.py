@@ -24,7 +24,7 @@ from models.setup import set_up
 from models.tables import UserError
 from pipelines import tracking
 from pipelines.evaluation.ranking import evaluate
-from pipelines.training.run import RayOptions
+from pipelines.training.options import RayOptions
 from tuning.grid import Grid, Scheduler
 from tuning.outcome import Outcome, best_of
 from tuning.sweep import Options, Swept, best_checkpoint, sweep

@@ -388,6 +388,7 @@ def test_a_new_item_is_scored_as_one_of_the_catalogue_with_its_content(tmp_path:
     ("posts", "message"),
     [
         ([{"title": "x"}], "new_items has an item without item_id"),
+        ([None], "new_items has an item without item_id"),
         ([{"item_id": "p"}, {"item_id": "p"}], "new_items has 'p' twice"),
         ([{"item_id": "p", "titel": "x"}], "new_items has 'titel' of 'p', which .* the nearest is 'title'"),
         ([{"item_id": "p", "price": np.inf}], "'price' of new_items has an infinite number"),

@@ -13,7 +13,8 @@ from training_tables import write_tables
 
 from models.fit import FitConfig
 from models.tables import UserError
-from pipelines.training.run import RayOptions, train
+from pipelines.training.options import RayOptions
+from pipelines.training.run import train
 
 SASREC = {"name": "sasrec", "dim": 8, "num_layers": 1, "max_history": 12}
 TIGER = {"name": "tiger", "d_model": 8, "d_ff": 8, "num_heads": 1, "d_kv": 4}

@@ -18,7 +18,7 @@ import pytest
 import ray
 
 from pipelines import tracking
-from pipelines.training.run import RayOptions
+from pipelines.training.options import RayOptions
 from tuning.grid import Grid
 from tuning.sweep import Options, sweep
 
@@ -32,7 +32,8 @@ import importlib, json, os, signal, sys
 import matplotlib.pyplot, mlflow.pyfunc, mlflow.store.tracking.sqlalchemy_store  # else each of the processes does it
 import ray
 from models.fit import FitConfig
-from pipelines.training.run import RayOptions, train
+from pipelines.training.options import RayOptions
+from pipelines.training.run import train
 from tuning.grid import Grid
 from tuning.sweep import Options, sweep
 

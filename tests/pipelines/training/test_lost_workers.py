@@ -19,7 +19,8 @@ from models.fit import FitConfig
 from pipelines import cluster
 from pipelines.faults import explain
 from pipelines.training import run as runs
-from pipelines.training.run import RayOptions, Trained, train
+from pipelines.training.options import RayOptions
+from pipelines.training.run import Trained, train
 
 ROOT = Path(__file__).parents[3]
 MODEL = {"name": "sasrec", "dim": 16, "num_layers": 1, "dropout": 0.0, "max_history": 12}

@@ -36,7 +36,8 @@ from models.tables import join, read_manifest
 from pipelines import tracking
 from pipelines.faults import explain
 from pipelines.training import here
-from pipelines.training.run import RayOptions, Trained, train
+from pipelines.training.options import RayOptions
+from pipelines.training.run import Trained, train
 from pipelines.training.worker import Place, Task, perform, step_name
 
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
