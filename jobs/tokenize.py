@@ -108,6 +108,7 @@ def run(config: Config) -> None:
     check_folders(config.output, config.embeddings)
     if config.tokenizer != "published":
         embed_origin(items, config.encoder, config.pca, config.embed)  # what is wrong with the input, before Ray starts
+        config.sids_config().check_items(items)
         cli.start_ray()
     sids, trie, made = tokenize(
         items,

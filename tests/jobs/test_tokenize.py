@@ -75,6 +75,13 @@ def test_run_says_what_was_made_where_and_what_is_next(
     assert f"nothing to do: {output} is up to date" in capsys.readouterr().out
 
 
+def test_too_few_items_are_said_before_ray_starts(tables: Path, tmp_path: Path) -> None:
+    words = ["--tables", str(tables), "--output", str(tmp_path / "sids"), "--encoder", "tfidf"]
+    with pytest.raises(UserError, match=r"rqkmeans.codebook_size is 256, and .* has 40 items.*codebook_size 16$"):
+        job.run(parse(*words, "--tokenizer", "rqkmeans"))
+    assert not (tmp_path / "sids").exists()
+
+
 def command(*words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
     return subprocess.run(

@@ -74,6 +74,18 @@ class TokenizerConfig:
         """The tokenizer whose codebooks are trained."""
         return self.psid.base if self.tokenizer == "psid" else self.tokenizer
 
+    def check_items(self, items_uri: str) -> None:
+        """UserError where the catalogue has fewer items than a codebook that k-means starts on them has codes."""
+        if self.quantizer == "published" or (self.quantizer == "rqvae" and not self.rqvae.kmeans_init):
+            return
+        size, items = getattr(self, self.quantizer).codebook_size, read_manifest(items_uri, "items").rows
+        if items < size:
+            fits = 2 ** max(1, (items // 4).bit_length())
+            raise UserError(
+                f"{self.quantizer}.codebook_size is {size}, and {items_uri} has {items} items, too few for that; "
+                f"use a smaller one, such as --{self.quantizer}.codebook_size {fits}"
+            )
+
     @property
     def on_train_items(self) -> bool:
         """Whether codebooks are fitted on the items of training requests alone."""
