@@ -203,11 +203,12 @@ COMMANDS = """
 import importlib, json, sys
 from functools import partial
 from jobs import cli
+from pipelines.training import run
 
 for job, *words in json.loads(sys.argv[1]):
     module = importlib.import_module(f"jobs.{job}")
     if job == "train" and sys.argv[2] == "here":
-        module.train = partial(module.train, heard=lambda about: None)
+        run.train = partial(run.train, heard=lambda about: None)
     module.run(getattr(module, "parse", partial(cli.parse, module.Config))(job, words))
 """
 """Commands one after the other, in one process: each takes seconds to start. A training is by a worker of Ray or, with
