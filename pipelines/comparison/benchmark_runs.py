@@ -33,6 +33,7 @@ def log_lines(uri: str, lines: Sequence[dict[str, Any]]) -> int:
         home = found.experiment_id if found else client.create_experiment(f"benchmark/{benchmark}", tags=tracking.VIEW)
         known = {run.data.tags.get(LINE_TAG) for run in client.search_runs([home], max_results=5000)}
         for line in (line for line in lines if line["benchmark"] == benchmark):
+            origin = {"command": f"python -m models.bench {benchmark}", **line}  # which says nothing of where it ran
             digest = hashlib.sha256(json.dumps(line, sort_keys=True).encode()).hexdigest()
             if digest in known:
                 continue
@@ -44,7 +45,7 @@ def log_lines(uri: str, lines: Sequence[dict[str, Any]]) -> int:
                 run,
                 [Metric(name, float(value), 0, 0) for name, value in figures.items()],
                 [Param(f"model.{name}", str(value)) for name, value in params.items()],
-                [RunTag(tag, line[name]) for name, tag in ORIGIN.items() if line.get(name)],
+                [RunTag(tag, origin[name]) for name, tag in ORIGIN.items() if origin.get(name)],
             )
             client.set_terminated(run)
             logged += 1

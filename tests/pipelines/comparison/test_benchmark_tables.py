@@ -32,7 +32,9 @@ def test_a_benchmark_is_a_table_for_each_size(
     assert row == ["gdn", "25.0", "12.5", "to", "50.0", "1,280", "5.0", "20.0", "12", "4.00", "2.00", "4.00", "2.00"]
     assert "medians of 5 interleaved runs. random weights and histories, 9.0 items in the mean." in table
     run(parse("compare", ["--from", str(tmp_path / "kept.jsonl"), "--markdown", f"{tmp_path}/pages/"]))
-    assert "| gdn | 25.0 | 12.5 to 50.0 | 1,280 |" in (tmp_path / "pages/benchmark-decode.md").read_text()
+    page = (tmp_path / "pages/benchmark-decode.md").read_text()
+    assert "| gdn | 25.0 | 12.5 to 50.0 | 1,280 |" in page
+    assert "| gdn |  |  | python -m models.bench decode |" in page  # whose lines do not say where they are from
 
 
 @pytest.mark.long
