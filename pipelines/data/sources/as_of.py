@@ -25,6 +25,7 @@ from pipelines.data.sources.base import LOG_ROW, Block, list_files
 from pipelines.data.sources.load import build, check_name, named
 from pipelines.data.sources.normalise import Columns, Time, blocks
 from pipelines.data.sources.readers import TextFormat, read_frames
+from pipelines.data.sources.transforms import check_transforms, raw_columns, read_transforms, transformed
 from pipelines.data.tables import events_schema
 
 
@@ -44,6 +45,8 @@ class AsOf(TextFormat):
     """Numeric features by name: {name: column}, or a list of columns."""
     categories: Any = field(default_factory=dict)
     """Categorical features by name: {name: column}, or a list of columns."""
+    transforms: Any = field(default_factory=dict)
+    """Changes to values before they are read, by column, as in `items`."""
 
     def __post_init__(self) -> None:
         if (self.item is None) == (self.user is None):
@@ -57,6 +60,13 @@ class AsOf(TextFormat):
         if not self.numbers and not self.categories:
             raise ValueError("it has neither 'numbers' nor 'categories'; name at least one column")
         self.check_format()
+        object.__setattr__(self, "transforms", read_transforms(self.transforms))
+        check_transforms(self.transforms, self._columns)
+
+    @property
+    def _columns(self) -> tuple[str, ...]:
+        wanted = [str(self.item or self.user), self.time.column, *self.numbers.values(), *self.categories.values()]
+        return tuple(dict.fromkeys(wanted))
 
     @property
     def key(self) -> str:
@@ -93,14 +103,12 @@ class AsOf(TextFormat):
         """Streams a file: rows of `schema`, and those that break it, as events are read."""
         id_ = str(self.item or self.user)
         columns = Columns(id_, id_, self.time, None, None, None, {}, self.numbers, self.categories, None)
-        wanted = [id_, self.time.column, *self.numbers.values(), *self.categories.values()]
-        times = frozenset([self.time.column])
-        reading = self.read_as(tuple(dict.fromkeys(wanted)), integers=times, ids=(id_,))
+        raw, times, ids = (raw_columns(names, self.transforms) for names in (self._columns, [self.time.column], [id_]))
+        reading, uri = self.read_as(raw, integers=frozenset(times), ids=ids), join(input_uri, file)
         schema, first = events_schema(None, self.numbers, self.categories).append(LOG_ROW), 0
         for frame in read_frames(input_uri, file, reading):
-            for block in blocks(
-                frame.rows, frame.broken, columns, schema, uri=join(input_uri, file), file=file, first_log_row=first
-            ):
+            rows = transformed(frame.rows, self.transforms, uri)
+            for block in blocks(rows, frame.broken, columns, schema, uri=uri, file=file, first_log_row=first):
                 reason = pc.replace_substring(block.rejects["reason"], "user_id", self.key)  # the id is read as both
                 rejects = block.rejects.set_column(2, block.rejects.schema.field(2), reason)
                 rows = block.events.select(self.schema.names)

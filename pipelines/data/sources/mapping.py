@@ -12,6 +12,7 @@ users: {files: users.csv*, user: user_id, attributes: {age: age_range}}
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -29,7 +30,15 @@ from pipelines.data.sources.load import build, check_name, named
 from pipelines.data.sources.normalise import NO_ID, PLACE, WRITTEN, Columns, Explode, Label, Time, blocks, rejected
 from pipelines.data.sources.pieces import Piece
 from pipelines.data.sources.readers import ROW, Frame, Reading, TextFormat, read_frames
-from pipelines.data.sources.transforms import REFUSED, check_transforms, raw_columns, read_transforms, transformed
+from pipelines.data.sources.transforms import (
+    DECIMALS,
+    REFUSED,
+    check_transforms,
+    decimal_key,
+    raw_columns,
+    read_transforms,
+    transformed,
+)
 from pipelines.data.tables import REJECTS
 
 OF_USER = "user: "
@@ -60,7 +69,7 @@ class Items(TextFormat):
     lists: list[str] = field(default_factory=list)
     """JSON: the columns that hold lists; their elements are joined by a space."""
     transforms: Any = field(default_factory=dict)
-    """Changes to values before they are read, by column: {column: {strip, lower, regex, pad, ...}}."""
+    """Changes to values before they are read, by column: {column: {strip, lower, regex, decimal, pad, ...}}."""
 
     def __post_init__(self) -> None:
         for key in ("texts", "attributes", "numbers"):
@@ -162,8 +171,8 @@ class Mapping(TextFormat, Source):
     users: Any = None
     """The user files; None: no user files."""
     transforms: Any = field(default_factory=dict)
-    """Changes to values before they are read, by column: {column: {strip, lower, regex, pad, ...}}; in a list, to each
-    element."""
+    """Changes to values before they are read, by column: {column: {strip, lower, regex, decimal, pad, ...}}; in a list,
+    to each element."""
     history: Any = None
     """A column of earlier behaviours without times: {column, at, separator, labels}; None: no such column."""
     as_of: Any = field(default_factory=dict)
@@ -467,8 +476,11 @@ def _as_number(rows: pl.DataFrame, column: str, uri: str) -> pl.Expr:
     if dtype == pl.String:
         strange = rows.filter(value.is_null() & (pl.col(column).str.strip_chars() != ""))
         if strange.height:
+            fits = [mark for mark in DECIMALS if re.fullmatch(DECIMALS[mark], strange[column][0].strip())]
+            remedies = [f"under 'items' write {decimal_key(column, mark)}" for mark in fits]
             raise UserError(
-                f"{uri}: column '{column}' has '{strange[column][0]}', which is no number; name another column"
+                f"{uri}: column '{column}' has '{strange[column][0]}', which is no number; "
+                f"{remedies[0] if remedies else 'name another column'}"
             )
     return value
 

@@ -20,7 +20,7 @@ import pyarrow as pa
 from models.tables import UserError
 from pipelines.data.sources.base import Block
 from pipelines.data.sources.readers import LONGEST_QUOTE, ROW
-from pipelines.data.sources.transforms import REFUSED, TEXT, Transform, elements
+from pipelines.data.sources.transforms import DECIMALS, REFUSED, TEXT, Transform, decimal_key, elements
 from pipelines.data.tables import LABEL_TYPES, REJECTS
 
 UNITS = {"s": (1000, 1), "ms": (1, 1), "us": (1, 1000), "ns": (1, 1_000_000), "iso": (1, 1), "order": (1, 1)}
@@ -344,7 +344,13 @@ class _Row:
         if dtype == pl.String:
             raw = pl.when(raw != "").then(raw)
         value = raw.cast(kind, strict=False)
-        reasons = [(raw.is_not_null() & value.is_null(), f"{target}: not a number")]
+        bad = raw.is_not_null() & value.is_null()
+        marked = DECIMALS.items() if dtype == pl.String else ()
+        reasons = [
+            (bad & raw.str.contains(number), f"{target}: not a plain number, {decimal_key(column, mark)}")
+            for mark, number in marked
+        ]
+        reasons.append((bad, f"{target}: not a number"))
         if dtype == pl.String or dtype.is_float() or dtype.is_decimal():
             reasons.append((~value.is_finite(), f"{target}: not finite"))
         return value, reasons

@@ -30,6 +30,7 @@ from pipelines.data.sources.load import build
 from pipelines.data.sources.mapping import Mapping
 from pipelines.data.sources.preview import preview
 from pipelines.data.sources.readers import COMPRESSIONS, format_of
+from pipelines.data.sources.transforms import DECIMALS
 
 HEAD = 2 << 20  # bytes of a file that are looked at
 ROWS = 5000  # of them
@@ -90,7 +91,16 @@ class Column:
 
     @cached_property
     def number(self) -> bool:
-        return not self.listed and len(self.values) > 0 and self.values.cast(pl.Float64, strict=False).null_count() == 0
+        if self.listed or not len(self.values):
+            return False
+        return self.values.cast(pl.Float64, strict=False).null_count() == 0 or self.mark is not None
+
+    @cached_property
+    def mark(self) -> str | None:
+        """The mark before the decimals of numbers such as 12,50 or 1,234.50; None for others."""
+        marked = not self.listed and bool(self.values.str.contains(",", literal=True).any())
+        text = self.values.str.strip_chars() if marked else self.values
+        return next((m for m, number in DECIMALS.items() if marked and bool(text.str.contains(number).all())), None)
 
     @cached_property
     def integer(self) -> bool:
@@ -99,7 +109,8 @@ class Column:
     @cached_property
     def decimal(self) -> bool:
         """Whether it holds numbers, of which some have a part behind a point or a comma."""
-        return not self.listed and bool(self.values.str.contains(r"^-?\d+([.,]\d{1,3})?$").all()) and not self.integer
+        plain = not self.listed and bool(self.values.str.contains(r"^-?\d+([.]\d{1,3})?$").all())
+        return (plain or self.mark is not None) and not self.integer
 
     @cached_property
     def flag(self) -> bool:
@@ -555,6 +566,15 @@ def _listing(columns: list[Column]) -> str:
     return "{" + ", ".join(f"{_name(c.name)}: {_scalar(c.name)}" for c in columns) + "}"
 
 
+def _decimals(columns: list[Column], indent: str) -> list[tuple[str, str]]:
+    """Transforms of numbers that are no plain ones, each with its comment."""
+    return [
+        (f'{indent}{_scalar(c.name)}: {{decimal: "{c.mark}"}}', f"the mark before its decimals: {c.shown}")
+        for c in columns
+        if c.mark
+    ]
+
+
 def _reading(text: _Text, look: Look, indent: str = "") -> None:
     whys = {
         "header": "no line of names: these are made up, rename them here and below",
@@ -585,14 +605,14 @@ def _events(
     text.add(f"files: {_scalar(look.pattern)}", f"{len(look.files):,} files" if len(look.files) > 1 else "")
     _reading(text, look)
     text.add(f"user: {_scalar(user.name)}", _told(look, user, USER))
-    transforms: list[str] = []
+    transforms: list[tuple[str, str]] = []
     labels: list[tuple[str, str]] = []
     behaviour = ""
     if item.glued:
         text.add("item: shown_item", f"a part of {item.name}: {item.shown}")
         text.add(f"explode: {{columns: [shown_item, clicked], separator: {_scalar(item.separator)}}}")
-        transforms.append(f"  shown_item: {{column: {_scalar(item.name)}, regex: '^(.+){item.glued}[01]$'}}")
-        transforms.append(f"  clicked: {{column: {_scalar(item.name)}, regex: '{item.glued}([01])$'}}")
+        transforms.append((f"  shown_item: {{column: {_scalar(item.name)}, regex: '^(.+){item.glued}[01]$'}}", ""))
+        transforms.append((f"  clicked: {{column: {_scalar(item.name)}, regex: '{item.glued}([01])$'}}", ""))
         labels.append(("  click: {column: clicked}", "the 0 or 1 that is glued to each id"))
         behaviour = "click"
     else:
@@ -649,13 +669,15 @@ def _events(
     rest = [c.name for c in look.columns if c not in (*taken, *members, *flags, *ratings, *numbers, *categories)]
     if rest:
         text.comment(f"not read: {', '.join(rest)}")
+    transforms += _decimals([*numbers, *ratings], "  ")
     padded = items is not None and items[2]
     width = max(map(len, [*item.ids().to_list(), *items[1].ids().to_list()])) if padded and items else 0
     if padded and not item.glued:
-        transforms.append(f"  {_scalar(item.name)}: {{pad: {width}}}")
+        transforms.append((f"  {_scalar(item.name)}: {{pad: {width}}}", "zeros in front differ between the files"))
     if transforms:
-        text.add("transforms:", "zeros in front differ between the files" if padded else "")
-        text.lines += transforms
+        text.add("transforms:")
+        for line, why in transforms:
+            text.add(line, why)
     if users is not None:
         _about(text, "users", "user", users, 0)
     if items is not None:
@@ -700,8 +722,12 @@ def _about(text: _Text, section: str, key: str, found: tuple[Look, Column, bool]
             text.add(f"  numbers: {_listing(numbers)}")
     if few:
         text.add(f"  attributes: {_listing(few)}", "categories: few values each")
-    if width:
+    decimals = _decimals(numbers, "    ") if section == "items" else []
+    if width or decimals:
         text.add("  transforms:")
-        text.add(f"    {_scalar(ids.name)}: {{pad: {width}}}")
+        if width:
+            text.add(f"    {_scalar(ids.name)}: {{pad: {width}}}")
+        for line, why in decimals:
+            text.add(line, why)
     if section == "items":
         text.add("  # keep: all", "also items without behaviours, so that new ones can be recommended")

@@ -3,6 +3,7 @@
 transforms:
   article_id: {pad: 10}                               # 108775015 becomes 0108775015
   brand: {strip: true, lower: true}
+  price: {decimal: ","}                               # 1.234,50 becomes 1234.50
   year: {column: title, regex: '\\((\\d{4})\\)$'}        # a column of its own, from a part of another
   market: {constant: se}                              # a column that the log does not have
 
@@ -11,6 +12,7 @@ Each is one polars expression for a whole frame. A value that it cannot read lea
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +25,18 @@ from pipelines.data.sources.load import build
 
 REFUSED = "__refused"
 """Column with why a transform could not read a row; null where all could."""
+
+DECIMALS = {
+    mark: rf"^[+-]?(\d+|\d{{1,3}}([{thousands}]\d{{3}})+)([{mark}]\d*)?([eE][+-]?\d+)?$"
+    for mark, thousands in {",": ". '\u00a0\u202f", ".": ", '\u00a0\u202f"}.items()
+}
+"""What a number is by the mark before its decimals: thousands in groups of three, or all digits in one."""
+
+
+def decimal_key(column: str, mark: str) -> str:
+    """How a mapping file says that a column's numbers have this mark."""
+    return f'transforms: {{{json.dumps(column, ensure_ascii=False)}: {{decimal: "{mark}"}}}}'
+
 
 TEXT = (pl.String, pl.Categorical, pl.Enum)
 
@@ -42,22 +56,30 @@ class Transform:
     regex: str | None = None
     """A regular expression with one group; the group of its first match is the new value. A row without a match is
     rejected."""
+    decimal: str | None = None
+    """The mark before the decimals of numbers: `,` reads 12,50 and 1.234,50, and `.` reads 1,234.50. A row with another
+    value is rejected."""
     pad: int | None = None
     """Length to which the value is filled with zeros in front, for ids that a spreadsheet has shortened. A row with a
     longer value is rejected."""
     optional: bool = False
-    """true: a value that `regex` or `pad` cannot read becomes empty, and its row is kept."""
+    """true: a value that `regex`, `decimal` or `pad` cannot read becomes empty, and its row is kept."""
 
     def __post_init__(self) -> None:
-        steps = self.strip or self.lower or self.regex is not None or self.pad is not None
+        can_fail = any(step is not None for step in (self.regex, self.decimal, self.pad))
+        steps = self.strip or self.lower or can_fail
         if self.constant is not None and (self.column is not None or steps or self.optional):
             raise ValueError("'constant' stands for every row; give it alone, without another key")
         if self.constant is None and self.column is None and not steps:
-            raise ValueError("it does nothing; give strip, lower, regex, pad, column or constant")
+            raise ValueError("it does nothing; give strip, lower, regex, decimal, pad, column or constant")
         if self.strip == "":
             raise ValueError("'strip' is empty; give the characters to leave out, or true for white space")
-        if self.optional and self.regex is None and self.pad is None:
-            raise ValueError("'optional' is of 'regex' and 'pad', which can fail; take it out")
+        if self.optional and not can_fail:
+            raise ValueError("'optional' is of 'regex', 'decimal' and 'pad', which can fail; take it out")
+        if self.decimal is not None and self.decimal not in DECIMALS:
+            raise ValueError(
+                f"decimal is '{self.decimal}'; it is ',' for numbers such as 1.234,50, or '.' for 1,234.50"
+            )
         if self.pad is not None and not 1 <= self.pad <= 1000:
             raise ValueError(f"pad is {self.pad}; it is a number of characters from 1 to 1000")
         if self.regex is not None:
@@ -80,6 +102,11 @@ class Transform:
             # an optional group that takes no part in a match is null too: no value
             reasons.append((~value.str.contains(self.regex) & ~empty, f"{where}: no match of regex {self.regex}"))
             value = pl.when(empty).then(value).otherwise(found)
+        if self.decimal is not None:
+            number = value.str.strip_chars()
+            bad = ~number.str.contains(DECIMALS[self.decimal]) & (number != "")
+            reasons.append((bad, f"{where}: no number with decimal '{self.decimal}'"))
+            value = number.str.replace_all(rf"[^\d{self.decimal}eE+-]", "").str.replace(self.decimal, ".", literal=True)
         if self.pad is not None:
             reasons.append((value.str.len_chars() > self.pad, f"{where}: longer than pad {self.pad}"))
             value = pl.when(value == "").then(value).otherwise(value.str.pad_start(self.pad, "0"))

@@ -62,6 +62,29 @@ def test_a_log_of_a_shop_with_semicolons_and_another_encoding(tmp_path: Path) ->
     assert made["items"]["texts"]["Name"] == "Name"
 
 
+def test_decimal_commas_of_a_german_shop_become_numbers(tmp_path: Path) -> None:
+    raw, source, tables = tmp_path / "raw", tmp_path / "guessed.yaml", tmp_path / "tables"
+    raw.mkdir()
+    lines = [f"K{n % 9};A{n // 3 % 14};{1 + n % 28:02d}.03.2023;{n % 4},{n % 10}0;{n % 5},5" for n in range(252)]
+    (raw / "verkauf.csv").write_text("Kunde;Artikel;Datum;Rabatt;Score\n" + "\n".join(lines))
+    products = [f"A{n};Tee Nr. {n};1.{n:03d},95;{n}.5" for n in range(14)]
+    (raw / "artikel.csv").write_text("Artikel;Name;Preis;Gewicht\n" + "\n".join(products))
+    prepare.run_suggestion(prepare.Suggestion(suggest=str(raw), output=str(source)))
+    text = source.read_text()
+    made = yaml.safe_load(text)
+    assert made["transforms"] == {"Rabatt": {"decimal": ","}, "Score": {"decimal": ","}}
+    assert made["labels"] == {"Score": {"column": "Score", "type": "float32"}}
+    assert made["items"]["transforms"] == {"Preis": {"decimal": ","}}
+    assert "# the mark before its decimals: 0,00 | 1,10 | 2,20" in text
+    prepare.run(prepare.Config(source=str(source), input=str(raw), output=str(tables)))
+    events = pl.read_parquet(f"{tables}/events/*.parquet")
+    assert sorted(events["num_Rabatt"].to_list()) == pytest.approx(sorted(n % 4 + n % 10 / 10 for n in range(252)))
+    items = pl.read_parquet(f"{tables}/items/*.parquet").sort("item_id")
+    assert dict(zip(items["item_id"], items["num_Preis"], strict=True)) == pytest.approx(
+        {f"A{n}": 1000.95 + n for n in range(14)}
+    )
+
+
 def test_parts_of_parquet_with_lists(tmp_path: Path) -> None:
     for part in range(2):
         rows = [

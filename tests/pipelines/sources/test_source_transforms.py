@@ -50,6 +50,12 @@ def items_of(source: Mapping, folder: Path) -> list[str]:
         ({"regex": r"^(?:SKU-)?(\w+)$"}, "SKU-a1", "a1"),
         ({"strip": "#", "lower": True, "regex": r"^n(\d+)", "pad": 4}, "#N12-x#", "0012"),
         ({"regex": r"(\d+)$", "optional": True}, "a7", "7"),
+        ({"decimal": ","}, "12,50", "12.50"),
+        ({"decimal": ","}, " -1.234.567,5", "-1234567.5"),
+        ({"decimal": ","}, "1\u202f234", "1234"),
+        ({"decimal": ","}, "1,5E+05", "1.5E+05"),
+        ({"decimal": "."}, "1,234.50", "1234.50"),
+        ({"regex": r"([\d.,]+)", "decimal": ","}, "EUR 12,50 only", "12.50"),
     ],
 )
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
@@ -96,6 +102,38 @@ def test_a_row_that_a_transform_cannot_read_is_a_reject_with_its_raw_value(tmp_p
         (3, "item_id: missing"),  # an empty value is for the schema to judge
     ]
     assert json.loads(block.rejects["source"][0].as_py())["i"] == "two"
+
+
+def test_numbers_with_another_decimal_mark_are_refused_with_the_key_that_reads_them(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text('u,i,t,Preis\na,x,1,"12,50"\nb,x,2,3\nc,x,3,12.50\nd,x,4,\ne,x,5,"1.250,00"\n')
+    (reason,) = set(read(plain(numbers=["Preis"]), tmp_path).rejects["reason"].to_pylist())
+    assert reason == 'num_Preis: not a plain number, transforms: {"Preis": {decimal: ","}}'
+    block = read(plain(numbers=["Preis"], transforms={"Preis": {"decimal": ","}}), tmp_path)
+    assert block.events["num_Preis"].to_pylist() == [12.5, 3.0, None, 1250.0]
+    assert [(row["row"], row["reason"]) for row in block.rejects.to_pylist()] == [
+        (2, "Preis: no number with decimal ','")  # neither 12.5 nor 1250 is sure
+    ]
+
+
+def test_item_numbers_with_a_decimal_comma(tmp_path: Path) -> None:
+    (tmp_path / "items.csv").write_text("id;Preis\n1;12,50\n2;1.234,5\n")
+    items: dict[str, Any] = {"files": "items.csv", "item": "id", "numbers": ["Preis"], "delimiter": ";"}
+    with pytest.raises(
+        UserError, match=r"""'12,50', which is no number; under 'items' write transforms: {"Preis": {de"""
+    ):
+        list(plain(items=items).read_items(str(tmp_path), "items.csv"))
+    (made,) = plain(items={**items, "transforms": {"Preis": {"decimal": ","}}}).read_items(str(tmp_path), "items.csv")
+    assert made.rows["num_Preis"].to_pylist() == [12.5, 1234.5]
+
+
+def test_tables_as_of_have_transforms(tmp_path: Path) -> None:
+    (tmp_path / "prices.csv").write_text("art;since;Preis\nA-1;5;12,50\nA-2;6;x\n")
+    prices = {"files": "prices.csv", "item": "art", "time": {"column": "since", "unit": "order"}, "numbers": ["Preis"]}
+    prices |= {"delimiter": ";", "transforms": {"art": {"regex": "A-(.)"}, "Preis": {"decimal": ","}}}
+    table = plain(as_of={"prices": prices}).tables_as_of["prices"]
+    (block,) = table.read(str(tmp_path), "prices.csv")
+    assert block.events.to_pylist() == [{"item_id": "1", "timestamp_ms": 5, "num_Preis": 12.5}]
+    assert block.rejects["reason"].to_pylist() == ["Preis: no number with decimal ','"]
 
 
 def test_an_optional_transform_leaves_the_value_empty(tmp_path: Path) -> None:
@@ -215,9 +253,13 @@ def test_the_time_of_a_label_is_in_the_format_of_the_log_unless_it_has_its_own(t
         ({"transforms": {"i": {"regex": "("}}}, "'transforms.i': regex is '(', which cannot be read"),
         ({"transforms": {"i": {"regex": "a"}}}, "'transforms.i': regex is 'a', which has 0 groups; put one pair"),
         ({"transforms": {"i": {"pad": 0}}}, "'transforms.i': pad is 0; it is a number of characters from 1 to 1000"),
-        ({"transforms": {"i": {}}}, "'transforms.i': it does nothing; give strip, lower, regex, pad, column or"),
+        ({"transforms": {"i": {}}}, "'transforms.i': it does nothing; give strip, lower, regex, decimal, pad, "),
+        (
+            {"transforms": {"i": {"decimal": ";"}}},
+            "'transforms.i': decimal is ';'; it is ',' for numbers such as 1.234,50",
+        ),
         ({"transforms": {"i": {"constant": "x", "lower": True}}}, "'constant' stands for every row; give it alone"),
-        ({"transforms": {"i": {"lower": True, "optional": True}}}, "'optional' is of 'regex' and 'pad'"),
+        ({"transforms": {"i": {"lower": True, "optional": True}}}, "'optional' is of 'regex', 'decimal'"),
         ({"transforms": {"itm": {"lower": True}}}, "'transforms.itm' makes a column that nothing reads; the nearest"),
         ({"transforms": {"i": "lower"}}, "'transforms.i' is 'lower'; write column: {strip: true}"),
         (
