@@ -17,7 +17,7 @@ from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
 from models.retrieval.tokenizers.rqvae import RqvaeConfig
 from models.tables import Manifest, join, reach
 from pipelines.data.sids.embed import EmbedConfig, embed_origin
-from pipelines.data.sids.tokenize import TokenizerConfig, check_folders, tokenize
+from pipelines.data.sids.tokenize import TokenizerConfig, check_folders, check_items, tokenize
 from pipelines.data.tables import check_can_write
 
 GROUPS: dict[str, type] = {
@@ -107,8 +107,8 @@ def run(config: Config) -> None:
     check_can_write(config.output)
     check_folders(config.output, config.embeddings)
     if config.tokenizer != "published":
-        embed_origin(items, config.encoder, config.pca, config.embed)  # what is wrong with the input, before Ray starts
-        config.sids_config().check_items(items)
+        check_items(items, config.sids_config(), config.embed)  # what is wrong with the input, before Ray starts
+        embed_origin(items, config.encoder, config.pca, config.embed)
         cli.start_ray()
     sids, trie, made = tokenize(
         items,

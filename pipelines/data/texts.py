@@ -52,6 +52,7 @@ from pipelines.data.sids.embed import (
     fit_tfidf,
     item_texts,
     read_embeddings,
+    without_text,
 )
 from pipelines.data.survey import distinct
 from pipelines.data.tables import (
@@ -371,6 +372,8 @@ def check_texts(tables_uri: str, encoder: str, config: TextConfig, output_uri: s
         )
     if encoder == "tfidf" and config.query_condition == "joint":
         raise UserError("tfidf has no [SEP] token for query_condition joint; use a transformers encoder, or query")
+    if no_text := without_text(join(tables_uri, "items"), config):
+        raise UserError(no_text)
     encoder_version(encoder)
     return kind.texts
 

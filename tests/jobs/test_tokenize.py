@@ -19,11 +19,15 @@ REPO = Path(__file__).parents[2]
 
 @pytest.fixture
 def tables(tmp_path: Path) -> Path:
+    return write_items(tmp_path, [f"thing {i % 4} of kind {i % 5} made by {i % 3}" for i in range(40)])
+
+
+def write_items(tmp_path: Path, texts: list[str | None]) -> Path:
     uri = str(tmp_path / "tables" / "items")
     Path(uri).mkdir(parents=True)
     schema = items_schema(["title"])
-    texts = [f"thing {i % 4} of kind {i % 5} made by {i % 3}" for i in range(40)]
-    columns = [pa.array(range(40), pa.int32()), pa.array([str(i) for i in range(100, 140)]), pa.array(texts)]
+    ids = pa.array([str(i) for i in range(100, 100 + len(texts))])
+    columns = [pa.array(range(len(texts)), pa.int32()), ids, pa.array(texts, pa.string())]
     commit(uri, "items", schema, [write_part(uri, pa.Table.from_arrays(columns, schema=schema))], config={}, inputs={})
     return tmp_path / "tables"
 
@@ -80,6 +84,19 @@ def test_too_few_items_are_said_before_ray_starts(tables: Path, tmp_path: Path) 
     with pytest.raises(UserError, match=r"rqkmeans.codebook_size is 256, and .* has 40 items.*codebook_size 16$"):
         job.run(parse(*words, "--tokenizer", "rqkmeans"))
     assert not (tmp_path / "sids").exists()
+
+
+def test_items_without_text_are_said_before_ray_starts_and_with_what_else_is_wrong(tmp_path: Path) -> None:
+    tables = write_items(tmp_path, ["green tea", None, " \u00a0\t", "", *(f"tea {n}" for n in range(36))])
+    words = ["--tables", str(tables), "--output", str(tmp_path / "sids"), "--tokenizer", "rqkmeans"]
+    said = r"3 of 40 items have no text in title; use --embed.empty encode"
+    for encoder in ("minilm", "tfidf"):
+        with pytest.raises(UserError, match=f"^{said}"):
+            job.run(parse(*words, "--encoder", encoder, "--rqkmeans.codebook_size", "8"))
+        with pytest.raises(UserError, match=f"codebook_size is 256, .* --rqkmeans.codebook_size 16; and {said}"):
+            job.run(parse(*words, "--encoder", encoder))
+    with pytest.raises(UserError, match=r"codebook_size 16$"):
+        job.run(parse(*words, "--embed.empty", "encode"))
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:

@@ -11,13 +11,15 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from models.tables import Manifest, Part, UserError, has_manifest, iter_parts, read_manifest, read_table
 from models.text_encoder import WORDS, TextEncoder, locate_encoder, text_columns, texts_of
@@ -86,12 +88,27 @@ def item_texts(items: pa.Table, config: EmbedConfig) -> list[str]:
     """
     found, blank = texts_of(items, config.template)
     if blank and config.empty == "error":
-        used = ", ".join(text_columns(items.column_names, config.template))
-        raise UserError(
-            f"{blank} of {len(found)} items have no text in {used}; use --embed.empty encode to encode the "
-            f"empty string for them, or a template with more columns"
-        )
+        raise UserError(_no_text(blank, len(found), text_columns(items.column_names, config.template)))
     return found
+
+
+def _no_text(blank: int, items: int, columns: Iterable[str]) -> str:
+    return (
+        f"{blank:,} of {items:,} items have no text in {', '.join(columns)}; use --embed.empty encode to encode the "
+        f"empty string for them, or a template with more columns"
+    )
+
+
+def without_text(items_uri: str, config: EmbedConfig) -> str | None:
+    """What `item_texts` would raise for items with no text; it reads a part at a time, without a Python string each."""
+    blank = items = 0
+    used: dict[str, str] = {}
+    for part in iter_parts(items_uri, "items"):
+        used = text_columns(part.column_names, config.template)
+        no_text = [pc.equal(pc.utf8_trim_whitespace(pc.fill_null(part[c], "")), "") for c in used.values()]
+        blank += pc.sum(reduce(pc.and_, no_text)).as_py() if no_text else len(part)
+        items += len(part)
+    return _no_text(blank, items, used) if blank and config.empty == "error" else None
 
 
 def encoder_version(name: str) -> str:

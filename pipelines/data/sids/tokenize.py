@@ -28,7 +28,7 @@ from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
 from models.retrieval.tokenizers.rqvae import RqvaeConfig
 from models.tables import Manifest, UserError, has_manifest, join, read_manifest, read_table
 from pipelines import faults
-from pipelines.data.sids.embed import EmbedConfig, Say, embed_items, embed_origin, read_embeddings
+from pipelines.data.sids.embed import EmbedConfig, Say, embed_items, embed_origin, read_embeddings, without_text
 from pipelines.data.tables import (
     SIDS,
     TRIE,
@@ -74,17 +74,18 @@ class TokenizerConfig:
         """The tokenizer whose codebooks are trained."""
         return self.psid.base if self.tokenizer == "psid" else self.tokenizer
 
-    def check_items(self, items_uri: str) -> None:
-        """UserError where the catalogue has fewer items than a codebook that k-means starts on them has codes."""
+    def too_few_items(self, items_uri: str) -> str | None:
+        """What to say where the catalogue has fewer items than a codebook that k-means starts on them has codes."""
         if self.quantizer == "published" or (self.quantizer == "rqvae" and not self.rqvae.kmeans_init):
-            return
+            return None
         size, items = getattr(self, self.quantizer).codebook_size, read_manifest(items_uri, "items").rows
-        if items < size:
-            fits = 2 ** max(1, (items // 4).bit_length())
-            raise UserError(
-                f"{self.quantizer}.codebook_size is {size}, and {items_uri} has {items} items, too few for that; "
-                f"use a smaller one, such as --{self.quantizer}.codebook_size {fits}"
-            )
+        if items >= size:
+            return None
+        fits = 2 ** max(1, (items // 4).bit_length())
+        return (
+            f"{self.quantizer}.codebook_size is {size}, and {items_uri} has {items} items, too few for that; "
+            f"use a smaller one, such as --{self.quantizer}.codebook_size {fits}"
+        )
 
     @property
     def on_train_items(self) -> bool:
@@ -297,6 +298,14 @@ def _embed_first(origin: tuple[str, str, int, EmbedConfig], output: str, shared:
     items_uri, encoder, width, embed = origin
     with writing(shared) if shared not in ("", output) and not finished else nullcontext():
         return embed_items(items_uri, uri, encoder, width, embed, overwrite and not finished, say).hash
+
+
+def check_items(items_uri: str, config: TokenizerConfig, embed: EmbedConfig) -> None:
+    """UserError for a catalogue that this tokenizer and these texts do not fit, with all that is wrong at once."""
+    wrong = [config.too_few_items(items_uri)]
+    wrong += [without_text(items_uri, embed)] if config.tokenizer != "published" else []
+    if any(wrong):
+        raise UserError("; and ".join(filter(None, wrong)))
 
 
 def check_folders(output: str, embeddings: str = "") -> None:
