@@ -22,11 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from jobs import cli
-from models.bench.harness import write_rows
-from models.bench.table import BENCHMARKS as MODELS
 from models.config import hint
 from models.tables import UserError
-from pipelines import tracking
 
 
 @dataclass
@@ -64,6 +61,12 @@ class Config:
             raise ValueError(f"runs {self.runs}, threads {self.threads} and nodes {self.nodes} need to be at least 1")
 
 
+def _of_models(config: Config, **options: Any) -> Iterable[dict[str, Any]]:
+    from models.bench.table import BENCHMARKS as MODELS
+
+    return MODELS[config.name](runs=config.runs, threads=config.threads, **options)
+
+
 def _sequences(config: Config) -> Iterable[dict[str, Any]]:
     from pipelines.data import benchmark
 
@@ -97,16 +100,12 @@ def _sweep(config: Config) -> Iterable[dict[str, Any]]:
 
 
 BENCHMARKS: dict[str, Callable[[Config], Iterable[dict[str, Any]]]] = {
-    "decode": lambda config: MODELS["decode"](
-        runs=config.runs,
-        threads=config.threads,
-        histories=config.histories,
-        checkpoints=config.checkpoints,
-        sids=config.sids,
+    "decode": lambda config: _of_models(
+        config, histories=config.histories, checkpoints=config.checkpoints, sids=config.sids
     ),
-    "search_encoder": lambda config: MODELS["search_encoder"](runs=config.runs, threads=config.threads),
-    "shares": lambda config: MODELS["shares"](runs=config.runs, threads=config.threads, histories=config.histories),
-    "actions": lambda config: MODELS["actions"](runs=config.runs, threads=config.threads),
+    "search_encoder": _of_models,
+    "shares": lambda config: _of_models(config, histories=config.histories),
+    "actions": _of_models,
     "sequences": _sequences,
     "scale": _scale,
     "catalogue": _catalogue,
@@ -122,6 +121,9 @@ def run(config: Config) -> None:
             Path(config.json).touch()
         except OSError as error:
             raise UserError(f"cannot write {config.json} ({error.strerror}); choose another --json") from error
+    from models.bench.harness import write_rows  # PyTorch and MLflow: a wrong command line has its answer before
+    from pipelines import tracking
+
     origin = {
         "command": tracking.command(),
         "hardware": tracking.hardware(),

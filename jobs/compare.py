@@ -16,94 +16,21 @@ With --sids it shows tokenizers: branching, codes in use, collisions.
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 from jobs import cli
-from models.tables import UserError
-from pipelines import tracking
-from pipelines.comparison import results, sweep_plots
-from pipelines.comparison.benchmark_plots import read_lines
-from pipelines.comparison.benchmark_runs import log_lines
-from pipelines.comparison.benchmark_tables import of_benchmark
-from pipelines.comparison.claims import verdicts, verdicts_table
-from pipelines.comparison.published import CLAIMS, Papers, beside_the_papers, load, of_grid
-from pipelines.comparison.rows import Comparison, best_run, compare, rows_of
-from pipelines.comparison.run_tables import best_table, origins_table, tables
-from pipelines.comparison.runs import select, select_all, sweeps_of
-from pipelines.comparison.table import Table
-from pipelines.comparison.tokenizer_tables import sids_table
+from pipelines.comparison.options import Options
 
 LISTS = ("experiment", "run", "sids", "tracking_uri", "benchmark", "results")
 """Options that may be given several times."""
 
 
 @dataclass
-class Config:
+class Config(Options):
     """Options."""
-
-    experiment: list[str] = field(default_factory=list)
-    """MLflow experiment: family/dataset; once per experiment."""
-    sweep: str | None = None
-    """A sweep's trials: its name or the id of its run."""
-    run: list[str] = field(default_factory=list)
-    """A run: its name or id; once per run."""
-    tracking_uri: list[str] = field(default_factory=list)
-    """MLflow, once per store; by default MLFLOW_TRACKING_URI, else runs/mlflow.db here."""
-    results: list[str] = field(default_factory=list)
-    """On the line --from: files that --export has written, or folders of them, in place of MLflow; once per file."""
-    export: str | None = None
-    """Also write the runs to this file (.jsonl), with their sweeps: small enough to be kept in a repository."""
-    markdown: str | None = None
-    """Also write the tables to this file as Markdown; to a folder, a page for each experiment, with its plots."""
-    html: str | None = None
-    """Also write tables and plots to this file as one page, which is logged to MLflow too."""
-    metric: str | None = None
-    """Rows are sorted by it on test, then on val; by default the sweep's, gauc where runs have it, or ndcg@10."""
-    pareto: str | None = None
-    """Also draw the metric on test against requests per second to this file (.png, .svg or .pdf)."""
-    benchmark: list[str] = field(default_factory=list)
-    """JSON lines of jobs.benchmark, to log to MLflow and to draw on the page; once per file."""
-    register: str | None = None
-    """Register the best checkpoint by validation under this name in MLflow's model registry."""
-    claims: bool = False
-    """Also say of each numeric claim of the papers whether it holds, by the runs of the experiments, or of all."""
-    claims_file: str | None = None
-    """Claims and published figures; by default claims.yaml of this checkout."""
-    sids: list[str] = field(default_factory=list)
-    """SIDS: folders that jobs.tokenize made, to compare their tokenizers; once per folder."""
-
-    def __post_init__(self) -> None:
-        if not (self.from_mlflow or self.sids):
-            raise ValueError(
-                "nothing is given to compare; name an --experiment, a --sweep, a --run, --claims, or a folder of --sids"
-            )
-        if self.results and self.tracking_uri:
-            raise ValueError(f"tracking_uri is {self.tracking_uri[0]}, but --from {self.results[0]} needs no store")
-        if self.export and not (self.experiment or self.sweep or self.run):
-            raise ValueError(f"export is {self.export}, but no runs are named; give --experiment, --sweep or --run")
-        if self.sweep and self.run:
-            raise ValueError(f"sweep is {self.sweep} and run is {self.run[0]}; give one of them")
-        if self.html and not self.from_mlflow:
-            raise ValueError(f"html is {self.html}, but there are no runs to show; give --experiment too")
-        if (self.sweep or self.run) and len(self.tracking_uri) > 1:
-            raise ValueError(f"tracking_uri is given {len(self.tracking_uri)} times; a sweep or runs are of one store")
-        for name in ("pareto", "register"):
-            if getattr(self, name) and (self.sweep is None and not self.run) and len(self.experiment) != 1:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}, which is of one experiment and there are "
-                    f"{len(self.experiment)}; give one --experiment, or a --sweep"
-                )
-
-    @property
-    def from_mlflow(self) -> bool:
-        return bool(
-            self.experiment or self.sweep or self.run or self.claims or self.benchmark or self.results or self.export
-        )
 
 
 def parse(job: str, argv: Sequence[str] | None = None) -> Config:
@@ -119,165 +46,11 @@ def added(word: str) -> str:
     return word.replace(f"--{name}", f"--{name}+", 1) if word.startswith("--") and name in LISTS else word
 
 
-def stores(options: Sequence[str], new: bool = False) -> list[str]:
-    """The tracking URIs of the options, the environment, or this folder; UserError where there is none, or, unless it
-    may be a `new` one, no store."""
-    uris = list(options) or [os.environ.get("MLFLOW_TRACKING_URI", "")]
-    if uris == [""]:
-        if not Path("runs/mlflow.db").is_file():
-            raise UserError("no MLflow store is named; give --tracking_uri, as jobs.train prints it")
-        uris = [f"sqlite:///{Path('runs/mlflow.db').absolute()}"]
-    found = list(dict.fromkeys(tracking.resolve_uri(uri, ".") for uri in uris))
-    for uri in [] if new else found:  # MLflow would make it
-        if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).is_file():
-            raise UserError(f"there is no MLflow store at {uri}; give the --tracking_uri that jobs.train prints")
-    return found
-
-
-def homes(uris: Sequence[str], experiments: Sequence[str]) -> dict[str, list[str]]:
-    """The experiments by the store that they are in; UserError for one that is in none."""
-    known = {uri: {found.name for found in tracking.connect(uri).search_experiments()} for uri in uris}
-    for name in experiments:
-        if not any(name in there for there in known.values()):
-            others = ", ".join(sorted({other for there in known.values() for other in there} - {"Default"}))
-            hint = f"there are {others}" if others else "no experiment is there"
-            raise UserError(f"the experiment '{name}' is not at {', '.join(uris)}; {hint}")
-    return {uri: [name for name in experiments if name in known[uri]] for uri in uris}
-
-
-def comparisons(config: Config, uris: Sequence[str]) -> list[Comparison]:
-    """One for each experiment, or for the sweep or the runs."""
-    if config.sweep or config.run:
-        return [compare(select(uris[0], config.experiment, config.sweep, config.run), config.metric)]
-    there = homes(uris, config.experiment)
-    found = []
-    for name in config.experiment:
-        first, *others = (select(uri, [name]) for uri in uris if name in there[uri])
-        found.append(compare(first, config.metric, others))
-    return found
-
-
-def paper_tables(found: Sequence[Comparison], papers: Papers) -> list[Table]:
-    """Ours beside what the papers print, by claims.yaml or else by the grid of the sweep."""
-    shown = []
-    for comparison in found:
-        points = sweep_plots.grid_of(comparison).get("published") or []
-        theirs = of_grid(points, comparison.rows[0].model)
-        shown += beside_the_papers(comparison, papers) or beside_the_papers(comparison, theirs)
-    return shown
-
-
-def claims_table(config: Config, uris: Sequence[str], papers: Papers) -> Table:
-    """All claims, by the runs of the experiments and of benchmarks, or by all."""
-    selections = []
-    for uri, names in homes(uris, config.experiment).items():
-        chosen = [e.name for e in tracking.connect(uri).search_experiments() if e.name.startswith("benchmark/")]
-        selections.append(select_all(uri, [*names, *chosen] if config.experiment else None))
-    return verdicts_table(verdicts(rows_of(*selections), papers))
-
-
-def write_page(
-    config: Config, uris: Sequence[str], found: Sequence[Comparison], shown: Sequence[Table], path: str
-) -> None:
-    """Writes the page and logs it to MLflow, of several stores to the first one's."""
-    from pipelines.comparison import page
-    from pipelines.comparison.plots import benchmark_plots, plots
-
-    drawn = [
-        replace(plot, title=f"{comparison.selection.title}: {plot.title}") if len(found) > 1 else plot
-        for comparison in found
-        for plot in plots(comparison)
-    ]
-    drawn += benchmark_plots([line for file in config.benchmark for line in read_lines(file)])
-    title = ", ".join(comparison.selection.title for comparison in found) or "Claims of the papers"
-    content = page.build(title, ", ".join(uris), shown, drawn)
-    page.write(content, path)
-    selection = found[0].selection if found else select_all(uris[0])
-    run = page.log(selection, content, "\n".join(table.markdown() for table in shown))
-    print(f"{len(drawn)} plots written to {path}, and to MLflow as compare.html of the run '{run}'")
-
-
-def write_pages(config: Config, uris: Sequence[str], found: Sequence[Comparison], papers: Papers) -> None:
-    """A Markdown page for each comparison and for each sweep in it, with its tables, those of the papers and its plots
-    as SVG beside it; and one of the claims, where they are asked for."""
-    from pipelines.comparison.page import write
-    from pipelines.comparison.plots import plots
-
-    folder = Path(str(config.markdown))
-    sweeps = [
-        compare(select(uri, [name], sweep), config.metric)
-        for uri, names in homes(uris, config.experiment).items()
-        for name in names
-        for sweep in sweeps_of(uri, name)
-    ]
-    for comparison in [*found, *sweeps]:
-        name = re.sub(r"\W+", "-", comparison.selection.title)
-        shown = [*tables(comparison), *paper_tables([comparison], papers), origins_table(comparison)]
-        words = [table.markdown() for table in shown]
-        for plot in [] if of_benchmark(comparison.rows) else plots(comparison):
-            write(plot.alone(), str(folder / f"{plot.name}.svg"))
-            words.append(f"### {plot.title}\n\n![{plot.title}]({plot.name}.svg)\n\n{plot.caption}\n")
-        write(f"# {comparison.selection.title}\n\n" + "\n".join(words), str(folder / f"{name}.md"))
-        print(f"written to {folder / name}.md")
-    if config.claims:
-        write(f"# Claims\n\n{claims_table(config, uris, papers).markdown()}", str(folder / "claims.md"))
-        print(f"written to {folder}/claims.md")
-
-
-def register_best(comparison: Comparison, name: str) -> None:
-    """The comparison's best run by validation as a version of the registered model `name`."""
-    from pipelines.serving.registered_model import register
-
-    best = best_run(comparison)
-    ref = tracking.RunRef(best.uri, comparison.rows[0].experiment, best.id)
-    version = register(ref, name, f"val/{comparison.metric}")
-    print(f"registered: version {version.version} of {name} is the best checkpoint of {best.name} by validation")
-    print(f"  load it   mlflow.pyfunc.load_model('models:/{name}/{version.version}')")
-
-
 def run(config: Config) -> None:
     """Prints the tables, and writes what is asked for."""
-    if config.results:
-        with results.store(config.results) as uri:
-            named = bool(config.experiment or config.sweep or config.run)
-            every = [] if named else [e.name for e in tracking.connect(uri).search_experiments() if e.name != "Default"]
-            show(replace(config, experiment=sorted([*config.experiment, *every])), [uri])
-        return
-    uris = stores(config.tracking_uri, new=bool(config.benchmark)) if config.from_mlflow else []
-    show(config, uris)
-    for uri in uris:
-        print(f"look at it: {tracking.viewer(uri)}")
+    from jobs import comparing  # imports MLflow, and a wrong command line has its answer before that
 
-
-def show(config: Config, uris: Sequence[str]) -> None:
-    """Prints the tables of the runs in the stores, and writes what is asked for."""
-    for file, lines in [(file, read_lines(file)) for file in config.benchmark]:  # all are read before one is logged
-        print(f"{log_lines(uris[0], lines)} new lines of {file} logged to MLflow")
-    found = comparisons(config, uris)
-    papers = load(config.claims_file or CLAIMS) if config.from_mlflow else Papers({}, [], [])
-    shown = [table for comparison in found for table in tables(comparison)]
-    shown += [best] if (best := best_table(found)) else []
-    shown += paper_tables(found, papers)
-    shown += [claims_table(config, uris, papers)] if config.claims else []
-    shown += [sids_table(config.sids)] if config.sids else []
-    print("\n\n".join(table.text() for table in shown))
-    if config.export:
-        print(f"{results.export([c.selection for c in found], config.export)} runs exported to {config.export}")
-    if config.markdown and (config.markdown.endswith("/") or Path(config.markdown).is_dir()):
-        write_pages(config, uris, found, papers)
-    elif config.markdown:
-        from pipelines.comparison.page import write
-
-        write("\n".join(table.markdown() for table in shown), config.markdown)
-        print(f"written to {config.markdown}")
-    if config.html:
-        write_page(config, uris, found, shown, config.html)
-    if config.register:
-        register_best(found[0], config.register)
-    if config.pareto:
-        from pipelines.comparison.pareto import draw
-
-        print(f"{draw(found[0], config.pareto)} points drawn to {config.pareto}")
+    comparing.run(config)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from jobs import cli
 from models.tables import join, kind_of, read_manifest
 from pipelines.data.kinds.table import KINDS
 from pipelines.data.tables import check_can_write
-from pipelines.data.texts import TextConfig, check_texts, encode_log
+from pipelines.data.text_config import TextConfig
 
 
 @dataclass
@@ -36,6 +36,8 @@ class Config:
 
 def run(config: Config) -> None:
     """Encodes, and prints what was made and what to run next."""
+    from pipelines.data.texts import check_texts, encode_log  # imports Ray, and a wrong line has its answer before that
+
     started = time.monotonic()
 
     def say(message: str) -> None:

@@ -23,7 +23,7 @@ from models.config import check_positive
 from models.tables import reach
 from models.uri import absolute
 from pipelines.data.tables import check_can_write, check_place, write_file
-from pipelines.evaluation.ranking import Result, device_of, evaluate, find_checkpoint, record
+from pipelines.evaluation.result import Result
 
 
 def most_derived(kinds: Iterable[type]) -> tuple[type, ...]:
@@ -158,6 +158,7 @@ def item_shift_lines(metrics: dict[str, float]) -> list[str]:
 
 def replay_of(config: Options, result: Result) -> list[str]:
     """Replays and adds what was found to the metrics; the lines to print."""
+    from pipelines.evaluation.ranking import device_of, find_checkpoint
     from pipelines.evaluation.replay import replay
 
     found = replay(
@@ -192,6 +193,13 @@ def asked(result: Result) -> str:
 
 def run(config: Options) -> Result | None:
     """Evaluates and prints, or writes recommendations."""
+    from pipelines.evaluation.ranking import (  # imports Ray and MLflow, a wrong command
+        evaluate,
+        find_checkpoint,
+        record,
+    )
+    # line has its answer before that
+
     reach(config.checkpoint, config.tables, config.sids, config.text)  # what does not answer is said before Ray starts
     cli.preflight(
         checkpoint=config.checkpoint, tables=config.tables, sids=config.sids, text=config.text,

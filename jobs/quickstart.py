@@ -22,10 +22,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jobs import cli, simulate
-from models import registry
 from models.config import check_positive
 from models.tables import UserError
-from pipelines import tracking
 from pipelines.data.kinds.base import Trained
 from pipelines.data.kinds.table import KINDS
 from pipelines.data.sources import load_source
@@ -102,6 +100,8 @@ class Place:
 
 def measure(config: Config, place: Place, steps: Steps, trained: Trained, epochs: int) -> None:
     """Trains a model, by at most `epochs` where it is trained by gradient, and evaluates it on test."""
+    from models import registry  # imports PyTorch, and a wrong command line has its answer before that
+
     entry, name = registry.find(trained.model), trained.name or trained.model
     made = KINDS[config.family].flow.extra
     where = ["--tables", place.tables, *([f"--{entry.extra.option}", place.extra] if entry.extra and made else [])]
@@ -140,6 +140,8 @@ def locate(config: Config) -> Place:
 def run(config: Config) -> None:
     """Runs the flow."""
     kind, place = KINDS[config.family], locate(config)
+    from pipelines import tracking  # imports MLflow, and a wrong command line has its answer before that
+
     cli.preflight(output=config.output)
     flow, extra = kind.flow, kind.flow.extra
     steps = Steps(count=3 + (not config.data) + bool(extra) + 2 * len(flow.models))

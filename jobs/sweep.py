@@ -25,11 +25,10 @@ from jobs import cli
 from models import registry
 from models.config import naming
 from models.tables import UserError, reach
-from pipelines import tracking
 from pipelines.data.tables import check_can_write
 from pipelines.training.options import RayOptions
 from tuning.grid import Grid, Trial, load
-from tuning.sweep import Options, Swept, best_checkpoint, estimate, sweep
+from tuning.options import Options
 
 FREE = ("model", "fit", "evaluate", "axes")
 """Options whose keys are those of the grid's model, training and evaluation."""
@@ -117,7 +116,7 @@ def read(config: Config) -> tuple[Grid, list[Trial]]:
             raise UserError(f"--axes.{key} is {values!r}, it must be a list such as '[0.1, 0.2]'")
     for key in TRAINED:
         if key in axes:
-            axes[key] = [best_checkpoint(value) for value in axes[key]]
+            axes[key] = [of_sweep(value) for value in axes[key]]
     grid = load(config.grid).varied(config.smoke, axes)
     if config.samples is not None:
         if config.samples < 1:
@@ -126,11 +125,18 @@ def read(config: Config) -> tuple[Grid, list[Trial]]:
     sets = {key: value for key, value in config.set.items() if not key.startswith("axes.")}
     for key in TRAINED:
         if isinstance(sets.get(key), str):
-            sets[key] = best_checkpoint(sets[key])
+            sets[key] = of_sweep(sets[key])
     trials = grid.trials(sets, check=not config.dry_run)
     if config.storage and not config.dry_run and all(takes_cache(trial.model) for trial in trials):
         trials = grid.trials({**sets, "model.teacher_cache": f"{config.storage.rstrip('/')}/teacher_cache"})
     return grid, trials
+
+
+def of_sweep(checkpoint: str) -> str:
+    """The checkpoint itself, or that of the best trial where it is a sweep."""
+    from tuning.sweep import best_checkpoint
+
+    return best_checkpoint(checkpoint)
 
 
 def takes_cache(model: dict[str, Any]) -> bool:
@@ -142,8 +148,8 @@ def takes_cache(model: dict[str, Any]) -> bool:
     return kind.has_lasting_outputs and not (model.get("teacher_cache") or model.get("end_to_end"))
 
 
-def run(config: Config) -> Swept | None:
-    """Runs the sweep and prints its outcome, or the trials alone."""
+def run(config: Config) -> Any:
+    """Runs the sweep and prints its outcome, or the trials alone; returns a `tuning.sweep.Swept`, or None."""
     grid, trials = read(config)
     names = {str(trial.model["name"]) for trial in trials if "name" in trial.model}
     entries = [registry.MODELS[name] for name in sorted(names & registry.MODELS.keys())]
@@ -154,6 +160,9 @@ def run(config: Config) -> Swept | None:
     if config.dry_run:
         show(grid, trials, config, extra)
         return None
+    from pipelines import tracking  # these import Ray and MLflow, and a wrong command line has its answer before that
+    from tuning.sweep import sweep
+
     reach(config.tables, extra)  # what does not answer is said before Ray starts
     check_can_write(str(config.storage))
     cli.preflight(tables=config.tables, sids=config.sids, text=config.text, storage=config.storage)
@@ -196,6 +205,8 @@ def show(grid: Grid, trials: list[Trial], config: Config, extra: str | None) -> 
     if missing:
         print(f"the model '{missing[0]}' is not there yet, so these are not run")
     elif config.tables and grid.kind == "train":
+        from tuning.sweep import estimate
+
         grid.trials({key: value for key, value in config.set.items() if not key.startswith("axes.")})
         threads = config.ray.threads or max(1, int(config.ray.cpus_per_worker))
         hours = estimate(grid, trials, config.tables, extra, threads) / 3600

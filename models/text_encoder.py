@@ -22,6 +22,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from models.tables import UserError
+from models.uri import absolute
 
 Floats = NDArray[np.float32]
 
@@ -32,6 +33,11 @@ WORDS: dict[str, Any] = {"sublinear_tf": True, "token_pattern": r"(?u)\b\w+\b"}
 
 SETTINGS, MODEL, TFIDF = "encoder.json", "model", "tfidf.safetensors"
 """Files of a saved encoder."""
+
+
+def located(encoder: str) -> str:
+    """The folder of an encoder made absolute; none, `minilm` and names of the model hub as they are."""
+    return absolute(encoder) if encoder not in ("", "minilm") and Path(encoder).expanduser().is_dir() else encoder
 
 
 def locate_encoder(name: str) -> str:

@@ -24,8 +24,8 @@ from models import registry
 from models.config import check_choices, check_known, check_least, hint, instead, naming, read_yaml
 from models.fit import FitConfig
 from models.tables import UserError
+from models.text_encoder import located
 from models.uri import absolute, hide
-from pipelines.training.run import located
 
 Point = dict[str, Any]
 """Values of the axes, by dotted key."""

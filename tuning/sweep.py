@@ -30,7 +30,7 @@ from ray.tune import Callback
 from ray.tune.search import BasicVariantGenerator
 
 from models import checkpoint, registry
-from models.config import check_least, hint, naming
+from models.config import hint, naming
 from models.fit import FitConfig
 from models.setup import check_fit, load_catalogue
 from models.setup import hashes_of as table_hashes
@@ -38,8 +38,8 @@ from models.tables import UserError, join, open_uri
 from models.uri import hide, masked
 from pipelines import credentials, tracking
 from pipelines.data.tables import check_writable, write_file
+from pipelines.training.options import RayOptions
 from pipelines.training.run import (
-    RayOptions,
     absolute,
     check_cluster,
     check_name,
@@ -51,6 +51,7 @@ from pipelines.training.run import (
 )
 from tuning.grid import Grid, Trial, evaluation_options
 from tuning.halving import EPOCH, TRIAL, VALUE, Halving, make
+from tuning.options import Options
 from tuning.outcome import Outcome, best_metrics, best_of, outcome
 from tuning.probe import look
 from tuning.trial import PATIENCE, Plan, fail, forgive, read_reports, run_trial, stop, tested
@@ -60,25 +61,6 @@ logging.getLogger("ray.tune.analysis.experiment_analysis").setLevel(logging.ERRO
 SWEEP, TUNE = "sweep.json", "tune"
 
 NO_BEST = "no trial of the sweep {} has a value; mend what failed, then run it with --resume --options.again true"
-
-
-@dataclass
-class Options:
-    """How a sweep is run."""
-
-    concurrency: int = 0
-    """Trials at once at most; 0: as many as the cluster has room for."""
-    retries: int = 2
-    """How often a trial whose process was lost is continued; then it is recorded as failed."""
-    again: bool = False
-    """With --resume: trials that failed are taken up again."""
-    budget_hours: float = 0.0
-    """Time after which no trial goes on; 0: none. --resume takes the sweep up again."""
-    test: bool = True
-    """Measure each finished trial on the test split too; the best is chosen on val all the same."""
-
-    def __post_init__(self) -> None:
-        check_least(self, ["concurrency", "retries", "budget_hours"], 0)
 
 
 @dataclass

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -46,7 +46,6 @@ from pipelines.data.dataflow import Engine
 from pipelines.data.kinds.table import KINDS
 from pipelines.data.sids.embed import (
     ROWS_PER_PART,
-    EmbedConfig,
     encode_texts,
     encoder_version,
     fit_tfidf,
@@ -67,6 +66,7 @@ from pipelines.data.tables import (
     write_part,
     writing,
 )
+from pipelines.data.text_config import TextConfig
 
 Say = Callable[[str], None]
 
@@ -79,25 +79,6 @@ WARNING = (
     "warning: query_condition joint stores the [SEP] state of query and document together, which has seen the "
     "document: a model that is conditioned on it reads its own target; use it for comparison only"
 )
-
-
-@dataclass(frozen=True)
-class TextConfig(EmbedConfig):
-    """Texts of a log to embeddings."""
-
-    pooling: str = "cls"
-    """The `cls` token's state, as in the paper (Sec. 3.3), or the `mean` over tokens."""
-    max_tokens: int = 180
-    """Tokens per text or pair; longer ones are cut (Sec. 4.1 of QGS)."""
-    svd: int = 64
-    """Width of the TF-IDF encoder's truncated SVD."""
-    query_condition: Literal["query", "joint"] = "query"
-    """Of searches. `query`: the query alone. `joint`: adds the [SEP] state over query and document, which leaks."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.query_condition not in ("query", "joint"):
-            raise ValueError(f"embed.query_condition is {self.query_condition!r}; it must be 'query' or 'joint'")
 
 
 def fitted_tfidf(texts: list[str], width: int) -> TfidfEncoder:

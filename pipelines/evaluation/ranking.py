@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -27,47 +27,10 @@ from models.uri import absolute
 from pipelines import tracking
 from pipelines.data.tables import write_file
 from pipelines.evaluation import item_shift as shift
+from pipelines.evaluation.result import Result
 from pipelines.training.run import BEST, RUN, read_record
 
 SPLITS = ("val", "test")
-
-
-@dataclass
-class Result:
-    """What an evaluation found, as `evaluation-SPLIT.json` beside the checkpoint."""
-
-    model: str
-    """Name in the registry."""
-    checkpoint: str
-    """What was evaluated."""
-    split: str
-    """val or test."""
-    examples: int
-    """Requests ranked."""
-    users: int
-    """Users whose requests they are."""
-    skipped: int
-    """Requests without a history, left out."""
-    metrics: dict[str, float]
-    """`recall@K` and `ndcg@K`; of new items `temporal80/ndcg@K` and how many, `temporal80/examples`."""
-    users_per_s: float
-    """Requests per second of `recommend`, all shards together; under this name in MLflow from the first."""
-    seconds: float
-    """Time of the evaluation."""
-    seed: int | None
-    """Seed of the training."""
-    options: dict[str, Any]
-    """Options of `recommend` and the batch size."""
-    hashes: dict[str, str]
-    """Hashes of the tables."""
-    device: str
-    """`cpu` with the number of threads, or the GPU's name; before it how many worked at once, if more than one."""
-    by_user: dict[str, dict[str, str]]
-    """Metrics user by user (`models/by_user.py`, packed), for comparisons on the same users."""
-
-    def is_fresh(self, about: Checkpoint) -> bool:
-        """Whether the requests are of another log than that of the training."""
-        return self.hashes.get("sequences") != about.hashes.get("sequences")
 
 
 def find_checkpoint(uri: str) -> str:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -33,6 +32,7 @@ from models.fit import FitConfig
 from models.locks import locked
 from models.setup import check_budget, check_fit, load_catalogue
 from models.tables import UserError, has_manifest, join, open_uri, read_manifest
+from models.text_encoder import located
 from models.uri import absolute, hide
 from pipelines import cluster, credentials, faults, tracking
 from pipelines.data.tables import check_writable, write_file
@@ -292,11 +292,6 @@ def held(storage: str, name: str, wait: float = 0) -> AbstractContextManager[Non
     """Keeps other processes from the run (`locked`)."""
     busy = f"the run '{name}' in {storage} is being trained by another process; wait for it or choose another --name"
     return locked(join(storage, f".{name}.lock"), busy, wait)
-
-
-def located(encoder: str) -> str:
-    """The folder of an encoder made absolute; none, `minilm` and names of the model hub as they are."""
-    return absolute(encoder) if encoder not in ("", "minilm") and Path(encoder).expanduser().is_dir() else encoder
 
 
 def check_name(name: str) -> None:
