@@ -64,7 +64,7 @@ def _make_table(run: Run, name: str, of: AsOf) -> Manifest:
     with run.writing(table):
         ((_, (part, rejected, repeated)),) = run.engine.each(_write_table, [(of, run.input, files, uri)])
         for reason, rows in rejected.reasons.most_common():
-            run.say(f"{table}: {rows:,} rows rejected, {reason}; such as {rejected.examples[reason]}")
+            run.say(f"{table}: {rows:,} rows rejected, {reason}; such as {rejected.example(reason, run.input, of)}")
         _check_rejects(run, table, rejected.rows_read, rejected.reasons)
         if part is None:
             raise UserError(f"{run.input} holds no valid row in {', '.join(files[:3])}; correct as_of.{name}")

@@ -119,7 +119,7 @@ def _make_events(run: Run, files: list[str], inputs: dict[str, str]) -> Manifest
     with run.writing("events", "rejects"):
         users = source.read_users(run.input)
         of_users = Rejected.of(users) if users else Rejected()
-        _say_rejects(run, of_users, " of the user files")
+        _say_rejects(run, of_users, "users", " of the user files")
         _check_rejects(run, of_users.rows_read, of_users.reasons, " of the user files")
         gathering = Gathering(run.counted, run.late)
         result = ingest(
@@ -139,7 +139,7 @@ def _make_events(run: Run, files: list[str], inputs: dict[str, str]) -> Manifest
         )
         rejected = result.rejected
         rejects = sum(rejected.reasons.values())
-        _say_rejects(run, rejected)
+        _say_rejects(run, rejected, "events")
         if not rejected.rows_read:
             raise UserError(f"{run.input} holds no rows in {', '.join(files[:3])}; check --input")
         _check_rejects(run, rejected.rows_read, rejected.reasons)
@@ -194,9 +194,10 @@ def _count(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'s' * (number != 1)}"
 
 
-def _say_rejects(run: Run, rejected: Rejected, of: str = "") -> None:
+def _say_rejects(run: Run, rejected: Rejected, kind: str, of: str = "") -> None:
     for reason, rows in rejected.reasons.most_common():
-        run.say(f"rejects{of}: {rows:,} rows, {reason}; such as {rejected.examples[reason]}")
+        example = rejected.example(reason, run.input, run.source.written(kind))
+        run.say(f"rejects{of}: {rows:,} rows, {reason}; such as {example}")
 
 
 def _check_rejects(run: Run, rows: int, reasons: Mapping[str, int], of: str = "") -> None:
@@ -269,7 +270,7 @@ def _make_items(run: Run, events: Manifest, files: dict[str, str], split: dict[s
         parts, schema, counts, rejected, missing = write_items(
             run.source, run.input, list(files), catalogue, uri, run.engine
         )
-        _say_rejects(run, rejected, " of the item files")
+        _say_rejects(run, rejected, "items", " of the item files")
         _check_rejects(run, rejected.rows_read, rejected.reasons, " of the item files")
         matched = Match()
         if files:

@@ -20,7 +20,7 @@ from models.tables import UserError
 from pipelines.data.sources.base import Block, Metadata, Source, list_files
 from pipelines.data.sources.mapping import Items, Mapping, items_origins, read_items
 from pipelines.data.sources.pieces import Piece
-from pipelines.data.sources.readers import Reading, format_of
+from pipelines.data.sources.readers import Reading, TextFormat, format_of
 
 TIME = {"column": "timestamp", "unit": "ms"}
 RATING = {"column": "rating", "type": "float32"}
@@ -64,6 +64,9 @@ class Amazon2023(Source):
     @property
     def origins(self) -> dict[str, dict[str, str]]:
         return {**self.reviews.origins, "items": items_origins(self.metadata) if self.items else {}}
+
+    def written(self, kind: str) -> TextFormat | None:
+        return self.metadata if kind == "items" else self.reviews
 
     @property
     def absent(self) -> frozenset[str]:

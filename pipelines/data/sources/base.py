@@ -12,9 +12,9 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs
 
-from models.tables import UserError, open_uri
+from models.tables import UserError, join, open_uri
 from pipelines.data.sources.pieces import Piece
-from pipelines.data.sources.readers import Reading
+from pipelines.data.sources.readers import Reading, TextFormat, place_of
 from pipelines.data.tables import OWN, events_schema
 
 LOG_ROW = pa.field("log_row", pa.int64(), nullable=False)
@@ -55,8 +55,8 @@ class Rejected:
 
     rows_read: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, str] = field(default_factory=dict)
-    """One rejected row per reason: file, row and source."""
+    examples: dict[str, tuple[str, int, str]] = field(default_factory=dict)
+    """The first rejected row of each reason: file, row and source."""
 
     @classmethod
     def of(cls, block: Block | Metadata) -> Rejected:
@@ -64,8 +64,13 @@ class Rejected:
         found = cls(block.rows_read, Counter(reasons))
         for reason in found.reasons:
             row = block.rejects.slice(reasons.index(reason), 1).to_pylist()[0]
-            found.examples[reason] = f"{row['file']} row {row['row']}: {row['source'][:200]}"
+            found.examples[reason] = row["file"], row["row"], row["source"][:200]
         return found
+
+    def example(self, reason: str, input_uri: str, written: TextFormat | None) -> str:
+        """The example of a reason in words; `written` is how its files are."""
+        file, row, source = self.examples[reason]
+        return f"{file} {place_of(join(input_uri, file), written, row)}: {source}"
 
     def add(self, other: Rejected) -> None:
         """Adds what `other` counts; the result does not depend on the order."""
@@ -112,6 +117,10 @@ class Source(ABC):
     @abstractmethod
     def origins(self) -> dict[str, dict[str, str]]:
         """For `events`, `items` and `users`: the columns that are read, each with what it is in the raw file."""
+
+    def written(self, kind: str) -> TextFormat | None:
+        """How the files of a key of `origins` are written; None for those without lines and rows."""
+        return None
 
     @property
     def absent(self) -> frozenset[str]:

@@ -53,8 +53,12 @@ def not_encoded(uri: str, encoding: str, row: int | None = None) -> UserError:
     """What to say of a file that is not of the encoding."""
     filesystem, path = open_uri(uri)
     with filesystem.open_input_stream(path) as stream:
-        likely = [name for name in likely_encodings(stream.read(LOOKED_AT)) if name != encoding]
-    where = "" if row is None else f" in row {row:,}"
+        head = stream.read(LOOKED_AT)
+    likely = [name for name in likely_encodings(head) if name != encoding]
+    where = ""
+    if row is not None:
+        line = _line_of_mistake(head)
+        where = f" in line {line:,}" if line else f" in row {row:,} (counted from 0)"
     name = "UTF-8" if encoding == "utf-8" else encoding
     remedy = f"set 'encoding: {likely[0]}' beside its 'files' in the source file" if likely else "set its 'encoding'"
     others = f" (or {', '.join(likely[1:])})" if likely[1:] else ""
@@ -77,6 +81,16 @@ def likely_encodings(head: bytes) -> list[str]:
     if "utf-8" in fits:
         fits.sort(key=lambda name: name != "utf-8")
     return fits[:3]
+
+
+def _line_of_mistake(head: bytes) -> int | None:
+    """The first line, from 1, that is not UTF-8; None if it is behind this beginning of the file."""
+    try:
+        head.decode()
+    except UnicodeDecodeError as error:
+        if len(head) < LOOKED_AT or error.start < len(head) - 4:  # a character may be cut at the end
+            return head.count(b"\n", 0, error.start) + 1
+    return None
 
 
 def wide(head: bytes) -> bool:

@@ -345,6 +345,11 @@ class Mapping(TextFormat, Source):
             **{f"as_of.{name}": of.origins for name, of in self.as_of.items()},
         }
 
+    def written(self, kind: str) -> TextFormat | None:
+        of = {"events": self, "items": self.items, "users": self.users}
+        written: TextFormat | None = {**of, **{f"as_of.{name}": table for name, table in self.as_of.items()}}[kind]
+        return written
+
     @property
     def tables_as_of(self) -> dict[str, Any]:
         return dict(self.as_of)

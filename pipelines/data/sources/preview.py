@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 
 from models.tables import UserError
 from pipelines.data.sources.base import Block, Metadata, Rejected, Source
+from pipelines.data.sources.readers import TextFormat
 
 BLOCKS = 4  # of a file, each of about 8 MiB, and
 FILES = 3  # the most files that are begun, in search of a column that the first block does not have
@@ -45,6 +46,14 @@ class Preview:
     """Of all that was read."""
     missing: dict[str, str]
     """Wanted keys that were in no row, each with a hint at the nearest."""
+    input_uri: str
+    """Folder of the files."""
+    written: TextFormat | None
+    """How they are."""
+
+    def example(self, reason: str) -> str:
+        """A row that was rejected for this reason."""
+        return self.rejected.example(reason, self.input_uri, self.written)
 
 
 def preview(source: Source, input_uri: str, max_rejects: float, items: bool = True) -> list[Preview]:
@@ -80,6 +89,11 @@ def _begin(
     rows: pa.Table | None = None
     rejected, begun, whole = Rejected(), list[str](), True
     missing: dict[str, str] | None = None
+
+    def made(rows: pa.Table, missing: dict[str, str]) -> Preview:
+        origins, clock = source.origins[kind], source.info["clock"]
+        return Preview(kind, files, begun, rows, origins, clock, rejected, missing, input_uri, source.written(kind))
+
     for file in list(dict.fromkeys([files[0], files[-1], files[len(files) // 2]]))[:FILES]:
         begun.append(file)
         with closing(block for block in read(file)) as blocks:
@@ -90,16 +104,14 @@ def _begin(
                 absent = block.missing if missing is None else missing
                 missing = {name: hint for name, hint in absent.items() if name in block.missing}
                 if rejected.rows_read and not missing:
-                    clock = source.info["clock"]
-                    return Preview(kind, files, begun, rows, source.origins[kind], clock, rejected, missing)
+                    return made(rows, missing)
             whole = whole and next(blocks, None) is None
     whole = whole and len(begun) == len(files)
     if kind == "events" and whole and not rejected.rows_read:
         raise UserError(f"{input_uri} holds no rows in {', '.join(files[:3])}; check --input")
     if kind == "events" and whole:
         check_missing(input_uri, missing or {})
-    rows = pa.table({}) if rows is None else rows
-    return Preview(kind, files, begun, rows, source.origins[kind], source.info["clock"], rejected, missing or {})
+    return made(pa.table({}) if rows is None else rows, missing or {})
 
 
 def check_missing(input_uri: str, missing: dict[str, str]) -> None:
@@ -117,8 +129,8 @@ def _check_rejects(seen: Preview, max_rejects: float) -> None:
         reason, _ = rejected.reasons.most_common(1)[0]
         raise UserError(
             f"{rejects:,} of the first {rejected.rows_read:,} rows of {seen.begun[0]} break the schema, over the limit "
-            f"max_rejects {max_rejects:.2%}; most often {reason}, such as {rejected.examples[reason]}; fix the source "
-            f"file or the log"
+            f"max_rejects {max_rejects:.2%}; most often {reason}, such as {seen.example(reason)}; fix the source file "
+            f"or the log"
         )
 
 
@@ -140,7 +152,7 @@ def lines(found: Iterable[Preview]) -> list[str]:
         of = f"the first of {len(seen.files):,} files" if len(seen.files) > 1 else "the only file"
         said.append(f"{seen.kind}: {seen.begun[0]}, {of}: {seen.rejected.rows_read:,} rows read, {rejects:,} rejected")
         said += [
-            f"  rejected: {count:,} rows, {reason}; such as {seen.rejected.examples[reason]}"
+            f"  rejected: {count:,} rows, {reason}; such as {seen.example(reason)}"
             for reason, count in seen.rejected.reasons.most_common()
         ]
         table = [

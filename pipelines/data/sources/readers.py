@@ -7,11 +7,13 @@ value must be is decided once, in `normalise.py`.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -48,6 +50,7 @@ LONGEST_QUOTE = 2000  # characters of an unreadable line that a reject keeps
 BOM = b"\xef\xbb\xbf"
 MOST_NAMED = 40  # columns of a file that an error lists
 LONGEST_DELIMITER = 8  # characters
+LINES_READ = 200_000  # rows of a text file within which the line of a row is looked for
 UNIT = "\x1f"  # stands for a delimiter of several characters
 
 # A stray quote makes one value of all lines up to the next one. With `quote: auto` a CSV file is refused if its values
@@ -163,6 +166,37 @@ def read_frames(input_uri: str, file: str, reading: Reading, piece: Piece | None
             f"{uri} cannot be read as {kind} ({reason[:300]}); it may be truncated, damaged or of another format: "
             f"copy it again or set 'format'"
         ) from error
+
+
+def place_of(uri: str, written: TextFormat | None, row: int) -> str:
+    """Where a row of this ROW is in its file: `line 902` of CSV and JSON lines, which are read again from their
+    beginning up to it. It is `row 900` where there are no lines, or more than LINES_READ."""
+    kind = format_of(uri, written.format) if written else "parquet"
+    line = None
+    if written and kind != "parquet" and row < LINES_READ:
+        with io.TextIOWrapper(open_text(uri, written.encoding), "utf-8", errors="replace", newline="") as text:
+            header = kind == "csv" and written.header is None
+            line = next(islice(_row_starts(text, uri, written, kind), row + header, None), None)
+    counted = "from 0, without header and empty lines" if kind != "parquet" else "from 0"
+    return f"row {row:,} (counted {counted})" if line is None else f"line {line:,}"
+
+
+def _row_starts(text: Iterable[str], uri: str, written: TextFormat, kind: str) -> Iterator[int]:
+    """The line, from 1, at which each row begins, a header among them."""
+    if kind == "jsonl" or written.quote is False:
+        blank = "\r\n" if kind == "csv" else None  # white space alone is a row of CSV
+        yield from (number for number, line in enumerate(text, 1) if line.strip(blank))
+        return
+    before, reader = 0, csv.reader(text, delimiter=_delimiter(uri, written))
+    with suppress(csv.Error):  # a value that is too long for it: the lines from there on are not known
+        for cells in reader:
+            if cells:
+                yield before + 1
+            before = reader.line_num
+
+
+def _delimiter(uri: str, written: TextFormat) -> str:
+    return written.delimiter or ("\t" if ".tsv" in PurePosixPath(uri).suffixes else ",")
 
 
 def whole_only(file: str, reading: Reading) -> bool:
@@ -296,7 +330,7 @@ def _check_delimiter(uri: str, wanted: Iterable[str], header: list[str], delimit
 
 
 def _read_csv(uri: str, reading: Reading, piece: Piece | None) -> Iterator[Frame]:
-    delimiter = reading.delimiter or ("\t" if ".tsv" in PurePosixPath(uri).suffixes else ",")
+    delimiter = _delimiter(uri, reading)
     header = _csv_header(uri, reading, delimiter)
     _check_delimiter(uri, reading.columns, header, delimiter)
     require_columns(uri, reading.columns, header)

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from pipelines.data.sources.base import Block, Metadata, Source
 from pipelines.data.sources.pieces import Piece
-from pipelines.data.sources.readers import Reading
+from pipelines.data.sources.readers import Reading, TextFormat
 
 REPEATS = "repeats"
 """Name of the label."""
@@ -42,6 +42,9 @@ class Counted(Source):
     @property
     def origins(self) -> dict[str, dict[str, str]]:
         return self.source.origins
+
+    def written(self, kind: str) -> TextFormat | None:
+        return self.source.written(kind)
 
     @property
     def absent(self) -> frozenset[str]:

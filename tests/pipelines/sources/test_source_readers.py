@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -258,8 +259,8 @@ LATIN = "café".encode("latin-1")
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("log.csv", b"u,i,t\na,x,1\nb," + LATIN + b",2\n", "not UTF-8 in row 1; set 'encoding: "),
-        ("log.csv", b"u,i,t\na,x,1\n" + LATIN + b",2\n", "not UTF-8 in row 1; set 'encoding: "),
+        ("log.csv", b"u,i,t\na,x,1\nb," + LATIN + b",2\n", "not UTF-8 in line 3; set 'encoding: "),
+        ("log.csv", b"\nu,i,t\na,x,1\n" + LATIN + b",2\n", "not UTF-8 in line 4; set 'encoding: "),
         ("log.csv", b"u,i,t\ra,x,1\rb,y,2\r", "carriage returns alone; convert it to line feeds"),
         ("log.csv", b"\xef\xbb\xbf\r\n\n\n", "is empty"),
         ("log.csv", b"\n\r\nu,i,t\na,x,1\nb,y,2\n", None),
@@ -343,3 +344,51 @@ def test_files_are_cut_where_no_value_is_quoted(tmp_path: Path) -> None:
     assert [piece and piece.first_row for _, piece in found] == [0, 116, None, None]
     unquoted = pieces_of(plain(quote=False), str(tmp_path), files, 700, Engine())
     assert [file for file, _ in unquoted] == ["log.1.csv", "log.1.csv", "log.2.csv", "log.2.csv", "log.3.csv"]
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("log.csv", {}),
+        ("log.csv.gz", {}),
+        ("log.tsv", {}),
+        ("log.csv", {"header": ["u", "i", "t", "q"]}),
+        ("log.csv", {"delimiter": "::"}),
+        ("log.csv", {"delimiter": ";", "quote": False}),
+        ("log.csv", {"encoding": "utf-16"}),
+        ("log.jsonl", {}),
+    ],
+)
+def test_a_rejected_row_is_named_by_its_line(tmp_path: Path, name: str, keys: dict[str, Any]) -> None:
+    """Empty lines, header and line breaks within quotes are lines, and no rows: each bad row says its own line."""
+    by = keys.get("delimiter", "\t" if ".tsv" in name else ",")
+    quoted = ".jsonl" not in name and keys.get("quote") is not False and len(by) == 1
+    lines = ["", *([] if "header" in keys or "jsonl" in name else [by.join(ALL)])]
+    for n in range(300):
+        lines += [""] * (n % 7 == 0)
+        query = f'"red\n\n{n}"' if quoted and n % 5 == 0 else "a lamp"
+        time = f"line {len(lines) + 1}" if n % 11 == 3 else str(n)
+        if "jsonl" in name:
+            lines.append(json.dumps({"u": f"u{n}", "i": "i", "t": time, "q": query}))
+        else:
+            lines += by.join([f"u{n}", 'i"2', time, query]).split("\n")
+    content = "\r\n".join(lines).encode(keys.get("encoding", "utf-8"))
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    source = plain(query="q", **({"quote": True} if quoted else {}), **keys)
+    (file,) = source.event_files(str(tmp_path))
+    found = [row for block in source.read_events(str(tmp_path), file) for row in block.rejects.to_pylist()]
+    assert len(found) == 27
+    for row in found:
+        said = readers.place_of(f"{tmp_path}/{file}", source, row["row"])
+        assert said == json.loads(row["source"])["t"]
+
+
+def test_a_row_of_parquet_or_far_from_the_beginning_says_what_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "LINES_READ", 10)
+    write(tmp_path, "log.csv", log(20))
+    uri = str(tmp_path / "log.csv")
+    assert readers.place_of(uri, plain(), 9) == "line 11"
+    assert readers.place_of(uri, plain(), 10) == "row 10 (counted from 0, without header and empty lines)"
+    assert readers.place_of("log.parquet", plain(), 3) == "row 3 (counted from 0)"
