@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -21,7 +22,7 @@ from mlflow import MlflowClient
 from numpy.typing import NDArray
 
 from models.by_user import unpacked
-from pipelines.comparison.rows import Comparison, Row, Run, client_of, lower_is_better, shared_name
+from pipelines.comparison.rows import OF_TEACHER, Comparison, Row, Run, client_of, lower_is_better, shared_name
 from pipelines.comparison.table import Table, percent
 
 DRAWS = 2000
@@ -58,6 +59,25 @@ class Pair:
     """Their runs, pair by pair."""
     options: tuple[str, str]
     """Options of the evaluations of both."""
+
+
+@dataclass(frozen=True)
+class SameUsers:
+    """Pairs of runs on the users that they share, in the mean over the pairs."""
+
+    users: str
+    """Hash of the users and their counts."""
+    difference: NDArray[np.float64]
+    """(U,) of the one less the other."""
+    base: NDArray[np.float64]
+    """(U,) of the other."""
+    counts: NDArray[np.int64]
+    """(U,) requests of each user."""
+
+    @property
+    def mean(self) -> float:
+        """The other's mean over the requests."""
+        return float(self.base @ self.counts / self.counts.sum())
 
 
 @dataclass(frozen=True)
@@ -99,11 +119,8 @@ def groups_of(comparison: Comparison) -> list[Group]:
         homes = [other for other in every for run in other.runs if taught_by and run.weights == taught_by]
         teacher = next((home for home in homes if home.options == row.options), None)
         teacher = teacher or next((home for home in homes if not home.options), None)
-        apart = ("model.teacher_hash", "model.encoder_hash") if teacher else ()
-        alike = sorted((name, value) for name, value in row.params.items() if name not in apart)
-        group = groups.setdefault(
-            (*row.log, row.model, row.options, id(teacher), *alike), Group(row, teacher, row.name, [])
-        )
+        key = (id(teacher), *row.alike(but=OF_TEACHER if teacher else ()))
+        group = groups.setdefault(key, Group(row, teacher, row.name, []))
         group.name = shared_name(group.name, row.name) if group.runs else row.name
         group.runs += row.runs
     return list(groups.values())
@@ -129,29 +146,35 @@ def pairs(comparison: Comparison) -> list[Pair]:
     return found
 
 
+def same_users(runs: Sequence[tuple[Run, Run]], options: tuple[str, str], metric: str) -> SameUsers | None:
+    """The pairs whose evaluations on test have kept the metric of the same users; None where none has."""
+    users, both = "", []
+    counts = np.zeros(0, np.int64)
+    for one, other in runs:
+        mine, its = of_run(one, options[0]).get(metric), of_run(other, options[1]).get(metric)
+        if mine and its and mine["users"] == its["users"]:
+            users = mine["users"]
+            value, counts = unpacked(mine)
+            both.append((value, unpacked(its)[0]))
+    if not both:
+        return None
+    value, base = np.mean(both, 0)
+    return SameUsers(users, value - base, base, counts)
+
+
 def over_users_tables(comparison: Comparison) -> list[Table]:
     """The pairs with their intervals; none where no two evaluations have kept their users."""
     metric = COARSER.get(comparison.metric, comparison.metric)
-    groups: dict[str, list[tuple[Pair, NDArray[np.float64], NDArray[np.float64]]]] = {}
-    weights: dict[str, NDArray[np.int64]] = {}
+    groups: dict[str, list[tuple[Pair, SameUsers]]] = {}
     for pair in pairs(comparison):
-        users, both = "", []
-        for one, other in pair.runs:
-            mine = of_run(one, pair.options[0]).get(metric)
-            its = of_run(other, pair.options[1]).get(metric)
-            if mine and its and mine["users"] == its["users"]:
-                users = mine["users"]
-                value, weights[users] = unpacked(mine)
-                both.append((value, unpacked(its)[0]))
-        if both:
-            value, base = np.mean(both, 0)
-            groups.setdefault(users, []).append((pair, value - base, base))
+        if (same := same_users(pair.runs, pair.options, metric)) is not None:
+            groups.setdefault(same.users, []).append((pair, same))
     cells = []
-    for users, group in groups.items():
-        counts = weights[users]
-        found = intervals(np.stack([difference for _, difference, _ in group]), counts)
-        for (pair, _, base), interval in zip(group, found, strict=True):
-            cells.append(line(pair, interval, float(base @ counts / counts.sum()), len(counts), metric))
+    for group in groups.values():
+        counts = group[0][1].counts
+        found = intervals(np.stack([same.difference for _, same in group]), counts)
+        for (pair, same), interval in zip(group, found, strict=True):
+            cells.append(line(pair, interval, same.mean, len(counts), metric))
     if not cells:
         return []
     header = ["model", "against", "pairs of runs", "users", f"test/{metric}", "95% interval", "relative", "verdict"]
@@ -183,7 +206,7 @@ def line(pair: Pair, interval: Interval, base: float, users: int, metric: str) -
 def of_run(run: Run, options: str) -> dict[str, Any]:
     """What the run's evaluation on test with these options has kept, by metric; nothing where it has kept none."""
     name = f"evaluation-test{f'-{options}' if options else ''}.json"
-    return kept(run.uri, run.id).get(name, {})
+    return kept(run.uri, run.id).get(name, {}) if run.uri else {}
 
 
 @lru_cache

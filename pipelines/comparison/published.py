@@ -9,14 +9,16 @@ Datasets differ, so figures stand beside each other as they are and relative to 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from models.config import check_known, read_yaml
 from models.tables import UserError
-from pipelines.comparison.rows import Comparison, Row, lower_is_better, ratio
+from pipelines.comparison.rows import OF_TEACHER, Comparison, Row, Run, lower_is_better, ratio
 from pipelines.comparison.table import Table, percent
 
 CLAIMS = Path(__file__).parents[2] / "claims.yaml"
@@ -154,30 +156,63 @@ OF_STAGE_1 = {"model.shared_mlp", "model.end_to_end", "model.encoder_layers", "m
 """Params of SID-MLP++ that make its stage 1 another one, so that the encoder's hash differs with them."""
 
 
-def pairs(rows: Sequence[Row], left: System, right: System, metric: str, match: str) -> list[tuple[Row, Row]]:
-    """Rows of two systems that compare, one pair per experiment and trie: that with the most seeds, then the best left,
-    then the best right on validation. `match` teacher: right is the run that taught left; settings: all else alike,
-    and both are of the seeds that they share, where there are any."""
-    groups: dict[tuple[str, str], list[tuple[Row, Row]]] = {}
-    named = {name if "." in name else f"model.{name}" for name in (*left.params, *right.params)}
-    for ours in rows:
-        if not (left.matches(ours) and ours.values(metric)):
-            continue
-        for theirs in rows:
-            if not (right.matches(theirs) and comparable(ours, theirs, named, match)):
-                continue
-            if match == "teacher":  # which one of the row's runs it is
-                theirs = replace(theirs, runs=[run for run in theirs.runs if run.weights == ours.runs[0].teacher])
-            left_row, right_row = ours, theirs
-            if match == "settings" and (seeds := ours.by_seed(metric).keys() & theirs.by_seed(metric).keys()):
-                left_row, right_row = ours.only(seeds), theirs.only(seeds)
-            if right_row.values(metric):
-                place = (ours.experiment, ours.params.get("table.trie", ""))
-                groups.setdefault(place, []).append((left_row, right_row))
+@dataclass(frozen=True)
+class Pair:
+    """Two rows that compare, each with those of its runs alone that have a partner, where any have."""
 
-    def rank(pair: tuple[Row, Row]) -> tuple[float, ...]:
-        fewer, more = sorted(len({run.seed for run in row.runs}) for row in pair)
-        return fewer, more, *(on_val(row, metric) for row in pair)
+    left: Row
+    """Of students of several teachers, all of them."""
+    right: Row
+    """That it is compared with."""
+    runs: tuple[tuple[Run, Run], ...]
+    """Each run of left with its partner: its teacher, or the run of its seed; none where no seed is shared."""
+
+    def values(self, metric: str) -> list[tuple[float, float]]:
+        """(left, right) of each pair of runs; of rows without such pairs, their means."""
+        both = [(one.metrics[metric], other.metrics[metric]) for one, other in self.runs]
+        return both or [(self.left.mean(metric), self.right.mean(metric))]
+
+    def change(self, metric: str) -> float:
+        """Mean of (left - right) / right over the pairs of runs; NaN where a right is 0."""
+        return statistics.fmean(ratio(one, other) - 1 for one, other in self.values(metric))
+
+
+def pair_of(lefts: Sequence[Row], right: Row, metric: str, match: str) -> Pair:
+    """The runs of the rows that have the metric, each with its partner among those of right; of a seed, and of a
+    teacher, that are there twice, the newest."""
+    ours = [run for row in lefts for run in row.runs if metric in run.metrics]
+    theirs = [run for run in right.runs if metric in run.metrics]
+    told: dict[tuple[str, str], tuple[Run, Run]] = {}
+    for run, its in product(ours, theirs):
+        seed = run.seed or run.id
+        if run.teacher == its.weights if match == "teacher" else seed == its.seed:
+            told[seed, its.weights if match == "teacher" else ""] = (run, its)
+    runs = tuple(told.values())
+    left = replace(lefts[0], runs=list({run.id: run for run, _ in runs}.values()) or lefts[0].runs)
+    return Pair(left, replace(right, runs=list({its.id: its for _, its in runs}.values()) or right.runs), runs)
+
+
+def pairs(rows: Sequence[Row], left: System, right: System, metric: str, match: str) -> list[Pair]:
+    """Rows of two systems that compare, one pair per experiment and trie: that with the most seeds, then the best left,
+    then the best right on validation. `match` teacher: right has taught left, each student its own teacher of right's
+    seeds; settings: all else alike, and both are of the seeds that they share, where there are any."""
+    named = {name if "." in name else f"model.{name}" for name in (*left.params, *right.params)}
+    alike: dict[tuple[Any, ...], tuple[list[Row], Row]] = {}
+    for ours in rows:
+        for theirs in rows if left.matches(ours) and ours.values(metric) else ():
+            if right.matches(theirs) and comparable(ours, theirs, named, match):
+                key = (id(theirs), *ours.alike(but=OF_TEACHER if match == "teacher" else ()))
+                alike.setdefault(key, ([], theirs))[0].append(ours)
+    groups: dict[tuple[str, str], list[Pair]] = {}
+    for lefts, theirs in alike.values():
+        pair = pair_of(lefts, theirs, metric, match)
+        if pair.runs or (match == "settings" and theirs.values(metric)):
+            place = (theirs.experiment, lefts[0].params.get("table.trie", ""))
+            groups.setdefault(place, []).append(pair)
+
+    def rank(pair: Pair) -> tuple[float, ...]:
+        fewer, more = sorted(len({run.seed for run in row.runs}) for row in (pair.left, pair.right))
+        return fewer, more, on_val(pair.left, metric), on_val(pair.right, metric)
 
     return [max(group, key=rank) for group in groups.values()]
 
@@ -245,10 +280,10 @@ def beside(comparison: Comparison, published: Published, systems: dict[str, Syst
         blocks: dict[tuple, list[list[str]]] = {}  # a reference with what is seen against it; ablations may have others
         for name in names:
             sides = (comparison.rows, systems[name], systems[reference], metric)
-            for row, other in [] if name == reference else pairs(*sides, "teacher") or pairs(*sides, "settings"):
-                told = (row.place, other.options, *(run.id for run in other.runs))
-                block = blocks.setdefault(told, [line(reference, other, metric, None)])
-                block.append(line(name, row, metric, ratio(row.mean(metric), other.mean(metric)) - 1))
+            for pair in [] if name == reference else pairs(*sides, "teacher") or pairs(*sides, "settings"):
+                told = (pair.left.place, pair.right.options, *(run.id for run in pair.right.runs))
+                block = blocks.setdefault(told, [line(reference, pair.right, metric, None)])
+                block.append(line(name, pair.left, metric, pair.change(metric)))
         cells += [cells for block in blocks.values() for cells in block]
     if not cells:
         return None

@@ -16,6 +16,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from mlflow import MlflowClient
 
@@ -29,6 +30,9 @@ OTHER = {
     "fit.log_every_steps", "fit.eval_batch_size", "fit.checkpoint_every_steps",
 }  # fmt: skip
 """Params in which runs of one row may differ; a teacher or an encoder is told by the hash of its weights."""
+
+OF_TEACHER = ("model.teacher_hash", "model.encoder_hash")
+"""Params in which students differ that have learned from different runs of one row."""
 
 SEEDED = re.compile(r"[-_]?seed[-_]?\d*$")
 """What names of a row's runs end with where they begin to differ."""
@@ -127,6 +131,11 @@ class Row:
     def place(self) -> str:
         """The experiment, with the folder of its semantic IDs."""
         return f"{self.experiment}, {self.runs[0].sids}" if "table.trie" in self.params else self.experiment
+
+    def alike(self, but: Collection[str] = ()) -> tuple[Any, ...]:
+        """What tells the row from others, params in `but` left out."""
+        told = sorted((name, value) for name, value in self.params.items() if name not in but)
+        return *self.log, self.model, self.options, *told
 
     def only(self, seeds: Collection[str]) -> Row:
         """The row with its runs of these seeds alone."""

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import ttest_1samp
 
 from models import registry
+from models.by_user import ByUser
 from models.tables import UserError
 from pipelines import tracking
 from pipelines.comparison.benchmark_runs import log_lines
@@ -31,6 +35,7 @@ from pipelines.comparison.noninferiority import paired_test
 from pipelines.comparison.published import Papers, beside_the_papers, fits, load, of_grid
 from pipelines.comparison.rows import compare, rows_of
 from pipelines.comparison.runs import select, select_all
+from pipelines.comparison.table import percent
 
 PAPERS = """
 systems:
@@ -79,7 +84,7 @@ class Store:
 
     def log(
         self, run: str, ndcg: float, *, seed: int = 1, speed: float = 10.0, end: bool = True, sequences: str = "s",
-        **model: object,
+        users: Sequence[float] = (), **model: object,
     ) -> None:  # fmt: skip
         config = {"model": {"name": "sid_mlp", "head_width": 512, **model}, "fit": {"seed": seed}}
         hashes = {"trie": "t", "sequences": sequences}
@@ -88,6 +93,9 @@ class Store:
         metrics = {"test/ndcg@10": ndcg, "best/ndcg@10": ndcg, "test/users_per_s": speed, "sids/branching/1": 1.5}
         logger.log(metrics, 1)
         logger.tag(**{tracking.WEIGHTS_TAG: run})
+        if len(users):
+            kept = ByUser.of(torch.arange(len(users)), torch.tensor(users))
+            tracking.log_json(opened, {"by_user": {"ndcg@10": kept.packed()}}, "evaluation-test.json")
         if end:
             logger.end()
 
@@ -140,6 +148,31 @@ def test_students_against_their_own_teacher(store: Store, papers: Papers) -> Non
     assert found["seeds"].verdict == HOLDS
     assert found["branching"].verdict == HOLDS
     assert found["scratch"].verdict == found["speed"].verdict == found["peak"].verdict == OPEN
+
+
+def test_students_of_several_teachers_are_decided_by_all_pairs(empty: Store, papers: Papers) -> None:
+    draw = np.random.default_rng(7)
+    taught = [(draw.random(50).astype(np.float16), draw.random(50).astype(np.float16)) for _ in range(3)]
+    for seed, (teacher, student) in reversed(list(enumerate(taught))):
+        empty.log(f"teacher-{seed}", teacher.mean(dtype=float), seed=seed, users=teacher.tolist(), name="tiger")
+        names = {"teacher_hash": f"teacher-{seed}", "alpha": 0.7}
+        empty.log(f"student-{seed}", student.mean(dtype=float), seed=seed, users=student.tolist(), **names)
+    empty.log("apart", 0.9, seed=4, alpha=0.7, teacher_hash="not here")
+    changes = [float(np.mean(s, dtype=float) / np.mean(t, dtype=float)) - 1 for t, s in taught]
+    draws, again = [], np.random.default_rng(0)
+    for _ in range(2000):
+        users = again.integers(50, size=50)
+        draws.append(sum(float(s[user]) - float(t[user]) for t, s in taught for user in users) / 150)
+    base = sum(float(value) for t, _ in taught for value in t) / 150
+    low, high = (percent(float(np.quantile(draws, end)) / base) for end in (0.025, 0.975))
+    found = empty.decided(papers)
+    assert found["keeps"].ours == percent(sum(changes) / 3)
+    assert found["keeps"].why == f"within 1.0%; seeds 3 / 3; 95% {low} to {high}"
+    p = ttest_1samp([change + 0.01 for change in changes], 0, alternative="greater").pvalue
+    assert found["seeds"].why.startswith(f"p = {p:.3f}; seeds 3 / 3")
+    (table,) = beside_the_papers(compare(select(empty.uri, ["retrieval/x"])), papers)
+    assert [line[1] for line in table.cells] == ["teacher-*", "student-*"]
+    assert table.cells[1][6] == percent(sum(changes) / 3)
 
 
 def test_direction_and_size_both_count(store: Store, papers: Papers) -> None:
