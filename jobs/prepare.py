@@ -22,6 +22,7 @@ from pyarrow import fs
 
 from jobs import cli
 from models.tables import UserError, open_uri
+from pipelines.data.kinds.table import KINDS
 from pipelines.data.settings import check, read_config
 from pipelines.data.sources import load_source
 from pipelines.data.sources.preview import lines, preview, warnings
@@ -129,9 +130,13 @@ def run(config: Config) -> dict[str, object]:
     unit = "requests" if "requests" in statistics else "events"
     per_split = ", ".join(f"{rows:,} {name}" for name, rows in statistics[unit].items())
     sparsity = f"sparsity {statistics['sparsity']:.2%}, " if "sparsity" in statistics else ""
+    without = statistics.get("requests_without_history", {})
+    first = ", ".join(f"{rows:,} {name}" for name, rows in without.items())
+    left_out = f"no history, as each user's first request: {first}; models neither train on them nor rank them\n"
     print(
         f"\n{statistics['users']:,} users, {statistics['items']:,} items, {statistics['interactions']:,} interactions; "
         f"{sparsity}mean length {statistics['mean_length']:.2f}; {unit}: {per_split}\n"
+        f"{left_out if KINDS[settings.kind].needs_history and any(without.values()) else ''}"
         f"made in {time.perf_counter() - begin:.1f} s: {config.output}/{{events,items,sequences,rejects}} and "
         f"{config.output}/statistics.json\n"
         f"next: python -m jobs.audit --tables {config.output}"

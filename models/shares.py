@@ -194,6 +194,8 @@ class Sharded:
     """Of each row, what batches are sorted by."""
     plan: ClassVar[tuple[int, ...]] = ()
     """All rows are held at once; others are streamed (`models/streaming.py`)."""
+    counted: ClassVar[str] = "requests"
+    """What `requests` counts, in words."""
     skipped = 0
     """Requests of the split, of this worker's evaluation, that are left out."""
     rows_per_shard: NDArray[np.int64]

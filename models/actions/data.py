@@ -69,6 +69,7 @@ class ActionsExamples(Sharded):
     """Of each row, the row of its user in the table."""
     kind = "actions"
     unit = "user"
+    counted = "sequences of events"
     max_history = 1024
     window_overlap: ClassVar[float] = 0.5
     """Share of `max_history` by which rows of a user overlap in training, as a model's config says."""

@@ -186,6 +186,7 @@ class Examples(Sharded):
     kind = "retrieval"
     splits: ClassVar[tuple[str, ...]] = ("train", "val", "test", "next")
     unit = "request"
+    counted = "requests with a history"
     max_history = 20
 
     behaviours: NDArray[np.int32]

@@ -124,10 +124,9 @@ def perform(task: Task, place: Place, latest: AbstractContextManager[str | None]
         place.say(
             f"{workers} on {place.device.type}, {torch.get_num_threads()} threads each; {parameters:,} parameters"
         )
-        place.say(
-            f"{setup.train.examples.requests:,} training and {setup.val.requests:,} validation requests here, "
-            f"{setup.train.steps(0)} steps per epoch"
-        )
+        train, val = setup.train.examples.requests, setup.val.requests
+        counted = f"{train:,} training and {val:,} validation {setup.val.counted} here"
+        place.say(f"{counted}, {setup.train.steps(0)} steps per epoch")
         for note in setup.notes:
             place.say(note)
         parts = setup.entry.family.parts(setup.model) if setup.entry.family.parts else {}

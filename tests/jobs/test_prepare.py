@@ -15,6 +15,7 @@ import yaml
 
 from jobs import cli
 from jobs.prepare import Config, run
+from models.retrieval.data import Examples
 from models.tables import UserError, read_manifest
 from pipelines.data.prepare import prepare
 from pipelines.data.settings import read_config
@@ -129,6 +130,15 @@ def test_options_win_over_the_source_file(tmp_path: Path, capsys: pytest.Capture
     text = capsys.readouterr().out
     assert "1 rejects" in text
     assert text.splitlines()[-1].startswith("next: python -m jobs.audit")
+
+    without = {}
+    for split, requests in statistics["requests"].items():  # what prepare says is left out is what a training lacks
+        examples = Examples.load(str(tmp_path / "out" / "sequences"), split)
+        assert examples.counted == "requests with a history"
+        without[split] = requests - examples.requests
+    said = ", ".join(f"{rows} {split}" for split, rows in without.items())
+    assert f"\nno history, as each user's first request: {said}; models neither train on them nor rank them\n" in text
+    assert without["train"] > 0
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,8 @@ class RequestKind:
     """Dataclass of its own settings: the section of a source's `prepare` that has the kind's name."""
     statistics: tuple[str, ...] = ()
     """Entries of the `info` of sequences that statistics.json repeats."""
+    needs_history: bool = False
+    """Whether models are neither trained on nor measured by requests without a history."""
     repeats: bool = False
     """Whether a user may have the same event twice."""
     per_user: bool = False

@@ -32,5 +32,6 @@ RETRIEVAL = RequestKind(
     simulator=Simulator("retrieval", "simulated", Settings, simulate_retrieval),
     flow=FLOW,
     notices=histories,
+    needs_history=True,
     repeats=True,
 )
