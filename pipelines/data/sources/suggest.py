@@ -60,6 +60,9 @@ QUERY = {"query", "keyword", "keywords", "term"}
 POSITION = {"position", "rank", "pos"}
 ID = {"id", "key", "no", "number", "hash"}
 RATING = {"rating", "stars", "score", "overall"}
+QUANTITY = {"quantity", "quantities", "qty", "count", "counts", "amount", "amounts", "units", "pieces", "price", "cost",
+            "cents", "total", "duration", "seconds", "minutes", "length", "weight", "views", "age",
+            "menge", "anzahl", "preis", "betrag", "dauer", "gewicht"}  # fmt: skip
 
 
 @dataclass
@@ -182,6 +185,16 @@ class Column:
         """Whether integers are days such as 20191115."""
         same = bool((self.values.str.len_chars() == 8).all()) and bool(self.words & TIME)
         return same and self.values.str.to_date("%Y%m%d", strict=False).null_count() == 0
+
+    @property
+    def quantity(self) -> bool:
+        """Whether integers count or measure something, and are no codes: their name says so, or most are 0, 1 or 2 and
+        the few others are larger."""
+        if not self.integer or self.flag or self.time or self.words & ID:
+            return False
+        values = self.values.cast(pl.Int64, strict=False)
+        skewed = values.is_between(0, 2).mean() or 0.0
+        return bool(self.words & QUANTITY) or (self.distinct > 4 and values.min() in (0, 1) and float(skewed) > 0.6)  # type: ignore[arg-type]
 
     @property
     def few(self) -> bool:
@@ -474,7 +487,7 @@ def _roles(look: Look) -> Roles:
         item = take(item or next((c for c in ids if c is not user and c.distinct > 12), None))
     query = take(look.column(QUERY, [c for c in left if not c.number]))
     position = take(look.column(POSITION, [c for c in left if c.integer]))
-    places = [c for c in left if c.integer and not c.words & ID]
+    places = [c for c in left if c.integer and not c.words & (ID | QUANTITY)]
     order = take(look.column(ORDER, places)) if time is None else None
     return {
         "user": user,
@@ -564,6 +577,12 @@ def _name(column: str) -> str:
 def _listing(columns: list[Column]) -> str:
     """{name: column} in YAML."""
     return "{" + ", ".join(f"{_name(c.name)}: {_scalar(c.name)}" for c in columns) + "}"
+
+
+def _say_quantities(text: _Text, numbers: list[Column], other: str) -> None:
+    for column in numbers:
+        if column.quantity:
+            text.comment(f"{column.name} looks like a quantity: {column.shown}; if its values are codes: {other}")
 
 
 def _decimals(columns: list[Column], indent: str) -> list[tuple[str, str]]:
@@ -659,11 +678,11 @@ def _events(
         for line, why in labels:
             text.add(line, why)
     left = [c for c in left if c not in (*flags, *ratings, *members) and not c.listed]
-    numbers = [c for c in left if c.number and not c.integer]
-    few = [c for c in left if not c.number or c.integer]
-    categories = [c for c in few if not c.time and c.few]
+    numbers = [c for c in left if c.number and (not c.integer or c.quantity)]
+    categories = [c for c in left if c not in numbers and not c.time and c.few]
     if numbers:
         text.add(f"numbers: {_listing(numbers)}", "known before the event? Else they are labels")
+        _say_quantities(text, numbers, "categories")
     if categories:
         text.add(f"categories: {_listing(categories)}", "known before the event? Else they are labels")
     rest = [c.name for c in look.columns if c not in (*taken, *members, *flags, *ratings, *numbers, *categories)]
@@ -705,7 +724,8 @@ def _about(text: _Text, section: str, key: str, found: tuple[Look, Column, bool]
     others = [c for c in others if c.listed or (c.distinct > 1 and not re.match("https?://", str(c.values[0])))]
     told = [c for c in others if not c.listed and not c.number]
     ids_of_others = [c for c in others if c.integer and "id" in c.words]
-    few = [c for c in others if not c.listed and (c in ids_of_others or (c.few and (c.integer or not c.number)))]
+    codes = [c for c in others if not c.listed and c.few and (not c.number or (c.integer and not c.quantity))]
+    few = [c for c in others if c in ids_of_others or c in codes]
     numbers = [c for c in others if c.number and c not in few]
     if section == "users" and not few:
         return
@@ -720,6 +740,7 @@ def _about(text: _Text, section: str, key: str, found: tuple[Look, Column, bool]
             text.add(f"  lists: {_scalar([c.name for c in lists])}")
         if numbers:
             text.add(f"  numbers: {_listing(numbers)}")
+            _say_quantities(text, numbers, "attributes")
     if few:
         text.add(f"  attributes: {_listing(few)}", "categories: few values each")
     decimals = _decimals(numbers, "    ") if section == "items" else []

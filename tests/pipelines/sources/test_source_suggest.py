@@ -85,6 +85,27 @@ def test_decimal_commas_of_a_german_shop_become_numbers(tmp_path: Path) -> None:
     )
 
 
+def test_integers_that_count_are_numbers_and_codes_are_categories(tmp_path: Path) -> None:
+    """By their names, or as most are small and few are large; a code is as likely large as small."""
+    bought = [1, 1, 2, 1, 1, 12, 1, 2, 1, 3, 1, 24]
+    lines = [
+        f"u{n % 7},i{n % 11},{1_600_000_000 + n},{n % 4},{bought[n % 12]},{n % 9},{n % 6 + 1},{n % 10},{n % 2}"
+        for n in range(240)
+    ]
+    names = "user_id,item_id,ts,orderQty,pcs,channel,store_no,priceCents,gift"
+    (tmp_path / "sales.csv").write_text("\n".join([names, *lines]))
+    items = [f"i{n},thing {n},{n % 3},{n % 3 + 1},{n % 2 * 50}" for n in range(11)]
+    (tmp_path / "items.csv").write_text("\n".join(["item_id,title,colour,weight,shelf", *items]))
+    text = suggest(str(tmp_path))
+    made = yaml.safe_load(text)
+    assert list(made["numbers"]) == ["orderQty", "pcs", "priceCents"]
+    assert list(made["categories"]) == ["channel", "store_no"]
+    assert list(made["labels"]) == ["gift"]
+    assert list(made["items"]["numbers"]) == ["weight"]
+    assert list(made["items"]["attributes"]) == ["colour", "shelf"]
+    assert "# pcs looks like a quantity: 1 | 2 | 12; if its values are codes: categories" in text
+
+
 def test_parts_of_parquet_with_lists(tmp_path: Path) -> None:
     for part in range(2):
         rows = [
