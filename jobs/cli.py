@@ -18,10 +18,12 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
+from types import NoneType
 from typing import Any, NoReturn, TypeVar
 
 from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter, set_parsing_settings
 
+from jobs.wrong_line import below, keys_of, types_of, wrong_line, wrong_value
 from models.config import instead, read_yaml
 from models.tables import UserError
 from models.uri import hide, masked
@@ -77,44 +79,26 @@ def build_parser(config: type, job: str, groups: dict[str, type]) -> ArgumentPar
     return parser
 
 
-def _known_keys(parser: ArgumentParser) -> list[str]:
-    others = ("help", "config", "print_config", "print_shtab")  # what every parser takes, and no file has
-    return [a.dest for a in parser._actions if a.dest not in others and not a.dest.endswith(".help")]
-
-
-def _explain(error: Exception, parser: ArgumentParser) -> str:
-    """One line for a parse error; a key that is not known is answered with the nearest that is."""
-    text = " ".join(str(error).split())
-    keys = _known_keys(parser)
-    wrong = re.search(r'Parser key "([\w.]+)".*?Literal\[([^\]]*)\].*(?:Given value|Got value): (\S+)', text)
-    if wrong:
-        choices = ", ".join(choice.strip(" '") for choice in wrong[2].split(","))
-        return f"--{wrong[1]} is '{wrong[3]}', it must be one of {choices}"
-    unknown = re.search(r"[Uu]nrecognized arguments: --([\w.\-]+)", text) or re.search(
-        r"[Kk]ey '?([\w.\-]+)'? is not expected|[Nn]ested key '?([\w.\-]+)'?|Option '?([\w.\-]+)'? is not accepted",
-        text,
-    )
-    if unknown:
-        key = next(group for group in unknown.groups() if group)
-        return f"unknown key '{key}'; {instead(key, keys)}; see --help for all"
-    return text
-
-
-def _check_config_keys(path: str, parser: ArgumentParser) -> None:
-    """Names unknown keys of a config file, with the file, before jsonargparse sees them."""
+def _check_config_keys(path: str, parser: ArgumentParser) -> list[str]:
+    """The keys of a config file; names unknown ones, with the file, before jsonargparse sees them."""
     content = read_yaml(path, "check --config, and see --help for the keys")
-    keys = set(_known_keys(parser))
+    keys, found = keys_of(parser), []
 
     def walk(node: dict[str, Any], prefix: str) -> None:
         for name, value in node.items():
             key = f"{prefix}{name}"
-            if isinstance(value, dict) and any(k.startswith(key + ".") for k in keys):
+            group = any(k.startswith(key + ".") for k in keys)
+            if isinstance(value, dict) and group:
                 walk(value, key + ".")
-                continue
-            if key not in keys:
+            elif key not in keys:
                 raise UserError(f"unknown key '{key}' in {path}; {instead(key, sorted(keys))}; see --help for all")
+            elif group:
+                raise UserError(f"{key} in {path} is {value}, it has options of its own, such as {below(key, keys)}")
+            else:
+                found.append(key)
 
     walk(content, "")
+    return found
 
 
 def _complete_flags(argv: list[str], config: type) -> list[str]:
@@ -147,10 +131,13 @@ def parse(
     argv = _complete_flags(list(sys.argv[1:] if argv is None else argv), config)
     groups = groups or {}
     parser = build_parser(config, job, groups)
-    for path in config_paths(argv):
-        _check_config_keys(path, parser)
+    line = {word.removeprefix("--").split("=")[0] for word in argv if word.startswith("--")}
+    files = {key: path for path in config_paths(argv) for key in _check_config_keys(path, parser) if key not in line}
     try:
         namespace = parser.parse_args(argv)
+        for option in parser._actions:  # null, which jsonargparse takes for any type
+            if (kinds := types_of(option)) and NoneType not in kinds and namespace.get(option.dest) is None:
+                raise UserError(wrong_value(option, "null", files))
         for key, value in list(namespace.items()):  # from here on, options hold no secret
             if (hidden := hide(value)) != value:
                 namespace[key] = hidden
@@ -161,7 +148,7 @@ def parse(
             arguments[name] = value if isinstance(value, group) else group(**vars(value))
         return config(**arguments)
     except (ArgumentError, ValueError, TypeError, KeyError) as error:
-        raise UserError(_explain(error, parser)) from error
+        raise UserError(wrong_line(error, parser, files)) from error
 
 
 def start_ray(num_cpus: int | None = None) -> None:

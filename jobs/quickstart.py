@@ -59,7 +59,7 @@ class Config:
     """Seed of the simulation and of the trainings."""
 
     def __post_init__(self) -> None:
-        check_positive(self, ["epochs"])
+        check_positive(self, ["epochs", "users", "items", "events"])
 
 
 class Steps:

@@ -7,10 +7,11 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
-from jobs import cli
+from jobs import cli, tokenize
 from models.tables import UserError
 
 
@@ -34,6 +35,12 @@ class Options:
     """Replace the table."""
     split: Split = field(default_factory=Split)
     """How to split."""
+    count: int | None = None
+    """How many."""
+    sizes: list[int] = field(default_factory=list)
+    """How large."""
+    gpu: bool | Literal["auto"] = "auto"
+    """Where."""
 
 
 def parse(*argv: str) -> Options:
@@ -56,11 +63,21 @@ def test_flag_needs_no_value() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        ([], "--source is missing; give it (The source)"),
+        (["--source"], "--source has no value; give it (The source)"),
+        (["--source", "a", "b"], "'b' belongs to no option; give --OPTION VALUE"),
+        (["--source", "a", "--split", "b"], "--split takes no value: it has options of its own, such as --split.kind"),
+        (["--source", "a", "--overwrite", "maybe"], "--overwrite is 'maybe', it must be true or false"),
+        (["--source", "a", "--count", "1.5"], "--count is '1.5', it must be a whole number"),
+        (["--source", "a", "--sizes", "[1, x]"], "--sizes is 'x', it must be a list of whole numbers"),
+        (["--source", "a", "--gpu", "some"], "--gpu is 'some', it must be one of true, false, auto"),
+        (["--source", "a", "--split.val_share", "nan"], "--split.val_share is 'nan', it must be a number, such as 0.1"),
+        (["--source", "a", "--split.val_share="], "--split.val_share is '', it must be a number"),
+        (["--source", "a", "--split.val_share", "null"], "--split.val_share is 'None', it must be a number"),
         (["--sorce", "a"], "unknown key 'sorce'; the nearest key is 'source'"),
         (["--source", "a", "--split.val_shar", "1"], "the nearest key is 'split.val_share'"),
-        (["--source", "a", "--split.val_share", "x"], "split.val_share"),
+        (["--source", "a", "--split.val_share", "x"], "--split.val_share is 'x', it must be a number, such as 0.1"),
         (["--source", "a", "--split.val_share", "7"], "outside (0, 1)"),
-        ([], "source"),
     ],
 )
 def test_bad_line(argv: list[str], message: str) -> None:
@@ -75,6 +92,9 @@ def test_bad_line(argv: list[str], message: str) -> None:
     [
         ("source: a\nsplit:\n  kin: x\n", "unknown key 'split.kin'"),
         ("sorce: a\n", "the nearest key is 'source'"),
+        ("source: a\nsplit: 3\n", "bad.yaml is 3, it has options of its own, such as split.kind"),
+        ("source: a\nsplit: {val_share: x}\n", "bad.yaml is 'x', it must be a number, such as 0.1"),
+        ("source: a\nsplit: {val_share: }\n", "bad.yaml is 'null', it must be a number, such as 0.1"),
         ("- a\n", "not a mapping"),
         ("a: [\n", "not valid YAML"),
     ],
@@ -114,3 +134,13 @@ def test_waiting_threads_sleep_beside_other_processes_and_spin_where_time_is_tak
     given = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "RAY_ADDRESS")}
     done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == policy
+
+
+def test_what_is_missing_is_described() -> None:
+    with pytest.raises(UserError) as caught:
+        tokenize.parse("tokenize", [])
+    assert str(caught.value) == (
+        "--tables, --output and --tokenizer are missing; give --tables (TABLES made by jobs.prepare; its items are "
+        "tokenized), --output (SIDS: folder for the tables embeddings, sids and trie) and --tokenizer (one of rqvae, "
+        "rqkmeans, psid, published)"
+    )
