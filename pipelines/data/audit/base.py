@@ -74,6 +74,8 @@ class KindRules:
     """Its tables and the columns that the rules read, as pyarrow writes their types."""
     check: Callable[[Any], pl.DataFrame]
     """Of a `Sequences` (`sequences.py`): the rules on that table. Returns the users that events give (`user`)."""
+    without: tuple[str, ...] = ()
+    """Rules of the audit that there is nothing to check for on such tables."""
     all_shown: bool = False
     """Whether all that was shown makes the catalogue, and not the behaviours alone."""
 

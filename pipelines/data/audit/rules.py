@@ -42,19 +42,23 @@ RULES = {
 
 
 def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list[Rule]:
-    """All rules on the tables under `uri`, in the order of `RULES`.
+    """The rules of the kind of the tables under `uri`, in the order of `RULES`.
 
     A file that is not what its manifest lists ends the audit after the rule `files`. Raises UserError
     where there is no table to audit.
     """
     tables = Tables.open(uri, {name: kind.audit for name, kind in KINDS.items()})
     rules = {name: Rule(name, holds) for name, holds in RULES.items()}
+
+    def of_kind() -> list[Rule]:
+        return [rule for rule in rules.values() if rule.name not in tables.kind.without or rule.violations]
+
     progress("files")
     check_files(tables, rules["files"])
     if rules["files"].violations:
         for name, rule in rules.items():
             rule.checked = name == "files"
-        return list(rules.values())
+        return of_kind()
     check_inputs(tables, rules["inputs"])
     items = read_catalogue(tables)
     event_users = check_events(tables, rules, progress)
@@ -62,7 +66,7 @@ def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list
     sequences = Sequences(tables, items, event_users, core_users, rules, progress)
     surviving = tables.kind.check(sequences)
     check_users(tables, event_users, surviving, pl.concat(sequences.found), rules["users"])
-    return list(rules.values())
+    return of_kind()
 
 
 def report(rules: list[Rule]) -> str:

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from jobs import audit as job
 from models.tables import UserError, sealed, unsealed
-from pipelines.data.audit.rules import audit, report
+from pipelines.data.audit.rules import RULES, audit, report
+from pipelines.data.kinds.table import KINDS
 from pipelines.data.tables import commit, events_schema, items_schema, sequences_schema, write_part
 
 LABELS = {"click": "bool"}
@@ -151,6 +152,11 @@ def broken(uri: str) -> list[str]:
     return [rule.name for rule in rules if rule.violations]
 
 
+def test_what_kinds_are_without_are_rules() -> None:
+    for kind in KINDS.values():
+        assert set(kind.audit.without) < set(RULES)
+
+
 @pytest.mark.parametrize("ties", ["strict", "log_order"])
 @pytest.mark.parametrize("split", [None, {"kind": "temporal", "val_start_ms": 25_000, "test_start_ms": 33_000}])
 @pytest.mark.parametrize(("core", "most"), [(0, 1000), (4, 1000), (0, 5)])
@@ -160,8 +166,8 @@ def test_correct_tables_pass(tmp_path: Path, core: int, most: int, split: dict |
     assert {name: rule.examples for name, rule in rules.items() if rule.violations} == {}
     assert rules["events"].rows == sum(map(len, log.parts))
     assert rules["behaviours"].rows == rules["history"].rows == rules["splits"].rows == log.info["interactions"] > 0
-    assert rules["windows"].rows == 0
-    assert rules["windows"].note == "no windowed features"
+    assert list(rules) == [name for name in RULES if name not in KINDS["retrieval"].audit.without]
+    assert not {"requests", "tasks", "queries", "windows"} & set(rules)  # other kinds have what they are of
     assert ("core_window: all" in rules["catalogue"].note) == (core > 1 and split is not None)
     if ties == "log_order":
         tied = sum(
@@ -204,7 +210,7 @@ def test_what_may_surprise_is_noted_and_no_violation(tmp_path: Path) -> None:
         for n in range(9)
     ]
     assert "history" not in (quiet := notes(tables_of(healthy).write(tmp_path / "healthy")))
-    assert set(quiet) == {"splits", "windows"}  # leave-last-out, no windows
+    assert set(quiet) == {"splits"}  # leave-last-out
 
 
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])

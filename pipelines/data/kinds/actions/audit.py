@@ -31,6 +31,7 @@ from pipelines.data.audit.sequences import (
 DAY, MINUTE = 86_400_000, 60_000
 TOLERANCE = 4e-6  # of features and actions, which are 32-bit floats
 REQUIRED = {"events": EVENTS, "items": ITEMS, "sequences": {**BEHAVIOURS, "train_end": "int32", "val_end": "int32"}}
+WITHOUT = ("history", "known", "requests", "targets", "queries")
 WIDE = ["tasks", "actions", "features"]
 """List columns with several numbers per event."""
 

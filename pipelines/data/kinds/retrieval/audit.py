@@ -26,12 +26,12 @@ REQUESTS = (
     "candidates: list<item: int32>>>"
 )
 REQUIRED = {"events": EVENTS, "items": ITEMS, "sequences": {**BEHAVIOURS, "requests": REQUESTS}}
+WITHOUT = ("requests", "tasks", "queries", "features", "windows")
 
 
 def check_retrieval_tables(sequences: Sequences) -> pl.DataFrame:
     """Rules on rows of `sequences`. Returns the users that events give (`user`)."""
     tables, items, rules, cut = sequences.tables, sequences.items, sequences.rules, sequences.cut
-    rules["windows"].note = "no windowed features"
     tied = 0
     in_split = dict.fromkeys(SPLITS, 0)
     bare = dict.fromkeys(SPLITS, 0)  # requests without a history

@@ -46,6 +46,7 @@ REQUIRED = {
     "sequences": {**BEHAVIOURS, "query_index": "list<item: int32>", "position": "list<item: int32>"},
 }
 """The manifest lists the other columns of sequences."""
+WITHOUT = ("tasks",)
 RAW = ["user_id", "request_id", "timestamp_ms", "item_id", "query", "position"]
 
 
