@@ -124,6 +124,8 @@ def run(config: Config) -> None:
     )
     for line in summary(sids, trie):
         print(line)
+    if many := config.sids_config().crowded_by_codes(sids.rows, sids.info["levels"][0]["used"]):
+        print(f"note: {many} --overwrite")
     if made:
         print(
             f"made {config.output}: sids {sids.hash[:12]}, trie {trie.hash[:12]} in {time.monotonic() - started:.0f} s"

@@ -75,13 +75,21 @@ def test_run_says_what_was_made_where_and_what_is_next(
     assert lines[-1].startswith(f"next: python -m jobs.train --config jobs/configs/tiger.yaml --tables {tables}")
     assert f"--sids {output}" in lines[-1]
     assert any(line.startswith("collision rate") for line in lines)
+    assert not any(line.startswith("note: only") for line in lines)  # 5 items to a code
     job.run(config)
     assert f"nothing to do: {output} is up to date" in capsys.readouterr().out
+
+    output = str(tmp_path / "many")
+    job.run(parse(*words, "--output", output, "--rqkmeans.codebook_size", "16", "--rqkmeans.levels", "2"))
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: only")]
+    used = read_manifest(f"{output}/sids", "sids").info["levels"][0]["used"]
+    assert said.startswith(f"note: only {40 / used:.1f} items share a first code; below 4 a model learns little")
+    assert said.endswith("try --rqkmeans.codebook_size 8 --overwrite")
 
 
 def test_too_few_items_are_said_before_ray_starts(tables: Path, tmp_path: Path) -> None:
     words = ["--tables", str(tables), "--output", str(tmp_path / "sids"), "--encoder", "tfidf"]
-    with pytest.raises(UserError, match=r"rqkmeans.codebook_size is 256, and .* has 40 items.*codebook_size 16$"):
+    with pytest.raises(UserError, match=r"rqkmeans.codebook_size is 256, and .* has 40 items.*codebook_size 8$"):
         job.run(parse(*words, "--tokenizer", "rqkmeans"))
     assert not (tmp_path / "sids").exists()
 
@@ -93,9 +101,9 @@ def test_items_without_text_are_said_before_ray_starts_and_with_what_else_is_wro
     for encoder in ("minilm", "tfidf"):
         with pytest.raises(UserError, match=f"^{said}"):
             job.run(parse(*words, "--encoder", encoder, "--rqkmeans.codebook_size", "8"))
-        with pytest.raises(UserError, match=f"codebook_size is 256, .* --rqkmeans.codebook_size 16; and {said}"):
+        with pytest.raises(UserError, match=f"codebook_size is 256, .* --rqkmeans.codebook_size 8; and {said}"):
             job.run(parse(*words, "--encoder", encoder))
-    with pytest.raises(UserError, match=r"codebook_size 16$"):
+    with pytest.raises(UserError, match=r"codebook_size 8$"):
         job.run(parse(*words, "--embed.empty", "encode"))
 
 

@@ -45,6 +45,9 @@ from pipelines.data.tables import (
 
 OTHER = "{} was made from other input or settings; use --overwrite, or another --output"
 
+SHARE_CODE = 4
+"""Items per code of the first level, in the mean, below which codes are too many."""
+
 TOKENIZERS = ("rqvae", "rqkmeans", "psid", "published")
 
 
@@ -81,11 +84,23 @@ class TokenizerConfig:
         size, items = getattr(self, self.quantizer).codebook_size, read_manifest(items_uri, "items").rows
         if items >= size:
             return None
-        fits = 2 ** max(1, (items // 4).bit_length())
         return (
             f"{self.quantizer}.codebook_size is {size}, and {items_uri} has {items} items, too few for that; "
-            f"use a smaller one, such as --{self.quantizer}.codebook_size {fits}"
+            f"use a smaller one, such as {self._fitting(items)}"
         )
+
+    def crowded_by_codes(self, items: int, used: int) -> str | None:
+        """What to say where the `used` codes of the first level are so many that few items share one."""
+        if self.quantizer == "published" or items >= SHARE_CODE * used:
+            return None
+        return (
+            f"only {items / used:.1f} items share a first code; below {SHARE_CODE} a model learns little about an item "
+            f"from similar ones: try {self._fitting(items)}"
+        )
+
+    def _fitting(self, items: int) -> str:
+        """The option of the largest power of two of codes that SHARE_CODE items or more share each."""
+        return f"--{self.quantizer}.codebook_size {2 ** max(1, (items // SHARE_CODE).bit_length() - 1)}"
 
     @property
     def on_train_items(self) -> bool:
