@@ -33,6 +33,7 @@ from pipelines.tracking import RunRef
 
 STRINGS, NUMBERS, VECTORS = Array(DataType.string), Array(DataType.double), Array(Array(DataType.double))
 TIMES = Array(DataType.long)
+IDS = Array(AnyType())  # of items: strings, or integers for the strings of their digits (models/item_ids.py)
 RANKED = Schema([ColSpec(STRINGS, "item_id"), ColSpec(NUMBERS, "score")])  # best first
 # whose state the request goes on from, and the behaviours that come before the first one of its history
 OF_STATE = (ColSpec(DataType.string, "user_id", required=False), ColSpec(DataType.long, "history_from", required=False))
@@ -87,11 +88,12 @@ SERVED = {
         ModelSignature(
             inputs=Schema(
                 [
-                    ColSpec(STRINGS, "history"),  # item ids, oldest first
+                    ColSpec(IDS, "history"),  # item ids, oldest first
                     ColSpec(DataType.string, "user_id", required=False),
                 ]
             ),
-            outputs=RANKED,
+            # how many entries of the history are not in the catalogue; with no other the ranking is empty
+            outputs=Schema([*RANKED.inputs, ColSpec(DataType.long, "unknown_items")]),
             params=ParamSchema([ParamSpec("k", DataType.long, 10)]),
         ),
         "served_model.py",
@@ -101,8 +103,8 @@ SERVED = {
         ModelSignature(
             inputs=Schema(
                 [
-                    ColSpec(STRINGS, "candidates"),  # item ids of what the search found
-                    ColSpec(STRINGS, "history"),  # items engaged with, oldest first
+                    ColSpec(IDS, "candidates"),  # item ids of what the search found
+                    ColSpec(IDS, "history"),  # items engaged with, oldest first
                     ColSpec(DataType.string, "query", required=False),
                     ColSpec(DataType.long, "timestamp_ms", required=False),  # of the request: hour and weekday
                     ColSpec(VECTORS, "features", required=False),  # of each candidate
@@ -127,8 +129,8 @@ SERVED = {
         ModelSignature(
             inputs=Schema(
                 [
-                    ColSpec(STRINGS, "candidates"),
-                    ColSpec(STRINGS, "history"),  # items that were shown, oldest first
+                    ColSpec(IDS, "candidates"),
+                    ColSpec(IDS, "history"),  # items that were shown, oldest first
                     ColSpec(VECTORS, "history_actions"),  # what the user did with each, graded from 0 to 1
                     # of the request; events from then on are unseen, by their history_time_ms
                     ColSpec(DataType.long, "timestamp_ms", required=False),

@@ -57,6 +57,7 @@ from models.actions.batch import ActionsCatalogue
 from models.actions.data import ActionsExamples
 from models.actions.new_items import NewItems, Post, columns_of, template_of
 from models.config import hint
+from models.item_ids import item_ids
 from models.latest import Latest
 from models.own_features import CATEGORY, NUMBER, OwnFeatures
 from models.scores import check_finite
@@ -482,6 +483,8 @@ class RequestRanker(PythonModel):
         place = list(self.model.labels).index(label)
         names = model_input.columns.tolist()
         rows = [dict(zip(names, values, strict=True)) for values in model_input.itertuples(index=False, name=None)]
+        for row in rows:
+            row |= {column: item_ids(column, row[column]) for column in ("candidates", "history")}
         plain = [row for row in rows if given(row, "history_from") is None]
         with self.lock, torch.no_grad():
             at_once = (self.rank(plain[low : low + ROWS], place) for low in range(0, len(plain), ROWS))

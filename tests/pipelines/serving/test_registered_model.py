@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import mlflow
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from training_tables import write_tables
@@ -19,6 +24,7 @@ from models.retrieval.data import Catalogue
 from models.setup import set_up
 from models.tables import UserError
 from pipelines import tracking
+from pipelines.serving import package
 from pipelines.serving.registered_model import register
 
 TIGER = {"name": "tiger", "d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 1,
@@ -106,6 +112,32 @@ def test_a_checkpoint_is_registered_once(folder: Path) -> None:
     first = register(ref, "other")
     assert register(ref, "other").version == first.version
     assert len(tracking.connect(uri).search_model_versions("name = 'other'")) == 1
+
+
+def test_unknown_items_are_counted_and_integers_are_ids(folder: Path) -> None:
+    uri = f"sqlite:///{folder}/mlflow.db"
+    (found,) = tracking.connect(uri).search_runs(["1"], "attributes.run_name = 'tiger-1'")
+    register(tracking.RunRef(uri, "retrieval/small", found.info.run_id), "counted")
+    with package.at(uri):
+        model = mlflow.pyfunc.load_model("models:/counted/1")
+    assert model.metadata.signature.outputs.input_names() == ["item_id", "score", "unknown_items"]
+
+    def ask(*histories: list[Any]) -> pd.DataFrame:
+        return model.predict(pd.DataFrame({"history": list(histories)}), params={"k": 3})
+
+    with pytest.warns(UserWarning, match="a history has no item of the catalogue, so its ranking is empty") as said:
+        answer, _ = ask(["item-001", "new"], ["new", "newer"], [], ["item-001"]), ask(["new"])
+    assert sum(warning.category is UserWarning for warning in said) == 1  # not for each request
+    assert answer["unknown_items"].tolist() == [1, 2, 0, 0]
+    assert [len(items) for items in answer["item_id"]] == [3, 0, 0, 3]
+    assert answer["item_id"][0] == answer["item_id"][3]
+    inner = model.unwrap_python_model()
+    inner.index["17"] = inner.index["item-001"]  # a catalogue whose ids are digits
+    for ids in ([17], [np.int64(17)], ["17"]):
+        assert ask(ids)["item_id"][0] == answer["item_id"][3]
+    for wrong in (17.0, None, True, ["17"]):
+        with pytest.raises(UserError, match=re.escape(f"history has {wrong!r}; an item id is a string")):
+            ask(["item-001", wrong])
 
 
 def test_what_cannot_be_registered_is_refused(folder: Path) -> None:

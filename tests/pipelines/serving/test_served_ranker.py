@@ -209,6 +209,7 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
             {},
             "history_from is -1; give the number of behaviours before",
         ),
+        ({"candidates": [1.5]}, {}, "candidates has 1.5; an item id is a string, as in the log, or an integer"),
         ({"user_id": "", "history_from": 0}, {}, "goes on from a user's state; give user_id too"),
     ):
         with pytest.raises(UserError, match=message):
@@ -222,6 +223,9 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="1 of 1 queries are none of the training tables'"):
         unknown = model.predict(None, pd.DataFrame([row | {"query": "Query-001"}]))
     assert unknown["score"].tolist() == model.predict(None, pd.DataFrame([row | {"query": None}]))["score"].tolist()
+    unseen = model.predict(None, pd.DataFrame([row | {"candidates": [7, "item_id-003"], "history": [np.int64(7)]}]))
+    assert unseen["item_id"][0] == ["item_id-003", "7"]
+    assert np.isnan(unseen["score"][0][1])
     text = model.requests.text
     text.catalogue = replace(text.catalogue, pair_keys=text.catalogue.pair_keys[:1], pairs=text.catalogue.pairs[:1])
     with pytest.warns(UserWarning, match="1 of 1 candidates were never encoded together with their query"):

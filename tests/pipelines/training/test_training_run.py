@@ -136,7 +136,7 @@ def test_the_logged_model_ranks_as_the_checkpoint(world: World) -> None:
     ranked = served.predict(pd.DataFrame({"history": histories}), params={"k": 4})
     nobody = served.unwrap_python_model().predict(None, pd.DataFrame({"history": [], "user_id": []}))
     assert nobody.empty
-    assert nobody.columns.tolist() == ["item_id", "score"]
+    assert nobody.columns.tolist() == ["item_id", "score", "unknown_items"]
     model, _ = registry.load(world.trained.checkpoint, Catalogue.load(world.tables))
     history = torch.tensor([[1, 8, -1], [5, 4, 23]])
     items, scores = model.recommend({"history": history, "history_length": torch.tensor([2, 3])}, 4)
