@@ -152,6 +152,11 @@ class Tables:
         return own if own in {column["name"] for column in self.events.schema} else "timestamp_ms"
 
     @property
+    def late_labels(self) -> bool:
+        """Whether events have labels that are known later than they."""
+        return any(column["name"].startswith("known_") for column in self.events.schema)
+
+    @property
     def order_of_log(self) -> bool:
         """Whether tied behaviours keep the log's order (`ties: log_order`)."""
         return bool(self.sequences.info.get("ties", "strict") == "log_order")

@@ -51,7 +51,8 @@ def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list
     rules = {name: Rule(name, holds) for name, holds in RULES.items()}
 
     def of_kind() -> list[Rule]:
-        return [rule for rule in rules.values() if rule.name not in tables.kind.without or rule.violations]
+        without = [*tables.kind.without, *([] if tables.late_labels else ["known"])]
+        return [rule for rule in rules.values() if rule.name not in without or rule.violations]
 
     progress("files")
     check_files(tables, rules["files"])

@@ -175,8 +175,13 @@ def _type(seen: Preview, column: str) -> str:
 def _values(seen: Preview, column: str) -> str:
     """The first few values of a column, each once."""
     values = pc.unique(seen.rows[column].slice(0, 10_000).drop_null())[:VALUES].to_pylist()
-    texts = [_instant(value) if column == "timestamp_ms" and seen.clock else str(value) for value in values]
+    texts = [_instant(value) if column == "timestamp_ms" and seen.clock else _text(value) for value in values]
     return " | ".join(text[:LONGEST_VALUE] for text in texts) or "nothing in these rows"
+
+
+def _text(value: object) -> str:
+    """A value in words; a float32 in the digits that it holds."""
+    return f"{value:.7g}" if isinstance(value, float) else str(value)
 
 
 def _instant(time_ms: int) -> str:

@@ -12,6 +12,7 @@ import csv
 import io
 import json
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from pipelines.data.sources.transforms import DECIMALS
 
 HEAD = 2 << 20  # bytes of a file that are looked at
 ROWS = 5000  # of them
+NUMBERS = 0.99  # share of values with a decimal mark that makes a column one of numbers
 SHOWN = 3  # values of a column in a comment
 DELIMITERS = ("::", "\t", ";", "|", ",")
 SEPARATORS = (" ", "|", ",", ";")
@@ -77,7 +79,7 @@ class Column:
     def words(self) -> set[str]:
         """Of its name."""
         parts = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", self.name).lower()
-        return set(re.split(r"[^a-z0-9]+", parts)) - {""}
+        return set(re.split(r"[\W_]+", parts)) - {""}
 
     @cached_property
     def listed(self) -> bool:
@@ -101,9 +103,11 @@ class Column:
     @cached_property
     def mark(self) -> str | None:
         """The mark before the decimals of numbers such as 12,50 or 1,234.50; None for others."""
-        marked = not self.listed and bool(self.values.str.contains(",", literal=True).any())
-        text = self.values.str.strip_chars() if marked else self.values
-        return next((m for m, number in DECIMALS.items() if marked and bool(text.str.contains(number).all())), None)
+        if self.listed or not self.values.str.contains(",", literal=True).any():
+            return None
+        text = self.values.str.strip_chars()
+        shares = {mark: float(text.str.contains(number).mean() or 0) for mark, number in DECIMALS.items()}  # type: ignore[arg-type]
+        return next((mark for mark, share in shares.items() if share >= NUMBERS), None)
 
     @cached_property
     def integer(self) -> bool:
@@ -255,8 +259,8 @@ def suggest(input_uri: str) -> str:
     if list_files(input_uri, "*.inter.json*", required=False, what="history file"):
         return "# Histories in the layout of LC-Rec: *.inter.json, and texts in *.item.json.\nlayout: lcrec\n"
     looks = _looks(input_uri)
-    events = max(looks, key=_like_events)
-    roles = _roles(events)
+    events = max(looks, key=lambda look: _like_events(look, looks))
+    roles = _roles(events, looks)
     if roles.get("user") is None or roles.get("item") is None:
         names = ", ".join(c.name for c in events.columns[:30])
         raise UserError(
@@ -403,8 +407,9 @@ def _look_csv(file: str, size: int, text: str, keys: dict[str, object]) -> Look 
     if not quoted and len(delimiter) == 1:
         keys["quote"] = False
     names = [cell.strip() for cell in rows[0]]
-    if _is_header(names, rows[1:]):
-        rows = rows[1:]
+    named = [number for number, name in enumerate(names) if name]  # not the index of a data frame, nor empty columns
+    if len(named) > 1 and _is_header([names[n] for n in named], [[row[n] for n in named] for row in rows[1:]]):
+        rows, names = [[row[n] for n in named] for row in rows[1:]], [names[n] for n in named]
     else:
         names = [f"c{number}" for number in range(len(rows[0]))]
         keys["header"] = names
@@ -420,7 +425,7 @@ def _rows(text: str, delimiter: str, quoted: bool) -> list[list[str]]:
     reader = csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE)
     try:
         for row in reader:
-            rows += [row] if row else []
+            rows += [row] if any(row) else []
             if len(rows) == ROWS:
                 break
     except csv.Error:
@@ -430,7 +435,7 @@ def _rows(text: str, delimiter: str, quoted: bool) -> list[list[str]]:
 
 def _is_header(names: list[str], rows: list[list[str]]) -> bool:
     """Whether a first row is the names of the columns: they are words, each once, unlike the values beneath."""
-    words = all(re.fullmatch(r"[A-Za-z_#@][\w .:#@()/-]{0,60}", name) for name in names)
+    words = all(re.fullmatch(r"([^\W\d]|[#@])[^\t\n;|]{0,60}", name) for name in names)
     if not words or len(set(names)) < len(names) or any(re.fullmatch(r".*\d[-:_][01]", name) for name in names):
         return False
     told = USER | ITEM | TIME | ID | RATING | QUERY | {"name", "title", "category", "price", "click"}
@@ -463,8 +468,8 @@ def _columns(frame: pl.DataFrame) -> list[Column]:
 Roles = dict[str, Column | None]
 
 
-def _roles(look: Look) -> Roles:
-    """Which column of an event file is what; None for what it does not have."""
+def _roles(look: Look, looks: list[Look]) -> Roles:
+    """Which column of an event file, one of all `looks`, is what; None for what it does not have."""
     left = list(look.columns)
 
     def take(column: Column | None) -> Column | None:
@@ -483,8 +488,11 @@ def _roles(look: Look) -> Roles:
     if user is None or item is None:  # names tell nothing: whose values come again like ids, of users first
         ids = [c for c in left if not c.flag and not c.listed and c.distinct > 1 and c.share < 0.99]
         ids = [c for c in ids if c.integer or not c.decimal]
-        user = take(user or next(iter(ids), None))
-        item = take(item or next((c for c in ids if c is not user and c.distinct > 12), None))
+        described = [c for c in ids if _is_key(c, [other for other in looks if other is not look])]
+        if item is None and len(described) == 1:  # by a file of items, more likely than of users
+            item = take(described[0])
+        user = take(user or next((c for c in ids if c is not item), None))
+        item = take(item or next((c for c in [*described, *ids] if c is not user and c.distinct > 12), None))
     query = take(look.column(QUERY, [c for c in left if not c.number]))
     position = take(look.column(POSITION, [c for c in left if c.integer]))
     places = [c for c in left if c.integer and not c.words & (ID | QUANTITY)]
@@ -501,9 +509,15 @@ def _roles(look: Look) -> Roles:
     }
 
 
-def _like_events(look: Look) -> tuple[int, int, int, int]:
+def _is_key(column: Column, others: list[Look]) -> bool:
+    """Whether a column of the same name is an id of the rows of another file."""
+    same = (c for look in others for c in look.columns if c.name == column.name and not c.listed)
+    return any(c.share >= 0.9 and c.distinct > 1 for c in same)
+
+
+def _like_events(look: Look, looks: list[Look]) -> tuple[int, int, int, int]:
     """How much a file looks like one of events: users and items, neither of them unique, then times, then size."""
-    roles = _roles(look)
+    roles = _roles(look, looks)
     user, item = roles["user"], roles["item"]
     both = user is not None and item is not None
     repeats = both and user is not None and user.share < 0.99
@@ -569,8 +583,9 @@ def _scalar(value: object) -> str:
 
 
 def _name(column: str) -> str:
-    """A column's name as the name of a feature."""
-    name = re.sub(r"[^A-Za-z0-9_]+", "_", column).strip("_")
+    """A column's name as the name of a feature, without accents."""
+    plain = unicodedata.normalize("NFKD", column.replace("ß", "ss")).encode("ascii", "ignore").decode()
+    name = re.sub(r"[^A-Za-z0-9_]+", "_", plain).strip("_")
     return name if re.match(r"[A-Za-z]", name) else f"x_{name}"
 
 

@@ -85,6 +85,47 @@ def test_decimal_commas_of_a_german_shop_become_numbers(tmp_path: Path) -> None:
     )
 
 
+def test_an_export_of_a_spreadsheet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A byte order mark, empty columns and a row of nothing at the end, a word among numbers, shortened ids, names in
+    another language: the file of articles tells which column is the item."""
+    sold = [
+        f"K-{n % 13};{n % 37 + 5};{1 + n % 28:02d}.12.2025 {n % 24:02d}:05;{n % 3 % 2 + 1};{n % 50},{n % 10}0;;"
+        for n in range(300)
+    ]
+    sold[40] = "K-1;7;24.12.2025 13:05;1;auf Anfrage;;"
+    content = "\r\n".join(["Käufer;Artikelnummer;Zeitpunkt;Menge;Betrag;;", *sold, ";;;;;;", ""])
+    (tmp_path / "Verkäufe 2025.csv").write_bytes(content.encode("utf-8-sig"))
+    articles = [f"{n + 5:05d};Öl Nr. {n};{'ab'[n % 2]};1.2{n:02d},50;;" for n in range(37)]
+    (tmp_path / "Artikel.csv").write_bytes(
+        "\r\n".join(["Artikelnummer;Übersicht;Gruppe;Preis (€);;", *articles]).encode("cp1252")
+    )
+    text = suggest(str(tmp_path))
+    made = yaml.safe_load(text)
+    assert (made["user"], made["item"]) == ("Käufer", "Artikelnummer")
+    assert made["time"] == {"column": "Zeitpunkt", "format": "%d.%m.%Y %H:%M"}
+    assert list(made["numbers"].values()) == ["Menge", "Betrag"]
+    assert made["transforms"] == {"Betrag": {"decimal": ","}, "Artikelnummer": {"pad": 5}}
+    assert made["items"]["texts"] == {"Ubersicht": "Übersicht", "Gruppe": "Gruppe"}
+    assert made["items"]["numbers"] == {"Preis": "Preis (€)"}
+    (tmp_path / "guessed.yaml").write_text(text)
+    prepare.run(
+        prepare.Config(source=str(tmp_path / "guessed.yaml"), input=str(tmp_path), output="unused", dry_run=True)
+    )
+    said = capsys.readouterr().out
+    assert "events: Verkäufe 2025.csv, the only file: 301 rows read, 2 rejected" in said
+    assert "Betrag: no number with decimal ','; such as Verkäufe 2025.csv line 42: " in said
+    assert "Preis (€)      float   1200.5 | 1201.5 | 1202.5" in said
+    assert "float   0 | 1.1 | 2.2" in said
+
+
+def test_the_index_of_a_data_frame_is_no_column(tmp_path: Path) -> None:
+    pl.DataFrame({"": range(40), "user_id": [f"u{n % 5}" for n in range(40)], "item_id": [n % 7 for n in range(40)],
+                  "ts": [1_600_000_000 + n for n in range(40)]}).write_csv(tmp_path / "log.csv")  # fmt: skip
+    made = guessed(tmp_path)
+    assert (made["user"], made["item"], made["time"]["column"]) == ("user_id", "item_id", "ts")
+    assert "header" not in made
+
+
 def test_integers_that_count_are_numbers_and_codes_are_categories(tmp_path: Path) -> None:
     """By their names, or as most are small and few are large; a code is as likely large as small."""
     bought = [1, 1, 2, 1, 1, 12, 1, 2, 1, 3, 1, 24]
