@@ -279,7 +279,7 @@ STEPS = {
     ),
     "evaluate": Step(
         lambda world, out: ["jobs.evaluate", "--checkpoint", str(world.folder / "train/one"), "--tables",
-                            str(world.folder / "prepare"), "--batch-inference", str(out), "--shards", "2"],
+                            str(world.folder / "prepare"), "--batch_inference", str(out), "--shards", "2"],
         lambda world, out: hashes(out),
         needs=("prepare", "train"),
     ),

@@ -127,7 +127,7 @@ def results(checkout: Path, work: Path) -> dict[str, Any]:
         here.run("models.train", "--config", str(config), *where, "--output", str(run))
         found[f"{name} weights"] = weights(run / "best" / "model.safetensors")
         if name in RANKED:
-            top = ["--batch-inference", str(work / "top" / name), "--k", "10"]
+            top = ["--batch_inference", str(work / "top" / name), "--k", "10"]
             here.run("jobs.evaluate", "--checkpoint", str(run / "best"), *where, *top)
             found[f"{name} ranked"] = ranked(work / "top" / name)
     return found

@@ -170,7 +170,7 @@ def test_hm_to_recommendations_by_its_mapping_alone(
     unread = "numbers price; categories channel, age, club, news"
     assert f"note: 'tiger' reads items and their order, of these tables not the {unread}" in said
     evaluate = f"jobs.evaluate --checkpoint {runs}/tiger --sids {sids}"
-    job(f"{evaluate} --tables {tables} --batch-inference {out} --k 50 --beam 50")
+    job(f"{evaluate} --tables {tables} --batch_inference {out} --k 50 --beam 50")
     made = read_table(out, "recommendations").to_pylist()
     unsold = {f"{108775015 + 7 * number:010d}" for number in range(30, 50)}
     assert len(made) == 60
@@ -179,7 +179,7 @@ def test_hm_to_recommendations_by_its_mapping_alone(
     # a later log of the same catalogue
     fresh, later = fresh_hm(tmp_path), str(tmp_path / "later")
     job(f"jobs.prepare --source {SOURCES}/hm.yaml --input {fresh} --output {later} --catalogue {tables} --core 0")
-    job(f"{evaluate} --tables {later} --batch-inference {tmp_path}/out2 --k 5")
+    job(f"{evaluate} --tables {later} --batch_inference {tmp_path}/out2 --k 5")
     again = read_table(f"{tmp_path}/out2", "recommendations").to_pylist()
     assert [row["user_id"] for row in again] == ["newcomer", "regular"]
     said = job(f"{evaluate} --tables {later} --split test")
