@@ -1,4 +1,4 @@
-# make quickstart [DATA=folder]   the whole flow, on a simulated log or on a real one
+# make quickstart [DATA=folder [SOURCE=mapping.yaml]]   the whole flow, on a simulated log or on a real one
 # make test                       every test
 # make test-fast                  those that start no Ray, no server and no training
 # make docs-check                 the pages: their commands run, their links lead somewhere
@@ -25,7 +25,7 @@ $(DONE): pyproject.toml constraints.txt
 	@touch $@
 
 quickstart: $(DONE)
-	@$(BIN)/python -m jobs.quickstart $(if $(DATA),--data $(DATA))
+	@$(BIN)/python -m jobs.quickstart $(if $(DATA),--data '$(DATA)') $(if $(SOURCE),--source '$(SOURCE)')
 
 # Two workers at once, each with the files of its own: much of a run is waiting for processes to start.
 test: $(DONE)

@@ -117,15 +117,21 @@ def measure(config: Config, place: Place, steps: Steps, trained: Trained, epochs
 
 
 def locate(config: Config) -> Place:
-    """Where everything is; UserError for a log that is not there or of another family."""
+    """Where everything is; UserError for a log that is not there, that no mapping file describes, or of another
+    family."""
+    if config.source and not config.data:
+        raise UserError(f"--source is {config.source}, which describes a real log; give its folder with --data")
+    if config.data and not Path(config.data).is_dir():
+        raise UserError(f"{config.data} is not a folder; --data takes the folder of a raw log")
     kind = KINDS[config.family]
     name = Path(config.data).resolve().name if config.data else kind.simulator.source
     named = [CONFIGS / "sources" / f"{stem}.yaml" for stem in (f"{name}_{config.family}", name)]
     source = Path(config.source) if config.source else next((file for file in named if file.is_file()), named[-1])
     if not source.is_file():
-        raise UserError(f"there is no mapping file {source} for {config.data}; name one with --source")
-    if config.data and not Path(config.data).is_dir():
-        raise UserError(f"{config.data} is not a folder; --data takes the folder of a raw log")
+        raise UserError(
+            f"there is no mapping file {source} for {config.data}; name one with --source (make: SOURCE=FILE), or "
+            f"write one: python -m jobs.prepare --suggest {config.data}"
+        )
     made = load_source(str(source))[1].get("kind", "retrieval")
     if made != config.family:
         raise UserError(f"{source} makes tables of kind '{made}', not '{config.family}'; give --family {made}")
@@ -175,6 +181,8 @@ def run(config: Config) -> None:
         print(f"  {extra.label:<12}  {place.extra}")
     print(f"  checkpoints   {place.runs}")
     print(f"  look at it    {page.as_uri()}")
+    serve = f"python3 -m http.server 8000 --bind localhost --directory {shlex.quote(str(page.parent))}"
+    print(f"  over ssh      ssh -L 8000:localhost:8000 HOST {serve}, then http://localhost:8000/{page.name}")
 
 
 if __name__ == "__main__":

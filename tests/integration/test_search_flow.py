@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from pipelines.data.kinds.base import Trained
 from pipelines.data.kinds.search.flow import FLOW
 from pipelines.data.kinds.search.kind import SEARCH
 from pipelines.data.kinds.table import KINDS
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_search_log_becomes_a_table_of_models(
@@ -45,12 +48,48 @@ def test_a_log_of_another_family_is_refused(tmp_path: Path) -> None:
         quickstart.locate(config)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"data": "{folder}"},
+            "there is no mapping file .*/unheard.yaml for .*unheard; name one with --source .make: SOURCE",
+        ),
+        ({"data": "{folder}", "source": "no.yaml"}, "there is no mapping file no.yaml for .*unheard"),
+        ({"data": "nowhere"}, "nowhere is not a folder; --data takes the folder of a raw log"),
+        ({"source": "own.yaml"}, "--source is own.yaml, which describes a real log; give its folder with --data"),
+    ],
+)
+def test_a_log_without_folder_or_mapping_is_refused(options: dict[str, str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "unheard").mkdir()
+    given = {name: value.format(folder=tmp_path / "unheard") for name, value in options.items()}
+    with pytest.raises(UserError, match=message) as refused:
+        quickstart.locate(quickstart.Config(**given))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        ([], ""),
+        (["DATA=a log"], "--data 'a log'"),
+        (["DATA=shop", "SOURCE=shop.yaml"], "--data 'shop' --source 'shop.yaml'"),
+    ],
+)
+def test_make_hands_on_folder_and_mapping(given: list[str], options: str) -> None:
+    shown = subprocess.run(
+        ["make", "--dry-run", "quickstart", *given], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert shown.splitlines()[-1].split() == f".venv/bin/python -m jobs.quickstart {options}".split()
+
+
 def test_runs_are_compared_where_they_were_logged(
-    ray_local: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ray_local: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server:5000")
     lines: list[tuple[str, ...]] = []
     monkeypatch.setattr(quickstart.Steps, "run", lambda self, title, *words: lines.append(words))
     quickstart.run(quickstart.Config(family="search", output=str(tmp_path)))
+    assert "ssh -L 8000:localhost:8000 HOST" in capsys.readouterr().out
     assert lines[-1][0] == "compare"
     assert lines[-1][-2:] == ("--tracking_uri", "http://server:5000")
