@@ -10,8 +10,16 @@ import importlib
 import json
 import os
 import random
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
 
 import mlflow
 import pandas
@@ -110,6 +118,41 @@ def test_search_and_serving(
         answer = eval("model.predict" + call.splitlines()[0], names)
         assert set(answer["item_id"][0]) == {"i033", "i142", "i198"}
         assert answer["score"].explode().between(0, 1).all()
+        if "timestamp_ms" in call and "history_from" not in text:
+            counted = dict(zip(answer["item_id"][0], answer["score"][0], strict=True))
+    answer = over_http(section((ROOT / "docs/serving.md").read_text(), "Over HTTP"))
+    assert dict(zip(answer["item_id"], answer["score"], strict=True)) == pytest.approx(counted, abs=1e-6)
+
+
+def over_http(text: str) -> dict[str, Any]:
+    """The first row that the server of the page answers to the request of the page, on a port of its own."""
+    lines = "".join(content for _, content in blocks(text)).split("$ ")
+    serve, curl = (shlex.split(line) for name in ("mlflow ", "curl ") for line in lines if line.startswith(name))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    assert (serve[-2:], curl[1]) == (["--port", "5001"], "localhost:5001/invocations")
+    program = [sys.executable, "-m", *serve[:-1], port]
+    body = curl[curl.index("--data") + 1]
+    with subprocess.Popen(program, start_new_session=True) as server:
+        try:
+            wait_for(f"http://localhost:{port}/ping", server)
+            header = {"Content-Type": "application/json"}
+            with urlopen(Request(f"http://localhost:{port}/invocations", body.encode(), header)) as answer:
+                return dict(json.load(answer)["predictions"][0])
+        finally:
+            os.killpg(server.pid, signal.SIGTERM)
+
+
+def wait_for(address: str, server: subprocess.Popen[bytes]) -> None:
+    """Until it answers; RuntimeError where the server has ended."""
+    while server.poll() is None:
+        try:
+            urlopen(address).close()
+            return
+        except OSError:
+            time.sleep(0.2)
+    raise RuntimeError(f"the server has ended with {server.returncode}")
 
 
 def test_new_items_of_a_feed(
