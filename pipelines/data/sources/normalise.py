@@ -309,8 +309,9 @@ class _Row:
             reasons = [
                 (raw.is_null() | (raw == ""), f"{target}: missing"),
                 (value.is_null(), f"{target}: not {f'a time as {time.format}' if time.format else 'an ISO 8601 time'}"),
-                (value < 0, f"{target}: negative"),
             ]
+            if not time.format:
+                reasons.append((value < 0, f"{target}: negative"))
         else:
             number, reasons = self._integer(target, column)
             factor, divisor = UNITS[str(time.unit)]
@@ -318,7 +319,8 @@ class _Row:
                 reasons.append((number > LAST_MS // factor * divisor, f"{target}: {TOO_LATE}"))
             value = number * factor if factor > 1 else number.floordiv(divisor) if divisor > 1 else number
         if time.clock:
-            reasons.append((value < FIRST_MS, f"{target}: before 1980, check time.unit"))
+            check = "time.format (%y reads a year of two digits)" if time.format else "time.unit"
+            reasons.append((value < FIRST_MS, f"{target}: before 1980, check {check}"))
             reasons.append((value > LAST_MS, f"{target}: {TOO_LATE}"))
         return value.cast(pl.Int64), reasons
 

@@ -35,18 +35,24 @@ from pipelines.data.sources.transforms import DECIMALS
 
 HEAD = 2 << 20  # bytes of a file that are looked at
 ROWS = 5000  # of them
+AMOUNT = r"(-?\d[\d.,]*)"
+SIGN = "(?:[€$£¥%]|EUR|USD|GBP|CHF)"
+MONEY = rf"^\s*(?:{SIGN}\s*{AMOUNT}|{AMOUNT}\s*{SIGN})\s*$"
 NUMBERS = 0.99  # share of values with a decimal mark that makes a column one of numbers
 SHOWN = 3  # values of a column in a comment
 DELIMITERS = ("::", "\t", ";", "|", ",")
 SEPARATORS = (" ", "|", ",", ";")
 FORMATS = (
-    "%m/%d/%Y %I:%M:%S %p", "%m/%d/%Y %H:%M:%S", "%m/%d/%Y %H:%M", "%m/%d/%Y",
+    "%m/%d/%Y %I:%M:%S %p", "%m/%d/%Y %I:%M %p", "%m/%d/%Y %H:%M:%S", "%m/%d/%Y %H:%M", "%m/%d/%Y",
     "%d.%m.%Y %H:%M:%S", "%d.%m.%Y %H:%M", "%d.%m.%Y", "%d/%m/%Y %H:%M:%S", "%d/%m/%Y %H:%M", "%d/%m/%Y",
     "%Y/%m/%d %H:%M:%S", "%Y/%m/%d %H:%M", "%Y/%m/%d", "%b %d, %Y", "%d %b %Y",
     "%a %b %d %H:%M:%S %z %Y",
+    "%d.%m.%y %H:%M:%S", "%d.%m.%y %H:%M", "%d.%m.%y", "%m/%d/%y %I:%M %p", "%m/%d/%y %H:%M", "%m/%d/%y",
+    "%d/%m/%y %H:%M", "%d/%m/%y",
 )  # fmt: skip
 """How times are written, other than ISO 8601; month first where both could be."""
 
+FIRST_YEAR = 1980  # of times, as `normalise.py` reads them
 ISO = r"^\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d(\.\d+)?)?([Zz]|[+-]\d\d:?\d\d)?)?$"
 EARLIEST, LATEST = 473_385_600, 4_102_444_799  # 1985 and the end of 2099, in seconds
 
@@ -103,11 +109,18 @@ class Column:
     @cached_property
     def mark(self) -> str | None:
         """The mark before the decimals of numbers such as 12,50 or 1,234.50; None for others."""
-        if self.listed or not self.values.str.contains(",", literal=True).any():
-            return None
-        text = self.values.str.strip_chars()
-        shares = {mark: float(text.str.contains(number).mean() or 0) for mark, number in DECIMALS.items()}  # type: ignore[arg-type]
+        commas = not self.listed and bool(self.values.str.contains(",", literal=True).any())
+        text = self.values.str.extract(AMOUNT, 1) if self.money else self.values
+        shares = {
+            mark: float(text.str.strip_chars().str.contains(DECIMALS[mark]).mean() or 0)  # type: ignore[arg-type]
+            for mark in ((",", ".") if commas else (".",) if self.money else ())
+        }
         return next((mark for mark, share in shares.items() if share >= NUMBERS), None)
+
+    @cached_property
+    def money(self) -> bool:
+        """Whether it holds numbers with a currency or a per cent sign."""
+        return not self.listed and bool(len(self.values) and (self.values.str.contains(MONEY).mean() or 0) >= NUMBERS)  # type: ignore[operator]
 
     @cached_property
     def integer(self) -> bool:
@@ -157,9 +170,21 @@ class Column:
         if bool(self.values.str.contains(ISO).all()):
             return {"unit": "iso"}
         for written in FORMATS:
-            if self.values.str.strip_chars().str.to_datetime(written, strict=False).null_count() == 0:
+            times = self.values.str.strip_chars().str.to_datetime(written, strict=False)
+            if times.null_count() == 0 and times.dt.year().min() >= FIRST_YEAR:  # type: ignore[operator]  # %Y reads 25
                 return {"format": written}
         return {}
+
+    @property
+    def clock(self) -> bool:
+        """Whether it holds times of day without their date."""
+        return not self.listed and bool(len(self.values) and self.values.str.contains(r"^\d\d?:\d\d(:\d\d)?$").all())
+
+    @property
+    def clock_time(self) -> bool:
+        """Whether it holds dates with a time of day."""
+        written = self.time.get("format", "%H" if self.time else "")
+        return "%H" in written or "%I" in written
 
     @property
     def earliest(self) -> date:
@@ -234,6 +259,8 @@ class Look:
     columns: list[Column]
     keys: dict[str, object] = field(default_factory=dict)
     """What says how to read them: format, delimiter, header, quote, encoding."""
+    above: int = 0
+    """Lines above that of the names, which no log may have."""
 
     @property
     def pattern(self) -> str:
@@ -315,6 +342,13 @@ def _head(input_uri: str, looks: list[Look], events: Look) -> list[str]:
     for look in looks:
         what = " (events)" if look is events else ""
         said.append(f"{look.pattern}{what}: {', '.join(c.name for c in look.columns)}"[:118])
+        if look.above:
+            said.append(f"{look.pattern}: its names are in line {look.above + 1}; delete the lines above them")
+    clock = next((c for c in events.columns if c.clock), None)
+    if clock and not any(c.clock_time for c in events.columns):
+        said.append(
+            f"{clock.name} is a time of day ({clock.shown}): join it with the date, or events of a day are ties"
+        )
     return said
 
 
@@ -379,6 +413,8 @@ def _look(input_uri: str, file: str, size: int) -> Look | None:
     text = head.decode(encoding, errors="replace").removeprefix("\ufeff")
     if encoding != "utf-8":
         keys["encoding"] = encoding
+    if kind == "jsonl" and text.lstrip().startswith("["):
+        raise UserError("one list, not an object a line: jq -c '.[]' FILE writes lines")
     if kind == "jsonl":
         rows = [json.loads(line) for line in text.splitlines()[:ROWS] if line.strip()]
         return Look(
@@ -406,15 +442,21 @@ def _look_csv(file: str, size: int, text: str, keys: dict[str, object]) -> Look 
         keys["delimiter"] = delimiter
     if not quoted and len(delimiter) == 1:
         keys["quote"] = False
+    titles = next((n for n, row in enumerate(rows) if sum(map(bool, row)) > 1), 0)  # rows of one cell stand above
+    rows = rows[titles:]
     names = [cell.strip() for cell in rows[0]]
     named = [number for number, name in enumerate(names) if name]  # not the index of a data frame, nor empty columns
+    above = 0
     if len(named) > 1 and _is_header([names[n] for n in named], [[row[n] for n in named] for row in rows[1:]]):
+        lines = enumerate(text.splitlines()) if quoted and len(delimiter) == 1 else ()
+        above = next((n for n, line in lines if next(csv.reader([line], delimiter=delimiter), None) == rows[0]), 0)
+        above *= any(text.splitlines()[:above])
         rows, names = [[row[n] for n in named] for row in rows[1:]], [names[n] for n in named]
     else:
         names = [f"c{number}" for number in range(len(rows[0]))]
         keys["header"] = names
     frame = pl.DataFrame(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True)))
-    return Look([file], "csv", size, _columns(frame), keys)
+    return Look([file], "csv", size, _columns(frame), keys, above)
 
 
 def _rows(text: str, delimiter: str, quoted: bool) -> list[list[str]]:
@@ -602,11 +644,13 @@ def _say_quantities(text: _Text, numbers: list[Column], other: str) -> None:
 
 def _decimals(columns: list[Column], indent: str) -> list[tuple[str, str]]:
     """Transforms of numbers that are no plain ones, each with its comment."""
-    return [
-        (f'{indent}{_scalar(c.name)}: {{decimal: "{c.mark}"}}', f"the mark before its decimals: {c.shown}")
-        for c in columns
-        if c.mark
-    ]
+    found = []
+    for column in columns:
+        if column.mark:
+            regex = f"regex: '{AMOUNT}', " if column.money else ""
+            line = f'{indent}{_scalar(column.name)}: {{{regex}decimal: "{column.mark}"}}'
+            found.append((line, f"the mark before its decimals: {column.shown}"))
+    return found
 
 
 def _reading(text: _Text, look: Look, indent: str = "") -> None:

@@ -17,6 +17,7 @@ from own_layouts import MAKERS
 
 from jobs import audit, prepare
 from models.tables import UserError, read_manifest
+from pipelines.data.sources.mapping import Mapping
 from pipelines.data.sources.suggest import suggest
 
 
@@ -116,6 +117,50 @@ def test_an_export_of_a_spreadsheet(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "Betrag: no number with decimal ','; such as Verkäufe 2025.csv line 42: " in said
     assert "Preis (€)      float   1200.5 | 1201.5 | 1202.5" in said
     assert "float   0 | 1.1 | 2.2" in said
+
+
+@pytest.mark.parametrize(
+    ("written", "made", "price", "decimal"),
+    [
+        ("12/{day}/2025 1:05 PM", {"format": "%m/%d/%Y %I:%M %p"}, "$1,2{n:02d}.50", "."),
+        ("{day:02d}.12.25 13:05", {"format": "%d.%m.%y %H:%M"}, "{n},50 €", ","),
+        ("{day:02d}/12/2025 13:05", {"format": "%d/%m/%Y %H:%M"}, "EUR 1.2{n:02d},00", ","),
+    ],
+)
+def test_times_and_prices_as_programs_of_the_world_write_them(
+    tmp_path: Path, written: str, made: dict[str, str], price: str, decimal: str
+) -> None:
+    rows = [f"c{n % 9};i{n % 14};{written.format(day=n % 28 + 1)};{price.format(n=n % 90 + 10)}\n" for n in range(200)]
+    (tmp_path / "orders.csv").write_text("Customer;Item;Date;Price\n" + "".join(rows))
+    content = guessed(tmp_path)
+    assert content["time"] == {"column": "Date", **made}
+    assert content["numbers"] == {"Price": "Price"}
+    assert content["transforms"]["Price"]["decimal"] == decimal
+    content.pop("prepare"), content.pop("layout")
+    (block,) = Mapping(**content).read_events(str(tmp_path), "orders.csv")
+    assert block.events.num_rows == 200
+    more = 0 if "€" in price else 1200
+    cents = 0.5 if "50" in price else 0
+    assert block.events["num_Price"].to_pylist() == [more + n % 90 + 10 + cents for n in range(200)]
+
+
+@pytest.mark.parametrize(("above", "names"), [("sep=;\n", 2), ("Sales report;;;\n;;;\n", 3)])
+def test_lines_above_the_names_are_said(tmp_path: Path, above: str, names: int) -> None:
+    rows = "".join(f"c{n % 9};i{n % 14};{n % 28 + 1:02d}.12.2025;{n % 24:02d}:30\n" for n in range(200))
+    (tmp_path / "orders.csv").write_text(f"{above}Customer;Item;Date;Time\n{rows}")
+    text = suggest(str(tmp_path))
+    assert f"# orders.csv: its names are in line {names}; delete the lines above them" in text
+    (tmp_path / "orders.csv").write_text(f"Customer;Item;Date;Time\n{rows}")
+    assert guessed(tmp_path)["user"] == "Customer"
+    text = suggest(str(tmp_path))
+    assert "its names are" not in text
+    assert "# Time is a time of day (00:30 | 01:30 | 02:30): join it with the date" in text
+
+
+def test_one_list_of_objects_is_said(tmp_path: Path) -> None:
+    (tmp_path / "log.json").write_text('[\n {"user": 1, "item": 2}\n]')
+    with pytest.raises(UserError, match="one list, not an object a line"):
+        suggest(str(tmp_path))
 
 
 def test_the_index_of_a_data_frame_is_no_column(tmp_path: Path) -> None:

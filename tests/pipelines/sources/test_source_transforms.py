@@ -233,6 +233,15 @@ def test_times_in_a_format_of_strptime(tmp_path: Path, written: str, raw: str, e
     assert block.rejects["reason"].to_pylist() == [f"timestamp_ms: not a time as {written}", "timestamp_ms: missing"]
 
 
+def test_a_year_of_two_digits_that_is_read_as_one_of_four_is_said(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("u,i,t\na,x,24.12.25\n")
+    assert read(plain(time={"column": "t", "format": "%d.%m.%Y"}), tmp_path).rejects["reason"].to_pylist() == [
+        "timestamp_ms: before 1980, check time.format (%y reads a year of two digits)"
+    ]
+    read_right = read(plain(time={"column": "t", "format": "%d.%m.%y"}), tmp_path)
+    assert read_right.events["timestamp_ms"].to_pylist() == [1_766_534_400_000]
+
+
 def test_the_time_of_a_label_is_in_the_format_of_the_log_unless_it_has_its_own(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("u,i,t,bought,at,seen\na,x,15.11.2019,1,16.11.2019,1573776001\n")
     source = plain(
