@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jobs import cli
+from models.places import reach
 from models.tables import UserError, join, kind_of, read_manifest
 from pipelines.data.audit.rules import audit, report
 from pipelines.data.kinds.table import KINDS
@@ -43,6 +44,7 @@ def _progress(seconds: float = 2.0) -> Callable[[str], None]:
 def run(config: Config) -> None:
     """Audits and prints; raises UserError where a rule is broken."""
     start = time.monotonic()
+    reach(tables=config.tables)
     rules = audit(config.tables, _progress())
     print(f"Audit of {config.tables}, {time.monotonic() - start:.1f} s\n{report(rules)}", flush=True)
     broken = [rule.name for rule in rules if rule.violations]

@@ -23,6 +23,7 @@ from typing import Any
 
 from jobs import cli
 from models.config import hint
+from models.places import reach
 from models.tables import UserError
 
 
@@ -116,6 +117,9 @@ BENCHMARKS: dict[str, Callable[[Config], Iterable[dict[str, Any]]]] = {
 
 def run(config: Config) -> None:
     """Runs the benchmark; the rows' ratios to the first variant of their size are printed last."""
+    reach(histories=config.histories, sids=config.sids)
+    for checkpoint in config.checkpoints:
+        reach(checkpoints=checkpoint)
     if config.json:
         try:
             Path(config.json).touch()

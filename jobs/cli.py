@@ -45,6 +45,8 @@ if not os.environ.get("RAY_ADDRESS"):  # a local Ray is for its user alone; read
 
 Config = TypeVar("Config")
 
+CONFIGS = Path(__file__).parent / "configs"
+
 STARTS = 3
 """How often the start of a local Ray is tried: it gives its processes 30 seconds, which a busy machine may not have."""
 
@@ -81,7 +83,10 @@ def build_parser(config: type, job: str, groups: dict[str, type]) -> ArgumentPar
 
 def _check_config_keys(path: str, parser: ArgumentParser) -> list[str]:
     """The keys of a config file; names unknown ones, with the file, before jsonargparse sees them."""
-    content = read_yaml(path, "check --config, and see --help for the keys")
+    ours = CONFIGS / Path(path).name
+    given = not ours.is_file() or "://" in path or Path(path).expanduser().exists()
+    remedy = "check --config, and see --help for the keys" if given else f"give {os.path.relpath(ours)}"
+    content = read_yaml(path, remedy)
     keys, found = keys_of(parser), []
 
     def walk(node: dict[str, Any], prefix: str) -> None:

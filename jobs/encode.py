@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jobs import cli
+from models.places import reach
 from models.tables import join, kind_of, read_manifest
 from pipelines.data.kinds.table import KINDS
 from pipelines.data.tables import check_can_write
@@ -36,6 +37,7 @@ class Config:
 
 def run(config: Config) -> None:
     """Encodes, and prints what was made and what to run next."""
+    reach(tables=config.tables)
     from pipelines.data.texts import check_texts, encode_log  # imports Ray, and a wrong line has its answer before that
 
     started = time.monotonic()

@@ -20,7 +20,7 @@ from typing import Any, Literal, get_type_hints
 from jobs import cli
 from models import checkpoint, registry
 from models.config import check_positive
-from models.tables import reach
+from models.places import reach
 from models.uri import absolute
 from pipelines.data.tables import check_can_write, check_place, write_file
 from pipelines.evaluation.result import Result
@@ -193,14 +193,13 @@ def asked(result: Result) -> str:
 
 def run(config: Options) -> Result | None:
     """Evaluates and prints, or writes recommendations."""
-    from pipelines.evaluation.ranking import (  # imports Ray and MLflow, a wrong command
-        evaluate,
-        find_checkpoint,
-        record,
-    )
-    # line has its answer before that
+    reach(
+        checkpoint=config.checkpoint, tables=config.tables, sids=config.sids, text=config.text,
+        replay_base=config.replay_base,
+    )  # fmt: skip
+    # it imports Ray and MLflow, and a wrong command line has its answer before that
+    from pipelines.evaluation.ranking import evaluate, find_checkpoint, record
 
-    reach(config.checkpoint, config.tables, config.sids, config.text)  # what does not answer is said before Ray starts
     cli.preflight(
         checkpoint=config.checkpoint, tables=config.tables, sids=config.sids, text=config.text,
         batch_inference=config.batch_inference, export=config.export, diagnose=config.diagnose,

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pyarrow import fs
 
 from jobs import cli
+from models.places import reach
 from models.tables import UserError, open_uri
 from pipelines.data.kinds.table import KINDS
 from pipelines.data.settings import check, read_config
@@ -116,6 +117,7 @@ def run(config: Config) -> dict[str, object]:
         if key not in ("source", "input", "output", "overwrite", "dry_run")
     }
     settings = read_config(defaults, options)
+    reach(input=config.input, catalogue=settings.catalogue)
     cli.preflight(input=config.input, output=config.output, catalogue=settings.catalogue)
     check(source, config.input, config.output, settings)  # before Ray takes its seconds to start
     found = preview(source, config.input, settings.max_rejects, items=settings.catalogue is None)
@@ -156,6 +158,7 @@ class Suggestion:
 
 def run_suggestion(config: Suggestion) -> None:
     """Prints or writes a first source file, without Ray."""
+    reach(suggest=config.suggest)
     text = suggest(config.suggest)
     if config.output is None:
         print(text, end="")

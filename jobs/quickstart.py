@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from jobs import cli, simulate
 from models.config import check_positive
+from models.places import reach
 from models.tables import UserError
 from pipelines.data.kinds.base import Trained
 from pipelines.data.kinds.table import KINDS
@@ -121,8 +122,7 @@ def locate(config: Config) -> Place:
     family."""
     if config.source and not config.data:
         raise UserError(f"--source is {config.source}, which describes a real log; give its folder with --data")
-    if config.data and not Path(config.data).is_dir():
-        raise UserError(f"{config.data} is not a folder; --data takes the folder of a raw log")
+    reach(data=config.data)
     kind = KINDS[config.family]
     name = Path(config.data).resolve().name if config.data else kind.simulator.source
     named = [CONFIGS / "sources" / f"{stem}.yaml" for stem in (f"{name}_{config.family}", name)]

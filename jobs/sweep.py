@@ -24,7 +24,8 @@ import yaml
 from jobs import cli
 from models import registry
 from models.config import naming
-from models.tables import UserError, reach
+from models.places import reach
+from models.tables import UserError
 from pipelines.data.tables import check_can_write
 from pipelines.training.options import RayOptions
 from tuning.grid import Grid, Trial, load
@@ -160,10 +161,10 @@ def run(config: Config) -> Any:
     if config.dry_run:
         show(grid, trials, config, extra)
         return None
+    reach(tables=config.tables, sids=config.sids, text=config.text)  # what is wrong with them is said before Ray starts
     from pipelines import tracking  # these import Ray and MLflow, and a wrong command line has its answer before that
     from tuning.sweep import sweep
 
-    reach(config.tables, extra)  # what does not answer is said before Ray starts
     check_can_write(str(config.storage))
     cli.preflight(tables=config.tables, sids=config.sids, text=config.text, storage=config.storage)
     swept = sweep(

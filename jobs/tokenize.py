@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jobs import cli
+from models.places import reach
 from models.retrieval.tokenizers.psid import PsidConfig
 from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
 from models.retrieval.tokenizers.rqvae import RqvaeConfig
-from models.tables import Manifest, join, reach
+from models.tables import Manifest, join
 from pipelines.data.sids.embed import EmbedConfig, embed_origin
 from pipelines.data.sids.tokenize import TokenizerConfig, check_folders, check_items, tokenize
 from pipelines.data.tables import check_can_write
@@ -102,7 +103,7 @@ def run(config: Config) -> None:
         print(f"[{time.monotonic() - started:6.1f}s] {message}", flush=True)
 
     items = join(config.tables, "items")
-    reach(config.tables, config.embeddings)  # what does not answer is said before Ray starts
+    reach(tables=config.tables, embeddings=config.embeddings)  # what does not answer is said before Ray starts
     cli.preflight(tables=config.tables, embeddings=config.embeddings, output=config.output)
     check_can_write(config.output)
     check_folders(config.output, config.embeddings)

@@ -19,7 +19,8 @@ from jobs import cli
 from models import registry
 from models.config import read_yaml
 from models.fit import FitConfig
-from models.tables import UserError, reach
+from models.places import reach
+from models.tables import UserError
 from pipelines.training.options import RayOptions
 
 
@@ -99,11 +100,11 @@ def parse(job: str, argv: Sequence[str] | None = None) -> Config:
 
 def run(config: Config) -> Any:
     """Trains and prints what was made; returns it, a `pipelines.training.run.Trained`."""
+    reach(tables=config.tables, sids=config.sids, text=config.text)  # what is wrong with them is said before Ray starts
     from pipelines import tracking  # these import Ray and MLflow, and a wrong command line has its answer before that
     from pipelines.data.tables import check_can_write
     from pipelines.training.run import train
 
-    reach(config.tables, config.sids, config.text)  # what does not answer is said before Ray starts
     check_can_write(config.storage)
     cli.preflight(tables=config.tables, sids=config.sids, text=config.text, storage=config.storage)
     entry = registry.find(config.model.name)

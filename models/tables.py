@@ -196,13 +196,6 @@ def file_info(uri: str) -> fs.FileInfo:
         return filesystem.get_file_info(path)
 
 
-def reach(*uris: str | None) -> None:
-    """First contact with what a job will read, before it starts anything: UserError for what does not answer."""
-    for uri in uris:
-        if uri:
-            file_info(uri)
-
-
 def join(uri: str, *names: str) -> str:
     """`uri` with path elements added, before its query where it has one."""
     place, sign, query = str(uri).partition("?") if "://" in str(uri) else (str(uri), "", "")

@@ -20,6 +20,7 @@ from models import checkpoint, registry
 from models.checkpoint import Checkpoint
 from models.config import read_configs
 from models.fit import EpochEvent, FitConfig, StillEvent, best_of, describe, fit
+from models.places import reach
 from models.setup import check_fit, set_up
 from models.tables import UserError
 
@@ -49,6 +50,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
+        reach(tables=options.tables, sids=options.sids, text=options.text)
         content = read_configs(options.config, "check --config")
         name = content.get("model", {}).get("name")
         if name is None:

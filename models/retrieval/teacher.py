@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from models import checkpoint
+from models.places import CHECKPOINT, near_folder
 from models.retrieval import teacher_cache
 from models.retrieval.data import Catalogue, Examples
 from models.retrieval.retriever import Retriever
@@ -97,7 +98,8 @@ def locate(given: str, what: str = "teacher") -> str:
     for candidate in (uri, join(uri, "best")):
         if checkpoint.exists(candidate):
             return candidate
+    nearest = f": the nearest is {near}" if (near := near_folder(given, CHECKPOINT)) else ""
     raise UserError(
         f"the {what} {uri} is neither a checkpoint nor a finished run: it holds no {checkpoint.CONFIG} and no best/; "
-        f"give the folder that jobs.train printed"
+        f"give the folder that jobs.train printed{nearest}"
     )

@@ -56,7 +56,7 @@ def test_a_log_of_another_family_is_refused(tmp_path: Path) -> None:
             "there is no mapping file .*/unheard.yaml for .*unheard; name one with --source .make: SOURCE",
         ),
         ({"data": "{folder}", "source": "no.yaml"}, "there is no mapping file no.yaml for .*unheard"),
-        ({"data": "nowhere"}, "nowhere is not a folder; --data takes the folder of a raw log"),
+        ({"data": "nowhere"}, "--data is nowhere, where nothing is; give the folder of a raw log"),
         ({"source": "own.yaml"}, "--source is own.yaml, which describes a real log; give its folder with --data"),
     ],
 )

@@ -161,9 +161,10 @@ def test_a_directory_without_a_manifest(command: Command, made: dict[str, str], 
         "train", "--config", str(CONFIGS / "sasrec.yaml"), "--tables", str(tables), "--storage", str(tmp_path / "runs"),
         "--name", "x",
     )  # fmt: skip
-    assert f"{tables}/items is not a table" in line
+    assert f"--tables is {tables}, which holds no table items; give a folder that jobs.prepare made" in line
     assert not (tmp_path / "runs").exists()
-    assert "is not a table" in command.error("audit", "--tables", str(tmp_path / "nothing"))
+    line = command.error("audit", "--tables", f"{made['tables']}s")
+    assert line.endswith(f", where nothing is; give a folder that jobs.prepare made: the nearest is {made['tables']}")
 
 
 def test_a_truncated_part_of_a_table(command: Command, made: dict[str, str], tmp_path: Path) -> None:

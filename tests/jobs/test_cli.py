@@ -144,3 +144,8 @@ def test_what_is_missing_is_described() -> None:
         "tokenized), --output (SIDS: folder for the tables embeddings, sids and trie) and --tokenizer (one of rqvae, "
         "rqkmeans, psid, published)"
     )
+
+
+def test_a_config_of_ours_is_found_by_its_name() -> None:
+    with pytest.raises(UserError, match=r"sasrec\.yaml \(no such file\); give .*jobs/configs/sasrec\.yaml$"):
+        parse("--config", "sasrec.yaml")

@@ -174,7 +174,7 @@ def test_tokenizers_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture) 
     assert one[7:] == ["3", "0.5000", "2"]
     assert two[3] == "2 / 2"
     assert two[7:] == ["4", "0.0000", "1"]
-    with pytest.raises(UserError, match="is not a table"):
+    with pytest.raises(UserError, match=r"which holds no table sids; give a folder that jobs\.tokenize made"):
         run(parse("compare", ["--sids", str(tmp_path)]))
     with pytest.raises(UserError, match="nothing is given to compare"):
         parse("compare", [])

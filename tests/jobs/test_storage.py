@@ -9,12 +9,13 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from jobs import audit, cli, compare, encode, evaluate, prepare, sweep, tokenize, train
 from models import tables
 from models.tables import UserError, open_uri
-from pipelines.data.tables import check_can_write
+from pipelines.data.tables import check_can_write, commit
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,6 +79,8 @@ def test_every_job_says_so_in_one_line_before_ray_starts(
     monkeypatch.setattr(cli, "start_ray", refused)
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw/log.csv").write_text("u,i,t\n1,2,3\n")
+    (tmp_path / "new/items").mkdir(parents=True)
+    commit(str(tmp_path / "new/items"), "items", pa.schema([("x", pa.int64())]), [], config={}, inputs={})
     for name, (run, config) in lines(closed, mapping, tmp_path).items():
         with pytest.raises(UserError) as raised:
             run(config)

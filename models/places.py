@@ -1,0 +1,105 @@
+"""Folders and files that options name: what each option takes, and the nearest that is one where it is given another.
+
+reach(tables="runs/shop/tabels")
+# UserError: --tables is runs/shop/tabels, where nothing is; give a folder that jobs.prepare made: the nearest is
+# runs/shop/tables
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyarrow import fs
+
+from models.tables import UserError, file_info, has_manifest, join, read_manifest
+
+
+@dataclass(frozen=True)
+class Place:
+    """What an option takes."""
+
+    words: str
+    """What it is, and which job makes it."""
+    tables: tuple[tuple[str, str], ...] = ()
+    """A folder in it, and the table that it holds."""
+    files: tuple[str, ...] = ()
+    """Files of which it holds one; neither tables nor files: it is any folder."""
+
+    def is_at(self, uri: str) -> bool:
+        """Whether it is at the place. What is damaged counts: who reads it says how."""
+        with suppress(UserError):
+            for folder, table in self.tables:
+                if not has_manifest(join(uri, folder)) or read_manifest(join(uri, folder)).table != table:
+                    return False
+        if self.files:
+            return any(file_info(join(uri, name)).type == fs.FileType.File for name in self.files)
+        return bool(self.tables) or file_info(uri).type == fs.FileType.Directory
+
+    @property
+    def holds(self) -> str:
+        """What shows that it is one."""
+        return f"table {self.tables[0][1]}" if self.tables else " or ".join(self.files)
+
+
+TABLES = Place("a folder that jobs.prepare made", tables=(("items", "items"),))
+SIDS = Place("a folder that jobs.tokenize made", tables=(("sids", "sids"),))
+TEXT = Place("a folder that jobs.encode made", tables=(("items", "embeddings"),))
+CHECKPOINT = Place("the folder of a run of jobs.train, or its checkpoint", files=("config.json", "run.json"))
+RAW = Place("the folder of a raw log")
+
+PLACES = {
+    "tables": TABLES, "catalogue": TABLES, "histories": TABLES, "sids": SIDS, "text": TEXT, "checkpoint": CHECKPOINT,
+    "checkpoints": CHECKPOINT, "replay_base": CHECKPOINT, "input": RAW, "suggest": RAW, "data": RAW,
+}  # fmt: skip
+"""By option."""
+
+
+def reach(**places: str | None) -> None:
+    """First contact with what a job will read, by its options, before it starts anything: UserError for what does not
+    answer, and for what is none of what the option takes."""
+    given = {option: (uri, file_info(uri).type) for option, uri in places.items() if uri}
+    for option, (uri, found) in given.items():
+        place = PLACES.get(option)
+        if place is None or place.is_at(uri):
+            continue
+        if found == fs.FileType.NotFound:
+            why = "where nothing is"
+        else:
+            why = f"which holds no {place.holds}" if place.holds else "which is no folder"
+        near = near_folder(uri, place)
+        nearest = f": the nearest is {near}" if near else ""
+        raise UserError(f"--{option} is {uri}, {why}; give {place.words}{nearest}")
+
+
+def near_folder(uri: str, place: Place) -> str | None:
+    """What the option takes in, around or beside a local folder, by the name most like it; None where nothing is."""
+    if "://" in uri:
+        return None
+    given = Path(uri).expanduser()
+    for around in ([*listed(given), given.parent], listed(given.parent)):
+        named = {path.name: str(path) for path in around if path != given}
+        likely = difflib.get_close_matches(given.name, named, n=20, cutoff=0.6 if place is RAW else 0.0)
+        if found := next((named[name] for name in likely if place.is_at(named[name])), None):
+            return found
+    return None
+
+
+def near_file(uri: str) -> str | None:
+    """The file beside a local one that is not there whose name is most like it, if one is."""
+    if "://" in uri:
+        return None
+    given = Path(uri).expanduser()
+    beside = {path.stem: str(path) for path in listed(given.parent) if path.suffix in (".yaml", ".yml")}
+    return next((beside[name] for name in difflib.get_close_matches(given.stem, beside, n=1)), None)
+
+
+def listed(folder: Path) -> Iterable[Path]:
+    """What is in a folder; nothing where it is none, or may not be looked at."""
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return ()

@@ -1,0 +1,79 @@
+"""What a folder that an option takes is answered with where it is another one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from models.config import read_yaml
+from models.places import reach
+from models.tables import UserError
+from pipelines.data.tables import commit
+
+
+def table(place: Path, name: str) -> None:
+    place.mkdir(parents=True)
+    commit(str(place), name, pa.schema([("x", pa.int64())]), [], config={}, inputs={})
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    for folder in ("items", "sequences"):
+        table(tmp_path / "tables" / folder, folder)
+    table(tmp_path / "sids/sids", "sids")
+    table(tmp_path / "text/items", "embeddings")
+    for run in ("tiger", "sasrec"):
+        (tmp_path / "runs" / run / "best").mkdir(parents=True)
+        (tmp_path / "runs" / run / "run.json").write_text("{}")
+        (tmp_path / "runs" / run / "best/config.json").write_text("{}")
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "log.csv").write_text("a")
+    return tmp_path
+
+
+def test_what_each_option_takes(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home)
+    for root in (Path(), home):
+        reach(
+            tables=str(root / "tables"), sids=str(root / "sids"), text=str(root / "text"), input=str(root / "raw"),
+            checkpoint=str(root / "runs/tiger"), embeddings="not/there/yet", catalogue=None,
+        )  # fmt: skip
+        reach(checkpoint=str(root / "runs/tiger/best"))
+
+
+@pytest.mark.parametrize(
+    ("option", "place", "why", "nearest"),
+    [
+        ("tables", "table", "where nothing is; give a folder that jobs.prepare made", "tables"),
+        ("tables", "tables/items", "which holds no table items", "tables"),
+        ("tables", "text", "which holds no table items", "tables"),
+        ("catalogue", ".", "which holds no table items", "tables"),
+        ("sids", "sidz", "where nothing is; give a folder that jobs.tokenize made", "sids"),
+        ("text", "tables", "which holds no table embeddings; give a folder that jobs.encode made", "text"),
+        ("checkpoint", "runs/tigre", "where nothing is; give the folder of a run of jobs.train", "runs/tiger"),
+        ("checkpoint", "runs", "which holds no config.json or run.json", "runs/tiger"),
+        ("input", "rwa", "where nothing is; give the folder of a raw log", "raw"),
+        ("input", "log.csv", "which is no folder; give the folder of a raw log", None),
+        ("tables", "else/where/tables", "where nothing is; give a folder that jobs.prepare made", None),
+    ],
+)
+def test_another_folder(home: Path, option: str, place: str, why: str, nearest: str | None) -> None:
+    given = str(home / place)
+    with pytest.raises(UserError) as caught:
+        reach(**{option: given})
+    line = str(caught.value)
+    assert line.startswith(f"--{option} is {given}, {why}")
+    assert line.endswith(f": the nearest is {home / nearest}") if nearest else "nearest" not in line
+
+
+def test_the_nearest_file_is_named(tmp_path: Path) -> None:
+    for name in ("tiger_small.yaml", "sasrec.yaml", "tiger_smal.txt"):
+        (tmp_path / name).write_text("a: 1")
+    with pytest.raises(UserError) as caught:
+        read_yaml(str(tmp_path / "tigersmall.yaml"), "check it")
+    near = f"the nearest is {tmp_path / 'tiger_small.yaml'}"
+    assert str(caught.value) == f"cannot read {tmp_path / 'tigersmall.yaml'} (no such file); {near}; check it"
+    with pytest.raises(UserError, match=r"other\.yaml \(no such file\); check it"):
+        read_yaml(str(tmp_path / "other.yaml"), "check it")
