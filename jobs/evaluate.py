@@ -146,10 +146,11 @@ def parse(job: str, argv: Sequence[str] | None = None) -> Options:
 
 
 def item_shift_lines(metrics: dict[str, float]) -> list[str]:
-    """A line for each subset of new items."""
+    """A line for each subset of requests of new items: new to the user, or after the global cut times."""
     lines = []
     for name in sorted(key.split("/")[0] for key in metrics if key.endswith("/examples")):
-        found = f"{metrics[f'{name}/examples']:,.0f} requests"
+        what = " of an item that is not in the history" if name == "first" else ""
+        found = f"{metrics[f'{name}/examples']:,.0f} requests{what}"
         if f"{name}/ndcg@10" in metrics:
             found += "".join(f", {metric} {metrics[f'{name}/{metric}']:.4f}" for metric in ("recall@10", "ndcg@10"))
         lines.append(f"  {name}  {found}")

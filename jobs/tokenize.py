@@ -28,6 +28,9 @@ GROUPS: dict[str, type] = {
     "psid": PsidConfig,
 }
 
+SMALL = 1000
+"""Items below which a first training takes the small TIGER."""
+
 ERRORS = {
     "reconstruction_error": "embeddings, by the nearest codes",
     "quantization_error": "quantised space, by the chosen codes",
@@ -133,8 +136,9 @@ def run(config: Config) -> None:
         )
     else:
         print(f"nothing to do: {config.output} is up to date; --overwrite makes it again")
+    tiger = "tiger_small" if sids.rows < SMALL else "tiger"
     print(
-        f"next: python -m jobs.train --config jobs/configs/tiger.yaml --tables {config.tables} --sids {config.output} "
+        f"next: python -m jobs.train --config jobs/configs/{tiger}.yaml --tables {config.tables} --sids {config.output} "
         f"--storage runs --name tiger"
     )
 

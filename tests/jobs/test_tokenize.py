@@ -72,7 +72,7 @@ def test_run_says_what_was_made_where_and_what_is_next(
     job.run(config)
     lines = capsys.readouterr().out.strip().splitlines()
     assert lines[-2].startswith(f"made {output}")
-    assert lines[-1].startswith(f"next: python -m jobs.train --config jobs/configs/tiger.yaml --tables {tables}")
+    assert lines[-1].startswith(f"next: python -m jobs.train --config jobs/configs/tiger_small.yaml --tables {tables}")
     assert f"--sids {output}" in lines[-1]
     assert any(line.startswith("collision rate") for line in lines)
     assert not any(line.startswith("note: only") for line in lines)  # 5 items to a code

@@ -125,6 +125,8 @@ def test_the_job_measures_what_ranking_by_hand_gives(
         assert result.metrics[f"{name}/ndcg@10"] == pytest.approx(expected)
         assert f"{name}  {len(ranks)} requests, recall@10" in printed
     assert 80 > sizes[0] > sizes[1] > 0  # both subsets are proper ones
+    new = result.metrics["first/examples"]
+    assert f"  first  {new:.0f} requests of an item that is not in the history, recall@10" in printed
     plain, _ = evaluate(str(folder / "sasrec"), tables)
     assert plain.metrics == pytest.approx({k: v for k, v in result.metrics.items() if not k.startswith("temporal")})
     shards, _ = evaluate(str(folder / "sasrec"), tables, shards=2, item_shift=True)
