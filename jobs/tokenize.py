@@ -138,8 +138,8 @@ def run(config: Config) -> None:
         print(f"nothing to do: {config.output} is up to date; --overwrite makes it again")
     tiger = "tiger_small" if sids.rows < SMALL else "tiger"
     print(
-        f"next: python -m jobs.train --config jobs/configs/{tiger}.yaml --tables {config.tables} --sids {config.output} "
-        f"--storage runs --name tiger"
+        f"next: python -m jobs.train --config jobs/configs/{tiger}.yaml --tables {config.tables} "
+        f"--sids {config.output} --storage runs --name tiger"
     )
 
 
