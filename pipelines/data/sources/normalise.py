@@ -347,11 +347,10 @@ class _Row:
             raw = pl.when(raw != "").then(raw)
         value = raw.cast(kind, strict=False)
         bad = raw.is_not_null() & value.is_null()
-        marked = DECIMALS.items() if dtype == pl.String else ()
-        reasons = [
-            (bad & raw.str.contains(number), f"{target}: not a plain number, {decimal_key(column, mark)}")
-            for mark, number in marked
-        ]
+        reasons: list[tuple[pl.Expr, str]] = []
+        for mark, number in DECIMALS.items() if dtype == pl.String else ():
+            found = pl.when(bad).then(raw).str.contains(number)  # it costs little where nothing is bad
+            reasons.append((found, f"{target}: not a plain number, {decimal_key(column, mark)}"))
         reasons.append((bad, f"{target}: not a number"))
         if dtype == pl.String or dtype.is_float() or dtype.is_decimal():
             reasons.append((~value.is_finite(), f"{target}: not finite"))
