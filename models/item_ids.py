@@ -10,7 +10,9 @@ from models.tables import UserError
 
 
 def item_ids(column: str, values: Iterable[Any]) -> list[str]:
-    """The ids as strings; an integer is the string of its digits. UserError for an entry that is neither."""
+    """The ids as strings, an integer that of its digits. UserError for an entry that is neither, and for no list."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise UserError(f"{column} is {values!r}; give a list of item ids, [] for none")
     return [value if type(value) is str else digits(column, value) for value in values]
 
 

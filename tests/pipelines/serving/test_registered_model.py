@@ -138,6 +138,11 @@ def test_unknown_items_are_counted_and_integers_are_ids(folder: Path) -> None:
     for wrong in (17.0, None, True, ["17"]):
         with pytest.raises(UserError, match=re.escape(f"history has {wrong!r}; an item id is a string")):
             ask(["item-001", wrong])
+    for wrong in (None, "item-001"):
+        with pytest.raises(UserError, match=f"history is {wrong!r}; give a list of item ids"):
+            inner.predict(None, pd.DataFrame({"history": [wrong]}))
+    with pytest.raises(UserError, match="history is None; give a list of item ids"):
+        ask(["item-001"], None)
 
 
 def test_what_cannot_be_registered_is_refused(folder: Path) -> None:
