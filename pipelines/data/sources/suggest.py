@@ -35,6 +35,7 @@ from pipelines.data.sources.transforms import DECIMALS
 
 HEAD = 2 << 20  # bytes of a file that are looked at
 ROWS = 5000  # of them
+FEW_ROWS = 10  # from which on a first row without a digit, above values that all have one, is their name
 AMOUNT = r"(-?\d[\d.,]*)"
 SIGN = "(?:[€$£¥%]|EUR|USD|GBP|CHF)"
 MONEY = rf"^\s*(?:{SIGN}\s*{AMOUNT}|{AMOUNT}\s*{SIGN})\s*$"
@@ -485,7 +486,10 @@ def _is_header(names: list[str], rows: list[list[str]]) -> bool:
     known = sum(bool(Column(name, pl.Series([], dtype=pl.String)).words & told) for name in names)
     beneath = list(zip(*rows, strict=True))
     unlike = any(
-        all(re.fullmatch(r"[-\d.:/ T]+", cell) for cell in column if cell) and any(column) for column in beneath
+        all(re.fullmatch(r"[-\d.:/ T]+", cell) for cell in column if cell)
+        or (len(rows) >= FEW_ROWS and not re.search(r"\d", name) and all(re.search(r"\d", cell) for cell in column))
+        for name, column in zip(names, beneath, strict=True)
+        if any(column)
     )
     return known >= 2 or (known >= 1 and unlike) or (unlike and all(len(name) > 1 for name in names))
 
@@ -531,7 +535,7 @@ def _roles(look: Look, looks: list[Look]) -> Roles:
         ids = [c for c in left if not c.flag and not c.listed and c.distinct > 1 and c.share < 0.99]
         ids = [c for c in ids if c.integer or not c.decimal]
         described = [c for c in ids if _is_key(c, [other for other in looks if other is not look])]
-        if item is None and len(described) == 1:  # by a file of items, more likely than of users
+        if item is None and len(described) == 1 and described[0] is not ids[0]:
             item = take(described[0])
         user = take(user or next((c for c in ids if c is not item), None))
         item = take(item or next((c for c in [*described, *ids] if c is not user and c.distinct > 12), None))

@@ -144,6 +144,19 @@ def test_times_and_prices_as_programs_of_the_world_write_them(
     assert block.events["num_Price"].to_pylist() == [more + n % 90 + 10 + cents for n in range(200)]
 
 
+def test_a_file_of_users_or_of_items_in_another_language(tmp_path: Path) -> None:
+    """Whom the first column of ids is of, a file that describes it does not change; names stand above ids."""
+    rows = "".join(f"K{n % 13};W{n * 7 % 31};{n % 28 + 1:02d}.11.2025\n" for n in range(400))
+    (tmp_path / "kauf.csv").write_text("Kunde;Ware;Tag\n" + rows)
+    (tmp_path / "kunden.csv").write_text("Kunde;Ort\n" + "".join(f"K{n};{'ab'[n % 2]}\n" for n in range(13)))
+    made = guessed(tmp_path)
+    assert (made["user"], made["item"], made["users"]["user"]) == ("Kunde", "Ware", "Kunde")
+    (tmp_path / "waren.csv").write_text("Ware;Titel\n" + "".join(f"W{n};Ding Nr. {n}\n" for n in range(31)))
+    made = guessed(tmp_path)
+    assert (made["user"], made["item"], made["users"]["user"]) == ("Kunde", "Ware", "Kunde")
+    assert (made["items"]["item"], made["items"]["texts"]) == ("Ware", {"Titel": "Titel"})
+
+
 @pytest.mark.parametrize(("above", "names"), [("sep=;\n", 2), ("Sales report;;;\n;;;\n", 3)])
 def test_lines_above_the_names_are_said(tmp_path: Path, above: str, names: int) -> None:
     rows = "".join(f"c{n % 9};i{n % 14};{n % 28 + 1:02d}.12.2025;{n % 24:02d}:30\n" for n in range(200))
