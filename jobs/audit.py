@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from jobs import cli
 from models.places import reach
 from models.tables import UserError, join, kind_of, read_manifest
+from models.words import number_of
 from pipelines.data.audit.rules import audit, report
 from pipelines.data.kinds.table import KINDS
 
@@ -50,7 +51,7 @@ def run(config: Config) -> None:
     broken = [rule.name for rule in rules if rule.violations]
     if broken:
         total = sum(rule.violations for rule in rules)
-        found = f"{total:,} violation{'s' * (total != 1)} of {', '.join(broken)}"
+        found = f"{number_of(total, 'violation')} of {', '.join(broken)}"
         raise UserError(
             f"{found} in {config.tables}; do not train on these tables: make them again with python -m jobs.prepare "
             f"--overwrite"

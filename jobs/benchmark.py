@@ -25,6 +25,7 @@ from jobs import cli
 from models.config import hint
 from models.places import reach
 from models.tables import UserError
+from models.words import number_of
 
 
 @dataclass
@@ -140,7 +141,7 @@ def run(config: Config) -> None:
             continue
         line = f"{row['variant']:>20} {row['items_per_s']:>14,.1f} per second"
         if config.name == "catalogue":  # steps, not ways to do the same
-            print(f"{line}, {row['params']['items']:,} items")
+            print(f"{line}, {number_of(row['params']['items'], 'item')}")
             continue
         base = next(other for other in rows if other["params"] == row["params"] and "error" not in other)
         print(f"{line}, {base['median_s'] / row['median_s']:.2f} times {base['variant']}")

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from models.tables import UserError
+from models.words import number_of
 from pipelines import tracking
 from pipelines.comparison import results, sweep_plots
 from pipelines.comparison.benchmark_plots import read_lines
@@ -99,7 +100,7 @@ def write_page(
     page.write(content, path)
     selection = found[0].selection if found else select_all(uris[0])
     run = page.log(selection, content, "\n".join(table.markdown() for table in shown))
-    print(f"{len(drawn)} plots written to {path}, and to MLflow as compare.html of the run '{run}'")
+    print(f"{number_of(len(drawn), 'plot')} written to {path}, and to MLflow as compare.html of the run '{run}'")
 
 
 def write_pages(config: Options, uris: Sequence[str], found: Sequence[Comparison], papers: Papers) -> None:
@@ -167,7 +168,8 @@ def show(config: Options, uris: Sequence[str]) -> None:
     shown += [sids_table(config.sids)] if config.sids else []
     print("\n\n".join(table.text() for table in shown))
     if config.export:
-        print(f"{results.export([c.selection for c in found], config.export)} runs exported to {config.export}")
+        exported = results.export([c.selection for c in found], config.export)
+        print(f"{number_of(exported, 'run')} exported to {config.export}")
     if config.markdown and (config.markdown.endswith("/") or Path(config.markdown).is_dir()):
         write_pages(config, uris, found, papers)
     elif config.markdown:
@@ -182,4 +184,4 @@ def show(config: Options, uris: Sequence[str]) -> None:
     if config.pareto:
         from pipelines.comparison.pareto import draw
 
-        print(f"{draw(found[0], config.pareto)} points drawn to {config.pareto}")
+        print(f"{number_of(draw(found[0], config.pareto), 'point')} drawn to {config.pareto}")

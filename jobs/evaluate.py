@@ -22,6 +22,7 @@ from models import checkpoint, registry
 from models.config import check_positive
 from models.places import reach
 from models.uri import absolute
+from models.words import number_of
 from pipelines.data.tables import check_can_write, check_place, write_file
 from pipelines.evaluation.result import Result
 
@@ -187,9 +188,9 @@ def importance_of(config: Options, result: Result) -> tuple[list[str], dict[str,
 
 def asked(result: Result) -> str:
     """How many requests were ranked, and whose they are; where a user's candidates are one request, users alone."""
-    users = f"{result.users:,} users"
+    users = number_of(result.users, "user")
     by_user = registry.find(result.model).family.eval_unit == "user"
-    return users if by_user else f"{result.examples:,} requests of {users}"
+    return users if by_user else f"{number_of(result.examples, 'request')} of {users}"
 
 
 def run(config: Options) -> Result | None:
@@ -214,7 +215,7 @@ def run(config: Options) -> Result | None:
             device=config.device,
         )  # fmt: skip
         print(f"Exported to {config.export}: (history, history_length, user) -> (items, scores), top {config.k}.")
-        print(f"  checked     the same items in the same order as the model for {requests:,} requests")
+        print(f"  checked     the same items in the same order as the model for {number_of(requests, 'request')}")
         print("  use it      models.retrieval.search.export.load_exported, or torch.export.load(FILE).module()")
         return None
     if config.diagnose:
@@ -239,7 +240,9 @@ def run(config: Options) -> Result | None:
             overwrite=config.overwrite,
         )  # fmt: skip
         what = "is there already, from the same checkpoint and tables; nothing to do" if already else "written"
-        print(f"Recommendations of {manifest.info['model']}: top {config.k} of {manifest.rows:,} users {what}.")
+        print(
+            f"Recommendations of {manifest.info['model']}: top {config.k} of {number_of(manifest.rows, 'user')} {what}."
+        )
         print(f"  table       {config.batch_inference}: user_id, item_id (best first), score")
         return None
     if config.importance:
@@ -268,7 +271,7 @@ def run(config: Options) -> Result | None:
     for line in [*entry.measured.summary(result.metrics), *more, *item_shift_lines(result.metrics)]:
         print(line)
     if entry.recommends:
-        left_out = f"{result.skipped:,} requests without history left out"
+        left_out = f"{number_of(result.skipped, 'request')} without history left out"
         print(f"  {result.users_per_s:,.0f} requests/s on {result.device}; {left_out}")
     place = record(
         result, about, config.tracking_uri, pictures

@@ -23,6 +23,7 @@ from pyarrow import fs
 from jobs import cli
 from models.places import reach
 from models.tables import UserError, open_uri
+from models.words import number_of
 from pipelines.data.kinds.table import KINDS
 from pipelines.data.settings import check, read_config
 from pipelines.data.sources import load_source
@@ -136,7 +137,8 @@ def run(config: Config) -> dict[str, object]:
     first = ", ".join(f"{rows:,} {name}" for name, rows in without.items())
     left_out = f"no history, as each user's first request: {first}; models neither train on them nor rank them\n"
     print(
-        f"\n{statistics['users']:,} users, {statistics['items']:,} items, {statistics['interactions']:,} interactions; "
+        f"\n{number_of(statistics['users'], 'user')}, {number_of(statistics['items'], 'item')}, "
+        f"{number_of(statistics['interactions'], 'interaction')}; "
         f"{sparsity}mean length {statistics['mean_length']:.2f}; {unit}: {per_split}\n"
         f"{left_out if KINDS[settings.kind].needs_history and any(without.values()) else ''}"
         f"made in {time.perf_counter() - begin:.1f} s: {config.output}/{{events,items,sequences,rejects}} and "

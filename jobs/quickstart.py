@@ -25,6 +25,7 @@ from jobs import cli, simulate
 from models.config import check_positive
 from models.places import reach
 from models.tables import UserError
+from models.words import number_of
 from pipelines.data.kinds.base import Trained
 from pipelines.data.kinds.table import KINDS
 from pipelines.data.sources import load_source
@@ -174,7 +175,8 @@ def run(config: Config) -> None:
     label = "" if config.data else "This is simulated data: the figures show that the flow works, nothing more."
     print(f"\nDone in {time.monotonic() - steps.started:.0f} s. {label}")
     print(
-        f"Each model trained for at most {most} epochs. One that learns slowly, such as TIGER, gains by more: --epochs."
+        f"Each model trained for at most {number_of(most, 'epoch')}. One that learns slowly, such as TIGER, gains by "
+        f"more: --epochs."
     )
     print(f"  tables        {place.tables}")
     if extra:

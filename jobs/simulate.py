@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from jobs import cli
+from models.words import number_of
 from pipelines.data.kinds.base import Simulator
 from pipelines.data.kinds.simulation import Settings, is_simulated
 from pipelines.data.kinds.table import KINDS
@@ -76,8 +77,10 @@ def _options(simulator: Simulator) -> list[str]:
 def run(config: Config) -> None:
     """Writes the log, unless the folder holds it already."""
     simulator, settings = config.simulator, config.settings()
-    size = f"{config.events:,} {simulator.unit} of {config.users:,} users on {config.items:,} items, seed {config.seed}"
-    size += simulator.described(settings)
+    size = (
+        f"{config.events:,} {simulator.unit} of {number_of(config.users, 'user')} on {number_of(config.items, 'item')}"
+    )
+    size += f", seed {config.seed}" + simulator.described(settings)
     if is_simulated(config.output, settings, config.kind):
         print(f"{config.output} is up to date: {size}")
     else:

@@ -26,6 +26,7 @@ from models import registry
 from models.config import naming
 from models.places import reach
 from models.tables import UserError
+from models.words import number_of
 from pipelines.data.tables import check_can_write
 from pipelines.training.options import RayOptions
 from tuning.grid import Grid, Trial, load
@@ -183,7 +184,7 @@ def run(config: Config) -> Any:
     if swept.already:
         print(f"The sweep '{swept.name}' is finished; nothing to do.")
     else:
-        print(f"Swept {len(trials)} trials of {grid.name} in {swept.seconds:.0f} s.")
+        print(f"Swept {number_of(len(trials), 'trial')} of {grid.name} in {swept.seconds:.0f} s.")
     print(f"  best        {swept.best.name}: {grid.metric} {swept.best.value:.4f}")
     print(f"  checkpoint  {swept.best.checkpoint}")
     print(f"  MLflow run  {swept.run.run_id} in {swept.run.experiment}")
@@ -200,7 +201,7 @@ def show(grid: Grid, trials: list[Trial], config: Config, extra: str | None) -> 
         print(f"  {' '.join(said.split())}")
     for trial in trials:
         print(f"  {trial.name}  " + "  ".join(f"{key} {value}" for key, value in trial.point.items()))
-    print(f"{len(trials)} of {size:,} points; metric {grid.metric}; scheduler {grid.scheduler.name}")
+    print(f"{len(trials)} of {number_of(size, 'point')}; metric {grid.metric}; scheduler {grid.scheduler.name}")
     names = sorted({str(trial.model.get("name")) for trial in trials if trial.model})
     missing = [name for name in names if name not in registry.MODELS]
     if missing:
@@ -213,7 +214,7 @@ def show(grid: Grid, trials: list[Trial], config: Config, extra: str | None) -> 
         hours = estimate(grid, trials, config.tables, extra, threads) / 3600
         print(
             f"at most about {hours:.2f} hours one after the other with {config.ray.cpus_per_worker:g} CPUs each, "
-            f"as timed here with {threads} threads on up to three of them"
+            f"as timed here with {number_of(threads, 'thread')} on up to three of them"
         )
 
 

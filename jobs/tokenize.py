@@ -17,6 +17,7 @@ from models.retrieval.tokenizers.psid import PsidConfig
 from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
 from models.retrieval.tokenizers.rqvae import RqvaeConfig
 from models.tables import Manifest, join
+from models.words import number_of
 from pipelines.data.sids.embed import EmbedConfig, embed_origin
 from pipelines.data.sids.tokenize import TokenizerConfig, check_folders, check_items, tokenize
 from pipelines.data.tables import check_can_write
@@ -77,18 +78,20 @@ class Config:
 def summary(sids: Manifest, trie: Manifest) -> list[str]:
     """Lines that say how good the SIDs are."""
     info: dict[str, Any] = sids.info
-    lines = [f"{sids.rows} items, {len(info['codebook_sizes'])} codes each, codebooks {info['codebook_sizes']}"]
+    sizes = info["codebook_sizes"]
+    lines = [f"{number_of(sids.rows, 'item')}, {number_of(len(sizes), 'code')} each, codebooks {sizes}"]
     errors = [f"{label} {info[name]:.4f}" for name, label in ERRORS.items() if name in info]
     if errors:
         lines.append(f"share of variance not explained: {', '.join(errors)}")
     if "relaxed_items" in info:
         lines.append(
-            f"{info['relaxed_items']} items relaxed; collision rate {info['collision_rate_before']:.4f} before, 0 after"
+            f"{number_of(info['relaxed_items'], 'item')} relaxed; collision rate {info['collision_rate_before']:.4f} "
+            f"before, 0 after"
         )
     else:
         lines.append(
             f"collision rate {info['collision_rate']:.4f} before the conflict code: {info['distinct']} distinct, "
-            f"{info['duplicates']} duplicates, largest group {info['largest_group']}"
+            f"{number_of(info['duplicates'], 'duplicate')}, largest group {info['largest_group']}"
         )
     for level, measures in enumerate(info["levels"]):
         lines.append(

@@ -21,6 +21,7 @@ from models.config import read_yaml
 from models.fit import FitConfig
 from models.places import reach
 from models.tables import UserError
+from models.words import number_of
 from pipelines.training.options import RayOptions
 
 
@@ -128,7 +129,7 @@ def run(config: Config) -> Any:
     if trained.already:
         print(f"The run '{trained.name}' is finished; nothing to do. --overwrite trains it anew.")
     else:
-        print(f"Trained {best.name} for {trained.epochs} epochs in {trained.seconds:.0f} s.")
+        print(f"Trained {best.name} for {number_of(trained.epochs, 'epoch')} in {trained.seconds:.0f} s.")
     shown = "  ".join(f"{name} {best.metrics[name]:.4f}" for name in entry.measured.shown if name in best.metrics)
     beside = f" --{entry.extra.option} {extra}" if entry.extra and extra else ""
     print(

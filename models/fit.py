@@ -34,6 +34,7 @@ from models.config import check_choices, check_least, check_shares
 from models.optimizers import make_optimizer
 from models.tables import UserError
 from models.whole_batch import IDLE, of_workers
+from models.words import number_of
 
 Batch = dict[str, Tensor]
 SILENCE = 30.0
@@ -518,7 +519,7 @@ def describe(event: Event, config: FitConfig) -> str:
     line += "".join(f"  val {name} {value:.4f}" for name, value in metrics.items()) + (" *" if event.is_best else "")
     line += f"  {event.examples_per_s:,.0f} examples/s  data wait {event.data_wait:.0%}"
     if isinstance(event, StillEvent):
-        return f"{line}, {event.steps_in_epoch:,} steps per epoch"
+        return f"{line}, {number_of(event.steps_in_epoch, 'step')} per epoch"
     if not isinstance(event, EpochEvent):
         return line + (f"\n{event.why}" if event.stop else "")
     left = (config.max_epochs - event.epoch) * (event.seconds + event.eval_seconds)

@@ -16,6 +16,7 @@ import ray
 from ray.experimental.internal_kv import _internal_kv_get
 
 from models.tables import UserError
+from models.words import number_of
 
 SHARED = "TRIELINE_SHARED"
 """Environment variable with the folders, separated by `:`, that are one file system on all nodes, such as /mnt/efs."""
@@ -60,8 +61,8 @@ def check_room(workers: int, each: Mapping[str, float], remedy: str, say: Callab
     asked = ", ".join(f"{need * workers:g} {kind}s" for kind, need in each.items() if need)
     one = " and ".join(f"{need:g} {kind}" for kind, need in each.items() if need)
     there = ", ".join(f"{sum(n['Resources'].get(kind, 0) for n in nodes):g} {kind}s" for kind in each if each[kind])
-    has = f"the cluster has {there} on {len(nodes)} node{'s' * (len(nodes) != 1)}, room for {fits}"
-    who = f"{workers} worker{'s' * (workers != 1)} need{'s' * (workers == 1)} {asked}, {one} for each on one node"
+    has = f"the cluster has {there} on {number_of(len(nodes), 'node')}, room for {fits}"
+    who = f"{number_of(workers, 'worker')} need{'s' * (workers == 1)} {asked}, {one} for each on one node"
     if not autoscales(nodes):
         raise UserError(f"{who}; {has}, and no autoscaler to start more; {remedy}, or start more nodes")
     say(f"note: {who}; {has} now, so this waits for its autoscaler to start more")

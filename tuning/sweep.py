@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from typing import Any
 
+from models.words import number_of
+
 os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # MLflow has the metrics; no files beside it
 os.environ.setdefault("TUNE_FUNCTION_THREAD_TIMEOUT_S", "30")  # a stopped trial leaves its process to the next one
 os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the ledger below says what there is to say
@@ -191,7 +193,10 @@ def sweep(
             write_sweep(folder, {**noted, "status": "running"})
         pending, table = [t for t in trials if not is_done(t, plan)], None
         tracking.reopen(run)
-        say(f"{len(trials)} trials of {grid.name}, {len(trials) - len(pending)} done before; metric {grid.metric}")
+        say(
+            f"{number_of(len(trials), 'trial')} of {grid.name}, {len(trials) - len(pending)} done before; metric "
+            f"{grid.metric}"
+        )
         try:
             if pending:
                 table = table_of(run_pending(grid, plan, pending, options, workers, gpu, say))

@@ -21,6 +21,7 @@ from models.bench.harness import Row, peak_memory, resident_peak_mb
 from models.fit import FitConfig
 from models.setup import read_share
 from models.tables import UserError, join, kind_of, read_manifest
+from models.words import number_of
 
 WORKERS = (1, 2, 4)
 
@@ -45,7 +46,7 @@ def shares(*, runs: int, threads: int, histories: str | None = None, max_history
         seconds.sort()
         median = seconds[len(seconds) // 2]
         yield {
-            "benchmark": "shares", "variant": f"{world} worker{'s' * (world > 1)}", "params": params, "runs": runs,
+            "benchmark": "shares", "variant": number_of(world, "worker"), "params": params, "runs": runs,
             "median_s": round(median, 3), "min_s": round(seconds[0], 3), "max_s": round(seconds[-1], 3),
             "items_per_s": round(manifest.rows / median), **found,
         }  # fmt: skip

@@ -52,6 +52,7 @@ from models.tables import (
     read_manifest,
     read_parquet,
 )
+from models.words import number_of
 
 SCHEMA = pa.schema(
     [
@@ -157,7 +158,8 @@ def remember(
         size = sum(part.bytes for part in manifest.files) / 2**20
         what = "found" if there else f"made in {manifest.timings['seconds']:.0f} s"
         lines.append(
-            f"teacher cache: {query.name} states of {manifest.rows:,} requests, {size:,.1f} MiB at half precision, "
+            f"teacher cache: {query.name} states of {number_of(manifest.rows, 'request')}, {size:,.1f} MiB at half "
+            f"precision, "
             f"{what}: {uri}"
         )
     return known, lines

@@ -10,6 +10,7 @@ import re
 import statistics
 from collections.abc import Sequence
 
+from models.words import number_of
 from pipelines import tracking
 from pipelines.comparison.baseline_tables import baseline_tables, figure
 from pipelines.comparison.benchmark_tables import benchmark_tables, of_benchmark
@@ -80,7 +81,7 @@ def runs_table(comparison: Comparison) -> Table:
             shown = ", ".join(f"{name} {value[:12]}" for name, value in row.settings.items())
             notes.append(f"{row.name}: {shown}")
         if unfinished := sum(not run.finished for run in row.runs):
-            notes.append(f"{row.name}: {unfinished} of {len(row.runs)} runs not finished")
+            notes.append(f"{row.name}: {unfinished} of {number_of(len(row.runs), 'run')} not finished")
     return Table(comparison.selection.title, header, cells, notes + comparison.selection.notes)
 
 

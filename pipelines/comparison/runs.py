@@ -16,6 +16,7 @@ from mlflow import MlflowClient
 
 from models.config import hint
 from models.tables import UserError
+from models.words import number_of
 from pipelines import tracking
 
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
@@ -77,7 +78,7 @@ def select(uri: str, experiments: Sequence[str] = (), sweep: str | None = None, 
         found = [only(trainings(there), name, "run", uri) for name in runs]
         homes = ", ".join(dict.fromkeys(chosen[run.info.experiment_id] for run in found))
         names = ", ".join(run.info.run_name for run in found)
-        return Selection(uri, names if len(found) < 4 else f"{homes}: {len(found)} runs", found, chosen)
+        return Selection(uri, names if len(found) < 4 else f"{homes}: {number_of(len(found), 'run')}", found, chosen)
     found = trainings(there)
     kept, notes = without_trials(found, there)
     title = ", ".join(experiments) or "all experiments"
@@ -143,7 +144,7 @@ def without_trials(runs: Sequence[Any], everything: Sequence[Any]) -> tuple[list
         if count < all_of[parent]:
             what = {0: "none is here", 1: "the best is here"}.get(count, f"the {count} of the best settings are here")
             name = named[parent].info.run_name
-            notes.append(f"{name}: of its {all_of[parent]} trials {what}; all of them: --sweep {name}")
+            notes.append(f"{name}: of its {number_of(all_of[parent], 'trial')} {what}; all of them: --sweep {name}")
     return kept, notes
 
 

@@ -18,6 +18,7 @@ import polars as pl
 import pyarrow as pa
 
 from models.tables import Manifest, Part, UserError, join, read_table
+from models.words import number_of
 from pipelines.data.dataflow import Shared
 from pipelines.data.ingest import hash_files
 from pipelines.data.run import Run
@@ -64,7 +65,10 @@ def _make_table(run: Run, name: str, of: AsOf) -> Manifest:
     with run.writing(table):
         ((_, (part, rejected, repeated)),) = run.engine.each(_write_table, [(of, run.input, files, uri)])
         for reason, rows in rejected.reasons.most_common():
-            run.say(f"{table}: {rows:,} rows rejected, {reason}; such as {rejected.example(reason, run.input, of)}")
+            run.say(
+                f"{table}: {number_of(rows, 'row')} rejected, {reason}; such as "
+                f"{rejected.example(reason, run.input, of)}"
+            )
         _check_rejects(run, table, rejected.rows_read, rejected.reasons)
         if part is None:
             raise UserError(f"{run.input} holds no valid row in {', '.join(files[:3])}; correct as_of.{name}")

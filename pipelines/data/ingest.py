@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from models.tables import Part, UserError, join, open_uri
+from models.words import number_of
 from pipelines.data.dataflow import KEY, TALLY, Engine, Shared, fetch, partition_keys, tally_row
 from pipelines.data.matching import Match, compare, sample
 from pipelines.data.sources.base import Rejected, Source
@@ -386,7 +387,7 @@ def ingest(
 
     def said(rows: int) -> None:
         if not written:
-            progress(f"{rows:,} rows read")
+            progress(f"{number_of(rows, 'row')} read")
 
     for key, found in engine.exchange(reads, partitions, write, (shared,), "user_id", said):
         if key == TALLY:

@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 from pyarrow import fs
 
 from models.tables import Manifest, UserError, has_manifest, join, open_uri, read_manifest
+from models.words import number_of
 from pipelines.data.catalogue import core_items, described_items, match_items, with_described, write_items
 from pipelines.data.dataflow import Engine
 from pipelines.data.fresh import split_of, take_items
@@ -114,7 +115,7 @@ def _make_events(run: Run, files: list[str], inputs: dict[str, str]) -> Manifest
         check_matched(Match(**info.get("users_matched", {})), "user", config.min_matched, run.say)
         return finished
     events_uri, rejects_uri = run.table("events"), run.table("rejects")
-    run.say(f"events: reading {_count(len(files), 'file')} into {_count(partitions, 'partition')}")
+    run.say(f"events: reading {number_of(len(files), 'file')} into {number_of(partitions, 'partition')}")
     begin = time.perf_counter()
     with run.writing("events", "rejects"):
         users = source.read_users(run.input)
@@ -183,21 +184,17 @@ def _make_events(run: Run, files: list[str], inputs: dict[str, str]) -> Manifest
             timings=timings,
         )
     run.say(
-        f"events: {events.rows:,} rows of {run.surveyed.users:,} users, each in one part "
-        f"({result.duplicates:,} duplicates {DONE_WITH[config.duplicates]}, {rejects:,} rejects) "
+        f"events: {number_of(events.rows, 'row')} of {number_of(run.surveyed.users, 'user')}, each in one part "
+        f"({number_of(result.duplicates, 'duplicate')} {DONE_WITH[config.duplicates]}, {number_of(rejects, 'reject')}) "
         f"in {time.perf_counter() - begin:.1f} s"
     )
     return events
 
 
-def _count(number: int, thing: str) -> str:
-    return f"{number:,} {thing}{'s' * (number != 1)}"
-
-
 def _say_rejects(run: Run, rejected: Rejected, kind: str, of: str = "") -> None:
     for reason, rows in rejected.reasons.most_common():
         example = rejected.example(reason, run.input, run.source.written(kind))
-        run.say(f"rejects{of}: {rows:,} rows, {reason}; such as {example}")
+        run.say(f"rejects{of}: {number_of(rows, 'row')}, {reason}; such as {example}")
 
 
 def _check_rejects(run: Run, rows: int, reasons: Mapping[str, int], of: str = "") -> None:

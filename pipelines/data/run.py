@@ -23,6 +23,7 @@ from models.tables import (
     read_manifest,
     read_table,
 )
+from models.words import number_of
 from pipelines.data.dataflow import Call, Engine, Shared
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.sources.base import Source
@@ -76,7 +77,7 @@ class Run:
             return None
         manifest = read_manifest(uri, name)
         part_uris(uri, manifest)  # a part that is gone or cut short is an error that names it
-        self.say(f"{name}: up to date, {manifest.rows:,} rows")
+        self.say(f"{name}: up to date, {number_of(manifest.rows, 'row')}")
         return manifest
 
     def progress(self, step: str) -> Say:
@@ -184,7 +185,7 @@ def gathered(
         total.update(count)
         for name, value in largest.items():
             total[name] = value
-        progress(f"part {done} of {parts} built, {total['users']:,} users")
+        progress(f"part {done} of {parts} built, {number_of(total['users'], 'user')}")
     return [part for part, _ in written if part is not None], total, [other for _, other in written]
 
 

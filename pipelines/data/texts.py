@@ -42,6 +42,7 @@ from models.tables import (
 )
 from models.text_encoder import TextEncoder, TfidfEncoder, load_tokenizer
 from models.uri import absolute
+from models.words import number_of
 from pipelines.data.dataflow import Engine
 from pipelines.data.kinds.table import KINDS
 from pipelines.data.sids.embed import (
@@ -272,7 +273,9 @@ class _Encoding:
         resources = ray.cluster_resources()
         gpus = 0 if fitted else int(resources.get("GPU", 0))
         workers = min(len(blocks), self.config.workers or gpus or int(resources.get("CPU", 1)))
-        self.say(f"pairs: {len(keys):,} distinct in {len(blocks)} parts; {workers} encoder actors")
+        self.say(
+            f"pairs: {len(keys):,} distinct in {number_of(len(blocks), 'part')}; {number_of(workers, 'encoder actor')}"
+        )
         dataset = ray.data.from_arrow(blocks).map_batches(
             PairEncoder,
             fn_constructor_args=({name: ray.put(value) for name, value in texts.items()}, self.config, uri),

@@ -25,6 +25,7 @@ from models.retrieval.retriever import Retriever
 from models.setup import load_catalogue
 from models.tables import UserError, join, open_uri
 from models.uri import absolute
+from models.words import number_of
 from pipelines.data.tables import write_file
 from pipelines.evaluation.ranking import device_of, find_checkpoint
 from pipelines.figures import COLOURS, new_figure, png, say_axes
@@ -114,7 +115,7 @@ def diagnose(
         "checkpoint": uri, "split": split, "requests": len(chosen), "beam": beam,
         "lost_without_trie": torch.cat(lost).mean(0).tolist(),
     }  # fmt: skip
-    lines = [f"{about.name} on {len(chosen):,} requests of {split}"]
+    lines = [f"{about.name} on {number_of(len(chosen), 'request')} of {split}"]
     if plain:
         found["attention"] = shares(attention)
         for key, what in (("first", "the first"), ("last", "the last")):

@@ -21,6 +21,7 @@ from ray.train.torch import get_device
 from models import checkpoint
 from models.fit import EpochEvent, Event, FitConfig, StepEvent, StillEvent, best_of, describe, fit
 from models.setup import Setup, set_up
+from models.words import number_of
 from pipelines import tracking
 
 LOWEST = -1e30
@@ -119,14 +120,15 @@ def perform(task: Task, place: Place, latest: AbstractContextManager[str | None]
         )  # fmt: skip
         state = restore(setup, task, folder, about) if folder and about else None
     if place.rank == 0:
-        workers = "1 worker" if place.world == 1 else f"{place.world} workers"
         parameters = sum(p.numel() for p in setup.model.parameters())
         place.say(
-            f"{workers} on {place.device.type}, {torch.get_num_threads()} threads each; {parameters:,} parameters"
+            f"{number_of(place.world, 'worker')} on {place.device.type}, "
+            f"{number_of(torch.get_num_threads(), 'thread')} each; "
+            f"{number_of(parameters, 'parameter')}"
         )
         train, val = setup.train.examples.requests, setup.val.requests
-        counted = f"{train:,} training and {val:,} validation {setup.val.counted} here"
-        place.say(f"{counted}, {setup.train.steps(0)} steps per epoch")
+        requests = f"{train:,} training and {val:,} validation {setup.val.counted} here"
+        place.say(f"{requests}, {number_of(setup.train.steps(0), 'step')} per epoch")
         for note in setup.notes:
             place.say(note)
         parts = setup.entry.family.parts(setup.model) if setup.entry.family.parts else {}

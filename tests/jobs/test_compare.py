@@ -58,7 +58,7 @@ def test_runs_with_other_settings_stay_apart(
     assert "0.4000" in printed  # val at the best epoch
     assert "0.3000" not in printed
     assert "wide: model.dim 16" in printed
-    assert "wide: 1 of 1 runs not finished" in printed
+    assert "wide: 1 of 1 run not finished" in printed
     assert "| sasrec | wide |" in (tmp_path / "out/table.md").read_text()
     with pytest.raises(UserError, match="cannot write /proc/x"):
         run(Config(["retrieval/x"], tracking_uri=[uri], markdown="/proc/x/table.md"))

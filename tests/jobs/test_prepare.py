@@ -115,7 +115,7 @@ def test_killed_at_any_moment_it_ends_as_an_undisturbed_run(in_ray: dict[str, st
     for part in read_manifest(str(output / "events")).files:
         assert (output / "events" / part.path).read_bytes() == (undisturbed / "events" / part.path).read_bytes()
     assert f"next: python -m jobs.audit --tables {output}" in out.splitlines()[-1]
-    assert "rejects: 1 rows, timestamp_ms: negative" in out or "events: up to date" in out
+    assert "rejects: 1 row, timestamp_ms: negative" in out or "events: up to date" in out
 
 
 @pytest.mark.usefixtures("ray_local")
@@ -128,7 +128,7 @@ def test_options_win_over_the_source_file(tmp_path: Path, capsys: pytest.Capture
     config = read_manifest(str(tmp_path / "out" / "sequences")).config
     assert config["split"] == {"kind": "temporal", "val_fraction": 0.2, "test_fraction": 0.3}
     text = capsys.readouterr().out
-    assert "1 rejects" in text
+    assert "1 reject)" in text
     assert text.splitlines()[-1].startswith("next: python -m jobs.audit")
 
     without = {}

@@ -25,6 +25,7 @@ from models.retrieval.tokenizers.residual import (
     within,
 )
 from models.retrieval.tokenizers.sinkhorn import spread, transport
+from models.words import number_of
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ def fit(embeddings: Tensor, config: RqvaeConfig, report_every: int = 50) -> Gene
             optimizer.step()
             for name in sums:
                 sums[name] += float(losses[name].detach()) * len(rows) / len(embeddings)
-            yield Progress(epoch - 1, config.epochs, f"{number + 1} steps of epoch {epoch}", within=True)
+            yield Progress(epoch - 1, config.epochs, f"{number_of(number + 1, 'step')} of epoch {epoch}", within=True)
         # no restart at the very end: a moved code needs some epochs to settle
         if config.restart_every and epoch % config.restart_every == 0 and epoch <= 0.9 * config.epochs:
             model.restart_dead_codes(embeddings, generator, optimizer)

@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 
 from models.tables import Manifest, Part, UserError, has_manifest, iter_parts, read_manifest, read_table
 from models.text_encoder import WORDS, TextEncoder, locate_encoder, text_columns, texts_of
+from models.words import number_of
 from pipelines.data.tables import check_writable, commit, embeddings_schema, fingerprint, up_to_date, write_part
 
 Say = Callable[[str], None]
@@ -174,7 +175,7 @@ def _encode_distributed(texts: list[str], name: str, config: EmbedConfig, say: S
     resources = ray.cluster_resources()
     gpus = int(resources.get("GPU", 0))
     workers = min(len(blocks), config.workers or gpus or int(resources.get("CPU", 1)))
-    say(f"{workers} encoder actor{'s' if workers > 1 else ''} on {'GPU' if gpus else 'CPU'}")
+    say(f"{number_of(workers, 'encoder actor')} on {'GPU' if gpus else 'CPU'}")
     dataset = ray.data.from_arrow(blocks).map_batches(
         EncoderActor,
         fn_constructor_args=(name, *config.encoder_options()),

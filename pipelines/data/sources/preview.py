@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from models.tables import UserError
+from models.words import number_of
 from pipelines.data.sources.base import Block, Metadata, Rejected, Source
 from pipelines.data.sources.readers import TextFormat
 
@@ -150,9 +151,12 @@ def lines(found: Iterable[Preview]) -> list[str]:
     for seen in found:
         rejects = sum(seen.rejected.reasons.values())
         of = f"the first of {len(seen.files):,} files" if len(seen.files) > 1 else "the only file"
-        said.append(f"{seen.kind}: {seen.begun[0]}, {of}: {seen.rejected.rows_read:,} rows read, {rejects:,} rejected")
+        said.append(
+            f"{seen.kind}: {seen.begun[0]}, {of}: {number_of(seen.rejected.rows_read, 'row')} read, {rejects:,} "
+            f"rejected"
+        )
         said += [
-            f"  rejected: {count:,} rows, {reason}; such as {seen.example(reason)}"
+            f"  rejected: {number_of(count, 'row')}, {reason}; such as {seen.example(reason)}"
             for reason, count in seen.rejected.reasons.most_common()
         ]
         table = [

@@ -256,7 +256,7 @@ def test_rejects_are_kept_and_too_many_leave_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"2 of 200 rows \(1.00%\) break the schema, over the limit max_rejects 0.50%"):
         prepare(source, raw, str(tmp_path / "out"), PrepareConfig(core=0, max_rejects=0.005), say=lines.append)
     assert not list((tmp_path / "out").rglob("*.*"))
-    assert any("rejects: 1 rows, timestamp_ms: negative" in line and "log_1.csv line 5: " in line for line in lines)
+    assert any("rejects: 1 row, timestamp_ms: negative" in line and "log_1.csv line 5: " in line for line in lines)
 
     statistics = prepare(source, raw, str(tmp_path / "out"), PrepareConfig(core=0), say=lambda line: None)
     assert statistics["raw"]["rejects"] == 2
@@ -287,7 +287,7 @@ def test_what_item_and_user_files_lose_is_said_and_limited(tmp_path: Path, name:
     config = PrepareConfig(core=0, partitions=1, max_rejects=0.4, min_matched=0)
     (tmp_path / "raw" / name).write_text(f"{good}\noops\n{good}\n")
     prepare(source, raw, str(out), config, say=lines.append)
-    [said] = [line for line in lines if line.startswith(f"rejects of the {of}: 1 rows, row: not a JSON object")]
+    [said] = [line for line in lines if line.startswith(f"rejects of the {of}: 1 row, row: not a JSON object")]
     assert said.endswith(f"such as {name} line 2: " + '{"line":"oops"}')
     items, events = (read_manifest(str(out / table)).info for table in ("items", "events"))
     counts = (items["metadata_rejects"], items["metadata_rows"], events["user_rejects"], events["user_rows"])

@@ -51,10 +51,10 @@ def test_what_a_dry_run_prints(tmp_path: Path) -> None:
         "item_id i string x | y",
         "timestamp_ms t, s int64 2023-11-14T22:13:20.000Z | 2023-11-14T22:13:21.000Z",
         "cat_age age of the users string 30",
-        "items: items.csv, the only file: 1 rows read, 0 rejected",
+        "items: items.csv, the only file: 1 row read, 0 rejected",
         "item_id id string x",
         "text_title name string Tea",
-        "users: users.csv, the only file: 1 rows read, 0 rejected",
+        "users: users.csv, the only file: 1 row read, 0 rejected",
         "user: id string a",
         "user: age age string 30",
     ]

@@ -94,7 +94,7 @@ def test_validation_counts_every_user_once(world: World) -> None:
 
 
 def test_progress_is_shown_and_the_best_kept(world: World) -> None:
-    assert any("2 workers on cpu, 1 threads each" in line for line in world.lines)
+    assert any("2 workers on cpu, 1 thread each" in line for line in world.lines)
     assert sum(line.startswith("epoch") for line in world.lines) == FIT.max_epochs
     run = Path(world.folder / "runs/two")
     kept = [checkpoint.read(folder) for folder in sorted(run.glob("step-*"))]

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from models.tables import Manifest, Part, UserError, part_uris, read_table
+from models.words import number_of
 from pipelines.data.as_of import AsOfTable, as_of_schema, attach, described_as_of, make_as_of, say_missing, share_as_of
 from pipelines.data.counts import Piece, counted
 from pipelines.data.dataflow import Engine, Shared, fetch
@@ -438,9 +439,10 @@ def make_actions(run: Run, events: Manifest, items: Manifest, split: dict[str, A
             uri, "sequences", rules.output, written, config=settings, inputs=inputs, info=info, timings=timings
         )
     run.say(
-        f"sequences: {sequences.rows:,} users, {len(info['tasks'])} tasks, {len(info['actions'])} actions and "
-        f"{len(info['features'])} features in {time.perf_counter() - begin:.1f} s; {count['outside']:,} events outside "
-        f"the catalogue left out, {count['tied_rows']:,} share their millisecond with the one before"
+        f"sequences: {number_of(sequences.rows, 'user')}, {number_of(len(info['tasks']), 'task')}, "
+        f"{number_of(len(info['actions']), 'action')} and {number_of(len(info['features']), 'feature')} in "
+        f"{time.perf_counter() - begin:.1f} s; {number_of(count['outside'], 'event')} outside the "
+        f"catalogue left out, {count['tied_rows']:,} share their millisecond with the one before"
     )
     for name in NAMES[1:]:
         run.say(

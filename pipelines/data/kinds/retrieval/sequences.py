@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from models.tables import Manifest, Part, UserError, part_uris
+from models.words import number_of
 from pipelines.data.catalogue import surviving_rows
 from pipelines.data.run import Run, write_parts
 from pipelines.data.splits import NAMES, assign, require_training
@@ -197,5 +198,5 @@ def make_retrieval(run: Run, events: Manifest, items: Manifest, split: dict[str,
         }
         timings = {"build_write_s": time.perf_counter() - begin, "ray_data": run.engine.take_stats()}
         sequences = commit(uri, "sequences", schema, parts, config=settings, inputs=inputs, info=info, timings=timings)
-    run.say(f"sequences: {sequences.rows:,} users in {time.perf_counter() - begin:.1f} s")
+    run.say(f"sequences: {number_of(sequences.rows, 'user')} in {time.perf_counter() - begin:.1f} s")
     return sequences

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from models.tables import Manifest, Part, UserError, part_uris, read_manifest, read_table
+from models.words import number_of
 from pipelines.data.counts import UNSEEN, Piece, exported, to_piece
 from pipelines.data.kinds.search.config import SearchConfig
 from pipelines.data.kinds.search.features import COUNTED, SearchWindows, feature_names, features
@@ -112,6 +113,7 @@ def make_counts(run: Run, events: Manifest, items: Manifest, moment: int) -> Non
             timings=timings,
         )  # fmt: skip
     run.say(
-        f"counts: {count['item']:,} items, {count['query']:,} queries and {count['pair']:,} pairs as of {said} in "
+        f"counts: {number_of(count['item'], 'item')}, {number_of(count['query'], 'query')} and "
+        f"{number_of(count['pair'], 'pair')} as of {said} in "
         f"{time.perf_counter() - begin:.1f} s: {uri}"
     )

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from models.tables import Manifest, Part, UserError, part_uris, read_table
+from models.words import number_of
 from pipelines.data.as_of import (
     AsOfTable,
     as_of_schema,
@@ -417,8 +418,9 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
     run.say(
         f"sequences: {sequences.rows:,} users, {sum(per_split['requests'].values()):,} requests with "
         f"{sum(per_split['candidates'].values()):,} candidates and {len(rules.features) + len(rules.own)} features in "
-        f"{time.perf_counter() - begin:.1f} s; left out: {count['requests_outside']:,} requests and "
-        f"{count['candidates_outside']:,} candidates outside the catalogue, {count['requests_truncated']:,} requests "
+        f"{time.perf_counter() - begin:.1f} s; left out: {number_of(count['requests_outside'], 'request')} and "
+        f"{number_of(count['candidates_outside'], 'candidate')} outside the catalogue, "
+        f"{number_of(count['requests_truncated'], 'request')} "
         f"older than the kept behaviours; {one_class:,} requests have one class only"
     )
     if count["requests_spread"]:

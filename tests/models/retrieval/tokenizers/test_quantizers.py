@@ -275,4 +275,4 @@ def test_k_means_and_epochs_say_how_far_they_are(kind: str) -> None:
     inside = [progress.message for progress in training if progress.within]
     assert any("level 2: k-means seed 16 of 16" in message for message in inside)
     assert any("level 2: k-means iteration 1 of at most 100" in message for message in inside)
-    assert kind == "rqkmeans" or "1 steps of epoch 3" in inside
+    assert kind == "rqkmeans" or "1 step of epoch 3" in inside
