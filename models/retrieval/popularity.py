@@ -15,10 +15,11 @@ from models.retrieval.search.topk import top_k
 
 @dataclass
 class PopularityConfig:
-    """Nothing is learned by gradient."""
+    """Popularity ranks for everyone the items that are most often the target in training. It only counts, so there is
+    nothing to set."""
 
     max_history: int = 1
-    """Behaviours read per request; the model looks at none of them."""
+    """Behaviours read per request, as for every model; popularity looks at none of them."""
 
 
 class Popularity(nn.Module):

@@ -24,3 +24,8 @@ def test_training_shows_the_options_of_the_model_that_is_named(capsys: pytest.Ca
     assert "--model.action_weight" in text
     assert "--model.name NAME     Which model: one of popularity, sasrec" in text
     assert "--model.action_weight" not in shown("train", train, ["--help"], capsys)
+
+
+def test_popularity_says_what_it_is_and_why_it_has_no_options(capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(shown("train", train, ["--model.name", "popularity", "--help"], capsys).split())
+    assert "ranks for everyone the items that are most often the target in training. It only counts, so there" in text
