@@ -15,8 +15,7 @@ from models.retrieval.search.topk import top_k
 
 @dataclass
 class PopularityConfig:
-    """Popularity ranks for everyone the items that are most often the target in training. It only counts, so there is
-    nothing to set."""
+    """Popularity: everyone gets the items most often trained on; it only counts, so there is nothing to set."""
 
     max_history: int = 1
     """Behaviours read per request, as for every model; popularity looks at none of them."""

@@ -28,4 +28,4 @@ def test_training_shows_the_options_of_the_model_that_is_named(capsys: pytest.Ca
 
 def test_popularity_says_what_it_is_and_why_it_has_no_options(capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(shown("train", train, ["--model.name", "popularity", "--help"], capsys).split())
-    assert "ranks for everyone the items that are most often the target in training. It only counts, so there" in text
+    assert "everyone gets the items most often trained on; it only counts, so there is nothing to set:" in text
