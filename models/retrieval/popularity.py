@@ -15,7 +15,7 @@ from models.retrieval.search.topk import top_k
 
 @dataclass
 class PopularityConfig:
-    """Popularity: everyone gets the items most often trained on; it only counts, so there is nothing to set."""
+    """Popularity: recommends the items that are most frequent in training, to every user the same."""
 
     max_history: int = 1
     """Behaviours read per request, as for every model; popularity looks at none of them."""

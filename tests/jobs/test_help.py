@@ -26,6 +26,6 @@ def test_training_shows_the_options_of_the_model_that_is_named(capsys: pytest.Ca
     assert "--model.action_weight" not in shown("train", train, ["--help"], capsys)
 
 
-def test_popularity_says_what_it_is_and_why_it_has_no_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_popularity_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(shown("train", train, ["--model.name", "popularity", "--help"], capsys).split())
-    assert "everyone gets the items most often trained on; it only counts, so there is nothing to set:" in text
+    assert "recommends the items that are most frequent in training, to every user the same:" in text
