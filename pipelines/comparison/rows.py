@@ -40,6 +40,9 @@ SEEDED = re.compile(r"[-_]?seed[-_]?\d*$")
 EVALUATION = re.compile(r"(?P<split>val|test)(?:-(?P<options>.+?))?/(?P<metric>.+)")
 """`test/ndcg@10`, or `test-beam-20/ndcg@10` where options were other than the checkpoint's."""
 
+FRESH = re.compile(r"(?:^|-)fresh-([0-9a-f]{8})$")
+"""What the options of an evaluation end with that was on another log than that of the training."""
+
 
 @dataclass
 class Run:
@@ -124,8 +127,15 @@ class Row:
 
     @property
     def log(self) -> tuple[str, ...]:
-        """Experiment, items and sequences: rows that differ in them are not of the same requests."""
-        return self.experiment, *(self.params.get(f"table.{table}", "") for table in ("items", "sequences"))
+        """Experiment, items and sequences, and a fresh log: rows that differ in them are not of the same requests."""
+        trained = (self.params.get(f"table.{table}", "") for table in ("items", "sequences"))
+        return self.experiment, *trained, self.fresh
+
+    @property
+    def fresh(self) -> str:
+        """The hash of the fresh log that it was evaluated on, or nothing: it was on the log of the training."""
+        found = FRESH.search(self.options)
+        return found[1] if found else ""
 
     @property
     def place(self) -> str:
@@ -248,9 +258,9 @@ def compare(selection: Selection, metric: str | None = None, others: Sequence[Se
         raise UserError(f"no run of {selection.title} has the metric '{metric}' on val or test; {near}")
     sign = 1 if lower_is_better(metric) else -1
 
-    def rank(row: Row) -> tuple[float, float]:
-        test, val = row.mean(f"test/{metric}"), row.mean(f"val/{metric}")
-        return (sign * test if math.isfinite(test) else math.inf, sign * val if math.isfinite(val) else math.inf)
+    def rank(row: Row) -> tuple[str, float, float]:
+        test, val = (sign * row.mean(f"{split}/{metric}") for split in ("test", "val"))
+        return row.fresh, test if math.isfinite(test) else math.inf, val if math.isfinite(val) else math.inf
 
     teachers = rows_of(replace(selection, runs=selection.teachers)) if selection.teachers else []
     return Comparison(selection, sorted(rows, key=rank), metric, teachers)

@@ -16,7 +16,7 @@ from pipelines.comparison.baseline_tables import baseline_tables, figure
 from pipelines.comparison.benchmark_tables import benchmark_tables, of_benchmark
 from pipelines.comparison.noninferiority import MARGIN, non_inferiority, paired_test
 from pipelines.comparison.over_users import over_users_tables
-from pipelines.comparison.rows import Comparison, Row, lower_is_better, ratio
+from pipelines.comparison.rows import FRESH, Comparison, Row, lower_is_better, ratio
 from pipelines.comparison.table import Table, percent
 
 SHOWN = (
@@ -70,8 +70,10 @@ def runs_table(comparison: Comparison) -> Table:
         else "those of test, each ranked over the full catalogue"
     )
     notes = [f"val: at the best epoch. requests: {ranked}."] if metrics else []
-    if any(row.options for row in rows):
+    if any(FRESH.sub("", row.options) for row in rows):
         notes.append("[...]: evaluated with these options in place of the checkpoint's own.")
+    if any(row.fresh for row in rows):
+        notes.append("[fresh-...]: evaluated on another log than that of the training, so these requests are others.")
     if any(len({run.seed for run in row.runs}) > 1 for row in rows):
         notes.append("±: sample standard deviation over the runs of a row, which differ in their seed alone.")
     for row in rows:

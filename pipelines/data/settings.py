@@ -11,6 +11,7 @@ from pipelines.data.kinds.table import KINDS
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.ray_data_config import RayDataConfig
 from pipelines.data.sources.base import Source
+from pipelines.data.sources.load import build
 from pipelines.data.sources.normalise import FIRST_MS, LAST_MS
 from pipelines.data.sources.repeats import REPEATS
 from pipelines.data.splits import SplitConfig
@@ -40,12 +41,13 @@ def read_config(*layers: dict[str, Any]) -> PrepareConfig:
             nested[name] |= {key: value for key, value in given.items() if value is not None}
         values |= {key: value for key, value in layer.items() if value is not None and key not in sections}
     try:
-        made = {name: config(**nested[name]) for name, config in sections.items()}
+        made = {name: build(config, nested[name], f"prepare.{name}.") for name, config in sections.items()}
         name = values.get("kind", PrepareConfig.kind)
         if name not in tuple(KINDS):
             raise UserError(f"kind is '{name}'; it is one of {', '.join(KINDS)}")
-        config = PrepareConfig(**values, split=made["split"], ray_data=made["ray_data"], own=made.get(name))
-    except (ValueError, TypeError) as error:
+        own = {"split": made["split"], "ray_data": made["ray_data"], "own": made.get(name)}
+        config: PrepareConfig = build(PrepareConfig, values | own, "prepare.")
+    except ValueError as error:
         raise UserError(str(error)) from error
     if config.duplicates != "drop" and not KINDS[name].repeats:
         raise UserError(

@@ -57,7 +57,14 @@ EXAMPLES = {
 }
 """How the keys that a source file must have are written."""
 
-WORDS = {str: "text", bool: "true or false", int: "an integer", float: "a number", list: "a list", dict: "a mapping"}
+WORDS = {
+    str: "text",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    list: "a list",
+    dict: "a mapping",
+}
 
 
 def build(kind: type, content: dict[str, Any], where: str = "") -> Any:

@@ -13,6 +13,7 @@ from models.by_user import ByUser
 from pipelines import tracking
 from pipelines.comparison.over_users import intervals, over_users_tables
 from pipelines.comparison.rows import compare
+from pipelines.comparison.run_tables import tables
 from pipelines.comparison.runs import select
 
 
@@ -30,8 +31,17 @@ def test_the_interval_is_that_of_the_mean_of_many_users() -> None:
         assert interval.high == pytest.approx(mean + 1.96 * error, abs=0.1 * error)
 
 
-def log(uri: str, folder: Path, name: str, seed: int, values: list[float], teacher: str = "", users: int = 0) -> None:
-    """A run with a metric of every user, as `jobs.evaluate` leaves it."""
+def log(
+    uri: str,
+    folder: Path,
+    name: str,
+    seed: int,
+    values: list[float],
+    teacher: str = "",
+    users: int = 0,
+    fresh: str = "",
+) -> None:
+    """A run with a metric of every user, as `jobs.evaluate` leaves it; with `fresh` also on a log of that hash."""
     config = {"model": {"name": name, "teacher_hash": teacher}, "fit": {"seed": seed, "metric": "ndcg@10"}}
     config["model"] = {key: value for key, value in config["model"].items() if value}
     ref = tracking.open_run(uri, "retrieval/x", f"{name}-{seed}", str(folder), config=config, hashes={})
@@ -40,6 +50,10 @@ def log(uri: str, folder: Path, name: str, seed: int, values: list[float], teach
     logger.tag(**{tracking.WEIGHTS_TAG: f"w-{name}-{seed}"})
     kept = ByUser.of(torch.arange(users, users + len(values)), torch.tensor(values))
     tracking.log_json(ref, {"by_user": {"ndcg@10": kept.packed()}}, "evaluation-test.json")
+    if fresh:
+        logger.log({f"test-fresh-{fresh}/ndcg@10": 0.99}, 1)
+        other = ByUser.of(torch.arange(7), torch.full((7,), 0.99))
+        tracking.log_json(ref, {"by_user": {"ndcg@10": other.packed()}}, f"evaluation-test-fresh-{fresh}.json")
     logger.end()
 
 
@@ -68,3 +82,18 @@ def test_rows_stand_beside_their_teacher_and_the_best_on_the_same_users(
     assert cells["gdn-*", "tiger-*"][2] == "+0.0000"
     assert cells["gdn-*", "tiger-*"][-1] == "noise"
     assert cells["tiger-*", "sid_mlp-*"][-1] == "worse"
+
+
+@pytest.mark.long
+def test_an_evaluation_on_a_fresh_log_stands_apart(new_store: Callable[[Path], str], tmp_path: Path) -> None:
+    uri = new_store(tmp_path)
+    half = [0.0, 1.0] * 300
+    log(uri, tmp_path, "tiger", 1, half)
+    log(uri, tmp_path, "sasrec", 1, [min(1.0, value + 0.25) for value in half], fresh="ca83aebe")
+    comparison = compare(select(uri, ["retrieval/x"]))
+    assert [row.name for row in comparison.rows] == ["sasrec-1", "tiger-1", "sasrec-1 [fresh-ca83aebe]"]
+    (table,) = over_users_tables(comparison)
+    assert [line[:2] for line in table.cells] == [["tiger-1", "sasrec-1"]]
+    notes = tables(comparison)[0].notes
+    assert any(note.startswith("[fresh-...]: evaluated on another log") for note in notes)
+    assert not any("these options" in note for note in notes)
