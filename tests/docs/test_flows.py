@@ -134,14 +134,16 @@ def over_http(text: str) -> dict[str, Any]:
     assert (serve[-2:], curl[1]) == (["--port", "5001"], "localhost:5001/invocations")
     program = [sys.executable, "-m", *serve[:-1], port]
     body = curl[curl.index("--data") + 1]
-    with subprocess.Popen(program, start_new_session=True) as server:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # as after activate
+    with subprocess.Popen(program, start_new_session=True, env=os.environ | {"PATH": path}) as server:
         try:
             wait_for(f"http://localhost:{port}/ping", server)
             header = {"Content-Type": "application/json"}
             with urlopen(Request(f"http://localhost:{port}/invocations", body.encode(), header)) as answer:
                 return dict(json.load(answer)["predictions"][0])
         finally:
-            os.killpg(server.pid, signal.SIGTERM)
+            if server.poll() is None:
+                os.killpg(server.pid, signal.SIGTERM)
 
 
 def wait_for(address: str, server: subprocess.Popen[bytes]) -> None:
