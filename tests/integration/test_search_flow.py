@@ -78,7 +78,11 @@ def test_a_log_without_folder_or_mapping_is_refused(options: dict[str, str], mes
 )
 def test_make_hands_on_folder_and_mapping(given: list[str], options: str) -> None:
     shown = subprocess.run(
-        ["make", "--dry-run", "quickstart", *given], cwd=ROOT, capture_output=True, text=True, check=True
+        ["make", "--no-print-directory", "--dry-run", "quickstart", *given],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     assert shown.splitlines()[-1].split() == f".venv/bin/python -m jobs.quickstart {options}".split()
 

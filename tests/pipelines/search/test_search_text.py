@@ -202,7 +202,8 @@ def test_what_cannot_be_encoded_is_refused(tables: str, tmp_path: Path) -> None:
     assert TextConfig().max_tokens == 180
     schema = pa.schema([("user_id", pa.string())])
     retrieval = str(tmp_path / "tables")
-    commit(join(retrieval, "sequences"), "sequences", schema, [], config={}, inputs={}, info={"kind": "retrieval"})
+    for table in ("items", "sequences"):
+        commit(join(retrieval, table), table, schema, [], config={}, inputs={}, info={"kind": "retrieval"})
     with pytest.raises(UserError, match="of kind 'retrieval', whose models read no text"):
         job.run(job.Config(tables=retrieval, output=str(tmp_path / "text"), encoder="tfidf"))
     assert not (tmp_path / "text").exists()
