@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta
 from functools import cached_property
+from itertools import islice
 
 import polars as pl
 import pyarrow as pa
@@ -35,11 +36,13 @@ from pipelines.data.sources.transforms import DECIMALS
 
 HEAD = 2 << 20  # bytes of a file that are looked at
 ROWS = 5000  # of them
+FEW_BROKEN = 0.1  # share of lines of JSON that may be damaged in a file that is looked at
 FEW_ROWS = 10  # from which on a first row without a digit, above values that all have one, is their name
 AMOUNT = r"(-?\d[\d.,]*)"
 SIGN = "(?:[€$£¥%]|EUR|USD|GBP|CHF)"
 MONEY = rf"^\s*(?:{SIGN}\s*{AMOUNT}|{AMOUNT}\s*{SIGN})\s*$"
 NUMBERS = 0.99  # share of values with a decimal mark that makes a column one of numbers
+GUESSED = "guessed by its values alone"
 SHOWN = 3  # values of a column in a comment
 DELIMITERS = ("::", "\t", ";", "|", ",")
 SEPARATORS = (" ", "|", ",", ";")
@@ -58,20 +61,30 @@ ISO = r"^\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d(\.\d+)?)?([Zz]|[+-]\d\d:?\d\d)?)?$"
 EARLIEST, LATEST = 473_385_600, 4_102_444_799  # 1985 and the end of 2099, in seconds
 
 USER = {"user", "users", "customer", "customers", "member", "members", "visitor", "account", "reviewer", "client",
-        "person", "buyer", "uid", "userid", "customerid", "visitorid", "household"}  # fmt: skip
+        "person", "buyer", "uid", "userid", "customerid", "visitorid", "household",
+        "kunde", "kunden", "käufer", "kaeufer", "mitglied", "mitglieder", "mitglieds"}  # fmt: skip
 ITEM = {"item", "items", "article", "articles", "product", "products", "movie", "movies", "video", "videos", "news",
         "asin", "sku", "track", "song", "book", "books", "business", "game", "isbn", "document", "listing", "recipe",
-        "post", "itemid", "productid", "movieid", "aid", "catalogue", "catalog", "meta"}  # fmt: skip
+        "post", "itemid", "productid", "movieid", "aid", "catalogue", "catalog", "meta",
+        "artikel", "produkt", "produkte"}  # fmt: skip
 TIME = {"time", "timestamp", "date", "datetime", "ts", "dat", "when", "created", "at", "day", "moment", "ms"}
 ORDER = {"order", "index", "step", "sequence", "seq"}
 REQUEST = {"request", "impression", "search", "page", "qid", "serp"}
 QUERY = {"query", "keyword", "keywords", "term"}
 POSITION = {"position", "rank", "pos"}
-ID = {"id", "key", "no", "number", "hash"}
+ID = {"id", "key", "no", "number", "hash", "nr", "nummer"}
+COMPOUND = r"((?<!se)(?<!ur)kunden?|käufer|kaeufer|mitglied(?:er|s)?|artikel|produkte?)"
+"""A part of words such as Kundennr and Stammkunde, but not of Sekunde and Urkunde."""
 RATING = {"rating", "stars", "score", "overall"}
 QUANTITY = {"quantity", "quantities", "qty", "count", "counts", "amount", "amounts", "units", "pieces", "price", "cost",
             "cents", "total", "duration", "seconds", "minutes", "length", "weight", "views", "age",
             "menge", "anzahl", "preis", "betrag", "dauer", "gewicht"}  # fmt: skip
+
+
+def _words(name: str) -> set[str]:
+    """The words of a name, and the parts of compounds."""
+    parts = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", unicodedata.normalize("NFC", name)).lower()
+    return set(re.split(r"[\W_]+", re.sub(COMPOUND, r"_\1_", parts))) - {""}
 
 
 @dataclass
@@ -85,8 +98,7 @@ class Column:
     @property
     def words(self) -> set[str]:
         """Of its name."""
-        parts = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", self.name).lower()
-        return set(re.split(r"[\W_]+", parts)) - {""}
+        return _words(self.name)
 
     @cached_property
     def listed(self) -> bool:
@@ -270,14 +282,19 @@ class Look:
 
     @property
     def name_words(self) -> set[str]:
-        return set(re.split(r"[^a-z]+", self.files[0].rsplit("/", 1)[-1].lower()))
+        return _words(re.sub(r"\d+", "_", self.files[0].rsplit("/", 1)[-1]))
 
     def column(self, words: set[str], among: Iterable[Column] | None = None) -> Column | None:
-        """The column whose name has most of these words, of several one that is called an id."""
+        """The column whose name has most of these words, of several one that is called an id, then one whose values
+        come again."""
         found = [c for c in (self.columns if among is None else among) if c.words & words]
         return max(
             found,
-            key=lambda c: (len(c.words & (words | ID)) - len(c.words - words - ID), -self.columns.index(c)),
+            key=lambda c: (
+                len(c.words & (words | ID)) - len(c.words - words - ID),
+                c.share < 0.99,
+                -self.columns.index(c),
+            ),
             default=None,
         )
 
@@ -286,7 +303,7 @@ def suggest(input_uri: str) -> str:
     """The text of a mapping for the files of a folder. UserError where none of them can be read as a log."""
     if list_files(input_uri, "*.inter.json*", required=False, what="history file"):
         return "# Histories in the layout of LC-Rec: *.inter.json, and texts in *.item.json.\nlayout: lcrec\n"
-    looks = _looks(input_uri)
+    looks, refused = _looks(input_uri)
     events = max(looks, key=lambda look: _like_events(look, looks))
     roles = _roles(events, looks)
     if roles.get("user") is None or roles.get("item") is None:
@@ -296,19 +313,28 @@ def suggest(input_uri: str) -> str:
             f"copy the nearest file of jobs/configs/sources and change its names"
         )
     text = _Text()
-    for line in _head(input_uri, looks, events):
+    others = [look for look in looks if look is not events]
+    items = _described(others, roles["item"], ITEM, USER)
+    rest = [look for look in others if items is None or look is not items[0]]
+    users = _described(rest, roles["user"], USER, ITEM)
+    uses = {id(events): "events"} | {id(found[0]): use for found, use in ((items, "items"), (users, "users")) if found}
+    for line in _head(input_uri, looks, events, uses):
         text.comment(line)
+    for file, why in refused.items():
+        text.comment(f"{file} (not read: {why})")
     for role, column in roles.items():
         _call(events, column, "shown" if column and column.glued else role)
-    others = [look for look in looks if look is not events]
-    items = _described(others, roles["item"], ITEM)
-    users = _described([look for look in others if items is None or look is not items[0]], roles["user"], USER)
     for role, found in {"item": items, "user": users}.items():
         if found is not None:
             _call(found[0], found[1], role)
     _events(text, events, roles, items, users)
     lines = text.lines
     return "\n".join([*_checked(input_uri, lines), *lines]) + "\n"
+
+
+def unsure(text: str) -> list[str]:
+    """The keys of a suggested mapping that the names of columns did not tell: user, item, both or none."""
+    return [line.split(":")[0] for line in text.splitlines() if GUESSED in line]
 
 
 def _call(look: Look, column: Column | None, name: str) -> None:
@@ -335,14 +361,14 @@ def _checked(input_uri: str, lines: list[str]) -> list[str]:
     return [f"# The first rows by this mapping: {'; '.join(said)}."]
 
 
-def _head(input_uri: str, looks: list[Look], events: Look) -> list[str]:
+def _head(input_uri: str, looks: list[Look], events: Look, uses: dict[int, str]) -> list[str]:
     said = [
         f"A first mapping of {input_uri}, guessed from the beginning of its files. Read each line, correct it, then"
     ]
     said.append("python -m jobs.prepare --source THIS_FILE --input FOLDER --output TABLES --dry-run")
     for look in looks:
-        what = " (events)" if look is events else ""
-        said.append(f"{look.pattern}{what}: {', '.join(c.name for c in look.columns)}"[:118])
+        what = uses.get(id(look), "not read: it describes no users or items of the events")
+        said.append(f"{look.pattern} ({what}): {', '.join(c.name for c in look.columns)}"[:118])
         if look.above:
             said.append(f"{look.pattern}: its names are in line {look.above + 1}; delete the lines above them")
     clock = next((c for c in events.columns if c.clock), None)
@@ -353,20 +379,20 @@ def _head(input_uri: str, looks: list[Look], events: Look) -> list[str]:
     return said
 
 
-def _looks(input_uri: str) -> list[Look]:
-    """The files that can be read, those of one layout together."""
+def _looks(input_uri: str) -> tuple[list[Look], dict[str, str]]:
+    """The files that can be read, those of one layout together, and why each of the others cannot."""
     filesystem, root = open_uri(input_uri)
     found: dict[object, Look] = {}
-    refused = []
+    refused: dict[str, str] = {}
     for file in list_files(input_uri, "*", required=True, what="file"):
         size = filesystem.get_file_info(f"{root.rstrip('/')}/{file}").size
         try:
             look = _look(input_uri, file, size) if size else None
         except (UserError, pa.ArrowException, OSError, EOFError, ValueError, csv.Error) as error:
-            refused.append(f"{file} ({' '.join(str(error).split())[:80]})")
+            refused[file] = " ".join(str(error).split())[:80]
             continue
         if look is None or len(look.columns) < 2:
-            refused.append(f"{file} ({'no columns' if size else 'empty'})")
+            refused[file] = "no two columns" if size else "empty"
             continue
         name = re.sub(r"\d+", "0", file.rsplit("/", 1)[-1])
         key = (name, look.kind, tuple(c.name for c in look.columns))
@@ -376,10 +402,9 @@ def _looks(input_uri: str) -> list[Look]:
         else:
             found[key] = look
     if not found:
-        raise UserError(
-            f"{input_uri} holds no file that can be read as a log: {'; '.join(refused[:3])}; check --suggest"
-        )
-    return list(found.values())
+        said = "; ".join(f"{file} ({why})" for file, why in islice(refused.items(), 3))
+        raise UserError(f"{input_uri} holds no file that can be read as a log: {said}; check --suggest")
+    return list(found.values()), refused
 
 
 def _pattern(files: list[str]) -> str:
@@ -417,11 +442,22 @@ def _look(input_uri: str, file: str, size: int) -> Look | None:
     if kind == "jsonl" and text.lstrip().startswith("["):
         raise UserError("one list, not an object a line: jq -c '.[]' FILE writes lines")
     if kind == "jsonl":
-        rows = [json.loads(line) for line in text.splitlines()[:ROWS] if line.strip()]
-        return Look(
-            [file], kind, size, _columns(pl.DataFrame(rows, infer_schema_length=None, strict=False)), dict(keys)
-        )
+        frame = pl.DataFrame(_objects(text), infer_schema_length=None, strict=False)
+        return Look([file], kind, size, _columns(frame), dict(keys))
     return _look_csv(file, size, text, dict(keys))
+
+
+def _objects(text: str) -> list[dict[str, object]]:
+    """The objects of the first lines of JSON. ValueError where more than a few lines are none."""
+    rows, broken = [], []
+    for number, line in enumerate(text.split("\n")[:ROWS], 1):  # within JSON text other ends of lines may stand
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except ValueError as error:
+            broken.append(f"line {number}: {error}")
+    if len(broken) > FEW_BROKEN * (len(rows) + len(broken)):
+        raise ValueError(broken[0])
+    return rows
 
 
 def _look_csv(file: str, size: int, text: str, keys: dict[str, object]) -> Look | None:
@@ -570,8 +606,11 @@ def _like_events(look: Look, looks: list[Look]) -> tuple[int, int, int, int]:
     return int(both), int(bool(repeats)), int(roles["time"] is not None), look.size
 
 
-def _described(looks: list[Look], ids: Column | None, words: set[str]) -> tuple[Look, Column, bool] | None:
-    """The file that describes these ids, its column of them, and whether they match but for zeros in front."""
+def _described(
+    looks: list[Look], ids: Column | None, words: set[str], others: set[str]
+) -> tuple[Look, Column, bool] | None:
+    """The file that describes these ids, its column of them, and whether they match but for zeros in front. Their
+    names have these words, and none of the others alone."""
     best: tuple[float, Look, Column, bool] | None = None
     if ids is None:
         return None
@@ -579,6 +618,8 @@ def _described(looks: list[Look], ids: Column | None, words: set[str]) -> tuple[
     for look in looks:
         for column in look.columns:
             if column.listed or column.separator or column.share < 0.9 or column.time:
+                continue
+            if column.words & others and not column.words & words:
                 continue
             theirs = column.ids()
             exact = _overlap(mine, theirs)
@@ -667,10 +708,9 @@ def _reading(text: _Text, look: Look, indent: str = "") -> None:
         text.add(f"{indent}{key}: {_scalar(value)}", whys.get(key, ""))
 
 
-def _told(look: Look, column: Column, words: set[str]) -> str:
+def _told(column: Column, words: set[str]) -> str:
     """The comment of the user's or the item's column, which says where its name did not tell what it is."""
-    guessed = "" if "header" in look.keys or column.words & words else "guessed by its values alone, check it: "
-    return guessed + column.shown
+    return column.shown if column.words & words else f"{GUESSED}, check it: {column.shown}"
 
 
 def _events(
@@ -686,7 +726,7 @@ def _events(
     text.add("layout: mapping")
     text.add(f"files: {_scalar(look.pattern)}", f"{len(look.files):,} files" if len(look.files) > 1 else "")
     _reading(text, look)
-    text.add(f"user: {_scalar(user.name)}", _told(look, user, USER))
+    text.add(f"user: {_scalar(user.name)}", _told(user, USER))
     transforms: list[tuple[str, str]] = []
     labels: list[tuple[str, str]] = []
     behaviour = ""
@@ -698,7 +738,7 @@ def _events(
         labels.append(("  click: {column: clicked}", "the 0 or 1 that is glued to each id"))
         behaviour = "click"
     else:
-        text.add(f"item: {_scalar(item.name)}", _told(look, item, ITEM))
+        text.add(f"item: {_scalar(item.name)}", _told(item, ITEM))
         if item.listed or item.separator:
             separator = f", separator: {_scalar(item.separator)}" if item.separator else ""
             text.add(f"explode: {{columns: [{_scalar(item.name)}]{separator}}}", "one event for each of the list")
@@ -791,6 +831,7 @@ def _about(text: _Text, section: str, key: str, found: tuple[Look, Column, bool]
     few = [c for c in others if c in ids_of_others or c in codes]
     numbers = [c for c in others if c.number and c not in few]
     if section == "users" and not few:
+        text.comment(f"{look.pattern}: not read, it has no attributes of few values")
         return
     text.add(f"{section}:")
     text.add(f"  files: {_scalar(look.pattern)}")

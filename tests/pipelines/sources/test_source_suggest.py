@@ -305,12 +305,55 @@ def test_the_command_answers_without_ray(tmp_path: Path) -> None:
     assert yaml.safe_load(done.stdout)["history"]["column"] == "history"
 
 
-def test_names_of_another_language_are_guessed_by_their_values(tmp_path: Path) -> None:
+def test_names_of_another_language_are_guessed_by_their_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Users' ids come again and again, items' too; prices with a comma are neither, nor a list of ids."""
     rows = "".join(f"K{n % 7:03d};{n % 20};0{n % 9 + 1}.02.2025;{n % 13},{n % 10}0\n" for n in range(200))
-    (tmp_path / "bestellungen.csv").write_text("Kunde;Artikel;Datum;Preis\n" + rows)
-    text = suggest(str(tmp_path))
+    (tmp_path / "zakupy.csv").write_text("Klient;Towar;Datum;Preis\n" + rows)
+    prepare.run_suggestion(prepare.Suggestion(suggest=str(tmp_path)))
+    text, said = capsys.readouterr()
+    assert said == "warning: user and item guessed by values alone, not by names; check these lines\n"
     made = yaml.safe_load(text)
-    assert (made["user"], made["item"], made["time"]["column"]) == ("Kunde", "Artikel", "Datum")
+    assert (made["user"], made["item"], made["time"]["column"]) == ("Klient", "Towar", "Datum")
     assert text.count("guessed by its values alone") == 2
     assert "explode" not in made
+
+
+@pytest.mark.parametrize(
+    ("user", "item"),
+    [("Kundennr", "Artikelnr"), ("Käufer", "Produkt"), ("Mitgliedsnummer", "ProduktID"), ("Stammkunde", "artikel_nr")],
+)
+def test_german_names_tell_users_and_items(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], user: str, item: str
+) -> None:
+    """Before any values: the item stands first and the files of both share small ids, and each file is listed."""
+    names = f"Belegnr;Sekunden;Artikelbezeichnung;{item};{user};Buchungszeit"
+    rows = [f"{n:07d};{n % 50};Ding {n % 40};{n % 40:06d};{n % 30:05d};{n % 28 + 1:02d}.01.2024" for n in range(400)]
+    (tmp_path / "umsatz.csv").write_text("\n".join([names, *rows]))
+    people = [f"{n:05d};{['Genf', 'Bern'][n % 2]};{1960 + n % 40}" for n in range(30)]
+    (tmp_path / "kunden.csv").write_text("\n".join([f"{user};Ort;Geburtsjahr", *people]))
+    (tmp_path / "LIESMICH.txt").write_text("Export vom ERP\n")
+    (tmp_path / "leer.csv").write_text("")
+    (tmp_path / "wetter.csv").write_text("Ort;Grad\n" + "".join(f"Ort{n};{n}.5\n" for n in range(9)))
+    prepare.run_suggestion(prepare.Suggestion(suggest=str(tmp_path)))
+    text, said = capsys.readouterr()
+    made = yaml.safe_load(text)
+    assert (made["user"], made["item"], made["users"]["user"], said) == (user, item, user, "")
+    assert "items" not in made
+    for line in (
+        "umsatz.csv (events): ",
+        "kunden.csv (users): ",
+        "LIESMICH.txt (not read: no two columns)",
+        "leer.csv (not read: empty)",
+        "wetter.csv (not read: it describes no users or items of the events): ",
+    ):
+        assert f"# {line}" in text
+    items = [f'{{"nr": "{n:06d}", "name": "Ding {n}", "preis": "{n},95"}}' for n in range(40)]
+    (tmp_path / "produkte.jsonl").write_text("\n".join([*items[:20], '{"nr": "', *items[20:]]))  # a damaged line
+    made = guessed(tmp_path)
+    assert (made["items"]["files"], made["items"]["item"], made["users"]["files"]) == (
+        "produkte.jsonl",
+        "nr",
+        "kunden.csv",
+    )
