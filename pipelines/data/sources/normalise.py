@@ -384,7 +384,8 @@ class _Row:
             .then(pl.lit(False))
         )
         self.values.append(value.alias(target))
-        self.reasons.append((raw.is_not_null() & (raw != "") & value.is_null(), f"{target}: not a bool"))
+        refused = raw.is_not_null() & (raw != "") & value.is_null()
+        self.reasons.append((refused, f'{target}: not a bool, compare it as in true_when: "> 0"'))
 
 
 def _parse_iso(raw: pl.Expr) -> pl.Expr:

@@ -100,7 +100,10 @@ def test_raw_files_to_tables(tmp_path: Path) -> None:
     statistics = json.loads((tmp_path / "tables" / "statistics.json").read_text())
     info = read_manifest(tables + "/sequences").info
 
-    assert statistics["raw"]["reject_reasons"] == {"label_click: not a bool": 1, "label_rating: outside 0.5 to 5": 1}
+    assert statistics["raw"]["reject_reasons"] == {
+        'label_click: not a bool, compare it as in true_when: "> 0"': 1,
+        "label_rating: outside 0.5 to 5": 1,
+    }
     assert statistics["raw"]["duplicates"] == 1
     assert (statistics["interactions"], statistics["sparsity"]) == (8, 0)  # both users have seen both items
     rejects = read_table(tables + "/rejects").to_pylist()
