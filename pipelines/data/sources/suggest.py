@@ -786,6 +786,11 @@ def _events(
     if numbers:
         text.add(f"numbers: {_listing(numbers)}", "known before the event? Else they are labels")
         _say_quantities(text, numbers, "categories")
+        for column in numbers:
+            if column.quantity and column.values.str.starts_with("-").any():
+                text.comment(f"{column.name}: negative values look like returns; to leave them out:")
+                text.comment(f'  labels: {{purchase: {{column: {_scalar(column.name)}, true_when: "> 0"}}}}')
+                text.comment("  prepare: {behaviour: purchase}")
     if categories:
         text.add(f"categories: {_listing(categories)}", "known before the event? Else they are labels")
     rest = [c.name for c in look.columns if c not in (*taken, *members, *flags, *ratings, *numbers, *categories)]

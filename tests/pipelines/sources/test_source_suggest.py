@@ -357,3 +357,29 @@ def test_german_names_tell_users_and_items(
         "nr",
         "kunden.csv",
     )
+
+
+def test_negative_quantities_are_said_to_be_returns(tmp_path: Path) -> None:
+    """What the comment says, put into the mapping, makes histories without returns."""
+    raw, source, tables = tmp_path / "raw", tmp_path / "guessed.yaml", tmp_path / "tables"
+    raw.mkdir()
+    rows = [f"K{n % 9};A{n // 3 % 14};{1 + n % 28:02d}.03.2023;{-1 if n % 10 == 0 else 1 + n % 3}" for n in range(252)]
+    (raw / "verkauf.csv").write_text("Kunde;Artikel;Datum;Menge\n" + "\n".join(rows))
+    text = suggest(str(raw))
+    returns = (
+        "# Menge: negative values look like returns; to leave them out:\n"
+        '#   labels: {purchase: {column: Menge, true_when: "> 0"}}\n'
+        "#   prepare: {behaviour: purchase}\n"
+    )
+    assert returns in text
+    made = yaml.safe_load(text)
+    for line in returns.splitlines()[1:]:
+        for key, value in yaml.safe_load(line.removeprefix("#")).items():
+            made[key] = made.get(key, {}) | value
+    source.write_text(yaml.safe_dump(made))
+    prepare.run(prepare.Config(source=str(source), input=str(raw), output=str(tables)))
+    kept = pl.read_parquet(f"{tables}/sequences/*.parquet")["num_Menge"].explode()
+    assert len(kept) == 252 - 26
+    assert kept.min() > 0
+    (raw / "verkauf.csv").write_text("Kunde;Artikel;Datum;Menge\n" + "\n".join(rows).replace(";-", ";"))
+    assert "returns" not in suggest(str(raw))
