@@ -206,15 +206,17 @@ def whole_only(file: str, reading: Reading) -> bool:
     return other or (format_of(file, reading.format) == "jsonl" and reading.required is None)
 
 
-def require_columns(uri: str, wanted: Iterable[str], present: Collection[str]) -> None:
-    """UserError if a wanted column is not there, with the nearest one that is."""
+def require_columns(uri: str, wanted: Iterable[str], present: Collection[str], objects: Collection[str] = ()) -> None:
+    """UserError if a wanted column is not there, with the nearest one that is; some of these may hold objects."""
     for column in wanted:
         if column not in present:
-            raise _no_column(uri, column, present_hint(column, present))
+            raise _no_column(uri, column, present_hint(column, present, objects))
 
 
-def present_hint(column: str, present: Collection[str]) -> str:
+def present_hint(column: str, present: Collection[str], objects: Collection[str] = ()) -> str:
     """Half a sentence that names the column nearest to one that is not there, and those that are."""
+    if (whole := column.split(".")[0]) in objects:
+        return f"{whole} is an object; nested fields are not read, flatten them first"
     if not present:
         return "it has none"
     more = f" and {len(present) - MOST_NAMED:,} more" if len(present) > MOST_NAMED else ""
@@ -477,9 +479,14 @@ def _missing(rows: pl.DataFrame, chunk: bytes) -> dict[str, str]:
     """The columns that are no key in the text, each with a hint at the nearest that is."""
     nulls = [name for name in rows.columns if rows[name].null_count() == len(rows)]
     missing = [name for name in nulls if f'"{name}"'.encode() not in chunk and json.dumps(name).encode() not in chunk]
-    keys = re.findall(rb'"((?:[^"\\]|\\.)*)"\s*:', chunk[: 1 << 16]) if missing else []
-    present = {key.decode(errors="replace") for key in keys}
-    return {name: present_hint(name, sorted(present)) for name in missing}
+    present, objects = set[str](), set[str]()
+    end = chunk.find(b"\n", 1 << 16)
+    for line in (chunk if end < 0 else chunk[:end]).split(b"\n") if missing else ():
+        with suppress(ValueError):  # a line that is no object is a reject
+            row = json.loads(line, strict=False)
+            present |= set(row) if isinstance(row, dict) else set()
+            objects |= {key for key in row if isinstance(row[key], dict)} if isinstance(row, dict) else set()
+    return {name: present_hint(name, sorted(present), objects) for name in missing}
 
 
 def _no_ids(rows: pl.DataFrame, numbers: np.ndarray, chunk: bytes, reading: Reading) -> list[tuple[int, str, str]]:
@@ -541,7 +548,8 @@ def _read_parquet(uri: str, reading: Reading, piece: Piece | None) -> Iterator[F
         raise _empty(uri)
     with filesystem.open_input_file(path) as file:
         parquet = pq.ParquetFile(file)
-        require_columns(uri, reading.columns, parquet.schema_arrow.names)
+        objects = {column.name for column in parquet.schema_arrow if pa.types.is_struct(column.type)}
+        require_columns(uri, reading.columns, parquet.schema_arrow.names, objects)
         wanted = range(piece.start, piece.end) if piece else range(parquet.num_row_groups)
         sizes = {group: _parquet_rows(parquet.metadata.row_group(group), reading) for group in wanted}
         start = piece.first_row if piece else 0

@@ -392,7 +392,8 @@ def _looks(input_uri: str) -> tuple[list[Look], dict[str, str]]:
             refused[file] = " ".join(str(error).split())[:80]
             continue
         if look is None or len(look.columns) < 2:
-            refused[file] = "no two columns" if size else "empty"
+            flat = "no two columns" if look is None else "no two columns but objects; flatten these first"
+            refused[file] = flat if size else "empty"
             continue
         name = re.sub(r"\d+", "0", file.rsplit("/", 1)[-1])
         key = (name, look.kind, tuple(c.name for c in look.columns))

@@ -335,6 +335,7 @@ def test_german_names_tell_users_and_items(
     (tmp_path / "kunden.csv").write_text("\n".join([f"{user};Ort;Geburtsjahr", *people]))
     (tmp_path / "LIESMICH.txt").write_text("Export vom ERP\n")
     (tmp_path / "leer.csv").write_text("")
+    (tmp_path / "tief.jsonl").write_text('{"artikel": {"nr": "1"}, "marke": "A"}\n')
     (tmp_path / "wetter.csv").write_text("Ort;Grad\n" + "".join(f"Ort{n};{n}.5\n" for n in range(9)))
     prepare.run_suggestion(prepare.Suggestion(suggest=str(tmp_path)))
     text, said = capsys.readouterr()
@@ -346,6 +347,7 @@ def test_german_names_tell_users_and_items(
         "kunden.csv (users): ",
         "LIESMICH.txt (not read: no two columns)",
         "leer.csv (not read: empty)",
+        "tief.jsonl (not read: no two columns but objects; flatten these first)",
         "wetter.csv (not read: it describes no users or items of the events): ",
     ):
         assert f"# {line}" in text
