@@ -484,8 +484,9 @@ def _missing(rows: pl.DataFrame, chunk: bytes) -> dict[str, str]:
     for line in (chunk if end < 0 else chunk[:end]).split(b"\n") if missing else ():
         with suppress(ValueError):  # a line that is no object is a reject
             row = json.loads(line, strict=False)
-            present |= set(row) if isinstance(row, dict) else set()
-            objects |= {key for key in row if isinstance(row[key], dict)} if isinstance(row, dict) else set()
+            if isinstance(row, dict):
+                present |= set(row)
+                objects |= {key for key in row if isinstance(row[key], dict)}
     return {name: present_hint(name, sorted(present), objects) for name in missing}
 
 

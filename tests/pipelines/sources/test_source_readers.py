@@ -232,7 +232,7 @@ def test_a_field_of_an_object_is_no_column(tmp_path: Path, name: str) -> None:
     """Only names at the top are listed; a dot in one of them is a part of it."""
     rows = [{"u": "a", "t": 1, "article": {"nr": "x", "kind": "y"}, "a.b": "z"}]
     if name == "log.jsonl":
-        (tmp_path / name).write_text("oops\n".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / name).write_text("\n".join([*map(json.dumps, rows), "oops", ""]))
     else:
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
     with pytest.raises(
