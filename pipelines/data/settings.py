@@ -46,14 +46,14 @@ def read_config(*layers: dict[str, Any]) -> PrepareConfig:
         if name not in tuple(KINDS):
             raise UserError(f"kind is '{name}'; it is one of {', '.join(KINDS)}")
         own = {"split": made["split"], "ray_data": made["ray_data"], "own": made.get(name)}
-        config: PrepareConfig = build(PrepareConfig, values | own, "prepare.")
+        settings: PrepareConfig = build(PrepareConfig, values | own, "prepare.")
     except ValueError as error:
         raise UserError(str(error)) from error
-    if config.duplicates != "drop" and not KINDS[name].repeats:
+    if settings.duplicates != "drop" and not KINDS[name].repeats:
         raise UserError(
-            f"duplicates is {config.duplicates}, which is of kind retrieval; kind {name} shows an item once: use drop"
+            f"duplicates is {settings.duplicates}, which is of kind retrieval; kind {name} shows an item once: use drop"
         )
-    return config
+    return settings
 
 
 def _check_keys(values: dict[str, Any], known: list[str], where: str) -> None:
