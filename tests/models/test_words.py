@@ -11,4 +11,5 @@ def test_one_is_singular_and_others_are_not() -> None:
     assert number_of(2000, "query") == "2,000 queries"
     assert number_of(1, "query") == "1 query"
     assert number_of(3, "search") == "3 searches"
+    assert number_of(2, "epoch") == "2 epochs"
     assert number_of(2, "encoder actor") == "2 encoder actors"
