@@ -220,7 +220,7 @@ def test_a_sweep_without_a_value_fails_and_is_taken_up_again(world: World) -> No
     asked: dict[str, Any] = {"name": "lost", "tables": tables, "extra": sids}
 
     def lose(line: str) -> None:
-        if "trials of g" in line:  # what a look at the trials has found is gone when they start
+        if "trial of g" in line:  # what a look at the trials has found is gone when they start
             teacher.rename(away)
 
     again = (
