@@ -103,7 +103,9 @@ def write_page(
     print(f"{number_of(len(drawn), 'plot')} written to {path}, and to MLflow as compare.html of the run '{run}'")
 
 
-def write_pages(config: Options, uris: Sequence[str], found: Sequence[Comparison], papers: Papers) -> None:
+def write_pages(
+    config: Options, uris: Sequence[str], found: Sequence[Comparison], papers: Papers, claims: Sequence[Table]
+) -> None:
     """A Markdown page for each comparison and for each sweep in it, with its tables, those of the papers and its plots
     as SVG beside it; and one of the claims, where they are asked for."""
     from pipelines.comparison.page import write
@@ -125,8 +127,8 @@ def write_pages(config: Options, uris: Sequence[str], found: Sequence[Comparison
             words.append(f"### {plot.title}\n\n![{plot.title}]({plot.name}.svg)\n\n{plot.caption}\n")
         write(f"# {comparison.selection.title}\n\n" + "\n".join(words), str(folder / f"{name}.md"))
         print(f"written to {folder / name}.md")
-    if config.claims:
-        write(f"# Claims\n\n{claims_table(config, uris, papers).markdown()}", str(folder / "claims.md"))
+    for table in claims:
+        write(f"# Claims\n\n{table.markdown()}", str(folder / "claims.md"))
         print(f"written to {folder}/claims.md")
 
 
@@ -164,14 +166,15 @@ def show(config: Options, uris: Sequence[str]) -> None:
     shown = [table for comparison in found for table in tables(comparison)]
     shown += [best] if (best := best_table(found)) else []
     shown += paper_tables(found, papers)
-    shown += [claims_table(config, uris, papers)] if config.claims else []
+    claims = [claims_table(config, uris, papers)] if config.claims else []
+    shown += claims
     shown += [sids_table(config.sids)] if config.sids else []
     print("\n\n".join(table.text() for table in shown))
     if config.export:
         exported = results.export([c.selection for c in found], config.export)
         print(f"{number_of(exported, 'run')} exported to {config.export}")
     if config.markdown and (config.markdown.endswith("/") or Path(config.markdown).is_dir()):
-        write_pages(config, uris, found, papers)
+        write_pages(config, uris, found, papers, claims)
     elif config.markdown:
         from pipelines.comparison.page import write
 
