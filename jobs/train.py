@@ -99,6 +99,13 @@ def parse(job: str, argv: Sequence[str] | None = None) -> Config:
     return cli.parse(Config, job, words, groups)
 
 
+def still_rising(best: int, done: int, fit: FitConfig) -> str:
+    """A line where the best epoch is the last of several measured ones, else nothing."""
+    if not best == done == fit.max_epochs > fit.eval_every_epochs:
+        return ""
+    return f"note: the best epoch is the last; more epochs may be better: --fit.max_epochs {2 * done}, another --name\n"
+
+
 def run(config: Config) -> Any:
     """Trains and prints what was made; returns it, a `pipelines.training.run.Trained`."""
     reach(tables=config.tables, sids=config.sids, text=config.text)  # what is wrong with them is said before Ray starts
@@ -130,6 +137,7 @@ def run(config: Config) -> Any:
         print(f"The run '{trained.name}' is finished; nothing to do. --overwrite trains it anew.")
     else:
         print(f"Trained {best.name} for {number_of(trained.epochs, 'epoch')} in {trained.seconds:.0f} s.")
+        print(still_rising(best.epoch, trained.epochs, config.fit), end="")
     shown = "  ".join(f"{name} {best.metrics[name]:.4f}" for name in entry.measured.shown if name in best.metrics)
     beside = f" --{entry.extra.option} {extra}" if entry.extra and extra else ""
     print(

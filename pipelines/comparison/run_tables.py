@@ -69,7 +69,7 @@ def runs_table(comparison: Comparison) -> Table:
         if metric.endswith(("auc", "entropy", "rig", "loss"))
         else "those of test, each ranked over the full catalogue"
     )
-    notes = [f"val: at the best epoch. requests: {ranked}."] if metrics else []
+    notes = [f"val: at the best epoch. requests: {ranked}. train s: steps and validation alone."] if metrics else []
     if any(FRESH.sub("", row.options) for row in rows):
         notes.append("[...]: evaluated with these options in place of the checkpoint's own.")
     if any(row.fresh for row in rows):

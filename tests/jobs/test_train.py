@@ -16,8 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from jobs.train import model_name, parse
+from jobs.train import model_name, parse, still_rising
 from models import checkpoint
+from models.fit import FitConfig
 from pipelines import tracking
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +28,14 @@ CONFIG = {
     "fit": {"batch_size": 8, "max_epochs": 10, "patience": 0, "lr": 0.01, "log_every_steps": 4,
             "checkpoint_every_steps": 5, "seed": 5},
 }  # fmt: skip
+
+
+def test_a_run_whose_best_epoch_is_its_last_says_so() -> None:
+    fit = FitConfig(max_epochs=10, eval_every_epochs=5)
+    assert "--fit.max_epochs 20, another --name" in still_rising(10, 10, fit)
+    assert still_rising(5, 10, fit) == ""
+    assert still_rising(5, 5, fit) == ""  # patience ended it, or another run's epochs
+    assert still_rising(10, 10, FitConfig(max_epochs=10, eval_every_epochs=10)) == ""  # the only one measured
 
 
 def recorded(run: Path) -> bool:
@@ -72,6 +81,7 @@ def test_killed_and_run_again_equals_undisturbed(
     assert second.returncode == 0, second.stdout + second.stderr
     assert "continuing after epoch" in second.stdout
     assert "next        python -m jobs.evaluate" in second.stdout
+    assert ("note: the best epoch is the last" in second.stdout) == (checkpoint.read(run / "best").epoch == 10)
     ours, expected = run / "best", tmp_path / "undisturbed/best"
     for name, value in load_file(expected / "model.safetensors").items():
         assert torch.equal(load_file(ours / "model.safetensors")[name], value), (name, killed_at)
