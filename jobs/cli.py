@@ -27,6 +27,7 @@ from jobs.wrong_line import below, keys_of, types_of, wrong_line, wrong_value
 from models.config import instead, read_yaml
 from models.tables import UserError
 from models.uri import hide, masked
+from models.words import number_of
 from pipelines import credentials
 from pipelines.data.ray_data_config import WORKERS
 from pipelines.faults import explain, first_line, user_error_in
@@ -203,6 +204,18 @@ def preflight(**places: str | None) -> None:
 
     check_places(places)
     check_room(1, {"CPU": 1}, "no task can run on it")
+
+
+def check_cpus(workers: int, each: float, remedy: str) -> None:
+    """UserError where the Ray that a job starts here has never room for so many workers of `each` CPUs; a cluster's
+    CPUs are known once it is joined."""
+    here = os.cpu_count() or 1
+    if not os.environ.get("RAY_ADDRESS") and workers > (fits := int(here / each) if each else workers):
+        raise UserError(
+            f"{number_of(workers, 'worker')} need{'s' * (workers == 1)} {workers * each:g} CPUs, {each:g} CPU for "
+            f"each; this machine has {here}, room for {fits}; {remedy}, or submit the job to a cluster "
+            f"(docs/cluster.md)"
+        )
 
 
 def join_cluster(address: str) -> None:

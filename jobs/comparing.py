@@ -23,6 +23,7 @@ from pipelines.comparison.run_tables import best_table, origins_table, tables
 from pipelines.comparison.runs import select, select_all, sweeps_of
 from pipelines.comparison.table import Table
 from pipelines.comparison.tokenizer_tables import sids_table
+from pipelines.stores import resolve_uri
 
 
 def stores(options: Sequence[str], new: bool = False) -> list[str]:
@@ -33,7 +34,7 @@ def stores(options: Sequence[str], new: bool = False) -> list[str]:
         if not Path("runs/mlflow.db").is_file():
             raise UserError("no MLflow store is named; give --tracking_uri, as jobs.train prints it")
         uris = [f"sqlite:///{Path('runs/mlflow.db').absolute()}"]
-    found = list(dict.fromkeys(tracking.resolve_uri(uri, ".") for uri in uris))
+    found = list(dict.fromkeys(resolve_uri(uri, ".") for uri in uris))
     for uri in [] if new else found:  # MLflow would make it
         if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).is_file():
             raise UserError(f"there is no MLflow store at {uri}; give the --tracking_uri that jobs.train prints")

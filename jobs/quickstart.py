@@ -29,6 +29,7 @@ from models.words import number_of
 from pipelines.data.kinds.base import Trained
 from pipelines.data.kinds.table import KINDS
 from pipelines.data.sources import load_source
+from pipelines.stores import resolve_uri
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -147,8 +148,6 @@ def locate(config: Config) -> Place:
 def run(config: Config) -> None:
     """Runs the flow."""
     kind, place = KINDS[config.family], locate(config)
-    from pipelines import tracking  # imports MLflow, and a wrong command line has its answer before that
-
     cli.preflight(output=config.output)
     flow, extra = kind.flow, kind.flow.extra
     steps = Steps(count=3 + (not config.data) + bool(extra) + 2 * len(flow.models))
@@ -168,7 +167,7 @@ def run(config: Config) -> None:
     most = config.epochs or flow.epochs
     for trained in flow.models:
         measure(config, place, steps, trained, most)
-    uri = tracking.resolve_uri(None, place.runs)  # where the trainings logged
+    uri = resolve_uri(None, place.runs)  # where the trainings logged
     page = Path(place.runs).parent / "compare.html"
     experiment = f"{config.family}/{place.dataset}"
     steps.run("Compare", "compare", "--experiment", experiment, "--html", str(page), "--tracking_uri", uri)

@@ -22,7 +22,9 @@ from models.fit import FitConfig
 from models.places import reach
 from models.tables import UserError
 from models.words import number_of
-from pipelines.training.options import RayOptions
+from pipelines.data.tables import check_can_write
+from pipelines.training.checked import check
+from pipelines.training.options import FEWER, RayOptions
 
 
 @dataclass
@@ -108,26 +110,22 @@ def still_rising(best: int, done: int, fit: FitConfig) -> str:
 
 def run(config: Config) -> Any:
     """Trains and prints what was made; returns it, a `pipelines.training.run.Trained`."""
-    reach(tables=config.tables, sids=config.sids, text=config.text)  # what is wrong with them is said before Ray starts
-    from pipelines import tracking  # these import Ray and MLflow, and a wrong command line has its answer before that
-    from pipelines.data.tables import check_can_write
-    from pipelines.training.run import train
-
+    reach(tables=config.tables, sids=config.sids, text=config.text)
     check_can_write(config.storage)
-    cli.preflight(tables=config.tables, sids=config.sids, text=config.text, storage=config.storage)
     entry = registry.find(config.model.name)
     extra = entry.folder(sids=config.sids, text=config.text)
-    trained = train(
-        model=asdict(config.model),
-        fit=config.fit,
-        ray_options=config.ray,
-        tables=config.tables,
-        extra=extra,
-        storage=config.storage,
-        name=config.name,
-        tracking_uri=config.tracking_uri,
+    checked = check(
+        model=asdict(config.model), fit=config.fit, ray_options=config.ray, tables=config.tables, extra=extra,
+        storage=config.storage, name=config.name, tracking_uri=config.tracking_uri, overwrite=config.overwrite,
+    )  # fmt: skip
+    cli.check_cpus(config.ray.least(checked.workers), config.ray.cpus_per_worker, FEWER)
+    from pipelines import tracking  # these import Ray and MLflow, and a wrong command line has its answer before that
+    from pipelines.training.run import carry_on
+
+    cli.preflight(tables=config.tables, sids=config.sids, text=config.text, storage=config.storage)
+    trained = carry_on(
+        checked,
         experiment=config.experiment,
-        overwrite=config.overwrite,
         log_model=config.log_model,
         say=partial(print, flush=True),
         start=cli.start_ray,

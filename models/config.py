@@ -50,6 +50,17 @@ def naming(config: type, *what: str) -> set[str]:
     return {f.name for f in fields(config) if f.metadata.get("names") in what}
 
 
+def flattened(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested values under dotted names."""
+    flat: dict[str, str] = {}
+    for name, value in config.items():
+        if isinstance(value, dict) and value:
+            flat |= flattened(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = str(value)
+    return flat
+
+
 def check_least(config: Any, names: Iterable[str], least: float, section: str = "") -> None:
     """ValueError for the first of these fields that is below `least`; one that is None is not given.
 

@@ -24,7 +24,7 @@ from models.fit import FitConfig, Sums, reduce, to_device
 from models.ranking_metrics import Histogram
 from models.shares import Sharded, Share, shards_of
 from models.streaming import Plan, Stream, plan
-from models.tables import UserError, join, read_manifest
+from models.tables import UserError, family_of, join, read_manifest
 
 
 @dataclass
@@ -108,8 +108,21 @@ def check_extra(entry: registry.Entry, name: str, extra: str | None) -> str | No
     return extra
 
 
+def check_family(entry: registry.Entry, name: str, tables: str) -> None:
+    """UserError where the tables are of another family than the model; it names the models that fit."""
+    found = family_of(read_manifest(join(tables, "sequences"), "sequences"))
+    if found != (family := entry.family.name):
+        fit = ", ".join(other for other, one in registry.MODELS.items() if one.family.name == found) or "none"
+        raise UserError(
+            f"the model '{name}' is of {family}, and {tables} holds tables of {found}; models of {found} are {fit}: "
+            f"give a config of one (jobs/configs), or tables that jobs.prepare made with --kind {family}"
+        )
+
+
 def load_catalogue(entry: registry.Entry, name: str, tables: str, extra: str | None) -> Any:
-    """The catalogue of a model; UserError where it needs another folder (`entry.extra`) and none is given."""
+    """The catalogue of a model; UserError for tables of another family, and where the model needs another folder
+    (`entry.extra`) and none is given."""
+    check_family(entry, name, tables)
     return entry.family.catalogue(tables, check_extra(entry, name, extra))
 
 

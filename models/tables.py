@@ -234,12 +234,16 @@ def kind_of(sequences: Manifest) -> str:
     return str(sequences.info.get("kind", "retrieval"))
 
 
+def family_of(sequences: Manifest) -> str:
+    """The family whose models read the sequences: the namesake of their kind of request, unless they name another."""
+    return str(sequences.info.get("family", kind_of(sequences)))
+
+
 def sequences_manifest(uri: str, family: str) -> Manifest:
-    """The manifest of sequences that models of the family read; an error for those of another one. A kind of request
-    is its family's namesake, or `info` names the family."""
+    """The manifest of sequences that models of the family read; an error for those of another one."""
     manifest = read_manifest(uri, "sequences")
-    kind = kind_of(manifest)
-    if manifest.info.get("family", kind) != family:
+    if family_of(manifest) != family:
+        kind = kind_of(manifest)
         raise UserError(
             f"{uri} holds sequences of kind '{kind}'; models of {family} need '{family}' (prepare: kind: {family})"
         )

@@ -31,6 +31,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 
+from models.config import flattened
 from models.tables import UserError
 from models.uri import MASK, hide, masked, real
 from pipelines import sqlite
@@ -99,31 +100,6 @@ def metric_name(name: str) -> str:
 def shown_name(name: str) -> str:
     """The inverse of `metric_name`."""
     return name.replace("_at_", "@")
-
-
-def resolve_uri(option: str | None, storage: str) -> str:
-    """The tracking URI: the option, else MLFLOW_TRACKING_URI, else SQLite in the storage folder, absolute; masked."""
-    if given := os.environ.get("MLFLOW_TRACKING_URI"):
-        hide(given)  # known, also to what was recorded with it
-    uri = hide(option or given)
-    if not uri:
-        if "://" in storage:
-            raise UserError(
-                f"there is no tracking URI, and SQLite cannot live in {storage}; give --tracking_uri or set "
-                f"MLFLOW_TRACKING_URI to a tracking server"
-            )
-        return f"sqlite:///{Path(storage).expanduser().absolute()}/mlflow.db"
-    if uri.startswith("file:") or "://" not in uri:
-        raise UserError(
-            f"the tracking URI {uri} is a folder, which MLflow no longer writes; use sqlite:///ABSOLUTE/PATH/mlflow.db "
-            f"or a tracking server"
-        )
-    if uri.startswith("sqlite:///") and not uri.startswith("sqlite:////"):
-        raise UserError(
-            f"the tracking URI {uri} is relative, so workers elsewhere would write other files; use "
-            f"sqlite:///{Path(uri.removeprefix('sqlite:///')).absolute()}"
-        )
-    return uri
 
 
 def check_nodes(uri: str, nodes: int) -> None:
@@ -218,17 +194,6 @@ def artifacts_in(storage: str) -> str:
     return f"{place}/mlartifacts"
 
 
-def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested values under dotted names."""
-    flat: dict[str, str] = {}
-    for name, value in config.items():
-        if isinstance(value, dict) and value:
-            flat |= flatten(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = str(value)
-    return flat
-
-
 def open_run(
     uri: str,
     experiment: str,
@@ -261,7 +226,7 @@ def open_run(
         labels["mlflow.parentRunId"] = parent
     place = _experiment(client, uri, experiment, storage)
     run = _trial_run(client, place, labels) or client.create_run(place, run_name=name, tags=labels)
-    params = [Param(key, value[:6000]) for key, value in flatten(config).items()]
+    params = [Param(key, value[:6000]) for key, value in flattened(config).items()]
     for start in range(0, len(params), BATCH):
         client.log_batch(run.info.run_id, params=params[start : start + BATCH])
     try:

@@ -10,7 +10,7 @@ from typing import Any
 from models import checkpoint
 from models.tables import join
 from pipelines import tracking
-from pipelines.training.run import BEST, read_record
+from pipelines.training.record import BEST, read_record
 from tuning.grid import Grid, Trial
 
 

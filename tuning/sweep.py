@@ -37,20 +37,14 @@ from models.fit import FitConfig
 from models.setup import check_fit, load_catalogue
 from models.setup import hashes_of as table_hashes
 from models.tables import UserError, join, open_uri
-from models.uri import hide, masked
+from models.uri import absolute, hide, masked
 from pipelines import credentials, tracking
 from pipelines.data.tables import check_writable, write_file
+from pipelines.stores import resolve_uri
+from pipelines.training.checked import check_name
 from pipelines.training.options import RayOptions
-from pipelines.training.run import (
-    absolute,
-    check_cluster,
-    check_name,
-    dataset_name,
-    held,
-    read_record,
-    resources,
-    wants_gpu,
-)
+from pipelines.training.record import read_record
+from pipelines.training.run import check_cluster, dataset_name, held, resources, wants_gpu
 from tuning.grid import Grid, Trial, evaluation_options
 from tuning.halving import EPOCH, TRIAL, VALUE, Halving, make
 from tuning.options import Options
@@ -161,7 +155,7 @@ def sweep(
         run, found = tracking.RunRef(**before["tracking"]), [outcome(t, folder, grid) for t in trials]
         if before["status"] == "finished" and not (options.again and any(o.status == "failed" for o in found)):
             return Swept(name, folder, run, found, chosen(best_of(found), folder, found), 0.0, already=True)
-    uri = run.uri if before else tracking.resolve_uri(tracking_uri, storage)
+    uri = run.uri if before else resolve_uri(tracking_uri, storage)
     workers = 1 if grid.kind == "evaluate" else ray_options.num_workers
     family = check_settings(grid, trials, tables, extra, workers)
     tracking.connect(uri)

@@ -27,7 +27,8 @@ from pipelines.data.tables import check_writable, write_file
 from pipelines.evaluation.ranking import evaluate, record
 from pipelines.training import run as runs
 from pipelines.training.options import RayOptions
-from pipelines.training.run import BEST, read_record, train, write_record
+from pipelines.training.record import BEST, RUN, read_record, write_record
+from pipelines.training.run import train
 from pipelines.training.worker import threads_per_worker
 from tuning.grid import Trial
 from tuning.halving import EPOCH, TRIAL, VALUE
@@ -219,7 +220,7 @@ def forgive(trial: Trial, plan: Plan) -> None:
         write_record(folder, {key: value for key, value in noted.items() if key != "error"} | {"status": "running"})
     else:
         tracking.delete(run)
-        filesystem, path = open_uri(join(folder, runs.RUN))
+        filesystem, path = open_uri(join(folder, RUN))
         filesystem.delete_file(path)
 
 

@@ -20,7 +20,7 @@ from models import registry
 from models.bench.harness import Row, peak_memory, resident_peak_mb
 from models.fit import FitConfig
 from models.setup import read_share
-from models.tables import UserError, join, kind_of, read_manifest
+from models.tables import UserError, family_of, join, read_manifest
 from models.words import number_of
 
 WORKERS = (1, 2, 4)
@@ -31,7 +31,7 @@ def shares(*, runs: int, threads: int, histories: str | None = None, max_history
     if not histories:
         raise UserError("shares reads the tables of a log; give them with --histories")
     manifest = read_manifest(join(histories, "sequences"), "sequences")
-    family = manifest.info.get("family", kind_of(manifest))
+    family = family_of(manifest)
     model = next(name for name, entry in registry.MODELS.items() if entry.family.name == family and entry.gradient)
     params = {"model": model, "users": manifest.rows, "table_mb": round(sum(p.bytes for p in manifest.files) / 2**20)}
     for world in WORKERS:

@@ -32,7 +32,8 @@ def resolve(config: C, catalogue: Catalogue, known: Collection[str]) -> C:
     """
     if not config.teacher:
         raise UserError(
-            "model.teacher is not set; give the folder of a trained TIGER (jobs.train --config jobs/configs/tiger.yaml)"
+            "model.teacher is not set; give the folder of a trained TIGER's run, which is STORAGE/NAME of jobs.train "
+            "(--config jobs/configs/tiger.yaml)"
         )
     uri = locate(config.teacher)
     about = checkpoint.read(uri)
@@ -101,5 +102,5 @@ def locate(given: str, what: str = "teacher") -> str:
     nearest = f": the nearest is {near}" if (near := near_folder(given, CHECKPOINT)) else ""
     raise UserError(
         f"the {what} {uri} is neither a checkpoint nor a finished run: it holds no {checkpoint.CONFIG} and no best/; "
-        f"give the folder that jobs.train printed{nearest}"
+        f"give the folder of a run of jobs.train, which is its STORAGE/NAME{nearest}"
     )

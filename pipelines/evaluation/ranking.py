@@ -28,7 +28,7 @@ from pipelines import tracking
 from pipelines.data.tables import write_file
 from pipelines.evaluation import item_shift as shift
 from pipelines.evaluation.result import Result
-from pipelines.training.run import BEST, RUN, read_record
+from pipelines.training.record import BEST, RUN, read_record
 
 SPLITS = ("val", "test")
 

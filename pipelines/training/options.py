@@ -7,6 +7,9 @@ from typing import Literal
 
 from models.config import check_least
 
+FEWER = "lower --ray.num_workers or --ray.cpus_per_worker"
+"""What to do where there is no room for the workers."""
+
 
 @dataclass
 class RayOptions:
@@ -38,3 +41,7 @@ class RayOptions:
             )
         if self.use_gpu not in (True, False, "auto"):
             raise ValueError(f"ray.use_gpu is {self.use_gpu!r}, it must be true, false or auto")
+
+    def least(self, workers: int) -> int:
+        """With how many of the workers a training goes on."""
+        return min(self.min_workers or workers, workers)

@@ -27,21 +27,19 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from models import checkpoint, registry
 from models.checkpoint import Checkpoint
-from models.config import naming
 from models.fit import FitConfig
 from models.locks import locked
-from models.setup import check_budget, check_fit, load_catalogue
 from models.tables import UserError, has_manifest, join, open_uri, read_manifest
-from models.text_encoder import located
-from models.uri import absolute, hide
 from pipelines import cluster, credentials, faults, tracking
 from pipelines.data.tables import check_writable, write_file
 from pipelines.serving import package
 from pipelines.training import here
-from pipelines.training.options import RayOptions
+from pipelines.training.checked import Checked, check
+from pipelines.training.options import FEWER, RayOptions
+from pipelines.training.record import BEST, RUN, check_same, read_record, write_record
 from pipelines.training.worker import Progress, Task, step_name, worker
 
-RUN, SNAPSHOT, BEST = "run.json", "checkpoint_manager_snapshot.json", "best"
+SNAPSHOT = "checkpoint_manager_snapshot.json"
 
 # How often Ray Train's controller asks for checkpoints. A worker that hands one in waits until it is asked: by default
 # up to 2 s, which is longer than many an epoch.
@@ -51,9 +49,6 @@ if not os.environ.get("RAY_ADDRESS"):  # a local Ray's node is not taken away wi
 
 LOOK, WORD = 5.0, 30.0
 """Seconds after which it is looked again whether a training waits for a node, and after which it is said again."""
-
-MAY_CHANGE = {"log_every_steps", "eval_batch_size", "checkpoint_every_steps", "memory_budget_gb", "ray.num_workers"}
-"""Options, of `fit` where nothing else is named, that a continued run may change: what it ends with stays the same."""
 
 
 @dataclass
@@ -86,8 +81,21 @@ def train(
     storage: str,
     name: str,
     tracking_uri: str | None = None,
-    experiment: str | None = None,
     overwrite: bool = False,
+    **how: Any,
+) -> Trained:
+    """`carry_on` with what `check` makes of the settings."""
+    checked = check(
+        model=model, fit=fit, ray_options=ray_options, tables=tables, extra=extra, storage=storage, name=name,
+        tracking_uri=tracking_uri, overwrite=overwrite,
+    )  # fmt: skip
+    return carry_on(checked, **how)
+
+
+def carry_on(
+    checked: Checked,
+    *,
+    experiment: str | None = None,
     parent_run: str | None = None,
     log_model: bool = True,
     say: Callable[[str], None] = print,
@@ -98,58 +106,31 @@ def train(
     start: Callable[[], None] | None = None,
 ) -> Trained:
     """Trains one model, or continues or finds finished the run of this name. Ray must be started, or `start` starts
-    it once all is checked that can be without it.
+    it.
 
-    `model` holds the model's `name` and fields. Raises UserError for what the user can mend, before anything
-    is started or written where that is possible. `parent_run` is a sweep's MLflow run; `log_model` also
-    stores the best model there, with the tables that it needs to be served. `extra` is the folder that the model
-    needs beside the tables (`Entry.extra`).
+    Raises UserError for what the user can mend, before anything is started or written where that is possible.
+    `parent_run` is a sweep's MLflow run; `log_model` also stores the best model there, with the tables that it needs to
+    be served.
 
     With `heard` one worker trains in this process, which is told of every checkpoint; a SystemExit that it raises
     leaves the run as it is, to be continued or concluded. `callbacks` are Ray Train's, of other runs. `tags` are
     further tags of the MLflow run. A run that another process holds is waited for that many seconds.
     """
     began = time.monotonic()
-    check_name(name)
-    tables, extra, storage = absolute(tables), absolute(extra) if extra else None, absolute(storage)
-    encoders = naming(registry.model_config(model["name"]), "encoder")
-    model = hide({key: located(value) if key in encoders else value for key, value in model.items()})
-    entry = registry.find(model["name"])
-    catalogue = load_catalogue(entry, model["name"], tables, extra)
-    folder = join(storage, name)
-    asked = registry.config_from_dict(model)
-    given = registry.config_to_dict(asked)
-    try:
-        model = registry.config_to_dict(registry.resolve(asked, catalogue))
-    except UserError:
-        done = None if overwrite else read_record(folder)
-        if not done or done["status"] != "finished" or done.get("given") != given:
-            raise
-        model = done["config"]["model"]  # a finished run no longer needs the checkpoints that it was made from
-    hashes = catalogue.hashes
-    extra = extra if entry.extra else None
-    if ray_options.fsdp and entry.blocks is None:
-        cut = ", ".join(other for other, one in registry.MODELS.items() if one.blocks)
-        raise UserError(f"ray.fsdp is true, but '{model['name']}' is not trained in shards; {cut} are; leave it out")
-    workers = ray_options.num_workers if entry.gradient else 1
-    for count in range(least(ray_options, workers), workers + 1):
-        check_fit(fit, model["name"], catalogue, count)
-    uri = tracking.resolve_uri(tracking_uri, storage)
-    if overwrite or read_record(folder) is None:  # a run that has begun keeps its buffers
-        check_budget(entry, fit, join(tables, "sequences"), registry.config_from_dict(model), workers)
-        about_log = read_manifest(join(tables, "sequences"), "sequences").info
-        if unread := entry.family.unread(about_log) if entry.family.unread else []:
-            say(f"note: '{model['name']}' reads items and their order, of these tables not the {'; '.join(unread)}")
+    entry, ray_options, config, hashes = checked.entry, checked.ray, checked.config, checked.hashes
+    name, storage, folder = checked.name, checked.storage, checked.folder
+    tables, extra, uri, workers = checked.tables, checked.extra, checked.uri, checked.workers
+    for note in checked.notes:
+        say(f"note: {note}")
     if start:
         start()
     use_gpu = wants_gpu(ray_options, workers) and entry.gradient
     if parent_run is None:  # the sweep has looked already
         check_cluster(ray_options, workers, use_gpu)
     tracking.check_nodes(uri, sum(node["Alive"] for node in ray.nodes()))
-    config = {"model": model, "fit": asdict(fit), "ray": {"num_workers": workers}}
 
     with held(storage, name, wait):
-        if overwrite:
+        if checked.overwrite:
             remove(folder, say)
         record = read_record(folder)
         if record is None or record["status"] == "opening":
@@ -171,7 +152,7 @@ def train(
             created = datetime.now(UTC).isoformat(timespec="seconds")
             record = {
                 "config": config, "hashes": hashes, "tracking": run.to_dict(), "status": "running", "created": created,
-                "tables": tables, "extra": extra, "given": given,
+                "tables": tables, "extra": extra, "given": checked.given,
             }  # fmt: skip
             write_record(folder, record)
         else:
@@ -184,7 +165,7 @@ def train(
             record = {**record, "tables": tables, "extra": extra}  # tables may have moved
 
         task = Task(
-            model, asdict(fit), tables, extra, run.to_dict(), ray_options.threads, ray_options.fsdp,
+            config["model"], config["fit"], tables, extra, run.to_dict(), ray_options.threads, ray_options.fsdp,
             lost_checkpoint(folder),
         )  # fmt: skip
         try:
@@ -233,7 +214,7 @@ def carry_out(
     callbacks: Sequence[UserCallback] = (),
 ) -> Checkpoint:
     """Runs the workers to the end and returns what the last checkpoint says."""
-    fewest = least(options, workers)
+    fewest = options.least(workers)
     each = resources(options, use_gpu)
     for attempt in range(1, options.max_failures + 2):
         # Ray would try an error of the user's again; what is lost is tried again here, where it can be said.
@@ -294,11 +275,6 @@ def held(storage: str, name: str, wait: float = 0) -> AbstractContextManager[Non
     return locked(join(storage, f".{name}.lock"), busy, wait)
 
 
-def check_name(name: str) -> None:
-    if not name or name in (".", "..", "mlartifacts") or "/" in name:
-        raise UserError(f"the run's name is '{name}'; it names a folder, so give a word without '/'")
-
-
 def wants_gpu(options: RayOptions, workers: int) -> bool:
     """Whether workers take GPUs; UserError for auto where there are GPUs, but too few."""
     if options.use_gpu != "auto":
@@ -312,11 +288,6 @@ def wants_gpu(options: RayOptions, workers: int) -> bool:
     return bool(there)
 
 
-def least(options: RayOptions, workers: int) -> int:
-    """With how many of the workers a training goes on."""
-    return min(options.min_workers or workers, workers)
-
-
 def resources(options: RayOptions, use_gpu: bool) -> dict[str, float]:
     """What Ray sets aside for each worker."""
     return {"CPU": options.cpus_per_worker, **({"GPU": 1} if use_gpu else {})}
@@ -324,8 +295,7 @@ def resources(options: RayOptions, use_gpu: bool) -> dict[str, float]:
 
 def check_cluster(options: RayOptions, workers: int, use_gpu: bool) -> None:
     """Refuses what the cluster can never give, where it would be waited for for ever."""
-    remedy = "lower --ray.num_workers or --ray.cpus_per_worker"
-    cluster.check_room(least(options, workers), resources(options, use_gpu), remedy)
+    cluster.check_room(options.least(workers), resources(options, use_gpu), FEWER)
 
 
 def is_simulated(tables: str) -> bool:
@@ -350,46 +320,6 @@ def figures(content: Any, name: str) -> dict[str, float]:
         return {name: float(content)}
     pairs = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
     return {path: value for key, part in pairs for path, value in figures(part, f"{name}/{key}").items()}
-
-
-def read_record(folder: str) -> dict[str, Any] | None:
-    """`run.json`, or None for a name that has no run."""
-    filesystem, path = open_uri(join(folder, RUN))
-    if filesystem.get_file_info(path).type != fs.FileType.File:
-        return None
-    try:
-        with filesystem.open_input_stream(path) as stream:
-            record = dict(json.loads(stream.read()))
-        status = record.get("status")
-        if not isinstance(status, str) or not isinstance(
-            record.get("opening" if status == "opening" else "tracking"), dict
-        ):
-            raise ValueError("it does not say the run's status and its MLflow run")
-    except (ValueError, TypeError) as error:
-        raise UserError(
-            f"{folder}/{RUN} is damaged ({error}); train again with --overwrite, or where this is a sweep's trial "
-            f"remove its folder and give --resume"
-        ) from error
-    return record
-
-
-def write_record(folder: str, record: dict[str, Any]) -> None:
-    write_file(join(folder, RUN), json.dumps(hide(record), indent=2, sort_keys=True).encode())
-
-
-def check_same(record: dict[str, Any], config: dict[str, Any], hashes: dict[str, str], name: str, storage: str) -> None:
-    """Refuses to continue a run with other settings or tables."""
-    remedy = f"choose another --name, or --overwrite the run '{name}' in {storage}"
-    model, wanted = record["config"]["model"]["name"], config["model"]["name"]
-    if model != wanted:
-        raise UserError(f"the run '{name}' is of the model '{model}', not '{wanted}'; {remedy}")
-    before, now = tracking.flatten(record["config"]), tracking.flatten(config)
-    for key in sorted(before.keys() & now.keys()):  # an option that came later was not there to be set
-        if key.removeprefix("fit.") not in MAY_CHANGE and before[key] != now[key]:
-            raise UserError(f"the run '{name}' was started with {key} {before[key]}, not {now[key]}; {remedy}")
-    for table, value in hashes.items():
-        if record["hashes"].get(table) != value:
-            raise UserError(f"the run '{name}' was started with another table '{table}'; {remedy}")
 
 
 def remove(folder: str, say: Callable[[str], None]) -> None:

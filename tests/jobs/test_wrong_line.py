@@ -1,11 +1,21 @@
-"""A wrong line and --help are answered before what takes seconds to import."""
+"""A wrong line, what it names wrongly, and --help are answered before what takes seconds to import."""
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from search_tables import write_search
+
+from models import checkpoint
+from models.fit import FitConfig
+from models.setup import set_up
+
+ROOT = Path(__file__).parents[2]
 
 HEAVY = ("torch", "ray", "mlflow", "pandas", "matplotlib")
 BY_TORCH = ("train", "evaluate", "sweep", "tokenize")
@@ -18,7 +28,7 @@ JOBS = (
 
 CODE = """
 import runpy, sys
-sys.argv = [sys.argv[1], sys.argv[2]]
+sys.argv = sys.argv[1:]
 try:
     runpy.run_module("jobs." + sys.argv[0], run_name="__main__", alter_sys=True)
 finally:
@@ -26,13 +36,64 @@ finally:
 """
 
 
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "MLFLOW_TRACKING_URI")}
+
+
+def answered(job: str, *words: str) -> tuple[subprocess.CompletedProcess[str], set[str]]:
+    """The command's end, and the modules that it imported."""
+    line = [sys.executable, "-c", CODE, job, *words]
+    done = subprocess.run(line, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    imported = done.stdout.split("imported:")[1].split()
+    assert "jobs.cli" in imported
+    return done, set(imported)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("word", ["--wrong=1", "--help"])
 @pytest.mark.parametrize("job", JOBS)
 def test_it_is_answered_before_what_takes_seconds_to_import(job: str, word: str) -> None:
-    done = subprocess.run([sys.executable, "-c", CODE, job, word], capture_output=True, text=True)
+    done, imported = answered(job, word)
     assert done.returncode == (word != "--help"), done.stderr
     assert done.stderr.count("\n") == (word != "--help")
-    imported = done.stdout.split("imported:")[1].split()
-    assert "jobs.cli" in imported
-    assert not set(HEAVY[job in BY_TORCH :]) & set(imported)
+    assert not set(HEAVY[job in BY_TORCH :]) & imported
+
+
+@pytest.fixture(scope="module")
+def made(small: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Tables of retrieval with their semantic IDs, tables of search, and a storage with a TIGER's run."""
+    home = tmp_path_factory.mktemp("wrong")
+    tiger = {"name": "tiger", "d_model": 8, "d_ff": 8, "num_heads": 1, "d_kv": 4}
+    setup = set_up(tiger, FitConfig(batch_size=8), *small)
+    checkpoint.save(home / "runs/teacher/best", setup.model, setup.checkpoint(epoch=1))
+    (home / "runs/teacher/run.json").write_text("{}")
+    return {"tables": small[0], "sids": small[1], "search": write_search(home)[0], "runs": str(home / "runs")}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("sasrec.yaml --tables {tables} --fit.metric ndcg10", "'ndcg10', which .* the nearest is 'ndcg@10'; known are"),
+        ("sasrec.yaml --tables {tables} --ray.num_workers 4096 --fit.batch_size 4096",
+         "4,096 workers need 4096 CPUs, 1 CPU for each; this machine has .*; lower --ray.num_workers or "),
+        ("sasrec.yaml --tables {tables} --name a/b", "the run's name is 'a/b'"),
+        ("tiger_small.yaml --tables {tables}", "the model 'tiger' needs semantic IDs; give --sids"),
+        ("qgs.yaml --tables {tables}", "'qgs' is of search, and {tables} holds tables of retrieval; models of "
+         "retrieval are .*sasrec, .*: give a config of one .*, or tables that jobs.prepare made with --kind search"),
+        ("tiger_small.yaml --tables {search}", "'tiger' is of retrieval, .* models of search are base, hstu, hllm, "
+         "qgs: "),
+        ("sid_mlp.yaml --tables {tables} --sids {sids}", "model.teacher is not set; .* which is STORAGE/NAME of"),
+        ("sid_mlp.yaml --tables {tables} --sids {sids} --model.teacher teacher",
+         "model.teacher is teacher, the name of a run; give the run's folder, which is {runs}/teacher"),
+    ],
+)  # fmt: skip
+def test_a_training_that_cannot_be_is_refused_before_ray_is_imported(
+    made: dict[str, str], words: str, message: str
+) -> None:
+    before = sorted(Path(made["runs"]).rglob("*"))
+    line = f"--storage {made['runs']} --name new --config jobs/configs/{words}".format(**made).split()
+    done, imported = answered("train", *line)
+    assert done.returncode == 1
+    assert re.fullmatch(f"error: .*{message.format(**made)}.*\n", done.stderr), done.stderr
+    assert not {"ray", "mlflow"} & imported
+    assert sorted(Path(made["runs"]).rglob("*")) == before

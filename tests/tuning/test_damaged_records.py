@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from models.tables import UserError
-from pipelines.training.run import read_record
+from pipelines.training.record import read_record
 from tuning.sweep import best_checkpoint, read_sweep
 from tuning.trial import read_reports
 

@@ -37,7 +37,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
         ("the model 'tiger' needs semantic IDs; give --sids", {"model": TIGER, "extra": None}),
         ("the teacher .*/nowhere is neither a checkpoint nor a finished run",
          {"model": {"name": "sid_mlp", "teacher": "/nowhere"}}),
-        ("/nowhere/items is not a table", {"tables": "/nowhere"}),
+        ("/nowhere/sequences is not a table", {"tables": "/nowhere"}),
         ("no tracking URI", {"storage": "s3://bucket/runs"}),
     ],
 )  # fmt: skip

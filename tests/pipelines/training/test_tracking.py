@@ -17,6 +17,7 @@ from sqlalchemy import Engine, event
 
 from models.tables import UserError
 from pipelines import sqlite, tracking
+from pipelines.stores import resolve_uri
 from pipelines.training.run import figures
 
 ROOT = Path(__file__).parents[3]
@@ -190,10 +191,10 @@ def test_a_run_that_is_gone_is_named(tmp_path: Path, uri: str) -> None:
 
 def test_the_tracking_uri_is_explicit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    assert tracking.resolve_uri(None, str(tmp_path)) == f"sqlite:///{tmp_path}/mlflow.db"
+    assert resolve_uri(None, str(tmp_path)) == f"sqlite:///{tmp_path}/mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server:5000")
-    assert tracking.resolve_uri(None, str(tmp_path)) == "http://server:5000"
-    assert tracking.resolve_uri("sqlite:////a/b.db", str(tmp_path)) == "sqlite:////a/b.db"
+    assert resolve_uri(None, str(tmp_path)) == "http://server:5000"
+    assert resolve_uri("sqlite:////a/b.db", str(tmp_path)) == "sqlite:////a/b.db"
 
 
 def test_the_numbers_of_a_manifest_become_metrics() -> None:

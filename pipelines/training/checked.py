@@ -1,0 +1,121 @@
+"""A training that is checked as far as that goes without Ray and MLflow, whose imports take seconds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from models import registry
+from models.config import naming
+from models.fit import FitConfig
+from models.places import CHECKPOINT
+from models.setup import check_budget, check_fit, load_catalogue
+from models.tables import UserError, join, read_manifest
+from models.text_encoder import located
+from models.uri import absolute, hide
+from pipelines.stores import resolve_uri
+from pipelines.training.options import RayOptions
+from pipelines.training.record import check_same, read_record
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A training that may begin."""
+
+    name: str
+    """Name of the run."""
+    storage: str
+    """Folder of all runs, absolute."""
+    entry: registry.Entry
+    """The model's row of the registry."""
+    config: dict[str, Any]
+    """What the run is continued with: `model`, with what it takes from checkpoints that it names, `fit` and `ray`."""
+    given: dict[str, Any]
+    """The model as it was asked for."""
+    fit: FitConfig
+    """The training loop."""
+    ray: RayOptions
+    """Workers and their resources."""
+    tables: str
+    """TABLES, absolute."""
+    extra: str | None
+    """The folder that the model reads beside them, absolute."""
+    hashes: dict[str, str]
+    """Of the tables that it reads."""
+    uri: str
+    """MLflow's tracking URI."""
+    overwrite: bool
+    """Whether what the run of this name has made is thrown away."""
+    notes: list[str]
+    """What is worth saying before the training."""
+
+    @property
+    def folder(self) -> str:
+        """The run's folder."""
+        return join(self.storage, self.name)
+
+    @property
+    def workers(self) -> int:
+        """Training processes."""
+        return int(self.config["ray"]["num_workers"])
+
+
+def check(
+    *, model: dict[str, Any], fit: FitConfig, ray_options: RayOptions, tables: str, extra: str | None, storage: str,
+    name: str, tracking_uri: str | None = None, overwrite: bool = False,
+) -> Checked:  # fmt: skip
+    """The training, or UserError for what the user can mend and is known without Ray. Nothing is written.
+
+    `model` holds the model's `name` and fields; `extra` is the folder that it needs beside the tables (`Entry.extra`).
+    """
+    check_name(name)
+    tables, extra, storage = absolute(tables), absolute(extra) if extra else None, absolute(storage)
+    uri = resolve_uri(tracking_uri, storage)
+    entry = registry.find(model["name"])
+    check_checkpoints(model, entry, storage)
+    encoders = naming(entry.config, "encoder")
+    model = hide({key: located(value) if key in encoders else value for key, value in model.items()})
+    catalogue = load_catalogue(entry, model["name"], tables, extra)
+    record = None if overwrite else read_record(join(storage, name))
+    asked = registry.config_from_dict(model)
+    given = registry.config_to_dict(asked)
+    try:
+        model = registry.config_to_dict(registry.resolve(asked, catalogue))
+    except UserError:
+        if not record or record["status"] != "finished" or record.get("given") != given:
+            raise
+        model = record["config"]["model"]  # a finished run no longer needs the checkpoints that it was made from
+    if ray_options.fsdp and entry.blocks is None:
+        cut = ", ".join(other for other, one in registry.MODELS.items() if one.blocks)
+        raise UserError(f"ray.fsdp is true, but '{model['name']}' is not trained in shards; {cut} are; leave it out")
+    workers = ray_options.num_workers if entry.gradient else 1
+    for count in range(ray_options.least(workers), workers + 1):
+        check_fit(fit, model["name"], catalogue, count)
+    config = {"model": model, "fit": asdict(fit), "ray": {"num_workers": workers}}
+    notes = []
+    if record is None:  # a run that has begun keeps its buffers
+        check_budget(entry, fit, join(tables, "sequences"), registry.config_from_dict(model), workers)
+        about_log = read_manifest(join(tables, "sequences"), "sequences").info
+        if unread := entry.family.unread(about_log) if entry.family.unread else []:
+            notes = [f"'{model['name']}' reads items and their order, of these tables not the {'; '.join(unread)}"]
+    elif record["status"] != "opening":
+        check_same(record, config, catalogue.hashes, name, storage)
+    extra = extra if entry.extra else None
+    return Checked(
+        name, storage, entry, config, given, fit, ray_options, tables, extra, catalogue.hashes, uri, overwrite, notes
+    )
+
+
+def check_name(name: str) -> None:
+    if not name or name in (".", "..", "mlartifacts") or "/" in name:
+        raise UserError(f"the run's name is '{name}'; it names a folder, so give a word without '/'")
+
+
+def check_checkpoints(model: dict[str, Any], entry: registry.Entry, storage: str) -> None:
+    """UserError where an option that takes a run's folder has the name of a run in this storage."""
+    for option in naming(entry.config, "checkpoint"):
+        given = str(model.get(option) or "")
+        if not given or "/" in given or any(CHECKPOINT.is_at(place) for place in (given, join(given, "best"))):
+            continue
+        if CHECKPOINT.is_at(run := join(storage, given)):
+            raise UserError(f"model.{option} is {given}, the name of a run; give the run's folder, which is {run}")

@@ -1,0 +1,59 @@
+"""What a training notes in its run's folder: what it is, whether it is finished, and where MLflow has it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pyarrow import fs
+
+from models.config import flattened
+from models.tables import UserError, join, open_uri
+from models.uri import hide
+from pipelines.data.tables import write_file
+
+RUN, BEST = "run.json", "best"
+"""In a run's folder: its record, and its best checkpoint."""
+
+MAY_CHANGE = {"log_every_steps", "eval_batch_size", "checkpoint_every_steps", "memory_budget_gb", "ray.num_workers"}
+"""Options, of `fit` where nothing else is named, that a continued run may change: what it ends with stays the same."""
+
+
+def read_record(folder: str) -> dict[str, Any] | None:
+    """`run.json`, or None for a name that has no run."""
+    filesystem, path = open_uri(join(folder, RUN))
+    if filesystem.get_file_info(path).type != fs.FileType.File:
+        return None
+    try:
+        with filesystem.open_input_stream(path) as stream:
+            record = dict(json.loads(stream.read()))
+        status = record.get("status")
+        if not isinstance(status, str) or not isinstance(
+            record.get("opening" if status == "opening" else "tracking"), dict
+        ):
+            raise ValueError("it does not say the run's status and its MLflow run")
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"{folder}/{RUN} is damaged ({error}); train again with --overwrite, or where this is a sweep's trial "
+            f"remove its folder and give --resume"
+        ) from error
+    return record
+
+
+def write_record(folder: str, record: dict[str, Any]) -> None:
+    write_file(join(folder, RUN), json.dumps(hide(record), indent=2, sort_keys=True).encode())
+
+
+def check_same(record: dict[str, Any], config: dict[str, Any], hashes: dict[str, str], name: str, storage: str) -> None:
+    """Refuses to continue a run with other settings or tables."""
+    remedy = f"choose another --name, or --overwrite the run '{name}' in {storage}"
+    model, wanted = record["config"]["model"]["name"], config["model"]["name"]
+    if model != wanted:
+        raise UserError(f"the run '{name}' is of the model '{model}', not '{wanted}'; {remedy}")
+    before, now = flattened(record["config"]), flattened(config)
+    for key in sorted(before.keys() & now.keys()):  # an option that came later was not there to be set
+        if key.removeprefix("fit.") not in MAY_CHANGE and before[key] != now[key]:
+            raise UserError(f"the run '{name}' was started with {key} {before[key]}, not {now[key]}; {remedy}")
+    for table, value in hashes.items():
+        if record["hashes"].get(table) != value:
+            raise UserError(f"the run '{name}' was started with another table '{table}'; {remedy}")
