@@ -13,14 +13,16 @@ import math
 import re
 import statistics
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from mlflow import MlflowClient
 
+from models import registry
 from models.config import hint
+from models.fit import FitConfig
 from models.tables import UserError
 from pipelines import tracking
 from pipelines.comparison.runs import Selection
@@ -156,7 +158,7 @@ def rows_of(*selections: Selection) -> list[Row]:
     """The selected runs, grouped."""
     rows: dict[tuple, Row] = {}
     for selection, run in ((each, run) for each in selections for run in each.runs):
-        given, tags = run.data.params, run.data.tags
+        given, tags = {**later_options(run.data.params), **run.data.params}, run.data.tags
         told = {key: value for key, value in given.items() if key.startswith(("model.", "fit.", "evaluate."))}
         apart = OTHER | ({"model.encoder"} if "model.encoder_hash" in given else set())  # SID-MLP++'s is a checkpoint
         alike = {key: value for key, value in told.items() if key not in apart}
@@ -183,6 +185,24 @@ def rows_of(*selections: Selection) -> list[Row]:
             if len({params.get(name) for params in others}) > 1:
                 row.settings[name] = row.params.get(name, "none")
     return list(rows.values())
+
+
+def later_options(given: dict[str, str]) -> dict[str, str]:
+    """Options that models and training have learned after a run with the params `given`, at their defaults, which
+    change nothing. So its other seeds may be of a later version."""
+    configs = {
+        name.removesuffix("name"): registry.MODELS[model].config
+        for name, model in given.items()
+        if name.startswith("model.") and name.endswith(".name") and model in registry.MODELS
+    }
+    if any(name.startswith("fit.") for name in given):
+        configs["fit."] = FitConfig
+    found: dict[str, str] = {}
+    for prefix, config in configs.items():
+        values = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(config)}
+        found |= tracking.flatten({name: value for name, value in values.items() if value is not MISSING}, prefix)
+    parents = {name.rsplit(".", count)[0] for name in given for count in range(1, name.count(".") + 1)}
+    return {name: value for name, value in found.items() if name not in given and name not in parents}
 
 
 def evaluations(logged: dict[str, float]) -> dict[str, dict[str, float]]:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from models import registry
+from pipelines import tracking
 from pipelines.comparison.baseline_tables import relative_tables
 from pipelines.comparison.claims import FAILS, HOLDS, OPEN, Claim, decide
 from pipelines.comparison.pareto import Point, picture
 from pipelines.comparison.plots import plots
 from pipelines.comparison.published import Papers, Published, System, beside, load
-from pipelines.comparison.rows import Comparison, Row, Run, lower_is_better
+from pipelines.comparison.rows import Comparison, Row, Run, lower_is_better, rows_of
 from pipelines.comparison.run_plots import beams
 from pipelines.comparison.run_tables import paired_tables
-from pipelines.comparison.runs import Selection
+from pipelines.comparison.runs import Selection, select
 from pipelines.comparison.sweep_plots import axes
 
 NDCG, LOSS = "test/ndcg@10", "test/eval_loss"
@@ -43,6 +47,28 @@ PRINTED = Published(
     "Table 3", [NDCG], {"A": {"tiger": [0.030], "sid_mlp": [0.033], "sid_mlp_pp": [0.03]}}, "tiger"
 )  # fmt: skip
 SYSTEMS = {name: System(name) for name in ("tiger", "sid_mlp", "sid_mlp_pp")}
+
+
+def test_a_run_from_before_an_option_stands_with_those_at_its_default(
+    new_store: Callable[[Path], str], tmp_path: Path
+) -> None:
+    uri = new_store(tmp_path)
+    now = registry.config_to_dict(registry.model_config("sid_mlp")(teacher="runs/tiger"))
+    teacher = registry.config_to_dict(registry.model_config("tiger")())
+    for seed, left_out, more in (
+        (42, {"attention_dropout"}, {}), (43, set(), {}), (44, set(), {"attention_dropout": 0.1})
+    ):  # fmt: skip
+        taught = {name: value for name, value in teacher.items() if seed != 42 or name != "end_token"}
+        model = {name: value for name, value in {**now, **more}.items() if name not in left_out}
+        fit = {"seed": seed, "lr": 0.1} | ({"train_examples": 0} if seed != 42 else {})
+        config = {"model": {**model, "teacher_model": taught}, "fit": fit}
+        ref = tracking.open_run(uri, "retrieval/x", f"sid_mlp-{seed}", str(tmp_path), config=config, hashes={})
+        logger = tracking.Logger(ref)
+        logger.log({"test/ndcg@10": 0.1}, 1)
+        logger.end()
+    rows = rows_of(select(uri, ["retrieval/x"]))
+    assert sorted(sorted(run.seed for run in row.runs) for row in rows) == [["42", "43"], ["44"]]
+    assert {value for row in rows for value in row.settings} == {"model.attention_dropout"}
 
 
 def test_every_trie_has_its_reference_above_what_is_seen_against_it() -> None:
