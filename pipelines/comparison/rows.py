@@ -21,7 +21,7 @@ from typing import Any
 from mlflow import MlflowClient
 
 from models import registry
-from models.config import hint
+from models.config import flattened, hint
 from models.fit import FitConfig
 from models.tables import UserError
 from pipelines import tracking
@@ -200,7 +200,7 @@ def later_options(given: dict[str, str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for prefix, config in configs.items():
         values = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(config)}
-        found |= tracking.flatten({name: value for name, value in values.items() if value is not MISSING}, prefix)
+        found |= flattened({name: value for name, value in values.items() if value is not MISSING}, prefix)
     parents = {name.rsplit(".", count)[0] for name in given for count in range(1, name.count(".") + 1)}
     return {name: value for name, value in found.items() if name not in given and name not in parents}
 
