@@ -21,8 +21,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pyarrow import fs
+
 from jobs import cli
+from models.places import reach
+from models.tables import UserError, file_info
 from pipelines.comparison.options import Options
+from pipelines.stores import check_named, named_stores
 
 LISTS = ("experiment", "run", "sids", "tracking_uri", "benchmark", "results")
 """Options that may be given several times."""
@@ -48,9 +53,23 @@ def added(word: str) -> str:
 
 def run(config: Config) -> None:
     """Prints the tables, and writes what is asked for."""
+    read = {"from": config.results, "benchmark": config.benchmark, "claims_file": [config.claims_file or ""]}
+    for option, paths in read.items():
+        for path in paths:
+            if path and file_info(path).type == fs.FileType.NotFound:
+                raise UserError(f"cannot read {path} (no such file); check --{option}")
+    for folder in config.sids:
+        reach(sids=folder)
+    uris: list[str] = []
+    if config.from_mlflow and not config.results:
+        uris = named_stores(config.tracking_uri, new=bool(config.benchmark))
+    if not config.benchmark:  # which may make the store and the experiment
+        metric = [config.metric] if config.metric else []
+        sweep = [config.sweep] if config.sweep else []
+        check_named(uris, experiment=config.experiment, sweep=sweep, run=config.run, metric=metric)
     from jobs import comparing  # imports MLflow, and a wrong command line has its answer before that
 
-    comparing.run(config)
+    comparing.run(config, uris)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,22 +22,7 @@ from pipelines.comparison.run_tables import best_table, origins_table, tables
 from pipelines.comparison.runs import select, select_all, sweeps_of
 from pipelines.comparison.table import Table
 from pipelines.comparison.tokenizer_tables import sids_table
-from pipelines.stores import resolve_uri
-
-
-def stores(options: Sequence[str], new: bool = False) -> list[str]:
-    """The tracking URIs of the options, the environment, or this folder; UserError where there is none, or, unless it
-    may be a `new` one, no store."""
-    uris = list(options) or [os.environ.get("MLFLOW_TRACKING_URI", "")]
-    if uris == [""]:
-        if not Path("runs/mlflow.db").is_file():
-            raise UserError("no MLflow store is named; give --tracking_uri, as jobs.train prints it")
-        uris = [f"sqlite:///{Path('runs/mlflow.db').absolute()}"]
-    found = list(dict.fromkeys(resolve_uri(uri, ".") for uri in uris))
-    for uri in [] if new else found:  # MLflow would make it
-        if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).is_file():
-            raise UserError(f"there is no MLflow store at {uri}; give the --tracking_uri that jobs.train prints")
-    return found
+from pipelines.stores import unknown
 
 
 def homes(uris: Sequence[str], experiments: Sequence[str]) -> dict[str, list[str]]:
@@ -46,9 +30,7 @@ def homes(uris: Sequence[str], experiments: Sequence[str]) -> dict[str, list[str
     known = {uri: {found.name for found in tracking.connect(uri).search_experiments()} for uri in uris}
     for name in experiments:
         if not any(name in there for there in known.values()):
-            others = ", ".join(sorted({other for there in known.values() for other in there} - {"Default"}))
-            hint = f"there are {others}" if others else "no experiment is there"
-            raise UserError(f"the experiment '{name}' is not at {', '.join(uris)}; {hint}")
+            raise UserError(unknown("experiment", name, uris, set().union(*known.values())))
     return {uri: [name for name in experiments if name in known[uri]] for uri in uris}
 
 
@@ -144,15 +126,14 @@ def register_best(comparison: Comparison, name: str) -> None:
     print(f"  load it   mlflow.pyfunc.load_model('models:/{name}/{version.version}')")
 
 
-def run(config: Options) -> None:
-    """Prints the tables, and writes what is asked for."""
+def run(config: Options, uris: Sequence[str]) -> None:
+    """Prints the tables of the stores, or of the files in place of them, and writes what is asked for."""
     if config.results:
         with results.store(config.results) as uri:
             named = bool(config.experiment or config.sweep or config.run)
             every = [] if named else [e.name for e in tracking.connect(uri).search_experiments() if e.name != "Default"]
             show(replace(config, experiment=sorted([*config.experiment, *every])), [uri])
         return
-    uris = stores(config.tracking_uri, new=bool(config.benchmark)) if config.from_mlflow else []
     show(config, uris)
     for uri in uris:
         print(f"look at it: {tracking.viewer(uri)}")

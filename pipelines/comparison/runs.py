@@ -14,10 +14,10 @@ from typing import Any
 
 from mlflow import MlflowClient
 
-from models.config import hint
 from models.tables import UserError
 from models.words import number_of
 from pipelines import tracking
+from pipelines.stores import unknown
 
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
@@ -59,9 +59,7 @@ def select(uri: str, experiments: Sequence[str] = (), sweep: str | None = None, 
     known = {e.name: str(e.experiment_id) for e in client.search_experiments()}
     for name in experiments:
         if name not in known:
-            others = [other for other in known if other != "Default"]
-            hint = f"there are {', '.join(others)}" if others else "it holds none"
-            raise UserError(f"the experiment '{name}' is not at {uri}; {hint}")
+            raise UserError(unknown("experiment", name, [uri], known))
     chosen = {known[name]: name for name in experiments or known}
     there = search(client, list(chosen))
     if sweep:
@@ -166,5 +164,5 @@ def only(runs: Sequence[Any], name: str, what: str, uri: str) -> Any:
         ids = ", ".join(run.info.run_id for run in found)
         raise UserError(f"{len(found)} {what}s at {uri} are called '{name}'; give the id of one: {ids}")
     if not found:
-        raise UserError(f"there is no {what} '{name}' at {uri}; {hint(name, [run.info.run_name for run in runs])}")
+        raise UserError(unknown(what, name, [uri], [run.info.run_name for run in runs]))
     return found[0]

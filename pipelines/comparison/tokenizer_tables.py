@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from models.places import reach
 from models.tables import UserError, join, read_manifest
 from pipelines.comparison.table import Table
 
@@ -27,7 +26,6 @@ def sids_table(uris: Sequence[str]) -> Table:
     header = ["SIDs", "tokenizer", "items", "branching", *LEVELS, "distinct", "collision rate", "largest group"]
     cells = []
     for uri in uris:
-        reach(sids=uri)
         sids, trie = read_manifest(join(uri, "sids"), "sids"), read_manifest(join(uri, "trie"), "trie")
         if trie.inputs.get("sids") != sids.hash:
             raise UserError(f"the trie of {uri} was made from other sids; run jobs.tokenize again")
