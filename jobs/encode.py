@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from jobs import cli
 from models.places import reach
 from models.tables import join, kind_of, read_manifest
+from models.text_encoder import check_encoder
 from pipelines.data.kinds.table import KINDS
 from pipelines.data.tables import check_can_write
 from pipelines.data.text_config import TextConfig
@@ -33,6 +34,9 @@ class Config:
     overwrite: bool = False
     """Replace tables that are there already."""
     embed: TextConfig = field(default_factory=TextConfig)
+
+    def __post_init__(self) -> None:
+        check_encoder(self.encoder)
 
 
 def run(config: Config) -> None:

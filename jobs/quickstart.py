@@ -25,6 +25,7 @@ from jobs import cli, simulate
 from models.config import check_positive
 from models.places import reach
 from models.tables import UserError
+from models.text_encoder import check_encoder
 from models.words import number_of
 from pipelines.data.kinds.base import Trained
 from pipelines.data.kinds.table import KINDS
@@ -63,6 +64,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_positive(self, ["epochs", "users", "items", "events"])
+        check_encoder(self.encoder)
 
 
 class Steps:

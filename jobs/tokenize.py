@@ -17,6 +17,7 @@ from models.retrieval.tokenizers.psid import PsidConfig
 from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
 from models.retrieval.tokenizers.rqvae import RqvaeConfig
 from models.tables import Manifest, join
+from models.text_encoder import check_encoder
 from models.words import number_of
 from pipelines.data.sids.embed import EmbedConfig, embed_origin
 from pipelines.data.sids.tokenize import TokenizerConfig, check_folders, check_items, tokenize
@@ -64,6 +65,7 @@ class Config:
     psid: PsidConfig = field(default_factory=PsidConfig)
 
     def __post_init__(self) -> None:
+        check_encoder(self.encoder)
         if self.pca < 0:
             raise ValueError(f"pca is {self.pca}; it must be 0 (none) or more")
         if self.embeddings and self.tokenizer == "published":

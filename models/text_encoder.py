@@ -9,13 +9,20 @@ all-MiniLM-L6-v2 as a pip package carries it, where no model hub is reached.
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import json
+import logging
+import os
+import socket
 import string
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import numpy as np
 import pyarrow as pa
@@ -33,6 +40,36 @@ WORDS: dict[str, Any] = {"sublinear_tf": True, "token_pattern": r"(?u)\b\w+\b"}
 
 SETTINGS, MODEL, TFIDF = "encoder.json", "model", "tfidf.safetensors"
 """Files of a saved encoder."""
+
+
+BUILT_IN = ("minilm", "tfidf")
+"""Encoders that are named by a word of their own."""
+
+
+def check_encoder(name: str) -> None:
+    """UserError for a name that is meant for a built-in encoder's, as it looks like one and is no folder: the model hub
+    need not be asked."""
+    near = difflib.get_close_matches(name, BUILT_IN, n=1)
+    if near and name not in BUILT_IN and not Path(name).expanduser().is_dir():
+        known = " nor ".join(BUILT_IN)
+        raise UserError(f"the encoder {name} is neither a folder nor {known}; the nearest is '{near[0]}'")
+
+
+@lru_cache
+def hub_answers() -> bool:
+    """Whether the model hub can be asked: `transformers` would try for half a minute where nobody answers."""
+    from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
+
+    if HF_HUB_OFFLINE:
+        return False
+    if getproxies():  # who asks for us is not ours to try
+        return True
+    place = urlsplit(ENDPOINT)
+    try:
+        socket.create_connection((place.hostname or "", place.port or 443), timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 def located(encoder: str) -> str:
@@ -57,10 +94,10 @@ def load_encoder(name: str) -> Any:
     """The encoder: a module that gives `last_hidden_state` (texts, tokens, width), without the pooler that nothing
     here reads. UserError where it cannot be loaded."""
     from transformers import AutoModel
-    from transformers.utils import logging
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    set_verbosity_error()
+    disable_progress_bar()
     with loading(name) as source:
         model = AutoModel.from_pretrained(**source)
     return without_pooler(model.get_encoder() if model.config.is_encoder_decoder else model)
@@ -88,12 +125,16 @@ def without_pooler(encoder: Any) -> Any:
 def loading(name: str) -> Iterator[dict[str, Any]]:
     """Where to load the encoder from, as transformers wants it; what goes wrong there becomes a UserError."""
     location = locate_encoder(name)
-    source = {"pretrained_model_name_or_path": location, "local_files_only": Path(location).is_dir()}
+    folder = Path(location).is_dir()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the error below says it once
     try:
-        yield source
+        yield {"pretrained_model_name_or_path": location, "local_files_only": folder or not hub_answers()}
     except (OSError, ValueError) as error:
-        first = str(error).splitlines()[0]
-        raise UserError(f"cannot load the encoder {name} ({first}); check that its folder is complete") from error
+        first = str(error).splitlines()[0].rstrip(".")
+        other = "a folder with a transformers model, a name of the model hub where that can be reached, minilm or tfidf"
+        remedy = "check that its folder is complete, or give" if folder else "give"
+        hub = " (HF_HUB_OFFLINE forbids it here: unset that)" if os.environ.get("HF_HUB_OFFLINE") and not folder else ""
+        raise UserError(f"cannot load the encoder {name} ({first}); {remedy} {other}{hub}") from error
 
 
 def text_columns(columns: Iterable[str], template: str = "") -> dict[str, str]:

@@ -147,3 +147,22 @@ def test_what_a_store_has_is_found_by_every_name_of_it(store: str, tmp_path: Pat
     (tmp_path / "other.db").write_text("")
     check_named([store, f"sqlite:///{tmp_path}/other.db"], experiment=["gone"])
     check_named([store, "http://mlflow:5000"], experiment=["gone"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("job", "words", "message"),
+    [
+        ("tokenize", "--tokenizer rqkmeans", "the encoder tfdf is neither a folder nor .*; the nearest is 'tfidf'"),
+        ("encode", "", "the encoder tfdf is neither a folder nor .*; the nearest is 'tfidf'"),
+    ],
+)
+def test_no_hub_is_asked_for_what_looks_like_a_built_in_encoder(
+    small: tuple[str, str], tmp_path: Path, job: str, words: str, message: str
+) -> None:
+    line = f"--tables {small[0]} --output {tmp_path}/out --encoder tfdf {words}"
+    done, imported = answered(job, *line.split())
+    assert done.returncode == 1
+    assert re.fullmatch(f"error: {message}\n", done.stderr), done.stderr
+    assert not {"ray", "mlflow", "transformers", "huggingface_hub"} & imported
+    assert not (tmp_path / "out").exists()

@@ -9,7 +9,6 @@ the driver: items x width floats.
 from __future__ import annotations
 
 import hashlib
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -22,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from models.tables import Manifest, Part, UserError, has_manifest, iter_parts, read_manifest, read_table
-from models.text_encoder import WORDS, TextEncoder, locate_encoder, text_columns, texts_of
+from models.text_encoder import WORDS, TextEncoder, loading, locate_encoder, text_columns, texts_of
 from models.words import number_of
 from pipelines.data.tables import check_writable, commit, embeddings_schema, fingerprint, up_to_date, write_part
 
@@ -124,15 +123,8 @@ def encoder_version(name: str) -> str:
     from transformers import AutoConfig
 
     location = locate_encoder(name)
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the error below says it once
-    try:
-        config = AutoConfig.from_pretrained(location, local_files_only=Path(location).is_dir())
-    except (OSError, ValueError) as error:
-        first = str(error).splitlines()[0]
-        raise UserError(
-            f"cannot load the encoder {name} ({first}); give a folder with a transformers model, a hub name where a "
-            f"hub can be reached, --encoder minilm or --encoder tfidf"
-        ) from error
+    with loading(name) as source:
+        config = AutoConfig.from_pretrained(**source)
     if not Path(location).is_dir():
         return str(getattr(config, "_commit_hash", None))
     digest = hashlib.sha256()

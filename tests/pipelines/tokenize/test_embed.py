@@ -113,6 +113,9 @@ def test_encoder_version_follows_the_weights(tiny_bert: str, tmp_path: Path) -> 
 
 def test_encoders_that_are_not_there_are_errors_with_remedies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE forbids it here: unset that"):
+        encoder_version("nobody/no-such-model")
     for name in ("nobody/no-such-model", str(tmp_path)):
         with pytest.raises(UserError, match=r"cannot load the encoder.*folder.*minilm.*tfidf") as raised:
             encoder_version(name)
