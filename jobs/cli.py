@@ -8,6 +8,7 @@ A job is a dataclass of options and a function of it:
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 import re
@@ -25,6 +26,7 @@ from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter, se
 
 from jobs.wrong_line import below, keys_of, types_of, wrong_line, wrong_value
 from models.config import instead, read_yaml
+from models.places import near_file
 from models.tables import UserError
 from models.uri import hide, masked
 from models.words import number_of
@@ -82,12 +84,20 @@ def build_parser(config: type, job: str, groups: dict[str, type]) -> ArgumentPar
     return parser
 
 
+def remedy_for(path: str, folder: Path, remedy: str) -> str:
+    """What to do about a file that cannot be read: where nothing is at the path and no file beside it is called so,
+    give the one of our `folder` whose name is most like it; else the `remedy`."""
+    if "://" in path or Path(path).expanduser().exists() or near_file(path):
+        return remedy
+    files = [file for file in folder.rglob("*.yaml") if "sources" not in file.relative_to(folder).parts]
+    ours = {file.stem: file for file in sorted(files, reverse=True)}
+    near = difflib.get_close_matches(Path(path).stem, ours, n=1)
+    return f"give {os.path.relpath(ours[near[0]])}" if near else remedy
+
+
 def _check_config_keys(path: str, parser: ArgumentParser) -> list[str]:
     """The keys of a config file; names unknown ones, with the file, before jsonargparse sees them."""
-    ours = CONFIGS / Path(path).name
-    given = not ours.is_file() or "://" in path or Path(path).expanduser().exists()
-    remedy = "check --config, and see --help for the keys" if given else f"give {os.path.relpath(ours)}"
-    content = read_yaml(path, remedy)
+    content = read_yaml(path, remedy_for(path, CONFIGS, "check --config, and see --help for the keys"))
     keys, found = keys_of(parser), []
 
     def walk(node: dict[str, Any], prefix: str) -> None:

@@ -16,11 +16,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 
 from pyarrow import fs
 
 from jobs import cli
+from models.config import nearest
 from models.places import reach
 from models.tables import UserError, open_uri
 from models.words import number_of
@@ -30,6 +31,8 @@ from pipelines.data.sources import load_source
 from pipelines.data.sources.preview import lines, preview, warnings
 from pipelines.data.sources.suggest import suggest, unsure
 from pipelines.data.tables import write_file
+
+SOURCES = cli.CONFIGS / "sources"
 
 
 @dataclass
@@ -111,7 +114,7 @@ class Config:
 def run(config: Config) -> dict[str, object]:
     """Prepares the tables and prints what was made and what to run next."""
     begin = time.perf_counter()
-    source, defaults = load_source(config.source)
+    source, defaults = load_source(config.source, cli.remedy_for(config.source, SOURCES, "check --source"))
     options = {
         key: value
         for key, value in asdict(config).items()
@@ -182,7 +185,11 @@ def run_suggestion(config: Suggestion) -> None:
 def parse(job: str, argv: Sequence[str] | None = None) -> Config | Suggestion:
     """The command line; `--suggest` has options of its own."""
     words = list(sys.argv[1:] if argv is None else argv)
-    suggesting = any(word.split("=")[0] == "--suggest" for word in words)
+    given = [word.split("=")[0].removeprefix("--") for word in words if word.startswith("--")]
+    suggesting = "suggest" in given
+    for name in [] if suggesting else given:
+        if nearest(name, ["suggest", *(option.name for option in fields(Config))]) == "suggest":
+            raise UserError(f"unknown key '{name}'; the nearest key is 'suggest'; see --help for all")
     return cli.parse(Suggestion, job, words) if suggesting else cli.parse(Config, job, words)
 
 

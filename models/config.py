@@ -30,12 +30,20 @@ OLD_NAMES = {
 """Options that were renamed or taken away, with the remedy, by the last part of their key."""
 
 
+ALSO_CALLED = {"device": "use_gpu", "learning_rate": "lr"}
+"""Words that others have for an option, by the last part of its key."""
+
+
 def instead(key: str, known: Iterable[str]) -> str:
-    """Half a sentence that says what to write in place of a key that is not known."""
-    old, known = OLD_NAMES.get(key.rsplit(".", 1)[-1]), list(known)
-    if old:
-        return old
-    return f"the nearest key is '{nearest(key, known)}'" if known else "it takes no keys"
+    """Half a sentence that says what to write in place of a key that is not known: the one of the same last part, which
+    another section may have, else the one most like it."""
+    last, known = key.rsplit(".", 1)[-1], list(known)
+    if last in OLD_NAMES:
+        return OLD_NAMES[last]
+    if not known:
+        return "it takes no keys"
+    same = [other for other in known if other.rsplit(".", 1)[-1] in (last, ALSO_CALLED.get(last))]
+    return f"the nearest key is '{nearest(key, same or known)}'"
 
 
 def hint(word: str, known: Iterable[str], none: str = "there is none") -> str:

@@ -9,7 +9,8 @@ import pytest
 from jobs.train import parse
 from models.tables import UserError
 
-SASREC = str(Path(__file__).parents[2] / "jobs/configs/sasrec.yaml")
+ROOT = Path(__file__).parents[2]
+SASREC = str(ROOT / "jobs/configs/sasrec.yaml")
 LINE = ["--tables", "t", "--storage", "s", "--name", "n"]
 
 
@@ -18,6 +19,8 @@ LINE = ["--tables", "t", "--storage", "s", "--name", "n"]
     [
         (["--fit.lrr", "1"], "unknown key 'fit.lrr'; the nearest key is 'fit.lr'"),
         (["--model.num_layer", "1"], "unknown key 'model.num_layer'; the nearest key is 'model.num_layers'"),
+        (["--fit.device", "cpu"], "unknown key 'fit.device'; the nearest key is 'ray.use_gpu'"),
+        (["--model.lr", "1"], "unknown key 'model.lr'; the nearest key is 'fit.lr'"),
         (["--model.num_layers", "0"], "num_layers is 0, it must be at least 1"),
         (["--model.name", "tigre"], "unknown model 'tigre'; the nearest is 'tiger'"),
         (["--fit.batch_size", "0"], r"fit.batch_size is 0, it must be at least 1"),
@@ -49,3 +52,12 @@ def test_a_wrong_file_is_named(tmp_path: Path, content: str, message: str) -> No
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(UserError, match=r"cannot read nowhere\.yaml \(no such file\)"):
         parse("train", ["--config", "nowhere.yaml", *LINE])
+
+
+@pytest.mark.parametrize("given", ["tiger_small", "tiger_smal.yaml", "configs/tiger_small.yaml"])
+def test_a_config_of_ours_is_named_by_its_path(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(UserError, match=rf"cannot read {given} .*; give jobs/configs/tiger_small\.yaml$"):
+        parse("train", ["--config", given, *LINE])
+    with pytest.raises(UserError, match=r"the nearest is jobs/configs/tiger_small\.yaml; check --config"):
+        parse("train", ["--config", "jobs/configs/tiger_smal.yaml", *LINE])

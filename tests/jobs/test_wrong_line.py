@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from search_tables import write_search
 
+from jobs import prepare
 from models import checkpoint
 from models.fit import FitConfig
 from models.setup import set_up
@@ -166,3 +167,9 @@ def test_no_hub_is_asked_for_what_looks_like_a_built_in_encoder(
     assert re.fullmatch(f"error: {message}\n", done.stderr), done.stderr
     assert not {"ray", "mlflow", "transformers", "huggingface_hub"} & imported
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("line", [["--sugest", "raw"], ["--sugest=raw"], ["--suggests", "raw", "--output", "x.yaml"]])
+def test_a_misspelt_suggest_is_named(line: list[str]) -> None:
+    with pytest.raises(UserError, match=r"unknown key 'sug.*'; the nearest key is 'suggest'"):
+        prepare.parse("prepare", line)

@@ -20,14 +20,14 @@ LAYOUTS = {
 }
 
 
-def load_source(uri: str) -> tuple[Source, dict[str, Any]]:
+def load_source(uri: str, remedy: str = "check --source") -> tuple[Source, dict[str, Any]]:
     """The source that the YAML file describes, and its `prepare` section (defaults for jobs.prepare:
     core, core_window, ties, split, max_events, behaviour; empty if there is none).
 
-    Raises UserError for a missing or damaged file, an unknown layout or key (with the nearest known
+    Raises UserError for a missing or damaged file (with the `remedy`), an unknown layout or key (with the nearest known
     one), and values that the layout refuses.
     """
-    content = read_yaml(uri, "check --source")
+    content = read_yaml(uri, remedy)
     if "layout" not in content:
         raise UserError(f"{uri} names no layout; begin it with 'layout: {' | '.join(LAYOUTS)}'")
     layout = content.pop("layout")
