@@ -18,11 +18,15 @@ setup: $(DONE)
 $(DONE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "error: $$($(PYTHON) --version) is too old; Trieline needs 3.11 or later (make PYTHON=python3.11 ...)"; exit 1; }
-	@echo "Installing into $(VENV); about two minutes the first time."
+	@mkdir -p $(VENV) && touch $(VENV)/.unfinished
+	@echo "[1/3] Python environment in $(VENV): some seconds"
 	@$(PYTHON) -m venv $(VENV)
+	@echo "[2/3] PyTorch: half a minute; some minutes where it brings the CUDA packages, of 3 GB"
 	@$(BIN)/pip install --quiet --no-warn-conflicts --constraint constraints.txt torch
+	@echo "[3/3] Ray, MLflow and all other packages: a minute or more"
 	@$(BIN)/pip install --quiet --no-warn-conflicts --constraint constraints.txt --editable '.[dev]'
-	@touch $@
+	@rm $(VENV)/.unfinished && touch $@
+	@echo "$(VENV) is ready: source $(VENV)/bin/activate"
 
 quickstart: $(DONE)
 	@$(BIN)/python -m jobs.quickstart $(if $(DATA),--data '$(DATA)') $(if $(SOURCE),--source '$(SOURCE)')
