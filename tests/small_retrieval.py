@@ -40,12 +40,11 @@ def requests_of(lengths: list[int], seed: int = 1, items: int = ITEMS, longest: 
     generator, length = torch.Generator().manual_seed(seed), torch.tensor(lengths, dtype=torch.long)
     width = longest or max(lengths, default=1)
     history = torch.randint(0, items, (len(lengths), width), generator=generator)
-    return {
-        "history": history.masked_fill(torch.arange(width) >= length[:, None], PAD),
-        "history_length": length,
-        "user": torch.randint(0, 2**62, (len(lengths),), generator=generator),
-        "target": torch.randint(0, items, (len(lengths),), generator=generator),
-    }
+    history = history.masked_fill(torch.arange(width) >= length[:, None], PAD)
+    user = torch.randint(0, 2**62, (len(lengths),), generator=generator)
+    target = torch.randint(0, items, (len(lengths),), generator=generator)
+    repeats = (history == target[:, None]).any(1).long()
+    return {"history": history, "history_length": length, "user": user, "target": target, "repeats": repeats}
 
 
 def tiger(seed: int = 0) -> Tiger:

@@ -197,11 +197,13 @@ class Examples(Sharded):
     _user_start: NDArray[np.int64]
     _user_hash: NDArray[np.int64]
     _user_row: NDArray[np.int64]
-    # by request: its user, behaviours before it, target, place among its user's requests
+    # by request: its user, behaviours before it, target, place among its user's requests; in val and test, whether the
+    # target is among all behaviours before it
     _owner: NDArray[np.int32]
     _end: NDArray[np.int32]
     _target: NDArray[np.int32]
     _place: NDArray[np.int32]
+    _repeats: NDArray[np.bool_] | None
     # of each row and one more, its first request; by row: behaviours before the last of its requests
     _first: NDArray[np.int32]
     _row_end: NDArray[np.int32]
@@ -233,6 +235,7 @@ class Examples(Sharded):
         usable = end > 0
         self.skipped += int((~usable & shard.counts(first_user + owner)).sum())
         owner, end, target, place = owner[usable], end[usable], target[usable], place[usable]
+        measured = {"repeats": seen_before(part, owner, end, target)} if self.split in ("val", "test") else {}
         first = np.flatnonzero(self._first_of_row(owner, end))
         row_end = np.maximum.reduceat(end, first) if len(first) else end[:0]
         users, local = np.unique(owner, return_inverse=True)
@@ -252,6 +255,7 @@ class Examples(Sharded):
                 "place": place.astype(np.int32),
                 "first": (self._requests + first).astype(np.int32),
                 "row_end": row_end.astype(np.int32),
+                **measured,
             }
         )
         self._users += len(users)
@@ -269,6 +273,7 @@ class Examples(Sharded):
         self._owner, self._end, self._target, self._place = (
             columns[name] for name in ("owner", "end", "target", "place")
         )
+        self._repeats = columns.get("repeats")
         self._first = np.append(columns["first"], np.int32(self._requests))
         self._row_end = columns["row_end"]
         self.lengths = np.minimum(self._row_end, np.int32(self.max_history))
@@ -321,8 +326,9 @@ class Examples(Sharded):
 
         history (B, T) item_index; history_length (B,); user (B,) hash of the user id; user_row (B,) row
         in the sequences table; request (B,) `request_number` of the (first) request. For unit
-        `request` target (B,); for unit `user` the targets of all its requests: target (M,), target_row
-        (M,) in the batch, target_position (M,) of the last behaviour before the request.
+        `request` target (B,) and, in val and test, repeats (B,), 1 where the target is among all of the user's
+        behaviours before the request, be they in `history` or not; for unit `user` the targets of all its requests:
+        target (M,), target_row (M,) in the batch, target_position (M,) of the last behaviour before the request.
         """
         first = self._first[rows].astype(np.int64)
         user = self._owner[first]
@@ -337,6 +343,8 @@ class Examples(Sharded):
         }
         if self.unit == "request":
             batch["target"] = self._target[first]
+            if self._repeats is not None:
+                batch["repeats"] = self._repeats[first]
         else:
             count = self._first[rows + 1] - first
             batch["target_row"] = np.repeat(np.arange(len(rows)), count)
@@ -345,6 +353,19 @@ class Examples(Sharded):
             window_start = np.repeat(self._row_end[rows] - length, count)
             batch["target_position"] = self._end[request] - window_start - 1
         return tensors(batch)
+
+
+def seen_before(
+    part: dict[str, NDArray], owner: NDArray[np.int64], end: NDArray[np.int64], target: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """(R,) whether the target is among the first `end` behaviours, of which there is one, of the user `owner`, each
+    (R,)."""
+    size = 1 + max(part["items"].max(initial=0), target.max(initial=0))
+    user = np.repeat(np.arange(len(part["lengths"])), part["lengths"])
+    pairs, place = np.unique(user * size + part["items"], return_index=True)  # of each user's item, its first place
+    wanted = owner * size + target
+    at = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
+    return (pairs[at] == wanted) & (place[at] < part["user_start"][owner] + end)
 
 
 def padded(items: NDArray, begin: NDArray[np.int64], length: NDArray[np.int64]) -> NDArray[np.int64]:

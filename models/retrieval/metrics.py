@@ -19,8 +19,8 @@ CUTOFFS = (1, 5, 10, 20)
 EXAMPLES = "examples"
 
 FIRST = "first/"
-"""What metrics begin with that are of the requests whose target is not in the history that the model reads, as
-`first/ndcg@10`: the others repeat an item."""
+"""What metrics begin with that are of the requests whose target is not among the user's behaviours before them, as
+`first/ndcg@10`: the others repeat an item. All models have the same ones, whatever part of the history they read."""
 
 
 def hit_rank(items: Tensor, target: Tensor) -> Tensor:
@@ -79,8 +79,8 @@ def ranking_sums(items: Tensor, batch: dict[str, Tensor], by_user: int = 0) -> d
 
 
 def is_first(batch: dict[str, Tensor]) -> Tensor:
-    """(B,) bool: whether the target is not in the history that was read."""
-    return (batch["history"] != batch["target"].unsqueeze(1)).all(1)
+    """(B,) bool: whether the target is not in the user's whole history (`Examples.collate`)."""
+    return batch["repeats"] == 0
 
 
 def user_sums(items: Tensor, batch: dict[str, Tensor], stride: int) -> dict[str, ByUser]:

@@ -51,12 +51,13 @@ def test_requests_that_repeat_an_item_count_apart():
         def recommend(self, batch, k):
             return torch.arange(k).expand(3, k), torch.zeros(3, k)
 
-    history = torch.tensor([[7, 0, -1], [2, 3, 1], [5, 9, 4]])
-    batch = {"history": history, "target": torch.tensor([0, 2, 1]), "user_row": torch.tensor([4, 5, 6])}
+    batch = {
+        "target": torch.tensor([0, 2, 1]), "repeats": torch.tensor([1, 1, 0]), "user_row": torch.tensor([4, 5, 6])
+    }  # fmt: skip
     sums = measure(Model(), batch, by_user=1)
     kept = sums.pop("by_user/first/ndcg@10")
     del sums["by_user/ndcg@10"], sums["by_user/recall@10"]
-    found = metric_means(add_sums([sums, measure(Model(), {**batch, "history": batch["target"][:, None]})]))
+    found = metric_means(add_sums([sums, measure(Model(), {**batch, "repeats": torch.ones(3)})]))
     assert found["first/examples"] == 1  # the third request of the first batch
     assert found["first/ndcg@10"] == pytest.approx(1 / math.log2(3))
     assert found["ndcg@10"] == pytest.approx((1 + 1 / math.log2(3) + 0.5) / 3)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from models.retrieval.data import Catalogue, Examples, hash_strings
+from models.retrieval.data import Catalogue, Examples, hash_strings, seen_before
 from models.tables import UserError
 
 LOG = st.dictionaries(
@@ -26,15 +26,17 @@ SHARED = settings(max_examples=25, suppress_health_check=[HealthCheck.function_s
 
 
 def expected(log, split, max_history):
-    """(user row, history, target) of each request of the split with a history, one by one."""
+    """(user row, history, target) of each request of the split with a history, one by one; in val and test also whether
+    the target is anywhere before."""
     found = []
     for row, behaviours in enumerate(log.values()):
         for at, (time, item) in enumerate(behaviours):
             count = len(behaviours)
             mine = "train" if count < 3 else {count - 1: "test", count - 2: "val"}.get(at, "train")
-            history = [i for t, i in behaviours if t < time][-max_history:]
+            history = [i for t, i in behaviours if t < time]
             if mine == split and history:
-                found.append((row, tuple(history), item))
+                repeats = () if split == "train" else (item in history,)
+                found.append((row, tuple(history[-max_history:]), item, *repeats))
     return sorted(found)
 
 
@@ -44,11 +46,12 @@ def unpack(examples, seed=None):
     for rows in examples.batches(4, seed=seed or 0, epoch=1, shuffle=seed is not None):
         batch = {k: v.tolist() for k, v in examples.collate(rows).items()}
         if examples.unit == "request":
-            for row, history, length, target in zip(
-                batch["user_row"], batch["history"], batch["history_length"], batch["target"], strict=True
+            repeats = [[value] for value in batch["repeats"]] if "repeats" in batch else [[]] * len(rows)
+            for row, history, length, target, seen in zip(
+                batch["user_row"], batch["history"], batch["history_length"], batch["target"], repeats, strict=True
             ):
                 assert set(history[length:]) <= {-1}
-                found.append((row, tuple(history[:length]), target))
+                found.append((row, tuple(history[:length]), target, *seen))
         else:
             for row, position, target in zip(
                 batch["target_row"], batch["target_position"], batch["target"], strict=True
@@ -69,6 +72,23 @@ def test_requests_are_those_of_the_tables(write_tables, log, max_history, world)
             ]
             assert sorted(chain.from_iterable(map(unpack, ranks))) == expected(log, split, max_history)
             assert sum(rank.users for rank in ranks) == len({row for row, *_ in expected(log, split, max_history)})
+
+
+@given(st.lists(st.lists(st.integers(0, 4), max_size=6), max_size=5), st.data())
+def test_what_was_seen_before_is_what_a_loop_finds(users, data):
+    """With several requests of a user, in any order, and targets that nobody has."""
+    lengths = np.array([len(items) for items in users], np.int64)
+    owners = [user for user, items in enumerate(users) if items]
+    requests = data.draw(st.lists(
+        st.sampled_from(owners).flatmap(lambda u: st.tuples(st.just(u), st.integers(1, lengths[u]), st.integers(0, 6))),
+    )) if owners else []  # fmt: skip
+    part = {
+        "items": np.array(list(chain.from_iterable(users)), np.int32),
+        "lengths": lengths,
+        "user_start": np.cumsum(lengths) - lengths,
+    }
+    found = seen_before(part, *np.array(requests, np.int64).reshape(-1, 3).T)
+    assert found.tolist() == [target in users[user][:end] for user, end, target in requests]
 
 
 @SHARED

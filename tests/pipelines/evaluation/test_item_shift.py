@@ -67,7 +67,7 @@ def world(new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFac
     """A checkpoint of SASRec with its MLflow run, and the tables."""
     folder = tmp_path_factory.mktemp("shift")
     tables = write_log(folder, drifting_log())
-    setup = set_up({"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 12}, FitConfig(batch_size=8), tables)
+    setup = set_up({"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 1}, FitConfig(batch_size=8), tables)
     run = tracking.open_run(new_store(folder), "retrieval/shift", "sasrec", str(folder), config={}, hashes={})
     checkpoint.save(folder / "sasrec", setup.model, setup.checkpoint(epoch=1, step=4, tracking=run.to_dict()))
     return folder, tables
@@ -102,7 +102,7 @@ def test_the_job_measures_what_ranking_by_hand_gives(
     assert result is not None
     printed = capsys.readouterr().out
     model, about = registry.load(folder / "sasrec", Catalogue.load(tables))
-    examples = Examples.load(f"{tables}/sequences", "test", max_history=12)
+    examples = Examples.load(f"{tables}/sequences", "test", max_history=1)
     log = drifting_log()
     times = sorted(time for user in log for time, _ in user)
     first: dict[int, int] = {}
@@ -126,6 +126,7 @@ def test_the_job_measures_what_ranking_by_hand_gives(
         assert f"{name}  {len(ranks)} requests, recall@10" in printed
     assert 80 > sizes[0] > sizes[1] > 0  # both subsets are proper ones
     new = result.metrics["first/examples"]
+    assert new == sum(user[-1][1] not in [i for _, i in user[:-1]] for user in log)
     assert f"  first  {new:.0f} requests of an item that is not in the history, recall@10" in printed
     plain, _ = evaluate(str(folder / "sasrec"), tables)
     assert plain.metrics == pytest.approx({k: v for k, v in result.metrics.items() if not k.startswith("temporal")})
@@ -143,7 +144,7 @@ def test_an_empty_subset_has_no_metrics() -> None:
             return torch.arange(k).expand(len(batch["target"]), k), None
 
     subsets = {"temporal80": np.arange(ITEMS) >= 28, "temporal90": np.zeros(ITEMS, bool)}
-    batch = {"target": torch.tensor([0, 1, 29]), "history": torch.tensor([[0, 5], [3, 4], [6, 7]])}
+    batch = {"target": torch.tensor([0, 1, 29]), "repeats": torch.tensor([1, 0, 0])}
     sums = measure(Ranks(), batch, subsets)
     found = means(sums, subsets)
     assert found["recall@1"] == pytest.approx(1 / 3)
