@@ -92,6 +92,9 @@ def named(value: Any, key: str) -> dict[str, str]:
     """{name: column}, from that or from a list of columns."""
     if isinstance(value, list):
         value = {column: column for column in value}
+        if paths := [column for column in value if isinstance(column, str) and "." in column]:
+            name = paths[0].rsplit(".", 1)[-1]
+            raise ValueError(f"'{key}' lists '{paths[0]}', and a name has no dot; write {{{name}: {paths[0]}, ...}}")
     if not isinstance(value, dict):
         raise ValueError(f"'{key}' is {value!r}; write name: column, or a list of columns")
     for name, column in value.items():

@@ -7,6 +7,7 @@ value must be is decided once, in `normalise.py`.
 from __future__ import annotations
 
 import csv
+import difflib
 import io
 import json
 import re
@@ -27,6 +28,20 @@ import pyarrow.parquet as pq
 from models.config import hint
 from models.tables import UserError, join, open_uri
 from pipelines.data.sources.encodings import check_encoding, not_encoded, open_text, wide
+from pipelines.data.sources.nested import (
+    Path,
+    Places,
+    arrow_path,
+    arrow_paths,
+    column_at,
+    has,
+    json_paths,
+    names_of,
+    objects,
+    parse,
+    places_of,
+    value_at,
+)
 from pipelines.data.sources.pieces import Piece, open_piece
 
 ROW = "__row"
@@ -108,7 +123,7 @@ class Reading(TextFormat):
     """How a raw file is read."""
 
     columns: tuple[str, ...]
-    """Columns wanted."""
+    """Columns wanted; in JSON and Parquet also fields of objects (`nested.py`)."""
     lists: frozenset[str] = frozenset()
     """Those of them that hold lists; in CSV they cannot be told from text and stay text."""
     integers: frozenset[str] = frozenset()
@@ -117,7 +132,8 @@ class Reading(TextFormat):
     """CSV: whether values may well span lines, as descriptions of items do."""
     required: tuple[str, ...] | None = None
     """JSON: the columns that each file must have from its beginning; others may begin later, or be in other files
-    only (`Frame.missing`). None: each file must have all columns, anywhere."""
+    only (`Frame.missing`). Parquet: the columns that each file must have. None: each file must have all columns,
+    anywhere."""
     ids: tuple[str, ...] = ()
     """JSON: the columns of ids, where a row with a list or an object in the place of one is broken."""
 
@@ -131,7 +147,7 @@ class Frame:
     broken: list[tuple[int, str, str]] = field(default_factory=list)
     """Lines that are no rows, or not of ids: number in the file, reason, text."""
     missing: dict[str, str] = field(default_factory=dict)
-    """JSON: the wanted columns that no row here has, each with a hint at the nearest key."""
+    """JSON and Parquet: the wanted columns that no row here has, each with a hint at the nearest that there is."""
 
 
 def format_of(file: str, chosen: str | None = None) -> str:
@@ -206,21 +222,23 @@ def whole_only(file: str, reading: Reading) -> bool:
     return other or (format_of(file, reading.format) == "jsonl" and reading.required is None)
 
 
-def require_columns(uri: str, wanted: Iterable[str], present: Collection[str], objects: Collection[str] = ()) -> None:
-    """UserError if a wanted column is not there, with the nearest one that is; some of these may hold objects."""
+def require_columns(uri: str, wanted: Iterable[str], present: Collection[str]) -> None:
+    """UserError if a wanted column is not there, with the nearest one that is."""
     for column in wanted:
         if column not in present:
-            raise _no_column(uri, column, present_hint(column, present, objects))
+            raise _no_column(uri, column, present_hint(column, present))
 
 
-def present_hint(column: str, present: Collection[str], objects: Collection[str] = ()) -> str:
-    """Half a sentence that names the column nearest to one that is not there, and those that are."""
-    if (whole := column.split(".")[0]) in objects:
-        return f"{whole} is an object; nested fields are not read, flatten them first"
+def present_hint(column: str, present: Collection[str]) -> str:
+    """Half a sentence that names the column nearest to one that is not there, and those that are; of many the nearest
+    ones."""
     if not present:
         return "it has none"
-    more = f" and {len(present) - MOST_NAMED:,} more" if len(present) > MOST_NAMED else ""
-    return f"{hint(column, sorted(present))} of {', '.join(list(present)[:MOST_NAMED])}{more}"
+    named, more = list(present), ""
+    if len(named) > MOST_NAMED:
+        named = difflib.get_close_matches(column, named, MOST_NAMED, 0)
+        more = f" and {len(present) - MOST_NAMED:,} more"
+    return f"{hint(column, sorted(present))} of {', '.join(named)}{more}"
 
 
 def _no_column(uri: str, column: str, hint: str) -> UserError:
@@ -421,14 +439,15 @@ def _no_rows(reading: Reading) -> pl.DataFrame:
 
 
 def _read_jsonl(uri: str, reading: Reading, piece: Piece | None) -> Iterator[Frame]:
-    schema = {name: pl.List(pl.String) if name in reading.lists else pl.String for name in reading.columns}
-    spelled = [re.compile(rb'("%s"\s*:\s*)(-?\d+[.eE][\d.eE+-]*)' % re.escape(n).encode()) for n in reading.integers]
+    keys = {key for name in reading.integers for key in (name, name.split(".")[-1])}
+    spelled = [re.compile(rb'("%s"\s*:\s*)(-?\d+[.eE][\d.eE+-]*)' % re.escape(key).encode()) for key in keys]
     start = piece.first_row if piece else 0
     absent: dict[str, str] = {}
     for chunk in _line_chunks(uri, reading.encoding, piece):
         for pattern in spelled:  # quoted, a number such as 1e9 keeps its spelling
             chunk = pattern.sub(rb'\1"\2"', chunk)
-        rows, broken = _parse_lines(chunk, schema)
+        places = {name: places_of(name, name in reading.lists, chunk) for name in reading.columns}
+        rows, broken = _parse_lines(chunk, places)
         count = len(rows) + len(broken)
         if not count:
             continue
@@ -438,13 +457,13 @@ def _read_jsonl(uri: str, reading: Reading, piece: Piece | None) -> Iterator[Fra
             )
         if broken and not chunk.endswith(b"\n") and broken[-1][0] == count - 1:
             raise UserError(f"{uri} ends within a JSON object: it is truncated; copy it again")
-        missing = _missing(rows, chunk)
+        missing = _missing(rows, chunk, places)
         absent = {name: hint for name, hint in (absent if start else missing).items() if name in missing}
         for name in (reading.required or ()) if start == 0 else ():
             if name in missing:
                 raise _no_column(uri, name, missing[name])
         numbers = _numbers(0, len(rows), [number for number, _, _ in broken])
-        strange = _no_ids(rows, numbers, chunk, reading)
+        strange = _no_ids(rows, numbers, chunk, reading, places)
         rows = rows.with_columns(pl.Series(ROW, start + numbers))
         if strange:
             rows = rows.filter(~pl.col(ROW).is_in([start + number for number, _, _ in strange]))
@@ -475,22 +494,38 @@ def _line_chunks(uri: str, encoding: str | None, piece: Piece | None) -> Iterato
             yield rest
 
 
-def _missing(rows: pl.DataFrame, chunk: bytes) -> dict[str, str]:
-    """The columns that are no key in the text, each with a hint at the nearest that is."""
-    nulls = [name for name in rows.columns if rows[name].null_count() == len(rows)]
-    missing = [name for name in nulls if f'"{name}"'.encode() not in chunk and json.dumps(name).encode() not in chunk]
-    present, objects = set[str](), set[str]()
+def _missing(rows: pl.DataFrame, chunk: bytes, places: Places) -> dict[str, str]:
+    """The columns that no line has, each with a hint at the nearest that there is."""
+    values = {name: rows[name].explode() if rows[name].dtype == pl.List else rows[name] for name in rows.columns}
+    missing = [name for name, column in values.items() if column.null_count() == len(column)]
+    maybe = {name for name in missing if any(_quoted_in(chunk, key) for key in (name, name.split(".")[-1]))}
+    for row in objects(chunk) if maybe else ():
+        found = {name for name in maybe if any(has(row, path) for path in places[name])}
+        missing, maybe = [name for name in missing if name not in found], maybe - found
+        if not maybe:
+            break
     end = chunk.find(b"\n", 1 << 16)
-    for line in (chunk if end < 0 else chunk[:end]).split(b"\n") if missing else ():
-        with suppress(ValueError):  # a line that is no object is a reject
-            row = json.loads(line, strict=False)
-            if isinstance(row, dict):
-                present |= set(row)
-                objects |= {key for key in row if isinstance(row[key], dict)}
-    return {name: present_hint(name, sorted(present), objects) for name in missing}
+    head = objects(chunk if end < 0 else chunk[:end]) if missing else ()
+    present = names_of(path for row in head for path in json_paths(row))
+    return {name: _hint(name, present, places[name]) for name in missing}
 
 
-def _no_ids(rows: pl.DataFrame, numbers: np.ndarray, chunk: bytes, reading: Reading) -> list[tuple[int, str, str]]:
+def _quoted_in(chunk: bytes, key: str) -> bool:
+    return f'"{key}"'.encode() in chunk or json.dumps(key).encode() in chunk
+
+
+def _hint(name: str, present: dict[str, Path], places: list[Path]) -> str:
+    """As `present_hint`; where it is there, it is missing for what is or is no list on its way."""
+    if name not in present:
+        return present_hint(name, sorted(present))
+    if None in places[-1]:
+        return "its values are in no lists; take it out of 'explode' or 'lists'"
+    return "its values are in lists; name it in 'explode', or in 'lists' of the item files"
+
+
+def _no_ids(
+    rows: pl.DataFrame, numbers: np.ndarray, chunk: bytes, reading: Reading, places: Places
+) -> list[tuple[int, str, str]]:
     """The rows with a list or an object in the place of an id: number, reason, text. Both are read as their text,
     and only the line tells them from real text that begins with a bracket."""
     found: dict[int, tuple[int, str, str]] = {}
@@ -502,45 +537,47 @@ def _no_ids(rows: pl.DataFrame, numbers: np.ndarray, chunk: bytes, reading: Read
         text = pl.col(name).list.join("\n", ignore_nulls=True) if name in reading.lists else pl.col(name)
         lines = lines or [line for line in chunk.split(b"\n") if line.strip()]
         for number in numbers[rows.select(text.str.contains(r"(?m)^[\[{]").fill_null(False)).to_series().to_numpy()]:
-            value = json.loads(lines[number], strict=False)[name]
+            row = json.loads(lines[number], strict=False)
+            value = next(said for path in places[name] if (said := value_at(row, path)) is not None)
             kinds = {type(each) for each in (value if name in reading.lists else [value])}
             if kinds & {list, dict}:
                 kind = "a list" if list in kinds else "an object"
-                remedy = "name a column of ids" if dict in kinds else "for lists of items set explode"
+                remedy = f"name a field, {name}.FIELD" if dict in kinds else "for lists of items set explode"
                 reason = f"{name}: {kind} in the place of an id; {remedy}"
                 found[int(number)] = int(number), reason, lines[number].decode()[:LONGEST_QUOTE]
     return list(found.values())
 
 
-def _parse_lines(chunk: bytes, schema: dict[str, Any]) -> tuple[pl.DataFrame, list[tuple[int, str, str]]]:
+def _parse_lines(chunk: bytes, places: Places) -> tuple[pl.DataFrame, list[tuple[int, str, str]]]:
     """The lines as rows; lines that are not are found by halving, which costs nothing where all are good."""
     lone = (b"\\ud" in chunk or b"\\uD" in chunk) and LONE_SURROGATE.search(chunk)
     try:
         if not lone:
-            return pl.read_ndjson(chunk, schema=schema), []
+            return parse(chunk, places), []
     except pl.exceptions.PolarsError:
         pass
     lines = [line for line in chunk.split(b"\n") if line.strip()]
     frames: list[pl.DataFrame] = []
     broken: list[tuple[int, str, str]] = []
 
-    def parse(first: int, last: int) -> None:
+    def halve(first: int, last: int) -> None:
         text = b"\n".join(lines[first:last])
         try:
             if lone and (found := LONE_SURROGATE.search(text)):
                 raise pl.exceptions.ComputeError(f"{found[1].decode()} is half of a character")
-            frames.append(pl.read_ndjson(text, schema=schema))
+            frames.append(parse(text, places))
         except pl.exceptions.PolarsError as error:
             if last - first == 1:
                 reason = f"row: not a JSON object of the mapping's types: {' '.join(str(error).split())[:120]}"
                 broken.append((first, reason, lines[first].decode(errors="replace")[:LONGEST_QUOTE]))
                 return
             middle = (first + last) // 2
-            parse(first, middle)
-            parse(middle, last)
+            halve(first, middle)
+            halve(middle, last)
 
-    parse(0, len(lines))
-    return (pl.concat(frames) if frames else pl.DataFrame(schema=schema)), broken
+    halve(0, len(lines))
+    kinds = {name: pl.List(pl.String) if None in paths[0] else pl.String() for name, paths in places.items()}
+    return (pl.concat(frames) if frames else pl.DataFrame(schema=kinds)), broken
 
 
 def _read_parquet(uri: str, reading: Reading, piece: Piece | None) -> Iterator[Frame]:
@@ -549,23 +586,38 @@ def _read_parquet(uri: str, reading: Reading, piece: Piece | None) -> Iterator[F
         raise _empty(uri)
     with filesystem.open_input_file(path) as file:
         parquet = pq.ParquetFile(file)
-        objects = {column.name for column in parquet.schema_arrow if pa.types.is_struct(column.type)}
-        require_columns(uri, reading.columns, parquet.schema_arrow.names, objects)
+        schema, paths, missing = parquet.schema_arrow, dict[str, Path](), dict[str, str]()
+        for name in reading.columns:
+            if found := arrow_path(schema, name):
+                paths[name] = found
+                continue
+            missing[name] = present_hint(name, list(names_of(arrow_paths(pa.struct(list(schema))))))
+            if reading.required is None or name in reading.required:
+                raise _no_column(uri, name, missing[name])
+        leaves = _leaves(parquet, paths.values())
+        made = [(column_at(paths[name]) if name in paths else pl.lit(None)).alias(name) for name in reading.columns]
         wanted = range(piece.start, piece.end) if piece else range(parquet.num_row_groups)
-        sizes = {group: _parquet_rows(parquet.metadata.row_group(group), reading) for group in wanted}
+        sizes = {group: _parquet_rows(parquet.metadata.row_group(group), leaves) for group in wanted}
         start = piece.first_row if piece else 0
         for size, groups in groupby(wanted, key=sizes.__getitem__):
-            for batch in parquet.iter_batches(size, row_groups=list(groups), columns=list(reading.columns)):
-                rows = pl.DataFrame(pl.from_arrow(batch))
+            for batch in parquet.iter_batches(size, row_groups=list(groups), columns=list(leaves)):
+                rows = pl.DataFrame(pl.from_arrow(batch)).select(made)
                 numbers = np.arange(start, start + len(rows), dtype=np.int64)
-                yield Frame(rows.with_columns(pl.Series(ROW, numbers)))
+                yield Frame(rows.with_columns(pl.Series(ROW, numbers)), missing=missing)
                 start += len(rows)
 
 
-def _parquet_rows(group: pq.RowGroupMetaData, reading: Reading) -> int:
+def _leaves(parquet: pq.ParquetFile, paths: Iterable[Path]) -> list[str]:
+    """The columns of the file in which the values at these paths are; a list adds one or two names to their paths."""
+    wanted = [r"\.".join(r"[^.]+(\.[^.]+)?" if key is None else re.escape(key) for key in path) for path in paths]
+    every = (parquet.schema.column(number).path for number in range(len(parquet.schema)))
+    return [leaf for leaf in every if any(re.fullmatch(rf"{path}(\..+)?", leaf) for path in wanted)]
+
+
+def _parquet_rows(group: pq.RowGroupMetaData, leaves: list[str]) -> int:
     """Rows per frame so that it holds about TEXT_BLOCK bytes: a power of two, so that groups are read together."""
     chunks = [group.column(index) for index in range(group.num_columns)]
-    wanted = [c for c in chunks if any(f"{c.path_in_schema}.".startswith(f"{name}.") for name in reading.columns)]
+    wanted = [chunk for chunk in chunks if chunk.path_in_schema in leaves]
     # Coded by a dictionary, a value takes less in the file than the 8 bytes or more that it takes in memory.
     size = sum(max(chunk.total_uncompressed_size, 8 * chunk.num_values) for chunk in wanted)
     rows = min(PARQUET_BLOCK, TEXT_BLOCK * group.num_rows // max(size, 1))

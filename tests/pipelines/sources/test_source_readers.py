@@ -212,7 +212,7 @@ def test_half_a_character_in_json_is_a_reject_and_no_other_id(tmp_path: Path) ->
     [
         ({"i": ["x", "y"]}, "i: a list in the place of an id; for lists of items set explode"),
         ({"i": []}, "i: a list in the place of an id; for lists of items set explode"),
-        ({"u": {"id": 1}}, "u: an object in the place of an id; name a column of ids"),
+        ({"u": {"id": 1}}, "u: an object in the place of an id; name a field, u.FIELD"),
         ({"u": "[x]", "i": '{"id": 1}'}, None),
         ({"q": ["red", "lamp"]}, None),
     ],
@@ -227,32 +227,13 @@ def test_a_list_or_an_object_is_no_id(tmp_path: Path, row: dict, reason: str | N
     assert events["item_id"].to_pylist()[1:] == ([] if reason else [row.get("i", "{x")])
 
 
-@pytest.mark.parametrize("name", ["log.jsonl", "log.parquet"])
-def test_a_field_of_an_object_is_no_column(tmp_path: Path, name: str) -> None:
-    """Only names at the top are listed; a dot in one of them is a part of it."""
-    rows = [{"u": "a", "t": 1, "article": {"nr": "x", "kind": "y"}, "a.b": "z"}]
-    if name == "log.jsonl":
-        (tmp_path / name).write_text("\n".join([*map(json.dumps, rows), "oops", ""]))
-    else:
-        pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
-    with pytest.raises(
-        UserError, match=r"no column 'article.nr'; article is an object; nested fields are not read, fl"
-    ):
-        list(read_frames(str(tmp_path), name, Reading(columns=("u", "article.nr"))))
-    with pytest.raises(UserError, match=r"no column 'artcle'; the nearest is 'article' of [a-z., ]+; correct") as error:
-        list(read_frames(str(tmp_path), name, Reading(columns=("u", "artcle"))))
-    assert "kind" not in str(error.value)
-    (frame,) = read_frames(str(tmp_path), name, Reading(columns=("a.b",)))
-    assert frame.rows["a.b"].to_list() == ["z"]
-
-
 def test_lists_are_of_ids(tmp_path: Path) -> None:
     rows = [{"u": "a", "t": 1, "shown": shown} for shown in (["[x]", "{y"], [{"id": 1}], ["x", ["y"]])]
     jsonl(tmp_path, "log.jsonl", rows)
     (block,) = plain(item="shown", explode={"columns": ["shown"]}).read_events(str(tmp_path), "log.jsonl")
     assert block.events["item_id"].to_pylist() == ["[x]", "{y"]
     assert block.rejects["reason"].to_pylist() == [
-        "shown: an object in the place of an id; name a column of ids",
+        "shown: an object in the place of an id; name a field, shown.FIELD",
         "shown: a list in the place of an id; for lists of items set explode",
     ]
 
