@@ -28,7 +28,7 @@ from models.words import number_of
 from pipelines.data.kinds.table import KINDS
 from pipelines.data.settings import check, read_config
 from pipelines.data.sources import load_source
-from pipelines.data.sources.preview import lines, preview, warnings
+from pipelines.data.sources.preview import check_rejects, lines, preview, warnings
 from pipelines.data.sources.suggest import suggest, unsure
 from pipelines.data.tables import write_file
 
@@ -124,10 +124,11 @@ def run(config: Config) -> dict[str, object]:
     reach(input=config.input, catalogue=settings.catalogue)
     cli.preflight(input=config.input, output=config.output, catalogue=settings.catalogue)
     check(source, config.input, config.output, settings)  # before Ray takes its seconds to start
-    found = preview(source, config.input, settings.max_rejects, items=settings.catalogue is None)
+    found = preview(source, config.input, settings.max_rejects, settings.catalogue is None, thorough=config.dry_run)
     for line in lines(found) if config.dry_run else warnings(found):
         print(line)
     if config.dry_run:
+        check_rejects(found, settings.max_rejects, settings.max_rejects)
         print("next: the same command without --dry-run makes the tables")
         return {}
     from pipelines.data.prepare import prepare  # it imports Ray, so only now

@@ -80,7 +80,7 @@ REJECTS = pa.schema(
     [
         pa.field("file", pa.string(), nullable=False),  # raw file, relative to the input folder
         pa.field("row", pa.int64(), nullable=False),  # row in that file, from 0, without header and empty lines
-        pa.field("reason", pa.string(), nullable=False),  # such as "timestamp_ms: negative"
+        pa.field("reason", pa.string(), nullable=False),  # by the log's own column, such as "bought_at: negative"
         pa.field("source", pa.string(), nullable=False),  # the source row as JSON
     ]
 )

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from models.tables import join
 from pipelines.data.sources.base import LOG_ROW, Block, list_files
@@ -109,10 +108,8 @@ class AsOf(TextFormat):
         for frame in read_frames(input_uri, file, reading):
             rows = transformed(frame.rows, self.transforms, uri)
             for block in blocks(rows, frame.broken, columns, schema, uri=uri, file=file, first_log_row=first):
-                reason = pc.replace_substring(block.rejects["reason"], "user_id", self.key)  # the id is read as both
-                rejects = block.rejects.set_column(2, block.rejects.schema.field(2), reason)
                 rows = block.events.select(self.schema.names)
-                yield replace(block, events=rows, rejects=rejects, missing=frame.missing)
+                yield replace(block, events=rows, missing=frame.missing)
                 first += block.rows_read
 
 

@@ -131,7 +131,7 @@ class Users(TextFormat):
                 frame = replace(frame, rows=transformed(frame.rows, self.transforms, uri))
                 made = [_as_text(frame.rows, column, uri).alias(OF_USER + name) for name, column in columns.items()]
                 rows = frame.rows.select(made)
-                rejects.append(_without_id(frame, rows[OF_USER], "user_id", file))
+                rejects.append(_without_id(frame, rows[OF_USER], self.user, file))
                 found.append(rows.filter(_read(frame)))
                 rows_read += len(frame.rows) + len(frame.broken)
                 missing = frame.missing
@@ -446,7 +446,7 @@ def read_items(items: Items, input_uri: str, file: str) -> Iterator[Metadata]:
             for target, column in items_origins(items).items()
         )
         known = rows.filter(_known("item_id") & _read(frame)).to_arrow().cast(schema)
-        rejects = _without_id(frame, rows["item_id"], "item_id", file)
+        rejects = _without_id(frame, rows["item_id"], items.item, file)
         yield Metadata(known, rejects, len(rows) + len(frame.broken), frame.missing)
 
 

@@ -231,7 +231,7 @@ def comparison(text: str) -> tuple[str, float | str]:
 
 
 class _Row:
-    """Collects the expressions of one frame's target columns and the reasons for rejects."""
+    """Collects the expressions of one frame's target columns and the reasons for rejects, by the log's own columns."""
 
     def __init__(self, raw: pl.DataFrame, uri: str) -> None:
         self.schema = raw.schema
@@ -255,11 +255,11 @@ class _Row:
             value = pl.when(value != "").then(value)
         self.values.append(value.alias(target))
         if required:
-            self.reasons.append((value.is_null(), f"{target}: missing"))
+            self.reasons.append((value.is_null(), f"{column}: missing"))
             if dtype in TEXT:
-                self.reasons.append((value.is_in(NO_ID), f"{target}: {WRITTEN}"))
+                self.reasons.append((value.is_in(NO_ID), f"{column}: {WRITTEN}"))
 
-    def _integer(self, target: str, column: str) -> tuple[pl.Expr, list[tuple[pl.Expr, str]]]:
+    def _integer(self, column: str) -> tuple[pl.Expr, list[tuple[pl.Expr, str]]]:
         dtype = self.schema[column]
         if not (dtype == pl.String or dtype.is_integer() or dtype == pl.Null):
             raise self.refuse(column, "integers")
@@ -267,14 +267,14 @@ class _Row:
         number = raw.cast(pl.Int64, strict=False)
         missing = (raw.is_null() | (raw == "")) if dtype == pl.String else raw.is_null()
         return number, [
-            (missing, f"{target}: missing"),
-            (number.is_null(), f"{target}: not an integer"),
-            (number < 0, f"{target}: negative"),
+            (missing, f"{column}: missing"),
+            (number.is_null(), f"{column}: not an integer"),
+            (number < 0, f"{column}: negative"),
         ]
 
     def time(self, time: Time) -> None:
         """When the event happened."""
-        self.stamp, reasons = self._moment("timestamp_ms", time)
+        self.stamp, reasons = self._moment(time)
         self.reasons += reasons
         self.values.append(self.stamp.alias("timestamp_ms"))
 
@@ -285,12 +285,13 @@ class _Row:
         if label.delay_minutes is not None:
             moment = self.stamp + round(label.delay_minutes * 60_000)
         else:
-            moment, reasons = self._moment(target, label.time)
-            reasons.append((moment < self.stamp, f"{target}: before its event, check labels.{name}.time"))
+            moment, reasons = self._moment(label.time)
+            reasons = [(bad, f"{reason} (time of the label {name})") for bad, reason in reasons]
+            reasons.append((moment < self.stamp, f"{label.time.column}: before its event, check labels.{name}.time"))
             self.reasons += [(set_ & bad.fill_null(False), reason) for bad, reason in reasons]
         self.values.append(pl.when(set_).then(moment).alias(target))
 
-    def _moment(self, target: str, time: Time) -> tuple[pl.Expr, list[tuple[pl.Expr, str]]]:
+    def _moment(self, time: Time) -> tuple[pl.Expr, list[tuple[pl.Expr, str]]]:
         """Milliseconds as int64, from integers, ISO text or typed timestamps, never through a float; and what breaks
         them."""
         reasons: list[tuple[pl.Expr, str]]
@@ -299,7 +300,7 @@ class _Row:
         column, dtype = time.column, self.schema[time.column]
         if dtype.is_temporal() and dtype in (pl.Datetime, pl.Date) and time.clock:
             value = pl.col(column).cast(pl.Datetime("us")).dt.timestamp("us").floordiv(1000)
-            reasons = [(pl.col(column).is_null(), f"{target}: missing"), (value < 0, f"{target}: negative")]
+            reasons = [(pl.col(column).is_null(), f"{column}: missing"), (value < 0, f"{column}: negative")]
         elif time.unit == "iso" or time.format is not None:
             if dtype not in (pl.String, pl.Null):
                 needs = f"text, as time.format '{time.format}' needs" if time.format else "ISO 8601 text or a timestamp"
@@ -307,38 +308,38 @@ class _Row:
             raw = pl.col(column).cast(pl.String)
             value = _parse_written(raw, time.format) if time.format else _parse_iso(raw)
             reasons = [
-                (raw.is_null() | (raw == ""), f"{target}: missing"),
-                (value.is_null(), f"{target}: not {f'a time as {time.format}' if time.format else 'an ISO 8601 time'}"),
+                (raw.is_null() | (raw == ""), f"{column}: missing"),
+                (value.is_null(), f"{column}: not {f'a time as {time.format}' if time.format else 'an ISO 8601 time'}"),
             ]
             if not time.format:
-                reasons.append((value < 0, f"{target}: negative"))
+                reasons.append((value < 0, f"{column}: negative"))
         else:
-            number, reasons = self._integer(target, column)
+            number, reasons = self._integer(column)
             factor, divisor = UNITS[str(time.unit)]
             if time.clock:  # before it is multiplied, which could overflow
-                reasons.append((number > LAST_MS // factor * divisor, f"{target}: {TOO_LATE}"))
+                reasons.append((number > LAST_MS // factor * divisor, f"{column}: {TOO_LATE}"))
             value = number * factor if factor > 1 else number.floordiv(divisor) if divisor > 1 else number
         if time.clock:
             check = "time.format (%y reads a year of two digits)" if time.format else "time.unit"
-            reasons.append((value < FIRST_MS, f"{target}: before 1980, check {check}"))
-            reasons.append((value > LAST_MS, f"{target}: {TOO_LATE}"))
+            reasons.append((value < FIRST_MS, f"{column}: before 1980, check {check}"))
+            reasons.append((value > LAST_MS, f"{column}: {TOO_LATE}"))
         return value.cast(pl.Int64), reasons
 
     def position(self, column: str) -> None:
-        number, reasons = self._integer("position", column)
-        self.reasons += [*reasons, (number > LAST_INT32, "position: more than int32 holds")]
+        number, reasons = self._integer(column)
+        self.reasons += [*reasons, (number > LAST_INT32, f"{column}: more than int32 holds")]
         self.values.append(number.cast(pl.Int32, strict=False).alias("position"))
 
     def number(self, target: str, column: str, span: list[float] | None = None) -> None:
         """A finite float32 within `span`, or null where the log has none."""
-        value, reasons = self._float(target, column, pl.Float32)
+        value, reasons = self._float(column, pl.Float32)
         self.values.append(value.alias(target))
         self.reasons += reasons
         if span is not None:
             low, high = span
-            self.reasons.append(((value < low) | (value > high), f"{target}: outside {low:g} to {high:g}"))
+            self.reasons.append(((value < low) | (value > high), f"{column}: outside {low:g} to {high:g}"))
 
-    def _float(self, target: str, column: str, kind: type) -> tuple[pl.Expr, list[tuple[pl.Expr, str]]]:
+    def _float(self, column: str, kind: type) -> tuple[pl.Expr, list[tuple[pl.Expr, str]]]:
         dtype = self.schema[column]
         if not (dtype == pl.String or dtype.is_numeric() or dtype in (pl.Boolean, pl.Null)):
             raise self.refuse(column, "numbers")
@@ -350,10 +351,10 @@ class _Row:
         reasons: list[tuple[pl.Expr, str]] = []
         for mark, number in DECIMALS.items() if dtype == pl.String else ():
             found = pl.when(bad).then(raw).str.contains(number)  # it costs little where nothing is bad
-            reasons.append((found, f"{target}: not a plain number, {decimal_key(column, mark)}"))
-        reasons.append((bad, f"{target}: not a number"))
+            reasons.append((found, f"{column}: not a plain number, {decimal_key(column, mark)}"))
+        reasons.append((bad, f"{column}: not a number"))
         if dtype == pl.String or dtype.is_float() or dtype.is_decimal():
-            reasons.append((~value.is_finite(), f"{target}: not finite"))
+            reasons.append((~value.is_finite(), f"{column}: not finite"))
         return value, reasons
 
     def flag(self, target: str, column: str, true_when: str | None) -> None:
@@ -367,7 +368,7 @@ class _Row:
                 value = pl.col(column).cast(pl.String)
                 value = pl.when(value != "").then(value)
             else:
-                value, reasons = self._float(target, column, pl.Float64)
+                value, reasons = self._float(column, pl.Float64)
                 self.reasons += reasons
             self.values.append(getattr(value, method)(operand).alias(target))
             return
@@ -385,7 +386,7 @@ class _Row:
         )
         self.values.append(value.alias(target))
         refused = raw.is_not_null() & (raw != "") & value.is_null()
-        self.reasons.append((refused, f'{target}: not a bool, compare it as in true_when: "> 0"'))
+        self.reasons.append((refused, f'{column}: not a bool, compare it as in true_when: "> 0"'))
 
 
 def _parse_iso(raw: pl.Expr) -> pl.Expr:
@@ -503,7 +504,7 @@ def as_list(raw: pl.DataFrame, name: str, separator: str | None, uri: str, key: 
 
 def moments(raw: pl.DataFrame, time: Time, uri: str) -> pl.Expr:
     """Milliseconds of the rows' times, null where a row breaks the schema by its time."""
-    value, reasons = _Row(raw, uri)._moment("timestamp_ms", time)
+    value, reasons = _Row(raw, uri)._moment(time)
     return pl.when(~pl.any_horizontal(bad.fill_null(False) for bad, _ in reasons)).then(value)
 
 

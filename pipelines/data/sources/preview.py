@@ -21,7 +21,7 @@ from pipelines.data.sources.base import Block, Metadata, Rejected, Source
 from pipelines.data.sources.readers import TextFormat
 
 BLOCKS = 4  # of a file, each of about 8 MiB, and
-FILES = 3  # the most files that are begun, in search of a column that the first block does not have
+FILES = 3  # the most files that are begun, in search of a column that the first block does not have, or for a dry run
 MOST_REJECTS = 0.5  # share of the rows read above which the description is taken to be wrong
 VALUES = 3  # shown of each column
 LONGEST_VALUE = 40  # characters
@@ -57,8 +57,11 @@ class Preview:
         return self.rejected.example(reason, self.input_uri, self.written)
 
 
-def preview(source: Source, input_uri: str, max_rejects: float, items: bool = True) -> list[Preview]:
-    """The first rows of events, of items where they are wanted, and of users. UserError for what cannot be read, for a
+def preview(
+    source: Source, input_uri: str, max_rejects: float, items: bool = True, thorough: bool = False
+) -> list[Preview]:
+    """The first rows of events, of items where they are wanted, and of users; `thorough`: of more files than the first.
+    UserError for what cannot be read, for a
     key that no row of the log has, and where more than MOST_REJECTS of the rows, and than `max_rejects`, break the
     schema."""
     users = source.read_users(input_uri, beginning=True)
@@ -70,30 +73,27 @@ def preview(source: Source, input_uri: str, max_rejects: float, items: bool = Tr
     def of_items(file: str) -> Iterator[Metadata]:
         return source.read_items(input_uri, file)
 
-    found = [_begin(source, "events", input_uri, source.event_files(input_uri), events)]
+    begin = partial(_begin, source, input_uri)
+    found = [begin("events", source.event_files(input_uri), events, thorough)]
     if items and (files := source.item_files(input_uri)):
-        found.append(_begin(source, "items", input_uri, files, of_items))
+        found.append(begin("items", files, of_items, thorough))
     if users:
-        found.append(_begin(source, "users", input_uri, source.user_files(input_uri), lambda file: iter([users])))
+        found.append(begin("users", source.user_files(input_uri), lambda file: iter([users]), False))
     for name, of in source.tables_as_of.items():
-        found.append(_begin(source, f"as_of.{name}", input_uri, of.listed(input_uri), partial(of.read, input_uri)))
-    for seen in found:
-        _check_rejects(seen, max_rejects)
+        found.append(begin(f"as_of.{name}", of.listed(input_uri), partial(of.read, input_uri), thorough))
+    check_rejects(found, max(MOST_REJECTS, max_rejects), max_rejects)
     return found
 
 
 def _begin(
-    source: Source, kind: str, input_uri: str, files: list[str], read: Callable[[str], Iterable[Block | Metadata]]
-) -> Preview:
+    source: Source, input_uri: str, kind: str, files: list[str], read: Callable[[str], Iterable[Block | Metadata]],
+    thorough: bool,
+) -> Preview:  # fmt: skip
     """The first block of the first file; then more, of the last file and the middle one too, while a key is missing
-    or there is no row."""
+    or there is no row, and if `thorough` in any case."""
     rows: pa.Table | None = None
     rejected, begun, whole = Rejected(), list[str](), True
     missing: dict[str, str] | None = None
-
-    def made(rows: pa.Table, missing: dict[str, str]) -> Preview:
-        origins, clock = source.origins[kind], source.info["clock"]
-        return Preview(kind, files, begun, rows, origins, clock, rejected, missing, input_uri, source.written(kind))
 
     for file in list(dict.fromkeys([files[0], files[-1], files[len(files) // 2]]))[:FILES]:
         begun.append(file)
@@ -105,14 +105,18 @@ def _begin(
                 absent = block.missing if missing is None else missing
                 missing = {name: hint for name, hint in absent.items() if name in block.missing}
                 if rejected.rows_read and not missing:
-                    return made(rows, missing)
-            whole = whole and next(blocks, None) is None
+                    break
+            else:
+                whole = whole and next(blocks, None) is None
+        if rejected.rows_read and not missing and not thorough:
+            break
     whole = whole and len(begun) == len(files)
     if kind == "events" and whole and not rejected.rows_read:
         raise UserError(f"{input_uri} holds no rows in {', '.join(files[:3])}; check --input")
     if kind == "events" and whole:
         check_missing(input_uri, missing or {})
-    return made(pa.table({}) if rows is None else rows, missing or {})
+    rows, origins, clock = pa.table({}) if rows is None else rows, source.origins[kind], source.info["clock"]
+    return Preview(kind, files, begun, rows, origins, clock, rejected, missing or {}, input_uri, source.written(kind))
 
 
 def check_missing(input_uri: str, missing: dict[str, str]) -> None:
@@ -123,16 +127,18 @@ def check_missing(input_uri: str, missing: dict[str, str]) -> None:
         )
 
 
-def _check_rejects(seen: Preview, max_rejects: float) -> None:
-    rejected = seen.rejected
-    rejects = sum(rejected.reasons.values())
-    if rejects > max(MOST_REJECTS, max_rejects) * rejected.rows_read:
-        reason, _ = rejected.reasons.most_common(1)[0]
-        raise UserError(
-            f"{rejects:,} of the first {rejected.rows_read:,} rows of {seen.begun[0]} break the schema, over the limit "
-            f"max_rejects {max_rejects:.2%}; most often {reason}, such as {seen.example(reason)}; fix the source file "
-            f"or the log"
-        )
+def check_rejects(found: Iterable[Preview], most: float, max_rejects: float) -> None:
+    """UserError where more than the share `most` of the rows read break the schema; `max_rejects` is what the whole log
+    may have."""
+    for seen in found:
+        rows, rejects = seen.rejected.rows_read, sum(seen.rejected.reasons.values())
+        if rejects > most * rows:
+            reason, _ = seen.rejected.reasons.most_common(1)[0]
+            raise UserError(
+                f"{rejects:,} of the first {rows:,} rows of {', '.join(seen.begun)} ({rejects / rows:.2%}) break the "
+                f"schema, over the limit max_rejects {max_rejects:.2%}; most often {reason}, such as "
+                f"{seen.example(reason)}; fix the source file or the log, or raise --max_rejects"
+            )
 
 
 def warnings(found: Iterable[Preview]) -> list[str]:
@@ -150,10 +156,10 @@ def lines(found: Iterable[Preview]) -> list[str]:
     said: list[str] = []
     for seen in found:
         rejects = sum(seen.rejected.reasons.values())
-        of = f"the first of {len(seen.files):,} files" if len(seen.files) > 1 else "the only file"
+        of = f"{len(seen.begun)} of {number_of(len(seen.files), 'file')}" if len(seen.files) > 1 else "the only file"
         said.append(
-            f"{seen.kind}: {seen.begun[0]}, {of}: {number_of(seen.rejected.rows_read, 'row')} read, {rejects:,} "
-            f"rejected"
+            f"{seen.kind}: {', '.join(seen.begun)}, {of}: {number_of(seen.rejected.rows_read, 'row')} read, "
+            f"{rejects:,} rejected"
         )
         said += [
             f"  rejected: {number_of(count, 'row')}, {reason}; such as {seen.example(reason)}"

@@ -101,8 +101,8 @@ def test_raw_files_to_tables(tmp_path: Path) -> None:
     info = read_manifest(tables + "/sequences").info
 
     assert statistics["raw"]["reject_reasons"] == {
-        'label_click: not a bool, compare it as in true_when: "> 0"': 1,
-        "label_rating: outside 0.5 to 5": 1,
+        'click: not a bool, compare it as in true_when: "> 0"': 1,
+        "rating: outside 0.5 to 5": 1,
     }
     assert statistics["raw"]["duplicates"] == 1
     assert (statistics["interactions"], statistics["sparsity"]) == (8, 0)  # both users have seen both items

@@ -145,7 +145,7 @@ def test_the_place_of_a_row_is_its_time(tmp_path: Path) -> None:
     times = [e["timestamp_ms"] for e in events]
     assert times == sorted(set(times))
     assert times[:2] == [0, 1]
-    assert block.rejects["reason"].to_pylist() == ["user_id: missing"]
+    assert block.rejects["reason"].to_pylist() == ["u: missing"]
 
 
 def test_a_label_has_no_time_where_the_log_has_none() -> None:

@@ -143,7 +143,7 @@ def test_amazon_reviews_and_metadata(tmp_path: Path) -> None:
     (event,) = block.events.to_pylist()
     assert (event["user_id"], event["item_id"], event["timestamp_ms"]) == ("U1", "P1", 1588687728923)
     assert (event["label_rating"], event["label_verified"]) == (4.0, True)
-    assert block.rejects["reason"].to_pylist() == ["timestamp_ms: negative"]
+    assert block.rejects["reason"].to_pylist() == ["timestamp: negative"]
     (item,) = items(source, tmp_path)
     assert item == {
         "item_id": "P1",
@@ -164,7 +164,7 @@ def test_amazon_ratings_have_the_schema_of_the_reviews(tmp_path: Path) -> None:
     block = read(Amazon2023(), tmp_path)
     (event,) = block.events.to_pylist()
     assert (event["label_rating"], event["label_verified"], event["timestamp_ms"]) == (4.0, None, 1588687728923)
-    assert block.rejects["reason"].to_pylist() == ["timestamp_ms: not an integer"]
+    assert block.rejects["reason"].to_pylist() == ["timestamp: not an integer"]
     assert items(Amazon2023(), tmp_path) == []
 
 

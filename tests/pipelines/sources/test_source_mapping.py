@@ -216,27 +216,27 @@ def test_a_typed_parquet_timestamp_knows_its_unit(tmp_path: Path, kind: pa.DataT
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"u": ""}, "user_id: missing"),
-        ({"i": None}, "item_id: missing"),
-        ({"t": None}, "timestamp_ms: missing"),
-        ({"t": -5}, "timestamp_ms: negative"),
-        ({"t": 1.5}, "timestamp_ms: not an integer"),
-        ({"t": 1588687728923.0}, "timestamp_ms: not an integer"),
-        ({"t": "1e9"}, "timestamp_ms: not an integer"),
-        ({"t": "yesterday"}, "timestamp_ms: not an integer"),
-        ({"t": 99999999999999999999}, "timestamp_ms: not an integer"),
-        ({"t": 4_102_444_800_000}, "timestamp_ms: after the year 2099, check time.unit"),
-        ({"t": 315_532_799_999}, "timestamp_ms: before 1980, check time.unit"),
-        ({"u": "  "}, "user_id: missing"),
-        ({"i": " \t"}, "item_id: missing"),
-        ({"u": "nan"}, "user_id: missing, written as text such as nan or null"),
-        ({"i": "NULL"}, "item_id: missing, written as text such as nan or null"),
-        ({"p": -1}, "position: negative"),
-        ({"p": 2**31}, "position: more than int32 holds"),
-        ({"click": "maybe"}, 'label_click: not a bool, compare it as in true_when: "> 0"'),
-        ({"click": 2}, 'label_click: not a bool, compare it as in true_when: "> 0"'),
-        ({"secs": "fast"}, "label_secs: not a number"),
-        ({"secs": "inf"}, "label_secs: not finite"),
+        ({"u": ""}, "u: missing"),
+        ({"i": None}, "i: missing"),
+        ({"t": None}, "t: missing"),
+        ({"t": -5}, "t: negative"),
+        ({"t": 1.5}, "t: not an integer"),
+        ({"t": 1588687728923.0}, "t: not an integer"),
+        ({"t": "1e9"}, "t: not an integer"),
+        ({"t": "yesterday"}, "t: not an integer"),
+        ({"t": 99999999999999999999}, "t: not an integer"),
+        ({"t": 4_102_444_800_000}, "t: after the year 2099, check time.unit"),
+        ({"t": 315_532_799_999}, "t: before 1980, check time.unit"),
+        ({"u": "  "}, "u: missing"),
+        ({"i": " \t"}, "i: missing"),
+        ({"u": "nan"}, "u: missing, written as text such as nan or null"),
+        ({"i": "NULL"}, "i: missing, written as text such as nan or null"),
+        ({"p": -1}, "p: negative"),
+        ({"p": 2**31}, "p: more than int32 holds"),
+        ({"click": "maybe"}, 'click: not a bool, compare it as in true_when: "> 0"'),
+        ({"click": 2}, 'click: not a bool, compare it as in true_when: "> 0"'),
+        ({"secs": "fast"}, "secs: not a number"),
+        ({"secs": "inf"}, "secs: not finite"),
     ],
 )
 def test_a_row_that_breaks_the_schema_is_rejected_with_its_reason(
@@ -257,7 +257,7 @@ def test_a_row_that_breaks_the_schema_is_rejected_with_its_reason(
 def test_a_json_number_with_an_exponent_is_not_an_integer(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text('{"u": "a", "i": "x", "t": 1e9}\n{"u": "a", "i": "x", "t":-2.5E+3}\n')
     block = read(plain(), tmp_path)
-    assert reasons(block) == ["timestamp_ms: not an integer"] * 2
+    assert reasons(block) == ["t: not an integer"] * 2
     assert [json.loads(r)["t"] for r in block.rejects["source"].to_pylist()] == ["1e9", "-2.5E+3"]
 
 
@@ -276,7 +276,7 @@ def test_a_json_number_with_an_exponent_is_not_an_integer(tmp_path: Path) -> Non
 def test_a_wrong_unit_is_told_from_the_time(tmp_path: Path, value: str, unit: str, reason: str) -> None:
     (tmp_path / "log.csv").write_text(f"u,i,t\na,x,{value}\n")
     found = read(plain(time={"column": "t", "unit": unit}), tmp_path)
-    assert reasons(found) == [f"timestamp_ms: {reason}, check time.unit"]
+    assert reasons(found) == [f"t: {reason}, check time.unit"]
 
 
 @pytest.mark.parametrize(
@@ -405,7 +405,7 @@ def test_ids_are_bare_of_white_space_wherever_they_stand(tmp_path: Path, name: s
     assert items.rows["item_id"].to_pylist() == ["x"]
     users = source.read_users(str(tmp_path))
     assert users is not None
-    assert (reasons(items), reasons(users)) == (["item_id: missing"], ["user_id: missing"])
+    assert (reasons(items), reasons(users)) == (["id: missing"], ["id: missing"])
 
 
 def test_rows_without_impressions_or_with_unequal_lists_are_rejected(tmp_path: Path) -> None:
@@ -414,7 +414,7 @@ def test_rows_without_impressions_or_with_unequal_lists_are_rejected(tmp_path: P
     block = read(searches(None), tmp_path)
     assert block.events["item_id"].to_pylist() == ["x"]
     assert block.rejects["row"].to_pylist() == [0, 1]
-    assert reasons(block) == ["shown: lists of unequal length", "item_id: missing"]
+    assert reasons(block) == ["shown: lists of unequal length", "shown: missing"]
 
 
 @pytest.mark.parametrize("name", ["log.csv", "log.jsonl", "log.parquet"])
@@ -449,7 +449,7 @@ def test_lines_that_are_no_rows_are_rejected_and_counted(tmp_path: Path) -> None
     assert dict(zip(block.rejects["row"].to_pylist(), reasons(block), strict=True)) == {
         1: "row: 2 columns, not 3",
         3: "row: 4 columns, not 3",
-        4: "timestamp_ms: negative",
+        4: "t: negative",
     }
     lines = [json.loads(source).get("line") for source in block.rejects["source"].to_pylist()]
     assert lines[:2] == ["a,x", "c,z,3,4"]
@@ -503,7 +503,7 @@ def test_items_are_text_and_lists_are_joined(tmp_path: Path) -> None:
     assert source.item_files(str(tmp_path)) == ["items.jsonl"]
     (found,) = source.read_items(str(tmp_path), "items.jsonl")
     assert found.rows.to_pylist() == expected
-    assert reasons(found) == ["item_id: missing"]
+    assert reasons(found) == ["id: missing"]
     assert found.rows_read == 3
     pl.DataFrame(rows).write_parquet(tmp_path / "items.parquet")
     (again,) = source.read_items(str(tmp_path), "items.parquet")
@@ -543,7 +543,7 @@ def test_a_set_label_without_a_time_or_before_its_event_is_a_reject(tmp_path: Pa
     (tmp_path / "log.jsonl").write_bytes(to_jsonl(rows))
     labels = {"secs": {"column": "secs", "type": "float32", "time": "at"}}
     block = read(plain(labels=labels), tmp_path)
-    assert reasons(block) == ["known_secs: before its event, check labels.secs.time", "known_secs: missing"]
+    assert reasons(block) == ["at: before its event, check labels.secs.time", "at: missing (time of the label secs)"]
     assert block.events["known_secs"].to_pylist() == [None, 5]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from jobs import prepare
 from models.tables import UserError
 from pipelines.data.sources.amazon2023 import Amazon2023
 from pipelines.data.sources.base import Source
@@ -60,14 +62,39 @@ def test_what_a_dry_run_prints(tmp_path: Path) -> None:
     ]
 
 
+def test_a_dry_run_looks_into_the_last_file_and_refuses_more_rejects_than_the_log_may_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "source.yaml"
+    source.write_text("{layout: mapping, files: log*.csv, user: u, item: i, time: {column: t, unit: s}}")
+    for number in range(9):
+        rows = [f"a,x{row},{1_700_000_000 + row}" for row in range(80)]
+        rows += [f"a,x{row},soon" for row in range(20)] if number == 8 else []
+        (tmp_path / f"log-{number}.csv").write_text("u,i,t\n" + "\n".join(rows) + "\n")
+    config = prepare.Config(str(source), str(tmp_path), str(tmp_path / "out"), dry_run=True)
+    said = (
+        r"20 of the first 260 rows of log-0.csv, log-8.csv, log-4.csv \(7.69%\) break the schema, over the limit "
+        r"max_rejects 1.00%; most often t: not an integer, such as log-8.csv line 82: .*soon.*; fix the source file or "
+        r"the log, or raise --max_rejects"
+    )
+    with pytest.raises(UserError, match=said):
+        prepare.run(config)
+    printed = capsys.readouterr().out
+    assert "events: log-0.csv, log-8.csv, log-4.csv, 3 of 9 files: 260 rows read, 20 rejected" in printed
+    assert "next:" not in printed
+    prepare.run(replace(config, max_rejects=0.1))
+    assert "next: the same command without --dry-run makes the tables" in capsys.readouterr().out
+    assert not (tmp_path / "out/events").exists()
+
+
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
         ({"user": "usr"}, "log.csv has no column 'usr'; the nearest is 'u'"),
         ({"items": {"files": "items.csv", "item": "id", "texts": ["nme"]}}, "no column 'nme'; the nearest is 'name'"),
         ({"users": {"files": "items.csv", "user": "id", "attributes": ["agee"]}}, "items.csv has no column 'agee'"),
-        ({"time": {"column": "t", "unit": "ms"}}, "2 of the first 2 rows of log.csv break the schema"),
-        ({"time": {"column": "t", "unit": "ms"}}, "most often timestamp_ms: before 1980, check time.unit"),
+        ({"time": {"column": "t", "unit": "ms"}}, "2 of the first 2 rows of log.csv (100.00%) break the schema"),
+        ({"time": {"column": "t", "unit": "ms"}}, "most often t: before 1980, check time.unit"),
         ({"delimiter": ";"}, "its header is one column, 'u,i,t'; set 'delimiter: \",\"'"),
     ],
 )  # fmt: skip

@@ -99,7 +99,7 @@ def test_a_row_that_a_transform_cannot_read_is_a_reject_with_its_raw_value(tmp_p
     assert [(row["row"], row["reason"]) for row in block.rejects.to_pylist()] == [
         (1, r"i: no match of regex ^id-(\d+)$"),
         (2, "i: longer than pad 4"),
-        (3, "item_id: missing"),  # an empty value is for the schema to judge
+        (3, "i: missing"),  # an empty value is for the schema to judge
     ]
     assert json.loads(block.rejects["source"][0].as_py())["i"] == "two"
 
@@ -107,7 +107,7 @@ def test_a_row_that_a_transform_cannot_read_is_a_reject_with_its_raw_value(tmp_p
 def test_numbers_with_another_decimal_mark_are_refused_with_the_key_that_reads_them(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text('u,i,t,Preis\na,x,1,"12,50"\nb,x,2,3\nc,x,3,12.50\nd,x,4,\ne,x,5,"1.250,00"\n')
     (reason,) = set(read(plain(numbers=["Preis"]), tmp_path).rejects["reason"].to_pylist())
-    assert reason == 'num_Preis: not a plain number, transforms: {"Preis": {decimal: ","}}'
+    assert reason == 'Preis: not a plain number, transforms: {"Preis": {decimal: ","}}'
     block = read(plain(numbers=["Preis"], transforms={"Preis": {"decimal": ","}}), tmp_path)
     assert block.events["num_Preis"].to_pylist() == [12.5, 3.0, None, 1250.0]
     assert [(row["row"], row["reason"]) for row in block.rejects.to_pylist()] == [
@@ -191,7 +191,7 @@ def test_a_label_that_is_glued_to_the_ids_of_a_list(tmp_path: Path) -> None:
         dict(zip(names, row, strict=True))
         for row in [("1", "N1", 0, False), ("1", "N2", 1, True), ("1", "N3", 2, False)]
     ]
-    assert block.rejects["reason"].to_pylist() == [r"news: no match of regex ^(.+)-[01]$", "item_id: missing"]
+    assert block.rejects["reason"].to_pylist() == [r"news: no match of regex ^(.+)-[01]$", "news: missing"]
 
 
 def test_members_of_a_list_are_transformed_like_the_items(tmp_path: Path) -> None:
@@ -230,13 +230,13 @@ def test_times_in_a_format_of_strptime(tmp_path: Path, written: str, raw: str, e
     assert source.info["clock"]
     block = read(source, tmp_path)
     assert block.events["timestamp_ms"].to_pylist() == [expected]
-    assert block.rejects["reason"].to_pylist() == [f"timestamp_ms: not a time as {written}", "timestamp_ms: missing"]
+    assert block.rejects["reason"].to_pylist() == [f"t: not a time as {written}", "t: missing"]
 
 
 def test_a_year_of_two_digits_that_is_read_as_one_of_four_is_said(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("u,i,t\na,x,24.12.25\n")
     assert read(plain(time={"column": "t", "format": "%d.%m.%Y"}), tmp_path).rejects["reason"].to_pylist() == [
-        "timestamp_ms: before 1980, check time.format (%y reads a year of two digits)"
+        "t: before 1980, check time.format (%y reads a year of two digits)"
     ]
     read_right = read(plain(time={"column": "t", "format": "%d.%m.%y"}), tmp_path)
     assert read_right.events["timestamp_ms"].to_pylist() == [1_766_534_400_000]
