@@ -30,6 +30,7 @@ from pipelines.data.sources.base import list_files
 from pipelines.data.sources.encodings import likely_encodings
 from pipelines.data.sources.load import build
 from pipelines.data.sources.mapping import Mapping
+from pipelines.data.sources.nested import Path, arrow_paths, column_at, json_paths, names_of, value_at
 from pipelines.data.sources.preview import preview
 from pipelines.data.sources.readers import COMPRESSIONS, format_of
 from pipelines.data.sources.transforms import DECIMALS
@@ -99,6 +100,11 @@ class Column:
     def words(self) -> set[str]:
         """Of its name."""
         return _words(self.name)
+
+    @property
+    def within(self) -> str:
+        """The path of the objects that it is a field of; empty for a column."""
+        return self.name.rpartition(".")[0]
 
     @cached_property
     def listed(self) -> bool:
@@ -392,8 +398,7 @@ def _looks(input_uri: str) -> tuple[list[Look], dict[str, str]]:
             refused[file] = " ".join(str(error).split())[:80]
             continue
         if look is None or len(look.columns) < 2:
-            flat = "no two columns" if look is None else "no two columns but objects; flatten these first"
-            refused[file] = flat if size else "empty"
+            refused[file] = "no two columns" if size else "empty"
             continue
         name = re.sub(r"\d+", "0", file.rsplit("/", 1)[-1])
         key = (name, look.kind, tuple(c.name for c in look.columns))
@@ -429,8 +434,11 @@ def _look(input_uri: str, file: str, size: int) -> Look | None:
     filesystem, path = open_uri(join(input_uri, file))
     if kind == "parquet":
         with filesystem.open_input_file(path) as stream:
-            batch = next(pq.ParquetFile(stream).iter_batches(ROWS), None)
+            parquet = pq.ParquetFile(stream)
+            batch, schema = next(parquet.iter_batches(ROWS), None), pa.struct(list(parquet.schema_arrow))
         frame = pl.DataFrame(pl.from_arrow(batch)) if batch is not None else pl.DataFrame()
+        if len(frame):
+            frame = frame.select(column_at(path).alias(name) for name, path in names_of(arrow_paths(schema)).items())
         return Look([file], kind, size, _columns(frame), dict(keys))
     with filesystem.open_input_stream(path) as stream:
         head = stream.read(HEAD)
@@ -443,9 +451,18 @@ def _look(input_uri: str, file: str, size: int) -> Look | None:
     if kind == "jsonl" and text.lstrip().startswith("["):
         raise UserError("one list, not an object a line: jq -c '.[]' FILE writes lines")
     if kind == "jsonl":
-        frame = pl.DataFrame(_objects(text), infer_schema_length=None, strict=False)
+        rows = _objects(text)
+        paths = names_of(path for row in rows for path in json_paths(row))
+        frame = pl.DataFrame(
+            {name: [_plain(value_at(row, path), path) for row in rows] for name, path in paths.items()}, strict=False
+        )
         return Look([file], kind, size, _columns(frame), dict(keys))
     return _look_csv(file, size, text, dict(keys))
+
+
+def _plain(value: object, path: Path) -> object:
+    """The value, null for an object or a list where other rows have none."""
+    return None if isinstance(value, dict) or (isinstance(value, list) and None not in path) else value
 
 
 def _objects(text: str) -> list[dict[str, object]]:
@@ -731,6 +748,9 @@ def _events(
     transforms: list[tuple[str, str]] = []
     labels: list[tuple[str, str]] = []
     behaviour = ""
+    beside = [c for c in look.columns if c is not item and c.listed and item.within and c.within == item.within]
+    inside = [Column(c.name, c.values.explode().drop_nulls()) for c in beside]
+    inside = [c for c in inside if c.flag or c.number or c.few]
     if item.glued:
         text.add("item: shown_item", f"a part of {item.name}: {item.shown}")
         text.add(f"explode: {{columns: [shown_item, clicked], separator: {_scalar(item.separator)}}}")
@@ -742,7 +762,8 @@ def _events(
         text.add(f"item: {_scalar(item.name)}", _told(item, ITEM))
         if item.listed or item.separator:
             separator = f", separator: {_scalar(item.separator)}" if item.separator else ""
-            text.add(f"explode: {{columns: [{_scalar(item.name)}]{separator}}}", "one event for each of the list")
+            columns = _scalar([item.name, *(c.name for c in inside)])
+            text.add(f"explode: {{columns: {columns}{separator}}}", "one event for each of the list")
     if time is None and (order := roles["order"]) is not None:
         text.add(
             f"time: {{column: {_scalar(order.name)}, unit: order}}", f"an order without clock times: {order.shown}"
@@ -763,7 +784,7 @@ def _events(
         text.add(f'  at: "{before - timedelta(days=30)}"', "a moment before the log, that they are dated to")
         text.add("  labels: [click]" if behaviour else "  labels: []")
     taken = [column for column in roles.values() if column is not None]
-    left = [column for column in look.columns if column not in taken and len(column.values)]
+    left = [column for column in look.columns if column not in [*taken, *beside] and len(column.values)] + inside
     members = [c for c in left if _of_items(c, item)]
     for column in members:
         behaviour = _name(column.name) if not behaviour or "click" in column.name.lower() else behaviour
@@ -794,7 +815,8 @@ def _events(
                 text.comment("  prepare: {behaviour: purchase}")
     if categories:
         text.add(f"categories: {_listing(categories)}", "known before the event? Else they are labels")
-    rest = [c.name for c in look.columns if c not in (*taken, *members, *flags, *ratings, *numbers, *categories)]
+    read = {c.name for c in (*taken, *members, *flags, *ratings, *numbers, *categories)}
+    rest = [c.name for c in look.columns if c.name not in read]
     if rest:
         text.comment(f"not read: {', '.join(rest)}")
     transforms += _decimals([*numbers, *ratings], "  ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -335,7 +336,7 @@ def test_german_names_tell_users_and_items(
     (tmp_path / "kunden.csv").write_text("\n".join([f"{user};Ort;Geburtsjahr", *people]))
     (tmp_path / "LIESMICH.txt").write_text("Export vom ERP\n")
     (tmp_path / "leer.csv").write_text("")
-    (tmp_path / "tief.jsonl").write_text('{"artikel": {"nr": "1"}, "marke": "A"}\n')
+    (tmp_path / "tief.jsonl").write_text('{"artikel": {"nr": "1"}}\n')
     (tmp_path / "wetter.csv").write_text("Ort;Grad\n" + "".join(f"Ort{n};{n}.5\n" for n in range(9)))
     prepare.run_suggestion(prepare.Suggestion(suggest=str(tmp_path)))
     text, said = capsys.readouterr()
@@ -347,7 +348,7 @@ def test_german_names_tell_users_and_items(
         "kunden.csv (users): ",
         "LIESMICH.txt (not read: no two columns)",
         "leer.csv (not read: empty)",
-        "tief.jsonl (not read: no two columns but objects; flatten these first)",
+        "tief.jsonl (not read: no two columns)",
         "wetter.csv (not read: it describes no users or items of the events): ",
     ):
         assert f"# {line}" in text
@@ -385,3 +386,34 @@ def test_negative_quantities_are_said_to_be_returns(tmp_path: Path) -> None:
     assert kept.min() > 0
     (raw / "verkauf.csv").write_text("Kunde;Artikel;Datum;Menge\n" + "\n".join(rows).replace(";-", ";"))
     assert "returns" not in suggest(str(raw))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("basket", [False, True])
+def test_fields_of_objects_are_guessed(tmp_path: Path, kind: str, basket: bool) -> None:
+    """As a web tracker writes them, one item or a list of them in each row."""
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    lines = [[{"sku": f"a{(n * 7 + k) % 40}", "price": k + 0.5, "name": f"N{n}"} for k in range(3)] for n in range(400)]
+    rows = [
+        {
+            "ts": 1_700_000_000_000 + n * 60_000,
+            "user": {"id": f"u{n % 50}", "geo": {"city": ["Oslo", "Lima"][n % 2]}},
+            **({"items": lines[n]} if basket else {"item": lines[n][0]}),
+        }
+        for n in range(400)
+    ]
+    if kind == "jsonl":
+        rows[3]["user"]["geo"] = []
+        rows[4]["user"]["geo"] = "?"
+        (raw / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), raw / "log.parquet")
+    text, item = suggest(str(raw)), "items" if basket else "item"
+    made = yaml.safe_load(text)
+    assert (made["user"], made["item"], made["time"]) == ("user.id", f"{item}.sku", {"column": "ts", "unit": "ms"})
+    assert made["numbers"] == {f"{item}_price": f"{item}.price"}
+    assert made["categories"] == {"user_geo_city": "user.geo.city"}
+    assert made.get("explode") == ({"columns": ["items.sku", "items.price"]} if basket else None)
+    assert "labels" not in made
+    assert f"# The first rows by this mapping: events: {400 * (3 if basket else 1):,} rows, 0 rejected." in text
