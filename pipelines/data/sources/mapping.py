@@ -69,7 +69,7 @@ class Items(TextFormat):
     lists: list[str] = field(default_factory=list)
     """JSON: the columns that hold lists; their elements are joined by a space."""
     transforms: Any = field(default_factory=dict)
-    """Changes to values before they are read, by column: {column: {strip, lower, regex, decimal, pad, ...}}."""
+    """Changes to values before they are read, by column: {column: {html, strip, lower, regex, decimal, pad, ...}}."""
 
     def __post_init__(self) -> None:
         for key in ("texts", "attributes", "numbers"):
@@ -171,8 +171,8 @@ class Mapping(TextFormat, Source):
     users: Any = None
     """The user files; None: no user files."""
     transforms: Any = field(default_factory=dict)
-    """Changes to values before they are read, by column: {column: {strip, lower, regex, decimal, pad, ...}}; in a list,
-    to each element."""
+    """Changes to values before they are read, by column: {column: {html, strip, lower, regex, decimal, pad, ...}}; in a
+    list, to each element."""
     history: Any = None
     """A column of earlier behaviours without times: {column, at, separator, labels}; None: no such column."""
     as_of: Any = field(default_factory=dict)

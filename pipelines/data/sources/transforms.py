@@ -2,6 +2,7 @@
 
 transforms:
   article_id: {pad: 10}                               # 108775015 becomes 0108775015
+  title: {html: true}                                 # <b>Tea</b> &amp; Milk becomes Tea & Milk
   brand: {strip: true, lower: true}
   price: {decimal: ","}                               # 1.234,50 becomes 1234.50
   year: {column: title, regex: '\\((\\d{4})\\)$'}        # a column of its own, from a part of another
@@ -12,6 +13,7 @@ Each is one polars expression for a whole frame. A value that it cannot read lea
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -38,6 +40,9 @@ def decimal_key(column: str, mark: str) -> str:
     return f'transforms: {{{json.dumps(column, ensure_ascii=False)}: {{decimal: "{mark}"}}}}'
 
 
+TAG = r"(?s)<!--.*?-->|</?[A-Za-z][^>]*>"
+"""What HTML marks text up with; not the < of a comparison."""
+
 TEXT = (pl.String, pl.Categorical, pl.Enum)
 
 
@@ -49,6 +54,8 @@ class Transform:
     """The raw column to read; None: COLUMN itself, whose values are replaced."""
     constant: str | None = None
     """One value for all rows, instead of a raw column."""
+    html: bool = False
+    """true: text without HTML; each tag becomes a space, &amp; becomes &, and of white space one space is left."""
     strip: bool | str = False
     """true removes white space at both ends; a text such as `'"'` removes its characters there."""
     lower: bool = False
@@ -67,11 +74,11 @@ class Transform:
 
     def __post_init__(self) -> None:
         can_fail = any(step is not None for step in (self.regex, self.decimal, self.pad))
-        steps = self.strip or self.lower or can_fail
+        steps = self.html or self.strip or self.lower or can_fail
         if self.constant is not None and (self.column is not None or steps or self.optional):
             raise ValueError("'constant' stands for every row; give it alone, without another key")
         if self.constant is None and self.column is None and not steps:
-            raise ValueError("it does nothing; give strip, lower, regex, decimal, pad, column or constant")
+            raise ValueError("it does nothing; give html, strip, lower, regex, decimal, pad, column or constant")
         if self.strip == "":
             raise ValueError("'strip' is empty; give the characters to leave out, or true for white space")
         if self.optional and not can_fail:
@@ -93,6 +100,9 @@ class Transform:
     def of(self, value: pl.Expr, where: str) -> tuple[pl.Expr, list[tuple[pl.Expr, str]]]:
         """The new text of a text, null and empty ones unchanged, and what it cannot read with the reason."""
         reasons: list[tuple[pl.Expr, str]] = []
+        if self.html:
+            value = value.str.replace_all(TAG, " ").map_elements(html.unescape, pl.String)
+            value = value.str.replace_all(r"\s+", " ").str.strip_chars()
         if self.strip:
             value = value.str.strip_chars(self.strip if isinstance(self.strip, str) else None)
         if self.lower:

@@ -43,6 +43,9 @@ def items_of(source: Mapping, folder: Path) -> list[str]:
     [
         ({"pad": 10}, "108775015", "0108775015"),
         ({"pad": 3}, "ünï", "ünï"),
+        ({"html": True}, "<b>Foo</b> &amp; Bar", "Foo & Bar"),
+        ({"html": True}, '<p class="x">Tea,<br/>\n milk</p><!-- 1 > 0 --><p>&lt;3 &#228;&nbsp;</p>', "Tea, milk <3 ä"),
+        ({"html": True, "lower": True}, "1 < 2 A<I>B</I>", "1 < 2 a b"),
         ({"strip": True}, "  a b\t", "a b"),
         ({"strip": "'"}, "'a'b'", "a'b"),
         ({"lower": True}, "ÄBC", "äbc"),
@@ -262,7 +265,7 @@ def test_the_time_of_a_label_is_in_the_format_of_the_log_unless_it_has_its_own(t
         ({"transforms": {"i": {"regex": "("}}}, "'transforms.i': regex is '(', which cannot be read"),
         ({"transforms": {"i": {"regex": "a"}}}, "'transforms.i': regex is 'a', which has 0 groups; put one pair"),
         ({"transforms": {"i": {"pad": 0}}}, "'transforms.i': pad is 0; it is a number of characters from 1 to 1000"),
-        ({"transforms": {"i": {}}}, "'transforms.i': it does nothing; give strip, lower, regex, decimal, pad, "),
+        ({"transforms": {"i": {}}}, "'transforms.i': it does nothing; give html, strip, lower, regex, decimal, pad, "),
         (
             {"transforms": {"i": {"decimal": ";"}}},
             "'transforms.i': decimal is ';'; it is ',' for numbers such as 1.234,50",
