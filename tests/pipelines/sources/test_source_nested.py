@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
+from jobs import audit, prepare
 from models.tables import UserError
 from pipelines.data.sources import readers
 from pipelines.data.sources.mapping import Items, Mapping, Users
@@ -207,3 +211,93 @@ def test_only_wanted_fields_of_parquet_are_read(tmp_path: Path) -> None:
 def test_a_list_of_paths_needs_names() -> None:
     with pytest.raises(ValueError, match=r"'numbers' lists 'item.price', and a name has no dot; write {price: item.pr"):
         plain(numbers=["item.price"])
+
+
+def flat(value: Any, path: str = "") -> dict[str, Any]:
+    """An object with its fields at the top, by their dotted names; of a list of objects a list of each field."""
+    if isinstance(value, dict):
+        return {key: v for name, each in value.items() for key, v in flat(each, f"{path}.{name}".strip(".")).items()}
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        found = [flat(each, path) for each in value]
+        return {key: [each.get(key) for each in found] for key in dict.fromkeys(k for each in found for k in each)}
+    return {path: value}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_nested_log_gives_the_tables_of_a_flat_one(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The log of a web tracker, several files with items and users of their own, beside the same log with the dotted
+    names at the top: one mapping for both."""
+    rng = np.random.default_rng(3)
+    events = [
+        {
+            "ts": 1_700_000_000_000 + n * 600_000,
+            "user": {"id": f"u{rng.integers(30)}"},
+            "context": {"page": {"id": f"p{n}"}, **({"device": {"type": "phone"}} if n % 3 else {})},
+            "items": [
+                {"sku": int(k), "price": round(float(k) / 3, 2), "clicked": bool(k % 2)}
+                for k in rng.choice(40, int(rng.integers(1, 5)), replace=False)
+            ],
+        }
+        for n in range(600)
+    ]
+    described = [{"id": n, "about": {"title": f"T {n}", "brand": {"name": f"B{n % 3}"}}} for n in range(40)]
+    members = [{"user": {"id": f"u{n}", "geo": {"city": ["Oslo", "Lima"][n % 2]}}} for n in range(30)]
+    mapping = {
+        "layout": "mapping",
+        "files": "log.*",
+        "user": "user.id",
+        "item": "items.sku",
+        "explode": {"columns": ["items.sku", "items.price", "items.clicked"]},
+        "time": {"column": "ts", "unit": "ms"},
+        "request": "context.page.id",
+        "labels": {"click": {"column": "items.clicked"}},
+        "numbers": {"price": "items.price"},
+        "categories": {"device": "context.device.type"},
+        "transforms": {"items.sku": {"pad": 3}},
+        "items": {
+            "files": "items.*",
+            "item": "id",
+            "texts": {"title": "about.title"},
+            "attributes": {"brand": "about.brand.name"},
+            "transforms": {"id": {"pad": 3}, "about.title": {"lower": True}},
+        },
+        "users": {"files": "members.*", "user": "user.id", "attributes": {"city": "user.geo.city"}},
+        "prepare": {"core": 0, "behaviour": "click"},
+    }
+    (tmp_path / "shop.yaml").write_text(yaml.safe_dump(mapping))
+    files = {"log.1": events[:250], "log.2": events[250:], "items": described, "members": members}
+    said, tables = {}, {}
+    for shape in ("nested", "flat"):
+        raw, output = tmp_path / shape, str(tmp_path / f"tables-{shape}")
+        raw.mkdir()
+        for name, rows in files.items():
+            written = [flat(row) for row in rows] if shape == "flat" else rows
+            if kind == "jsonl":
+                (raw / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+            else:
+                pq.write_table(
+                    pa.Table.from_pylist(written, pa.table(pl.DataFrame(written, infer_schema_length=None)).schema),
+                    raw / f"{name}.parquet",
+                )
+        config = prepare.Config(source=str(tmp_path / "shop.yaml"), input=str(raw), output=output)
+        capsys.readouterr()
+        prepare.run(replace(config, dry_run=True))
+        said[shape] = capsys.readouterr().out.split("next:")[0]
+        prepare.run(config)
+        audit.run(audit.Config(tables=output))
+        names = sorted(path.parent.name for path in Path(output).glob("*/manifest.json"))
+        assert {"events", "items", "sequences"} <= set(names)
+        tables[shape] = {
+            name: pl.read_parquet(f"{output}/{name}/*.parquet")
+            for name in names
+            if any(Path(output, name).glob("*.parquet"))
+        }
+    assert said["nested"] == said["flat"]
+    assert "item_id       items.sku" in said["nested"]
+    assert tables["nested"].keys() == tables["flat"].keys()
+    for name, table in tables["nested"].items():
+        assert table.equals(tables["flat"][name]), name
+    assert len(tables["nested"]["events"]) == sum(len(event["items"]) for event in events)
+    assert tables["nested"]["items"]["text_title"].null_count() == 0
