@@ -243,6 +243,11 @@ def run(config: Options) -> Result | None:
         print(
             f"Recommendations of {manifest.info['model']}: top {config.k} of {number_of(manifest.rows, 'user')} {what}."
         )
+        if short := manifest.info.get("users_below_k", 0):
+            print(
+                f"note: {short:,} of them have fewer than {config.k} items, as the catalogue or the search within its "
+                f"beams has no more; --beam {config.k} searches further"
+            )
         print(f"  table       {config.batch_inference}: user_id, item_id (best first), score")
         return None
     if config.importance:

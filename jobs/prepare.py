@@ -139,7 +139,7 @@ def run(config: Config) -> dict[str, object]:
     sparsity = f"sparsity {statistics['sparsity']:.2%}, " if "sparsity" in statistics else ""
     without = statistics.get("requests_without_history", {})
     first = ", ".join(f"{rows:,} {name}" for name, rows in without.items())
-    left_out = f"no history, as each user's first request: {first}; models neither train on them nor rank them\n"
+    left_out = f"no history, such as each user's first request: {first}; models neither train on them nor rank them\n"
     print(
         f"\n{number_of(statistics['users'], 'user')}, {number_of(statistics['items'], 'item')}, "
         f"{number_of(statistics['interactions'], 'interaction')}; "

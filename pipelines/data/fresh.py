@@ -89,7 +89,12 @@ def take_items(run: Run, events: Manifest, catalogue: str, split: dict[str, Any]
 
 def _check_share(share: float, others: list[str], catalogue: str, least: float) -> None:
     """UserError where too few behaviours are on items of the catalogue. others: some items that it does not have."""
-    if not share or share < least:
+    if not share:
+        raise UserError(
+            f"no behaviour is on an item of the catalogue of {catalogue}, which does not have "
+            f"{', '.join(map(repr, others))}; write the ids of both logs alike, leading zeros among them"
+        )
+    if share < least:
         raise UserError(
             f"{share:.1%} of the behaviours are on items of the catalogue of {catalogue}, the least is min_matched "
             f"{least:g}: it does not have {', '.join(map(repr, others))}; check that the ids are written alike, or "

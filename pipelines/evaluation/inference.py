@@ -70,7 +70,9 @@ class Recommender:
 
     def __call__(self, block: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         runs = zip(*(block[name].tolist() for name in ("file", "first", "last")), strict=True)
-        return {**block, "part": np.array([json.dumps(vars(self.part(*run))) for run in runs], dtype=object)}
+        made = [self.part(*run) for run in runs]
+        parts = np.array([json.dumps(vars(part)) for part, _ in made], dtype=object)
+        return {**block, "part": parts, "short": np.array([short for _, short in made])}
 
     def hold(self, file: int) -> None:
         """Reads a file of `sequences` in place of the one before."""
@@ -84,8 +86,9 @@ class Recommender:
         self.first_user = sum(part.rows for part in manifest.files[:file])
         self.file = file
 
-    def part(self, file: int, first: int, last: int) -> Part:
-        """Ranks for users `first` to `last` - 1 of a file, in batches of like length, and writes them in its order."""
+    def part(self, file: int, first: int, last: int) -> tuple[Part, int]:
+        """Ranks for users `first` to `last` - 1 of a file, in batches of like length, and writes them in its order; and
+        how many of them have fewer than K items."""
         self.hold(file)
         rows = np.arange(len(self.examples))
         place = self.examples.user_rows(rows) - self.first_user
@@ -100,7 +103,7 @@ class Recommender:
             items.append(ranked.cpu().numpy())
             scores.append(score.float().cpu().numpy())
         if not users:  # none of them has a history
-            return write_part(self.output, RECOMMENDATIONS.empty_table())
+            return write_part(self.output, RECOMMENDATIONS.empty_table()), 0
         user, item, score = np.concatenate(users), np.concatenate(items), np.concatenate(scores)
         order = np.argsort(user, kind="stable")
         user, item, score = user[order], item[order], score[order]
@@ -115,7 +118,7 @@ class Recommender:
             ],
             schema=RECOMMENDATIONS,
         )
-        return write_part(self.output, table)
+        return write_part(self.output, table), int((real.sum(1) < self.k).sum())
 
 
 def recommend_all(
@@ -181,6 +184,7 @@ def recommend_all(
             .take_all()
         )
         made = [Part(**json.loads(row["part"])) for row in sorted(parts, key=itemgetter("file", "first"))]
-        info = {"users": sequences.rows, "k": k, "model": about.name, "checkpoint": uri}
+        short = sum(int(row["short"]) for row in parts)
+        info = {"users": sequences.rows, "k": k, "users_below_k": short, "model": about.name, "checkpoint": uri}
         manifest = commit(output, "recommendations", RECOMMENDATIONS, made, config=config, inputs=inputs, info=info)
     return manifest, False

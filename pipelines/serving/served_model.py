@@ -17,7 +17,7 @@ from models import checkpoint, registry
 from models.item_ids import item_ids
 from models.retrieval.data import batch_of, hash_strings
 from models.setup import load_catalogue
-from models.tables import read_table
+from models.tables import UserError, read_table
 
 
 class Ranker(PythonModel):
@@ -43,6 +43,8 @@ class Ranker(PythonModel):
         import pyarrow as pa
 
         k = int((params or {}).get("k", 10))
+        if k < 1:
+            raise UserError(f"k {k} is below 1; give the number of items to recommend")
         given = [item_ids("history", history) for history in model_input["history"]]
         found = [[self.index[item] for item in history if item in self.index] for history in given]
         unknown = [len(history) - len(items) for history, items in zip(given, found, strict=True)]

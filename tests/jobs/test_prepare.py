@@ -137,7 +137,9 @@ def test_options_win_over_the_source_file(tmp_path: Path, capsys: pytest.Capture
         assert examples.counted == "requests with a history"
         without[split] = requests - examples.requests
     said = ", ".join(f"{rows} {split}" for split, rows in without.items())
-    assert f"\nno history, as each user's first request: {said}; models neither train on them nor rank them\n" in text
+    assert (
+        f"\nno history, such as each user's first request: {said}; models neither train on them nor rank them\n" in text
+    )
     assert without["train"] > 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -233,6 +234,10 @@ def test_a_fresh_log_has_the_catalogue_of_the_training(tmp_path: Path, capsys: p
         prepare.run(replace(config, core=5, output=str(tmp_path / "other")))
     with pytest.raises(UserError, match=r"80.0% of the behaviours are on items .* it does not have '0999999999'"):
         prepare.run(replace(config, min_matched=0.9, output=str(tmp_path / "other")))
+    for file in fresh.glob("transactions*.csv"):
+        file.write_text(re.sub(r",0(\d{9}),", r",x\1,", file.read_text()))
+    with pytest.raises(UserError, match=r"no behaviour is on an item .* does not have 'x[^;]*; write the ids of both"):
+        prepare.run(replace(config, min_matched=0, output=str(tmp_path / "other")))
     with pytest.raises(UserError, match=r"--catalogue is .*nowhere, where nothing is"):
         prepare.run(replace(config, catalogue=str(tmp_path / "nowhere"), output=str(tmp_path / "other")))
 

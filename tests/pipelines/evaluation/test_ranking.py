@@ -172,6 +172,7 @@ def test_all_users_to_a_table(world: World, ray_local: None, tmp_path: Path) -> 
     manifest, already = recommend_all(*arguments, k=5, batch_size=7, actors=2, users_per_part=25)
     assert not already
     assert manifest.rows == 60
+    assert manifest.info["users_below_k"] == 0
     assert [part.rows for part in manifest.files] == [25, 5, 25, 5]  # of two files
     table = read_table(output, "recommendations").to_pydict()
     assert table["user_id"] == [f"user-{i:04d}" for i in range(60)]
@@ -182,6 +183,9 @@ def test_all_users_to_a_table(world: World, ray_local: None, tmp_path: Path) -> 
         items, scores = model.recommend(examples.collate(torch.tensor([user]).numpy()), 5)
         assert table["item_id"][user] == [names[item] for item in items[0].tolist()]
         assert table["score"][user] == pytest.approx(scores[0].tolist(), rel=1e-4)
+    many, _ = recommend_all(*arguments[:3], str(tmp_path / "many"), k=1000)
+    found = read_table(str(tmp_path / "many"), "recommendations").to_pydict()["item_id"]
+    assert many.info["users_below_k"] == sum(len(items) < 1000 for items in found) == 60
     assert recommend_all(*arguments, k=5, actors=1, users_per_part=25) == (read_manifest(output), True)
     with pytest.raises(UserError, match=r"holds other recommendations; .*--overwrite"):
         recommend_all(*arguments, k=4, users_per_part=25)
