@@ -29,7 +29,7 @@ from pipelines.data.kinds.table import KINDS
 from pipelines.data.settings import check, read_config
 from pipelines.data.sources import load_source
 from pipelines.data.sources.preview import check_rejects, lines, preview, warnings
-from pipelines.data.sources.suggest import suggest, unsure
+from pipelines.data.sources.suggest import doubts, suggest
 from pipelines.data.tables import write_file
 
 SOURCES = cli.CONFIGS / "sources"
@@ -166,10 +166,8 @@ def run_suggestion(config: Suggestion) -> None:
     """Prints or writes a first source file, without Ray."""
     reach(suggest=config.suggest)
     text = suggest(config.suggest)
-    if keys := unsure(text):  # not on stdout, which is the mapping
-        print(
-            f"warning: {' and '.join(keys)} guessed by values alone, not by names; check these lines", file=sys.stderr
-        )
+    for doubt in doubts(text):  # not on stdout, which is the mapping
+        print(f"warning: {doubt}", file=sys.stderr)
     if config.output is None:
         print(text, end="")
         return

@@ -47,18 +47,37 @@ GUESSED = "guessed by its values alone"
 SHOWN = 3  # values of a column in a comment
 DELIMITERS = ("::", "\t", ";", "|", ",")
 SEPARATORS = (" ", "|", ",", ";")
+CLOCKS = (" %I:%M:%S %p", " %I:%M %p", " %H:%M:%S", " %H:%M", "")
+DAYS = ("%m/%d/%Y", "%d/%m/%Y", "%m-%d-%Y", "%d-%m-%Y", "%d.%m.%Y", "%Y/%m/%d", "%Y-%m-%d", "%m/%d/%y", "%d/%m/%y",
+        "%d.%m.%y")  # fmt: skip
 FORMATS = (
-    "%m/%d/%Y %I:%M:%S %p", "%m/%d/%Y %I:%M %p", "%m/%d/%Y %H:%M:%S", "%m/%d/%Y %H:%M", "%m/%d/%Y",
-    "%d.%m.%Y %H:%M:%S", "%d.%m.%Y %H:%M", "%d.%m.%Y", "%d/%m/%Y %H:%M:%S", "%d/%m/%Y %H:%M", "%d/%m/%Y",
-    "%Y/%m/%d %H:%M:%S", "%Y/%m/%d %H:%M", "%Y/%m/%d", "%b %d, %Y", "%d %b %Y",
-    "%a %b %d %H:%M:%S %z %Y",
-    "%d.%m.%y %H:%M:%S", "%d.%m.%y %H:%M", "%d.%m.%y", "%m/%d/%y %I:%M %p", "%m/%d/%y %H:%M", "%m/%d/%y",
-    "%d/%m/%y %H:%M", "%d/%m/%y",
+    *(day + clock for day in DAYS for clock in CLOCKS),
+    "%Y-%m-%dT%H:%M", "%b %d, %Y", "%d %b %Y", "%a %b %d %H:%M:%S %z %Y",
 )  # fmt: skip
-"""How times are written, other than ISO 8601; month first where both could be."""
+"""How times are written, other than ISO 8601 with seconds."""
+
+DAY_OR_MONTH = "day or month first?"
+WHICH_TIME = "the time of the event?"
+DOUBT = re.compile(rf"^(?:# )?(.+?): .*?((?:{re.escape(WHICH_TIME)}|{re.escape(DAY_OR_MONTH)}).*?check it)")
+OF_EVENTS = re.compile(
+    r"order|purchas|bought|buy|sale|sold|event|view|click|creat|visit|shown|served|impress|search|request|"
+    r"bestell|kauf|auftrag|buchung|ereignis|erstell|compra|pedido|venta|evento|achat|commande|vente"
+)
+OF_OTHERS = re.compile(
+    r"birth|\bdob\b|deliver|ship|expir|valid|updat|modif|changed|signup|sign.up|regist|joined|return|\bdue\b|releas|"
+    r"geb(urt|oren|dat)|liefer|versand|ablauf|verfall|gültig|gueltig|änder|aender|aktualis|anmeld|fällig|faellig|"
+    r"nacim|entrega|env[ií]o|caduc|vencim|actualiz|naissance|livrais|modifi|p[ée]remption"
+)
+"""Names of times of events, and of those that lie far from them; a name of both is of the second kind."""
+
+CONTINENTAL = re.compile(
+    r"datum|zeit|kunde|käufer|kaeufer|artikel|produkt|preis|menge|anzahl|betrag|fecha|cliente|precio|cantidad|prix|"
+    r"quantité|achat|commande|[^\x00-\x7f]"
+)
+"""Names of languages that write the day first and a comma before decimals."""
 
 FIRST_YEAR = 1980  # of times, as `normalise.py` reads them
-ISO = r"^\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d(\.\d+)?)?([Zz]|[+-]\d\d:?\d\d)?)?$"
+ISO = r"^\d{4}-\d\d-\d\d([T ]\d\d:\d\d:\d\d(\.\d+)?([Zz]|[+-]\d\d:?\d\d)?)?$"
 EARLIEST, LATEST = 473_385_600, 4_102_444_799  # 1985 and the end of 2099, in seconds
 
 USER = {"user", "users", "customer", "customers", "member", "members", "visitor", "account", "reviewer", "client",
@@ -95,6 +114,8 @@ class Column:
     name: str
     values: pl.Series
     """Text or lists of text, without nulls and empty text."""
+    continental: bool = False
+    """Whether its file is written as on the continent of Europe: the day first, a comma before decimals."""
 
     @property
     def words(self) -> set[str]:
@@ -188,11 +209,44 @@ class Column:
             return self._epoch or ({"format": "%Y%m%d"} if self._compact else {})
         if bool(self.values.str.contains(ISO).all()):
             return {"unit": "iso"}
+        if not self._readings:
+            return {}
+        if not self.ambiguous:
+            return {"format": next(iter(self._readings))}
+        sure = [written for written in self._readings if written in self._in_order]
+        if len(sure) == 1:
+            return {"format": sure[0]}
+        return {"format": next(w for w in self._readings if w.startswith("%d" if self.continental else "%m"))}
+
+    @cached_property
+    def _readings(self) -> dict[str, pl.Series]:
+        """The times by each format that reads all values."""
+        text, found = self.values.str.strip_chars(), {}
         for written in FORMATS:
-            times = self.values.str.strip_chars().str.to_datetime(written, strict=False)
-            if times.null_count() == 0 and times.dt.year().min() >= FIRST_YEAR:  # type: ignore[operator]  # %Y reads 25
-                return {"format": written}
-        return {}
+            for part in (text.head(20), text):  # most formats fail at once
+                times = part.str.to_datetime(written, strict=False)
+                if times.null_count() or times.dt.year().min() < FIRST_YEAR:  # type: ignore[operator]  # %Y reads 25
+                    break
+            else:
+                found[written] = times
+        return found
+
+    @property
+    def _in_order(self) -> list[str]:
+        """The formats by which the rows are in order of time, oldest or newest first."""
+        return [
+            written
+            for written, times in self._readings.items()
+            if times.n_unique() > 1 and (times.is_sorted() or times.is_sorted(descending=True))
+        ]
+
+    @property
+    def ambiguous(self) -> bool:
+        """Whether its dates can be read with the day or the month first."""
+        if self.listed or self.integer or len(self._readings) < 2:
+            return False
+        first, *others = self._readings.values()
+        return any(not first.equals(other) for other in others)
 
     @property
     def clock(self) -> bool:
@@ -338,9 +392,12 @@ def suggest(input_uri: str) -> str:
     return "\n".join([*_checked(input_uri, lines), *lines]) + "\n"
 
 
-def unsure(text: str) -> list[str]:
-    """The keys of a suggested mapping that the names of columns did not tell: user, item, both or none."""
-    return [line.split(":")[0] for line in text.splitlines() if GUESSED in line]
+def doubts(text: str) -> list[str]:
+    """What a user should check first in a suggested mapping, a sentence each."""
+    lines = text.splitlines()
+    keys = [line.split(":")[0] for line in lines if GUESSED in line]
+    alone = [f"{' and '.join(keys)} guessed by values alone, not by names; check these lines"] if keys else []
+    return alone + [f"{found[1].strip()}: {found[2]}" for line in lines if (found := DOUBT.match(line))]
 
 
 def _call(look: Look, column: Column | None, name: str) -> None:
@@ -400,6 +457,11 @@ def _looks(input_uri: str) -> tuple[list[Look], dict[str, str]]:
         if look is None or len(look.columns) < 2:
             refused[file] = "no two columns" if size else "empty"
             continue
+        continental = look.keys.get("delimiter") == ";" or any(
+            c.mark == "," or CONTINENTAL.search(c.name.lower()) for c in look.columns
+        )
+        for column in look.columns:
+            column.continental = continental
         name = re.sub(r"\d+", "0", file.rsplit("/", 1)[-1])
         key = (name, look.kind, tuple(c.name for c in look.columns))
         if key in found:
@@ -577,7 +639,7 @@ def _roles(look: Look, looks: list[Look]) -> Roles:
             left.remove(column)
         return column
 
-    times = [c for c in left if c.time]
+    times = _likely_times(look)
     time = take(look.column(TIME, times) or next(iter(times), None))
     lists = [c for c in left if c.listed or c.separator]
     shown = next((c for c in lists if c.glued), None)
@@ -607,6 +669,19 @@ def _roles(look: Look, looks: list[Look]) -> Roles:
         "history": past,
         "order": order,
     }
+
+
+def _time_rank(column: Column) -> int:
+    """0 for a column whose name is of times of events, 2 for one of births, deliveries and the like."""
+    name = re.sub(r"[\W_]+", " ", column.name.lower())
+    return 2 if OF_OTHERS.search(name) else 0 if OF_EVENTS.search(name) else 1
+
+
+def _likely_times(look: Look) -> list[Column]:
+    """The columns of times whose names are the nearest to a time of events."""
+    times = [c for c in look.columns if c.time]
+    best = min(map(_time_rank, times), default=0)
+    return [c for c in times if _time_rank(c) == best]
 
 
 def _is_key(column: Column, others: list[Look]) -> bool:
@@ -726,9 +801,20 @@ def _reading(text: _Text, look: Look, indent: str = "") -> None:
         text.add(f"{indent}{key}: {_scalar(value)}", whys.get(key, ""))
 
 
-def _told(column: Column, words: set[str]) -> str:
+def _told(look: Look, column: Column, words: set[str]) -> str:
     """The comment of the user's or the item's column, which says where its name did not tell what it is."""
-    return column.shown if column.words & words else f"{GUESSED}, check it: {column.shown}"
+    told = column.words & words and "header" not in look.keys
+    return column.shown if told else f"{GUESSED}, check it: {column.shown}"
+
+
+def _timed(look: Look, time: Column) -> str:
+    """The comment of the column of times, with what is in doubt."""
+    others = [c.name for c in _likely_times(look) if c is not time]
+    asked = [f"{WHICH_TIME} or {', '.join(others)}?"] if others else [WHICH_TIME] if _time_rank(time) == 2 else []
+    if time.ambiguous:
+        in_order = time.time["format"] in time._in_order and len(time._in_order) == 1
+        asked.append(f"{DAY_OR_MONTH} {'by this the rows are in order,' if in_order else 'both can be,'}")
+    return f"{' '.join(asked)} check it: {time.shown}" if asked else time.shown
 
 
 def _events(
@@ -744,7 +830,7 @@ def _events(
     text.add("layout: mapping")
     text.add(f"files: {_scalar(look.pattern)}", f"{len(look.files):,} files" if len(look.files) > 1 else "")
     _reading(text, look)
-    text.add(f"user: {_scalar(user.name)}", _told(user, USER))
+    text.add(f"user: {_scalar(user.name)}", _told(look, user, USER))
     transforms: list[tuple[str, str]] = []
     labels: list[tuple[str, str]] = []
     behaviour = ""
@@ -759,7 +845,7 @@ def _events(
         labels.append(("  click: {column: clicked}", "the 0 or 1 that is glued to each id"))
         behaviour = "click"
     else:
-        text.add(f"item: {_scalar(item.name)}", _told(item, ITEM))
+        text.add(f"item: {_scalar(item.name)}", _told(look, item, ITEM))
         if item.listed or item.separator:
             separator = f", separator: {_scalar(item.separator)}" if item.separator else ""
             columns = _scalar([item.name, *(c.name for c in inside)])
@@ -772,7 +858,7 @@ def _events(
         text.add("time: {unit: order}", "no column looks like times: the order of the lines")
     else:
         ((key, value),) = time.time.items()
-        text.add(f"time: {{column: {_scalar(time.name)}, {key}: {_scalar(value)}}}", time.shown)
+        text.add(f"time: {{column: {_scalar(time.name)}, {key}: {_scalar(value)}}}", _timed(look, time))
     for key in ("request", "query", "position"):
         if (column := roles[key]) is not None:
             text.add(f"{key}: {_scalar(column.name)}", column.shown)

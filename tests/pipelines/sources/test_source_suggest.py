@@ -417,3 +417,64 @@ def test_fields_of_objects_are_guessed(tmp_path: Path, kind: str, basket: bool) 
     assert made.get("explode") == ({"columns": ["items.sku", "items.price"]} if basket else None)
     assert "labels" not in made
     assert f"# The first rows by this mapping: events: {400 * (3 if basket else 1):,} rows, 0 rejected." in text
+
+
+@pytest.mark.parametrize("mark", ["/", "-"])
+@pytest.mark.parametrize(
+    ("ordered", "names"), [(True, "user,item,when"), (False, "user,item,when"), (False, "Kunde;Artikel;Datum")]
+)
+def test_dates_of_days_up_to_12_are_decided_where_the_log_tells_and_always_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], mark: str, ordered: bool, names: str
+) -> None:
+    """Rows in order tell by one reading only; then names and semicolons; else the month is first, as before."""
+    days = [(day, month) for month in range(1, 13) for day in range(1, 13)]
+    days = days if ordered else [days[n * 35 % 144] for n in range(144)]
+    rows = [f"u{n % 7},i{n % 20},{day:02d}{mark}{month:02d}{mark}2023" for n, (day, month) in enumerate(days)]
+    lines = [names, *(row.replace(",", ";") if ";" in names else row for row in rows)]
+    (tmp_path / "log.csv").write_text("\n".join(lines))
+    prepare.run_suggestion(prepare.Suggestion(suggest=str(tmp_path)))
+    text, said = capsys.readouterr()
+    first, second = ("d", "m") if ordered or ";" in names else ("m", "d")
+    assert yaml.safe_load(text)["time"]["format"] == f"%{first}{mark}%{second}{mark}%Y"
+    why = "by this the rows are in order" if ordered else "both can be"
+    assert said == f"warning: time: day or month first? {why}, check it\n"
+    (tmp_path / "log.csv").write_text("\n".join([*lines, lines[1].replace(lines[1][-10:], f"03{mark}13{mark}2023")]))
+    prepare.run_suggestion(prepare.Suggestion(suggest=str(tmp_path)))
+    text, said = capsys.readouterr()
+    assert (yaml.safe_load(text)["time"]["format"], said) == (f"%m{mark}%d{mark}%Y", "")
+
+
+@pytest.mark.parametrize(
+    ("names", "taken", "said"),
+    [
+        ("birth_date,order_date", "order_date", ""),
+        ("Geburtsdatum,Kaufdatum", "Kaufdatum", ""),
+        ("delivery_date,order_date", "order_date", ""),
+        ("updated_at,timestamp", "timestamp", ""),
+        ("fecha_nacimiento,fecha", "fecha", ""),
+        ("date_livraison,date_commande", "date_commande", ""),
+        ("order_date,view_date", "order_date", "time: the time of the event? or view_date? check it"),
+        ("birth_date,expires_at", "birth_date", "time: the time of the event? or expires_at? check it"),
+    ],
+)
+def test_the_time_of_events_is_not_that_of_births_and_deliveries(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], names: str, taken: str, said: str
+) -> None:
+    rows = "".join(
+        f"u{n % 7},i{n % 20},2023-01-{n % 28 + 1:02d} 10:30,2023-02-{n % 28 + 1:02d} 10:30\n" for n in range(90)
+    )
+    (tmp_path / "log.csv").write_text(f"user,item,{names}\n{rows}")
+    prepare.run_suggestion(prepare.Suggestion(suggest=str(tmp_path)))
+    text, warned = capsys.readouterr()
+    assert "Not right yet" not in text
+    assert yaml.safe_load(text)["time"] == {"column": taken, "format": "%Y-%m-%d %H:%M"}
+    assert warned == (f"warning: {said}\n" if said else "")
+
+
+def test_a_file_without_names_is_guessed_by_its_values_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = "".join(f"P{n % 20}\tC{n % 17}\t{n}.5\t{1_672_621_057_000 + n}\n" for n in range(90))
+    (tmp_path / "log.tsv").write_text(rows)
+    prepare.run_suggestion(prepare.Suggestion(suggest=str(tmp_path)))
+    assert "warning: user and item guessed by values alone" in capsys.readouterr().err
