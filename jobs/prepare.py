@@ -123,7 +123,7 @@ def run(config: Config) -> dict[str, object]:
     settings = read_config(defaults, options)
     reach(input=config.input, catalogue=settings.catalogue)
     cli.preflight(input=config.input, output=config.output, catalogue=settings.catalogue)
-    check(source, config.input, config.output, settings)  # before Ray takes its seconds to start
+    check(source, config.input, config.output, settings, config.dry_run)  # before Ray takes its seconds to start
     found = preview(source, config.input, settings.max_rejects, settings.catalogue is None, thorough=config.dry_run)
     for line in lines(found) if config.dry_run else warnings(found):
         print(line)

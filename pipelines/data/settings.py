@@ -15,7 +15,7 @@ from pipelines.data.sources.load import build
 from pipelines.data.sources.normalise import FIRST_MS, LAST_MS
 from pipelines.data.sources.repeats import REPEATS
 from pipelines.data.splits import SplitConfig
-from pipelines.data.tables import check_output, check_writable
+from pipelines.data.tables import check_can_write, check_output, check_writable
 
 STATISTICS = "statistics.json"
 """The file of the output that a run writes last."""
@@ -90,9 +90,12 @@ def _check_counts_as_of(source: Source, config: PrepareConfig) -> None:
         )
 
 
-def check(source: Source, input_uri: str, output_uri: str, config: PrepareConfig) -> PrepareConfig:
+def check(
+    source: Source, input_uri: str, output_uri: str, config: PrepareConfig, dry_run: bool = False
+) -> PrepareConfig:
     """What can be known before any work, without Ray: the files are there, the output can be written, the
-    settings fit the log. Returns the configuration with everything decided that the source decides."""
+    settings fit the log. Returns the configuration with everything decided that the source decides. A dry run makes no
+    folder."""
     labels, kind = source.info["labels"], KINDS[config.kind]
     if config.behaviour is not None and labels.get(config.behaviour) != "bool":
         known = ", ".join(name for name, type_ in labels.items() if type_ == "bool") or "none"
@@ -129,5 +132,5 @@ def check(source: Source, input_uri: str, output_uri: str, config: PrepareConfig
             raise UserError(f"as_of.{name} has features of requests, which models of kind {config.kind} do not read")
         of.listed(input_uri)
     check_output(output_uri, {name: name for name in TABLES}, [STATISTICS])
-    check_writable(output_uri)
+    (check_can_write if dry_run else check_writable)(output_uri)
     return replace(config, split=replace(config.split, kind=split))

@@ -84,6 +84,7 @@ def test_a_dry_run_looks_into_the_last_file_and_refuses_more_rejects_than_the_lo
     assert "next:" not in printed
     prepare.run(replace(config, max_rejects=0.1))
     assert "next: the same command without --dry-run makes the tables" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
     assert not (tmp_path / "out/events").exists()
 
 
