@@ -39,9 +39,9 @@ HEAD = 2 << 20  # bytes of a file that are looked at
 ROWS = 5000  # of them
 FEW_BROKEN = 0.1  # share of lines of JSON that may be damaged in a file that is looked at
 FEW_ROWS = 10  # from which on a first row without a digit, above values that all have one, is their name
-AMOUNT = r"(-?\d[\d.,]*)"
-SIGN = "(?:[€$£¥%]|EUR|USD|GBP|CHF)"
-MONEY = rf"^\s*(?:{SIGN}\s*{AMOUNT}|{AMOUNT}\s*{SIGN})\s*$"
+SIGN = r"(?:[A-Z]{0,2}[\p{Sc}%]|EUR|USD|GBP|CHF|JPY|CAD|AUD|SEK|NOK|DKK|PLN|CZK|kr|zł|Kč|Ft)"
+MONEY = rf"^\s*(?:{SIGN}\s*)?([+-]?\d(?:[\d.,'\s]*\d)?)(?:\s*{SIGN})?\s*$"
+"""Nothing else than an amount, so that what it does not understand, such as -$5, is a reject and no other amount."""
 NUMBERS = 0.99  # share of values with a decimal mark that makes a column one of numbers
 GUESSED = "guessed by its values alone"
 SHOWN = 3  # values of a column in a comment
@@ -150,7 +150,7 @@ class Column:
     def mark(self) -> str | None:
         """The mark before the decimals of numbers such as 12,50 or 1,234.50; None for others."""
         commas = not self.listed and bool(self.values.str.contains(",", literal=True).any())
-        text = self.values.str.extract(AMOUNT, 1) if self.money else self.values
+        text = self.values.str.extract(MONEY, 1) if self.money else self.values
         shares = {
             mark: float(text.str.strip_chars().str.contains(DECIMALS[mark]).mean() or 0)  # type: ignore[arg-type]
             for mark in ((",", ".") if commas else (".",) if self.money else ())
@@ -160,7 +160,9 @@ class Column:
     @cached_property
     def money(self) -> bool:
         """Whether it holds numbers with a currency or a per cent sign."""
-        return not self.listed and bool(len(self.values) and (self.values.str.contains(MONEY).mean() or 0) >= NUMBERS)  # type: ignore[operator]
+        if self.listed or not self.values.str.contains(SIGN).any():
+            return False
+        return float(self.values.str.contains(MONEY).mean() or 0) >= NUMBERS  # type: ignore[arg-type]
 
     @cached_property
     def integer(self) -> bool:
@@ -785,7 +787,8 @@ def _decimals(columns: list[Column], indent: str) -> list[tuple[str, str]]:
     found = []
     for column in columns:
         if column.mark:
-            regex = f"regex: '{AMOUNT}', " if column.money else ""
+            quoted = MONEY.replace("'", "''")  # as YAML writes it
+            regex = f"regex: '{quoted}', " if column.money else ""
             line = f'{indent}{_scalar(column.name)}: {{{regex}decimal: "{column.mark}"}}'
             found.append((line, f"the mark before its decimals: {column.shown}"))
     return found

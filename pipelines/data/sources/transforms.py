@@ -29,10 +29,11 @@ REFUSED = "__refused"
 """Column with why a transform could not read a row; null where all could."""
 
 DECIMALS = {
-    mark: rf"^[+-]?(\d+|\d{{1,3}}([{thousands}]\d{{3}})+)([{mark}]\d*)?([eE][+-]?\d+)?$"
+    mark: rf"^[+-]?(\d+|[1-9]\d{{0,2}}([{thousands}]\d{{3}})+)([{mark}]\d*)?([eE][+-]?\d+)?$"
     for mark, thousands in {",": ". '\u00a0\u202f", ".": ", '\u00a0\u202f"}.items()
 }
-"""What a number is by the mark before its decimals: thousands in groups of three, or all digits in one."""
+"""What a number is by the mark before its decimals: thousands in groups of three, or all digits in one.
+No group follows a zero: 0.999 is no 999."""
 
 
 def decimal_key(column: str, mark: str) -> str:

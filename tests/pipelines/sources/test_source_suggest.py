@@ -478,3 +478,33 @@ def test_a_file_without_names_is_guessed_by_its_values_alone(
     (tmp_path / "log.tsv").write_text(rows)
     prepare.run_suggestion(prepare.Suggestion(suggest=str(tmp_path)))
     assert "warning: user and item guessed by values alone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("usual", "rare", "amount"),
+    [
+        ("${n}.50", "-$12.50", None),
+        ("${n}.50", "$-12.50", -12.5),
+        ("${n}.50", "($12.50)", None),
+        ("${n}.50", "R$1,100.50", 1100.5),
+        ("{n},50 €", "1 100,50 €", 1100.5),
+        ("{n},50 €", "1\u202f100,50\u00a0€", 1100.5),
+        ("{n},50 €", "-12,50 €", -12.5),
+        ("{n},50 €", "\u221212,50 €", None),
+        ("{n},50 €", "12,50- €", None),
+        ("{n},50 €", "0.999 €", None),
+        ("CHF {n}.50", "CHF 1'100.50", 1100.5),
+    ],
+)
+def test_a_rare_way_to_write_a_price_is_read_or_rejected_and_never_another_price(
+    tmp_path: Path, usual: str, rare: str, amount: float | None
+) -> None:
+    rows = [f"c{n % 9};i{n % 14};2025-12-{n % 28 + 1:02d};{usual.format(n=n % 90 + 10)}" for n in range(200)]
+    rows[150] = rows[150].rsplit(";", 1)[0] + f";{rare}"
+    (tmp_path / "orders.csv").write_text("Customer;Item;Date;Price\n" + "\n".join(rows))
+    content = guessed(tmp_path)
+    content.pop("prepare"), content.pop("layout")
+    (block,) = Mapping(**content).read_events(str(tmp_path), "orders.csv")
+    expected = [n % 90 + 10.5 for n in range(200)]
+    expected[150:151] = [] if amount is None else [amount]
+    assert block.events["num_Price"].to_pylist() == expected
