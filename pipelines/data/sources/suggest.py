@@ -32,7 +32,7 @@ from pipelines.data.sources.load import build
 from pipelines.data.sources.mapping import Mapping
 from pipelines.data.sources.nested import Path, arrow_paths, column_at, json_paths, names_of, value_at
 from pipelines.data.sources.preview import preview
-from pipelines.data.sources.readers import COMPRESSIONS, format_of
+from pipelines.data.sources.readers import COMPRESSIONS, MOST_BREAKS, format_of
 from pipelines.data.sources.transforms import DECIMALS
 
 HEAD = 2 << 20  # bytes of a file that are looked at
@@ -464,8 +464,9 @@ def _looks(input_uri: str) -> tuple[list[Look], dict[str, str]]:
         )
         for column in look.columns:
             column.continental = continental
-        name = re.sub(r"\d+", "0", file.rsplit("/", 1)[-1])
-        key = (name, look.kind, tuple(c.name for c in look.columns))
+        name = re.sub(r"\d+", "0", _uncompressed(file.rsplit("/", 1)[-1]))
+        names = [c.name for c in look.columns]
+        key = (name, look.kind, tuple(names if "header" in look.keys else sorted(names)))
         if key in found:
             found[key].files.append(file)
             found[key].size += size
@@ -480,18 +481,22 @@ def _looks(input_uri: str) -> tuple[list[Look], dict[str, str]]:
 def _pattern(files: list[str]) -> str:
     """A pattern of several files: their names, or their paths' ends, with `*` for what differs."""
     names = {re.sub(r"\d+", "*", file.rsplit("/", 1)[-1]) for file in files}
+    if len(names) > 1 and len(plain := {_uncompressed(name) for name in names}) == 1:  # some are compressed
+        names = {plain.pop() + "*"}
     name = names.pop() if len(names) == 1 else "*" + files[0].rsplit("/", 1)[-1]
     exact = {file.rsplit("/", 1)[-1] for file in files}
     name = exact.pop() if len(exact) == 1 else name
     return f"*{name}" if any("/" in file for file in files) else name
 
 
+def _uncompressed(file: str) -> str:
+    """A file's name without the suffix of a compression."""
+    return next((file[: -len(suffix)] for suffix in COMPRESSIONS if file.lower().endswith(suffix)), file)
+
+
 def _look(input_uri: str, file: str, size: int) -> Look | None:
     """The beginning of a file; None for what is no table."""
-    suffix = file.lower()
-    for compression in COMPRESSIONS:
-        suffix = suffix.removesuffix(compression)
-    if suffix.endswith((".dat", ".txt", ".data", ".log")):
+    if _uncompressed(file).lower().endswith((".dat", ".txt", ".data", ".log")):
         kind, keys = "csv", {"format": "csv"}
     else:
         kind, keys = format_of(file), {}
@@ -561,6 +566,8 @@ def _look_csv(file: str, size: int, text: str, keys: dict[str, object]) -> Look 
         keys["delimiter"] = delimiter
     if not quoted and len(delimiter) == 1:
         keys["quote"] = False
+    if quoted and sum(cell.count("\n") for row in rows for cell in row) > MOST_BREAKS / 2 * len(rows):
+        keys["quote"] = True
     titles = next((n for n, row in enumerate(rows) if sum(map(bool, row)) > 1), 0)  # rows of one cell stand above
     rows = rows[titles:]
     names = [cell.strip() for cell in rows[0]]
@@ -797,7 +804,7 @@ def _decimals(columns: list[Column], indent: str) -> list[tuple[str, str]]:
 def _reading(text: _Text, look: Look, indent: str = "") -> None:
     whys = {
         "header": "no line of names: these are made up, rename them here and below",
-        "quote": "quotes are plain characters",
+        "quote": "values span lines" if look.keys.get("quote") else "quotes are plain characters",
         "encoding": "its bytes are not UTF-8",
     }
     for key, value in look.keys.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -304,6 +305,25 @@ def test_the_command_answers_without_ray(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code, str(raw)], capture_output=True, text=True, env=dict(os.environ))
     assert done.returncode == 0, done.stderr
     assert yaml.safe_load(done.stdout)["history"]["column"] == "history"
+
+
+def test_files_of_one_log_stand_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Columns in another order, one compressed; values that span lines, which prepare refuses unless it is told."""
+    rows = [(f"C{n % 9:03d}", f"P{n % 20:03d}", f"2023-01-{n % 28 + 1:02d}T00:00:00", "a\nb") for n in range(300)]
+
+    def written(*order: int) -> str:
+        names = ("user", "item", "time", "note")
+        lines = [",".join(names[n] for n in order)]
+        return "\n".join(lines + [",".join(f'"{row[n]}"' for n in order) for row in rows]) + "\n"
+
+    (tmp_path / "log-1.csv").write_text(written(0, 1, 2, 3))
+    (tmp_path / "log-2.csv.gz").write_bytes(gzip.compress(written(2, 0, 3, 1).encode()))
+    prepare.run_suggestion(prepare.Suggestion(suggest=str(tmp_path)))
+    text, said = capsys.readouterr()
+    made = yaml.safe_load(text)
+    assert (made["files"], made["quote"], said) == ("log-*.csv*", True, "")
+    assert "not read: " not in text.replace("# not read: note", "")
+    assert "Not right yet" not in text
 
 
 def test_names_of_another_language_are_guessed_by_their_values(
