@@ -58,7 +58,9 @@ FORMATS = (
 
 DAY_OR_MONTH = "day or month first?"
 WHICH_TIME = "the time of the event?"
-DOUBT = re.compile(rf"^(?:# )?(.+?): .*?((?:{re.escape(WHICH_TIME)}|{re.escape(DAY_OR_MONTH)}).*?check it)")
+THOUSANDS = "points before thousands?"
+ASKED = "|".join(map(re.escape, (WHICH_TIME, DAY_OR_MONTH, THOUSANDS)))
+DOUBT = re.compile(rf"^(?:# )?(.+?): .*?((?:{ASKED}).*?check it)")
 OF_EVENTS = re.compile(
     r"order|purchas|bought|buy|sale|sold|event|view|click|creat|visit|shown|served|impress|search|request|"
     r"bestell|kauf|auftrag|buchung|ereignis|erstell|compra|pedido|venta|evento|achat|commande|vente"
@@ -144,7 +146,8 @@ class Column:
     def number(self) -> bool:
         if self.listed or not len(self.values):
             return False
-        return self.values.cast(pl.Float64, strict=False).null_count() == 0 or self.mark is not None
+        plain = self.values.cast(pl.Float64, strict=False).null_count() == 0
+        return plain or self.mark is not None or self.points
 
     @cached_property
     def mark(self) -> str | None:
@@ -156,6 +159,16 @@ class Column:
             for mark in ((",", ".") if commas else (".",) if self.money else ())
         }
         return next((mark for mark, share in shares.items() if share >= NUMBERS), None)
+
+    @property
+    def points(self) -> bool:
+        """Whether points stand before its thousands, as it seems: in a file of the continent, with three digits behind
+        each."""
+        if not self.continental or self.listed or not len(self.values) or self.mark == ",":
+            return False
+        text = (self.values.str.extract(MONEY, 1) if self.money else self.values).str.strip_chars()
+        whole = text.str.contains(r"^[+-]?(0|[1-9]\d{0,2}(\.\d{3})*)$")
+        return bool(whole.all()) and bool(text.str.contains(".", literal=True).any())
 
     @cached_property
     def money(self) -> bool:
@@ -793,11 +806,12 @@ def _decimals(columns: list[Column], indent: str) -> list[tuple[str, str]]:
     """Transforms of numbers that are no plain ones, each with its comment."""
     found = []
     for column in columns:
-        if column.mark:
+        if column.points or column.mark:
             quoted = MONEY.replace("'", "''")  # as YAML writes it
             regex = f"regex: '{quoted}', " if column.money else ""
-            line = f'{indent}{_scalar(column.name)}: {{{regex}decimal: "{column.mark}"}}'
-            found.append((line, f"the mark before its decimals: {column.shown}"))
+            line = f'{indent}{_scalar(column.name)}: {{{regex}decimal: "{"," if column.points else column.mark}"}}'
+            why = f"{THOUSANDS} check it" if column.points else "the mark before its decimals"
+            found.append((line, f"{why}: {column.shown}"))
     return found
 
 

@@ -19,6 +19,7 @@ from own_layouts import MAKERS
 
 from jobs import audit, prepare
 from models.tables import UserError, read_manifest
+from pipelines.data.sources import load_source
 from pipelines.data.sources.mapping import Mapping
 from pipelines.data.sources.suggest import suggest
 
@@ -305,6 +306,35 @@ def test_the_command_answers_without_ray(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code, str(raw)], capture_output=True, text=True, env=dict(os.environ))
     assert done.returncode == 0, done.stderr
     assert yaml.safe_load(done.stdout)["history"]["column"] == "history"
+
+
+@pytest.mark.parametrize(
+    ("delimiter", "amounts", "expected"),
+    [
+        (";", ["3.518", "117", "1.234.000"], [3518, 117, 1234000]),
+        (";", ["3.518 €", "117 €", "20 €"], [3518, 117, 20]),
+        (";", ["3.518", "117", "0.250"], None),
+        (";", ["3.51", "117", "2"], None),
+        (",", ["3.518", "117", "2"], None),
+    ],
+)
+def test_points_before_thousands_are_asked_about(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], delimiter: str, amounts: list[str], expected: list[int] | None
+) -> None:
+    lines = [
+        delimiter.join([f"u{n % 9}", f"i{n % 20}", f"2023-01-{n % 28 + 1:02d}T00:00:00", amounts[n % 3]])
+        for n in range(300)
+    ]
+    (tmp_path / "log.csv").write_text("\n".join([delimiter.join(["user", "item", "time", "amount"]), *lines]))
+    prepare.run_suggestion(prepare.Suggestion(suggest=str(tmp_path)))
+    text, said = capsys.readouterr()
+    assert said == ("warning: amount: points before thousands? check it\n" if expected else "")
+    (tmp_path / "made.yaml").write_text(text)
+    source, _ = load_source(str(tmp_path / "made.yaml"))
+    (block,) = source.read_events(str(tmp_path), "log.csv")
+    assert block.rejects.num_rows == 0
+    found = block.events["num_amount"].to_pylist()[:3]
+    assert found == pytest.approx(expected or [float(amount) for amount in amounts])
 
 
 def test_files_of_one_log_stand_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
