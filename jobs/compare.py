@@ -63,7 +63,7 @@ def run(config: Config) -> None:
     uris: list[str] = []
     if config.from_mlflow and not config.results:
         uris = named_stores(config.tracking_uri, new=bool(config.benchmark))
-    if not config.benchmark:  # which may make the store and the experiment
+    if uris and not config.benchmark:  # which may make the store and the experiment
         metric = [config.metric] if config.metric else []
         sweep = [config.sweep] if config.sweep else []
         check_named(uris, experiment=config.experiment, sweep=sweep, run=config.run, metric=metric)
