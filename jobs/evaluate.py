@@ -24,7 +24,9 @@ from models.places import reach
 from models.uri import absolute
 from models.words import number_of
 from pipelines.data.tables import check_can_write, check_place, write_file
+from pipelines.evaluation.checked import check
 from pipelines.evaluation.result import Result
+from pipelines.training.record import find_checkpoint
 
 
 def most_derived(kinds: Iterable[type]) -> tuple[type, ...]:
@@ -160,7 +162,7 @@ def item_shift_lines(metrics: dict[str, float]) -> list[str]:
 
 def replay_of(config: Options, result: Result) -> list[str]:
     """Replays and adds what was found to the metrics; the lines to print."""
-    from pipelines.evaluation.ranking import device_of, find_checkpoint
+    from pipelines.evaluation.ranking import device_of
     from pipelines.evaluation.replay import replay
 
     found = replay(
@@ -199,14 +201,18 @@ def run(config: Options) -> Result | None:
         checkpoint=config.checkpoint, tables=config.tables, sids=config.sids, text=config.text,
         replay_base=config.replay_base,
     )  # fmt: skip
+    options = config.recommending()
+    name = checkpoint.read(find_checkpoint(config.checkpoint)).name
+    entry = registry.find(name)
+    extra = entry.folder(sids=config.sids, text=config.text)
+    check(config.checkpoint, config.tables, extra, options)
     # it imports Ray and MLflow, and a wrong command line has its answer before that
-    from pipelines.evaluation.ranking import evaluate, find_checkpoint, record
+    from pipelines.evaluation.ranking import evaluate, record
 
     cli.preflight(
         checkpoint=config.checkpoint, tables=config.tables, sids=config.sids, text=config.text,
         batch_inference=config.batch_inference, export=config.export, diagnose=config.diagnose,
     )  # fmt: skip
-    options = config.recommending()
     if config.export:
         from pipelines.serving.export import export
 
@@ -244,21 +250,21 @@ def run(config: Options) -> Result | None:
             f"Recommendations of {manifest.info['model']}: top {config.k} of {number_of(manifest.rows, 'user')} {what}."
         )
         if short := manifest.info.get("users_below_k", 0):
+            beams = "beam" in registry.recommend_options(name)
+            why = f" or the search within its beams has no more; --beam {config.k} searches further"
             print(
-                f"note: {short:,} of them have fewer than {config.k} items, as the catalogue or the search within its "
-                f"beams has no more; --beam {config.k} searches further"
+                f"note: {short:,} of them have fewer than {config.k} items, as the catalogue"
+                f"{why if beams else ' has no more'}"
             )
         print(f"  table       {config.batch_inference}: user_id, item_id (best first), score")
         return None
     if config.importance:
         from pipelines.evaluation.importance import check_has_inputs
 
-        check_has_inputs(checkpoint.read(find_checkpoint(config.checkpoint)).name)
+        check_has_inputs(name)
     remote = bool(os.environ.get("RAY_ADDRESS"))  # a cluster's GPUs are not where its jobs' drivers run
     if config.shards > 1 or remote:
         cli.start_ray()
-    name = checkpoint.read(find_checkpoint(config.checkpoint)).name
-    extra = registry.find(name).folder(sids=config.sids, text=config.text)
     result, about = evaluate(
         config.checkpoint, config.tables, extra, split=config.split, batch_size=config.batch_size,
         shards=config.shards, device=config.device, options=options, item_shift=config.item_shift,
@@ -269,7 +275,6 @@ def run(config: Options) -> Result | None:
     if config.importance:
         lines, pictures = importance_of(config, result)
         more += lines
-    entry = registry.find(result.model)
     print(f"{result.model} on {result.split}: {asked(result)}, seed {result.seed}")
     if result.is_fresh(about):
         print(f"note: {config.tables} is another log than that of the training; what of it was trained on is not known")

@@ -28,9 +28,12 @@ from models.places import reach
 from models.tables import UserError
 from models.words import number_of
 from pipelines.data.tables import check_can_write
-from pipelines.training.options import RayOptions
+from pipelines.training.options import FEWER, RayOptions
+from tuning.checked import check
 from tuning.grid import Grid, Trial, load
 from tuning.options import Options
+from tuning.probe import estimate
+from tuning.record import best_checkpoint
 
 FREE = ("model", "fit", "evaluate", "axes")
 """Options whose keys are those of the grid's model, training and evaluation."""
@@ -118,7 +121,7 @@ def read(config: Config) -> tuple[Grid, list[Trial]]:
             raise UserError(f"--axes.{key} is {values!r}, it must be a list such as '[0.1, 0.2]'")
     for key in TRAINED:
         if key in axes:
-            axes[key] = [of_sweep(value) for value in axes[key]]
+            axes[key] = [best_checkpoint(value) for value in axes[key]]
     grid = load(config.grid).varied(config.smoke, axes)
     if config.samples is not None:
         if config.samples < 1:
@@ -127,18 +130,11 @@ def read(config: Config) -> tuple[Grid, list[Trial]]:
     sets = {key: value for key, value in config.set.items() if not key.startswith("axes.")}
     for key in TRAINED:
         if isinstance(sets.get(key), str):
-            sets[key] = of_sweep(sets[key])
+            sets[key] = best_checkpoint(sets[key])
     trials = grid.trials(sets, check=not config.dry_run)
     if config.storage and not config.dry_run and all(takes_cache(trial.model) for trial in trials):
         trials = grid.trials({**sets, "model.teacher_cache": f"{config.storage.rstrip('/')}/teacher_cache"})
     return grid, trials
-
-
-def of_sweep(checkpoint: str) -> str:
-    """The checkpoint itself, or that of the best trial where it is a sweep."""
-    from tuning.sweep import best_checkpoint
-
-    return best_checkpoint(checkpoint)
 
 
 def takes_cache(model: dict[str, Any]) -> bool:
@@ -162,18 +158,21 @@ def run(config: Config) -> Any:
     if config.dry_run:
         show(grid, trials, config, extra)
         return None
-    reach(tables=config.tables, sids=config.sids, text=config.text)  # what is wrong with them is said before Ray starts
-    from pipelines import tracking  # these import Ray and MLflow, and a wrong command line has its answer before that
-    from tuning.sweep import sweep
-
+    reach(tables=config.tables, sids=config.sids, text=config.text)
     check_can_write(str(config.storage))
-    cli.preflight(tables=config.tables, sids=config.sids, text=config.text, storage=config.storage)
-    swept = sweep(
+    checked = check(
         grid, trials, tables=str(config.tables), extra=extra, storage=str(config.storage),
         name=config.name or grid.name, ray_options=config.ray, options=config.options,
-        tracking_uri=config.tracking_uri, experiment=config.experiment, resume=config.resume,
-        command=" ".join(["python -m jobs.sweep", *sys.argv[1:]]), say=partial(print, flush=True),
-        start=cli.start_ray,
+        tracking_uri=config.tracking_uri, resume=config.resume,
+    )  # fmt: skip
+    cli.check_cpus(checked.workers, config.ray.cpus_per_worker, FEWER)
+    from pipelines import tracking  # these import Ray and MLflow, and a wrong command line has its answer before that
+    from tuning.sweep import carry_on
+
+    cli.preflight(tables=config.tables, sids=config.sids, text=config.text, storage=config.storage)
+    swept = carry_on(
+        checked, experiment=config.experiment, command=" ".join(["python -m jobs.sweep", *sys.argv[1:]]),
+        say=partial(print, flush=True), start=cli.start_ray,
     )  # fmt: skip
     ranked = sorted(swept.outcomes, key=lambda o: -math.inf if o.value is None else o.value, reverse=True)
     for found in ranked[:20]:
@@ -207,8 +206,6 @@ def show(grid: Grid, trials: list[Trial], config: Config, extra: str | None) -> 
     if missing:
         print(f"the model '{missing[0]}' is not there yet, so these are not run")
     elif config.tables and grid.kind == "train":
-        from tuning.sweep import estimate
-
         grid.trials({key: value for key, value in config.set.items() if not key.startswith("axes.")})
         threads = config.ray.threads or max(1, int(config.ray.cpus_per_worker))
         hours = estimate(grid, trials, config.tables, extra, threads) / 3600

@@ -128,6 +128,7 @@ def load_catalogue(entry: registry.Entry, name: str, tables: str, extra: str | N
 
 def hashes_of(entry: registry.Entry, name: str, tables: str, extra: str | None) -> dict[str, str]:
     """Hashes of what the catalogue comes from, without loading it; UserError as of `load_catalogue`."""
+    check_family(entry, name, tables)
     return entry.family.hashes(tables, check_extra(entry, name, extra))
 
 

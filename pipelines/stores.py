@@ -6,6 +6,7 @@ import os
 import sqlite3
 from collections.abc import Iterable, Sequence
 from contextlib import closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import quote
 
@@ -25,6 +26,24 @@ NAMES = {
     "WHERE key GLOB 'val*/*' OR key GLOB 'test*/*' OR key GLOB 'best/*'",
 }
 """By option, what MLflow's tables in a SQLite file name: the first column is the name, others are as good."""
+
+
+@dataclass(frozen=True)
+class RunRef:
+    """Where a run is. Its URI is masked; what connects to it asks for the real one."""
+
+    uri: str
+    """Tracking URI, without the user and password that it may be given with."""
+    experiment: str
+    """Name of the experiment."""
+    run_id: str
+    """Id of the run."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "uri", hide(self.uri))
+
+    def to_dict(self) -> dict[str, str]:
+        return asdict(self)
 
 
 def resolve_uri(option: str | None, storage: str) -> str:

@@ -21,7 +21,6 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from models.tables import UserError
 from models.uri import MASK, hide, masked, real
 from pipelines import sqlite
 from pipelines.data.tables import git
+from pipelines.stores import RunRef
 
 for chatty in ("mlflow", "alembic"):
     logging.getLogger(chatty).setLevel(logging.WARNING)
@@ -72,24 +72,6 @@ def settings_of(point: dict[str, Any]) -> str:
 def viewer(uri: str, mlflow: str = "mlflow") -> str:
     """What shows a store: its own address, or a command of the program `mlflow` where it is no server."""
     return uri if uri.startswith(("http://", "https://")) else f"{mlflow} ui --backend-store-uri {uri}"
-
-
-@dataclass(frozen=True)
-class RunRef:
-    """Where a run is. Its URI is masked; what connects to it asks for the real one."""
-
-    uri: str
-    """Tracking URI, without the user and password that it may be given with."""
-    experiment: str
-    """Name of the experiment."""
-    run_id: str
-    """Id of the run."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "uri", hide(self.uri))
-
-    def to_dict(self) -> dict[str, str]:
-        return asdict(self)
 
 
 def metric_name(name: str) -> str:

@@ -33,6 +33,9 @@ Point = dict[str, Any]
 FOLDERS = ("sids", "text", "checkpoint")
 """Axes that are no options of model, training or evaluation."""
 
+EPOCH, VALUE, TRIAL = "epoch", "value", "trial"
+"""What trials report, and the key of Tune's config that names the trial."""
+
 SEED = "fit.seed"
 """The axis that every grid of trainings has: runs that differ in it alone are one row of a comparison."""
 

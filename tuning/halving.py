@@ -7,10 +7,7 @@ from typing import Any
 
 from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, TrialScheduler
 
-from tuning.grid import Scheduler
-
-EPOCH, VALUE, TRIAL = "epoch", "value", "trial"
-"""What trials report, and the key of Tune's config that names the trial."""
+from tuning.grid import EPOCH, TRIAL, VALUE, Scheduler
 
 
 class Halving(AsyncHyperBandScheduler):

@@ -6,6 +6,7 @@ all trials share and only the first one makes, such as a table of a teacher's ou
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +18,8 @@ from torch.nn.utils import clip_grad_norm_
 from models.fit import FitConfig, autocast, to_device
 from models.setup import Setup, set_up
 from models.tables import UserError
-from tuning.grid import Trial
+from models.uri import absolute
+from tuning.grid import Grid, Trial
 
 ROWS = 32
 """Validation rows that are measured."""
@@ -56,6 +58,25 @@ def look(
         return loading + cost
     finally:
         torch.set_num_threads(before)
+
+
+def estimate(grid: Grid, trials: list[Trial], tables: str, extra: str | None, threads: int) -> float:
+    """Estimated seconds of all trials one after the other, at all of their epochs, from a look at three of them."""
+    if not trials or grid.kind == "evaluate":
+        return math.nan
+    places = sorted({0, len(trials) // 2, len(trials) - 1})
+    own = [t.extra(extra) for t in trials]
+    looks = [look(trials[i], absolute(tables), own[i], True, threads) for i in places]
+    return len(trials) * sum(looks) / len(looks)
+
+
+def check_models(trials: list[Trial], tables: str, extra: str | None, threads: int, say: Callable[[str], None]) -> None:
+    """Refuses what no trial could do, by a look at one of each model and folder."""
+    seen: dict[tuple, Trial] = {}
+    for trial in trials:
+        seen.setdefault((trial.model.get("name"), *sorted(trial.folders.items())), trial)
+    for trial in seen.values():
+        look(trial, tables, trial.extra(extra), False, threads, say)
 
 
 def step_seconds(setup: Setup) -> float:

@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from hashlib import sha256
 from typing import Any
 
 from models.words import number_of
@@ -31,32 +30,26 @@ from ray import tune
 from ray.tune import Callback
 from ray.tune.search import BasicVariantGenerator
 
-from models import checkpoint, registry
-from models.config import hint, naming
-from models.fit import FitConfig
-from models.setup import check_fit, load_catalogue
-from models.setup import hashes_of as table_hashes
 from models.tables import UserError, join, open_uri
-from models.uri import absolute, hide, masked
+from models.uri import masked
 from pipelines import credentials, tracking
-from pipelines.data.tables import check_writable, write_file
-from pipelines.stores import resolve_uri
-from pipelines.training.checked import check_name
+from pipelines.data.tables import check_writable
 from pipelines.training.options import RayOptions
 from pipelines.training.record import read_record
 from pipelines.training.run import check_cluster, dataset_name, held, resources, wants_gpu
-from tuning.grid import Grid, Trial, evaluation_options
-from tuning.halving import EPOCH, TRIAL, VALUE, Halving, make
+from tuning.checked import Checked, check
+from tuning.grid import EPOCH, TRIAL, VALUE, Grid, Trial
+from tuning.halving import Halving, make
 from tuning.options import Options
 from tuning.outcome import Outcome, best_metrics, best_of, outcome
-from tuning.probe import look
+from tuning.probe import check_models
+from tuning.record import NO_BEST, write_sweep
 from tuning.trial import PATIENCE, Plan, fail, forgive, read_reports, run_trial, stop, tested
 
 logging.getLogger("ray.tune.analysis.experiment_analysis").setLevel(logging.ERROR)  # misses the files left out above
 
-SWEEP, TUNE = "sweep.json", "tune"
-
-NO_BEST = "no trial of the sweep {} has a value; mend what failed, then run it with --resume --options.again true"
+TUNE = "tune"
+"""In a sweep's folder: what Tune writes for itself."""
 
 
 @dataclass
@@ -140,24 +133,30 @@ def sweep(
     Raises UserError before anything is started for what no trial could do: tables, models or settings that do not
     fit, a metric that is not measured, an MLflow that is not there; and at the end where no trial has a value.
     """
-    began = time.monotonic()
-    check_name(name)
-    tables, storage = absolute(tables), absolute(storage)
-    extra = absolute(extra) if extra else None
-    folder = join(storage, name)
-    before = read_sweep(folder)
-    opened = before if before and before["status"] == "opening" else None  # it was killed before it had an MLflow run
-    if opened:
-        before = None
-    if before is not None:
-        check_same(before, trials, name, storage, resume)
-        check_tables(before, hashes_of(grid, trials, tables, extra), name)
+    checked = check(
+        grid, trials, tables=tables, extra=extra, storage=storage, name=name, ray_options=ray_options,
+        options=options, tracking_uri=tracking_uri, resume=resume,
+    )  # fmt: skip
+    return carry_on(checked, experiment=experiment, command=command, say=say, start=start)
+
+
+def carry_on(
+    checked: Checked,
+    *,
+    experiment: str | None = None,
+    command: str = "",
+    say: Callable[[str], None] = print,
+    start: Callable[[], None] | None = None,
+) -> Swept:
+    """`sweep`, of what was checked."""
+    began, folder, uri = time.monotonic(), checked.folder, checked.uri
+    grid, trials, name, storage, options = checked.grid, checked.trials, checked.name, checked.storage, checked.options
+    tables, extra, ray_options, workers = checked.tables, checked.extra, checked.ray, checked.workers
+    before, opened = checked.begun, checked.opened
+    if before and before["status"] == "finished":
         run, found = tracking.RunRef(**before["tracking"]), [outcome(t, folder, grid) for t in trials]
-        if before["status"] == "finished" and not (options.again and any(o.status == "failed" for o in found)):
+        if not (options.again and any(o.status == "failed" for o in found)):
             return Swept(name, folder, run, found, chosen(best_of(found), folder, found), 0.0, already=True)
-    uri = run.uri if before else resolve_uri(tracking_uri, storage)
-    workers = 1 if grid.kind == "evaluate" else ray_options.num_workers
-    family = check_settings(grid, trials, tables, extra, workers)
     tracking.connect(uri)
     if start:
         start()
@@ -168,12 +167,12 @@ def sweep(
     ray_options = replace(ray_options, threads=threads)
     if grid.kind == "train":
         check_models(trials, tables, extra, max(1, threads), say)
-    with held(storage, name, PATIENCE if resume else 0):
+    with held(storage, name, PATIENCE if checked.resume else 0):
         if opened:
             tracking.discard(opened["opening"])
         noted = before or begin(
-            grid, trials, folder, uri, experiment or f"{family}/{dataset_name(tables)}", command=command,
-            hashes=hashes_of(grid, trials, tables, extra),
+            grid, trials, folder, uri, experiment or f"{checked.family}/{dataset_name(tables)}", command=command,
+            hashes=checked.hashes,
             settings={"tables": tables, "ray": asdict(ray_options), "options": asdict(options)},
         )  # fmt: skip
         run = tracking.RunRef(**noted["tracking"])
@@ -315,98 +314,6 @@ def name_of(trial: Any) -> str:
     return str(trial.config[TRIAL])
 
 
-def check_settings(grid: Grid, trials: list[Trial], tables: str, extra: str | None, workers: int) -> str:
-    """The family of the trials' models: refuses what tables, checkpoints and settings tell without a model built."""
-    catalogues: dict[tuple[str, str | None], Any] = {}
-    families, resolved = set(), set()
-    for trial in trials:
-        name, taken = evaluated(trial) if grid.kind == "evaluate" else (str(trial.model["name"]), None)
-        entry, own = registry.find(name), trial.extra(extra)
-        if (name, own) not in catalogues:
-            catalogues[name, own] = load_catalogue(entry, name, tables, own)
-        catalogue = catalogues[name, own]
-        families.add(entry.family.name)
-        if taken is None:
-            known = registry.metrics_of(entry, catalogue)
-            check_metric(grid, known)
-            check_fit(FitConfig(**trial.fit), name, catalogue, workers if entry.gradient else 1)
-            checkpoints = (trial.model.get(key) for key in sorted(naming(entry.config, "checkpoint")))
-            if (named := (name, own, *checkpoints)) not in resolved:
-                registry.resolve(registry.config_from_dict(trial.model), catalogue)  # reads the checkpoints it names
-                resolved.add(named)
-            for key in grid.stop:
-                if key.removeprefix("val/") not in (EPOCH, "seconds", *known):
-                    raise UserError(
-                        f"the grid {grid.name} stops by '{key}', which no trial reports; choose epoch, seconds or one "
-                        f"of {', '.join(known)}"
-                    )
-            continue
-        options = evaluation_options(name)
-        for key in trial.evaluate:
-            if key not in options:
-                raise UserError(
-                    f"the grid {grid.name} has the axis 'evaluate.{key}', which the model '{name}' does not have; "
-                    f"it takes {', '.join(options)}"
-                )
-        checkpoint.check(taken, trial.folders["checkpoint"], dict(catalogue.hashes))
-        check_metric(grid, [*taken.metrics, "users_per_s", "peak_memory_mb"])
-    if len(families) > 1:
-        raise UserError(f"the grid {grid.name} mixes models of {', '.join(sorted(families))}; sweep them apart")
-    return families.pop()
-
-
-def check_models(trials: list[Trial], tables: str, extra: str | None, threads: int, say: Callable[[str], None]) -> None:
-    """Refuses what no trial could do, by a look at one of each model and folder."""
-    seen: dict[tuple, Trial] = {}
-    for trial in trials:
-        seen.setdefault((trial.model.get("name"), *sorted(trial.folders.items())), trial)
-    for trial in seen.values():
-        look(trial, tables, trial.extra(extra), False, threads, say)
-
-
-def hashes_of(grid: Grid, trials: list[Trial], tables: str, extra: str | None) -> dict[str, str]:
-    """Hashes of the tables that the trials read; where a table is of several folders, one over all of them."""
-    read = {(evaluated(t)[0] if grid.kind == "evaluate" else t.model["name"], t.extra(extra)) for t in trials}
-    found: dict[str, set[str]] = {}
-    for name, own in read:
-        for table, value in table_hashes(registry.find(name), name, tables, own).items():
-            found.setdefault(table, set()).add(value)
-    return {
-        table: values.pop() if len(values) == 1 else sha256("".join(sorted(values)).encode()).hexdigest()
-        for table, values in found.items()
-    }
-
-
-def check_metric(grid: Grid, known: list[str]) -> None:
-    """UserError for a metric that trials, which measure `known`, do not report."""
-    split, _, metric = grid.metric.partition("/")
-    if metric not in known:
-        raise UserError(
-            f"the metric of the grid {grid.name} is {grid.metric}, which no trial reports; choose {split}/ and one of "
-            f"{', '.join(known)}; {hint(metric, known)}"
-        )
-
-
-def evaluated(trial: Trial) -> tuple[str, checkpoint.Checkpoint]:
-    """(model, checkpoint) of a trial that measures one."""
-    from pipelines.evaluation.ranking import find_checkpoint
-
-    if "checkpoint" not in trial.folders:
-        raise UserError("a grid of kind evaluate needs checkpoints; give --axes.checkpoint '[RUN, ...]'")
-    about = checkpoint.read(find_checkpoint(trial.folders["checkpoint"]))
-    return about.name, about
-
-
-def estimate(grid: Grid, trials: list[Trial], tables: str, extra: str | None, threads: int) -> float:
-    """Estimated seconds of all trials one after the other, at all of their epochs, from a look at three of them."""
-    if not trials or grid.kind == "evaluate":
-        return math.nan
-    places = sorted({0, len(trials) // 2, len(trials) - 1})
-    own = [t.extra(extra) for t in trials]
-    looks = [look(trials[i], absolute(tables), own[i], True, threads) for i in places]
-    return len(trials) * sum(looks) / len(looks)
-
-
 def is_done(trial: Trial, plan: Plan) -> bool:
     """Whether there is nothing left to do for the trial."""
     folder = join(plan.folder, trial.name)
@@ -424,72 +331,8 @@ def chosen(best: Outcome | None, folder: str, outcomes: list[Outcome]) -> Outcom
     return best
 
 
-def best_checkpoint(folder: str) -> str:
-    """The best trial's checkpoint of a finished sweep, for a folder that is one; any other path as it is."""
-    noted = read_sweep(absolute(folder)) if folder else None
-    if noted is None:
-        return folder
-    if noted["status"] != "finished":
-        raise UserError(f"the sweep {folder} is not finished, so it has no best trial yet; run it with --resume")
-    if not noted["best"]:
-        raise UserError(NO_BEST.format(folder))
-    return join(absolute(folder), noted["best"])
-
-
-def read_sweep(folder: str) -> dict[str, Any] | None:
-    """`sweep.json`, or None for a folder that is no sweep's."""
-    filesystem, path = open_uri(join(folder, SWEEP))
-    if filesystem.get_file_info(path).type != fs.FileType.File:
-        return None
-    try:
-        with filesystem.open_input_stream(path) as stream:
-            noted = dict(json.loads(stream.read()))
-        if noted["status"] == "opening":  # killed before its MLflow run was made, and so before its trials were noted
-            return {"status": "opening", "opening": dict(noted["opening"])}
-        tracking.RunRef(**noted["tracking"])
-        names = [one["name"] for one in noted["trials"]]
-        if not all(isinstance(name, str) for name in names) or (noted["status"] == "finished" and "best" not in noted):
-            raise ValueError("it does not name the sweep's trials, or the best of them")
-    except (ValueError, TypeError, KeyError) as error:
-        what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise UserError(
-            f"{join(folder, SWEEP)} is damaged ({what}); remove the folder {folder} and start "
-            f"the sweep again, or choose another --name"
-        ) from error
-    return noted
-
-
-def write_sweep(folder: str, content: dict[str, Any]) -> None:
-    write_file(join(folder, SWEEP), json.dumps(hide(content), indent=2, sort_keys=True).encode())
-
-
 def forget_tune(folder: str) -> None:
     """Removes what Tune wrote for itself: nothing of it is read again."""
     filesystem, path = open_uri(join(folder, TUNE))
     if filesystem.get_file_info(path).type == fs.FileType.Directory:
         filesystem.delete_dir(path)
-
-
-def check_same(before: dict[str, Any], trials: list[Trial], name: str, storage: str, resume: bool) -> None:
-    """Refuses a sweep that is there already, unless it is resumed with the same trials."""
-    if not resume:
-        raise UserError(f"the sweep '{name}' is in {storage} already; give --resume, or choose another --name")
-    old = {one["name"]: one for one in before["trials"]}
-    now = {trial.name: json.loads(json.dumps(asdict(trial))) for trial in trials}
-    for key in [*old, *now]:
-        if old.get(key) != now.get(key):
-            what = "was started with other settings" if key in old and key in now else "is not in both"
-            raise UserError(
-                f"the sweep '{name}' in {storage} has other trials ({key} {what}); resume it with the line that "
-                f"started it, or choose another --name"
-            )
-
-
-def check_tables(before: dict[str, Any], hashes: dict[str, str], name: str) -> None:
-    """Refuses to go on with other tables than those that the sweep was started with."""
-    for table, value in before.get("hashes", hashes).items():
-        if hashes.get(table) != value:
-            raise UserError(
-                f"the sweep '{name}' was started with another table '{table}'; give the tables that it was started "
-                f"with, or choose another --name"
-            )

@@ -23,15 +23,14 @@ from models.fit import FitConfig
 from models.tables import UserError, join, open_uri
 from models.uri import masked
 from pipelines import tracking
-from pipelines.data.tables import check_writable, write_file
+from pipelines.data.tables import check_writable, read_json, write_file
 from pipelines.evaluation.ranking import evaluate, record
 from pipelines.training import run as runs
 from pipelines.training.options import RayOptions
 from pipelines.training.record import BEST, RUN, read_record, write_record
 from pipelines.training.run import train
 from pipelines.training.worker import threads_per_worker
-from tuning.grid import Trial
-from tuning.halving import EPOCH, TRIAL, VALUE
+from tuning.grid import EPOCH, TRIAL, VALUE, Trial
 
 REPORTS = "reports.json"
 
@@ -234,12 +233,9 @@ def stop(trial: Trial, plan: Plan) -> None:
 
 def read_reports(folder: str) -> list[list[float]]:
     """(epoch, value) of every validation that the trial reported."""
-    filesystem, path = open_uri(join(folder, REPORTS))
-    if filesystem.get_file_info(path).type != fs.FileType.File:
-        return []
     try:
-        with filesystem.open_input_stream(path) as stream:
-            return [[int(epoch), float(value)] for epoch, value in json.loads(stream.read())]
+        found = read_json(join(folder, REPORTS))
+        return [] if found is None else [[int(epoch), float(value)] for epoch, value in found]
     except (ValueError, TypeError) as error:
         raise UserError(
             f"{join(folder, REPORTS)} is damaged ({error}); remove the folder {folder} and give --resume, which runs "

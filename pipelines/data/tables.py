@@ -463,3 +463,15 @@ def write_file(uri: str, content: bytes | pa.Buffer) -> None:
         return
     with filesystem.open_output_stream(path) as stream:  # object stores show a put when it is complete
         stream.write(content)
+
+
+def read_json(uri: str) -> Any:
+    """What a JSON file holds, or None where there is no file; ValueError for one that is damaged."""
+    filesystem, path = open_uri(uri)
+    if filesystem.get_file_info(path).type != fs.FileType.File:
+        return None
+    with filesystem.open_input_stream(path) as stream:
+        content = json.loads(stream.read())
+    if content is None:
+        raise ValueError("it holds nothing")
+    return content

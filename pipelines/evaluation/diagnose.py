@@ -27,8 +27,9 @@ from models.tables import UserError, join, open_uri
 from models.uri import absolute
 from models.words import number_of
 from pipelines.data.tables import write_file
-from pipelines.evaluation.ranking import device_of, find_checkpoint
+from pipelines.evaluation.ranking import device_of
 from pipelines.figures import COLOURS, new_figure, png, say_axes
+from pipelines.training.record import find_checkpoint
 
 REQUESTS = 1280
 """Requests looked at, at most, spread evenly over the lengths of histories (Appendix D.3 of SID-MLP)."""

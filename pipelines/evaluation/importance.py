@@ -24,8 +24,9 @@ from models.setup import load_catalogue, score
 from models.shuffles import Shuffle
 from models.tables import UserError, join
 from models.uri import absolute
-from pipelines.evaluation.ranking import device_of, find_checkpoint
+from pipelines.evaluation.ranking import device_of
 from pipelines.figures import COLOURS, new_figure, png
+from pipelines.training.record import find_checkpoint
 
 
 @dataclass(frozen=True)

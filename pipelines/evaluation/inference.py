@@ -26,14 +26,9 @@ from models.tables import Manifest, Part, UserError, join, part_uris, read_manif
 from models.uri import absolute
 from pipelines.data.dataflow import quiet_ray_data
 from pipelines.data.tables import check_place, check_writable, commit, fingerprint, up_to_date, write_part, writing
-from pipelines.evaluation.ranking import (
-    as_trained,
-    device_of,
-    find_checkpoint,
-    of_training,
-    recommend_options,
-    takes_gpu,
-)
+from pipelines.evaluation.checked import as_trained, of_training, recommend_options
+from pipelines.evaluation.ranking import device_of, takes_gpu
+from pipelines.training.record import find_checkpoint
 from pipelines.training.worker import threads_per_worker
 
 RECOMMENDATIONS = pa.schema(

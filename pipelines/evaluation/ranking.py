@@ -27,50 +27,11 @@ from models.uri import absolute
 from pipelines import tracking
 from pipelines.data.tables import write_file
 from pipelines.evaluation import item_shift as shift
+from pipelines.evaluation.checked import as_trained, recommend_options
 from pipelines.evaluation.result import Result
-from pipelines.training.record import BEST, RUN, read_record
+from pipelines.training.record import find_checkpoint
 
 SPLITS = ("val", "test")
-
-
-def find_checkpoint(uri: str) -> str:
-    """The checkpoint at `uri`, or the best one of the run whose folder it is."""
-    uri = absolute(uri).rstrip("/")
-    record = read_record(uri)
-    if record is None:
-        return uri
-    if record["status"] != "finished":
-        raise UserError(f"the run {uri} is not finished ({RUN}); run its jobs.train line again, which continues it")
-    return join(uri, BEST)
-
-
-def of_training(hashes: dict[str, str], about: Checkpoint) -> dict[str, str]:
-    """The hashes of tables, as those of the training where only the log is another one: a model that ranks a catalogue
-    takes a fresh log of the same items. Others are for `checkpoint.check` to refuse."""
-    trained = about.hashes.get("sequences")
-    same = trained and registry.find(about.name).recommends and hashes.get("items") == about.hashes.get("items")
-    return {**hashes, "sequences": str(trained)} if same else hashes
-
-
-def as_trained(catalogue: Any, about: Checkpoint) -> Any:
-    """The catalogue of tables with the hashes `of_training`."""
-    return replace(catalogue, hashes=of_training(catalogue.hashes, about))
-
-
-def recommend_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Those options that were given; UserError where the model has no such option, or refuses its value."""
-    chosen = {key: value for key, value in given.items() if value is not None}
-    known = registry.recommend_options(name)
-    for key in chosen:
-        if key not in known:
-            takes = f"it takes {', '.join(known)}" if known else "it takes none"
-            raise UserError(f"the model '{name}' has no option --{key} when recommending; {takes}")
-    if options := registry.find(name).recommends:
-        try:
-            options(**chosen)
-        except ValueError as error:
-            raise UserError(str(error)) from error
-    return chosen
 
 
 def device_of(option: str) -> torch.device:

@@ -22,7 +22,8 @@ from models.retrieval.search.export import export_student, load_exported
 from models.setup import load_catalogue
 from models.tables import UserError, join
 from models.uri import absolute
-from pipelines.evaluation.ranking import device_of, find_checkpoint
+from pipelines.evaluation.ranking import device_of
+from pipelines.training.record import find_checkpoint
 
 ROUNDING = 1e-5
 """Difference, relative and absolute, that float32 scores have by the order of their sums."""

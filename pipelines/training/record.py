@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pyarrow import fs
-
 from models.config import flattened
-from models.tables import UserError, join, open_uri
-from models.uri import hide
-from pipelines.data.tables import write_file
+from models.tables import UserError, join
+from models.uri import absolute, hide
+from pipelines.data.tables import read_json, write_file
 
 RUN, BEST = "run.json", "best"
 """In a run's folder: its record, and its best checkpoint."""
@@ -21,12 +19,10 @@ MAY_CHANGE = {"log_every_steps", "eval_batch_size", "checkpoint_every_steps", "m
 
 def read_record(folder: str) -> dict[str, Any] | None:
     """`run.json`, or None for a name that has no run."""
-    filesystem, path = open_uri(join(folder, RUN))
-    if filesystem.get_file_info(path).type != fs.FileType.File:
-        return None
     try:
-        with filesystem.open_input_stream(path) as stream:
-            record = dict(json.loads(stream.read()))
+        if (found := read_json(join(folder, RUN))) is None:
+            return None
+        record = dict(found)
         status = record.get("status")
         if not isinstance(status, str) or not isinstance(
             record.get("opening" if status == "opening" else "tracking"), dict
@@ -38,6 +34,17 @@ def read_record(folder: str) -> dict[str, Any] | None:
             f"remove its folder and give --resume"
         ) from error
     return record
+
+
+def find_checkpoint(uri: str) -> str:
+    """The checkpoint at `uri`, or the best one of the run whose folder it is."""
+    uri = absolute(uri).rstrip("/")
+    record = read_record(uri)
+    if record is None:
+        return uri
+    if record["status"] != "finished":
+        raise UserError(f"the run {uri} is not finished ({RUN}); run its jobs.train line again, which continues it")
+    return join(uri, BEST)
 
 
 def write_record(folder: str, record: dict[str, Any]) -> None:

@@ -106,6 +106,41 @@ def test_a_training_that_cannot_be_is_refused_before_ray_is_imported(
     assert sorted(Path(made["runs"]).rglob("*")) == before
 
 
+SWEEP = "--storage {runs} --name new --grid tuning/grids"
+TIGERS = f"{SWEEP}/tiger.yaml --tables {{tables}} --sids {{sids}}"
+CHECKPOINT = "--checkpoint {runs}/teacher/best"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("job", "words", "message"),
+    [
+        ("sweep", f"{SWEEP}/sid_mlp_alpha.yaml --tables {{tables}} --model.teacher t",
+         "needs semantic IDs; give --sids"),
+        ("sweep", f"{SWEEP}/sid_mlp_alpha.yaml --tables {{tables}} --sids {{sids}} --model.teacher gone",
+         "the teacher .*/gone is neither a checkpoint nor a finished run"),
+        ("sweep", f"{TIGERS} --fit.metric ndcg10", "the grid tiger ranks by val/ndcg@10; leave it out"),
+        ("sweep", f"{TIGERS} --ray.num_workers 4096 --fit.batch_size 4096",
+         "4,096 workers need 4096 CPUs"),
+        ("evaluate", f"{CHECKPOINT} --tables {{tables}}", "the model 'tiger' needs semantic IDs; give --sids"),
+        ("evaluate", "--checkpoint {runs}/gone --tables {tables}", "--checkpoint is {runs}/gone, where nothing is"),
+        ("evaluate", f"{CHECKPOINT} --tables {{tables}} --sids {{sids}} --draft_beam 5",
+         "the model 'tiger' has no option --draft_beam when recommending; it takes beam, constrained"),
+        ("evaluate", f"{CHECKPOINT} --tables {{tables}} --sids {{sids}} --beam 0", "beam is 0"),
+        ("evaluate", f"{CHECKPOINT} --tables {{search}} --sids {{sids}}", "'tiger' is of retrieval"),
+    ],
+)  # fmt: skip
+def test_a_sweep_or_an_evaluation_that_cannot_be_is_refused_before_ray_is_imported(
+    made: dict[str, str], job: str, words: str, message: str
+) -> None:
+    before = sorted(Path(made["runs"]).rglob("*"))
+    done, imported = answered(job, *words.format(**made).split())
+    assert done.returncode == 1
+    assert re.fullmatch(f"error: .*{message.format(**made)}.*\n", done.stderr), done.stderr
+    assert not {"ray", "mlflow"} & imported
+    assert sorted(Path(made["runs"]).rglob("*")) == before
+
+
 @pytest.fixture(scope="module")
 def store(new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory) -> str:
     """A store with a trained run, a sweep, and a metric of each."""

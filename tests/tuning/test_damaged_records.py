@@ -9,7 +9,7 @@ import pytest
 
 from models.tables import UserError
 from pipelines.training.record import read_record
-from tuning.sweep import best_checkpoint, read_sweep
+from tuning.record import best_checkpoint, read_sweep
 from tuning.trial import read_reports
 
 RUN = {"uri": "sqlite:///store.db", "experiment": "retrieval/small", "run_id": "f" * 32}

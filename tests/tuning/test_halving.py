@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tuning.grid import Scheduler
-from tuning.halving import EPOCH, TRIAL, VALUE, Halving, make
+from tuning.grid import EPOCH, TRIAL, VALUE, Scheduler
+from tuning.halving import Halving, make
 
 ASHA = Scheduler(name="asha", grace=1, reduction=2)
 

@@ -27,7 +27,8 @@ from pipelines.evaluation.ranking import evaluate
 from pipelines.training.options import RayOptions
 from tuning.grid import Grid, Scheduler
 from tuning.outcome import Outcome, best_of
-from tuning.sweep import Options, Swept, best_checkpoint, sweep
+from tuning.record import best_checkpoint
+from tuning.sweep import Options, Swept, sweep
 
 ROOT = Path(__file__).parents[2]
 
