@@ -190,7 +190,7 @@ def place_of(uri: str, written: TextFormat | None, row: int) -> str:
     kind = format_of(uri, written.format) if written else "parquet"
     line = None
     if written and kind != "parquet" and row < LINES_READ:
-        with io.TextIOWrapper(open_text(uri, written.encoding), "utf-8", errors="replace", newline="") as text:
+        with io.TextIOWrapper(open_text(uri, written.encoding), "utf-8-sig", errors="replace", newline="") as text:
             header = kind == "csv" and written.header is None
             line = next(islice(_row_starts(text, uri, written, kind), row + header, None), None)
     counted = "from 0, without header and empty lines" if kind != "parquet" else "from 0"

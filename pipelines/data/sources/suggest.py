@@ -58,8 +58,8 @@ FORMATS = (
 
 DAY_OR_MONTH = "day or month first?"
 WHICH_TIME = "the time of the event?"
-THOUSANDS = "points before thousands?"
-ASKED = "|".join(map(re.escape, (WHICH_TIME, DAY_OR_MONTH, THOUSANDS)))
+THOUSANDS = {".": "points before thousands?", ",": "commas before thousands?"}
+ASKED = "|".join(map(re.escape, (WHICH_TIME, DAY_OR_MONTH, *THOUSANDS.values())))
 DOUBT = re.compile(rf"^(?:# )?(.+?): .*?((?:{ASKED}).*?check it)")
 OF_EVENTS = re.compile(
     r"order|purchas|bought|buy|sale|sold|event|view|click|creat|visit|shown|served|impress|search|request|"
@@ -147,7 +147,7 @@ class Column:
         if self.listed or not len(self.values):
             return False
         plain = self.values.cast(pl.Float64, strict=False).null_count() == 0
-        return plain or self.mark is not None or self.points
+        return plain or self.mark is not None or self.thousands is not None
 
     @cached_property
     def mark(self) -> str | None:
@@ -160,15 +160,25 @@ class Column:
         }
         return next((mark for mark, share in shares.items() if share >= NUMBERS), None)
 
-    @property
-    def points(self) -> bool:
-        """Whether points stand before its thousands, as it seems: in a file of the continent, with three digits behind
-        each."""
-        if not self.continental or self.listed or not len(self.values) or self.mark == ",":
-            return False
+    @cached_property
+    def grouped(self) -> str | None:
+        """The mark between digits in groups of three, where all values are whole numbers if it is before thousands."""
+        if self.listed or not len(self.values):
+            return None
         text = (self.values.str.extract(MONEY, 1) if self.money else self.values).str.strip_chars()
-        whole = text.str.contains(r"^[+-]?(0|[1-9]\d{0,2}(\.\d{3})*)$")
-        return bool(whole.all()) and bool(text.str.contains(".", literal=True).any())
+        for mark in THOUSANDS:
+            whole = text.str.contains(rf"^[+-]?(0|[1-9]\d{{0,2}}(\{mark}\d{{3}})*)$")
+            if bool(whole.all()) and bool(text.str.contains(mark, literal=True).any()):
+                return mark
+        return None
+
+    @property
+    def thousands(self) -> str | None:
+        """The mark before thousands, as it seems: on the continent a point, and a comma elsewhere and in amounts of
+        money, as no currency has prices of three decimals alone."""
+        if self.grouped == "." and self.continental:
+            return "."
+        return "," if self.grouped == "," and (self.money or not self.continental) else None
 
     @cached_property
     def money(self) -> bool:
@@ -231,7 +241,8 @@ class Column:
         sure = [written for written in self._readings if written in self._in_order]
         if len(sure) == 1:
             return {"format": sure[0]}
-        return {"format": next(w for w in self._readings if w.startswith("%d" if self.continental else "%m"))}
+        first = "%d" if self.continental else "%m"
+        return {"format": next((w for w in self._readings if w.startswith(first)), next(iter(self._readings)))}
 
     @cached_property
     def _readings(self) -> dict[str, pl.Series]:
@@ -393,7 +404,7 @@ def suggest(input_uri: str) -> str:
     rest = [look for look in others if items is None or look is not items[0]]
     users = _described(rest, roles["user"], USER, ITEM)
     uses = {id(events): "events"} | {id(found[0]): use for found, use in ((items, "items"), (users, "users")) if found}
-    for line in _head(input_uri, looks, events, uses):
+    for line in _head(input_uri, looks, events, roles, uses, users):
         text.comment(line)
     for file, why in refused.items():
         text.comment(f"{file} (not read: {why})")
@@ -439,16 +450,38 @@ def _checked(input_uri: str, lines: list[str]) -> list[str]:
     return [f"# The first rows by this mapping: {'; '.join(said)}."]
 
 
-def _head(input_uri: str, looks: list[Look], events: Look, uses: dict[int, str]) -> list[str]:
+def _why_not_read(look: Look, roles: Roles) -> str:
+    ids = [column.name for role in ("user", "item") if (column := roles[role])]
+    if set(ids) <= {c.name for c in look.columns}:
+        return f"not read: it has {' and '.join(ids)} too; if these are the same events, let 'files' match it"
+    return "not read: it describes no users or items of the events"
+
+
+def _owner(roles: Roles, users: tuple[Look, Column, bool] | None) -> Column | None:
+    """The column that names the users, where the events have only what belongs to one, such as an order."""
+    if roles["user"] is None or roles["user"].words & USER or users is None:
+        return None
+    return next((c for c in users[0].columns if c.words & USER and c is not users[1]), None)
+
+
+def _head(
+    input_uri: str, looks: list[Look], events: Look, roles: Roles, uses: dict[int, str],
+    users: tuple[Look, Column, bool] | None,
+) -> list[str]:  # fmt: skip
     said = [
         f"A first mapping of {input_uri}, guessed from the beginning of its files. Read each line, correct it, then"
     ]
     said.append("python -m jobs.prepare --source THIS_FILE --input FOLDER --output TABLES --dry-run")
     for look in looks:
-        what = uses.get(id(look), "not read: it describes no users or items of the events")
+        what = uses.get(id(look)) or _why_not_read(look, roles)
         said.append(f"{look.pattern} ({what}): {', '.join(c.name for c in look.columns)}"[:118])
         if look.above:
             said.append(f"{look.pattern}: its names are in line {look.above + 1}; delete the lines above them")
+    if users and roles["user"] and (owner := _owner(roles, users)):
+        said.append(
+            f"{events.pattern} has no users: {users[0].pattern} has the {owner.name} of each {roles['user'].name}; "
+            f"join the two files first"
+        )
     clock = next((c for c in events.columns if c.clock), None)
     if clock and not any(c.clock_time for c in events.columns):
         said.append(
@@ -473,7 +506,7 @@ def _looks(input_uri: str) -> tuple[list[Look], dict[str, str]]:
             refused[file] = "no two columns" if size else "empty"
             continue
         continental = look.keys.get("delimiter") == ";" or any(
-            c.mark == "," or CONTINENTAL.search(c.name.lower()) for c in look.columns
+            (c.mark == "," and c.grouped is None) or CONTINENTAL.search(c.name.lower()) for c in look.columns
         )
         for column in look.columns:
             column.continental = continental
@@ -806,12 +839,12 @@ def _decimals(columns: list[Column], indent: str) -> list[tuple[str, str]]:
     """Transforms of numbers that are no plain ones, each with its comment."""
     found = []
     for column in columns:
-        if column.points or column.mark:
+        if mark := {".": ",", ",": "."}.get(column.thousands or "", column.mark):
             quoted = MONEY.replace("'", "''")  # as YAML writes it
             regex = f"regex: '{quoted}', " if column.money else ""
-            line = f'{indent}{_scalar(column.name)}: {{{regex}decimal: "{"," if column.points else column.mark}"}}'
-            why = f"{THOUSANDS} check it" if column.points else "the mark before its decimals"
-            found.append((line, f"{why}: {column.shown}"))
+            line = f'{indent}{_scalar(column.name)}: {{{regex}decimal: "{mark}"}}'
+            asked = f"{THOUSANDS[column.thousands]} check it" if column.thousands else "the mark before its decimals"
+            found.append((line, f"{asked}: {column.shown}"))
     return found
 
 

@@ -357,6 +357,9 @@ def test_files_are_cut_where_no_value_is_quoted(tmp_path: Path) -> None:
         ("log.csv", {"delimiter": ";", "quote": False}),
         ("log.csv", {"encoding": "utf-16"}),
         ("log.jsonl", {}),
+        ("log.csv", {"encoding": "utf-8-sig"}),
+        ("log.csv", {"encoding": "utf-8-sig", "header": ["u", "i", "t", "q"]}),
+        ("log.jsonl", {"encoding": "utf-8-sig"}),
     ],
 )
 def test_a_rejected_row_is_named_by_its_line(tmp_path: Path, name: str, keys: dict[str, Any]) -> None:

@@ -316,9 +316,15 @@ def test_the_command_answers_without_ray(tmp_path: Path) -> None:
         (";", ["3.518", "117", "0.250"], None),
         (";", ["3.51", "117", "2"], None),
         (",", ["3.518", "117", "2"], None),
+        ("\t", ["$5,261", "$154", "$10,461"], [5261, 154, 10461]),
+        ("\t", ["-5,261", "154", "1,234,000"], [-5261, 154, 1234000]),
+        (";", ["¥5,261", "¥154", "¥0"], [5261, 154, 0]),
+        (";", ["5,261", "0,154", "2"], None),
+        (";", ["5,261", "1,154", "2"], None),
+        ("\t", ["0,250", "5,261", "2"], None),
     ],
 )
-def test_points_before_thousands_are_asked_about(
+def test_marks_before_thousands_are_asked_about(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], delimiter: str, amounts: list[str], expected: list[int] | None
 ) -> None:
     lines = [
@@ -328,13 +334,14 @@ def test_points_before_thousands_are_asked_about(
     (tmp_path / "log.csv").write_text("\n".join([delimiter.join(["user", "item", "time", "amount"]), *lines]))
     prepare.run_suggestion(prepare.Suggestion(suggest=str(tmp_path)))
     text, said = capsys.readouterr()
-    assert said == ("warning: amount: points before thousands? check it\n" if expected else "")
+    mark = "commas" if "," in amounts[0] else "points"
+    assert said == (f"warning: amount: {mark} before thousands? check it\n" if expected else "")
     (tmp_path / "made.yaml").write_text(text)
     source, _ = load_source(str(tmp_path / "made.yaml"))
     (block,) = source.read_events(str(tmp_path), "log.csv")
     assert block.rejects.num_rows == 0
     found = block.events["num_amount"].to_pylist()[:3]
-    assert found == pytest.approx(expected or [float(amount) for amount in amounts])
+    assert found == pytest.approx(expected or [float(amount.replace(",", ".")) for amount in amounts])
 
 
 def test_files_of_one_log_stand_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -558,3 +565,28 @@ def test_a_rare_way_to_write_a_price_is_read_or_rejected_and_never_another_price
     expected = [n % 90 + 10.5 for n in range(200)]
     expected[150:151] = [] if amount is None else [amount]
     assert block.events["num_Price"].to_pylist() == expected
+
+
+def test_files_of_events_that_are_not_read_are_named_as_such(tmp_path: Path) -> None:
+    """A second file of events in other columns, and orders beside their lines, whose users stand in the first."""
+    days = [f"2024-01-{n % 28 + 1:02d}T00:00:00" for n in range(200)]
+    views, orders = tmp_path / "views", tmp_path / "orders"
+    views.mkdir()
+    orders.mkdir()
+    (views / "views.csv").write_text(
+        "user,item,when\n" + "".join(f"{n % 9},{n % 20},{d}\n" for n, d in enumerate(days))
+    )
+    (views / "buys.csv").write_text(
+        "user,item,when,by\n" + "".join(f"{n % 9},{n % 20},{d},web\n" for n, d in enumerate(days[:60]))
+    )
+    assert "# buys.csv (not read: it has user and item too; if these are the same events, let 'files' match it)" in (
+        suggest(str(views))
+    )
+    lines = "".join(f"{9000 + n // 2},{n % 20}\n" for n in range(200))
+    (orders / "order_items.csv").write_text("order_id,product_id\n" + lines)
+    (orders / "orders.csv").write_text(
+        "order_id,customer_id,created_at\n" + "".join(f"{9000 + n},{n % 9},{d}\n" for n, d in enumerate(days[:100]))
+    )
+    assert (
+        "# order_items.csv has no users: orders.csv has the customer_id of each order_id; join the two files first\n"
+    ) in suggest(str(orders))
