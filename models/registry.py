@@ -38,7 +38,7 @@ from models.retrieval.lc_rec import LcRec, LcRecConfig
 from models.retrieval.lc_rec_nezha import LcRecNezha, LcRecNezhaConfig
 from models.retrieval.lc_rec_sid_mlp import LcRecSidMlp, LcRecSidMlpConfig
 from models.retrieval.popularity import Popularity, PopularityConfig
-from models.retrieval.recommend import BeamOptions, NoOptions
+from models.retrieval.recommend import BeamOptions, RecommendOptions
 from models.retrieval.retriever import Retriever
 from models.retrieval.sasrec import SASRec, SASRecConfig
 from models.retrieval.sid_mlp import SidMlp, SidMlpOptions
@@ -190,8 +190,10 @@ VERIFIED = Measured(
 """How well AtSpeed ranks, and what verification accepted."""
 
 MODELS: dict[str, Entry] = {
-    "popularity": Entry(PopularityConfig, Popularity, RETRIEVAL, unit="request", gradient=False, recommends=NoOptions),
-    "sasrec": Entry(SASRecConfig, SASRec, RETRIEVAL, unit="user", recommends=NoOptions),
+    "popularity": Entry(
+        PopularityConfig, Popularity, RETRIEVAL, unit="request", gradient=False, recommends=RecommendOptions
+    ),
+    "sasrec": Entry(SASRecConfig, SASRec, RETRIEVAL, unit="user", recommends=RecommendOptions),
     "tiger": Entry(TigerConfig, Tiger, RETRIEVAL, unit="request", sids=True, teaches=True, recommends=TigerOptions),
     "lc_rec": Entry(
         LcRecConfig,

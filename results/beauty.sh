@@ -7,7 +7,7 @@
 #
 # small: a TIGER of a twentieth of the published size, 20 epochs, and two students, one of a tenth of the requests in as
 # many steps: an hour on a core of AMD EPYC. full: TIGER at the published size, on the published RQ-VAE codes, 60
-# epochs of 4 minutes on 2 quiet cores with bfloat16 instructions, a student 30 s an epoch. It can be stopped at any
+# epochs of 4 to 6 minutes on 2 cores with bfloat16 instructions, a student 20 s an epoch. It can be stopped at any
 # time; the same line goes on from the last 200 steps. Then:
 #
 #   python -m jobs.compare --experiment retrieval/beauty --tracking_uri sqlite:///OUT/runs/mlflow.db \
@@ -46,10 +46,13 @@ full() {
   row tiger tiger --fit.max_epochs 60 --fit.eval_every_epochs 3 --fit.patience 6 --fit.precision bf16 \
     --fit.checkpoint_every_steps 200
   job evaluate --checkpoint "$out/runs/tiger" --tables "$tables" --sids "$sids" --split test --beam 100
-
   students=(--model.teacher "$out/runs/tiger" --model.teacher_cache "$out/cache" --fit.lr 0.0005 --fit.batch_size 256)
   row sid_mlp sid_mlp "${students[@]}" --fit.max_epochs 20 --fit.patience 0
   row sid_mlp_tenth sid_mlp "${students[@]}" --fit.train_examples 13141 --fit.max_epochs 200 --fit.eval_every_epochs 10 --fit.patience 0
+
+  for name in tiger sid_mlp sid_mlp_tenth; do
+    job evaluate --checkpoint "$out/runs/$name" --tables "$tables" --sids "$sids" --split test --unseen true
+  done
 }
 
 [ $# -gt 0 ] || set -- small full

@@ -30,7 +30,7 @@ from models.retrieval.data import Catalogue
 from models.retrieval.decoders.t5 import T5Decoder
 from models.retrieval.decoders.t5_tree import T5Target
 from models.retrieval.parts import History, Scorer, real_positions
-from models.retrieval.recommend import latest, recommender
+from models.retrieval.recommend import RecommendOptions, latest, recommender
 from models.retrieval.retriever import Retriever
 from models.retrieval.search.speculative import Found, Rule, Speculation, mixed, speculative_search
 from models.retrieval.student import Scores, Student, StudentConfig
@@ -117,7 +117,7 @@ def relaxed_loss(draft: Tensor, teacher: Tensor) -> Tensor:
 
 
 @dataclass
-class AtSpeedOptions:
+class AtSpeedOptions(RecommendOptions):
     """Options of `AtSpeed.recommend`; left out they are those of the model's config."""
 
     beam: int | None = None

@@ -46,7 +46,7 @@ class Popularity(nn.Module):
 
     @recommender
     def recommend(self, batch: dict[str, Tensor], k: int) -> tuple[Tensor, Tensor]:
-        """(items, scores), each (B, k): the same for all. Items that the user knows are not excluded."""
+        """(items, scores), each (B, k): the same for all; with `unseen` without what each knows."""
         items, scores = top_k(self.counts[None], k)
         rows = len(batch["history"])
         return items.expand(rows, k), scores.expand(rows, k)

@@ -3,8 +3,8 @@
     @recommender
     def recommend(self, batch, k, beam=None): ...
 
-An empty batch gets an empty answer, of a history longer than `max_history` the latest items are read, and a model
-whose scores are not finite is refused.
+An empty batch gets an empty answer, of a history longer than `max_history` the latest items are read, known items are
+left out where that is asked for, and a model whose scores are not finite is refused.
 
 Shapes: `B` requests, `T` items of the longest history.
 """
@@ -27,12 +27,15 @@ Ranked = tuple[Tensor, Tensor]
 
 
 @dataclass
-class NoOptions:
-    """Of a model whose `recommend` has none."""
+class RecommendOptions:
+    """Options of every `recommend`."""
+
+    unseen: bool | None = None
+    """true: leave out the items of the user's history, of which a model is given its max_history latest."""
 
 
 @dataclass
-class BeamOptions:
+class BeamOptions(RecommendOptions):
     """Options of a `recommend` by beam search; left out they are those of the model's config."""
 
     beam: int | None = None
@@ -45,13 +48,18 @@ class BeamOptions:
 
 
 def recommender(search: Callable[..., Ranked]) -> Callable[..., Ranked]:
-    """The method `search(self, batch, k, ...)` as a model's `recommend`; it takes the same arguments."""
+    """The method `search(self, batch, k, ...)` as a model's `recommend`; it takes the same arguments, and `unseen`."""
 
     @functools.wraps(search)
-    def recommend(self: Any, batch: dict[str, Tensor], k: int, *args: Any, **options: Any) -> Ranked:
+    def recommend(
+        self: Any, batch: dict[str, Tensor], k: int, *args: Any, unseen: bool | None = None, **options: Any
+    ) -> Ranked:
         if not len(batch["history"]):
             return nothing(k, batch["history"].device)
-        items, scores = search(self, latest(batch, self.config.max_history), k, *args, **options)
+        more = batch["history"].shape[1] if unseen else 0  # as many as can be left out
+        items, scores = search(self, latest(batch, self.config.max_history), k + more, *args, **options)
+        if unseen:
+            items, scores = leave_out(items, scores, batch, k)
         return items, check_finite(scores, tail=True)
 
     return torch.no_grad()(recommend)
@@ -60,6 +68,17 @@ def recommender(search: Callable[..., Ranked]) -> Callable[..., Ranked]:
 def nothing(k: int, device: torch.device) -> Ranked:
     """The answer to no request."""
     return torch.zeros((0, k), dtype=torch.long, device=device), torch.zeros((0, k), device=device)
+
+
+def leave_out(items: Tensor, scores: Tensor, batch: dict[str, Tensor], k: int) -> Ranked:
+    """The first k of the ranked items (B, K) that are not in the histories (B, T); the tail is -1 and -inf."""
+    history = batch["history"]
+    places = torch.arange(history.shape[1], device=history.device)
+    known = history.masked_fill(places >= batch["history_length"][:, None], -1)
+    seen = ((items[:, :, None] == known[:, None, :]) & (items >= 0)[:, :, None]).any(2)
+    order = seen.int().sort(dim=1, stable=True).indices[:, :k]
+    gone = seen.gather(1, order)
+    return items.gather(1, order).masked_fill(gone, -1), scores.gather(1, order).masked_fill(gone, -torch.inf)
 
 
 def latest(batch: dict[str, Tensor], longest: int) -> dict[str, Tensor]:

@@ -57,8 +57,9 @@ class Retriever(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """(items, scores), each (B, k): items by falling log-probability of their codes.
 
-        Options left out are the config's. Every item can come up: those that the user knows are not excluded, as in
-        the papers that this is compared with. Where fewer than k items are found the tail is item -1 with score -inf.
+        Options left out are the config's. Every item can come up: those that the user knows are left out with `unseen`
+        alone, as in the papers that this is compared with. Where fewer than k items are found the tail is item -1 with
+        score -inf.
         """
         return self.find(self.backbone.infer(batch), k, beam, constrained)
 

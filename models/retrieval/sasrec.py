@@ -109,8 +109,8 @@ class SASRec(nn.Module):
     def recommend(self, batch: dict[str, Tensor], k: int) -> tuple[Tensor, Tensor]:
         """(items, scores), each (B, k), from a batch of unit `request`.
 
-        Every item of the catalogue is ranked; items that the user knows are not excluded, as in the
-        papers that this is compared with. Where k exceeds the catalogue the tail is -1 and -inf.
+        Every item of the catalogue is ranked; items that the user knows are left out with `unseen` alone, as in
+        the papers that this is compared with. Where k exceeds the catalogue the tail is -1 and -inf.
         """
         rows = torch.arange(len(batch["history"]), device=batch["history"].device)
         last = self.states(batch["history"])[rows, batch["history_length"] - 1]  # (B, D)

@@ -48,13 +48,14 @@ class Point:
 
 
 def points_of(rows: Sequence[Row], metric: str) -> list[Point]:
-    """The rows that were evaluated on test."""
+    """The rows that were evaluated on test, all on the same log and with or without the items that users know."""
+    asked = min((row.asked for row in rows), default=None)
     return [
         Point(
             row.name, row.model, row.mean("test/users_per_s"), row.mean(f"test/{metric}"), row.mean("train/parameters")
         )
         for row in rows
-        if row.values("test/users_per_s") and row.values(f"test/{metric}")
+        if row.asked == asked and row.values("test/users_per_s") and row.values(f"test/{metric}")
     ]
 
 

@@ -45,6 +45,9 @@ EVALUATION = re.compile(r"(?P<split>val|test)(?:-(?P<options>.+?))?/(?P<metric>.
 FRESH = re.compile(r"(?:^|-)fresh-([0-9a-f]{8})$")
 """What the options of an evaluation end with that was on another log than that of the training."""
 
+UNSEEN = re.compile(r"(?:^|-)unseen-True(?:-|$)")
+"""What is in the options of an evaluation that left out the items that users know."""
+
 
 @dataclass
 class Run:
@@ -129,9 +132,14 @@ class Row:
 
     @property
     def log(self) -> tuple[str, ...]:
-        """Experiment, items and sequences, and a fresh log: rows that differ in them are not of the same requests."""
+        """Experiment, items and sequences, and what is asked: rows that differ in them do not compare."""
         trained = (self.params.get(f"table.{table}", "") for table in ("items", "sequences"))
-        return self.experiment, *trained, self.fresh
+        return self.experiment, *trained, *self.asked
+
+    @property
+    def asked(self) -> tuple[str, str]:
+        """The fresh log that it was evaluated on, and whether without the items that users know."""
+        return self.fresh, "unseen" if UNSEEN.search(self.options) else ""
 
     @property
     def fresh(self) -> str:

@@ -154,7 +154,7 @@ def non_inferiority_tables(rows: Sequence[Row], metric: str, teachers: Sequence[
             for row in (*rows, *teachers)
             for run in row.runs
             if taught_by and run.weights == taught_by and name in run.metrics
-            if student.options in ("", row.options)
+            if student.options in ("", row.options) and student.asked == row.asked
         }
         values = student.by_seed(name)
         for teacher, value in beside.items() if values else ():

@@ -67,7 +67,8 @@ def test_every_model_builds_from_its_own_defaults_and_round_trips(name):
     items, scores = model.eval().recommend(batch, 3)
     assert sorted(items[0].tolist()) == [0, 1, 2]
     assert scores.shape == (1, 3)
-    assert set(registry.recommend_options(name)) == set(inspect.signature(model.recommend).parameters) - {"batch", "k"}
+    search = set(inspect.signature(model.recommend).parameters) - {"batch", "k"}
+    assert set(registry.recommend_options(name)) == search | {"unseen"}
     assert entry.gradient != hasattr(model, "fit_counts")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -147,3 +148,24 @@ def test_an_exported_student_answers_an_empty_batch(tmp_path: Path) -> None:
     empty = requests([])
     items, scores = load_exported(tmp_path / "student.pt2")(empty["history"], empty["history_length"], empty["user"])
     assert items.shape == scores.shape == (0, 4)
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_known_items_are_left_out_where_that_is_asked_for(name: str, options: dict[str, Any]) -> None:
+    """Of histories shorter and longer than what is read, of padding, and with fewer items than asked for."""
+    batch, built = requests([1, 3, LONGEST, 15]), model(name)
+    for k in (1, 7, 20):
+        items, scores = built.recommend(batch, k, unseen=True, **options)
+        every, all_scores = built.recommend(batch, k + 15, **options)
+        assert items.shape == scores.shape == (4, k)
+        for row, length in enumerate(batch["history_length"].tolist()):
+            known = set(batch["history"][row, :length].tolist())
+            left = [
+                (item, score)
+                for item, score in zip(every[row].tolist(), all_scores[row].tolist(), strict=True)
+                if item not in known and item >= 0
+            ][:k]
+            left += [(-1, -math.inf)] * (k - len(left))
+            assert items[row].tolist() == [item for item, _ in left]
+            assert scores[row].tolist() == [score for _, score in left]

@@ -14,12 +14,12 @@ from models import registry
 from pipelines import tracking
 from pipelines.comparison.baseline_tables import relative_tables
 from pipelines.comparison.claims import FAILS, HOLDS, OPEN, Claim, decide
-from pipelines.comparison.pareto import Point, picture
+from pipelines.comparison.pareto import Point, picture, points_of
 from pipelines.comparison.plots import plots
 from pipelines.comparison.published import Papers, Published, System, beside, load
 from pipelines.comparison.rows import Comparison, Row, Run, lower_is_better, rows_of
 from pipelines.comparison.run_plots import beams
-from pipelines.comparison.run_tables import paired_tables
+from pipelines.comparison.run_tables import non_inferiority_tables, paired_tables
 from pipelines.comparison.runs import Selection, select
 from pipelines.comparison.sweep_plots import axes
 
@@ -225,3 +225,27 @@ def test_names_are_shown_as_they_are() -> None:
     lines = [row("tiger", {NDCG: 0.03}, name="_hidden", options=f"beam-{beam}", seeds="1") for beam in (10, 20)]
     ((_, _, _, figure),) = beams(compared(lines))
     assert [text.get_text().strip() for text in figure.axes[0].get_legend().get_texts()] == ["_hidden-1"]
+
+
+def test_what_is_asked_without_known_items_stands_apart() -> None:
+    """Beside a teacher asked the same, in no plot of the others, and never the best of those."""
+
+    def made(name: str, value: float, options: str) -> Row:
+        told = {"weights": "t"} if name == "tiger" else {"teacher": "t"}
+        return row(name, {NDCG: value, "test/users_per_s": 10.0}, seeds="1", options=options, **told)
+
+    rows = [
+        made("sid_mlp", 0.05, "unseen-True"), made("tiger", 0.04, "unseen-True"), made("sid_mlp", 0.03, ""),
+        made("tiger", 0.02, ""), made("tiger", 0.021, "beam-100"),
+    ]  # fmt: skip
+    (students,) = non_inferiority_tables(rows, "ndcg@10")
+    assert [tuple(line[:2]) for line in students.cells] == [
+        ("sid_mlp-1 [unseen-True]", "tiger-1 [unseen-True]"), ("sid_mlp-1", "tiger-1"),
+        ("sid_mlp-1", "tiger-1 [beam-100]"),
+    ]  # fmt: skip
+    assert [point.label for point in points_of(rows, "ndcg@10")] == ["sid_mlp-1", "tiger-1", "tiger-1 [beam-100]"]
+    assert [point.label for point in points_of(rows[:2], "ndcg@10")] == [each.name for each in rows[:2]]
+    beams, both = "beam-20-unseen-True", "unseen-True-fresh-ca83aebe"
+    assert [made("tiger", 0.0, options).asked for options in ("", beams, both)] == [
+        ("", ""), ("", "unseen"), ("ca83aebe", "unseen"),
+    ]  # fmt: skip
