@@ -227,12 +227,12 @@ class Column:
 
     @cached_property
     def time(self) -> dict[str, str]:
-        """The `unit` or `format` of times; empty for what are none."""
+        """The `unit` or `format` of times, a few others among them; empty for what are none."""
         if self.listed or not len(self.values):
             return {}
-        if self.integer:
+        if len(self._wholes) >= NUMBERS * len(self.values):
             return self._epoch or ({"format": "%Y%m%d"} if self._compact else {})
-        if bool(self.values.str.contains(ISO).all()):
+        if float(self.values.str.contains(ISO).mean() or 0) >= NUMBERS:  # type: ignore[arg-type]
             return {"unit": "iso"}
         if not self._readings:
             return {}
@@ -246,16 +246,17 @@ class Column:
 
     @cached_property
     def _readings(self) -> dict[str, pl.Series]:
-        """The times by each format that reads all values."""
+        """The times by each format that reads the most values, which are all or nearly all."""
         text, found = self.values.str.strip_chars(), {}
         for written in FORMATS:
-            for part in (text.head(20), text):  # most formats fail at once
+            for part, most in ((text.head(20), 5.0), (text, (1 - NUMBERS) * len(text))):  # most formats fail at once
                 times = part.str.to_datetime(written, strict=False)
-                if times.null_count() or times.dt.year().min() < FIRST_YEAR:  # type: ignore[operator]  # %Y reads 25
+                if times.null_count() > most or (times.dt.year().min() or 0) < FIRST_YEAR:  # type: ignore[operator]  # %Y reads 25
                     break
             else:
                 found[written] = times
-        return found
+        least = min((times.null_count() for times in found.values()), default=0)
+        return {written: times for written, times in found.items() if times.null_count() == least}
 
     @property
     def _in_order(self) -> list[str]:
@@ -263,7 +264,7 @@ class Column:
         return [
             written
             for written, times in self._readings.items()
-            if times.n_unique() > 1 and (times.is_sorted() or times.is_sorted(descending=True))
+            if times.n_unique() > 1 and any(times.drop_nulls().is_sorted(descending=down) for down in (False, True))
         ]
 
     @property
@@ -292,14 +293,19 @@ class Column:
         if key == "format":
             return self.values.str.strip_chars().str.to_datetime(value, strict=False).dt.date().min()  # type: ignore
         if value == "iso":
-            return date.fromisoformat(str(self.values.min())[:10])
-        seconds = int(self.values.cast(pl.Int64).min()) // {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[value]  # type: ignore[arg-type]
+            return date.fromisoformat(str(self.values.filter(self.values.str.contains(ISO)).min())[:10])
+        seconds = int(self._wholes.min()) // {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[value]  # type: ignore[arg-type]
         return datetime.fromtimestamp(seconds, UTC).date()
+
+    @cached_property
+    def _wholes(self) -> pl.Series:
+        """Its integers; those that are too large are null."""
+        return self.values.filter(self.values.str.contains(r"^-?\d+$")).cast(pl.Int64, strict=False)
 
     @property
     def _epoch(self) -> dict[str, str]:
         """The unit of integers since 1970; of ids of that size only the name of the column tells them."""
-        numbers = self.values.cast(pl.Int64, strict=False)
+        numbers = self._wholes
         if numbers.null_count() or not (self.words & TIME or re.fullmatch(r"c\d+", self.name)):
             return {}
         low, high = int(numbers.min()), int(numbers.max())  # type: ignore[arg-type]
@@ -311,8 +317,9 @@ class Column:
     @property
     def _compact(self) -> bool:
         """Whether integers are days such as 20191115."""
-        same = bool((self.values.str.len_chars() == 8).all()) and bool(self.words & TIME)
-        return same and self.values.str.to_date("%Y%m%d", strict=False).null_count() == 0
+        days = self._wholes.cast(pl.String)
+        same = bool((days.str.len_chars() == 8).all()) and bool(self.words & TIME)
+        return same and days.str.to_date("%Y%m%d", strict=False).null_count() == 0
 
     @property
     def quantity(self) -> bool:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -590,3 +591,29 @@ def test_files_of_events_that_are_not_read_are_named_as_such(tmp_path: Path) -> 
     assert (
         "# order_items.csv has no users: orders.csv has the customer_id of each order_id; join the two files first\n"
     ) in suggest(str(orders))
+
+
+@pytest.mark.parametrize(
+    ("write", "time"),
+    [
+        ("%Y-%m-%dT%H:%M:%S", {"unit": "iso"}),
+        ("%m/%d/%Y %H:%M", {"format": "%m/%d/%Y %H:%M"}),
+        ("%d/%m/%Y", {"format": "%d/%m/%Y"}),
+        ("%Y%m%d", {"format": "%Y%m%d"}),
+        ("%s", {"unit": "s"}),
+    ],
+)
+@pytest.mark.parametrize("broken", ["soon", "-", "13/13/2024"])
+def test_a_few_broken_times_do_not_hide_the_others(
+    tmp_path: Path, write: str, time: dict[str, str], broken: str
+) -> None:
+    days = [datetime(2024, 1, 1, 8, tzinfo=UTC) + timedelta(days=n // 2) for n in range(400)]
+    told = [str(int(day.timestamp())) if write == "%s" else day.strftime(write) for day in days]
+    for n in (0, 7, 211):
+        told[n] = broken
+    (tmp_path / "log.csv").write_text(
+        "user,item,bought_date\n" + "".join(f"u{n % 9},i{n % 20},{t}\n" for n, t in enumerate(told))
+    )
+    text = suggest(str(tmp_path))
+    assert yaml.safe_load(text)["time"] == {"column": "bought_date", **time}
+    assert "400 rows, 3 rejected" in text
