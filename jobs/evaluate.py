@@ -21,6 +21,7 @@ from jobs import cli
 from models import checkpoint, registry
 from models.config import check_positive
 from models.places import reach
+from models.retrieval.metrics import EXAMPLES, FIRST
 from models.uri import absolute
 from models.words import number_of
 from pipelines.data.tables import check_can_write, check_place, write_file
@@ -146,6 +147,11 @@ def parse(job: str, argv: Sequence[str] | None = None) -> Options:
     words = list(sys.argv[1:] if argv is None else argv)
     spelled = [word.replace("--batch-inference", "--batch_inference", 1) for word in words]
     return cli.parse(Config, job, spelled)
+
+
+def repeats_of(result: Result) -> int:
+    """The requests for known items of an evaluation without those."""
+    return int(result.examples - result.metrics[FIRST + EXAMPLES]) if result.options.get("unseen") else 0
 
 
 def item_shift_lines(metrics: dict[str, float]) -> list[str]:
@@ -278,6 +284,11 @@ def run(config: Options) -> Result | None:
     print(f"{result.model} on {result.split}: {asked(result)}, seed {result.seed}")
     if result.is_fresh(about):
         print(f"note: {config.tables} is another log than that of the training; what of it was trained on is not known")
+    if repeats := repeats_of(result):
+        print(
+            f"note: {number_of(repeats, 'request')} of {result.examples:,} ask for an item of the history, which "
+            f"--unseen leaves out; {FIRST} has the others"
+        )
     for line in [*entry.measured.summary(result.metrics), *more, *item_shift_lines(result.metrics)]:
         print(line)
     if entry.recommends:

@@ -12,7 +12,7 @@ Shapes: `B` requests, `T` items of the longest history.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +26,16 @@ Ranked = tuple[Tensor, Tensor]
 """(items, scores), each (B, k)."""
 
 
+WHOLE = 2**31 - 1
+"""Behaviours of a history of any length."""
+
+
 @dataclass
 class RecommendOptions:
     """Options of every `recommend`."""
 
     unseen: bool | None = None
-    """true: leave out the items of the user's history, of which a model is given its max_history latest."""
+    """true: leave out the items of the user's history; in validations of a training, of its max_history latest."""
 
 
 @dataclass
@@ -68,6 +72,12 @@ def recommender(search: Callable[..., Ranked]) -> Callable[..., Ranked]:
 def nothing(k: int, device: torch.device) -> Ranked:
     """The answer to no request."""
     return torch.zeros((0, k), dtype=torch.long, device=device), torch.zeros((0, k), device=device)
+
+
+def history_to_give(longest: int, options: Mapping[str, Any]) -> int:
+    """How many behaviours a request is to have for a `recommend` that reads `longest`: all, where known items are left
+    out."""
+    return WHOLE if options.get("unseen") else longest
 
 
 def leave_out(items: Tensor, scores: Tensor, batch: dict[str, Tensor], k: int) -> Ranked:

@@ -20,6 +20,7 @@ import torch
 from models import checkpoint, registry
 from models.fit import to_device
 from models.retrieval.data import Examples
+from models.retrieval.recommend import history_to_give
 from models.setup import hashes_of, load_catalogue
 from models.shares import Shard, Share
 from models.tables import Manifest, Part, UserError, join, part_uris, read_manifest, read_parquet, read_table
@@ -58,7 +59,7 @@ class Recommender:
         model, _ = registry.load(uri, as_trained(load_catalogue(entry, about.name, tables, extra), about))
         self.model: Any = model.to(self.device)
         self.family: type[Examples] = entry.family.examples  # type: ignore[assignment]
-        self.max_history = registry.config_from_dict(about.model).max_history
+        self.max_history = history_to_give(registry.config_from_dict(about.model).max_history, options)
         self.sequences = join(tables, "sequences")
         self.items = read_table(join(tables, "items"), "items", ["item_id"])["item_id"].combine_chunks()
         self.file = -1  # the one that is held

@@ -21,6 +21,7 @@ from models import checkpoint, registry
 from models.by_user import PREFIX, ByUser, stride_of
 from models.checkpoint import Checkpoint
 from models.retrieval.metrics import add_sums
+from models.retrieval.recommend import history_to_give
 from models.setup import hashes_of, load_catalogue, score
 from models.tables import UserError, join, read_manifest
 from models.uri import absolute
@@ -80,8 +81,8 @@ def rank_shard(
     model = model.to(where)
     config = registry.config_from_dict(about.model)
     examples = entry.family.examples.of_model(config).load(
-        join(tables, "sequences"), split, unit=entry.family.eval_unit, max_history=config.max_history, rank=rank,
-        world=world, shards=world,
+        join(tables, "sequences"), split, unit=entry.family.eval_unit, rank=rank,
+        max_history=history_to_give(config.max_history, options), world=world, shards=world,
     )  # fmt: skip
     measured = entry.measured
     if subsets:

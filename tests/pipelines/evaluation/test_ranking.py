@@ -191,3 +191,33 @@ def test_all_users_to_a_table(world: World, ray_local: None, tmp_path: Path) -> 
         recommend_all(*arguments, k=4, users_per_part=25)
     with writing(output), pytest.raises(UserError, match="is being written by another process"):
         recommend_all(*arguments, k=4, users_per_part=25, overwrite=True)
+
+
+def test_all_known_items_are_left_out_however_little_the_model_reads(
+    world: World, ray_local: None, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    setup = set_up({**SASREC, "max_history": 2}, FitConfig(batch_size=8), world.tables)
+    checkpoint.save(tmp_path / "short", setup.model, setup.checkpoint(epoch=1))
+    arguments = (str(tmp_path / "short"), world.tables)
+    result = run(Config(checkpoint=arguments[0], tables=world.tables, unseen=True))
+    whole = Examples.load(f"{world.tables}/sequences", "test", max_history=1000)
+    hits, repeats, longest = 0, 0, 0
+    for row in range(len(whole)):
+        batch = whole.collate(torch.tensor([row]).numpy())
+        target, known = batch["target"].item(), set(batch["history"][0].tolist())
+        ranked = [item for item in setup.model.recommend(batch, 24)[0][0].tolist() if item not in known]
+        hits += target in ranked[:10]
+        repeats += target in known
+        longest = max(longest, int(batch["history_length"]))
+    assert result.metrics["recall@10"] == pytest.approx(hits / len(whole))
+    assert longest > 2
+    assert repeats > 0
+    assert f"note: {repeats} requests of 60 ask for an item of the history, which --unseen" in capsys.readouterr().out
+    options = {"unseen": True}
+    recommend_all(*arguments, None, str(tmp_path / "out"), k=24, options=options)
+    found = read_table(str(tmp_path / "out"), "recommendations").to_pydict()["item_id"]
+    names = read_table(f"{world.tables}/items", "items")["item_id"].to_pylist()
+    after = Examples.load(f"{world.tables}/sequences", "next", max_history=1000)
+    for row, items in enumerate(found):
+        history = after.collate(torch.tensor([row]).numpy())["history"][0].tolist()
+        assert sorted(items) == sorted(set(names) - {names[item] for item in history})
