@@ -12,6 +12,7 @@ import difflib
 import logging
 import os
 import re
+import select
 import socket
 import sys
 import tempfile
@@ -321,9 +322,19 @@ def kept_traceback(error: BaseException) -> str:
         return " (TRIELINE_TRACEBACK=1 shows the traceback)"
 
 
+def output_is_read() -> bool:
+    """Whether something still reads what is printed; else what is printed from now on goes nowhere."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), select.POLLOUT)
+    gone = any(event & (select.POLLERR | select.POLLHUP) for _, event in output.poll(0))
+    if gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return not gone
+
+
 def main(run: Callable[[Any], Any], config: type, parse_: Callable[[str], Any] | None = None) -> NoReturn:
     """Parses the command line, runs the job, and exits: 0 when done, 1 with one line for a UserError or a fault
-    of the machines (`pipelines/faults.py`).
+    of the machines (`pipelines/faults.py`), 141 as other commands where what reads its output is gone (`| head`).
 
     `parse_(job)` is for jobs whose options are more than those of `config`.
     """
@@ -332,7 +343,10 @@ def main(run: Callable[[Any], Any], config: type, parse_: Callable[[str], Any] |
         options = hide(parse_(job) if parse_ else parse(config, job))
         sys.argv[1:] = map(masked, sys.argv[1:])
         run(options)
+        sys.stdout.flush()
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and not output_is_read():
+            sys.exit(141)
         known = user_error_in(error)
         fault = None if known else explain(error)
         if known is None and fault is None:

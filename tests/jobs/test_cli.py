@@ -149,3 +149,17 @@ def test_what_is_missing_is_described() -> None:
 def test_a_config_of_ours_is_found_by_its_name() -> None:
     with pytest.raises(UserError, match=r"sasrec\.yaml \(no such file\); give .*jobs/configs/sasrec\.yaml$"):
         parse("--config", "sasrec.yaml")
+
+
+@pytest.mark.long
+def test_a_reader_that_is_gone_is_no_fault(tmp_path: Path) -> None:
+    """As in `| head`: no error, nothing on stderr."""
+    (tmp_path / "log.csv").write_text("user,item,time\n" + "".join(f"u{n % 9},i{n % 20},{n}\n" for n in range(300)))
+    read, write = os.pipe()
+    os.close(read)
+    line = [sys.executable, "-m", "jobs.prepare", "--suggest", str(tmp_path)]
+    done = subprocess.run(line, stdout=write, stderr=subprocess.PIPE, cwd=Path(__file__).parents[2])
+    os.close(write)
+    assert done.returncode == 141
+    assert b"error" not in done.stderr
+    assert b"Exception ignored" not in done.stderr
