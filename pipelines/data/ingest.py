@@ -211,8 +211,8 @@ def order_events(
 
     The order is total: (user_id, timestamp_ms, request_id, position, item_id), then every other column,
     so the result does not depend on the order of the input. With a `log_place` column (`ties:
-    log_order`) events of equal user, time and request stay in the log's order, and `position` becomes
-    the rank among them.
+    log_order`) events of equal user and time stay in the log's order, those of one row by their position, and
+    `position` becomes the rank among them.
 
     Most logs have few ties, so the bulk of the sort is one argsort of an integer: the user's rank and
     the time in 63 bits. Only tied rows are compared column by column.
@@ -290,10 +290,10 @@ def _order_ties(
     ranked = ["group", "request_id", "position", "item_id", *others]
     if log_order:
         # the earliest of equal rows stays; equal rows need not be neighbours in the log
-        frame = frame.sort("group", "request_id", "log_place")
+        frame = frame.sort("group", "log_place", "position")
         duplicate = ~frame.select(pl.struct(content).is_first_distinct()).to_series()
         kept = frame.with_columns((~duplicate | keep_duplicates).cast(pl.Int32).alias("kept"))
-        position = kept.select(pl.col("kept").cum_sum().over("group", "request_id") - 1).to_series()
+        position = kept.select(pl.col("kept").cum_sum().over("group") - 1).to_series()
         return frame["row"].to_numpy(), duplicate.to_numpy(), position.to_numpy(), _times(frame, content, counted)
     frame = frame.sort(ranked)
     duplicate = frame.select(

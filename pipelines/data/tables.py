@@ -106,8 +106,9 @@ def _list(name: str, value: pa.DataType) -> pa.Field:
 def sequences_schema(events: pa.Schema) -> pa.Schema:
     """sequences: one row per user. Every column of `events` that is not a key becomes an equal-length list.
 
-    Behaviours are sorted by (timestamp_ms, request_id, position, item_id); where their label has a time of its own,
-    by that first. `requests` has one struct per request, sorted by (timestamp_ms, request_id, position, item_id).
+    Behaviours are sorted by (timestamp_ms, request_id, position, item_id), with `ties: log_order` by (timestamp_ms,
+    position, item_id); where their label has a time of its own, by that first. `requests` has one struct per request,
+    in the same order.
     """
     extra = [field for field in events if field.name == "query" or field.name.startswith(CARRIED)]
     request = pa.struct(

@@ -161,6 +161,11 @@ class Tables:
         """Whether tied behaviours keep the log's order (`ties: log_order`)."""
         return bool(self.sequences.info.get("ties", "strict") == "log_order")
 
+    @property
+    def event_order(self) -> list[str]:
+        """What a user's events are sorted by; in the log's order `position` counts all events of a time."""
+        return [name for name in EVENT_ORDER if name != "request_id" or not self.order_of_log]
+
     def behaviours_of(self, events: pl.DataFrame) -> pl.DataFrame:
         """The events that count as behaviours."""
         return events if self.behaviour is None else events.filter(pl.col(self.behaviour).fill_null(False))

@@ -8,7 +8,7 @@ from datetime import datetime
 import polars as pl
 
 from models.tables import UserError, join
-from pipelines.data.audit.base import DAY, EVENT_ORDER, SHOWN, Rule, Tables, label_of, name_event
+from pipelines.data.audit.base import DAY, SHOWN, Rule, Tables, label_of, name_event
 
 
 def _earlier_than_previous(columns: list[str]) -> pl.Expr:
@@ -25,7 +25,7 @@ def check_events(tables: Tables, rules: dict[str, Rule], progress: Callable[[str
     users, repetitions = [], 0
     last, times_of_day = 0, pl.Series(dtype=pl.Int64)
     kept = tables.events.info.get("duplicates_kept")  # None where they are dropped
-    keys = ["user_id", *EVENT_ORDER]
+    keys = ["user_id", *tables.event_order]
     for number, events in tables.parts("events"):
         progress(f"events, part {number + 1} of {len(tables.events.files)}")
         rule = rules["events"]

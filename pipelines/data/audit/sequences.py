@@ -8,7 +8,7 @@ from functools import reduce
 
 import polars as pl
 
-from pipelines.data.audit.base import EVENT_ORDER, FEW, SHOWN, Rule, Tables, count_before, name_request
+from pipelines.data.audit.base import FEW, SHOWN, Rule, Tables, count_before, name_request
 
 PER_SPLIT = (
     "requests",
@@ -125,7 +125,7 @@ def expected_behaviours(tables: Tables, events: pl.DataFrame, items: pl.DataFram
     return (
         tables.behaviours_of(events)
         .join(items, on="item_id", maintain_order="left")
-        .sort("row", tables.known, *EVENT_ORDER, maintain_order=True)
+        .sort("row", tables.known, *tables.event_order, maintain_order=True)
         .with_columns(place=pl.int_range(pl.len(), dtype=pl.Int64).over("row"), length=pl.len().over("row"))
         .with_columns(place=(pl.col("place") - (pl.col("length").cast(pl.Int64) - most).clip(0)).cast(pl.Int32))
         .filter(pl.col("place") >= 0)

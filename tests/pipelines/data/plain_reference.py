@@ -30,10 +30,10 @@ def events(rows: list[Row], log_order: bool = False) -> list[Row]:
         )
     ranks: Counter = Counter()
     for row in kept:  # still in the log's order
-        group = (row["user_id"], row["timestamp_ms"], row["request_id"])
+        group = (row["user_id"], row["timestamp_ms"])
         row["position"] = ranks[group]
         ranks[group] += 1
-    return sorted(kept, key=lambda row: (row["user_id"], row["timestamp_ms"], row["request_id"], row["position"]))
+    return sorted(kept, key=lambda row: (row["user_id"], row["timestamp_ms"], row["position"]))
 
 
 def core(rows: list[Row], k: int) -> tuple[set[str], set[str]]:

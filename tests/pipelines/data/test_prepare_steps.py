@@ -18,6 +18,7 @@ import yaml
 
 from models.tables import MANIFEST, UserError, iter_parts, join, read_manifest, read_table
 from pipelines.data import benchmark
+from pipelines.data.audit.rules import audit
 from pipelines.data.prepare import prepare
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.settings import read_config
@@ -500,3 +501,32 @@ def test_a_log_of_one_partition_starts_no_ray_and_gives_the_same_tables(
     assert started == ["by_ray"]
     assert hashes(tmp_path / "alone") == hashes(tmp_path / "by_ray")
     assert read_manifest(str(tmp_path / "alone/events")).timings["ray_data"] == "made by the driver alone"
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"request": "ask"}, {"explode": {"columns": ["items"], "separator": " "}}],
+    ids=["rows", "asks", "lists"],
+)
+def test_behaviours_of_one_time_stay_in_the_order_of_the_log(tmp_path: Path, keys: dict[str, Any]) -> None:
+    """Whatever their requests are called, and lists within their rows. The audit knows the same order."""
+    rng, day = random.Random(7), "2023-05-01"
+    lists = [["a", "b"], ["c"], ["d", "e", "f"], ["b"], ["e", "a"]] if "explode" in keys else [[i] for i in "edcbabc"]
+    rows = [(user, items, rng.randrange(100)) for items in lists for user in ("u1", "u2")]
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw/log.csv").write_text(
+        "user,items,day,ask\n" + "".join(f"{user},{' '.join(items)},{day},{ask}\n" for user, items, ask in rows)
+    )
+    source = Mapping(files="log.csv", user="user", item="items", time={"column": "day", "unit": "iso"}, **keys)
+    config = PrepareConfig(core=0, ties="log_order", duplicates="keep", split=SplitConfig("leave_last_out"))
+    prepare(source, str(tmp_path / "raw"), str(tmp_path / "tables"), config)
+    names = read_table(str(tmp_path / "tables/items"), "items")["item_id"].to_pylist()
+    table = read_table(str(tmp_path / "tables/sequences"), "sequences").to_pylist()
+    expected = [item for items in lists for item in items]
+    assert {row["user_id"]: [names[i] for i in row["item_index"]] for row in table} == {
+        "u1": expected, "u2": expected,
+    }  # fmt: skip
+    for row in table:
+        assert [request["history_end"] for request in row["requests"]] == [*range(len(expected))]
+        assert [names[request["candidates"][0]] for request in row["requests"]] == expected
+    assert not [rule.name for rule in audit(str(tmp_path / "tables")) if rule.violations]

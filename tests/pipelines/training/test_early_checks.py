@@ -32,7 +32,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
         ("fit.metric is 'ndgc@10'.* the nearest is 'ndcg@10'; known are recall@1, ", {"metric": "ndgc@10"}),
         ("fit.eval_options has 'beem', which is no option of 'tiger'.* the nearest is 'beam'",
          {"model": TIGER, "eval_options": {"beem": 3}}),
-        ("fit.eval_options has 'beam', which is no option of 'sasrec'.* it has none", {"eval_options": {"beam": 3}}),
+        ("fit.eval_options has 'beam', which is no option of 'sasrec'.* takes unseen", {"eval_options": {"beam": 3}}),
         ("fit.batch_size 16 does not divide by 3 workers", {"ray_options": RayOptions(num_workers=3)}),
         ("the model 'tiger' needs semantic IDs; give --sids", {"model": TIGER, "extra": None}),
         ("the teacher .*/nowhere is neither a checkpoint nor a finished run",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from pipelines.data.audit.base import BEHAVIOURS, EVENT_ORDER, EVENTS, ITEMS, SPLITS, Rule, name_request
+from pipelines.data.audit.base import BEHAVIOURS, EVENTS, ITEMS, SPLITS, Rule, name_request
 from pipelines.data.audit.sequences import (
     Sequences,
     behaviour_rows,
@@ -52,7 +52,7 @@ def check_retrieval_tables(sequences: Sequences) -> pl.DataFrame:
             check_known(tables, requests, expected, rules["known"])
             if tables.known != "timestamp_ms":  # requests are in the order of their times
                 place = pl.int_range(pl.len(), dtype=pl.Int32).over("row")
-                behaviours = expected.sort("row", *EVENT_ORDER).with_columns(place=place)
+                behaviours = expected.sort("row", *tables.event_order).with_columns(place=place)
         tied += check_history(tables, behaviours, requests, rules["history"], tables.order_of_log)
         check_targets(behaviours, requests, items.height, rules["targets"])
     if tables.order_of_log:
