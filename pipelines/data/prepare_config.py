@@ -18,7 +18,7 @@ class PrepareConfig:
     """What a request is: `retrieval`, a behaviour, whose item is to be predicted; `search`, a search with the results
     it showed; `actions`, an impression, whose actions are to be predicted."""
     core: int = 5
-    """Iterative k-core: users and items with fewer behaviours are left out. 0 or 1 keeps all."""
+    """Iterative k-core: users and items with fewer behaviours are left out. 0 or 1 keeps all that `core_window` has."""
     core_window: Literal["all", "train"] = "all"
     """Events that the k-core counts: `all`, the whole log, as in the papers; `train`, the training window of a temporal
     split."""

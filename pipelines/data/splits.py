@@ -25,8 +25,8 @@ class SplitConfig:
 
     kind: Literal["auto", "leave_last_out", "temporal", "per_user"] = "auto"
     """`temporal`: two cut times for all users. `leave_last_out`: each user's last request is for test, the one before
-    it for validation. `per_user`, for logs of actions: two cut times for each user. `auto`: `temporal` if the log has
-    clock times, else `leave_last_out`."""
+    it for validation; users with fewer than three have all in training. `per_user`, for logs of actions: two cut
+    times for each user. `auto`: `temporal` if the log has clock times, else `leave_last_out`."""
     val_fraction: float = 0.1
     """Share of all behaviours, before the k-core, in the validation window of a temporal split; `per_user`: share of
     each user's behaviours."""

@@ -165,7 +165,7 @@ class Mapping(TextFormat, Source):
     categories: Any = field(default_factory=dict)
     """Categorical features, known before the event, by name: {name: column}, or a list of columns."""
     explode: Any = None
-    """List columns that become one row per element: {columns, separator}."""
+    """List columns that become one row per element: {columns, separator}. A row with an empty list is rejected."""
     items: Any = None
     """The item files; None: no item files."""
     users: Any = None

@@ -29,7 +29,7 @@ REFUSED = "__refused"
 """Column with why a transform could not read a row; null where all could."""
 
 DECIMALS = {
-    mark: rf"^[+-]?(\d+|[1-9]\d{{0,2}}([{thousands}]\d{{3}})+)([{mark}]\d*)?([eE][+-]?\d+)?$"
+    mark: rf"^[+-]?((\d+|[1-9]\d{{0,2}}([{thousands}]\d{{3}})+)([{mark}]\d*)?|[{mark}]\d+)([eE][+-]?\d+)?$"
     for mark, thousands in {",": ". '\u00a0\u202f", ".": ", '\u00a0\u202f"}.items()
 }
 """What a number is by the mark before its decimals: thousands in groups of three, or all digits in one.

@@ -58,6 +58,8 @@ def items_of(source: Mapping, folder: Path) -> list[str]:
         ({"decimal": ","}, "1\u202f234", "1234"),
         ({"decimal": ","}, "1,5E+05", "1.5E+05"),
         ({"decimal": "."}, "1,234.50", "1234.50"),
+        ({"decimal": "."}, "-.5", "-.5"),
+        ({"decimal": ","}, ",5", ".5"),
         ({"regex": r"([\d.,]+)", "decimal": ","}, "EUR 12,50 only", "12.50"),
         ({"regex": r"^([+-]?[\d.,\s]*\d)\s*€$", "decimal": ","}, "-12,50 €", "-12.50"),
         ({"decimal": ","}, "0,999", "0.999"),
