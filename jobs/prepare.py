@@ -26,10 +26,10 @@ from models.places import reach
 from models.tables import UserError, open_uri
 from models.words import number_of
 from pipelines.data.kinds.table import KINDS
+from pipelines.data.log import load_source
+from pipelines.data.preview import check_rejects, lines, preview, warnings
 from pipelines.data.settings import check, read_config
-from pipelines.data.sources import load_source
-from pipelines.data.sources.preview import check_rejects, lines, preview, warnings
-from pipelines.data.sources.suggest import doubts, suggest
+from pipelines.data.suggest import suggest
 from pipelines.data.tables import write_file
 
 SOURCES = cli.CONFIGS / "sources"
@@ -166,8 +166,6 @@ def run_suggestion(config: Suggestion) -> None:
     """Prints or writes a first source file, without Ray."""
     reach(suggest=config.suggest)
     text = suggest(config.suggest)
-    for doubt in doubts(text):  # not on stdout, which is the mapping
-        print(f"warning: {doubt}", file=sys.stderr)
     if config.output is None:
         print(text, end="")
         return

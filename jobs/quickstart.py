@@ -29,7 +29,7 @@ from models.text_encoder import check_encoder
 from models.words import number_of
 from pipelines.data.kinds.base import Trained
 from pipelines.data.kinds.table import KINDS
-from pipelines.data.sources import load_source
+from pipelines.data.log import load_source
 from pipelines.stores import resolve_uri
 
 CONFIGS = Path(__file__).parent / "configs"

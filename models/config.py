@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
+from pydantic import TypeAdapter, ValidationError
 
 from models.places import near_file
 from models.tables import UserError, open_uri
@@ -138,3 +139,37 @@ def read_configs(uris: Iterable[str], remedy: str) -> dict[str, Any]:
             both = isinstance(section, dict) and isinstance(content.get(name), dict)
             content[name] = {**content[name], **section} if both else section
     return content
+
+
+def build(kind: type, content: dict[str, Any], where: str = "") -> Any:
+    """An instance of the dataclass `kind` from plain values, dataclasses within it too. ValueError names the first key
+    that is unknown, missing or of another type; `where` is what stands before the keys."""
+    known = [f.name for f in fields(kind)]
+    for key in content:
+        if key not in known:
+            raise ValueError(f"unknown key '{where}{key}'; {instead(str(key), known)}")
+    try:
+        return TypeAdapter(kind).validate_python(content)
+    except ValidationError as error:
+        faults = sorted(error.errors(), key=lambda fault: fault["type"] == "missing")  # a mistyped key is missing too
+    fault = faults[0]
+    if fault["type"] == "value_error":
+        raise ValueError(fault["msg"].removeprefix("Value error, "))
+    *inside, last = fault["loc"]
+    key, given = where + ".".join(str(part) for part in fault["loc"]), fault["input"]
+    if fault["type"] == "missing":
+        raise ValueError(f"'{key}' is missing; add such as '{last}: ...'")
+    if fault["type"] == "unexpected_keyword_argument":
+        missing = [str(other["loc"][-1]) for other in faults if other["type"] == "missing" and other["loc"][:-1] == tuple(inside)]
+        raise ValueError(f"unknown key '{key}'; {hint(str(last), missing or _keys_at(kind, inside))}")
+    quotes = "; write it in quotes" if "string" in fault["msg"] and not isinstance(given, dict | list) else ""
+    raise ValueError(f"'{key.removesuffix('.[key]')}' is {given!r}; {fault['msg'].lower()}{quotes}")
+
+
+def _keys_at(kind: type, path: Iterable[Any]) -> list[str]:
+    """The fields of the dataclass that a path of keys leads to."""
+    for key in path:
+        hints = get_type_hints(kind)
+        of = hints.get(key, kind)  # a name in a mapping leads to the values' type
+        kind = next((each for each in (of, *get_args(of)) if is_dataclass(each)), kind)  # type: ignore[assignment]
+    return [f.name for f in fields(kind)]

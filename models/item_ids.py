@@ -1,23 +1,58 @@
-"""Item ids of a served request, as the catalogue has them."""
+"""What an id is: text without blanks around it, a whole number without a point, and no word for nothing.
+
+`clean_id` decides it for the logs that jobs.prepare reads and for the requests that are served.
+"""
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from collections.abc import Iterable
+from decimal import Decimal
 from numbers import Integral
 from typing import Any
 
 from models.tables import UserError
 
+BLANKS = " \t\r\n\v\f\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\u200b\u2060\ufeff"
+"""White space, and what has no width."""
+
+NOTHING = ("nan", "null", "(null)", "none", "nil", "na", "n/a", "<na>", "#n/a", "\\n", "nat", "undefined", "-", "--")
+"""How tools write that there is no value, which as ids would make one user or item of many."""
+
+WHOLE = re.compile(r"[+-]?\d+(\.0*|\.\d+[eE]\+?\d+|[eE]\+\d+)")
+"""What may be a whole number, as tools write those that have been floats: `12.0`, `1.2e1`, `1e+16`."""
+
+ODD = rf"[^!-~]|^$|^(?i:{'|'.join(map(re.escape, NOTHING))})$|^{WHOLE.pattern}$"
+"""Ids that `clean_id` may change; all others are clean."""
+
+_AROUND = re.compile(f"^[{BLANKS}]+|[{BLANKS}]+$")
+
+
+def clean_id(text: str) -> str | None:
+    """The id, None where the text is a word for nothing: NFC, without blanks around it."""
+    text = _AROUND.sub("", unicodedata.normalize("NFC", text))
+    if WHOLE.fullmatch(text):
+        whole, _, rest = text.partition(".")
+        if not rest.strip("0") and "e" not in text.lower():
+            return whole
+        number = Decimal(text)
+        text = format(number.to_integral_value(), "f") if number == number.to_integral_value() else text
+    return None if not text or text.lower() in NOTHING else text
+
 
 def item_ids(column: str, values: Iterable[Any]) -> list[str]:
-    """The ids as strings, an integer that of its digits. UserError for an entry that is neither, and for no list."""
+    """The ids of a served request as the catalogue has them. UserError for an entry that is none, and for no list."""
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise UserError(f"{column} is {values!r}; give a list of item ids, [] for none")
-    return [value if type(value) is str else digits(column, value) for value in values]
+    return [item_id(column, value) for value in values]
 
 
-def digits(column: str, value: Any) -> str:
-    """The string of an integer id."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
+def item_id(column: str, value: Any) -> str:
+    """One id as the catalogue has it: a string, or the digits of an integer."""
+    if isinstance(value, bool) or not isinstance(value, str | Integral):
         raise UserError(f"{column} has {value!r}; an item id is a string, as in the log, or an integer")
-    return str(int(value))
+    made = clean_id(str(value) if isinstance(value, str) else str(int(value)))
+    if made is None:
+        raise UserError(f"{column} has {value!r}, which is no item id; leave it out")
+    return made

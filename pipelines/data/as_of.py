@@ -1,6 +1,6 @@
 """Features with a time of their own, joined as of a request: the latest row with a time strictly before it.
 
-`python -m jobs.prepare` makes a table `as_of_NAME` of each that a source file declares (`sources/as_of.py`), sorted by
+`python -m jobs.prepare` makes a table `as_of_NAME` of each that a source file declares (`as_of`), sorted by
 id and time, and the requests and behaviours of sequences take their values from it. A task holds such a table whole.
 
 Shapes: E events, R rows of a table, T distinct times of it.
@@ -8,6 +8,7 @@ Shapes: E events, R rows of a table, T distinct times of it.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,13 +18,12 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from models.tables import Manifest, Part, UserError, join, read_table
+from models.tables import Manifest, Part, UserError, read_table
 from models.words import number_of
-from pipelines.data.dataflow import Shared
-from pipelines.data.ingest import hash_files
+from pipelines.data.engine import Shared
+from pipelines.data.events import hash_section
+from pipelines.data.log import Rejected, Section
 from pipelines.data.run import Run
-from pipelines.data.sources.as_of import AsOf
-from pipelines.data.sources.base import Rejected
 from pipelines.data.survey import Vocabulary, coded, distinct, positions_in
 from pipelines.data.tables import commit, write_part
 
@@ -34,19 +34,23 @@ FIRST = -(2**62)
 """ms, before any event."""
 
 
-def _write_table(of: AsOf, input_uri: str, files: list[str], uri: str) -> tuple[Part | None, Rejected, int]:
-    """Reads the files and writes the one part, sorted; also gives what was rejected, and how many rows were left out
-    as a later one of the log has their id and time."""
-    rejected, found = Rejected(), [of.schema.empty_table()]
+def _write_table(
+    of: Section, input_uri: str, files: list[str], uri: str
+) -> tuple[Part | None, Rejected, int, dict[str, str]]:
+    """Reads the files and writes the one part, sorted; also gives what was rejected, how many rows were left out
+    as a later one of the log has their id and time, and the hashes of the files."""
+    rejected, found, hashes = Rejected(), [of.schema.empty_table()], {}
     for file in files:
-        for block in of.read(input_uri, file):
+        digest = hashlib.sha256()
+        for block in of.read(input_uri, file, digest):
             rejected.add(Rejected.of(block))
-            found.append(block.events.cast(of.schema))
+            found.append(block.rows)
+        hashes[file] = digest.hexdigest()
     rows = pl.DataFrame(pl.from_arrow(pa.concat_tables(found)))
     keys = [of.key, "timestamp_ms"]
     last = rows.sort(keys, maintain_order=True).unique(keys, keep="last", maintain_order=True)
     part = write_part(uri, last.to_arrow().cast(of.schema)) if last.height else None
-    return part, rejected, rows.height - last.height
+    return part, rejected, rows.height - last.height, hashes
 
 
 def make_as_of(run: Run) -> dict[str, Manifest]:
@@ -54,31 +58,29 @@ def make_as_of(run: Run) -> dict[str, Manifest]:
     return {f"{PREFIX}{name}": _make_table(run, name, of) for name, of in run.source.tables_as_of.items()}
 
 
-def _make_table(run: Run, name: str, of: AsOf) -> Manifest:
-    table, files = f"{PREFIX}{name}", of.listed(run.input)
+def _make_table(run: Run, name: str, of: Section) -> Manifest:
+    table, files = f"{PREFIX}{name}", of.listed(run.input, "feature")
     settings = {"as_of": run.source.config["as_of"][name]}
-    inputs = dict(zip(files, hash_files([join(run.input, file) for file in files], run.engine), strict=True))
-    if finished := run.finished(table, settings, inputs):
+    raw = run.raw(files, lambda file: hash_section(of, run.input, file))
+    if finished := run.finished(table, settings, {}, raw):
         _check_rejects(run, table, finished.info["rows_read"], finished.info["reject_reasons"])
         return finished
     uri = run.table(table)
     with run.writing(table):
-        ((_, (part, rejected, repeated)),) = run.engine.each(_write_table, [(of, run.input, files, uri)])
+        ((_, (part, rejected, repeated, hashes)),) = run.engine.each(_write_table, [(of, run.input, files, uri)])
         for reason, rows in rejected.reasons.most_common():
-            run.say(
-                f"{table}: {number_of(rows, 'row')} rejected, {reason}; such as "
-                f"{rejected.example(reason, run.input, of)}"
-            )
+            run.say(f"{table}: {number_of(rows, 'row')} rejected, {reason}; such as {rejected.examples[reason]}")
         _check_rejects(run, table, rejected.rows_read, rejected.reasons)
         if part is None:
             raise UserError(f"{run.input} holds no valid row in {', '.join(files[:3])}; correct as_of.{name}")
         info = {
             "key": of.key,
+            "stamps": raw.stamps,
             "rows_read": rejected.rows_read,
             "reject_reasons": dict(sorted(rejected.reasons.items())),
             "repeated": repeated,
         }
-        made = commit(uri, table, of.schema, [part], config=settings, inputs=inputs, info=info)
+        made = commit(uri, table, of.schema, [part], config=settings, inputs=hashes, info=info)
     run.say(f"{table}: {made.rows:,} rows; {repeated:,} others have the id and the time of a later one")
     return made
 
@@ -177,6 +179,6 @@ def say_missing(run: Run, made: dict[str, Manifest], events: int, count: Counter
             run.say(f"{name}: {missing:,} of {events:,} events ({missing / events:.1%}) have no earlier row")
 
 
-def as_of_schema(tables: Sequence[AsOf]) -> pa.Schema:
+def as_of_schema(tables: Sequence[Section]) -> pa.Schema:
     """The features of all tables."""
     return pa.schema([field for of in tables for field in of.features])

@@ -5,9 +5,9 @@ No process holds a table of users; the driver holds one id and one count per ite
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
-from operator import itemgetter
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from models.tables import Part, UserError, join
-from pipelines.data.dataflow import KEY, TALLY, Engine, Shared, fetch, partition_keys, tally_row
-from pipelines.data.ingest import partitions_for
-from pipelines.data.matching import Compared, Match, compare, sample
-from pipelines.data.sources.base import Rejected, Source
+from pipelines.data.engine import KEY, Engine, Shared, fetch
+from pipelines.data.events import partitions_for, read_tallies, write_tally
+from pipelines.data.log import Log, Rejected
+from pipelines.data.matching import Match
 from pipelines.data.survey import (
     Survey,
     Vocabulary,
@@ -31,7 +31,7 @@ from pipelines.data.survey import (
     read_coded,
     runs,
 )
-from pipelines.data.tables import items_schema, write_part
+from pipelines.data.tables import write_part
 
 ITEMS_PER_PART = 1_000_000
 
@@ -71,25 +71,30 @@ def _pairs(behaviour: str | None, late: bool, before_ms: int | None, items: Voca
     return pa.table({"user": pa.array(user[keep], pa.int32()), "item": pa.array(item[keep], pa.int32())})
 
 
-def _count(pairs: pa.Table, alive: Shared, core: int) -> pa.Table:
+def _count(alive: np.ndarray, core: int, pairs: pa.Table) -> pa.Table:
     """How many rows of one part count on each of its items: `item`, `count`."""
     user, item = pairs["user"].to_numpy(), pairs["item"].to_numpy()
-    rows = surviving_rows(item, fetch(alive), runs(user), None, core)
+    rows = surviving_rows(item, alive, runs(user), None, core)
     found = pl.DataFrame({"item": item[rows]}).group_by("item").len("count")
     return found.to_arrow().cast(pa.schema([("item", pa.int32()), ("count", pa.int64())]))
 
 
-def _ids_of_file(source: Source, input_uri: str, file: str) -> pa.Array:
-    """The ids that one item file describes, each once."""
-    found = [block.rows["item_id"].cast(pa.large_string()) for block in source.read_items(input_uri, file)]
-    return pc.unique(pa.chunked_array([chunk for ids in found for chunk in ids.chunks], pa.large_string()))
+def _ids_of_file(source: Log, input_uri: str, file: str) -> tuple[pa.Array, str]:
+    """The ids that one item file describes, each once, and its hash."""
+    assert source.items is not None
+    digest = hashlib.sha256()
+    found = [block.rows["item_id"].cast(pa.large_string()) for block in source.items.read(input_uri, file, digest)]
+    ids = pc.unique(pa.chunked_array([chunk for ids in found for chunk in ids.chunks], pa.large_string()))
+    return ids, digest.hexdigest()
 
 
-def described_items(source: Source, input_uri: str, files: list[str], engine: Engine) -> pa.Array:
-    """The ids that item files describe, sorted: the driver holds one per item."""
-    found = [ids for _, ids in engine.each(_ids_of_file, [(source, input_uri, file) for file in files])]
-    ids = pc.unique(pa.chunked_array(found, pa.large_string()))
-    return ids.take(pc.sort_indices(ids))
+def described_items(
+    source: Log, input_uri: str, files: list[str], engine: Engine
+) -> tuple[pa.Array, dict[str, str]]:
+    """The ids that item files describe, sorted, and the hashes of the files: the driver holds one id per item."""
+    found = dict(engine.each(_ids_of_file, [(source, input_uri, file) for file in files]))
+    ids = pc.unique(pa.chunked_array([of_file for of_file, _ in found.values()], pa.large_string()))
+    return ids.take(pc.sort_indices(ids)), {file: found[number][1] for number, file in enumerate(files)}
 
 
 def with_described(core: pa.Array, described: pa.Array) -> pa.Array:
@@ -114,7 +119,7 @@ def core_items(
     if core == 1 and before_ms is None:
         return survey.items, 0
     shared = (survey.behaviour, survey.late, before_ms, engine.put(Vocabulary.of(survey.items)))
-    pairs = engine.kept(_pairs, [(uri,) for uri in survey.parts], shared)
+    pairs = engine.refs(_pairs, [(uri,) for uri in survey.parts], shared)
     alive = np.ones(len(survey.items), dtype=bool)
     stays = np.zeros(len(survey.items), dtype=bool)
     if described is not None:
@@ -122,7 +127,7 @@ def core_items(
     rounds = 0
     while True:
         counts = np.zeros(len(alive), dtype=np.int64)
-        for found in engine.over(pairs, _count, (engine.put(alive), core)):
+        for _, found in engine.each(_count, [(core, of_part) for of_part in pairs], (engine.put(alive),)):
             counts[found["item"].to_numpy()] += found["count"].to_numpy()
         rounds += 1
         left = (counts >= core) | stays
@@ -135,15 +140,14 @@ def core_items(
         alive = left
 
 
-FILE, ROW, CONTENT, TOLD = "__file", "__row", "__content", "__tally"
-"""Columns of metadata on its way: the number of the file, that of the row in it, a hash of what the row says, and the
-carrier of tallies."""
+FILE, ROW, CONTENT = "__file", "__row", "__content"
+"""Columns of metadata on its way: the number of the file, that of the row in it, and a hash of what the row says."""
 
 
 def _transit(schema: pa.Schema) -> pa.Schema:
     """Metadata on its way: what belongs to the items table, and where it comes from."""
     index = pa.field("item_index", pa.int32())
-    place = [(FILE, pa.int32()), (ROW, pa.int64()), (CONTENT, pa.uint64()), (TOLD, pa.string()), (KEY, pa.int32())]
+    place = [(FILE, pa.int32()), (ROW, pa.int64()), (CONTENT, pa.uint64()), (KEY, pa.int32())]
     return pa.schema([index, *_described(schema), *(pa.field(*column) for column in place)])
 
 
@@ -160,21 +164,29 @@ def _padded(columns: dict[str, Any], rows: int, schema: pa.Schema) -> pa.Table:
 
 @dataclass(frozen=True)
 class _ReadItems:
-    """Reads an item file as rows of the catalogue's items; others are counted."""
+    """Reads item files as rows of the catalogue's items; others are counted. The number after that of the last file
+    gives a row for each range of the catalogue, so that those without metadata are written too."""
 
-    number: int
-    file: str
-    source: Source
+    files: list[str]
+    source: Log
     input_uri: str
+    items_uri: str
     schema: pa.Schema
-    keys: np.ndarray
     catalogue: Shared
 
-    def __call__(self) -> Iterator[pa.Table]:
+    def __call__(self, number: int) -> Iterator[pa.Table]:
         transit, catalogue = _transit(self.schema), fetch(self.catalogue)
-        outside, rejected, first = 0, Rejected(), 0
-        for block in self.source.read_items(self.input_uri, self.file):
+        if number == len(self.files):
+            low = np.arange(0, len(catalogue), ITEMS_PER_PART)
+            columns = {"item_index": pa.array(low), FILE: pa.repeat(-1, len(low)), KEY: pa.array(low // ITEMS_PER_PART)}
+            yield _padded(columns, len(low), transit)
+            return
+        assert self.source.items is not None
+        outside, rejected, first, digest = 0, Rejected(), 0, hashlib.sha256()
+        ids: list[str] = []
+        for block in self.source.items.read(self.input_uri, self.files[number], digest):
             rejected.add(Rejected.of(block))
+            ids = ids or block.rows["item_id"].slice(0, 2).to_pylist()
             index = catalogue.positions(block.rows["item_id"].combine_chunks())
             known = np.flatnonzero(index >= 0)
             outside += len(index) - len(known)
@@ -184,30 +196,16 @@ class _ReadItems:
                 {
                     **{name: said[name] for name in said.column_names},
                     "item_index": pa.array(index[known]),
-                    FILE: pa.repeat(self.number, len(known)),
+                    FILE: pa.repeat(number, len(known)),
                     ROW: pa.array(first + known),
                     CONTENT: pa.array(_hashes(said)),
-                    KEY: pa.array(self.keys[index[known] // ITEMS_PER_PART]),
+                    KEY: pa.array(index[known] // ITEMS_PER_PART),
                 },
                 len(known),
                 transit,
             )
             first += len(index)
-        yield tally_row(transit, TOLD, (outside, rejected))
-
-
-@dataclass(frozen=True)
-class _Ranges:
-    """A row for each range of the catalogue, so that those without metadata are written too."""
-
-    items: int
-    schema: pa.Schema
-    keys: np.ndarray
-
-    def __call__(self) -> Iterator[pa.Table]:
-        low = np.arange(0, self.items, ITEMS_PER_PART)
-        columns = {"item_index": pa.array(low), FILE: pa.repeat(-1, len(low)), KEY: pa.array(self.keys[: len(low)])}
-        yield _padded(columns, len(low), _transit(self.schema))
+        write_tally(self.items_uri, number, rejected, outside=outside, digest=digest.hexdigest(), ids=ids)
 
 
 def _hashes(table: pa.Table) -> np.ndarray:
@@ -219,30 +217,12 @@ def _hashes(table: pa.Table) -> np.ndarray:
     return frame.hash_rows(seed=0).to_numpy()
 
 
-def _compare_file(source: Source, input_uri: str, file: str, ids: list[str]) -> Compared:
-    """The ids of one file beside some without metadata."""
-    return compare(ids, (block.rows["item_id"] for block in source.read_items(input_uri, file)))
-
-
-def match_items(
-    source: Source,
-    input_uri: str,
-    files: list[str],
-    catalogue: pa.Array,
-    missing: np.ndarray,
-    events: np.ndarray,
-    engine: Engine,
-) -> Match:
-    """How many items have metadata. missing: (M,) the indices of those without; events: (items,) of each item."""
-    total = int(events.sum())
-    match = Match(len(catalogue), len(catalogue) - len(missing), total, total - int(events[missing].sum()))
-    if match.doubtful:  # only then the files are read again
-        ids, compared = sample(catalogue.take(pa.array(missing))), Compared()
-        calls = [(source, input_uri, file, ids) for file in files]
-        for _, found in sorted(engine.each(_compare_file, calls), key=itemgetter(0)):
-            compared.add(found)
-        match.explain(ids, compared)
-    return match
+def match_items(catalogue: pa.Array, missing: np.ndarray, events: np.ndarray, others: list[str]) -> Match:
+    """How many items have metadata. missing: (M,) the indices of those without; events: (items,) of each item; others:
+    the first ids of the item files."""
+    total, first = int(events.sum()), catalogue.take(pa.array(missing[:2])).to_pylist()
+    described, lost = len(catalogue) - len(missing), int(events[missing].sum())
+    return Match(len(catalogue), described, total, total - lost, first, others)
 
 
 @dataclass(frozen=True)
@@ -253,7 +233,7 @@ class _WriteRange:
     items_uri: str
     schema: pa.Schema
 
-    def __call__(self, catalogue: Vocabulary, key: int, rows: pa.Table) -> tuple[Part, int, np.ndarray, int, int]:
+    def __call__(self, catalogue: Vocabulary, key: int, rows: pa.Table) -> pa.Table:
         found = pl.from_arrow(rows)
         assert isinstance(found, pl.DataFrame)
         low = int(found.filter(pl.col(FILE) < 0)["item_index"][0])
@@ -270,41 +250,41 @@ class _WriteRange:
         missing = frame.join(first, on="item_index", how="anti", maintain_order="left")["item_index"].to_numpy()
         frame = frame.join(first, on="item_index", how="left", maintain_order="left")
         part = write_part(self.items_uri, frame.select(self.schema.names).to_arrow().cast(self.schema))
-        return part, low, missing, found.height - first.height, differ
+        told = {**asdict(part), "low": low, "repeated": found.height - first.height, "differ": differ}
+        lost = pa.LargeListArray.from_arrays(pa.array([0, len(missing)], pa.int64()), pa.array(missing, pa.int64()))
+        return pa.table({name: [value] for name, value in told.items()} | {"missing": lost})
 
 
 def write_items(
-    source: Source, input_uri: str, files: list[str], catalogue: pa.Array, items_uri: str, engine: Engine
-) -> tuple[list[Part], pa.Schema, dict[str, Any], Rejected, np.ndarray]:
-    """Writes the parts of the items table, uncommitted: (parts, schema, counts for the manifest, rejected rows,
-    indices of the items without metadata).
+    source: Log, input_uri: str, files: list[str], catalogue: pa.Array, items_uri: str, engine: Engine
+) -> tuple[list[Part], dict[str, Any], Rejected, np.ndarray, dict[str, str]]:
+    """Writes the parts of the items table, uncommitted: (parts, counts for the manifest, rejected rows,
+    indices of the items without metadata, hashes of the files).
 
     Items without metadata keep null texts and are counted; metadata of items that are not in the
     catalogue is left out and counted.
     """
-    texts, attributes = source.items_columns
-    schema = items_schema(texts, attributes, source.items_numbers)
-    ranges = -(-len(catalogue) // ITEMS_PER_PART)
-    shared, keys = engine.put(Vocabulary.of(catalogue)), partition_keys(ranges)
-    reads: list[Any] = [_Ranges(len(catalogue), schema, keys)]
-    reads += [_ReadItems(number, file, source, input_uri, schema, keys, shared) for number, file in enumerate(files)]
-    outside, rejected, written = 0, Rejected(), []
-    at_once = ranges == 1 and partitions_for([join(input_uri, file) for file in files]) == 1
-    for key, found in engine.exchange(reads, ranges, _WriteRange(items_uri, schema), (shared,), TOLD, at_once=at_once):
-        if key == TALLY:
-            outside += found[0]
-            rejected.add(found[1])
-        else:
-            written.append(found)
-    written.sort(key=itemgetter(1))
-    missing = np.concatenate([[], *(of_range for _, _, of_range, _, _ in written)]).astype(np.int64)
+    schema, ranges = source.items_schema, -(-len(catalogue) // ITEMS_PER_PART)
+    shared = engine.put(Vocabulary.of(catalogue))
+    read = _ReadItems(files, source, input_uri, items_uri, schema, shared)
+    here = ranges == 1 and partitions_for([join(input_uri, file) for file in files]) == 1
+    tables = list(engine.exchange(read, len(files) + 1, ranges, _WriteRange(items_uri, schema), (shared,), here=here))
+    written = pa.concat_tables(tables).sort_by("low")
+    missing = written["missing"].combine_chunks().flatten().to_numpy()
+    outside, rejected, hashes, first = 0, Rejected(), {}, list[str]()
+    for file, (of_file, said) in zip(files, read_tallies(items_uri, len(files)), strict=True):
+        rejected.add(of_file)
+        outside += said["outside"]
+        hashes[file], first = said["digest"], first or said["ids"]
     info = {
-        "texts": texts,
-        "attributes": attributes,
+        "first": first,  # ids of the item files
+        "texts": source.items_columns[0],
+        "attributes": source.items_columns[1],
         "numbers": source.items_numbers,
         "items_without_metadata": len(missing),
         "metadata_outside_catalogue": outside,
-        "metadata_repeated": sum(repeated for *_, repeated, _ in written),
-        "metadata_differ": sum(differ for *_, differ in written),
+        "metadata_repeated": pc.sum(written["repeated"]).as_py(),
+        "metadata_differ": pc.sum(written["differ"]).as_py(),
     }
-    return [part for part, *_ in written], schema, info, rejected, missing
+    parts = [Part(**row) for row in written.select(["path", "bytes", "rows", "sha256"]).to_pylist()]
+    return parts, info, rejected, missing, hashes

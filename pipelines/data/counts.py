@@ -11,16 +11,19 @@ Shapes: E events, W windows, M labels that are counted.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from pipelines.data.dataflow import KEY, Call, Engine, fetch, partition_keys
+from models.tables import Part
+from pipelines.data.engine import KEY, Call, Engine, fetch
 from pipelines.data.survey import distinct
 
 ROWS_PER_BUCKET = 2_000_000  # a bucket is counted in a few hundred MB; all events of one key are in one
@@ -28,6 +31,9 @@ UNSEEN = -1  # gap of a key that was never there before
 
 Piece = dict[str, np.ndarray]
 """Columns (n,) or (n, ...) of some rows of a part; `row` (n,) int32 says which."""
+
+Found = tuple[Part | None, Counter[str], Any]
+"""What a task wrote, what it counted on the way, and what else it found, as plain values."""
 
 
 def window_counts(
@@ -111,25 +117,24 @@ class _Scatter:
     """Reads a part as rows by the bucket of each of their keys, and a row that stands for the part."""
 
     windows: Windows
-    part: int
-    uri: str
+    parts: list[str]
     shared: Call
-    keys: np.ndarray
+    buckets: int
+    """Of each key."""
 
-    def __call__(self) -> Iterator[pa.Table]:
-        keys, columns = self.windows.keyed(self.uri, *map(fetch, self.shared))
-        buckets = len(self.keys) // len(keys)
+    def __call__(self, part: int) -> Iterator[pa.Table]:
+        keys, columns = self.windows.keyed(self.parts[part], *map(fetch, self.shared))
         for number, key in enumerate(keys):
             rows = np.flatnonzero(key >= 0)
-            bucket = self.keys[number * buckets + key[rows] % buckets]
-            yield self._table(number, rows, {name: column[rows] for name, column in columns.items()}, bucket)
+            bucket = number * self.buckets + key[rows] % self.buckets
+            yield self._table(part, number, rows, {name: column[rows] for name, column in columns.items()}, bucket)
         nothing = {name: np.zeros((1, *column.shape[1:]), column.dtype) for name, column in columns.items()}
-        yield self._table(-1, np.array([-1]), nothing, self.keys[:1])
+        yield self._table(part, -1, np.array([-1]), nothing, np.zeros(1))
 
-    def _table(self, number: int, rows: np.ndarray, columns: Piece, bucket: np.ndarray) -> pa.Table:
+    def _table(self, part: int, number: int, rows: np.ndarray, columns: Piece, bucket: np.ndarray) -> pa.Table:
         of: Piece = {
             KEY: bucket.astype(np.int32),
-            "part": np.full(len(rows), self.part, np.int32),
+            "part": np.full(len(rows), part, np.int32),
             "number": np.full(len(rows), number, np.int8),
             "row": rows.astype(np.int32),
         }
@@ -141,7 +146,6 @@ class _Count:
     """Counts the rows of some buckets and sends what it finds back to their parts."""
 
     windows: Windows
-    keys: np.ndarray
 
     def __call__(self, rows: pa.Table) -> pa.Table:
         width = max(sum(prod(shape) for name, shape in each.items() if name != "gap") for each in self.windows.shapes)
@@ -160,7 +164,7 @@ class _Count:
                         flat[:, at : at + prod(shape)] = found[name].reshape(len(flat), -1)
                         at += prod(shape)
             back = {name: piece[name] for name in ("part", "number", "row")}
-            done.append(to_table({KEY: self.keys[piece["part"]], **back, "flat": flat, "gap": gap}))
+            done.append(to_table({KEY: piece["part"], **back, "flat": flat, "gap": gap}))
         return pa.concat_tables(done)
 
     def pieces(self, rows: pa.Table) -> list[Piece]:
@@ -183,14 +187,38 @@ class _Count:
 class _Build:
     """Calls `build` with what was counted of a part."""
 
-    build: Callable[..., Any]
+    build: Callable[..., Found]
     parts: list[str]
     count: _Count
 
-    def __call__(self, *given: Any) -> tuple[int, Any]:
-        *shared, _, rows = given
-        part = rows["part"][0].as_py()
-        return part, self.build(*shared, self.parts[part], self.count.pieces(rows))
+    def __call__(self, *given: Any) -> pa.Table:
+        *shared, part, rows = given
+        return _row(part, self.build(*shared, self.parts[part], self.count.pieces(rows)))
+
+
+@dataclass(frozen=True)
+class _Export:
+    """Calls `write` with the rows of a bucket."""
+
+    write: Callable[..., Found]
+
+    def __call__(self, *given: Any) -> pa.Table:
+        *_, bucket, _ = given
+        return _row(bucket, self.write(*given))
+
+
+def _row(number: int, found: Found) -> pa.Table:
+    """What was written and found, as columns."""
+    part, count, other = found
+    told = {"part": part and asdict(part), "count": count, "other": other}
+    return pa.table({"number": [number], **{name: [json.dumps(value)] for name, value in told.items()}})
+
+
+def _found(tables: Iterable[pa.Table]) -> Iterator[tuple[int, Found]]:
+    """What `_row` was given."""
+    for row in (row for table in tables for row in table.to_pylist()):
+        part, count, other = (json.loads(row[name]) for name in ("part", "count", "other"))
+        yield row["number"], (part and Part(**part), Counter(count), other)
 
 
 def counted(
@@ -199,19 +227,15 @@ def counted(
     events: int,
     windows: Windows,
     counted_from: Call,
-    build: Callable[..., Any],
+    build: Callable[..., Found],
     shared: Call = (),
-) -> Iterator[tuple[int, Any]]:
+) -> Iterator[tuple[int, Found]]:
     """Counts what `windows.keyed(part, *counted_from)` gives of the events parts, and yields (number of the part,
     `build(*shared, part, pieces)`) as they end. pieces: for `fill`, one per key. events: of all parts."""
-    keys = len(windows.shapes)
-    buckets = buckets_of(events, len(parts))
-    to_bucket, to_part = partition_keys(keys * buckets), partition_keys(len(parts))
-    reads = [_Scatter(windows, number, uri, counted_from, to_bucket) for number, uri in enumerate(parts)]
-    count = _Count(windows, to_part)
-    results = engine.exchange(reads, len(parts), _Build(build, parts, count), shared, first=(keys * buckets, count))
-    for _, found in results:
-        yield found
+    keys, buckets = len(windows.shapes), buckets_of(events, len(parts))
+    scatter, count = _Scatter(windows, parts, counted_from, buckets), _Count(windows)
+    build_ = _Build(build, parts, count)
+    return _found(engine.exchange(scatter, len(parts), len(parts), build_, shared, (keys * buckets, count)))
 
 
 def exported(
@@ -220,16 +244,14 @@ def exported(
     events: int,
     windows: Windows,
     counted_from: Call,
-    write: Callable[..., Any],
+    write: Callable[..., Found],
     shared: Call = (),
-) -> Iterator[tuple[int, Any]]:
+) -> Iterator[tuple[int, Found]]:
     """Brings the rows of each key together, as `counted` does, and yields (bucket, `write(*shared, bucket, rows)`) as
     they end. rows: those of `to_piece`, with the `number` of the key, -1 of rows that mean nothing."""
-    keys = len(windows.shapes)
-    buckets = buckets_of(events, len(parts))
-    to_bucket = partition_keys(keys * buckets)
-    reads = [_Scatter(windows, number, uri, counted_from, to_bucket) for number, uri in enumerate(parts)]
-    return engine.exchange(reads, keys * buckets, write, shared)
+    keys, buckets = len(windows.shapes), buckets_of(events, len(parts))
+    scatter = _Scatter(windows, parts, counted_from, buckets)
+    return _found(engine.exchange(scatter, len(parts), keys * buckets, _Export(write), shared))
 
 
 def buckets_of(events: int, parts: int) -> int:

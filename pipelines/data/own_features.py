@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import polars as pl
@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from models.config import check_known
 from models.tables import UserError
-from pipelines.data.sources.base import Source
+from pipelines.data.log import Log
 
 NUMBER, CATEGORY = "num_", "cat_"
 """Beginnings of the columns."""
@@ -39,7 +39,7 @@ def own_names(schema: pa.Schema) -> list[str]:
     return [name for kind in (NUMBER, CATEGORY) for name in schema.names if name.startswith(kind)]
 
 
-def item_columns(source: Source, names: list[str]) -> pa.Schema:
+def item_columns(source: Log, names: list[str]) -> pa.Schema:
     """The columns of the items table that are of `names`, attributes or numbers. UserError for one that it has not, or
     that has the name of another feature."""
     numbers, categories = source.items_numbers, source.items_columns[1]
@@ -59,7 +59,7 @@ def item_columns(source: Source, names: list[str]) -> pa.Schema:
     return pa.schema(found)
 
 
-def usual_groups(source: Source, item_features: list[str]) -> dict[str, str]:
+def usual_groups(source: Log, item_features: list[str]) -> dict[str, str]:
     """The group that each own feature has where the source file names none, in the order of columns: `own`, the name of
     its table, or `items`."""
     groups = {name: OWN for name in source.schema.names if name.startswith((NUMBER, CATEGORY))}
@@ -121,6 +121,15 @@ class Seen:
             else:
                 categories[name] = _listed(values.drop_nulls().cast(pl.String).unique().to_list())
         return cls(numbers, categories)
+
+    def record(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+    @classmethod
+    def read(cls, record: dict[str, Any]) -> Seen:
+        """Of `record`."""
+        return cls({name: Moments(**each) for name, each in record["numbers"].items()}, record["categories"])
 
 
 def _listed(values: Iterable[str]) -> list[str] | None:

@@ -7,6 +7,7 @@ stopped anywhere continues with what is missing, and a finished one does nothing
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -20,17 +21,16 @@ from pyarrow import fs
 from models.tables import Manifest, UserError, has_manifest, join, open_uri, read_manifest
 from models.words import number_of
 from pipelines.data.catalogue import core_items, described_items, match_items, with_described, write_items
-from pipelines.data.dataflow import Engine
+from pipelines.data.engine import Engine
+from pipelines.data.events import hash_events, hash_section, ingest, partitions_for
 from pipelines.data.fresh import split_of, take_items
-from pipelines.data.ingest import hash_files, ingest, partitions_for
 from pipelines.data.kinds.table import KINDS
+from pipelines.data.log import REPEATS, Log, Rejected
 from pipelines.data.matching import Match, check_matched
 from pipelines.data.notices import notices
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.run import Run, Say
 from pipelines.data.settings import STATISTICS, check
-from pipelines.data.sources.base import Rejected, Source
-from pipelines.data.sources.repeats import REPEATS, Counted
 from pipelines.data.splits import cut_times
 from pipelines.data.statistics import summarise
 from pipelines.data.survey import Gathering
@@ -41,7 +41,7 @@ DONE_WITH = {"drop": "dropped", "keep": "kept", "count": "counted"}
 
 
 def prepare(
-    source: Source,
+    source: Log,
     input_uri: str,
     output_uri: str,
     config: PrepareConfig,
@@ -58,25 +58,18 @@ def prepare(
     removed and finished ones stay as they were.
     """
     config = check(source, input_uri, output_uri, config)
-    source = Counted(source) if config.duplicates == "count" else source
+    source = source.counted() if config.duplicates == "count" else source
     kind, whole = KINDS[config.kind], not overwrite and is_whole(str(output_uri))
     counted = None if kind.all_shown else config.behaviour
-    files, user_files = source.event_files(str(input_uri)), source.user_files(str(input_uri))
-    item_files = source.item_files(str(input_uri)) if config.catalogue is None else []
-    every = [*files, *item_files, *user_files]
-    small = config.partitions is None and partitions_for([join(str(input_uri), file) for file in every]) == 1
-    if not small:
-        start()
-    engine = Engine(config.ray_data, here=small)
+    files = [*source.event_files(str(input_uri)), *source.user_files(str(input_uri))]
+    files += source.item_files(str(input_uri)) if config.catalogue is None else []
+    small = config.partitions is None and partitions_for([join(str(input_uri), file) for file in files]) == 1
+    engine = Engine(config.ray_data, here=small, start=start)
     run = Run(source, str(input_uri), str(output_uri), config, counted, overwrite, say, whole, engine)
-    by_file = dict(zip(every, hash_files([join(run.input, file) for file in every], engine), strict=True))
     with writing(run.output):
-        events = _make_events(run, files, {file: by_file[file] for file in [*files, *user_files]})
+        events = _make_events(run)
         split = _split_rule(run, events)
-        if config.catalogue is None:
-            items = _make_items(run, events, {file: by_file[file] for file in item_files}, split)
-        else:
-            items = take_items(run, events, config.catalogue, split)
+        items = _make_items(run, events, split) if config.catalogue is None else take_items(run, events, config.catalogue, split)
         sequences = kind.sequences(run, events, items, split)
         statistics = summarise(events, items, sequences)
         content = json.dumps(statistics, indent=2) + "\n"
@@ -100,14 +93,22 @@ def is_whole(output: str) -> bool:
     )
 
 
-def _make_events(run: Run, files: list[str], inputs: dict[str, str]) -> Manifest:
+def _make_events(run: Run) -> Manifest:
     source, config = run.source, run.config
-    uris = [join(run.input, file) for file in files]
-    partitions = config.partitions or partitions_for(uris)
+    files, user_files = source.event_files(run.input), source.user_files(run.input)
+    partitions = config.partitions or partitions_for([join(run.input, file) for file in files])
     settings = _plain({"source": source.events_config, "ties": config.ties, "partitions": partitions})
     keep, count = config.duplicates == "keep", config.duplicates == "count"
     settings |= {"duplicates": config.duplicates} if keep or count else {}
-    finished, finished_rejects = run.finished("events", settings, inputs), run.finished("rejects", settings, inputs)
+
+    def rehash(file: str) -> str:
+        if file in files:
+            return hash_events(source, run.input, file, config.ray_data.read_mb << 20)
+        assert source.users is not None
+        return hash_section(source.users, run.input, file)
+
+    raw = run.raw([*files, *user_files], rehash)
+    finished, finished_rejects = run.finished("events", settings, {}, raw), run.finished("rejects", settings, {}, raw)
     if finished and finished_rejects:
         info = finished.info
         _check_rejects(run, info["user_rows"], info["user_reject_reasons"], " of the user files")
@@ -118,9 +119,10 @@ def _make_events(run: Run, files: list[str], inputs: dict[str, str]) -> Manifest
     run.say(f"events: reading {number_of(len(files), 'file')} into {number_of(partitions, 'partition')}")
     begin = time.perf_counter()
     with run.writing("events", "rejects"):
-        users = source.read_users(run.input)
+        digests = {file: hashlib.sha256() for file in user_files}
+        users = source.read_users(run.input, digests)
         of_users = Rejected.of(users) if users else Rejected()
-        _say_rejects(run, of_users, "users", " of the user files")
+        _say_rejects(run, of_users, " of the user files")
         _check_rejects(run, of_users.rows_read, of_users.reasons, " of the user files")
         gathering = Gathering(run.counted, run.late)
         result = ingest(
@@ -135,12 +137,12 @@ def _make_events(run: Run, files: list[str], inputs: dict[str, str]) -> Manifest
             gathering,
             users.rows if users else None,
             keep,
-            run.progress("events"),
             f"label_{REPEATS}" if count else None,
         )
+        inputs = {**result.hashes, **{file: digest.hexdigest() for file, digest in digests.items()}}
         rejected = result.rejected
         rejects = sum(rejected.reasons.values())
-        _say_rejects(run, rejected, "events")
+        _say_rejects(run, rejected)
         if not rejected.rows_read:
             raise UserError(f"{run.input} holds no rows in {', '.join(files[:3])}; check --input")
         _check_rejects(run, rejected.rows_read, rejected.reasons)
@@ -156,6 +158,7 @@ def _make_events(run: Run, files: list[str], inputs: dict[str, str]) -> Manifest
         }
         info = {
             **source.info,
+            "stamps": raw.stamps,
             "ties": config.ties,
             "rows_read": rejected.rows_read,
             "rejects": rejects,
@@ -172,17 +175,12 @@ def _make_events(run: Run, files: list[str], inputs: dict[str, str]) -> Manifest
             "last_ms": run.surveyed.last_ms,
             "grain_ms": run.surveyed.grain_ms,
         }
-        commit(rejects_uri, "rejects", REJECTS, result.rejects, config=settings, inputs=inputs, info={"rows": rejects})
+        told = {"rows": rejects, "stamps": raw.stamps}
+        commit(rejects_uri, "rejects", REJECTS, result.rejects, config=settings, inputs=inputs, info=told)
         events = commit(
-            events_uri,
-            "events",
-            source.schema,
-            result.parts,
-            config=settings,
-            inputs=inputs,
-            info=info,
+            events_uri, "events", source.schema, result.parts, config=settings, inputs=inputs, info=info,
             timings=timings,
-        )
+        )  # fmt: skip
     run.say(
         f"events: {number_of(events.rows, 'row')} of {number_of(run.surveyed.users, 'user')}, each in one part "
         f"({number_of(result.duplicates, 'duplicate')} {DONE_WITH[config.duplicates]}, {number_of(rejects, 'reject')}) "
@@ -191,10 +189,9 @@ def _make_events(run: Run, files: list[str], inputs: dict[str, str]) -> Manifest
     return events
 
 
-def _say_rejects(run: Run, rejected: Rejected, kind: str, of: str = "") -> None:
+def _say_rejects(run: Run, rejected: Rejected, of: str = "") -> None:
     for reason, rows in rejected.reasons.most_common():
-        example = rejected.example(reason, run.input, run.source.written(kind))
-        run.say(f"rejects{of}: {number_of(rows, 'row')}, {reason}; such as {example}")
+        run.say(f"rejects{of}: {number_of(rows, 'row')}, {reason}; such as {rejected.examples[reason]}")
 
 
 def _check_rejects(run: Run, rows: int, reasons: Mapping[str, int], of: str = "") -> None:
@@ -239,35 +236,38 @@ def _split_rule(run: Run, events: Manifest) -> dict[str, Any]:
     return cut_times(run.survey(events), run.config.split, run.engine)
 
 
-def _make_items(run: Run, events: Manifest, files: dict[str, str], split: dict[str, Any]) -> Manifest:
-    config = run.config
+def _make_items(run: Run, events: Manifest, split: dict[str, Any]) -> Manifest:
+    config, source = run.config, run.source
+    files = source.item_files(run.input)
     settings = _plain(
         {
-            "source": run.source.config,
+            "source": source.config,
             "core": config.core,
             "core_window": config.core_window,
             "behaviour": run.counted,
             **({"split": config.split.settings()} if config.core_window == "train" else {}),
         }
     )
-    inputs = {"events": events.hash, **files}
-    if finished := run.finished("items", settings, inputs):
+    inputs = {"events": events.hash}
+    raw = run.raw(files, lambda file: hash_section(source.items, run.input, file))  # type: ignore[arg-type]
+    if finished := run.finished("items", settings, inputs, raw):
         info = finished.info
         _check_rejects(run, info["metadata_rows"], info["metadata_reject_reasons"], " of the item files")
         check_matched(Match(**info.get("matched", {})), "item", config.min_matched, run.say)
         return finished
     begin = time.perf_counter()
     found = run.survey(events)
-    described = described_items(run.source, run.input, list(files), run.engine) if run.source.keeps_all_items else None
-    used, rounds = core_items(found, config.core, run.before_ms(split), run.engine, described)
-    catalogue = used if described is None else with_described(used, described)
-    counted = time.perf_counter()
-    uri = run.table("items")
     with run.writing("items"):
-        parts, schema, counts, rejected, missing = write_items(
-            run.source, run.input, list(files), catalogue, uri, run.engine
-        )
-        _say_rejects(run, rejected, "items", " of the item files")
+        described, others = described_items(source, run.input, files, run.engine) if source.keeps_all_items else (None, {})
+        used, rounds = core_items(found, config.core, run.before_ms(split), run.engine, described)
+        catalogue = used if described is None else with_described(used, described)
+        counted = time.perf_counter()
+        uri = run.table("items")
+        parts, counts, rejected, missing, hashes = write_items(source, run.input, files, catalogue, uri, run.engine)
+        if other := [file for file, digest in others.items() if hashes[file] != digest]:
+            raise UserError(f"{join(run.input, other[0])} has changed while it was read; run the same line again")
+        inputs |= hashes
+        _say_rejects(run, rejected, " of the item files")
         _check_rejects(run, rejected.rows_read, rejected.reasons, " of the item files")
         matched = Match()
         if files:
@@ -275,7 +275,7 @@ def _make_items(run: Run, events: Manifest, files: dict[str, str], split: dict[s
             if described is not None:  # what the events name is to have a row in the item files
                 bare = catalogue.take(pa.array(missing)).cast(used.type)
                 missing = pc.index_in(bare, used).to_numpy().astype(np.int64)
-            matched = match_items(run.source, run.input, list(files), used, missing, of_items, run.engine)
+            matched = match_items(used, missing, of_items, counts.pop("first"))
             check_matched(matched, "item", config.min_matched, run.say)
         info = {
             "core": config.core,
@@ -292,6 +292,7 @@ def _make_items(run: Run, events: Manifest, files: dict[str, str], split: dict[s
             "metadata_rejects": sum(rejected.reasons.values()),
             "metadata_reject_reasons": dict(sorted(rejected.reasons.items())),
             **({"matched": matched.record()} if files else {}),
+            "stamps": raw.stamps,
             **counts,
         }
         timings = {
@@ -299,7 +300,7 @@ def _make_items(run: Run, events: Manifest, files: dict[str, str], split: dict[s
             "write_s": time.perf_counter() - counted,
             "ray_data": run.engine.take_stats(),
         }
-        items = commit(uri, "items", schema, parts, config=settings, inputs=inputs, info=info, timings=timings)
+        items = commit(uri, "items", source.items_schema, parts, config=settings, inputs=inputs, info=info, timings=timings)
     new = f", {info['items_without_behaviours']:,} of them without behaviours" if described is not None else ""
     run.say(
         f"items: {items.rows:,} in the catalogue{new}, {info['dropped_items']:,} dropped by the {config.core}-core "

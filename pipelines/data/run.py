@@ -24,20 +24,41 @@ from models.tables import (
     read_table,
 )
 from models.words import number_of
-from pipelines.data.dataflow import Call, Engine, Shared
+from pipelines.data.engine import Call, Engine, Shared
+from pipelines.data.log import Log
 from pipelines.data.prepare_config import PrepareConfig
-from pipelines.data.sources.base import Source
+from pipelines.data.read import stamp
 from pipelines.data.survey import Survey, Vocabulary, survey
 from pipelines.data.tables import check_writable, clear, fingerprint, up_to_date
 
 Say = Callable[[str], None]
 
 
+@dataclass(frozen=True)
+class RawFiles:
+    """Raw files that a table is made from."""
+
+    stamps: dict[str, list[int]]
+    """By file its size and its time of change."""
+    rehash: Callable[[str], str]
+    """Reads a file for its hash alone."""
+
+    def hashes(self, made: Manifest) -> dict[str, str]:
+        """By file its hash, where it is as it was when the table was made; of a file with another time alone it is taken
+        again."""
+        found, known = {}, made.info.get("stamps", {})
+        for file, now in self.stamps.items():
+            before = known.get(file, [])
+            same, size = before == now, before[:1] == now[:1]
+            found[file] = made.inputs.get(file, "") if same else self.rehash(file) if size else "changed"
+        return found
+
+
 @dataclass
 class Run:
     """One call of `prepare`, as its steps see it."""
 
-    source: Source
+    source: Log
     """The raw log."""
     input: str
     """Folder of its files."""
@@ -62,11 +83,15 @@ class Run:
         """Folder of a table."""
         return join(self.output, name)
 
-    def finished(self, name: str, config: dict[str, Any], inputs: dict[str, str]) -> Manifest | None:
-        """The table's manifest if it need not be made; UserError if a finished run made it from something else."""
+    def finished(
+        self, name: str, config: dict[str, Any], inputs: dict[str, str], raw: RawFiles | None = None
+    ) -> Manifest | None:
+        """The table's manifest if it need not be made; UserError if a finished run made it from something else. raw: the
+        raw files that it is made from too."""
         uri = self.table(name)
         if self.overwrite or not has_manifest(uri):
             return None
+        inputs = {**inputs, **(raw.hashes(read_manifest(uri)) if raw else {})}
         if not up_to_date(uri, fingerprint(config, inputs)):
             if self.whole:
                 raise UserError(
@@ -79,6 +104,10 @@ class Run:
         part_uris(uri, manifest)  # a part that is gone or cut short is an error that names it
         self.say(f"{name}: up to date, {number_of(manifest.rows, 'row')}")
         return manifest
+
+    def raw(self, files: Iterable[str], rehash: Callable[[str], str]) -> RawFiles:
+        """Raw files of the log as they are now."""
+        return RawFiles({file: stamp(join(self.input, file)) for file in files}, rehash)
 
     def progress(self, step: str) -> Say:
         """Says how far a step is, at most every second."""

@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from models.config import check_known, instead
+from models.config import build, check_known, instead
 from models.tables import UserError, join, read_manifest
 from pipelines.data.kinds.table import KINDS
+from pipelines.data.log import Log
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.ray_data_config import RayDataConfig
-from pipelines.data.sources.base import Source
-from pipelines.data.sources.load import build
-from pipelines.data.sources.normalise import FIRST_MS, LAST_MS
-from pipelines.data.sources.repeats import REPEATS
 from pipelines.data.splits import SplitConfig
 from pipelines.data.tables import check_can_write, check_output, check_writable
+from pipelines.data.times import FIRST_MS, LAST_MS
 
 STATISTICS = "statistics.json"
 """The file of the output that a run writes last."""
@@ -76,7 +74,7 @@ def _check_history(config: PrepareConfig) -> None:
         )
 
 
-def _check_counts_as_of(source: Source, config: PrepareConfig) -> None:
+def _check_counts_as_of(source: Log, config: PrepareConfig) -> None:
     """UserError for a log of which nothing is counted that served models read."""
     if KINDS[config.kind].counts is None:
         raise UserError(f"counts_as_of is given, which is of kind search; leave it out for kind {config.kind}")
@@ -91,7 +89,7 @@ def _check_counts_as_of(source: Source, config: PrepareConfig) -> None:
 
 
 def check(
-    source: Source, input_uri: str, output_uri: str, config: PrepareConfig, dry_run: bool = False
+    source: Log, input_uri: str, output_uri: str, config: PrepareConfig, dry_run: bool = False
 ) -> PrepareConfig:
     """What can be known before any work, without Ray: the files are there, the output can be written, the
     settings fit the log. Returns the configuration with everything decided that the source decides. A dry run makes no
@@ -101,8 +99,8 @@ def check(
         known = ", ".join(name for name, type_ in labels.items() if type_ == "bool") or "none"
         raise UserError(f"behaviour is '{config.behaviour}', which is no bool label of the log; those are: {known}")
     kind.check(source, config)
-    if config.duplicates == "count" and REPEATS in labels:
-        raise UserError(f"duplicates is count, but the log has a label '{REPEATS}' already; name that label otherwise")
+    if config.duplicates == "count":
+        source.counted()
     if source.info.get("history"):
         _check_history(config)
     split: Any = config.split.resolve(source.info["clock"])
@@ -130,7 +128,7 @@ def check(
     for name, of in source.tables_as_of.items():
         if not kind.as_of:
             raise UserError(f"as_of.{name} has features of requests, which models of kind {config.kind} do not read")
-        of.listed(input_uri)
+        of.listed(input_uri, "feature")
     check_output(output_uri, {name: name for name in TABLES}, [STATISTICS])
     (check_can_write if dry_run else check_writable)(output_uri)
     return replace(config, split=replace(config.split, kind=split))

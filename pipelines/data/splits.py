@@ -13,7 +13,7 @@ from models.config import check_choices
 from models.tables import UserError
 
 if TYPE_CHECKING:  # settings are read and checked before Ray takes its seconds to be imported
-    from pipelines.data.dataflow import Engine
+    from pipelines.data.engine import Engine
     from pipelines.data.survey import Survey
 
 NAMES = ("train", "val", "test")

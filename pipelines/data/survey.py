@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from models.tables import UserError, read_parquet
-from pipelines.data.dataflow import Engine
+from pipelines.data.engine import Engine
 
 DAY = 86_400_000  # ms
 GRAINS = (DAY, 1000)  # of times, in ms, coarsest first
@@ -79,6 +79,23 @@ class Seen:
     """For each of GRAINS the least and largest remainder of the times; empty without behaviours."""
     times: np.ndarray
     """Some of the times, sorted: those at the `places` of their order."""
+
+    def as_row(self) -> dict[str, pa.Array]:
+        """As columns of one row."""
+        rests = np.array(self.rests, np.int64).reshape(-1)
+        return {"behaviours": pa.array([self.rows])} | {
+            name: pa.LargeListArray.from_arrays(pa.array([0, len(values)], pa.int64()), pa.array(values))
+            for name, values in {"items": self.items, "counts": self.counts, "rests": rests, "times": self.times}.items()
+        }
+
+    @classmethod
+    def from_row(cls, row: pa.Table) -> Seen:
+        """Of the columns of `as_row`."""
+        items, counts, rests, times = (
+            row[name].combine_chunks().flatten() for name in ("items", "counts", "rests", "times")
+        )
+        pairs = rests.to_numpy().reshape(-1, 2).tolist()
+        return cls(row["behaviours"][0].as_py(), items, counts.to_numpy(), pairs, times.to_numpy())
 
     @staticmethod
     def places(rows: int, given: int) -> np.ndarray:

@@ -42,7 +42,7 @@ from models.uri import hide, masked
 
 SCHEMA_VERSION = 1
 
-OWN = re.compile(r"(part-[0-9a-f]{20}\.parquet|manifest\.json)(\.\d+\.tmp)?|\.writable-\d+")
+OWN = re.compile(r"(part-[0-9a-f]{20}\.parquet|manifest\.json|tally-\d+\.json)(\.\d+\.tmp)?|\.writable-\d+")
 """Names of the files that we write into the folder of a table; a file of any other name is the user's."""
 
 LABEL_TYPES = {"bool": pa.bool_(), "float32": pa.float32()}
@@ -79,7 +79,8 @@ def events_schema(
 REJECTS = pa.schema(
     [
         pa.field("file", pa.string(), nullable=False),  # raw file, relative to the input folder
-        pa.field("row", pa.int64(), nullable=False),  # row in that file, from 0, without header and empty lines
+        pa.field("piece", pa.int64(), nullable=False),  # where the piece that was read begins: byte, or row group
+        pa.field("row", pa.int64(), nullable=False),  # row in that piece, from 0, without header and blank lines
         pa.field("reason", pa.string(), nullable=False),  # by the log's own column, such as "bought_at: negative"
         pa.field("source", pa.string(), nullable=False),  # the source row as JSON
     ]

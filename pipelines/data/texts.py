@@ -43,7 +43,7 @@ from models.tables import (
 from models.text_encoder import TextEncoder, TfidfEncoder, load_tokenizer
 from models.uri import absolute
 from models.words import number_of
-from pipelines.data.dataflow import Engine
+from pipelines.data.engine import Engine
 from pipelines.data.kinds.table import KINDS
 from pipelines.data.sids.embed import (
     ROWS_PER_PART,

@@ -25,7 +25,7 @@ from models.setup import hashes_of, load_catalogue
 from models.shares import Shard, Share
 from models.tables import Manifest, Part, UserError, join, part_uris, read_manifest, read_parquet, read_table
 from models.uri import absolute
-from pipelines.data.dataflow import quiet_ray_data
+from pipelines.data.engine import quiet_ray_data
 from pipelines.data.tables import check_place, check_writable, commit, fingerprint, up_to_date, write_part, writing
 from pipelines.evaluation.checked import as_trained, of_training, recommend_options
 from pipelines.evaluation.ranking import device_of, takes_gpu

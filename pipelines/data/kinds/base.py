@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from models.tables import Manifest
 from pipelines.data.audit.base import KindRules
 from pipelines.data.kinds.simulation import Settings
+from pipelines.data.log import Log
 from pipelines.data.prepare_config import PrepareConfig
-from pipelines.data.sources.base import Source
 
 if TYPE_CHECKING:  # it imports Ray, which takes seconds, and settings are checked before
     from pipelines.data.run import Run
@@ -91,7 +91,7 @@ class RequestKind:
 
     name: str
     """Name in source files, and of the models' family."""
-    check: Callable[[Source, PrepareConfig], Any]
+    check: Callable[[Log, PrepareConfig], Any]
     """The kind's own settings with what the log decides; UserError for settings that such a log cannot have."""
     sequences: Callable[[Run, Manifest, Manifest, dict[str, Any]], Manifest]
     """`sequences(run, events, items, split)`: makes the table, with others that it needs; returns its manifest. Models

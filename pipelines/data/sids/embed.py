@@ -156,7 +156,7 @@ def _encode_distributed(texts: list[str], name: str, config: EmbedConfig, say: S
     """Blocks of `text_index` and `embedding`, in the order in which actors finish them."""
     import ray
 
-    from pipelines.data.dataflow import quiet_ray_data
+    from pipelines.data.engine import quiet_ray_data
 
     quiet_ray_data()
     # longest first: batches hold texts of like length, and the last blocks to run are short ones

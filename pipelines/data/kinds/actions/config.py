@@ -27,12 +27,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from models.config import build
 from models.tables import UserError
 from pipelines.data.durations import Windowed
+from pipelines.data.log import NAME, Log, check_range
 from pipelines.data.prepare_config import PrepareConfig
-from pipelines.data.sources.base import Source
-from pipelines.data.sources.load import NAME, build
-from pipelines.data.sources.normalise import check_range
 
 USER, ITEM = "user", "item"
 
@@ -239,7 +238,7 @@ class ActionsConfig:
         return names
 
 
-def check_actions(source: Source, config: PrepareConfig) -> ActionsConfig:
+def check_actions(source: Log, config: PrepareConfig) -> ActionsConfig:
     """The settings with what the log decides; UserError for settings that a log of actions cannot have."""
     if not source.info["clock"]:
         raise UserError(

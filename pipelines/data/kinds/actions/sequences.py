@@ -24,7 +24,7 @@ from models.tables import Manifest, Part, UserError, part_uris, read_table
 from models.words import number_of
 from pipelines.data.as_of import AsOfTable, as_of_schema, attach, described_as_of, make_as_of, say_missing, share_as_of
 from pipelines.data.counts import Piece, counted
-from pipelines.data.dataflow import Engine, Shared, fetch
+from pipelines.data.engine import Engine, Shared, fetch
 from pipelines.data.kinds.actions.config import ITEM, USER, ActionsConfig, check_actions
 from pipelines.data.kinds.actions.features import IDS, ActionsWindows, features, gather
 from pipelines.data.own_features import Seen, described, own_names
@@ -314,10 +314,11 @@ def _write_part(
     joined: list[Shared],
     uri: str,
     pieces: list[Piece] | None = None,
-) -> tuple[Part | None, Counter[str], tuple[np.ndarray, Seen]]:
+) -> tuple[Part | None, Counter[str], dict[str, Any]]:
     events, tables = read_coded(uri, rules.columns, IDS), [fetch(table) for table in joined]
     table, count, sums = build_actions(events, catalogue, pieces or [], rules, tables)
-    return (write_part(sequences_uri, table) if table.num_rows else None), count, (sums, of_training(table, rules.own))
+    told = {"sums": np.array(sums).tolist(), "seen": of_training(table, rules.own).record()}
+    return (write_part(sequences_uri, table) if table.num_rows else None), count, told
 
 
 def of_training(sequences: pa.Table, names: list[str]) -> Seen:
@@ -352,11 +353,11 @@ def write_actions(
     else:
         results = engine.each(_write_part, [(uri,) for uri in parts], shared)
     written, total, found = gathered(results, len(parts), progress)
-    sums = np.sum([of_part for of_part, _ in found], axis=0)  # in the order of the parts, always the same
+    sums = np.sum([of_part["sums"] for of_part in found], axis=0)  # in the order of the parts, always the same
     mean, square = sums / max(1, total["events_train"])
     std = np.sqrt((square - mean**2).clip(0))
     scale = np.stack([mean, np.where(std > 1e-6, std, 1.0)])
-    return written, total, scale, described((seen for _, seen in found), rules.own)
+    return written, total, scale, described((Seen.read(of_part["seen"]) for of_part in found), rules.own)
 
 
 def attribute_codes(run: Run, names: list[str]) -> dict[str, np.ndarray]:

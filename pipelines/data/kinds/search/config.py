@@ -12,8 +12,8 @@ from typing import Any
 
 from models.tables import UserError
 from pipelines.data.durations import Windowed
+from pipelines.data.log import Log
 from pipelines.data.prepare_config import PrepareConfig
-from pipelines.data.sources.base import Source
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,13 @@ class SearchConfig(Windowed):
         return content
 
 
-def bool_labels(source: Source, behaviour: str | None) -> list[str]:
+def bool_labels(source: Log, behaviour: str | None) -> list[str]:
     """The log's bool labels, the one that makes a behaviour first."""
     labels = [name for name, kind in source.info["labels"].items() if kind == "bool"]
     return sorted(labels, key=lambda name: name != behaviour)
 
 
-def check_search(source: Source, config: PrepareConfig) -> None:
+def check_search(source: Log, config: PrepareConfig) -> None:
     """UserError for settings that a search log cannot have."""
     if config.behaviour is None:
         known = ", ".join(bool_labels(source, None)) or "none"

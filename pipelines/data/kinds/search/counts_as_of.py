@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from datetime import UTC, datetime
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,7 @@ def rows_of(counts: Piece, of: str, rows: Piece, ids: dict[str, Vocabulary], con
 
 def _write_part(
     uri: str, windows: SearchWindows, catalogue: Vocabulary, queries: Vocabulary, bucket: int, rows: pa.Table
-) -> tuple[Part | None, Counter[str]]:
+) -> tuple[Part | None, Counter[str], None]:
     tables, count = [], Counter[str]()
     for number, shapes in enumerate(windows.shapes):
         piece = to_piece(rows.filter(pc.equal(rows["number"], number)))
@@ -71,7 +72,7 @@ def _write_part(
             tables.append(rows_of(counts, of, piece, {"item": catalogue, "query": queries}, windows.config))
             count[of] = len(tables[-1])
     table = pa.concat_tables(tables) if tables else None
-    return (write_part(uri, table) if table is not None else None), count
+    return (write_part(uri, table) if table is not None else None), count, None
 
 
 def make_counts(run: Run, events: Manifest, items: Manifest, moment: int) -> None:
@@ -93,9 +94,12 @@ def make_counts(run: Run, events: Manifest, items: Manifest, moment: int) -> Non
     with run.writing("counts"):
         shared = run.catalogue(), run.engine.put(Vocabulary.of(texts))
         parts = part_uris(run.table("events"), events)
-        found = sorted(exported(run.engine, parts, events.rows, windows, shared, _write_part, (uri, windows, *shared)))
+        found = sorted(
+            exported(run.engine, parts, events.rows, windows, shared, _write_part, (uri, windows, *shared)),
+            key=itemgetter(0),
+        )
         names, count = names_of(config.own), Counter[str]()
-        for _, (_, of_part) in found:
+        for _, (_, of_part, _) in found:
             count.update(of_part)
         never = values_of({"gap": np.full(1, UNSEEN)}, config.own)
         info: dict[str, Any] = {
@@ -107,7 +111,7 @@ def make_counts(run: Run, events: Manifest, items: Manifest, moment: int) -> Non
             **count,
         }
         timings = {"count_write_s": time.perf_counter() - begin, "ray_data": run.engine.take_stats()}
-        written = [part for _, (part, _) in found if part is not None]
+        written = [part for _, (part, *_) in found if part is not None]
         commit(
             uri, "counts", counts_schema(names.values()), written, config=settings, inputs=inputs, info=info,
             timings=timings,

@@ -13,15 +13,15 @@ from pipelines.data.kinds.search.flow import FLOW
 from pipelines.data.kinds.search.groups import feature_groups, unknown_features
 from pipelines.data.kinds.search.notices import classes
 from pipelines.data.kinds.search.simulator import SearchSettings, best_gauc, simulate_search
+from pipelines.data.log import Log
 from pipelines.data.own_features import usual_groups
 from pipelines.data.prepare_config import PrepareConfig
-from pipelines.data.sources.base import Source
 
 if TYPE_CHECKING:
     from pipelines.data.run import Run
 
 
-def check(source: Source, config: PrepareConfig) -> None:
+def check(source: Log, config: PrepareConfig) -> None:
     """As `check_search`; and features of items and groups that the source file names are those of the log."""
     check_search(source, config)
     own = usual_groups(source, config.own.item_features)

@@ -33,8 +33,8 @@ from pipelines.data.as_of import (
     share_items,
 )
 from pipelines.data.counts import Piece, counted
-from pipelines.data.dataflow import Engine, Shared, fetch
 from pipelines.data.durations import MINUTE_MS
+from pipelines.data.engine import Engine, Shared, fetch
 from pipelines.data.kinds.search.config import SearchConfig, bool_labels
 from pipelines.data.kinds.search.features import IDS, SearchWindows, feature_names, features, gather
 from pipelines.data.kinds.search.groups import feature_groups, unknown_features
@@ -271,13 +271,14 @@ def _write_part(
     as_of: list[Shared],
     uri: str,
     pieces: list[Piece] | None = None,
-) -> tuple[Part | None, Counter[str], Seen]:
+) -> tuple[Part | None, Counter[str], dict[str, Any]]:
     names = [*IDS, "timestamp_ms", "position"]
     names += [name for name in rules.schema.names if name.startswith(CARRIED)]
     events = read_coded(uri, names, IDS)
     counts = gather(events.num_rows, rules.search, pieces) if pieces is not None else None
     table, count = build_search(events, catalogue, queries, counts, rules, [fetch(table) for table in as_of])
-    return (write_part(sequences_uri, table) if table.num_rows else None), count, of_training(table, rules.own)
+    seen = of_training(table, rules.own).record()
+    return (write_part(sequences_uri, table) if table.num_rows else None), count, seen
 
 
 def of_training(sequences: pa.Table, names: list[str]) -> Seen:
@@ -308,7 +309,7 @@ def write_search(
     else:
         results = engine.each(_write_part, [(uri,) for uri in parts], shared)
     written, count, seen = gathered(results, len(parts), progress)
-    return written, count, described(seen, rules.own)
+    return written, count, described(map(Seen.read, seen), rules.own)
 
 
 def make_queries(run: Run, events: Manifest) -> Manifest:

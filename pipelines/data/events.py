@@ -1,6 +1,6 @@
 """Raw files to the events table: read, validate, shuffle by user, sort, drop duplicates, write.
 
-`python -m jobs.prepare` runs it. Ray Data brings the rows of a user together (`dataflow.py`); numpy, Arrow and polars
+`python -m jobs.prepare` runs it. Ray Data brings the rows of a user together (`engine.py`); numpy, Arrow and polars
 do the work on whole partitions. After this step every user is in exactly one part, sorted, so that each later step is
 one task per part.
 """
@@ -8,9 +8,10 @@ one task per part.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from operator import itemgetter
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,15 +20,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from models.tables import Part, UserError, join, open_uri
-from models.words import number_of
-from pipelines.data.dataflow import KEY, TALLY, Engine, Shared, fetch, partition_keys, tally_row
-from pipelines.data.matching import Match, compare, sample
-from pipelines.data.sources.base import Rejected, Source
-from pipelines.data.sources.pieces import Piece, cuts, piece_at
-from pipelines.data.sources.preview import check_missing
-from pipelines.data.sources.readers import format_of, whole_only
+from pipelines.data.engine import KEY, Engine, Shared, fetch
+from pipelines.data.log import Log, Rejected, Section, common
+from pipelines.data.matching import Match
+from pipelines.data.read import Piece, pieces
 from pipelines.data.survey import Gathering, Seen, coded, seen_in, user_keys
-from pipelines.data.tables import write_part
+from pipelines.data.tables import read_json, write_file, write_part
 
 BYTES_PER_PARTITION = 32 << 20  # of raw text; one partition then sorts in a few hundred MB
 EXPANSION = {"gz": 4, "zst": 4, "bz2": 6, "parquet": 6}  # bytes of text per byte of a compressed file
@@ -42,28 +40,12 @@ class Ingested:
     users: int = 0
     rejects: list[Part] = field(default_factory=list)
     rejected: Rejected = field(default_factory=Rejected)
+    hashes: dict[str, str] = field(default_factory=dict)
+    """Of the bytes that were parsed, by file."""
     duplicates: int = 0
     """Found, whether dropped or kept."""
     matched: Match = field(default_factory=Match)
     """How many users have a row in the user files."""
-
-
-def hash_file(uri: str) -> str:
-    """sha256 of a file."""
-    filesystem, path = open_uri(uri)
-    digest = hashlib.sha256()
-    try:
-        with filesystem.open_input_stream(path, buffer_size=1 << 20) as stream:
-            while chunk := stream.read(8 << 20):
-                digest.update(chunk)
-    except OSError as error:  # compressed files are unpacked here
-        raise UserError(f"{uri} cannot be read ({error}); it may be truncated or damaged: copy it again") from error
-    return digest.hexdigest()
-
-
-def hash_files(uris: list[str], engine: Engine) -> list[str]:
-    """sha256 of every file."""
-    return [digest for _, digest in sorted(engine.each(hash_file, [(uri,) for uri in uris]))]
 
 
 def partitions_for(uris: list[str]) -> int:
@@ -71,50 +53,17 @@ def partitions_for(uris: list[str]) -> int:
     total = 0
     for uri in uris:
         filesystem, path = open_uri(uri)
-        total += filesystem.get_file_info(path).size * EXPANSION.get(uri.rsplit(".", 1)[-1], 1)
+        total += filesystem.get_file_info(path).size * EXPANSION.get(uri.rsplit(".", 1)[-1].lower(), 1)
     return max(1, -(-total // BYTES_PER_PARTITION))
-
-
-def pieces_of(
-    source: Source, input_uri: str, files: list[str], size: int, engine: Engine
-) -> list[tuple[str, Piece | None]]:
-    """The files in order, those of more than `size` bytes in pieces of about that where they can be cut: Parquet at row
-    groups, text at lines, CSV if no value of the file is quoted. A first pass over text counts its rows, so that each
-    row has its own number."""
-    calls: dict[str, list[tuple[Any, ...]]] = {}
-    quoted_values = set()
-    for file in files:
-        calls[file] = []
-        reading = source.reading_of(file)
-        if reading is None or whole_only(file, reading):
-            continue
-        uri, kind = join(input_uri, file), format_of(file, reading.format)
-        header = kind == "csv" and not reading.header
-        calls[file] = [(uri, kind, header, cut) for cut in cuts(uri, kind, size)]
-        quoted_values |= {file} if kind == "csv" and reading.quote is not False else set()
-    every = [call for file in files for call in calls[file]]
-    found = iter(piece for _, piece in sorted(engine.each(piece_at, every), key=itemgetter(0)))
-    pieces: list[tuple[str, Piece | None]] = []
-    for file in files:
-        mine = [next(found) for _ in calls[file]]
-        if len(mine) < 2 or (file in quoted_values and any(quoted for _, _, quoted in mine)):
-            pieces.append((file, None))
-            continue
-        first_row = 0
-        for piece, rows, _ in mine:
-            if piece.start < piece.end:
-                pieces.append((file, replace(piece, first_row=first_row)))
-            first_row += rows
-    return pieces
 
 
 UNSET = {"request_id": "", "position": 0}
 """Values of columns that a log does not have; the others are null."""
 
 
-def transit_schema(source: Source, log_order: bool) -> pa.Schema:
+def transit_schema(source: Log, log_order: bool) -> pa.Schema:
     """Columns that travel through the shuffle: what the log has of an event, its place in the log if it counts, and
-    the key of its partition."""
+    its partition."""
     # Strings travel as they are. Dictionary-coding them first was measured on 1 million events and 32
     # partitions: 0.17 s of processor time and 75 MB shuffled against 0.07 s and 63 MB, because every
     # shard carries the whole dictionary of its block; coding all but the user ids gained no time.
@@ -134,61 +83,79 @@ def restore_unset(table: pa.Table, schema: pa.Schema) -> pa.Table:
     return pa.table(columns, schema=pa.schema([f.with_type(c.type) for f, c in zip(schema, columns, strict=True)]))
 
 
-@dataclass
-class _Tally:
-    """What was read beside the events."""
+def write_tally(uri: str, number: int, rejected: Rejected, **more: Any) -> None:
+    """What a task read beside its rows, as a small file that is named by its number: a task that Ray runs twice writes
+    it twice."""
+    write_file(join(uri, f"tally-{number}.json"), json.dumps({"rejected": vars(rejected), **more}).encode())
 
-    rejected: Rejected = field(default_factory=Rejected)
-    events: int = 0
-    """Rows that went into the shuffle."""
-    parts: list[tuple[tuple[int, int], Part]] = field(default_factory=list)
-    """Of the rejects: the numbers of the read and of the block in it, and the part."""
-    missing: dict[str, str] | None = None
-    """As `Block.missing`, of all blocks; None before the first."""
 
-    def add(self, other: _Tally) -> None:
-        """Adds what another tally counts; the result does not depend on the order, but for the parts'."""
-        self.rejected.add(other.rejected)
-        self.events += other.events
-        self.parts += other.parts
-        if self.missing is None or other.missing is None:
-            self.missing = other.missing if self.missing is None else self.missing
-        else:
-            self.missing = {name: hint for name, hint in self.missing.items() if name in other.missing}
+def read_tallies(uri: str, reads: int) -> Iterator[tuple[Rejected, dict[str, Any]]]:
+    """What the tasks of all numbers wrote."""
+    for number in range(reads):
+        said = read_json(join(uri, f"tally-{number}.json"))
+        rejected = said.pop("rejected")
+        yield Rejected(rejected["rows_read"], Counter(rejected["reasons"]), rejected["examples"]), said
+
+
+def hash_events(source: Log, input_uri: str, file: str, size: int) -> str:
+    """The hash that reading the events of a file in pieces of `size` gives."""
+    digests = []
+    for piece in pieces(join(input_uri, file), source, size):
+        digest = hashlib.sha256()
+        for _ in source.read_events(input_uri, file, None, piece, 0, digest):
+            pass
+        digests.append(digest.hexdigest())
+    return combined(digests)
+
+
+def hash_section(section: Section, input_uri: str, file: str) -> str:
+    """The hash that reading a file of items, users or features gives."""
+    digest = hashlib.sha256()
+    for _ in section.read(input_uri, file, digest):
+        pass
+    return digest.hexdigest()
+
+
+def combined(digests: list[str]) -> str:
+    """The hash of a file from those of its pieces in order."""
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class _Read:
-    """Reads a raw file, or a piece of one, as tables to exchange, and writes its rejects."""
+    """Reads raw files, or pieces of them, as tables to exchange, and writes their rejects."""
 
-    number: int
-    """Its place among all that is read."""
-    file: str
-    source: Source
+    pieces: list[tuple[str, Piece | None]]
+    source: Log
     input_uri: str
+    events_uri: str
     rejects_uri: str
     transit: pa.Schema
-    keys: np.ndarray
+    partitions: int
     users: Shared
-    piece: Piece | None
 
-    def __call__(self) -> Iterator[pa.Table]:
-        total = _Tally()
-        blocks = self.source.read_events(self.input_uri, self.file, fetch(self.users), self.piece)
-        for sequence, block in enumerate(blocks):
-            tally = _Tally(Rejected.of(block), block.events.num_rows, [], block.missing)
+    def __call__(self, number: int) -> Iterator[pa.Table]:
+        file, piece = self.pieces[number]
+        total, events, parts, missing, digest = Rejected(), 0, [], [], hashlib.sha256()
+        for block in self.source.read_events(self.input_uri, file, fetch(self.users), piece, number, digest):
+            total.add(Rejected.of(block))
             if block.rejects.num_rows:
-                tally.parts.append(((self.number, sequence), write_part(self.rejects_uri, block.rejects)))
-            total.add(tally)
-            yield self.to_send(block.events)
-        yield tally_row(self.transit, "user_id", total)
+                parts.append(asdict(write_part(self.rejects_uri, block.rejects)))
+            missing.append(block.missing)
+            events += block.rows.num_rows
+            yield self.to_send(block.rows, number)
+        yield self.transit.empty_table()
+        write_tally(
+            self.events_uri, number, total, events=events, parts=parts, missing=common(missing), rows=len(missing),
+            digest=digest.hexdigest(),
+        )  # fmt: skip
 
-    def to_send(self, events: pa.Table) -> pa.Table:
+    def to_send(self, events: pa.Table, number: int) -> pa.Table:
         """The events as they travel."""
         columns = {name: events[name] for name in self.transit.names if name in events.column_names}
-        columns[KEY] = pa.array(self.keys[user_keys(events["user_id"]) % len(self.keys)])
+        columns[KEY] = pa.array((user_keys(events["user_id"]) % self.partitions).astype(np.int32))
         if "log_place" in self.transit.names:
-            columns["log_place"] = pc.add(events["log_row"], pa.scalar(self.number << 40, pa.int64()))
+            columns["log_place"] = pc.add(events["log_row"], pa.scalar(number << 40, pa.int64()))
         return pa.table({name: columns[name] for name in self.transit.names}).cast(self.transit)
 
 
@@ -309,55 +276,50 @@ def _times(frame: pl.DataFrame, content: list[str], counted: bool) -> np.ndarray
     return frame.select(pl.len().over(content)).to_series().to_numpy() if counted else None
 
 
-def _match_users(user: pa.DictionaryArray, described: pa.Table | None) -> tuple[Match, list[str]]:
-    """How many users of one partition the user files describe, and some of the others."""
-    if described is None:
-        return Match(), []
-    ids = user.dictionary
-    known = pc.is_in(ids, described.column(0).cast(ids.type)).to_numpy(zero_copy_only=False)
-    of_known = int(known[user.indices.to_numpy()].sum())
-    return Match(len(ids), int(known.sum()), len(user), of_known), sample(ids.filter(pa.array(~known)))
-
-
-@dataclass(frozen=True)
-class _Written:
-    """One partition, written."""
-
-    part: Part
-    first: str
-    """Its first user."""
-    duplicates: int
-    users: int
-    seen: Seen | None
-    """What its behaviours are; None once that is gathered."""
-    matched: tuple[Match, list[str]]
-    """Users with a row in the user files, and some of the others."""
+OF_PART = ["path", "bytes", "rows", "sha256", "key", "first", "duplicates", "users", "matched"]
+"""Columns of what is known of a partition, beside those of `Seen`."""
 
 
 @dataclass(frozen=True)
 class _Write:
-    """Orders the events of one partition and writes their part."""
+    """Orders the events of one partition and writes their part; gives a row of what is known of it."""
 
     events_uri: str
     schema: pa.Schema
     behaviour: str | None
     keep_duplicates: bool
     count: str | None
-    keys: np.ndarray
+    partitions: int
 
-    def __call__(self, described: pa.Table | None, key: int, rows: pa.Table) -> _Written:
+    def __call__(self, described: pa.Table | None, key: int, rows: pa.Table) -> pa.Table:
         events, duplicates = order_events(rows, self.schema, self.keep_duplicates, self.count)
         user = coded(events, "user_id")
-        strays = int((self.keys[user_keys(user.dictionary) % len(self.keys)] != key).sum())
-        if strays:
+        if strays := int((user_keys(user.dictionary) % self.partitions != key).sum()):
             raise RuntimeError(f"the shuffle put {strays} users into the wrong partition; nothing was committed")
         part = write_part(self.events_uri, events)
-        seen, matched = seen_in(events, self.behaviour, len(self.keys)), _match_users(user, described)
-        return _Written(part, user[0].as_py(), duplicates, len(user.dictionary), seen, matched)
+        row = {
+            **asdict(part),
+            "key": key,
+            "first": user[0].as_py(),
+            "duplicates": duplicates,
+            "users": len(user.dictionary),
+            "matched": json.dumps(_match_users(user, described).record()),
+        }
+        seen = seen_in(events, self.behaviour, self.partitions)
+        return pa.table({name: pa.array([value]) for name, value in row.items()} | seen.as_row())
+
+
+def _match_users(user: pa.DictionaryArray, described: pa.Table | None) -> Match:
+    """How many users of one partition the user files describe."""
+    if described is None:
+        return Match()
+    known = pc.is_in(user.dictionary, described["user_id"].cast(user.dictionary.type)).to_numpy(zero_copy_only=False)
+    others = user.dictionary.filter(pa.array(~known)).slice(0, 2).to_pylist()
+    return Match(len(known), int(known.sum()), len(user), int(known[user.indices.to_numpy()].sum()), others)
 
 
 def ingest(
-    source: Source,
+    source: Log,
     input_uri: str,
     files: list[str],
     events_uri: str,
@@ -368,54 +330,43 @@ def ingest(
     gathering: Gathering,
     users: pa.Table | None = None,
     keep_duplicates: bool = False,
-    progress: Callable[[str], None] = lambda line: None,
     count: str | None = None,
 ) -> Ingested:
     """Reads the raw files and writes the parts of events and rejects, uncommitted. `gathering` gets what is seen of
-    the parts; `users` are the rows of `Source.read_users`, the id first; `count` is as of `order_events`. UserError for
-    a file that cannot be read, and for a key that no file has; RuntimeError unless each event that was read, and so
+    the parts; `users` are the rows of `Log.read_users`; `count` is as of `order_events`. UserError for
+    a file that cannot be read, and for a column that no file has; RuntimeError unless each event that was read, and so
     each user, is in exactly one part."""
-    transit, keys, shared = transit_schema(source, log_order), partition_keys(partitions), engine.put(users)
-    reads = [
-        _Read(number, file, source, input_uri, rejects_uri, transit, keys, shared, piece)
-        for number, (file, piece) in enumerate(
-            pieces_of(source, input_uri, files, engine.settings.read_mb << 20, engine)
-        )
-    ]
-    write = _Write(events_uri, source.schema, gathering.behaviour, keep_duplicates, count, keys)
-    tally, written = _Tally(), dict[int, _Written]()
-
-    def said(rows: int) -> None:
-        if not written:
-            progress(f"{number_of(rows, 'row')} read")
-
-    for key, found in engine.exchange(reads, partitions, write, (shared,), "user_id", said):
-        if key == TALLY:
-            tally.add(found)
-            continue
-        if key in written:
-            raise RuntimeError(f"the shuffle gave partition {len(written)} twice; nothing was committed")
-        gathering.add(join(events_uri, found.part.path), found.seen, found.users)
-        written[key] = replace(found, seen=None)
-        rows = sum(each.part.rows for each in written.values())
-        progress(f"partition {len(written)} of {partitions} sorted and written, {rows:,} events")
-    check_missing(input_uri, tally.missing or {})
-    return _checked(tally, list(written.values()), users, keep_duplicates)
-
-
-def _checked(tally: _Tally, written: list[_Written], users: pa.Table | None, keep_duplicates: bool) -> Ingested:
-    """What was written, in order. RuntimeError where events came out of the shuffle that did not go in, or not all."""
-    written = sorted(written, key=lambda partition: partition.first)
-    result = Ingested([partition.part for partition in written], rejected=tally.rejected)
-    result.rejects = [part for _, part in sorted(tally.parts, key=lambda pair: pair[0])]
-    result.duplicates = sum(partition.duplicates for partition in written)
+    size = engine.settings.read_mb << 20
+    every = [(file, piece) for file in files for piece in pieces(join(input_uri, file), source, size)]
+    transit = transit_schema(source, log_order)
+    read = _Read(every, source, input_uri, events_uri, rejects_uri, transit, partitions, engine.put(users))
+    write = _Write(events_uri, source.schema, gathering.behaviour, keep_duplicates, count, partitions)
+    written: dict[int, dict[str, Any]] = {}
+    for found in engine.exchange(read, len(every), partitions, write, (engine.put(users),)):
+        for at, row in enumerate(found.select(OF_PART).to_pylist()):
+            if row["key"] in written:
+                raise RuntimeError(f"the shuffle gave partition {row['key']} twice; nothing was committed")
+            gathering.add(join(events_uri, row["path"]), Seen.from_row(found.slice(at, 1)), row["users"])
+            written[row["key"]] = row
+    result, events, missing = Ingested(), 0, []
+    digests: dict[str, list[str]] = {file: [] for file in files}
+    for (file, _), (rejected, said) in zip(every, read_tallies(events_uri, len(every)), strict=True):
+        result.rejected.add(rejected)
+        result.rejects += [Part(**part) for part in said["parts"]]
+        events += said["events"]
+        missing += [said["missing"]] if said["rows"] else []
+        digests[file].append(said["digest"])
+    for name, hint in common(missing).items():
+        raise UserError(f"no event file of {input_uri} has a column '{name}'; {hint}; correct the source file or the log")
+    result.hashes = {file: combined(of_file) for file, of_file in digests.items()}
+    for row in sorted(written.values(), key=lambda row: row["first"]):
+        result.parts.append(Part(row["path"], row["bytes"], row["rows"], row["sha256"]))
+        result.users += row["users"]
+        result.duplicates += row["duplicates"]
+        result.matched.add(Match(**json.loads(row["matched"])))
     rows = sum(part.rows for part in result.parts) + (0 if keep_duplicates else result.duplicates)
-    if rows != tally.events:
-        raise RuntimeError(f"{tally.events:,} events were read and {rows:,} came out of the shuffle; nothing committed")
-    result.users = sum(each.users for each in written)
-    for partition in written:
-        result.matched.add(partition.matched[0])
+    if rows != events:
+        raise RuntimeError(f"{events:,} events were read and {rows:,} came out of the shuffle; nothing was committed")
     if users is not None and result.matched.doubtful:
-        ids = sample(pa.array([name for each in written for name in each.matched[1]], pa.string()))
-        result.matched.explain(ids, compare(ids, [users.column(0)]))
+        result.matched.others = users["user_id"].slice(0, 2).to_pylist()
     return result

@@ -1,0 +1,196 @@
+"""Ray as the steps of prepare use it, by its public interface.
+
+    each(function, calls)                     a task per call, `ray.remote` and `ray.wait`
+    exchange(read, reads, count, kernel)      range -> map_batches(read) -> repartition(count, keys) -> map_batches(kernel)
+
+Kernels work on whole partitions with polars, numpy and Arrow, write their parts themselves, and give a table of a few
+columns back. Stats, progress, backpressure, spilling and the retries of lost tasks are Ray Data's. What matters of its
+settings (measured on 20 million events, see docs/scale.md) is in `context`; a `kernel` has no `concurrency`, so that it
+fuses into the tasks that gather the shards of a partition.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import ray
+import ray.data
+from ray.data import DataContext
+
+from models.tables import UserError
+from pipelines.data.ray_data_config import WORKERS, RayDataConfig
+from pipelines.faults import user_error_in
+
+SHARD_BYTES = 128 << 10
+"""Ray keeps objects below 100 KiB in the driver's own memory: a map task has at least these for each partition."""
+
+KEY = "__partition"
+"""Column of what is exchanged: the number of the row's partition."""
+
+RETRIES = "\nFailed to apply"
+"""What Ray Data adds to the words of an error."""
+
+Call = tuple[Any, ...]
+Shared = Any
+"""What `Engine.put` gave: a reference to what all tasks read, or the thing itself; `fetch` gives the thing."""
+Read = Callable[[int], Iterator[pa.Table]]
+
+
+def quiet_ray_data() -> None:
+    """Leaves the terminal to what jobs say, and to Ray Data's bars of progress where it is one; errors are raised."""
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)
+    DataContext.get_current().enable_progress_bars = sys.stderr.isatty()
+
+
+class Engine:
+    """How one run of prepare uses Ray, and what Ray Data says of what it ran."""
+
+    def __init__(self, settings: RayDataConfig | None = None, here: bool = False, start: Callable[[], None] | None = None) -> None:
+        """here: whether this process runs everything itself, one after the other, without Ray: for a log of one
+        partition, which processes of Ray would take longer to start for than to make. start: starts Ray, before it is
+        first used."""
+        self.settings, self.here, self.start = settings or RayDataConfig(), here, start
+        self.stats: list[str] = []
+        """`Dataset.stats()` of all that ran since `take_stats`."""
+
+    def _begin(self) -> None:
+        if self.start is not None:
+            self.start()
+            self.start = None
+
+    def put(self, value: Any) -> Shared:
+        """`value` where all tasks can read it."""
+        if self.here:
+            return value
+        self._begin()
+        return ray.put(value)
+
+    def take_stats(self) -> str:
+        """What Ray Data says of all that ran since the last call, for a manifest's timings."""
+        said, self.stats = "\n".join(self.stats), []
+        return "made by the driver alone" if self.here else said
+
+    def context(self, partitions: int) -> DataContext:
+        """The settings of an exchange of so many partitions."""
+        quiet_ray_data()
+        context = DataContext.get_current().copy()
+        context.shuffle_strategy = "shuffle_v2"
+        several = len([node for node in ray.nodes() if node["Alive"]]) > 1
+        auto = "lz4" if several else "none"
+        context.shuffle_compression = auto if self.settings.compression == "auto" else self.settings.compression
+        # Ray's default of 1 GiB leaves a log of 20 million events to one task
+        batch = max(self.settings.shuffle_batch_mb << 20, partitions * SHARD_BYTES)
+        context.shuffle_input_batch_bytes = batch
+        context.target_max_block_size = batch
+        return context
+
+    def refs(self, function: Callable[..., Any], calls: Iterable[Call], shared: Call = ()) -> list[Any]:
+        """A reference to the result of `function(*shared, *call)` for every call, in their order; arguments that are
+        references are given as what they refer to."""
+        if self.here:
+            return [function(*map(fetch, shared), *call) for call in calls]
+        self._begin()
+        task = ray.remote(function).options(num_cpus=1, runtime_env=WORKERS, name=_name(function))
+        return [task.remote(*shared, *call) for call in calls]
+
+    def each(self, function: Callable[..., Any], calls: Iterable[Call], shared: Call = ()) -> Iterator[tuple[int, Any]]:
+        """Runs `function(*shared, *call)` for every call as a task; yields (number of the call, result) as they end."""
+        if self.here:
+            yield from enumerate(function(*map(fetch, shared), *call) for call in calls)
+            return
+        waiting = {ref: number for number, ref in enumerate(self.refs(function, calls, shared))}
+        while waiting:
+            (done, *_), _ = ray.wait(list(waiting), num_returns=1)
+            with _one_line():
+                yield waiting.pop(done), ray.get(done)
+
+    def exchange(
+        self,
+        read: Read,
+        reads: int,
+        partitions: int,
+        kernel: Callable[..., pa.Table],
+        shared: Call = (),
+        first: tuple[int, Callable[[pa.Table], pa.Table]] | None = None,
+        here: bool = False,
+    ) -> Iterator[pa.Table]:
+        """Brings rows of one KEY together: yields `kernel(*shared, key, rows)` for every one of the `partitions` that has
+        some.
+
+        `read(number)` gives tables of one schema with KEY, for `reads` numbers. first: the number of partitions of an
+        exchange before, and what it makes of each: rows with the KEY that they go on to. here: as of `__init__`.
+        """
+        if self.here or here:
+            rows = pa.concat_tables([table for number in range(reads) for table in read(number)]).combine_chunks()
+            yield from _by_key(first[1](rows) if first else rows, kernel, shared)
+            return
+        self._begin()
+        with DataContext.current(self.context(max(partitions, first[0] if first else 1))):
+            rows = ray.data.from_items([{"number": number} for number in range(reads)], override_num_blocks=reads)
+            # The environment of the shuffle's own tasks, so that all run in the same processes.
+            every: dict[str, Any] = {"batch_size": None, "batch_format": "pyarrow"}
+            rows = rows.map_batches(_named(_read, read), fn_args=(read,), runtime_env=WORKERS, **every)
+            if first:
+                rows = rows.repartition(first[0], keys=[KEY])
+                rows = rows.map_batches(_named(first[1], first[1]), **every)
+            rows = rows.repartition(partitions, keys=[KEY])
+            rows = rows.map_batches(_named(_by_key, kernel), fn_args=(kernel, shared), **every)
+        with _one_line():
+            yield from rows.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
+        self.stats.append(rows.stats())
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    """A UserError of a task as it was raised there, in one line."""
+    try:
+        yield
+    except Exception as error:
+        if known := user_error_in(error):
+            raise UserError(str(known).partition(RETRIES)[0]) from None
+        raise
+
+
+def _read(numbers: pa.Table, read: Read) -> Iterator[pa.Table]:
+    for number in numbers["number"].to_pylist():
+        yield from read(number)
+
+
+def _by_key(rows: pa.Table, kernel: Callable[..., pa.Table], shared: Call) -> Iterator[pa.Table]:
+    """What `exchange` yields of the rows of one task, of no, one or several partitions."""
+    if not rows.num_rows:
+        return
+    key = rows[KEY].to_numpy()
+    for value in np.flatnonzero(np.bincount(key)).tolist():
+        mine = rows if (key == value).all() else rows.filter(pa.array(key == value))
+        yield kernel(*map(fetch, shared), value, mine.drop_columns([KEY]))
+
+
+def fetch(shared: Shared) -> Any:
+    """What `Engine.put` was given."""
+    return ray.get(shared) if isinstance(shared, ray.ObjectRef) else shared
+
+
+def _name(function: Callable[..., Any]) -> str:
+    while isinstance(function, partial):
+        function = function.func
+    kind = function if isinstance(function, FunctionType) else type(function)
+    return kind.__name__.strip("_")
+
+
+def _named(work: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """`work` under the name of the function that it runs, which is what the dashboard and the stats show."""
+
+    def named(rows: pa.Table, *arguments: Any) -> Any:
+        return work(rows, *arguments)
+
+    named.__name__ = _name(function)
+    return named

@@ -1,0 +1,696 @@
+"""Raw files as frames of rows: CSV, JSON lines, Parquet and plain lines, compressed or not, each byte read once.
+
+    digest = hashlib.sha256()
+    for frame in read_frames("s3://bucket/log.csv", Files(delimiter=";"), ["user", "cast(price as double)"], digest):
+        frame.rows, frame.broken
+
+A large plain file is read in pieces (`pieces`): text from line start to line start, Parquet by row groups. Values of
+CSV are text, empty ones null; those of JSON and Parquet have the file's types. What is no row is in `Frame.broken`,
+so that nothing is lost without a word: the lines of a file are its header, blank ones, those of rows and broken ones.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import difflib
+import io
+import json
+import re
+from collections import Counter
+from collections.abc import Collection, Generator, Iterable, Iterator
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from itertools import islice
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+from pyarrow import fs
+
+from models.config import hint
+from models.tables import UserError, file_info, open_uri
+from pipelines.data.tables import OWN
+
+ROW = "__row"
+"""Column with the row's number in its piece, from 0, broken ones counted too."""
+
+SUFFIXES = {"csv": "csv", "tsv": "csv", "jsonl": "jsonl", "ndjson": "jsonl", "json": "jsonl", "parquet": "parquet"}
+FORMATS = ("csv", "jsonl", "parquet", "lines", "keyed")
+MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\x28\xb5\x2f\xfd": "zstd", b"\x04\x22\x4d\x18": "lz4"}
+PACKED = ("gz", "bz2", "zst", "lz4")
+BLOCK = 8 << 20  # bytes of text per frame
+LONGEST_ROW = 64 << 20  # bytes
+PARQUET_ROWS = 1 << 17  # per frame, at most
+LONGEST_QUOTE = 2000  # characters of a broken line that a reject keeps
+JOINED = b"\x1f"  # stands for a delimiter of several characters: the ASCII separator of units
+HALF = re.compile(rb"(?<!\\)((?:\\\\)*)\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
+"""Half of a character in JSON."""
+csv.field_size_limit(LONGEST_ROW)
+
+Broken = list[tuple[int, str, str]]
+"""Of lines that are no rows: number in the piece, reason, text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """How the files of one section are written."""
+
+    format: str | None = None
+    """csv, jsonl, parquet; `lines`, each one row with the column `line`; `keyed`, a JSON object by id, with the columns
+    `key` and `value`. By default by the suffix."""
+    delimiter: str | None = None
+    """CSV: what separates columns, such as `;` or `::`; by default a tab for `.tsv`, else a comma."""
+    header: list[str] | None = None
+    """CSV without a header line: its column names."""
+    quote: str = '"'
+    """CSV: what encloses values; empty where quotes are plain characters."""
+    escape: str = ""
+    """CSV: what stands before a quote within a value, such as a backslash; by default quotes are doubled."""
+    encoding: str = "utf-8"
+    """A Python codec of text files, such as cp1252."""
+
+    def check_files(self, where: str = "") -> None:
+        """ValueError for what no file can be. where: what stands before the keys in errors."""
+        if self.format is not None and self.format not in FORMATS:
+            raise ValueError(f"'{where}format' is '{self.format}'; it must be one of {', '.join(FORMATS)}")
+        for key in ("quote", "escape"):
+            if len(getattr(self, key).encode()) > 1:
+                raise ValueError(f"'{where}{key}' is {getattr(self, key)!r}; it is one ASCII character, or ''")
+        given = self.delimiter
+        if given is not None and not (given.isascii() and 1 <= len(given) <= 8 and "\n" not in given):
+            raise ValueError(f"'{where}delimiter' is {given!r}; it is one to eight ASCII characters, such as ';'")
+        try:
+            known = codecs.lookup(self.encoding)._is_text_encoding
+        except LookupError:
+            known = False
+        if not known:
+            raise ValueError(
+                f"'{where}encoding' is '{self.encoding}', which is no text encoding of Python's; likely ones are "
+                f"utf-8, cp1252, gb18030, utf-16, shift_jis"
+            )
+
+    @property
+    def recoded(self) -> bool:
+        return codecs.lookup(self.encoding).name not in ("utf-8", "utf-8-sig", "ascii")
+
+    def format_of(self, file: str) -> str:
+        """The format of a file: as given, or by its suffix beneath that of a compression."""
+        suffixes = [s[1:].lower() for s in PurePosixPath(file).suffixes]
+        suffixes = [s for s in suffixes if s not in PACKED]
+        if self.format is None and (not suffixes or suffixes[-1] not in SUFFIXES):
+            raise UserError(f"the format of {file} cannot be told from its name; set 'format' to {', '.join(FORMATS)}")
+        return self.format or SUFFIXES[suffixes[-1]]
+
+    def delimiter_of(self, file: str) -> str:
+        return self.delimiter or ("\t" if ".tsv" in [s.lower() for s in PurePosixPath(file).suffixes] else ",")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a plain file that is read by itself; the row that begins at its end is of the next one."""
+
+    start: int
+    """First byte; of Parquet the first row group."""
+    end: int
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Some rows of a raw file."""
+
+    rows: pl.DataFrame
+    """The columns that are needed and ROW."""
+    broken: Broken = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+    """Columns that are not there, each with a hint at the nearest that is; in `rows` they are null."""
+
+
+def list_files(input_uri: str, pattern: str, *, required: bool, what: str, beside: Collection[str] = ()) -> list[str]:
+    """Files under the folder whose relative path matches the pattern (shell wildcards) and none of those `beside`,
+    sorted. Hidden files, and parts and manifests of tables of ours in folders beneath it, are skipped."""
+    filesystem, root = open_uri(input_uri)
+    try:
+        infos = filesystem.get_file_info(fs.FileSelector(root, recursive=True))
+    except (OSError, pa.ArrowInvalid) as error:
+        raise UserError(f"the input folder {input_uri} cannot be read; check --input") from error
+    names = (info.path[len(root) :].lstrip("/") for info in infos if info.type == fs.FileType.File)
+    files = sorted(
+        name
+        for name in names
+        if fnmatchcase(name, pattern)
+        and not any(fnmatchcase(name, other) for other in beside)
+        and not any(part.startswith((".", "_")) for part in name.split("/"))
+        and not ("/" in name and OWN.fullmatch(name.rsplit("/", 1)[1]))
+    )
+    if required and not files:
+        raise UserError(f"{input_uri} holds no {what} like '{pattern}'; check --input and the source's file pattern")
+    return files
+
+
+def stamp(uri: str) -> list[int]:
+    """Size and time of change of a file, by which a run that starts again knows it."""
+    info = file_info(uri)
+    return [info.size, info.mtime_ns or 0]
+
+
+def pieces(uri: str, files: Files, size: int) -> list[Piece | None]:
+    """The pieces of about `size` bytes that a file is read in; [None] for one that is read as a whole: a small one, a
+    compressed one, one that is decoded, a JSON array."""
+    filesystem, path = open_uri(uri)
+    length, kind = filesystem.get_file_info(path).size, files.format_of(uri)
+    if length <= size:
+        return [None]
+    with filesystem.open_input_file(path) as stream:
+        if kind == "parquet":
+            metadata = pq.read_metadata(stream)
+            groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+            sizes = [sum(group.column(i).total_compressed_size for i in range(group.num_columns)) for group in groups]
+            edges = np.unique(np.cumsum([0, *sizes])[:-1] // size, return_index=True)[1].tolist()
+            return [Piece(*edge) for edge in zip(edges, [*edges[1:], len(groups)], strict=True)]
+        head = stream.read(1 << 12)
+    if files.recoded or kind == "keyed" or _compression(head) or (kind == "jsonl" and _is_array(head)):
+        return [None]
+    return [Piece(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _compression(head: bytes) -> str | None:
+    return next((name for magic, name in MAGIC.items() if head.startswith(magic)), None)
+
+
+def _is_array(head: bytes) -> bool:
+    return head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+
+
+def _open(uri: str) -> Any:
+    """The file's bytes as they were before compression, whatever its name says."""
+    filesystem, path = open_uri(uri)
+    with filesystem.open_input_file(path) as stream:
+        head = stream.read(4)
+    return filesystem.open_input_stream(path, compression=_compression(head))
+
+
+def read_frames(
+    uri: str, files: Files, expressions: Iterable[str], digest: Any = None, piece: Piece | None = None
+) -> Iterator[Frame]:
+    """Streams a file, or a piece of it, with the columns that the SQL expressions need, and adds the bytes that are
+    parsed to `digest`. UserError names the file for one that is empty, damaged or of another format."""
+    kind, expressions = files.format_of(uri), list(dict.fromkeys(expressions))
+    reader = {"csv": _read_csv, "parquet": _read_parquet, "keyed": _read_whole}.get(kind, _read_lines)
+    try:
+        yield from reader(uri, files, expressions, digest, piece)
+    except UnicodeError as error:
+        raise _not_encoded(uri, files.encoding) from error
+    except (pa.ArrowException, OSError, EOFError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if "invalid UTF8" in reason:
+            raise _not_encoded(uri, files.encoding) from error
+        raise UserError(
+            f"{uri} cannot be read as {kind} ({reason[:300]}); it may be truncated, damaged or of another format: "
+            f"copy it again or set 'format'"
+        ) from error
+
+
+def _not_encoded(uri: str, encoding: str) -> UserError:
+    with _open(uri) as stream:
+        head = stream.read(BLOCK)
+    where, likely = "", "cp1252, gb18030 or shift_jis"
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or head.count(b"\0") * 20 > len(head):
+        likely = "utf-16"
+    elif not codecs.lookup(encoding).name.startswith("utf-16"):
+        with io.TextIOWrapper(io.BytesIO(head), encoding, "surrogateescape", newline="\n") as text:
+            bad = next((n for n, line in enumerate(text, 1) if re.search("[\ud800-\udfff]", line)), None)
+        where = f" in line {bad:,}" if bad else ""
+    return UserError(
+        f"{uri} is not {encoding}{where}; set 'encoding' beside its 'files' in the source file, such as {likely}, or "
+        f"convert it to UTF-8"
+    )
+
+
+def needed(expressions: Iterable[str], present: Collection[str]) -> tuple[list[str], dict[str, str]]:
+    """The columns that the expressions read, of those present, and the ones that are missing, each with a hint. An
+    expression that is the name of a column is that column, any other is SQL."""
+    wanted = dict.fromkeys(name for text in expressions for name in roots(text, present))
+    missing = {name: present_hint(name, present) for name in wanted if name not in present}
+    return [name for name in wanted if name in present], missing
+
+
+def roots(text: str, present: Collection[str]) -> list[str]:
+    """The columns that an expression reads."""
+    if text in present:
+        return [text]
+    try:
+        return pl.sql_expr(text).meta.root_names()
+    except pl.exceptions.PolarsError:
+        return [text]  # a name that is a word of SQL
+
+
+def present_hint(column: str, present: Collection[str]) -> str:
+    """Half a sentence that names the column nearest to one that is not there, and those that are."""
+    if not present:
+        return "it has none"
+    named = list(present) if len(present) <= 40 else difflib.get_close_matches(column, list(present), 40, 0)
+    more = f" and {len(present) - 40:,} more" if len(present) > 40 else ""
+    return f"{hint(column, sorted(present))} of {', '.join(named)}{more}"
+
+
+def _blocks(
+    uri: str, files: Files, digest: Any, piece: Piece | None, size: int = BLOCK
+) -> Generator[bytes, None, None]:
+    """The text as UTF-8 in blocks of about `size` bytes, cut anywhere."""
+    decode = codecs.getincrementaldecoder(files.encoding)() if files.recoded else None
+    left, first = 1 << 62, True
+    with ExitStack() as opened:
+        if piece is None:
+            stream = opened.enter_context(_open(uri))
+        else:
+            filesystem, path = open_uri(uri)
+            stream = opened.enter_context(filesystem.open_input_file(path))
+            start, end = (_row_start(stream, uri, files, byte) for byte in (piece.start, piece.end))
+            stream.seek(start)
+            left, first = end - start, start == 0
+        while left and (block := stream.read(min(size, left))):
+            if digest is not None:
+                digest.update(block)
+            left -= len(block)
+            text = decode.decode(block).encode() if decode else block
+            yield text.removeprefix(codecs.BOM_UTF8) if first else text
+            first = False
+        if decode and (rest := decode.decode(b"", True)):
+            yield rest.encode()
+
+
+def _head(uri: str, files: Files) -> bytes:
+    """The beginning of the text; UserError for an empty file."""
+    with closing(_blocks(uri, files, None, None, 1 << 18)) as blocks:
+        head = next((block for block in blocks if block.strip()), b"")
+    if not head:
+        raise UserError(f"{uri} is empty; copy it again or take it out of the input folder")
+    return head
+
+
+def _row_start(stream: Any, uri: str, files: Files, byte: int) -> int:
+    """The first byte from `byte` on at which a row begins. In CSV a line within quotes may look like a row: it is the
+    first line from which the next 20 rows are as wide as the header."""
+    if byte == 0:
+        return 0
+    stream.seek(byte - 1)
+    text = bytes(stream.read(1 << 20))
+    whole = byte - 1 + len(text) == stream.size()
+    at = text.find(b"\n") + 1
+    if not at:
+        return stream.size() if whole else _row_start(stream, uri, files, byte - 1 + len(text))
+    if files.format_of(uri) != "csv" or not files.quote or files.quote.encode() not in text[at:]:
+        return byte - 1 + at
+    delimiter = files.delimiter_of(uri).encode()
+    by = delimiter if len(delimiter) == 1 else JOINED
+    width = len(_header(uri, files, delimiter, by)[0])
+    lines = text[at:].splitlines(keepends=True)[: None if whole else -1]
+    read = [line.replace(delimiter, by).decode(errors="replace") for line in lines]
+    for first in range(len(lines)):
+        with suppress(csv.Error):
+            rows = islice(csv.reader(islice(read, first, None), delimiter=by.decode(), **_quotes(files)), 20)
+            if all(len(row) in (0, width) for row in rows):
+                return byte - 1 + at + sum(map(len, lines[:first]))
+    return byte - 1 + at
+
+
+def _quotes(files: Files) -> dict[str, Any]:
+    """How Python's CSV reader is told of quotes."""
+    if not files.quote:
+        return {"quoting": csv.QUOTE_NONE}
+    escape = files.escape or None
+    return {"quotechar": files.quote, "doublequote": not escape, "escapechar": escape, "strict": True}
+
+
+def _read_csv(uri: str, files: Files, expressions: list[str], digest: Any, piece: Piece | None) -> Iterator[Frame]:
+    delimiter = files.delimiter_of(uri).encode()
+    by = delimiter if len(delimiter) == 1 else JOINED
+    names, skip = _header(uri, files, delimiter, by)
+    columns, missing = needed(expressions, names)
+    if missing and len(names) == 1:
+        _check_delimiter(uri, names[0], delimiter.decode(), min(missing))
+    skip = skip if piece is None or piece.start == 0 else 0
+    rest, row, last = b"", 0, False
+    blocks = _blocks(uri, files, digest, piece)
+    while not last:
+        block = next(blocks, None)
+        last = block is None
+        rest += (block or b"").replace(delimiter, by)
+        while skip and (at := rest.find(b"\n") + 1):
+            rest, skip = rest[at:], skip - 1
+        if skip or not rest:
+            continue
+        table, numbers, broken, used = _csv_rows(rest, files, by.decode(), names, columns, last)
+        rest = rest[used:]
+        if len(rest) > LONGEST_ROW:
+            raise UserError(
+                f"{uri}: row {row:,} is longer than {LONGEST_ROW >> 20} MiB; set quote: '' where quotes are plain "
+                f"characters"
+            )
+        rows = pl.DataFrame(schema=dict.fromkeys(columns, pl.String)) if table is None else pl.DataFrame(table)
+        rows = rows.with_columns(pl.Series(ROW, numbers + row, pl.Int64))
+        yield Frame(rows, [(number + row, why, text) for number, why, text in broken], missing)
+        row += len(numbers) + len(broken)
+
+
+def _header(uri: str, files: Files, delimiter: bytes, by: bytes) -> tuple[list[str], int]:
+    """The names of all columns and the number of lines that they take. Of names that come twice the later ones get a
+    number, as in pandas."""
+    head = _head(uri, files)
+    if b"\0" in head[:100] or head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise _not_encoded(uri, files.encoding)
+    if b"\r" in head and b"\n" not in head:
+        raise UserError(f"{uri} ends its lines with carriage returns alone; convert it to line feeds (tr '\\r' '\\n')")
+    if files.header:
+        return files.header, 0
+    text = head.replace(delimiter, by).decode(errors="replace").split("\n")
+    lines = csv.reader((line + "\n" for line in text), delimiter=by.decode(), **_quotes(files))
+    try:
+        names = next(cells for cells in lines if cells)
+    except csv.Error as error:
+        raise UserError(f"{uri}: its header cannot be read ({error}); name the columns in 'header'") from error
+    seen: dict[str, int] = {}
+    for place, name in enumerate(names):
+        seen[name] = seen.get(name, -1) + 1
+        names[place] = f"{name}.{seen[name]}" if seen[name] else name
+    return names, lines.line_num
+
+
+def _check_delimiter(uri: str, header: str, delimiter: str, wanted: str) -> None:
+    """UserError for a header that is one column, but several by another delimiter."""
+    for other in ("\t", ";", "::", "|", ",", " "):
+        if other in header:
+            raise UserError(
+                f"{uri} has no column '{wanted}': by the delimiter {json.dumps(delimiter)} its header is one column, "
+                f"'{header[:80]}'; set 'delimiter: {json.dumps(other)}' in the source file"
+            )
+
+
+def _csv_rows(
+    text: bytes, files: Files, delimiter: str, names: list[str], columns: list[str], last: bool
+) -> tuple[pa.Table | None, np.ndarray, Broken, int]:
+    """The rows of a text that begins with one: the table, the numbers of its rows, what is broken, and how many bytes
+    were read. By Arrow where all quotes enclose whole values of one line, else by Python's strict reader, line by line.
+    """
+    used = len(text) if last else _last_row_end(text, files)
+    if used and _regular(memoryview(text)[:used], files, delimiter):
+        return *_rows_of_arrow(text[:used], files, delimiter, names, columns), used
+    return _rows_of_lines(text, files, delimiter, names, columns, last)
+
+
+def _plain(text: bytes, files: Files) -> bytes:
+    """The text, as long, without what is escaped."""
+    if not files.escape:
+        return text
+    mark = files.escape.encode()
+    return text.replace(mark + mark, b"__").replace(mark + files.quote.encode(), b"__")
+
+
+def _last_row_end(text: bytes, files: Files) -> int:
+    """Where the last whole row ends: at a line break with an even number of quotes before it."""
+    at, quote = text.rfind(b"\n"), files.quote.encode()
+    if not quote or quote not in text:
+        return at + 1
+    text = _plain(text, files)
+    odd = text.count(quote, 0, at) % 2
+    while odd and at >= 0:
+        before = text.rfind(b"\n", 0, at)
+        odd = (odd + text.count(quote, max(before, 0), at)) % 2
+        at = before
+    return at + 1
+
+
+def _regular(text: memoryview, files: Files, delimiter: str) -> bool:
+    """Whether every quote begins or ends a value, or is doubled, and no value has a line break."""
+    quote = files.quote.encode()
+    if not quote or quote not in bytes(text):
+        return True
+    byte = np.frombuffer(_plain(bytes(text), files), np.uint8)
+    place, breaks = np.flatnonzero(byte == quote[0]), np.flatnonzero(byte == 10)
+    if len(place) % 2:
+        return False
+    opens, closes = place[::2], place[1::2]
+    before = byte[opens - 1][opens > 0]  # the first byte begins a row
+    after = byte[np.minimum(closes + 1, len(byte) - 1)][closes < len(byte) - 1]
+    ends = [ord(delimiter), 10, quote[0]]
+    lines = np.searchsorted(breaks, opens) == np.searchsorted(breaks, closes)
+    return bool(np.isin(before, ends).all() and np.isin(after, [*ends, 13]).all() and lines.all())
+
+
+def _rows_of_arrow(
+    text: bytes, files: Files, delimiter: str, names: list[str], columns: list[str]
+) -> tuple[pa.Table | None, np.ndarray, Broken]:
+    if not text.strip(b"\r\n"):
+        return None, np.zeros(0, np.int64), []
+    broken: Broken = []
+
+    def skip(row: Any) -> str:
+        broken.append((row.number - 1, _width(row.actual_columns, row.expected_columns), _shown(row.text or "", files)))
+        return "skip"
+
+    if files.escape:  # MySQL's word for nothing, which is no escaped N
+        ends, mark = re.escape(delimiter.encode()), re.escape(files.escape.encode())
+        text = re.sub(rb"(?m)(^|%b)%bN(?=%b|[\r\n]|\Z)" % (ends, mark, ends), rb"\1", text)
+    table = pa.csv.read_csv(
+        pa.BufferReader(text),
+        # One thread: rows are numbered only then; files are read side by side by Ray's tasks.
+        pa.csv.ReadOptions(use_threads=False, block_size=len(text) + 1, column_names=names),
+        pa.csv.ParseOptions(
+            delimiter=delimiter,
+            quote_char=files.quote or False,
+            double_quote=bool(files.quote) and not files.escape,
+            escape_char=files.escape or False,
+            invalid_row_handler=skip,
+        ),
+        pa.csv.ConvertOptions(
+            include_columns=columns, column_types=dict.fromkeys(columns, pa.string()), null_values=[""],
+            strings_can_be_null=True,
+        ),
+    )  # fmt: skip
+    return table, _numbers(table.num_rows, broken), broken
+
+
+def _width(columns: int, width: int) -> str:
+    return f"row: {columns} columns, not {width}"
+
+
+def _shown(text: str, files: Files) -> str:
+    return text.replace(JOINED.decode(), files.delimiter or "")[:LONGEST_QUOTE]
+
+
+def _numbers(rows: int, broken: Broken) -> np.ndarray:
+    """(rows,) the numbers of the rows between those that are broken."""
+    every = np.ones(rows + len(broken), bool)
+    every[[number for number, *_ in broken]] = False
+    return np.flatnonzero(every)
+
+
+def _rows_of_lines(
+    text: bytes, files: Files, delimiter: str, names: list[str], columns: list[str], last: bool
+) -> tuple[pa.Table | None, np.ndarray, Broken, int]:
+    """As `_csv_rows`, by Python's reader. A line at which a value begins that is not closed as it should be, or that
+    swallows lines which are rows themselves, is broken, and reading goes on with the next line: a stray quote costs
+    its own line."""
+    lines = text.decode().split("\n")
+    lines = [line + "\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
+    if not last and lines and not lines[-1].endswith("\n"):
+        lines.pop()
+    rows: list[list[str]] = []
+    broken: Broken = []
+    at = begin = 0
+    while at < len(lines):
+        reader, begin = csv.reader(islice(lines, at, None), delimiter=delimiter, **_quotes(files)), at
+        first = at
+        try:
+            for cells in reader:
+                end = first + reader.line_num
+                if end - begin > 1 and _are_rows(lines[begin:end], delimiter, len(names)):
+                    raise csv.Error("a quote that swallows lines")
+                if cells and len(cells) == len(names):
+                    rows.append(cells)
+                elif cells:
+                    shown = _shown("".join(lines[begin:end]).rstrip("\r\n"), files)
+                    broken.append((len(rows) + len(broken), _width(len(cells), len(names)), shown))
+                begin = end
+            at = begin = len(lines)
+        except csv.Error as error:
+            if "end of data" in str(error) and not last and len(text) < LONGEST_ROW // 2:
+                break  # its end is in the next block
+            line = lines[begin].rstrip("\r\n")
+            escaped = not files.escape and f"\\{files.quote}" in line
+            remedy = "set escape: '\\'" if escaped else "set quote: '' where quotes are plain characters"
+            reason = f"row: its quotes are not closed; {remedy}"
+            broken.append((len(rows) + len(broken), reason, _shown(line, files)))
+            at = begin = begin + 1
+    used = sum(len(line.encode()) for line in lines[:begin])
+    values = [[row[names.index(name)] or None for row in rows] for name in columns]
+    table = pa.table([pa.array(each, pa.string()) for each in values], names=columns)
+    return table if rows else None, _numbers(len(rows), broken), broken, used
+
+
+def _are_rows(lines: list[str], delimiter: str, width: int) -> bool:
+    """Whether lines of one value look like rows: as wide, and no prose where the first has a word."""
+    begins = [line.partition(delimiter)[0] for line in lines]
+    prose = " " not in begins[0] and any(" " in begin for begin in begins)
+    return not prose and all(line.count(delimiter) == width - 1 for line in lines)
+
+
+def _read_lines(uri: str, files: Files, expressions: list[str], digest: Any, piece: Piece | None) -> Iterator[Frame]:
+    """JSON lines, and lines of text."""
+    kind = files.format_of(uri)
+    if kind == "jsonl" and piece is None and _is_array(_head(uri, files)):
+        yield from _read_whole(uri, files, expressions, digest, piece)
+        return
+    parse = _json_rows if kind == "jsonl" else _text_rows
+    rest, row = b"", 0
+    for block in _blocks(uri, files, digest, piece):
+        end = block.rfind(b"\n") + 1
+        if end:
+            frame, rows = parse(rest + block[:end], uri, expressions, row)
+            rest, row = block[end:], row + rows
+            yield frame
+            continue
+        rest += block
+        if len(rest) > LONGEST_ROW:
+            raise UserError(f"{uri} has a line of more than {LONGEST_ROW >> 20} MiB; write one row per line")
+    if rest.strip():
+        frame, rows = parse(rest, uri, expressions, row)
+        if kind == "jsonl" and frame.broken and frame.broken[-1][0] == row + rows - 1:
+            raise UserError(f"{uri} ends within a JSON object: it is truncated; copy it again")
+        row += rows
+        yield frame
+    if not row and piece is None:
+        raise UserError(f"{uri} is empty; copy it again or take it out of the input folder")
+
+
+def _text_rows(text: bytes, uri: str, expressions: list[str], row: int) -> tuple[Frame, int]:
+    lines = [line for line in text.decode().replace("\r\n", "\n").split("\n") if line.strip()]
+    rows = pl.DataFrame({"line": lines, ROW: np.arange(row, row + len(lines))}, {"line": pl.String, ROW: pl.Int64})
+    return Frame(rows, missing=needed(expressions, ["line"])[1]), len(lines)
+
+
+def _json_rows(text: bytes, uri: str, expressions: list[str], row: int) -> tuple[Frame, int]:
+    """Rows of whole lines, which all take part in what type a column is: one of mixed types is text."""
+    broken: Broken = []
+    if b"\\ud" in text or b"\\uD" in text:
+        text = HALF.sub(rb"\1\\ufffd", text)
+    try:
+        rows = pl.read_ndjson(text, infer_schema_length=None) if text.strip() else pl.DataFrame()
+    except pl.exceptions.PolarsError:
+        good, broken = _objects([line for line in text.split(b"\n") if line.strip()], expressions)
+        if not good and not row:
+            raise UserError(
+                f"{uri} is not JSON lines ({broken[0][1]}); write one JSON object per line, or set 'format'"
+            ) from None
+        rows = pl.read_ndjson("\n".join(good).encode(), infer_schema_length=None) if good else pl.DataFrame()
+    columns, missing = needed(expressions, rows.columns)
+    numbers = _numbers(len(rows), broken) + row
+    rows = rows.select(columns).with_columns(pl.Series(ROW, numbers, pl.Int64))
+    broken = [(number + row, why, shown) for number, why, shown in broken]
+    return Frame(rows, broken, missing), len(numbers) + len(broken)
+
+
+def _objects(lines: list[bytes], expressions: list[str]) -> tuple[list[str], Broken]:
+    """The lines that are objects, with the columns that are needed, and the others: those that are no JSON, and those
+    that have a list, an object or a value where most lines have another of these."""
+    found: dict[int, dict[str, Any]] = {}
+    why: dict[int, str] = {}
+    for number, line in enumerate(lines):
+        try:
+            value = json.loads(line, strict=False)
+            if not isinstance(value, dict):
+                raise ValueError(f"it is a JSON {type(value).__name__}")
+            found[number] = value
+        except (ValueError, RecursionError) as error:
+            why[number] = f"row: no JSON object ({error})"
+    words: dict[Any, str] = {list: "a list", dict: "an object", str: "a value"}
+    columns = needed(expressions, {key for row in found.values() for key in row})[0]
+    for name in columns:
+        kinds = {
+            number: type(row[name]) if isinstance(row[name], list | dict) else str
+            for number, row in found.items()
+            if row.get(name) is not None
+        }
+        most, _ = Counter(kinds.values()).most_common(1)[0] if kinds else (str, 0)
+        for number, kind in kinds.items():
+            if kind is not most:
+                why[number] = f"{name}: {words[kind]}, where most rows have {words[most]}"
+    good = [json.dumps({name: row.get(name) for name in columns}) for n, row in found.items() if n not in why]
+    return good, [(n, why[n], lines[n].decode(errors="replace")[:LONGEST_QUOTE]) for n in sorted(why)]
+
+
+def _read_whole(uri: str, files: Files, expressions: list[str], digest: Any, piece: Piece | None) -> Iterator[Frame]:
+    """A file that is one JSON value: an array of objects, or an object whose keys are ids."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(made := dict(pairs)) < len(pairs):
+            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+            raise UserError(f"{uri}: the key '{twice}' comes twice; merge its entries")
+        return made
+
+    try:
+        content = json.loads(b"".join(_blocks(uri, files, digest, None)), object_pairs_hook=unique, strict=False)
+    except ValueError as error:
+        raise UserError(f"{uri} is not readable JSON ({error}); it may be truncated: copy it again") from error
+    if isinstance(content, dict):
+        content = [{"key": key, "value": value} for key, value in content.items()]
+    elif files.format_of(uri) == "keyed" or not isinstance(content, list):
+        raise UserError(f"{uri} holds a JSON {type(content).__name__}, not {{id: ...}}; set another 'format'")
+    if not content:
+        raise UserError(f"{uri} is empty; copy it again or take it out of the input folder")
+    for row in range(0, len(content), PARQUET_ROWS):
+        lines = "\n".join(json.dumps(each) for each in content[row : row + PARQUET_ROWS])
+        yield _json_rows(lines.encode(), uri, expressions, row)[0]
+
+
+class _Hashed(io.RawIOBase):
+    """A file whose bytes are hashed as they are read."""
+
+    def __init__(self, file: Any, digest: Any) -> None:
+        self.file, self.digest = file, digest
+
+    def read(self, size: int = -1) -> bytes:
+        content: bytes = self.file.read(size if size >= 0 else None)
+        if self.digest is not None:
+            self.digest.update(content)
+        return content
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return int(self.file.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self.file.tell())
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+
+def _read_parquet(uri: str, files: Files, expressions: list[str], digest: Any, piece: Piece | None) -> Iterator[Frame]:
+    filesystem, path = open_uri(uri)
+    with filesystem.open_input_file(path) as file:
+        parquet = pq.ParquetFile(pa.PythonFile(_Hashed(file, digest), mode="r"))
+        names = parquet.schema_arrow.names
+        columns, missing = needed(expressions, names)
+        groups = range(piece.start, piece.end) if piece else range(parquet.num_row_groups)
+        row = 0
+        for group in groups:
+            metadata = parquet.metadata.row_group(group)
+            wanted = [metadata.column(i) for i in range(metadata.num_columns)]
+            wanted = [column for column in wanted if column.path_in_schema.split(".")[0] in columns]
+            # Coded by a dictionary, a value takes less in the file than the 8 bytes or more that it takes in memory.
+            size = sum(max(column.total_uncompressed_size, 8 * column.num_values) for column in wanted)
+            rows = max(1, min(PARQUET_ROWS, BLOCK * metadata.num_rows // max(size, 1)))
+            for batch in parquet.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False):
+                frame = pl.DataFrame(batch)
+                numbers = pl.Series(ROW, np.arange(row, row + len(frame)), pl.Int64)
+                yield Frame(frame.select(columns).with_columns(numbers), missing=missing)
+                row += len(frame)
