@@ -70,22 +70,22 @@ def _of_models(config: Config, **options: Any) -> Iterable[dict[str, Any]]:
 
 
 def _sequences(config: Config) -> Iterable[dict[str, Any]]:
-    from pipelines.data import benchmark
+    from benchmarks import sequences
 
-    return benchmark.run(config.sizes or [1_000_000, 5_000_000, 20_000_000], config.runs)
+    return sequences.run(config.sizes or [1_000_000, 5_000_000, 20_000_000], config.runs)
 
 
 def _scale(config: Config) -> Iterable[dict[str, Any]]:
-    from pipelines.data import benchmark
+    from benchmarks import sequences
 
     sizes = config.sizes or [2_000_000, 20_000_000, 50_000_000, 100_000_000]
-    return benchmark.run(sizes, config.runs, config.store_mb, "scale", config.nodes)
+    return sequences.run(sizes, config.runs, config.store_mb, "scale", config.nodes)
 
 
 def _catalogue(config: Config) -> Iterable[dict[str, Any]]:
-    from pipelines.data.sids import benchmark
+    from benchmarks import catalogue
 
-    return benchmark.run(config.sizes or [10_000, 100_000, 1_000_000, 10_000_000])
+    return catalogue.run(config.sizes or [10_000, 100_000, 1_000_000, 10_000_000])
 
 
 def _serve(config: Config) -> Iterable[dict[str, Any]]:

@@ -17,8 +17,8 @@ from models.places import reach
 from models.tables import join, kind_of, read_manifest
 from models.text_encoder import check_encoder
 from pipelines.data.kinds.table import KINDS
+from pipelines.data.sids.text_config import TextConfig
 from pipelines.data.tables import check_can_write
-from pipelines.data.text_config import TextConfig
 
 
 @dataclass
@@ -42,7 +42,10 @@ class Config:
 def run(config: Config) -> None:
     """Encodes, and prints what was made and what to run next."""
     reach(tables=config.tables)
-    from pipelines.data.texts import check_texts, encode_log  # imports Ray, and a wrong line has its answer before that
+    from pipelines.data.sids.texts import (  # imports Ray, and a wrong line has its answer before that
+        check_texts,
+        encode_log,
+    )
 
     started = time.monotonic()
 

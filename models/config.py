@@ -12,7 +12,6 @@ from dataclasses import fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
 
 from models.places import near_file
 from models.tables import UserError, open_uri
@@ -144,6 +143,8 @@ def read_configs(uris: Iterable[str], remedy: str) -> dict[str, Any]:
 def build(kind: type, content: dict[str, Any], where: str = "") -> Any:
     """An instance of the dataclass `kind` from plain values, dataclasses within it too. ValueError names the first key
     that is unknown, missing or of another type; `where` is what stands before the keys."""
+    from pydantic import TypeAdapter, ValidationError  # a machine with PyTorch alone builds nothing from files
+
     known = [f.name for f in fields(kind)]
     for key in content:
         if key not in known:
@@ -160,7 +161,11 @@ def build(kind: type, content: dict[str, Any], where: str = "") -> Any:
     if fault["type"] == "missing":
         raise ValueError(f"'{key}' is missing; add such as '{last}: ...'")
     if fault["type"] == "unexpected_keyword_argument":
-        missing = [str(other["loc"][-1]) for other in faults if other["type"] == "missing" and other["loc"][:-1] == tuple(inside)]
+        missing = [
+            str(other["loc"][-1])
+            for other in faults
+            if other["type"] == "missing" and other["loc"][:-1] == tuple(inside)
+        ]
         raise ValueError(f"unknown key '{key}'; {hint(str(last), missing or _keys_at(kind, inside))}")
     quotes = "; write it in quotes" if "string" in fault["msg"] and not isinstance(given, dict | list) else ""
     raise ValueError(f"'{key.removesuffix('.[key]')}' is {given!r}; {fault['msg'].lower()}{quotes}")

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import polars as pl
 import yaml
+from pipelines.data.sources import load_source
 
 from models.tables import read_manifest, read_table
 from pipelines.data.prepare import prepare
 from pipelines.data.settings import read_config
-from pipelines.data.sources import load_source
 from pipelines.data.tables import commit, write_part
 from tests.search_tables import WIDTH, write_text
 

@@ -16,12 +16,13 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 
-from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.sources.as_of import AsOf
 from pipelines.data.sources.histories import History
 from pipelines.data.sources.mapping import Items, Mapping, Users
 from pipelines.data.sources.normalise import Explode, Label, Time
 from pipelines.data.sources.transforms import Transform
+
+from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.splits import SplitConfig
 
 BEGIN = "<!-- keys: written by `python -m tests.source_keys docs/own_log.md` -->"

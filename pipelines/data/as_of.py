@@ -22,7 +22,8 @@ from models.tables import Manifest, Part, UserError, read_table
 from models.words import number_of
 from pipelines.data.engine import Shared
 from pipelines.data.events import hash_section
-from pipelines.data.log import Rejected, Section
+from pipelines.data.log import Section
+from pipelines.data.rows import Rejected
 from pipelines.data.run import Run
 from pipelines.data.survey import Vocabulary, coded, distinct, positions_in
 from pipelines.data.tables import commit, write_part
@@ -55,7 +56,7 @@ def _write_table(
 
 def make_as_of(run: Run) -> dict[str, Manifest]:
     """The tables that the source declares, by the name of their folder."""
-    return {f"{PREFIX}{name}": _make_table(run, name, of) for name, of in run.source.tables_as_of.items()}
+    return {f"{PREFIX}{name}": _make_table(run, name, of) for name, of in run.source.as_of.items()}
 
 
 def _make_table(run: Run, name: str, of: Section) -> Manifest:

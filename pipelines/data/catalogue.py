@@ -18,8 +18,9 @@ import pyarrow.compute as pc
 from models.tables import Part, UserError, join
 from pipelines.data.engine import KEY, Engine, Shared, fetch
 from pipelines.data.events import partitions_for, read_tallies, write_tally
-from pipelines.data.log import Log, Rejected
+from pipelines.data.log import Log
 from pipelines.data.matching import Match
+from pipelines.data.rows import Rejected
 from pipelines.data.survey import (
     Survey,
     Vocabulary,
@@ -88,9 +89,7 @@ def _ids_of_file(source: Log, input_uri: str, file: str) -> tuple[pa.Array, str]
     return ids, digest.hexdigest()
 
 
-def described_items(
-    source: Log, input_uri: str, files: list[str], engine: Engine
-) -> tuple[pa.Array, dict[str, str]]:
+def described_items(source: Log, input_uri: str, files: list[str], engine: Engine) -> tuple[pa.Array, dict[str, str]]:
     """The ids that item files describe, sorted, and the hashes of the files: the driver holds one id per item."""
     found = dict(engine.each(_ids_of_file, [(source, input_uri, file) for file in files]))
     ids = pc.unique(pa.chunked_array([of_file for of_file, _ in found.values()], pa.large_string()))

@@ -53,7 +53,9 @@ def quiet_ray_data() -> None:
 class Engine:
     """How one run of prepare uses Ray, and what Ray Data says of what it ran."""
 
-    def __init__(self, settings: RayDataConfig | None = None, here: bool = False, start: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, settings: RayDataConfig | None = None, here: bool = False, start: Callable[[], None] | None = None
+    ) -> None:
         """here: whether this process runs everything itself, one after the other, without Ray: for a log of one
         partition, which processes of Ray would take longer to start for than to make. start: starts Ray, before it is
         first used."""

@@ -21,9 +21,10 @@ import pyarrow.compute as pc
 
 from models.tables import Part, UserError, join, open_uri
 from pipelines.data.engine import KEY, Engine, Shared, fetch
-from pipelines.data.log import Log, Rejected, Section, common
+from pipelines.data.log import UNSET, Log, Section
 from pipelines.data.matching import Match
 from pipelines.data.read import Piece, pieces
+from pipelines.data.rows import Rejected, common
 from pipelines.data.survey import Gathering, Seen, coded, seen_in, user_keys
 from pipelines.data.tables import read_json, write_file, write_part
 
@@ -55,10 +56,6 @@ def partitions_for(uris: list[str]) -> int:
         filesystem, path = open_uri(uri)
         total += filesystem.get_file_info(path).size * EXPANSION.get(uri.rsplit(".", 1)[-1].lower(), 1)
     return max(1, -(-total // BYTES_PER_PARTITION))
-
-
-UNSET = {"request_id": "", "position": 0}
-"""Values of columns that a log does not have; the others are null."""
 
 
 def transit_schema(source: Log, log_order: bool) -> pa.Schema:
@@ -357,7 +354,9 @@ def ingest(
         missing += [said["missing"]] if said["rows"] else []
         digests[file].append(said["digest"])
     for name, hint in common(missing).items():
-        raise UserError(f"no event file of {input_uri} has a column '{name}'; {hint}; correct the source file or the log")
+        raise UserError(
+            f"no event file of {input_uri} has a column '{name}'; {hint}; correct the source file or the log"
+        )
     result.hashes = {file: combined(of_file) for file, of_file in digests.items()}
     for row in sorted(written.values(), key=lambda row: row["first"]):
         result.parts.append(Part(row["path"], row["bytes"], row["rows"], row["sha256"]))

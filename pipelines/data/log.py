@@ -8,12 +8,11 @@
     items: {files: articles.csv, item: "lpad(article_id, 10, '0')", texts: {title: "lower(name)"}}
 
 The SQL is that of polars (`pl.sql_expr`); a text that is the name of a column is that column. `Log.read_events` gives
-bounded blocks of events and of rejects, `sections` those of items, users and tables of features.
+bounded blocks of events and of rejects, `Section.read` those of items, users and tables of features.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -27,28 +26,31 @@ import pyarrow as pa
 from pyarrow import fs
 
 from models.config import build, read_yaml
-from models.item_ids import ODD, clean_id
 from models.tables import UserError, join, open_uri
-from pipelines.data.read import LONGEST_QUOTE, ROW, Files, Frame, Piece, list_files, read_frames, roots
-from pipelines.data.tables import LABEL_TYPES, REJECTS, events_schema, items_schema
+from pipelines.data.read import ROW, Files, Piece, list_files, read_frames, roots
+from pipelines.data.rows import Block, Rows, check_sql, clean_ids, common, evaluate, list_of, slices
+from pipelines.data.tables import LABEL_TYPES, events_schema, items_schema
 from pipelines.data.times import Time, milliseconds, moments
 
 LOG_ROW = pa.field("log_row", pa.int64(), nullable=False)
 REPEATS = "repeats"
 """Label of `jobs.prepare --duplicates count`: how often an event was there. It is not known before it happened."""
+UNSET = {"request_id": "", "position": 0}
+"""Values of columns that a log does not have; the others are null."""
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
-CAST = re.compile(r"(?<![\w_])cast\s*\(", re.IGNORECASE)
-EXPLODED_ROWS = 1 << 18  # rows per block after lists are exploded
 MOST_MINUTES = 60 * 24 * 3660  # ten years: a longer delay is a wrong unit
-LAST_INT32 = 2**31 - 1
-ELEMENT, REQUEST, UNEQUAL = "__element", "__request", "__unequal"
+ELEMENT, REQUEST, UNEQUAL, LIST = "__element", "__request", "__unequal", "__list"
 FORBID = {"extra": "forbid"}
 
 
-def check_range(span: object) -> None:
+def check_range(span: Any) -> None:
     """ValueError unless `span` is [low, high]."""
     numbers = isinstance(span, list) and len(span) == 2
-    if not numbers or not all(isinstance(end, int | float) and math.isfinite(end) for end in span) or span[0] >= span[1]:  # type: ignore
+    if (
+        not numbers
+        or not all(isinstance(end, int | float) and math.isfinite(end) for end in span)
+        or span[0] >= span[1]
+    ):  # type: ignore
         raise ValueError(f"range is {span!r}; give the least and the largest value, such as [0.5, 5]")
 
 
@@ -148,7 +150,7 @@ class Section(Files):
         if self.keep not in ("used", "all"):
             raise ValueError(f"items.keep is '{self.keep}'; it is one of used, all")
         self.check_files()
-        _check_sql(self.expressions)
+        check_sql(self._wanted.values())
 
     @property
     def key(self) -> str:
@@ -158,30 +160,26 @@ class Section(Files):
     @property
     def origins(self) -> dict[str, str]:
         """Its columns, each with what it is in the raw file."""
+        kinds = {"num_": self.numbers, "text_": self.texts, "cat_": {**self.attributes, **self.categories}}
+        kinds = kinds if self.time else {kind: kinds[kind] for kind in ("text_", "cat_", "num_")}
+        named = {f"{kind}{name}": text for kind, each in kinds.items() for name, text in each.items()}
         return {
             self.key: str(self.item or self.user),
             **({"timestamp_ms": self.time.origin} if self.time else {}),
-            **{f"text_{name}": text for name, text in self.texts.items()},
-            **{f"cat_{name}": text for name, text in {**self.attributes, **self.categories}.items()},
-            **{f"num_{name}": text for name, text in self.numbers.items()},
+            **named,
         }
 
     @property
-    def expressions(self) -> list[str]:
-        given = [self.item or self.user, self.time.column if self.time else None]
-        named = (self.texts, self.attributes, self.categories, self.numbers)
-        return [text for text in (*given, *(text for each in named for text in each.values())) if text]
+    def _wanted(self) -> dict[str, str]:
+        """The expressions by column."""
+        time = {"timestamp_ms": str(self.time.column)} if self.time else {}
+        return {**self.origins, **time} if self.item or self.user else {}
 
     @property
     def schema(self) -> pa.Schema:
-        """Its columns; those of a table with times in the order of events."""
-        kinds = {"timestamp_ms": pa.int64()}
-        every = [
-            pa.field(name, kinds.get(name, pa.float32() if name.startswith("num_") else pa.string()))
-            for name in self.origins
-        ]
-        timed = [f for kind in ("num_", "cat_") for f in every if f.name.startswith(kind)]
-        return pa.schema([*every[:2], *timed] if self.time else every)
+        """Its columns; those of a table with times as events have them: numbers, then categories."""
+        kinds = {"timestamp_ms": pa.int64()} | {name: pa.float32() for name in self.origins if name.startswith("num_")}
+        return pa.schema([pa.field(name, kinds.get(name, pa.string())) for name in self.origins])
 
     @property
     def features(self) -> pa.Schema:
@@ -198,22 +196,18 @@ class Section(Files):
         return [join(self.folder, file) if self.folder else file for file in files]
 
     def read(self, input_uri: str, file: str, digest: Any = None) -> Iterator[Block]:
-        """Streams a file as rows of `schema`: ids, texts and attributes are text, empty ones null."""
+        """Streams a file as rows of `schema`: ids, texts and attributes are text, empty ones null. `digest` takes the
+        bytes that are parsed."""
         uri = join(input_uri, file)
-        for frame in read_frames(uri, self, self.expressions, digest):
-            row = _Rows(frame.rows, {name: text for name, text in self._wanted().items()}, uri)
-            row.ids(self.key, str(self.item or self.user))
-            if self.time:
-                row.time("timestamp_ms", self.time)
-            for name, text in self.origins.items():
-                if name.startswith("num_"):
-                    row.number(name, text)
-                elif name.startswith(("text_", "cat_")):
-                    row.text(name)
-            yield row.block(frame, file, None, self.schema)
-
-    def _wanted(self) -> dict[str, str]:
-        return {**self.origins, **({"timestamp_ms": str(self.time.column)} if self.time else {})}
+        for frame in read_frames(uri, self, self._wanted.values(), digest):
+            rows = Rows(frame.whole, self._wanted, uri)
+            rows.ids(self.key)
+            for name in self.schema.names[1:]:
+                if name == "timestamp_ms" and self.time:
+                    rows.time(name, self.time)
+                else:
+                    (rows.number if name.startswith("num_") else rows.text)(name)
+            yield rows.block(frame.broken, frame.missing, file, None, self.schema)
 
 
 @dataclass(frozen=True)
@@ -263,82 +257,82 @@ class Log(Files):
 
     def __post_init__(self) -> None:
         self.check_files()
-        if self.sequence is None and (self.item is None or self.time is None):
-            missing = "item" if self.item is None else "time"
-            example = {"item": "item: item_id", "time": "time: {column: time_ms, unit: ms}"}[missing]
-            raise ValueError(f"'{missing}' is missing; add such as '{example}'")
         if self.sequence is not None:
             if self.time or self.explode or self.labels or self.history or self.request or self.position:
                 raise ValueError(
                     "'sequence' is of lists without times or labels; leave out 'time', 'explode' and others"
                 )
             object.__setattr__(self, "time", Time(unit="order"))
-        assert self.time is not None
+        elif self.item is None or self.time is None:
+            missing = "item" if self.item is None else "time"
+            example = {"item": "item: item_id", "time": "time: {column: time_ms, unit: ms}"}[missing]
+            raise ValueError(f"'{missing}' is missing; add such as '{example}'")
         for name, label in self.labels.items():
             self.labels[name] = self._timed(name, label)
-        for kind in ("labels", "numbers", "categories", "explode"):
+        for kind in ("labels", "numbers", "categories", "explode", "as_of"):
             _check_names(getattr(self, kind), kind)
         _check_section("items", self.items, "item", ("texts", "attributes", "numbers", "folder", "optional", "keep"))
         _check_section("users", self.users, "user", ("attributes",))
         for name, of in self.as_of.items():
-            _check_names([name], "as_of")
             _check_section(f"as_of.{name}", of, "item" if of.item else "user", ("numbers", "categories", "time"))
-            if of.time is None or not of.features.names:
-                raise ValueError(
-                    f"as_of.{name} needs 'time', and 'numbers' or 'categories'; add such as 'time: {{column: at, unit: ms}}'"
-                )
-            if of.time.clock != self.time.clock:
-                raise ValueError(f"as_of.{name}.time has unit {of.time.unit}, which is not of the log's clock")
-        features = [f"num_{name}" for name in self.numbers]
-        features += [
-            f"cat_{name}" for each in (self.categories, self.users.attributes if self.users else {}) for name in each
-        ]
+            if of.time is None or of.time.clock != self.clock or not of.features.names:
+                need = "a 'time' of the log's kind, and 'numbers' or 'categories'"
+                raise ValueError(f"as_of.{name} needs {need}; add such as 'time: {{column: at, unit: ms}}'")
+        features = [*(f"num_{name}" for name in self.numbers), *(f"cat_{name}" for name in self.info["categories"])]
         features += [name for of in self.as_of.values() for name in of.features.names]
         if twice := [name for name, times in Counter(features).items() if times > 1]:
             raise ValueError(f"'{twice[0][4:]}' is the name of two features; give one of them another name")
         if self.history:
             self._check_history(self.history)
-        _check_sql(self.expressions)
+        check_sql([*self._wanted.values(), *self._lists])
 
     def _timed(self, name: str, label: Label) -> Label:
         """The label with its `time` built, in the unit of the log's time unless it has its own."""
-        where, time, own = f"labels.{name}", label.time, self.time
-        assert own is not None
-        if label.delay_minutes is not None and not own.clock:
+        where, time = f"labels.{name}", label.time
+        if label.delay_minutes is not None and not self.clock:
             raise ValueError(f"{where}.delay_minutes needs clock times, but time.unit is order; give '{where}.time'")
         if time is None or isinstance(time, Time):
             return label
-        if own.column is None:
+        if self.of_time.column is None:
             raise ValueError(f"{where}.time needs times, but those of the log are the order of rows; take it out")
-        time = {"column": time} if isinstance(time, str) else time
-        as_log = {key: value for key in ("unit", "format", "zone") if (value := getattr(own, key)) is not None}
-        built: Time = build(Time, {**({} if {"unit", "format"} & set(time) else as_log), **time}, f"{where}.time.")
-        if built.clock != own.clock:
+        time = {"column": time} if isinstance(time, str) else dict(time)
+        own = {} if {"unit", "format"} & set(time) else _given(self.of_time)
+        built: Time = build(Time, {**own, **time}, f"{where}.time.")
+        if built.clock != self.clock:
             raise ValueError(
-                f"{where}.time has unit {built.written}, but the log's time has {own.written}; give both one"
+                f"{where}.time is {built.written}, and the log's time {self.of_time.written}; give both one unit"
             )
         return replace(label, time=built)
 
     def _check_history(self, history: History) -> None:
         flags = [name for name, label in self.labels.items() if label.type == "bool"]
-        if not self.info["clock"]:
+        if not self.clock:
             raise ValueError(
-                "'history' dates behaviours before the log, which needs clock times; for lists alone set 'sequence'"
+                "'history' is dated before the log, which needs clock times; for lists alone set 'sequence'"
             )
         if history.labels is None and flags:
             raise ValueError(
-                f"'history.labels' is missing; say which labels the earlier behaviours have, of {', '.join(flags)}, or []"
+                f"'history.labels' is missing; name those that its items have, of {', '.join(flags)}, or []"
             )
         if unknown := [name for name in history.labels or [] if name not in flags]:
             raise ValueError(
-                f"history.labels has '{unknown[0]}', which is no bool label; those are {', '.join(flags) or 'none'}"
+                f"history.labels has '{unknown[0]}', no bool label; those are {', '.join(flags) or 'none'}"
             )
 
     @property
+    def of_time(self) -> Time:
+        assert self.time is not None  # of sequences it is set above
+        return self.time
+
+    @property
+    def clock(self) -> bool:
+        """Whether timestamps are clock times; else `timestamp_ms` is an ordinal."""
+        return self.of_time.clock
+
+    @property
     def info(self) -> dict[str, Any]:
-        """`labels` {name: bool | float32}, `numbers` [name], `categories` [name], `clock`: whether timestamps are clock
-        times (else `timestamp_ms` is an ordinal), `ranges` of labels, and `known`, where labels are known later than
-        their event: what says when."""
+        """`labels` {name: bool | float32}, `numbers` [name], `categories` [name], `clock`, `ranges` of labels, and
+        `known`, where labels are known later than their event: what says when."""
         known = {
             name: {"column": label.time.column, "unit": label.time.written}
             if label.time
@@ -346,15 +340,13 @@ class Log(Files):
             for name, label in self.labels.items()
             if label.late
         }
-        labels = {name: label.type for name, label in self.labels.items()} | (
-            {REPEATS: "float32"} if self.counting else {}
-        )
+        labels = {name: label.type for name, label in self.labels.items()}
         return {
             **({"known": known} if known else {}),
-            "labels": labels,
+            "labels": {**labels, **({REPEATS: "float32"} if self.counting else {})},
             "numbers": list(self.numbers),
             "categories": [*self.categories, *(self.users.attributes if self.users else ())],
-            "clock": bool(self.time and self.time.clock),
+            "clock": self.clock,
             "ranges": {name: label.range for name, label in self.labels.items() if label.range is not None},
             **({"history": self.history.column} if self.history else {}),
         }
@@ -371,7 +363,7 @@ class Log(Files):
             raise UserError(
                 f"duplicates is count, but the log has a label '{REPEATS}' already; name that label otherwise"
             )
-        made = replace(self)
+        made = replace(self, time=None if self.sequence else self.time)
         object.__setattr__(made, "counting", True)
         return made
 
@@ -387,7 +379,7 @@ class Log(Files):
 
     @property
     def absent(self) -> frozenset[str]:
-        """Those of `query`, `request_id` and `position` that no event has. Null, "" and 0 stand for them."""
+        """Those of `query`, `request_id` and `position` that no event has."""
         request, position = self.request or self.explode, self.position or self.explode
         given = {"query": self.query, "request_id": request, "position": position}
         return frozenset(name for name, text in given.items() if not text)
@@ -408,46 +400,27 @@ class Log(Files):
     @property
     def keeps_all_items(self) -> bool:
         """Whether the catalogue holds every item of the item files, with events or without."""
-        return bool(self.items) and self.items.keep == "all"  # type: ignore[union-attr]
-
-    @property
-    def tables_as_of(self) -> dict[str, Section]:
-        return self.as_of
+        return self.items is not None and self.items.keep == "all"
 
     @property
     def origins(self) -> dict[str, str]:
         """The columns of events, each with what it is in the raw file."""
-        single = {"query": self.query, "request_id": self.request, "position": self.position}
-        users = self.users.attributes if self.users else {}
         item = " and then ".join(filter(None, [self.sequence, self.item]))
-        time = "the place in its list" if self.sequence else self.time.origin if self.time else ""
-        return {
-            "user_id": self.user,
-            "item_id": item,
-            "timestamp_ms": time,
-            **{target: text for target, text in single.items() if text},
-            **{f"label_{name}": label.column for name, label in self.labels.items()},
-            **{f"known_{name}": label.known_from for name, label in self.labels.items() if label.late},
-            **{f"num_{name}": text for name, text in self.numbers.items()},
-            **{f"cat_{name}": text for name, text in self.categories.items()},
-            **{f"cat_{name}": f"{text} of the users" for name, text in users.items()},
-        }
+        time = "the place in its list" if self.sequence else self.of_time.origin
+        known = {f"known_{name}": label.known_from for name, label in self.labels.items() if label.late}
+        users = self.users.attributes if self.users else {}
+        of_users = {f"cat_{name}": f"{text} of the users" for name, text in users.items()}
+        return {**self._wanted, "user_id": self.user, "item_id": item, "timestamp_ms": time, **known, **of_users}
 
     @property
     def _wanted(self) -> dict[str, str]:
-        """The expressions of one event by what they are."""
-        single = {
-            "user_id": self.user,
-            "item_id": self.item,
-            "query": self.query,
-            "request_id": self.request,
-            "position": self.position,
-        }
-        times = {"timestamp_ms": self.time, **{f"known_{name}": label.time for name, label in self.labels.items()}}
+        """The expressions of one event by their column."""
+        single = {"user_id": self.user, "item_id": self.item, "timestamp_ms": self.of_time.column, "query": self.query}
+        single |= {"request_id": self.request, "position": self.position}
         return {
             **{target: text for target, text in single.items() if text},
-            **{target: time.column for target, time in times.items() if time and time.column},
             **{f"label_{name}": label.column for name, label in self.labels.items()},
+            **{f"known_{name}": label.time.column for name, label in self.labels.items() if label.time},
             **{f"num_{name}": text for name, text in self.numbers.items()},
             **{f"cat_{name}": text for name, text in self.categories.items()},
         }
@@ -458,15 +431,6 @@ class Log(Files):
         every = [self.sequence, self.history.column if self.history else None, *self.explode.values()]
         return [text for text in every if text]
 
-    @property
-    def expressions(self) -> list[str]:
-        return [*self._wanted.values(), *self._lists]
-
-    def _needs(self) -> list[str]:
-        """The expressions without which no row is an event, as far as columns of the file have them."""
-        every = [self.user, self.item, self.sequence, self.time.column if self.time else None, *self.explode.values()]
-        return [text for text in every if text]
-
     def event_files(self, input_uri: str) -> list[str]:
         """Raw event files relative to the input folder, sorted. UserError if there is none, or if they are of several
         formats, which are often the same events twice."""
@@ -474,10 +438,8 @@ class Log(Files):
         files = list_files(input_uri, self.files, required=True, what="event file", beside=beside)
         kinds = {self.format_of(file): file for file in files}
         if len(kinds) > 1:
-            raise UserError(
-                f"{input_uri} holds events as {' and as '.join(f'{kind} ({file})' for kind, file in kinds.items())}, "
-                f"which may be the same; set 'files' to one of them"
-            )
+            both = " and as ".join(f"{kind} ({file})" for kind, file in kinds.items())
+            raise UserError(f"{input_uri} holds events as {both}, which may be the same; set 'files' to one of them")
         return files
 
     def item_files(self, input_uri: str) -> list[str]:
@@ -489,20 +451,17 @@ class Log(Files):
 
     def read_users(self, input_uri: str, digests: dict[str, Any], beginning: bool = False) -> Block | None:
         """The rows of the user files, each user once, for `read_events`; None if the log has none. digests: takes the
-        hash of each file. beginning: of the first file alone."""
+        bytes of each file. beginning: of the first file alone."""
         if self.users is None:
             return None
-        blocks = []
-        for file in self.user_files(input_uri)[: 1 if beginning else None]:
-            for block in self.users.read(input_uri, file, digests.get(file)):
-                blocks.append(block)
-                if beginning:
-                    break
-        rows = pl.DataFrame(pa.concat_tables(block.rows for block in blocks)).unique(
-            "user_id", keep="first", maintain_order=True
+        files = self.user_files(input_uri)[: 1 if beginning else None]
+        blocks = [block for file in files for block in self.users.read(input_uri, file, digests.get(file))]
+        rows = pl.DataFrame(pa.concat_tables(block.rows for block in blocks))
+        rows = rows.unique("user_id", keep="first", maintain_order=True)
+        rejects, missing = (
+            pa.concat_tables(block.rejects for block in blocks),
+            common(block.missing for block in blocks),
         )
-        rejects = pa.concat_tables(block.rejects for block in blocks)
-        missing = common(block.missing for block in blocks)
         return Block(
             rows.to_arrow().cast(self.users.schema), rejects, sum(block.rows_read for block in blocks), missing
         )
@@ -516,502 +475,147 @@ class Log(Files):
         number: int = 0,
         digest: Any = None,
     ) -> Iterator[Block]:
-        """Streams one file, or a piece of it, as bounded blocks, in the file's order. Rows of `Block.rows` have LOG_ROW
-        too: unique and increasing within the piece, after lists are exploded.
+        """Streams one file, or a piece of it, as bounded blocks, in the file's order. Their rows have LOG_ROW too: unique
+        and increasing within the piece, after lists are exploded.
 
         users: the rows of `read_users`. number: place of the piece in the log, for times that are the order of rows.
-        UserError if the file cannot be read: a missing column, a wrong format, an empty or truncated file.
+        digest: takes the bytes that are parsed. UserError if the file cannot be read: a missing column, a wrong format,
+        an empty or truncated file.
         """  # fmt: skip
         uri, first, schema = join(input_uri, file), 0, self.schema.append(LOG_ROW)
-        said = {
-            key: unquote(value) for key, _, value in (part.partition("=") for part in file.split("/")[:-1]) if value
-        }
-        needs = [text for text in self._needs() if not {*self.explode} & set(roots(text, list(self.explode)))]
-        for order, frame in enumerate(read_frames(uri, self, self._raw(said), digest, piece)):
-            rows = frame.rows.with_columns(pl.lit(None if value == "__HIVE_DEFAULT_PARTITION__" else value).alias(key)
-                                           for key, value in said.items() if key not in frame.rows.columns)  # fmt: skip
-            missing = {name: hint for name, hint in frame.missing.items() if name not in said}
-            if order == 0 and (
-                lost := [name for text in needs for name in roots(text, rows.columns) if name in missing]
-            ):
+        unset = {**UNSET, f"label_{REPEATS}": 1.0}
+        folders = {key: value for key, _, value in (part.partition("=") for part in file.split("/")[:-1]) if value}
+        for order, frame in enumerate(read_frames(uri, self, self._of_file(folders), digest, piece)):
+            missing = {name: hint for name, hint in frame.missing.items() if name not in folders}
+            if order == 0 and (lost := [name for name in self._required(folders) if name in missing]):
                 raise UserError(
                     f"{uri} has no column '{lost[0]}'; {missing[lost[0]]}; correct the source file or the log"
                 )
-            frame = Frame(
-                rows.with_columns(pl.lit(None, pl.Null).alias(name) for name in missing), frame.broken, missing
+            rows, broken = frame.whole, frame.broken
+            rows = rows.with_columns(
+                _folder(value).alias(key) for key, value in folders.items() if key not in rows.columns
             )
-            for made in (self._rows(frame, uri, users, number), self._earlier(frame, uri, users)):
-                for row in made:
-                    block = row.block(frame, file, piece, schema, first)
-                    first += block.rows_read
-                    yield block
-                    frame = replace(frame, broken=[])
+            for part in (self._events(rows, uri, users, number), self._earlier(rows, uri, users)):
+                for made in part:
+                    made.values["log_row"] = pl.int_range(first, first + len(made.raw), eager=True)
+                    yield made.block(broken, missing, file, piece, schema, unset)
+                    first, broken = first + len(made.raw), []
 
-    def _raw(self, said: dict[str, str]) -> list[str]:
+    def _of_file(self, folders: Iterable[str]) -> list[str]:
         """The expressions over columns of the file; of those that also read elements of lists, or the names of folders,
         the columns of the file."""
-        found = [text for text in self._lists if not {*roots(text, list(said))} & said.keys()]
-        others = [*self.explode, *said]
-        for text in self._wanted.values():
-            names = roots(text, others)
-            found += [text] if not {*names} & {*others} else [f'"{name}"' for name in names if name not in others]
+        others, found = [*self.explode, *folders], []
+        for text, made in [
+            *((text, list(folders)) for text in self._lists),
+            *((t, others) for t in self._wanted.values()),
+        ]:
+            names = roots(text, made)
+            found += [f'"{name}"' for name in names if name not in made] if {*names} & {*made} else [text]
         return found
 
-    def _rows(self, frame: Frame, uri: str, users: pa.Table | None, number: int) -> Iterator[_Rows]:
-        """The rows of a frame, one for each event."""
-        rows = frame.rows
-        if self.sequence:
-            yield from self._listed(rows, uri, users)
-            return
-        if self.explode:
-            rows = self._with_lists(rows, uri)
-        if not len(rows):
-            yield _Rows(rows, {}, uri)
-            return
-        for piece in _slices(rows, next(iter(self.explode), None)):
-            if self.explode:
-                piece = piece.explode([*self.explode, ELEMENT], empty_as_null=True, keep_nulls=True)
-            row = _Rows(piece, self._wanted, uri)
-            self._describe(row, users)
-            row.time("timestamp_ms", self.time, number)
-            for name, label in self.labels.items():
-                row.flag(f"label_{name}", label.column) if label.type == "bool" else row.number(
-                    f"label_{name}", label.column, label.range
-                )
-                if label.late:
-                    row.known(name, label)
-            for name, text in self.numbers.items():
-                row.number(f"num_{name}", text)
-            for name in self.categories:
-                row.text(f"cat_{name}")
-            yield row
+    def _required(self, folders: Iterable[str]) -> list[str]:
+        """The columns without which no row is an event."""
+        made = [*self.explode, *folders]
+        every = [self.user, self.item, self.sequence, self.of_time.column, *self.explode.values()]
+        return [name for text in every if text for name in roots(text, made) if name not in made]
 
-    def _describe(self, row: _Rows, users: pa.Table | None, item: str | None = None) -> None:
-        """Ids, query and position, and what is known of the users."""
-        row.ids("user_id", self.user)
-        row.ids("item_id", item or str(self.item))
-        if self.query:
-            row.text("query")
-        if self.request:
-            row.ids("request_id", self.request)
-        elif self.explode:
-            row.values["request_id"] = row.raw[REQUEST]
-        if self.position:
-            row.integer("position", self.position)
-        elif self.explode:
-            row.values["position"] = row.raw[ELEMENT].fill_null(0).cast(pl.Int32)
-            row.reject(row.raw[UNEQUAL].fill_null(False), f"{item or self.item}: lists of unequal length")
-        if users is not None:
-            row.join(users)
+    def _events(self, rows: pl.DataFrame, uri: str, users: pa.Table | None, number: int) -> Iterator[Rows]:
+        """The rows of a frame, one for each event."""
+        if self.sequence:
+            yield from self._of_lists(rows, list_of(rows, self.sequence, "sequence", uri), self.item, 0, uri, users)
+            return
+        for piece in slices(self._with_lists(rows, uri), next(iter(self.explode), None)):
+            piece = (
+                piece.explode([*self.explode, ELEMENT], empty_as_null=True, keep_nulls=True) if self.explode else piece
+            )
+            made = Rows(piece, self._wanted, uri)
+            made.ids("user_id")
+            if self.explode:
+                made.reject(piece[UNEQUAL], f"{self.item}: lists of unequal length")
+                made.values["request_id"] = piece[REQUEST]
+                made.values["position"] = piece[ELEMENT].fill_null(0).cast(pl.Int32)
+            made.ids("item_id")
+            made.time("timestamp_ms", self.of_time, number)
+            if self.query:
+                made.text("query")
+            if self.request:
+                made.ids("request_id")
+            if self.position:
+                made.integer("position")
+            for name, label in self.labels.items():
+                made.flag(f"label_{name}") if label.type == "bool" else made.number(f"label_{name}", label.range)
+                if label.late:
+                    made.known(name, label.time, label.delay_minutes)
+            for name in self.numbers:
+                made.number(f"num_{name}")
+            for name in self.categories:
+                made.text(f"cat_{name}")
+            made.join(users)
+            yield made
 
     def _with_lists(self, rows: pl.DataFrame, uri: str) -> pl.DataFrame:
         """The rows with the lists, the places of their elements, and the id of a request: a hash of what the row holds,
         so that the same row in two files is one request. Lists of unequal length are null."""
-        columns = [name for name in rows.columns if name != ROW]
-        made, _ = _evaluate(rows, self.explode, uri)
-        for name, text in self.explode.items():
-            if not isinstance(made[name].dtype, pl.List | pl.Null):
-                raise UserError(
-                    f"{uri}: explode.{name} is {made[name].dtype}, not a list; split text with string_to_array({text}, ' ')"
-                )
-        lists = [pl.lit(0) if made[name].dtype == pl.Null else pl.col(name).list.len().fill_null(0) for name in made.columns]
-        lengths = made.select(each.alias(name) for name, each in zip(made.columns, lists, strict=True))
-        fits = lengths.select(pl.all_horizontal(pl.all() == pl.nth(0))).to_series()
-        length = pl.select(pl.when(fits).then(lengths.to_series(0)).otherwise(0)).to_series()
-        lists = [
-            pl.select(pl.when(fits & (length > 0)).then(made[name]).alias(name)).to_series() for name in made.columns
-        ]
-        place = pl.select(pl.int_ranges(0, length, dtype=pl.Int32)).to_series()
-        place = pl.select(pl.when(length > 0).then(place).alias(ELEMENT)).to_series()
-        digest = rows.select(columns).hash_rows(seed=0).map_elements(lambda h: f"{h:016x}", pl.String)
-        return rows.with_columns(*lists, place, digest.alias(REQUEST), (~fits).alias(UNEQUAL))
+        if not self.explode:
+            return rows
+        lists = {name: list_of(rows, text, f"explode.{name}", uri) for name, text in self.explode.items()}
+        lengths = pl.DataFrame({name: each.list.len().fill_null(0) for name, each in lists.items()})
+        unequal = lengths.select(~pl.all_horizontal(pl.all() == pl.nth(0))).to_series()
+        digest = rows.drop(ROW).hash_rows(seed=0).map_elements("{:016x}".format, pl.String)
+        rows = rows.with_columns(**lists, **{REQUEST: digest, UNEQUAL: unequal, ELEMENT: lengths.to_series(0)})
+        fits = ~pl.col(UNEQUAL) & (pl.col(ELEMENT) > 0)
+        place = pl.int_ranges(0, pl.col(ELEMENT), dtype=pl.Int32).alias(ELEMENT)
+        return rows.with_columns(pl.when(fits).then(each) for each in (*map(pl.col, lists), place))
 
-    def _listed(self, rows: pl.DataFrame, uri: str, users: pa.Table | None) -> Iterator[_Rows]:
-        """The events of whole sequences: at the place in the list of each, the item of `item` at its end."""
-        wanted = {"list": str(self.sequence), **({"end": self.item} if self.item else {})}
-        made, _ = _evaluate(rows, wanted, uri)
-        if not isinstance(made["list"].dtype, pl.List | pl.Null):
-            raise UserError(
-                f"{uri}: sequence is {made['list'].dtype}, not a list; split text with string_to_array({self.sequence}, ' ')"
-            )
-        items = pl.col("list").cast(pl.List(pl.String)).fill_null([])
-        items = pl.concat_list(items, pl.col("end").cast(pl.String)) if self.item else items
-        rows = rows.with_columns(made.select(items.alias("__items")).to_series())
-        rows = rows.with_columns(pl.int_ranges(0, pl.col("__items").list.len()).alias(ELEMENT))
-        for piece in _slices(rows, "__items"):
-            piece = piece.explode("__items", ELEMENT, empty_as_null=True, keep_nulls=True)
-            row = _Rows(piece, {"user_id": self.user, "item_id": "__items"}, uri)
-            self._describe(row, users, self.sequence)
-            row.values["timestamp_ms"] = piece[ELEMENT].fill_null(0)
-            yield row
-
-    def _earlier(self, frame: Frame, uri: str, users: pa.Table | None) -> Iterator[_Rows]:
+    def _earlier(self, rows: pl.DataFrame, uri: str, users: pa.Table | None) -> Iterator[Rows]:
         """The earlier behaviours that the rows name, one row each. Lists that a user has twice are taken once; rows
         without a user or a time, which are rejects themselves, are left out."""
-        if self.history is None or not len(frame.rows):
+        if self.history is None or not len(rows):
             return
-        assert self.time is not None
-        at = milliseconds(self.history.at)
-        made, _ = _evaluate(
-            frame.rows, {"user": self.user, "list": self.history.column, "time": str(self.time.column)}, uri
+        history, time, at = self.history, self.of_time, milliseconds(self.history.at)
+        made, _ = evaluate(rows, {"user": self.user, "time": str(time.column)}, uri)
+        own, bad = moments(made["time"], time, "")
+        who, lists = (
+            clean_ids(made["user"]),
+            list_of(rows, history.column, "history.column", uri).cast(pl.List(pl.String)),
         )
-        if not isinstance(made["list"].dtype, pl.List | pl.Null):
-            raise UserError(
-                f"{uri}: history.column is {made['list'].dtype}, not a list; split text with string_to_array({self.history.column}, ' ')"
-            )
-        time, bad = moments(made["time"], self.time, str(self.time.column))
-        rows = frame.rows.with_columns(
-            made["list"].cast(pl.List(pl.String)).alias("__items"),
-            _clean(made["user"], uri, self.user).alias("__user"),
-            time.alias("__time"),
+        rows = rows.with_columns(who.alias(REQUEST), own.alias(UNEQUAL), lists.alias(LIST))
+        rows = rows.filter(bad.is_null() & who.is_not_null() & (lists.list.len() > 0)).sort(
+            UNEQUAL, maintain_order=True
         )
-        rows = rows.filter(bad.is_null() & pl.col("__user").is_not_null() & (pl.col("__items").list.len() > 0))
-        rows = rows.sort("__time", maintain_order=True).unique(["__user", "__items"], keep="first", maintain_order=True)
-        rows = rows.sort(ROW).with_columns(pl.int_ranges(0, pl.col("__items").list.len()).alias(ELEMENT))
-        for piece in _slices(rows, "__items"):
-            piece = piece.explode("__items", ELEMENT)
-            row = _Rows(piece, {"user_id": self.user, "item_id": "__items"}, uri)
-            row.ids("user_id", self.user)
-            row.ids("item_id", self.history.column)
-            if users is not None:
-                row.join(users)
-            row.values["timestamp_ms"] = piece[ELEMENT] + at
-            for name in self.history.labels or ():
-                row.values[f"label_{name}"] = pl.repeat(True, len(piece), eager=True)
+        rows = rows.unique([REQUEST, LIST], keep="first", maintain_order=True).sort(ROW)
+        for events in self._of_lists(rows, rows[LIST], None, at or 0, uri, users):
+            for name in history.labels or ():
+                events.values[f"label_{name}"] = pl.repeat(True, len(events.raw), eager=True)
                 if self.labels[name].late:
-                    row.values[f"known_{name}"] = row.values["timestamp_ms"]
-            late = row.values["timestamp_ms"] >= piece["__time"]
-            row.reject(
-                late, f"{self.history.column}: not before its row, give an earlier history.at than {self.history.at}"
-            )
-            yield row
+                    events.values[f"known_{name}"] = events.values["timestamp_ms"]
+            late = events.values["timestamp_ms"] >= events.raw[UNEQUAL]
+            events.reject(late, f"{history.column}: not before its row, give an earlier history.at than {history.at}")
+            yield events
+
+    def _of_lists(
+        self, rows: pl.DataFrame, lists: pl.Series, last: str | None, at: int, uri: str, users: pa.Table | None
+    ) -> Iterator[Rows]:
+        """An event for each item of lists, with the item `last` at their ends: the k-th at the time `at` + k."""
+        items = lists.cast(pl.List(pl.String)).fill_null([])
+        if last:
+            end = clean_ids(evaluate(rows, {"end": last}, uri)[0]["end"])
+            items = pl.select(pl.concat_list(items, end)).to_series()
+        places = pl.select(pl.int_ranges(0, items.list.len())).to_series()
+        for piece in slices(rows.with_columns(items.alias(LIST), places.alias(ELEMENT)), LIST):
+            piece = piece.explode(LIST, ELEMENT, empty_as_null=True, keep_nulls=True)
+            events = Rows(piece, {"user_id": self.user, "item_id": LIST}, uri)
+            events.wanted["item_id"] = self.sequence or (self.history.column if self.history else LIST)
+            events.ids("user_id")
+            events.ids("item_id")
+            events.values["timestamp_ms"] = piece[ELEMENT].fill_null(0) + at
+            events.join(users)
+            yield events
 
 
-@dataclass(frozen=True)
-class Block:
-    """A bounded piece of a raw log, or of the files of a section."""
-
-    rows: pa.Table
-    """Rows of the schema."""
-    rejects: pa.Table
-    """Rows that break the schema and lines that are no rows, as `tables.REJECTS`."""
-    rows_read: int
-    """Rows read, after lists are exploded: those of `rows` and rejects."""
-    missing: dict[str, str] = field(default_factory=dict)
-    """Columns that are not there, each with a hint at the nearest; a mistake if no block of the log has one."""
-
-
-@dataclass
-class Rejected:
-    """How much of what was read was rejected, and why."""
-
-    rows_read: int = 0
-    reasons: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, str] = field(default_factory=dict)
-    """The first rejected row of each reason: where and what."""
-
-    @classmethod
-    def of(cls, block: Block) -> Rejected:
-        found = cls(block.rows_read, Counter(block.rejects["reason"].to_pylist()))
-        if found.reasons:
-            first = pl.DataFrame(block.rejects).unique("reason", keep="first", maintain_order=True)
-            for row in first.to_dicts():
-                piece = f" of the piece at {row['piece']:,}" if row["piece"] else ""
-                place = f"{row['file']} row {row['row']:,}{piece} (from 0, without header and blank lines)"
-                found.examples[row["reason"]] = f"{place}: {row['source'][:200]}"
-        return found
-
-    def add(self, other: Rejected) -> None:
-        """Adds what `other` counts; the result does not depend on the order."""
-        self.rows_read += other.rows_read
-        self.reasons.update(other.reasons)
-        for reason, example in other.examples.items():
-            self.examples[reason] = min(example, self.examples.get(reason, example))
-
-
-def common(missing: Iterable[dict[str, str]]) -> dict[str, str]:
-    """What all of these lack."""
-    every = list(missing)
-    return {name: hint for name, hint in every[0].items() if all(name in each for each in every)} if every else {}
-
-
-class _Rows:
-    """Rows of a frame on their way to a table: values by target column, and the first reason why a row is rejected."""
-
-    def __init__(self, raw: pl.DataFrame, wanted: dict[str, str], uri: str) -> None:
-        self.raw, self.uri, self.texts = raw, uri, wanted
-        self.made, bad = _evaluate(raw, wanted, uri)
-        self.values: dict[str, pl.Series] = {}
-        self.reasons: list[pl.Series] = []
-        for where, reason in bad:
-            self.reject(where, reason)
-
-    def reject(self, where: pl.Series, reason: str) -> None:
-        if where.any():
-            self.reasons.append(pl.select(pl.when(where).then(pl.lit(reason))).to_series())
-
-    def _refuse(self, target: str, need: str) -> UserError:
-        return UserError(
-            f"{self.uri}: '{self.texts[target]}' is {self.made[target].dtype}, not {need}; convert it in the log, or with an "
-            f"expression of SQL"
-        )
-
-    def ids(self, target: str, what: str) -> None:
-        """An id as text; a word for nothing is none."""
-        values = self.made[target]
-        made = _clean(values, self.uri, what)
-        self.values[target] = made
-        if made.null_count():
-            nothing = (
-                values.is_null() if values.dtype != pl.String else values.is_null() | (values.str.strip_chars() == "")
-            )
-            self.reject(nothing & made.is_null(), f"{what}: missing")
-            word = "not UTF-8 text" if values.dtype == pl.Binary else "missing, written as text such as nan or null"
-            self.reject(~nothing & made.is_null(), f"{what}: {word}")
-
-    def text(self, target: str) -> None:
-        """Text; of lists the elements joined by blanks; empty text is null."""
-        values = self.made[target]
-        if isinstance(values.dtype, pl.List):
-            values = values.cast(pl.List(pl.String)).list.join(" ", ignore_nulls=True)
-        elif values.dtype.is_nested() or values.dtype == pl.Binary:
-            raise self._refuse(target, "text")
-        elif values.dtype.is_float():
-            values = _floats(values)
-        values = values.cast(pl.String)
-        if target.startswith("text_") or values.dtype != pl.String:
-            values = values.str.strip_chars()
-        self.values[target] = pl.select(pl.when(values != "").then(values)).to_series()
-
-    def time(self, target: str, time: Time | None, number: int = 0) -> None:
-        assert time is not None
-        if time.column is None:
-            self.values[target] = self.raw[ROW] + (number << 40)
-            return
-        try:
-            self.values[target], reason = moments(self.made[target], time, time.column)
-        except TypeError:
-            raise self._refuse(target, f"times as {time.written}") from None
-        if reason.null_count() < len(reason):
-            self.reasons.append(reason)
-
-    def known(self, name: str, label: Label) -> None:
-        """From when on the label is known, where it is set; null elsewhere."""
-        value, stamp, target = self.values[f"label_{name}"], self.values["timestamp_ms"], f"known_{name}"
-        set_ = value.fill_null(False) if label.type == "bool" else value.is_not_null()
-        if label.time is None:
-            moment = stamp + round((label.delay_minutes or 0) * 60_000)
-        else:
-            moment, reason = moments(self.made[target], label.time, label.time.column)
-            said = pl.select(pl.when(set_).then(reason + f" (time of the label {name})")).to_series()
-            self.reasons.append(said)
-            early = f"{label.time.column}: before its event, check labels.{name}.time"
-            self.reject(set_ & (moment < stamp).fill_null(False), early)
-        self.values[target] = pl.select(pl.when(set_).then(moment)).to_series()
-
-    def integer(self, target: str, what: str) -> None:
-        values = self.made[target]
-        number = values.str.strip_chars() if values.dtype == pl.String else values
-        number = number.cast(pl.Int64, strict=False)
-        self.reject(number.is_null(), f"{what}: missing or not an integer")
-        self.reject(
-            ((number < 0) | (number > LAST_INT32)).fill_null(False), f"{what}: negative, or more than int32 holds"
-        )
-        self.values[target] = number.cast(pl.Int32, strict=False)
-
-    def number(self, target: str, what: str, span: list[float] | None = None) -> None:
-        """A finite float32 within `span`, or null where the log has none."""
-        values = self.made[target]
-        if not (values.dtype == pl.String or values.dtype.is_numeric() or values.dtype in (pl.Boolean, pl.Null)):
-            raise self._refuse(target, "numbers")
-        values = values.str.strip_chars() if values.dtype == pl.String else values
-        known = values.is_not_null() & (values != "") if values.dtype == pl.String else values.is_not_null()
-        number = values.cast(pl.Float32, strict=False)
-        comma = known & number.is_null()
-        if comma.any() and values.dtype == pl.String:
-            remedy = f"{what}: not a number, write such as cast(replace({what}, ',', '.') as double)"
-            self.reject(comma & values.str.contains(r"^[+-]?[\d.,' ]*\d[,.]\d+$"), remedy)
-        self.reject(comma, f"{what}: not a number")
-        self.reject(number.is_not_null() & ~number.is_finite().fill_null(True), f"{what}: not finite")
-        if span is not None:
-            low, high = span
-            self.reject(((number < low) | (number > high)).fill_null(False), f"{what}: outside {low:g} to {high:g}")
-        self.values[target] = number
-
-    def flag(self, target: str, what: str) -> None:
-        """A bool, or 0, 1, true, false; null where the log has none."""
-        values = self.made[target]
-        if values.dtype in (pl.Boolean, pl.Null):
-            self.values[target] = values.cast(pl.Boolean)
-            return
-        if not (values.dtype == pl.String or values.dtype.is_numeric()):
-            raise self._refuse(target, "0, 1, true or false")
-        raw = values.cast(pl.String).str.to_lowercase()
-        yes, no = raw.is_in(["1", "true", "1.0"]), raw.is_in(["0", "false", "0.0"])
-        self.reject(
-            ~(yes | no) & raw.is_not_null() & (raw != ""),
-            f"{what}: not a bool, compare it, such as cast({what} as double) > 0",
-        )
-        self.values[target] = pl.select(pl.when(yes | no).then(yes)).to_series()
-
-    def join(self, users: pa.Table) -> None:
-        """What the user files say of the users."""
-        known = pl.DataFrame(users)
-        found = self.values["user_id"].to_frame("user_id").join(known, on="user_id", how="left", maintain_order="left")
-        self.values |= {name: found[name] for name in known.columns if name != "user_id"}
-
-    def block(self, frame: Frame, file: str, piece: Piece | None, schema: pa.Schema, first: int = 0) -> Block:
-        """The rows as a table of the schema, with LOG_ROW from `first` if it has that, and the rejects."""
-        rows, kept = len(self.raw), None
-        rejects = [_broken(frame, file, piece)] if frame.broken else []
-        self.values["log_row"] = pl.int_range(first, first + rows, eager=True)
-        unset = {"request_id": pl.lit(""), "position": pl.lit(0, pl.Int32), f"label_{REPEATS}": pl.lit(1.0)}
-        if self.reasons:
-            reason = pl.select(pl.coalesce(self.reasons)).to_series()
-            if reason.null_count() < rows:
-                kept = reason.is_null()
-                rejects.append(self._rejects(reason, ~kept, file, piece))
-        every = self.raw.select(
-            self.values.get(f.name, unset.get(f.name, pl.lit(None)) if f.name not in self.values else None).alias(f.name) for f in schema
-        ) if rows else None  # fmt: skip
-        table = (
-            schema.empty_table()
-            if every is None
-            else (every.filter(kept) if kept is not None else every).to_arrow().cast(schema)
-        )
-        rejected = pa.concat_tables(rejects) if rejects else REJECTS.empty_table()
-        return Block(table, rejected, rows + len(frame.broken), frame.missing)
-
-    def _rejects(self, reason: pl.Series, where: pl.Series, file: str, piece: Piece | None) -> pa.Table:
-        names = [name for name in self.raw.columns if not name.startswith("__")]
-        lost = self.raw.filter(where)
-        return lost.select(
-            pl.lit(file).alias("file"),
-            pl.lit(piece.start if piece else 0, pl.Int64).alias("piece"),
-            pl.col(ROW).alias("row"),
-            reason.filter(where).alias("reason"),
-            pl.struct(names).struct.json_encode().str.slice(0, LONGEST_QUOTE).alias("source"),
-        ).to_arrow().cast(REJECTS)  # fmt: skip
-
-
-def _broken(frame: Frame, file: str, piece: Piece | None) -> pa.Table:
-    start = piece.start if piece else 0
-    rows = [
-        {"file": file, "piece": start, "row": n, "reason": why, "source": json.dumps({"line": text})}
-        for n, why, text in frame.broken
-    ]
-    return pa.Table.from_pylist(rows, REJECTS)
-
-
-def _slices(rows: pl.DataFrame, name: str | None) -> Iterator[pl.DataFrame]:
-    """Slices of rows whose lists come to about EXPLODED_ROWS elements, so that blocks stay bounded."""
-    if name is None:
-        yield rows
-        return
-    elements = int(rows[name].list.len().sum() or 0) if isinstance(rows[name].dtype, pl.List) else 0
-    yield from rows.iter_slices(max(1, len(rows) * EXPLODED_ROWS // max(elements, EXPLODED_ROWS)))
-
-
-def _floats(values: pl.Series) -> pl.Series:
-    """Floats as text, whole ones without their point."""
-    whole = values.cast(pl.Int64, strict=False)
-    same = (whole.cast(values.dtype) == values) & (values.abs() < 2**53)
-    text = pl.when(same).then(whole.cast(pl.String)).when(values.is_not_nan()).then(values.cast(pl.String))
-    return pl.select(text).to_series()
-
-
-def _clean(values: pl.Series, uri: str, what: str) -> pl.Series:
-    """Ids as `clean_id` has them."""
-    kind = values.dtype
-    if kind.is_nested() or kind.is_temporal():
-        remedy = "name a field of it" if isinstance(kind, pl.Struct) else "explode lists of items"
-        raise UserError(
-            f"{uri}: '{what}' is {kind}, not text or integers; {remedy}, or convert it with an expression of SQL"
-        )
-    text = _floats(values) if kind.is_float() else values.cast(pl.String, strict=False)
-    if kind.is_integer():
-        return text
-    odd = text.str.contains(ODD).fill_null(False)
-    if not odd.any():
-        return text
-    strange = text.filter(odd)
-    known = {value: clean_id(value) for value in strange.unique().to_list()}  # once per different value
-    return text.scatter(odd.arg_true(), strange.replace_strict(known, return_dtype=pl.String))
-
-
-def _expression(text: str, columns: list[str]) -> pl.Expr:
-    """A column of that very name, else SQL over the columns."""
-    return pl.col(text) if text in columns else pl.sql_expr(text)
-
-
-def _evaluate(rows: pl.DataFrame, wanted: dict[str, str], uri: str) -> tuple[pl.DataFrame, list[tuple[pl.Series, str]]]:
-    """The expressions by name, and of values that a `cast` cannot read where they are, with the reason."""
-    if not wanted:
-        return pl.DataFrame(), []
-    try:
-        made = {name: _expression(text, rows.columns).alias(name) for name, text in wanted.items()}
-        return rows.with_columns(pl.lit(0).alias("__one")).select("__one", **made).drop("__one"), []
-    except pl.exceptions.PolarsError as error:
-        if len(wanted) > 1:
-            found, bad = [], []
-            for name, text in wanted.items():
-                column, strange = _evaluate(rows, {name: text}, uri)
-                found.append(column[name])
-                bad += strange
-            return pl.DataFrame(found), bad
-        ((name, text),) = wanted.items()
-        tolerant = CAST.sub("try_cast(", text)
-        absent = any(rows[root].dtype == pl.Null for root in roots(text, rows.columns) if root in rows.columns)
-        if absent or isinstance(error, pl.exceptions.StructFieldNotFoundError):
-            return pl.DataFrame({name: pl.Series([None] * len(rows), dtype=pl.Null)}), []
-        if tolerant == text or not isinstance(error, pl.exceptions.InvalidOperationError):
-            reason = " ".join(str(error).split("This error occurred")[0].split())[:200]
-            raise UserError(
-                f"{uri}: '{text}' cannot be worked out ({reason}); correct the source file, such as with cast(... as double)"
-            ) from None
-        column, _ = _evaluate(rows, {name: tolerant}, uri)
-        bad = pl.repeat(False, len(rows), eager=True)
-        for inner in _casts(tolerant):  # a value that is there, and is not any more after a cast
-            before, _ = _evaluate(rows, {"x": inner[0]}, uri)
-            after, _ = _evaluate(rows, {"x": inner[1]}, uri)
-            bad = bad | (before["x"].is_not_null() & after["x"].is_null())
-        bad = bad & column[name].is_null()
-        return column, [(bad, f"{text}: a value that cannot be read; write try_cast where it may be empty")]
-
-
-def _casts(text: str) -> list[tuple[str, str]]:
-    """What each `try_cast(what as type)` of an expression reads, and all of it."""
-    found = []
-    for start in re.finditer(r"(?i)try_cast\s*\(", text):
-        depth, at = 1, start.end()
-        while depth and at < len(text):
-            depth += {"(": 1, ")": -1}.get(text[at], 0)
-            at += 1
-        inner = text[start.end() : at - 1]
-        found.append((re.sub(r"(?is)\s+as\s+[^()]*(\([^()]*\))?\s*$", "", inner), text[start.start() : at]))
-    return found
-
-
-def _check_sql(expressions: Iterable[str]) -> None:
-    """ValueError for what is neither the name of a column nor an expression of one row."""
-    for text in expressions:
-        try:
-            meta = pl.sql_expr(text).meta
-        except pl.exceptions.PolarsError as error:
-            if re.fullmatch(r"[^()'\"|]+", text):  # a column with the name of a word of SQL
-                continue
-            reason = " ".join(str(error).split())[:200]
-            raise ValueError(
-                f"'{text}' is no SQL expression ({reason}); correct it, with names of odd columns in double quotes"
-            ) from error
-        try:
-            of_rows = meta.is_length_preserving() or meta.is_literal()
-        except pl.exceptions.PolarsError:  # `in` asks for columns
-            of_rows = True
-        if not of_rows:
-            raise ValueError(
-                f"'{text}' is no expression of one row, such as sums are; write one of the columns of a row"
-            )
+def _folder(value: str) -> pl.Expr:
+    """What the name of a folder such as `country=se` says, as Hive writes it."""
+    return pl.lit(None if value == "__HIVE_DEFAULT_PARTITION__" else unquote(value), pl.String)
 
 
 def _check_names(names: Iterable[str], key: str) -> None:
@@ -1026,10 +630,9 @@ def _check_section(where: str, of: Section | None, key: str, known: tuple[str, .
         return
     if not getattr(of, key):
         raise ValueError(f"'{where}.{key}' is missing; add such as '{key}: {key}_id'")
-    allowed = {"files", key, *known, *(f.name for f in fields(Files))}
-    for name in _given(of):
-        if name not in allowed:
-            raise ValueError(f"unknown key '{where}.{name}'; it takes {', '.join(sorted(allowed))}")
+    allowed = ["files", key, *known, *(f.name for f in fields(Files))]
+    if unknown := [name for name in _given(of) if name not in allowed]:
+        raise ValueError(f"unknown key '{where}.{unknown[0]}'; it takes {', '.join(allowed)}")
     for kind in ("texts", "attributes", "numbers", "categories"):
         _check_names(getattr(of, kind), f"{where}.{kind}")
     if where == "users" and not of.attributes:
@@ -1046,30 +649,25 @@ def _given(value: Any) -> Any:
     return {name: _given(each) for name, default in own.items() if (each := getattr(value, name)) != default}
 
 
-def _plain(content: dict[str, Any]) -> dict[str, Any]:
+def _spelled_out(content: dict[str, Any]) -> dict[str, Any]:
     """The keys of a mapping file with its short forms written out: lists of columns, labels that are an expression."""
     made = dict(content)
-    for key in ("numbers", "categories", "explode", "texts", "attributes"):
-        value = made.get(key)
-        if isinstance(value, list):
-            if bad := [name for name in value if not isinstance(name, str) or not NAME.fullmatch(name)]:
-                raise ValueError(f"'{key}' lists {bad[0]!r}, which is no name; write {{name: {bad[0]!r}, ...}}")
+    for key, value in content.items():
+        if key in ("numbers", "categories", "explode", "texts", "attributes") and isinstance(value, list):
+            _check_names(value, key)
             made[key] = {name: name for name in value}
-    if isinstance(made.get("labels"), dict):
-        made["labels"] = {
-            n: {"column": label} if isinstance(label, str) else label for n, label in made["labels"].items()
-        }
-    for key in ("items", "users"):
-        if isinstance(made.get(key), dict):
-            made[key] = _plain(made[key])
-    if isinstance(made.get("as_of"), dict):
-        made["as_of"] = {name: _plain(of) if isinstance(of, dict) else of for name, of in made["as_of"].items()}
+        elif key == "labels" and isinstance(value, dict):
+            made[key] = {name: {"column": each} if isinstance(each, str) else each for name, each in value.items()}
+        elif key in ("items", "users") and isinstance(value, dict):
+            made[key] = _spelled_out(value)
+        elif key == "as_of" and isinstance(value, dict):
+            made[key] = {name: _spelled_out(each) if isinstance(each, dict) else each for name, each in value.items()}
     return made
 
 
 def log_of(content: dict[str, Any]) -> Log:
     """The log that the keys of a mapping file describe; ValueError for what they cannot be."""
-    log: Log = build(Log, _plain(content))
+    log: Log = build(Log, _spelled_out(content))
     return log
 
 

@@ -63,7 +63,7 @@ def usual_groups(source: Log, item_features: list[str]) -> dict[str, str]:
     """The group that each own feature has where the source file names none, in the order of columns: `own`, the name of
     its table, or `items`."""
     groups = {name: OWN for name in source.schema.names if name.startswith((NUMBER, CATEGORY))}
-    for table, of in source.tables_as_of.items():
+    for table, of in source.as_of.items():
         groups |= dict.fromkeys(of.features.names, table)
     groups |= dict.fromkeys(item_columns(source, item_features).names if item_features else (), ITEMS)
     return {name: groups[name] for name in own_names(pa.schema([(name, pa.null()) for name in groups]))}

@@ -25,10 +25,11 @@ from pipelines.data.engine import Engine
 from pipelines.data.events import hash_events, hash_section, ingest, partitions_for
 from pipelines.data.fresh import split_of, take_items
 from pipelines.data.kinds.table import KINDS
-from pipelines.data.log import REPEATS, Log, Rejected
+from pipelines.data.log import REPEATS, Log
 from pipelines.data.matching import Match, check_matched
 from pipelines.data.notices import notices
 from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.rows import Rejected
 from pipelines.data.run import Run, Say
 from pipelines.data.settings import STATISTICS, check
 from pipelines.data.splits import cut_times
@@ -69,7 +70,11 @@ def prepare(
     with writing(run.output):
         events = _make_events(run)
         split = _split_rule(run, events)
-        items = _make_items(run, events, split) if config.catalogue is None else take_items(run, events, config.catalogue, split)
+        items = (
+            _make_items(run, events, split)
+            if config.catalogue is None
+            else take_items(run, events, config.catalogue, split)
+        )
         sequences = kind.sequences(run, events, items, split)
         statistics = summarise(events, items, sequences)
         content = json.dumps(statistics, indent=2) + "\n"
@@ -258,7 +263,9 @@ def _make_items(run: Run, events: Manifest, split: dict[str, Any]) -> Manifest:
     begin = time.perf_counter()
     found = run.survey(events)
     with run.writing("items"):
-        described, others = described_items(source, run.input, files, run.engine) if source.keeps_all_items else (None, {})
+        described, others = (
+            described_items(source, run.input, files, run.engine) if source.keeps_all_items else (None, {})
+        )
         used, rounds = core_items(found, config.core, run.before_ms(split), run.engine, described)
         catalogue = used if described is None else with_described(used, described)
         counted = time.perf_counter()
@@ -300,7 +307,9 @@ def _make_items(run: Run, events: Manifest, split: dict[str, Any]) -> Manifest:
             "write_s": time.perf_counter() - counted,
             "ray_data": run.engine.take_stats(),
         }
-        items = commit(uri, "items", source.items_schema, parts, config=settings, inputs=inputs, info=info, timings=timings)
+        items = commit(
+            uri, "items", source.items_schema, parts, config=settings, inputs=inputs, info=info, timings=timings
+        )
     new = f", {info['items_without_behaviours']:,} of them without behaviours" if described is not None else ""
     run.say(
         f"items: {items.rows:,} in the catalogue{new}, {info['dropped_items']:,} dropped by the {config.core}-core "

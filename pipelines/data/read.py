@@ -128,7 +128,12 @@ class Frame:
     """The columns that are needed and ROW."""
     broken: Broken = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
-    """Columns that are not there, each with a hint at the nearest that is; in `rows` they are null."""
+    """Columns that are not there, each with a hint at the nearest that is."""
+
+    @property
+    def whole(self) -> pl.DataFrame:
+        """The rows, with nulls for what is missing."""
+        return self.rows.with_columns(pl.lit(None, pl.Null).alias(name) for name in self.missing)
 
 
 def list_files(input_uri: str, pattern: str, *, required: bool, what: str, beside: Collection[str] = ()) -> list[str]:

@@ -88,9 +88,7 @@ def _check_counts_as_of(source: Log, config: PrepareConfig) -> None:
         )
 
 
-def check(
-    source: Log, input_uri: str, output_uri: str, config: PrepareConfig, dry_run: bool = False
-) -> PrepareConfig:
+def check(source: Log, input_uri: str, output_uri: str, config: PrepareConfig, dry_run: bool = False) -> PrepareConfig:
     """What can be known before any work, without Ray: the files are there, the output can be written, the
     settings fit the log. Returns the configuration with everything decided that the source decides. A dry run makes no
     folder."""
@@ -125,7 +123,7 @@ def check(
     else:
         read_manifest(join(config.catalogue, "items"), "items")
     source.user_files(input_uri)
-    for name, of in source.tables_as_of.items():
+    for name, of in source.as_of.items():
         if not kind.as_of:
             raise UserError(f"as_of.{name} has features of requests, which models of kind {config.kind} do not read")
         of.listed(input_uri, "feature")

@@ -85,7 +85,12 @@ class Seen:
         rests = np.array(self.rests, np.int64).reshape(-1)
         return {"behaviours": pa.array([self.rows])} | {
             name: pa.LargeListArray.from_arrays(pa.array([0, len(values)], pa.int64()), pa.array(values))
-            for name, values in {"items": self.items, "counts": self.counts, "rests": rests, "times": self.times}.items()
+            for name, values in {
+                "items": self.items,
+                "counts": self.counts,
+                "rests": rests,
+                "times": self.times,
+            }.items()
         }
 
     @classmethod

@@ -150,7 +150,7 @@ def _of_text(text: pl.Series, time: Time) -> pl.Series:
     if not left.any():
         return fast
     parse: Callable[[str], datetime] = (lambda s: datetime.strptime(s, time.format)) if time.format else _iso  # type: ignore
-    known = {}
+    known: dict[str, int | None] = {}
     zone = ZoneInfo(time.zone) if time.zone else UTC
     for value in text.filter(left).unique().to_list():  # once per different value
         try:

@@ -72,7 +72,7 @@ class Served:
 def text_encoder(tables: str, text: str, folder: Path) -> None:
     """The encoder of the texts, so that a served model encodes what training has not seen; a warning where there is
     none."""
-    from pipelines.data.texts import save_encoder  # it imports Ray, so only now
+    from pipelines.data.sids.texts import save_encoder  # it imports Ray, so only now
 
     try:
         save_encoder(tables, text, folder / "encoder")

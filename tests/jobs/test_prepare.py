@@ -12,6 +12,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 import yaml
+from pipelines.data.sources import load_source
 
 from jobs import cli
 from jobs.prepare import Config, run
@@ -19,7 +20,6 @@ from models.retrieval.data import Examples
 from models.tables import UserError, read_manifest
 from pipelines.data.prepare import prepare
 from pipelines.data.settings import read_config
-from pipelines.data.sources import load_source
 
 SOURCE = {
     "layout": "mapping",

@@ -11,6 +11,7 @@ import numpy as np
 import plain_actions as plain
 import pytest
 import yaml
+from pipelines.data.sources import load_source
 
 from models.actions.data import ActionsExamples
 from models.tables import UserError, read_manifest, read_table
@@ -18,7 +19,6 @@ from pipelines.data.audit.rules import audit
 from pipelines.data.prepare import prepare
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.settings import check, read_config
-from pipelines.data.sources import load_source
 
 START = 1_600_000_000_000
 SOURCE = {

@@ -13,9 +13,9 @@ import pytest
 import ray
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipelines.data.dataflow import Engine
 
 from models.tables import join, read_parquet
-from pipelines.data.dataflow import Engine
 from pipelines.data.kinds.actions.config import ActionsConfig
 from pipelines.data.kinds.actions.features import IDS
 from pipelines.data.kinds.actions.sequences import ActionsRules, build_actions, write_actions

@@ -19,11 +19,11 @@ import polars as pl
 import pyarrow as pa
 import pytest
 import ray
+from pipelines.data.dataflow import KEY, TALLY, Engine, partition_keys, tally_row
 
 from models.tables import UserError
 from pipelines.data import dataflow
 from pipelines.data import ingest as ingest_module
-from pipelines.data.dataflow import KEY, TALLY, Engine, partition_keys, tally_row
 from pipelines.data.ray_data_config import RayDataConfig
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test

@@ -9,12 +9,12 @@ from typing import Any
 import polars as pl
 import pytest
 import yaml
+from pipelines.data.sources import load_source
 
 from models.tables import UserError, read_manifest, read_table
 from pipelines.data.audit.rules import audit
 from pipelines.data.prepare import prepare
 from pipelines.data.settings import read_config
-from pipelines.data.sources import load_source
 
 pytestmark = pytest.mark.usefixtures("ray_local")
 

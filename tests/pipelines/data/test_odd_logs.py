@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
+from pipelines.data.sources import load_source
 
 from models.retrieval.data import Examples
 from models.tables import read_manifest, read_table
 from pipelines.data.audit.rules import audit
 from pipelines.data.prepare import prepare
 from pipelines.data.settings import read_config
-from pipelines.data.sources import load_source
 
 ODD = [
     'quo"te', "new\nline", "carriage\r\nreturn", "com,ma", "tab\there", "  blank  ends ", "NUL\x00inside", "'", "\\",

@@ -15,6 +15,9 @@ import polars as pl
 import pyarrow as pa
 import pytest
 import yaml
+from pipelines.data.sources import Source, load_source
+from pipelines.data.sources.base import Metadata
+from pipelines.data.sources.mapping import Mapping
 
 from models.tables import MANIFEST, UserError, iter_parts, join, read_manifest, read_table
 from pipelines.data import benchmark
@@ -22,9 +25,6 @@ from pipelines.data.audit.rules import audit
 from pipelines.data.prepare import prepare
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.settings import read_config
-from pipelines.data.sources import Source, load_source
-from pipelines.data.sources.base import Metadata
-from pipelines.data.sources.mapping import Mapping
 from pipelines.data.splits import SplitConfig
 from pipelines.data.tables import writing
 

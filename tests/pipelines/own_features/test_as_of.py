@@ -12,13 +12,13 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pipelines.data.sources.load import build
+from pipelines.data.sources.mapping import Mapping
 
 from models.search.data import SearchCatalogue
 from models.tables import UserError, read_manifest, read_table
 from pipelines.data.as_of import AsOfTable, attach
 from pipelines.data.audit.rules import audit
-from pipelines.data.sources.load import build
-from pipelines.data.sources.mapping import Mapping
 from tests.own_features_log import AS_OF, SOURCE, make, make_text, rewrite
 
 WITH_PRICES = {**SOURCE, "as_of": AS_OF}

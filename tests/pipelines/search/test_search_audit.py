@@ -12,13 +12,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import yaml
+from pipelines.data.sources import load_source
 
 from models.tables import read_manifest, read_table
 from pipelines.data.audit.rules import audit, report
 from pipelines.data.kinds.search.simulator import simulate_search
 from pipelines.data.prepare import prepare
 from pipelines.data.settings import read_config
-from pipelines.data.sources import load_source
 from pipelines.data.tables import QUERIES, commit, write_part
 
 SOURCE = Path(__file__).parents[3] / "jobs" / "configs" / "sources" / "simulated_search.yaml"

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipelines.data.sources import load_source
 
 from models.tables import UserError, join, read_manifest, read_table
 from pipelines.data.kinds.search.config import SearchConfig
@@ -22,7 +23,6 @@ from pipelines.data.kinds.search.sequences import SearchRules, build_search
 from pipelines.data.prepare import prepare
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.settings import read_config
-from pipelines.data.sources import load_source
 from pipelines.data.splits import SplitConfig
 from pipelines.data.survey import Vocabulary, read_coded
 from pipelines.data.tables import events_schema, write_part

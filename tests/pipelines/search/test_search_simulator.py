@@ -9,12 +9,12 @@ from typing import Literal
 import numpy as np
 import polars as pl
 import pytest
+from pipelines.data.sources import load_source
 
 from jobs import simulate as job
 from models.tables import UserError
 from pipelines.data.kinds.search.simulator import RESULTS, SearchSettings, best_gauc, simulate_search, taste_from_clicks
 from pipelines.data.kinds.simulation import MAKERS, is_simulated
-from pipelines.data.sources import load_source
 
 CONFIG = Path(__file__).parents[3] / "jobs" / "configs" / "sources" / "simulated_search.yaml"
 

@@ -11,6 +11,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
+from pipelines.data.sources import load_source
 from sklearn.metrics.pairwise import cosine_similarity
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTokenizerFast
 
@@ -26,9 +27,8 @@ from pipelines.data.kinds.search.simulator import simulate_search
 from pipelines.data.kinds.simulation import MAKERS, NOUNS, STYLES, TRAITS
 from pipelines.data.prepare import prepare
 from pipelines.data.settings import read_config
-from pipelines.data.sources import load_source
+from pipelines.data.sids.texts import TextConfig, encode_log, fitted_tfidf
 from pipelines.data.tables import commit
-from pipelines.data.texts import TextConfig, encode_log, fitted_tfidf
 from pipelines.serving.package import write_bundle
 from pipelines.serving.served_ranker import RequestRanker
 

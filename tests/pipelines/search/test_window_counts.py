@@ -11,10 +11,10 @@ import pytest
 import ray
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipelines.data.dataflow import Engine
 
 from models.tables import join
 from pipelines.data.counts import UNSEEN, counted, window_counts
-from pipelines.data.dataflow import Engine
 from pipelines.data.kinds.search.config import SearchConfig
 from pipelines.data.kinds.search.features import SearchWindows, feature_names, features, gather
 from pipelines.data.survey import Vocabulary

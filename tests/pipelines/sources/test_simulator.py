@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
+from pipelines.data.sources import load_source
 from sklearn.feature_extraction.text import TfidfVectorizer
 
 from models.tables import UserError
 from pipelines.data.kinds import simulation
 from pipelines.data.kinds.retrieval.simulator import FOLLOW, SHARES, simulate_retrieval
 from pipelines.data.kinds.simulation import Settings, is_simulated, make_world
-from pipelines.data.sources import load_source
 
 CONFIG = Path(__file__).parents[3] / "jobs" / "configs" / "sources" / "simulated.yaml"
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from models.tables import UserError
 from pipelines.data.sources.encodings import likely_encodings
 from pipelines.data.sources.mapping import Mapping
+
+from models.tables import UserError
 
 EUROPE, CHINA, JAPAN = "Crème brûlée à l'été", "丝绸衬衫和棉质长裤", "絹のシャツと綿のズボン"
 

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipelines.data.sources.mapping import Mapping
+from pipelines.data.sources.pieces import Piece
+from pipelines.data.sources.readers import UNIT, _Joined
 from test_source_transforms import plain, read
 
 from models.tables import UserError
 from pipelines.data.kinds.search.config import SearchConfig
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.settings import check
-from pipelines.data.sources.mapping import Mapping
-from pipelines.data.sources.pieces import Piece
-from pipelines.data.sources.readers import UNIT, _Joined
 
 MIND = """1\tU1\t11/15/2019 8:55:22 AM\tN1 N2\tN3-1 N4-0
 2\tU2\t11/15/2019 9:00:00 AM\t\tN3-0 N5-1

@@ -10,11 +10,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-
-from models.tables import UserError
 from pipelines.data.ingest import hash_file
 from pipelines.data.sources import load_source
 from pipelines.data.sources.mapping import Mapping
+
+from models.tables import UserError
 from pipelines.data.tables import REJECTS
 
 CSV = "u,i,t\n" + "".join(f"user{n},item{n * 7 % 101},{n}\n" for n in range(5000))

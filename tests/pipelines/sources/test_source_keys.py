@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-
-from models.tables import UserError
 from pipelines.data.sources.load import load_source
 from pipelines.data.sources.readers import present_hint, require_columns
 from pipelines.data.sources.transforms import read_transforms
+
+from models.tables import UserError
 from tests.source_keys import BEGIN, SECTIONS, described, page, rows
 
 PAGE = Path("docs/own_log.md")

@@ -10,13 +10,13 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-from models.tables import UserError
-from pipelines.data.settings import read_config
 from pipelines.data.sources import Block, Source, load_source
 from pipelines.data.sources.amazon2023 import Amazon2023
 from pipelines.data.sources.lcrec import LcRec
 from pipelines.data.sources.normalise import NO_ID
+
+from models.tables import UserError
+from pipelines.data.settings import read_config
 
 CONFIGS = Path(__file__).parents[3] / "jobs" / "configs" / "sources"
 DATA = Path(__file__).parents[3] / "../shared/data"

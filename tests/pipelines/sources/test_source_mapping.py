@@ -19,14 +19,14 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-from models.tables import UserError
-from pipelines.data.prepare_config import PrepareConfig
-from pipelines.data.settings import check, read_config
 from pipelines.data.sources import readers
 from pipelines.data.sources.base import Block, Metadata, Source
 from pipelines.data.sources.mapping import Mapping
 from pipelines.data.sources.normalise import NO_ID
+
+from models.tables import UserError
+from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.settings import check, read_config
 from pipelines.data.tables import REJECTS
 
 Row = dict[str, Any]

@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-
-from jobs import audit, prepare
-from models.tables import UserError
 from pipelines.data.sources import readers
 from pipelines.data.sources.mapping import Items, Mapping, Users
 from pipelines.data.sources.readers import Reading, read_frames
+
+from jobs import audit, prepare
+from models.tables import UserError
 
 FIELDS = ("user.id", "item.sku", "item", "item.price", "geo.city.name", "a.b", "late.x", "odd.y", "never.z.z")
 LISTS = ("shown.sku", "shown.by.score", "basket.lines.sku", "tags.all")

@@ -11,9 +11,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-
-from jobs import prepare
-from models.tables import UserError
 from pipelines.data.sources.amazon2023 import Amazon2023
 from pipelines.data.sources.base import Source
 from pipelines.data.sources.lcrec import LcRec
@@ -21,6 +18,9 @@ from pipelines.data.sources.load import load_source
 from pipelines.data.sources.mapping import Mapping
 from pipelines.data.sources.preview import lines, preview, warnings
 from pipelines.data.sources.simulated import Simulated
+
+from jobs import prepare
+from models.tables import UserError
 
 TIMES = "u,i,t\na,x,1700000000\nb,y,1700000001\n"
 

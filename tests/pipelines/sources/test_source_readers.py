@@ -12,8 +12,6 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-
-from models.tables import UserError, join
 from pipelines.data.dataflow import Engine
 from pipelines.data.ingest import ingest, pieces_of
 from pipelines.data.sources import readers
@@ -21,6 +19,8 @@ from pipelines.data.sources.base import Block
 from pipelines.data.sources.mapping import Items, Mapping, Users
 from pipelines.data.sources.pieces import cuts, piece_at
 from pipelines.data.sources.readers import Reading, format_of, read_frames, whole_only
+
+from models.tables import UserError, join
 from pipelines.data.survey import Gathering
 
 QUERY = {"query": "q"}

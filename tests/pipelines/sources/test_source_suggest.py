@@ -17,12 +17,12 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from own_layouts import MAKERS
-
-from jobs import audit, prepare
-from models.tables import UserError, read_manifest
 from pipelines.data.sources import load_source
 from pipelines.data.sources.mapping import Mapping
 from pipelines.data.sources.suggest import suggest
+
+from jobs import audit, prepare
+from models.tables import UserError, read_manifest
 
 
 def guessed(folder: Path) -> dict[str, Any]:

@@ -11,11 +11,11 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-
-from models.tables import UserError
 from pipelines.data.sources.base import Block
 from pipelines.data.sources.load import load_source
 from pipelines.data.sources.mapping import Mapping
+
+from models.tables import UserError
 
 
 def plain(**keys: Any) -> Mapping:

@@ -383,7 +383,7 @@ def make_actions(run: Run, events: Manifest, items: Manifest, split: dict[str, A
         "candidates_counted_at": "cut",  # tables of earlier code, which counted at each candidate's time, are not these
     }
     as_of = make_as_of(run)
-    joined = as_of_schema(list(source.tables_as_of.values()))
+    joined = as_of_schema(list(source.as_of.values()))
     if source.info["numbers"] or as_of:
         settings["own_features"] = True  # earlier code did not say what they are
     inputs = {"events": events.hash, "items": items.hash, **{name: table.hash for name, table in as_of.items()}}

@@ -354,7 +354,7 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
         labels=bool_labels(source, config.behaviour),
         clock=events.info["clock"],
         search=config.own,
-        as_of=pa.schema([*as_of_schema(list(source.tables_as_of.values())), *of_items]),
+        as_of=pa.schema([*as_of_schema(list(source.as_of.values())), *of_items]),
     )
     texts = pa.array([], pa.large_string())
     if queries.rows:

@@ -54,6 +54,7 @@ from pipelines.data.sids.embed import (
     read_embeddings,
     without_text,
 )
+from pipelines.data.sids.text_config import TextConfig
 from pipelines.data.survey import distinct
 from pipelines.data.tables import (
     TOKENS,
@@ -67,7 +68,6 @@ from pipelines.data.tables import (
     write_part,
     writing,
 )
-from pipelines.data.text_config import TextConfig
 
 Say = Callable[[str], None]
 

@@ -38,28 +38,21 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 import polars as pl
 import psutil
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from models.tables import join, read_manifest
-from pipelines.data.ingest import partitions_for
+from pipelines.data.events import partitions_for
 from pipelines.data.kinds.retrieval.simulator import simulate_retrieval
+from pipelines.data.log import log_of
 from pipelines.data.prepare import prepare
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.ray_data_config import WORKERS
-from pipelines.data.sources.base import Block, Metadata, Source, list_files
-from pipelines.data.sources.pieces import Piece
-from pipelines.data.sources.readers import Reading
 from pipelines.data.splits import SplitConfig
-from pipelines.data.tables import REJECTS
 
 EVENTS_PER_USER, EVENTS_PER_ITEM = 20, 400
 VARIANTS = ("trieline", "polars")
@@ -71,61 +64,19 @@ REPORTS_MS = 1000
 """Milliseconds between two reports of what nodes have sent each other."""
 
 
-@dataclass(frozen=True)
-class EventsFile(Source):
-    """Files that hold valid events already, so that no time goes into reading a raw format."""
-
-    @property
-    def info(self) -> dict[str, Any]:
-        return {"labels": {}, "numbers": [], "categories": [], "clock": True}
-
-    @property
-    def items_columns(self) -> tuple[list[str], list[str]]:
-        return [], []
-
-    @property
-    def origins(self) -> dict[str, dict[str, str]]:
-        return {"events": {name: name for name in self.block_schema.names}, "items": {}, "users": {}}
-
-    @property
-    def absent(self) -> frozenset[str]:
-        return frozenset({"query", "request_id", "position"})
-
-    def event_files(self, input_uri: str) -> list[str]:
-        return list_files(input_uri, "events-*.parquet", required=True, what="event files")
-
-    def item_files(self, input_uri: str) -> list[str]:
-        return []
-
-    def read_items(self, input_uri: str, file: str) -> Iterator[Metadata]:
-        return iter(())
-
-    def reading_of(self, file: str) -> Reading:
-        return Reading(("user_id", "item_id", "timestamp_ms"))
-
-    def read_events(
-        self, input_uri: str, file: str, users: pa.Table | None = None, piece: Piece | None = None
-    ) -> Iterator[Block]:
-        schema, row = self.block_schema, piece.first_row if piece else 0
-        log = pq.ParquetFile(join(input_uri, file))
-        groups = list(range(piece.start, piece.end) if piece else range(log.num_row_groups))
-        for batch in log.iter_batches(batch_size=1 << 19, row_groups=groups, use_threads=False):
-            rows = batch.num_rows
-            constants = {
-                "request_id": pa.repeat("", rows),
-                "query": pa.nulls(rows, pa.string()),
-                "position": pa.array(np.zeros(rows, dtype=np.int32)),
-                "log_row": pa.array(np.arange(row, row + rows)),
-            }
-            columns = [constants[f.name] if f.name in constants else batch[f.name].cast(f.type) for f in schema]
-            yield Block(pa.Table.from_arrays(columns, schema=schema), REJECTS.empty_table(), rows)
-            row += rows
+LOG: dict[str, Any] = {
+    "files": "events-*.parquet",
+    "user": "user_id",
+    "item": "item_id",
+    "time": {"column": "timestamp_ms", "unit": "ms"},
+}
+"""Mapping of the simulated log."""
 
 
 def run_trieline(log: str, output: str, partitions: int | None = None) -> None:
     """The log to committed tables with the functions of jobs.prepare."""
     config = PrepareConfig(core=0, split=SPLIT, partitions=partitions)
-    prepare(EventsFile(), log, output, config, overwrite=True, say=lambda line: None)
+    prepare(log_of(LOG), log, output, config, overwrite=True, say=lambda line: None)
 
 
 def run_polars(log: str, output: str) -> None:
@@ -209,7 +160,7 @@ def _measure(
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",  # else Ray stays on loopback, where it takes one node alone
         "RAY_metrics_report_interval_ms": str(REPORTS_MS),
     }
-    return measured(["pipelines.data.benchmark", variant, log, output, *given], **(of_nodes if nodes > 1 else {}))
+    return measured(["benchmarks.sequences", variant, log, output, *given], **(of_nodes if nodes > 1 else {}))
 
 
 def measured(command: list[str], **more: str) -> dict[str, Any]:
@@ -249,7 +200,7 @@ def run(
             params = {"events": events, "users": users, "items": items, "cpus": os.cpu_count()}
             ways: dict[str, dict[str, Any]] = {variant: {"variant": variant} for variant in VARIANTS}
             if nodes > 1:
-                files = [join(log, file) for file in EventsFile().event_files(log)]
+                files = [join(log, file) for file in log_of(LOG).event_files(log)]
                 partitions = max(partitions_for(files), PARTITIONS_PER_NODE * nodes)
                 params["partitions"] = ways["trieline"]["partitions"] = partitions
                 ways[f"trieline_{nodes}_nodes"] = {**ways["trieline"], "nodes": nodes}

@@ -22,11 +22,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
+from benchmarks.sequences import measured
 from models import registry
 from models.bench.decode import random_histories
 from models.retrieval.data import Catalogue, batch_of
 from models.tables import join, read_manifest
-from pipelines.data.benchmark import measured
 from pipelines.data.sids.embed import EmbedConfig
 from pipelines.data.sids.tokenize import RqkmeansConfig, TokenizerConfig, tokenize
 from pipelines.data.tables import check_writable, commit, items_schema, write_part
@@ -72,7 +72,7 @@ def run(sizes: list[int]) -> Iterator[dict[str, Any]]:
             write_items(join(folder, "items"), items)
             for step in STEPS:
                 row = {"benchmark": "catalogue", "variant": step, "params": params, "runs": 1}
-                found = measured(["pipelines.data.sids.benchmark", step, folder])
+                found = measured(["benchmarks.catalogue", step, folder])
                 if "error" in found:
                     yield {**row, "error": found["error"]}
                     break

@@ -1,0 +1,1 @@
+"""Paired timings: they import everything, and nothing but the command that runs them imports them."""

@@ -1,0 +1,330 @@
+"""Rows of a raw file to rows of a table: SQL expressions, then what each column must be, one vectorised pass over a frame.
+
+A row that breaks the schema goes to the rejects with its first reason, which names the log's own column.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+
+from models.item_ids import ODD, clean_id
+from models.tables import UserError
+from pipelines.data.read import LONGEST_QUOTE, ROW, Broken, Piece, roots
+from pipelines.data.tables import REJECTS
+from pipelines.data.times import Time, moments
+
+CAST = re.compile(r"(?<!try_)\bcast\s*\(", re.IGNORECASE)
+EXPLODED_ROWS = 1 << 18  # rows per block after lists are exploded
+LAST_INT32 = 2**31 - 1
+Evaluated = tuple[pl.DataFrame, list[tuple[pl.Series, str]]]
+"""Values by name, and where a `cast` could not read one, with the reason."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A bounded piece of a raw log, or of the files of a section."""
+
+    rows: pa.Table
+    """Rows of the schema."""
+    rejects: pa.Table
+    """Rows that break the schema and lines that are no rows, as `tables.REJECTS`."""
+    rows_read: int
+    """Rows read, after lists are exploded: those of `rows` and rejects."""
+    missing: dict[str, str] = field(default_factory=dict)
+    """Columns that are not there, each with a hint at the nearest; a mistake if no block of the log has one."""
+
+
+@dataclass
+class Rejected:
+    """How much of what was read was rejected, and why."""
+
+    rows_read: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+    """The first rejected row of each reason: where and what."""
+
+    @classmethod
+    def of(cls, block: Block) -> Rejected:
+        found = cls(block.rows_read, Counter(block.rejects["reason"].to_pylist()))
+        if found.reasons:
+            for row in pl.DataFrame(block.rejects).unique("reason", keep="first", maintain_order=True).to_dicts():
+                piece = f" of the piece at {row['piece']:,}" if row["piece"] else ""
+                place = f"{row['file']} row {row['row']:,}{piece} (from 0, without header and blank lines)"
+                found.examples[row["reason"]] = f"{place}: {row['source'][:200]}"
+        return found
+
+    def add(self, other: Rejected) -> None:
+        """Adds what `other` counts; the result does not depend on the order."""
+        self.rows_read += other.rows_read
+        self.reasons.update(other.reasons)
+        for reason, example in other.examples.items():
+            self.examples[reason] = min(example, self.examples.get(reason, example))
+
+
+def common(missing: Iterable[dict[str, str]]) -> dict[str, str]:
+    """What all of these lack."""
+    every = list(missing)
+    return {name: hint for name, hint in every[0].items() if all(name in each for each in every)} if every else {}
+
+
+class Rows:
+    """Rows of a frame on their way to a table: values by target column, and why rows are rejected. `wanted` are the
+    expressions by target."""
+
+    def __init__(self, raw: pl.DataFrame, wanted: dict[str, str], uri: str) -> None:
+        self.raw, self.wanted, self.uri = raw, wanted, uri
+        self.made, bad = evaluate(raw, wanted, uri)
+        self.values: dict[str, pl.Series] = {}
+        self.reasons: list[pl.Series] = []
+        for where, reason in bad:
+            self.reject(where, reason)
+
+    def reject(self, where: pl.Series, reason: str) -> None:
+        if where.any():
+            self.reasons.append(pl.select(pl.when(where).then(pl.lit(reason))).to_series())
+
+    def _refuse(self, target: str, need: str) -> UserError:
+        text, kind = self.wanted[target], self.made[target].dtype
+        return UserError(
+            f"{self.uri}: '{text}' is {kind}, not {need}; convert it in the log, or by an expression of SQL"
+        )
+
+    def ids(self, target: str) -> None:
+        """An id as text; a word for nothing is none."""
+        values, what = self.made[target], self.wanted[target]
+        if values.dtype.is_nested() or values.dtype.is_temporal():
+            remedy = "name a field of it" if isinstance(values.dtype, pl.Struct) else "explode lists of items"
+            raise UserError(f"{self.uri}: '{what}' is {values.dtype}, not text or integers; {remedy}")
+        self.values[target] = made = clean_ids(values)
+        if made.null_count():
+            blank = (
+                values.is_null() | (values.str.strip_chars() == "") if values.dtype == pl.String else values.is_null()
+            )
+            self.reject(made.is_null() & blank.fill_null(True), f"{what}: missing")
+            self.reject(made.is_null(), f"{what}: missing, written as text such as nan or null, or no text")
+
+    def text(self, target: str) -> None:
+        """Text, of lists the elements joined by blanks; empty text is null."""
+        values = self.made[target]
+        if isinstance(values.dtype, pl.List):
+            values = values.cast(pl.List(pl.String)).list.join(" ", ignore_nulls=True)
+        elif values.dtype.is_nested() or values.dtype == pl.Binary:
+            raise self._refuse(target, "text")
+        values = (_floats(values) if values.dtype.is_float() else values).cast(pl.String)
+        values = values.str.strip_chars() if target.startswith("text_") else values
+        self.values[target] = pl.select(pl.when(values != "").then(values)).to_series()
+
+    def time(self, target: str, time: Time, number: int = 0) -> None:
+        """Milliseconds; without a column the place of the row in the piece of this number."""
+        if time.column is None:
+            self.values[target] = self.raw[ROW] + (number << 40)
+            return
+        try:
+            self.values[target], reason = moments(self.made[target], time, time.column)
+        except TypeError:
+            raise self._refuse(target, f"times as {time.written}") from None
+        if reason.null_count() < len(reason):
+            self.reasons.append(reason)
+
+    def known(self, name: str, time: Time | None, delay_minutes: float | None) -> None:
+        """From when on the label is known, where it is set; null elsewhere."""
+        value, stamp, target = self.values[f"label_{name}"], self.values["timestamp_ms"], f"known_{name}"
+        set_ = value if value.dtype == pl.Boolean else value.is_not_null()
+        if time is None:
+            moment = stamp + round((delay_minutes or 0) * 60_000)
+        else:
+            moment, reason = moments(self.made[target], time, str(time.column))
+            said = pl.when(set_.fill_null(False)).then(reason + f" (time of the label {name})")
+            self.reasons.append(pl.select(said).to_series())
+            early = (set_ & (moment < stamp)).fill_null(False)
+            self.reject(early, f"{time.column}: before its event, check labels.{name}.time")
+        self.values[target] = pl.select(pl.when(set_).then(moment)).to_series()
+
+    def integer(self, target: str) -> None:
+        values, what = self.made[target], self.wanted[target]
+        number = (values.str.strip_chars() if values.dtype == pl.String else values).cast(pl.Int64, strict=False)
+        self.reject(number.is_null(), f"{what}: missing or not an integer")
+        self.reject(
+            ((number < 0) | (number > LAST_INT32)).fill_null(False), f"{what}: negative, or more than int32 holds"
+        )
+        self.values[target] = number.cast(pl.Int32, strict=False)
+
+    def number(self, target: str, span: list[float] | None = None) -> None:
+        """A finite float32 within `span`, or null where the log has none."""
+        values, what = self.made[target], self.wanted[target]
+        if not (values.dtype in (pl.String, pl.Boolean, pl.Null) or values.dtype.is_numeric()):
+            raise self._refuse(target, "numbers")
+        if values.dtype == pl.String:
+            values = values.str.strip_chars()
+            values = pl.select(pl.when(values != "").then(values)).to_series()
+        self.values[target] = number = values.cast(pl.Float32, strict=False)
+        comma = f"of 12,50 make one by cast(replace({what}, ',', '.') as double)"
+        self.reject(values.is_not_null() & number.is_null(), f"{what}: not a number; {comma}")
+        self.reject(~number.is_finite().fill_null(True), f"{what}: not finite")
+        if span is not None:
+            out = ((number < span[0]) | (number > span[1])).fill_null(False)
+            self.reject(out, f"{what}: outside {span[0]:g} to {span[1]:g}")
+
+    def flag(self, target: str) -> None:
+        """A bool, or 0, 1, true, false; null where the log has none."""
+        values, what = self.made[target], self.wanted[target]
+        if not (values.dtype in (pl.String, pl.Boolean, pl.Null) or values.dtype.is_numeric()):
+            raise self._refuse(target, "0, 1, true or false")
+        if values.dtype in (pl.Boolean, pl.Null):
+            self.values[target] = values.cast(pl.Boolean)
+            return
+        raw = values.cast(pl.String).str.to_lowercase()
+        yes, no = raw.is_in(["1", "true", "1.0"]), raw.is_in(["0", "false", "0.0"])
+        bad = ~(yes | no) & raw.is_not_null() & (raw != "")
+        self.reject(bad, f"{what}: not a bool, compare it, such as cast({what} as double) > 0")
+        self.values[target] = pl.select(pl.when(yes | no).then(yes)).to_series()
+
+    def join(self, users: pa.Table | None) -> None:
+        """What the user files say of the users."""
+        if users is not None:
+            known, mine = pl.DataFrame(users), self.values["user_id"].to_frame("user_id")
+            found = mine.join(known, on="user_id", how="left", maintain_order="left")
+            self.values |= {name: found[name] for name in known.columns if name != "user_id"}
+
+    def block(
+        self, broken: Broken, missing: dict[str, str], file: str, piece: Piece | None, schema: pa.Schema,
+        unset: dict[str, Any] | None = None,
+    ) -> Block:  # fmt: skip
+        """The rows as a table of the schema, `unset` standing for columns without values, and the rejects."""
+        start, rows = piece.start if piece else 0, len(self.raw)
+        lines = [(file, start, number, why, json.dumps({"line": text})) for number, why, text in broken]
+        columns = zip(*lines, strict=True) if lines else [[]] * len(REJECTS)
+        rejects = [pa.table([pa.array(c, f.type) for c, f in zip(columns, REJECTS, strict=True)], schema=REJECTS)]
+        nothing = {name: pl.lit(value) for name, value in (unset or {}).items()}
+        values = {f.name: self.values.get(f.name, nothing.get(f.name, pl.lit(None))) for f in schema}
+        made = self.raw.select(ROW).with_columns(**values).select(schema.names)
+        reason = pl.select(pl.coalesce(*self.reasons, pl.lit(None, pl.String))).to_series() if self.reasons else None
+        if reason is not None and reason.null_count() < rows:
+            lost, names = reason.is_not_null(), [name for name in self.raw.columns if not name.startswith("__")]
+            said = self.raw.filter(lost).select(
+                pl.lit(file).alias("file"),
+                pl.lit(start, pl.Int64).alias("piece"),
+                pl.col(ROW).alias("row"),
+                reason.filter(lost).alias("reason"),
+                pl.struct(names).struct.json_encode().str.slice(0, LONGEST_QUOTE).alias("source"),
+            )
+            rejects.append(said.to_arrow().cast(REJECTS))
+            made = made.filter(~lost)
+        return Block(made.to_arrow().cast(schema), pa.concat_tables(rejects), rows + len(broken), missing)
+
+
+def slices(rows: pl.DataFrame, name: str | None) -> Iterator[pl.DataFrame]:
+    """Slices of rows whose lists come to about EXPLODED_ROWS elements, so that blocks stay bounded."""
+    elements = int(rows[name].list.len().sum() or 0) if name else 0
+    size = max(1, len(rows) * EXPLODED_ROWS // max(elements, EXPLODED_ROWS))
+    yield from rows.iter_slices(size) if len(rows) else [rows]
+
+
+def _floats(values: pl.Series) -> pl.Series:
+    """Floats as text, whole ones without their point."""
+    whole = values.cast(pl.Int64, strict=False)
+    same = (whole.cast(values.dtype) == values) & (values.abs() < 2**53)
+    text = pl.when(same).then(whole.cast(pl.String)).when(values.is_not_nan()).then(values.cast(pl.String))
+    return pl.select(text).to_series()
+
+
+def clean_ids(values: pl.Series) -> pl.Series:
+    """Ids as `clean_id` has them, which is asked once per different value that it may change."""
+    if values.dtype.is_integer():
+        return values.cast(pl.String)
+    text = _floats(values) if values.dtype.is_float() else values.cast(pl.String, strict=False)
+    odd = text.str.contains(ODD).fill_null(False)
+    if not odd.any():
+        return text
+    strange = text.filter(odd)
+    known = {value: clean_id(value) for value in strange.unique().to_list()}
+    return text.scatter(odd.arg_true(), strange.replace_strict(known, return_dtype=pl.String))
+
+
+def list_of(rows: pl.DataFrame, text: str, key: str, uri: str) -> pl.Series:
+    """An expression as lists; UserError, which names the `key`, for one that is none."""
+    made, _ = evaluate(rows, {"list": text}, uri)
+    kind = made["list"].dtype
+    if not isinstance(kind, pl.List | pl.Null):
+        raise UserError(f"{uri}: {key} is {kind}, not a list; split text, such as string_to_array({text}, ' ')")
+    return made["list"].cast(pl.List(pl.String)) if kind == pl.Null else made["list"]
+
+
+def evaluate(rows: pl.DataFrame, wanted: dict[str, str], uri: str) -> Evaluated:
+    """The expressions by name."""
+    made = {name: _expression(text, rows.columns).alias(name) for name, text in wanted.items()}
+    try:
+        return rows.with_columns(**made).select(wanted.keys()), []
+    except pl.exceptions.PolarsError as error:
+        if len(wanted) == 1:
+            return _evaluate_one(rows, *wanted.items(), uri=uri, error=error)
+    each = [evaluate(rows, {name: text}, uri) for name, text in wanted.items()]
+    return pl.concat([found for found, _ in each], how="horizontal"), [why for _, bad in each for why in bad]
+
+
+def _evaluate_one(rows: pl.DataFrame, named: tuple[str, str], *, uri: str, error: Exception) -> Evaluated:
+    """An expression that polars does not evaluate as it is: values that a `cast` cannot read are null, with a reason."""
+    name, text = named
+    tolerant = CAST.sub("try_cast(", text)
+    absent = any(rows[root].dtype == pl.Null for root in roots(text, rows.columns) if root in rows.columns)
+    if absent or isinstance(error, pl.exceptions.StructFieldNotFoundError):
+        return pl.DataFrame({name: pl.repeat(None, len(rows), dtype=pl.Null, eager=True)}), []
+    if tolerant == text or not isinstance(error, pl.exceptions.InvalidOperationError):
+        reason = " ".join(str(error).split("This error occurred")[0].split())[:200]
+        raise UserError(
+            f"{uri}: '{text}' cannot be worked out ({reason}); correct the source file, such as by cast(... as double)"
+        ) from None
+    made, _ = evaluate(rows, {name: tolerant}, uri)
+    bad = pl.repeat(False, len(rows), eager=True)
+    for inner, cast in _casts(tolerant):  # a value that is there, and is not any more after a cast
+        found, _ = evaluate(rows, {"before": inner, "after": cast}, uri)
+        bad = bad | (found["before"].is_not_null() & found["after"].is_null())
+    return made, [
+        (bad & made[name].is_null(), f"{text}: a value that it cannot read; write try_cast where it may be empty")
+    ]
+
+
+def _casts(text: str) -> Iterator[tuple[str, str]]:
+    """What each `try_cast(what as type)` of an expression reads, and all of it."""
+    for start in re.finditer(r"(?i)try_cast\s*\(", text):
+        depth, at = 1, start.end()
+        while depth and at < len(text):
+            depth += {"(": 1, ")": -1}.get(text[at], 0)
+            at += 1
+        inner = re.sub(r"(?is)\s+as\s+[^()]*(\([^()]*\))?\s*$", "", text[start.end() : at - 1])
+        yield inner, text[start.start() : at]
+
+
+def _expression(text: str, columns: list[str]) -> pl.Expr:
+    """A column of that very name, else SQL over the columns."""
+    return pl.col(text) if text in columns else pl.sql_expr(text)
+
+
+def check_sql(expressions: Iterable[str]) -> None:
+    """ValueError for what is neither the name of a column nor an expression of one row."""
+    for text in expressions:
+        try:
+            meta = pl.sql_expr(text).meta
+        except pl.exceptions.PolarsError as error:
+            if re.fullmatch(r"[^()'\"|]+", text):  # a column with the name of a word of SQL
+                continue
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(
+                f"'{text}' is no SQL expression ({reason}); correct it, odd names in double quotes"
+            ) from error
+        try:
+            of_rows = meta.is_length_preserving() or meta.is_literal()
+        except pl.exceptions.PolarsError:  # `in` asks for columns
+            of_rows = True
+        if not of_rows:
+            raise ValueError(
+                f"'{text}' is no expression of one row, as sums are none; write one of the columns of a row"
+            )
