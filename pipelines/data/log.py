@@ -249,6 +249,8 @@ class Log(Files):
     """The item files: {files, item, texts, attributes, numbers}."""
     users: Section | None = None
     """The user files: {files, user, attributes}; attributes are categories of each of the user's events."""
+    simulated: bool = False
+    """true: the log is made up, and results on it are labelled so."""
     as_of: dict[str, Section] = field(default_factory=dict)
     """Files of features of items or users that change over time, by name: {files, item or user, time, numbers}."""
 

@@ -299,9 +299,9 @@ def check_cluster(options: RayOptions, workers: int, use_gpu: bool) -> None:
 
 
 def is_simulated(tables: str) -> bool:
-    """Whether the log is one of jobs.simulate."""
+    """Whether the mapping file says that the log is simulated."""
     uri = join(tables, "events")
-    return has_manifest(uri) and read_manifest(uri, "events").config.get("source", {}).get("layout") == "Simulated"
+    return has_manifest(uri) and bool(read_manifest(uri, "events").config.get("source", {}).get("simulated"))
 
 
 def dataset_name(tables: str) -> str:
