@@ -13,10 +13,12 @@ import logging
 import os
 import re
 import select
+import shlex
 import socket
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -332,6 +334,13 @@ def output_is_read() -> bool:
     return not gone
 
 
+def line(module: str, **options: str) -> str:
+    """A command to run next, quoted for a shell."""
+    return shlex.join(
+        ["python", "-m", module, *(word for key, value in options.items() for word in (f"--{key}", str(value)))]
+    )
+
+
 def main(run: Callable[[Any], Any], config: type, parse_: Callable[[str], Any] | None = None) -> NoReturn:
     """Parses the command line, runs the job, and exits: 0 when done, 1 with one line for a UserError or a fault
     of the machines (`pipelines/faults.py`), 141 as other commands where what reads its output is gone (`| head`).
@@ -339,6 +348,7 @@ def main(run: Callable[[Any], Any], config: type, parse_: Callable[[str], Any] |
     `parse_(job)` is for jobs whose options are more than those of `config`.
     """
     job = Path(sys.argv[0]).stem
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # type: ignore[assignment]
     try:
         options = hide(parse_(job) if parse_ else parse(config, job))
         sys.argv[1:] = map(masked, sys.argv[1:])

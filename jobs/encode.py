@@ -60,10 +60,8 @@ def run(config: Config) -> None:
     counts = ", ".join(f"{made[name].rows:,} {name}" for name in ("items", "queries", "pairs") if name in made)
     print(f"{counts}, width {made['items'].info['width']}, in {time.monotonic() - started:.0f} s: {config.output}")
     model = KINDS[kind_of(read_manifest(join(config.tables, "sequences"), "sequences"))].flow.models[-1]
-    print(
-        f"next: python -m jobs.train --config jobs/configs/{model.configs[0]}.yaml --tables {config.tables} "
-        f"--text {config.output} --storage runs --name {model.model}"
-    )
+    train = {"config": f"jobs/configs/{model.configs[0]}.yaml", "tables": config.tables, "text": config.output}
+    print(f"next: {cli.line('jobs.train', **train, storage='runs', name=model.model)}")
 
 
 def parse(job: str, argv: Sequence[str] | None = None) -> Config:

@@ -301,7 +301,8 @@ def run(config: Options) -> Result | None:
     if about.tracking:
         uri = config.tracking_uri or about.tracking["uri"]
         print(f"  MLflow run  {about.tracking['run_id']}")
-        print(f"  next        python -m jobs.compare --experiment {about.tracking['experiment']} --tracking_uri {uri}")
+        compare = cli.line("jobs.compare", experiment=about.tracking["experiment"], tracking_uri=uri)
+        print(f"  next        {compare}")
     return result
 
 

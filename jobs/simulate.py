@@ -93,7 +93,7 @@ def run(config: Config) -> None:
     if simulator.always:
         print(simulator.always)
     source = SOURCES / f"{simulator.source}.yaml"
-    print(f"next: python -m jobs.prepare --source {source} --input {config.output} --output TABLES")
+    print(f"next: {cli.line('jobs.prepare', source=str(source), input=config.output, output='TABLES')}")
 
 
 if __name__ == "__main__":

@@ -188,7 +188,8 @@ def run(config: Config) -> Any:
     print(f"  checkpoint  {swept.best.checkpoint}")
     print(f"  MLflow run  {swept.run.run_id} in {swept.run.experiment}")
     print(f"  look at it  {tracking.viewer(swept.run.uri)}")
-    print(f"  next        python -m jobs.compare --experiment {swept.run.experiment} --tracking_uri {swept.run.uri}")
+    compare = cli.line("jobs.compare", experiment=swept.run.experiment, tracking_uri=swept.run.uri)
+    print(f"  next        {compare}")
     return swept
 
 

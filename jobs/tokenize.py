@@ -142,10 +142,8 @@ def run(config: Config) -> None:
     else:
         print(f"nothing to do: {config.output} is up to date; --overwrite makes it again")
     tiger = "tiger_small" if sids.rows < SMALL else "tiger"
-    print(
-        f"next: python -m jobs.train --config jobs/configs/{tiger}.yaml --tables {config.tables} "
-        f"--sids {config.output} --storage runs --name tiger"
-    )
+    train = {"config": f"jobs/configs/{tiger}.yaml", "tables": config.tables, "sids": config.output}
+    print(f"next: {cli.line('jobs.train', **train, storage='runs', name='tiger')}")
 
 
 def parse(job: str, argv: Sequence[str] | None = None) -> Config:

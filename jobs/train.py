@@ -137,14 +137,14 @@ def run(config: Config) -> Any:
         print(f"Trained {best.name} for {number_of(trained.epochs, 'epoch')} in {trained.seconds:.0f} s.")
         print(still_rising(best.epoch, trained.epochs, config.fit), end="")
     shown = "  ".join(f"{name} {best.metrics[name]:.4f}" for name in entry.measured.shown if name in best.metrics)
-    beside = f" --{entry.extra.option} {extra}" if entry.extra and extra else ""
+    beside = {entry.extra.option: extra} if entry.extra and extra else {}
+    evaluate = {"checkpoint": trained.checkpoint, "tables": config.tables, **beside, "split": "test"}
     print(
         f"  best epoch  {best.epoch}: {shown} on val\n"
         f"  checkpoint  {trained.checkpoint}\n"
         f"  MLflow run  {trained.run.run_id} in {trained.run.experiment}\n"
         f"  look at it  {tracking.viewer(trained.run.uri)}\n"
-        f"  next        python -m jobs.evaluate --checkpoint {trained.checkpoint} --tables {config.tables}{beside} "
-        f"--split test"
+        f"  next        {cli.line('jobs.evaluate', **evaluate)}"
     )
     return trained
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from models.tables import UserError
 
-BLANKS = " \t\r\n\v\f\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\u200b\u2060\ufeff"
+BLANKS = " \t\r\n\v\f\x1c-\x1f\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\u200b\u2060\ufeff"
 """White space, and what has no width."""
 
 NOTHING = ("nan", "null", "(null)", "none", "nil", "na", "n/a", "<na>", "#n/a", "\\n", "nat", "undefined", "-", "--")
@@ -52,7 +52,5 @@ def item_id(column: str, value: Any) -> str:
     """One id as the catalogue has it: a string, or the digits of an integer."""
     if isinstance(value, bool) or not isinstance(value, str | Integral):
         raise UserError(f"{column} has {value!r}; an item id is a string, as in the log, or an integer")
-    made = clean_id(str(value) if isinstance(value, str) else str(int(value)))
-    if made is None:
-        raise UserError(f"{column} has {value!r}, which is no item id; leave it out")
-    return made
+    text = value if isinstance(value, str) else str(int(value))
+    return clean_id(text) or text

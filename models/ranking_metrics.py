@@ -171,20 +171,22 @@ def ranking_means(sums: dict[str, Any], prefix: str = "") -> dict[str, float]:
     def total(name: str) -> float:
         return float(sums[prefix + name])
 
+    undefined: dict[str, list[str]] = {}
+
     def ratio(name: str, above: float, below: float, why: str) -> float:
         if below > 0:
             return above / below
-        warnings.warn(f"{prefix}{name} is not defined and shown as NaN: {why}", stacklevel=3)
+        undefined.setdefault(why, []).append(prefix + name)
         return math.nan
 
-    one_class = "no request has both labels"
+    one_class, same = "no request has both labels", "all labels are the same"
     both = total("impressions_both")
     count, positives = total("candidates"), total("positives")
     rate = positives / count if count else 0.0
     entropy = -rate * math.log(rate) - (1 - rate) * math.log(1 - rate) if 0 < rate < 1 else 0.0
     auc, error = sums[prefix + "histogram"].auc()
     if math.isnan(auc):
-        warnings.warn(f"{prefix}auc is not defined and shown as NaN: all labels are the same", stacklevel=2)
+        undefined.setdefault(same, []).append(f"{prefix}auc")
     loss = ratio("log_loss", total("loss"), count, "there are no candidates")
     metrics = {
         "gauc": ratio("gauc", total("request_auc"), total("requests_both"), one_class),
@@ -192,13 +194,16 @@ def ranking_means(sums: dict[str, Any], prefix: str = "") -> dict[str, float]:
         "auc": auc,
         "auc_error": error,
         "log_loss": loss,
-        "normalised_entropy": ratio("normalised_entropy", loss, entropy, "all labels are the same"),
+        "normalised_entropy": ratio("normalised_entropy", loss, entropy, same),
         "calibration": ratio("calibration", total("predicted"), positives, "there is no positive"),
         "requests": total("requests"),
         "requests_one_class": total("requests") - total("requests_both"),
         "candidates": count,
         "positives": positives,
     }  # fmt: skip
+    if undefined:
+        said = "; ".join(f"{', '.join(names)}: {why}" for why, names in undefined.items())
+        warnings.warn(f"not defined and shown as NaN: {said}", stacklevel=2)
     if prefix + "predicted_uncorrected" in sums and positives:
         metrics["calibration_uncorrected"] = total("predicted_uncorrected") / positives
     return {prefix + name: value for name, value in metrics.items()}

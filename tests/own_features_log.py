@@ -11,16 +11,15 @@ from typing import Any
 import numpy as np
 import polars as pl
 import yaml
-from pipelines.data.sources import load_source
 
 from models.tables import read_manifest, read_table
+from pipelines.data.log import load_source
 from pipelines.data.prepare import prepare
 from pipelines.data.settings import read_config
 from pipelines.data.tables import commit, write_part
 from tests.search_tables import WIDTH, write_text
 
 SOURCE: dict[str, Any] = {
-    "layout": "mapping",
     "files": "events.csv",
     "user": "user",
     "item": "item",
@@ -105,7 +104,6 @@ def write_log(folder: Path, users: int = 250, searches: int = 8, shown: int = 5,
 
 
 FEED: dict[str, Any] = {
-    "layout": "mapping",
     "files": "feed.csv",
     "user": "user",
     "item": "item",

@@ -16,34 +16,28 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 
-from pipelines.data.sources.as_of import AsOf
-from pipelines.data.sources.histories import History
-from pipelines.data.sources.mapping import Items, Mapping, Users
-from pipelines.data.sources.normalise import Explode, Label, Time
-from pipelines.data.sources.transforms import Transform
-
+from pipelines.data.log import History, Label, Log, Section
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.splits import SplitConfig
+from pipelines.data.times import Time
 
 BEGIN = "<!-- keys: written by `python -m tests.source_keys docs/own_log.md` -->"
 END = "<!-- end of keys -->"
 
-SECTIONS: dict[str, type] = {
-    "": Mapping,
-    "time.": Time,
-    "labels.NAME.": Label,
-    "transforms.COLUMN.": Transform,
-    "explode.": Explode,
-    "history.": History,
-    "as_of.NAME.": AsOf,
-    "items.": Items,
-    "users.": Users,
-    "prepare.": PrepareConfig,
-    "prepare.split.": SplitConfig,
+SECTIONS: dict[str, tuple[type, tuple[str, ...]]] = {
+    "": (Log, ()),
+    "time.": (Time, ()),
+    "labels.NAME.": (Label, ()),
+    "history.": (History, ()),
+    "items.": (Section, ("files", "item", "texts", "attributes", "numbers", "folder", "optional", "keep")),
+    "users.": (Section, ("files", "user", "attributes")),
+    "as_of.NAME.": (Section, ("files", "item", "user", "time", "numbers", "categories")),
+    "prepare.": (PrepareConfig, ()),
+    "prepare.split.": (SplitConfig, ()),
 }
-"""What reads each section of a mapping file."""
+"""What reads each section of a mapping file, and which of its fields, where not all."""
 
-LEFT_OUT = ("prepare.own", "prepare.ray_data", "prepare.split")
+LEFT_OUT = ("prepare.own", "prepare.ray_data", "prepare.split", "time", "history", "items", "users", "as_of")
 """Fields that are no keys, or sections of their own."""
 
 
@@ -72,11 +66,11 @@ def _default(field: Field) -> str:
 
 def rows() -> Iterator[tuple[str, str, str]]:
     """Each key with what it is and its default, sections in the order of SECTIONS."""
-    for where, kind in SECTIONS.items():
+    for where, (kind, only) in SECTIONS.items():
         texts = described(kind)
         for field in sorted(fields(kind), key=lambda field: field.kw_only):  # how files are written comes last
             key = where + field.name
-            if key not in LEFT_OUT:
+            if key not in LEFT_OUT and (not only or field.name in only):
                 text = re.sub(r"(^|\. )None: ", r"\1By default: ", texts[field.name])
                 yield key, text.replace("None: ", "by default: "), _default(field)
 

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("models", "pipelines", "tuning", "jobs")
+PACKAGES = ("models", "pipelines", "tuning", "benchmarks", "jobs")
 ALLOWED = {
     "models": {"models"},
     "pipelines": {"models", "pipelines"},
     "tuning": {"models", "pipelines", "tuning"},
-    "jobs": {"models", "pipelines", "tuning", "jobs"},
+    "benchmarks": {*PACKAGES},
+    "jobs": {*PACKAGES},
 }
 FORBIDDEN = {"models": {"ray", "mlflow", "polars"}}
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from models.actions.batch import ActionsCatalogue
 from models.config import hint
+from models.item_ids import item_id
 from models.latest import Latest
 from models.own_features import CATEGORY, NUMBER
 from models.tables import Manifest, UserError
@@ -70,6 +71,7 @@ class NewItems:
         for post in posts:
             if not (item := (post or {}).get("item_id")):
                 raise UserError("new_items has an item without item_id; give each the id that candidates call it by")
+            item = item_id("new_items", item)
             if item in found:
                 raise UserError(f"new_items has '{item}' twice; give each item once")
             for name in post:
@@ -83,7 +85,7 @@ class NewItems:
 
     def read(self, posts: Sequence[Post]) -> dict[str, Tensor]:
         """new_numbers, new_categories and new_text (n, ...) as of `models/actions/batch.py`."""
-        columns = {"item_id": pa.array([post["item_id"] for post in posts])}
+        columns = {"item_id": pa.array([item_id("new_items", post["item_id"]) for post in posts])}
         for column in self.columns:
             kind, name = (pa.float32() if column.startswith(NUMBER) else pa.string()), name_of(column)
             try:

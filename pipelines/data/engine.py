@@ -1,7 +1,7 @@
 """Ray as the steps of prepare use it, by its public interface.
 
-    each(function, calls)                     a task per call, `ray.remote` and `ray.wait`
-    exchange(read, reads, count, kernel)      range -> map_batches(read) -> repartition(count, keys) -> map_batches(kernel)
+    each(function, calls)                  a task per call, `ray.remote` and `ray.wait`
+    exchange(read, reads, count, kernel)   from_items -> map_batches(read) -> repartition(keys) -> map_batches(kernel)
 
 Kernels work on whole partitions with polars, numpy and Arrow, write their parts themselves, and give a table of a few
 columns back. Stats, progress, backpressure, spilling and the retries of lost tasks are Ray Data's. What matters of its
@@ -124,7 +124,7 @@ class Engine:
         first: tuple[int, Callable[[pa.Table], pa.Table]] | None = None,
         here: bool = False,
     ) -> Iterator[pa.Table]:
-        """Brings rows of one KEY together: yields `kernel(*shared, key, rows)` for every one of the `partitions` that has
+        """Brings rows of one KEY together: yields `kernel(*shared, key, rows)` for each of the `partitions` that has
         some.
 
         `read(number)` gives tables of one schema with KEY, for `reads` numbers. first: the number of partitions of an

@@ -29,7 +29,7 @@ from models.config import build, read_yaml
 from models.tables import UserError, join, open_uri
 from pipelines.data.read import ROW, Files, Piece, list_files, read_frames, roots
 from pipelines.data.rows import Block, Rows, check_sql, clean_ids, common, evaluate, list_of, slices
-from pipelines.data.tables import LABEL_TYPES, events_schema, items_schema
+from pipelines.data.tables import LABEL_TYPES, REJECTS, events_schema, items_schema
 from pipelines.data.times import Time, milliseconds, moments
 
 LOG_ROW = pa.field("log_row", pa.int64(), nullable=False)
@@ -70,7 +70,7 @@ class Label:
     delay_minutes: float | None = None
     """Minutes after the event until the label is known, such as 60; by default at once, or by `time`."""
     range: list[float] | None = None
-    """float32: the smallest and the largest value, such as [0.5, 5]; rows outside are rejected. By default any number."""
+    """float32: the least and the largest value, such as [0.5, 5]; rows outside are rejected. By default any number."""
 
     def __post_init__(self) -> None:
         if self.type not in LABEL_TYPES:
@@ -98,8 +98,8 @@ class Label:
 
 @dataclass(frozen=True)
 class History:
-    """Earlier behaviours of the row's user, as a list of items without times: MIND's column of clicked news. The k-th of
-    a list becomes an event of its user k milliseconds after `at`, so that rows that repeat the list give the same
+    """Earlier behaviours of the row's user, as a list of items without times: MIND's column of clicked news. The k-th
+    of a list becomes an event of its user k milliseconds after `at`, so that rows that repeat the list give the same
     events again, which are dropped as repetitions."""
 
     __pydantic_config__ = FORBID
@@ -226,7 +226,7 @@ class Log(Files):
     time: Time | None = None
     """When the event happened: {column, unit: s | ms | us | ns | iso | order}, or {column, format: '%d.%m.%Y'}."""
     sequence: str | None = None
-    """Instead of `time`: a list of all items of the row's user, oldest first; each becomes an event, and its time is its
+    """Instead of `time`: a list of all items of the row's user, oldest first; each becomes an event, whose time is its
     place in the list."""
     query: str | None = None
     """Column or SQL expression of the search query."""
@@ -458,15 +458,11 @@ class Log(Files):
             return None
         files = self.user_files(input_uri)[: 1 if beginning else None]
         blocks = [block for file in files for block in self.users.read(input_uri, file, digests.get(file))]
-        rows = pl.DataFrame(pa.concat_tables(block.rows for block in blocks))
+        rows = pl.DataFrame(pa.concat_tables([self.users.schema.empty_table(), *(block.rows for block in blocks)]))
         rows = rows.unique("user_id", keep="first", maintain_order=True)
-        rejects, missing = (
-            pa.concat_tables(block.rejects for block in blocks),
-            common(block.missing for block in blocks),
-        )
-        return Block(
-            rows.to_arrow().cast(self.users.schema), rejects, sum(block.rows_read for block in blocks), missing
-        )
+        rejects = pa.concat_tables([REJECTS.empty_table(), *(block.rejects for block in blocks)])
+        read, missing = sum(block.rows_read for block in blocks), common(block.missing for block in blocks)
+        return Block(rows.to_arrow().cast(self.users.schema), rejects, read, missing)
 
     def read_events(
         self,
@@ -477,8 +473,8 @@ class Log(Files):
         number: int = 0,
         digest: Any = None,
     ) -> Iterator[Block]:
-        """Streams one file, or a piece of it, as bounded blocks, in the file's order. Their rows have LOG_ROW too: unique
-        and increasing within the piece, after lists are exploded.
+        """Streams one file, or a piece of it, as bounded blocks, in the file's order. Their rows have LOG_ROW too:
+        unique and increasing within the piece, after lists are exploded.
 
         users: the rows of `read_users`. number: place of the piece in the log, for times that are the order of rows.
         digest: takes the bytes that are parsed. UserError if the file cannot be read: a missing column, a wrong format,

@@ -52,8 +52,8 @@ class Preview:
 
 
 def preview(log: Log, input_uri: str, max_rejects: float, items: bool = True, thorough: bool = False) -> list[Preview]:
-    """The first rows of events, of items where they are wanted, of users and of features; `thorough`: of more files than
-    the first. UserError for what cannot be read, for a column that no row of the log has, and where more than
+    """The first rows of events, of items where they are wanted, of users and of features; `thorough`: of more files
+    than the first. UserError for what cannot be read, for a column that no row of the log has, and where more than
     MOST_REJECTS of the rows, and than `max_rejects`, break the schema."""
     users = log.read_users(input_uri, {}, beginning=True)
     clock = log.info["clock"]

@@ -1,4 +1,4 @@
-"""The settings of Ray Data for `jobs.prepare`; `dataflow.py` applies them."""
+"""The settings of Ray Data for `jobs.prepare`; `engine.py` applies them."""
 
 from __future__ import annotations
 

@@ -265,9 +265,10 @@ def present_hint(column: str, present: Collection[str]) -> str:
 
 
 def _blocks(
-    uri: str, files: Files, digest: Any, piece: Piece | None, size: int = BLOCK
+    uri: str, files: Files, digest: Any, piece: Piece | None, size: int | None = None
 ) -> Generator[bytes, None, None]:
-    """The text as UTF-8 in blocks of about `size` bytes, cut anywhere."""
+    """The text as UTF-8 in blocks of about `size` bytes (BLOCK), cut anywhere."""
+    size = size or BLOCK
     decode = codecs.getincrementaldecoder(files.encoding)() if files.recoded else None
     left, first = 1 << 62, True
     with ExitStack() as opened:
@@ -315,13 +316,15 @@ def _row_start(stream: Any, uri: str, files: Files, byte: int) -> int:
     delimiter = files.delimiter_of(uri).encode()
     by = delimiter if len(delimiter) == 1 else JOINED
     width = len(_header(uri, files, delimiter, by)[0])
-    lines = text[at:].splitlines(keepends=True)[: None if whole else -1]
+    lines = [line + b"\n" for line in text[at:].split(b"\n")[: None if whole else -1]]
     read = [line.replace(delimiter, by).decode(errors="replace") for line in lines]
     for first in range(len(lines)):
+        if read[first].count(files.quote) % 2:  # a value that spans lines begins or ends here
+            continue
         with suppress(csv.Error):
             rows = islice(csv.reader(islice(read, first, None), delimiter=by.decode(), **_quotes(files)), 20)
             if all(len(row) in (0, width) for row in rows):
-                return byte - 1 + at + sum(map(len, lines[:first]))
+                return min(byte - 1 + at + sum(map(len, lines[:first])), stream.size())
     return byte - 1 + at
 
 
@@ -346,7 +349,7 @@ def _read_csv(uri: str, files: Files, expressions: list[str], digest: Any, piece
     while not last:
         block = next(blocks, None)
         last = block is None
-        rest += (block or b"").replace(delimiter, by)
+        rest = (rest + (block or b"")).replace(delimiter, by)
         while skip and (at := rest.find(b"\n") + 1):
             rest, skip = rest[at:], skip - 1
         if skip or not rest:
@@ -368,7 +371,7 @@ def _header(uri: str, files: Files, delimiter: bytes, by: bytes) -> tuple[list[s
     """The names of all columns and the number of lines that they take. Of names that come twice the later ones get a
     number, as in pandas."""
     head = _head(uri, files)
-    if b"\0" in head[:100] or head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+    if head[:400].count(0) * 4 > len(head[:400]) or head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise _not_encoded(uri, files.encoding)
     if b"\r" in head and b"\n" not in head:
         raise UserError(f"{uri} ends its lines with carriage returns alone; convert it to line feeds (tr '\\r' '\\n')")
@@ -403,6 +406,9 @@ def _csv_rows(
     """The rows of a text that begins with one: the table, the numbers of its rows, what is broken, and how many bytes
     were read. By Arrow where all quotes enclose whole values of one line, else by Python's strict reader, line by line.
     """
+    if files.escape and files.quote:  # MySQL's word for nothing, which is no escaped N, becomes an empty value
+        end, mark, quote = (re.escape(each.encode()) for each in (delimiter, files.escape, files.quote))
+        text = re.sub(rb"(?m)(^|%b)%bN(?=%b|[\r\n]|\Z)" % (end, mark, end), rb"\1" + 2 * quote, text)
     used = len(text) if last else _last_row_end(text, files)
     if used and _regular(memoryview(text)[:used], files, delimiter):
         return *_rows_of_arrow(text[:used], files, delimiter, names, columns), used
@@ -459,9 +465,6 @@ def _rows_of_arrow(
         broken.append((row.number - 1, _width(row.actual_columns, row.expected_columns), _shown(row.text or "", files)))
         return "skip"
 
-    if files.escape:  # MySQL's word for nothing, which is no escaped N
-        ends, mark = re.escape(delimiter.encode()), re.escape(files.escape.encode())
-        text = re.sub(rb"(?m)(^|%b)%bN(?=%b|[\r\n]|\Z)" % (ends, mark, ends), rb"\1", text)
     table = pa.csv.read_csv(
         pa.BufferReader(text),
         # One thread: rows are numbered only then; files are read side by side by Ray's tasks.
@@ -502,36 +505,42 @@ def _rows_of_lines(
     """As `_csv_rows`, by Python's reader. A line at which a value begins that is not closed as it should be, or that
     swallows lines which are rows themselves, is broken, and reading goes on with the next line: a stray quote costs
     its own line."""
-    lines = text.decode().split("\n")
-    lines = [line + "\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
-    if not last and lines and not lines[-1].endswith("\n"):
-        lines.pop()
+    whole = text if last else text[: text.rfind(b"\n") + 1]
+    lines = re.findall(r"[^\n]*\n|[^\n]+", whole.decode())
     rows: list[list[str]] = []
     broken: Broken = []
     at = begin = 0
+    closes = -1  # the line that ends a value which swallowed others
+
+    def refuse(first: int, last: int, reason: str) -> None:
+        shown = "".join(lines[first:last]).rstrip("\r\n")
+        escaped = not files.escape and f"\\{files.quote}" in shown
+        remedy = (
+            "; set escape: '\\'" if escaped else "; set quote: '' where quotes are plain" if "quote" in reason else ""
+        )
+        broken.append((len(rows) + len(broken), f"row: {reason}{remedy}", _shown(shown, files)))
+
     while at < len(lines):
-        reader, begin = csv.reader(islice(lines, at, None), delimiter=delimiter, **_quotes(files)), at
-        first = at
+        begin = first = at
+        reader = csv.reader((lines[place] for place in range(first, len(lines))), delimiter=delimiter, **_quotes(files))
         try:
             for cells in reader:
                 end = first + reader.line_num
                 if end - begin > 1 and _are_rows(lines[begin:end], delimiter, len(names)):
-                    raise csv.Error("a quote that swallows lines")
-                if cells and len(cells) == len(names):
-                    rows.append(cells)
+                    closes = end - 1
+                    raise csv.Error("swallowed")
+                if cells and len(cells) != len(names):
+                    refuse(begin, end, f"{len(cells)} columns, not {len(names)}")
+                elif begin == closes and end == begin + 1 and lines[begin].count(files.quote) % 2:
+                    refuse(begin, end, "a quote closes what none has opened")
                 elif cells:
-                    shown = _shown("".join(lines[begin:end]).rstrip("\r\n"), files)
-                    broken.append((len(rows) + len(broken), _width(len(cells), len(names)), shown))
+                    rows.append(cells)
                 begin = end
             at = begin = len(lines)
         except csv.Error as error:
             if "end of data" in str(error) and not last and len(text) < LONGEST_ROW // 2:
                 break  # its end is in the next block
-            line = lines[begin].rstrip("\r\n")
-            escaped = not files.escape and f"\\{files.quote}" in line
-            remedy = "set escape: '\\'" if escaped else "set quote: '' where quotes are plain characters"
-            reason = f"row: its quotes are not closed; {remedy}"
-            broken.append((len(rows) + len(broken), reason, _shown(line, files)))
+            refuse(begin, begin + 1, "its quotes are not closed")
             at = begin = begin + 1
     used = sum(len(line.encode()) for line in lines[:begin])
     values = [[row[names.index(name)] or None for row in rows] for name in columns]
@@ -540,10 +549,13 @@ def _rows_of_lines(
 
 
 def _are_rows(lines: list[str], delimiter: str, width: int) -> bool:
-    """Whether lines of one value look like rows: as wide, and no prose where the first has a word."""
-    begins = [line.partition(delimiter)[0] for line in lines]
-    prose = " " not in begins[0] and any(" " in begin for begin in begins)
-    return not prose and all(line.count(delimiter) == width - 1 for line in lines)
+    """Whether the lines of one value look like rows: as wide, with numbers where the first has them."""
+
+    def numbers(line: str) -> list[bool]:
+        return [re.fullmatch(r"[\d.:+-]+", cell.strip('"\r\n ')) is not None for cell in line.split(delimiter)]
+
+    first = numbers(lines[0])
+    return width > 1 and len(first) == width and all(numbers(line) == first for line in lines[1:])
 
 
 def _read_lines(uri: str, files: Files, expressions: list[str], digest: Any, piece: Piece | None) -> Iterator[Frame]:
@@ -626,6 +638,10 @@ def _objects(lines: list[bytes], expressions: list[str]) -> tuple[list[str], Bro
         for number, kind in kinds.items():
             if kind is not most:
                 why[number] = f"{name}: {words[kind]}, where most rows have {words[most]}"
+        if len({type(row.get(name)) for row in found.values()} - {type(None), list, dict}) > 1:  # mixed values are text
+            for row in found.values():
+                if isinstance(row.get(name), bool | int | float):
+                    row[name] = json.dumps(row[name])
     good = [json.dumps({name: row.get(name) for name in columns}) for n, row in found.items() if n not in why]
     return good, [(n, why[n], lines[n].decode(errors="replace")[:LONGEST_QUOTE]) for n in sorted(why)]
 

@@ -1,4 +1,4 @@
-"""Rows of a raw file to rows of a table: SQL expressions, then what each column must be, one vectorised pass over a frame.
+"""Rows of a raw file to rows of a table: SQL expressions, then what each column must be, vectorised over a frame.
 
 A row that breaks the schema goes to the rejects with its first reason, which names the log's own column.
 """
@@ -271,7 +271,7 @@ def evaluate(rows: pl.DataFrame, wanted: dict[str, str], uri: str) -> Evaluated:
 
 
 def _evaluate_one(rows: pl.DataFrame, named: tuple[str, str], *, uri: str, error: Exception) -> Evaluated:
-    """An expression that polars does not evaluate as it is: values that a `cast` cannot read are null, with a reason."""
+    """An expression that polars does not evaluate as it is: what a `cast` cannot read is null, with a reason."""
     name, text = named
     tolerant = CAST.sub("try_cast(", text)
     absent = any(rows[root].dtype == pl.Null for root in roots(text, rows.columns) if root in rows.columns)

@@ -44,7 +44,7 @@ class RawFiles:
     """Reads a file for its hash alone."""
 
     def hashes(self, made: Manifest) -> dict[str, str]:
-        """By file its hash, where it is as it was when the table was made; of a file with another time alone it is taken
+        """By file its hash, where it is as it was when the table was made; of one with another time alone it is taken
         again."""
         found, known = {}, made.info.get("stamps", {})
         for file, now in self.stamps.items():
@@ -86,8 +86,8 @@ class Run:
     def finished(
         self, name: str, config: dict[str, Any], inputs: dict[str, str], raw: RawFiles | None = None
     ) -> Manifest | None:
-        """The table's manifest if it need not be made; UserError if a finished run made it from something else. raw: the
-        raw files that it is made from too."""
+        """The table's manifest if it need not be made; UserError if a finished run made it from something else. raw:
+        the raw files that it is made from too."""
         uri = self.table(name)
         if self.overwrite or not has_manifest(uri):
             return None

@@ -30,19 +30,18 @@ def read_config(*layers: dict[str, Any]) -> PrepareConfig:
     values: dict[str, Any] = {}
     nested: dict[str, dict[str, Any]] = {name: {} for name in sections}
     for layer in layers:
-        _check_keys(layer, known, "")
-        for name, config in sections.items():
-            given = layer.get(name) or {}
-            if not isinstance(given, dict):
-                raise UserError(f"prepare.{name} is '{given}'; it is a mapping such as {{key: value}}")
-            _check_keys(given, [f.name for f in fields(config)], f"{name}.")
-            nested[name] |= {key: value for key, value in given.items() if value is not None}
-        values |= {key: value for key, value in layer.items() if value is not None and key not in sections}
+        check_known(layer, known, lambda key, near: f"unknown key 'prepare.{key}'; {instead(key, known)}")
+        for key, value in layer.items():
+            if key in sections and not isinstance(value or {}, dict):
+                raise UserError(f"prepare.{key} is '{value}'; it is a mapping such as {{key: value}}")
+            if key in sections:
+                nested[key] |= {name: each for name, each in (value or {}).items() if each is not None}
+            elif value is not None:
+                values[key] = value
+    if (name := values.get("kind", PrepareConfig.kind)) not in tuple(KINDS):
+        raise UserError(f"kind is '{name}'; it is one of {', '.join(KINDS)}")
     try:
-        made = {name: build(config, nested[name], f"prepare.{name}.") for name, config in sections.items()}
-        name = values.get("kind", PrepareConfig.kind)
-        if name not in tuple(KINDS):
-            raise UserError(f"kind is '{name}'; it is one of {', '.join(KINDS)}")
+        made = {section: build(config, nested[section], f"prepare.{section}.") for section, config in sections.items()}
         own = {"split": made["split"], "ray_data": made["ray_data"], "own": made.get(name)}
         settings: PrepareConfig = build(PrepareConfig, values | own, "prepare.")
     except ValueError as error:
@@ -52,12 +51,6 @@ def read_config(*layers: dict[str, Any]) -> PrepareConfig:
             f"duplicates is {settings.duplicates}, which is of kind retrieval; kind {name} shows an item once: use drop"
         )
     return settings
-
-
-def _check_keys(values: dict[str, Any], known: list[str], where: str) -> None:
-    check_known(
-        values, known, lambda key, near: f"unknown key 'prepare.{where}{key}'; {instead(key, known)}"
-    )  # fmt: skip
 
 
 def _check_history(config: PrepareConfig) -> None:

@@ -175,13 +175,19 @@ def assign(split: dict[str, Any], time: np.ndarray, user_start: np.ndarray) -> n
     return code
 
 
-def require_training(requests: dict[str, int], truncated: dict[str, int], max_events: int, what: str) -> None:
+def require_training(
+    requests: dict[str, int], truncated: dict[str, int], max_events: int, what: str, split: str, tied: int = 0
+) -> None:
     """UserError where nothing can be trained. `requests` per split, those that can be learned from; `what` they are;
-    `truncated`: `truncated_users` and `truncated_events`."""
+    `truncated`: `truncated_users` and `truncated_events`; `split`: its kind; `tied`: behaviours of one time."""
     if requests["train"]:
         return
     others = ", ".join(f"{requests[name]:,} {name}" for name in NAMES[1:])
     remedy = "move the cuts with --split.val_start and --split.test_start, or choose another --split.kind"
+    if split == "leave_last_out":
+        remedy = "each user needs four behaviours for that: use --split.kind temporal if the log has clock times"
+    if tied:
+        remedy = f"{tied:,} behaviours have the time of another of their user: use --ties log_order, or {remedy}"
     if truncated["truncated_events"]:
         remedy = (
             f"max_events {max_events:,} has left out the oldest {truncated['truncated_events']:,} behaviours of "

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from zoneinfo import ZoneInfo
@@ -133,18 +134,15 @@ def moments(values: pl.Series, time: Time, what: str) -> tuple[pl.Series, pl.Ser
 
 
 def _of_text(text: pl.Series, time: Time) -> pl.Series:
-    if time.unit in UNITS or time.unit == "order":
-        number = text.cast(pl.Int64, strict=False)
-        left = number.is_null() & text.is_not_null()
-        whole = _scaled(number, time)
-        if not left.any():
-            return whole
-        other = text.filter(left)
-        decimal = other.cast(pl.Decimal(38, 9), strict=False)
-        number = pl.select(
-            pl.coalesce(decimal, other.cast(pl.Float64, strict=False).cast(pl.Decimal(38, 9), strict=False))
-        ).to_series()
-        return whole.scatter(left.arg_true(), _of_numbers(number, time))
+    if time.unit != "iso":
+        whole = text.cast(pl.Int64, strict=False)
+        left = whole.is_null() & text.is_not_null()
+        made, others = _of_numbers(whole, time), text.filter(left)
+        kinds = [pl.Decimal(38, 9), *([pl.Float64()] if time.clock else [])] if left.any() else []
+        for kind in kinds:
+            found = _of_numbers(others.cast(kind, strict=False), time)
+            made = made.scatter(left.arg_true(), pl.select(pl.coalesce(made.filter(left), found)).to_series())
+        return made
     fast = _fast(text, time)
     left = fast.is_null() & text.is_not_null()
     if not left.any():
@@ -164,35 +162,24 @@ def _of_text(text: pl.Series, time: Time) -> pl.Series:
     return fast.scatter(left.arg_true(), slow)
 
 
-def _scaled(number: pl.Series, time: Time) -> pl.Series:
-    factor, divisor = UNITS.get(time.unit, (1, 1))
-    if factor > 1:  # what would overflow is after the year 2099
-        number = number.clip(-LAST_MS, LAST_MS)
-    return number * factor if factor > 1 else number // divisor if divisor > 1 else number
-
-
 def _of_numbers(number: pl.Series, time: Time) -> pl.Series:
-    """Of integers, decimals or floats; decimals are cut to the millisecond, floats after their noise is rounded off."""
-    if number.dtype.is_integer():
-        return _scaled(number.cast(pl.Int64, strict=False), time)
+    """Of integers, decimals or floats: decimals are cut to the millisecond, floats when their noise is rounded off."""
     factor, divisor = UNITS.get(time.unit, (1, 1))
+    if number.dtype.is_integer():
+        number = number.cast(pl.Int64, strict=False)
+        # what would overflow is after the year 2099
+        return number.clip(-LAST_MS, LAST_MS) * factor if factor > 1 else number // divisor
     if number.dtype.is_decimal():
-        number = number.cast(pl.Decimal(38, 9))
-        scaled = number * pl.Series([factor]).cast(pl.Decimal(38, 0)) if factor > 1 else number
-        whole = scaled.cast(pl.Float64) if scaled.null_count() > number.null_count() else scaled
-        made = whole.cast(pl.Int128, strict=False).cast(pl.Int64, strict=False)
-        made = made // divisor if divisor > 1 else made
+        number = number.cast(pl.Decimal(38, 9)) * pl.Series([factor]).cast(pl.Decimal(38, 0))
+        made = number.cast(pl.Int128, strict=False).cast(pl.Int64, strict=False) // divisor
     else:
-        finite = pl.select(pl.when(number.is_finite()).then(number)).to_series()
-        made = ((finite * (1000 * factor / divisor)).round(0) // 1000).cast(pl.Int64, strict=False)
-    if time.unit == "order":
-        return pl.select(pl.when(number == made.cast(number.dtype, strict=False)).then(made)).to_series()
-    return made
+        number = pl.select(pl.when(number.is_finite()).then(number)).to_series()
+        made = ((number * (1000 * factor / divisor)).round(0) // 1000).cast(pl.Int64, strict=False)
+    return made if time.clock else pl.select(pl.when(number == made.cast(number.dtype)).then(made)).to_series()
 
 
 def _fast(text: pl.Series, time: Time) -> pl.Series:
     """What polars reads; null for the rest."""
-    nothing = pl.Series([None], dtype=pl.Int64).new_from_index(0, len(text))
     column, tries = pl.col("text"), []
     if time.format is None:
         column = column.str.replace(" ", "T", literal=True).str.replace(r"[Zz]$", "+00:00")
@@ -214,10 +201,10 @@ def _fast(text: pl.Series, time: Time) -> pl.Series:
             read = read.dt.replace_time_zone(time.zone or "UTC", ambiguous="earliest", non_existent="null")
             read = read.dt.convert_time_zone("UTC")
         found.append(read.dt.epoch("us").floordiv(1000))
-    try:
-        return text.to_frame("text").select(pl.coalesce(found)).to_series() if found else nothing
-    except pl.exceptions.PolarsError:  # a format that polars does not have
-        return nothing
+    with suppress(pl.exceptions.PolarsError):  # of a format that polars does not have
+        if found:
+            return text.to_frame("text").select(pl.coalesce(found)).to_series()
+    return pl.repeat(None, len(text), dtype=pl.Int64, eager=True)
 
 
 def _iso(text: str) -> datetime:

@@ -8,6 +8,10 @@ and the catalogue an actor holds that file alone.
 from __future__ import annotations
 
 import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any
 
@@ -117,6 +121,23 @@ class Recommender:
         return write_part(self.output, table), int((real.sum(1) < self.k).sum())
 
 
+@contextmanager
+def python_alone_on_stderr() -> Iterator[None]:
+    """Keeps what Ray's C++ writes off the terminal, such as an error for each actor of Ray Data that its restart might
+    fail; it stands in Ray's logs too, and failures are raised in Python."""
+    sys.stderr.flush()
+    before, terminal = sys.stderr, os.dup(2)
+    with open(os.devnull, "w") as nothing, os.fdopen(os.dup(2), "w") as ours:
+        os.dup2(nothing.fileno(), 2)
+        sys.stderr = ours
+        try:
+            yield
+        finally:
+            sys.stderr = before
+            os.dup2(terminal, 2)
+            os.close(terminal)
+
+
 def recommend_all(
     uri: str,
     tables: str,
@@ -166,7 +187,7 @@ def recommend_all(
         for number, file in enumerate(sequences.files)
         for first in range(0, file.rows, users_per_part)
     ]
-    with writing(output):
+    with writing(output), python_alone_on_stderr():
         parts = (
             ray.data.from_items(runs, override_num_blocks=len(runs))
             .map_batches(

@@ -7,6 +7,7 @@ With more than one shard, Ray tasks rank a part of the users each and send back 
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from dataclasses import asdict, replace
@@ -173,7 +174,8 @@ def record(
     if result.is_fresh(about):
         suffix += f"-fresh-{result.hashes['sequences'][:8]}"
     place = join(result.checkpoint, f"evaluation-{result.split}{suffix}.json")
-    write_file(place, json.dumps(asdict(result), indent=2, sort_keys=True).encode())
+    content = _standard(asdict(result))
+    write_file(place, json.dumps(content, indent=2, sort_keys=True, allow_nan=False).encode())
     if about.tracking:
         run = tracking.RunRef(**{**about.tracking, **({"uri": tracking_uri} if tracking_uri else {})})
         prefix = f"{result.split}{suffix}"
@@ -184,7 +186,7 @@ def record(
             logger = tracking.Logger(run)
             logger.update(values, about.step)
             logger.tag(**{tracking.WEIGHTS_TAG: checkpoint.weights_hash(result.checkpoint)})
-            tracking.log_json(run, asdict(result), os.path.basename(place))
+            tracking.log_json(run, content, os.path.basename(place))
             for name, content in (pictures or {}).items():
                 tracking.log_picture(run, content, name)
         except (MlflowException, UserError) as error:
@@ -194,3 +196,10 @@ def record(
                 f"give the --tracking_uri where that run is now, and evaluate again"
             ) from error
     return place
+
+
+def _standard(value: Any) -> Any:
+    """The value as JSON knows it: null for a number that is not defined."""
+    if isinstance(value, dict):
+        return {key: _standard(each) for key, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

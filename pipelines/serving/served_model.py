@@ -14,7 +14,7 @@ import pandas as pd
 from mlflow.pyfunc import PythonModel
 
 from models import checkpoint, registry
-from models.item_ids import item_ids
+from models.item_ids import clean_id, item_ids
 from models.retrieval.data import batch_of, hash_strings
 from models.setup import load_catalogue
 from models.tables import UserError, read_table
@@ -56,7 +56,7 @@ class Ranker(PythonModel):
             )
         histories = [items[-self.history :] for items in found]
         users = model_input["user_id"] if "user_id" in model_input else [""] * len(histories)
-        hashes = hash_strings(pa.array([str(user or "") for user in users], pa.string()))
+        hashes = hash_strings(pa.array([clean_id(str(user or "")) or "" for user in users], pa.string()))
         ranked: list[list[str]] = [[] for _ in histories]
         scores: list[list[float]] = [[] for _ in histories]
         known = [row for row, history in enumerate(histories) if history]

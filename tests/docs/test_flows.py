@@ -177,13 +177,13 @@ def test_an_own_log_with_its_own_features(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     new_store(here / "runs" / "shop" / "runs")
-    example = section((ROOT / "docs/own_log.md").read_text(), "An example")
+    example = section((ROOT / "docs/search.md").read_text(), "An example")
     (here / "shop").mkdir()
     make, serve = (text for kind, text in blocks(example) if kind == "python")
     (source,) = (text for kind, text in blocks(example) if kind == "yaml")
     exec(make.replace("range(4000)", "range(600)"), {})
     (here / "shop.yaml").write_text(source)
-    follow(typed_of("own_log.md", "An example"), monkeypatch)
+    follow(typed_of("search.md", "An example"), monkeypatch)
     printed = capsys.readouterr().out
     assert "No violations" in printed
     assert "features: relevance" in printed

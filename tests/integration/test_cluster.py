@@ -35,7 +35,6 @@ RAY = Path(sys.executable).with_name("ray")
 WORKERS = 40  # ports for worker processes
 
 SOURCE = """\
-layout: mapping
 files: log.csv
 user: user
 item: item

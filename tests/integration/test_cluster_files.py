@@ -78,7 +78,7 @@ def test_working_dir_is_small_and_whole(tmp_path: Path) -> None:
     names = set(zipfile.ZipFile(package).namelist())
     code = {
         str(p.relative_to(ROOT))
-        for folder in ("jobs", "models", "pipelines", "tuning")
+        for folder in ("benchmarks", "jobs", "models", "pipelines", "tuning")
         for p in (ROOT / folder).rglob("*")
         if p.suffix in (".py", ".yaml", ".cpp")
     }

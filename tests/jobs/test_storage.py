@@ -32,7 +32,7 @@ def closed() -> str:
 @pytest.fixture
 def mapping(tmp_path: Path) -> str:
     path = tmp_path / "source.yaml"
-    path.write_text("layout: mapping\nfiles: log.csv\nuser: u\nitem: i\ntime: {column: t, unit: s}\n")
+    path.write_text("files: log.csv\nuser: u\nitem: i\ntime: {column: t, unit: s}\n")
     return str(path)
 
 

@@ -12,7 +12,9 @@ from training_tables import write_tables
 
 ROOT = Path(__file__).parents[2]
 
-HIDDEN = ("ray", "mlflow", "polars", "pandas", "jsonargparse", "matplotlib", "pipelines", "tuning", "jobs")
+HIDDEN = (
+    "ray", "mlflow", "polars", "pandas", "jsonargparse", "matplotlib", "pipelines", "tuning", "benchmarks", "jobs",
+)  # fmt: skip
 
 PROGRAM = f"""
 import runpy, sys

@@ -88,7 +88,6 @@ def test_a_name_that_is_no_label_of_behaviours_is_refused(search: tuple[str, str
 
 
 SOURCE: dict[str, Any] = {
-    "layout": "mapping",
     "files": "events.csv",
     "user": "user",
     "item": "item",

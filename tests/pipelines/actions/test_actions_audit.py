@@ -10,11 +10,11 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from pipelines.data.sources import load_source
 
 from models.tables import read_manifest, read_table
 from pipelines.data.audit.rules import audit, report
 from pipelines.data.kinds.actions.simulator import simulate_feed
+from pipelines.data.log import load_source
 from pipelines.data.prepare import prepare
 from pipelines.data.settings import read_config
 from pipelines.data.tables import commit, write_part

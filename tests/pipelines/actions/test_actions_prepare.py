@@ -11,18 +11,17 @@ import numpy as np
 import plain_actions as plain
 import pytest
 import yaml
-from pipelines.data.sources import load_source
 
 from models.actions.data import ActionsExamples
 from models.tables import UserError, read_manifest, read_table
 from pipelines.data.audit.rules import audit
+from pipelines.data.log import load_source
 from pipelines.data.prepare import prepare
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.settings import check, read_config
 
 START = 1_600_000_000_000
 SOURCE = {
-    "layout": "mapping",
     "files": "log_standard*.csv*",
     "user": "u",
     "item": "i",
@@ -101,7 +100,7 @@ def test_raw_files_to_tables(tmp_path: Path) -> None:
     info = read_manifest(tables + "/sequences").info
 
     assert statistics["raw"]["reject_reasons"] == {
-        'click: not a bool, compare it as in true_when: "> 0"': 1,
+        "click: not a bool, compare it, such as cast(click as double) > 0": 1,
         "rating: outside 0.5 to 5": 1,
     }
     assert statistics["raw"]["duplicates"] == 1
@@ -173,8 +172,8 @@ def test_what_is_known_of_viewers_stands_at_their_events(tmp_path: Path) -> None
     [
         ({"users": {**USERS, "files": "nobody.csv"}}, "no user file like 'nobody.csv'"),
         ({"users": {**USERS, "attributes": {}}}, "users.attributes is empty"),
-        ({"users": {**USERS, "atributes": {}}}, "nearest key is 'attributes'"),
-        ({"users": USERS, "categories": {"age": "click"}}, "'age' is in 'categories' and in 'users.attributes'"),
+        ({"users": {**USERS, "atributes": {}}}, "nearest is 'attributes'"),
+        ({"users": USERS, "categories": {"age": "click"}}, "'age' is the name of two features"),
     ],
 )
 def test_user_files_that_do_not_fit_are_errors(tmp_path: Path, given: dict, words: str) -> None:
@@ -242,11 +241,13 @@ def test_per_user_cuts_are_for_logs_of_actions(tmp_path: Path) -> None:
         check(source, raw, str(tmp_path / "tables"), read_config({"split": {"kind": "per_user"}}))
 
 
-def test_an_item_number_that_is_none_is_an_error(tmp_path: Path) -> None:
+def test_an_item_number_that_is_none_is_a_reject(tmp_path: Path) -> None:
     source, _, raw = raw_log(tmp_path / "raw", LOG)
-    (tmp_path / "raw" / "items.csv").write_text("i,a,s\na,x,long\n")
-    with pytest.raises(UserError, match="'s' has 'long', which is no number"):
-        list(source.read_items(raw, "items.csv"))
+    (tmp_path / "raw" / "items.csv").write_text("i,a,s\na,x,long\nb,,2\n")
+    [block] = source.items.read(raw, "items.csv")
+    assert block.rows["item_id"].to_pylist() == ["b"]
+    assert block.rejects["reason"][0].as_py().startswith("s: not a number; ")
+    assert (block.rejects.num_rows, block.rows_read) == (1, 2)
 
 
 def test_cut_times_are_dates_or_ms() -> None:

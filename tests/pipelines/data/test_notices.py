@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 import pytest
 import yaml
-from pipelines.data.sources import load_source
 
 from models.tables import UserError, read_manifest, read_table
 from pipelines.data.audit.rules import audit
+from pipelines.data.log import load_source
 from pipelines.data.prepare import prepare
 from pipelines.data.settings import read_config
 
@@ -21,7 +20,6 @@ pytestmark = pytest.mark.usefixtures("ray_local")
 DAY = 86_400_000
 START = 1_600_000_000_000 // DAY * DAY
 SOURCE = {
-    "layout": "mapping",
     "files": "log.csv",
     "user": "user",
     "item": "item",
@@ -82,17 +80,14 @@ def test_a_healthy_log_has_no_warning(shop: Shop) -> None:
     assert read_manifest(str(shop.tables / "items")).info["matched"]["ids_matched"] == 15
 
 
-@pytest.mark.parametrize(
-    ("other", "spelling"), [(lambda i: f"0{i}", "leading zeros"), (lambda i: f"{i}.0", "a trailing .0")]
-)
-def test_items_that_match_no_event_are_an_error(shop: Shop, other: Callable[[str], str], spelling: str) -> None:
-    items = [{**row, "item": other(row["item"])} for row in described(healthy())]
+def test_items_that_match_no_event_are_an_error(shop: Shop) -> None:
+    items = [{**row, "item": f"0{row['item']}"} for row in described(healthy())]
     shop.write(healthy(), items)
     with pytest.raises(UserError, match=r"0 of 15 items \(0.0%\), with 0.0% of the events, have a row") as caught:
         shop.prepare()
-    assert f"events have '1000', the item files '{other('1000')}'; but for {spelling}, 15 of 15" in str(caught.value)
+    assert "events have '1000', '1001', the item files '01000', '01001'; write both alike" in str(caught.value)
     assert not list((shop.tables / "items").glob("*"))
-    assert [line for line in shop.prepare(min_matched=0) if spelling in line]
+    assert [line for line in shop.prepare(min_matched=0) if "write both alike" in line]
     shop.write(healthy(), [*described(healthy())[:12], *items[12:]])  # 80%
     [line] = shop.prepare()
     assert line.startswith("warning: 12 of 15 items (80.0%)")
@@ -107,7 +102,7 @@ def test_users_that_match_no_event_are_an_error(shop: Shop) -> None:
     shop.write(healthy(), users=users)
     path = shop.folder / "raw" / "users.csv"
     pl.DataFrame({"id": [f"U{u:02}" for u in range(80)], "age": ["7"] * 80}).write_csv(path)
-    with pytest.raises(UserError, match=r"0 of 80 users .* but for upper and lower case, 80 of 80 tried would match"):
+    with pytest.raises(UserError, match=r"0 of 80 users .* have 'u00', 'u01', the user files 'U00', 'U01'; write"):
         shop.prepare()
     assert not list(shop.tables.rglob("*.parquet"))
     pl.DataFrame({"id": [f"u{u:02}" for u in range(80)], "age": ["7"] * 80}).write_csv(path)

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
-from pipelines.data.sources import load_source
 
 from models.retrieval.data import Examples
 from models.tables import read_manifest, read_table
 from pipelines.data.audit.rules import audit
+from pipelines.data.log import load_source
 from pipelines.data.prepare import prepare
 from pipelines.data.settings import read_config
 
@@ -50,8 +50,7 @@ def write(folder: Path, kind: str, log: list[dict[str, Any]]) -> str:
         pl.DataFrame(log).write_parquet(folder / "log.parquet")
     rest = "user: user\nitem: item\ntime: {column: ms, unit: ms}\nprepare: {core: 0, split: {kind: temporal}}\n"
     mapping = folder / "source.yaml"
-    quoted = "quote: true\n" if kind == "csv" else ""  # values that span lines: asked for, where many do
-    mapping.write_text(f"layout: mapping\nfiles: log.{kind}\n{quoted}{rest}")
+    mapping.write_text(f"files: log.{kind}\n{rest}")
     return str(mapping)
 
 

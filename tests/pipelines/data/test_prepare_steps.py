@@ -15,15 +15,14 @@ import polars as pl
 import pyarrow as pa
 import pytest
 import yaml
-from pipelines.data.sources import Source, load_source
-from pipelines.data.sources.base import Metadata
-from pipelines.data.sources.mapping import Mapping
 
+from benchmarks import sequences as benchmark
 from models.tables import MANIFEST, UserError, iter_parts, join, read_manifest, read_table
-from pipelines.data import benchmark
 from pipelines.data.audit.rules import audit
+from pipelines.data.log import Log, load_source, log_of
 from pipelines.data.prepare import prepare
 from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.rows import Block
 from pipelines.data.settings import read_config
 from pipelines.data.splits import SplitConfig
 from pipelines.data.tables import writing
@@ -32,7 +31,6 @@ pytestmark = pytest.mark.usefixtures("ray_local")
 
 START = 1_600_000_000_000
 SOURCE = {
-    "layout": "mapping",
     "files": "log_*.csv",
     "user": "user",
     "item": "item",
@@ -58,7 +56,7 @@ def make_log(folder: Path, rows: list[dict[str, Any]], items: list[dict[str, Any
     return str(folder)
 
 
-def make_source(folder: Path, **changes: Any) -> Source:
+def make_source(folder: Path, **changes: Any) -> Log:
     path = folder / "source.yaml"
     path.write_text(yaml.safe_dump(SOURCE | changes))
     return load_source(str(path))[0]
@@ -159,10 +157,8 @@ def test_running_again_does_nothing_and_overwrite_replaces(tmp_path: Path) -> No
     source, out = make_source(tmp_path), tmp_path / "out"
     lines: list[str] = []
     first = prepare(source, raw, str(out), PrepareConfig(core=2, partitions=2), say=lambda line: None)
-    stats = {name: read_manifest(str(out / name)).timings["ray_data"] for name in ("events", "items", "sequences")}
-    assert "HashShuffleReduce(keys=('__partition',), partitions=2)->MapBatches(Write)" in stats["events"]
-    assert "MapBatches(count)" in stats["items"]
-    assert "MapBatches(write_part): 2 tasks executed" in stats["sequences"]
+    stats = read_manifest(str(out / "events")).timings["ray_data"]
+    assert "HashShuffleReduce(keys=('__partition',), partitions=2)->MapBatches(Write)" in stats
     before = hashes(out)
     times = {path: path.stat().st_mtime_ns for path in out.rglob("*.parquet")}
     assert prepare(source, raw, str(out), PrepareConfig(core=2, partitions=2), say=lines.append) == first
@@ -171,8 +167,18 @@ def test_running_again_does_nothing_and_overwrite_replaces(tmp_path: Path) -> No
     ]
     assert times == {path: path.stat().st_mtime_ns for path in out.rglob("*.parquet")}
 
-    with pytest.raises(UserError, match="made from other inputs or settings; add --overwrite"):
-        prepare(source, raw, str(out), PrepareConfig(core=3, partitions=2), say=lambda line: None)
+    def refused(core: int) -> None:
+        with pytest.raises(UserError, match="made from other inputs or settings; add --overwrite"):
+            prepare(source, raw, str(out), PrepareConfig(core=core, partitions=2), say=lambda line: None)
+
+    refused(core=3)
+    for name in ("log_2.csv", "items.csv"):  # of a file with another time the content counts
+        file = tmp_path / "raw" / name
+        content = file.read_bytes()
+        file.write_bytes(content[:-2] + bytes([content[-2] ^ 1]) + b"\n")  # as long
+        refused(core=2)
+        file.write_bytes(content)
+        assert prepare(source, raw, str(out), PrepareConfig(core=2, partitions=2), say=lambda line: None) == first
     assert hashes(out) == before
 
     # What is missing is made again, the same: here the sequences, with cut times that the items' manifest has.
@@ -257,7 +263,7 @@ def test_rejects_are_kept_and_too_many_leave_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"2 of 200 rows \(1.00%\) break the schema, over the limit max_rejects 0.50%"):
         prepare(source, raw, str(tmp_path / "out"), PrepareConfig(core=0, max_rejects=0.005), say=lines.append)
     assert not list((tmp_path / "out").rglob("*.*"))
-    assert any("rejects: 1 row, ms: negative" in line and "log_1.csv line 5: " in line for line in lines)
+    assert any("rejects: 1 row, ms: before 1980" in line and "log_1.csv row 3 (from 0, " in line for line in lines)
 
     statistics = prepare(source, raw, str(tmp_path / "out"), PrepareConfig(core=0), say=lambda line: None)
     assert statistics["raw"]["rejects"] == 2
@@ -288,8 +294,8 @@ def test_what_item_and_user_files_lose_is_said_and_limited(tmp_path: Path, name:
     config = PrepareConfig(core=0, partitions=1, max_rejects=0.4, min_matched=0)
     (tmp_path / "raw" / name).write_text(f"{good}\noops\n{good}\n")
     prepare(source, raw, str(out), config, say=lines.append)
-    [said] = [line for line in lines if line.startswith(f"rejects of the {of}: 1 row, row: not a JSON object")]
-    assert said.endswith(f"such as {name} line 2: " + '{"line":"oops"}')
+    [said] = [line for line in lines if line.startswith(f"rejects of the {of}: 1 row, row: no JSON object")]
+    assert said.endswith(f"such as {name} row 1 (from 0, without header and blank lines): " + '{"line": "oops"}')
     items, events = (read_manifest(str(out / table)).info for table in ("items", "events"))
     counts = (items["metadata_rejects"], items["metadata_rows"], events["user_rejects"], events["user_rows"])
     assert counts == ((1, 3, 0, 1) if name == "items.jsonl" else (0, 1, 1, 3))
@@ -310,13 +316,13 @@ def test_user_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     users.write_text("user,age\nu1,70\n")
     source = make_source(tmp_path, users={"files": "users.csv", "user": "user", "attributes": ["age"]})
 
-    def read_and_remove(self: Mapping, input_uri: str) -> Metadata | None:
-        found = read_users(self, input_uri)
+    def read_and_remove(self: Log, *given: Any) -> Block | None:
+        found = read_users(self, *given)
         users.unlink()
         return found
 
-    read_users = Mapping.read_users
-    monkeypatch.setattr(Mapping, "read_users", read_and_remove)
+    read_users = Log.read_users
+    monkeypatch.setattr(Log, "read_users", read_and_remove)
     prepare(source, raw, str(tmp_path / "out"), PrepareConfig(core=0, min_matched=0), say=lambda line: None)
     for event in read_table(str(tmp_path / "out" / "events")).to_pylist():
         assert event["cat_age"] == ("70" if event["user_id"] == "u1" else None)
@@ -334,7 +340,7 @@ def test_searches_that_stand_in_two_files_count_once(tmp_path: Path, suffix: str
         frame, path = pl.DataFrame(some), tmp_path / "raw" / f"{name}.{suffix}"
         frame.write_ndjson(path) if suffix == "jsonl" else frame.write_parquet(path)
     source = make_source(
-        tmp_path, files=f"log_*.{suffix}", item="shown", query="query", explode={"columns": ["shown"]}, labels={},
+        tmp_path, files=f"log_*.{suffix}", item="shown", query="query", explode=["shown"], labels={},
         items=None,
     )  # fmt: skip
     config = PrepareConfig(core=0, split=SplitConfig("leave_last_out"))
@@ -412,17 +418,17 @@ def test_settings_that_do_not_fit_the_log(tmp_path: Path, changes: dict, config:
         ([{"split": {"kid": "temporal"}}], "unknown key 'prepare.split.kid'; the nearest key is 'kind'"),
         ([{"split": "temporal"}], "it is a mapping"),
         ([{"core": -1}], "core is -1"),
-        ([{"core": "five"}], "'prepare.core' is 'five', not a whole number"),
-        ([{"core": 5.5}], "'prepare.core' is 5.5, not a whole number"),
-        ([{"max_rejects": "viel"}], "'prepare.max_rejects' is 'viel', not a number"),
-        ([{"split": {"val_fraction": "a tenth"}}], "'prepare.split.val_fraction' is 'a tenth', not a number"),
-        ([{"ties": "loose"}], "ties is 'loose'"),
+        ([{"core": "five"}], "'prepare.core' is 'five'"),
+        ([{"core": 5.5}], "'prepare.core' is 5.5"),
+        ([{"max_rejects": "viel"}], "'prepare.max_rejects' is 'viel'"),
+        ([{"split": {"val_fraction": "a tenth"}}], "'prepare.split.val_fraction' is 'a tenth'"),
+        ([{"ties": "loose"}], "prepare.ties' is 'loose'"),
         ([{"max_events": 0}], "max_events is 0"),
         ([{"partitions": 0}], "partitions is 0"),
         ([{"max_rejects": 2.0}], "max_rejects is 2.0"),
         ([{"min_matched": 1.5}], "min_matched is 1.5"),
-        ([{"duplicates": "maybe"}], "duplicates is 'maybe'"),
-        ([{"ray_data": {"compression": "gzip"}}], "ray_data.compression is 'gzip', it must be one of auto"),
+        ([{"duplicates": "maybe"}], "prepare.duplicates' is 'maybe'"),
+        ([{"ray_data": {"compression": "gzip"}}], "ray_data.compression' is 'gzip'"),
         ([{"ray_data": {"read_mb": 0}}], "ray_data.read_mb is 0, it must be at least 1"),
         ([{"ray_data": {"shuffle_mb": 1}}], "unknown key 'prepare.ray_data.shuffle_mb'; the nearest key is 'shuffle_b"),
         ([{"duplicates": "keep", "kind": "search"}], "duplicates is keep, which is of kind retrieval"),
@@ -456,7 +462,7 @@ def test_a_failed_variant_is_a_line_with_its_error(tmp_path: Path, monkeypatch: 
         benchmark, "simulate_retrieval", lambda log, *sizes, seed: Path(log).mkdir()
     )  # a log of nothing
     ours, bare = benchmark.run([2000], runs=1)
-    assert "holds no event files like 'events-*.parquet'" in ours["error"]
+    assert "holds no event file like 'events-*.parquet'" in ours["error"]
     assert bare["error"]
     assert "median_s" not in ours
 
@@ -494,7 +500,7 @@ def test_a_log_of_one_partition_starts_no_ray_and_gives_the_same_tables(
         config = PrepareConfig(core=3, partitions=partitions, split=SplitConfig("temporal", 0.2, 0.2))
         if name == "alone":
             monkeypatch.setattr("ray.put", lambda value: pytest.fail("Ray was asked"))
-            monkeypatch.setattr("ray.data.read_datasource", lambda *given, **options: pytest.fail("Ray Data was asked"))
+            monkeypatch.setattr("ray.data.from_items", lambda *given, **options: pytest.fail("Ray Data was asked"))
         prepare(
             source, raw, str(tmp_path / name), config, say=lambda line: None, start=partial(started.append, name)
         )  # fmt: skip
@@ -505,7 +511,7 @@ def test_a_log_of_one_partition_starts_no_ray_and_gives_the_same_tables(
 
 @pytest.mark.parametrize(
     "keys",
-    [{}, {"request": "ask"}, {"explode": {"columns": ["items"], "separator": " "}}],
+    [{}, {"request": "ask"}, {"explode": {"shown": "string_to_array(items, ' ')"}, "item": "shown"}],
     ids=["rows", "asks", "lists"],
 )
 def test_behaviours_of_one_time_stay_in_the_order_of_the_log(tmp_path: Path, keys: dict[str, Any]) -> None:
@@ -517,7 +523,9 @@ def test_behaviours_of_one_time_stay_in_the_order_of_the_log(tmp_path: Path, key
     (tmp_path / "raw/log.csv").write_text(
         "user,items,day,ask\n" + "".join(f"{user},{' '.join(items)},{day},{ask}\n" for user, items, ask in rows)
     )
-    source = Mapping(files="log.csv", user="user", item="items", time={"column": "day", "unit": "iso"}, **keys)
+    source = log_of(
+        {"files": "log.csv", "user": "user", "item": "items", "time": {"column": "day", "unit": "iso"}, **keys}
+    )
     config = PrepareConfig(core=0, ties="log_order", duplicates="keep", split=SplitConfig("leave_last_out"))
     prepare(source, str(tmp_path / "raw"), str(tmp_path / "tables"), config)
     names = read_table(str(tmp_path / "tables/items"), "items")["item_id"].to_pylist()

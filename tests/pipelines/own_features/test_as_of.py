@@ -12,13 +12,12 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pipelines.data.sources.load import build
-from pipelines.data.sources.mapping import Mapping
 
 from models.search.data import SearchCatalogue
 from models.tables import UserError, read_manifest, read_table
 from pipelines.data.as_of import AsOfTable, attach
 from pipelines.data.audit.rules import audit
+from pipelines.data.log import log_of
 from tests.own_features_log import AS_OF, SOURCE, make, make_text, rewrite
 
 WITH_PRICES = {**SOURCE, "as_of": AS_OF}
@@ -139,18 +138,17 @@ def test_rows_that_repeat_or_break_are_told(raw: Path, tmp_path: Path, capsys: p
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"item": None}, "as_of.prices: it needs either 'item' or 'user'"),
-        ({"time": {"column": "since", "unit": "order"}}, "as_of.prices.time has unit order, which is not of the log's"),
-        ({"numbers": {}, "categories": {}}, "as_of.prices: it has neither 'numbers' nor 'categories'"),
-        ({"numbers": {"bm25": "price"}}, "as_of.prices has 'bm25', the name of another feature"),
-        ({"number": []}, "as_of.prices: unknown key 'number'; the nearest key is 'numbers'"),
+        ({"item": None}, "'as_of.prices.user' is missing"),
+        ({"time": {"column": "since", "unit": "order"}}, "as_of.prices needs a 'time' of the log's kind"),
+        ({"numbers": {}, "categories": {}}, "and 'numbers' or 'categories'"),
+        ({"numbers": {"bm25": "price"}}, "'bm25' is the name of two features"),
+        ({"number": []}, "unknown key 'as_of.prices.number'; the nearest is 'numbers'"),
     ],
 )
 def test_what_cannot_be_is_said(change: dict[str, Any], message: str) -> None:
     content = {key: value for key, value in {**AS_OF["prices"], **change}.items() if value is not None}
-    given = {key: value for key, value in SOURCE.items() if key != "layout"}
     with pytest.raises(ValueError, match=message):
-        build(Mapping, {**given, "as_of": {"prices": content}})
+        log_of({**SOURCE, "as_of": {"prices": content}})
 
 
 def test_kinds_whose_models_do_not_read_them_refuse_them(raw: Path, tmp_path: Path) -> None:

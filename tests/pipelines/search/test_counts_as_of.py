@@ -9,10 +9,10 @@ import numpy as np
 import plain_search as plain
 import pytest
 import yaml
-from pipelines.data.sources import load_source
 
 from models.search.counts import Counts
 from models.tables import UserError, join, read_manifest, read_table
+from pipelines.data.log import load_source
 from pipelines.data.prepare import prepare
 from pipelines.data.settings import read_config
 from tests.pipelines.search.test_search_sequences import as_events, searches, write_log

@@ -12,11 +12,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import yaml
-from pipelines.data.sources import load_source
 
 from models.tables import read_manifest, read_table
 from pipelines.data.audit.rules import audit, report
 from pipelines.data.kinds.search.simulator import simulate_search
+from pipelines.data.log import load_source
 from pipelines.data.prepare import prepare
 from pipelines.data.settings import read_config
 from pipelines.data.tables import QUERIES, commit, write_part
@@ -205,7 +205,7 @@ def spread_log(folder: Path) -> Path:
 
 
 SPREAD = {
-    "layout": "mapping", "files": "log.jsonl", "user": "user", "request": "search", "query": "query", "item": "item",
+    "files": "log.jsonl", "user": "user", "request": "search", "query": "query", "item": "item",
     "position": "place", "time": {"column": "ms", "unit": "ms"}, "labels": {"click": {"column": "click"}},
     "prepare": {"kind": "search", "core": 0, "behaviour": "click", "search": {"windows_days": [1], "delay_minutes": 0}},
 }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,19 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipelines.data.sources import load_source
 
 from models.tables import UserError, join, read_manifest, read_table
 from pipelines.data.kinds.search.config import SearchConfig
 from pipelines.data.kinds.search.features import IDS
 from pipelines.data.kinds.search.sequences import SearchRules, build_search
+from pipelines.data.log import load_source
 from pipelines.data.prepare import prepare
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.settings import read_config
 from pipelines.data.splits import SplitConfig
 from pipelines.data.survey import Vocabulary, read_coded
 from pipelines.data.tables import events_schema, write_part
+from pipelines.data.times import Time
 
 SCHEMA = events_schema({"click": "bool", "dwell": "float32", "buy": "bool"}, ["price"], ["city"])
 LATE = events_schema({"click": "bool", "dwell": "float32", "buy": "bool"}, ["price"], ["city"], ["click"])
@@ -135,15 +137,17 @@ def test_an_empty_part_gives_an_empty_table(tmp_path: Path) -> None:
 
 
 SOURCE = {
-    "layout": "mapping",
     "files": "log_*.jsonl",
     "user": "user",
     "request": "search",
     "query": "query",
     "item": "shown",
     "time": {"column": "ms", "unit": "ms"},
-    "explode": {"columns": ["shown"]},
-    "labels": {"buy": {"member_of": "bought"}, "click": {"member_of": "clicked"}},
+    "explode": ["shown"],
+    "labels": {
+        "buy": "coalesce(array_contains(bought, shown), false)",
+        "click": {"column": "coalesce(array_contains(clicked, shown), false)"},
+    },
     "items": {"files": "items.csv", "item": "item", "texts": ["title"]},
     "prepare": {
         "kind": "search",
@@ -273,7 +277,7 @@ def test_a_raw_log_becomes_the_tables_of_the_reference(tmp_path: Path, window: s
 def test_a_log_of_orders_has_no_windows(tmp_path: Path) -> None:
     rows = [row | {"ms": number} for number, row in enumerate(searches(60))]
     source, _, raw = write_log(tmp_path, rows)
-    source = type(source)(**{**source.__dict__, "time": {"column": "ms", "unit": "order"}})
+    source = replace(source, time=Time("ms", "order"))
     config = read_config(SOURCE["prepare"] | {"split": {"kind": "leave_last_out"}}, {"max_rejects": 0.1})
     prepare(source, raw, str(tmp_path / "out"), config, say=lambda line: None)
     info = read_manifest(str(tmp_path / "out" / "sequences")).info

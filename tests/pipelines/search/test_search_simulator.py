@@ -9,12 +9,12 @@ from typing import Literal
 import numpy as np
 import polars as pl
 import pytest
-from pipelines.data.sources import load_source
 
 from jobs import simulate as job
 from models.tables import UserError
 from pipelines.data.kinds.search.simulator import RESULTS, SearchSettings, best_gauc, simulate_search, taste_from_clicks
 from pipelines.data.kinds.simulation import MAKERS, is_simulated
+from pipelines.data.log import load_source
 
 CONFIG = Path(__file__).parents[3] / "jobs" / "configs" / "sources" / "simulated_search.yaml"
 
@@ -167,7 +167,7 @@ def test_the_shipped_source_file_reads_it(tmp_path: Path) -> None:
     simulate_search(str(tmp_path), 100, 50, 300, 1)
     source, prepare = load_source(str(CONFIG))
     (file,) = source.event_files(str(tmp_path))
-    events = pl.concat([pl.from_arrow(b.events) for b in source.read_events(str(tmp_path), file)])  # type: ignore[type-var]
+    events = pl.concat([pl.from_arrow(b.rows) for b in source.read_events(str(tmp_path), file)])  # type: ignore[type-var]
     log = pl.read_parquet(tmp_path / file)
     assert (
         events.select(

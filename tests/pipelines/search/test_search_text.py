@@ -11,7 +11,6 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
-from pipelines.data.sources import load_source
 from sklearn.metrics.pairwise import cosine_similarity
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTokenizerFast
 
@@ -22,11 +21,12 @@ from models.search.data import SearchCatalogue
 from models.setup import set_up
 from models.tables import MANIFEST, UserError, join, read_manifest, read_table
 from models.text_encoder import TextEncoder
-from pipelines.data import texts as log_texts
 from pipelines.data.kinds.search.simulator import simulate_search
 from pipelines.data.kinds.simulation import MAKERS, NOUNS, STYLES, TRAITS
+from pipelines.data.log import load_source
 from pipelines.data.prepare import prepare
 from pipelines.data.settings import read_config
+from pipelines.data.sids import texts as log_texts
 from pipelines.data.sids.texts import TextConfig, encode_log, fitted_tfidf
 from pipelines.data.tables import commit
 from pipelines.serving.package import write_bundle
@@ -173,7 +173,7 @@ def test_queries_of_unknown_words_and_no_query_are_defined(tmp_path: Path, ray_l
     (raw / "log.csv").write_text("user,search,ms,query,item,click\n" + "\n".join(rows))
     (raw / "items.csv").write_text("item,title\na,red lamp shade\nb,blue lamp oil\n")
     (tmp_path / "source.yaml").write_text(
-        "{layout: mapping, files: log.csv, user: user, item: item, request: search, query: query, "
+        "{files: log.csv, user: user, item: item, request: search, query: query, "
         "time: {column: ms, unit: ms}, labels: {click: {column: click}}, "
         "items: {files: items.csv, item: item, texts: [title]}}"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 import numpy as np
 import plain_search as plain
@@ -11,10 +12,10 @@ import pytest
 import ray
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipelines.data.dataflow import Engine
 
 from models.tables import join
 from pipelines.data.counts import UNSEEN, counted, window_counts
+from pipelines.data.engine import Engine
 from pipelines.data.kinds.search.config import SearchConfig
 from pipelines.data.kinds.search.features import SearchWindows, feature_names, features, gather
 from pipelines.data.survey import Vocabulary
@@ -112,17 +113,22 @@ def test_features_across_partitions_equal_the_reference(
     queries = pa.array(sorted({row["query"] for row in rows} - {None}), pa.large_string())
     catalogue = pa.array(sorted({row["item_id"] for row in rows}), pa.large_string())
     given = (ray.put(Vocabulary.of(catalogue)), Vocabulary.of(queries))
-    found_of = dict(counted(Engine(), uris, len(rows), SearchWindows(config, "click", late), given, lambda *of: of))
     names = feature_names(config, clock=True)
-    for number, part in enumerate(of_part):
-        uri, pieces = found_of[number]
-        assert uri == uris[number]
-        counts = gather(len(part), config, pieces)
-        position = np.array([row["position"] for row in part])
-        when = np.array([plain.request_time(rows, row) for row in part])
-        found = features(counts, position, when, config, clock=True)
-        assert found.shape == (len(part), len(names))
+    position = [np.array([row["position"] for row in part]) for part in of_part]
+    when = [np.array([plain.request_time(rows, row) for row in part]) for part in of_part]
+
+    def build(uri: str, pieces: list) -> tuple[None, Counter[str], list]:
+        number = uris.index(uri)
+        counts = gather(len(position[number]), config, pieces)
+        found = features(counts, position[number], when[number], config, clock=True)
         assert found.dtype == np.float32
+        return None, Counter(), found.tolist()
+
+    found_of = dict(counted(Engine(), uris, len(rows), SearchWindows(config, "click", late), given, build))
+    assert len(found_of) == len(of_part)
+    for number, part in enumerate(of_part):
+        found = found_of[number][2]
+        assert np.shape(found) == (len(part), len(names))
         for row, values in zip(part, found, strict=True):
             expected = plain.features(rows, row, config, "label_click")
             assert sorted(expected) == sorted(names)

@@ -10,12 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from benchmarks import catalogue as benchmark
 from models.retrieval.tokenizers import conflict
 from models.retrieval.tokenizers.psid import PsidConfig
 from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
 from models.retrieval.tokenizers.rqvae import RqvaeConfig
 from models.tables import UserError, has_manifest, read_manifest, read_table
-from pipelines.data.sids import benchmark
 from pipelines.data.sids.embed import EmbedConfig, read_embeddings
 from pipelines.data.sids.tokenize import TokenizerConfig, read_codes, tokenize, train_items
 from pipelines.data.tables import SIDS, TRIE, commit, items_schema, write_part, writing

@@ -412,7 +412,7 @@ def make_actions(run: Run, events: Manifest, items: Manifest, split: dict[str, A
         )
         say_missing(run, as_of, events.rows, count)
         events_in = {name: count[f"events_{name}"] for name in NAMES}
-        require_training(events_in, count, config.max_events, "event")
+        require_training(events_in, count, config.max_events, "event", split["kind"])
         info = {
             **run.sequences_info(events, items, split, count),
             "tasks": list(rules.actions.tasks),

@@ -186,7 +186,8 @@ def make_retrieval(run: Run, events: Manifest, items: Manifest, split: dict[str,
         parts, count, _ = write_parts(run.engine, _write_part, calls, shared, run.progress("sequences"))
         usable = {name: count[f"requests_{name}"] - count[f"without_history_{name}"] for name in NAMES}
         if config.catalogue is None:  # a fresh log may be of test alone
-            require_training(usable, count, config.max_events, "request with a history")
+            tied = count["tied_rows"] if config.ties == "strict" else 0
+            require_training(usable, count, config.max_events, "request with a history", split["kind"], tied)
         elif not count["users"]:
             raise UserError(
                 f"no user has {max(config.core, 1)} behaviours on the catalogue of {config.catalogue}; use --core 0"

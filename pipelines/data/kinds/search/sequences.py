@@ -388,7 +388,7 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
                 ("requests_without_history", "without_history"),
             )
         }
-        require_training(per_split["requests"], count, config.max_events, "request")
+        require_training(per_split["requests"], count, config.max_events, "request", split["kind"])
         info = {
             **run.sequences_info(events, items, split, count),
             "queries": queries.rows,

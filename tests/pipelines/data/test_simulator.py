@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
-from pipelines.data.sources import load_source
 from sklearn.feature_extraction.text import TfidfVectorizer
 
 from models.tables import UserError
 from pipelines.data.kinds import simulation
 from pipelines.data.kinds.retrieval.simulator import FOLLOW, SHARES, simulate_retrieval
 from pipelines.data.kinds.simulation import Settings, is_simulated, make_world
+from pipelines.data.log import load_source
 
 CONFIG = Path(__file__).parents[3] / "jobs" / "configs" / "sources" / "simulated.yaml"
 
@@ -119,9 +119,10 @@ def test_the_shipped_source_file_reads_it(tmp_path: Path) -> None:
     source, prepare = load_source(str(CONFIG))
     (file,) = source.event_files(str(tmp_path))
     blocks = list(source.read_events(str(tmp_path), file))
-    assert sum(block.events.num_rows for block in blocks) == 1000
-    assert blocks[0].events["timestamp_ms"].to_pylist() == events(tmp_path)["timestamp_ms"].to_list()
-    (texts,) = source.read_items(str(tmp_path), *source.item_files(str(tmp_path)))
+    assert sum(block.rows.num_rows for block in blocks) == 1000
+    assert blocks[0].rows["timestamp_ms"].to_pylist() == events(tmp_path)["timestamp_ms"].to_list()
+    assert source.items
+    (texts,) = source.items.read(str(tmp_path), *source.item_files(str(tmp_path)))
     assert texts.rows.schema.names == ["item_id", "text_title", "text_description", "cat_brand"]
     assert source.info["clock"]
     assert prepare["split"] == {"kind": "temporal"}

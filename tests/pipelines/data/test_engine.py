@@ -1,0 +1,195 @@
+"""Ray Data as prepare uses it: every row once in its partition, in bounded memory, whatever fails on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pytest
+import ray
+
+from models.tables import UserError
+from pipelines.data import events
+from pipelines.data.engine import KEY, Engine
+from pipelines.data.log import log_of
+from pipelines.data.ray_data_config import RayDataConfig
+from pipelines.data.survey import Gathering
+from pipelines.data.tables import events_schema
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
+
+SCHEMA = pa.schema([("name", pa.string()), ("row", pa.int64()), (KEY, pa.int32())])
+
+
+def log(keys: int, folder: str, fail: str, number: int, rows: int = 1000) -> Iterator[pa.Table]:
+    """A read of 4 tables; the first time that number 1 is in the middle it does as `fail` says."""
+    for block in range(4):
+        if number == 1 and block == 2 and fail:
+            mark = Path(folder, f"failed-{len(list(Path(folder).iterdir()))}")
+            first = not any(Path(folder).iterdir())
+            mark.touch()
+            if fail == "user error":
+                raise UserError("line 3 of the log is 'x'; write a number")
+            if first:
+                os._exit(1)
+        row = np.arange(rows) + rows * (4 * number + block)
+        yield pa.table({"name": row.astype(str), "row": row, KEY: (row % keys).astype(np.int32)}, schema=SCHEMA)
+
+
+def gathered(key: int, rows: pa.Table) -> pa.Table:
+    return pa.table({"key": [key], "rows": [sorted(rows["row"].to_pylist())]})
+
+
+def exchanged(partitions: int, keys: int, folder: str = "", fail: str = "", **more: Any) -> dict[int, list[int]]:
+    """The rows by their partition, which comes once."""
+    engine, read = Engine(RayDataConfig(shuffle_batch_mb=1)), partial(log, keys, folder, fail)
+    rows = [row for table in engine.exchange(read, 5, partitions, gathered, **more) for row in table.to_pylist()]
+    found = {row["key"]: row["rows"] for row in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+def expected(keys: int) -> dict[int, list[int]]:
+    return {key: list(range(key, 20_000, keys)) for key in range(keys)}
+
+
+@pytest.mark.usefixtures("ray_local")
+@pytest.mark.parametrize(
+    ("partitions", "keys"),
+    [(1, 1), (3, 3), (64, 64), (2, 3)],
+    ids=["one", "three", "more than tasks", "several in one task, as of a Ray whose hash does that"],
+)
+@pytest.mark.parametrize("here", [False, True])
+def test_every_row_comes_out_once_in_its_partition(partitions: int, keys: int, here: bool) -> None:
+    assert exchanged(partitions, keys, here=here) == expected(keys)
+
+
+@pytest.mark.usefixtures("ray_local")
+@pytest.mark.parametrize("here", [False, True])
+def test_rows_of_an_exchange_go_on_into_another(here: bool) -> None:
+    def onward(rows: pa.Table) -> pa.Table:
+        key = (rows["row"].to_numpy() // 5000).astype(np.int32)
+        return rows.set_column(rows.column_names.index(KEY), KEY, pa.array(key))
+
+    found = exchanged(4, 3, first=(3, onward), here=here)
+    assert found == {key: list(range(5000 * key, 5000 * key + 5000)) for key in range(4)}
+
+
+@pytest.mark.usefixtures("ray_local")
+def test_a_user_error_of_a_read_is_one_line_and_not_tried_again(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        exchanged(3, 3, str(tmp_path), "user error")
+    assert str(caught.value) == "line 3 of the log is 'x'; write a number"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.usefixtures("ray_local")
+def test_a_read_whose_worker_dies_is_run_again_and_counts_once(tmp_path: Path) -> None:
+    assert exchanged(3, 3, str(tmp_path), "worker") == expected(3)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def halve(by: int, number: int) -> float:
+    if number == 2:
+        raise UserError("2 is no good; take another")
+    return number / by
+
+
+@pytest.mark.usefixtures("ray_local")
+@pytest.mark.parametrize("here", [False, True])
+def test_each_gives_the_results_of_calls_by_their_numbers(here: bool) -> None:
+    engine = Engine(here=here)
+    assert dict(engine.each(halve, [(number,) for number in (4, 6, 8)], (ray.put(2),))) == {0: 2, 1: 3, 2: 4}
+    with pytest.raises(UserError) as caught:
+        list(engine.each(halve, [(number,) for number in range(9)], (2,)))
+    assert str(caught.value) == "2 is no good; take another"
+    assert list(engine.each(halve, [])) == []
+
+
+def test_events_in_a_wrong_partition_or_lost_are_found(tmp_path: Path) -> None:
+    """Each user is in one part: his events are all in the partition of his key, of which there is one part."""
+    users = pa.array([f"u{i}" for i in range(50)])
+    count = len(users)
+    rows = pa.table({"user_id": users, "timestamp_ms": np.arange(count), "item_id": ["a"] * count})
+    write = events._Write(str(tmp_path), events_schema(), None, False, None, 4)
+    mine = events.user_keys(users) % 4 == 1
+    [written] = write(None, 1, rows.filter(pa.array(mine))).to_pylist()
+    assert written["users"] == written["rows"] == mine.sum()
+    with pytest.raises(RuntimeError, match=f"put {count - mine.sum()} users into the wrong partition"):
+        write(None, 1, rows)
+
+    class Broken(Engine):
+        """An exchange that loses a partition or gives one twice."""
+
+        def exchange(self, *given: Any, **more: Any) -> Iterator[pa.Table]:
+            _, *others = super().exchange(*given, **more)
+            yield from [*others, *others[:1]] if self.twice else others
+
+        twice = False
+
+    (tmp_path / "log.csv").write_text(
+        "u,t\n" + "".join(f"{user},{1_600_000_000 + n}\n" for n, user in enumerate(users))
+    )
+    source = log_of({"files": "log.csv", "user": "u", "item": "u", "time": {"column": "t", "unit": "s"}})
+    for name in ("events", "rejects"):
+        (tmp_path / name).mkdir()
+    given = (source, str(tmp_path), ["log.csv"], str(tmp_path / "events"), str(tmp_path / "rejects"), 4, False)
+    made = events.ingest(*given, Engine(here=True), Gathering(None, False))
+    assert (sum(part.rows for part in made.parts), made.users) == (count, count)
+    for Broken.twice, words in ((False, "came out of the shuffle"), (True, r"gave partition \d twice")):
+        with pytest.raises(RuntimeError, match=words):
+            events.ingest(*given, Broken(here=True), Gathering(None, False))
+
+
+BLOCKS, BLOCK_ROWS, STORE_MB = 5, 100_000, 80
+"""Two million rows with names of 70 letters are twice the store."""
+
+
+def wide(number: int) -> Iterator[pa.Table]:
+    for i in range(BLOCKS):
+        row = np.arange(BLOCK_ROWS) + BLOCK_ROWS * (BLOCKS * number + i)
+        names = pl.Series(row).cast(pl.String).str.zfill(70).to_arrow()
+        yield pa.table({"name": names, "row": row, KEY: row % 8}).cast(SCHEMA)
+
+
+def size(_: int, rows: pa.Table) -> pa.Table:
+    return pa.table({"rows": [len(np.unique(rows["row"].to_numpy()))], "bytes": [rows.nbytes]})
+
+
+@pytest.mark.long
+def test_a_log_larger_than_the_object_store_goes_through_the_disk() -> None:
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows, megabytes = json.loads(done.stdout.splitlines()[-1])
+    assert rows == 4 * BLOCKS * BLOCK_ROWS
+    assert megabytes > 1.5 * STORE_MB
+
+
+def alone() -> None:
+    """Prints rows and megabytes that came through an exchange in a Ray of its own with STORE_MB of object store."""
+    with tempfile.TemporaryDirectory(prefix="trieline-") as folder:
+        ray.init(
+            address="local",
+            num_cpus=2,
+            include_dashboard=False,
+            object_store_memory=STORE_MB << 20,
+            log_to_driver=False,
+            _temp_dir=folder,
+        )
+        found = pa.concat_tables(Engine(RayDataConfig(shuffle_batch_mb=16)).exchange(wide, 4, 8, size))
+        print(json.dumps([sum(found["rows"].to_pylist()), sum(found["bytes"].to_pylist()) >> 20]))
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    alone()
