@@ -149,6 +149,7 @@ def build(kind: type, content: dict[str, Any], where: str = "") -> Any:
     for key in content:
         if key not in known:
             raise ValueError(f"unknown key '{where}{key}'; {instead(str(key), known)}")
+    _refuse_bools(kind, content, where)
     try:
         return TypeAdapter(kind).validate_python(content)
     except ValidationError as error:
@@ -167,8 +168,20 @@ def build(kind: type, content: dict[str, Any], where: str = "") -> Any:
             if other["type"] == "missing" and other["loc"][:-1] == tuple(inside)
         ]
         raise ValueError(f"unknown key '{key}'; {hint(str(last), missing or _keys_at(kind, inside))}")
-    quotes = "; write it in quotes" if "string" in fault["msg"] and not isinstance(given, dict | list) else ""
+    quotes = "; write it in quotes" if "valid string" in fault["msg"] and not isinstance(given, dict | list) else ""
     raise ValueError(f"'{key.removesuffix('.[key]')}' is {given!r}; {fault['msg'].lower()}{quotes}")
+
+
+def _refuse_bools(kind: type, content: dict[str, Any], where: str) -> None:
+    """ValueError for true or false in the place of a number, which pydantic takes for 1 and 0."""
+    for key, option in get_type_hints(kind).items():
+        value, kinds = content.get(key), {option, *get_args(option)}
+        if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
+            raise ValueError(f"'{where}{key}' is {value!r}; give a number")
+        for nested in filter(is_dataclass, kinds):
+            for each in value.values() if get_origin(option) is dict and isinstance(value, dict) else [value]:
+                if isinstance(each, dict):
+                    _refuse_bools(nested, each, f"{where}{key}.")  # type: ignore[arg-type]
 
 
 def _keys_at(kind: type, path: Iterable[Any]) -> list[str]:

@@ -23,7 +23,7 @@ from models.words import number_of
 from pipelines.data.engine import Shared
 from pipelines.data.events import hash_section
 from pipelines.data.log import Section
-from pipelines.data.rows import Rejected
+from pipelines.data.rows import Rejected, check_missing, common
 from pipelines.data.run import Run
 from pipelines.data.survey import Vocabulary, coded, distinct, positions_in
 from pipelines.data.tables import commit, write_part
@@ -40,13 +40,15 @@ def _write_table(
 ) -> tuple[Part | None, Rejected, int, dict[str, str]]:
     """Reads the files and writes the one part, sorted; also gives what was rejected, how many rows were left out
     as a later one of the log has their id and time, and the hashes of the files."""
-    rejected, found, hashes = Rejected(), [of.schema.empty_table()], {}
+    rejected, found, hashes, missing = Rejected(), [of.schema.empty_table()], {}, []
     for file in files:
         digest = hashlib.sha256()
         for block in of.read(input_uri, file, digest):
             rejected.add(Rejected.of(block))
             found.append(block.rows)
+            missing.append(block.missing)
         hashes[file] = digest.hexdigest()
+    check_missing(common(missing), "feature", input_uri)
     rows = pl.DataFrame(pl.from_arrow(pa.concat_tables(found)))
     keys = [of.key, "timestamp_ms"]
     last = rows.sort(keys, maintain_order=True).unique(keys, keep="last", maintain_order=True)

@@ -20,7 +20,7 @@ from pipelines.data.engine import KEY, Engine, Shared, fetch
 from pipelines.data.events import partitions_for, read_tallies, write_tally
 from pipelines.data.log import Log
 from pipelines.data.matching import Match
-from pipelines.data.rows import Rejected
+from pipelines.data.rows import Rejected, check_missing, common
 from pipelines.data.survey import (
     Survey,
     Vocabulary,
@@ -182,9 +182,10 @@ class _ReadItems:
             return
         assert self.source.items is not None
         outside, rejected, first, digest = 0, Rejected(), 0, hashlib.sha256()
-        ids: list[str] = []
+        ids, missing = list[str](), []
         for block in self.source.items.read(self.input_uri, self.files[number], digest):
             rejected.add(Rejected.of(block))
+            missing.append(block.missing)
             ids = ids or block.rows["item_id"].slice(0, 2).to_pylist()
             index = catalogue.positions(block.rows["item_id"].combine_chunks())
             known = np.flatnonzero(index >= 0)
@@ -204,7 +205,8 @@ class _ReadItems:
                 transit,
             )
             first += len(index)
-        write_tally(self.items_uri, number, rejected, outside=outside, digest=digest.hexdigest(), ids=ids)
+        told = {"outside": outside, "digest": digest.hexdigest(), "ids": ids, "missing": common(missing)}
+        write_tally(self.items_uri, number, rejected, **told)
 
 
 def _hashes(table: pa.Table) -> np.ndarray:
@@ -270,11 +272,13 @@ def write_items(
     tables = list(engine.exchange(read, len(files) + 1, ranges, _WriteRange(items_uri, schema), (shared,), here=here))
     written = pa.concat_tables(tables).sort_by("low")
     missing = written["missing"].combine_chunks().flatten().to_numpy()
-    outside, rejected, hashes, first = 0, Rejected(), {}, list[str]()
+    outside, rejected, hashes, first, lost = 0, Rejected(), {}, list[str](), []
     for file, (of_file, said) in zip(files, read_tallies(items_uri, len(files)), strict=True):
         rejected.add(of_file)
+        lost.append(said["missing"])
         outside += said["outside"]
         hashes[file], first = said["digest"], first or said["ids"]
+    check_missing(common(lost), "item", input_uri)
     info = {
         "first": first,  # ids of the item files
         "texts": source.items_columns[0],

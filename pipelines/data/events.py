@@ -19,12 +19,12 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.tables import Part, UserError, join, open_uri
+from models.tables import Part, join, open_uri
 from pipelines.data.engine import KEY, Engine, Shared, fetch
 from pipelines.data.log import UNSET, Log, Section
 from pipelines.data.matching import Match
 from pipelines.data.read import Piece, pieces
-from pipelines.data.rows import Rejected, common
+from pipelines.data.rows import Rejected, check_missing, common
 from pipelines.data.survey import Gathering, Seen, coded, seen_in, user_keys
 from pipelines.data.tables import read_json, write_file, write_part
 
@@ -353,10 +353,7 @@ def ingest(
         events += said["events"]
         missing += [said["missing"]] if said["rows"] else []
         digests[file].append(said["digest"])
-    for name, hint in common(missing).items():
-        raise UserError(
-            f"no event file of {input_uri} has a column '{name}'; {hint}; correct the source file or the log"
-        )
+    check_missing(common(missing), "event", input_uri)
     result.hashes = {file: combined(of_file) for file, of_file in digests.items()}
     for row in sorted(written.values(), key=lambda row: row["first"]):
         result.parts.append(Part(row["path"], row["bytes"], row["rows"], row["sha256"]))

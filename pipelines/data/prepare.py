@@ -29,7 +29,7 @@ from pipelines.data.log import REPEATS, Log
 from pipelines.data.matching import Match, check_matched
 from pipelines.data.notices import notices
 from pipelines.data.prepare_config import PrepareConfig
-from pipelines.data.rows import Rejected
+from pipelines.data.rows import Rejected, check_missing
 from pipelines.data.run import Run, Say
 from pipelines.data.settings import STATISTICS, check
 from pipelines.data.splits import cut_times
@@ -126,6 +126,7 @@ def _make_events(run: Run) -> Manifest:
     with run.writing("events", "rejects"):
         digests = {file: hashlib.sha256() for file in user_files}
         users = source.read_users(run.input, digests)
+        check_missing(users.missing if users else {}, "user", run.input)
         of_users = Rejected.of(users) if users else Rejected()
         _say_rejects(run, of_users, " of the user files")
         _check_rejects(run, of_users.rows_read, of_users.reasons, " of the user files")

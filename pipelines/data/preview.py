@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from models.tables import UserError
 from models.words import number_of
 from pipelines.data.log import Log
-from pipelines.data.rows import Block, Rejected, common
+from pipelines.data.rows import Block, Rejected, check_missing, common
 
 BLOCKS = 4  # of a file, each of about 8 MiB, and
 FILES = 3  # the most files that are begun, in search of a column that the first block does not have, or for a dry run
@@ -93,10 +93,7 @@ def _begin(
     if kind == "events" and whole and not rejected.rows_read:
         raise UserError(f"{input_uri} holds no rows in {', '.join(files[:3])}; check --input")
     if whole and missing:
-        name, hint = next(iter(missing.items()))
-        raise UserError(
-            f"no {kind} file of {input_uri} has a column '{name}'; {hint}; correct the source file or the log"
-        )
+        check_missing(missing, kind.removesuffix("s"), input_uri)
     rows = next((block.rows for block in blocks if block.rows.num_rows), pa.table({}))
     return Preview(kind, files, begun, rows, origins, clock, rejected, missing)
 

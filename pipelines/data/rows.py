@@ -75,6 +75,12 @@ def common(missing: Iterable[dict[str, str]]) -> dict[str, str]:
     return {name: hint for name, hint in every[0].items() if all(name in each for each in every)} if every else {}
 
 
+def check_missing(missing: dict[str, str], what: str, input_uri: str) -> None:
+    """UserError for a column that no file has."""
+    for name, hint in missing.items():
+        raise UserError(f"no {what} file of {input_uri} has a column '{name}'; {hint}; correct the source file")
+
+
 class Rows:
     """Rows of a frame on their way to a table: values by target column, and why rows are rejected. `wanted` are the
     expressions by target."""

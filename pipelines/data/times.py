@@ -105,7 +105,7 @@ def moments(values: pl.Series, time: Time, what: str) -> tuple[pl.Series, pl.Ser
     kind = values.dtype
     if isinstance(kind, pl.Datetime) or kind == pl.Date:
         made = values.cast(pl.Datetime("us") if kind == pl.Date else values.dtype)
-        if time.zone and not getattr(made.dtype, "time_zone", None):
+        if time.zone and made.dtype.time_zone is None:  # type: ignore[attr-defined]
             made = made.dt.replace_time_zone(time.zone, ambiguous="earliest", non_existent="null")
         made = made.dt.epoch("us") // 1000
     elif kind == pl.String or kind == pl.Null:

@@ -63,7 +63,7 @@ def test_rejects_are_shown_with_an_example(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"user": "usr"}, "no column 'usr'; the nearest is 'u'"), ({"labels": {"click": "clikc"}}, "no events file of"),
+        ({"user": "usr"}, "no column 'usr'; the nearest is 'u'"), ({"labels": {"click": "clikc"}}, "no event file of"),
         ({"items": {"files": "items.csv", "item": "id", "texts": ["nme"]}}, "'nme'; the nearest is 'name'"),
         ({"users": {"files": "items.csv", "user": "id", "attributes": ["naem"]}}, "'naem'; the nearest is 'name'"),
         ({"time": {"column": "t", "unit": "ms"}}, "most often t: before 1980, check time.unit"),
