@@ -118,7 +118,7 @@ def core_items(
     if core == 1 and before_ms is None:
         return survey.items, 0
     shared = (survey.behaviour, survey.late, before_ms, engine.put(Vocabulary.of(survey.items)))
-    pairs = engine.refs(_pairs, [(uri,) for uri in survey.parts], shared)
+    pairs = list(engine.refs(_pairs, [(uri,) for uri in survey.parts], shared))
     alive = np.ones(len(survey.items), dtype=bool)
     stays = np.zeros(len(survey.items), dtype=bool)
     if described is not None:

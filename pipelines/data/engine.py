@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from types import FunctionType
 from typing import Any
 
@@ -31,6 +32,9 @@ from pipelines.faults import user_error_in
 
 SHARD_BYTES = 128 << 10
 """Ray keeps objects below 100 KiB in the driver's own memory: a map task has at least these for each partition."""
+
+AT_ONCE = 256
+"""Tasks that wait or run at once: `ray.wait` looks at all of them each time."""
 
 KEY = "__partition"
 """Column of what is exchanged: the number of the row's partition."""
@@ -94,22 +98,24 @@ class Engine:
         context.target_max_block_size = batch
         return context
 
-    def refs(self, function: Callable[..., Any], calls: Iterable[Call], shared: Call = ()) -> list[Any]:
-        """A reference to the result of `function(*shared, *call)` for every call, in their order; arguments that are
-        references are given as what they refer to."""
+    def refs(self, function: Callable[..., Any], calls: Iterable[Call], shared: Call = ()) -> Iterator[Any]:
+        """A reference to the result of `function(*shared, *call)` for every call in order, each a task once it is asked
+        for; arguments that are references are given as what they refer to."""
         if self.here:
-            return [function(*map(fetch, shared), *call) for call in calls]
+            yield from (function(*map(fetch, shared), *call) for call in calls)
+            return
         self._begin()
         task = ray.remote(function).options(num_cpus=1, runtime_env=WORKERS, name=_name(function))
-        return [task.remote(*shared, *call) for call in calls]
+        yield from (task.remote(*shared, *call) for call in calls)
 
     def each(self, function: Callable[..., Any], calls: Iterable[Call], shared: Call = ()) -> Iterator[tuple[int, Any]]:
         """Runs `function(*shared, *call)` for every call as a task; yields (number of the call, result) as they end."""
+        every = enumerate(self.refs(function, calls, shared))
         if self.here:
-            yield from enumerate(function(*map(fetch, shared), *call) for call in calls)
+            yield from every
             return
-        waiting = {ref: number for number, ref in enumerate(self.refs(function, calls, shared))}
-        while waiting:
+        waiting: dict[Any, int] = {}
+        while waiting := waiting | {ref: number for number, ref in islice(every, AT_ONCE - len(waiting))}:
             (done, *_), _ = ray.wait(list(waiting), num_returns=1)
             with _one_line():
                 yield waiting.pop(done), ray.get(done)

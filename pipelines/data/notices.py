@@ -80,6 +80,9 @@ def _splits(info: dict) -> Iterator[str]:
     for name in NAMES[1:]:
         if not requests[name]:
             refused = ", so jobs.train cannot choose its best epoch" if name == "val" else ""
-            yield f"there are no {name} {unit}{refused}; give larger split fractions, or a longer log"
+            remedy = "give larger split fractions, or a longer log"
+            if info["split"]["kind"] == "leave_last_out":
+                remedy = "each user needs three for that: use --split.kind temporal where the log has clock times"
+            yield f"there are no {name} {unit}{refused}; {remedy}"
         elif requests[name] < FEW_REQUESTS:
             yield f"there are only {requests[name]:,} {name} {unit}: their figures are noise; a longer log has more"
