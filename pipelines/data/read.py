@@ -317,7 +317,7 @@ def _row_start(stream: Any, uri: str, files: Files, byte: int) -> int:
     by = delimiter if len(delimiter) == 1 else JOINED
     width = len(_header(uri, files, delimiter, by)[0])
     lines = [line + b"\n" for line in text[at:].split(b"\n")[: None if whole else -1]]
-    read = [line.replace(delimiter, by).decode(errors="replace") for line in lines]
+    read = [_doubled(line.replace(delimiter, by), files).decode(errors="replace") for line in lines]
     for first in range(len(lines)):
         if read[first].count(files.quote) % 2:  # a value that spans lines begins or ends here
             continue
@@ -330,10 +330,27 @@ def _row_start(stream: Any, uri: str, files: Files, byte: int) -> int:
 
 def _quotes(files: Files) -> dict[str, Any]:
     """How Python's CSV reader is told of quotes."""
-    if not files.quote:
-        return {"quoting": csv.QUOTE_NONE}
-    escape = files.escape or None
-    return {"quotechar": files.quote, "doublequote": not escape, "escapechar": escape, "strict": True}
+    return {"quotechar": files.quote, "strict": True} if files.quote else {"quoting": csv.QUOTE_NONE}
+
+
+def _doubled(text: bytes, files: Files) -> bytes:
+    """The text, as long, with doubled quotes in the place of escaped ones; what is escaped else stays as it is."""
+    if not files.escape or not files.quote or files.escape.encode() not in text:
+        return text
+    mark, quote = files.escape.encode(), files.quote.encode()
+    pairs = re.compile(b"%b(%b|%b)" % (re.escape(mark), re.escape(mark), re.escape(quote)))
+    return pairs.sub(lambda pair: 2 * quote if pair[1] == quote else pair[0], text)
+
+
+def _unescaped(rows: pl.DataFrame, files: Files, by: str, delimiter: str) -> pl.DataFrame:
+    """The values with what stood for other characters: \\\\ for \\, and \\N for nothing, as MySQL writes them."""
+    value = pl.col(pl.String)
+    if by != delimiter:
+        rows = rows.with_columns(value.str.replace_all(by, delimiter, literal=True))
+    if files.escape:
+        text = value.str.replace_all(2 * files.escape, files.escape, literal=True)
+        rows = rows.with_columns(pl.when(value != files.escape + "N").then(text).name.keep())
+    return rows
 
 
 def _read_csv(uri: str, files: Files, expressions: list[str], digest: Any, piece: Piece | None) -> Iterator[Frame]:
@@ -362,6 +379,7 @@ def _read_csv(uri: str, files: Files, expressions: list[str], digest: Any, piece
                 f"characters"
             )
         rows = pl.DataFrame(schema=dict.fromkeys(columns, pl.String)) if table is None else pl.DataFrame(table)
+        rows = _unescaped(rows, files, by.decode(), delimiter.decode())
         rows = rows.with_columns(pl.Series(ROW, numbers + row, pl.Int64))
         yield Frame(rows, [(number + row, why, text) for number, why, text in broken], missing)
         row += len(numbers) + len(broken)
@@ -377,7 +395,7 @@ def _header(uri: str, files: Files, delimiter: bytes, by: bytes) -> tuple[list[s
         raise UserError(f"{uri} ends its lines with carriage returns alone; convert it to line feeds (tr '\\r' '\\n')")
     if files.header:
         return files.header, 0
-    text = head.replace(delimiter, by).decode(errors="replace").split("\n")
+    text = _doubled(head.replace(delimiter, by), files).decode(errors="replace").split("\n")
     lines = csv.reader((line + "\n" for line in text), delimiter=by.decode(), **_quotes(files))
     try:
         names = next(cells for cells in lines if cells)
@@ -406,21 +424,11 @@ def _csv_rows(
     """The rows of a text that begins with one: the table, the numbers of its rows, what is broken, and how many bytes
     were read. By Arrow where all quotes enclose whole values of one line, else by Python's strict reader, line by line.
     """
-    if files.escape and files.quote:  # MySQL's word for nothing, which is no escaped N, becomes an empty value
-        end, mark, quote = (re.escape(each.encode()) for each in (delimiter, files.escape, files.quote))
-        text = re.sub(rb"(?m)(^|%b)%bN(?=%b|[\r\n]|\Z)" % (end, mark, end), rb"\1" + 2 * quote, text)
+    text = _doubled(text, files)
     used = len(text) if last else _last_row_end(text, files)
     if used and _regular(memoryview(text)[:used], files, delimiter):
         return *_rows_of_arrow(text[:used], files, delimiter, names, columns), used
     return _rows_of_lines(text, files, delimiter, names, columns, last)
-
-
-def _plain(text: bytes, files: Files) -> bytes:
-    """The text, as long, without what is escaped."""
-    if not files.escape:
-        return text
-    mark = files.escape.encode()
-    return text.replace(mark + mark, b"__").replace(mark + files.quote.encode(), b"__")
 
 
 def _last_row_end(text: bytes, files: Files) -> int:
@@ -428,7 +436,6 @@ def _last_row_end(text: bytes, files: Files) -> int:
     at, quote = text.rfind(b"\n"), files.quote.encode()
     if not quote or quote not in text:
         return at + 1
-    text = _plain(text, files)
     odd = text.count(quote, 0, at) % 2
     while odd and at >= 0:
         before = text.rfind(b"\n", 0, at)
@@ -442,7 +449,7 @@ def _regular(text: memoryview, files: Files, delimiter: str) -> bool:
     quote = files.quote.encode()
     if not quote or quote not in bytes(text):
         return True
-    byte = np.frombuffer(_plain(bytes(text), files), np.uint8)
+    byte = np.frombuffer(text, np.uint8)
     place, breaks = np.flatnonzero(byte == quote[0]), np.flatnonzero(byte == 10)
     if len(place) % 2:
         return False
@@ -472,8 +479,6 @@ def _rows_of_arrow(
         pa.csv.ParseOptions(
             delimiter=delimiter,
             quote_char=files.quote or False,
-            double_quote=bool(files.quote) and not files.escape,
-            escape_char=files.escape or False,
             invalid_row_handler=skip,
         ),
         pa.csv.ConvertOptions(
@@ -528,6 +533,8 @@ def _rows_of_lines(
                 end = first + reader.line_num
                 if end - begin > 1 and _are_rows(lines[begin:end], delimiter, len(names)):
                     closes = end - 1
+                    raise csv.Error("swallowed")
+                if end - begin > 1 and len(cells) != len(names):
                     raise csv.Error("swallowed")
                 if cells and len(cells) != len(names):
                     refuse(begin, end, f"{len(cells)} columns, not {len(names)}")
@@ -599,6 +606,8 @@ def _json_rows(text: bytes, uri: str, expressions: list[str], row: int) -> tuple
         text = HALF.sub(rb"\1\\ufffd", text)
     try:
         rows = pl.read_ndjson(text, infer_schema_length=None) if text.strip() else pl.DataFrame()
+        if any(map(_has_objects, rows.select(needed(expressions, rows.columns)[0]))):
+            raise pl.exceptions.ComputeError("text and objects in one column")
     except pl.exceptions.PolarsError:
         good, broken = _objects([line for line in text.split(b"\n") if line.strip()], expressions)
         if not good and not row:
@@ -611,6 +620,22 @@ def _json_rows(text: bytes, uri: str, expressions: list[str], row: int) -> tuple
     rows = rows.select(columns).with_columns(pl.Series(ROW, numbers, pl.Int64))
     broken = [(number + row, why, shown) for number, why, shown in broken]
     return Frame(rows, broken, missing), len(numbers) + len(broken)
+
+
+def _has_objects(values: pl.Series) -> bool:
+    """Whether text, or a list of it, may be of objects and lists that polars has written as JSON."""
+    values = values.explode() if values.dtype == pl.List(pl.String) else values
+    return values.dtype == pl.String and bool(values.str.contains(r"^[\[{]").any())
+
+
+def _kind(value: Any) -> str:
+    """What a JSON value is, of which a column has one."""
+    if isinstance(value, list):
+        objects = {isinstance(each, dict | list) for each in value if each is not None}
+        return (
+            "a list of values and objects" if len(objects) > 1 else "a list of objects" if True in objects else "a list"
+        )
+    return "an object" if isinstance(value, dict) else "a value"
 
 
 def _objects(lines: list[bytes], expressions: list[str]) -> tuple[list[str], Broken]:
@@ -626,18 +651,14 @@ def _objects(lines: list[bytes], expressions: list[str]) -> tuple[list[str], Bro
             found[number] = value
         except (ValueError, RecursionError) as error:
             why[number] = f"row: no JSON object ({error})"
-    words: dict[Any, str] = {list: "a list", dict: "an object", str: "a value"}
     columns = needed(expressions, {key for row in found.values() for key in row})[0]
     for name in columns:
-        kinds = {
-            number: type(row[name]) if isinstance(row[name], list | dict) else str
-            for number, row in found.items()
-            if row.get(name) is not None
-        }
-        most, _ = Counter(kinds.values()).most_common(1)[0] if kinds else (str, 0)
+        kinds = {number: _kind(row[name]) for number, row in found.items() if row.get(name) is not None}
+        kinds = {number: kind for number, kind in kinds.items() if found[number][name] != []}
+        most, _ = Counter(kinds.values()).most_common(1)[0] if kinds else ("", 0)
         for number, kind in kinds.items():
-            if kind is not most:
-                why[number] = f"{name}: {words[kind]}, where most rows have {words[most]}"
+            if kind != most:
+                why[number] = f"{name}: {kind}, where most rows have {most}"
         if len({type(row.get(name)) for row in found.values()} - {type(None), list, dict}) > 1:  # mixed values are text
             for row in found.values():
                 if isinstance(row.get(name), bool | int | float):
@@ -711,7 +732,16 @@ def _read_parquet(uri: str, files: Files, expressions: list[str], digest: Any, p
             size = sum(max(column.total_uncompressed_size, 8 * column.num_values) for column in wanted)
             rows = max(1, min(PARQUET_ROWS, BLOCK * metadata.num_rows // max(size, 1)))
             for batch in parquet.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False):
-                frame = pl.DataFrame(batch)
+                frame = pl.DataFrame({name: _text(batch[name]) for name in columns})
                 numbers = pl.Series(ROW, np.arange(row, row + len(frame)), pl.Int64)
                 yield Frame(frame.select(columns).with_columns(numbers), missing=missing)
                 row += len(frame)
+
+
+def _text(column: pa.Array) -> Any:
+    """Bytes as text, null where they are none, and decimals that polars does not have."""
+    kind = column.type
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind):
+        texts = (value and value.decode(errors="replace") for value in column.to_pylist())
+        return pl.Series([text if text is None or "\ufffd" not in text else None for text in texts], dtype=pl.String)
+    return pl.from_arrow(column.cast(pa.string()) if pa.types.is_decimal256(kind) else column)

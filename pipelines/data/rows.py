@@ -24,6 +24,7 @@ from pipelines.data.times import Time, moments
 CAST = re.compile(r"(?<!try_)\bcast\s*\(", re.IGNORECASE)
 EXPLODED_ROWS = 1 << 18  # rows per block after lists are exploded
 LAST_INT32 = 2**31 - 1
+MOST_HALVES = 2000  # of a block, in search of rows that an expression cannot read
 Evaluated = tuple[pl.DataFrame, list[tuple[pl.Series, str]]]
 """Values by name, and where a `cast` could not read one, with the reason."""
 
@@ -255,6 +256,18 @@ def clean_ids(values: pl.Series) -> pl.Series:
     return text.scatter(odd.arg_true(), strange.replace_strict(known, return_dtype=pl.String))
 
 
+def said(values: pl.Series) -> pl.Series:
+    """Values as text that is the same whatever type their file has given them: 1 and 1.0, a field that is null or not
+    there."""
+    if values.dtype.is_temporal():
+        return values.cast(pl.String).fill_null("")
+    if not values.dtype.is_nested():
+        return clean_ids(values).fill_null("")
+    text = values.to_frame("x").select(pl.struct("x").struct.json_encode()).to_series()
+    text = text.str.replace_all(r'"(?:[^"\\]|\\.)*":null', "").str.replace_all(r"(\d)\.0+\b", "$1")
+    return text.str.replace_all(r'[{}\[\]":,\s]+', " ")
+
+
 def list_of(rows: pl.DataFrame, text: str, key: str, uri: str) -> pl.Series:
     """An expression as lists; UserError, which names the `key`, for one that is none."""
     made, _ = evaluate(rows, {"list": text}, uri)
@@ -283,19 +296,39 @@ def _evaluate_one(rows: pl.DataFrame, named: tuple[str, str], *, uri: str, error
     absent = any(rows[root].dtype == pl.Null for root in roots(text, rows.columns) if root in rows.columns)
     if absent or isinstance(error, pl.exceptions.StructFieldNotFoundError):
         return pl.DataFrame({name: pl.repeat(None, len(rows), dtype=pl.Null, eager=True)}), []
-    if tolerant == text or not isinstance(error, pl.exceptions.InvalidOperationError):
-        reason = " ".join(str(error).split("This error occurred")[0].split())[:200]
-        raise UserError(
-            f"{uri}: '{text}' cannot be worked out ({reason}); correct the source file, such as by cast(... as double)"
-        ) from None
-    made, _ = evaluate(rows, {name: tolerant}, uri)
-    bad = pl.repeat(False, len(rows), eager=True)
-    for inner, cast in _casts(tolerant):  # a value that is there, and is not any more after a cast
-        found, _ = evaluate(rows, {"before": inner, "after": cast}, uri)
-        bad = bad | (found["before"].is_not_null() & found["after"].is_null())
-    return made, [
-        (bad & made[name].is_null(), f"{text}: a value that it cannot read; write try_cast where it may be empty")
-    ]
+    reason = " ".join(re.split("This error occurred|You might want", str(error))[0].split())[:200]
+    refusal = UserError(
+        f"{uri}: '{text}' cannot be worked out ({reason}); correct the source file, such as by cast(... as double)"
+    )
+    if not isinstance(error, pl.exceptions.InvalidOperationError):
+        raise refusal
+    try:
+        made = rows.select(_expression(tolerant, rows.columns).alias(name))
+        lost = pl.repeat(False, len(rows), eager=True)
+        for inner, cast in _casts(tolerant):  # a value that is there, and is not any more after a cast
+            found = rows.select(pl.sql_expr(inner).alias("before"), pl.sql_expr(cast).alias("after"))
+            lost = lost | (found["before"].is_not_null() & found["after"].is_null())
+        lost = lost & made[name].is_null()
+    except pl.exceptions.PolarsError:  # such as of strptime: the rows are found by halves
+        made, lost = _by_halves(rows, name, tolerant, [MOST_HALVES])
+        if made[name].null_count() == len(rows):
+            raise refusal from None
+    return made, [(lost, f"{text}: a value that it cannot read; write try_cast where it may be empty")]
+
+
+def _by_halves(rows: pl.DataFrame, name: str, text: str, left: list[int]) -> tuple[pl.DataFrame, pl.Series]:
+    """The values, null where polars cannot work them out, and where that is; all rows where that are too many."""
+    left[0] -= 1
+    try:
+        made = rows.select(_expression(text, rows.columns).alias(name))
+        return made, pl.repeat(False, len(rows), eager=True)
+    except pl.exceptions.PolarsError:
+        if len(rows) == 1 or left[0] < 0:
+            nothing = pl.DataFrame({name: pl.repeat(None, len(rows), dtype=pl.Null, eager=True)})
+            return nothing, pl.repeat(True, len(rows), eager=True)
+    middle = len(rows) // 2
+    halves = [_by_halves(each, name, text, left) for each in (rows[:middle], rows[middle:])]
+    return pl.concat([made for made, _ in halves], how="vertical_relaxed"), pl.concat([lost for _, lost in halves])
 
 
 def _casts(text: str) -> Iterator[tuple[str, str]]:
@@ -330,7 +363,7 @@ def check_sql(expressions: Iterable[str]) -> None:
             of_rows = meta.is_length_preserving() or meta.is_literal()
         except pl.exceptions.PolarsError:  # `in` asks for columns
             of_rows = True
-        if not of_rows:
+        if not of_rows or re.search(r"(?i)\bover\s*\(", text):
             raise ValueError(
                 f"'{text}' is no expression of one row, as sums are none; write one of the columns of a row"
             )

@@ -288,7 +288,7 @@ def suggest(folder: str) -> str:
     lines += [line(key, value, asked.get(key, "")) for key, value in log.keys.items()]
     if log.keys.get("format") == "lines":
         lines.append(line("user", "split_part(line, ' ', 1)", log.columns[0].shown))
-        rest = "string_to_array(substr(line, strpos(line, ' ') + 1), ' ')"
+        rest = r"string_to_array(regexp_replace(line, '^\S+\s*', ''), ' ')"
         lines.append(line("sequence", rest, "all items of a user, oldest first?"))
         return tried(folder, lines, {"core": 5, "split": {"kind": "leave_last_out"}})
     user, item, shown, time = log.user, log.item, log.list, next(iter(log.times), None)

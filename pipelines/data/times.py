@@ -173,6 +173,7 @@ def _of_numbers(number: pl.Series, time: Time) -> pl.Series:
         number = number.cast(pl.Decimal(38, 9)) * pl.Series([factor]).cast(pl.Decimal(38, 0))
         made = number.cast(pl.Int128, strict=False).cast(pl.Int64, strict=False) // divisor
     else:
+        number = number.cast(pl.Float64)
         number = pl.select(pl.when(number.is_finite()).then(number)).to_series()
         made = ((number * (1000 * factor / divisor)).round(0) // 1000).cast(pl.Int64, strict=False)
     return made if time.clock else pl.select(pl.when(number == made.cast(number.dtype)).then(made)).to_series()

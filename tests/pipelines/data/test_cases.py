@@ -107,7 +107,7 @@ TABLE: list[tuple[str, dict[str, bytes], dict[str, Any], list[tuple] | str]] = [
     ("a history as a Python list", table("a,\"['x', 'y']\",z", head="u,h,i"), listed(
         "regexp_replace(h, '[^0-9a-z ]', '', 'g')"), [("a", "x", 0), ("a", "y", 1), ("a", "z", 2)]),
     ("a sequence per line", {"log.txt": b"u0 07 18 07\nu1 18\n"}, {"format": "lines", "item": None,
-     "user": "split_part(line, ' ', 1)", **listed("substr(line, strpos(line, ' ') + 1)")},
+     "user": "split_part(line, ' ', 1)", **listed("regexp_replace(line, '^\\S+\\s*', '')")},
      [("u0", "07", 0), ("u0", "18", 1), ("u0", "07", 2), ("u1", "18", 0)]),
     ("a list after a tab", {"log.tsv": b"u\ts\na\tx x y\n"}, {**listed("s"), "item": None},
      [("a", "x", 0), ("a", "x", 1), ("a", "y", 2)]),
@@ -116,6 +116,13 @@ TABLE: list[tuple[str, dict[str, bytes], dict[str, Any], list[tuple] | str]] = [
     ("backslashes", table(*(f'{line},"7\\""' for line in LINES), head="u,i,t,n"), {"escape": "\\"}, XY),
     ("backslashes before pairs", table(*(f'{x},"say \\"hi\\", \\\\"' for x in LINES), head="u,i,t,n"),
      {"escape": "\\"}, XY),
+    ("MySQL's nothing", {"log.tsv": b"u\ti\tt\n\\N\tx\t%d\nC:\\new\ty\t%d\n" % (T, T)},
+     {"escape": "\\", "quote": ""}, [("C:\\new", "y", T)]),
+    ("a stray quote beside escapes", table('"a, q,5,aa', *(f'{x},"e b"' for x in LINES), head="u,i,t,n"),
+     {"escape": "\\"}, XY),
+    ("text among objects", {"log.jsonl": csv_of(*(json.dumps({"e": {"u": u, "i": i}, "t": t}) for u, i, t in XY),
+     json.dumps({"e": "text", "t": T}))}, {"user": "e.u", "item": "e.i"}, XY),
+    ("two colons within quotes", {"log.csv": b'u::i::t\na::"x::y"::%d\n' % T}, {"delimiter": "::"}, [("a", "x::y", T)]),
     ("a stray quote", table(f'a,q,{T},"open', *(f'{x},"a, b"' for x in LINES), head="u,i,t,n"), {}, XY),
     ("odd JSON", {"log.jsonl": csv_of(*(json.dumps({"u": u, "i": i, "t": t, "n": "\ud83d\0"}) for u, i, t in XY))},
      {}, XY),
@@ -167,7 +174,7 @@ HISTORY = {"history": None, **listed("history")}
 LIST = {"explode": None, "item": None, **listed("items")}
 PER_LINE = {
     "transforms": None, "format": "lines", "delimiter": None, "header": None, "explode": None, "item": None,
-    "user": "split_part(line, ' ', 1)", **listed("substr(line, strpos(line, ' ') + 1)"),
+    "user": "split_part(line, ' ', 1)", **listed("regexp_replace(line, '^\\S+\\s*', '')"),
 }  # fmt: skip
 ITEMS = {"files": "items.csv", "item": "id", "texts": ["title", "brand"]}
 DOTTED = {"time": {"column": "t", "format": "%d.%m.%Y %H:%M:%S.%f"}}

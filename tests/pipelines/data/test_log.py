@@ -372,6 +372,7 @@ WRONG: list[tuple[Row, str]] = [
     ({"format": "xml"}, "one of csv, jsonl, parquet, lines, keyed"), ({"quote": "''"}, "'quote'"),
     ({"escape": "é"}, "'escape'"), ({"encoding": "base64"}, "no text encoding"),
     ({"numbers": {"n": "sum(a)"}}, "no expression of one row"),
+    ({"categories": {"n": "lead(a) over (order by t)"}}, "no expression of one row"),
     ({"labels": {"l": "max(a) > 1"}}, "no expression of one row"), ({"item": "lower(i"}, "no SQL expression"),
     ({"user": "u ||"}, "no SQL expression"), ({"categories": {"my tab": "tab"}}, "'my tab' in 'categories' is no name"),
     ({"numbers": ["2d"]}, "is no name"),
@@ -419,3 +420,35 @@ def test_what_a_mapping_file_gives(tmp_path: Path) -> None:
     write(tmp_path / "a.csv", [{"u": "a", "i": "x", "t": "2023-11-14", "n": 1}])
     (block,) = log.counted().read_events(str(tmp_path), "a.csv")
     assert block.rows["label_repeats"].to_pylist() == [1.0]
+
+
+def test_a_request_has_one_id_whatever_types_its_file_gives(tmp_path: Path) -> None:
+    row = {"u": 1, "l": ["x", "y"], "o": [{"a": 1}], "t": 5}
+    other = {"u": "k", "l": ["z"], "o": [{"a": 1.5, "b": 2}], "t": 6.5}
+    (tmp_path / "log-1.jsonl").write_text(json.dumps(row))
+    (tmp_path / "log-2.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(other))
+    log = plain(explode={"x": "l"}, item="x", time={"column": "t", "unit": "order"}, categories={"c": "o[1].a"})
+    events, rejects = read(log, tmp_path)
+    ids = [event["request_id"] for event in events]
+    assert len(set(ids[:2])) == 1
+    assert ids[:2] == ids[2:4]
+    assert of(rejects, "reason") == [("t: not an integer",)]
+
+
+def test_rows_that_an_expression_cannot_read_are_rejects(tmp_path: Path) -> None:
+    lines = ["u,i,t", *(f"u{n},i{n},2023-11-{n:02d}" for n in range(1, 20)), "a,x,14.11.2023", "b,y,"]
+    (tmp_path / "log.csv").write_text("\n".join(lines))
+    epoch = {"column": "extract(epoch from strptime(t, '%Y-%m-%d'))", "unit": "s"}
+    events, rejects = read(plain(time=epoch), tmp_path)
+    assert len(events) == 19
+    assert ["cannot read" in reason for (reason,) in of(rejects, "reason")] == [True, False]
+    with pytest.raises(UserError, match="cannot be worked out"):
+        read(plain(time={**epoch, "column": "extract(epoch from strptime(u, '%Y-%m-%d'))"}), tmp_path)
+
+
+def test_columns_that_no_file_of_a_section_has_are_missing(tmp_path: Path) -> None:
+    (tmp_path / "items.csv").write_text("id,title\nx,tea\n")
+    log = plain(items={"files": "items.csv", "item": "id", "texts": ["titel"]})
+    assert log.items
+    (block,) = log.items.read(str(tmp_path), "items.csv")
+    assert "nearest is 'title'" in block.missing["titel"]

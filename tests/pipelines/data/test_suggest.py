@@ -114,7 +114,7 @@ CASES: list[tuple[dict[str, str | bytes], dict[str, Any], str]] = [
      {"sequence": r"string_to_array(regexp_replace(items, '[^\w,-]', '', 'g'), ',')"}, ""),
     ({"sequences.txt": "".join(f"u{n}{' i1' * (n % 3 + 2)} i{n}\n" for n in range(40))},
      {"format": "lines", "user": "split_part(line, ' ', 1)",
-      "sequence": "string_to_array(substr(line, strpos(line, ' ') + 1), ' ')"}, "oldest first?"),
+      "sequence": r"string_to_array(regexp_replace(line, '^\S+\s*', ''), ' ')"}, "oldest first?"),
     ({"a.inter.json": json.dumps({f"u{n}": ["a1"] * (n % 4 + 1) for n in range(40)})},
      {"format": "keyed", "user": "key", "sequence": "value"}, ""),
     ({"a.inter": table("user_id:token\titem_id:token\ttimestamp:float", lambda n: ms(n) / 1000, by="\t"),
