@@ -163,3 +163,7 @@ def test_a_reader_that_is_gone_is_no_fault(tmp_path: Path) -> None:
     assert done.returncode == 141
     assert b"error" not in done.stderr
     assert b"Exception ignored" not in done.stderr
+
+
+def test_the_line_to_run_next_is_quoted_for_a_shell() -> None:
+    assert cli.line("jobs.audit", tables="my tables") == "python -m jobs.audit --tables 'my tables'"

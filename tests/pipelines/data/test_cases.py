@@ -222,6 +222,7 @@ GONE["Y3_lists_unequal"] = 28
 @pytest.mark.shared_data
 @pytest.mark.skipif(not CASES.is_dir(), reason="the logs after bug reports are not there")
 def test_every_case_beside_the_checkout() -> None:
+    """With `pytest -s` it prints the table of the cases: what is read of each, and what is said."""
     names = sorted(path.name for path in CASES.iterdir() if path.is_dir())
     assert len(names) >= 84
     for name in names:
@@ -233,6 +234,7 @@ def test_every_case_beside_the_checkout() -> None:
             with pytest.raises((UserError, ValueError)) as caught:
                 read(CASES / name / "log", mapping)
             assert REFUSED[name] in str(caught.value)
+            print(f"| {name} | refused | {str(caught.value).replace(str(CASES), '')} |")
             continue
         events, reasons = read(CASES / name / "log", mapping)
         known = LOST.get(name, {})
@@ -244,3 +246,5 @@ def test_every_case_beside_the_checkout() -> None:
             right = Counter(pl.read_parquet(truth).select("u", "i", "t").rows())
             assert (name, sum((right - Counter(events)).values())) == (name, GONE.get(name, 0))
             assert not Counter(events) - right
+        read_right = f"{len(events)} events{', as its truth' if truth.exists() and not GONE.get(name) else ''}"
+        print(f"| {name} | {read_right} | {'; '.join(f'{n} rejects: {why}' for why, n in reasons.items())} |")

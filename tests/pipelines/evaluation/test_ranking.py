@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -152,6 +152,15 @@ def test_another_decoder_is_recorded_beside_the_plain_one(world: World) -> None:
     assert rows["tiger [beam-6]"].values("test/ndcg@10") != rows["tiger"].values("test/ndcg@10")
 
 
+def test_what_is_not_defined_is_null(world: World) -> None:
+    result, about = evaluate(world.place("tiger"), world.tables, world.sids, options={"beam": 7})
+    result.metrics["gauc"] = math.nan
+    written = Path(record(result, replace(about, tracking=None))).read_text()
+    content = json.loads(written, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert content["metrics"]["gauc"] is None
+    assert content["metrics"]["ndcg@10"] == result.metrics["ndcg@10"]
+
+
 def test_mistakes_are_named(world: World, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="'sasrec' has no option --beam when recommending"):
         evaluate(world.place("sasrec-1"), world.tables, options={"beam": 3})
@@ -166,10 +175,11 @@ def test_mistakes_are_named(world: World, tmp_path: Path) -> None:
     assert parse("evaluate", ["--checkpoint", "c", "--tables", "t", "--batch-inference", "o"]).batch_inference == "o"
 
 
-def test_all_users_to_a_table(world: World, ray_local: None, tmp_path: Path) -> None:
+def test_all_users_to_a_table(world: World, ray_local: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     output = str(tmp_path / "out")
     arguments = (world.place("tiger"), world.tables, world.sids, output)
     manifest, already = recommend_all(*arguments, k=5, batch_size=7, actors=2, users_per_part=25)
+    assert "core_worker" not in capfd.readouterr().err
     assert not already
     assert manifest.rows == 60
     assert manifest.info["users_below_k"] == 0
