@@ -203,7 +203,7 @@ def test_what_an_unfinished_run_made_is_kept_or_replaced(tmp_path: Path, caplog:
     broken = {**SOURCE["items"], "attributes": {"kind": "knd"}}
     logger = logging.getLogger("ray._private.worker")
     logger.addHandler(caplog.handler)
-    with pytest.raises(UserError, match="no column 'knd'; the nearest is 'kind'"):
+    with pytest.raises(UserError, match="has a column 'knd'; the nearest is 'kind'"):
         prepare(make_source(tmp_path, items=broken), raw, out, config, say=lambda line: None)
     gc.collect()
     logger.removeHandler(caplog.handler)
