@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
 from contextlib import suppress
 from typing import Any
@@ -41,9 +40,6 @@ DAYS = ("%d.%m.%Y", "%m/%d/%Y", "%d/%m/%Y", "%m-%d-%Y", "%d-%m-%Y", "%Y/%m/%d", 
         "%d/%m/%y", "%d-%b-%Y", "%d %b %Y", "%d %B %Y", "%b %d, %Y", "%B %d, %Y")  # fmt: skip
 CLOCKS = ("", " %H:%M", " %H:%M:%S", " %H:%M:%S.%f", " %I:%M %p", " %I:%M:%S %p")
 FORMATS = [day + clock for day in DAYS for clock in CLOCKS]
-FORMATS += ["%Y%m%d%H%M%S", "%a %b %d %H:%M:%S %z %Y", "%d/%b/%Y:%H:%M:%S %z"]
-LISTS = ["{}", *(f"string_to_array({{}}, '{by}')" for by in " ,|;")]
-LISTS += [r"string_to_array(regexp_replace({}, '[^\w,-]', '', 'g'), ',')"]  # ['a', 'b']
 ZIPPED = re.compile(rf"\.({'|'.join(PACKED)})$", re.IGNORECASE)
 
 
@@ -75,13 +71,11 @@ class Column:
         with suppress(pl.exceptions.PolarsError):
             self.sql = name if pl.sql_expr(name).meta.root_names() == [name] else self.sql
         self.name = name if re.fullmatch(r"[^()'\"|]+", name) else self.sql
-        self.feature = re.sub(r"\W+", "_", re.sub(r":\w+$", "", name), flags=re.ASCII).strip("_")
-        self.feature = (
-            self.feature if re.match("[A-Za-z]", self.feature) else f"x_{self.feature or name.encode().hex()}"
-        )
+        plain = re.sub(r"\W+", "_", re.sub(r":\w+$", "", name), flags=re.ASCII).strip("_")
+        self.feature = plain if re.match("[A-Za-z]", plain) else f"x_{plain or name.encode().hex()}"
         self.values = values = values.drop_nulls()
-        plain = not values.dtype.is_nested() and not values.dtype.is_temporal()
-        self.ids = ids = clean_ids(values).drop_nulls() if plain else pl.Series([], dtype=pl.String)
+        flat = not values.dtype.is_nested() and not values.dtype.is_temporal()
+        self.ids = ids = clean_ids(values).drop_nulls() if flat else pl.Series([], dtype=pl.String)
         self.distinct, self.share = ids.n_unique(), ids.n_unique() / max(len(ids), 1)
         self.comma = self.most(r"^-?\d+(,\d+)?$") and int(ids.str.contains(",").sum()) > len(ids) / 2
         self.number = self.comma or self.most(r"^[+-]?\d+(\.\d+)?([eE][+-]?\d+)?$")
@@ -89,12 +83,13 @@ class Column:
         self.flag = 0 < self.distinct <= 2 and self.most("^(0|1|(?i:true|false))$")
         self.few = self.distinct > 1 and (self.share < 0.2 or (self.distinct <= 50 and self.share <= 0.5))
         self.value = f"cast(replace({self.sql}, ',', '.') as double)" if self.comma else self.name
-        some = values.head(200).unique(maintain_order=True) if plain else values
+        some = values.head(200).unique(maintain_order=True) if flat else values
         self.shown = " | ".join(" ".join(str(value).split())[:40] for value in some.head(3).to_list())
         self.time, self.doubt = self.find_time() if len(values) else ({}, "")
-        day = self.time.get("format", "%Y-%m-%d" if self.most(r"^\d{4}-\d\d-\d\d$") else "%H")
-        self.day = "" if re.search("%[HI]", day) else day
-        self.made, self.lists = self.as_list(LISTS)
+        self.day = self.time.get("format", "%Y-%m-%d" if self.most(r"^\d{4}-\d\d-\d\d$") else "%H")
+        self.list: str
+        self.lists: Any
+        self.list, self.lists = self.find_list() if len(values) and not self.time and not self.comma else ("", None)
 
     def most(self, pattern: str) -> bool:
         """Whether nearly all ids match a pattern."""
@@ -102,34 +97,31 @@ class Column:
 
     def find_time(self) -> tuple[dict[str, str], str]:
         """The `unit` or `format` of times, {} for what are none, and what is in doubt."""
-        kind, fits = self.values.dtype, dict[str, pl.Series]()
+        kind, values, fits = self.values.dtype, self.values.head(500), dict[str, pl.Series]()
         tries = ["iso"] if kind in (pl.Date, pl.Datetime) else []
         tries += ["s", "ms", "us", "ns", "%Y%m%d"] if self.number and not self.comma else []
         tries += ["iso", *FORMATS] if kind == pl.String and self.most(r"^[\w ,:]{0,12}\d[\w.+:, /-]{5,30}$") else []
         for how in tries:
-            time = Time("t", format=how) if "%" in how else Time("t", unit=how)
             with suppress(TypeError):
-                found, why = moments(self.values.head(500), time, "t")
-                usual = found.drop_nulls().is_between(788_918_400_000, 2_208_988_800_000).all()  # 1995 to 2040
-                if why.null_count() >= 0.98 * len(why) and (usual or tell(self.name, "time") or not self.number):
+                found, _ = moments(values, Time("t", format=how) if "%" in how else Time("t", unit=how), "t")
+                usual = found.drop_nulls().is_between(788_918_400_000, 2_208_988_800_000)  # 1995 to 2040
+                if found.null_count() <= 0.02 * len(found) and (usual.all() or not self.number):
                     fits[how] = found
-        sure = [how for how, found in fits.items() if found.drop_nulls().is_sorted()]
-        how = (sure if len(sure) == 1 else [*fits, ""])[0]
-        doubt = any(not found.equals(fits[how]) for found in fits.values())
-        return {"format" if "%" in how else "unit": how} if how else {}, "day or month first? " if doubt else ""
+        if not fits:
+            return {}, ""
+        how, first = next(iter(fits.items()))
+        doubt = "" if all(found.equals(first) for found in fits.values()) else "day or month first? "
+        return {"format" if "%" in how else "unit": how}, doubt
 
-    def as_list(self, templates: list[str]) -> tuple[str, Any]:
-        """As a list of ids: its column or SQL, and the lists; None for what are none."""
-        kinds = [pl.String, pl.List(pl.Int64), pl.List(pl.String)]
-        for each in templates if len(self.values) and not self.time and self.values.dtype in kinds else []:
-            made = self.values.alias("x").to_frame().select(pl.sql_expr(each.format("x"))).to_series()
-            if isinstance(made.dtype, pl.List):
-                lists = made.cast(pl.List(pl.String))
-                parts = lists.explode().drop_nulls().str.contains(r"^[\w:-]*\d[\w:-]*$")
-                several = self.most(r"^\[.*\]$") if "regexp" in each else (lists.list.len() > 1).sum() >= len(made) / 2
-                ids = (several or templates is not LISTS) and 0.95 * len(parts) <= int(parts.sum()) > 0
-                if each == "{}" or (ids and not self.comma):
-                    return self.name if each == "{}" else each.format(self.sql), lists
+    def find_list(self) -> tuple[str, Any]:
+        """The column or SQL of a list of ids, and the lists; None for what are none."""
+        if self.values.dtype in (pl.List(pl.Int64), pl.List(pl.String)):
+            return self.name, self.values.cast(pl.List(pl.String))
+        for by in " ,|;" if self.values.dtype == pl.String else "":
+            lists = self.values.str.split(by)
+            ids = lists.explode().str.contains(r"^[\w:-]*\d[\w:-]*$")
+            if (lists.list.len() > 1).sum() >= len(lists) / 2 and ids.sum() >= 0.95 * len(ids):
+                return f"string_to_array({self.sql}, '{by}')", lists
         return "", None
 
 
@@ -138,42 +130,33 @@ class Look:
 
     def __init__(self, folder: str, files: list[str]) -> None:
         self.files, self.name = files, files[0].rpartition("/")[2]
-        uri = max((join(folder, file) for file in files), key=lambda uri: file_info(uri).size)
-        self.keys, frame = read_beginning(uri)
+        self.keys, frame = beginning(max((join(folder, file) for file in files), key=lambda uri: file_info(uri).size))
         self.rows, self.columns = len(frame) * len(files), [Column(name, frame[name]) for name in frame.columns if name]
-        folders = [dict(part.split("=", 1) for part in file.split("/")[:-1] if "=" in part) for file in files]
-        self.columns += [Column(key, pl.Series([each.get(key) for each in folders])) for key in folders[0]]
         self.times = [c for c in self.columns if c.time]
-        self.times.sort(key=lambda c: (bool(tell(c.name, "late")), bool(c.day), not tell(c.name, "time")))
-        ids = [c for c in self.columns if c.distinct > 1 and not (c.time or c.comma or c.lists is not None)]
+        self.times.sort(key=lambda c: (bool(tell(c.name, "late")), "%H" not in c.day, not tell(c.name, "time")))
+        ids = [c for c in self.columns if c.distinct > 1 and not (c.time or c.comma or c.list)]
         ids = [c for c in ids if not (tell(c.name, "outcome") or tell(c.name, "amount") or c.most(r"^\d+[.:][\d:]+$"))]
-        self.item = pick(ids, "item")
-        self.lists = [c for c in self.columns if c.lists is not None and not tell(c.name, "outcome")]
-        self.lists.sort(key=lambda c: (bool(tell(c.name, "beside")), -int(c.lists.list.len().sum())))
-        self.list: Any = next(iter(self.lists if not self.item else []), None)
+        self.item, lists = pick(ids, "item"), [c for c in self.columns if c.list and not tell(c.name, "outcome")]
+        lists.sort(key=lambda c: bool(tell(c.name, "beside")))
+        self.list = lists[0] if lists and not self.item else None
         ids = [c for c in ids if c is not self.item]
         self.user = pick(ids, "user") or pick(ids, "request")
         self.sure = bool(self.user) + bool(self.item or self.list)
         ids = [c for c in ids if not (c is self.user or c.flag or tell(c.name, "query") or tell(c.name, "position"))]
-        ids = [c for c in ids if c.share < 0.99] or [c for c in ids if self.list]
+        ids = [c for c in ids if c.share < 0.99 or self.list]
         self.user = self.user or (ids.pop(0) if ids else None)
         self.item = self.item or (ids.pop(0) if ids and not self.list else None)
-        self.rest = [c.name for c in ids if self.sure < 2 or tell(c.name, "user")][:3]
+        self.others = [c.name for c in ids if self.sure < 2 or tell(c.name, "user")][:3]
 
     @property
     def pattern(self) -> str:
         """A pattern of the files' names."""
-        if len(self.files) == 1:
-            return self.files[0]
-        whole = {re.sub(r"\d+", "*", ZIPPED.sub("", file)) for file in self.files}
-        last = {"*" + name.rpartition("/")[2] for name in whole}
-        ends = {"*" + os.path.splitext(name)[1] for name in whole}
-        return next(each for each in (whole, last, ends) if len(each) == 1).pop() + "*" * any(
-            map(ZIPPED.search, self.files)
-        )
+        ends, folder = "*" * any(map(ZIPPED.search, self.files)), "*/" if "/" in self.files[0] else ""
+        name = folder + re.sub(r"\d+", "*", ZIPPED.sub("", self.name)) + ends
+        return name if len(self.files) > 1 else self.files[0]
 
 
-def read_beginning(uri: str) -> tuple[dict[str, Any], pl.DataFrame]:
+def beginning(uri: str) -> tuple[dict[str, Any], pl.DataFrame]:
     """How a file is written, as keys of a mapping, and its first rows."""
     filesystem, path = open_uri(uri)
     if path.lower().endswith(".parquet"):
@@ -182,49 +165,152 @@ def read_beginning(uri: str) -> tuple[dict[str, Any], pl.DataFrame]:
             return {}, frame.cast({pl.Categorical: pl.String, pl.Binary: pl.String}, strict=False)
     for encoding in ("utf-8", "utf-16", "cp1252"):
         with suppress(*() if encoding == "cp1252" else (UserError, StopIteration)):
-            files = Files(format="lines", encoding=encoding)
-            lines = next(read_frames(uri, files, ["line"])).rows["line"].to_list()
-            if encoding != "utf-16" or lines[0][0].isascii():
+            frame = next(read_frames(uri, Files(format="lines", encoding=encoding), ["line"])).rows
+            if encoding != "utf-16" or frame["line"][0][0].isascii():
                 break
     keys: dict[str, Any] = {} if encoding == "utf-8" else {"encoding": encoding}
-    suffix = ZIPPED.sub("", path.lower()).rpartition(".")[2]
-    kind, text = SUFFIXES.get(suffix), "\n".join(lines[:ROWS])
-    if kind == "jsonl" or text.startswith("{"):
-        rows: list[Any] = []
-        for each in [text.lstrip("[ \n")] if text.startswith("[") else lines[:ROWS]:
-            with suppress(ValueError):
-                rows += [row for row in json.JSONDecoder(strict=False).raw_decode(each)[:1] if isinstance(row, dict)]
-        names = list(dict.fromkeys(key for row in rows for key in row))
-        if not names or (len(lines) == 1 and all(isinstance(value, list | dict) for value in rows[0].values())):
-            kind, names = "keyed", ["key", "value"]
-        keys |= {} if kind == "jsonl" else {"format": kind or "jsonl"}
-        return keys, next(read_frames(uri, Files(**keys), names)).rows.select(names).head(ROWS)
+    lines, suffix = frame["line"].head(ROWS).to_list(), ZIPPED.sub("", path.lower()).rpartition(".")[2]
+    kind = "jsonl" if lines[0].startswith("{") else SUFFIXES.get(suffix)
+    more, names = (json_dialect if kind == "jsonl" else csv_dialect)(lines, suffix)
+    keys |= more
+    return keys, next(read_frames(uri, Files(**keys), names)).rows.select(*dict.fromkeys(names)).head(ROWS)
+
+
+def json_dialect(lines: list[str], suffix: str) -> tuple[dict[str, Any], list[str]]:
+    """Keys and columns of JSON."""
+    rows: list[Any] = []
+    for each in ["\n".join(lines).lstrip("[ \n")] if lines[0].lstrip().startswith("[") else lines:
+        with suppress(ValueError):
+            rows += [row for row in json.JSONDecoder(strict=False).raw_decode(each)[:1] if isinstance(row, dict)]
+    names = list(dict.fromkeys(key for row in rows for key in row))
+    if not names or (len(lines) == 1 and all(isinstance(value, list | dict) for value in rows[0].values())):
+        return {"format": "keyed"}, ["key", "value"]
+    return {} if SUFFIXES.get(suffix) == "jsonl" else {"format": "jsonl"}, names
+
+
+def csv_dialect(lines: list[str], suffix: str) -> tuple[dict[str, Any], list[str]]:
+    """Keys and columns of CSV; UserError for what has no columns."""
+    kind, text, usual = SUFFIXES.get(suffix), "\n".join(lines), "\t" if suffix == "tsv" else ","
     bare = re.sub(r'(?<![^\t;,|:\n])"(?:[^"\\]|\\.|"")*"(?![^\t;,|:\n\r])', "q", text).split("\n")[:200]
     even = {by: sum(row.count(by) == bare[0].count(by) > 0 for row in bare) for by in ("::", "\t", ";", "|", ",", " ")}
-    by, usual = max(even, key=lambda by: even[by]), "\t" if suffix == "tsv" else ","
-    if kind is None and (by == " " or even[by] < 0.9 * len(bare)):
-        if not all(re.fullmatch(r"[\w-]+( [\w-]*\d[\w-]*)+", row) for row in bare):
-            raise UserError(f"{uri} has no columns")
-        if even[" "] < len(bare) or len({row.split(" ")[0] for row in bare}) == len(bare):
-            return {**keys, "format": "lines"}, pl.DataFrame({"line": lines[:ROWS]})
+    by = max(even, key=lambda by: even[by])
+    if kind is None and even[by] < (1 if by == " " else 0.9) * len(bare):
+        raise UserError("it has no columns; of lines such as `u1 i3 i7` set 'format: lines' and 'sequence'")
     by = by if even[by] and (by != " " or kind is None) else usual
-    keys |= ({} if kind else {"format": "csv"}) | ({"delimiter": by} if by != usual else {})
+    keys: dict[str, Any] = ({} if kind else {"format": "csv"}) | ({"delimiter": by} if by != usual else {})
     if '"' in text and not re.search(rf'(?m)(^|{re.escape(by)})"', text):
         keys["quote"] = ""
     elif '\\"' in text and '""' not in text.replace('\\""', ""):
         keys["escape"] = "\\"
     how: Any = {"quoting": csv.QUOTE_NONE} if "quote" in keys else {"escapechar": keys.get("escape")}
     one = by if len(by) == 1 else "\x1f"
-    cells = list(csv.reader((each.replace(by, one) for each in text.split("\n")), delimiter=one, **how))
-    rows = [row for row in cells if len(row) == len(cells[0])]
-    shapes = [[re.sub(r"\d+", "0", cell) for cell in row] for row in rows[:200]]
-    for place, cell in enumerate(shapes[0]):
+    rows = list(csv.reader((each.replace(by, one) for each in lines[:200]), delimiter=one, **how))
+    shapes = [[re.sub(r"\d+", "0", cell) for cell in row] for row in rows if len(row) == len(rows[0])]
+    for place, cell in enumerate(shapes[0]):  # a first line like the others is no header
         if "0" in cell and sum(row[place] == cell for row in shapes) > max(1, len(shapes) / 2):
-            keys["header"] = [f"c{number}" for number in range(1, len(cells[0]) + 1)]
-    names = keys.get("header", cells[0])
-    rows = rows if "header" in keys else rows[1:]
-    columns = {name: [row[names.index(name)] or None for row in rows] for name in names}
-    return keys, pl.DataFrame(columns, schema=dict.fromkeys(columns, pl.String))
+            keys["header"] = [f"c{number}" for number in range(1, len(rows[0]) + 1)]
+    return keys, keys.get("header", rows[0])
+
+
+def suggest(folder: str) -> str:
+    """The text of a mapping for the files of a folder; UserError where none of them can be a log."""
+    log, looks = find_log(folder)
+    asked = {"header": "the file has none: rename these, here and below", "encoding": "is it this one?"}
+    names = {c.name for c in log.columns}
+    alike = [look.pattern for look in looks if {c.name for c in look.columns} == names]
+    why = [f"{len(log.files):,} files"] * (len(log.files) > 1) + [f"and {each} too?" for each in alike]
+    lines = [line("files", log.pattern, "; ".join(why))]
+    lines += [line(key, value, asked.get(key, "")) for key, value in log.keys.items()]
+    user, item, shown = log.user, log.item, log.list
+    lines.append(line("user", user.name, user.shown + (f"; or user: {', '.join(log.others)}?" if log.others else "")))
+    left = [c for c in log.columns if c not in (user, item, shown, *log.times)]
+    order = pick([c for c in left if c.whole and not tell(c.name, "outcome")], "time")
+    clock = next((c for c in left if c.most(r"^\d\d?:\d\d(:\d\d)?$")), None)
+    listed: Any = next((c for c in log.columns if c.list), None)
+    labels: dict[str, Any] = {}
+    features: dict[str, dict[str, str]] = {"numbers": {}, "categories": {}}
+    if listed and user.share > 0.9 and not log.times and not order:
+        lines.append(line("sequence", listed.list, listed.shown))
+        lines += [line("item", item.name, f"after the list: {item.shown}")] if item else []
+    else:
+        lines += [line("explode", {"shown": shown.list}, f"each is an event: {shown.shown}")] if shown else []
+        lines.append(line("item", "shown") if shown else line("item", item.name, item.shown))
+        lines.append(time_line(log, order, clock))
+        left = [c for c in left if c not in (order, clock) and (not tell(c.name, "time") or tell(c.name, "outcome"))]
+        for role in ("request", "query", "position"):
+            if (c := pick([c for c in left if not c.list], role)) and c.distinct > 1:
+                lines.append(line(role, c.name, c.shown))
+                left.remove(c)
+        for c in left:
+            sort_in(c, bool(shown), "header" in log.keys, labels, features)
+    lines += ["labels:  # what a user did, never an input of its own event"] if labels else []
+    lines += [line(f"  {name}", value) for name, value in labels.items()]
+    lines += [line(kind, made, "known before? else labels") for kind, made in features.items() if made]
+    lines += describe("user", user, looks, list(features["categories"]))
+    listed = item or shown or listed
+    lines += describe("item", listed, looks, [])
+    acts = [name for name, value in labels.items() if isinstance(value, str)]
+    wanted = ("click", "purchas|buy|bought|order", "like")
+    behaviour = next((name for word in wanted for name in acts if re.search(word, name)), None)
+    text = "\n".join(lines)
+    search = behaviour and "\nquery:" in text and ("\nexplode:" in text or "\nposition:" in text)
+    settings: dict[str, Any] = {"kind": "search", "core": 0} if search else {"core": 5}
+    settings |= {"behaviour": behaviour} if behaviour else {}
+    return tried(folder, lines, {**settings, "split": {"kind": "temporal" if log.times else "leave_last_out"}})
+
+
+def find_log(folder: str) -> tuple[Look, list[Look]]:
+    """The files that are most like a log, and the others; UserError where none are."""
+    groups: dict[str, list[str]] = {}
+    for file in list_files(folder, "*", required=False, what="file"):
+        groups.setdefault(re.sub(r"\d+", "0", ZIPPED.sub("", file.rpartition("/")[2])), []).append(file)
+    looks, refused = list[Look](), list[str]()
+    for files in groups.values():
+        try:
+            looks.append(Look(folder, files))
+        except (UserError, StopIteration, OSError, ValueError, csv.Error) as error:
+            refused.append(f"{files[0]}: {' '.join(str(error).split())[:200] or 'it has no rows'}")
+    logs = [look for look in looks if look.user and (look.item or look.list)]
+    refused += [f"{each.name} has no users and items, but {', '.join(c.name for c in each.columns)}" for each in looks]
+    if not logs:
+        why = "; ".join(refused)[:600] or "it is empty"
+        raise UserError(f"{folder} holds no file that can be read as a log: {why}")
+    log = max(logs, key=lambda a: (not tell(a.name, "beside"), a.sure, bool(a.times or a.list), a.rows))
+    return log, [look for look in looks if look is not log]
+
+
+def time_line(log: Look, order: Any, clock: Any) -> str:
+    """When events happened: a column of times, a day beside a time of day, a column of an order, or that of rows."""
+    time = next(iter(log.times), None)
+    if time and clock and "%H" not in time.day and "%I" not in time.day:
+        seconds = " %H:%M:%S" if clock.most(r"^\d+:\d+:") else " %H:%M"
+        return line("time", {"column": f"{time.sql} || ' ' || {clock.sql}", "format": time.day + seconds}, time.doubt)
+    if time:
+        others = "".join(f"or {c.name}? " for c in log.times if c is not time)
+        return line("time", {"column": time.name, **time.time}, time.doubt + others + time.shown)
+    if order:
+        return line("time", {"column": order.name, "unit": "order"}, f"an order without clock times? {order.shown}")
+    return line("time", {"unit": "order"}, "no column looks like times: the order of the rows")
+
+
+def sort_in(c: Column, exploded: bool, bare: bool, labels: dict[str, Any], features: dict[str, dict[str, str]]) -> None:
+    """Puts a column among the labels or the features, or leaves it out. bare: names say nothing."""
+    code = c.few and not tell(c.name, "amount")
+    actions = c.ids.unique(maintain_order=True).to_list() if not c.number and c.distinct < 12 else []
+    if exploded and c.list and tell(c.name, "outcome"):
+        labels[c.feature] = f"coalesce(array_contains({c.list}, shown), false)"
+    elif exploded and tell(c.name, "outcome") and not c.number:  # one item, or none
+        labels[c.feature] = f"coalesce(array_contains(string_to_array({c.sql}, ' '), shown), false)"
+    elif c.flag and not tell(c.name, "time"):
+        labels[c.feature] = c.name
+    elif c.number and (tell(c.name, "outcome") or (bare and c.distinct < 12)):
+        labels[c.feature] = {"column": c.value, "type": "float32"}
+    elif actions and all(tell(each, "outcome") for each in actions):
+        labels.update({re.sub(r"\W", "_", each): f"{c.sql} = '{each}'" for each in actions})
+    elif c.number and not code and not re.search("(?i)id$", c.name) and (c.share < 0.99 or not c.whole):
+        features["numbers"][c.feature] = c.value
+    elif c.few:
+        features["categories"][c.feature] = c.name
 
 
 def describe(role: str, ids: Column, looks: list[Look], taken: list[str]) -> list[str]:
@@ -244,7 +330,7 @@ def describe(role: str, ids: Column, looks: list[Look], taken: list[str]) -> lis
     look, key = max(found)[2:]
     told = [c for c in look.columns if c is not key and not c.time and not c.shown.startswith("http")]
     few = [c for c in told if c.few and not (tell(c.name, "amount") and role == "item")]
-    texts = [c for c in told if not c.number and not c.flag and (c.distinct > 1 or c.lists is not None)]
+    texts = [c for c in told if not c.number and not c.flag and (c.distinct > 1 or c.list)]
     numbers = [c for c in told if c.number and c not in few and c.distinct > 1 and not re.search("(?i)id$", c.name)]
     kinds = {"texts": texts, "attributes": few, "numbers": numbers} if role == "item" else {"attributes": few}
     lines = [line(f"  {name}", value) for name, value in {"files": look.pattern, **look.keys}.items()]
@@ -253,129 +339,6 @@ def describe(role: str, ids: Column, looks: list[Look], taken: list[str]) -> lis
         made = {c.feature if c.feature not in taken else f"user_{c.feature}": c.value for c in columns}
         lines += [line(f"  {kind}", made)] if made else []
     return lines if any(kinds.values()) else []
-
-
-def suggest(folder: str) -> str:
-    """The text of a mapping for the files of a folder; UserError where none of them can be a log."""
-    groups: dict[str, list[str]] = {}
-    for file in list_files(folder, "*", required=False, what="file"):
-        groups.setdefault(re.sub(r"\d+", "0", ZIPPED.sub("", file.rpartition("/")[2])), []).append(file)
-    looks, refused = list[Look](), list[str]()
-    for files in groups.values():
-        try:
-            looks.append(Look(folder, files))
-        except (UserError, StopIteration, OSError, ValueError, csv.Error) as error:
-            refused.append(f"{files[0]}: {' '.join(str(error).split())[:200] or 'it has no rows'}")
-    logs = [look for look in looks if (look.user and (look.item or look.list)) or look.keys.get("format") == "lines"]
-    if not logs:
-        refused += [
-            f"{each.name} has no users and items, but {', '.join(c.name for c in each.columns)}" for each in looks
-        ]
-        raise UserError(
-            f"{folder} holds no file that can be read as a log: {'; '.join(refused)[:600] or 'it is empty'}"
-        )
-    rank = [
-        (not tell(a.name, "beside"), a.sure > 1, bool(a.times or a.list), a.sure, a.rows, -n)
-        for n, a in enumerate(logs)
-    ]
-    log = logs[-max(rank)[-1]]
-    names = {c.name for c in log.columns}
-    same = [a for a in looks if {c.name for c in a.columns} == names and a.keys == log.keys and log.times]
-    log.files = sorted({file for look in [log, *same] for file in look.files})
-    looks = [look for look in looks if look is not log and look not in same]
-    asked = {"header": "the file has none: rename these, here and below", "encoding": "is it this one?"}
-    lines = [line("files", log.pattern, f"{len(log.files):,} files" if len(log.files) > 1 else "")]
-    lines += [line(key, value, asked.get(key, "")) for key, value in log.keys.items()]
-    if log.keys.get("format") == "lines":
-        lines.append(line("user", "split_part(line, ' ', 1)", log.columns[0].shown))
-        rest = r"string_to_array(regexp_replace(line, '^\S+\s*', ''), ' ')"
-        lines.append(line("sequence", rest, "all items of a user, oldest first?"))
-        return tried(folder, lines, {"core": 5, "split": {"kind": "leave_last_out"}})
-    user, item, shown, time = log.user, log.item, log.list, next(iter(log.times), None)
-    assert user
-    lines.append(line("user", user.name, user.shown + (f"; or user: {', '.join(log.rest)}?" if log.rest else "")))
-    left = [c for c in log.columns if c not in (user, item, shown, *log.times)]
-    labels, features = dict[str, Any](), dict[str, dict[str, str]]({"numbers": {}, "categories": {}})
-    order = pick([c for c in left if c.whole and not tell(c.name, "outcome")], "time")
-    every = [c for c in log.columns if c.lists is not None]
-    sequence = every[0] if len(every) == 1 and user.share > 0.9 and not time and not order else None
-    glued = bool(shown and shown.lists.explode().drop_nulls().str.contains(r"^.+[-:_][01]$").all())
-    if sequence:
-        lines.append(line("sequence", sequence.made, sequence.shown))
-        lines += [line("item", item.name, f"after the list: {item.shown}")] if item else []
-        left = []
-    elif shown:
-        explode, sizes = {"shown": shown.made}, shown.lists.list.len()
-        labels |= {"click": "right(shown, 1)"} if glued else {}
-        ids = shown.lists.explode().drop_nulls()
-        shown.lists = pl.Series([[part[: -2 if glued else None] for part in each] for each in shown.lists])
-        for c in list(left):
-            made, lists = c.as_list(LISTS if c in every else [a for a in LISTS if a.format(shown.sql) == shown.made])
-            if lists is None or not (c in every or tell(c.name, "outcome")):
-                continue
-            inside = lists.explode().drop_nulls().is_in(ids.implode()).mean() > 0.9
-            alike = len(lists) == len(sizes) and (lists.list.len() == sizes).mean() > 0.8
-            if inside and (tell(c.name, "outcome") or not alike):
-                labels[c.feature] = f"coalesce(array_contains({made}, shown), false)"
-            elif alike:
-                explode[c.feature], inner = made, Column(c.feature, c.values.explode())
-                time = time or (inner if inner.time else None)
-            left.remove(c)
-        lines.append(line("explode", explode, f"each of a list is an event: {shown.shown}"))
-        lines.append(line("item", "left(shown, length(shown) - 2)" if glued else "shown"))
-    else:
-        lines.append(line("item", item.name, item.shown))
-    clock = next((c for c in left if c.most(r"^\d\d?:\d\d(:\d\d)?$")), None)
-    value, why = {"unit": "order"}, "no column looks like times: the order of the rows"
-    if time:
-        others = "".join(f"or {c.name}? " for c in log.times if c is not time)
-        value, why = {"column": time.name, **time.time}, time.doubt + others + time.shown
-    if time and time.day and clock:
-        seconds = " %H:%M:%S" if clock.most(r"^\d+:\d+:") else " %H:%M"
-        value = {"column": f"{time.sql} || ' ' || {clock.sql}", "format": time.day + seconds}
-    elif time and time.day and order and 86_400 < order.ids.cast(pl.Int64).max() < 86_400_000:
-        day = f"extract(epoch from strptime({time.sql}, '{time.day}'))"
-        value = {"column": f"{day} * 1000 + cast({order.sql} as bigint)", "unit": "ms"}
-        why = f"is {order.name} ms since midnight? {order.shown}"
-    elif order and not time:
-        value, why = {"column": order.name, "unit": "order"}, f"an order without clock times? {order.shown}"
-    lines += [] if sequence else [line("time", value, why)]
-    left = [c for c in left if c not in (order, clock) and (not tell(c.name, "time") or tell(c.name, "outcome"))]
-    for role in ("request", "query", "position"):
-        if (c := pick(left, role)) and c.distinct > 1:
-            lines.append(line(role, c.name, c.shown))
-            left.remove(c)
-    if glued and (past := next((c for c in log.lists if c is not shown), None)):
-        why = f"earlier behaviours; give a time before the log: {past.shown}"
-        lines.append(line("history", {"column": past.made, "at": "2000-01-01", "labels": ["click"]}, why))
-    for c in left:
-        code = c.few and not tell(c.name, "amount")
-        actions = c.ids.unique(maintain_order=True).to_list() if not c.number and c.distinct < 12 else []
-        if c.flag and not tell(c.name, "time"):
-            labels[c.feature] = c.name
-        elif c.number and (tell(c.name, "outcome") or ("header" in log.keys and c.distinct < 12)):
-            labels[c.feature] = {"column": c.value, "type": "float32"}
-        elif actions and all(tell(each, "outcome") for each in actions):
-            labels |= {re.sub(r"\W", "_", each): f"{c.sql} = '{each}'" for each in actions}
-        elif c.number and not code and not re.search("(?i)id$", c.name) and (c.share < 0.99 or not c.whole):
-            features["numbers"][c.feature] = c.value
-        elif c.few:
-            features["categories"][c.feature] = c.name
-    lines += ["labels:  # what a user did, never an input of its own event"] if labels else []
-    lines += [line(f"  {name}", value) for name, value in labels.items()]
-    lines += [line(kind, made, "known before? else labels") for kind, made in features.items() if made]
-    lines += describe("user", user, looks, list(features["categories"]))
-    listed: Any = shown or item or sequence
-    lines += describe("item", listed, looks, [])
-    acts = [name for name, value in labels.items() if isinstance(value, str)]
-    wanted = ("click", "purchas|buy|bought|order", "like")
-    behaviour = next((name for word in wanted for name in acts if re.search(word, name)), None)
-    text = "\n".join(lines)
-    search = behaviour and "\nquery:" in text and ("\nexplode:" in text or "\nposition:" in text)
-    prepare: dict[str, Any] = {"kind": "search", "core": 0} if search else {"core": 5}
-    prepare |= {"behaviour": behaviour} if behaviour else {}
-    prepare |= {"ties": "log_order"} if "explode:" in text and not time and not order else {}
-    return tried(folder, lines, {**prepare, "split": {"kind": "temporal" if time else "leave_last_out"}})
 
 
 def tried(folder: str, lines: list[str], prepare: dict[str, Any]) -> str:

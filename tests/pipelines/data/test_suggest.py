@@ -74,10 +74,7 @@ def test_times(tmp_path: Path, write: Callable[[int], object], time: dict[str, s
     assert said in text
 
 
-LISTS = [
-    {"uid": f"u{n}", "shown": [n % 5, n % 7 + 5], "clicked": [n % 5] * (n % 2), "rank": [0, 1], "ts": ms(n)}
-    for n in range(N)
-]
+LISTS = [{"uid": f"u{n}", "shown": [n % 5, n % 7 + 5], "clicked": [n % 5] * (n % 2), "ts": ms(n)} for n in range(N)]
 SEARCHES = table(
     "user_id,clicked_ids,ts,query,search_id,shown_ids", ms, lambda n: f"red {n % 4}", lambda n: f"s{n}",
     lambda n: f"{item(n)} {item(n + 1)} {item(n + 2)}",
@@ -108,13 +105,10 @@ CASES: list[tuple[dict[str, str | bytes], dict[str, Any], str]] = [
       "labels": {"clicked_ids": "coalesce(array_contains(string_to_array(clicked_ids, ' '), shown), false)"},
       "prepare": {"kind": "search", "core": 0, "behaviour": "clicked_ids", "split": {"kind": "temporal"}}}, ""),
     ({"log.jsonl": "\n".join(map(json.dumps, LISTS))},
-     {"user": "uid", "explode": ["shown", "rank"],
+     {"user": "uid", "explode": ["shown"],
       "labels": {"clicked": "coalesce(array_contains(clicked, shown), false)"}}, ""),
-    ({"log.tsv": "user\titems\n" + "".join(f"u{n}\t['i{n}', 'i2']\n" for n in range(40))},
-     {"sequence": r"string_to_array(regexp_replace(items, '[^\w,-]', '', 'g'), ',')"}, ""),
-    ({"sequences.txt": "".join(f"u{n}{' i1' * (n % 3 + 2)} i{n}\n" for n in range(40))},
-     {"format": "lines", "user": "split_part(line, ' ', 1)",
-      "sequence": r"string_to_array(regexp_replace(line, '^\S+\s*', ''), ' ')"}, "oldest first?"),
+    ({"log.tsv": "user\titems\n" + "".join(f"u{n}\ti{n} i2\n" for n in range(40))},
+     {"sequence": "string_to_array(items, ' ')"}, ""),
     ({"a.inter.json": json.dumps({f"u{n}": ["a1"] * (n % 4 + 1) for n in range(40)})},
      {"format": "keyed", "user": "key", "sequence": "value"}, ""),
     ({"a.inter": table("user_id:token\titem_id:token\ttimestamp:float", lambda n: ms(n) / 1000, by="\t"),
@@ -145,7 +139,7 @@ def test_no_time_is_a_feature(tmp_path: Path) -> None:
     assert not {"labels", "numbers", "categories"} & set(made)
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", ["hm", "movielens_1m"])
 def test_what_is_guessed_of_a_real_layout_makes_tables(tmp_path: Path, name: str) -> None:
     raw, source, tables = MAKERS[name](tmp_path / "raw"), str(tmp_path / "guessed.yaml"), str(tmp_path / "tables")
     prepare.run_suggestion(prepare.Suggestion(suggest=str(raw), output=source))
@@ -165,6 +159,6 @@ def test_a_folder_that_is_no_log_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "readme.md").write_text("hello, you\nand\nothers")
     (tmp_path / "weather.csv").write_text("station,temperature\nOslo,3.5\nRoma,20.25\n")
     with pytest.raises(
-        UserError, match=r"^.*broken.parquet: .*readme.md has no columns; .*, but station, temperature$"
+        UserError, match=r"^.*broken.parquet: .*readme.md: it has no columns; .*, but station, temperature$"
     ):
         suggest(str(tmp_path))
