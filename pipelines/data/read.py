@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import codecs
 import csv
-import difflib
-import io
 import json
 import re
 from collections import Counter
@@ -86,14 +84,11 @@ class Files:
         if given is not None and not (given.isascii() and 1 <= len(given) <= 8 and "\n" not in given):
             raise ValueError(f"'{where}delimiter' is {given!r}; it is one to eight ASCII characters, such as ';'")
         try:
-            known = codecs.lookup(self.encoding)._is_text_encoding
-        except LookupError:
-            known = False
-        if not known:
+            "".encode(self.encoding)
+        except LookupError as error:
             raise ValueError(
-                f"'{where}encoding' is '{self.encoding}', which is no text encoding of Python's; likely ones are "
-                f"utf-8, cp1252, gb18030, utf-16, shift_jis"
-            )
+                f"'{where}encoding' is '{self.encoding}', which is no text encoding of Python's, such as cp1252"
+            ) from error
 
     @property
     def recoded(self) -> bool:
@@ -102,6 +97,8 @@ class Files:
     def format_of(self, file: str) -> str:
         """The format of a file: as given, or by its suffix beneath that of a compression."""
         suffixes = [s[1:].lower() for s in PurePosixPath(file).suffixes]
+        if suffixes and suffixes[-1] in ("xz", "zip", "7z", "rar"):
+            raise UserError(f"{file} is compressed as {suffixes[-1]}, which is not read; use gzip, bz2 or zstd")
         suffixes = [s for s in suffixes if s not in PACKED]
         if self.format is None and (not suffixes or suffixes[-1] not in SUFFIXES):
             raise UserError(f"the format of {file} cannot be told from its name; set 'format' to {', '.join(FORMATS)}")
@@ -223,17 +220,14 @@ def read_frames(
 
 def _not_encoded(uri: str, encoding: str) -> UserError:
     with _open(uri) as stream:
-        head = stream.read(BLOCK)
-    where, likely = "", "cp1252, gb18030 or shift_jis"
-    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or head.count(b"\0") * 20 > len(head):
-        likely = "utf-16"
-    elif not codecs.lookup(encoding).name.startswith("utf-16"):
-        with io.TextIOWrapper(io.BytesIO(head), encoding, "surrogateescape", newline="\n") as text:
-            bad = next((n for n, line in enumerate(text, 1) if re.search("[\ud800-\udfff]", line)), None)
-        where = f" in line {bad:,}" if bad else ""
+        head, where = stream.read(BLOCK), ""
+    try:
+        head.decode(encoding)
+    except UnicodeDecodeError as error:
+        where = f" in line {head.count(10, 0, error.start) + 1:,}"
     return UserError(
-        f"{uri} is not {encoding}{where}; set 'encoding' beside its 'files' in the source file, such as {likely}, or "
-        f"convert it to UTF-8"
+        f"{uri} is not {encoding}{where}; set 'encoding' beside its 'files' in the source file, such as utf-16, cp1252 "
+        f"or gb18030, or convert it to UTF-8"
     )
 
 
@@ -257,11 +251,8 @@ def roots(text: str, present: Collection[str]) -> list[str]:
 
 def present_hint(column: str, present: Collection[str]) -> str:
     """Half a sentence that names the column nearest to one that is not there, and those that are."""
-    if not present:
-        return "it has none"
-    named = list(present) if len(present) <= 40 else difflib.get_close_matches(column, list(present), 40, 0)
-    more = f" and {len(present) - 40:,} more" if len(present) > 40 else ""
-    return f"{hint(column, sorted(present))} of {', '.join(named)}{more}"
+    named = f" of {', '.join(list(present)[:40])}" if present else ""
+    return hint(column, sorted(present), "it has none") + named
 
 
 def _blocks(
@@ -381,7 +372,8 @@ def _read_csv(uri: str, files: Files, expressions: list[str], digest: Any, piece
         rows = pl.DataFrame(schema=dict.fromkeys(columns, pl.String)) if table is None else pl.DataFrame(table)
         rows = _unescaped(rows, files, by.decode(), delimiter.decode())
         rows = rows.with_columns(pl.Series(ROW, numbers + row, pl.Int64))
-        yield Frame(rows, [(number + row, why, text) for number, why, text in broken], missing)
+        broken = [(n + row, why, shown.replace(by.decode(), delimiter.decode())) for n, why, shown in broken]
+        yield Frame(rows, broken, missing)
         row += len(numbers) + len(broken)
 
 
@@ -389,7 +381,7 @@ def _header(uri: str, files: Files, delimiter: bytes, by: bytes) -> tuple[list[s
     """The names of all columns and the number of lines that they take. Of names that come twice the later ones get a
     number, as in pandas."""
     head = _head(uri, files)
-    if head[:400].count(0) * 4 > len(head[:400]) or head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+    if head[:400].count(0) * 4 > len(head[:400]):
         raise _not_encoded(uri, files.encoding)
     if b"\r" in head and b"\n" not in head:
         raise UserError(f"{uri} ends its lines with carriage returns alone; convert it to line feeds (tr '\\r' '\\n')")
@@ -425,38 +417,24 @@ def _csv_rows(
     were read. By Arrow where all quotes enclose whole values of one line, else by Python's strict reader, line by line.
     """
     text = _doubled(text, files)
-    used = len(text) if last else _last_row_end(text, files)
-    if used and _regular(memoryview(text)[:used], files, delimiter):
+    used = len(text) if last else text.rfind(b"\n") + 1
+    if _regular(text[:used], files, delimiter):
         return *_rows_of_arrow(text[:used], files, delimiter, names, columns), used
     return _rows_of_lines(text, files, delimiter, names, columns, last)
 
 
-def _last_row_end(text: bytes, files: Files) -> int:
-    """Where the last whole row ends: at a line break with an even number of quotes before it."""
-    at, quote = text.rfind(b"\n"), files.quote.encode()
-    if not quote or quote not in text:
-        return at + 1
-    odd = text.count(quote, 0, at) % 2
-    while odd and at >= 0:
-        before = text.rfind(b"\n", 0, at)
-        odd = (odd + text.count(quote, max(before, 0), at)) % 2
-        at = before
-    return at + 1
-
-
-def _regular(text: memoryview, files: Files, delimiter: str) -> bool:
+def _regular(text: bytes, files: Files, delimiter: str) -> bool:
     """Whether every quote begins or ends a value, or is doubled, and no value has a line break."""
-    quote = files.quote.encode()
-    if not quote or quote not in bytes(text):
+    if not files.quote or files.quote.encode() not in text:
         return True
-    byte = np.frombuffer(text, np.uint8)
-    place, breaks = np.flatnonzero(byte == quote[0]), np.flatnonzero(byte == 10)
+    byte, quote = np.frombuffer(text, np.uint8), ord(files.quote)
+    place, breaks = np.flatnonzero(byte == quote), np.flatnonzero(byte == 10)
     if len(place) % 2:
         return False
     opens, closes = place[::2], place[1::2]
     before = byte[opens - 1][opens > 0]  # the first byte begins a row
     after = byte[np.minimum(closes + 1, len(byte) - 1)][closes < len(byte) - 1]
-    ends = [ord(delimiter), 10, quote[0]]
+    ends = [ord(delimiter), 10, quote]
     lines = np.searchsorted(breaks, opens) == np.searchsorted(breaks, closes)
     return bool(np.isin(before, ends).all() and np.isin(after, [*ends, 13]).all() and lines.all())
 
@@ -469,7 +447,8 @@ def _rows_of_arrow(
     broken: Broken = []
 
     def skip(row: Any) -> str:
-        broken.append((row.number - 1, _width(row.actual_columns, row.expected_columns), _shown(row.text or "", files)))
+        why = f"row: {row.actual_columns} columns, not {row.expected_columns}"
+        broken.append((row.number - 1, why, (row.text or "")[:LONGEST_QUOTE]))
         return "skip"
 
     table = pa.csv.read_csv(
@@ -489,14 +468,6 @@ def _rows_of_arrow(
     return table, _numbers(table.num_rows, broken), broken
 
 
-def _width(columns: int, width: int) -> str:
-    return f"row: {columns} columns, not {width}"
-
-
-def _shown(text: str, files: Files) -> str:
-    return text.replace(JOINED.decode(), files.delimiter or "")[:LONGEST_QUOTE]
-
-
 def _numbers(rows: int, broken: Broken) -> np.ndarray:
     """(rows,) the numbers of the rows between those that are broken."""
     every = np.ones(rows + len(broken), bool)
@@ -511,45 +482,39 @@ def _rows_of_lines(
     swallows lines which are rows themselves, is broken, and reading goes on with the next line: a stray quote costs
     its own line."""
     whole = text if last else text[: text.rfind(b"\n") + 1]
-    lines = re.findall(r"[^\n]*\n|[^\n]+", whole.decode())
+    lines, quotes = re.findall(r"[^\n]*\n|[^\n]+", whole.decode()), _quotes(files)
     rows: list[list[str]] = []
     broken: Broken = []
-    at = begin = 0
+    at, first, reader = 0, 0, None
     closes = -1  # the line that ends a value which swallowed others
-
-    def refuse(first: int, last: int, reason: str) -> None:
-        shown = "".join(lines[first:last]).rstrip("\r\n")
-        escaped = not files.escape and f"\\{files.quote}" in shown
-        remedy = (
-            "; set escape: '\\'" if escaped else "; set quote: '' where quotes are plain" if "quote" in reason else ""
-        )
-        broken.append((len(rows) + len(broken), f"row: {reason}{remedy}", _shown(shown, files)))
-
     while at < len(lines):
-        begin = first = at
-        reader = csv.reader((lines[place] for place in range(first, len(lines))), delimiter=delimiter, **_quotes(files))
+        if reader is None:
+            reader, first = csv.reader(map(lines.__getitem__, range(at, len(lines))), delimiter=delimiter, **quotes), at
+        cells, why = list[str](), ""
         try:
-            for cells in reader:
-                end = first + reader.line_num
-                if end - begin > 1 and _are_rows(lines[begin:end], delimiter, len(names)):
-                    closes = end - 1
-                    raise csv.Error("swallowed")
-                if end - begin > 1 and len(cells) != len(names):
-                    raise csv.Error("swallowed")
-                if cells and len(cells) != len(names):
-                    refuse(begin, end, f"{len(cells)} columns, not {len(names)}")
-                elif begin == closes and end == begin + 1 and lines[begin].count(files.quote) % 2:
-                    refuse(begin, end, "a quote closes what none has opened")
-                elif cells:
-                    rows.append(cells)
-                begin = end
-            at = begin = len(lines)
+            cells = next(reader)
+            end = first + reader.line_num
+            if end - at > 1 and (len(cells) != len(names) or _are_rows(lines[at:end], delimiter, len(names))):
+                closes, end, why, reader = end - 1, at + 1, "its quotes are not closed", None
+            elif cells and len(cells) != len(names):
+                why = f"{len(cells)} columns, not {len(names)}"
+            elif at == closes and lines[at].count(files.quote) % 2:
+                why = "a quote closes what none has opened"
         except csv.Error as error:
             if "end of data" in str(error) and not last and len(text) < LONGEST_ROW // 2:
                 break  # its end is in the next block
-            refuse(begin, begin + 1, "its quotes are not closed")
-            at = begin = begin + 1
-    used = sum(len(line.encode()) for line in lines[:begin])
+            end, why, reader = at + 1, "its quotes are not closed", None
+        if why:
+            shown = "".join(lines[at:end]).rstrip("\r\n")[:LONGEST_QUOTE]
+            if f"\\{files.quote}" in shown and not files.escape:
+                why += "; set escape: '\\'"
+            elif "quote" in why:
+                why += "; set quote: '' where quotes are plain"
+            broken.append((len(rows) + len(broken), f"row: {why}", shown))
+        elif cells:
+            rows.append(cells)
+        at = end
+    used = sum(len(line.encode()) for line in lines[:at])
     values = [[row[names.index(name)] or None for row in rows] for name in columns]
     table = pa.table([pa.array(each, pa.string()) for each in values], names=columns)
     return table if rows else None, _numbers(len(rows), broken), broken, used
@@ -691,29 +656,20 @@ def _read_whole(uri: str, files: Files, expressions: list[str], digest: Any, pie
         yield _json_rows(lines.encode(), uri, expressions, row)[0]
 
 
-class _Hashed(io.RawIOBase):
+class _Hashed:
     """A file whose bytes are hashed as they are read."""
+
+    closed = False
 
     def __init__(self, file: Any, digest: Any) -> None:
         self.file, self.digest = file, digest
+        self.seek, self.tell, self.close = file.seek, file.tell, file.close
 
-    def read(self, size: int = -1) -> bytes:
-        content: bytes = self.file.read(size if size >= 0 else None)
+    def read(self, size: int) -> bytes:
+        content: bytes = self.file.read(size)
         if self.digest is not None:
             self.digest.update(content)
         return content
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return int(self.file.seek(offset, whence))
-
-    def tell(self) -> int:
-        return int(self.file.tell())
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
 
 
 def _read_parquet(uri: str, files: Files, expressions: list[str], digest: Any, piece: Piece | None) -> Iterator[Frame]:

@@ -116,7 +116,7 @@ class Rows:
                 values.is_null() | (values.str.strip_chars() == "") if values.dtype == pl.String else values.is_null()
             )
             self.reject(made.is_null() & blank.fill_null(True), f"{what}: missing")
-            self.reject(made.is_null(), f"{what}: missing, written as text such as nan or null, or no text")
+            self.reject(made.is_null(), f"{what}: missing, written as text such as nan or null, infinite, or no text")
 
     def text(self, target: str) -> None:
         """Text, of lists the elements joined by blanks; empty text is null."""
@@ -239,7 +239,7 @@ def _floats(values: pl.Series) -> pl.Series:
     """Floats as text, whole ones without their point."""
     whole = values.cast(pl.Int64, strict=False)
     same = (whole.cast(values.dtype) == values) & (values.abs() < 2**53)
-    text = pl.when(same).then(whole.cast(pl.String)).when(values.is_not_nan()).then(values.cast(pl.String))
+    text = pl.when(same).then(whole.cast(pl.String)).when(values.is_finite()).then(values.cast(pl.String))
     return pl.select(text).to_series()
 
 

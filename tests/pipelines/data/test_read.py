@@ -364,6 +364,7 @@ def test_encodings(tmp_path: Path, encoding: str) -> None:
 DAMAGED: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
     "empty": ("log.csv", b"", {}, "is empty"), "blank": ("log.jsonl", b"\n \n", {}, "is empty"),
     "truncated gzip": ("log.csv", gzip.compress(b"a,b\n" + b"x,1\n" * 999)[:-20], {}, "truncated"),
+    "another compression": ("log.csv.xz", b"\xfd7zXZ\0", {"format": "csv"}, "use gzip, bz2 or zstd"),
     "no format": ("log.data", b"a,b\n", {}, "set 'format'"),
     "wrong delimiter": ("log.csv", b"a;b\nx;1\n", {}, "set 'delimiter: \";\"'"),
     "wrong delimiter, ::": ("log.csv", b"a::b\nx::1\n", {}, "set 'delimiter: \"::\"'"),
