@@ -21,10 +21,10 @@ from pipelines.data.read import LONGEST_QUOTE, ROW, Broken, Piece, roots
 from pipelines.data.tables import REJECTS
 from pipelines.data.times import Time, moments
 
-CAST = re.compile(r"(?<!try_)\bcast\s*\(", re.IGNORECASE)
 EXPLODED_ROWS = 1 << 18  # rows per block after lists are exploded
 LAST_INT32 = 2**31 - 1
-MOST_HALVES = 2000  # of a block, in search of rows that an expression cannot read
+MOST_TRIES = 2000  # of a block, in search of values that an expression cannot read
+VALUE, READ = "__value", "__read"
 Evaluated = tuple[pl.DataFrame, list[tuple[pl.Series, str]]]
 """Values by name, and where a `cast` could not read one, with the reason."""
 
@@ -278,7 +278,7 @@ def list_of(rows: pl.DataFrame, text: str, key: str, uri: str) -> pl.Series:
 
 
 def evaluate(rows: pl.DataFrame, wanted: dict[str, str], uri: str) -> Evaluated:
-    """The expressions by name."""
+    """The expressions by name. What one cannot read, such as by a `cast`, is null, with a reason."""
     made = {name: _expression(text, rows.columns).alias(name) for name, text in wanted.items()}
     try:
         return rows.with_columns(**made).select(wanted.keys()), []
@@ -290,56 +290,38 @@ def evaluate(rows: pl.DataFrame, wanted: dict[str, str], uri: str) -> Evaluated:
 
 
 def _evaluate_one(rows: pl.DataFrame, named: tuple[str, str], *, uri: str, error: Exception) -> Evaluated:
-    """An expression that polars does not evaluate as it is: what a `cast` cannot read is null, with a reason."""
+    """An expression that polars does not evaluate on all rows: different values that it cannot read are found by
+    halves."""
     name, text = named
-    tolerant = CAST.sub("try_cast(", text)
-    absent = any(rows[root].dtype == pl.Null for root in roots(text, rows.columns) if root in rows.columns)
-    if absent or isinstance(error, pl.exceptions.StructFieldNotFoundError):
+    made = _expression(text, rows.columns).alias(VALUE)
+    names = [root for root in dict.fromkeys(roots(text, rows.columns)) if root in rows.columns]
+    if isinstance(error, pl.exceptions.StructFieldNotFoundError) or pl.Null in rows.select(names).dtypes:
         return pl.DataFrame({name: pl.repeat(None, len(rows), dtype=pl.Null, eager=True)}), []
     reason = " ".join(re.split("This error occurred|You might want", str(error))[0].split())[:200]
     refusal = UserError(
-        f"{uri}: '{text}' cannot be worked out ({reason}); correct the source file, such as by cast(... as double)"
+        f"{uri}: '{text}' cannot be worked out ({reason}); correct the source file, such as by try_cast(... as double)"
     )
-    if not isinstance(error, pl.exceptions.InvalidOperationError):
-        raise refusal
     try:
-        made = rows.select(_expression(tolerant, rows.columns).alias(name))
-        lost = pl.repeat(False, len(rows), eager=True)
-        for inner, cast in _casts(tolerant):  # a value that is there, and is not any more after a cast
-            found = rows.select(pl.sql_expr(inner).alias("before"), pl.sql_expr(cast).alias("after"))
-            lost = lost | (found["before"].is_not_null() & found["after"].is_null())
-        lost = lost & made[name].is_null()
-    except pl.exceptions.PolarsError:  # such as of strptime: the rows are found by halves
-        made, lost = _by_halves(rows, name, tolerant, [MOST_HALVES])
-        if made[name].null_count() == len(rows):
-            raise refusal from None
-    return made, [(lost, f"{text}: a value that it cannot read; write try_cast where it may be empty")]
-
-
-def _by_halves(rows: pl.DataFrame, name: str, text: str, left: list[int]) -> tuple[pl.DataFrame, pl.Series]:
-    """The values, null where polars cannot work them out, and where that is; all rows where that are too many."""
-    left[0] -= 1
-    try:
-        made = rows.select(_expression(text, rows.columns).alias(name))
-        return made, pl.repeat(False, len(rows), eager=True)
+        rows.clear().select(made)  # whether the types fit
+        different = rows.select(names).unique()
     except pl.exceptions.PolarsError:
-        if len(rows) == 1 or left[0] < 0:
-            nothing = pl.DataFrame({name: pl.repeat(None, len(rows), dtype=pl.Null, eager=True)})
-            return nothing, pl.repeat(True, len(rows), eager=True)
-    middle = len(rows) // 2
-    halves = [_by_halves(each, name, text, left) for each in (rows[:middle], rows[middle:])]
-    return pl.concat([made for made, _ in halves], how="vertical_relaxed"), pl.concat([lost for _, lost in halves])
-
-
-def _casts(text: str) -> Iterator[tuple[str, str]]:
-    """What each `try_cast(what as type)` of an expression reads, and all of it."""
-    for start in re.finditer(r"(?i)try_cast\s*\(", text):
-        depth, at = 1, start.end()
-        while depth and at < len(text):
-            depth += {"(": 1, ")": -1}.get(text[at], 0)
-            at += 1
-        inner = re.sub(r"(?is)\s+as\s+[^()]*(\([^()]*\))?\s*$", "", text[start.end() : at - 1])
-        yield inner, text[start.start() : at]
+        raise refusal from None
+    todo, bad, tries = [(0, len(different))], list[int](), 0
+    while todo:
+        start, size = todo.pop()
+        tries += 1
+        try:
+            different.slice(start, size).select(made)
+        except pl.exceptions.PolarsError:
+            if tries > MOST_TRIES:
+                raise refusal from None
+            half = size // 2
+            todo += [(start, half), (start + half, size - half)] if half else []
+            bad += [] if half else [start]
+    known = different.with_row_index(READ).filter(~pl.col(READ).is_in(bad)).with_columns(made)
+    found = rows.select(names).join(known, on=names, how="left", nulls_equal=True, maintain_order="left")
+    why = f"{text}: a value that it cannot read; write try_cast where it may be empty"
+    return found.select(pl.col(VALUE).alias(name)), [(found[READ].is_null(), why)]
 
 
 def _expression(text: str, columns: list[str]) -> pl.Expr:

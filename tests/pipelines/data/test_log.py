@@ -442,8 +442,12 @@ def test_rows_that_an_expression_cannot_read_are_rejects(tmp_path: Path) -> None
     events, rejects = read(plain(time=epoch), tmp_path)
     assert len(events) == 19
     assert ["cannot read" in reason for (reason,) in of(rejects, "reason")] == [True, False]
-    with pytest.raises(UserError, match="cannot be worked out"):
-        read(plain(time={**epoch, "column": "extract(epoch from strptime(u, '%Y-%m-%d'))"}), tmp_path)
+    events, rejects = read(plain(time={**epoch, "column": "extract(epoch from strptime(u, '%Y-%m-%d'))"}), tmp_path)
+    assert not events
+    assert all("cannot read" in reason for (reason,) in of(rejects, "reason"))
+    (tmp_path / "log.csv").write_text("u,i,t\n" + "".join(f"a,x,never{n}\n" for n in range(2000)))
+    with pytest.raises(UserError, match=r"cannot be worked out .*try_cast"):
+        read(plain(time=epoch), tmp_path)
 
 
 def test_columns_that_no_file_of_a_section_has_are_missing(tmp_path: Path) -> None:
