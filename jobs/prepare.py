@@ -124,11 +124,11 @@ def run(config: Config) -> dict[str, object]:
     reach(input=config.input, catalogue=settings.catalogue)
     cli.preflight(input=config.input, output=config.output, catalogue=settings.catalogue)
     check(source, config.input, config.output, settings, config.dry_run)  # before Ray takes its seconds to start
-    found = preview(source, config.input, settings.max_rejects, settings.catalogue is None, thorough=config.dry_run)
+    found = preview(source, config.input, settings.max_rejects, settings.catalogue is None)
     for line in lines(found) if config.dry_run else warnings(found):
         print(line)
     if config.dry_run:
-        check_rejects(found, settings.max_rejects, settings.max_rejects)
+        check_rejects(found, settings.max_rejects)
         print("next: the same command without --dry-run makes the tables")
         return {}
     from pipelines.data.prepare import prepare  # it imports Ray, so only now

@@ -19,7 +19,6 @@ import polars as pl
 import pyarrow as pa
 
 from models.tables import Manifest, Part, UserError, read_table
-from models.words import number_of
 from pipelines.data.engine import Shared
 from pipelines.data.events import hash_section
 from pipelines.data.log import Section
@@ -66,14 +65,12 @@ def _make_table(run: Run, name: str, of: Section) -> Manifest:
     settings = {"as_of": run.source.config["as_of"][name]}
     raw = run.raw(files, lambda file: hash_section(of, run.input, file))
     if finished := run.finished(table, settings, {}, raw):
-        _check_rejects(run, table, finished.info["rows_read"], finished.info["reject_reasons"])
+        Rejected.read(finished.info).check(run.config.max_rejects, f" of {table}")
         return finished
     uri = run.table(table)
     with run.writing(table):
         ((_, (part, rejected, repeated, hashes)),) = run.engine.each(_write_table, [(of, run.input, files, uri)])
-        for reason, rows in rejected.reasons.most_common():
-            run.say(f"{table}: {number_of(rows, 'row')} rejected, {reason}; such as {rejected.examples[reason]}")
-        _check_rejects(run, table, rejected.rows_read, rejected.reasons)
+        run.reject(rejected, f" of {table}")
         if part is None:
             raise UserError(f"{run.input} holds no valid row in {', '.join(files[:3])}; correct as_of.{name}")
         info = {
@@ -86,15 +83,6 @@ def _make_table(run: Run, name: str, of: Section) -> Manifest:
         made = commit(uri, table, of.schema, [part], config=settings, inputs=hashes, info=info)
     run.say(f"{table}: {made.rows:,} rows; {repeated:,} others have the id and the time of a later one")
     return made
-
-
-def _check_rejects(run: Run, table: str, rows: int, reasons: dict[str, int]) -> None:
-    rejects = sum(reasons.values())
-    if rejects > run.config.max_rejects * rows:
-        raise UserError(
-            f"{rejects:,} of {rows:,} rows of {table} ({rejects / rows:.2%}) break the schema, over the limit "
-            f"max_rejects {run.config.max_rejects:.2%}; fix the source file or the log, or raise --max_rejects"
-        )
 
 
 @dataclass(frozen=True)

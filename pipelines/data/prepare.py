@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -116,8 +116,8 @@ def _make_events(run: Run) -> Manifest:
     finished, finished_rejects = run.finished("events", settings, {}, raw), run.finished("rejects", settings, {}, raw)
     if finished and finished_rejects:
         info = finished.info
-        _check_rejects(run, info["user_rows"], info["user_reject_reasons"], " of the user files")
-        _check_rejects(run, info["rows_read"], info["reject_reasons"])
+        Rejected.read(info, "user_rows", "user_reject_reasons").check(config.max_rejects, " of the user files")
+        Rejected.read(info).check(config.max_rejects)
         check_matched(Match(**info.get("users_matched", {})), "user", config.min_matched, run.say)
         return finished
     events_uri, rejects_uri = run.table("events"), run.table("rejects")
@@ -128,8 +128,7 @@ def _make_events(run: Run) -> Manifest:
         users = source.read_users(run.input, digests)
         check_missing(users.missing if users else {}, "user", run.input)
         of_users = Rejected.of(users) if users else Rejected()
-        _say_rejects(run, of_users, " of the user files")
-        _check_rejects(run, of_users.rows_read, of_users.reasons, " of the user files")
+        run.reject(of_users, " of the user files")
         gathering = Gathering(run.counted, run.late)
         result = ingest(
             source,
@@ -147,11 +146,10 @@ def _make_events(run: Run) -> Manifest:
         )
         inputs = {**result.hashes, **{file: digest.hexdigest() for file, digest in digests.items()}}
         rejected = result.rejected
-        rejects = sum(rejected.reasons.values())
-        _say_rejects(run, rejected)
+        rejects = rejected.rejects
         if not rejected.rows_read:
             raise UserError(f"{run.input} holds no rows in {', '.join(files[:3])}; check --input")
-        _check_rejects(run, rejected.rows_read, rejected.reasons)
+        run.reject(rejected)
         if not result.parts:
             raise UserError(f"{run.input} holds no valid event; see the reasons above")
         check_matched(result.matched, "user", config.min_matched, run.say)
@@ -170,7 +168,7 @@ def _make_events(run: Run) -> Manifest:
             "rejects": rejects,
             "reject_reasons": dict(sorted(rejected.reasons.items())),
             "user_rows": of_users.rows_read,
-            "user_rejects": sum(of_users.reasons.values()),
+            "user_rejects": of_users.rejects,
             "user_reject_reasons": dict(sorted(of_users.reasons.items())),
             "duplicates": 0 if keep else result.duplicates,
             **({"duplicates_kept": result.duplicates} if keep else {}),
@@ -193,21 +191,6 @@ def _make_events(run: Run) -> Manifest:
         f"in {time.perf_counter() - begin:.1f} s"
     )
     return events
-
-
-def _say_rejects(run: Run, rejected: Rejected, of: str = "") -> None:
-    for reason, rows in rejected.reasons.most_common():
-        run.say(f"rejects{of}: {number_of(rows, 'row')}, {reason}; such as {rejected.examples[reason]}")
-
-
-def _check_rejects(run: Run, rows: int, reasons: Mapping[str, int], of: str = "") -> None:
-    rejects = sum(reasons.values())
-    if rejects > run.config.max_rejects * rows:
-        raise UserError(
-            f"{rejects:,} of {rows:,} rows{of} ({rejects / rows:.2%}) break the schema, over the limit "
-            f"max_rejects {run.config.max_rejects:.2%}; most often {max(reasons, key=reasons.__getitem__)}; fix the "
-            f"source file or the log, or raise --max_rejects"
-        )
 
 
 def _split_rule(run: Run, events: Manifest) -> dict[str, Any]:
@@ -258,7 +241,8 @@ def _make_items(run: Run, events: Manifest, split: dict[str, Any]) -> Manifest:
     raw = run.raw(files, lambda file: hash_section(source.items, run.input, file))  # type: ignore[arg-type]
     if finished := run.finished("items", settings, inputs, raw):
         info = finished.info
-        _check_rejects(run, info["metadata_rows"], info["metadata_reject_reasons"], " of the item files")
+        of_files = Rejected.read(info, "metadata_rows", "metadata_reject_reasons")
+        of_files.check(config.max_rejects, " of the item files")
         check_matched(Match(**info.get("matched", {})), "item", config.min_matched, run.say)
         return finished
     begin = time.perf_counter()
@@ -275,8 +259,7 @@ def _make_items(run: Run, events: Manifest, split: dict[str, Any]) -> Manifest:
         if other := [file for file, digest in others.items() if hashes[file] != digest]:
             raise UserError(f"{join(run.input, other[0])} has changed while it was read; run the same line again")
         inputs |= hashes
-        _say_rejects(run, rejected, " of the item files")
-        _check_rejects(run, rejected.rows_read, rejected.reasons, " of the item files")
+        run.reject(rejected, " of the item files")
         matched = Match()
         if files:
             of_items = found.counts[pc.is_in(found.items, used).to_numpy(zero_copy_only=False)]  # both are sorted
@@ -297,7 +280,7 @@ def _make_items(run: Run, events: Manifest, split: dict[str, Any]) -> Manifest:
             "dropped_items": len(found.items) - len(used),
             **({"items_without_behaviours": len(catalogue) - len(used)} if described is not None else {}),
             "metadata_rows": rejected.rows_read,
-            "metadata_rejects": sum(rejected.reasons.values()),
+            "metadata_rejects": rejected.rejects,
             "metadata_reject_reasons": dict(sorted(rejected.reasons.items())),
             **({"matched": matched.record()} if files else {}),
             "stamps": raw.stamps,

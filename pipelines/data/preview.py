@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from functools import partial
 from itertools import islice
 
@@ -19,9 +19,9 @@ from models.tables import UserError
 from models.words import number_of
 from pipelines.data.log import Log
 from pipelines.data.rows import Block, Rejected, check_missing, common
+from pipelines.data.times import EPOCH
 
-BLOCKS = 4  # of a file, each of about 8 MiB, and
-FILES = 3  # the most files that are begun, in search of a column that the first block does not have, or for a dry run
+BLOCKS = 4  # of a file, each of about 8 MiB, in search of rows and of a column that the first does not have
 MOST_REJECTS = 0.5  # share of the rows read above which the description is taken to be wrong
 VALUES = 3  # shown of each column
 LONGEST_VALUE = 40  # characters
@@ -51,13 +51,12 @@ class Preview:
     """Columns that were in no row, each with a hint at the nearest."""
 
 
-def preview(log: Log, input_uri: str, max_rejects: float, items: bool = True, thorough: bool = False) -> list[Preview]:
-    """The first rows of events, of items where they are wanted, of users and of features; `thorough`: of more files
-    than the first. UserError for what cannot be read, for a column that no row of the log has, and where more than
-    MOST_REJECTS of the rows, and than `max_rejects`, break the schema."""
+def preview(log: Log, input_uri: str, max_rejects: float, items: bool = True) -> list[Preview]:
+    """The first rows of events, of items where they are wanted, of users and of features. UserError for what cannot be
+    read, for a column that no row of the log has, and where more than MOST_REJECTS of the rows, and than `max_rejects`,
+    break the schema."""
     users = log.read_users(input_uri, {}, beginning=True)
-    clock = log.info["clock"]
-    begin = partial(_begin, input_uri, clock, thorough)
+    begin = partial(_begin, input_uri, log.clock)
     read: Blocks = lambda file: log.read_events(input_uri, file, users.rows if users else None)  # noqa: E731
     found = [begin("events", log.event_files(input_uri), read, log.origins)]
     if items and log.items and (files := log.item_files(input_uri)):
@@ -66,19 +65,16 @@ def preview(log: Log, input_uri: str, max_rejects: float, items: bool = True, th
         found.append(begin("users", log.user_files(input_uri)[:1], lambda file: iter([users]), log.users.origins))
     for name, of in log.as_of.items():
         found.append(begin(f"as_of.{name}", of.listed(input_uri, "feature"), partial(of.read, input_uri), of.origins))
-    check_rejects(found, max(MOST_REJECTS, max_rejects), max_rejects)
+    check_rejects(found, max_rejects, MOST_REJECTS)
     return found
 
 
-def _begin(
-    input_uri: str, clock: bool, thorough: bool, kind: str, files: list[str], read: Blocks, origins: dict[str, str]
-) -> Preview:
-    """The first block of the first file; then more, of the last file and the middle one too, while a column is missing
-    or there is no row, and if `thorough` in any case."""
-    blocks: list[Block] = []
-    begun, whole, rejected = list[str](), True, Rejected()
-    for file in list(dict.fromkeys([files[0], files[-1], files[len(files) // 2]]))[:FILES]:
-        begun.append(file)
+def _begin(input_uri: str, clock: bool, kind: str, files: list[str], read: Blocks, origins: dict[str, str]) -> Preview:
+    """The first rows of the first file, the last and the one in the middle."""
+    blocks, rejected = list[Block](), Rejected()
+    begun = list(dict.fromkeys([files[0], files[-1], files[len(files) // 2]]))
+    whole = len(begun) == len(files)
+    for file in begun:
         with closing(block for block in read(file)) as stream:
             for block in islice(stream, BLOCKS):
                 blocks.append(block)
@@ -87,9 +83,7 @@ def _begin(
                     break
             else:
                 whole = whole and next(stream, None) is None
-        if rejected.rows_read and not common(each.missing for each in blocks) and not thorough:
-            break
-    whole, missing = whole and len(begun) == len(files), common(each.missing for each in blocks)
+    missing = common(each.missing for each in blocks)
     if kind == "events" and whole and not rejected.rows_read:
         raise UserError(f"{input_uri} holds no rows in {', '.join(files[:3])}; check --input")
     if whole and missing:
@@ -98,18 +92,10 @@ def _begin(
     return Preview(kind, files, begun, rows, origins, clock, rejected, missing)
 
 
-def check_rejects(found: list[Preview], most: float, max_rejects: float) -> None:
-    """UserError where more than the share `most` of the rows read break the schema; `max_rejects` is what the whole log
-    may have."""
+def check_rejects(found: list[Preview], max_rejects: float, least: float = 0.0) -> None:
+    """UserError where more than a share `max_rejects`, and `least`, of the rows read break the schema."""
     for seen in found:
-        rows, rejects = seen.rejected.rows_read, sum(seen.rejected.reasons.values())
-        if rejects > most * rows:
-            reason, _ = seen.rejected.reasons.most_common(1)[0]
-            raise UserError(
-                f"{rejects:,} of the first {rows:,} rows of {', '.join(seen.begun)} ({rejects / rows:.2%}) break the "
-                f"schema, over the limit max_rejects {max_rejects:.2%}; most often {reason}, such as "
-                f"{seen.rejected.examples[reason]}; fix the source file or the log, or raise --max_rejects"
-            )
+        seen.rejected.check(max_rejects, f" at the beginning of {', '.join(seen.begun)}", least)
 
 
 def warnings(found: list[Preview]) -> list[str]:
@@ -126,12 +112,10 @@ def lines(found: list[Preview]) -> list[str]:
     """What `--dry-run` prints."""
     said: list[str] = []
     for seen in found:
-        rejects = sum(seen.rejected.reasons.values())
         of = f"{len(seen.begun)} of {number_of(len(seen.files), 'file')}" if len(seen.files) > 1 else "the only file"
         read = number_of(seen.rejected.rows_read, "row")
-        said.append(f"{seen.kind}: {', '.join(seen.begun)}, {of}: {read} read, {rejects:,} rejected")
-        for reason, count in seen.rejected.reasons.most_common():
-            said.append(f"  rejected: {number_of(count, 'row')}, {reason}; such as {seen.rejected.examples[reason]}")
+        said.append(f"{seen.kind}: {', '.join(seen.begun)}, {of}: {read} read, {seen.rejected.rejects:,} rejected")
+        said += [f"  rejected: {line}" for line in seen.rejected.lines()]
         table = [
             (column, origin, str(seen.rows.schema.field(column).type).removeprefix("large_"), _values(seen, column))
             for column, origin in seen.origins.items()
@@ -146,12 +130,7 @@ def lines(found: list[Preview]) -> list[str]:
 def _values(seen: Preview, column: str) -> str:
     """The first few values of a column, each once."""
     values = pc.unique(seen.rows[column].slice(0, 10_000).drop_null())[:VALUES].to_pylist()
+    instant = lambda ms: (EPOCH + timedelta(milliseconds=ms)).isoformat(timespec="milliseconds")[:-6] + "Z"  # noqa: E731
     timed = seen.clock and (column == "timestamp_ms" or column.startswith("known_"))
-    texts = [_instant(each) if timed else f"{each:.7g}" if isinstance(each, float) else str(each) for each in values]
+    texts = [instant(each) if timed else f"{each:.7g}" if isinstance(each, float) else str(each) for each in values]
     return " | ".join(text[:LONGEST_VALUE] for text in texts) or "nothing in these rows"
-
-
-def _instant(time_ms: int) -> str:
-    """ISO 8601 in UTC."""
-    moment = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=time_ms)
-    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from models.item_ids import ODD, clean_id
 from models.tables import UserError
+from models.words import number_of
 from pipelines.data.read import LONGEST_QUOTE, ROW, Broken, Piece, roots
 from pipelines.data.tables import REJECTS
 from pipelines.data.times import Time, moments
@@ -62,12 +63,37 @@ class Rejected:
                 found.examples[row["reason"]] = f"{place}: {row['source'][:200]}"
         return found
 
+    @classmethod
+    def read(cls, info: dict[str, Any], rows: str = "rows_read", reasons: str = "reject_reasons") -> Rejected:
+        """As a manifest has it."""
+        return cls(info[rows], Counter(info[reasons]))
+
     def add(self, other: Rejected) -> None:
         """Adds what `other` counts; the result does not depend on the order."""
         self.rows_read += other.rows_read
         self.reasons.update(other.reasons)
         for reason, example in other.examples.items():
             self.examples[reason] = min(example, self.examples.get(reason, example))
+
+    @property
+    def rejects(self) -> int:
+        return self.reasons.total()
+
+    def lines(self) -> Iterator[str]:
+        """A line for each reason."""
+        for reason, rows in self.reasons.most_common():
+            yield f"{number_of(rows, 'row')}, {reason}; such as {self.examples[reason]}"
+
+    def check(self, max_rejects: float, of: str = "", least: float = 0.0) -> None:
+        """UserError where more than a share `max_rejects`, and `least`, of the rows break the schema. of: which rows"""
+        if self.rejects > max(max_rejects, least) * self.rows_read:
+            (reason, _), *_ = self.reasons.most_common()
+            raise UserError(
+                f"{self.rejects:,} of {self.rows_read:,} rows{of} ({self.rejects / self.rows_read:.2%}) break the "
+                f"schema, over the limit max_rejects {max_rejects:.2%}; most often {reason}"
+                f"{', such as ' * (reason in self.examples)}{self.examples.get(reason, '')}; fix the source file or "
+                f"the log, or raise --max_rejects"
+            )
 
 
 def common(missing: Iterable[dict[str, str]]) -> dict[str, str]:

@@ -28,6 +28,7 @@ from pipelines.data.engine import Call, Engine, Shared
 from pipelines.data.log import Log
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.read import stamp
+from pipelines.data.rows import Rejected
 from pipelines.data.survey import Survey, Vocabulary, survey
 from pipelines.data.tables import check_writable, clear, fingerprint, up_to_date
 
@@ -108,6 +109,12 @@ class Run:
     def raw(self, files: Iterable[str], rehash: Callable[[str], str]) -> RawFiles:
         """Raw files of the log as they are now."""
         return RawFiles({file: stamp(join(self.input, file)) for file in files}, rehash)
+
+    def reject(self, rejected: Rejected, of: str = "") -> None:
+        """Says what was rejected; UserError where that is too much. of: which rows"""
+        for line in rejected.lines():
+            self.say(f"rejects{of}: {line}")
+        rejected.check(self.config.max_rejects, of)
 
     def progress(self, step: str) -> Say:
         """Says how far a step is, at most every second."""

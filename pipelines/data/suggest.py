@@ -345,8 +345,8 @@ def tried(folder: str, lines: list[str], prepare: dict[str, Any]) -> str:
     """The text, which the code that reads all of the log has tried."""
     try:
         for seen in preview(log_of(yaml.safe_load("\n".join(lines))), folder, 0.01):
-            rejects = sum(seen.rejected.reasons.values())
-            lines.append(f"# The first rows of {seen.kind}: {seen.rejected.rows_read:,}, {rejects:,} of them rejected.")
+            read, rejects = seen.rejected.rows_read, seen.rejected.rejects
+            lines.append(f"# The first rows of {seen.kind}: {read:,}, {rejects:,} of them rejected.")
     except (UserError, ValueError) as error:
         lines.insert(0, f"# Not right yet: {' '.join(str(error).split())}")
     return "\n".join([*lines, "prepare:", *(line(f"  {key}", value) for key, value in prepare.items())]) + "\n"
