@@ -20,7 +20,6 @@ import pyarrow as pa
 
 from models.tables import Manifest, Part, UserError, read_table
 from pipelines.data.engine import Shared
-from pipelines.data.events import hash_section
 from pipelines.data.log import Section
 from pipelines.data.rows import Rejected, check_missing, common
 from pipelines.data.run import Run
@@ -63,8 +62,8 @@ def make_as_of(run: Run) -> dict[str, Manifest]:
 def _make_table(run: Run, name: str, of: Section) -> Manifest:
     table, files = f"{PREFIX}{name}", of.listed(run.input, "feature")
     settings = {"as_of": run.source.config["as_of"][name]}
-    raw = run.raw(files, lambda file: hash_section(of, run.input, file))
-    if finished := run.finished(table, settings, {}, raw):
+    stamps = run.stamps(files)
+    if finished := run.finished(table, settings, {}, stamps):
         Rejected.read(finished.info).check(run.config.max_rejects, f" of {table}")
         return finished
     uri = run.table(table)
@@ -75,7 +74,7 @@ def _make_table(run: Run, name: str, of: Section) -> Manifest:
             raise UserError(f"{run.input} holds no valid row in {', '.join(files[:3])}; correct as_of.{name}")
         info = {
             "key": of.key,
-            "stamps": raw.stamps,
+            "stamps": stamps,
             "rows_read": rejected.rows_read,
             "reject_reasons": dict(sorted(rejected.reasons.items())),
             "repeated": repeated,

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 
 from models.tables import Part, join, open_uri
 from pipelines.data.engine import KEY, Engine, Shared, fetch
-from pipelines.data.log import UNSET, Log, Section
+from pipelines.data.log import UNSET, Log
 from pipelines.data.matching import Match
 from pipelines.data.read import Piece, pieces
 from pipelines.data.rows import Rejected, check_missing, common
@@ -92,25 +92,6 @@ def read_tallies(uri: str, reads: int) -> Iterator[tuple[Rejected, dict[str, Any
         said = read_json(join(uri, f"tally-{number}.json"))
         rejected = said.pop("rejected")
         yield Rejected(rejected["rows_read"], Counter(rejected["reasons"]), rejected["examples"]), said
-
-
-def hash_events(source: Log, input_uri: str, file: str, size: int) -> str:
-    """The hash that reading the events of a file in pieces of `size` gives."""
-    digests = []
-    for piece in pieces(join(input_uri, file), source, size):
-        digest = hashlib.sha256()
-        for _ in source.read_events(input_uri, file, None, piece, 0, digest):
-            pass
-        digests.append(digest.hexdigest())
-    return combined(digests)
-
-
-def hash_section(section: Section, input_uri: str, file: str) -> str:
-    """The hash that reading a file of items, users or features gives."""
-    digest = hashlib.sha256()
-    for _ in section.read(input_uri, file, digest):
-        pass
-    return digest.hexdigest()
 
 
 def combined(digests: list[str]) -> str:

@@ -22,7 +22,7 @@ from models.tables import Manifest, UserError, has_manifest, join, open_uri, rea
 from models.words import number_of
 from pipelines.data.catalogue import core_items, described_items, match_items, with_described, write_items
 from pipelines.data.engine import Engine
-from pipelines.data.events import hash_events, hash_section, ingest, partitions_for
+from pipelines.data.events import ingest, partitions_for
 from pipelines.data.fresh import split_of, take_items
 from pipelines.data.kinds.table import KINDS
 from pipelines.data.log import REPEATS, Log
@@ -105,15 +105,8 @@ def _make_events(run: Run) -> Manifest:
     settings = _plain({"source": source.events_config, "ties": config.ties, "partitions": partitions})
     keep, count = config.duplicates == "keep", config.duplicates == "count"
     settings |= {"duplicates": config.duplicates} if keep or count else {}
-
-    def rehash(file: str) -> str:
-        if file in files:
-            return hash_events(source, run.input, file, config.ray_data.read_mb << 20)
-        assert source.users is not None
-        return hash_section(source.users, run.input, file)
-
-    raw = run.raw([*files, *user_files], rehash)
-    finished, finished_rejects = run.finished("events", settings, {}, raw), run.finished("rejects", settings, {}, raw)
+    stamps = run.stamps([*files, *user_files])
+    finished, finished_rejects = (run.finished(name, settings, {}, stamps) for name in ("events", "rejects"))
     if finished and finished_rejects:
         info = finished.info
         Rejected.read(info, "user_rows", "user_reject_reasons").check(config.max_rejects, " of the user files")
@@ -162,7 +155,7 @@ def _make_events(run: Run) -> Manifest:
         }
         info = {
             **source.info,
-            "stamps": raw.stamps,
+            "stamps": stamps,
             "ties": config.ties,
             "rows_read": rejected.rows_read,
             "rejects": rejects,
@@ -179,7 +172,7 @@ def _make_events(run: Run) -> Manifest:
             "last_ms": run.surveyed.last_ms,
             "grain_ms": run.surveyed.grain_ms,
         }
-        told = {"rows": rejects, "stamps": raw.stamps}
+        told = {"rows": rejects, "stamps": stamps}
         commit(rejects_uri, "rejects", REJECTS, result.rejects, config=settings, inputs=inputs, info=told)
         events = commit(
             events_uri, "events", source.schema, result.parts, config=settings, inputs=inputs, info=info,
@@ -238,8 +231,8 @@ def _make_items(run: Run, events: Manifest, split: dict[str, Any]) -> Manifest:
         }
     )
     inputs = {"events": events.hash}
-    raw = run.raw(files, lambda file: hash_section(source.items, run.input, file))  # type: ignore[arg-type]
-    if finished := run.finished("items", settings, inputs, raw):
+    stamps = run.stamps(files)
+    if finished := run.finished("items", settings, inputs, stamps):
         info = finished.info
         of_files = Rejected.read(info, "metadata_rows", "metadata_reject_reasons")
         of_files.check(config.max_rejects, " of the item files")
@@ -283,7 +276,7 @@ def _make_items(run: Run, events: Manifest, split: dict[str, Any]) -> Manifest:
             "metadata_rejects": rejected.rejects,
             "metadata_reject_reasons": dict(sorted(rejected.reasons.items())),
             **({"matched": matched.record()} if files else {}),
-            "stamps": raw.stamps,
+            "stamps": stamps,
             **counts,
         }
         timings = {

@@ -32,7 +32,7 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from models.config import hint
-from models.tables import UserError, file_info, open_uri
+from models.tables import UserError, open_uri
 from pipelines.data.tables import OWN
 
 ROW = "__row"
@@ -153,12 +153,6 @@ def list_files(input_uri: str, pattern: str, *, required: bool, what: str, besid
     if required and not files:
         raise UserError(f"{input_uri} holds no {what} like '{pattern}'; check --input and the source's file pattern")
     return files
-
-
-def stamp(uri: str) -> list[int]:
-    """Size and time of change of a file, by which a run that starts again knows it."""
-    info = file_info(uri)
-    return [info.size, info.mtime_ns or 0]
 
 
 def pieces(uri: str, files: Files, size: int) -> list[Piece | None]:

@@ -16,6 +16,7 @@ from models.tables import (
     Manifest,
     Part,
     UserError,
+    file_info,
     has_manifest,
     join,
     open_uri,
@@ -27,32 +28,11 @@ from models.words import number_of
 from pipelines.data.engine import Call, Engine, Shared
 from pipelines.data.log import Log
 from pipelines.data.prepare_config import PrepareConfig
-from pipelines.data.read import stamp
 from pipelines.data.rows import Rejected
 from pipelines.data.survey import Survey, Vocabulary, survey
 from pipelines.data.tables import check_writable, clear, fingerprint, up_to_date
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class RawFiles:
-    """Raw files that a table is made from."""
-
-    stamps: dict[str, list[int]]
-    """By file its size and its time of change."""
-    rehash: Callable[[str], str]
-    """Reads a file for its hash alone."""
-
-    def hashes(self, made: Manifest) -> dict[str, str]:
-        """By file its hash, where it is as it was when the table was made; of one with another time alone it is taken
-        again."""
-        found, known = {}, made.info.get("stamps", {})
-        for file, now in self.stamps.items():
-            before = known.get(file, [])
-            same, size = before == now, before[:1] == now[:1]
-            found[file] = made.inputs.get(file, "") if same else self.rehash(file) if size else "changed"
-        return found
 
 
 @dataclass
@@ -85,14 +65,17 @@ class Run:
         return join(self.output, name)
 
     def finished(
-        self, name: str, config: dict[str, Any], inputs: dict[str, str], raw: RawFiles | None = None
+        self, name: str, config: dict[str, Any], inputs: dict[str, str], stamps: dict[str, list[int]] | None = None
     ) -> Manifest | None:
-        """The table's manifest if it need not be made; UserError if a finished run made it from something else. raw:
-        the raw files that it is made from too."""
+        """The table's manifest if it need not be made; UserError if a finished run made it from something else. stamps:
+        of the raw files that it is made from too; one with another size or time of change is another file."""
         uri = self.table(name)
         if self.overwrite or not has_manifest(uri):
             return None
-        inputs = {**inputs, **(raw.hashes(read_manifest(uri)) if raw else {})}
+        made = read_manifest(uri)
+        for file, now in (stamps or {}).items():
+            same = made.info.get("stamps", {}).get(file) == now
+            inputs = {**inputs, file: made.inputs.get(file, "") if same else "changed"}
         if not up_to_date(uri, fingerprint(config, inputs)):
             if self.whole:
                 raise UserError(
@@ -106,9 +89,10 @@ class Run:
         self.say(f"{name}: up to date, {number_of(manifest.rows, 'row')}")
         return manifest
 
-    def raw(self, files: Iterable[str], rehash: Callable[[str], str]) -> RawFiles:
-        """Raw files of the log as they are now."""
-        return RawFiles({file: stamp(join(self.input, file)) for file in files}, rehash)
+    def stamps(self, files: Iterable[str]) -> dict[str, list[int]]:
+        """Sizes and times of change of raw files, by which a run that starts again knows them."""
+        infos = {file: file_info(join(self.input, file)) for file in files}
+        return {file: [info.size, info.mtime_ns or 0] for file, info in infos.items()}
 
     def reject(self, rejected: Rejected, of: str = "") -> None:
         """Says what was rejected; UserError where that is too much. of: which rows"""

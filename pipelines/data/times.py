@@ -88,10 +88,9 @@ def _check_format(written: str) -> None:
     try:
         read = datetime.strptime(moment.strftime(written), written)
     except ValueError as error:
-        fraction = "; decimals of seconds are .%f" if re.search(r"%\.f|%\.?[369]f|%s", written) else ""
-        number = "; for seconds since 1970 write 'unit: s'" if "%s" in written else fraction
+        remedy = "decimals of seconds are .%f, and numbers of them 'unit: s'"
         raise ValueError(
-            f"time.format is '{written}', which Python's strptime does not read ({error}){number}"
+            f"time.format is '{written}', which Python's strptime does not read ({error}); {remedy}"
         ) from error
     if read.date() != moment.date():
         raise ValueError(
