@@ -25,45 +25,27 @@ their order."""
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Sorted ids whose places are their integers. In Ray's object store one copy serves all tasks of a node, and to
-    look up the ids of a part takes the time of those, whatever the number of all."""
+    """Sorted ids whose places are their integers. In Ray's object store one copy serves all tasks of a node."""
 
     ids: pa.Array
-    """(V,) large strings, sorted."""
-    hashes: np.ndarray
-    """(V,) uint64, sorted."""
-    places: np.ndarray
-    """(V,) int32, the place of the id of each hash."""
+    """(V,) large strings, sorted, each once."""
 
     @classmethod
     def of(cls, ids: pa.Array) -> Vocabulary:
         """Of sorted ids, each once."""
-        ids = ids.cast(pa.large_string())
-        hashes = id_hashes(ids)
-        places = np.argsort(hashes).astype(np.int32)
-        return cls(ids, hashes[places], places)
+        return cls(ids.cast(pa.large_string()))
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def positions(self, ids: pa.Array) -> np.ndarray:
         """(n,) int32: the place of each id, -1 where it is null or not there."""
-        found = np.full(len(ids), -1, dtype=np.int32)
         if not len(self) or not len(ids):
-            return found
-        ids = ids.cast(pa.large_string())
-        hashes = id_hashes(ids)
-        at = np.searchsorted(self.hashes, hashes)
-        left = np.flatnonzero(at < len(self))
-        while len(left := left[self.hashes[at[left]] == hashes[left]]):
-            place = self.places[at[left]]
-            same = pc.equal(self.ids.take(pa.array(place)), ids.take(pa.array(left)))
-            same = pc.fill_null(same, False).to_numpy(zero_copy_only=False)
-            found[left[same]] = place[same]
-            left = left[~same]  # another id has this hash too: the next one may be it
-            at[left] += 1
-            left = left[at[left] < len(self)]
-        return found
+            return np.full(len(ids), -1, dtype=np.int32)
+        known, ids = (pl.Series(pl.from_arrow(each.cast(pa.large_string()))) for each in (self.ids, ids))
+        at = np.minimum(known.search_sorted(ids).to_numpy(), len(known) - 1)
+        same = (known.gather(at) == ids).fill_null(False).to_numpy()
+        return np.where(same, at, -1).astype(np.int32)
 
 
 @dataclass(frozen=True)

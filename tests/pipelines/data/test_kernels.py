@@ -294,12 +294,6 @@ def test_a_vocabulary_finds_the_places_of_its_ids(ids: list[str], known: list[st
     assert found.tolist() == [*(known.index(one) if one in known else -1 for one in ids), -1]
 
 
-def test_a_vocabulary_tells_ids_of_one_hash_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(survey_module, "id_hashes", lambda ids: np.full(len(ids), 7, dtype=np.uint64))
-    found = Vocabulary.of(pa.array(["a", "b", "c"], pa.large_string())).positions(pa.array(["c", "x", "a", "b"]))
-    assert found.tolist() == [2, -1, 0, 1]
-
-
 @FEW
 @given(st.lists(st.lists(st.sampled_from(ITEMS), unique=True), max_size=6))
 def test_the_union_of_parts_adds_up_their_counts(parts: list[list[str]]) -> None:
