@@ -65,7 +65,7 @@ class Label:
     delay_minutes: float | None = None
     """Minutes after the event until the label is known, such as 60; by default at once, or by `time`."""
     range: list[float] | None = None
-    """float32: the least and the largest value, such as [0.5, 5]; rows outside are rejected. By default any number."""
+    """float32: the smallest and the largest value, such as [0.5, 5]; rows outside are rejected. By default any number."""
 
     def __post_init__(self) -> None:
         if self.type not in LABEL_TYPES:
@@ -221,8 +221,8 @@ class Log(Files):
     time: Time | None = None
     """When the event happened: {column, unit: s | ms | us | ns | iso | order}, or {column, format: '%d.%m.%Y'}."""
     sequence: str | None = None
-    """Instead of `time`: a list of all items of the row's user, oldest first; each becomes an event, whose time is its
-    place in the list."""
+    """Instead of `time`: a list of all items of the row's user, oldest first; each becomes an event, and its time is
+    its place in the list."""
     query: str | None = None
     """Column or SQL expression of the search query."""
     request: str | None = None
