@@ -65,7 +65,8 @@ class Label:
     delay_minutes: float | None = None
     """Minutes after the event until the label is known, such as 60; by default at once, or by `time`."""
     range: list[float] | None = None
-    """float32: the smallest and the largest value, such as [0.5, 5]; rows outside are rejected. By default any number."""
+    """float32: the smallest and the largest value, such as [0.5, 5]; rows outside are rejected. By default any
+    number."""
 
     def __post_init__(self) -> None:
         if self.type not in LABEL_TYPES:

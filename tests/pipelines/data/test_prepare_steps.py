@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import logging
+import os
 import random
 from functools import partial
 from pathlib import Path
