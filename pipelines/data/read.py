@@ -73,21 +73,21 @@ class Files:
     encoding: str = "utf-8"
     """A Python codec of text files, such as cp1252."""
 
-    def check_files(self, where: str = "") -> None:
-        """ValueError for what no file can be. where: what stands before the keys in errors."""
+    def check_files(self) -> None:
+        """ValueError for what no file can be."""
         if self.format is not None and self.format not in FORMATS:
-            raise ValueError(f"'{where}format' is '{self.format}'; it must be one of {', '.join(FORMATS)}")
+            raise ValueError(f"'format' is '{self.format}'; it must be one of {', '.join(FORMATS)}")
         for key in ("quote", "escape"):
             if len(getattr(self, key).encode()) > 1:
-                raise ValueError(f"'{where}{key}' is {getattr(self, key)!r}; it is one ASCII character, or ''")
+                raise ValueError(f"'{key}' is {getattr(self, key)!r}; it is one ASCII character, or ''")
         given = self.delimiter
         if given is not None and not (given.isascii() and 1 <= len(given) <= 8 and "\n" not in given):
-            raise ValueError(f"'{where}delimiter' is {given!r}; it is one to eight ASCII characters, such as ';'")
+            raise ValueError(f"'delimiter' is {given!r}; it is one to eight ASCII characters, such as ';'")
         try:
             "".encode(self.encoding)
         except LookupError as error:
             raise ValueError(
-                f"'{where}encoding' is '{self.encoding}', which is no text encoding of Python's, such as cp1252"
+                f"'encoding' is '{self.encoding}', which is no text encoding of Python's, such as cp1252"
             ) from error
 
     @property

@@ -161,8 +161,8 @@ def beginning(uri: str) -> tuple[dict[str, Any], pl.DataFrame]:
     filesystem, path = open_uri(uri)
     if path.lower().endswith(".parquet"):
         with filesystem.open_input_file(path) as file:
-            frame = pl.DataFrame(next(pq.ParquetFile(file).iter_batches(ROWS)))
-            return {}, frame.cast({pl.Categorical: pl.String, pl.Binary: pl.String}, strict=False)
+            names = pq.read_schema(file).names
+        return {}, next(read_frames(uri, Files(), names)).rows.select(names).head(ROWS)
     for encoding in ("utf-8", "utf-16", "cp1252"):
         with suppress(*() if encoding == "cp1252" else (UserError, StopIteration)):
             frame = next(read_frames(uri, Files(format="lines", encoding=encoding), ["line"])).rows
@@ -224,19 +224,18 @@ def suggest(folder: str) -> str:
     user, item, shown = log.user, log.item, log.list
     lines.append(line("user", user.name, user.shown + (f"; or user: {', '.join(log.others)}?" if log.others else "")))
     left = [c for c in log.columns if c not in (user, item, shown, *log.times)]
-    order = pick([c for c in left if c.whole and not tell(c.name, "outcome")], "time")
     clock = next((c for c in left if c.most(r"^\d\d?:\d\d(:\d\d)?$")), None)
     listed: Any = next((c for c in log.columns if c.list), None)
     labels: dict[str, Any] = {}
     features: dict[str, dict[str, str]] = {"numbers": {}, "categories": {}}
-    if listed and user.share > 0.9 and not log.times and not order:
+    if listed and user.share > 0.9 and not log.times:
         lines.append(line("sequence", listed.list, listed.shown))
         lines += [line("item", item.name, f"after the list: {item.shown}")] if item else []
     else:
         lines += [line("explode", {"shown": shown.list}, f"each is an event: {shown.shown}")] if shown else []
         lines.append(line("item", "shown") if shown else line("item", item.name, item.shown))
-        lines.append(time_line(log, order, clock))
-        left = [c for c in left if c not in (order, clock) and (not tell(c.name, "time") or tell(c.name, "outcome"))]
+        lines.append(time_line(log, clock))
+        left = [c for c in left if c is not clock and (not tell(c.name, "time") or tell(c.name, "outcome"))]
         for role in ("request", "query", "position"):
             if (c := pick([c for c in left if not c.list], role)) and c.distinct > 1:
                 lines.append(line(role, c.name, c.shown))
@@ -246,17 +245,22 @@ def suggest(folder: str) -> str:
     lines += ["labels:  # what a user did, never an input of its own event"] if labels else []
     lines += [line(f"  {name}", value) for name, value in labels.items()]
     lines += [line(kind, made, "known before? else labels") for kind, made in features.items() if made]
-    lines += describe("user", user, looks, list(features["categories"]))
+    lines += describe("user", user, looks)
     listed = item or shown or listed
-    lines += describe("item", listed, looks, [])
+    lines += describe("item", listed, looks)
+    lines += tried(folder, lines)
+    return "\n".join([*lines, "prepare:", *settings([line.split(":")[0] for line in lines], labels, log)]) + "\n"
+
+
+def settings(keys: list[str], labels: dict[str, Any], log: Look) -> list[str]:
+    """Lines of settings of jobs.prepare. keys: those that the mapping has"""
     acts = [name for name, value in labels.items() if isinstance(value, str)]
     wanted = ("click", "purchas|buy|bought|order", "like")
     behaviour = next((name for word in wanted for name in acts if re.search(word, name)), None)
-    text = "\n".join(lines)
-    search = behaviour and "\nquery:" in text and ("\nexplode:" in text or "\nposition:" in text)
-    settings: dict[str, Any] = {"kind": "search", "core": 0} if search else {"core": 5}
-    settings |= {"behaviour": behaviour} if behaviour else {}
-    return tried(folder, lines, {**settings, "split": {"kind": "temporal" if log.times else "leave_last_out"}})
+    search = behaviour and "query" in keys and ("explode" in keys or "position" in keys)
+    lines = ["  kind: search", "  core: 0"] if search else ["  core: 5"]
+    lines += [line("  behaviour", behaviour)] if behaviour else []
+    return [*lines, line("  split", {"kind": "temporal" if log.times else "leave_last_out"})]
 
 
 def find_log(folder: str) -> tuple[Look, list[Look]]:
@@ -279,8 +283,8 @@ def find_log(folder: str) -> tuple[Look, list[Look]]:
     return log, [look for look in looks if look is not log]
 
 
-def time_line(log: Look, order: Any, clock: Any) -> str:
-    """When events happened: a column of times, a day beside a time of day, a column of an order, or that of rows."""
+def time_line(log: Look, clock: Any) -> str:
+    """When events happened: a column of times, a day beside a time of day, or the order of the rows."""
     time = next(iter(log.times), None)
     if time and clock and "%H" not in time.day and "%I" not in time.day:
         seconds = " %H:%M:%S" if clock.most(r"^\d+:\d+:") else " %H:%M"
@@ -288,9 +292,7 @@ def time_line(log: Look, order: Any, clock: Any) -> str:
     if time:
         others = "".join(f"or {c.name}? " for c in log.times if c is not time)
         return line("time", {"column": time.name, **time.time}, time.doubt + others + time.shown)
-    if order:
-        return line("time", {"column": order.name, "unit": "order"}, f"an order without clock times? {order.shown}")
-    return line("time", {"unit": "order"}, "no column looks like times: the order of the rows")
+    return line("time", {"unit": "order"}, "no column looks like times: the order of the rows, or of which column?")
 
 
 def sort_in(c: Column, exploded: bool, bare: bool, labels: dict[str, Any], features: dict[str, dict[str, str]]) -> None:
@@ -313,7 +315,7 @@ def sort_in(c: Column, exploded: bool, bare: bool, labels: dict[str, Any], featu
         features["categories"][c.feature] = c.name
 
 
-def describe(role: str, ids: Column, looks: list[Look], taken: list[str]) -> list[str]:
+def describe(role: str, ids: Column, looks: list[Look]) -> list[str]:
     """The section of the file that describes these items or users best; nothing where none does."""
     found: list[tuple[float, int, Look, Column]] = []
     mine = (ids.ids if ids.lists is None else ids.lists.explode()).unique().implode()
@@ -336,17 +338,16 @@ def describe(role: str, ids: Column, looks: list[Look], taken: list[str]) -> lis
     lines = [line(f"  {name}", value) for name, value in {"files": look.pattern, **look.keys}.items()]
     lines = [f"{role}s:", *lines, line(f"  {role}", key.name, key.shown)]
     for kind, columns in kinds.items():
-        made = {c.feature if c.feature not in taken else f"user_{c.feature}": c.value for c in columns}
+        made = {c.feature: c.value for c in columns}
         lines += [line(f"  {kind}", made)] if made else []
     return lines if any(kinds.values()) else []
 
 
-def tried(folder: str, lines: list[str], prepare: dict[str, Any]) -> str:
-    """The text, which the code that reads all of the log has tried."""
+def tried(folder: str, lines: list[str]) -> list[str]:
+    """What the code that reads all of the log says of the mapping."""
     try:
-        for seen in preview(log_of(yaml.safe_load("\n".join(lines))), folder, 0.01):
-            read, rejects = seen.rejected.rows_read, seen.rejected.rejects
-            lines.append(f"# The first rows of {seen.kind}: {read:,}, {rejects:,} of them rejected.")
+        found = preview(log_of(yaml.safe_load("\n".join(lines))), folder, 0.01)
     except (UserError, ValueError) as error:
-        lines.insert(0, f"# Not right yet: {' '.join(str(error).split())}")
-    return "\n".join([*lines, "prepare:", *(line(f"  {key}", value) for key, value in prepare.items())]) + "\n"
+        return [f"# Not right yet: {' '.join(str(error).split())}"]
+    seen = [(each.kind, each.rejected) for each in found]
+    return [f"# The first rows of {kind}: {of.rows_read:,}, {of.rejects:,} of them rejected." for kind, of in seen]
