@@ -50,7 +50,8 @@ from pipelines.data.events import partitions_for
 from pipelines.data.kinds.retrieval.simulator import simulate_retrieval
 from pipelines.data.log import log_of
 from pipelines.data.prepare import prepare
-from pipelines.data.prepare_config import WORKERS, PrepareConfig
+from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.ray_data_config import WORKERS
 from pipelines.data.splits import SplitConfig
 
 EVENTS_PER_USER, EVENTS_PER_ITEM = 20, 400

@@ -34,7 +34,7 @@ from models.tables import UserError
 from models.uri import hide, masked
 from models.words import number_of
 from pipelines import credentials
-from pipelines.data.prepare_config import WORKERS
+from pipelines.data.ray_data_config import WORKERS
 from pipelines.faults import explain, first_line, user_error_in
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)

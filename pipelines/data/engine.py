@@ -27,7 +27,7 @@ import ray.data
 from ray.data import DataContext
 
 from models.tables import UserError
-from pipelines.data.prepare_config import WORKERS, RayDataConfig
+from pipelines.data.ray_data_config import WORKERS, RayDataConfig
 from pipelines.faults import user_error_in
 
 SHARD_BYTES = 128 << 10

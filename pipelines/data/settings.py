@@ -9,7 +9,8 @@ from models.config import build, check_known, instead
 from models.tables import UserError, join, read_manifest
 from pipelines.data.kinds.table import KINDS
 from pipelines.data.log import Log
-from pipelines.data.prepare_config import PrepareConfig, RayDataConfig
+from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.ray_data_config import RayDataConfig
 from pipelines.data.splits import SplitConfig
 from pipelines.data.tables import check_can_write, check_output, check_writable
 from pipelines.data.times import FIRST_MS, LAST_MS

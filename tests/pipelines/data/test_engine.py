@@ -22,7 +22,7 @@ from models.tables import UserError
 from pipelines.data import events
 from pipelines.data.engine import KEY, Engine
 from pipelines.data.log import log_of
-from pipelines.data.prepare_config import RayDataConfig
+from pipelines.data.ray_data_config import RayDataConfig
 from pipelines.data.survey import Gathering
 from pipelines.data.tables import events_schema
 
