@@ -8,7 +8,7 @@ Of one log of each kind: all tables, the codes of three tokenizers, every model'
 validation; of some models the ranking of all users and a test; the trials of a sweep; the answers of a served model of
 each family, and what MLflow holds of its run. Nothing is imported from the project: commands run, and their tables,
 tensors and metrics are compared by content, whatever files and tensors are called. So the script reads any checkout
-whose commands are the same. Compare on one machine: other processors sum in other orders. MINUTES on two cores.
+whose commands are the same. Compare on one machine: other processors sum in other orders. Eight minutes on two cores.
 """
 
 from __future__ import annotations
