@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from models.matmul import products
+
 T = TypeVar("T")
 
-Weights = list[tuple[Tensor, int]]
+Weights = list[tuple[Tensor, Tensor, int]]
+"""Parameters, what they held, and how often that had been changed."""
 
 
 class Derived(nn.Module):
@@ -34,23 +38,27 @@ class Derived(nn.Module):
 
 def derived(owner: nn.Module, name: str, make: Callable[[], T], *others: nn.Module) -> T:
     """`make()`, kept with `owner` until `owner.train()` or `owner.eval()` is called or a parameter, of `owner` or of
-    the `others`, is changed in place, replaced or moved. Changes that torch does not count (by a fused optimizer,
-    through `.data`) need such a call after them.
+    the `others`, is changed in place or moved. Changes that torch does not count (by a fused optimizer, through
+    `.data`) and new parameters in the place of old ones need such a call after them.
 
     Holds the parameters' storage, so that no new one can come to lie at the same place.
     """
     if "derived" not in owner._modules:
         owner.add_module("derived", Derived())
     made = cast(Derived, owner.derived).made
-    now = [(p.detach(), -1 if p.is_inference() else p._version) for m in (owner, *others) for p in m.parameters()]
-    if name not in made or not _same(made[name][0], now):
-        with torch.autocast(now[0][0].device.type, enabled=False):  # what is kept is of the weights' own precision
+    if torch.compiler.is_compiling() and name in made:  # which cannot look at versions
+        return cast(T, made[name][1])
+    if name not in made or any(
+        p.data_ptr() != held.data_ptr() or not 0 <= count == _version(p) for p, held, count in made[name][0]
+    ):
+        now: Weights = [(p, p.detach(), _version(p)) for module in (owner, *others) for p in module.parameters()]
+        device = now[0][0].device.type
+        whole = products("highest") if device == "cuda" else nullcontext()
+        with torch.autocast(device, enabled=False), whole:  # what is kept is of the weights' own precision
             made[name] = now, make()
     return cast(T, made[name][1])
 
 
-def _same(before: Weights, now: Weights) -> bool:
-    return len(before) == len(now) and all(
-        old.data_ptr() == new.data_ptr() and count == recount >= 0
-        for (old, count), (new, recount) in zip(before, now, strict=True)
-    )
+def _version(parameter: Tensor) -> int:
+    """How often it was changed; of an inference tensor, which does not count, -1."""
+    return -1 if parameter.is_inference() else parameter._version

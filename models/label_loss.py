@@ -95,6 +95,5 @@ def label_loss(logits: Tensor, labels: Tensor, weights: Sequence[float], kept: T
         total = torch.stack([weight * term for weight, term in zip(weights, terms.sum(0), strict=True)]).sum()
         return whole_mean(total / max(1, len(terms)), len(terms))
     counts = kept.sum(0)
-    means = (terms * kept).sum(0) / counts.clamp(min=1)
-    parts = [weight * whole_mean(mean, count) for weight, mean, count in zip(weights, means, counts, strict=True)]
-    return torch.stack(parts).sum()
+    means = whole_mean((terms * kept).sum(0) / counts.clamp(min=1), counts)
+    return torch.stack([weight * mean for weight, mean in zip(weights, means, strict=True)]).sum()

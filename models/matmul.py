@@ -8,6 +8,8 @@ stays in float32 all the same.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -38,6 +40,17 @@ def use_exact_onednn() -> bool:
         torch.set_float32_matmul_precision(before)
         return False
     return True
+
+
+@contextmanager
+def products(precision: str) -> Iterator[None]:
+    """Meanwhile float32 is multiplied on a GPU in full (`highest`), or rounded to TF32 (`high`)."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 class Packed:

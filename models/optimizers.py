@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from models.tables import UserError
 
@@ -21,12 +21,52 @@ def make_optimizer(
     """The optimizer of the trained parameters, and of each of its groups the factor on the learning rate."""
     groups = by_factor(model, lr_multipliers)
     given: list[dict[str, Any]] = [{"params": parameters} for parameters in groups.values()]
+    on_gpu = given[0]["params"][0].device.type == "cuda"
     optimizer: torch.optim.Optimizer
     if name == "adagrad":
-        optimizer = torch.optim.Adagrad(given, lr=lr, weight_decay=weight_decay)
+        kind = CapturableAdagrad if on_gpu else torch.optim.Adagrad
+        optimizer = kind(given, lr=lr, weight_decay=weight_decay)
     else:
-        optimizer = torch.optim.AdamW(given, lr=lr, weight_decay=weight_decay, fused=True)
+        optimizer = torch.optim.AdamW(given, lr=lr, weight_decay=weight_decay, fused=True, capturable=on_gpu)
     return optimizer, list(groups)
+
+
+class CapturableAdagrad(torch.optim.Adagrad):
+    """PyTorch's Adagrad by operations on all parameters at once, which a CUDA graph can repeat with another rate."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            gradients: Any = [p.grad for p in parameters]
+            sums = [self.state[p]["sum"] for p in parameters]
+            if group["weight_decay"]:
+                gradients = torch._foreach_add(gradients, parameters, alpha=group["weight_decay"])
+            torch._foreach_addcmul_(sums, gradients, gradients)
+            spread = torch._foreach_add(torch._foreach_sqrt(sums), group["eps"])
+            updates: Any = torch._foreach_mul(torch._foreach_div(gradients, spread), group["lr"])
+            torch._foreach_sub_(parameters, updates)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, factors: Sequence[float], lr: float) -> None:
+    """Sets the learning rate `lr`, times its factor in each group; on a GPU in a tensor that a CUDA graph reads."""
+    for group, factor in zip(optimizer.param_groups, factors, strict=True):
+        device = group["params"][0].device
+        if "capturable" in group:  # a loaded state has that of another machine
+            group["capturable"] = device.type == "cuda"
+        if device.type != "cuda":
+            group["lr"] = lr * factor
+        elif isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr * factor)
+        else:  # new, or loaded
+            group["lr"] = torch.tensor(lr * factor, device=device)
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What a checkpoint keeps: the state, with learning rates as numbers."""
+    state = optimizer.state_dict()
+    state["param_groups"] = [{**group, "lr": float(group["lr"])} for group in state["param_groups"]]
+    return state
 
 
 def by_factor(model: nn.Module, declared: Mapping[str, float]) -> dict[float, list[nn.Parameter]]:

@@ -20,7 +20,7 @@ from models.by_user import ByUser
 from models.checkpoint import Checkpoint
 from models.config import hint
 from models.families import Measured
-from models.fit import FitConfig, Sums, reduce, to_device
+from models.fit import FitConfig, Sums, captures, reduce, to_device
 from models.ranking_metrics import Histogram
 from models.shares import Sharded, Share, shards_of
 from models.streaming import Plan, Stream, plan
@@ -37,12 +37,14 @@ class Batches:
     """Rows per batch of all workers together."""
     seed: int
     """Seed of the order."""
+    few_shapes: bool = False
+    """Whether batches come in few shapes, for which a GPU has its kernels in graphs."""
 
     def steps(self, epoch: int) -> int:
         return self.examples.steps(self.batch_size)
 
     def __call__(self, epoch: int, skip: int) -> Iterator[dict[str, Tensor]]:
-        return self.examples.epoch(self.batch_size, seed=self.seed, epoch=epoch, skip=skip)
+        return self.examples.epoch(self.batch_size, seed=self.seed, epoch=epoch, skip=skip, few_shapes=self.few_shapes)
 
 
 @dataclass
@@ -177,7 +179,7 @@ def set_up(
                 f"buffers; raise fit.memory_budget_gb, or leave fit.train_examples out"
             )
         train.limit_to(fit.train_examples)
-    batches = Batches(train, fit.batch_size, fit.seed)
+    batches = Batches(train, fit.batch_size, fit.seed, captures(fit, device, world))
     notes += train.notes(batches.batch_size, fit.seed)
     return Setup(entry, config, catalogue, module, batches, val, fit, device, world, notes)
 

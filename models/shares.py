@@ -270,6 +270,10 @@ class Sharded:
         """The rows as tensors."""
         raise NotImplementedError
 
+    def filled(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The batch of a training step in one of few shapes, by padding from which nothing is learned."""
+        return batch
+
     def bring(self, catalogue: Any, history: bool) -> None:
         """Lets batches bring along what the model does not hold; only where `Family.accompany` asks for it."""
         raise NotImplementedError
@@ -418,13 +422,15 @@ class Sharded:
             rows = np.concatenate([order[places] for (order, _, _), places in zip(mine, parts, strict=True)])
             yield self.drawn(rows, np.concatenate(parts), rng)
 
-    def epoch(self, batch_size: int, *, seed: int, epoch: int, skip: int = 0) -> Iterator[dict[str, Tensor]]:
-        """This worker's part of the shuffled batches from number `skip` on, as tensors."""
+    def epoch(
+        self, batch_size: int, *, seed: int, epoch: int, skip: int = 0, few_shapes: bool = False
+    ) -> Iterator[dict[str, Tensor]]:
+        """This worker's part of the shuffled batches from number `skip` on, as tensors, or in `few_shapes`."""
         for step, rows in enumerate(self.batches(batch_size, seed=seed, epoch=epoch, shuffle=True)):
             if step < skip:
                 continue
             if len(rows):
-                yield self.collate(rows)
+                yield self.filled(self.collate(rows)) if few_shapes else self.collate(rows)
             else:  # this batch is of other workers' shards: some row, as DDP wants a gradient of everyone
                 any_row = np.zeros(1, np.int64)
                 yield {**self.collate(self.drawn(any_row, any_row, np.random.default_rng(0))), IDLE: torch.ones(1)}

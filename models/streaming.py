@@ -126,7 +126,9 @@ class Stream:
             f"(fit.memory_budget_gb)"
         ]
 
-    def epoch(self, batch_size: int, *, seed: int, epoch: int, skip: int = 0) -> Iterator[dict[str, Tensor]]:
+    def epoch(
+        self, batch_size: int, *, seed: int, epoch: int, skip: int = 0, few_shapes: bool = False
+    ) -> Iterator[dict[str, Tensor]]:
         """This worker's part of the epoch's batches from number `skip` on."""
         self._check_rows()
         order = np.random.default_rng([seed, epoch, self.share.shards, self.buffers]).permutation(self.buffers)
@@ -139,7 +141,7 @@ class Stream:
                 examples = following.result() if following else self._load(int(order[place]))
                 following = reader.submit(self._load, int(order[place + 1])) if place + 1 < self.buffers else None
                 number = epoch * self.buffers + int(order[place])  # what a buffer's order of this epoch is drawn by
-                yield from examples.epoch(batch_size, seed=seed, epoch=number, skip=skip)
+                yield from examples.epoch(batch_size, seed=seed, epoch=number, skip=skip, few_shapes=few_shapes)
                 skip = 0
 
     def _load(self, number: int) -> Sharded:

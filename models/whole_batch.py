@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 import torch
 import torch.distributed as dist
@@ -21,30 +20,31 @@ from torch import Tensor
 IDLE = "idle"
 """Key of a batch that stands in on a worker that has no rows of the whole batch; its terms do not count."""
 
-_workers: ContextVar[int] = ContextVar("workers", default=1)
-_idle: ContextVar[bool] = ContextVar("idle", default=False)
+_step = {"workers": 1, "idle": False}
+"""Of the training step that is going on: a process has one."""
 
 
 @contextmanager
 def of_workers(world: int, idle: bool) -> Iterator[None]:
     """While a training step's loss is computed by `world` workers; an `idle` one's terms do not count."""
-    tokens = _workers.set(world), _idle.set(idle)
+    before = dict(_step)
+    _step.update(workers=world, idle=idle)
     try:
         yield
     finally:
-        _workers.reset(tokens[0])
-        _idle.reset(tokens[1])
+        _step.update(before)
 
 
 def whole_mean(mean: Tensor, terms: int | Tensor) -> Tensor:
-    """`mean`, a scalar over this worker's `terms`, such that the average over workers is the mean over all terms.
+    """`mean`, over this worker's `terms`, or several means over so many each, such that the average over workers is the
+    mean over all terms.
 
     Every worker must come here equally often. Alone, or outside of a training step, `mean` as it is.
     """
-    world = _workers.get()
+    world, idle = _step["workers"], _step["idle"]
     if world == 1:
-        return mean * 0 if _idle.get() else mean
-    count = torch.as_tensor(0 if _idle.get() else terms, device=mean.device).detach().to(torch.float64)
+        return mean * 0 if idle else mean
+    count = torch.as_tensor(0 if idle else terms, device=mean.device).detach().to(torch.float64)
     total = count.clone()
     dist.all_reduce(total)
     return mean * (count * world / total.clamp(min=1)).to(mean.dtype)

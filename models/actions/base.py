@@ -19,7 +19,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from models.actions.batch import ActionsCatalogue, Batch, earlier, tied
+from models.actions.batch import ActionsCatalogue, Batch, earlier
 from models.config import check_positive
 from models.label_loss import LabelOptions, drawn, label_loss, mask_places, weights_of
 from models.layers.causal_attention import CausalBlock, Layout
@@ -214,7 +214,7 @@ class ActionsModel(nn.Module):
     def layout(self, batch: Batch) -> Layout:
         """What each event of the batch reads, for a model with `tokens` positions to an event of the context."""
         context, width = batch["item"].shape[1], self.config.width // self.config.num_heads
-        return Layout.of(earlier(batch), context, width, tied=tied(batch), tokens=self.tokens)
+        return Layout.of(earlier(batch), context, width, tied="untied" not in batch, tokens=self.tokens)
 
     def encode(self, items: Tensor, actions: Tensor, layout: Layout) -> Tensor:
         """(B, L, S) states of context events, then candidates, from `items` (B, L, D) and the context's `actions`
@@ -247,9 +247,12 @@ class ActionsModel(nn.Module):
         learned = batch["candidate_valid"]
         if history:
             learned = torch.cat([batch["learn"], learned], 1)
-        place = learned.nonzero(as_tuple=True)  # one wait for the device, where each use of a mask is one
-        logits, label = self.logits(batch, history=history)[place], joined(batch, "label", history)[place]
-        loss = label_loss(logits, label, self.weights, drawn(label, self.masks, self.config.negative_rate))
+        logits, label = (
+            x.flatten(0, 1) for x in (self.logits(batch, history=history), joined(batch, "label", history))
+        )
+        kept = learned.flatten()[:, None].expand_as(label)  # no selection, for whose size a GPU would have to wait
+        some = drawn(label, self.masks, self.config.negative_rate)
+        loss = label_loss(logits, label, self.weights, kept if some is None else kept & some)
         events = torch.cat([batch["valid"], batch["candidate_valid"]], 1)
         return {"loss": loss, "padding": 1 - events.float().mean()}
 

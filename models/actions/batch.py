@@ -20,6 +20,8 @@ had come. In which order they stand changes nothing, but for LAC, which reads on
     own                     (B, T, X + G) float32 the log's own features, as `OwnFeatures.matrix` has them; left out
                                                   where there are none
     valid                   (B, T) bool           false on padding, which comes after the events
+    untied                  (0,)                  there where no two context events of a row have one time: models take
+                                                  a faster way then
     learn                   (B, T) bool           events that are learned from in training, where a model can: all, but
                                                   those that another row learns from and this one has as history
     new_numbers, new_categories, new_text
@@ -166,8 +168,8 @@ def earlier(batch: Batch) -> Tensor:
     return torch.searchsorted(known, torch.cat([known, batch["candidate_time"]], 1))
 
 
-def tied(batch: Batch) -> bool:
-    """Whether two context events of a row have one time."""
+def any_tied(batch: Batch) -> bool:
+    """Whether two context events of a row have one time. Waits for a GPU."""
     time, valid = batch["time"], batch["valid"]
     return bool(((time[:, 1:] == time[:, :-1]) & valid[:, 1:]).any())
 

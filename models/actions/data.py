@@ -22,7 +22,10 @@ import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
+from models.actions.batch import any_tied
+from models.gpu.graphs import rung
 from models.own_features import OwnFeatures
 from models.shares import Shard, Sharded, Share, compact, equal_parts, joined, runs, starts
 from models.tables import Manifest, sequences_manifest
@@ -240,7 +243,29 @@ class ActionsExamples(Sharded):
         batch["learn"] = batch["valid"] & new
         index, batch["candidate_valid"] = padded(first, candidates, 0)
         self._gather(batch, "candidate_", index, read)
+        if not any_tied(batch):
+            batch["untied"] = torch.zeros(0)
         return batch
+
+    def filled(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """With more rows, and positions of context and candidates, that hold no event."""
+        rows, context = batch["item"].shape
+        candidates = batch["candidate_item"].shape[1]
+        more = rung(rows) - rows
+        wide = {
+            "candidate_": rung(candidates) - candidates if candidates else 0,
+            "": min(rung(context), max(context, self.max_history)) - context,
+        }
+
+        def padded(name: str, value: Tensor) -> Tensor:
+            if name == "untied":
+                return value
+            of_positions = wide[next(prefix for prefix in wide if name.startswith(prefix))] if value.ndim > 1 else 0
+            return functional.pad(
+                value, (*(0, 0) * (value.ndim - 2), *(0, of_positions)[: 2 * (value.ndim > 1)], 0, more)
+            )
+
+        return {name: padded(name, value) for name, value in batch.items()}
 
     def _gather(self, batch: dict[str, Tensor], prefix: str, index: NDArray, names: tuple[str, ...]) -> None:
         for name in names:

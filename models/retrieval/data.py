@@ -21,7 +21,9 @@ import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
+from models.gpu.graphs import rung
 from models.retrieval.search.trie import Trie
 from models.shares import Shard, Sharded, Share, joined, quotas, runs, starts
 from models.tables import Manifest, UserError, join, read_manifest, read_table, sequences_manifest
@@ -353,6 +355,18 @@ class Examples(Sharded):
             window_start = np.repeat(self._row_end[rows] - length, count)
             batch["target_position"] = self._end[request] - window_start - 1
         return tensors(batch)
+
+    def filled(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """With longer histories, up to `max_history`, and of unit `user` with targets that are none."""
+        length = batch["history"].shape[1]
+        wide = min(rung(length), max(length, self.max_history)) - length
+        batch = {**batch, "history": functional.pad(batch["history"], (0, wide), value=PAD)}
+        if self.unit == "user":
+            more = rung(len(batch["target"])) - len(batch["target"])
+            batch["target"] = functional.pad(batch["target"], (0, more), value=PAD)
+            for name in ("target_row", "target_position"):
+                batch[name] = functional.pad(batch[name], (0, more))
+        return batch
 
 
 def seen_before(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -62,7 +61,7 @@ class History:
         memory = None if self.memory is None else [(k[begin:end], v[begin:end]) for k, v in self.memory]
         return History(self.states[begin:end], self.lengths[begin:end], query, memory)
 
-    @cached_property
+    @property
     def padding(self) -> Tensor | None:
         """The padding mask of the states."""
         return padding_mask(self.lengths, self.states.shape[1], self.states.dtype)

@@ -14,13 +14,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from models.config import check_least
-from models.scores import check_finite
+from models.derived import derived
+from models.gpu.graphs import Graphs, rung
+from models.matmul import products
+from models.retrieval.data import PAD
+from models.scores import check_finite, check_none, wrong_of
 
 Ranked = tuple[Tensor, Tensor]
 """(items, scores), each (B, k)."""
@@ -36,6 +41,10 @@ class RecommendOptions:
 
     unseen: bool | None = None
     """true: leave out the items of the user's history; in validations of a training, of its max_history latest."""
+    precision: Literal["highest", "high"] | None = None
+    """Products on a GPU: highest, float32 in full; high, TF32, faster, which swaps items of nearly equal scores."""
+    compile: bool | None = None
+    """true: torch.compile fuses the kernels of a search on a GPU, at half a minute per shape of its batches."""
 
 
 @dataclass
@@ -56,17 +65,70 @@ def recommender(search: Callable[..., Ranked]) -> Callable[..., Ranked]:
 
     @functools.wraps(search)
     def recommend(
-        self: Any, batch: dict[str, Tensor], k: int, *args: Any, unseen: bool | None = None, **options: Any
-    ) -> Ranked:
+        self: Any, batch: dict[str, Tensor], k: int, *args: Any, unseen: bool | None = None,
+        precision: str | None = None, compile: bool | None = None, **options: Any,
+    ) -> Ranked:  # fmt: skip
         if not len(batch["history"]):
             return nothing(k, batch["history"].device)
         more = batch["history"].shape[1] if unseen else 0  # as many as can be left out
-        items, scores = search(self, latest(batch, self.config.max_history), k + more, *args, **options)
-        if unseen:
-            items, scores = leave_out(items, scores, batch, k)
-        return items, check_finite(scores, tail=True)
+        read = latest(batch, self.config.max_history)
+
+        def found(given: dict[str, Tensor]) -> Ranked:
+            return search(self, given, k + more, *args, **options)
+
+        if batch["history"].device.type == "cuda" and not getattr(self, "_teacher_outputs", None):
+            asked = f"graphs of {k + more} {args} {sorted(options.items())} {precision} {compile}"
+            items, scores = _replayed(self, asked, read, found, precision or "highest", bool(compile))
+        else:
+            items, scores = found(read)
+            check_finite(scores, tail=True)
+        return leave_out(items, scores, batch, k) if unseen else (items, scores)
 
     return torch.no_grad()(recommend)
+
+
+READ = ("history", "history_length", "user")
+"""What a search reads of a batch."""
+
+
+def _replayed(
+    model: Any, asked: str, batch: dict[str, Tensor], search: Callable[[dict[str, Tensor]], Ranked], precision: str,
+    fused: bool,
+) -> Ranked:  # fmt: skip
+    """The search on a GPU, by a CUDA graph where one is there for as many requests and as long histories."""
+    given = filled({name: batch[name] for name in READ}, model.config.max_history)
+
+    def checked(given: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        items, scores = search(given)
+        return items, scores, wrong_of(scores, tail=True)
+
+    def make() -> Graphs[tuple[Tensor, Tensor, Tensor]]:
+        checked(given)  # makes what is derived of the weights, which is no part of a graph
+        run = torch.compile(checked, dynamic=False) if fused else checked
+
+        def with_precision(given: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+            with products(precision):
+                return run(given)
+
+        return Graphs(with_precision, batch["history"].device)
+
+    rows = len(batch["history"])
+    items, scores, wrong = derived(model, asked, make)(given)
+    items, scores = items[:rows].clone(), scores[:rows].clone()
+    check_none(wrong, scores)
+    return items, scores
+
+
+def filled(batch: dict[str, Tensor], longest: int) -> dict[str, Tensor]:
+    """The batch in one of few shapes, with longer histories, up to `longest`, and more requests."""
+    rows, length = batch["history"].shape
+    wide, more = min(rung(length), max(length, longest)) - length, rung(rows) - rows
+    history = functional.pad(batch["history"], (0, wide), value=PAD)
+    return {
+        "history": functional.pad(history, (0, 0, 0, more)),
+        "history_length": functional.pad(batch["history_length"], (0, more), value=1),
+        "user": functional.pad(batch["user"], (0, more)),
+    }
 
 
 def nothing(k: int, device: torch.device) -> Ranked:

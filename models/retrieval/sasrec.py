@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.config import check_dropout, check_positive
-from models.retrieval.data import Catalogue
+from models.retrieval.data import PAD, Catalogue
 from models.retrieval.recommend import recommender
 from models.retrieval.search.topk import top_k
 from models.whole_batch import whole_mean
@@ -102,8 +102,9 @@ class SASRec(nn.Module):
         """Mean cross-entropy over the M targets of a batch of unit `user`."""
         states = self.states(batch["history"], self.config.dropout if self.training else 0.0)
         states = states[batch["target_row"], batch["target_position"]]  # (M, D): the last state before each request
-        mean = functional.cross_entropy(states @ self.item.weight.T, batch["target"])
-        return {"loss": whole_mean(mean, len(states))}
+        target = batch["target"]
+        mean = functional.cross_entropy(states @ self.item.weight.T, target, ignore_index=PAD)
+        return {"loss": whole_mean(mean, (target != PAD).sum())}
 
     @recommender
     def recommend(self, batch: dict[str, Tensor], k: int) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,9 @@ import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
+from models.gpu.graphs import rung
 from models.own_features import OwnFeatures
 from models.retrieval.data import BUCKET, PAD, Examples, hash_strings, of_requests, request_number
 from models.search.token_labels import BehaviourLabel, behaviour_labels, label_columns, read_labels
@@ -409,6 +411,12 @@ class SearchExamples(Examples):
         if history:
             own = np.union1d(own, _keys(c["item"], c["query"], catalogue.num_queries))
         self.brought = catalogue.of_pairs(own)
+        if len(missing := np.setdiff1d(own, self.brought.pair_keys.numpy())):
+            item, query = divmod(int(missing[0]), catalogue.num_queries + 1)
+            raise UserError(
+                f"the text has no embedding of item {item} with query {query - 1}; run jobs.encode again on these "
+                f"tables"
+            )
 
     def _begin(self, end: NDArray) -> NDArray[np.int64]:
         """First behaviour of the row that serves a request with `end` behaviours before it."""
@@ -489,6 +497,35 @@ class SearchExamples(Examples):
             if text.joint is not None:
                 tensors["joint"] = text.joint
         return tensors
+
+    def filled(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """With more rows, behaviours, requests, candidates and pairs, that are none; `real` (N,) are the candidates."""
+        length = batch["history"].shape[1]
+        wide = min(rung(length), max(length, self.max_history)) - length
+        more = {name: rung(len(batch[name])) - len(batch[name]) for name in SIZED if name in batch}
+        empty = {
+            "history": PAD,
+            "history_query": NO_QUERY,
+            "request_query": NO_QUERY,
+            "pair_keys": 2**62,  # above all; a larger one would be rounded
+        }
+
+        def padded(name: str, value: Tensor) -> Tensor:
+            rows = next(more[of] for of, named in SIZED.items() if name.startswith(named))
+            beside = (*(0, 0) * (value.ndim - 2), 0, wide) if name in HISTORIES else (0, 0) * (value.ndim - 1)
+            return functional.pad(value, (*beside, 0, rows), value=empty.get(name, 0))
+
+        batch = {**batch, "real": torch.ones(len(batch["candidate"]), dtype=torch.bool)}
+        return {name: padded(name, value) for name, value in batch.items()}
+
+
+HISTORIES = ("history", "history_query", "history_time", "history_features", "history_labels")
+"""Tensors of a batch by row and behaviour."""
+SIZED = {
+    "pair_keys": ("pair", "joint"), "request_query": ("request",), "user": ("user", "history"),
+    "candidate": ("candidate", "labels", "features", "real"),
+}  # fmt: skip
+"""A tensor of each size of a batch, and the beginnings of the names of those of that size."""
 
 
 def _keys(item: NDArray, query: NDArray, num_queries: int) -> NDArray[np.int64]:

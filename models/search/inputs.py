@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from models.own_features import OwnInputs
 from models.search.data import NO_QUERY, SearchCatalogue, pair_key
-from models.tables import UserError
 
 
 class Text(nn.Module):
@@ -24,8 +23,6 @@ class Text(nn.Module):
     pairs: Tensor
     pair_keys: Tensor
     joint: Tensor
-    complete = True
-    """Whether a pair that was not encoded is an error; else its document alone is read, as where there is no query."""
 
     def __init__(self, catalogue: SearchCatalogue, width: int) -> None:
         super().__init__()
@@ -72,24 +69,13 @@ class Text(nn.Module):
         return self.of_query(self.gain * self.joint[index.clamp(min=0)]) * (index >= 0)[..., None]
 
     def pair_index(self, item: Tensor, query: Tensor) -> Tensor:
-        """(...) int64: row of each pair, -1 for padding and where there is no query.
-
-        Raises UserError for a pair that was not encoded, if the text is to be `complete`; else it is -1 too.
-        """
-        has_query = (item >= 0) & (query != NO_QUERY)
+        """(...) int64: row of each pair; -1 for padding, without a query, and for a pair that was not encoded."""
         if not len(self.pair_keys):
-            if self.complete and bool(has_query.any()):
-                raise UserError("the text holds no pair of query and item; run jobs.encode again on these tables")
             return torch.full_like(item, -1)
+        has_query = (item >= 0) & (query != NO_QUERY)
         key = pair_key(item, query, self.num_queries)
         index = torch.searchsorted(self.pair_keys, key).clamp(max=len(self.pair_keys) - 1)
-        missing = has_query & (self.pair_keys[index] != key)
-        if self.complete and bool(missing.any()):
-            raise UserError(
-                f"the text has no embedding of item {int(item[missing][0])} with query {int(query[missing][0])}; run "
-                f"jobs.encode again on these tables"
-            )
-        return torch.where(has_query & ~missing, index, -1)
+        return torch.where(has_query & (self.pair_keys[index] == key), index, -1)
 
 
 class Scale(nn.Module):

@@ -23,20 +23,24 @@ class Position(nn.Module):
 
     known: Tensor
     """(F,) bool: what is known of a result before it is shown."""
+    unknown: Tensor
+    """(U,) the places of what is not."""
 
     def __init__(self, mode: Mode, dropout_p: float, features: tuple[str, ...], unknown: tuple[str, ...], labels: int):
         super().__init__()
         self.mode, self.dropout_p = mode, dropout_p
         known = torch.tensor([name not in unknown for name in features], dtype=torch.bool)
         self.register_buffer("known", known, persistent=False)
-        count = int((~known).sum())
+        self.register_buffer("unknown", (~known).nonzero().flatten(), persistent=False)
+        count = len(self.unknown)
         self.reads = mode != "hidden" and count > 0
         self.bias = None
         if mode == "bias" and count:
             self.bias = nn.Sequential(nn.Linear(count, WIDTH), nn.ReLU(), nn.Linear(WIDTH, labels))
 
-    def hide(self, features: Tensor, request: Tensor, shown: bool) -> Tensor:
-        """(N, F): scaled features, those that are unknown at their mean, 0. `request` (N,) is that of each candidate.
+    def hide(self, features: Tensor, request: Tensor, requests: int, shown: bool) -> Tensor:
+        """(N, F): scaled features, those that are unknown at their mean, 0. `request` (N,) is that of each candidate,
+        of so many `requests`.
 
         With `shown` the mode `dropout` leaves them; in training then of a share `dropout_p` of requests alone not.
         """
@@ -44,7 +48,6 @@ class Position(nn.Module):
             return features * self.known
         if not self.training:
             return features
-        requests = int(request.max()) + 1 if len(request) else 0
         left = torch.rand(requests, device=features.device) >= self.dropout_p
         return torch.where(self.known | left[request][:, None], features, 0)
 
@@ -52,5 +55,5 @@ class Position(nn.Module):
         """(N, K) that is added to the logits where results were `shown`: 0 at the mean place."""
         if self.bias is None or not shown:
             return 0.0
-        place = features[:, ~self.known]
+        place = features[:, self.unknown]
         return self.bias(place) - self.bias(torch.zeros_like(place[:1]))

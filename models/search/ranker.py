@@ -183,7 +183,7 @@ class Ranker(nn.Module):
         request = batch["candidate_request"]
         query = batch["request_query"][request]  # (N,)
         scaled = self.scale(batch["features"])
-        features = self.shown_at.hide(scaled, request, shown)
+        features = self.shown_at.hide(scaled, request, len(batch["request_query"]), shown)
         document, query_embedding = self.text.pair(batch["candidate"], query), self.text.query(query)  # (N, E)
         shared = self.dnn(torch.cat([features, query_embedding, document], 1))
         parts = [document, shared]
@@ -210,6 +210,9 @@ class Ranker(nn.Module):
         """The batch with the candidates that are learned from, and (N, K) for which labels; None for all. Those without
         any label are not computed."""
         used = drawn(batch["labels"], self.masks, self.config.negative_rate)
+        if "real" in batch:  # of a few shapes: nothing is left out, as a GPU would have to wait to see how much
+            real = batch["real"][:, None].expand_as(batch["labels"])
+            return batch, real if used is None else real & used
         if used is None:
             return batch, None
         kept = used.any(1)

@@ -151,7 +151,6 @@ class SearchRequests:
     def __init__(self, folder: str, model: Any, catalogue: SearchCatalogue, counts: str | None = None) -> None:
         """`counts`: the table of `jobs.prepare --counts_as_of`, where there is one."""
         self.length, self.mean, self.config = model.config.max_history, model.scale.mean.numpy(), model.config
-        model.text.complete = False
         has_queries = read_manifest(f"{folder}/tables/queries", "queries").rows > 0
         queries = read_table(f"{folder}/tables/queries", "queries")["query"].to_pylist() if has_queries else []
         encoder, documents = None, []

@@ -148,13 +148,11 @@ class RecurrentScorer:
         self.decoder, self.history, self.level = decoder, history, 0
         self.states: list[MixerState] = []  # per block, of B * W rows
 
-    @torch.no_grad()
     def start(self) -> Tensor:
         states = self.history.states
         x, self.states = self.decoder.read(self.history, states.new_zeros((len(states), 0, states.shape[2])))
         return self._score(x)[:, 0]
 
-    @torch.no_grad()
     def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
         decoder, users = self.decoder, torch.arange(len(parents), device=parents.device).unsqueeze(1)
         beams = len(self.states[0].memory) // len(parents)

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from models.actions.attributes import Attributes
-from models.actions.batch import ActionsCatalogue, check_batch, earlier, tied
+from models.actions.batch import ActionsCatalogue, any_tied, check_batch, earlier
 
 
 def test_every_event_sees_what_is_strictly_before_it(batch):
     batch["candidate_time"][0] = torch.tensor([30, 31, -5])
-    assert not tied(batch)
+    assert not any_tied(batch)
     assert earlier(batch)[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 3, 4, 0]
     batch["time"][0, 2:5] = 20
-    assert tied(batch)
+    assert any_tied(batch)
     assert earlier(batch)[0].tolist() == [0, 1, 2, 2, 2, 5, 6, 5, 5, 0]
     assert earlier(batch)[3, 7:9].tolist() == [0, 0]  # a user without context
 

@@ -14,7 +14,7 @@ from models.search.data import SearchCatalogue, SearchExamples
 from models.search.hllm import HLLM, HLLMConfig
 from models.search.hstu import HSTUConfig, HSTURanker
 from models.search.qgs import QGS, QGSConfig
-from models.tables import UserError, join
+from models.tables import join
 from tests.models.search.test_search_equations import loop_loss
 from tests.search_tables import ITEM_MODEL
 
@@ -267,14 +267,6 @@ def test_a_state_slides_in_halves_and_stays_small(catalogue, batch, most, blocks
 def test_a_longer_history_than_positions_is_refused(catalogue, batch):
     with pytest.raises(ValueError, match="exceeds max_history 4"):
         make("qgs", catalogue, max_history=4).score(batch)
-
-
-def test_an_unencoded_pair_is_an_error(catalogue, batch):
-    model = make("base", catalogue)
-    model.text.pair_keys = model.text.pair_keys[:5]
-    model.text.pairs = model.text.pairs[:5]
-    with pytest.raises(UserError, match="has no embedding of item"):
-        model.score(batch)
 
 
 @pytest.mark.long

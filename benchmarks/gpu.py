@@ -1,0 +1,328 @@
+"""What a GPU does in a training step and in a search, with CUDA graphs and without, with PyTorch alone.
+
+    python -m benchmarks.gpu [--json FILE] [--part train search] [--variants tiger sid_mlp]
+
+`train` drives `models.fit` on batches in memory: plain, captured (`fit.capture`), and compiled beforehand
+(`fit.compile`). Weights and batches are random; the first steps are left out of the times. `same` says whether losses
+and weights after all steps equal the plain run's, `off` by how much they differ. `search` times `recommend` as graphs
+and without, in turn; `float32` products in full and as `tf32`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models import registry
+from models.bench import actions, decode
+from models.fit import EpochEvent, FitConfig, StepEvent, fit
+from models.retrieval.data import Catalogue
+
+Row = dict[str, Any]
+CUDA = torch.device("cuda")
+ITEMS = 12_101
+"""Of the catalogue: as many as amazon14_beauty has."""
+MODES = ("plain", "captured", "compiled")
+STEPS = 130
+SKIPPED = 50
+"""First steps, in which graphs and kernels are made."""
+
+
+def catalogue() -> Catalogue:
+    codes = decode.random_codes(ITEMS, torch.Generator().manual_seed(0))
+    return Catalogue.from_codes(codes, (256, 256, 256, 256))
+
+
+def retrieval_batches(size: int, unit: str) -> list[dict[str, Tensor]]:
+    """Two batches of full histories of 20 items."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(2):
+        length = torch.full((size,), 20)
+        batch = {
+            "history": torch.randint(0, ITEMS, (size, 20), generator=generator),
+            "history_length": length,
+            "user": torch.arange(size),
+        }
+        if unit == "user":
+            batch |= {"target": torch.randint(0, ITEMS, (size * 16,), generator=generator)}
+            batch |= {"target_row": torch.arange(size).repeat_interleave(16)}
+            batch |= {"target_position": torch.arange(4, 20).repeat(size)}
+        else:
+            batch["target"] = torch.randint(0, ITEMS, (size,), generator=generator)
+        found.append(batch)
+    return found
+
+
+def actions_batches(name: str, rows: int, length: int) -> list[dict[str, Tensor]]:
+    cut = length // 2 if name == "genrank" else 0
+    found = []
+    for _ in range(2):
+        batch = actions.batch_of(rows, length - cut, cut)
+        found.append({**{key: value.contiguous() for key, value in batch.items()}, "untied": torch.zeros(0)})
+    return found
+
+
+TRAINED: dict[str, tuple[dict[str, Any], Callable[[], list[dict[str, Tensor]]], dict[str, Any]]] = {
+    "tiger": ({"name": "tiger"}, lambda: retrieval_batches(256, "request"), {"lr": 0.003}),
+    "sid_mlp": ({"name": "sid_mlp"}, lambda: retrieval_batches(512, "request"), {"lr": 5e-5, "weight_decay": 1e-4}),
+    "sasrec": ({"name": "sasrec", "max_history": 50}, lambda: retrieval_batches(256, "user"), {}),
+    "gdn": ({"name": "gdn"}, lambda: retrieval_batches(256, "request"), {}),
+    **{
+        f"{name}-{length}": (
+            {"name": name},
+            lambda name=name, length=length: actions_batches(name, 16384 // length, length),  # type: ignore[misc]
+            {"lr": 1e-3},
+        )
+        for length in (512, 1024)
+        for name in ("interleaved", "attn_lfa", "attn_mvp", "genrank")
+    },
+}
+"""Variant -> model, batches, settings of fit."""
+
+
+class Repeated:
+    """The same batches again and again, as `fit` takes them."""
+
+    def __init__(self, batches: list[dict[str, Tensor]], steps: int) -> None:
+        self.given, self.count = batches, steps
+
+    def steps(self, epoch: int) -> int:
+        return self.count
+
+    def __call__(self, epoch: int, skip: int) -> Iterator[dict[str, Tensor]]:
+        return itertools.islice(itertools.cycle(self.given), skip, self.count)
+
+
+def built(options: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    of: Any = actions.catalogue() if options["name"] in actions.VARIANTS else catalogue()
+    config = registry.config_from_dict(options)
+    model: Any = registry.build(config, of)
+    if hasattr(model, "set_teacher"):
+        model.set_teacher(registry.teacher_of(config, of))
+    return model.to(CUDA)
+
+
+def train_of(variant: str, mode: str) -> tuple[Row, dict[str, Tensor]]:
+    """The row of a run, and its weights after as many steps as every run takes."""
+    options, batches, settings = TRAINED[variant]
+    model = built(options)
+    if hasattr(model, "set_teacher") and model._teacher:
+        model._teacher[0].to(CUDA)
+    config = FitConfig(
+        max_epochs=1, log_every_steps=10, metric="none", seed=3, warmup_share=0.1,
+        capture="off" if mode in ("plain", "again") else "auto", compile=mode == "compiled", **settings,
+    )  # fmt: skip
+    torch.cuda.reset_peak_memory_stats()
+    began, made, rates, losses, weights = time.perf_counter(), 0.0, [], {}, {}
+    for event in fit(model, Repeated(batches(), STEPS), lambda m: ({"none": 0.0}, 1), config, device=CUDA):
+        if isinstance(event, StepEvent):
+            losses[event.step] = event.loss
+            if event.step == SKIPPED:
+                made = time.perf_counter() - began
+                weights = {name: value.float().cpu() for name, value in model.state_dict().items()}
+            if event.step > SKIPPED:
+                rates.append(event.examples_per_s)
+        elif isinstance(event, EpochEvent):
+            wait = event.data_wait
+    rows = len(next(iter(batches()[0].values())))
+    row = {
+        "benchmark": "gpu train", "variant": variant, "mode": mode, "examples_per_s": statistics.median(rates),
+        "step_ms": 1e3 * rows / statistics.median(rates), "first_steps_s": made, "data_wait": wait,
+        "peak_memory_mb": torch.cuda.max_memory_allocated() / 2**20,
+        "reserved_mb": torch.cuda.max_memory_reserved() / 2**20, "losses": [losses[s] for s in sorted(losses)][:5],
+    }  # fmt: skip
+    return row, weights
+
+
+def train(variants: list[str], modes: list[str]) -> Iterator[Row]:
+    for variant in variants:
+        plain: dict[str, Tensor] = {}
+        first: Row = {}
+        for mode in modes:
+            torch._dynamo.reset()
+            torch.cuda.empty_cache()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                try:
+                    row, weights = train_of(variant, mode)
+                except Exception as error:
+                    traceback.print_exc()
+                    yield {"benchmark": "gpu train", "variant": variant, "mode": mode, "error": str(error)[:400]}
+                    continue
+            row["warnings"] = sorted({str(w.message)[:300] for w in caught if "CUDA graph" in str(w.message)})
+            if mode == "plain":
+                plain, first = weights, row
+            elif plain:
+                row["same"] = all(torch.equal(plain[name], weights[name]) for name in plain)
+                row["off"] = max(float((plain[n] - weights[n]).abs().max()) for n in plain if plain[n].numel())
+                row["speedup"] = row["examples_per_s"] / first["examples_per_s"]
+            yield row
+
+
+SEARCHED = ("sid_mlp", "tiger", "sid_mlp_pp", "one_layer", "earn", "nezha", "gdn", "mamba2", "sasrec")
+SIZES = ((1, 50), (32, 50), (256, 50))
+
+
+def search(variants: list[str], runs: int = 5) -> Iterator[Row]:
+    for variant in variants:
+        try:
+            yield from search_of(variant, runs)
+        except Exception as error:
+            traceback.print_exc()
+            yield {"benchmark": "gpu search", "variant": variant, "error": str(error)[:400]}
+
+
+def timed(call: Callable[[], Any], times: int = 5) -> list[float]:
+    """Seconds of each of some calls, after one that is left out: what went before is of other calls."""
+    call()
+    found = []
+    for _ in range(times):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        found.append(time.perf_counter() - began)
+    return found
+
+
+@torch.no_grad()
+def search_of(variant: str, runs: int) -> Iterator[Row]:
+    model = built({"name": variant}).eval()
+    recommend = type(model).recommend
+    plain = (
+        recommend.__wrapped__.__wrapped__ if hasattr(recommend.__wrapped__, "__wrapped__") else recommend.__wrapped__
+    )
+    for size, beam in SIZES:
+        batch = {name: value.to(CUDA) for name, value in retrieval_batches(size, "request")[0].items()}
+        options = {} if variant == "sasrec" else {"beam": beam}
+        calls: dict[str, Callable[[], Any]] = {
+            "plain": lambda b=batch, o=options: plain(model, b, 10, **o),  # type: ignore[misc]
+            "graph": lambda b=batch, o=options: model.recommend(b, 10, **o),  # type: ignore[misc]
+        }
+        torch.set_float32_matmul_precision("highest")
+        found, times = {}, {name: [] for name in calls}  # type: ignore[var-annotated]
+        for name, call in calls.items():
+            for _ in range(3):
+                found[name] = [part.clone() for part in call()]
+        for _ in range(runs):
+            for name, call in calls.items():
+                times[name] += timed(call)
+        row = {
+            "benchmark": "gpu search", "variant": variant, "params": {"batch": size, "beam": beam, "k": 10},
+            **{f"{name}_ms": 1e3 * statistics.median(values) for name, values in times.items()},
+            "same_items": torch.equal(found["plain"][0], found["graph"][0]),
+            "off": float((found["plain"][1] - found["graph"][1]).nan_to_num(0, 0, 0).abs().max()),
+        }  # fmt: skip
+        torch.set_float32_matmul_precision("high")
+        model.train().eval()
+        for _ in range(3):
+            tf32 = [part.clone() for part in calls["graph"]()]
+        some = [second for _ in range(runs) for second in timed(calls["graph"])]
+        torch.set_float32_matmul_precision("highest")
+        model.train().eval()
+        changed = (tf32[0] != found["graph"][0]).any(1).float().mean()
+        yield row | {"tf32_ms": 1e3 * statistics.median(some), "tf32_lists_changed": float(changed)}
+
+
+def busy(variants: list[str]) -> Iterator[Row]:
+    """What the kernels of a training step are, by time."""
+    from torch.profiler import ProfilerActivity, profile
+
+    for variant in variants:
+        options, batches, _ = TRAINED[variant]
+        model = built(options).train()
+        batch = {name: value.to(CUDA) for name, value in batches()[0].items()}
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True, capturable=True)
+
+        def step() -> None:
+            with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+                loss = model(batch)["loss"]  # noqa: B023
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)  # noqa: B023
+            optimizer.step()  # noqa: B023
+            optimizer.zero_grad(set_to_none=True)  # noqa: B023
+
+        for _ in range(3):
+            step()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            step()
+            torch.cuda.synchronize()
+        events = [e for e in seen.key_averages() if e.self_device_time_total > 0]
+        events.sort(key=lambda e: -e.self_device_time_total)
+        yield {
+            "benchmark": "gpu busy", "variant": variant, "kernels": sum(e.count for e in events),
+            "busy_ms": sum(e.self_device_time_total for e in events) / 1e3,
+            "top": [[e.key[:90], round(e.self_device_time_total / 1e3, 3), e.count] for e in events[:10]],
+        }  # fmt: skip
+
+
+def page(rows: list[Row]) -> Iterator[str]:
+    """Markdown tables of kept lines."""
+    trained: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        if row["benchmark"] == "gpu train":
+            trained.setdefault(row["variant"], {})[row["mode"]] = row
+    yield "| training step | plain, ms | captured, ms | compiled, ms | captured, examples/s |"
+    yield "| --- | ---: | ---: | ---: | ---: |"
+    for variant, modes in trained.items():
+        cells = [f"{modes[mode]['step_ms']:.1f}" if mode in modes else "" for mode in MODES]
+        rate = f"{modes['captured']['examples_per_s']:,.0f}" if "captured" in modes else ""
+        yield f"| {variant} | {' | '.join(cells)} | {rate} |"
+    yield ""
+    yield "| search, beam 50 | batch | plain, ms | graph, ms | graph and TF32, ms |"
+    yield "| --- | ---: | ---: | ---: | ---: |"
+    for row in rows:
+        if row["benchmark"] == "gpu search":
+            times = " | ".join(f"{row[name]:.1f}" for name in ("plain_ms", "graph_ms", "tf32_ms"))
+            yield f"| {row['variant']} | {row['params']['batch']} | {times} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("--json", help="file that the lines are added to")
+    parser.add_argument("--part", nargs="+", default=["train", "search"], choices=["train", "search", "busy"])
+    parser.add_argument("--variants", nargs="+", help="of those that a part has")
+    parser.add_argument("--modes", nargs="+", default=["plain", "captured"], choices=[*MODES, "again"])
+    parser.add_argument("--page", metavar="FILE", help="prints the tables of lines that were kept, and times nothing")
+    options = parser.parse_args()
+    if options.page:
+        print(*page([json.loads(line) for line in Path(options.page).read_text().splitlines()]), sep="\n")
+        return
+    if not torch.cuda.is_available():
+        sys.exit("error: PyTorch sees no GPU on this machine")
+    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+
+    def chosen(known: Any) -> list[str]:
+        return [name for name in known if options.variants is None or name in options.variants]
+
+    parts = {
+        "train": lambda: train(chosen(TRAINED), options.modes),
+        "search": lambda: search(chosen(SEARCHED)),
+        "busy": lambda: busy(chosen(TRAINED)),
+    }
+    for part in options.part:
+        for row in parts[part]():
+            line = json.dumps(about | row)
+            print(line, flush=True)
+            if options.json:
+                with open(options.json, "a") as file:
+                    file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""What graphs on a GPU rest on, as far as a CPU shows it: nothing waits, few shapes, and equal results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from itertools import cycle, islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from models import fit as fit_module
+from models import registry
+from models.actions.batch import ActionsCatalogue
+from models.actions.data import ActionsExamples
+from models.fit import FitConfig, fit
+from models.gpu.graphs import Graphs, rung
+from models.optimizers import CapturableAdagrad
+from models.retrieval.data import Examples
+from models.retrieval.recommend import filled
+from models.search.data import SearchCatalogue, SearchExamples
+from models.tables import join
+from tests import small_retrieval
+from tests.actions_tables import write_actions
+from tests.search_tables import write_search
+
+GRADIENT = [name for name, entry in registry.MODELS.items() if entry.gradient]
+OF = {
+    family: [n for n in GRADIENT if registry.find(n).family.name == family]
+    for family in ("retrieval", "search", "actions")
+}
+SMALL: dict[str, dict[str, Any]] = {
+    "search": {
+        "max_history": 8,
+        "text_width": 6,
+        "dnn_width": 12,
+        "tower_width": 8,
+        "group_output": 10,
+        "dropout": 0.0,
+    },
+    "actions": {"width": 16, "num_layers": 2, "num_heads": 2, "ffn": 32, "expert_width": 16, "tower_width": 8},
+}
+DEEP = {"width": 24, "num_layers": 2, "num_heads": 2, "ffn": 16}
+WAITS = {
+    "atspeed_s": "a draft is verified as far as it holds, which is asked after each",
+    "atspeed_r": "as atspeed_s",
+}
+"""Models whose search reads values back, with the reason."""
+
+
+@pytest.fixture(scope="module")
+def search_log(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    return write_search(tmp_path_factory.mktemp("log"), joint=True)
+
+
+def retrieval_model(name: str) -> tuple[Any, dict[str, Tensor]]:
+    """The model, with its teacher where it has one, and a batch of its unit."""
+    entry, catalogue = registry.find(name), small_retrieval.catalogue()
+    known = {field.name for field in fields(entry.config)}
+    options: dict[str, Any] = {"name": name}
+    if name == "tiger":
+        options |= small_retrieval.TEACHER
+    elif "teacher_model" in known and not name.startswith("lc_rec"):
+        options["teacher_model"] = small_retrieval.TEACHER
+    config = registry.config_from_dict(options)
+    torch.manual_seed(0)
+    model: Any = registry.build(config, catalogue)
+    if hasattr(model, "set_teacher"):
+        model.set_teacher(registry.teacher_of(config, catalogue))
+    batch = small_retrieval.requests(8, longest=5)
+    if entry.unit == "user":
+        batch |= {"target": torch.tensor([1, 2, 3]), "target_row": torch.tensor([0, 1, 2])}
+        batch |= {"target_position": torch.tensor([0, 0, 0])}
+    return model, batch
+
+
+def search_model(name: str, log: tuple[str, str], **options: Any) -> tuple[Any, SearchExamples]:
+    config = registry.config_from_dict({"name": name} | SMALL["search"] | ({} if name == "base" else DEEP) | options)
+    catalogue = SearchCatalogue.load(*log)
+    torch.manual_seed(0)
+    model = registry.build(config, catalogue)
+    return model, SearchExamples.of_model(config).load(join(log[0], "sequences"), "train", max_history=8)
+
+
+def traced(run: Any) -> Any:
+    """`run()` as one graph: a value that is read back, or a shape that depends on values, is an error."""
+    torch._dynamo.reset()
+    return torch.compile(run, backend="eager", fullgraph=True)()
+
+
+@pytest.mark.parametrize("name", OF["retrieval"])
+def test_no_step_and_no_search_of_retrieval_waits(name):
+    model, batch = retrieval_model(name)
+    model.train()
+    assert torch.isfinite(traced(lambda: model(batch)["loss"]))
+    if registry.find(name).recommends is None or name in WAITS:
+        return
+    model.eval()
+    items, scores = model.recommend(batch, 3)  # which makes what is kept of the weights
+    search = type(model).recommend.__wrapped__.__wrapped__
+    with torch.no_grad():
+        found = traced(lambda: search(model, batch, 3))
+    assert torch.equal(found[0], items)
+    assert torch.allclose(found[1], scores, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", OF["search"])
+def test_no_step_of_search_waits(name, search_log):
+    model, examples = search_model(name, search_log)
+    batch = examples.filled(examples.collate(np.arange(9)))
+    assert torch.isfinite(traced(lambda: model.train()(batch)["loss"]))
+
+
+@pytest.fixture(scope="module")
+def feed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_actions(tmp_path_factory.mktemp("actions"), viewers=True)
+
+
+def actions_model(name: str, feed: str, **options: Any) -> tuple[Any, ActionsExamples]:
+    entry = registry.find(name)
+    config = registry.config_from_dict({"name": name} | SMALL["actions"] | options)
+    torch.manual_seed(0)
+    model = registry.build(config, ActionsCatalogue.load(feed))
+    examples = ActionsExamples.of_model(config).load(join(feed, "sequences"), "train", unit=entry.unit, max_history=10)
+    return model, examples
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", OF["actions"])
+def test_no_step_and_no_score_of_actions_waits(name, tied, feed):
+    model, examples = actions_model(name, feed)
+    batch = next(examples.epoch(5, seed=1, epoch=0, few_shapes=True))
+    batch.pop("untied", None)
+    batch |= {} if tied else {"untied": torch.zeros(0)}
+    assert torch.isfinite(traced(lambda: model.train()(batch)["loss"]))
+    with torch.no_grad():
+        assert traced(lambda: model.eval().logits(batch, history=False)).isfinite().all()
+
+
+@pytest.mark.parametrize("size", range(1, 200))
+def test_a_rung_is_at_most_half_more(size):
+    assert size <= rung(size) <= max(size, 1.5 * size)
+    assert rung(rung(size)) == rung(size)
+
+
+def alike(model: Any, plain: dict[str, Tensor], wide: dict[str, Tensor]) -> None:
+    """The two batches have the same loss and gradients, up to the rounding of float32."""
+    assert any(wide[name].shape != plain[name].shape for name in plain)
+    found = []
+    for batch in (plain, wide):
+        model.zero_grad()
+        loss = model.eval()(batch)["loss"]
+        loss.backward()
+        found.append([loss, *(p.grad for p in model.parameters() if p.grad is not None)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", OF["actions"])
+def test_nothing_is_learned_from_what_fills_a_batch_of_actions(name, feed):
+    model, examples = actions_model(name, feed, dropout=0.0, category_dropout=0.0)
+    plain = next(examples.epoch(5, seed=1, epoch=0))
+    alike(model, plain, examples.filled(plain))
+
+
+@pytest.mark.parametrize("name", OF["search"])
+def test_nothing_is_learned_from_what_fills_a_batch_of_searches(name, search_log):
+    model, examples = search_model(name, search_log)
+    examples.bring(SearchCatalogue.load(*search_log), True)
+    plain = examples.collate(np.arange(9))
+    alike(model, plain, examples.filled(plain))
+
+
+@pytest.mark.parametrize("name", ["tiger", "sasrec"])
+def test_nothing_is_learned_from_what_fills_a_batch_of_histories(name):
+    model, plain = retrieval_model(name)
+    examples = Examples.in_memory("train", registry.find(name).unit, 6, 8)
+    alike(model, plain, examples.filled(plain))
+
+
+@pytest.mark.parametrize("name", ["tiger", "sid_mlp", "sasrec"])
+def test_a_search_of_more_requests_and_longer_histories_finds_the_same(name):
+    model, _ = retrieval_model(name)
+    batch = small_retrieval.requests(5, longest=5)
+    wide = filled({key: batch[key] for key in ("history", "history_length", "user")}, 6)
+    assert wide["history"].shape == (6, 6)
+    items, scores = model.eval().recommend(batch, 4)
+    more, their = model.recommend(wide, 4)
+    assert torch.equal(items, more[:5])
+    assert torch.allclose(scores, their[:5], atol=1e-5)
+
+
+class Repeated:
+    """Batches of two shapes in turn."""
+
+    def __init__(self, batches: list[dict[str, Tensor]]) -> None:
+        self.batches = batches
+
+    def steps(self, epoch: int) -> int:
+        return 7
+
+    def __call__(self, epoch: int, skip: int) -> Iterator[dict[str, Tensor]]:
+        return (dict(batch) for batch in islice(cycle(self.batches), skip, 7))
+
+
+def trained(model: Any, batches: list[dict[str, Tensor]], stop: int = 0, state: Any = None, **options: Any) -> Any:
+    """The weights after two epochs, or the state of the event after `stop` steps."""
+    config = FitConfig(max_epochs=2, metric="none", seed=3, lr=0.01, checkpoint_every_steps=3, **options)
+    for event in fit(model, Repeated(batches), lambda m: ({"none": 0.0}, 1), config, state=state):
+        if event.step == stop and event.state:
+            return {"weights": {n: v.clone() for n, v in model.state_dict().items()}, "state": event.state}
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adagrad"])
+def test_steps_on_the_graphs_own_tensors_are_the_same_steps(optimizer, monkeypatch):
+    """As on a GPU, but for the graph: the third batch of a shape and all later ones are copied into kept tensors."""
+    batches = [small_retrieval.requests(8, longest=5), small_retrieval.requests(8, seed=2, longest=4)]
+    plain = trained(retrieval_model("tiger")[0], batches, optimizer=optimizer)
+    made = []
+    monkeypatch.setattr(fit_module, "captures", lambda *of: True)
+    monkeypatch.setattr(fit_module, "Graphs", lambda *of: made.append(Graphs(*of)) or made[-1])
+    replayed = trained(retrieval_model("tiger")[0], batches, optimizer=optimizer)
+    assert [len(graphs._graphs) for graphs in made] == [2]
+    stopped = trained(retrieval_model("tiger")[0], batches, stop=10, optimizer=optimizer)
+    model = retrieval_model("tiger")[0]
+    model.load_state_dict(stopped["weights"])
+    resumed = trained(model, batches, state=stopped["state"], optimizer=optimizer)
+    for name, value in plain.items():
+        assert torch.equal(value, replayed[name]), name
+        assert torch.equal(value, resumed[name]), name
+
+
+def test_adagrad_of_all_parameters_at_once_is_torchs():
+    torch.manual_seed(0)
+    start = [torch.randn(3, 4), torch.randn(5)]
+    ours, theirs = ([p.clone().requires_grad_() for p in start] for _ in range(2))
+    options = {"lr": 0.1, "weight_decay": 0.01}
+    steppers = [(CapturableAdagrad(ours, **options), ours), (torch.optim.Adagrad(theirs, **options), theirs)]
+    for _ in range(4):
+        gradients = [torch.randn_like(p) for p in start]
+        for optimizer, parameters in steppers:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient.clone()
+            optimizer.step()
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
