@@ -149,8 +149,8 @@ def replay(scheduler: TrialScheduler, past: list[tuple[int, int, float, str]]) -
     for name in {name for *_, name in past}:
         scheduler.on_trial_add(None, SimpleNamespace(config={TRIAL: name}))  # type: ignore[arg-type]
     for _, epoch, value, name in sorted(past):
-        trial: Any = SimpleNamespace(config={TRIAL: name})
-        if scheduler.on_trial_result(None, trial, {EPOCH: epoch, VALUE: value}) == TrialScheduler.STOP:  # type: ignore[arg-type]
+        trial, told = SimpleNamespace(config={TRIAL: name}), {EPOCH: epoch, VALUE: value}
+        if name not in stopped and scheduler.on_trial_result(None, trial, told) == TrialScheduler.STOP:  # type: ignore[arg-type]
             stopped.add(name)
     return stopped
 
@@ -183,20 +183,19 @@ class Ledger(Callback):
         return {**self.__dict__, "say": None}
 
     def on_trial_result(self, iteration: int, trials: list, trial: Any, result: dict, **info: Any) -> None:
-        name = trial.config[TRIAL]
         if ERROR in result:
-            self.errors[name] = result[ERROR]
+            self.errors[name_of(trial)] = result[ERROR]
         elif VALUE in result:
-            self.say(f"  {name}  epoch {result[EPOCH]:>3}  {self.plan.grid.metric} {result[VALUE]:.4f}")
+            self.say(f"  {name_of(trial)}  epoch {result[EPOCH]:>3}  {self.plan.grid.metric} {result[VALUE]:.4f}")
 
     def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-        one = self.plan.trials[trial.config[TRIAL]]
+        one = self.plan.trials[name_of(trial)]
         if one.name not in self.errors:
             stop(one, self.plan)
         self.count(one)
 
     def on_trial_error(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-        one = self.plan.trials[trial.config[TRIAL]]
+        one = self.plan.trials[name_of(trial)]
         lines = str(trial.get_pickled_error() or "").strip().splitlines()
         self.errors[one.name] = lines[-1].strip() if lines else "the process of the trial was lost"
         self.count(one)
@@ -224,7 +223,7 @@ def sweep(
     experiment: str | None = None,
     command: str = "",
     say: Callable[[str], None] = print,
-    start: Callable[[], None] | None = None,
+    start: Callable[[], None] = lambda: None,
 ) -> Swept:
     """Runs those trials of the grid that are not done yet. Ray must be started, or `start` starts it where trials are
     to run.
@@ -241,9 +240,8 @@ def sweep(
     workers, test = (1, False) if grid.kind == "evaluate" else (ray_options.num_workers, options.test)
     pending = [trial for trial in trials if not is_done(trial, folder, test)]
     tracking.connect(uri)
-    if pending and start:
-        start()
     if pending:
+        start()
         tracking.check_nodes(uri, sum(node["Alive"] for node in ray.nodes()))
         check_cluster(ray_options, workers, wants_gpu(ray_options, workers))
     threads = ray_options.threads or (0 if grid.kind == "evaluate" else max(1, int(ray_options.cpus_per_worker)))

@@ -47,13 +47,15 @@ def test_an_interrupted_sweep_decides_as_an_undisturbed_one(data: st.DataObject)
     names = ["a", "b", "c", "d"]
     turns = data.draw(st.permutations([name for name in names for _ in range(6)]))
     values = data.draw(st.lists(st.floats(0, 1), min_size=len(turns), max_size=len(turns)))
-    done = dict.fromkeys(names, 0)
-    reports = []
+    done, stopped, halving = dict.fromkeys(names, 0), set(), make_scheduler(ASHA, 6)
+    reports, whole = [], []
     for name, value in zip(turns, values, strict=True):
-        done[name] += 1
-        reports.append((name, done[name], value))
+        if name not in stopped:
+            done[name] += 1
+            reports.append((name, done[name], value))
+            whole += decisions(halving, reports[-1:])
+            stopped |= {name} if whole[-1] == "STOP" else set()
     cut = data.draw(st.integers(0, len(reports)))
-    whole = decisions(make_scheduler(ASHA, 6), reports)
     again = make_scheduler(ASHA, 6)
     past = [(at, epoch, value, name) for at, (name, epoch, value) in enumerate(reports[:cut])]
     told = {name for (name, _, _), decision in zip(reports[:cut], whole, strict=False) if decision == "STOP"}
