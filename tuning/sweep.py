@@ -157,7 +157,7 @@ def replay(scheduler: TrialScheduler, past: list[tuple[int, int, float, str]]) -
 
 def past_reports(plan: Plan) -> list[tuple[int, int, float, str]]:
     """What the trials reported before this call, up to the checkpoints that they go on from: MLflow has it."""
-    found, client = [], tracking.connect(plan.run.uri)
+    found, client = [], tracking.connect(plan.uri)
     for name in plan.trials:
         noted, last = read_record(join(plan.folder, name)), here.last_whole(join(plan.folder, name))
         if not noted or "tracking" not in noted or not last:
@@ -203,7 +203,7 @@ class Ledger(Callback):
     def count(self, trial: Trial) -> None:
         """Says what has become of a trial that ended."""
         self.done += 1
-        found = outcome(trial, self.plan.folder, self.plan.grid, self.errors)
+        found = outcome(trial, self.plan, self.errors)
         value = f"  {self.plan.grid.metric} {found.value:.4f}" if found.value is not None else ""
         why = f": {found.error}" if found.error else ""
         self.say(f"[{self.done}/{len(self.plan.trials)}] {found.name} {found.status}{value}{why}")
@@ -234,29 +234,30 @@ def sweep(
     began = time.monotonic()
     check_name(name)
     tables, storage, extra = absolute(tables), absolute(storage), absolute(extra) if extra else None
-    folder, uri = join(storage, name), resolve_uri(tracking_uri, storage)
-    family, hashes = check(grid, trials, tables, extra, folder, ray_options, uri)
-    experiment = experiment or f"{family}/{dataset_name(tables)}"
     workers, test = (1, False) if grid.kind == "evaluate" else (ray_options.num_workers, options.test)
-    pending = [trial for trial in trials if not is_done(trial, folder, test)]
-    tracking.connect(uri)
+    threads = ray_options.threads or (0 if grid.kind == "evaluate" else max(1, int(ray_options.cpus_per_worker)))
+    plan = Plan(
+        grid, {t.name: t for t in trials}, tables, extra, join(storage, name), resolve_uri(tracking_uri, storage),
+        replace(ray_options, threads=threads), test, command,
+    )  # fmt: skip
+    family, hashes = check(plan)
+    plan = replace(plan, experiment=experiment or f"{family}/{dataset_name(tables)}")
+    pending = [trial for trial in trials if not is_done(trial, plan)]
+    tracking.connect(plan.uri)
     if pending:
         start()
-        tracking.check_nodes(uri, sum(node["Alive"] for node in ray.nodes()))
+        tracking.check_nodes(plan.uri, sum(node["Alive"] for node in ray.nodes()))
         check_cluster(ray_options, workers, wants_gpu(ray_options, workers))
-    threads = ray_options.threads or (0 if grid.kind == "evaluate" else max(1, int(ray_options.cpus_per_worker)))
-    ray_options = replace(ray_options, threads=threads)
     with held(storage, name, PATIENCE):
-        settings = {"tables": tables, "ray": asdict(ray_options), "options": asdict(options)}
-        run = open_run(grid, trials, folder, uri, experiment, hashes, settings, command)
-        plan = Plan(grid, {t.name: t for t in trials}, tables, extra, folder, run, ray_options, test, command)
+        run = open_run(plan, hashes, options)
+        plan = replace(plan, parent=run.run_id)
         say(f"{number_of(len(trials), 'trial')} of {grid.name}, {len(trials) - len(pending)} done before; metric "
             f"{grid.metric}")  # fmt: skip
         ledger, results = Ledger(plan, len(trials) - len(pending), say), None
         try:
             if pending:
                 results = run_pending(plan, pending, options.concurrency, workers, ledger)
-            found = [outcome(trial, folder, grid, ledger.errors) for trial in trials]
+            found = [outcome(trial, plan, ledger.errors) for trial in trials]
             best = close(grid, run, found)
         except BaseException as error:
             tracking.Logger(run).end("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
@@ -265,62 +266,63 @@ def sweep(
         raise UserError(f"the sweep '{name}' stopped with {left} of {len(trials)} trials to do; the same line goes on")
     if best is None:
         why = next((f" ({o.name}: {o.error})" for o in found if o.error), "")
-        raise UserError(f"no trial of the sweep {folder} has a value; mend what failed, then run the same line{why}")
-    return Swept(name, folder, run, found, best, time.monotonic() - began, results)
+        raise UserError(
+            f"no trial of the sweep {plan.folder} has a value; mend what failed, then run the same line{why}"
+        )
+    return Swept(name, plan.folder, run, found, best, time.monotonic() - began, results)
 
 
-def check(
-    grid: Grid, trials: list[Trial], tables: str, extra: str | None, folder: str, ray_options: RayOptions, uri: str
-) -> tuple[str, dict[str, str]]:
+def check(plan: Plan) -> tuple[str, dict[str, str]]:
     """The family of the models, and the hashes of the tables that all trials read. UserError for what no trial could
     do. Nothing is written."""
     family, hashes = "", []
-    for trial in trials:
-        own = trial.extra(extra)
-        if grid.kind == "train":
+    for trial in plan.trials.values():
+        own = trial.extra(plan.extra)
+        if plan.grid.kind == "train":
             checked = check_training(
-                model=trial.model, fit=FitConfig(**trial.fit), ray_options=ray_options, tables=tables, extra=own,
-                storage=folder, name=trial.name, tracking_uri=uri,
+                model=trial.model, fit=FitConfig(**trial.fit), ray_options=plan.ray, tables=plan.tables,
+                extra=own, storage=plan.folder, name=trial.name, tracking_uri=plan.uri,
             )  # fmt: skip
             family = checked.entry.family.name
             hashes.append(checked.hashes)
             continue
         options = {key: value for key, value in trial.evaluate.items() if key != "batch_size"}
-        about = check_evaluation(trial.folders["checkpoint"], tables, own, options)
-        known, metric = [*about.metrics, "users_per_s", "peak_memory_mb"], grid.metric.removeprefix("test/")
+        about = check_evaluation(trial.folders["checkpoint"], plan.tables, own, options)
+        known, metric = [*about.metrics, "users_per_s", "peak_memory_mb"], plan.grid.metric.removeprefix("test/")
         if metric not in known:
-            raise UserError(f"the metric of the grid {grid.name} is {grid.metric}, which is not measured; "
+            raise UserError(f"the metric of the grid {plan.grid.name} is {plan.grid.metric}, which is not measured; "
                             f"{hint(metric, known)}; known are {', '.join(known)}")  # fmt: skip
-        if (noted := read_record(join(folder, trial.name))) and noted.get("evaluate") != trial.evaluate:
-            raise UserError(f"{trial.name} was measured with other options in {folder}; choose another --name")
+        if (noted := read_record(join(plan.folder, trial.name))) and noted.get("evaluate") != trial.evaluate:
+            raise UserError(f"{trial.name} was measured with other options in {plan.folder}; choose another --name")
         family = registry.find(about.name).family.name
         hashes.append(about.hashes)
     return family, dict(set.intersection(*(set(read.items()) for read in hashes)))
 
 
-def open_run(
-    grid: Grid, trials: list[Trial], folder: str, uri: str, experiment: str, hashes: dict[str, str],
-    settings: dict[str, Any], command: str,
-) -> tracking.RunRef:  # fmt: skip
+def open_run(plan: Plan, hashes: dict[str, str], options: Options) -> tracking.RunRef:
     """The sweep's MLflow run: that of this folder, or a new one."""
-    key, client = sha256(folder.encode()).hexdigest(), tracking.connect(uri)
-    begun = any(read_record(join(folder, trial.name)) for trial in trials)
-    place = client.get_experiment_by_name(experiment)
+    key, client, grid = sha256(plan.folder.encode()).hexdigest(), tracking.connect(plan.uri), plan.grid
+    begun = any(read_record(join(plan.folder, name)) for name in plan.trials)
+    place = client.get_experiment_by_name(plan.experiment)
     there = client.search_runs([place.experiment_id], f"tags.`{tracking.KEY_TAG}` = '{key}'") if place else []
     for found in there:
         if not found.data.params:  # it was being made when the sweep was killed
             client.delete_run(found.info.run_id)
         elif begun or found.info.status != "FINISHED":  # else the folder of a sweep that ended is gone
-            run = tracking.RunRef(uri, experiment, found.info.run_id)
+            run = tracking.RunRef(plan.uri, plan.experiment, found.info.run_id)
             tracking.reopen(run)
             return run
     tags = {
         tracking.KIND_TAG: "sweep", "sweep.grid": grid.name, "sweep.axes": json.dumps(grid.keys),
-        "sweep.metric": grid.metric, "command": command, "mlflow.source.name": "jobs.sweep", tracking.KEY_TAG: key,
+        "sweep.metric": grid.metric, "command": plan.command, "mlflow.source.name": "jobs.sweep",
+        tracking.KEY_TAG: key,
     }  # fmt: skip
-    about = {"sweep": {"grid": grid.name, "source": grid.source, "trials": len(trials)}, **settings}
-    storage, _, name = folder.rpartition("/")
-    return tracking.open_run(uri, experiment, name, storage, config=about, hashes=hashes, tags=tags)
+    config = {
+        "sweep": {"grid": grid.name, "source": grid.source, "trials": len(plan.trials)}, "tables": plan.tables,
+        "ray": asdict(plan.ray), "options": asdict(options),
+    }  # fmt: skip
+    storage, _, name = plan.folder.rpartition("/")
+    return tracking.open_run(plan.uri, plan.experiment, name, storage, config=config, hashes=hashes, tags=tags)
 
 
 def run_pending(
@@ -367,9 +369,9 @@ def run_pending(
     return results
 
 
-def outcome(trial: Trial, folder: str, grid: Grid, errors: dict[str, str]) -> Outcome:
-    """What has become of a trial of the sweep in `folder`; `errors` are those of this call."""
-    folder = join(folder, trial.name)
+def outcome(trial: Trial, plan: Plan, errors: dict[str, str]) -> Outcome:
+    """What has become of a trial; `errors` are those of this call."""
+    folder = join(plan.folder, trial.name)
     noted = read_record(folder)
     made = Outcome(trial.id, trial.name, trial.point, "unfinished", error=errors.get(trial.name))
     made.run_id = noted["tracking"]["run_id"] if noted and "tracking" in noted else None
@@ -377,11 +379,11 @@ def outcome(trial: Trial, folder: str, grid: Grid, errors: dict[str, str]) -> Ou
         made.status = "failed"
     elif noted and noted["status"] == "finished":
         made.status = "stopped" if noted.get("stopped") else "finished"
-        if grid.kind == "evaluate":
-            made.value, made.checkpoint = noted["values"].get(grid.metric), trial.folders["checkpoint"]
+        if plan.grid.kind == "evaluate":
+            made.value, made.checkpoint = noted["values"].get(plan.grid.metric), trial.folders["checkpoint"]
         else:
             made.checkpoint, made.epochs = join(folder, BEST), noted["epochs"]
-            made.value = checkpoint.read(made.checkpoint).metrics.get(grid.metric.removeprefix("val/"))
+            made.value = checkpoint.read(made.checkpoint).metrics.get(plan.metric)
     return made
 
 

@@ -53,14 +53,18 @@ class Plan:
     """SIDS or TEXT, for trials whose point names none."""
     folder: str
     """The sweep's folder."""
-    run: tracking.RunRef
-    """The sweep's MLflow run."""
+    uri: str
+    """MLflow."""
     ray: RayOptions
     """Workers of each trial."""
     test: bool
     """Whether finished trials are measured on the test split too."""
     command: str
     """Command line of the sweep."""
+    experiment: str = ""
+    """MLflow experiment."""
+    parent: str = ""
+    """Id of the sweep's MLflow run, once it is open."""
 
     @property
     def metric(self) -> str:
@@ -83,7 +87,7 @@ class Plan:
 def run_trial(config: dict[str, Any], plan: Plan) -> None:
     """What Tune runs. It is told of a UserError, which would come again, and does not try again."""
     trial = plan.trials[config[TRIAL]]
-    tracking.expect(plan.run.uri)
+    tracking.expect(plan.uri)
     try:
         if plan.grid.kind == "evaluate":
             measure(trial, plan)
@@ -102,11 +106,11 @@ def fit(trial: Trial, plan: Plan) -> None:
 
     trained = train(
         model=trial.model, fit=FitConfig(**trial.fit), ray_options=plan.ray, tables=plan.tables,
-        extra=trial.extra(plan.extra), storage=plan.folder, name=trial.name, tracking_uri=plan.run.uri,
-        experiment=plan.run.experiment, parent_run=plan.run.run_id, log_model=False, say=quiet, tags=plan.tags(trial),
+        extra=trial.extra(plan.extra), storage=plan.folder, name=trial.name, tracking_uri=plan.uri,
+        experiment=plan.experiment, parent_run=plan.parent, log_model=False, say=quiet, tags=plan.tags(trial),
         heard=heard, callbacks=[ToTune(plan.metric)] if plan.ray.num_workers > 1 else (), wait=PATIENCE,
     )  # fmt: skip
-    if not is_done(trial, plan.folder, plan.test):
+    if not is_done(trial, plan):
         result, about = evaluate(
             trained.checkpoint, plan.tables, trial.extra(plan.extra), device=plan.device,
             batch_size=FitConfig(**trial.fit).eval_batch_size,
@@ -140,8 +144,8 @@ def measure(trial: Trial, plan: Plan) -> None:
     )  # fmt: skip
     config = {"model": about.model, "fit": about.fit, "evaluate": result.options, "checkpoint": result.checkpoint}
     run = tracking.open_run(
-        plan.run.uri, plan.run.experiment, trial.name, plan.folder, config=config, hashes=about.hashes,
-        parent=plan.run.run_id, tags=plan.tags(trial),
+        plan.uri, plan.experiment, trial.name, plan.folder, config=config, hashes=about.hashes,
+        parent=plan.parent, tags=plan.tags(trial),
     )  # fmt: skip
     peak = torch.cuda.max_memory_allocated() / 2**20 if plan.device == "cuda" else resident_peak_mb()
     values = {f"test/{name}": value for name, value in result.metrics.items()}
@@ -169,12 +173,12 @@ def stop(trial: Trial, plan: Plan) -> None:
         conclude(folder, noted, checkpoint.read(last), stopped=True)
 
 
-def is_done(trial: Trial, folder: str, test: bool) -> bool:
-    """Whether nothing is left to do for the trial of the sweep in `folder`; MLflow has what it did on test."""
-    noted = read_record(join(folder, trial.name))
+def is_done(trial: Trial, plan: Plan) -> bool:
+    """Whether nothing is left to do for the trial; MLflow has what it did on test."""
+    noted = read_record(join(plan.folder, trial.name))
     if noted is None or noted["status"] != "finished":
         return False
-    if not test or noted.get("stopped"):
+    if not plan.test or noted.get("stopped"):
         return True
     run = tracking.RunRef(**noted["tracking"])
     measured = tracking.connect(run.uri).get_run(run.run_id).data
