@@ -5,9 +5,9 @@
 
 Any setting of all trials can be given as --model.KEY or --fit.KEY, other values of an axis as --axes.KEY '[A, B]';
 --axes.fit.seed '[42, 43, 44]' repeats any grid over seeds.
---smoke takes the grid's variant of about a minute, --dry_run prints the trials and what they would cost, --resume
-goes on where a sweep of that name was stopped, with --options.again true also with trials that failed. Pass the
-folder of a finished sweep to use its best trial, as in --model.encoder runs/STAGE_1.
+--smoke takes the grid's variant of about a minute, --dry-run prints the trials. The same line again finds what is
+finished and goes on with the rest, trials that failed too. Pass the folder of a finished sweep to use its best trial,
+as in --model.encoder runs/STAGE_1.
 """
 
 from __future__ import annotations
@@ -27,13 +27,11 @@ from models.config import naming
 from models.places import reach
 from models.tables import UserError
 from models.words import number_of
+from pipelines import tracking
 from pipelines.data.tables import check_can_write
 from pipelines.training.options import FEWER, RayOptions
-from tuning.checked import check
 from tuning.grid import Grid, Trial, load
-from tuning.options import Options
-from tuning.probe import estimate
-from tuning.record import best_checkpoint
+from tuning.sweep import Options, Swept, best_trial, sweep
 
 FREE = ("model", "fit", "evaluate", "axes")
 """Options whose keys are those of the grid's model, training and evaluation."""
@@ -60,10 +58,8 @@ class Config:
     """TEXT: the folder that jobs.encode made, for search models; models of actions can do without."""
     smoke: bool = False
     """Take the grid's small variant."""
-    resume: bool = False
-    """Go on with the sweep of this name: what is done is left alone."""
     dry_run: bool = False
-    """Print the trials and their estimated cost, and do nothing."""
+    """Print the trials, and do nothing."""
     samples: int | None = None
     """Draw this many points of the grid; by default as the grid says."""
     set: dict[str, Any] = field(default_factory=dict)
@@ -121,7 +117,7 @@ def read(config: Config) -> tuple[Grid, list[Trial]]:
             raise UserError(f"--axes.{key} is {values!r}, it must be a list such as '[0.1, 0.2]'")
     for key in TRAINED:
         if key in axes:
-            axes[key] = [best_checkpoint(value) for value in axes[key]]
+            axes[key] = [best_trial(value) for value in axes[key]]
     grid = load(config.grid).varied(config.smoke, axes)
     if config.samples is not None:
         if config.samples < 1:
@@ -130,8 +126,8 @@ def read(config: Config) -> tuple[Grid, list[Trial]]:
     sets = {key: value for key, value in config.set.items() if not key.startswith("axes.")}
     for key in TRAINED:
         if isinstance(sets.get(key), str):
-            sets[key] = best_checkpoint(sets[key])
-    trials = grid.trials(sets, check=not config.dry_run)
+            sets[key] = best_trial(sets[key])
+    trials = grid.trials(sets)
     if config.storage and not config.dry_run and all(takes_cache(trial.model) for trial in trials):
         trials = grid.trials({**sets, "model.teacher_cache": f"{config.storage.rstrip('/')}/teacher_cache"})
     return grid, trials
@@ -139,40 +135,35 @@ def read(config: Config) -> tuple[Grid, list[Trial]]:
 
 def takes_cache(model: dict[str, Any]) -> bool:
     """Whether the model can keep what its teacher says, for all trials, and is not told otherwise."""
-    name = str(model.get("name"))
-    kind: Any = registry.model_config(name) if name in registry.MODELS else None
+    kind: Any = registry.model_config(str(model["name"])) if model else None
     if kind is None or "teacher_cache" not in naming(kind, "folder"):
         return False
     return kind.has_lasting_outputs and not (model.get("teacher_cache") or model.get("end_to_end"))
 
 
-def run(config: Config) -> Any:
-    """Runs the sweep and prints its outcome, or the trials alone; returns a `tuning.sweep.Swept`, or None."""
+def run(config: Config) -> Swept | None:
+    """Runs the sweep and prints its outcome, or the trials alone."""
     grid, trials = read(config)
-    names = {str(trial.model["name"]) for trial in trials if "name" in trial.model}
-    entries = [registry.MODELS[name] for name in sorted(names & registry.MODELS.keys())]
-    folders = [entry.folder(sids=config.sids, text=config.text) for entry in entries]
-    extra = (
-        next(filter(None, folders), None) if entries else config.sids
-    )  # of checkpoints, which retrieval alone sweeps
     if config.dry_run:
-        show(grid, trials, config, extra)
+        show(grid, trials)
         return None
     reach(tables=config.tables, sids=config.sids, text=config.text)
     check_can_write(str(config.storage))
-    checked = check(
+    entries = [registry.find(trial.model["name"]) for trial in trials if trial.model]
+    folders = [entry.folder(sids=config.sids, text=config.text) for entry in entries]
+    extra = next(filter(None, folders), None) if entries else config.sids  # of checkpoints, which retrieval sweeps
+    workers = config.ray.num_workers if grid.kind == "train" else 1
+    cli.check_cpus(workers, config.ray.cpus_per_worker, FEWER)
+
+    def start() -> None:
+        cli.preflight(tables=config.tables, sids=config.sids, text=config.text, storage=config.storage)
+        cli.start_ray()
+
+    swept = sweep(
         grid, trials, tables=str(config.tables), extra=extra, storage=str(config.storage),
         name=config.name or grid.name, ray_options=config.ray, options=config.options,
-        tracking_uri=config.tracking_uri, resume=config.resume,
-    )  # fmt: skip
-    cli.check_cpus(checked.workers, config.ray.cpus_per_worker, FEWER)
-    from pipelines import tracking  # these import Ray and MLflow, and a wrong command line has its answer before that
-    from tuning.sweep import carry_on
-
-    cli.preflight(tables=config.tables, sids=config.sids, text=config.text, storage=config.storage)
-    swept = carry_on(
-        checked, experiment=config.experiment, command=" ".join(["python -m jobs.sweep", *sys.argv[1:]]),
-        say=partial(print, flush=True), start=cli.start_ray,
+        tracking_uri=config.tracking_uri, experiment=config.experiment,
+        command=" ".join(["python -m jobs.sweep", *sys.argv[1:]]), say=partial(print, flush=True), start=start,
     )  # fmt: skip
     ranked = sorted(swept.outcomes, key=lambda o: -math.inf if o.value is None else o.value, reverse=True)
     for found in ranked[:20]:
@@ -180,10 +171,7 @@ def run(config: Config) -> Any:
         print(f"{value}  {found.status:<9} {found.name}" + (f"  ({found.error})" if found.error else ""))
     if len(ranked) > 20:
         print(f"           and {len(ranked) - 20} more in trials.json")
-    if swept.already:
-        print(f"The sweep '{swept.name}' is finished; nothing to do.")
-    else:
-        print(f"Swept {number_of(len(trials), 'trial')} of {grid.name} in {swept.seconds:.0f} s.")
+    print(f"Swept {number_of(len(trials), 'trial')} of {grid.name} in {swept.seconds:.0f} s.")
     print(f"  best        {swept.best.name}: {grid.metric} {swept.best.value:.4f}")
     print(f"  checkpoint  {swept.best.checkpoint}")
     print(f"  MLflow run  {swept.run.run_id} in {swept.run.experiment}")
@@ -193,27 +181,15 @@ def run(config: Config) -> Any:
     return swept
 
 
-def show(grid: Grid, trials: list[Trial], config: Config, extra: str | None) -> None:
-    """Prints the trials and, where the model is there and tables are given, what they would cost."""
-    size, _ = grid.all_points()
+def show(grid: Grid, trials: list[Trial]) -> None:
+    """Prints the trials, and what the paper found with them."""
     print(f"{grid.name}: {grid.source}")
     for said in [*(f"the paper: {line}" for line in grid.findings), *([f"here: {grid.notes}"] if grid.notes else [])]:
         print(f"  {' '.join(said.split())}")
     for trial in trials:
         print(f"  {trial.name}  " + "  ".join(f"{key} {value}" for key, value in trial.point.items()))
-    print(f"{len(trials)} of {number_of(size, 'point')}; metric {grid.metric}; scheduler {grid.scheduler.name}")
-    names = sorted({str(trial.model.get("name")) for trial in trials if trial.model})
-    missing = [name for name in names if name not in registry.MODELS]
-    if missing:
-        print(f"the model '{missing[0]}' is not there yet, so these are not run")
-    elif config.tables and grid.kind == "train":
-        grid.trials({key: value for key, value in config.set.items() if not key.startswith("axes.")})
-        threads = config.ray.threads or max(1, int(config.ray.cpus_per_worker))
-        hours = estimate(grid, trials, config.tables, extra, threads) / 3600
-        print(
-            f"at most about {hours:.2f} hours one after the other with {config.ray.cpus_per_worker:g} CPUs each, "
-            f"as timed here with {number_of(threads, 'thread')} on up to three of them"
-        )
+    size = number_of(len(grid.all_points()), "point")
+    print(f"{len(trials)} of {size}; metric {grid.metric}; scheduler {grid.scheduler.name}")
 
 
 if __name__ == "__main__":

@@ -56,8 +56,8 @@ SIMULATED_TAG = "simulated"
 VIEW = {"mlflow.experimentKind": "custom_model_development"}
 """Tag of experiments by which MLflow's page opens them in the view for trainings."""
 
-KIND_TAG, TRIAL_TAG, POINT_TAG, ERROR_TAG = "trieline.kind", "sweep.trial", "sweep.point", "sweep.error"
-"""Tags of sweeps: whether a run is a `sweep` or its `trial`; of a trial its stable id, its values, why it failed."""
+KIND_TAG, TRIAL_TAG, POINT_TAG = "trieline.kind", "sweep.trial", "sweep.point"
+"""Tags of sweeps: whether a run is a `sweep` or its `trial`; of a trial its stable id and its values."""
 
 
 KEY_TAG = "trieline.key"

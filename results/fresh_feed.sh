@@ -18,9 +18,7 @@ mkdir -p "$out"
 [ -e "$out/tables/statistics.json" ] || "$python" -m jobs.prepare --source jobs/configs/sources/simulated_feed.yaml \
   --input "$out/raw" --output "$out/tables"
 "$python" -m jobs.audit --tables "$out/tables"
-resume=()
-[ ! -e "$out/runs/fresh_feed" ] || resume=(--resume)
 "$python" -m jobs.sweep --grid tuning/grids/fresh_feed.yaml --tables "$out/tables" --storage "$out/runs" --name fresh_feed \
-  --experiment actions/fresh_feed --options.concurrency 1 --ray.threads 1 "${resume[@]}"
+  --experiment actions/fresh_feed --options.concurrency 1 --ray.threads 1
 "$python" -m jobs.compare --sweep fresh_feed --experiment actions/fresh_feed --tracking_uri "sqlite:///$out/runs/mlflow.db" \
   --export results/fresh_feed.jsonl

@@ -206,8 +206,6 @@ class Step:
     """What has to be the same as undisturbed."""
     needs: tuple[str, ...] = ()
     """Commands whose results it reads."""
-    more: tuple[str, ...] = ()
-    """Options of another start of the same."""
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -289,7 +287,6 @@ STEPS = {
                             f"retrieval/{out.name}", "--options.test", "false", "--ray.threads", "1"],
         trained,
         needs=("prepare",),
-        more=("--resume",),
     ),
 }  # fmt: skip
 """In the order in which each needs what those before have made."""
@@ -380,7 +377,7 @@ def kill(
         while not found.codes or found.codes[-1] != 0:
             if len(found.codes) == TRIES:
                 raise ValueError(f"it did not end well in {TRIES} starts")
-            process = world.start(step.words(world, out) + list(step.more if (out / "swept").exists() else ()))
+            process = world.start(step.words(world, out))
             if not found.codes:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(found.at_s)

@@ -1,55 +1,89 @@
 """A sweep: the trials of a grid through Ray Tune, as child runs of one MLflow run. `jobs.sweep` is its command.
 
-`STORAGE/NAME/` holds `sweep.json` (the trials and the MLflow run), a folder per trial (`tuning/trial.py`) and Tune's
-own. What is done is read from the trials' folders alone: Tune writes its state now and then, and a driver
-that is killed in between would lose trials or run them twice.
+A sweep keeps nothing of its own. `STORAGE/NAME/` holds a folder per trial (`tuning/trial.py`), named by its values;
+what is done is read from there, and what trials told the scheduler from their MLflow runs. Tune's own folder is never
+read, and removed at the end.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import math
 import os
+import re
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from types import SimpleNamespace
 from typing import Any
-
-from models.words import number_of
 
 os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # MLflow has the metrics; no files beside it
 os.environ.setdefault("TUNE_FUNCTION_THREAD_TIMEOUT_S", "30")  # a stopped trial leaves its process to the next one
 os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the ledger below says what there is to say
 
-import pandas as pd
 import ray
 from pyarrow import fs
 from ray import tune
 from ray.tune import Callback
+from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, TrialScheduler
 from ray.tune.search import BasicVariantGenerator
 
+from models import checkpoint, registry
+from models.config import flattened, hint
+from models.fit import FitConfig
 from models.tables import UserError, join, open_uri
-from models.uri import masked
+from models.uri import absolute
+from models.words import number_of
 from pipelines import credentials, tracking
-from pipelines.data.tables import check_writable
+from pipelines.evaluation.checked import check as check_evaluation
+from pipelines.stores import resolve_uri
+from pipelines.training import here
+from pipelines.training.checked import check as check_training
+from pipelines.training.checked import check_name
 from pipelines.training.options import RayOptions
-from pipelines.training.record import read_record
+from pipelines.training.record import BEST, read_record
 from pipelines.training.run import check_cluster, dataset_name, held, resources, wants_gpu
-from tuning.checked import Checked, check
-from tuning.grid import EPOCH, TRIAL, VALUE, Grid, Trial
-from tuning.halving import Halving, make
-from tuning.options import Options
-from tuning.outcome import Outcome, best_metrics, best_of, outcome
-from tuning.probe import check_models
-from tuning.record import NO_BEST, write_sweep
-from tuning.trial import PATIENCE, Plan, fail, forgive, read_reports, run_trial, stop, tested
+from tuning.grid import Grid, Scheduler, Trial
+from tuning.trial import EPOCH, ERROR, PATIENCE, TRIAL, VALUE, Plan, is_done, run_trial, stop
 
 logging.getLogger("ray.tune.analysis.experiment_analysis").setLevel(logging.ERROR)  # misses the files left out above
 
-TUNE = "tune"
-"""In a sweep's folder: what Tune writes for itself."""
+
+@dataclass
+class Options:
+    """How a sweep is run."""
+
+    concurrency: int = 0
+    """Trials at once at most; 0: as many as the cluster has room for."""
+    test: bool = True
+    """Measure each finished trial on the test split too; the best is chosen on val all the same."""
+
+
+@dataclass
+class Outcome:
+    """A trial, as `trials.json` lists it."""
+
+    trial: str
+    """Stable id."""
+    name: str
+    """Folder and MLflow name."""
+    point: dict[str, Any]
+    """Values of the axes."""
+    status: str
+    """finished, stopped (early, by the scheduler), failed, or unfinished."""
+    value: float | None = None
+    """The sweep's metric: of the best epoch, or of the evaluation."""
+    epochs: int | None = None
+    """Epochs done."""
+    run_id: str | None = None
+    """MLflow run."""
+    checkpoint: str | None = None
+    """Folder of the best weights."""
+    error: str | None = None
+    """Why it failed."""
 
 
 @dataclass
@@ -68,44 +102,109 @@ class Swept:
     """The best of those that have a value."""
     seconds: float
     """Time of this call."""
-    already: bool = False
-    """Whether it was finished before."""
-    table: pd.DataFrame | None = None
-    """Tune's of the trials that ran in this call: what each last told, and its value on each axis (`config/...`)."""
+    results: tune.ResultGrid | None = None
+    """Tune's of the trials that ran in this call; None where the sweep was finished before."""
+
+
+class Halving(AsyncHyperBandScheduler):
+    """Ray's ASHA, its rungs keyed by the trial's own name where Ray's ids change with every start of Tune."""
+
+    def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
+        super().on_trial_add(tune_controller, named(trial))
+
+    def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
+        return super().on_trial_result(tune_controller, named(trial), result)
+
+    def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
+        super().on_trial_complete(tune_controller, named(trial), result)
+
+    def on_trial_remove(self, tune_controller: Any, trial: Any) -> None:
+        super().on_trial_remove(tune_controller, named(trial))
+
+
+def name_of(trial: Any) -> str:
+    """What Tune calls a trial."""
+    return str(trial.config[TRIAL])
+
+
+def named(trial: Any) -> Any:
+    """What the scheduler sees of a trial: its name in place of Ray's id."""
+    return SimpleNamespace(trial_id=name_of(trial))
+
+
+def make_scheduler(scheduler: Scheduler, max_epochs: int) -> TrialScheduler:
+    """Ray's scheduler for what the grid says."""
+    if scheduler.name == "none":
+        return FIFOScheduler()
+    return Halving(
+        time_attr=EPOCH, metric=VALUE, mode="max", max_t=max(max_epochs, scheduler.grace),
+        grace_period=scheduler.grace, reduction_factor=scheduler.reduction, stop_last_trials=False,
+    )  # fmt: skip
+
+
+def replay(scheduler: TrialScheduler, past: list[tuple[int, int, float, str]]) -> set[str]:
+    """Tells the scheduler what trials reported before an interruption, (milliseconds, epoch, value, name), in order of
+    time; returns the names of those that it stops."""
+    stopped = set()
+    for name in {name for *_, name in past}:
+        scheduler.on_trial_add(None, SimpleNamespace(config={TRIAL: name}))  # type: ignore[arg-type]
+    for _, epoch, value, name in sorted(past):
+        trial, told = SimpleNamespace(config={TRIAL: name}), {EPOCH: epoch, VALUE: value}
+        if name not in stopped and scheduler.on_trial_result(None, trial, told) == TrialScheduler.STOP:  # type: ignore[arg-type]
+            stopped.add(name)
+    return stopped
+
+
+def past_reports(plan: Plan) -> list[tuple[int, int, float, str]]:
+    """What the trials reported before this call, up to the checkpoints that they go on from: MLflow has it."""
+    found, client = [], tracking.connect(plan.uri)
+    for name in plan.trials:
+        noted, last = read_record(join(plan.folder, name)), here.last_whole(join(plan.folder, name))
+        if not noted or "tracking" not in noted or not last:
+            continue
+        run, reached = noted["tracking"]["run_id"], checkpoint.read(last).step
+        ends = [point.step for point in client.get_metric_history(run, "epoch")]
+        for point in client.get_metric_history(run, tracking.metric_name(f"val/{plan.metric}")):
+            if point.step <= reached:
+                epoch = 1 + sum(end < point.step for end in ends)
+                found.append((point.timestamp, epoch, point.value, name))
+    return found
 
 
 class Ledger(Callback):
-    """Follows the trials: says how they come on, ends those that are stopped, notes those that failed for good."""
+    """Follows the trials: says how they come on, ends those that are stopped, notes the errors of those that fail."""
 
-    def __init__(self, grid: Grid, plan: Plan, done: int, until: float, say: Callable[[str], None]) -> None:
-        self.grid, self.plan, self.done, self.until, self.say = grid, plan, done, until, say
+    def __init__(self, plan: Plan, done: int, say: Callable[[str], None]) -> None:
+        self.plan, self.done, self.say = plan, done, say
+        self.errors: dict[str, str] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Tune writes its callbacks down, to read them where it resumes, which is not done here."""
         return {**self.__dict__, "say": None}
 
     def on_trial_result(self, iteration: int, trials: list, trial: Any, result: dict, **info: Any) -> None:
-        if VALUE in result:
-            name = trial.config[TRIAL]
-            self.say(f"  {name}  epoch {result[EPOCH]:>3}  {self.plan.metric} {result[VALUE]:.4f}")
+        if ERROR in result:
+            self.errors[name_of(trial)] = result[ERROR]
+        elif VALUE in result:
+            self.say(f"  {name_of(trial)}  epoch {result[EPOCH]:>3}  {self.plan.grid.metric} {result[VALUE]:.4f}")
 
     def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-        one = self.plan.trials[trial.config[TRIAL]]
-        if time.monotonic() < self.until:
+        one = self.plan.trials[name_of(trial)]
+        if one.name not in self.errors:
             stop(one, self.plan)
-        found = outcome(one, self.plan.folder, self.grid)
-        if found.status != "unfinished":
-            self._count(found)
+        self.count(one)
 
     def on_trial_error(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-        one = self.plan.trials[trial.config[TRIAL]]
+        one = self.plan.trials[name_of(trial)]
         lines = str(trial.get_pickled_error() or "").strip().splitlines()
-        fail(one, self.plan, masked(lines[-1].strip()) if lines else "the process of the trial was lost")
-        self._count(outcome(one, self.plan.folder, self.grid))
+        self.errors[one.name] = lines[-1].strip() if lines else "the process of the trial was lost"
+        self.count(one)
 
-    def _count(self, found: Outcome) -> None:
+    def count(self, trial: Trial) -> None:
+        """Says what has become of a trial that ended."""
         self.done += 1
-        value = f"  {self.plan.metric} {found.value:.4f}" if found.value is not None else ""
+        found = outcome(trial, self.plan, self.errors)
+        value = f"  {self.plan.grid.metric} {found.value:.4f}" if found.value is not None else ""
         why = f": {found.error}" if found.error else ""
         self.say(f"[{self.done}/{len(self.plan.trials)}] {found.name} {found.status}{value}{why}")
 
@@ -122,217 +221,219 @@ def sweep(
     options: Options,
     tracking_uri: str | None = None,
     experiment: str | None = None,
-    resume: bool = False,
     command: str = "",
     say: Callable[[str], None] = print,
-    start: Callable[[], None] | None = None,
+    start: Callable[[], None] = lambda: None,
 ) -> Swept:
-    """Runs the trials of the grid, or with `resume` those that a sweep of this name has not done. Ray must be started,
-    or `start` starts it once all is checked that can be without it.
+    """Runs those trials of the grid that are not done yet. Ray must be started, or `start` starts it where trials are
+    to run.
 
     Raises UserError before anything is started for what no trial could do: tables, models or settings that do not
     fit, a metric that is not measured, an MLflow that is not there; and at the end where no trial has a value.
     """
-    checked = check(
-        grid, trials, tables=tables, extra=extra, storage=storage, name=name, ray_options=ray_options,
-        options=options, tracking_uri=tracking_uri, resume=resume,
-    )  # fmt: skip
-    return carry_on(checked, experiment=experiment, command=command, say=say, start=start)
-
-
-def carry_on(
-    checked: Checked,
-    *,
-    experiment: str | None = None,
-    command: str = "",
-    say: Callable[[str], None] = print,
-    start: Callable[[], None] | None = None,
-) -> Swept:
-    """`sweep`, of what was checked."""
-    began, folder, uri = time.monotonic(), checked.folder, checked.uri
-    grid, trials, name, storage, options = checked.grid, checked.trials, checked.name, checked.storage, checked.options
-    tables, extra, ray_options, workers = checked.tables, checked.extra, checked.ray, checked.workers
-    before, opened = checked.begun, checked.opened
-    if before and before["status"] == "finished":
-        run, found = tracking.RunRef(**before["tracking"]), [outcome(t, folder, grid) for t in trials]
-        if not (options.again and any(o.status == "failed" for o in found)):
-            return Swept(name, folder, run, found, chosen(best_of(found), folder, found), 0.0, already=True)
-    tracking.connect(uri)
-    if start:
-        start()
-    tracking.check_nodes(uri, sum(node["Alive"] for node in ray.nodes()))
-    gpu = wants_gpu(ray_options, workers)
-    check_cluster(ray_options, workers, gpu)
+    began = time.monotonic()
+    check_name(name)
+    tables, storage, extra = absolute(tables), absolute(storage), absolute(extra) if extra else None
+    workers, test = (1, False) if grid.kind == "evaluate" else (ray_options.num_workers, options.test)
     threads = ray_options.threads or (0 if grid.kind == "evaluate" else max(1, int(ray_options.cpus_per_worker)))
-    ray_options = replace(ray_options, threads=threads)
-    if grid.kind == "train":
-        check_models(trials, tables, extra, max(1, threads), say)
-    with held(storage, name, PATIENCE if checked.resume else 0):
-        if opened:
-            tracking.discard(opened["opening"])
-        noted = before or begin(
-            grid, trials, folder, uri, experiment or f"{checked.family}/{dataset_name(tables)}", command=command,
-            hashes=checked.hashes,
-            settings={"tables": tables, "ray": asdict(ray_options), "options": asdict(options)},
-        )  # fmt: skip
-        run = tracking.RunRef(**noted["tracking"])
-        plan = Plan(
-            {t.name: t for t in trials}, grid.kind, grid.metric, tables, extra, folder, run.uri, run.experiment,
-            run.run_id, ray_options, options.test and grid.kind == "train", command,
-        )  # fmt: skip
-        if options.again:
-            for trial in trials:
-                forgive(trial, plan)
-            write_sweep(folder, {**noted, "status": "running"})
-        pending, table = [t for t in trials if not is_done(t, plan)], None
-        tracking.reopen(run)
-        say(
-            f"{number_of(len(trials), 'trial')} of {grid.name}, {len(trials) - len(pending)} done before; metric "
-            f"{grid.metric}"
-        )
+    plan = Plan(
+        grid, {t.name: t for t in trials}, tables, extra, join(storage, name), resolve_uri(tracking_uri, storage),
+        replace(ray_options, threads=threads), test, command,
+    )  # fmt: skip
+    family, hashes = check(plan)
+    plan = replace(plan, experiment=experiment or f"{family}/{dataset_name(tables)}")
+    pending = [trial for trial in trials if not is_done(trial, plan)]
+    tracking.connect(plan.uri)
+    if pending:
+        start()
+        tracking.check_nodes(plan.uri, sum(node["Alive"] for node in ray.nodes()))
+        check_cluster(ray_options, workers, wants_gpu(ray_options, workers))
+    with held(storage, name, PATIENCE):
+        run = open_run(plan, hashes, options)
+        plan = replace(plan, parent=run.run_id)
+        say(f"{number_of(len(trials), 'trial')} of {grid.name}, {len(trials) - len(pending)} done before; metric "
+            f"{grid.metric}")  # fmt: skip
+        ledger, results = Ledger(plan, len(trials) - len(pending), say), None
         try:
             if pending:
-                table = table_of(run_pending(grid, plan, pending, options, workers, gpu, say))
-            found = [outcome(t, folder, grid) for t in trials]
+                results = run_pending(plan, pending, options.concurrency, workers, ledger)
+            found = [outcome(trial, plan, ledger.errors) for trial in trials]
             best = close(grid, run, found)
         except BaseException as error:
             tracking.Logger(run).end("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
             raise
-        if left := sum(o.status == "unfinished" for o in found):
-            raise UserError(
-                f"the sweep '{name}' stopped with {left} of {len(trials)} trials to do; the same line with --resume "
-                f"goes on"
-            )
-        forget_tune(folder)
-        write_sweep(folder, {**noted, "status": "finished", "best": best.name if best else None})
-    return Swept(
-        name, folder, run, found, chosen(best, folder, found), time.monotonic() - began, table=table
-    )  # fmt: skip
+    if left := sum(o.status == "unfinished" for o in found):
+        raise UserError(f"the sweep '{name}' stopped with {left} of {len(trials)} trials to do; the same line goes on")
+    if best is None:
+        why = next((f" ({o.name}: {o.error})" for o in found if o.error), "")
+        raise UserError(
+            f"no trial of the sweep {plan.folder} has a value; mend what failed, then run the same line{why}"
+        )
+    return Swept(name, plan.folder, run, found, best, time.monotonic() - began, results)
 
 
-def begin(
-    grid: Grid,
-    trials: list[Trial],
-    folder: str,
-    uri: str,
-    experiment: str,
-    *,
-    hashes: dict[str, str],
-    command: str,
-    settings: dict[str, Any],
-) -> dict[str, Any]:
-    """Opens the sweep's MLflow run and writes `sweep.json`, which is returned."""
-    check_writable(folder)
+def check(plan: Plan) -> tuple[str, dict[str, str]]:
+    """The family of the models, and the hashes of the tables that all trials read. UserError for what no trial could
+    do. Nothing is written."""
+    family, hashes = "", []
+    for trial in plan.trials.values():
+        own = trial.extra(plan.extra)
+        if plan.grid.kind == "train":
+            checked = check_training(
+                model=trial.model, fit=FitConfig(**trial.fit), ray_options=plan.ray, tables=plan.tables,
+                extra=own, storage=plan.folder, name=trial.name, tracking_uri=plan.uri,
+            )  # fmt: skip
+            family = checked.entry.family.name
+            hashes.append(checked.hashes)
+            continue
+        options = {key: value for key, value in trial.evaluate.items() if key != "batch_size"}
+        about = check_evaluation(trial.folders["checkpoint"], plan.tables, own, options)
+        known, metric = [*about.metrics, "users_per_s", "peak_memory_mb"], plan.grid.metric.removeprefix("test/")
+        if metric not in known:
+            raise UserError(f"the metric of the grid {plan.grid.name} is {plan.grid.metric}, which is not measured; "
+                            f"{hint(metric, known)}; known are {', '.join(known)}")  # fmt: skip
+        if (noted := read_record(join(plan.folder, trial.name))) and noted.get("evaluate") != trial.evaluate:
+            raise UserError(f"{trial.name} was measured with other options in {plan.folder}; choose another --name")
+        family = registry.find(about.name).family.name
+        hashes.append(about.hashes)
+    return family, dict(set.intersection(*(set(read.items()) for read in hashes)))
+
+
+def open_run(plan: Plan, hashes: dict[str, str], options: Options) -> tracking.RunRef:
+    """The sweep's MLflow run: that of this folder, or a new one."""
+    key, client, grid = sha256(plan.folder.encode()).hexdigest(), tracking.connect(plan.uri), plan.grid
+    begun = any(read_record(join(plan.folder, name)) for name in plan.trials)
+    place = client.get_experiment_by_name(plan.experiment)
+    there = client.search_runs([place.experiment_id], f"tags.`{tracking.KEY_TAG}` = '{key}'") if place else []
+    for found in there:
+        if not found.data.params:  # it was being made when the sweep was killed
+            client.delete_run(found.info.run_id)
+        elif begun or found.info.status != "FINISHED":  # else the folder of a sweep that ended is gone
+            run = tracking.RunRef(plan.uri, plan.experiment, found.info.run_id)
+            tracking.reopen(run)
+            return run
     tags = {
         tracking.KIND_TAG: "sweep", "sweep.grid": grid.name, "sweep.axes": json.dumps(grid.keys),
-        "sweep.metric": grid.metric, "sweep.mode": grid.mode, "command": command, "mlflow.source.name": "jobs.sweep",
+        "sweep.metric": grid.metric, "command": plan.command, "mlflow.source.name": "jobs.sweep",
+        tracking.KEY_TAG: key,
     }  # fmt: skip
-    about = {"sweep": {"grid": grid.name, "source": grid.source, "trials": len(trials)}, **settings}
-    storage, _, name = folder.rpartition("/")
-    opening = tracking.opening(uri, experiment)
-    write_sweep(folder, {"status": "opening", "opening": opening})
-    tags[tracking.KEY_TAG] = opening["key"]
-    run = tracking.open_run(uri, experiment, name, storage, config=about, hashes=hashes, tags=tags)
-    tracking.log_yaml(run, asdict(grid), "grid.yaml")
-    noted = {
-        "grid": grid.name, "trials": [asdict(t) for t in trials], "tracking": run.to_dict(), "status": "running",
-        "hashes": hashes,
+    config = {
+        "sweep": {"grid": grid.name, "source": grid.source, "trials": len(plan.trials)}, "tables": plan.tables,
+        "ray": asdict(plan.ray), "options": asdict(options),
     }  # fmt: skip
-    write_sweep(folder, noted)
-    return noted
+    storage, _, name = plan.folder.rpartition("/")
+    return tracking.open_run(plan.uri, plan.experiment, name, storage, config=config, hashes=hashes, tags=tags)
+
+
+def run_pending(
+    plan: Plan, pending: list[Trial], concurrency: int, workers: int, ledger: Ledger
+) -> tune.ResultGrid | None:
+    """Runs the trials that are not done through Tune."""
+    epochs = max(int(trial.fit.get("max_epochs", 1)) for trial in plan.trials.values())
+    scheduler = make_scheduler(plan.grid.scheduler, epochs)
+    if isinstance(scheduler, Halving):
+        stopped = replay(scheduler, past_reports(plan))
+        for trial in pending:
+            if trial.name in stopped:  # and was killed before it heard
+                stop(trial, plan)
+        pending = [trial for trial in pending if trial.name not in stopped]
+    if not pending:
+        return None
+    each = resources(plan.ray, wants_gpu(plan.ray, workers))
+    needs: dict[str, float] = {kind.lower(): need for kind, need in each.items()}
+    if plan.grid.kind == "evaluate":
+        concurrency = 1  # it measures how fast they are
+    if workers > 1:  # a trial only waits for its workers: all CPUs are theirs, and Tune wants trials to need something
+        needs = {"memory": 1}
+        room = min(int(ray.cluster_resources().get(kind, 0) / (need * workers)) for kind, need in each.items() if need)
+        concurrency = max(1, min(concurrency or room, room))
+    points = [{TRIAL: t.name} | {key: t.point.get(key) for key in plan.grid.keys} for t in pending]
+    results = tune.Tuner(
+        tune.with_resources(tune.with_parameters(run_trial, plan=plan), needs),
+        param_space={key: tune.choice([point[key] for point in points]) for key in points[0]},
+        tune_config=tune.TuneConfig(
+            scheduler=scheduler,
+            # one process for many trials, but not where a trial waits for workers, which end with its process
+            reuse_actors=plan.grid.kind == "train" and workers == 1,
+            search_alg=BasicVariantGenerator(points, max_concurrent=concurrency), num_samples=len(points),
+            trial_name_creator=name_of, trial_dirname_creator=name_of,
+        ),
+        run_config=tune.RunConfig(
+            name="tune", **credentials.storage(plan.folder), verbose=0, callbacks=[ledger],
+            failure_config=tune.FailureConfig(max_failures=plan.ray.max_failures),
+        ),
+    ).fit()  # fmt: skip
+    filesystem, path = open_uri(join(plan.folder, "tune"))
+    if filesystem.get_file_info(path).type == fs.FileType.Directory:
+        filesystem.delete_dir(path)
+    return results
+
+
+def outcome(trial: Trial, plan: Plan, errors: dict[str, str]) -> Outcome:
+    """What has become of a trial; `errors` are those of this call."""
+    folder = join(plan.folder, trial.name)
+    noted = read_record(folder)
+    made = Outcome(trial.id, trial.name, trial.point, "unfinished", error=errors.get(trial.name))
+    made.run_id = noted["tracking"]["run_id"] if noted and "tracking" in noted else None
+    if made.error:
+        made.status = "failed"
+    elif noted and noted["status"] == "finished":
+        made.status = "stopped" if noted.get("stopped") else "finished"
+        if plan.grid.kind == "evaluate":
+            made.value, made.checkpoint = noted["values"].get(plan.grid.metric), trial.folders["checkpoint"]
+        else:
+            made.checkpoint, made.epochs = join(folder, BEST), noted["epochs"]
+            made.value = checkpoint.read(made.checkpoint).metrics.get(plan.metric)
+    return made
+
+
+def best_of(outcomes: list[Outcome]) -> Outcome | None:
+    """The best trial of the settings with the most seeds, and of those with the largest mean over their seeds."""
+    seeds: dict[str, list[float]] = {}
+    for o in outcomes:
+        seeds.setdefault(tracking.settings_of(o.point), []).extend([] if o.value is None else [o.value])
+
+    def rank(one: Outcome) -> tuple[float, ...]:
+        values = seeds[tracking.settings_of(one.point)]
+        return len(values), statistics.fmean(values), one.value or 0.0
+
+    return max((o for o in outcomes if o.value is not None), key=rank, default=None)
+
+
+def best_trial(folder: str) -> str:
+    """The folder of the best trial, for the folder of a sweep; any other path as it is."""
+    if not folder:
+        return folder
+    place = absolute(folder)
+    filesystem, path = open_uri(place)
+    there = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
+    outcomes = []
+    for name in (info.base_name for info in there if re.search("-[0-9a-f]{8}$", info.base_name)):
+        if not (noted := read_record(join(place, name))) or "config" not in noted:
+            continue
+        if noted["status"] != "finished":
+            raise UserError(f"the trial {name} of the sweep {folder} is not finished; run the sweep's line again, or "
+                            f"give the folder of another trial")  # fmt: skip
+        value = checkpoint.read(join(place, name, BEST)).metrics[noted["config"]["fit"]["metric"]]
+        outcomes.append(Outcome(name[-8:], name, flattened(noted["config"]), noted["status"], value))
+    return join(place, best.name) if (best := best_of(outcomes)) else folder
 
 
 def close(grid: Grid, run: tracking.RunRef, outcomes: list[Outcome]) -> Outcome | None:
     """Tells MLflow what became of the trials, and ends the sweep's run; returns the best trial."""
+    tracking.log_yaml(run, asdict(grid), "grid.yaml")
     tracking.log_json(run, [asdict(o) for o in outcomes], "trials.json")
     logger, best, counts = tracking.Logger(run), best_of(outcomes), Counter(o.status for o in outcomes)
-    if best is not None and best.run_id:
-        logger.update(best_metrics(run, best, grid), len(outcomes))
+    if best and best.run_id and best.value is not None:
+        logged = tracking.connect(run.uri).get_run(best.run_id).data.metrics
+        names = [name for name in logged if name.startswith(("best/", "test/"))]
+        values = {f"best/{tracking.shown_name(name).removeprefix('best/')}": logged[name] for name in names}
+        logger.update(values | {grid.metric: best.value}, len(outcomes))
         logger.tag(**{"sweep.best": best.run_id})
     logger.update({f"trials/{status}": count for status, count in counts.items()}, len(outcomes))
     for cut in outcomes:
-        if cut.status == "unfinished" and cut.run_id:
-            tracking.Logger(tracking.RunRef(run.uri, run.experiment, cut.run_id)).end("KILLED")
+        if cut.run_id and cut.status in ("failed", "unfinished"):
+            status = "FAILED" if cut.status == "failed" else "KILLED"
+            tracking.Logger(tracking.RunRef(run.uri, run.experiment, cut.run_id)).end(status)
     logger.end("KILLED" if counts["unfinished"] else "FINISHED" if best else "FAILED")
     return best
-
-
-def run_pending(
-    grid: Grid, plan: Plan, pending: list[Trial], options: Options, workers: int, gpu: bool,
-    say: Callable[[str], None],
-) -> tune.ResultGrid:  # fmt: skip
-    """Runs the trials that are not done through Tune."""
-    scheduler = make(grid.scheduler, max((int(t.fit.get("max_epochs", 1)) for t in plan.trials.values()), default=1))
-    if isinstance(scheduler, Halving):
-        for trial in plan.trials.values():
-            scheduler.replay(trial.name, read_reports(join(plan.folder, trial.name)))
-    forget_tune(plan.folder)
-    each = resources(plan.ray, gpu)
-    room = min(int(ray.cluster_resources().get(kind, 0) / (need * workers)) for kind, need in each.items() if need)
-    at_once = 1 if grid.kind == "evaluate" else min(options.concurrency or room, room)
-    budget = options.budget_hours * 3600
-    # A trial of several workers only waits for them: all CPUs are theirs, and Tune wants its trials to need something.
-    needs: dict[str, float] = {kind.lower(): need for kind, need in each.items()} if workers == 1 else {"memory": 1}
-    ledger = Ledger(grid, plan, len(plan.trials) - len(pending), time.monotonic() + (budget or math.inf), say)
-    stopped = {key.removeprefix("val/"): value for key, value in grid.stop.items()}
-    points = [point_of(trial, grid.keys) for trial in pending]
-    return tune.Tuner(
-        tune.with_resources(tune.with_parameters(run_trial, plan=plan), needs),
-        param_space={key: tune.choice(list(dict.fromkeys(point[key] for point in points))) for key in points[0]},
-        tune_config=tune.TuneConfig(
-            scheduler=scheduler, time_budget_s=budget or None,
-            # one process for many trials, but not where a trial waits for workers, which end with its process
-            reuse_actors=grid.kind == "train" and workers == 1,
-            search_alg=BasicVariantGenerator(points, max_concurrent=max(1, at_once)), num_samples=len(points),
-            trial_name_creator=name_of, trial_dirname_creator=name_of,
-        ),
-        run_config=tune.RunConfig(
-            name=TUNE, **credentials.storage(plan.folder), stop=stopped or None, verbose=0,
-            failure_config=tune.FailureConfig(max_failures=options.retries),
-            callbacks=[ledger],
-        ),
-    ).fit()  # fmt: skip
-
-
-def table_of(results: tune.ResultGrid) -> pd.DataFrame:
-    """A row per trial, made of what Tune has in memory: its own files are not kept."""
-    found = [results[i] for i in range(len(results))]
-    return pd.json_normalize([{**(each.metrics or {}), "config": each.config} for each in found], sep="/")
-
-
-def point_of(trial: Trial, keys: list[str]) -> dict[str, Any]:
-    """The trial in Tune's parameter space: its name, and its value on each axis, None where it has none."""
-    shown = {key: trial.point.get(key) for key in keys}
-    plain = (str, int, float, bool, type(None))
-    return {TRIAL: trial.name} | {
-        key: value if isinstance(value, plain) else json.dumps(value) for key, value in shown.items()
-    }
-
-
-def name_of(trial: Any) -> str:
-    """What Tune calls a trial."""
-    return str(trial.config[TRIAL])
-
-
-def is_done(trial: Trial, plan: Plan) -> bool:
-    """Whether there is nothing left to do for the trial."""
-    folder = join(plan.folder, trial.name)
-    noted = read_record(folder)
-    if noted is None or noted["status"] not in ("finished", "failed"):
-        return False
-    return noted["status"] == "failed" or not plan.test or bool(noted.get("stopped")) or tested(folder)
-
-
-def chosen(best: Outcome | None, folder: str, outcomes: list[Outcome]) -> Outcome:
-    """The best trial; UserError where none has a value."""
-    if best is None:
-        why = next((f" ({o.name}: {o.error})" for o in outcomes if o.error), "")
-        raise UserError(f"{NO_BEST.format(folder)}{why}")
-    return best
-
-
-def forget_tune(folder: str) -> None:
-    """Removes what Tune wrote for itself: nothing of it is read again."""
-    filesystem, path = open_uri(join(folder, TUNE))
-    if filesystem.get_file_info(path).type == fs.FileType.Directory:
-        filesystem.delete_dir(path)

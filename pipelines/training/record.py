@@ -30,8 +30,7 @@ def read_record(folder: str) -> dict[str, Any] | None:
             raise ValueError("it does not say the run's status and its MLflow run")
     except (ValueError, TypeError) as error:
         raise UserError(
-            f"{folder}/{RUN} is damaged ({error}); train again with --overwrite, or where this is a sweep's trial "
-            f"remove its folder and give --resume"
+            f"{folder}/{RUN} is damaged ({error}); train again with --overwrite, or of a sweep's trial remove the folder"
         ) from error
     return record
 

@@ -1,4 +1,4 @@
-"""A sweep whose driver is killed and that is resumed: no trial lost or run twice, the same best."""
+"""A sweep whose driver is killed: the same line loses no trial, runs none twice, and prunes as if undisturbed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -18,11 +20,15 @@ from jobs import sweep as job
 from models.fit import FitConfig, fit
 from models.setup import set_up
 from pipelines import tracking
+from tuning.grid import Scheduler
+from tuning.sweep import make_scheduler
+from tuning.trial import EPOCH, TRIAL, VALUE
 
 ROOT = Path(__file__).parents[2]
 MODEL = {"name": "sasrec", "dim": 16, "num_layers": 1, "dropout": 0.0, "max_history": 12}
-FIT = {"batch_size": 16, "max_epochs": 6, "log_every_steps": 2, "patience": 0, "seed": 3}
-RATES = [0.01, 0.03, 0.001]
+FIT: dict[str, Any] = {"batch_size": 16, "max_epochs": 6, "log_every_steps": 2, "patience": 0, "seed": 3}
+RATES = [0.03, 0.01, 0.001]
+ASHA: dict[str, Any] = {"name": "asha", "grace": 3, "reduction": 2}
 
 
 def values_of(tables: str, lr: float) -> list[float]:
@@ -31,6 +37,20 @@ def values_of(tables: str, lr: float) -> list[float]:
     setup = set_up(MODEL, config, tables)
     events = fit(setup.model, setup.train, setup.validate, config, means=setup.means)
     return [event.metrics["ndcg@10"] for event in events if event.metrics]
+
+
+def undisturbed(tables: str) -> dict[float, list[float]]:
+    """Validation metrics by learning rate, up to where each trial is stopped, of one trial after the other."""
+    halving: Any = make_scheduler(Scheduler(**ASHA), FIT["max_epochs"])
+    kept: dict[float, list[float]] = {}
+    for lr in RATES:
+        trial, kept[lr] = SimpleNamespace(config={TRIAL: str(lr)}), []
+        halving.on_trial_add(None, trial)
+        for epoch, value in enumerate(values_of(tables, lr), 1):
+            kept[lr].append(value)
+            if halving.on_trial_result(None, trial, {EPOCH: epoch, VALUE: value}) == "STOP":
+                break
+    return kept
 
 
 def finished(folder: Path) -> list[Path]:
@@ -44,7 +64,7 @@ def test_a_killed_sweep_goes_on_where_it_was(
 ) -> None:  # fmt: skip
     tables, _ = small
     store = new_store(tmp_path / "runs")
-    grid = {"source": "a test", "base": {"model": MODEL, "fit": FIT}, "axes": {"fit.lr": RATES}}
+    grid = {"source": "a test", "base": {"model": MODEL, "fit": FIT}, "axes": {"fit.lr": RATES}, "scheduler": ASHA}
     (tmp_path / "rates.yaml").write_text(yaml.safe_dump(grid))
     words = [
         "--grid", str(tmp_path / "rates.yaml"), "--tables", tables, "--storage", str(tmp_path / "runs"),
@@ -53,7 +73,7 @@ def test_a_killed_sweep_goes_on_where_it_was(
     folder = tmp_path / "runs/rates"
     line = [sys.executable, "-m", "jobs.sweep", *words]
     driver = subprocess.Popen(line, cwd=ROOT, env=in_ray, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    while not finished(folder) or len(list(folder.glob("*/reports.json"))) < 2:  # one is done, the next has begun
+    while not finished(folder) or len({path.parent for path in folder.glob("*/step-*")}) < 2:  # the next has begun
         assert driver.poll() is None, driver.stderr.read()  # type: ignore[union-attr]
         time.sleep(0.02)
     driver.send_signal(signal.SIGKILL)
@@ -61,7 +81,7 @@ def test_a_killed_sweep_goes_on_where_it_was(
     done = finished(folder)
     before = {path: path.stat().st_mtime_ns for trial in done for path in trial.rglob("*")}
 
-    job.run(job.parse("sweep", [*words, "--resume"]))
+    job.run(job.parse("sweep", words))
     assert re.search(r"3 trials of rates, [12] done before", capsys.readouterr().out)
     assert {path: path.stat().st_mtime_ns for trial in done for path in trial.rglob("*")} == before
 
@@ -72,13 +92,14 @@ def test_a_killed_sweep_goes_on_where_it_was(
     trials = [run for run in runs if run.data.tags["trieline.kind"] == "trial"]
     (parent,) = [run for run in runs if run.data.tags["trieline.kind"] == "sweep"]
     assert len(trials) == len(RATES)  # none lost, none run twice
-    expected = {lr: values_of(tables, lr) for lr in RATES}
+    expected = undisturbed(tables)
+    assert [len(expected[lr]) for lr in RATES] == [6, 3, 3]
     for run in trials:
         assert run.info.status == "FINISHED"
         lr = json.loads(run.data.tags["sweep.point"])["fit.lr"]
         history = client.get_metric_history(run.info.run_id, "val/ndcg_at_10")
         values = [point.value for point in sorted(history, key=lambda point: point.step)]
-        assert values == pytest.approx(expected[lr], abs=1e-6), lr  # every epoch once, as if undisturbed
+        assert values == pytest.approx(expected[lr], abs=1e-6), lr  # every epoch once, and as many as if undisturbed
     best = max(RATES, key=lambda lr: max(expected[lr]))
     chosen = client.get_run(parent.data.tags["sweep.best"])
     assert json.loads(chosen.data.tags["sweep.point"]) == {"fit.lr": best}

@@ -26,9 +26,7 @@ from pipelines import tracking
 from pipelines.evaluation.ranking import evaluate
 from pipelines.training.options import RayOptions
 from tuning.grid import Grid, Scheduler
-from tuning.outcome import Outcome, best_of
-from tuning.record import best_checkpoint
-from tuning.sweep import Options, Swept, sweep
+from tuning.sweep import Options, Outcome, Swept, best_of, best_trial, sweep
 
 ROOT = Path(__file__).parents[2]
 
@@ -115,10 +113,10 @@ def test_trials_stopped_early_keep_their_best(world: World) -> None:
 
 
 def test_the_axes_are_tunes_own_parameters(world: World) -> None:
-    table = world.swept.table
-    assert table is not None
+    found = world.swept.results
+    assert found is not None
+    shown = {result.config["trial"]: (result.config["fit.lr"], result.metrics["epoch"]) for result in found}  # type: ignore[index]
     names = [outcome.name for outcome in world.swept.outcomes]
-    shown = {row["config/trial"]: (row["config/fit.lr"], row["epoch"]) for _, row in table.iterrows()}
     assert shown == dict(zip(names, [(0.03, 4), (0.01, 2), (0.0001, 1)], strict=True))
 
 
@@ -144,20 +142,27 @@ def test_mlflow_has_the_sweep_and_its_trials(world: World) -> None:
         assert ("test/ndcg_at_10" in run.data.metrics) == (epochs == 4)  # those that were stopped are not measured
 
 
-def test_a_sweep_of_the_name_is_resumed_or_refused(world: World) -> None:
-    with pytest.raises(UserError, match=r"the sweep 'halved' is in .* already; give --resume"):
-        world.sweep(HALVED)
+def test_the_same_line_again_finds_the_sweep_finished(world: World) -> None:
     other, _ = write_tables(world.folder / "others", items=20)
-    with pytest.raises(UserError, match="the sweep 'halved' was started with another table 'items'"):
-        world.sweep(HALVED, resume=True, tables=other)
-    again = world.sweep(HALVED, resume=True)
-    assert again.already
-    assert again.best == world.swept.best
+    with pytest.raises(UserError, match="was started with another table 'items'"):
+        world.sweep(HALVED, tables=other)
+    again = world.sweep(HALVED)
+    assert again.results is None
+    assert (again.run, again.best, again.outcomes) == (world.swept.run, world.swept.best, world.swept.outcomes)
     assert len(world.children(again)) == 3
-    with pytest.raises(UserError, match=r"has other trials .*was started with other settings"):
-        world.sweep(grid(fixed={"model.dim": 8}), resume=True)
-    assert best_checkpoint(str(world.folder / "runs/halved")) == str(world.folder / "runs/halved" / again.best.name)  # type: ignore[union-attr]
-    assert best_checkpoint("runs/elsewhere") == "runs/elsewhere"
+    with pytest.raises(UserError, match=r"was started with model\.dim 16, not 8; choose another --name"):
+        world.sweep(grid(fixed={"model.dim": 8}))
+    assert best_trial(str(world.folder / "runs/halved")) == str(world.folder / "runs/halved" / again.best.name)
+    assert best_trial("runs/elsewhere") == "runs/elsewhere"
+
+
+def test_a_trial_that_was_told_to_stop_and_killed_does_not_go_on(world: World) -> None:
+    record = world.folder / "runs/halved" / world.swept.outcomes[1].name / "run.json"
+    noted = json.loads(record.read_text())
+    record.write_text(json.dumps({**noted, "status": "running", "stopped": False}))
+    again = world.sweep(HALVED)
+    assert again.results is None
+    assert again.outcomes == world.swept.outcomes
 
 
 def kill_holder(lock: Path) -> None:
@@ -180,7 +185,7 @@ def test_lost_trials_are_continued_and_lost_ones_recorded(world: World) -> None:
             kill_holder(world.folder / f"runs/killed/.{name}.lock")
 
     three = grid(axes={"fit.lr": [0.03, 0.01, 1e30]})
-    swept = world.sweep(three, name="killed", options=Options(concurrency=1, retries=1), say=watch)
+    swept = world.sweep(three, name="killed", ray_options=RayOptions(threads=1, max_failures=1), say=watch)
     first, second, third = swept.outcomes
     assert len(kills) == 3
     assert first.status == "finished"
@@ -194,20 +199,14 @@ def test_lost_trials_are_continued_and_lost_ones_recorded(world: World) -> None:
     history = client.get_metric_history(str(first.run_id), "val/ndcg_at_10")
     assert len({point.step for point in history}) == len(history) == 4  # no step twice
     for outcome in (second, third):
-        run = client.get_run(str(outcome.run_id))
-        assert run.info.status == "FAILED"
-        assert run.data.tags[tracking.ERROR_TAG] == outcome.error
+        assert client.get_run(str(outcome.run_id)).info.status == "FAILED"
     assert client.get_run(swept.run.run_id).info.status == "FINISHED"
 
-    changes: dict[str, Any] = {"name": "killed", "resume": True, "options": Options(concurrency=1, again=True)}
-    with pytest.raises(UserError, match="the sweep 'killed' was started with another table 'items'"):
-        world.sweep(three, **changes, tables=write_tables(world.folder / "other", items=20)[0])
-    assert [o.status for o in world.sweep(three, **changes).outcomes] == ["finished", "finished", "failed"]
+    assert [o.status for o in world.sweep(three, name="killed").outcomes] == ["finished", "finished", "failed"]
     again = world.children(swept)
     assert {run.info.run_id for run in again.values()} == {run.info.run_id for run in children.values()}
     healed = again[json.dumps({"fit.lr": 0.01})]
     assert healed.info.status == "FINISHED"
-    assert tracking.ERROR_TAG not in healed.data.tags
     assert len(client.get_metric_history(healed.info.run_id, "val/ndcg_at_10")) == 4
 
 
@@ -221,44 +220,20 @@ def test_a_sweep_without_a_value_fails_and_is_taken_up_again(world: World) -> No
     asked: dict[str, Any] = {"name": "lost", "tables": tables, "extra": sids}
 
     def lose(line: str) -> None:
-        if "trial of g" in line:  # what a look at the trials has found is gone when they start
+        if "trial of g" in line:  # what the look before has found is gone when the trial starts
             teacher.rename(away)
 
-    again = (
-        r"no trial of the sweep .*/lost has a value; mend what failed, then run it with --resume --options.again true"
-    )
-    with pytest.raises(UserError, match=rf"{again} \(lr-0.01-\w+: the teacher .* is neither a checkpoint"):
+    with pytest.raises(
+        UserError, match=r"no trial of .*/lost has a value; mend what failed, .* \(lr-0.01-\w+: the teacher"
+    ):
         world.sweep(one, **asked, say=lose)
+    with pytest.raises(UserError, match=r"the teacher .* is neither a checkpoint"):
+        world.sweep(one, **asked)
     away.rename(teacher)
-    with pytest.raises(UserError, match=again):
-        world.sweep(one, **asked, resume=True)
-    with pytest.raises(UserError, match=again):
-        best_checkpoint(str(world.folder / "runs/lost"))
-    swept = world.sweep(one, **asked, resume=True, options=Options(concurrency=1, again=True))
+    swept = world.sweep(one, **asked)
     (run,) = world.children(swept).values()
     assert [(o.status, o.run_id) for o in swept.outcomes] == [("finished", run.info.run_id)]
     assert run.data.params["model.teacher"] == str(teacher / "best")  # which the grid's own line does not say
-
-    # It was measured on test, but the figures did not reach MLflow: they are measured anew.
-    (outcome,) = swept.outcomes
-    place = world.folder / "runs/lost" / outcome.name
-    noted = json.loads((place / "run.json").read_text())
-    (place / "run.json").write_text(json.dumps({**noted, "status": "failed", "error": "no MLflow"}))
-    tracking.Logger(tracking.RunRef(**noted["tracking"])).tag(**{tracking.ERROR_TAG: "no MLflow"})
-    measured = json.loads((place / "best/evaluation-test.json").read_text())
-    (place / "best/evaluation-test.json").write_text("{}")
-    (healed,) = world.sweep(one, **asked, resume=True, options=Options(concurrency=1, again=True)).outcomes
-    assert healed.status == "finished"
-    assert json.loads((place / "best/evaluation-test.json").read_text())["metrics"] == measured["metrics"]
-
-
-def test_conditions_and_budgets_end_trials(world: World) -> None:
-    one = grid(stop={"epoch": 2}, axes={"fit.lr": [0.03]})
-    with pytest.raises(UserError, match="stopped with 1 of 1 trials to do; the same line with --resume goes on"):
-        world.sweep(one, name="cut", options=Options(budget_hours=1e-7))
-    swept = world.sweep(one, name="cut", resume=True)
-    assert [(outcome.status, outcome.epochs) for outcome in swept.outcomes] == [("stopped", 2)]
-    assert [run.info.status for run in world.children(swept).values()] == ["FINISHED"]
 
 
 def measured(world: World, **fields: Any) -> Grid:
@@ -274,14 +249,12 @@ def test_trials_of_several_workers_are_stopped_early(world: World) -> None:
     ahead, behind = swept.outcomes
     assert (ahead.status, ahead.epochs, behind.status) == ("finished", 9, "stopped")
     assert behind.epochs < 9  # its workers go on until they are ended
-    reports = json.loads((Path(swept.folder) / ahead.name / "reports.json").read_text())
-    assert [epoch for epoch, _ in reports] == list(range(1, 10))
-    assert max(value for _, value in reports) == pytest.approx(ahead.value)
     for run in world.children(swept).values():
         assert run.info.status == "FINISHED"
         assert run.data.params["ray.num_workers"] == "2"
-    first = world.children(swept)[json.dumps({"fit.lr": 0.03})]
-    assert first.data.metrics["val/ndcg_at_10"] == pytest.approx(reports[-1][1])
+    history = tracking.connect(swept.run.uri).get_metric_history(str(ahead.run_id), "val/ndcg_at_10")
+    assert len(history) == 9
+    assert max(point.value for point in history) == pytest.approx(ahead.value)
 
 
 def test_a_checkpoint_is_measured_at_every_point(world: World) -> None:
@@ -291,13 +264,22 @@ def test_a_checkpoint_is_measured_at_every_point(world: World) -> None:
     assert [outcome.value for outcome in swept.outcomes] == pytest.approx([found.metrics["ndcg@10"]] * 2)
     for run in world.children(swept).values():
         assert {"test/ndcg_at_10", "test/users_per_s", "test/peak_memory_mb"} <= set(run.data.metrics)
-    with pytest.raises(UserError, match=r"has the axis .evaluate\.beams., which the model 'sasrec' does not have"):
+    with pytest.raises(UserError, match="was measured with other options"):
+        world.sweep(
+            measured(world, metric="test/ndcg@10", axes={"evaluate.batch_size": [8]}, fixed={"evaluate.unseen": True}),
+            name="measured",
+        )
+    with pytest.raises(UserError, match="the model 'sasrec' has no option --beams when recommending"):
         world.sweep(measured(world, metric="test/ndcg@10", axes={"evaluate.beams": [1]}), name="refused")
 
 
 def test_what_no_trial_could_do_is_refused_before_any_starts(world: World) -> None:
     refused: list[tuple[str, Grid, dict[str, Any]]] = [
-        ("is val/recall@7, which no trial reports; choose val/ and one of .*recall@5", grid(metric="val/recall@7"), {}),
+        (
+            "fit.metric is 'recall@7', which the model 'sasrec' does not measure; .*recall@5",
+            grid(metric="val/recall@7"),
+            {},
+        ),
         ("cannot reach MLflow at http://127.0.0.1:9", grid(), {"tracking_uri": "http://127.0.0.1:9"}),
         ("is not a table", grid(), {"tables": str(world.folder)}),
         ("needs semantic IDs; give --sids", grid(base={"model": {"name": "tiger"}, "fit": FIT}), {}),
@@ -308,12 +290,7 @@ def test_what_no_trial_could_do_is_refused_before_any_starts(world: World) -> No
             {"ray_options": RayOptions(num_workers=2, cpus_per_worker=0.5)},
         ),
         ("names a folder", grid(), {"name": "a/b"}),
-        ("stops by 'val/ndgc', which no trial reports; choose epoch, seconds or", grid(stop={"val/ndgc": 1}), {}),
-        (
-            "is test/recall@7, which no trial reports; choose test/ and one of .*users_per_s",
-            measured(world, metric="test/recall@7"),
-            {},
-        ),
+        ("is test/recall@7, which is not measured; .*users_per_s", measured(world, metric="test/recall@7"), {}),
     ]
     for message, one, changes in refused:
         with pytest.raises(UserError, match=message):
