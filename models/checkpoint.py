@@ -31,7 +31,6 @@ from pyarrow import fs
 from torch import nn
 
 from models.tables import UserError, check_inside, join, open_uri, sealed, unsealed
-from models.uri import hide
 
 WEIGHTS, CONFIG, STATE = "model.safetensors", "config.json", "state.pt"
 
@@ -84,7 +83,7 @@ class Checkpoint:
         return str(self.model.get("name"))
 
     def to_json(self) -> str:
-        return sealed(hide(asdict(self)))
+        return sealed(asdict(self))
 
 
 def write(directory: str | Path, model: nn.Module, about: Checkpoint, state: dict[str, Any] | None = None) -> None:

@@ -21,7 +21,6 @@ from typing import Any
 from pyarrow import fs
 
 from models.tables import UserError, asked, open_uri
-from models.uri import masked
 
 LOCK = ".lock"
 """File by which the folder is held that someone writes."""
@@ -122,7 +121,7 @@ def _leased(place: str, busy: str, wait: float) -> Iterator[None]:
         _leases.discard(mine["owner"])
     if thieves:
         raise UserError(
-            f"process {thieves[0]['pid']} on {thieves[0]['host']} took {masked(place)} meanwhile, as this one was not "
+            f"process {thieves[0]['pid']} on {thieves[0]['host']} took {place} meanwhile, as this one was not "
             f"heard for {SILENT:g} s; both have written there, so look at what it holds, or remove it and start again"
         )
 

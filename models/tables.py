@@ -15,18 +15,14 @@ import json
 import posixpath
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
-from models.uri import masked, real
+from models.uri import UserError, asked, file_info, join, open_uri
 
 MANIFEST = "manifest.json"
 
@@ -38,14 +34,6 @@ PART = re.compile(r"part-([0-9a-f]{20})\.parquet")
 
 INSIDE = re.compile(r"[\w-][\w.-]*", re.ASCII)
 """A file's name, which leads out of no folder."""
-
-
-class UserError(Exception):
-    """An error of input or configuration: one line that names the value, the limit and the remedy.
-
-    Jobs print it without a traceback and exit with code 1. Everything else is a defect and keeps its
-    traceback.
-    """
 
 
 @dataclass(frozen=True)
@@ -123,83 +111,6 @@ def check_inside(names: Iterable[str]) -> None:
     for name in names:
         if not isinstance(name, str) or not INSIDE.fullmatch(name):
             raise ValueError(f"the path {name!r} is not a file's name")
-
-
-REMEDIES = {
-    "s3": "check the bucket, its ?region= or ?endpoint_override=, and the credentials (AWS_ACCESS_KEY_ID and "
-    "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE)",
-    "gs": "check the bucket and the credentials (GOOGLE_APPLICATION_CREDENTIALS)",
-    "": "check that it is there and that you may read it",
-}
-"""What to do about a storage that does not answer, by its scheme; else: a local path."""
-
-
-def open_uri(uri: str) -> tuple[fs.FileSystem, str]:
-    """The file system and the path in it for a local path or a URI such as `s3://bucket/key`.
-
-    A process's first contact with a bucket is tried with little patience: UserError where it does not answer.
-    """
-    uri = str(uri)
-    if "://" not in uri:
-        return fs.LocalFileSystem(), str(Path(uri).expanduser().absolute())
-    with asked(uri):
-        filesystem, path = fs.FileSystem.from_uri(real(uri))
-        if not isinstance(filesystem, fs.LocalFileSystem):
-            _meet(filesystem, path, real(uri))
-        return filesystem, path
-
-
-@contextmanager
-def asked(uri: str) -> Iterator[None]:
-    """While a storage is asked for `uri`: what it answers with becomes one line that names the remedy."""
-    try:
-        yield
-    except (pa.ArrowException, OSError) as error:
-        first = masked(" ".join((str(error).splitlines() or [""])[0].split())[:300])
-        scheme = uri.partition("://")[0].lower() if "://" in uri else ""
-        remedy = REMEDIES.get(scheme, "check the address and its credentials; known are local paths, s3:// and gs://")
-        raise UserError(f"cannot reach {masked(uri)} ({first}); {remedy}") from error
-
-
-_met: set[tuple[str, str, str]] = set()
-"""Buckets that have answered this process: scheme, user and host, query."""
-
-
-def _meet(filesystem: fs.FileSystem, path: str, uri: str) -> None:
-    """Asks for the bucket once: an error where it is not there, or nobody answers within seconds. Work that has begun
-    keeps the file system's own patience."""
-    shape = urlsplit(uri)
-    if (met := (shape.scheme, shape.netloc, shape.query)) in _met:
-        return
-    options: dict[str, Any] = {}
-    if filesystem.type_name == "s3":
-        options = {"connect_timeout": 5.0, "retry_strategy": fs.AwsStandardS3RetryStrategy(max_attempts=2)}
-    elif filesystem.type_name == "gcs":
-        options = {"retry_time_limit": timedelta(seconds=5)}
-    if options:  # the same one, as it is pickled
-        filesystem = type(filesystem)(**{**filesystem.__reduce__()[1][0], **options})
-    bucket = path.split("/")[0]
-    try:
-        if filesystem.get_file_info(bucket).type == fs.FileType.NotFound:
-            raise FileNotFoundError(f"there is no bucket {bucket}")
-    except OSError as error:
-        if "ACCESS_DENIED" not in str(error):
-            raise
-        filesystem.get_file_info(path)  # a part of the bucket may be open to those who may not look at the whole
-    _met.add(met)
-
-
-def file_info(uri: str) -> fs.FileInfo:
-    """What the storage knows of the file or folder; UserError where it cannot be asked."""
-    filesystem, path = open_uri(uri)
-    with asked(uri):
-        return filesystem.get_file_info(path)
-
-
-def join(uri: str, *names: str) -> str:
-    """`uri` with path elements added, before its query where it has one."""
-    place, sign, query = str(uri).partition("?") if "://" in str(uri) else (str(uri), "", "")
-    return posixpath.join(place, *names) + sign + query
 
 
 def has_manifest(uri: str) -> bool:

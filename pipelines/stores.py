@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from models.config import hint
 from models.tables import UserError
-from models.uri import hide
+from models.uri import refuse_secrets
 
 SQLITE = "sqlite:///"
 
@@ -30,27 +30,23 @@ NAMES = {
 
 @dataclass(frozen=True)
 class RunRef:
-    """Where a run is. Its URI is masked; what connects to it asks for the real one."""
+    """Where a run is."""
 
     uri: str
-    """Tracking URI, without the user and password that it may be given with."""
+    """Tracking URI."""
     experiment: str
     """Name of the experiment."""
     run_id: str
     """Id of the run."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "uri", hide(self.uri))
 
     def to_dict(self) -> dict[str, str]:
         return asdict(self)
 
 
 def resolve_uri(option: str | None, storage: str) -> str:
-    """The tracking URI: the option, else MLFLOW_TRACKING_URI, else SQLite in the storage folder, absolute; masked."""
-    if given := os.environ.get("MLFLOW_TRACKING_URI"):
-        hide(given)  # known, also to what was recorded with it
-    uri = hide(option or given)
+    """The tracking URI: the option, else MLFLOW_TRACKING_URI, else SQLite in the storage folder, absolute."""
+    uri = option or os.environ.get("MLFLOW_TRACKING_URI", "")
+    refuse_secrets(uri, "the tracking URI")
     if not uri:
         if "://" in storage:
             raise UserError(

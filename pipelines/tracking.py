@@ -32,7 +32,6 @@ from mlflow.exceptions import MlflowException
 
 from models.config import flattened
 from models.tables import UserError
-from models.uri import MASK, hide, masked, real
 from pipelines import sqlite
 from pipelines.data.tables import git
 from pipelines.stores import RunRef
@@ -96,29 +95,22 @@ def check_nodes(uri: str, nodes: int) -> None:
 def connect(uri: str) -> MlflowClient:
     """A client of a tracking store that is there; a SQLite one is created if need be. UserError if it is not.
 
-    `uri` may be masked: user and password are those that this call was given, or MLFLOW_TRACKING_USERNAME and
-    MLFLOW_TRACKING_PASSWORD.
+    User and password of a server are MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
     """
-    uri = hide(uri)
-    if given := os.environ.get("MLFLOW_TRACKING_URI"):
-        hide(given)
     try:
         if uri.startswith("sqlite:////"):
             _prepare_sqlite(Path(uri.removeprefix("sqlite:///")))
-            client = MlflowClient(real(uri))
+            client = MlflowClient(uri)
             client.search_experiments(max_results=1)
             return client
         with nullcontext() if uri in _reached else _few_retries():
-            client = MlflowClient(real(uri))
+            client = MlflowClient(uri)
             client.search_experiments(max_results=1)
         expect(uri)
         return client
     except (MlflowException, OSError, sqlite3.Error) as error:
-        first = masked(" ".join(str(error).split()))[:200]
-        unknown = MASK in uri and real(uri).count("@") < uri.count("@")
-        remedy = "its user and password are not kept: give it in full with --tracking_uri or MLFLOW_TRACKING_URI"
-        other = remedy if unknown else "start it or give another --tracking_uri"
-        raise UserError(f"cannot reach MLflow at {uri} ({first}); {other}") from error
+        first = " ".join(str(error).split())[:200]
+        raise UserError(f"cannot reach MLflow at {uri} ({first}); start it or give another --tracking_uri") from error
 
 
 _reached: set[str] = set()
@@ -127,7 +119,7 @@ _reached: set[str] = set()
 
 def expect(uri: str) -> None:
     """Notes that a server is there, so that it is waited for with MLflow's patience, some minutes."""
-    _reached.add(hide(uri))
+    _reached.add(uri)
 
 
 @contextmanager
@@ -194,13 +186,12 @@ def open_run(
     since its trial was killed before it could note it, is taken up again.
     """
     client = connect(uri)
-    config = hide(config)
     labels = {
         "mlflow.source.name": Path(sys.argv[0]).name,
         "mlflow.source.type": "JOB",
         "command": command(),
         **{f"table.{table}": value for table, value in hashes.items()},
-        **{name: masked(value) for name, value in (tags or {}).items()},
+        **(tags or {}),
     }
     if commit := git("rev-parse", "HEAD"):
         labels[COMMIT_TAG] = commit
@@ -259,8 +250,8 @@ def reopen(run: RunRef) -> None:
 
 
 def command() -> str:
-    """The command line of this process, without what is secret in it."""
-    return masked(" ".join([f"python -m jobs.{Path(sys.argv[0]).stem}", *sys.argv[1:]]))[:5000]
+    """The command line of this process."""
+    return " ".join([f"python -m jobs.{Path(sys.argv[0]).stem}", *sys.argv[1:]])[:5000]
 
 
 def hardware(gpu: str = "") -> str:
@@ -323,7 +314,7 @@ class Logger:
         self._last.update({point.key: (point.step, point.value) for point in fresh})
 
     def tag(self, **tags: str) -> None:
-        self.client.log_batch(self.run.run_id, tags=[RunTag(name, masked(value)) for name, value in tags.items()])
+        self.client.log_batch(self.run.run_id, tags=[RunTag(name, value) for name, value in tags.items()])
 
     def end(self, status: str = "FINISHED") -> None:
         """FINISHED, FAILED or KILLED."""
@@ -336,7 +327,7 @@ def system_metrics(run: RunRef, seconds: float = 10) -> Iterator[None]:
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
     monitor = SystemMetricsMonitor(
-        run.run_id, sampling_interval=seconds, resume_logging=True, tracking_uri=real(run.uri), samples_before_logging=1
+        run.run_id, sampling_interval=seconds, resume_logging=True, tracking_uri=run.uri, samples_before_logging=1
     )
     monitor.start()
     try:
@@ -377,7 +368,7 @@ def log_curves(run: RunRef) -> None:
 
 def log_json(run: RunRef, content: Any, name: str) -> None:
     """Logs JSON-like content as an artifact."""
-    connect(run.uri).log_text(run.run_id, json.dumps(hide(content), indent=2, sort_keys=True), name)
+    connect(run.uri).log_text(run.run_id, json.dumps(content, indent=2, sort_keys=True), name)
 
 
 def log_picture(run: RunRef, content: bytes, name: str) -> None:
@@ -389,4 +380,4 @@ def log_picture(run: RunRef, content: bytes, name: str) -> None:
 
 def log_yaml(run: RunRef, content: dict[str, Any], name: str) -> None:
     """Logs a mapping as an artifact; `name` ends in .yaml."""
-    connect(run.uri).log_dict(run.run_id, hide(content), name)
+    connect(run.uri).log_dict(run.run_id, content, name)

@@ -25,7 +25,7 @@ from models.config import check_choices, check_known, check_least, hint, instead
 from models.fit import FitConfig
 from models.tables import UserError
 from models.text_encoder import located
-from models.uri import absolute, hide
+from models.uri import absolute
 
 Point = dict[str, Any]
 """Values of the axes, by dotted key."""
@@ -203,7 +203,7 @@ class Grid:
         """Dotted settings of the base config."""
         content: dict[str, Any] = {}
         for path in [self.config] if isinstance(self.config, str) else self.config or []:
-            content |= dotted(hide(read_yaml(path, EXAMPLE)))
+            content |= dotted(read_yaml(path, EXAMPLE))
         return {**content, **dotted(self.base)}
 
     def _trial(self, settings: Point, point: Point, check: bool) -> Trial:
@@ -267,7 +267,7 @@ EXAMPLE = "give a file such as tuning/grids/sid_mlp.yaml"
 
 def load(path: str) -> Grid:
     """The grid of a YAML file; UserError where it is not one."""
-    content = hide(read_yaml(path, EXAMPLE))
+    content = read_yaml(path, EXAMPLE)
     content.setdefault("name", Path(path).stem)
     named = content.get("config") or []
     content["config"] = [str(Path(path).parent / name) for name in ([named] if isinstance(named, str) else named)]

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from models.tables import UserError, join
-from models.uri import absolute, hide
+from models.uri import absolute
 from pipelines.data.tables import read_json, write_file
 from pipelines.stores import RunRef
 from tuning.grid import Trial
@@ -40,7 +40,7 @@ def read_sweep(folder: str) -> dict[str, Any] | None:
 
 
 def write_sweep(folder: str, content: dict[str, Any]) -> None:
-    write_file(join(folder, SWEEP), json.dumps(hide(content), indent=2, sort_keys=True).encode())
+    write_file(join(folder, SWEEP), json.dumps(content, indent=2, sort_keys=True).encode())
 
 
 def best_checkpoint(folder: str) -> str:

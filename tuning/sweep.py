@@ -31,8 +31,7 @@ from ray.tune import Callback
 from ray.tune.search import BasicVariantGenerator
 
 from models.tables import UserError, join, open_uri
-from models.uri import masked
-from pipelines import credentials, tracking
+from pipelines import tracking
 from pipelines.data.tables import check_writable
 from pipelines.training.options import RayOptions
 from pipelines.training.record import read_record
@@ -100,7 +99,7 @@ class Ledger(Callback):
     def on_trial_error(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
         one = self.plan.trials[trial.config[TRIAL]]
         lines = str(trial.get_pickled_error() or "").strip().splitlines()
-        fail(one, self.plan, masked(lines[-1].strip()) if lines else "the process of the trial was lost")
+        fail(one, self.plan, lines[-1].strip() if lines else "the process of the trial was lost")
         self._count(outcome(one, self.plan.folder, self.grid))
 
     def _count(self, found: Outcome) -> None:
@@ -287,7 +286,7 @@ def run_pending(
             trial_name_creator=name_of, trial_dirname_creator=name_of,
         ),
         run_config=tune.RunConfig(
-            name=TUNE, **credentials.storage(plan.folder), stop=stopped or None, verbose=0,
+            name=TUNE, storage_path=plan.folder, stop=stopped or None, verbose=0,
             failure_config=tune.FailureConfig(max_failures=options.retries),
             callbacks=[ledger],
         ),

@@ -21,7 +21,6 @@ from models.bench.harness import resident_peak_mb
 from models.checkpoint import Checkpoint, weights_hash
 from models.fit import FitConfig
 from models.tables import UserError, join, open_uri
-from models.uri import masked
 from pipelines import tracking
 from pipelines.data.tables import check_writable, read_json, write_file
 from pipelines.evaluation.ranking import evaluate, record
@@ -88,7 +87,7 @@ def run_trial(config: dict[str, Any], plan: Plan) -> None:
         else:
             fit(trial, plan)
     except UserError as error:
-        fail(trial, plan, masked(str(error)))
+        fail(trial, plan, str(error))
 
 
 def fit(trial: Trial, plan: Plan) -> None:

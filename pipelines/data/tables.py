@@ -38,7 +38,6 @@ from models.tables import (
     open_uri,
     read_manifest,
 )
-from models.uri import hide, masked
 
 SCHEMA_VERSION = 1
 
@@ -264,7 +263,7 @@ def digest(content: Any) -> str:
 
 def fingerprint(config: dict[str, Any], inputs: dict[str, str]) -> str:
     """Hash of what a table is made from; equal fingerprints mean that the step need not run again."""
-    return digest([SCHEMA_VERSION, hide(config), inputs])
+    return digest([SCHEMA_VERSION, config, inputs])
 
 
 def up_to_date(uri: str, print_: str) -> bool:
@@ -282,10 +281,8 @@ def check_writable(uri: str) -> None:
             stream.write(b"")
         filesystem.delete_file(probe)
     except OSError as error:
-        first = masked(str(error).splitlines()[0])
-        raise UserError(
-            f"cannot write to {masked(uri)} ({first}); choose an output folder that you may write"
-        ) from error
+        first = str(error).splitlines()[0]
+        raise UserError(f"cannot write to {uri} ({first}); choose an output folder that you may write") from error
 
 
 def check_can_write(uri: str) -> None:
@@ -422,9 +419,9 @@ def commit(
         rows=sum(part.rows for part in parts),
         hash=digest([part.sha256 for part in parts]),
         fingerprint=fingerprint(config, inputs),
-        config=hide(config),
+        config=config,
         inputs=inputs,
-        info=hide(info or {}),
+        info=info or {},
         code_version=code_version(),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         timings=timings or {},

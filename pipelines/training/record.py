@@ -7,7 +7,7 @@ from typing import Any
 
 from models.config import flattened
 from models.tables import UserError, join
-from models.uri import absolute, hide
+from models.uri import absolute
 from pipelines.data.tables import read_json, write_file
 
 RUN, BEST = "run.json", "best"
@@ -48,7 +48,7 @@ def find_checkpoint(uri: str) -> str:
 
 
 def write_record(folder: str, record: dict[str, Any]) -> None:
-    write_file(join(folder, RUN), json.dumps(hide(record), indent=2, sort_keys=True).encode())
+    write_file(join(folder, RUN), json.dumps(record, indent=2, sort_keys=True).encode())
 
 
 def check_same(record: dict[str, Any], config: dict[str, Any], hashes: dict[str, str], name: str, storage: str) -> None:

@@ -30,7 +30,7 @@ from models.checkpoint import Checkpoint
 from models.fit import FitConfig
 from models.locks import locked
 from models.tables import UserError, has_manifest, join, open_uri, read_manifest
-from pipelines import cluster, credentials, faults, tracking
+from pipelines import cluster, faults, tracking
 from pipelines.data.tables import check_writable, write_file
 from pipelines.serving import package
 from pipelines.training import here
@@ -230,7 +230,7 @@ def carry_out(
                 ),
                 run_config=RunConfig(
                     name=name,
-                    **credentials.storage(storage),
+                    storage_path=storage,
                     failure_config=FailureConfig(max_failures=0),
                     callbacks=list(callbacks),  # type: ignore[arg-type]  # Ray names those of its version 1
                     checkpoint_config=CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="score"),
