@@ -26,8 +26,8 @@ from models import registry
 from models.config import naming
 from models.places import reach
 from models.tables import UserError
+from models.uri import check_writable
 from models.words import number_of
-from pipelines.data.tables import check_can_write
 from pipelines.training.options import FEWER, RayOptions
 from tuning.checked import check
 from tuning.grid import Grid, Trial, load
@@ -159,7 +159,7 @@ def run(config: Config) -> Any:
         show(grid, trials, config, extra)
         return None
     reach(tables=config.tables, sids=config.sids, text=config.text)
-    check_can_write(str(config.storage))
+    check_writable(str(config.storage))
     checked = check(
         grid, trials, tables=str(config.tables), extra=extra, storage=str(config.storage),
         name=config.name or grid.name, ray_options=config.ray, options=config.options,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import posixpath
 import re
 from collections.abc import Iterator
@@ -143,3 +145,41 @@ def join(uri: str, *names: str) -> str:
 def absolute(uri: str) -> str:
     """A local path made absolute, since workers run in other folders; a URI as it is."""
     return uri.rstrip("/") if "://" in uri else str(Path(uri).expanduser().absolute())
+
+
+def check_writable(uri: str) -> None:
+    """Refuses an output that can never be written, and makes nothing: the storage answers, the folder that is there
+    or is to hold it is one and may be written."""
+    if "://" in uri:
+        file_info(uri)
+        return
+    wanted = Path(uri).expanduser().absolute()
+    there = next(path for path in (wanted, *wanted.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "is no folder" if not there.is_dir() else "may not be written by you"
+        raise UserError(f"cannot write to {uri} ({there} {why}); choose an output folder that you may write")
+
+
+def write_file(uri: str, content: bytes | pa.Buffer) -> None:
+    """Writes a file so that readers see the old content or the new, never a part of it."""
+    filesystem, path = open_uri(uri)
+    if isinstance(filesystem, fs.LocalFileSystem):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(f"{path}.{os.getpid()}.tmp")  # `commit` removes one that a killed run leaves
+        temporary.write_bytes(memoryview(content))
+        temporary.replace(path)
+        return
+    with filesystem.open_output_stream(path) as stream:  # object stores show a put when it is complete
+        stream.write(content)
+
+
+def read_json(uri: str) -> Any:
+    """What a JSON file holds, or None where there is no file; ValueError for one that is damaged."""
+    filesystem, path = open_uri(uri)
+    if filesystem.get_file_info(path).type != fs.FileType.File:
+        return None
+    with filesystem.open_input_stream(path) as stream:
+        content = json.loads(stream.read())
+    if content is None:
+        raise ValueError("it holds nothing")
+    return content

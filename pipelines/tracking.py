@@ -31,9 +31,8 @@ from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 
 from models.config import flattened
-from models.tables import UserError
+from models.tables import UserError, git
 from pipelines import sqlite
-from pipelines.data.tables import git
 from pipelines.stores import RunRef
 
 for chatty in ("mlflow", "alembic"):

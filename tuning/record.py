@@ -7,8 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from models.tables import UserError, join
-from models.uri import absolute
-from pipelines.data.tables import read_json, write_file
+from models.uri import absolute, read_json, write_file
 from pipelines.stores import RunRef
 from tuning.grid import Trial
 

@@ -32,7 +32,6 @@ from ray.tune.search import BasicVariantGenerator
 
 from models.tables import UserError, join, open_uri
 from pipelines import tracking
-from pipelines.data.tables import check_writable
 from pipelines.training.options import RayOptions
 from pipelines.training.record import read_record
 from pipelines.training.run import check_cluster, dataset_name, held, resources, wants_gpu
@@ -221,7 +220,6 @@ def begin(
     settings: dict[str, Any],
 ) -> dict[str, Any]:
     """Opens the sweep's MLflow run and writes `sweep.json`, which is returned."""
-    check_writable(folder)
     tags = {
         tracking.KIND_TAG: "sweep", "sweep.grid": grid.name, "sweep.axes": json.dumps(grid.keys),
         "sweep.metric": grid.metric, "sweep.mode": grid.mode, "command": command, "mlflow.source.name": "jobs.sweep",

@@ -21,8 +21,8 @@ from models.bench.harness import resident_peak_mb
 from models.checkpoint import Checkpoint, weights_hash
 from models.fit import FitConfig
 from models.tables import UserError, join, open_uri
+from models.uri import read_json, write_file
 from pipelines import tracking
-from pipelines.data.tables import check_writable, read_json, write_file
 from pipelines.evaluation.ranking import evaluate, record
 from pipelines.training import run as runs
 from pipelines.training.options import RayOptions
@@ -150,7 +150,6 @@ class ToTune(TuneReportCallback):
 def measure(trial: Trial, plan: Plan) -> None:
     """Measures a checkpoint on test with the options of the point."""
     folder = join(plan.folder, trial.name)
-    check_writable(folder)
     options = dict(trial.evaluate)
     batch_size = int(options.pop("batch_size", 256))
     torch.set_num_threads(threads_per_worker(plan.ray.threads, 1))
@@ -184,7 +183,6 @@ def measure(trial: Trial, plan: Plan) -> None:
 def fail(trial: Trial, plan: Plan, error: str) -> None:
     """Notes that the trial failed, in its folder and in MLflow; its run is made where there was none yet."""
     folder = join(plan.folder, trial.name)
-    check_writable(folder)
     noted = read_record(folder) or {}
     if "tracking" not in noted:
         config = {"model": trial.model, "fit": trial.fit}

@@ -34,8 +34,7 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from models.config import hint
-from models.tables import UserError, file_info, open_uri
-from pipelines.data.tables import OWN
+from models.tables import OWN, UserError, file_info, open_uri
 
 ROW = "__row"
 """Column with the row's number in its piece, from 0, broken ones counted too."""

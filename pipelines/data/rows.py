@@ -18,7 +18,7 @@ import pyarrow as pa
 from models.item_ids import ODD, clean_id
 from models.tables import UserError
 from pipelines.data.read import LONGEST_QUOTE, ROW, Broken, Piece, roots
-from pipelines.data.tables import REJECTS
+from pipelines.data.schemas import REJECTS
 from pipelines.data.times import Time, moments
 
 CAST = re.compile(r"(?<!try_)\bcast\s*\(", re.IGNORECASE)

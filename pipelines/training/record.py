@@ -7,8 +7,7 @@ from typing import Any
 
 from models.config import flattened
 from models.tables import UserError, join
-from models.uri import absolute
-from pipelines.data.tables import read_json, write_file
+from models.uri import absolute, read_json, write_file
 
 RUN, BEST = "run.json", "best"
 """In a run's folder: its record, and its best checkpoint."""

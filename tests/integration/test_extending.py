@@ -114,7 +114,7 @@ def write_one(uri, catalogue, rules, source):
     from pipelines.data.kinds.retrieval.sequences import build_sequences
     from pipelines.data.splits import NAMES
     from pipelines.data.survey import read_coded
-    from pipelines.data.tables import write_part
+    from models.tables import write_part
 
     names = [name for name in rules.schema.names if name not in ("request_id", "position")]
     table, count = build_sequences(read_coded(source, names), catalogue, rules)
@@ -131,7 +131,8 @@ def sequences(run, events, items, split):
     from pipelines.data.kinds.retrieval.sequences import Rules
     from pipelines.data.run import write_parts
     from pipelines.data.splits import NAMES
-    from pipelines.data.tables import commit, sequences_schema
+    from models.tables import commit
+    from pipelines.data.schemas import sequences_schema
 
     config = run.config
     settings = {"kind": "changes", "split": config.split.settings(), "core": config.core, "ties": config.ties}

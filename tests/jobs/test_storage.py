@@ -14,8 +14,8 @@ import pytest
 
 from jobs import audit, cli, compare, encode, evaluate, prepare, sweep, tokenize, train
 from models import tables
-from models.tables import UserError, open_uri
-from pipelines.data.tables import check_can_write, commit
+from models.tables import UserError, commit, open_uri
+from models.uri import check_writable
 
 ROOT = Path(__file__).parents[2]
 
@@ -134,8 +134,8 @@ def test_uris_that_are_none_are_one_line(uri: str, wanted: str) -> None:
 def test_an_output_in_the_place_of_a_file_is_refused_and_nothing_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=f"cannot write to .*{tmp_path}/file is no folder"):
-        check_can_write(f"{tmp_path}/file/runs/a")
-    check_can_write(f"{tmp_path}/new/runs")
+        check_writable(f"{tmp_path}/file/runs/a")
+    check_writable(f"{tmp_path}/new/runs")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

@@ -10,24 +10,28 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from models.tables import UserError, read_manifest, read_parquet, read_table, sealed, unsealed
-from pipelines.data.survey import read_coded
-from pipelines.data.tables import (
-    LOCK,
-    SIDS,
+from models.locks import LOCK
+from models.tables import (
+    UserError,
     check_output,
     check_place,
-    check_writable,
     clear,
     code_version,
     commit,
-    embeddings_schema,
     fingerprint,
     git,
+    read_manifest,
+    read_parquet,
+    read_table,
+    sealed,
+    unsealed,
     up_to_date,
     write_part,
     writing,
 )
+from models.uri import check_writable
+from pipelines.data.schemas import SIDS, embeddings_schema
+from pipelines.data.survey import read_coded
 
 
 def sids(*codes: list[int]) -> pa.Table:
@@ -36,7 +40,6 @@ def sids(*codes: list[int]) -> pa.Table:
 
 def make(folder: Path, *tables: pa.Table, config: dict[str, int] | None = None) -> str:
     uri = str(folder)
-    check_writable(uri)
     parts = [write_part(uri, table) for table in tables]
     commit(uri, "sids", SIDS, parts, config=config or {}, inputs={"items": "h"})
     return uri
@@ -70,7 +73,7 @@ def test_files_of_the_user_stay_where_they_are(tmp_path: Path) -> None:
     for name in names:
         (folder / name).write_text("mine")
     part = f"part-{'0' * 20}.parquet"
-    for name in (part, f"{part}.7.tmp", "manifest.json.7.tmp", ".writable-7"):
+    for name in (part, f"{part}.7.tmp", "manifest.json.7.tmp"):
         (folder / name).write_text("of a killed run")
     (folder / "more").mkdir()
     make(folder, sids([2]), config={"k": 1})

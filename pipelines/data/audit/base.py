@@ -8,7 +8,7 @@ from typing import Any
 
 import polars as pl
 
-from models.tables import Manifest, UserError, join, kind_of, read_manifest, read_parquet
+from models.tables import Manifest, UserError, join, read_manifest, read_parquet
 
 SHOWN = 3
 """Offending rows named per rule."""
@@ -95,7 +95,7 @@ class Tables:
     def open(cls, uri: str, kinds: Mapping[str, KindRules]) -> Tables:
         """Raises UserError where one of them is not a table, or they do not fit each other."""
         manifests = {name: read_manifest(join(uri, name), name) for name in ("events", "items", "sequences")}
-        name = kind_of(manifests["sequences"])
+        name = manifests["sequences"].info["kind"]
         if name not in kinds:
             raise UserError(f"{uri} holds sequences of kind '{name}', which is none of {', '.join(kinds)}")
         kind = kinds[name]

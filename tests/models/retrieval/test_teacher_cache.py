@@ -26,9 +26,9 @@ from models import checkpoint
 from models.fit import EpochEvent, FitConfig, fit
 from models.locks import LOCK, locked
 from models.retrieval.data import Examples
-from models.retrieval.teacher_cache import SCHEMA, States, _commit, _write_part
+from models.retrieval.teacher_cache import SCHEMA, States
 from models.setup import Setup, set_up
-from models.tables import UserError, open_uri, read_manifest, read_table, sealed, unsealed
+from models.tables import UserError, commit, open_uri, read_manifest, read_table, sealed, unsealed, write_part
 
 ROOT = Path(__file__).parents[3]
 TIGER = {"name": "tiger", "d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 2,
@@ -186,13 +186,13 @@ def test_half_written_it_is_made_anew(world: World, tmp_path: Path) -> None:
 
 def test_one_that_another_run_took_for_dead_is_not_committed(tmp_path: Path) -> None:
     made = [
-        [_write_part(str(tmp_path), pa.table({"request": [7], "states": [[value]]}, SCHEMA))] for value in (0.0, 1.0)
+        [write_part(str(tmp_path), pa.table({"request": [7], "states": [[value]]}, SCHEMA))] for value in (0.0, 1.0)
     ]
-    _commit(str(tmp_path), "encoder", made[0], {}, {}, "the same", 0.0)
-    with pytest.raises(UserError, match=f"another run removed .*{made[1][0]['path']}.* start it again"):
-        _commit(str(tmp_path), "encoder", made[1], {}, {}, "the same", 0.0)
+    commit(str(tmp_path), "encoder", SCHEMA, made[0], config={}, inputs={})
+    with pytest.raises(UserError, match=f"{made[1][0].path} is gone before .* run this one again"):
+        commit(str(tmp_path), "encoder", SCHEMA, made[1], config={}, inputs={})
     assert read_table(str(tmp_path))["states"].to_pylist() == [[0.0]]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", made[0][0]["path"]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", made[0][0].path]
 
 
 def test_a_wrong_one_is_refused_with_what_to_do(world: World, cache: Path, tmp_path: Path) -> None:

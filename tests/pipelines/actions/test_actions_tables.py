@@ -14,13 +14,13 @@ import ray
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.tables import join, read_parquet
+from models.tables import join, read_parquet, write_part
 from pipelines.data.engine import Engine
 from pipelines.data.kinds.actions.config import ActionsConfig
 from pipelines.data.kinds.actions.features import IDS
 from pipelines.data.kinds.actions.sequences import ActionsRules, build_actions, write_actions
+from pipelines.data.schemas import events_schema
 from pipelines.data.survey import Vocabulary, read_coded
-from pipelines.data.tables import events_schema, write_part
 
 LABELS = {"click": "bool", "like": "bool", "dwell": "float32"}
 SCHEMA = events_schema(LABELS, ["price"], ["city"])

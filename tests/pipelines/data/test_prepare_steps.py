@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from benchmarks import sequences as benchmark
-from models.tables import MANIFEST, UserError, iter_parts, join, read_manifest, read_table
+from models.tables import MANIFEST, UserError, iter_parts, join, read_manifest, read_table, writing
 from pipelines.data.audit.rules import audit
 from pipelines.data.log import Log, load_source, log_of
 from pipelines.data.prepare import prepare
@@ -25,7 +25,6 @@ from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.rows import Block
 from pipelines.data.settings import read_config
 from pipelines.data.splits import SplitConfig
-from pipelines.data.tables import writing
 
 pytestmark = pytest.mark.usefixtures("ray_local")
 

@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jobs import audit as job
-from models.tables import UserError, sealed, unsealed
+from models.tables import UserError, commit, sealed, unsealed, write_part
 from pipelines.data.audit.rules import RULES, audit, report
 from pipelines.data.kinds.table import KINDS
-from pipelines.data.tables import commit, events_schema, items_schema, sequences_schema, write_part
+from pipelines.data.schemas import events_schema, items_schema, sequences_schema
 
 LABELS = {"click": "bool"}
 

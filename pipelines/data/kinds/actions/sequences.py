@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.tables import Manifest, Part, UserError, part_uris, read_table
+from models.tables import Manifest, Part, UserError, commit, part_uris, read_table, write_part
 from models.words import number_of
 from pipelines.data.as_of import AsOfTable, as_of_schema, attach, described_as_of, make_as_of, say_missing, share_as_of
 from pipelines.data.counts import Piece, counted
@@ -29,9 +29,9 @@ from pipelines.data.kinds.actions.config import ITEM, USER, ActionsConfig, check
 from pipelines.data.kinds.actions.features import IDS, ActionsWindows, features, gather
 from pipelines.data.own_features import Seen, described, own_names
 from pipelines.data.run import Run, gathered
+from pipelines.data.schemas import actions_schema
 from pipelines.data.splits import NAMES, require_training
 from pipelines.data.survey import Vocabulary, coded, count_pairs, positions_in, read_coded, runs
-from pipelines.data.tables import actions_schema, commit, write_part
 
 NOTHING = pa.schema([])
 LAST = np.iinfo(np.int64).max

@@ -17,14 +17,25 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.tables import Manifest, Part, UserError, part_uris, read_manifest, read_table
+from models.tables import (
+    Manifest,
+    Part,
+    UserError,
+    commit,
+    fingerprint,
+    part_uris,
+    read_manifest,
+    read_table,
+    up_to_date,
+    write_part,
+)
 from models.words import number_of
 from pipelines.data.counts import UNSEEN, Piece, exported, to_piece
 from pipelines.data.kinds.search.config import SearchConfig
 from pipelines.data.kinds.search.features import COUNTED, SearchWindows, feature_names, features
 from pipelines.data.run import Run
+from pipelines.data.schemas import counts_schema
 from pipelines.data.survey import Vocabulary
-from pipelines.data.tables import commit, counts_schema, fingerprint, up_to_date, write_part
 
 
 def names_of(config: SearchConfig) -> dict[str, list[str]]:

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.tables import Manifest, Part, UserError, part_uris, read_table
+from models.tables import Manifest, Part, UserError, commit, part_uris, read_table, write_part
 from models.words import number_of
 from pipelines.data.as_of import (
     AsOfTable,
@@ -41,6 +41,7 @@ from pipelines.data.kinds.search.groups import feature_groups, unknown_features
 from pipelines.data.kinds.search.requests import requests_of
 from pipelines.data.own_features import Seen, described, item_columns, own_names, usual_groups
 from pipelines.data.run import Run, gathered
+from pipelines.data.schemas import CARRIED, QUERIES, search_schema
 from pipelines.data.splits import NAMES, assign, require_training
 from pipelines.data.survey import (
     Union,
@@ -54,7 +55,6 @@ from pipelines.data.survey import (
     read_coded,
     runs,
 )
-from pipelines.data.tables import CARRIED, QUERIES, commit, search_schema, write_part
 
 QUERIES_PER_PART = 1_000_000
 NOTHING = pa.schema([])
