@@ -8,19 +8,18 @@ reads first what is there. MLflow takes no `@` in a metric's name, so `ndcg@10` 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import math
 import os
 import platform
-import sqlite3
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,12 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
+from sqlalchemy.exc import SQLAlchemyError
 
-from models.config import flattened
+from models.config import flattened, hint
+from models.locks import locked
 from models.tables import UserError, git
-from pipelines import sqlite
-from pipelines.stores import RunRef
+from models.uri import refuse_secrets
 
 for chatty in ("mlflow", "alembic"):
     logging.getLogger(chatty).setLevel(logging.WARNING)
@@ -60,6 +60,69 @@ KIND_TAG, TRIAL_TAG, POINT_TAG, ERROR_TAG = "trieline.kind", "sweep.trial", "swe
 
 KEY_TAG = "trieline.key"
 """Tag with what its opener wrote down before the run was made."""
+
+
+@dataclass(frozen=True)
+class RunRef:
+    """Where a run is."""
+
+    uri: str
+    """Tracking URI."""
+    experiment: str
+    """Name of the experiment."""
+    run_id: str
+    """Id of the run."""
+
+    def to_dict(self) -> dict[str, str]:
+        return asdict(self)
+
+
+def resolve_uri(option: str | None, storage: str) -> str:
+    """The tracking URI: the option, else MLFLOW_TRACKING_URI, else SQLite in the storage folder, absolute."""
+    uri = option or os.environ.get("MLFLOW_TRACKING_URI", "")
+    refuse_secrets(uri, "the tracking URI")
+    if not uri:
+        if "://" in storage:
+            raise UserError(
+                f"there is no tracking URI, and SQLite cannot live in {storage}; give --tracking_uri or set "
+                f"MLFLOW_TRACKING_URI to a tracking server"
+            )
+        return f"sqlite:///{Path(storage).expanduser().absolute()}/mlflow.db"
+    if uri.startswith("file:") or "://" not in uri:
+        raise UserError(
+            f"the tracking URI {uri} is a folder, which MLflow no longer writes; use sqlite:///ABSOLUTE/PATH/mlflow.db "
+            f"or a tracking server"
+        )
+    if uri.startswith("sqlite:///") and not uri.startswith("sqlite:////"):
+        raise UserError(
+            f"the tracking URI {uri} is relative, so workers elsewhere would write other files; use "
+            f"sqlite:///{Path(uri.removeprefix('sqlite:///')).absolute()}"
+        )
+    return uri
+
+
+def named_stores(options: Sequence[str], new: bool = False) -> list[str]:
+    """The tracking URIs of the options, the environment, or this folder; UserError where there is none, or, unless it
+    may be a `new` one, no store."""
+    uris = list(options) or [os.environ.get("MLFLOW_TRACKING_URI", "")]
+    if uris == [""]:
+        if not Path("runs/mlflow.db").is_file():
+            raise UserError("no MLflow store is named; give --tracking_uri, as jobs.train prints it")
+        uris = [f"sqlite:///{Path('runs/mlflow.db').absolute()}"]
+    found = list(dict.fromkeys(resolve_uri(uri, ".") for uri in uris))
+    for uri in [] if new else found:  # MLflow would make it
+        if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).is_file():
+            raise UserError(f"there is no MLflow store at {uri}; give the --tracking_uri that jobs.train prints")
+    return found
+
+
+def unknown(what: str, name: str, uris: Sequence[str], known: Iterable[str]) -> str:
+    """What is said of a name that is in none of the stores, where `known` are."""
+    known, place = sorted(set(known) - {"Default"}), ", ".join(uris)
+    if what == "experiment":
+        there = f"there are {', '.join(known)}" if known else "no experiment is there"
+        return f"the experiment '{name}' is not at {place}; {there}" + (f"; {hint(name, known)}" if known[1:] else "")
+    return f"there is no {what} '{name}' at {place}; {hint(name, known)}"
 
 
 def settings_of(point: dict[str, Any]) -> str:
@@ -97,17 +160,15 @@ def connect(uri: str) -> MlflowClient:
     User and password of a server are MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
     """
     try:
-        if uri.startswith("sqlite:////"):
-            _prepare_sqlite(Path(uri.removeprefix("sqlite:///")))
-            client = MlflowClient(uri)
-            client.search_experiments(max_results=1)
-            return client
-        with nullcontext() if uri in _reached else _few_retries():
+        file = uri.removeprefix("sqlite:///")
+        # Of several that start together one makes the tables of a file: MLflow's own lock leaves some out.
+        alone = locked(f"{file}.lock", "", math.inf) if file != uri else nullcontext()
+        with alone, nullcontext() if uri in _reached else _few_retries():
             client = MlflowClient(uri)
             client.search_experiments(max_results=1)
         expect(uri)
         return client
-    except (MlflowException, OSError, sqlite3.Error) as error:
+    except (MlflowException, OSError, SQLAlchemyError) as error:
         first = " ".join(str(error).split())[:200]
         raise UserError(f"cannot reach MLflow at {uri} ({first}); start it or give another --tracking_uri") from error
 
@@ -133,16 +194,6 @@ def _few_retries() -> Iterator[None]:
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
-
-
-def _prepare_sqlite(path: Path) -> None:
-    """Creates the store once, also when several runs start together, in the mode that lets them write at once."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{path}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with sqlite3.connect(path, timeout=sqlite.timeout()) as database:
-            database.execute("PRAGMA journal_mode=WAL")
-        MlflowClient(f"sqlite:///{path}").search_experiments(max_results=1)  # makes its tables
 
 
 def _experiment(client: MlflowClient, uri: str, name: str, storage: str) -> str:

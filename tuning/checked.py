@@ -13,7 +13,7 @@ from models.setup import check_fit, load_catalogue
 from models.setup import hashes_of as table_hashes
 from models.tables import UserError, join
 from models.uri import absolute
-from pipelines.stores import RunRef, resolve_uri
+from pipelines.tracking import RunRef, resolve_uri
 from pipelines.training.checked import check_name
 from pipelines.training.options import RayOptions
 from pipelines.training.record import find_checkpoint

@@ -8,7 +8,7 @@ from typing import Any
 
 from models.tables import UserError, join
 from models.uri import absolute, read_json, write_file
-from pipelines.stores import RunRef
+from pipelines.tracking import RunRef
 from tuning.grid import Trial
 
 SWEEP = "sweep.json"

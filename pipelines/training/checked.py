@@ -1,4 +1,4 @@
-"""A training that is checked as far as that goes without Ray and MLflow, whose imports take seconds."""
+"""A training that is checked as far as that goes without Ray."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from models.setup import check_budget, check_fit, load_catalogue
 from models.tables import UserError, join, read_manifest
 from models.text_encoder import located
 from models.uri import absolute
-from pipelines.stores import resolve_uri
+from pipelines.tracking import resolve_uri
 from pipelines.training.options import RayOptions
 from pipelines.training.record import check_same, read_record
 
