@@ -241,7 +241,7 @@ class Grid:
     def _check(self, model: dict[str, Any], fit: dict[str, Any], settings: Point) -> None:
         """Raises UserError where the model is not there, or model or training have no such option or value."""
         name = str(model.get("name"))
-        if name not in {**registry.MODELS, **registry.FORMER}:
+        if name not in registry.MODELS:
             raise UserError(f"the model '{name}' of the grid {self.name} is not there yet; --dry-run shows its trials")
         known = [f"model.{f.name}" for f in fields(registry.model_config(name))] + ["model.name"]
         known += [f"fit.{f.name}" for f in fields(FitConfig)]

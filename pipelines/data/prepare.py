@@ -103,9 +103,9 @@ def _make_events(run: Run) -> Manifest:
     source, config = run.source, run.config
     files, user_files = source.event_files(run.input), source.user_files(run.input)
     partitions = config.partitions or partitions_for([join(run.input, file) for file in files])
-    settings = _plain({"source": source.events_config, "ties": config.ties, "partitions": partitions})
     keep, count = config.duplicates == "keep", config.duplicates == "count"
-    settings |= {"duplicates": config.duplicates} if keep or count else {}
+    settings = _plain({"source": source.events_config, "ties": config.ties, "partitions": partitions})
+    settings["duplicates"] = config.duplicates
 
     def rehash(file: str) -> str:
         if file in files:

@@ -57,9 +57,9 @@ def check_same(record: dict[str, Any], config: dict[str, Any], hashes: dict[str,
     if model != wanted:
         raise UserError(f"the run '{name}' is of the model '{model}', not '{wanted}'; {remedy}")
     before, now = flattened(record["config"]), flattened(config)
-    for key in sorted(before.keys() & now.keys()):  # an option that came later was not there to be set
-        if key.removeprefix("fit.") not in MAY_CHANGE and before[key] != now[key]:
-            raise UserError(f"the run '{name}' was started with {key} {before[key]}, not {now[key]}; {remedy}")
+    for key in sorted(before.keys() | now.keys()):
+        if key.removeprefix("fit.") not in MAY_CHANGE and (was := before.get(key)) != (given := now.get(key)):
+            raise UserError(f"the run '{name}' was started with {key} {was}, not {given}; {remedy}")
     for table, value in hashes.items():
         if record["hashes"].get(table) != value:
             raise UserError(f"the run '{name}' was started with another table '{table}'; {remedy}")

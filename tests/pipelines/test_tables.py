@@ -171,13 +171,6 @@ def test_a_flipped_bit_in_a_manifest_is_found_or_of_no_account(tmp_path: Path) -
     assert len(said) > 100
 
 
-def test_a_manifest_without_a_seal_is_read(tmp_path: Path) -> None:
-    uri = make(tmp_path / "t", sids([1]))
-    manifest = tmp_path / "t" / "manifest.json"
-    manifest.write_text(json.dumps(unsealed(manifest.read_text())))
-    assert read_table(uri).equals(sids([1]))
-
-
 @pytest.mark.parametrize("path", ["../secret", "/etc/passwd", "..", "", "a/../../b", "%2e%2e%2fb", "a\\b", None])
 def test_a_manifests_paths_stay_in_its_folder(tmp_path: Path, path: str | None) -> None:
     uri = make(tmp_path / "t", sids([1]))

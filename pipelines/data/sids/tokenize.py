@@ -117,10 +117,6 @@ class TokenizerConfig:
             used["psid"] = asdict(self.psid)
         if self.quantizer != "published":
             used[self.quantizer] = asdict(getattr(self, self.quantizer))
-        if not self.rqvae.sinkhorn and "rqvae" in used:  # as it was before there was one
-            del used["rqvae"]["sinkhorn"]
-        if "rqkmeans" in used and not self.rqkmeans.train_items:  # likewise
-            del used["rqkmeans"]["train_items"]
         return used
 
 

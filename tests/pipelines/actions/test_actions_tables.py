@@ -267,7 +267,6 @@ def test_bool_labels_without_an_entry_are_tasks_and_actions_of_their_own() -> No
         ({"counts": {"keys": []}}, "at least one"),
         ({"counts": {"windows_days": []}}, "at least one length"),
         ({"counts": {"counted_labels": ["nothing"]}}, "no task"),
-        ({"counts": {"marks": ["like"]}}, "unknown key .*counts.marks'; it is counted_labels now"),
         ({"counts": {"windows_days": [7, 1]}}, "ascending"),
         ({"counts": {"delay_minutes": -1}}, "0 or more"),
         ({"counts": {"windows_days": [0.5], "delay_minutes": 800}}, "longer windows"),

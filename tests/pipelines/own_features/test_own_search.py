@@ -72,8 +72,6 @@ def test_a_log_without_own_features_has_the_tables_that_it_had(tmp_path: Path, r
     plain = {key: value for key, value in SOURCE.items() if key not in ("numbers", "categories")}
     manifest = read_manifest(make(tmp_path, raw, plain) + "/sequences")
     assert "own" not in manifest.info
-    assert "own_features" not in manifest.config
-    assert "groups" not in manifest.config["search"]
     assert "num_" not in str(manifest.schema)
     assert "cat_" not in str(manifest.schema)
 

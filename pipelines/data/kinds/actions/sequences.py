@@ -380,12 +380,9 @@ def make_actions(run: Run, events: Manifest, items: Manifest, split: dict[str, A
         "max_events": config.max_events,
         "core_window": config.core_window,
         "actions": asdict(config.own),
-        "candidates_counted_at": "cut",  # tables of earlier code, which counted at each candidate's time, are not these
     }
     as_of = make_as_of(run)
     joined = as_of_schema(list(source.as_of.values()))
-    if source.info["numbers"] or as_of:
-        settings["own_features"] = True  # earlier code did not say what they are
     inputs = {"events": events.hash, "items": items.hash, **{name: table.hash for name, table in as_of.items()}}
     if finished := run.finished("sequences", settings, inputs):
         return finished

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -338,8 +338,7 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
         "max_events": config.max_events,
         "core_window": config.core_window,
         "behaviour": config.behaviour,
-        "search": config.own.settings(),
-        **({"own_features": True} if own_groups else {}),  # earlier code left them out of requests
+        "search": asdict(config.own),
     }
     as_of = make_as_of(run)
     inputs = {"events": events.hash, "items": items.hash, "queries": queries.hash}
@@ -400,7 +399,7 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
             **({"as_of": described_as_of(as_of)} if as_of else {}),
             **({"item_features": of_items.names} if of_items else {}),
             "windows": [f"{days:g}d" for days in config.own.windows_days] if rules.windowed else [],
-            "search": config.own.settings(),
+            "search": asdict(config.own),
             "max_candidates": count["max_candidates"],
             **per_split,
             "requests_outside": count["requests_outside"],
