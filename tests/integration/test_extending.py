@@ -92,10 +92,10 @@ from dataclasses import replace
 import polars as pl
 import pyarrow as pa
 
-from pipelines.data.audit.base import KindRules, name_request
+from pipelines.data.audit.base import REQUEST, KindRules
 from pipelines.data.audit.sequences import behaviour_rows, check_history, check_lengths, check_splits, request_rows
 from pipelines.data.kinds.base import Simulator
-from pipelines.data.kinds.retrieval.audit import REQUIRED
+from pipelines.data.kinds.retrieval.audit import COLUMNS
 from pipelines.data.kinds.retrieval.kind import RETRIEVAL
 from pipelines.data.kinds.retrieval.simulator import simulate_retrieval
 from pipelines.data.kinds.simulation import Settings
@@ -156,23 +156,21 @@ def sequences(run, events, items, split):
         )
 
 
-def check_changes(sequences):
-    rules = sequences.rules
-    for users, _ in sequences.parts():
-        requests = request_rows(users)
-        check_splits(sequences.tables, requests, rules["splits"])
-        behaviours = behaviour_rows(check_lengths(users, rules["behaviours"]))
-        check_history(sequences.tables, behaviours, requests, rules["history"], sequences.tables.order_of_log)
-        before = behaviours.select("row", "item_index", history_end=pl.col("place") + 1)
-        rules["targets"].rows += requests.height
-        asked = requests.with_columns(item_index=pl.col("candidates").list.first())
-        again = asked.join(before, on=["row", "history_end", "item_index"], how="semi")
-        rules["targets"].broken_rows(again, lambda row: f"{name_request(row)}: asks for the item before it")
-    return sequences.core_users
+def check_changes(tables, rules, core_users):
+    requests = request_rows(tables.sequences)
+    check_splits(tables, requests, rules["splits"])
+    behaviours = behaviour_rows(check_lengths(tables.sequences, rules["behaviours"]))
+    check_history(tables, behaviours, requests, rules["history"], tables.order_of_log)
+    before = behaviours.select("row", "item_index", history_end=pl.col("place") + 1)
+    rules["targets"].rows += requests.height
+    asked = requests.with_columns(item_index=pl.col("candidates").list.first())
+    again = asked.join(before, on=["row", "history_end", "item_index"], how="semi")
+    rules["targets"].broken_rows(again, REQUEST + ": asks for the item before it")
+    return core_users
 
 
 CHANGES = replace(
-    RETRIEVAL, name="changes", sequences=sequences, audit=KindRules(REQUIRED, check_changes),
+    RETRIEVAL, name="changes", sequences=sequences, audit=KindRules(COLUMNS, check_changes),
     simulator=Simulator("changes", "simulated", Settings, simulate_retrieval),
 )
 '''
