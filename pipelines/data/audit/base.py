@@ -137,7 +137,9 @@ class Tables:
     @cached_property
     def users_events(self) -> pl.DataFrame:
         """The events of the users of sequences, each with the `row` of its user."""
-        return self.events.drop("part").join(self.sequences.select("user_id", "row"), on="user_id")
+        return self.events.drop("part").join(
+            self.sequences.select("user_id", "row"), on="user_id", maintain_order="left"
+        )
 
     @property
     def info(self) -> dict[str, Any]:

@@ -30,9 +30,9 @@ def check_search_tables(tables: Tables, rules: dict[str, Rule], core_users: pl.D
     users = shared.check_lengths(tables.sequences, rules["behaviours"])
     behaviours, requests = shared.behaviour_rows(users), every.join(users.select("row"), on="row", how="semi")
 
-    log = asked(tables.events.drop("part")).join(queries, on="query", how="left")
+    log = asked(tables.events.drop("part")).join(queries, on="query", how="left", maintain_order="left")
     log = with_as_of(tables, log.with_columns(pl.col("query_index").fill_null(-1)), "asked")
-    mine = log.join(tables.sequences.select("user_id", "row"), on="user_id")
+    mine = log.join(tables.sequences.select("user_id", "row"), on="user_id", maintain_order="left")
     expected = shared.expected_behaviours(tables, mine)
     shared.check_behaviours(users.drop("features"), behaviours, expected, rules["behaviours"])
     labels = [f"label_{name}" for name in info["labels"]]
