@@ -11,6 +11,8 @@ import pytest
 from models.tables import UserError, read_manifest, read_table
 from pipelines.data import own_features
 from pipelines.data.audit.rules import audit
+from pipelines.data.kinds.search.config import SearchConfig
+from pipelines.data.kinds.search.groups import feature_groups
 from pipelines.data.own_features import Moments, Seen, described
 from tests.own_features_log import SOURCE, make, rewrite
 
@@ -52,6 +54,12 @@ def test_candidates_have_what_the_log_says_and_the_manifest_what_training_says(t
     assert [group["name"] for group in info["groups"]] == ["cross", "document", "query", "context", "own"]
     assert info["groups"][-1]["features"] == ["num_bm25", "cat_city"]
     assert broken(tables) == {}
+
+
+def test_features_are_grouped_by_what_they_are_about() -> None:
+    names = ["pair_ctr_7d", "pair_gap", "item_clicks_1d", "query_searches_1d", "page"]
+    groups = {group["name"]: group["features"] for group in feature_groups(SearchConfig(), names, {})}
+    assert groups == {"cross": names[:1], "document": names[2:3], "query": [names[1], names[3]], "context": names[4:]}
 
 
 def test_groups_are_those_of_the_source_file(tmp_path: Path, raw: Path) -> None:
