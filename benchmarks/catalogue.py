@@ -26,10 +26,10 @@ from benchmarks.sequences import measured
 from models import registry
 from models.bench.decode import random_histories
 from models.retrieval.data import Catalogue, batch_of
-from models.tables import join, read_manifest
+from models.tables import commit, join, read_manifest, write_part
+from pipelines.data.schemas import items_schema
 from pipelines.data.sids.embed import EmbedConfig
 from pipelines.data.sids.tokenize import RqkmeansConfig, TokenizerConfig, tokenize
-from pipelines.data.tables import check_writable, commit, items_schema, write_part
 
 WIDTH, ITERATIONS, LEVELS = 32, 10, 4
 """Numbers of an embedding, k-means iterations per level, and levels before those of conflicts: the time is about
@@ -45,7 +45,6 @@ count in an embedding: with 20,000 a million titles are near to a few thousand p
 
 def write_items(uri: str, items: int, seed: int = 0) -> None:
     """A table of `items` with simulated titles of seven words."""
-    check_writable(uri)
     rng = np.random.default_rng(seed)
     schema, parts = items_schema(["title"]), []
     words = pa.array([f"w{word}" for word in range(WORDS)])
@@ -103,7 +102,6 @@ def run_tokenize(folder: str) -> dict[str, Any]:
 def load(folder: str) -> tuple[Catalogue, float]:
     """The catalogue with its checked trie, and the seconds it took."""
     hashes, uri = {"items": read_manifest(join(folder, "items"), "items").hash}, join(folder, "sequences")
-    check_writable(uri)
     commit(uri, "sequences", pa.schema([]), [], config={}, inputs=hashes, info={})  # none is read
     begin = time.perf_counter()
     return Catalogue.load(folder, join(folder, "sids")), time.perf_counter() - begin

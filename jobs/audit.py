@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from jobs import cli
 from models.places import reach
-from models.tables import UserError, join, kind_of, read_manifest
+from models.tables import UserError, join, read_manifest
 from models.words import number_of
 from pipelines.data.audit.rules import audit, report
 from pipelines.data.kinds.table import KINDS
@@ -56,7 +56,7 @@ def run(config: Config) -> None:
             f"{found} in {config.tables}; do not train on these tables: make them again with python -m jobs.prepare "
             f"--overwrite"
         )
-    kind = kind_of(read_manifest(join(config.tables, "sequences"), "sequences"))
+    kind = read_manifest(join(config.tables, "sequences"), "sequences").info["kind"]
     extra = KINDS[kind].flow.extra
     job = f"python -m jobs.{extra.job} --help, or " if extra else ""
     print(f"No violations. Next: {job}python -m jobs.train --help")

@@ -31,9 +31,8 @@ from jobs.wrong_line import below, keys_of, types_of, wrong_line, wrong_value
 from models.config import instead, read_yaml
 from models.places import near_file
 from models.tables import UserError
-from models.uri import hide, masked
+from models.uri import refuse_secrets
 from models.words import number_of
-from pipelines import credentials
 from pipelines.data.ray_data_config import WORKERS
 from pipelines.faults import explain, first_line, user_error_in
 
@@ -157,9 +156,8 @@ def parse(
         for option in parser._actions:  # null, which jsonargparse takes for any type
             if (kinds := types_of(option)) and NoneType not in kinds and namespace.get(option.dest) is None:
                 raise UserError(wrong_value(option, "null", files))
-        for key, value in list(namespace.items()):  # from here on, options hold no secret
-            if (hidden := hide(value)) != value:
-                namespace[key] = hidden
+        for key, value in namespace.items():
+            refuse_secrets(value, f"--{key}")
         values = parser.instantiate_classes(namespace)
         arguments = {f.name: values[f.name] for f in fields(config) if f.name in values}  # type: ignore[arg-type]
         for name, group in groups.items():
@@ -201,7 +199,6 @@ def start_ray(num_cpus: int | None = None) -> None:
                     f"and is not too busy, then run the same line again"
                 ) from error
             print(f"note: a local Ray did not start ({first_line(error)}); trying again, {attempt + 1} of {STARTS}")
-    credentials.share()
     from jobs.watch import watch
 
     watch()
@@ -239,7 +236,6 @@ def join_cluster(address: str) -> None:
     check_token(address)
     try:
         ray.init(log_to_driver=True, logging_level=logging.WARNING)
-        credentials.share()
     except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
         first = " ".join((str(error).splitlines() or [""])[0].split())[:300]
         raise UserError(
@@ -313,7 +309,7 @@ def check_token(address: str) -> None:
 def kept_traceback(error: BaseException) -> str:
     """Where the traceback of an error is that one line stands for: in a file, and on the terminal if TRIELINE_TRACEBACK
     is set."""
-    told = masked("".join(traceback.format_exception(error)))
+    told = "".join(traceback.format_exception(error))
     if os.environ.get("TRIELINE_TRACEBACK"):
         sys.stderr.write(told)
     try:
@@ -350,9 +346,7 @@ def main(run: Callable[[Any], Any], config: type, parse_: Callable[[str], Any] |
     job = Path(sys.argv[0]).stem
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # type: ignore[assignment]
     try:
-        options = hide(parse_(job) if parse_ else parse(config, job))
-        sys.argv[1:] = map(masked, sys.argv[1:])
-        run(options)
+        run(parse_(job) if parse_ else parse(config, job))
         sys.stdout.flush()
     except Exception as error:
         if isinstance(error, BrokenPipeError) and not output_is_read():
@@ -360,12 +354,12 @@ def main(run: Callable[[Any], Any], config: type, parse_: Callable[[str], Any] |
         known = user_error_in(error)
         fault = None if known else explain(error)
         if known is None and fault is None:
-            sys.stderr.write(masked(traceback.format_exc()))
+            traceback.print_exc()
             sys.exit(1)
         # The line says what is wrong; Ray would add the errors of tasks that came to nothing for the same reason.
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
         said = known or f"{fault}{kept_traceback(error)}"
-        print(f"error: {masked(' '.join(str(said).split()))}", file=sys.stderr)
+        print(f"error: {' '.join(str(said).split())}", file=sys.stderr)
         sys.stderr.flush()
         sys.exit(1)
     sys.exit(0)

@@ -27,7 +27,7 @@ from jobs import cli
 from models.places import reach
 from models.tables import UserError, file_info
 from pipelines.comparison.options import Options
-from pipelines.stores import check_named, named_stores
+from pipelines.tracking import named_stores
 
 LISTS = ("experiment", "run", "sids", "tracking_uri", "benchmark", "results")
 """Options that may be given several times."""
@@ -63,10 +63,6 @@ def run(config: Config) -> None:
     uris: list[str] = []
     if config.from_mlflow and not config.results:
         uris = named_stores(config.tracking_uri, new=bool(config.benchmark))
-    if uris and not config.benchmark:  # which may make the store and the experiment
-        metric = [config.metric] if config.metric else []
-        sweep = [config.sweep] if config.sweep else []
-        check_named(uris, experiment=config.experiment, sweep=sweep, run=config.run, metric=metric)
     from jobs import comparing  # imports MLflow, and a wrong command line has its answer before that
 
     comparing.run(config, uris)

@@ -22,7 +22,7 @@ from pipelines.comparison.run_tables import best_table, origins_table, tables
 from pipelines.comparison.runs import select, select_all, sweeps_of
 from pipelines.comparison.table import Table
 from pipelines.comparison.tokenizer_tables import sids_table
-from pipelines.stores import unknown
+from pipelines.tracking import unknown
 
 
 def homes(uris: Sequence[str], experiments: Sequence[str]) -> dict[str, list[str]]:

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 
 from jobs import cli
 from models.places import reach
-from models.tables import join, kind_of, read_manifest
+from models.tables import join, read_manifest
 from models.text_encoder import check_encoder
+from models.uri import check_writable
 from pipelines.data.kinds.table import KINDS
 from pipelines.data.sids.text_config import TextConfig
-from pipelines.data.tables import check_can_write
 
 
 @dataclass
@@ -52,14 +52,14 @@ def run(config: Config) -> None:
     def say(message: str) -> None:
         print(f"[{time.monotonic() - started:6.1f}s] {message}", flush=True)
 
-    check_can_write(config.output)
+    check_writable(config.output)
     cli.preflight(tables=config.tables, output=config.output)
     check_texts(config.tables, config.encoder, config.embed, config.output)  # before Ray takes its seconds to start
     cli.start_ray()
     made = encode_log(config.tables, config.output, config.encoder, config.embed, config.overwrite, say)
     counts = ", ".join(f"{made[name].rows:,} {name}" for name in ("items", "queries", "pairs") if name in made)
     print(f"{counts}, width {made['items'].info['width']}, in {time.monotonic() - started:.0f} s: {config.output}")
-    model = KINDS[kind_of(read_manifest(join(config.tables, "sequences"), "sequences"))].flow.models[-1]
+    model = KINDS[read_manifest(join(config.tables, "sequences"), "sequences").info["kind"]].flow.models[-1]
     train = {"config": f"jobs/configs/{model.configs[0]}.yaml", "tables": config.tables, "text": config.output}
     print(f"next: {cli.line('jobs.train', **train, storage='runs', name=model.model)}")
 

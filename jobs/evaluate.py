@@ -22,9 +22,9 @@ from models import checkpoint, registry
 from models.config import check_positive
 from models.places import reach
 from models.retrieval.metrics import EXAMPLES, FIRST
-from models.uri import absolute
+from models.tables import check_place
+from models.uri import absolute, check_writable, write_file
 from models.words import number_of
-from pipelines.data.tables import check_can_write, check_place, write_file
 from pipelines.evaluation.checked import check
 from pipelines.evaluation.result import Result
 from pipelines.training.record import find_checkpoint
@@ -243,7 +243,7 @@ def run(config: Options) -> Result | None:
     if config.batch_inference:
         from pipelines.evaluation.inference import recommend_all
 
-        check_can_write(config.batch_inference)
+        check_writable(config.batch_inference)
         check_place(config.batch_inference, "recommendations")  # before Ray takes its seconds to start
         cli.start_ray()
         manifest, already = recommend_all(

@@ -24,13 +24,13 @@ from jobs import cli
 from models.config import nearest
 from models.places import reach
 from models.tables import UserError, open_uri
+from models.uri import write_file
 from models.words import number_of
 from pipelines.data.kinds.table import KINDS
 from pipelines.data.log import load_source
 from pipelines.data.preview import check_rejects, lines, preview, warnings
 from pipelines.data.settings import check, read_config
 from pipelines.data.suggest import suggest
-from pipelines.data.tables import write_file
 
 SOURCES = cli.CONFIGS / "sources"
 
@@ -123,7 +123,7 @@ def run(config: Config) -> dict[str, object]:
     settings = read_config(defaults, options)
     reach(input=config.input, catalogue=settings.catalogue)
     cli.preflight(input=config.input, output=config.output, catalogue=settings.catalogue)
-    check(source, config.input, config.output, settings, config.dry_run)  # before Ray takes its seconds to start
+    check(source, config.input, config.output, settings)  # before Ray takes its seconds to start
     found = preview(source, config.input, settings.max_rejects, settings.catalogue is None)
     for line in lines(found) if config.dry_run else warnings(found):
         print(line)

@@ -30,7 +30,7 @@ from models.words import number_of
 from pipelines.data.kinds.base import Trained
 from pipelines.data.kinds.table import KINDS
 from pipelines.data.log import load_source
-from pipelines.stores import resolve_uri
+from pipelines.tracking import resolve_uri
 
 CONFIGS = Path(__file__).parent / "configs"
 

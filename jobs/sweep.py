@@ -26,9 +26,9 @@ from models import registry
 from models.config import naming
 from models.places import reach
 from models.tables import UserError
+from models.uri import check_writable
 from models.words import number_of
 from pipelines import tracking
-from pipelines.data.tables import check_can_write
 from pipelines.training.options import FEWER, RayOptions
 from tuning.grid import Grid, Trial, load
 from tuning.sweep import Options, Swept, best_trial, sweep
@@ -148,7 +148,7 @@ def run(config: Config) -> Swept | None:
         show(grid, trials)
         return None
     reach(tables=config.tables, sids=config.sids, text=config.text)
-    check_can_write(str(config.storage))
+    check_writable(str(config.storage))
     entries = [registry.find(trial.model["name"]) for trial in trials if trial.model]
     folders = [entry.folder(sids=config.sids, text=config.text) for entry in entries]
     extra = next(filter(None, folders), None) if entries else config.sids  # of checkpoints, which retrieval sweeps

@@ -18,10 +18,10 @@ from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
 from models.retrieval.tokenizers.rqvae import RqvaeConfig
 from models.tables import Manifest, join
 from models.text_encoder import check_encoder
+from models.uri import check_writable
 from models.words import number_of
 from pipelines.data.sids.embed import EmbedConfig, embed_origin
 from pipelines.data.sids.tokenize import TokenizerConfig, check_folders, check_items, tokenize
-from pipelines.data.tables import check_can_write
 
 GROUPS: dict[str, type] = {
     "embed": EmbedConfig,
@@ -113,7 +113,7 @@ def run(config: Config) -> None:
     items = join(config.tables, "items")
     reach(tables=config.tables, embeddings=config.embeddings)  # what does not answer is said before Ray starts
     cli.preflight(tables=config.tables, embeddings=config.embeddings, output=config.output)
-    check_can_write(config.output)
+    check_writable(config.output)
     check_folders(config.output, config.embeddings)
     if config.tokenizer != "published":
         check_items(items, config.sids_config(), config.embed)  # what is wrong with the input, before Ray starts

@@ -21,8 +21,8 @@ from models.config import read_yaml
 from models.fit import FitConfig
 from models.places import reach
 from models.tables import UserError
+from models.uri import check_writable
 from models.words import number_of
-from pipelines.data.tables import check_can_write
 from pipelines.training.checked import check
 from pipelines.training.options import FEWER, RayOptions
 
@@ -111,7 +111,7 @@ def still_rising(best: int, done: int, fit: FitConfig) -> str:
 def run(config: Config) -> Any:
     """Trains and prints what was made; returns it, a `pipelines.training.run.Trained`."""
     reach(tables=config.tables, sids=config.sids, text=config.text)
-    check_can_write(config.storage)
+    check_writable(config.storage)
     entry = registry.find(config.model.name)
     extra = entry.folder(sids=config.sids, text=config.text)
     checked = check(

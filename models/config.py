@@ -22,14 +22,6 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.0)[0]
 
 
-OLD_NAMES = {
-    "teacher_memory_mb": "it is gone, give a folder as model.teacher_cache",
-    "marks": "it is counted_labels now",
-    "decoder": "one T5 decoder layer is the model 'one_layer' now (jobs/configs/one_layer.yaml)",
-}
-"""Options that were renamed or taken away, with the remedy, by the last part of their key."""
-
-
 ALSO_CALLED = {"device": "use_gpu", "learning_rate": "lr"}
 """Words that others have for an option, by the last part of its key."""
 
@@ -38,8 +30,6 @@ def instead(key: str, known: Iterable[str]) -> str:
     """Half a sentence that says what to write in place of a key that is not known: the one of the same last part, which
     another section may have, else the one most like it."""
     last, known = key.rsplit(".", 1)[-1], list(known)
-    if last in OLD_NAMES:
-        return OLD_NAMES[last]
     if not known:
         return "it takes no keys"
     same = [other for other in known if other.rsplit(".", 1)[-1] in (last, ALSO_CALLED.get(last))]

@@ -5,8 +5,6 @@ A killed holder stands in nobody's way: the kernel lets go of a local lock, and 
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import socket
 import threading
@@ -14,21 +12,20 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from pyarrow import fs
 
-from models.tables import UserError, asked, open_uri
-from models.uri import masked
+from models.uri import UserError, asked, open_uri
 
 LOCK = ".lock"
-"""File by which the folder is held that someone writes."""
+"""File by which the folder is held that someone writes. A local one stays when it is let go."""
 
-BEAT, SILENT, SETTLE = 5.0, 30.0, 1.0
-"""Seconds, of a lock at a URI: between two heartbeats; without one until its holder counts as dead; from writing it to
-reading it again."""
+BEAT, SILENT = 5.0, 30.0
+"""Seconds, of a lock at a URI: between two heartbeats; without one until its holder counts as dead."""
 
 
 @contextmanager
@@ -48,151 +45,133 @@ def locked(
             yield
         return
     path = Path(where)
-    until = time.monotonic() + wait
-    while True:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lock = path.open("a")
-        except OSError as error:
-            raise UserError(f"cannot write to {path.parent} ({error.strerror}); {remedy}") from error
-        with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                if time.monotonic() >= until:
-                    raise UserError(busy) from error
-                time.sleep(0.2)
-                continue
-            if not _is_at(lock.fileno(), path):  # its last holder has removed it meanwhile
-                continue
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)
-            return
+    lock = FileLock(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(wait, poll_interval=0.2)
+    except Timeout as error:
+        raise UserError(busy) from error
+    except OSError as error:
+        raise UserError(f"cannot write to {path.parent} ({error.strerror}); {remedy}") from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @contextmanager
 def _leased(place: str, busy: str, wait: float) -> Iterator[None]:
     """`locked` at a URI: the object `place` names its holder and is written again every BEAT seconds.
 
-    Whoever finds one looks on for as long as a holder may be silent, by its own clock, so that no clocks are compared:
-    one that beats is alive, and refused after `wait`; one that is silent for SILENT seconds is dead, as is one of this
-    machine whose process is gone, and gives way. Object stores have no exclusive create through pyarrow. So the lock is
-    written, and read again after SETTLE seconds: of several that begin together the last writer has it. What remains:
-    a write that takes longer than SETTLE to arrive takes the lock from one who believes to hold it, and a holder that
-    the storage does not hear for SILENT seconds is taken for dead. Both find out at their next beat and end with
-    UserError when their work is done; until then the commit of a table, which misses the parts that the other one
-    removed, is what keeps it whole.
+    Whoever finds one looks on, by its own clock, so that no clocks are compared: one that changes is alive, and refused
+    after `wait`; one that stays the same for SILENT seconds is dead and written over. Every write is conditional, on
+    there being no object or on its version, so of several writers one succeeds. A holder that the storage does not hear
+    for SILENT seconds may lose its lock; it finds out at its next beat and ends with UserError when its work is done.
     """
-    mine: dict[str, Any] = {
-        "owner": uuid.uuid4().hex,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "since": _now(),
-    }
-    _leases.add(mine["owner"])
+    from obstore.exceptions import BaseError  # of those who write to URIs alone
+
     done = threading.Event()
-    thieves: list[dict[str, Any]] = []
+    lost = threading.Event()
 
     def beat() -> None:
         while not done.wait(BEAT):
             try:
-                if (now := _lease_at(place)) and now["owner"] != mine["owner"]:
-                    thieves.append(now)
-                    return
-                _beat(place, mine)
-            except (UserError, OSError):  # a storage that is away for a moment: the next beat may reach it
+                if not lease.write(lease.version):
+                    return lost.set()
+            except BaseError:  # a storage that is away for a moment: the next beat may reach it
                 continue
 
-    try:
-        _take(place, mine, busy, wait)
-        thread = threading.Thread(target=beat, daemon=True, name="lock")
-        thread.start()
+    with asked(place):
         try:
-            yield
-        finally:
-            done.set()
-            thread.join()
-            with suppress(UserError, OSError):  # where the storage is gone, the lock falls silent by itself
-                if not thieves and (now := _lease_at(place)) and now["owner"] == mine["owner"]:
-                    filesystem, where = open_uri(place)
-                    filesystem.delete_file(where)
+            lease = _Lease(place)
+            lease.take(busy, wait)
+        except BaseError as error:
+            raise OSError(str(error)) from error
+    thread = threading.Thread(target=beat, daemon=True, name="lock")
+    thread.start()
+    try:
+        yield
     finally:
-        _leases.discard(mine["owner"])
-    if thieves:
+        done.set()
+        thread.join()
+        lease.let_go()
+    if lost.is_set():
         raise UserError(
-            f"process {thieves[0]['pid']} on {thieves[0]['host']} took {masked(place)} meanwhile, as this one was not "
-            f"heard for {SILENT:g} s; both have written there, so look at what it holds, or remove it and start again"
+            f"another process took {place} meanwhile, as this one was not heard for {SILENT:g} s; both have written "
+            f"there, so look at what it holds, or remove it and start again"
         )
 
 
-def _take(place: str, mine: dict[str, Any], busy: str, wait: float) -> None:
-    """Waits until the lock at a URI is ours; UserError where its holder is alive for longer than `wait`."""
-    until, heard = time.monotonic() + wait, time.monotonic()
-    seen: dict[str, Any] | None = None
-    while True:
-        found = _lease_at(place)
-        if found is None or _is_gone(found) or (found == seen and time.monotonic() - heard >= SILENT):
-            _beat(place, mine)
-            time.sleep(SETTLE)
-            if (found := _lease_at(place)) and found["owner"] == mine["owner"]:
-                return
-            seen = None  # another one was later, or has let go already
-            continue
-        if seen is None or found["owner"] != seen["owner"]:
-            seen, heard = found, time.monotonic()
-        elif found != seen:
-            if time.monotonic() >= until:
-                raise UserError(f"{busy} (process {found['pid']} on {found['host']}, since {found['since']})")
-            seen, heard = found, time.monotonic()
-        time.sleep(1)
+class _Lease:
+    """The object of a lock at a URI. pyarrow.fs has no conditional writes, so it is written through obstore."""
 
+    def __init__(self, place: str) -> None:
+        from obstore import store
 
-_leases: set[str] = set()
-"""Owners of the locks at URIs that this process holds or is about to take."""
+        filesystem, path = open_uri(place)
+        bucket, _, self.key = path.partition("/")
+        retries: Any = {"max_retries": 3, "retry_timeout": timedelta(seconds=10)}
+        if isinstance(filesystem, fs.GcsFileSystem):
+            self.store: Any = store.GCSStore(bucket, retry_config=retries)
+        else:
+            options = filesystem.__reduce__()[1][0]
+            more: dict[str, Any] = {}
+            if endpoint := options["endpoint_override"]:  # of a query without, of AWS_ENDPOINT_URL with its scheme
+                more["endpoint"] = endpoint if "://" in endpoint else f"{options['scheme']}://{endpoint}"
+            if os.environ.get("AWS_PROFILE"):  # obstore reads none by itself
+                from obstore.auth.boto3 import Boto3CredentialProvider
 
+                more["credential_provider"] = Boto3CredentialProvider()
+            self.store = store.S3Store(
+                bucket, region=options["region"], client_options={"allow_http": True}, retry_config=retries, **more
+            )
+        self.holder = f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now(UTC):%Y-%m-%d %H:%M:%S}"
+        self.version: Any = None
+        """The version of the object that this process wrote last."""
 
-def _beat(place: str, mine: dict[str, Any]) -> None:
-    filesystem, path = open_uri(place)
-    with asked(place), filesystem.open_output_stream(path) as stream:  # seen when it is complete
-        stream.write(json.dumps({**mine, "beat": _now()}).encode())
+    def take(self, busy: str, wait: float) -> None:
+        """Waits until the lock is ours; UserError where its holder is alive for longer than `wait`."""
+        until, since = time.monotonic() + wait, time.monotonic()
+        seen: tuple[str, Any] | None = None
+        while True:
+            found, now = self.read(), time.monotonic()
+            if found is None or (found == seen and now - since >= SILENT):
+                if self.write(found and found[1]):
+                    return
+            elif found != seen:
+                if seen and now >= until:
+                    raise UserError(f"{busy} ({found[0].partition(';')[0]})")
+                seen, since = found, now
+            time.sleep(1)
 
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
-
-
-def _lease_at(place: str) -> dict[str, Any] | None:
-    """What the lock at a URI says; None where there is none, or one that says nothing."""
-    filesystem, path = open_uri(place)
-    with asked(place):
+    def read(self) -> tuple[str, Any] | None:
+        """Content and version of the object; None where there is none."""
         try:
-            with filesystem.open_input_stream(path) as stream:
-                content = json.loads(stream.read())
-        except (FileNotFoundError, ValueError):
+            found = self.store.get(self.key)
+        except FileNotFoundError:
             return None
-    return (
-        content if isinstance(content, dict) and {"owner", "host", "pid", "since", "beat"} <= content.keys() else None
-    )
+        return bytes(found.bytes()).decode(errors="replace"), {
+            name: found.meta[name] for name in ("e_tag", "version") if found.meta[name]
+        }
 
+    def write(self, over: Any) -> bool:
+        """Writes the object over this version of it, None: where there is none; False where it is another by then."""
+        from obstore.exceptions import AlreadyExistsError, PreconditionError
 
-def _is_gone(lease: dict[str, Any]) -> bool:
-    """Whether the process that holds it was on this machine and is no more."""
-    if lease["host"] != socket.gethostname():
-        return False
-    if lease["pid"] == os.getpid():
-        return lease["owner"] not in _leases
-    with suppress(PermissionError):  # another user's is alive
-        try:
-            os.kill(lease["pid"], 0)
-        except ProcessLookupError:
-            return True
-    return False
+        content = f"{self.holder}; {uuid.uuid4().hex}"
+        # It may be ours after an error too: where an answer is lost, obstore writes again.
+        with suppress(AlreadyExistsError, PreconditionError, FileNotFoundError):
+            self.store.put(self.key, content.encode(), mode=over or "create")
+        found = self.read()
+        if found is None or found[0] != content:
+            return False
+        self.version = found[1]
+        return True
 
+    def let_go(self) -> None:
+        """Removes the object if it is ours; where the storage is gone, it falls silent by itself."""
+        from obstore.exceptions import BaseError
 
-def _is_at(file: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file), path.stat())
-    except FileNotFoundError:
-        return False
+        with suppress(BaseError):
+            if (found := self.read()) and found[1] == self.version:
+                self.store.delete(self.key)

@@ -239,14 +239,8 @@ MODELS: dict[str, Entry] = {
 }
 
 
-FORMER = {"attn_mvp_no_lfa": "it is attn_mvp with late_fusion false"}
-"""What became of names that models had."""
-
-
 def find(name: str) -> Entry:
     """The entry of a model; UserError with the nearest name for one that is unknown."""
-    if name in FORMER:
-        raise UserError(f"the model '{name}' has no name of its own any more: {FORMER[name]}; give that")
     if name not in MODELS:
         raise UserError(f"unknown model '{name}'; {hint(name, MODELS)}; known are {', '.join(MODELS)}")
     return MODELS[name]

@@ -1,8 +1,11 @@
-"""Reading tables: a table is a directory of Parquet files that its `manifest.json` lists.
+"""Tables: directories of Parquet files that a `manifest.json` lists, at any `pyarrow.fs` URI (local path, s3://, gs://).
 
-The manifest is written last, so a directory without one is not a table, and readers read the files it
-lists and nothing else. Works at any `pyarrow.fs` URI (local path, s3://, gs://). Writing is in
-`pipelines/data/tables.py`; reading stands here so that models can be trained with no Ray installed.
+A table is written in two steps. Tasks anywhere write parts with `write_part`; then one process calls `commit`, which
+writes the manifest last and removes parts that it does not list. Parts are named by the hash of their content, so a
+task that runs twice writes the same file, a killed run leaves only files that no reader sees, and a new version never
+touches a file of the old one before the switch. A directory without a manifest is not a table, and readers read the
+files that it lists and nothing else. Jobs hold their output while they write (`writing`), since `commit` would remove
+the parts of another one.
 
 Damage is found when data is used: a part is read into memory once, hashed, and parsed from there (`read_parquet`);
 the manifest holds a hash of itself (`sealed`). So a flipped bit anywhere is an error that names the file.
@@ -14,21 +17,25 @@ import hashlib
 import json
 import posixpath
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
+import subprocess
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
-from models.uri import masked, real
+from models.locks import LOCK, locked
+from models.uri import UserError, asked, file_info, join, open_uri, write_file
 
 MANIFEST = "manifest.json"
+
+SCHEMA_VERSION = 1
 
 SEAL = "seal"
 """Key of the hash that a JSON file holds of the rest of its content."""
@@ -36,16 +43,11 @@ SEAL = "seal"
 PART = re.compile(r"part-([0-9a-f]{20})\.parquet")
 """Name of a part: the beginning of its SHA-256."""
 
+OWN = re.compile(r"(part-[0-9a-f]{20}\.parquet|manifest\.json|tally-\d+\.json)(\.\d+\.tmp)?")
+"""Names of the files that we write into the folder of a table; a file of any other name is the user's."""
+
 INSIDE = re.compile(r"[\w-][\w.-]*", re.ASCII)
 """A file's name, which leads out of no folder."""
-
-
-class UserError(Exception):
-    """An error of input or configuration: one line that names the value, the limit and the remedy.
-
-    Jobs print it without a traceback and exit with code 1. Everything else is a defect and keeps its
-    traceback.
-    """
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Manifest:
     table: str
     """Name of the table, such as `sequences`."""
     schema_version: int
-    """Version of the table's schema in `pipelines/data/tables.py`."""
+    """Version of the tables' schemas."""
     schema: list[dict[str, str]]
     """Columns: `name`, `type` and whether `nullable`."""
     files: list[Part]
@@ -84,17 +86,14 @@ class Manifest:
     """The configuration that it was made with."""
     inputs: dict[str, str]
     """Hashes of what it was made from, by name."""
-    info: dict[str, Any] = field(default_factory=dict)
+    info: dict[str, Any]
     """What the step that made it counted (duplicates dropped, codebook sizes, ...)."""
-    code_version: str = ""
+    code_version: str
     """Version of the package and git commit, where known."""
-    created: str = ""
+    created: str
     """UTC time of the commit, ISO 8601."""
-    timings: dict[str, float] = field(default_factory=dict)
+    timings: dict[str, float]
     """Seconds per phase."""
-
-    def to_json(self) -> str:
-        return sealed(asdict(self))
 
 
 def sealed(content: dict[str, Any]) -> str:
@@ -104,12 +103,11 @@ def sealed(content: dict[str, Any]) -> str:
 
 
 def unsealed(text: bytes | str) -> dict[str, Any]:
-    """The content that `sealed` was given. ValueError where it is damaged; files from before had no seal."""
+    """The content that `sealed` was given; ValueError where it is damaged."""
     content = json.loads(text)
     if not isinstance(content, dict):
         raise ValueError(f"it holds {type(content).__name__}, not a mapping")
-    seal = content.pop(SEAL, None)
-    if seal is not None and seal != _seal(content):
+    if content.pop(SEAL, None) != _seal(content):
         raise ValueError("its content is not what its seal says")
     return content
 
@@ -125,83 +123,6 @@ def check_inside(names: Iterable[str]) -> None:
             raise ValueError(f"the path {name!r} is not a file's name")
 
 
-REMEDIES = {
-    "s3": "check the bucket, its ?region= or ?endpoint_override=, and the credentials (AWS_ACCESS_KEY_ID and "
-    "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE)",
-    "gs": "check the bucket and the credentials (GOOGLE_APPLICATION_CREDENTIALS)",
-    "": "check that it is there and that you may read it",
-}
-"""What to do about a storage that does not answer, by its scheme; else: a local path."""
-
-
-def open_uri(uri: str) -> tuple[fs.FileSystem, str]:
-    """The file system and the path in it for a local path or a URI such as `s3://bucket/key`.
-
-    A process's first contact with a bucket is tried with little patience: UserError where it does not answer.
-    """
-    uri = str(uri)
-    if "://" not in uri:
-        return fs.LocalFileSystem(), str(Path(uri).expanduser().absolute())
-    with asked(uri):
-        filesystem, path = fs.FileSystem.from_uri(real(uri))
-        if not isinstance(filesystem, fs.LocalFileSystem):
-            _meet(filesystem, path, real(uri))
-        return filesystem, path
-
-
-@contextmanager
-def asked(uri: str) -> Iterator[None]:
-    """While a storage is asked for `uri`: what it answers with becomes one line that names the remedy."""
-    try:
-        yield
-    except (pa.ArrowException, OSError) as error:
-        first = masked(" ".join((str(error).splitlines() or [""])[0].split())[:300])
-        scheme = uri.partition("://")[0].lower() if "://" in uri else ""
-        remedy = REMEDIES.get(scheme, "check the address and its credentials; known are local paths, s3:// and gs://")
-        raise UserError(f"cannot reach {masked(uri)} ({first}); {remedy}") from error
-
-
-_met: set[tuple[str, str, str]] = set()
-"""Buckets that have answered this process: scheme, user and host, query."""
-
-
-def _meet(filesystem: fs.FileSystem, path: str, uri: str) -> None:
-    """Asks for the bucket once: an error where it is not there, or nobody answers within seconds. Work that has begun
-    keeps the file system's own patience."""
-    shape = urlsplit(uri)
-    if (met := (shape.scheme, shape.netloc, shape.query)) in _met:
-        return
-    options: dict[str, Any] = {}
-    if filesystem.type_name == "s3":
-        options = {"connect_timeout": 5.0, "retry_strategy": fs.AwsStandardS3RetryStrategy(max_attempts=2)}
-    elif filesystem.type_name == "gcs":
-        options = {"retry_time_limit": timedelta(seconds=5)}
-    if options:  # the same one, as it is pickled
-        filesystem = type(filesystem)(**{**filesystem.__reduce__()[1][0], **options})
-    bucket = path.split("/")[0]
-    try:
-        if filesystem.get_file_info(bucket).type == fs.FileType.NotFound:
-            raise FileNotFoundError(f"there is no bucket {bucket}")
-    except OSError as error:
-        if "ACCESS_DENIED" not in str(error):
-            raise
-        filesystem.get_file_info(path)  # a part of the bucket may be open to those who may not look at the whole
-    _met.add(met)
-
-
-def file_info(uri: str) -> fs.FileInfo:
-    """What the storage knows of the file or folder; UserError where it cannot be asked."""
-    filesystem, path = open_uri(uri)
-    with asked(uri):
-        return filesystem.get_file_info(path)
-
-
-def join(uri: str, *names: str) -> str:
-    """`uri` with path elements added, before its query where it has one."""
-    place, sign, query = str(uri).partition("?") if "://" in str(uri) else (str(uri), "", "")
-    return posixpath.join(place, *names) + sign + query
-
-
 def has_manifest(uri: str) -> bool:
     """Whether the directory holds a finished table."""
     return bool(file_info(join(uri, MANIFEST)).type == fs.FileType.File)
@@ -209,7 +130,7 @@ def has_manifest(uri: str) -> bool:
 
 def read_manifest(uri: str, table: str | None = None) -> Manifest:
     """The manifest of the table at `uri`; an error if there is none or it is of another `table`."""
-    if file_info(join(uri, MANIFEST)).type != fs.FileType.File:
+    if not has_manifest(uri):
         raise UserError(
             f"{uri} is not a table: it holds no {MANIFEST}; run the job that makes it again, or point at "
             f"a finished table"
@@ -229,23 +150,18 @@ def read_manifest(uri: str, table: str | None = None) -> Manifest:
     return manifest
 
 
-def kind_of(sequences: Manifest) -> str:
-    """The kind of request of a table of sequences; the oldest ones do not name theirs."""
-    return str(sequences.info.get("kind", "retrieval"))
-
-
 def family_of(sequences: Manifest) -> str:
     """The family whose models read the sequences: the namesake of their kind of request, unless they name another."""
-    return str(sequences.info.get("family", kind_of(sequences)))
+    return str(sequences.info.get("family", sequences.info["kind"]))
 
 
 def sequences_manifest(uri: str, family: str) -> Manifest:
     """The manifest of sequences that models of the family read; an error for those of another one."""
     manifest = read_manifest(uri, "sequences")
     if family_of(manifest) != family:
-        kind = kind_of(manifest)
         raise UserError(
-            f"{uri} holds sequences of kind '{kind}'; models of {family} need '{family}' (prepare: kind: {family})"
+            f"{uri} holds sequences of kind '{manifest.info['kind']}'; models of {family} need '{family}' (prepare: "
+            f"kind: {family})"
         )
     return manifest
 
@@ -304,3 +220,165 @@ def read_table(uri: str, table: str | None = None, columns: list[str] | None = N
     if not parts:
         raise UserError(f"the table {uri} has no rows; check the input and the filters of the job that made it")
     return pa.concat_tables(parts)
+
+
+def digest(content: Any) -> str:
+    """A stable hash of JSON-like content."""
+    text = json.dumps(content, sort_keys=True, default=str, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def fingerprint(config: dict[str, Any], inputs: dict[str, str]) -> str:
+    """Hash of what a table is made from; equal fingerprints mean that the step need not run again."""
+    return digest([SCHEMA_VERSION, config, inputs])
+
+
+def up_to_date(uri: str, print_: str) -> bool:
+    """Whether the table at `uri` is finished and was made from what `print_` (a fingerprint) says."""
+    return has_manifest(uri) and read_manifest(uri).fingerprint == print_
+
+
+def writing(uri: str) -> AbstractContextManager[None]:
+    """Holds a folder of tables while a job writes them (`locked`)."""
+    return locked(
+        join(uri, LOCK), f"{uri} is being written by another process; wait for it or choose another output folder"
+    )
+
+
+def write_part(uri: str, table: pa.Table, **options: Any) -> Part:
+    """Writes one Parquet file into the directory `uri`, named by the hash of its bytes; `options` of the Parquet writer
+    take the place of those for tables of ids and times.
+
+    The bytes are assembled in memory (a part is one partition), hashed and put in one go. Strings of flat
+    tables may come dictionary-coded, which saves the writer from coding them; the file holds plain strings.
+    """
+    buffer = pa.BufferOutputStream()
+    if not options:
+        leaves = [leaf for column in table.schema for leaf in _leaves(column.name, column.type)]
+        # int64 columns are times, sorted within a user: packed differences are smaller and faster than a dictionary
+        times = [path for path, kind in leaves if kind == pa.int64()]
+        options = {
+            "use_dictionary": [path for path, _ in leaves if path not in times],
+            "column_encoding": dict.fromkeys(times, "DELTA_BINARY_PACKED"),
+            "store_schema": not any(pa.types.is_dictionary(kind) for kind in table.schema.types),
+        }
+    pq.write_table(table, buffer, compression="zstd", compression_level=1, **options)
+    content = buffer.getvalue()
+    sha256 = hashlib.sha256(content).hexdigest()
+    part = Part(path=f"part-{sha256[:20]}.parquet", bytes=content.size, rows=table.num_rows, sha256=sha256)
+    write_file(join(uri, part.path), content)
+    return part
+
+
+def _leaves(path: str, kind: pa.DataType) -> list[tuple[str, pa.DataType]]:
+    """Columns of a Parquet file: their paths and types."""
+    if isinstance(kind, pa.ListType | pa.FixedSizeListType):
+        return _leaves(f"{path}.list.element", kind.value_type)
+    if isinstance(kind, pa.StructType):
+        return [leaf for column in kind for leaf in _leaves(f"{path}.{column.name}", column.type)]
+    return [(path, kind)]
+
+
+def code_version() -> str:
+    """Package version and, in a checkout, the git commit."""
+    try:
+        release = version("trieline")
+    except PackageNotFoundError:
+        release = "unknown"
+    return f"{release} {git('describe', '--always', '--dirty') or ''}".strip()
+
+
+def git(*words: str) -> str | None:
+    """What git says of the checkout that this code runs from; None where there is none, or no git, as in an image."""
+    try:
+        said = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+    return said.stdout.strip() if said.returncode == 0 else None
+
+
+def commit(
+    uri: str, table: str, schema: pa.Schema, parts: list[Part], *, config: dict[str, Any], inputs: dict[str, str],
+    info: dict[str, Any] | None = None, timings: dict[str, Any] | None = None,
+) -> Manifest:  # fmt: skip
+    """Makes the parts the table: writes the manifest, then removes every part that it does not list.
+
+    UserError where a part is gone: another job that wrote to `uri` too has removed it.
+    """
+    manifest = Manifest(
+        table=table,
+        schema_version=SCHEMA_VERSION,
+        schema=[{"name": f.name, "type": str(f.type), "nullable": str(f.nullable)} for f in schema],
+        files=parts,
+        rows=sum(part.rows for part in parts),
+        hash=digest([part.sha256 for part in parts]),
+        fingerprint=fingerprint(config, inputs),
+        config=config,
+        inputs=inputs,
+        info=info or {},
+        code_version=code_version(),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        timings=timings or {},
+    )
+    filesystem, root = open_uri(uri)
+    filesystem.create_dir(root, recursive=True)
+    there = filesystem.get_file_info(fs.FileSelector(root))
+    if gone := {part.path for part in parts} - {entry.base_name for entry in there}:
+        raise UserError(
+            f"{join(uri, min(gone))} is gone before its table was complete: another job writes to {uri} too; wait "
+            f"for it, then run this one again or choose another output folder"
+        )
+    write_file(join(uri, MANIFEST), sealed(asdict(manifest)).encode())
+    clear(uri, {part.path for part in parts} | {MANIFEST})
+    return manifest
+
+
+def clear(uri: str, keep: Collection[str] = ()) -> None:
+    """Deletes the files of our own (`OWN`) but those of `keep`, and the folder if nothing is left in it."""
+    filesystem, root = open_uri(uri)
+    left = 0
+    for entry in sorted(filesystem.get_file_info(fs.FileSelector(root)), key=lambda e: e.base_name):  # manifest first
+        if entry.type == fs.FileType.File and OWN.fullmatch(entry.base_name) and entry.base_name not in keep:
+            filesystem.delete_file(entry.path)
+        else:
+            left += 1
+    if not left:
+        filesystem.delete_dir(root)
+
+
+def check_place(uri: str, table: str) -> bool:
+    """Whether `uri` holds an earlier `table`. UserError where it holds anything else that is not hidden."""
+    if has_manifest(uri):
+        try:
+            held = read_manifest(uri).table
+        except UserError:  # a damaged one, to be replaced
+            held = table
+        if held != table:
+            raise UserError(f"{uri} holds the table '{held}', not '{table}'; choose a new or empty folder")
+        return True
+    if other := _first_other(uri, lambda name: bool(OWN.fullmatch(name))):
+        raise UserError(f"{uri} holds '{other}', which is no part of a table; choose a new or empty folder")
+    return False
+
+
+def check_output(uri: str, tables: Mapping[str, str], files: Collection[str] = ()) -> None:
+    """UserError where the folder `uri` holds other things than `tables`, {folder: table}, and `files`.
+
+    One with a finished table of these is an earlier output, whatever the user keeps beside it.
+    """
+    earlier = [check_place(join(uri, folder), table) for folder, table in tables.items()]
+    other = None if any(earlier) else _first_other(uri, lambda name: name in tables or name in files)
+    if other:
+        raise UserError(
+            f"{uri} holds '{other}' and no {next(iter(tables))} made here before; choose a new or empty output folder, "
+            f"such as {join(uri, 'tables')}"
+        )
+
+
+def _first_other(uri: str, known: Callable[[str], bool]) -> str | None:
+    """A file or folder in `uri`, not hidden, that is not `known`."""
+    filesystem, root = open_uri(uri)
+    if filesystem.get_file_info(root).type != fs.FileType.Directory:
+        return None
+    names = sorted(entry.base_name for entry in filesystem.get_file_info(fs.FileSelector(root)))
+    return next((name for name in names if not name.startswith(".") and not known(name)), None)

@@ -1,173 +1,185 @@
-"""What URIs hide: user, password and keys are masked wherever a text leaves the process, and only there.
-
-    masked("https://me:secret@mlflow:5000")             ->  https://***@mlflow:5000
-    masked("s3://bucket/runs?secret_key=abc&region=eu") ->  s3://bucket/runs?secret_key=***&region=eu
-
-Options are hidden where they come in (`hide`), so that configs, records, tags and messages hold the masked form; what
-opens a URI asks for the `real` one, by what was hidden in this call. A record of an earlier call thus opens again
-where the same URI, or another one of the same server or bucket, is given with its secrets.
-"""
+"""Files at local paths and URIs such as s3://bucket/key, by pyarrow.fs. A URI that holds a secret is refused."""
 
 from __future__ import annotations
 
+import json
+import os
+import posixpath
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
-from urllib.parse import quote, unquote
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
 
-MASK = "***"
+import pyarrow as pa
+from pyarrow import fs
 
-SCHEME = r"[A-Za-z][A-Za-z0-9+.\-]*"
 
-URI = re.compile(rf"{SCHEME}://[^\s\"<>]*")
-"""A URI in a text, up to the next blank."""
+class UserError(Exception):
+    """An error of input or configuration: one line that names the value, the limit and the remedy.
 
-CODED = re.compile(rf"{SCHEME}%(?:25)*3A%(?:25)*2F%(?:25)*2F[^\s&\"<>]*", re.IGNORECASE)
-"""A URI that is percent-encoded whole, as the value of a parameter of another one."""
+    Jobs print it without a traceback and exit with code 1. Everything else is a defect and keeps its
+    traceback.
+    """
 
-USER = re.compile(
-    r"(?<=://)(?!anonymous@)(?:"
-    r"[^\s/?#@:\[\"<>]+:(?!\d+(?:[/?#\s]|$))[^\s@\"<>]*[/?#][^\s\"<>@]*@|"  # with / ? # in it: after the : is no port
-    r"[^\s/?#\"<>]+(?:@|%40)"  # up to the last @ before the path
-    r")",
-    re.IGNORECASE,
-)
-"""User and password."""
 
-PARAMETER = re.compile(r"(?<=[?&;#])([^\s=&;#?\"<>]+)=([^\s&#\"<>]+)")
-"""A parameter of a query or a fragment."""
+SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://")
 
 SECRET = re.compile(
     r"secret|token|passw|passphrase|pwd|signature|credential|authorization|accesskey|accessid|accountkey|apikey|"
-    r"privatekey|sharedkey|^(?:amp)?(?:xamz|xgoog)|^(?:amp)?(?:sig|key|keyid|user|username|login|auth|pass|uid)$"
+    r"privatekey|sharedkey|^(?:sig|key|keyid|user|username|login|auth|pass|uid)$"
 )
 """Names of parameters that hold secrets, in small letters and digits alone."""
 
-SHAPE = re.compile(rf"({SCHEME}://)(?:([^/?#]*)@)?([^/?#]*)([^?#]*)(.*)", re.DOTALL)
-"""Scheme, user, host, path, and the rest of a masked URI."""
-
-T = TypeVar("T")
-
-
-def masked(text: str) -> str:
-    """The text with user, password and secret parameters of all URIs in it masked, percent-encoded ones too. A text
-    without such is returned as it is, and a masked one is not changed again."""
-    if "://" in text:
-        text = USER.sub(f"{MASK}@", text)
-        text = URI.sub(lambda found: PARAMETER.sub(_parameter, found[0]), text)
-    return CODED.sub(_coded, text) if "%" in text else text
+CREDENTIALS = {
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS",
+    **dict.fromkeys(
+        ("http", "https"), "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+    ),
+    "postgresql": "set PGUSER and PGPASSWORD",
+}
+"""Where the credentials of a scheme come from."""
 
 
-def is_secret(name: str) -> bool:
-    """Whether a parameter of this name holds a secret."""
-    return SECRET.search(re.sub(r"[^a-z0-9]", "", _decoded(name).lower())) is not None
+def refuse_secrets(value: Any, what: str = "a URI") -> None:
+    """UserError for a URI with a user or a secret parameter, which records and logs would keep; in mappings and lists
+    for each of their values. `what` names the value; the message does not print it."""
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+        refuse_secrets(inner, what)
+    if isinstance(value, str) and SCHEME.match(value) and _has_secret(value):
+        scheme = value.partition("://")[0].lower()
+        remedy = CREDENTIALS.get(scheme, "give it to an mlflow server, whose address you give here")
+        raise UserError(f"{what} ({scheme}://...) holds a user, password or key; leave it out and {remedy}")
 
 
-def _parameter(found: re.Match[str]) -> str:
-    name, value = found[1], found[2]
-    if is_secret(name):
-        return f"{name}={MASK}"
-    plain = unquote(value)
-    hidden = PARAMETER.sub(_parameter, f"?{plain}")[1:]  # a query that is a parameter's value
-    return f"{name}={value if hidden == plain else quote(hidden, safe='*')}"
+def _has_secret(uri: str) -> bool:
+    shape = urlsplit(uri)
+    user, at, host = unquote(shape.netloc).rpartition("@")
+    if (at and user != "anonymous") or re.search(r":\D", host.rpartition("]")[2]):  # a password ends at a / in it
+        return True
+    names = [re.sub(r"[^a-z0-9]", "", name.lower()) for name, _ in parse_qsl(f"{shape.query}&{shape.fragment}")]
+    return any(map(SECRET.search, names))
 
 
-def _coded(found: re.Match[str]) -> str:
-    """Decoded, masked and encoded again, as often as it was."""
-    plain = unquote(found[0])
-    hidden = masked(plain)
-    return found[0] if hidden == plain else quote(hidden, safe="*")
+REMEDIES = {
+    "s3": "check the bucket, its ?region= or ?endpoint_override=, and the credentials (AWS_ACCESS_KEY_ID and "
+    "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE)",
+    "gs": "check the bucket and the credentials (GOOGLE_APPLICATION_CREDENTIALS)",
+    "": "check that it is there and that you may read it",
+}
+"""What to do about a storage that does not answer, by its scheme; else: a local path."""
 
 
-def _decoded(name: str) -> str:
-    while (plain := unquote(name)) != name:
-        name = plain
-    return name
+def open_uri(uri: str) -> tuple[fs.FileSystem, str]:
+    """The file system and the path in it for a local path or a URI such as `s3://bucket/key`.
+
+    A process's first contact with a bucket is tried with little patience: UserError where it does not answer.
+    """
+    uri = str(uri)
+    if "://" not in uri:
+        return fs.LocalFileSystem(), str(Path(uri).expanduser().absolute())
+    refuse_secrets(uri)
+    with asked(uri):
+        filesystem, path = fs.FileSystem.from_uri(uri)
+        if not isinstance(filesystem, fs.LocalFileSystem):
+            _meet(filesystem, path, uri)
+        return filesystem, path
 
 
-_known: list[str] = []
-"""The URIs that were hidden, as they were given."""
-
-tell: Callable[[list[str]], None] = lambda known: None  # noqa: E731
-"""Tells other processes of the same job what is known here; Ray's part sets it."""
-
-ask: Callable[[], Iterable[str]] = tuple
-"""What other processes of the same job have told."""
-
-
-def remember(*uris: str) -> None:
-    """Knows the secrets of these URIs from now on."""
-    if new := [uri for uri in uris if uri not in _known and masked(uri) != uri]:
-        _known.extend(new)
-        tell(_known)
+@contextmanager
+def asked(uri: str) -> Iterator[None]:
+    """While a storage is asked for `uri`: what it answers with becomes one line that names the remedy."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        first = " ".join((str(error).splitlines() or [""])[0].split())[:300]
+        scheme = uri.partition("://")[0].lower() if "://" in uri else ""
+        remedy = REMEDIES.get(scheme, "check the address and its credentials; known are local paths, s3:// and gs://")
+        raise UserError(f"cannot reach {uri} ({first}); {remedy}") from error
 
 
-def known() -> list[str]:
-    """The URIs with secrets that were hidden so far."""
-    return list(_known)
+_met: set[tuple[str, str, str]] = set()
+"""Buckets that have answered this process: scheme, host, query."""
 
 
-def hide(value: T) -> T:
-    """A string that is a URI masked, and remembered as it was; in mappings, lists and dataclasses each of their values
-    (dataclasses in place). Anything else is returned as it is."""
-    made: Any = value
-    if isinstance(value, str) and "://" in value and (made := masked(value)) != value:
-        remember(value)
-    elif isinstance(value, dict):
-        made = {key: hide(part) for key, part in value.items()}
-    elif isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        made = type(value)(hide(part) for part in value)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            before = getattr(value, field.name)
-            if (after := hide(before)) != before:
-                object.__setattr__(value, field.name, after)
-    return made
+def _meet(filesystem: fs.FileSystem, path: str, uri: str) -> None:
+    """Asks for the bucket once: an error where it is not there, or nobody answers within seconds. Work that has begun
+    keeps the file system's own patience."""
+    shape = urlsplit(uri)
+    if (met := (shape.scheme, shape.netloc, shape.query)) in _met:
+        return
+    options: dict[str, Any] = {}
+    if filesystem.type_name == "s3":
+        options = {"connect_timeout": 5.0, "retry_strategy": fs.AwsStandardS3RetryStrategy(max_attempts=2)}
+    elif filesystem.type_name == "gcs":
+        options = {"retry_time_limit": timedelta(seconds=5)}
+    if options:  # the same one, as it is pickled
+        filesystem = type(filesystem)(**{**filesystem.__reduce__()[1][0], **options})
+    bucket = path.split("/")[0]
+    try:
+        if filesystem.get_file_info(bucket).type == fs.FileType.NotFound:
+            raise FileNotFoundError(f"there is no bucket {bucket}")
+    except OSError as error:
+        if "ACCESS_DENIED" not in str(error):
+            raise
+        filesystem.get_file_info(path)  # a part of the bucket may be open to those who may not look at the whole
+    _met.add(met)
 
 
-def real(uri: str) -> str:
-    """The URI with the secrets that it was given with: of what was hidden, that of the same server or bucket whose path
-    is the nearest. What nobody knows is left out, for the scheme's own environment to give (AWS_ACCESS_KEY_ID,
-    MLFLOW_TRACKING_USERNAME)."""
-    if MASK not in uri or not (shape := SHAPE.fullmatch(uri)):
-        return uri
-    scheme, user, host, path, rest = shape.groups()
-    everything = [*_known, *ask()]
-    if exact := [one for one in everything if masked(one) == uri]:
-        return exact[-1]
-    same = [one for one in map(_taken_apart, everything) if one[:2] == (scheme.lower(), host)]
-    same.sort(key=lambda one: _shared(path, one[2]), reverse=True)
-    if user == MASK:
-        user = next((one[3] for one in same if one[3]), "")
-    secrets: dict[str, str] = {}
-    for one in reversed(same):
-        secrets |= one[4]
-
-    def given(found: re.Match[str]) -> str:
-        value = secrets.get(found[1], "") if found[2] == MASK else found[2]
-        return f"{found[1]}={value}" if value else ""
-
-    rest = re.sub(r"&{2,}", "&", PARAMETER.sub(given, rest)).replace("?&", "?").rstrip("?&")
-    return f"{scheme}{user + '@' if user else ''}{host}{path}{rest}"
+def file_info(uri: str) -> fs.FileInfo:
+    """What the storage knows of the file or folder; UserError where it cannot be asked."""
+    filesystem, path = open_uri(uri)
+    with asked(uri):
+        return filesystem.get_file_info(path)
 
 
-def _shared(path: str, other: str) -> int:
-    """How many elements two paths begin with alike."""
-    pairs = list(zip(path.strip("/").split("/"), other.strip("/").split("/"), strict=False))
-    return next((i for i, (one, two) in enumerate(pairs) if one != two), len(pairs))
-
-
-def _taken_apart(uri: str) -> tuple[str, str, str, str, dict[str, str]]:
-    """Scheme, host, path, user and secret parameters."""
-    shape = SHAPE.fullmatch(masked(uri))
-    assert shape is not None, "only what has a scheme is masked"
-    user = USER.search(uri)
-    secrets = {name: value for name, value in PARAMETER.findall(uri[user.end() if user else 0 :]) if is_secret(name)}
-    return shape[1].lower(), shape[3], shape[4], user[0].removesuffix("@") if user else "", secrets
+def join(uri: str, *names: str) -> str:
+    """`uri` with path elements added, before its query where it has one."""
+    place, sign, query = str(uri).partition("?") if "://" in str(uri) else (str(uri), "", "")
+    return posixpath.join(place, *names) + sign + query
 
 
 def absolute(uri: str) -> str:
-    """A local path made absolute, since workers run in other folders; URIs without what they hide."""
-    return hide(uri.rstrip("/")) if "://" in uri else str(Path(uri).expanduser().absolute())
+    """A local path made absolute, since workers run in other folders; a URI as it is."""
+    return uri.rstrip("/") if "://" in uri else str(Path(uri).expanduser().absolute())
+
+
+def check_writable(uri: str) -> None:
+    """Refuses an output that can never be written, and makes nothing: the storage answers, the folder that is there
+    or is to hold it is one and may be written."""
+    if "://" in uri:
+        file_info(uri)
+        return
+    wanted = Path(uri).expanduser().absolute()
+    there = next(path for path in (wanted, *wanted.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "is no folder" if not there.is_dir() else "may not be written by you"
+        raise UserError(f"cannot write to {uri} ({there} {why}); choose an output folder that you may write")
+
+
+def write_file(uri: str, content: bytes | pa.Buffer) -> None:
+    """Writes a file so that readers see the old content or the new, never a part of it."""
+    filesystem, path = open_uri(uri)
+    if isinstance(filesystem, fs.LocalFileSystem):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(f"{path}.{os.getpid()}.tmp")  # `commit` removes one that a killed run leaves
+        temporary.write_bytes(memoryview(content))
+        temporary.replace(path)
+        return
+    with filesystem.open_output_stream(path) as stream:  # object stores show a put when it is complete
+        stream.write(content)
+
+
+def read_json(uri: str) -> Any:
+    """What a JSON file holds, or None where there is no file; ValueError for one that is damaged."""
+    filesystem, path = open_uri(uri)
+    if filesystem.get_file_info(path).type != fs.FileType.File:
+        return None
+    with filesystem.open_input_stream(path) as stream:
+        content = json.loads(stream.read())
+    if content is None:
+        raise ValueError("it holds nothing")
+    return content

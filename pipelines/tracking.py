@@ -8,19 +8,18 @@ reads first what is there. MLflow takes no `@` in a metric's name, so `ndcg@10` 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import math
 import os
 import platform
-import sqlite3
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,12 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
+from sqlalchemy.exc import SQLAlchemyError
 
-from models.config import flattened
-from models.tables import UserError
-from models.uri import MASK, hide, masked, real
-from pipelines import sqlite
-from pipelines.data.tables import git
-from pipelines.stores import RunRef
+from models.config import flattened, hint
+from models.locks import locked
+from models.tables import UserError, git
+from models.uri import refuse_secrets
 
 for chatty in ("mlflow", "alembic"):
     logging.getLogger(chatty).setLevel(logging.WARNING)
@@ -62,6 +60,69 @@ KIND_TAG, TRIAL_TAG, POINT_TAG = "trieline.kind", "sweep.trial", "sweep.point"
 
 KEY_TAG = "trieline.key"
 """Tag with what its opener wrote down before the run was made."""
+
+
+@dataclass(frozen=True)
+class RunRef:
+    """Where a run is."""
+
+    uri: str
+    """Tracking URI."""
+    experiment: str
+    """Name of the experiment."""
+    run_id: str
+    """Id of the run."""
+
+    def to_dict(self) -> dict[str, str]:
+        return asdict(self)
+
+
+def resolve_uri(option: str | None, storage: str) -> str:
+    """The tracking URI: the option, else MLFLOW_TRACKING_URI, else SQLite in the storage folder, absolute."""
+    uri = option or os.environ.get("MLFLOW_TRACKING_URI", "")
+    refuse_secrets(uri, "the tracking URI")
+    if not uri:
+        if "://" in storage:
+            raise UserError(
+                f"there is no tracking URI, and SQLite cannot live in {storage}; give --tracking_uri or set "
+                f"MLFLOW_TRACKING_URI to a tracking server"
+            )
+        return f"sqlite:///{Path(storage).expanduser().absolute()}/mlflow.db"
+    if uri.startswith("file:") or "://" not in uri:
+        raise UserError(
+            f"the tracking URI {uri} is a folder, which MLflow no longer writes; use sqlite:///ABSOLUTE/PATH/mlflow.db "
+            f"or a tracking server"
+        )
+    if uri.startswith("sqlite:///") and not uri.startswith("sqlite:////"):
+        raise UserError(
+            f"the tracking URI {uri} is relative, so workers elsewhere would write other files; use "
+            f"sqlite:///{Path(uri.removeprefix('sqlite:///')).absolute()}"
+        )
+    return uri
+
+
+def named_stores(options: Sequence[str], new: bool = False) -> list[str]:
+    """The tracking URIs of the options, the environment, or this folder; UserError where there is none, or, unless it
+    may be a `new` one, no store."""
+    uris = list(options) or [os.environ.get("MLFLOW_TRACKING_URI", "")]
+    if uris == [""]:
+        if not Path("runs/mlflow.db").is_file():
+            raise UserError("no MLflow store is named; give --tracking_uri, as jobs.train prints it")
+        uris = [f"sqlite:///{Path('runs/mlflow.db').absolute()}"]
+    found = list(dict.fromkeys(resolve_uri(uri, ".") for uri in uris))
+    for uri in [] if new else found:  # MLflow would make it
+        if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).is_file():
+            raise UserError(f"there is no MLflow store at {uri}; give the --tracking_uri that jobs.train prints")
+    return found
+
+
+def unknown(what: str, name: str, uris: Sequence[str], known: Iterable[str]) -> str:
+    """What is said of a name that is in none of the stores, where `known` are."""
+    known, place = sorted(set(known) - {"Default"}), ", ".join(uris)
+    if what == "experiment":
+        there = f"there are {', '.join(known)}" if known else "no experiment is there"
+        return f"the experiment '{name}' is not at {place}; {there}" + (f"; {hint(name, known)}" if known[1:] else "")
+    return f"there is no {what} '{name}' at {place}; {hint(name, known)}"
 
 
 def settings_of(point: dict[str, Any]) -> str:
@@ -96,29 +157,20 @@ def check_nodes(uri: str, nodes: int) -> None:
 def connect(uri: str) -> MlflowClient:
     """A client of a tracking store that is there; a SQLite one is created if need be. UserError if it is not.
 
-    `uri` may be masked: user and password are those that this call was given, or MLFLOW_TRACKING_USERNAME and
-    MLFLOW_TRACKING_PASSWORD.
+    User and password of a server are MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
     """
-    uri = hide(uri)
-    if given := os.environ.get("MLFLOW_TRACKING_URI"):
-        hide(given)
     try:
-        if uri.startswith("sqlite:////"):
-            _prepare_sqlite(Path(uri.removeprefix("sqlite:///")))
-            client = MlflowClient(real(uri))
-            client.search_experiments(max_results=1)
-            return client
-        with nullcontext() if uri in _reached else _few_retries():
-            client = MlflowClient(real(uri))
+        file = uri.removeprefix("sqlite:///")
+        # Of several that start together one makes the tables of a file: MLflow's own lock leaves some out.
+        alone = locked(f"{file}.lock", "", math.inf) if file != uri else nullcontext()
+        with alone, nullcontext() if uri in _reached else _few_retries():
+            client = MlflowClient(uri)
             client.search_experiments(max_results=1)
         expect(uri)
         return client
-    except (MlflowException, OSError, sqlite3.Error) as error:
-        first = masked(" ".join(str(error).split()))[:200]
-        unknown = MASK in uri and real(uri).count("@") < uri.count("@")
-        remedy = "its user and password are not kept: give it in full with --tracking_uri or MLFLOW_TRACKING_URI"
-        other = remedy if unknown else "start it or give another --tracking_uri"
-        raise UserError(f"cannot reach MLflow at {uri} ({first}); {other}") from error
+    except (MlflowException, OSError, SQLAlchemyError) as error:
+        first = " ".join(str(error).split())[:200]
+        raise UserError(f"cannot reach MLflow at {uri} ({first}); start it or give another --tracking_uri") from error
 
 
 _reached: set[str] = set()
@@ -127,7 +179,7 @@ _reached: set[str] = set()
 
 def expect(uri: str) -> None:
     """Notes that a server is there, so that it is waited for with MLflow's patience, some minutes."""
-    _reached.add(hide(uri))
+    _reached.add(uri)
 
 
 @contextmanager
@@ -142,16 +194,6 @@ def _few_retries() -> Iterator[None]:
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
-
-
-def _prepare_sqlite(path: Path) -> None:
-    """Creates the store once, also when several runs start together, in the mode that lets them write at once."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{path}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with sqlite3.connect(path, timeout=sqlite.timeout()) as database:
-            database.execute("PRAGMA journal_mode=WAL")
-        MlflowClient(f"sqlite:///{path}").search_experiments(max_results=1)  # makes its tables
 
 
 def _experiment(client: MlflowClient, uri: str, name: str, storage: str) -> str:
@@ -194,13 +236,12 @@ def open_run(
     since its trial was killed before it could note it, is taken up again.
     """
     client = connect(uri)
-    config = hide(config)
     labels = {
         "mlflow.source.name": Path(sys.argv[0]).name,
         "mlflow.source.type": "JOB",
         "command": command(),
         **{f"table.{table}": value for table, value in hashes.items()},
-        **{name: masked(value) for name, value in (tags or {}).items()},
+        **(tags or {}),
     }
     if commit := git("rev-parse", "HEAD"):
         labels[COMMIT_TAG] = commit
@@ -259,8 +300,8 @@ def reopen(run: RunRef) -> None:
 
 
 def command() -> str:
-    """The command line of this process, without what is secret in it."""
-    return masked(" ".join([f"python -m jobs.{Path(sys.argv[0]).stem}", *sys.argv[1:]]))[:5000]
+    """The command line of this process."""
+    return " ".join([f"python -m jobs.{Path(sys.argv[0]).stem}", *sys.argv[1:]])[:5000]
 
 
 def hardware(gpu: str = "") -> str:
@@ -323,7 +364,7 @@ class Logger:
         self._last.update({point.key: (point.step, point.value) for point in fresh})
 
     def tag(self, **tags: str) -> None:
-        self.client.log_batch(self.run.run_id, tags=[RunTag(name, masked(value)) for name, value in tags.items()])
+        self.client.log_batch(self.run.run_id, tags=[RunTag(name, value) for name, value in tags.items()])
 
     def end(self, status: str = "FINISHED") -> None:
         """FINISHED, FAILED or KILLED."""
@@ -336,7 +377,7 @@ def system_metrics(run: RunRef, seconds: float = 10) -> Iterator[None]:
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
     monitor = SystemMetricsMonitor(
-        run.run_id, sampling_interval=seconds, resume_logging=True, tracking_uri=real(run.uri), samples_before_logging=1
+        run.run_id, sampling_interval=seconds, resume_logging=True, tracking_uri=run.uri, samples_before_logging=1
     )
     monitor.start()
     try:
@@ -377,7 +418,7 @@ def log_curves(run: RunRef) -> None:
 
 def log_json(run: RunRef, content: Any, name: str) -> None:
     """Logs JSON-like content as an artifact."""
-    connect(run.uri).log_text(run.run_id, json.dumps(hide(content), indent=2, sort_keys=True), name)
+    connect(run.uri).log_text(run.run_id, json.dumps(content, indent=2, sort_keys=True), name)
 
 
 def log_picture(run: RunRef, content: bytes, name: str) -> None:
@@ -389,4 +430,4 @@ def log_picture(run: RunRef, content: bytes, name: str) -> None:
 
 def log_yaml(run: RunRef, content: dict[str, Any], name: str) -> None:
     """Logs a mapping as an artifact; `name` ends in .yaml."""
-    connect(run.uri).log_dict(run.run_id, hide(content), name)
+    connect(run.uri).log_dict(run.run_id, content, name)

@@ -12,11 +12,10 @@ import numpy as np
 import polars as pl
 import yaml
 
-from models.tables import read_manifest, read_table
+from models.tables import commit, read_manifest, read_table, write_part
 from pipelines.data.log import load_source
 from pipelines.data.prepare import prepare
 from pipelines.data.settings import read_config
-from pipelines.data.tables import commit, write_part
 from tests.search_tables import WIDTH, write_text
 
 SOURCE: dict[str, Any] = {

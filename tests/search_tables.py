@@ -9,6 +9,8 @@ import numpy as np
 import pyarrow as pa
 
 from models.tables import join
+from pipelines.data.kinds.search.config import SearchConfig
+from pipelines.data.kinds.search.groups import feature_groups
 from tests.training_tables import write
 
 WIDTH = 8
@@ -110,7 +112,9 @@ def write_tables(
     for name, (index, word, count) in names.items():
         values = {index: np.arange(count, dtype=np.int32), word: [f"{word}-{i:03d}" for i in range(count)]}
         hashes[name] = write(join(tables, name), name, pa.table(values), {}, {}).hash
-    info = {"kind": "search", "labels": list(LABELS), "features": list(FEATURES), "dataset": "search-test"}
+    info: dict[str, Any] = {"kind": "search", "labels": list(LABELS), "features": list(FEATURES)}
+    groups = feature_groups(SearchConfig(), list(FEATURES), {})
+    info |= {"dataset": "search-test", "groups": groups, "unknown_when_ranking": ["position", "page"]}
     usual = {"label_click": True, "label_purchase": False, "label_dwell": None}
     rows = [{**{name: [value] * len(row["item_index"]) for name, value in usual.items()}, **row} for row in rows]
     made = write(join(tables, "sequences"), "sequences", pa.Table.from_pylist(rows, SCHEMA), info, {}, parts)

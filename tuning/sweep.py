@@ -37,9 +37,8 @@ from models.fit import FitConfig
 from models.tables import UserError, join, open_uri
 from models.uri import absolute
 from models.words import number_of
-from pipelines import credentials, tracking
+from pipelines import tracking
 from pipelines.evaluation.checked import check as check_evaluation
-from pipelines.stores import resolve_uri
 from pipelines.training import here
 from pipelines.training.checked import check as check_training
 from pipelines.training.checked import check_name
@@ -237,8 +236,8 @@ def sweep(
     workers, test = (1, False) if grid.kind == "evaluate" else (ray_options.num_workers, options.test)
     threads = ray_options.threads or (0 if grid.kind == "evaluate" else max(1, int(ray_options.cpus_per_worker)))
     plan = Plan(
-        grid, {t.name: t for t in trials}, tables, extra, join(storage, name), resolve_uri(tracking_uri, storage),
-        replace(ray_options, threads=threads), test, command,
+        grid, {t.name: t for t in trials}, tables, extra, join(storage, name),
+        tracking.resolve_uri(tracking_uri, storage), replace(ray_options, threads=threads), test, command,
     )  # fmt: skip
     family, hashes = check(plan)
     plan = replace(plan, experiment=experiment or f"{family}/{dataset_name(tables)}")
@@ -359,7 +358,7 @@ def run_pending(
             trial_name_creator=name_of, trial_dirname_creator=name_of,
         ),
         run_config=tune.RunConfig(
-            name="tune", **credentials.storage(plan.folder), verbose=0, callbacks=[ledger],
+            name="tune", storage_path=plan.folder, verbose=0, callbacks=[ledger],
             failure_config=tune.FailureConfig(max_failures=plan.ray.max_failures),
         ),
     ).fit()  # fmt: skip

@@ -20,7 +20,6 @@ from models.bench.harness import resident_peak_mb
 from models.fit import FitConfig
 from models.tables import UserError, join
 from pipelines import tracking
-from pipelines.data.tables import check_writable
 from pipelines.evaluation.ranking import evaluate, record
 from pipelines.training import here
 from pipelines.training.options import RayOptions
@@ -134,7 +133,6 @@ class ToTune(TuneReportCallback):
 def measure(trial: Trial, plan: Plan) -> None:
     """Measures a checkpoint on test with the options of the point."""
     folder = join(plan.folder, trial.name)
-    check_writable(folder)
     options = dict(trial.evaluate)
     batch_size = int(options.pop("batch_size", 256))
     torch.set_num_threads(threads_per_worker(plan.ray.threads, 1))

@@ -15,25 +15,19 @@ Shapes: `B` requests, `S` vectors of the longest, `D` width, `L` levels.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from pyarrow import fs
 from torch import Tensor
 
 from models.fit import to_device
@@ -41,16 +35,16 @@ from models.locks import LOCK, locked
 from models.retrieval.data import PAD, Catalogue, Examples
 from models.retrieval.parts import History, real_positions
 from models.tables import (
-    MANIFEST,
-    Manifest,
     Part,
     UserError,
+    commit,
+    fingerprint,
     has_manifest,
     join,
-    open_uri,
     part_uris,
     read_manifest,
     read_parquet,
+    write_part,
 )
 from models.words import number_of
 
@@ -60,7 +54,13 @@ SCHEMA = pa.schema(
         pa.field("states", pa.list_(pa.field("element", pa.float16())), nullable=False),  # vectors, one after the other
     ]
 )
-SCHEMA_VERSION = 2
+
+LAYOUT: dict[str, Any] = {
+    "use_dictionary": False,
+    "write_statistics": False,  # of half precision they are slow to make, and nobody asks for them
+    "column_encoding": {"request": "PLAIN", "states.list.element": "BYTE_STREAM_SPLIT"},
+}
+"""Options of the Parquet writer."""
 
 BATCH = 256
 """Requests that the teacher reads at once."""
@@ -142,8 +142,7 @@ def remember(
         parts = [examples[split] for split in query.splits]
         inputs = {**catalogue.hashes, "weights": query.weights}
         config = {**query.config, "max_history": parts[0].max_history, "splits": list(query.splits)}
-        print_ = _digest([SCHEMA_VERSION, query.name, config, inputs])
-        uri = join(folder, f"{query.name}-{print_[:16]}")
+        uri = join(folder, f"{query.name}-{fingerprint(config, inputs)[:16]}")
         rank, world = parts[0].share.rank, parts[0].share.world
         with _held(uri) if rank == 0 else nullcontext() as there:
             there = _agree(there, world)
@@ -151,7 +150,8 @@ def remember(
                 began = time.monotonic()
                 written = [part for ranks in _all(_write(uri, query.outputs, parts, device), world) for part in ranks]
                 if rank == 0:
-                    _commit(uri, query.name, written, config, inputs, print_, time.monotonic() - began)
+                    timings = {"seconds": round(time.monotonic() - began, 3)}
+                    commit(uri, query.name, SCHEMA, written, config=config, inputs=inputs, timings=timings)
                 _agree(None, world)
         known[query.name] = _open(uri, query.name, config, inputs, parts)
         manifest = read_manifest(uri)
@@ -165,11 +165,9 @@ def remember(
     return known, lines
 
 
-def _write(uri: str, outputs: Outputs, parts: list[Examples], device: torch.device | str) -> list[dict[str, Any]]:
-    """Writes the rows of this rank's requests; the files, as `Part` fields."""
-    filesystem, path = open_uri(uri)
-    filesystem.create_dir(path, recursive=True)
-    made: list[dict[str, Any]] = []
+def _write(uri: str, outputs: Outputs, parts: list[Examples], device: torch.device | str) -> list[Part]:
+    """Writes the rows of this rank's requests."""
+    made: list[Part] = []
     tables: list[pa.Table] = []
     for examples in parts:
         for rows in examples.batches(BATCH):
@@ -186,50 +184,11 @@ def _write(uri: str, outputs: Outputs, parts: list[Examples], device: torch.devi
             lists = pa.ListArray.from_arrays(ends.astype(np.int32), pa.array(values.flatten().numpy()))
             tables.append(pa.Table.from_arrays([pa.array(batch["request"].numpy()), lists], schema=SCHEMA))
             if sum(table.nbytes for table in tables) > PART_BYTES:
-                made.append(_write_part(uri, pa.concat_tables(tables)))
+                made.append(write_part(uri, pa.concat_tables(tables), **LAYOUT))
                 tables = []
     if tables:
-        made.append(_write_part(uri, pa.concat_tables(tables)))
+        made.append(write_part(uri, pa.concat_tables(tables), **LAYOUT))
     return made
-
-
-def _write_part(uri: str, table: pa.Table) -> dict[str, Any]:
-    buffer = pa.BufferOutputStream()
-    pq.write_table(  # statistics of half precision are slow to make, and nobody asks for them
-        table, buffer, compression="zstd", compression_level=1, use_dictionary=False, write_statistics=False,
-        column_encoding={"request": "PLAIN", "states.list.element": "BYTE_STREAM_SPLIT"},
-    )  # fmt: skip
-    content = buffer.getvalue()
-    sha256 = hashlib.sha256(content).hexdigest()
-    part = Part(f"part-{sha256[:20]}.parquet", content.size, table.num_rows, sha256)
-    filesystem, path = open_uri(join(uri, part.path))
-    with filesystem.open_output_stream(path) as stream:
-        stream.write(content)
-    return asdict(part)
-
-
-def _commit(
-    uri: str, name: str, parts: list[dict[str, Any]], config: dict, inputs: dict, print_: str, seconds: float
-) -> None:
-    """Writes the manifest, and removes what an interrupted run left."""
-    files = [Part(**part) for part in parts]
-    filesystem, path = open_uri(uri)
-    there = filesystem.get_file_info(fs.FileSelector(path))
-    if gone := {part.path for part in files} - {entry.base_name for entry in there}:
-        raise UserError(f"another run removed {join(uri, min(gone))}, as it did not hear from this one; start it again")
-    schema = [{"name": f.name, "type": str(f.type), "nullable": str(f.nullable)} for f in SCHEMA]
-    manifest = Manifest(
-        table=name, schema_version=SCHEMA_VERSION, schema=schema, files=files, rows=sum(part.rows for part in files),
-        hash=_digest([part.sha256 for part in files]), fingerprint=print_, config=config, inputs=inputs,
-        created=datetime.now(UTC).isoformat(timespec="seconds"), timings={"seconds": round(seconds, 3)},
-    )  # fmt: skip
-    new = f"{path}/{MANIFEST}.{uuid4().hex}"
-    with filesystem.open_output_stream(new) as stream:
-        stream.write(manifest.to_json().encode())
-    filesystem.move(new, f"{path}/{MANIFEST}")
-    for entry in there:
-        if entry.base_name.startswith(("part-", f"{MANIFEST}.")) and entry.base_name not in {f.path for f in files}:
-            filesystem.delete_file(entry.path)
 
 
 def _open(uri: str, name: str, config: dict[str, Any], inputs: dict[str, str], parts: list[Examples]) -> States:
@@ -295,7 +254,3 @@ def _all(value: Any, world: int) -> list[Any]:
     values = [None] * world
     dist.all_gather_object(values, value)
     return values
-
-
-def _digest(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()

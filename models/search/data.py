@@ -97,7 +97,7 @@ class SearchCatalogue:
     behaviour_labels: dict[str, BehaviourLabel] = field(default_factory=dict)
     """Labels of behaviours that models may read, by name."""
     groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Groups of features, in order; none for tables of earlier code (`inputs.feature_groups`)."""
+    """Groups of features, in order."""
     hashes: dict[str, str] = field(default_factory=dict)
     """Hashes of the tables it comes from."""
     documents: DocumentTokens | None = None
@@ -171,8 +171,8 @@ class SearchCatalogue:
             feature_std=std,
             own=own,
             behaviour_labels=behaviours,
-            unknown_when_ranking=tuple(sequences.info.get("unknown_when_ranking", cls.unknown_when_ranking)),
-            groups={group["name"]: tuple(group["features"]) for group in sequences.info.get("groups", ())},
+            unknown_when_ranking=tuple(sequences.info["unknown_when_ranking"]),
+            groups={group["name"]: tuple(group["features"]) for group in sequences.info["groups"]},
             hashes=hashes,
             documents=load_documents(join(text, "tokens"), made["items"]),
         )

@@ -101,19 +101,6 @@ class Scale(nn.Module):
         return torch.cat([((counted - self.mean) / self.std).clamp(-5, 5), self.own(own)], -1)
 
 
-def feature_groups(
-    columns: Sequence[str], declared: Mapping[str, Collection[str]] | None = None
-) -> dict[str, list[int]]:
-    """Places of columns, given by their features, in the `declared` groups of features. Where tables name none, in
-    those of Sec. 3.1 of QGS by the beginnings of names: cross, document, query, context; empty ones left out.
-
-    `pair_*` are query-document statistics, but the time gap and whether the pair was seen count as of the query.
-    """
-    if declared:
-        return {group: [i for i, name in enumerate(columns) if name in of] for group, of in declared.items()}
-    groups: dict[str, list[int]] = {"cross": [], "document": [], "query": [], "context": []}
-    kinds = {"pair": "cross", "item": "document", "query": "query"}
-    for index, name in enumerate(columns):
-        group = "query" if name in ("pair_gap", "pair_seen") else kinds.get(name.split("_")[0], "context")
-        groups[group].append(index)
-    return {name: places for name, places in groups.items() if places}
+def feature_groups(columns: Sequence[str], declared: Mapping[str, Collection[str]]) -> dict[str, list[int]]:
+    """Places of columns, given by their features, in the `declared` groups of features."""
+    return {group: [i for i, name in enumerate(columns) if name in of] for group, of in declared.items()}

@@ -17,7 +17,7 @@ from mlflow import MlflowClient
 from models.tables import UserError
 from models.words import number_of
 from pipelines import tracking
-from pipelines.stores import unknown
+from pipelines.tracking import unknown
 
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 

@@ -18,13 +18,12 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from models.tables import Manifest, Part, UserError, read_table
+from models.tables import Manifest, Part, UserError, commit, read_table, write_part
 from pipelines.data.engine import Shared
 from pipelines.data.log import Section
 from pipelines.data.rows import Rejected, check_missing, common
 from pipelines.data.run import Run
 from pipelines.data.survey import Vocabulary, coded, distinct, positions_in
-from pipelines.data.tables import commit, write_part
 
 PREFIX = "as_of_"
 """Begins the names of the tables' folders."""

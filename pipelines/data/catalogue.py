@@ -15,7 +15,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.tables import Part, UserError, join
+from models.tables import Part, UserError, join, write_part
 from pipelines.data.engine import KEY, Engine, Shared, fetch
 from pipelines.data.events import partitions_for, read_tallies, write_tally
 from pipelines.data.log import Log
@@ -32,7 +32,6 @@ from pipelines.data.survey import (
     read_coded,
     runs,
 )
-from pipelines.data.tables import write_part
 
 ITEMS_PER_PART = 1_000_000
 

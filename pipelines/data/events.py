@@ -19,14 +19,14 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.tables import Part, join, open_uri
+from models.tables import Part, join, open_uri, write_part
+from models.uri import read_json, write_file
 from pipelines.data.engine import KEY, Engine, Shared, fetch
 from pipelines.data.log import UNSET, Log
 from pipelines.data.matching import Match
 from pipelines.data.read import Piece, pieces
 from pipelines.data.rows import Rejected, check_missing, common
 from pipelines.data.survey import Gathering, Seen, coded, seen_in, user_keys
-from pipelines.data.tables import read_json, write_file, write_part
 
 BYTES_PER_PARTITION = 32 << 20  # of raw text; one partition then sorts in a few hundred MB
 EXPANSION = {"gz": 4, "zst": 4, "bz2": 6, "parquet": 6}  # bytes of text per byte of a compressed file

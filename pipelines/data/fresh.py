@@ -14,9 +14,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.tables import Manifest, UserError, join, part_uris, read_manifest, read_parquet
+from models.tables import Manifest, UserError, commit, join, part_uris, read_manifest, read_parquet, write_part
 from pipelines.data.run import Run
-from pipelines.data.tables import commit, items_schema, write_part
+from pipelines.data.schemas import items_schema
 
 
 def split_of(catalogue: str, clock: bool) -> dict[str, Any]:

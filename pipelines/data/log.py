@@ -29,7 +29,7 @@ from models.config import build, read_yaml
 from models.tables import UserError, join, open_uri
 from pipelines.data.read import ROW, Files, Piece, list_files, read_frames, roots
 from pipelines.data.rows import Block, Rows, check_sql, clean_ids, common, evaluate, list_of, said, slices
-from pipelines.data.tables import LABEL_TYPES, REJECTS, events_schema, items_schema
+from pipelines.data.schemas import LABEL_TYPES, REJECTS, events_schema, items_schema
 from pipelines.data.times import Time, milliseconds, moments
 
 LOG_ROW = pa.field("log_row", pa.int64(), nullable=False)

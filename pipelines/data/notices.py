@@ -1,6 +1,6 @@
 """What may surprise in tables that are well made, a line each with its remedy, from manifests alone.
 
-`jobs.prepare` says them last; a healthy log has none. The audit finds the same facts with code of its own.
+`jobs.prepare` says them last; a healthy log has none.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import fs
 
-from models.tables import Manifest, UserError, has_manifest, join, open_uri, read_manifest
+from models.tables import Manifest, UserError, commit, has_manifest, join, open_uri, read_manifest, writing
+from models.uri import write_file
 from models.words import number_of
 from pipelines.data.catalogue import core_items, described_items, match_items, with_described, write_items
 from pipelines.data.engine import Engine
@@ -31,11 +32,11 @@ from pipelines.data.notices import notices
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.rows import Rejected, check_missing
 from pipelines.data.run import Run, Say
+from pipelines.data.schemas import REJECTS
 from pipelines.data.settings import STATISTICS, check
 from pipelines.data.splits import cut_times
 from pipelines.data.statistics import summarise
 from pipelines.data.survey import Gathering
-from pipelines.data.tables import REJECTS, commit, write_file, writing
 
 DONE_WITH = {"drop": "dropped", "keep": "kept", "count": "counted"}
 """What is said of duplicates."""
@@ -102,9 +103,9 @@ def _make_events(run: Run) -> Manifest:
     source, config = run.source, run.config
     files, user_files = source.event_files(run.input), source.user_files(run.input)
     partitions = config.partitions or partitions_for([join(run.input, file) for file in files])
-    settings = _plain({"source": source.events_config, "ties": config.ties, "partitions": partitions})
     keep, count = config.duplicates == "keep", config.duplicates == "count"
-    settings |= {"duplicates": config.duplicates} if keep or count else {}
+    settings = _plain({"source": source.events_config, "ties": config.ties, "partitions": partitions})
+    settings["duplicates"] = config.duplicates
     stamps = run.stamps([*files, *user_files])
     finished, finished_rejects = (run.finished(name, settings, {}, stamps) for name in ("events", "rejects"))
     if finished and finished_rejects:

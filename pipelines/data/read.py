@@ -32,8 +32,7 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from models.config import hint
-from models.tables import UserError, open_uri
-from pipelines.data.tables import OWN
+from models.tables import OWN, UserError, open_uri
 
 ROW = "__row"
 """Column with the row's number in its piece, from 0, broken ones counted too."""

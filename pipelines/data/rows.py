@@ -19,7 +19,7 @@ from models.item_ids import ODD, clean_id
 from models.tables import UserError
 from models.words import number_of
 from pipelines.data.read import LONGEST_QUOTE, ROW, Broken, Piece, roots
-from pipelines.data.tables import REJECTS
+from pipelines.data.schemas import REJECTS
 from pipelines.data.times import Time, moments
 
 EXPLODED_ROWS = 1 << 18  # rows per block after lists are exploded

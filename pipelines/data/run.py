@@ -16,13 +16,16 @@ from models.tables import (
     Manifest,
     Part,
     UserError,
+    clear,
     file_info,
+    fingerprint,
     has_manifest,
     join,
     open_uri,
     part_uris,
     read_manifest,
     read_table,
+    up_to_date,
 )
 from models.words import number_of
 from pipelines.data.engine import Call, Engine, Shared
@@ -30,7 +33,6 @@ from pipelines.data.log import Log
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.rows import Rejected
 from pipelines.data.survey import Survey, Vocabulary, survey
-from pipelines.data.tables import check_writable, clear, fingerprint, up_to_date
 
 Say = Callable[[str], None]
 
@@ -168,11 +170,9 @@ class Run:
 
     @contextmanager
     def writing(self, *tables: str) -> Iterator[None]:
-        """Around a step that writes parts: checks that it can, and removes those in the making if it fails."""
+        """Around a step that writes parts: removes those in the making if it fails."""
         uris = [self.table(name) for name in tables]
         try:
-            for uri in uris:
-                check_writable(uri)
             yield
         except BaseException:
             for uri in uris:

@@ -6,13 +6,13 @@ from dataclasses import fields, replace
 from typing import Any
 
 from models.config import build, check_known, instead
-from models.tables import UserError, join, read_manifest
+from models.tables import UserError, check_output, join, read_manifest
+from models.uri import check_writable
 from pipelines.data.kinds.table import KINDS
 from pipelines.data.log import Log
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.ray_data_config import RayDataConfig
 from pipelines.data.splits import SplitConfig
-from pipelines.data.tables import check_can_write, check_output, check_writable
 from pipelines.data.times import FIRST_MS, LAST_MS
 
 STATISTICS = "statistics.json"
@@ -81,10 +81,9 @@ def _check_counts_as_of(source: Log, config: PrepareConfig) -> None:
         )
 
 
-def check(source: Log, input_uri: str, output_uri: str, config: PrepareConfig, dry_run: bool = False) -> PrepareConfig:
+def check(source: Log, input_uri: str, output_uri: str, config: PrepareConfig) -> PrepareConfig:
     """What can be known before any work, without Ray: the files are there, the output can be written, the
-    settings fit the log. Returns the configuration with everything decided that the source decides. A dry run makes no
-    folder."""
+    settings fit the log. Returns the configuration with everything decided that the source decides."""
     labels, kind = source.info["labels"], KINDS[config.kind]
     if config.behaviour is not None and labels.get(config.behaviour) != "bool":
         known = ", ".join(name for name, type_ in labels.items() if type_ == "bool") or "none"
@@ -121,5 +120,5 @@ def check(source: Log, input_uri: str, output_uri: str, config: PrepareConfig, d
             raise UserError(f"as_of.{name} has features of requests, which models of kind {config.kind} do not read")
         of.listed(input_uri, "feature")
     check_output(output_uri, {name: name for name in TABLES}, [STATISTICS])
-    (check_can_write if dry_run else check_writable)(output_uri)
+    check_writable(output_uri)
     return replace(config, split=replace(config.split, kind=split))

@@ -24,9 +24,8 @@ from models.retrieval.diagnostics import attention_received, lost_without_trie
 from models.retrieval.retriever import Retriever
 from models.setup import load_catalogue
 from models.tables import UserError, join, open_uri
-from models.uri import absolute
+from models.uri import absolute, write_file
 from models.words import number_of
-from pipelines.data.tables import write_file
 from pipelines.evaluation.ranking import device_of
 from pipelines.figures import COLOURS, new_figure, png, say_axes
 from pipelines.training.record import find_checkpoint

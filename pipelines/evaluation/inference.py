@@ -27,10 +27,24 @@ from models.retrieval.data import Examples
 from models.retrieval.recommend import history_to_give
 from models.setup import hashes_of, load_catalogue
 from models.shares import Shard, Share
-from models.tables import Manifest, Part, UserError, join, part_uris, read_manifest, read_parquet, read_table
+from models.tables import (
+    Manifest,
+    Part,
+    UserError,
+    check_place,
+    commit,
+    fingerprint,
+    join,
+    part_uris,
+    read_manifest,
+    read_parquet,
+    read_table,
+    up_to_date,
+    write_part,
+    writing,
+)
 from models.uri import absolute
 from pipelines.data.engine import quiet_ray_data
-from pipelines.data.tables import check_place, check_writable, commit, fingerprint, up_to_date, write_part, writing
 from pipelines.evaluation.checked import as_trained, of_training, recommend_options
 from pipelines.evaluation.ranking import device_of, takes_gpu
 from pipelines.training.record import find_checkpoint
@@ -176,7 +190,6 @@ def recommend_all(
         if up_to_date(output, fingerprint(config, inputs)):
             return read_manifest(output, "recommendations"), True
         raise UserError(f"{output} holds other recommendations; choose another folder or replace it with --overwrite")
-    check_writable(output)
     gpu = takes_gpu(device, actors)
     arguments = (
         uri, tables, extra, output, k, batch_size, chosen, device, threads_per_worker(0, actors),

@@ -25,9 +25,8 @@ from models.retrieval.metrics import add_sums
 from models.retrieval.recommend import history_to_give
 from models.setup import hashes_of, load_catalogue, score
 from models.tables import UserError, join, read_manifest
-from models.uri import absolute
+from models.uri import absolute, write_file
 from pipelines import tracking
-from pipelines.data.tables import write_file
 from pipelines.evaluation import item_shift as shift
 from pipelines.evaluation.checked import as_trained, recommend_options
 from pipelines.evaluation.result import Result

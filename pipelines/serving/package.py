@@ -28,7 +28,6 @@ from models import checkpoint, registry
 from models.actions.new_items import columns_of, name_of
 from models.own_features import NUMBER, OwnFeatures
 from models.tables import MANIFEST, UserError, has_manifest, join, open_uri, read_manifest
-from models.uri import real
 from pipelines.tracking import RunRef
 
 STRINGS, NUMBERS, VECTORS = Array(DataType.string), Array(DataType.double), Array(Array(DataType.double))
@@ -263,9 +262,7 @@ def fetch(uri: str, target: Path, manifest_only: bool = False) -> None:
 def at(uri: str) -> Iterator[None]:
     """MLflow's global functions at this store, and as before afterwards; what sets it sets the environment too."""
     before = os.environ.get("MLFLOW_TRACKING_URI")
-    if real(uri) != uri:  # MLflow prints the address of a run with all that is in it
-        os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
-    mlflow.set_tracking_uri(real(uri))
+    mlflow.set_tracking_uri(uri)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""A training that is checked as far as that goes without Ray and MLflow, whose imports take seconds."""
+"""A training that is checked as far as that goes without Ray."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from models.places import CHECKPOINT
 from models.setup import check_budget, check_fit, load_catalogue
 from models.tables import UserError, join, read_manifest
 from models.text_encoder import located
-from models.uri import absolute, hide
-from pipelines.stores import resolve_uri
+from models.uri import absolute
+from pipelines.tracking import resolve_uri
 from pipelines.training.options import RayOptions
 from pipelines.training.record import check_same, read_record
 
@@ -74,7 +74,7 @@ def check(
     entry = registry.find(model["name"])
     check_checkpoints(model, entry, storage)
     encoders = naming(entry.config, "encoder")
-    model = hide({key: located(value) if key in encoders else value for key, value in model.items()})
+    model = {key: located(value) if key in encoders else value for key, value in model.items()}
     catalogue = load_catalogue(entry, model["name"], tables, extra)
     record = None if overwrite else read_record(join(storage, name))
     asked = registry.config_from_dict(model)

@@ -7,8 +7,7 @@ from typing import Any
 
 from models.config import flattened
 from models.tables import UserError, join
-from models.uri import absolute, hide
-from pipelines.data.tables import read_json, write_file
+from models.uri import absolute, read_json, write_file
 
 RUN, BEST = "run.json", "best"
 """In a run's folder: its record, and its best checkpoint."""
@@ -30,7 +29,7 @@ def read_record(folder: str) -> dict[str, Any] | None:
             raise ValueError("it does not say the run's status and its MLflow run")
     except (ValueError, TypeError) as error:
         raise UserError(
-            f"{folder}/{RUN} is damaged ({error}); train again with --overwrite, or of a sweep's trial remove the folder"
+            f"{folder}/{RUN} is damaged ({error}); train again with --overwrite, or remove that folder"
         ) from error
     return record
 
@@ -47,7 +46,7 @@ def find_checkpoint(uri: str) -> str:
 
 
 def write_record(folder: str, record: dict[str, Any]) -> None:
-    write_file(join(folder, RUN), json.dumps(hide(record), indent=2, sort_keys=True).encode())
+    write_file(join(folder, RUN), json.dumps(record, indent=2, sort_keys=True).encode())
 
 
 def check_same(record: dict[str, Any], config: dict[str, Any], hashes: dict[str, str], name: str, storage: str) -> None:
@@ -57,9 +56,9 @@ def check_same(record: dict[str, Any], config: dict[str, Any], hashes: dict[str,
     if model != wanted:
         raise UserError(f"the run '{name}' is of the model '{model}', not '{wanted}'; {remedy}")
     before, now = flattened(record["config"]), flattened(config)
-    for key in sorted(before.keys() & now.keys()):  # an option that came later was not there to be set
-        if key.removeprefix("fit.") not in MAY_CHANGE and before[key] != now[key]:
-            raise UserError(f"the run '{name}' was started with {key} {before[key]}, not {now[key]}; {remedy}")
+    for key in sorted(before.keys() | now.keys()):
+        if key.removeprefix("fit.") not in MAY_CHANGE and (was := before.get(key)) != (given := now.get(key)):
+            raise UserError(f"the run '{name}' was started with {key} {was}, not {given}; {remedy}")
     for table, value in hashes.items():
         if record["hashes"].get(table) != value:
             raise UserError(f"the run '{name}' was started with another table '{table}'; {remedy}")

@@ -30,8 +30,8 @@ from models.checkpoint import Checkpoint
 from models.fit import FitConfig
 from models.locks import locked
 from models.tables import UserError, has_manifest, join, open_uri, read_manifest
-from pipelines import cluster, credentials, faults, tracking
-from pipelines.data.tables import check_writable, write_file
+from models.uri import write_file
+from pipelines import cluster, faults, tracking
 from pipelines.serving import package
 from pipelines.training import here
 from pipelines.training.checked import Checked, check
@@ -134,7 +134,6 @@ def carry_on(
             remove(folder, say)
         record = read_record(folder)
         if record is None or record["status"] == "opening":
-            check_writable(folder)
             if record:
                 tracking.discard(record["opening"])
             experiment = experiment or f"{entry.family.name}/{dataset_name(tables)}"
@@ -230,7 +229,7 @@ def carry_out(
                 ),
                 run_config=RunConfig(
                     name=name,
-                    **credentials.storage(storage),
+                    storage_path=storage,
                     failure_config=FailureConfig(max_failures=0),
                     callbacks=list(callbacks),  # type: ignore[arg-type]  # Ray names those of its version 1
                     checkpoint_config=CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="score"),

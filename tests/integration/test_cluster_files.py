@@ -85,7 +85,7 @@ def test_working_dir_is_small_and_whole(tmp_path: Path) -> None:
     assert code | {"claims.yaml"} <= names
     size = sum((ROOT / name).stat().st_size + 2 * len(name) + 150 for name in code | {"claims.yaml"})
     assert package.stat().st_size < size + (16 << 10)  # the code and hardly anything else
-    assert "pipelines/data/tables.py" in names
+    assert "pipelines/data/prepare.py" in names
     parts = {part for name in names for part in Path(name).parts[:1]}
     assert not parts & {".git", ".venv", "data", "runs", "tests", "stores"}
 
@@ -104,7 +104,7 @@ def test_rayignore_keeps_data_and_stores_out(tmp_path: Path) -> None:
         "jobs/__pycache__/x.pyc",
         "some.parquet",
     ]
-    kept = ["pipelines/data/tables.py", "jobs/configs/sources/x.yaml"]
+    kept = ["pipelines/data/prepare.py", "jobs/configs/sources/x.yaml"]
     for name in [*left_out, *kept]:
         path = tmp_path / "checkout" / name
         path.parent.mkdir(parents=True, exist_ok=True)

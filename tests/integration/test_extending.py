@@ -92,10 +92,10 @@ from dataclasses import replace
 import polars as pl
 import pyarrow as pa
 
-from pipelines.data.audit.base import KindRules, name_request
+from pipelines.data.audit.base import REQUEST, KindRules
 from pipelines.data.audit.sequences import behaviour_rows, check_history, check_lengths, check_splits, request_rows
 from pipelines.data.kinds.base import Simulator
-from pipelines.data.kinds.retrieval.audit import REQUIRED
+from pipelines.data.kinds.retrieval.audit import COLUMNS
 from pipelines.data.kinds.retrieval.kind import RETRIEVAL
 from pipelines.data.kinds.retrieval.simulator import simulate_retrieval
 from pipelines.data.kinds.simulation import Settings
@@ -114,7 +114,7 @@ def write_one(uri, catalogue, rules, source):
     from pipelines.data.kinds.retrieval.sequences import build_sequences
     from pipelines.data.splits import NAMES
     from pipelines.data.survey import read_coded
-    from pipelines.data.tables import write_part
+    from models.tables import write_part
 
     names = [name for name in rules.schema.names if name not in ("request_id", "position")]
     table, count = build_sequences(read_coded(source, names), catalogue, rules)
@@ -131,7 +131,8 @@ def sequences(run, events, items, split):
     from pipelines.data.kinds.retrieval.sequences import Rules
     from pipelines.data.run import write_parts
     from pipelines.data.splits import NAMES
-    from pipelines.data.tables import commit, sequences_schema
+    from models.tables import commit
+    from pipelines.data.schemas import sequences_schema
 
     config = run.config
     settings = {"kind": "changes", "split": config.split.settings(), "core": config.core, "ties": config.ties}
@@ -155,23 +156,21 @@ def sequences(run, events, items, split):
         )
 
 
-def check_changes(sequences):
-    rules = sequences.rules
-    for users, _ in sequences.parts():
-        requests = request_rows(users)
-        check_splits(sequences.tables, requests, rules["splits"])
-        behaviours = behaviour_rows(check_lengths(users, rules["behaviours"]))
-        check_history(sequences.tables, behaviours, requests, rules["history"], sequences.tables.order_of_log)
-        before = behaviours.select("row", "item_index", history_end=pl.col("place") + 1)
-        rules["targets"].rows += requests.height
-        asked = requests.with_columns(item_index=pl.col("candidates").list.first())
-        again = asked.join(before, on=["row", "history_end", "item_index"], how="semi")
-        rules["targets"].broken_rows(again, lambda row: f"{name_request(row)}: asks for the item before it")
-    return sequences.core_users
+def check_changes(tables, rules, core_users):
+    requests = request_rows(tables.sequences)
+    check_splits(tables, requests, rules["splits"])
+    behaviours = behaviour_rows(check_lengths(tables.sequences, rules["behaviours"]))
+    check_history(tables, behaviours, requests, rules["history"], tables.order_of_log)
+    before = behaviours.select("row", "item_index", history_end=pl.col("place") + 1)
+    rules["targets"].rows += requests.height
+    asked = requests.with_columns(item_index=pl.col("candidates").list.first())
+    again = asked.join(before, on=["row", "history_end", "item_index"], how="semi")
+    rules["targets"].broken_rows(again, REQUEST + ": asks for the item before it")
+    return core_users
 
 
 CHANGES = replace(
-    RETRIEVAL, name="changes", sequences=sequences, audit=KindRules(REQUIRED, check_changes),
+    RETRIEVAL, name="changes", sequences=sequences, audit=KindRules(COLUMNS, check_changes),
     simulator=Simulator("changes", "simulated", Settings, simulate_retrieval),
 )
 '''

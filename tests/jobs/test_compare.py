@@ -12,15 +12,15 @@ import pyarrow as pa
 import pytest
 
 from jobs.compare import Config, parse, run
-from models.tables import UserError
+from models.tables import UserError, commit, write_part
 from pipelines import tracking
 from pipelines.comparison.pareto import Point, frontier
 from pipelines.comparison.rows import compare, shared_name
 from pipelines.comparison.run_tables import tables
 from pipelines.comparison.runs import select
 from pipelines.comparison.table import Table
+from pipelines.data.schemas import items_schema
 from pipelines.data.sids.tokenize import TokenizerConfig, tokenize
-from pipelines.data.tables import check_writable, commit, items_schema, write_part
 
 
 def test_text_is_aligned_and_markdown_whole() -> None:
@@ -156,7 +156,6 @@ def test_tokenizers_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture) 
     folders = []
     for name, codes in {"one": [[0, 0], [0, 0], [1, 0], [1, 1]], "two": [[0, 0], [0, 1], [1, 0], [1, 1]]}.items():
         items = tmp_path / name / "items"
-        check_writable(str(items))
         schema = items_schema()
         columns = pa.table({"item_index": pa.array(range(4), pa.int32()), "item_id": list("abcd")}, schema=schema)
         commit(str(items), "items", schema, [write_part(str(items), columns)], config={}, inputs={})

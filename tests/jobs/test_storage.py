@@ -14,8 +14,8 @@ import pytest
 
 from jobs import audit, cli, compare, encode, evaluate, prepare, sweep, tokenize, train
 from models import tables
-from models.tables import UserError, open_uri
-from pipelines.data.tables import check_can_write, commit
+from models.tables import UserError, commit, open_uri
+from models.uri import check_writable
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,7 +26,7 @@ def closed() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    return f"s3://KEYKEY:h1dden@bucket/{{}}?endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1"
+    return f"s3://bucket/{{}}?endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1"
 
 
 @pytest.fixture
@@ -85,10 +85,9 @@ def test_every_job_says_so_in_one_line_before_ray_starts(
         with pytest.raises(UserError) as raised:
             run(config)
         said = str(raised.value)
-        assert said.startswith("cannot reach s3://***@bucket/x"), name
+        assert said.startswith("cannot reach s3://bucket/x"), name
         assert "Could not connect" in said, name
         assert "AWS_ACCESS_KEY_ID" in said, name
-        assert "h1dden" not in said, name
         assert "\n" not in said, name
 
 
@@ -119,31 +118,24 @@ def test_what_the_storage_answers_is_in_the_line(answering: tuple[int, int]) -> 
     status, port = answering
     wanted = {403: "ACCESS_DENIED", 404: "there is no bucket bucket", 301: "located in 'eu-west-1'", 503: "503"}
     with pytest.raises(UserError, match="cannot reach") as raised:
-        open_uri(f"s3://KEYKEY:h1dden@bucket/x?endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1")
+        open_uri(f"s3://bucket/x?endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1")
     assert wanted[status] in str(raised.value) or status == 503
-    assert "h1dden" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
     ("uri", "wanted"),
-    [
-        ("s3://KEYKEY:h1d/den@bucket/x", "cannot reach s3://\\*\\*\\*@bucket/x"),
-        ("s3://bucket/x?region=eu&secret_key=h1dden", "secret_key=\\*\\*\\* .*Unexpected query"),
-        ("nowhere://me:h1dden@host/x", "Unrecognized filesystem type"),
-    ],
+    [("s3://bucket/x?colour=red", "Unexpected query"), ("nowhere://host/x", "Unrecognized filesystem")],
 )
 def test_uris_that_are_none_are_one_line(uri: str, wanted: str) -> None:
-    with pytest.raises(UserError, match=wanted) as raised:
+    with pytest.raises(UserError, match=wanted):
         open_uri(uri)
-    assert "h1d/den" not in str(raised.value)
-    assert "h1dden" not in str(raised.value)
 
 
 def test_an_output_in_the_place_of_a_file_is_refused_and_nothing_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=f"cannot write to .*{tmp_path}/file is no folder"):
-        check_can_write(f"{tmp_path}/file/runs/a")
-    check_can_write(f"{tmp_path}/new/runs")
+        check_writable(f"{tmp_path}/file/runs/a")
+    check_writable(f"{tmp_path}/new/runs")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 
 from jobs import tokenize as job
-from models.tables import UserError, read_manifest
-from pipelines.data.tables import commit, items_schema, write_part
+from models.tables import UserError, commit, read_manifest, write_part
+from pipelines.data.schemas import items_schema
 
 REPO = Path(__file__).parents[2]
 

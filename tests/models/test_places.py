@@ -9,8 +9,7 @@ import pytest
 
 from models.config import read_yaml
 from models.places import reach
-from models.tables import UserError
-from pipelines.data.tables import commit
+from models.tables import UserError, commit
 
 
 def table(place: Path, name: str) -> None:

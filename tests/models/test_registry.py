@@ -31,8 +31,8 @@ def test_every_search_model_builds_from_its_config_and_round_trips(name):
     assert entry.extra is TEXT
     small = registry.config_from_dict({"name": name, **({} if name == "base" else {"width": 24, "num_layers": 1})})
     text, keys = torch.randn(2, 4), torch.arange(2)
-    scale = {"feature_mean": torch.zeros(1), "feature_std": torch.ones(1)}
-    catalogue = SearchCatalogue(2, 1, ("click",), ("position",), text[:1], text, text, keys * 2 + 1, **scale)
+    named = {"feature_mean": torch.zeros(1), "feature_std": torch.ones(1), "groups": {"context": ("position",)}}
+    catalogue = SearchCatalogue(2, 1, ("click",), ("position",), text[:1], text, text, keys * 2 + 1, **named)
     model = registry.build(small, catalogue).eval()
     one = torch.zeros(1, dtype=torch.long)
     batch = {

@@ -1,23 +1,18 @@
 """Proves prepared tables free of leakage, from `events` alone: `python -m jobs.audit --tables DIR`.
 
 Every rule is computed a second time here, in plain polars, and shares no code with the steps that made
-the tables: it would prove nothing to ask the same function twice. Tables are read part by part, so memory
-follows the largest part; besides it stand the catalogue and 12 bytes per user and table.
+the tables: it would prove nothing to ask the same function twice. All of the tables is in memory.
 
-Words: `row` is the rank of a user's row within its part of `sequences`; `place` is the rank of a behaviour
-or of a request within its user, from 0.
+Words: `row` is the number of a user's row in `sequences`; `place` is the rank of a behaviour or of a request
+within its user, from 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import polars as pl
-
 from pipelines.data.audit.base import Rule, Tables
-from pipelines.data.audit.events import check_catalogue, check_events, check_users, read_catalogue
-from pipelines.data.audit.files import check_files, check_inputs
-from pipelines.data.audit.sequences import Sequences
+from pipelines.data.audit.events import check_catalogue, check_events, check_files, check_inputs, check_users
 from pipelines.data.kinds.table import KINDS
 
 RULES = {
@@ -50,24 +45,21 @@ def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list
     tables = Tables.open(uri, {name: kind.audit for name, kind in KINDS.items()})
     rules = {name: Rule(name, holds) for name, holds in RULES.items()}
 
-    def of_kind() -> list[Rule]:
-        without = [*tables.kind.without, *([] if tables.late_labels else ["known"])]
-        return [rule for rule in rules.values() if rule.name not in without or rule.violations]
-
+    late = any(name.startswith("known_") for name in tables.event_columns)
+    without = [*tables.kind.without, *([] if late else ["known"])]
     progress("files")
     check_files(tables, rules["files"])
     if rules["files"].violations:
         for name, rule in rules.items():
             rule.checked = name == "files"
-        return of_kind()
-    check_inputs(tables, rules["inputs"])
-    items = read_catalogue(tables)
-    event_users = check_events(tables, rules, progress)
-    core_users = check_catalogue(tables, items, rules["catalogue"], progress)
-    sequences = Sequences(tables, items, event_users, core_users, rules, progress)
-    surviving = tables.kind.check(sequences)
-    check_users(tables, event_users, surviving, pl.concat(sequences.found), rules["users"])
-    return of_kind()
+    else:
+        check_inputs(tables, rules["inputs"])
+        progress("events")
+        check_events(tables, rules)
+        core_users = check_catalogue(tables, rules["catalogue"])
+        progress("sequences")
+        check_users(tables, tables.kind.check(tables, rules, core_users), rules["users"])
+    return [rule for rule in rules.values() if rule.name not in without or rule.violations]
 
 
 def report(rules: list[Rule]) -> str:

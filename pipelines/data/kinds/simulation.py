@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from models.tables import UserError, join, open_uri
-from pipelines.data.tables import check_writable, write_file
+from models.uri import check_writable, write_file
 
 RECORD = "simulation.json"
 VERSION = 1  # of the log that a seed gives
@@ -220,6 +220,8 @@ def open_log(output_dir: str, settings: type[AnySettings], *values: Any) -> AnyS
     except ValueError as error:
         raise UserError(str(error)) from error
     check_writable(output_dir)
+    filesystem, root = open_uri(output_dir)
+    filesystem.create_dir(root, recursive=True)
     clear(output_dir)
     return made
 

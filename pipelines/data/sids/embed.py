@@ -20,10 +20,22 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.tables import Manifest, Part, UserError, has_manifest, iter_parts, read_manifest, read_table
+from models.tables import (
+    Manifest,
+    Part,
+    UserError,
+    commit,
+    fingerprint,
+    has_manifest,
+    iter_parts,
+    read_manifest,
+    read_table,
+    up_to_date,
+    write_part,
+)
 from models.text_encoder import WORDS, TextEncoder, loading, locate_encoder, text_columns, texts_of
 from models.words import number_of
-from pipelines.data.tables import check_writable, commit, embeddings_schema, fingerprint, up_to_date, write_part
+from pipelines.data.schemas import embeddings_schema
 
 Say = Callable[[str], None]
 
@@ -313,7 +325,6 @@ def embed_items(
             raise UserError(f"{output_uri} was made from other input or settings; use --overwrite, or another --output")
     started = time.monotonic()
     texts = item_texts(read_table(items_uri, "items"), config)
-    check_writable(output_uri)
     blocks = _embeddings(texts, encoder, config, say)
     if pca_width:
         vectors = np.concatenate(list(blocks))

@@ -32,19 +32,26 @@ from models.tables import (
     Manifest,
     Part,
     UserError,
+    check_output,
+    clear,
+    commit,
+    fingerprint,
     has_manifest,
     join,
-    kind_of,
     part_uris,
     read_manifest,
     read_parquet,
     read_table,
+    up_to_date,
+    write_part,
+    writing,
 )
 from models.text_encoder import TextEncoder, TfidfEncoder, load_tokenizer
 from models.uri import absolute
 from models.words import number_of
 from pipelines.data.engine import Engine
 from pipelines.data.kinds.table import KINDS
+from pipelines.data.schemas import TOKENS, embeddings_schema
 from pipelines.data.sids.embed import (
     ROWS_PER_PART,
     encode_texts,
@@ -56,18 +63,6 @@ from pipelines.data.sids.embed import (
 )
 from pipelines.data.sids.text_config import TextConfig
 from pipelines.data.survey import distinct
-from pipelines.data.tables import (
-    TOKENS,
-    check_output,
-    check_writable,
-    clear,
-    commit,
-    embeddings_schema,
-    fingerprint,
-    up_to_date,
-    write_part,
-    writing,
-)
 
 Say = Callable[[str], None]
 
@@ -184,8 +179,6 @@ class _Encoding:
         begin = time.monotonic()
         made = {name: done for name in texts if (done := self.finished(name, self.inputs(name)))}
         missing = [name for name in texts if name not in made]
-        for name in missing:
-            check_writable(join(self.output, name))
         whole = [text for name in missing for text in texts[name]]
         if not whole:
             vectors = np.zeros((0, made["items"].info["width"] if made else 0), np.float32)
@@ -235,7 +228,6 @@ class _Encoding:
         if finished := self.finished("tokens", inputs, "tokens"):
             return finished
         begin, uri = time.monotonic(), join(self.output, "tokens")
-        check_writable(uri)
         tokenizer, longest = load_tokenizer(self.encoder, self.config.max_tokens)
         parts, total = [], 0
         for start in range(0, len(documents), ROWS_PER_PART):
@@ -259,7 +251,6 @@ class _Encoding:
         if finished := self.finished("pairs", inputs):
             return finished
         begin, uri = time.monotonic(), join(self.output, "pairs")
-        check_writable(uri)
         sequences = join(self.tables, "sequences")
         keys = distinct_pairs(part_uris(sequences, read_manifest(sequences, "sequences")))
         item, query = (keys >> 32).astype(np.int32), ((keys & 0xFFFFFFFF) - 1).astype(np.int32)
@@ -342,7 +333,7 @@ def encode_log(
 
 def check_texts(tables_uri: str, encoder: str, config: TextConfig, output_uri: str) -> tuple[str, ...]:
     """What can be known before Ray starts; the tables that there are to make. Raises UserError."""
-    kind = KINDS[kind_of(read_manifest(join(tables_uri, "sequences"), "sequences"))]
+    kind = KINDS[read_manifest(join(tables_uri, "sequences"), "sequences").info["kind"]]
     if not kind.texts:
         kinds = " and ".join(f"'{other.name}'" for other in KINDS.values() if other.texts)
         raise UserError(
@@ -369,9 +360,7 @@ def save_encoder(tables_uri: str, text_uri: str, folder: Path) -> None:
     """
     made = read_manifest(join(text_uri, "items"), "embeddings")
     settings = dict(made.config)
-    name = settings.pop("encoder", None)
-    if name is None:
-        raise UserError(f"{text_uri} does not say by which encoder it was made; run jobs.encode again")
+    name = settings.pop("encoder")
     config = TextConfig(**settings)
     documents = item_texts(read_table(join(tables_uri, "items"), "items"), config)
     encoder = fitted_tfidf(documents, config.svd) if name == "tfidf" else TextEncoder(name, *config.encoder_options())

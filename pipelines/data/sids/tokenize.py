@@ -26,22 +26,25 @@ from models.retrieval.tokenizers.published import codes_of, read_published
 from models.retrieval.tokenizers.residual import Progress, Quantized, paced, quantization_error
 from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
 from models.retrieval.tokenizers.rqvae import RqvaeConfig
-from models.tables import Manifest, UserError, has_manifest, join, read_manifest, read_table
-from pipelines import faults
-from pipelines.data.sids.embed import EmbedConfig, Say, embed_items, embed_origin, read_embeddings, without_text
-from pipelines.data.tables import (
-    SIDS,
-    TRIE,
+from models.tables import (
+    Manifest,
+    UserError,
     check_output,
     check_place,
-    check_writable,
     clear,
     commit,
     fingerprint,
+    has_manifest,
+    join,
+    read_manifest,
+    read_table,
     up_to_date,
     write_part,
     writing,
 )
+from pipelines import faults
+from pipelines.data.schemas import SIDS, TRIE
+from pipelines.data.sids.embed import EmbedConfig, Say, embed_items, embed_origin, read_embeddings, without_text
 
 OTHER = "{} was made from other input or settings; use --overwrite, or another --output"
 
@@ -114,10 +117,6 @@ class TokenizerConfig:
             used["psid"] = asdict(self.psid)
         if self.quantizer != "published":
             used[self.quantizer] = asdict(getattr(self, self.quantizer))
-        if not self.rqvae.sinkhorn and "rqvae" in used:  # as it was before there was one
-            del used["rqvae"]["sinkhorn"]
-        if "rqkmeans" in used and not self.rqkmeans.train_items:  # likewise
-            del used["rqkmeans"]["train_items"]
         return used
 
 
@@ -290,7 +289,6 @@ def write_trie(uri: str, sids_uri: str) -> Manifest:
     leaf = edges["item_index"] >= 0
     columns = [pa.array(edges[f.name], f.type) for f in TRIE if f.name != "item_index"]
     columns.append(pa.array(edges["item_index"], pa.int32(), mask=~leaf))
-    check_writable(uri)
     part = write_part(uri, pa.Table.from_arrays(columns, schema=TRIE))
     info = {
         "codebook_sizes": sizes,
@@ -371,7 +369,6 @@ def tokenize(
         if not current:
             if not overwrite and has_manifest(sids_uri):
                 raise UserError(OTHER.format(sids_uri))
-            check_writable(sids_uri)
             if config.tokenizer == "published":
                 made = _published_codes(read_table(items_uri, "items"), published, config.published, say)
             else:

@@ -417,18 +417,6 @@ def test_a_teacher_that_cannot_be_is_refused() -> None:
             registry.build(SidMlpConfig(teacher_model=teacher), catalogue())
 
 
-@pytest.mark.parametrize(
-    ("option", "remedy"),
-    [("decoder", "one T5 decoder layer is the model 'one_layer' now"), ("teacher_memory_mb", "model.teacher_cache")],
-)
-def test_an_old_option_is_answered_with_what_there_is_now(option: str, remedy: str) -> None:
-    with pytest.raises(UserError, match=f"unknown key 'model.{option}' for the model 'sid_mlp'; .*{remedy}"):
-        registry.config_from_dict({"name": "sid_mlp", option: 1})
-    with pytest.raises(UserError, match=f"unknown key 'model.{option}'; .*{remedy}"):
-        parse("train", ["--model.name", "sid_mlp", "--tables", "t", "--storage", "s", "--name", "n",
-                        f"--model.{option}", "1"])  # fmt: skip
-
-
 def test_a_student_can_teach() -> None:
     """Any backbone with a decoder: here the heads of another student."""
     first = student()

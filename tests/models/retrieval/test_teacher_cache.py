@@ -26,9 +26,9 @@ from models import checkpoint
 from models.fit import EpochEvent, FitConfig, fit
 from models.locks import LOCK, locked
 from models.retrieval.data import Examples
-from models.retrieval.teacher_cache import SCHEMA, States, _commit, _write_part
+from models.retrieval.teacher_cache import SCHEMA, States
 from models.setup import Setup, set_up
-from models.tables import UserError, open_uri, read_manifest, read_table, sealed, unsealed
+from models.tables import UserError, commit, open_uri, read_manifest, read_table, sealed, unsealed, write_part
 
 ROOT = Path(__file__).parents[3]
 TIGER = {"name": "tiger", "d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 2,
@@ -175,24 +175,22 @@ def test_half_written_it_is_made_anew(world: World, tmp_path: Path) -> None:
     uri = next(tmp_path.glob("encoder-*"))
     content = read_table(str(uri))
     (uri / "manifest.json").unlink()
-    (uri / "part-of-another-try.parquet").write_bytes(b"cut o")
+    (uri / "part-00000000000000000000.parquet").write_bytes(b"cut o")
     setup = world.set_up(tmp_path, **ENCODER)
     assert "made in" in setup.notes[0]
     assert read_table(str(uri)).equals(content)
-    assert sorted(path.name for path in uri.iterdir()) == sorted(
-        ["manifest.json", *(part.path for part in read_manifest(str(uri)).files)]
-    )
+    assert files(str(uri)) == sorted(["manifest.json", *(part.path for part in read_manifest(str(uri)).files)])
 
 
 def test_one_that_another_run_took_for_dead_is_not_committed(tmp_path: Path) -> None:
     made = [
-        [_write_part(str(tmp_path), pa.table({"request": [7], "states": [[value]]}, SCHEMA))] for value in (0.0, 1.0)
+        [write_part(str(tmp_path), pa.table({"request": [7], "states": [[value]]}, SCHEMA))] for value in (0.0, 1.0)
     ]
-    _commit(str(tmp_path), "encoder", made[0], {}, {}, "the same", 0.0)
-    with pytest.raises(UserError, match=f"another run removed .*{made[1][0]['path']}.* start it again"):
-        _commit(str(tmp_path), "encoder", made[1], {}, {}, "the same", 0.0)
+    commit(str(tmp_path), "encoder", SCHEMA, made[0], config={}, inputs={})
+    with pytest.raises(UserError, match=f"{made[1][0].path} is gone before .* run this one again"):
+        commit(str(tmp_path), "encoder", SCHEMA, made[1], config={}, inputs={})
     assert read_table(str(tmp_path))["states"].to_pylist() == [[0.0]]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", made[0][0]["path"]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", made[0][0].path]
 
 
 def test_a_wrong_one_is_refused_with_what_to_do(world: World, cache: Path, tmp_path: Path) -> None:
@@ -321,7 +319,7 @@ import sys
 from models.locks import LOCK, locked
 from models.tables import open_uri
 with locked(f"{sys.argv[1]}/{LOCK}", "it is held"):
-    filesystem, path = open_uri(f"{sys.argv[1]}/part-of-a-killed-run.parquet")
+    filesystem, path = open_uri(f"{sys.argv[1]}/part-00000000000000000000.parquet")
     with filesystem.open_output_stream(path) as stream:
         stream.write(b"PAR1")
     print("held", flush=True)
@@ -338,12 +336,14 @@ def test_the_lock_of_a_killed_run_at_a_uri_is_taken_over(world: World, cache: Pa
     assert killed.stdout.readline() == "held\n"
     killed.kill()
     killed.wait()
-    assert "part-of-a-killed-run.parquet" in files(uri)
+    assert "part-00000000000000000000.parquet" in files(uri)
     assert "made in" in world.set_up(f"{s3}/killed").notes[0]
     assert read_table(uri).equals(read_table(str(cache / name)))
     assert files(uri) == files(str(cache / name))
 
 
 def files(uri: str) -> list[str]:
+    """The names in a folder, but for a local lock, which stays."""
     filesystem, path = open_uri(uri)
-    return sorted(entry.base_name for entry in filesystem.get_file_info(fs.FileSelector(path)))
+    names = (entry.base_name for entry in filesystem.get_file_info(fs.FileSelector(path)))
+    return sorted(name for name in names if name != LOCK)

@@ -13,7 +13,6 @@ from torch.nn import functional
 from models import text_encoder
 from models.layers.hstu import HSTULayer
 from models.search.encoders import HSTU, CausalBert, LinearHSTU, LinearHSTULayer, copy_pretrained, pretrained_sizes
-from models.search.inputs import feature_groups
 from models.search.objective import info_nce, masked_logits
 from models.search.ranker import HFGAttention
 from models.tables import UserError
@@ -158,12 +157,6 @@ def test_group_attention_is_its_equations_and_stops_the_gradient_of_its_context(
     got.sum().backward()
     assert context.grad is None
     assert block.context.weight.grad is not None
-
-
-def test_features_are_grouped_by_what_they_are_about():
-    names = ("pair_ctr_7d", "pair_gap", "item_clicks_1d", "query_searches_1d", "page", "pair_seen", "hour_sin")
-    assert feature_groups(names) == {"cross": [0], "document": [2], "query": [1, 3, 5], "context": [4, 6]}
-    assert feature_groups(("position",)) == {"context": [0]}
 
 
 def test_a_pretrained_bert_fills_the_user_tower(tmp_path, monkeypatch):

@@ -11,13 +11,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from models.tables import read_manifest, read_table
+from models.tables import commit, read_manifest, read_table, write_part
 from pipelines.data.audit.rules import audit, report
 from pipelines.data.kinds.actions.simulator import simulate_feed
 from pipelines.data.log import load_source
 from pipelines.data.prepare import prepare
 from pipelines.data.settings import read_config
-from pipelines.data.tables import commit, write_part
 
 SOURCE = Path(__file__).parents[3] / "jobs" / "configs" / "sources" / "simulated_feed.yaml"
 

@@ -14,13 +14,13 @@ import ray
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.tables import join, read_parquet
+from models.tables import join, read_parquet, write_part
 from pipelines.data.engine import Engine
 from pipelines.data.kinds.actions.config import ActionsConfig
 from pipelines.data.kinds.actions.features import IDS
 from pipelines.data.kinds.actions.sequences import ActionsRules, build_actions, write_actions
+from pipelines.data.schemas import events_schema
 from pipelines.data.survey import Vocabulary, read_coded
-from pipelines.data.tables import events_schema, write_part
 
 LABELS = {"click": "bool", "like": "bool", "dwell": "float32"}
 SCHEMA = events_schema(LABELS, ["price"], ["city"])
@@ -267,7 +267,6 @@ def test_bool_labels_without_an_entry_are_tasks_and_actions_of_their_own() -> No
         ({"counts": {"keys": []}}, "at least one"),
         ({"counts": {"windows_days": []}}, "at least one length"),
         ({"counts": {"counted_labels": ["nothing"]}}, "no task"),
-        ({"counts": {"marks": ["like"]}}, "unknown key .*counts.marks'; it is counted_labels now"),
         ({"counts": {"windows_days": [7, 1]}}, "ascending"),
         ({"counts": {"delay_minutes": -1}}, "0 or more"),
         ({"counts": {"windows_days": [0.5], "delay_minutes": 800}}, "longer windows"),

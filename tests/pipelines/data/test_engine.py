@@ -23,8 +23,8 @@ from pipelines.data import events
 from pipelines.data.engine import KEY, Engine
 from pipelines.data.log import log_of
 from pipelines.data.ray_data_config import RayDataConfig
+from pipelines.data.schemas import events_schema
 from pipelines.data.survey import Gathering
-from pipelines.data.tables import events_schema
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
 

@@ -14,15 +14,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from models.tables import UserError, join, read_parquet
+from models.tables import UserError, join, read_parquet, write_part
 from pipelines.data import survey as survey_module
 from pipelines.data.catalogue import core_items
 from pipelines.data.engine import Engine
 from pipelines.data.events import order_events, restore_unset
 from pipelines.data.kinds.retrieval.sequences import Rules, build_sequences
+from pipelines.data.schemas import events_schema
 from pipelines.data.splits import SplitConfig, assign, cut_times, nth_times
 from pipelines.data.survey import Gathering, Union, Vocabulary, read_coded, seen_in, survey, user_keys
-from pipelines.data.tables import events_schema, write_part
 
 SCHEMA = events_schema({"click": "bool", "dwell": "float32"}, ["price"], ["tab"])
 USERS = ["u", "user 2", "Ü", "z" * 40, ""]

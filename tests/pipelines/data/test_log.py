@@ -22,7 +22,7 @@ from pipelines.data import read as reading
 from pipelines.data.log import LOG_ROW, Log, load_source, log_of
 from pipelines.data.read import pieces
 from pipelines.data.rows import clean_ids
-from pipelines.data.tables import REJECTS
+from pipelines.data.schemas import REJECTS
 
 ORDER = {"column": "t", "unit": "order"}
 CLOCK = {"column": "t", "unit": "ms"}

@@ -65,7 +65,6 @@ class Shop:
         prepare(source, str(self.folder / "raw"), str(self.tables), config, True, self.lines.append)
         rules = audit(str(self.tables))
         assert {rule.name: rule.examples for rule in rules if rule.violations} == {}
-        self.notes = {rule.name: rule.note for rule in rules if rule.note}
         return [line for line in self.lines if line.startswith("warning")]
 
 
@@ -114,8 +113,6 @@ def test_days_as_times_leave_requests_without_a_history(shop: Shop) -> None:
     shop.write(rows)
     [line] = [line for line in shop.prepare(split={"kind": "leave_last_out"}) if "training requests" in line]
     assert "all times are days, and ties are in no history; --ties log_order" in line
-    assert "ties: strict;" in shop.notes["history"]
-    assert "one time of day" in shop.notes["events"]
     assert not [line for line in shop.prepare(split={"kind": "leave_last_out"}, ties="log_order") if "history" in line]
 
 
@@ -126,7 +123,6 @@ def test_a_user_cut_by_max_events_is_named_or_refused(shop: Shop) -> None:
     assert not list((shop.tables / "sequences").glob("*"))
     [line] = shop.prepare(max_events=9)
     assert line.startswith("warning: 80 users have more than max_events 9 behaviours: their oldest 240 are left out")
-    assert shop.notes["behaviours"] == "max_events: 9; the oldest 240 behaviours of 80 users are left out"
 
 
 def test_repeated_purchases_are_dropped_or_kept(shop: Shop) -> None:
@@ -144,7 +140,6 @@ def test_repeated_purchases_are_dropped_or_kept(shop: Shop) -> None:
     assert shop.prepare(duplicates="keep") == []
     kept = read_manifest(str(shop.tables / "events"))
     assert (dropped.rows, kept.rows) == (len(rows), len(rows) + 40)
-    assert "duplicates: keep; 40 events repeat another in every column" in shop.notes["duplicates"]
     assert any("(40 duplicates kept, 0 rejects)" in line for line in shop.lines)
     sequences = read_table(str(shop.tables / "sequences")).to_pylist()
     assert sum(len(row["item_index"]) for row in sequences) == len(rows) + 40
@@ -166,8 +161,6 @@ def test_a_core_that_leaves_little_a_future_and_items_told_twice(shop: Shop) -> 
     ]  # fmt: skip
     assert "1 rows of the item files describe an item otherwise than its first row" in lines[1]
     assert "leaves 640 of 1,340 behaviours, of 80 of 780 users" in lines[2]
-    assert "the k-core keeps 640 of 1,340 behaviours" in shop.notes["catalogue"]
-    assert "later than the table itself" in shop.notes["events"]
 
 
 def test_a_search_log_without_what_was_not_clicked(shop: Shop) -> None:
@@ -177,7 +170,6 @@ def test_a_search_log_without_what_was_not_clicked(shop: Shop) -> None:
     assert len(lines) == 3
     for line, split in zip(lines, ("train", "val", "test"), strict=True):
         assert f"{split} requests have one class only" in line
-    assert "all train requests have one class only" in shop.notes["targets"]
 
 
 def test_few_requests_of_a_split_are_said(shop: Shop) -> None:

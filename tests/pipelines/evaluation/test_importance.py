@@ -68,7 +68,7 @@ def test_what_a_search_model_does_not_read_is_worth_nothing(search: tuple[str, s
     setup = made(QGS, "gauc", tables, text)
     model: Any = setup.model
     zero(model.head[2], model.text.document, model.text.of_query)
-    groups = feature_groups(setup.catalogue.features)
+    groups = feature_groups(setup.catalogue.features, setup.catalogue.groups)
     with torch.no_grad():
         model.dnn[0].weight[:, groups["cross"]] = 0.0
         model.groups.groups[list(groups).index("cross")].weight.zero_()
@@ -89,7 +89,7 @@ def test_the_loss_of_a_group_is_that_of_an_exchange_by_hand(search: tuple[str, s
     assert "history" not in found.losses
     scorer: Any = registry.load(tmp_path / "base", SearchCatalogue.load(tables, text))[0].eval()
     examples = SearchExamples.load(join(tables, "sequences"), "test", unit="request", max_history=100)
-    places = feature_groups(setup.catalogue.features)["document"]
+    places = feature_groups(setup.catalogue.features, setup.catalogue.groups)["document"]
     generator = torch.Generator().manual_seed(4)
     auc = {}
     for exchange in (False, True):

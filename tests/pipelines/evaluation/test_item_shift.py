@@ -22,7 +22,7 @@ from models.retrieval.data import Catalogue, Examples
 from models.setup import set_up
 from models.tables import UserError
 from pipelines import tracking
-from pipelines.data.tables import events_schema, items_schema, sequences_schema
+from pipelines.data.schemas import events_schema, items_schema, sequences_schema
 from pipelines.evaluation.item_shift import means, measure, new_items
 from pipelines.evaluation.ranking import evaluate
 

@@ -18,12 +18,11 @@ from models.by_user import unpacked
 from models.fit import FitConfig
 from models.retrieval.data import Catalogue, Examples
 from models.setup import set_up
-from models.tables import UserError, read_manifest, read_table
+from models.tables import UserError, read_manifest, read_table, writing
 from pipelines import tracking
 from pipelines.comparison.rows import compare, rows_of
 from pipelines.comparison.run_tables import tables as tables_of
 from pipelines.comparison.runs import select
-from pipelines.data.tables import writing
 from pipelines.evaluation.inference import recommend_all
 from pipelines.evaluation.ranking import evaluate, record
 

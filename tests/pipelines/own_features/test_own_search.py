@@ -11,6 +11,8 @@ import pytest
 from models.tables import UserError, read_manifest, read_table
 from pipelines.data import own_features
 from pipelines.data.audit.rules import audit
+from pipelines.data.kinds.search.config import SearchConfig
+from pipelines.data.kinds.search.groups import feature_groups
 from pipelines.data.own_features import Moments, Seen, described
 from tests.own_features_log import SOURCE, make, rewrite
 
@@ -54,6 +56,12 @@ def test_candidates_have_what_the_log_says_and_the_manifest_what_training_says(t
     assert broken(tables) == {}
 
 
+def test_features_are_grouped_by_what_they_are_about() -> None:
+    names = ["pair_ctr_7d", "pair_gap", "item_clicks_1d", "query_searches_1d", "page"]
+    groups = {group["name"]: group["features"] for group in feature_groups(SearchConfig(), names, {})}
+    assert groups == {"cross": names[:1], "document": names[2:3], "query": [names[1], names[3]], "context": names[4:]}
+
+
 def test_groups_are_those_of_the_source_file(tmp_path: Path, raw: Path) -> None:
     groups = {"match": ["bm25", "pair_ctr_7d"], "place": ["city"]}
     made = read_manifest(make(tmp_path, raw, settings={"search": {"groups": groups}}) + "/sequences").info["groups"]
@@ -72,8 +80,6 @@ def test_a_log_without_own_features_has_the_tables_that_it_had(tmp_path: Path, r
     plain = {key: value for key, value in SOURCE.items() if key not in ("numbers", "categories")}
     manifest = read_manifest(make(tmp_path, raw, plain) + "/sequences")
     assert "own" not in manifest.info
-    assert "own_features" not in manifest.config
-    assert "groups" not in manifest.config["search"]
     assert "num_" not in str(manifest.schema)
     assert "cat_" not in str(manifest.schema)
 

@@ -13,13 +13,13 @@ import pyarrow as pa
 import pytest
 import yaml
 
-from models.tables import read_manifest, read_table
+from models.tables import commit, read_manifest, read_table, write_part
 from pipelines.data.audit.rules import audit, report
 from pipelines.data.kinds.search.simulator import simulate_search
 from pipelines.data.log import load_source
 from pipelines.data.prepare import prepare
+from pipelines.data.schemas import QUERIES
 from pipelines.data.settings import read_config
-from pipelines.data.tables import QUERIES, commit, write_part
 
 SOURCE = Path(__file__).parents[3] / "jobs" / "configs" / "sources" / "simulated_search.yaml"
 

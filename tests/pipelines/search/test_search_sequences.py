@@ -16,17 +16,17 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.tables import UserError, join, read_manifest, read_table
+from models.tables import UserError, join, read_manifest, read_table, write_part
 from pipelines.data.kinds.search.config import SearchConfig
 from pipelines.data.kinds.search.features import IDS
 from pipelines.data.kinds.search.sequences import SearchRules, build_search
 from pipelines.data.log import load_source
 from pipelines.data.prepare import prepare
 from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.schemas import events_schema
 from pipelines.data.settings import read_config
 from pipelines.data.splits import SplitConfig
 from pipelines.data.survey import Vocabulary, read_coded
-from pipelines.data.tables import events_schema, write_part
 from pipelines.data.times import Time
 
 SCHEMA = events_schema({"click": "bool", "dwell": "float32", "buy": "bool"}, ["price"], ["city"])

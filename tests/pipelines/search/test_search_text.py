@@ -19,7 +19,7 @@ from models import checkpoint
 from models.fit import FitConfig
 from models.search.data import SearchCatalogue
 from models.setup import set_up
-from models.tables import MANIFEST, UserError, join, read_manifest, read_table
+from models.tables import MANIFEST, UserError, commit, join, read_manifest, read_table
 from models.text_encoder import TextEncoder
 from pipelines.data.kinds.search.simulator import simulate_search
 from pipelines.data.kinds.simulation import MAKERS, NOUNS, STYLES, TRAITS
@@ -28,7 +28,6 @@ from pipelines.data.prepare import prepare
 from pipelines.data.settings import read_config
 from pipelines.data.sids import texts as log_texts
 from pipelines.data.sids.texts import TextConfig, encode_log, fitted_tfidf
-from pipelines.data.tables import commit
 from pipelines.serving.package import write_bundle
 from pipelines.serving.served_ranker import RequestRanker
 

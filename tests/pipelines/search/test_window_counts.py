@@ -13,13 +13,13 @@ import ray
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.tables import join
+from models.tables import join, write_part
 from pipelines.data.counts import UNSEEN, counted, window_counts
 from pipelines.data.engine import Engine
 from pipelines.data.kinds.search.config import SearchConfig
 from pipelines.data.kinds.search.features import SearchWindows, feature_names, features, gather
+from pipelines.data.schemas import events_schema
 from pipelines.data.survey import Vocabulary
-from pipelines.data.tables import events_schema, write_part
 
 SCHEMA = events_schema({"click": "bool"}, known=["click"])
 

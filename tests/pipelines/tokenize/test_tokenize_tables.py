@@ -15,10 +15,10 @@ from models.retrieval.tokenizers import conflict
 from models.retrieval.tokenizers.psid import PsidConfig
 from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
 from models.retrieval.tokenizers.rqvae import RqvaeConfig
-from models.tables import UserError, has_manifest, read_manifest, read_table
+from models.tables import UserError, commit, has_manifest, read_manifest, read_table, write_part, writing
+from pipelines.data.schemas import SIDS, TRIE, items_schema
 from pipelines.data.sids.embed import EmbedConfig, read_embeddings
 from pipelines.data.sids.tokenize import TokenizerConfig, read_codes, tokenize, train_items
-from pipelines.data.tables import SIDS, TRIE, commit, items_schema, write_part, writing
 
 COUNT = 90
 KINDS, COLOURS = ["drill", "hose", "lamp"], ["red", "green", "blue", "black", "white"]

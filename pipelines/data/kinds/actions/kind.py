@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from models.tables import Manifest
 from pipelines.data.audit.base import KindRules
-from pipelines.data.kinds.actions.audit import REQUIRED, WITHOUT, check_actions_tables
+from pipelines.data.kinds.actions.audit import COLUMNS, WITHOUT, check_actions_tables
 from pipelines.data.kinds.actions.config import ActionsConfig, check_actions
 from pipelines.data.kinds.actions.flow import FLOW
 from pipelines.data.kinds.actions.simulator import KINDS, FeedSettings, best_entropy, simulate_feed
@@ -28,7 +28,7 @@ ACTIONS = RequestKind(
     config=ActionsConfig,
     check=check_actions,
     sequences=sequences,
-    audit=KindRules(REQUIRED, check_actions_tables, WITHOUT),
+    audit=KindRules(COLUMNS, check_actions_tables, WITHOUT),
     simulator=Simulator(
         "feed",
         "simulated_feed",

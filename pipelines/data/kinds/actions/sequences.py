@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.tables import Manifest, Part, UserError, part_uris, read_table
+from models.tables import Manifest, Part, UserError, commit, part_uris, read_table, write_part
 from models.words import number_of
 from pipelines.data.as_of import AsOfTable, as_of_schema, attach, described_as_of, make_as_of, say_missing, share_as_of
 from pipelines.data.counts import Piece, counted
@@ -29,9 +29,9 @@ from pipelines.data.kinds.actions.config import ITEM, USER, ActionsConfig, check
 from pipelines.data.kinds.actions.features import IDS, ActionsWindows, features, gather
 from pipelines.data.own_features import Seen, described, own_names
 from pipelines.data.run import Run, gathered
+from pipelines.data.schemas import actions_schema
 from pipelines.data.splits import NAMES, require_training
 from pipelines.data.survey import Vocabulary, coded, count_pairs, positions_in, read_coded, runs
-from pipelines.data.tables import actions_schema, commit, write_part
 
 NOTHING = pa.schema([])
 LAST = np.iinfo(np.int64).max
@@ -380,12 +380,9 @@ def make_actions(run: Run, events: Manifest, items: Manifest, split: dict[str, A
         "max_events": config.max_events,
         "core_window": config.core_window,
         "actions": asdict(config.own),
-        "candidates_counted_at": "cut",  # tables of earlier code, which counted at each candidate's time, are not these
     }
     as_of = make_as_of(run)
     joined = as_of_schema(list(source.as_of.values()))
-    if source.info["numbers"] or as_of:
-        settings["own_features"] = True  # earlier code did not say what they are
     inputs = {"events": events.hash, "items": items.hash, **{name: table.hash for name, table in as_of.items()}}
     if finished := run.finished("sequences", settings, inputs):
         return finished

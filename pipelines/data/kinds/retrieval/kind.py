@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from models.tables import Manifest
 from pipelines.data.audit.base import KindRules
 from pipelines.data.kinds.base import RequestKind, Simulator
-from pipelines.data.kinds.retrieval.audit import REQUIRED, WITHOUT, check_retrieval_tables
+from pipelines.data.kinds.retrieval.audit import COLUMNS, WITHOUT, check_retrieval_tables
 from pipelines.data.kinds.retrieval.flow import FLOW
 from pipelines.data.kinds.retrieval.notices import histories
 from pipelines.data.kinds.retrieval.simulator import simulate_retrieval
@@ -28,7 +28,7 @@ RETRIEVAL = RequestKind(
     name="retrieval",
     check=lambda source, config: None,
     sequences=sequences,
-    audit=KindRules(REQUIRED, check_retrieval_tables, WITHOUT),
+    audit=KindRules(COLUMNS, check_retrieval_tables, WITHOUT),
     simulator=Simulator("retrieval", "simulated", Settings, simulate_retrieval),
     flow=FLOW,
     notices=histories,

@@ -15,10 +15,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.tables import Manifest, Part, UserError, part_uris
+from models.tables import Manifest, Part, UserError, commit, part_uris, write_part
 from models.words import number_of
 from pipelines.data.catalogue import surviving_rows
 from pipelines.data.run import Run, write_parts
+from pipelines.data.schemas import sequences_schema
 from pipelines.data.splits import NAMES, assign, require_training
 from pipelines.data.survey import (
     Vocabulary,
@@ -31,7 +32,6 @@ from pipelines.data.survey import (
     read_coded,
     runs,
 )
-from pipelines.data.tables import commit, sequences_schema, write_part
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ prepare:
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from models.tables import UserError
 from pipelines.data.durations import Windowed
@@ -62,14 +61,6 @@ class SearchConfig(Windowed):
         twice = [name for place, name in enumerate(named) if name in named[:place]]
         if twice:
             raise ValueError(f"search.groups has '{twice[0]}' twice; a feature is of one group")
-
-    def settings(self) -> dict[str, Any]:
-        """As manifests hold it; what earlier code did not have is left out where it says nothing."""
-        content = asdict(self)
-        for name in ("groups", "item_features", "unknown_when_ranking"):
-            if not content[name]:
-                del content[name]
-        return content
 
 
 def bool_labels(source: Log, behaviour: str | None) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import asdict
 from datetime import UTC, datetime
 from operator import itemgetter
 from typing import Any
@@ -17,14 +18,25 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.tables import Manifest, Part, UserError, part_uris, read_manifest, read_table
+from models.tables import (
+    Manifest,
+    Part,
+    UserError,
+    commit,
+    fingerprint,
+    part_uris,
+    read_manifest,
+    read_table,
+    up_to_date,
+    write_part,
+)
 from models.words import number_of
 from pipelines.data.counts import UNSEEN, Piece, exported, to_piece
 from pipelines.data.kinds.search.config import SearchConfig
 from pipelines.data.kinds.search.features import COUNTED, SearchWindows, feature_names, features
 from pipelines.data.run import Run
+from pipelines.data.schemas import counts_schema
 from pipelines.data.survey import Vocabulary
-from pipelines.data.tables import commit, counts_schema, fingerprint, up_to_date, write_part
 
 
 def names_of(config: SearchConfig) -> dict[str, list[str]]:
@@ -82,7 +94,7 @@ def make_counts(run: Run, events: Manifest, items: Manifest, moment: int) -> Non
     said = datetime.fromtimestamp(moment / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     if moment <= events.info["first_ms"]:
         raise UserError(f"counts_as_of is {said}, and the log has no event before it; give a later time")
-    settings = {"counts_as_of": moment, "search": config.own.settings(), "behaviour": label}
+    settings = {"counts_as_of": moment, "search": asdict(config.own), "behaviour": label}
     inputs, uri = {"events": events.hash, "items": items.hash}, run.table("counts")
     if not run.overwrite and up_to_date(uri, fingerprint(settings, inputs)):
         run.say(f"counts: up to date, as of {said}")
@@ -106,7 +118,7 @@ def make_counts(run: Run, events: Manifest, items: Manifest, moment: int) -> Non
             "as_of_ms": moment,
             "features": names,
             "never": {name: float(never[name][0]) for each in names.values() for name in each},
-            "search": config.own.settings(),
+            "search": asdict(config.own),
             "behaviour": label,
             **count,
         }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from models.tables import Manifest
 from pipelines.data.audit.base import KindRules
 from pipelines.data.kinds.base import RequestKind, Simulator
-from pipelines.data.kinds.search.audit import REQUIRED, WITHOUT, check_search_tables
+from pipelines.data.kinds.search.audit import COLUMNS, WITHOUT, check_search_tables
 from pipelines.data.kinds.search.config import SearchConfig, check_search
 from pipelines.data.kinds.search.flow import FLOW
 from pipelines.data.kinds.search.groups import feature_groups, unknown_features
@@ -61,7 +61,7 @@ SEARCH = RequestKind(
     config=SearchConfig,
     check=check,
     sequences=sequences,
-    audit=KindRules(REQUIRED, check_search_tables, WITHOUT, all_shown=True),
+    audit=KindRules(COLUMNS, check_search_tables, WITHOUT, all_shown=True),
     simulator=Simulator(
         "search",
         "simulated_search",

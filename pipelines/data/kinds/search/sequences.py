@@ -13,14 +13,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.tables import Manifest, Part, UserError, part_uris, read_table
+from models.tables import Manifest, Part, UserError, commit, part_uris, read_table, write_part
 from models.words import number_of
 from pipelines.data.as_of import (
     AsOfTable,
@@ -41,6 +41,7 @@ from pipelines.data.kinds.search.groups import feature_groups, unknown_features
 from pipelines.data.kinds.search.requests import requests_of
 from pipelines.data.own_features import Seen, described, item_columns, own_names, usual_groups
 from pipelines.data.run import Run, gathered
+from pipelines.data.schemas import CARRIED, QUERIES, search_schema
 from pipelines.data.splits import NAMES, assign, require_training
 from pipelines.data.survey import (
     Union,
@@ -54,7 +55,6 @@ from pipelines.data.survey import (
     read_coded,
     runs,
 )
-from pipelines.data.tables import CARRIED, QUERIES, commit, search_schema, write_part
 
 QUERIES_PER_PART = 1_000_000
 NOTHING = pa.schema([])
@@ -338,8 +338,7 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
         "max_events": config.max_events,
         "core_window": config.core_window,
         "behaviour": config.behaviour,
-        "search": config.own.settings(),
-        **({"own_features": True} if own_groups else {}),  # earlier code left them out of requests
+        "search": asdict(config.own),
     }
     as_of = make_as_of(run)
     inputs = {"events": events.hash, "items": items.hash, "queries": queries.hash}
@@ -400,7 +399,7 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
             **({"as_of": described_as_of(as_of)} if as_of else {}),
             **({"item_features": of_items.names} if of_items else {}),
             "windows": [f"{days:g}d" for days in config.own.windows_days] if rules.windowed else [],
-            "search": config.own.settings(),
+            "search": asdict(config.own),
             "max_candidates": count["max_candidates"],
             **per_split,
             "requests_outside": count["requests_outside"],
