@@ -5,8 +5,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 NEEDED = (
-    "jsonargparse", "matplotlib", "mlflow", "numpy", "polars", "psutil", "pyarrow", "pydantic", "ray", "safetensors",
-    "scipy", "sklearn", "torch", "transformers", "yaml",
+    "jsonargparse", "filelock", "matplotlib", "mlflow", "numpy", "obstore", "polars", "psutil", "pyarrow", "pydantic",
+    "ray", "safetensors", "scipy", "sklearn", "torch", "transformers", "yaml",
 )  # fmt: skip
 """The dependencies of pyproject.toml, by the names that they are imported by."""
 

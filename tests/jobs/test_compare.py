@@ -148,7 +148,7 @@ def test_the_picture_has_a_point_per_evaluated_row(logged: str, tmp_path: Path, 
     assert "constrained-False" in (tmp_path / "new/pareto.svg").read_text()
     with pytest.raises(UserError, match=r"ends in one of \.png"):
         run(Config(["retrieval/x"], tracking_uri=[logged], pareto="pareto.txt"))
-    with pytest.raises(UserError, match=r"no run at .* has the metric 'recall@7' .* the nearest is"):
+    with pytest.raises(UserError, match=r"no run of retrieval/x has the metric 'recall@7' .* the nearest is"):
         run(Config(["retrieval/x"], tracking_uri=[logged], metric="recall@7", pareto="pareto.png"))
 
 

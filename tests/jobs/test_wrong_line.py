@@ -157,7 +157,10 @@ def store(new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFac
     ("words", "message"),
     [
         ("--experiment retrieval/smal", "the experiment 'retrieval/smal' is not at {uri}; there are retrieval/small"),
-        ("--experiment retrieval/small --metric ndcg10", "no run at {uri} has the metric 'ndcg10' .* 'ndcg@10'"),
+        (
+            "--experiment retrieval/small --metric ndcg10",
+            "no run of retrieval/small has the metric 'ndcg10' .* 'ndcg@10'",
+        ),
         ("--sweep tiger", "there is no sweep 'tiger' at {uri}; the nearest is 'alphas'"),
         ("--run tigre", "there is no run 'tigre' at {uri}; the nearest is 'tiger'"),
         ("--claims --tracking_uri sqlite:////gone/m.db", "there is no MLflow store at sqlite:////gone/m.db; "),

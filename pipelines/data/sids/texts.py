@@ -360,7 +360,9 @@ def save_encoder(tables_uri: str, text_uri: str, folder: Path) -> None:
     """
     made = read_manifest(join(text_uri, "items"), "embeddings")
     settings = dict(made.config)
-    name = settings.pop("encoder")
+    name = settings.pop("encoder", None)
+    if name is None:
+        raise UserError(f"{text_uri} does not say by which encoder it was made; run jobs.encode again")
     config = TextConfig(**settings)
     documents = item_texts(read_table(join(tables_uri, "items"), "items"), config)
     encoder = fitted_tfidf(documents, config.svd) if name == "tfidf" else TextEncoder(name, *config.encoder_options())

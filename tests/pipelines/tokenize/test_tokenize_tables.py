@@ -61,9 +61,6 @@ def test_items_of_training_requests_are_targets_and_what_came_before_them(small:
             if request["split"] == "train" and request["history_end"]:
                 expected |= {*user["item_index"][: request["history_end"]], request["candidates"][0]}
     assert train_items(sequences).tolist() == sorted(expected)
-    kept = TokenizerConfig("rqkmeans", rqkmeans=RqkmeansConfig(train_items=True)).used()["rqkmeans"]
-    assert kept.pop("train_items") is True
-    assert TokenizerConfig("rqkmeans").used()["rqkmeans"] == kept  # tables of before it are up to date
 
 
 def test_tables_name_what_they_are_made_from(ray_local: None, items_uri: str, tmp_path: Path) -> None:
