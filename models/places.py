@@ -53,7 +53,7 @@ RAW = Place("the folder of a raw log")
 
 PLACES = {
     "tables": TABLES, "catalogue": TABLES, "histories": TABLES, "sids": SIDS, "text": TEXT, "checkpoint": CHECKPOINT,
-    "checkpoints": CHECKPOINT, "replay_base": CHECKPOINT, "input": RAW, "suggest": RAW, "data": RAW,
+    "input": RAW, "suggest": RAW, "data": RAW,
 }  # fmt: skip
 """By option."""
 

@@ -14,8 +14,8 @@ from pipelines import tracking
 from pipelines.comparison import over_users
 from pipelines.comparison.over_users import intervals, kept_draws, over_users_tables
 from pipelines.comparison.rows import compare
-from pipelines.comparison.run_tables import tables
 from pipelines.comparison.runs import select
+from pipelines.comparison.tables import tables
 
 
 def test_the_interval_is_that_of_the_mean_of_many_users() -> None:
