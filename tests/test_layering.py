@@ -13,7 +13,7 @@ ALLOWED = {
     "models": {"models"},
     "pipelines": {"models", "pipelines"},
     "tuning": {"models", "pipelines", "tuning"},
-    "jobs": {"models", "pipelines", "tuning", "jobs", "benchmarks"},
+    "jobs": {"models", "pipelines", "tuning", "jobs"},
     "benchmarks": {*PACKAGES} - {"papers"},
     "papers": {*PACKAGES},
 }

@@ -17,9 +17,9 @@ from pyarrow import fs
 from ray import tune
 from ray.tune.integration.ray_train import TuneReportCallback
 
-from models.bench.harness import resident_peak_mb
 from models.checkpoint import Checkpoint, weights_hash
 from models.fit import FitConfig
+from models.memory import resident_peak_mb
 from models.tables import UserError, join, open_uri
 from models.uri import masked
 from pipelines import tracking

@@ -1,6 +1,6 @@
 """Paired timings of the encoders of search models, with PyTorch alone.
 
-    python -m models.bench search_encoder [--json FILE] [--runs 5] [--threads 2]
+    python -m benchmarks search_encoder
 
 Variants, one row per mode and length: `linear_hstu`; `hstu`, without its relative bias, which favours it; and
 `projections`, the same four products of every layer and nothing else, which is the floor of both (HSTU's fifth
@@ -11,13 +11,12 @@ share a pass: of one user alone nearly all of the time goes into reading the wei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
-from models.bench.harness import Row, device, paired, peak_memory, resident_peak_mb, risen_mb
+from benchmarks.harness import Call, Row, device, device_name, in_fresh_process, paired, peaks
 from models.fit import autocast
 from models.matmul import use_exact_onednn
 from models.search.encoders import HSTULayer, LinearHSTU
@@ -55,7 +54,7 @@ def encoder_of(variant: str, params: Row) -> nn.Module:
     return LinearHSTU(width, layers)
 
 
-def call_of(variant: str, params: Row) -> Callable[[int], Any]:
+def make(variant: str, params: Row) -> Call:
     """One pass (or one pass and its gradients) over random tokens of `batch` users."""
     torch.set_num_threads(params["threads"])
     use_exact_onednn()  # for all variants
@@ -83,20 +82,6 @@ def call_of(variant: str, params: Row) -> Callable[[int], Any]:
     return call
 
 
-def memory_of(variant: str, params: Row) -> float:
-    """MB that one call needs at its peak beside weights and input; in its own process."""
-    small = params | {"length": 2}
-    call_of(variant, small)
-    if device().type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
-        call_of(variant, params)
-        return (torch.cuda.max_memory_allocated() - held) / 2**20
-    before = resident_peak_mb()
-    call_of(variant, params)
-    return risen_mb(before)
-
-
 def fits(variant: str, params: Row) -> bool:
     """Whether the variant is one of this mode and length."""
     if variant == "append" or params["mode"] == "append":
@@ -109,17 +94,9 @@ def fits(variant: str, params: Row) -> bool:
 
 
 def search_encoder(
-    runs: int = 5,
-    threads: int = 2,
-    batch: int = 1,
-    width: int = 512,
-    layers: int = 12,
-    heads: int = 8,
-    seed: int = 0,
-    modes: Iterable[str] = MODES,
-    lengths: Iterable[int] = LENGTHS,
-    variants: Iterable[str] = VARIANTS,
-) -> Iterator[Row]:
+    runs: int = 5, threads: int = 2, batch: int = 1, width: int = 512, layers: int = 12, heads: int = 8, seed: int = 0,
+    modes: Iterable[str] = MODES, lengths: Iterable[int] = LENGTHS, variants: Iterable[str] = VARIANTS,
+) -> Iterator[Row]:  # fmt: skip
     """Users per second of every variant, mode by mode and length by length; last, of appending."""
     variants = list(variants)
     settings = [(mode, length, batch) for mode in modes for length in lengths]
@@ -128,10 +105,10 @@ def search_encoder(
     for mode, length, users in settings:
         params: Row = {
             "mode": mode, "length": length, "batch": users, "width": width, "layers": layers, "heads": heads,
-            "threads": threads, "seed": seed, "runs": runs,
-            "device": torch.cuda.get_device_name() if device().type == "cuda" else "cpu",
+            "threads": threads, "seed": seed, "runs": runs, "device": device_name(),
         }  # fmt: skip
         chosen = [variant for variant in variants if fits(variant, params)]
-        memory = {variant: peak_memory(memory_of, variant, params) for variant in chosen}
-        calls = {variant: call_of(variant, params) for variant in chosen}
+        small = params | {"length": 2}
+        memory = {v: in_fresh_process(peaks, make, (v, small), v, [params])[0] for v in chosen}
+        calls = {variant: make(variant, params) for variant in chosen}
         yield from paired("search_encoder", calls, params, users, memory)

@@ -1,6 +1,6 @@
 """Paired timings of the models of actions, with PyTorch alone.
 
-    python -m models.bench actions [--json FILE] [--runs 5] [--threads 2]
+    python -m benchmarks actions
 
 `train` is one step of the training loop on full sequences of `length` events: forward, backward, clipped AdamW.
 GenRank's are cut in the middle, as it learns from candidates only. `forward` scores `candidates` events after a
@@ -12,17 +12,18 @@ Items, weights and what the users do are random: none of it changes the time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from benchmarks.harness import Call, Row, device, device_name, in_fresh_process, paired, peaks
 from models import registry
 from models.actions.base import ActionsModel
 from models.actions.batch import ActionsCatalogue, Batch
-from models.bench.harness import Row, device, paired, peak_memory, resident_peak_mb, risen_mb
 from models.fit import autocast, to_device
 from models.layers.causal_product import causal_product, prefix_product
 
@@ -97,7 +98,7 @@ def model_of(variant: str, params: Row) -> ActionsModel:
     return model
 
 
-def call_of(variant: str, params: Row) -> Callable[[int], Any]:
+def make(variant: str, params: Row) -> Call:
     """One training step or one scoring of `batch` users."""
     torch.set_num_threads(params["threads"])
     torch.manual_seed(params["seed"])
@@ -129,50 +130,29 @@ def call_of(variant: str, params: Row) -> Callable[[int], Any]:
     return call
 
 
-def attention_of(call: Callable[[int], Any]) -> int:
+def attention_of(call: Call) -> int:
     """Operations of all attention in one forward pass."""
     with AttentionCount() as count:
         call(0)
     return count.operations
 
 
-def memory_of(variant: str, params: Row) -> float:
-    """MB that one call needs at its peak beside weights, optimizer and input; in its own process."""
-    call_of(variant, params | {"length": 2, "candidates": 1})
-    if device().type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
-        call_of(variant, params)
-        return (torch.cuda.max_memory_allocated() - held) / 2**20
-    before = resident_peak_mb()
-    call_of(variant, params)
-    return risen_mb(before)
-
-
 def actions(
-    runs: int = 5,
-    threads: int = 2,
-    events: int = 4096,
-    candidates: int = 32,
-    width: int = 128,
-    layers: int = 12,
-    heads: int = 4,
-    seed: int = 0,
-    modes: Iterable[str] = MODES,
-    lengths: Iterable[int] = LENGTHS,
+    runs: int = 5, threads: int = 2, events: int = 4096, candidates: int = 32, width: int = 128, layers: int = 12,
+    heads: int = 4, seed: int = 0, modes: Iterable[str] = MODES, lengths: Iterable[int] = LENGTHS,
     variants: Iterable[str] = VARIANTS,
-) -> Iterator[Row]:
+) -> Iterator[Row]:  # fmt: skip
     """Users per second of every variant, mode by mode and length by length; `events` / length users at once."""
     variants = list(variants)
-    for mode in modes:
-        for length in lengths:
-            params: Row = {
-                "mode": mode, "length": length, "batch": max(1, events // length), "width": width, "layers": layers,
-                "heads": heads, "candidates": candidates, "threads": threads, "seed": seed, "runs": runs,
-                "device": torch.cuda.get_device_name() if device().type == "cuda" else "cpu",
-            }  # fmt: skip
-            memory = {variant: peak_memory(memory_of, variant, params) for variant in variants}
-            calls = {variant: call_of(variant, params) for variant in variants}
-            operations = {variant: attention_of(call) for variant, call in calls.items()}
-            for row in paired("actions", calls, params, params["batch"], memory):
-                yield row | {"attention_flops": operations[row["variant"]]}
+    for mode, length in itertools.product(modes, lengths):
+        params: Row = {
+            "mode": mode, "length": length, "batch": max(1, events // length), "width": width, "layers": layers,
+            "heads": heads, "candidates": candidates, "threads": threads, "seed": seed, "runs": runs,
+            "device": device_name(),
+        }  # fmt: skip
+        small = params | {"length": 2, "candidates": 1}
+        memory = {v: in_fresh_process(peaks, make, (v, small), v, [params])[0] for v in variants}
+        calls = {variant: make(variant, params) for variant in variants}
+        operations = {variant: attention_of(call) for variant, call in calls.items()}
+        for row in paired("actions", calls, params, params["batch"], memory):
+            yield row | {"attention_flops": operations[row["variant"]]}

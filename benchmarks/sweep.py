@@ -1,6 +1,6 @@
 """What a sweep adds to the trainings in it.
 
-    python -m jobs.benchmark sweep --histories TABLES [--json FILE]
+    python -m benchmarks sweep --histories TABLES
 
 `training` is the bare loop with its checkpoints, in this process; `sweep` the same as trials of a sweep, one at a time,
 each with its MLflow run, process and bookkeeping; `trainer` a run of jobs.train, which has a `TorchTrainer` around
@@ -18,16 +18,18 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness import Row, paired
+from jobs import cli
 from models import checkpoint
-from models.bench.harness import Row, paired, resident_peak_mb
 from models.fit import FitConfig, best_of, fit
+from models.memory import resident_peak_mb
 from models.setup import set_up
 from models.tables import UserError
 from models.uri import absolute
 from pipelines.training.options import RayOptions
 from pipelines.training.run import train
+from tuning import sweep as tuned
 from tuning.grid import Grid
-from tuning.sweep import Options, sweep
 from tuning.trial import quiet
 
 MODEL: dict[str, Any] = {"name": "sasrec", "dim": 64, "num_layers": 2}
@@ -35,31 +37,32 @@ FIT: dict[str, Any] = {"batch_size": 64, "max_epochs": 3, "patience": 0}
 TRIALS = 4
 
 
-def bench(tables: str | None, runs: int, threads: int) -> Iterator[Row]:
+def sweep(histories: str | None = None, runs: int = 5, threads: int = 2) -> Iterator[Row]:
     """Rows of `training`, `sweep` and `trainer` for one training, then of `training` and `sweep` for several."""
-    if tables is None:
+    if histories is None:
         raise UserError("the benchmark sweep trains on tables; give --histories with a folder that jobs.prepare made")
-    tables = absolute(tables)
+    tables = absolute(histories)
+    cli.start_ray()
     torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as folder:
         options = RayOptions(threads=threads)
 
         def bare(trials: int, run: int) -> None:
             for trial in range(trials):
-                train_bare(str(tables), Path(folder) / f"bare-{trials}-{run}-{trial}", seed=trial)
+                train_bare(tables, Path(folder) / f"bare-{trials}-{run}-{trial}", seed=trial)
 
         def swept(trials: int, run: int) -> None:
             grid = Grid(
                 "bench", "a benchmark", base={"model": MODEL, "fit": FIT}, axes={"fit.seed": list(range(trials))}
             )
-            sweep(
-                grid, grid.trials(), tables=str(tables), extra=None, storage=folder, name=f"sweep-{trials}-{run}",
-                ray_options=options, options=Options(concurrency=1, test=False), say=quiet,
+            tuned.sweep(
+                grid, grid.trials(), tables=tables, extra=None, storage=folder, name=f"sweep-{trials}-{run}",
+                ray_options=options, options=tuned.Options(concurrency=1, test=False), say=quiet,
             )  # fmt: skip
 
         def trainer(run: int) -> None:
             train(
-                model=MODEL, fit=FitConfig(**FIT), ray_options=options, tables=str(tables), extra=None, storage=folder,
+                model=MODEL, fit=FitConfig(**FIT), ray_options=options, tables=tables, extra=None, storage=folder,
                 name=f"trainer-{run}", log_model=False, say=quiet,
             )  # fmt: skip
 

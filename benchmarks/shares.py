@@ -1,6 +1,6 @@
 """What training workers hold and read of a table: memory beside the arrays of their share, and bytes read.
 
-    python -m models.bench shares --histories TABLES
+    python -m benchmarks shares --histories TABLES
 
 A row per number of workers; each worker is a fresh process that reads its share of the examples as a training does.
 `share_mb` are the arrays that it holds, `held_mb` what its memory has grown by once they are read, and
@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from benchmarks.harness import Row, in_fresh_process, row
 from models import registry
-from models.bench.harness import Row, peak_memory, resident_peak_mb
 from models.fit import FitConfig
+from models.memory import resident_peak_mb
 from models.setup import read_share
 from models.tables import UserError, family_of, join, read_manifest
 from models.words import number_of
@@ -26,8 +27,8 @@ from models.words import number_of
 WORKERS = (1, 2, 4)
 
 
-def shares(*, runs: int, threads: int, histories: str | None = None, max_history: int = 50) -> Iterator[Row]:
-    """`threads` is of no matter: reading takes one. UserError without tables."""
+def shares(*, runs: int = 5, histories: str | None = None, max_history: int = 50) -> Iterator[Row]:
+    """A row per number of workers; UserError without tables."""
     if not histories:
         raise UserError("shares reads the tables of a log; give them with --histories")
     manifest = read_manifest(join(histories, "sequences"), "sequences")
@@ -38,18 +39,12 @@ def shares(*, runs: int, threads: int, histories: str | None = None, max_history
         seconds: list[float] = []
         found: dict[str, float] = {}
         for _ in range(runs):
-            ranks = [peak_memory(one_worker, histories, model, max_history, rank, world) for rank in range(world)]
+            ranks = [in_fresh_process(one_worker, histories, model, max_history, rank, world) for rank in range(world)]
             seconds.append(max(rank["seconds"] for rank in ranks))
             most = max(ranks, key=lambda rank: rank["share_mb"])
             found = {name: round(most[name], 1) for name in ("share_mb", "held_mb", "peak_memory_mb")}
             found["read_mb"] = round(sum(rank["read_mb"] for rank in ranks), 1)
-        seconds.sort()
-        median = seconds[len(seconds) // 2]
-        yield {
-            "benchmark": "shares", "variant": number_of(world, "worker"), "params": params, "runs": runs,
-            "median_s": round(median, 3), "min_s": round(seconds[0], 3), "max_s": round(seconds[-1], 3),
-            "items_per_s": round(manifest.rows / median), **found,
-        }  # fmt: skip
+        yield row("shares", number_of(world, "worker"), params, seconds, manifest.rows, **found)
 
 
 def one_worker(tables: str, model: str, max_history: int, rank: int, world: int) -> dict[str, float]:

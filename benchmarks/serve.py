@@ -1,6 +1,6 @@
 """Served requests end to end: from the frame of a request to its ranked candidates, with users' states and without.
 
-`python -m jobs.benchmark serve` prints what `serve` yields. A call is one `predict` of one request with CANDIDATES
+`python -m benchmarks serve` prints what `serve` yields. A call is one `predict` of one request with CANDIDATES
 candidates, all with features, of a user with `history` behaviours. `whole` brings all of these along; `state` goes on
 from what the model keeps of the user and brings the latest behaviour alone. QGS is of the published size, AttnMVP of
 that of its configuration; weights, texts, items and features are random, none of which changes the time. `median_s` and
@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +22,8 @@ import pandas as pd
 import pyarrow as pa
 import torch
 
+from benchmarks.harness import Call, Row, paired
 from models import checkpoint, registry
-from models.bench.harness import Row, paired
 from models.checkpoint import Checkpoint
 from models.tables import join
 from pipelines.data.tables import check_writable, commit, write_part
@@ -122,7 +122,7 @@ def request(name: str, length: int, way: str, number: int) -> dict[str, Any]:
     return row | ({"history_from": length + number} if way == "state" else {})
 
 
-def calls_of(name: str, length: int, ways: Iterable[str], params: Row) -> dict[str, Callable[[int], Any]]:
+def calls_of(name: str, length: int, ways: Iterable[str], params: Row) -> dict[str, Call]:
     """By variant the calls, on one model, whose user has `length` behaviours to begin with."""
     torch.set_num_threads(params["threads"])
     model = served(name, length)
@@ -130,7 +130,7 @@ def calls_of(name: str, length: int, ways: Iterable[str], params: Row) -> dict[s
     model.predict(None, pd.DataFrame([{**begin, "history_from": 0}]))
     frames = {way: [pd.DataFrame([request(name, length, way, i)]) for i in range(params["runs"])] for way in ways}
 
-    def call(way: str) -> Callable[[int], Any]:
+    def call(way: str) -> Call:
         return lambda run: model.predict(None, frames[way][run])
 
     calls = {f"{name}_{way}": call(way) for way in ways}
