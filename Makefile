@@ -1,7 +1,7 @@
 # make quickstart [DATA=folder [SOURCE=mapping.yaml]]   the whole flow, on a simulated log or on a real one
 # make test                       every test
 # make test-fast                  those that start no Ray, no server and no training
-# make docs-check                 the pages: their commands run, their links lead somewhere
+# make docs-check                 the pages: their commands run, their links lead somewhere, results are the kept runs'
 # Each sets itself up: a virtual environment in .venv with the versions of constraints.txt.
 # On a machine without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu spares the CUDA packages.
 
@@ -39,7 +39,7 @@ test-fast: $(DONE)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not long'
 
 docs-check: $(DONE)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/docs
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/docs tests/papers/test_result_pages.py
 
 lint: $(DONE)
 	@$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """How semantic IDs, their trie and decoding grow with the catalogue.
 
-`python -m jobs.benchmark catalogue` prints what `run` yields: of each number of items what `jobs.tokenize` takes for
+`python -m benchmarks catalogue` prints what `catalogue` yields: of each number of items what `jobs.tokenize` takes for
 simulated titles (TF-IDF, then RQ-KMeans of a few iterations), what loading and checking the trie takes as every job
 that ranks does it, and how many users a second TIGER's beam search ranks within it. Each step is a process of its own;
 its peak memory is the sum over that process and Ray's.
@@ -8,13 +8,13 @@ its peak memory is the sum over that process and Ray's.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from benchmarks.sequences import measured
+from benchmarks.decode import random_histories
+from benchmarks.harness import Row, measured, row
 from models import registry
-from models.bench.decode import random_histories
 from models.retrieval.data import Catalogue, batch_of
 from models.tables import commit, join, read_manifest, write_part
 from pipelines.data.schemas import items_schema
@@ -35,6 +35,7 @@ WIDTH, ITERATIONS, LEVELS = 32, 10, 4
 """Numbers of an embedding, k-means iterations per level, and levels before those of conflicts: the time is about
 proportional to each."""
 
+SIZES = (10_000, 100_000, 1_000_000, 10_000_000)
 OF_SIDS = ("codebook_sizes", "largest_group", "collision_rate")
 BATCH, BATCHES, BEAM, TOP_K = 32, 8, 20, 10
 ITEMS_PER_PART = 1 << 20
@@ -60,7 +61,7 @@ def write_items(uri: str, items: int, seed: int = 0) -> None:
     commit(uri, "items", schema, parts, config={}, inputs={}, info={"core": 0, "texts": ["title"]})
 
 
-def run(sizes: list[int]) -> Iterator[dict[str, Any]]:
+def catalogue(sizes: Sequence[int] = SIZES) -> Iterator[Row]:
     """A line per number of items and step; the `items` of `decode` are users."""
     for items in sizes:
         params = {
@@ -70,18 +71,11 @@ def run(sizes: list[int]) -> Iterator[dict[str, Any]]:
         with tempfile.TemporaryDirectory(prefix="trieline-benchmark-") as folder:
             write_items(join(folder, "items"), items)
             for step in STEPS:
-                row = {"benchmark": "catalogue", "variant": step, "params": params, "runs": 1}
-                found = measured(["benchmarks.catalogue", step, folder])
+                found = measured("benchmarks.catalogue", step, folder)
                 if "error" in found:
-                    yield {**row, "error": found["error"]}
+                    yield {"benchmark": "catalogue", "variant": step, "params": params, **found}
                     break
-                seconds = found.pop("seconds")
-                yield {
-                    **row, "median_s": round(seconds, 3), "min_s": round(seconds, 3), "max_s": round(seconds, 3),
-                    "items_per_s": round(found.pop("done") / seconds, 1), "cpu_s": round(found.pop("cpu_s"), 1),
-                    "peak_memory_mb": round(found.pop("peak_mb")), "object_store_mb": round(found.pop("store_mb")),
-                    **found,
-                }  # fmt: skip
+                yield row("catalogue", step, params, [found.pop("seconds")], found.pop("done"), **found)
 
 
 def run_tokenize(folder: str) -> dict[str, Any]:
@@ -132,14 +126,6 @@ def run_decode(folder: str) -> dict[str, Any]:
 STEPS: dict[str, Callable[[str], dict[str, Any]]] = {"tokenize": run_tokenize, "load": run_load, "decode": run_decode}
 
 
-def main() -> None:
-    """One step on the items in a folder, what it found as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("step", choices=STEPS)
-    parser.add_argument("folder")
-    arguments = parser.parse_args()
-    print(json.dumps(STEPS[arguments.step](arguments.folder)))
-
-
 if __name__ == "__main__":
-    main()
+    step, folder = sys.argv[1:]
+    print(json.dumps(STEPS[step](folder)))

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import actions, decode
 from models import registry
-from models.bench import actions, decode
 from models.fit import EpochEvent, FitConfig, StepEvent, fit
 from models.retrieval.data import Catalogue
 

@@ -43,10 +43,8 @@ if not os.environ.get("RAY_ADDRESS"):  # a local Ray is for its user alone; read
     # Ray's switch for laptops: a node's address is then 127.0.0.1, where all that it starts listens, its metrics too.
     # `ray.init(_node_ip_address="127.0.0.1")` is no way: Ray makes the machine's own address of it.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    # Threads that wait sleep: beside other processes, spinning ones take many times the time of the work itself. What
-    # is timed runs alone, where a thread that wakes at every product is slower than one that spins.
-    if Path(sys.argv[0]).stem != "benchmark":
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Threads that wait sleep: beside other processes, spinning ones take many times the time of the work itself.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 Config = TypeVar("Config")
 
@@ -70,9 +68,10 @@ class HelpFormatter(DefaultHelpFormatter):
 
 def build_parser(config: type, job: str, groups: dict[str, type]) -> ArgumentParser:
     """Options of the dataclass `config`; `groups` adds dataclasses under a name, as `--name.field`."""
+    module = sys.modules[config.__module__].__spec__.name  # type: ignore[union-attr]
     parser = ArgumentParser(
-        prog=f"python -m jobs.{job}",
-        usage=f"python -m jobs.{job} [--config FILE] [--OPTION VALUE ...]",
+        prog=f"python -m {module}",
+        usage=f"python -m {module} [--config FILE] [--OPTION VALUE ...]",
         description=(sys.modules[config.__module__].__doc__ or "").strip(),
         formatter_class=HelpFormatter,
         exit_on_error=False,

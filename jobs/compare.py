@@ -1,71 +1,107 @@
-"""MLflow runs beside each other, beside the papers, as tables and as a page of plots; and the papers' claims.
+"""MLflow runs beside each other, as tables and as a page of plots.
 
     python -m jobs.compare --experiment retrieval/DATASET --tracking_uri sqlite:////ABSOLUTE/runs/mlflow.db
     python -m jobs.compare --sweep SWEEP_NAME --html page.html --register MODEL_NAME
     python -m jobs.compare --run RUN --run OTHER_RUN
-    python -m jobs.compare --claims --tracking_uri STORE --tracking_uri OTHER_STORE
-    python -m jobs.compare --sids SIDS --sids OTHER_SIDS
 
-Runs that differ in their seed alone are one row. Students stand beside their teachers with the test of whether they
-are as good. --markdown FILE writes the same as Markdown (into a folder: a page and its plots for each experiment),
---html FILE one self-contained page with the plots, --pareto FILE.png accuracy against requests per second alone.
---export FILE.jsonl keeps the runs as a small file, from which --from FILE compares them again without their store.
---claims decides the papers' numeric claims by what is in MLflow, in several stores together where several are named.
-With --sids it shows tokenizers: branching, codes in use, collisions.
+Runs that differ in their seed alone are one row. --markdown FILE writes the tables as Markdown, --html FILE one
+self-contained page with the plots: learning curves, accuracy against requests per second, what a sweep's axes do.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-from pyarrow import fs
+from dataclasses import dataclass, field
 
 from jobs import cli
-from models.places import reach
-from models.tables import UserError, file_info
-from pipelines.comparison.options import Options
-from pipelines.tracking import named_stores
+from models.words import number_of
+from pipelines import tracking
+from pipelines.comparison import page
+from pipelines.comparison.plots import plots
+from pipelines.comparison.rows import Comparison, best_run, compare
+from pipelines.comparison.runs import select
+from pipelines.comparison.tables import best_table, tables
 
-LISTS = ("experiment", "run", "sids", "tracking_uri", "benchmark", "results")
+LISTS = ("experiment", "run")
 """Options that may be given several times."""
 
 
 @dataclass
-class Config(Options):
+class Config:
     """Options."""
+
+    experiment: list[str] = field(default_factory=list)
+    """MLflow experiment: family/dataset; once per experiment."""
+    sweep: str | None = None
+    """A sweep's trials: its name or the id of its run."""
+    run: list[str] = field(default_factory=list)
+    """A run: its name or id; once per run."""
+    tracking_uri: str | None = None
+    """MLflow; by default MLFLOW_TRACKING_URI, else runs/mlflow.db here."""
+    metric: str | None = None
+    """Rows are sorted by it on test, then on val; by default the sweep's, gauc where runs have it, or ndcg@10."""
+    markdown: str | None = None
+    """Also write the tables to this file as Markdown."""
+    html: str | None = None
+    """Also write tables and plots to this file as one page, which is logged to MLflow too."""
+    register: str | None = None
+    """Register the best checkpoint by validation under this name in MLflow's model registry."""
+
+    def __post_init__(self) -> None:
+        if not (self.experiment or self.sweep or self.run):
+            raise ValueError("nothing is given to compare; name an --experiment, a --sweep or a --run")
+        if self.sweep and self.run:
+            raise ValueError(f"sweep is {self.sweep} and run is {self.run[0]}; give one of them")
+        if self.register and not (self.sweep or self.run) and len(self.experiment) > 1:
+            raise ValueError(f"register is {self.register}, which is of one experiment; give one --experiment")
 
 
 def parse(job: str, argv: Sequence[str] | None = None) -> Config:
-    """The command line; every option of LISTS adds one."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    words = [re.sub(r"^--from(?==|$)", "--results", word) for word in given]
-    return cli.parse(Config, job, [added(word) for word in words])
-
-
-def added(word: str) -> str:
-    """`--sids` as jsonargparse's `--sids+`, and so for all options of LISTS."""
-    name = word.removeprefix("--").split("=", 1)[0]
-    return word.replace(f"--{name}", f"--{name}+", 1) if word.startswith("--") and name in LISTS else word
+    """The command line; every option of LISTS adds one, as jsonargparse's `--run+` does."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    for place, word in enumerate(words):
+        if (name := word.removeprefix("--").split("=", 1)[0]) in LISTS and word.startswith("--"):
+            words[place] = word.replace(f"--{name}", f"--{name}+", 1)
+    return cli.parse(Config, job, words)
 
 
 def run(config: Config) -> None:
     """Prints the tables, and writes what is asked for."""
-    read = {"from": config.results, "benchmark": config.benchmark, "claims_file": [config.claims_file or ""]}
-    for option, paths in read.items():
-        for path in paths:
-            if path and file_info(path).type == fs.FileType.NotFound:
-                raise UserError(f"cannot read {path} (no such file); check --{option}")
-    for folder in config.sids:
-        reach(sids=folder)
-    uris: list[str] = []
-    if config.from_mlflow and not config.results:
-        uris = named_stores(config.tracking_uri, new=bool(config.benchmark))
-    from jobs import comparing  # imports MLflow, and a wrong command line has its answer before that
+    (uri,) = tracking.named_stores([config.tracking_uri] if config.tracking_uri else [])
+    if config.sweep or config.run:
+        chosen = [select(uri, config.experiment, config.sweep, config.run)]
+    else:
+        chosen = [select(uri, [name]) for name in config.experiment]
+    found = [compare(selection, config.metric) for selection in chosen]
+    shown = [table for comparison in found for table in tables(comparison)]
+    shown += [best] if (best := best_table(found)) else []
+    print("\n\n".join(table.text() for table in shown))
+    markdown = "\n".join(table.markdown() for table in shown)
+    if config.markdown:
+        page.write(markdown, config.markdown)
+        print(f"written to {config.markdown}")
+    if config.html:
+        drawn = [plot for comparison in found for plot in plots(comparison)]
+        title = ", ".join(comparison.selection.title for comparison in found)
+        content = page.build(title, uri, shown, drawn)
+        page.write(content, config.html)
+        name = page.log(found[0].selection, content, markdown)
+        print(f"{number_of(len(drawn), 'plot')} written to {config.html}, and to MLflow as compare.html of '{name}'")
+    if config.register:
+        register_best(found[0], config.register)
+    print(f"look at it: {tracking.viewer(uri)}")
 
-    comparing.run(config, uris)
+
+def register_best(comparison: Comparison, name: str) -> None:
+    """The comparison's best run by validation as a version of the registered model `name`."""
+    from pipelines.serving.registered_model import register
+
+    best = best_run(comparison)
+    ref = tracking.RunRef(best.uri, comparison.rows[0].experiment, best.id)
+    version = register(ref, name, f"val/{comparison.metric}")
+    print(f"registered: version {version.version} of {name} is the best checkpoint of {best.name} by validation")
+    print(f"  load it   mlflow.pyfunc.load_model('models:/{name}/{version.version}')")
 
 
 if __name__ == "__main__":

@@ -3,11 +3,9 @@
     python -m jobs.evaluate --checkpoint runs/sasrec/best --tables TABLES --split test
 
 Prints Recall@K and NDCG@K with the numbers of requests and users, or AUC, GAUC and log loss of a model that scores
-candidates; writes them beside the checkpoint and into the MLflow run of the training. --item_shift adds those of
-requests whose target is a new item, --replay true estimates of online metrics of a search model, --importance true
-what a model that ranks candidates makes of each of its inputs. With --batch_inference FOLDER it writes the top K items
-of all users to a table instead; with --export FILE.pt2 a student as one program; with --diagnose FOLDER what there is
-to see inside of a model with semantic IDs.
+candidates; writes them beside the checkpoint and into the MLflow run of the training. --importance true adds what a
+model that ranks candidates makes of each of its inputs. With --batch_inference FOLDER it writes the top K items of all
+users to a table instead; with --export FILE.pt2 a student as one program.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from models.config import check_positive
 from models.places import reach
 from models.retrieval.metrics import EXAMPLES, FIRST
 from models.tables import check_place
-from models.uri import absolute, check_writable, write_file
+from models.uri import check_writable, write_file
 from models.words import number_of
 from pipelines.evaluation.checked import check
 from pipelines.evaluation.result import Result
@@ -60,21 +58,8 @@ class Options:
     """Write the top K of all users, after all they did, to this folder as the table `recommendations`."""
     export: str | None = None
     """Write a SID-MLP or SID-MLP++ to this file as a program of torch.export, checked to rank as the model does."""
-    diagnose: str | None = None
-    """Write to this folder, of a model with semantic IDs, where TIGER's encoder attends and what decoding without the
-    trie loses (`pipelines/evaluation/diagnose.py`)."""
     k: int = 20
     """Items per user of --batch_inference and --export."""
-    item_shift: bool = False
-    """Also measure on targets first seen after the global 80% and 90% timestamp (App. E.3 of SID-MLP)."""
-    replay: bool = False
-    """Search: also estimate online metrics by replaying logged searches (`pipelines/evaluation/replay.py`)."""
-    replay_page: int = 10
-    """Results on a page of the replay."""
-    replay_base: str | None = None
-    """Checkpoint or run that lifts of the replay are over; by default the order in which the log showed results."""
-    replay_propensities: list[float] = field(default_factory=list)
-    """Chance that a user looks at each position, from the first; by default the click rates by position in training."""
     importance: bool = False
     """Models that rank candidates: also measure what is lost where history, text or a group of features comes from
     another request (`pipelines/evaluation/importance.py`)."""
@@ -92,30 +77,19 @@ class Options:
     """Replace the table of --batch_inference."""
 
     def __post_init__(self) -> None:
-        check_positive(self, ("k", "batch_size", "shards", "replay_page", "importance_repeats"))
-        if (self.replay_base or self.replay_propensities or self.replay_page != 10) and not self.replay:
-            raise ValueError("options of the replay are given without it; add --replay true")
+        check_positive(self, ("k", "batch_size", "shards", "importance_repeats"))
         if self.importance_repeats != 5 and not self.importance:
             raise ValueError("importance_repeats is given without importance; add --importance true")
-        if self.replay and (self.batch_inference or self.export):
-            raise ValueError("replay is true, but batch_inference and export measure nothing; run jobs.evaluate twice")
         if self.importance and (self.batch_inference or self.export):
             raise ValueError(
                 "importance is true, but batch_inference and export measure nothing; run jobs.evaluate twice"
             )
-        if self.item_shift and self.batch_inference:
-            raise ValueError("item_shift is true, but batch_inference measures nothing; run jobs.evaluate twice")
-        if self.export:
-            given = [name for name in ("batch_inference", "item_shift") if getattr(self, name)]
-            if given := [*self.recommending(), *given]:
-                raise ValueError(
-                    f"{given[0]} is given with export, which keeps to the checkpoint's own options and measures "
-                    f"nothing; leave it out"
-                )
-        alone = ("export", "batch_inference", "replay", "importance", "item_shift")
-        others = [name for name in alone if getattr(self, name)]
-        if self.diagnose and others:
-            raise ValueError(f"{others[0]} is given with diagnose, which does nothing else; run jobs.evaluate twice")
+        given = [*self.recommending(), *(["batch_inference"] if self.batch_inference else [])]
+        if self.export and given:
+            raise ValueError(
+                f"{given[0]} is given with export, which keeps to the checkpoint's own options and measures nothing; "
+                f"leave it out"
+            )
         if self.text and self.batch_inference:
             raise ValueError(
                 "text is given, but search models rank what they are asked about; leave out batch_inference"
@@ -154,30 +128,14 @@ def repeats_of(result: Result) -> int:
     return int(result.examples - result.metrics[FIRST + EXAMPLES]) if result.options.get("unseen") else 0
 
 
-def item_shift_lines(metrics: dict[str, float]) -> list[str]:
-    """A line for each subset of requests of new items: new to the user, or after the global cut times."""
-    lines = []
-    for name in sorted(key.split("/")[0] for key in metrics if key.endswith("/examples")):
-        what = " of an item that is not in the history" if name == "first" else ""
-        found = f"{metrics[f'{name}/examples']:,.0f} requests{what}"
-        if f"{name}/ndcg@10" in metrics:
-            found += "".join(f", {metric} {metrics[f'{name}/{metric}']:.4f}" for metric in ("recall@10", "ndcg@10"))
-        lines.append(f"  {name}  {found}")
-    return lines
-
-
-def replay_of(config: Options, result: Result) -> list[str]:
-    """Replays and adds what was found to the metrics; the lines to print."""
-    from pipelines.evaluation.ranking import device_of
-    from pipelines.evaluation.replay import replay
-
-    found = replay(
-        result.checkpoint, absolute(config.tables), config.text, split=config.split, page=config.replay_page,
-        base=find_checkpoint(config.replay_base) if config.replay_base else None,
-        propensities=config.replay_propensities, batch_size=config.batch_size, device=device_of(config.device),
-    )  # fmt: skip
-    result.metrics |= found.metrics()
-    return found.lines()
+def first_lines(metrics: dict[str, float]) -> list[str]:
+    """What is known of the requests whose target is new to the user, where they are measured apart."""
+    if (count := metrics.get(FIRST + EXAMPLES)) is None:
+        return []
+    found = "".join(
+        f", {name} {metrics[FIRST + name]:.4f}" for name in ("recall@10", "ndcg@10") if FIRST + name in metrics
+    )
+    return [f"  {FIRST.rstrip('/')}  {count:,.0f} requests of an item that is not in the history{found}"]
 
 
 def importance_of(config: Options, result: Result) -> tuple[list[str], dict[str, bytes]]:
@@ -203,10 +161,7 @@ def asked(result: Result) -> str:
 
 def run(config: Options) -> Result | None:
     """Evaluates and prints, or writes recommendations."""
-    reach(
-        checkpoint=config.checkpoint, tables=config.tables, sids=config.sids, text=config.text,
-        replay_base=config.replay_base,
-    )  # fmt: skip
+    reach(checkpoint=config.checkpoint, tables=config.tables, sids=config.sids, text=config.text)
     options = config.recommending()
     name = checkpoint.read(find_checkpoint(config.checkpoint)).name
     entry = registry.find(name)
@@ -217,7 +172,7 @@ def run(config: Options) -> Result | None:
 
     cli.preflight(
         checkpoint=config.checkpoint, tables=config.tables, sids=config.sids, text=config.text,
-        batch_inference=config.batch_inference, export=config.export, diagnose=config.diagnose,
+        batch_inference=config.batch_inference, export=config.export,
     )  # fmt: skip
     if config.export:
         from pipelines.serving.export import export
@@ -229,16 +184,6 @@ def run(config: Options) -> Result | None:
         print(f"Exported to {config.export}: (history, history_length, user) -> (items, scores), top {config.k}.")
         print(f"  checked     the same items in the same order as the model for {number_of(requests, 'request')}")
         print("  use it      models.retrieval.search.export.load_exported, or torch.export.load(FILE).module()")
-        return None
-    if config.diagnose:
-        from pipelines.evaluation.diagnose import diagnose
-
-        _, lines = diagnose(
-            config.checkpoint, config.tables, config.sids, config.diagnose, split=config.split,
-            beam=config.recommending().get("beam"),
-            batch_size=config.batch_size, device=config.device,
-        )  # fmt: skip
-        print("\n".join(lines))
         return None
     if config.batch_inference:
         from pipelines.evaluation.inference import recommend_all
@@ -273,14 +218,9 @@ def run(config: Options) -> Result | None:
         cli.start_ray()
     result, about = evaluate(
         config.checkpoint, config.tables, extra, split=config.split, batch_size=config.batch_size,
-        shards=config.shards, device=config.device, options=options, item_shift=config.item_shift,
-        remote=remote,
+        shards=config.shards, device=config.device, options=options, remote=remote,
     )  # fmt: skip
-    more = replay_of(config, result) if config.replay else []
-    pictures: dict[str, bytes] = {}
-    if config.importance:
-        lines, pictures = importance_of(config, result)
-        more += lines
+    more, pictures = importance_of(config, result) if config.importance else ([], {})
     print(f"{result.model} on {result.split}: {asked(result)}, seed {result.seed}")
     if result.is_fresh(about):
         print(f"note: {config.tables} is another log than that of the training; what of it was trained on is not known")
@@ -289,7 +229,7 @@ def run(config: Options) -> Result | None:
             f"note: {number_of(repeats, 'request')} of {result.examples:,} ask for an item of the history, which "
             f"--unseen leaves out; {FIRST} has the others"
         )
-    for line in [*entry.measured.summary(result.metrics), *more, *item_shift_lines(result.metrics)]:
+    for line in [*entry.measured.summary(result.metrics), *more, *first_lines(result.metrics)]:
         print(line)
     if entry.recommends:
         left_out = f"{number_of(result.skipped, 'request')} without history left out"

@@ -90,8 +90,6 @@ class Family:
     """Learned numbers of a model by part, where a training says them."""
     shuffles: Callable[[Any, Any], dict[str, Shuffle]] | None = None
     """`shuffles(model, catalogue)`: by name, what the model ranks candidates by, and how rows exchange it."""
-    replays: bool = False
-    """Whether `jobs.evaluate --replay` can rank again what its log shows at positions."""
     unread: Callable[[dict[str, Any]], list[str]] | None = None
     """`unread(info)`: what its models do not read of tables whose sequences have this `info`, said before a training;
     None where they read all."""
@@ -114,7 +112,7 @@ SEARCH = Family(
         shown=("gauc", "auc"), by_user=True,
     ),
     ranks="candidates", extra=TEXT, accompany=SearchCatalogue.leave_pairs_to,
-    shuffles=search_shuffled.shuffles, replays=True,
+    shuffles=search_shuffled.shuffles,
 )  # fmt: skip
 ACTIONS = Family(
     "actions", ActionsCatalogue.load, ActionsCatalogue.hashes_of, ActionsExamples,

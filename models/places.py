@@ -52,8 +52,8 @@ CHECKPOINT = Place("the folder of a run of jobs.train, or its checkpoint", files
 RAW = Place("the folder of a raw log")
 
 PLACES = {
-    "tables": TABLES, "catalogue": TABLES, "histories": TABLES, "sids": SIDS, "text": TEXT, "checkpoint": CHECKPOINT,
-    "checkpoints": CHECKPOINT, "replay_base": CHECKPOINT, "input": RAW, "suggest": RAW, "data": RAW,
+    "tables": TABLES, "catalogue": TABLES, "sids": SIDS, "text": TEXT, "checkpoint": CHECKPOINT,
+    "input": RAW, "suggest": RAW, "data": RAW,
 }  # fmt: skip
 """By option."""
 

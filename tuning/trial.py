@@ -16,8 +16,8 @@ from ray import tune
 from ray.tune.integration.ray_train import TuneReportCallback
 
 from models import checkpoint
-from models.bench.harness import resident_peak_mb
 from models.fit import FitConfig
+from models.memory import resident_peak_mb
 from models.tables import UserError, join
 from pipelines import tracking
 from pipelines.evaluation.ranking import evaluate, record

@@ -1,1 +1,1 @@
-"""MLflow runs and tables of semantic IDs side by side: tables, claims of the papers, plots, a page."""
+"""MLflow runs side by side: tables, plots, a page."""

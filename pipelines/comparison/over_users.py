@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -27,9 +27,6 @@ from pipelines.comparison.table import Table, percent
 
 DRAWS = 2000
 """Draws of the bootstrap."""
-
-KEPT_DRAWS = 10**8
-"""Bytes of a log's draws that are kept for the next pair of its models; longer ones are drawn again."""
 
 COARSER = {"mean/normalised_entropy": "eval_loss", "mean/rig": "eval_loss", "mean/auc": "eval_loss"}
 """Metrics that are no mean over users, and the one that stands in their place."""
@@ -97,27 +94,13 @@ class Interval:
         return self.low <= 0 <= self.high
 
 
-def times_drawn(users: int, draws: int) -> Iterator[NDArray[np.int64]]:
-    """Of each draw of `users` users with replacement, (users,) how often it has each; always the same."""
-    generator = np.random.default_rng(0)
-    for _ in range(draws):
-        yield np.bincount(generator.integers(users, size=users), minlength=users)
-
-
-@lru_cache(maxsize=4)
-def kept_draws(users: int, draws: int) -> NDArray[np.uint8]:
-    """(draws, users) `times_drawn`; that 256 of the draws are one user has a chance below 1e-500."""
-    return np.stack([times.astype(np.uint8) for times in times_drawn(users, draws)])
-
-
 def intervals(differences: NDArray[np.float64], counts: NDArray[np.int64], draws: int = DRAWS) -> list[Interval]:
     """Of differences (D, U) of means over the `counts` (U,) requests of each user, all with the same draws of users."""
     users = len(counts)
     above, below = differences * counts, counts.astype(np.float64)
-    found = np.empty((draws, len(differences)))
-    drawn = kept_draws(users, draws) if users * draws <= KEPT_DRAWS else times_drawn(users, draws)
-    for draw, times in enumerate(drawn):
-        times = times.astype(np.float64)
+    found, generator = np.empty((draws, len(differences))), np.random.default_rng(0)  # the same draws for all pairs
+    for draw in range(draws):
+        times = np.bincount(generator.integers(users, size=users), minlength=users).astype(np.float64)
         found[draw] = (above @ times) / (below @ times)
     low, high = np.quantile(found, [0.025, 0.975], axis=0)
     mean = above.sum(1) / below.sum()

@@ -1,8 +1,8 @@
-"""One self-contained HTML page of comparisons: tables that sort, plots that zoom, nothing from the network.
+"""One self-contained HTML page of a comparison: tables, plots as SVG, nothing from the network.
 
     page.write(page.build("retrieval/DATASET", tables, plots), "page.html")
 
-Light or dark as the reader's system is; it prints, and needs its script (`page.js`) for sorting and zooming alone.
+Light or dark as the reader's system is.
 """
 
 from __future__ import annotations
@@ -29,19 +29,12 @@ nav { color: var(--soft); } nav a { color: inherit; margin-right: .9em; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
 th, td { padding: .28rem .6rem; text-align: left; white-space: nowrap; border-bottom: 1px solid var(--line); }
-th { cursor: pointer; color: var(--soft); font-weight: 600; vertical-align: bottom; }
-th[aria-sort=ascending]::after { content: " \\2191"; } th[aria-sort=descending]::after { content: " \\2193"; }
+th { color: var(--soft); font-weight: 600; vertical-align: bottom; }
 .number { text-align: right; } tbody tr:hover { background: var(--row); }
 .notes { color: var(--soft); font-size: 12.5px; margin: .5rem 0; padding-left: 1.2em; }
 figure { margin: 0; } figure svg { width: 100%; max-width: 60rem; height: auto; display: block; }
 figcaption { color: var(--soft); font-size: 13px; max-width: 60rem; }
-g[data-x] { cursor: crosshair; } g[data-x] text { user-select: none; }
-.band { fill: var(--soft); fill-opacity: .2; stroke: var(--soft); stroke-width: .5; }
 """
-
-SCRIPT = Path(__file__).with_name("page.js").read_text()
-
-ZOOM = "Drag over a plot to zoom in, or hold Ctrl and turn the wheel. A double click shows the whole plot again."
 
 
 def build(title: str, source: str, tables: Sequence[Table], plots: Sequence[Plot]) -> str:
@@ -56,9 +49,8 @@ def build(title: str, source: str, tables: Sequence[Table], plots: Sequence[Plot
         f'<!doctype html>\n<html lang=en>\n<meta charset=utf-8>\n<meta name=viewport content="width=device-width">\n'
         f'<link rel=icon href="data:,">\n<title>{escape(title)}</title>\n<style>{STYLE}</style>\n<body>\n'
         f"<h1>{escape(title)}</h1>\n<p class=notes>from {escape(source)}</p>\n<nav>{links}</nav>\n"
-        + (f"<p class=notes>{ZOOM}</p>\n" if plots else "")
         + "\n".join([*(table.html() for table in tables[:1]), figures, *(table.html() for table in tables[1:])])
-        + f"\n<script>{SCRIPT}</script>\n</body></html>\n"
+        + "\n</body></html>\n"
     )
 
 

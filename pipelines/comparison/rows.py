@@ -2,9 +2,8 @@
 
     compare(select(uri, ["retrieval/DATASET"])).rows
 
-Runs of several stores stand in one table, since a row is told by its experiment, settings and tables.
 An evaluation with other options than the checkpoint's own, such as the teacher without the trie, is a row of its
-own. What is shown of them: `run_tables.py`, and the plots and the page beside it.
+own. What is shown of them: `tables.py`, `plots.py` and the page.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -157,15 +156,11 @@ class Row:
         told = sorted((name, value) for name, value in self.params.items() if name not in but)
         return *self.log, self.model, self.options, *told
 
-    def only(self, seeds: Collection[str]) -> Row:
-        """The row with its runs of these seeds alone."""
-        return replace(self, runs=[run for run in self.runs if (run.seed or run.id) in seeds])
 
-
-def rows_of(*selections: Selection) -> list[Row]:
+def rows_of(selection: Selection) -> list[Row]:
     """The selected runs, grouped."""
     rows: dict[tuple, Row] = {}
-    for selection, run in ((each, run) for each in selections for run in each.runs):
+    for run in selection.runs:
         given, tags = {**later_options(run.data.params), **run.data.params}, run.data.tags
         told = {key: value for key, value in given.items() if key.startswith(("model.", "fit.", "evaluate."))}
         apart = OTHER | ({"model.encoder"} if "model.encoder_hash" in given else set())  # SID-MLP++'s is a checkpoint
@@ -246,7 +241,7 @@ class Comparison:
     """Rows of a selection, best first."""
 
     selection: Selection
-    """Where they are from; of several stores the first."""
+    """Where they are from."""
     rows: list[Row]
     """Best first by the metric on test, then on val."""
     metric: str
@@ -266,14 +261,12 @@ def client_of(uri: str) -> MlflowClient:
     return tracking.connect(uri)
 
 
-def compare(selection: Selection, metric: str | None = None, others: Sequence[Selection] = ()) -> Comparison:
-    """The rows, best first, with those of `others`, the same experiment in other stores. UserError for a metric that no
-    run has, and where no run has ended well.
+def compare(selection: Selection, metric: str | None = None) -> Comparison:
+    """The rows, best first. UserError for a metric that no run has, and where no run has ended well.
 
     The metric is, left out: the sweep's own; gauc or mean/normalised_entropy where runs have it; else ndcg@10.
     """
-    rows = rows_of(selection, *others)
-    selection = replace(selection, notes=[note for each in (selection, *others) for note in each.notes])
+    rows = rows_of(selection)
     if not any(run.finished for row in rows for run in row.runs) and not any(row.measured() for row in rows):
         raise UserError(f"no run of {selection.title} at {selection.uri} is finished; wait for one, or train one")
     if metric is None and selection.sweep is not None:

@@ -87,24 +87,6 @@ def select(uri: str, experiments: Sequence[str] = (), sweep: str | None = None, 
     return Selection(uri, title, kept, chosen, notes=notes)
 
 
-def sweeps_of(uri: str, experiment: str) -> list[str]:
-    """The ids of the experiment's sweeps that have trials, the oldest first."""
-    client = tracking.connect(uri)
-    there = search(client, [str(e.experiment_id) for e in client.search_experiments() if e.name == experiment])
-    with_trials = {run.data.tags.get(PARENT) for run in trainings(there)}
-    found = [run for run in there if is_sweep(run) and run.info.run_id in with_trials]
-    return [run.info.run_id for run in sorted(found, key=lambda run: run.info.start_time)]
-
-
-def select_all(uri: str, experiments: Sequence[str] | None = None) -> Selection:
-    """All trainings, trials and benchmarks of the experiments, which are there; of all by default."""
-    client = tracking.connect(uri)
-    there = {str(e.experiment_id): e.name for e in client.search_experiments()}
-    chosen = {key: name for key, name in there.items() if experiments is None or name in experiments}
-    title = "all runs" if experiments is None else ", ".join(experiments)
-    return Selection(uri, title, trainings(search(client, list(chosen))), chosen)
-
-
 def search(client: MlflowClient, ids: list[str]) -> list[Any]:
     """All runs of the experiments, oldest first."""
     runs: list[Any] = []

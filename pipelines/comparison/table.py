@@ -52,7 +52,7 @@ class Table:
         return f"### {self.title}\n\n{body}\n{notes}"
 
     def html(self) -> str:
-        """As an HTML section with its heading; a click on a column's name sorts by it (`page.py`)."""
+        """As an HTML section with its heading."""
 
         def line(cells: Iterable[str], tag: str) -> str:
             kinds = [""] * self.words + [" class=number"] * (len(self.header) - self.words)

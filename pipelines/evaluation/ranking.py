@@ -27,7 +27,6 @@ from models.setup import hashes_of, load_catalogue, score
 from models.tables import UserError, join, read_manifest
 from models.uri import absolute, write_file
 from pipelines import tracking
-from pipelines.evaluation import item_shift as shift
 from pipelines.evaluation.checked import as_trained, recommend_options
 from pipelines.evaluation.result import Result
 from pipelines.training.record import find_checkpoint
@@ -58,16 +57,9 @@ def takes_gpu(option: str, at_once: int) -> bool:
     return option != "cpu" and there > 0
 
 
-def new_items_of(name: str, tables: str) -> shift.Subsets:
-    """The new items of the tables; UserError where the model `name` ranks no catalogue."""
-    if registry.find(name).recommends is None:
-        raise UserError(f"--item_shift looks at ranked catalogues and the model '{name}' ranks none; leave it out")
-    return shift.new_items(join(tables, "sequences"), read_manifest(join(tables, "items"), "items").rows)
-
-
 def rank_shard(
     uri: str, tables: str, extra: str | None, split: Any, batch_size: int, options: dict[str, Any], device: str,
-    threads: int, subsets: shift.Subsets, shard: tuple[int, int],
+    threads: int, shard: tuple[int, int],
 ) -> tuple[dict[str, Any], int, int, float, str, int]:  # fmt: skip
     """(sums, requests, skipped, seconds in recommend, device, users) of shard (rank, world): the users of its parts."""
     rank, world = shard
@@ -85,8 +77,6 @@ def rank_shard(
         max_history=history_to_give(config.max_history, options), world=world, shards=world,
     )  # fmt: skip
     measured = entry.measured
-    if subsets:
-        measured = replace(measured, measure=partial(shift.measure, subsets=subsets))
     if measured.by_user:
         stride = stride_of(read_manifest(join(tables, "sequences"), "sequences").rows)
         measured = replace(measured, measure=partial(measured.measure, by_user=stride))
@@ -108,33 +98,29 @@ def evaluate(
     shards: int = 1,
     device: str = "auto",
     options: dict[str, Any] | None = None,
-    item_shift: bool = False,
     remote: bool = False,
 ) -> tuple[Result, Checkpoint]:
-    """Ranks and measures, in this process, or where `shards` is above 1 or with `remote` in Ray tasks. Writes nothing.
-
-    With `item_shift` also the users whose target is a new item (`pipelines/evaluation/item_shift.py`).
-    """
+    """Ranks and measures, in this process, or where `shards` is above 1 or with `remote` in Ray tasks. Writes
+    nothing."""
     began = time.monotonic()
     if split not in SPLITS:
         raise UserError(f"--split is '{split}', it must be one of {', '.join(SPLITS)}")
     uri, tables, extra = find_checkpoint(uri), absolute(tables), absolute(extra) if extra else None
     about = checkpoint.read(uri)
     chosen = recommend_options(about.name, options or {})
-    subsets = new_items_of(about.name, tables) if item_shift else {}
     given = hashes_of(registry.find(about.name), about.name, tables, extra)
     arguments = (uri, tables, extra, split, batch_size, chosen, device)
     if shards == 1 and not remote:
-        parts = [rank_shard(*arguments, 0, subsets, (0, 1))]
+        parts = [rank_shard(*arguments, 0, (0, 1))]
     else:
         task = ray.remote(num_cpus=1, num_gpus=1 if takes_gpu(device, 1) else 0)(rank_shard)
-        parts = ray.get([task.remote(*arguments, 1, subsets, (rank, shards)) for rank in range(shards)])
+        parts = ray.get([task.remote(*arguments, 1, (rank, shards)) for rank in range(shards)])
     count = sum(part[1] for part in parts)
     if count == 0:
         raise UserError(f"the split '{split}' of {tables} has no request with a history; choose another --split")
     total: dict[str, Any] = add_sums(part[0] for part in parts)
     by_user: dict[str, ByUser] = {name: total.pop(name) for name in list(total) if name.startswith(PREFIX)}
-    metrics = shift.means(total, subsets) if subsets else registry.find(about.name).measured.means(total)
+    metrics = registry.find(about.name).measured.means(total)
     return (
         Result(
             model=about.name,

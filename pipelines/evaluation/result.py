@@ -25,7 +25,7 @@ class Result:
     skipped: int
     """Requests without a history, left out."""
     metrics: dict[str, float]
-    """`recall@K` and `ndcg@K`; of new items `temporal80/ndcg@K` and how many, `temporal80/examples`."""
+    """By name, such as `recall@K` and `ndcg@K`."""
     users_per_s: float
     """Requests per second of `recommend`, all shards together; under this name in MLflow from the first."""
     seconds: float

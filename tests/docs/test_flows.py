@@ -39,7 +39,7 @@ SMALLER = {
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder that looks like a checkout without runs."""
-    for name in ("jobs", "tuning", "claims.yaml"):
+    for name in ("jobs", "tuning"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PWD", str(tmp_path))

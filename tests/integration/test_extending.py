@@ -179,7 +179,7 @@ CHANGES = replace(
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """The project without its tests."""
-    for name in ("models", "pipelines", "tuning", "jobs", "claims.yaml"):
+    for name in ("models", "pipelines", "tuning", "jobs"):
         place = tmp_path / "project" / name
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, place, ignore=shutil.ignore_patterns("__pycache__"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jobs import benchmark, train
+from jobs import compare, train
 
 
 def shown(job: str, module: object, words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -14,9 +14,9 @@ def shown(job: str, module: object, words: list[str], capsys: pytest.CaptureFixt
 
 
 def test_commands_keep_their_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = shown("benchmark", benchmark, ["--help"], capsys).splitlines()
-    assert lines[0] == "usage: python -m jobs.benchmark [--config FILE] [--OPTION VALUE ...]"
-    assert sum(line.startswith("    python -m jobs.benchmark ") for line in lines) == len(benchmark.BENCHMARKS)
+    lines = shown("compare", compare, ["--help"], capsys).splitlines()
+    assert lines[0] == "usage: python -m jobs.compare [--config FILE] [--OPTION VALUE ...]"
+    assert sum(line.startswith("    python -m jobs.compare ") for line in lines) == 3
 
 
 def test_training_shows_the_options_of_the_model_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from jobs import audit, cli, compare, encode, evaluate, prepare, sweep, tokenize, train
+from jobs import audit, cli, encode, evaluate, prepare, sweep, tokenize, train
 from models import tables
 from models.tables import UserError, commit, open_uri
 from models.uri import check_writable
@@ -61,7 +61,6 @@ def lines(where: str, mapping: str, folder: Path) -> dict[str, tuple[Callable[[A
         ),
         "evaluate": (evaluate.run, evaluate.Config(checkpoint=place, tables=here)),
         "evaluate on": (evaluate.run, evaluate.Config(checkpoint=here, tables=place)),
-        "compare": (compare.run, compare.Config(sids=[place])),
     }
 
 

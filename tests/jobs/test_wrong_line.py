@@ -6,9 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from search_tables import write_search
@@ -18,7 +16,6 @@ from models import checkpoint
 from models.fit import FitConfig
 from models.setup import set_up
 from models.tables import UserError
-from pipelines import tracking
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +24,7 @@ BY_TORCH = ("train", "evaluate", "tokenize")
 """Commands whose options are those of models and tokenizers, which import PyTorch."""
 
 JOBS = (
-    "quickstart", "simulate", "prepare", "audit", "tokenize", "encode", "train", "evaluate", "compare",
+    "quickstart", "simulate", "prepare", "audit", "tokenize", "encode", "train", "evaluate",
     "benchmark",
 )  # fmt: skip
 
@@ -138,40 +135,6 @@ def test_a_sweep_or_an_evaluation_that_cannot_be_is_refused_before_ray_starts(
     assert job == "sweep" or "ray" not in imported
     assert not list(tmp_path.iterdir())  # where Ray would have its session
     assert sorted(Path(made["runs"]).rglob("*")) == before
-
-
-@pytest.fixture(scope="module")
-def store(new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A store with a trained run, a sweep, and a metric of each."""
-    folder = tmp_path_factory.mktemp("a b")  # a path as users have them
-    uri = new_store(folder)
-    for name, model, tags in [("tiger", {"name": "tiger"}, {}), ("alphas", {}, {"trieline.kind": "sweep"})]:
-        settings: dict[str, Any] = {"model": model} if model else {}
-        ref = tracking.open_run(uri, "retrieval/small", name, str(folder), config=settings, hashes={}, tags=tags)
-        tracking.Logger(ref).log({"test/ndcg@10": 0.5, "val/ndcg@10": 0.5, "train/loss": 1.0}, 1)
-    return uri
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--experiment retrieval/smal", "the experiment 'retrieval/smal' is not at {uri}; there are retrieval/small"),
-        (
-            "--experiment retrieval/small --metric ndcg10",
-            "no run of retrieval/small has the metric 'ndcg10' .* 'ndcg@10'",
-        ),
-        ("--sweep tiger", "there is no sweep 'tiger' at {uri}; the nearest is 'alphas'"),
-        ("--run tigre", "there is no run 'tigre' at {uri}; the nearest is 'tiger'"),
-        ("--claims --tracking_uri sqlite:////gone/m.db", "there is no MLflow store at sqlite:////gone/m.db; "),
-        ("--experiment retrieval/small --benchmark gone.jsonl", "cannot read gone.jsonl .*; check --benchmark"),
-        ("--sids gone", "--sids is gone, where nothing is; give a folder that jobs.tokenize made"),
-    ],
-)
-def test_what_no_store_has_is_said(store: str, words: str, message: str) -> None:
-    done, _ = answered("compare", *words.split(), "--tracking_uri", store)
-    assert done.returncode == 1
-    assert re.fullmatch(f"error: {message.format(uri=store)}.*\n", done.stderr), done.stderr
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ from training_tables import write_tables
 ROOT = Path(__file__).parents[2]
 
 HIDDEN = (
-    "ray", "mlflow", "polars", "pandas", "jsonargparse", "matplotlib", "pipelines", "tuning", "benchmarks", "jobs",
+    "ray", "mlflow", "polars", "pandas", "jsonargparse", "matplotlib", "pipelines", "tuning", "jobs",
 )  # fmt: skip
 
 PROGRAM = f"""
@@ -31,12 +31,12 @@ class Hiding:
 
 sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
 train = sys.argv[1:]
-sys.argv = ["models.bench", "--help"]
+sys.argv = ["benchmarks", "--help"]
 try:
-    runpy.run_module("models.bench", run_name="__main__")
+    runpy.run_module("benchmarks", run_name="__main__")
 except SystemExit as ended:
     assert ended.code == 0
-import models.bench
+import benchmarks.actions, benchmarks.decode, benchmarks.search_encoder, benchmarks.shares
 sys.argv = ["models.train", *train]
 runpy.run_module("models.train", run_name="__main__")
 """

@@ -14,7 +14,7 @@ encoder's. The published learning rates of the parts (head 1, token embeddings 1
 `jobs/configs/nezha/published_rates.yaml`; the figures of SID-MLP's Table 3 are without them, which did not help.
 
 Published decoding has no trie: beams take the likeliest codes of all, and a hash set of the catalogue drops what is
-no item in the end (`constrained` false). What invalid codes displace is lost then: `diagnostics.py` counts it.
+no item in the end (`constrained` false). What invalid codes displace is lost then: `papers/diagnose.py` counts it.
 
 Shapes: `B` requests, `W` beams, `S` tokens of a history with its placeholders, `D` width, `L` levels (digits), `C_l`
 codes of level l.

@@ -10,7 +10,6 @@ import torch
 import yaml
 
 from models import checkpoint, registry
-from models.bench.actions import actions
 from models.fit import EpochEvent, FitConfig, StepEvent, fit
 from models.setup import load_catalogue, score, set_up
 from models.tables import UserError
@@ -143,26 +142,3 @@ def test_the_configs_are_of_one_size(path):
         return
     assert change["model"]["name"] == registry.name_of(config)
     assert change.get("fit", {}).keys() <= {"lr"}
-
-
-def test_benchmark_rows_count_the_attention_that_is_read(monkeypatch):
-    monkeypatch.setattr(
-        "models.bench.actions.peak_memory", lambda function, *given: function(*given)
-    )  # in this process
-    rows = list(
-        actions(
-            runs=1, threads=1, events=16, candidates=3, width=8, layers=2, heads=2, lengths=(8,),
-            variants=("interleaved", "attn_lfa", "genrank"), modes=("train", "forward"),
-        )
-    )  # fmt: skip
-    assert [(row["variant"], row["params"]["mode"]) for row in rows] == [
-        (variant, mode) for mode in ("train", "forward") for variant in ("interleaved", "attn_lfa", "genrank")
-    ]
-    found = {(row["params"]["mode"], row["variant"]): row["attention_flops"] for row in rows}
-    each = 2 * 4 * 8  # of 2 users and one pair: two products of width 8, two operations each
-    causal = {n: n * (n + 1) // 2 for n in (4, 7, 8, 16)}
-    assert found["train", "interleaved"] == 2 * causal[16] * each
-    assert found["train", "attn_lfa"] == (2 * causal[8] + causal[7]) * each
-    assert found["train", "genrank"] == 2 * (causal[4] + 4 * 5) * each
-    assert found["forward", "interleaved"] == 2 * (causal[16] + 3 * 17) * each
-    assert all(row["items_per_s"] > 0 and row["peak_memory_mb"] >= 0 for row in rows)

@@ -11,11 +11,10 @@ import torch
 
 from models.by_user import ByUser
 from pipelines import tracking
-from pipelines.comparison import over_users
-from pipelines.comparison.over_users import intervals, kept_draws, over_users_tables
+from pipelines.comparison.over_users import intervals, over_users_tables
 from pipelines.comparison.rows import compare
-from pipelines.comparison.run_tables import tables
 from pipelines.comparison.runs import select
+from pipelines.comparison.tables import tables
 
 
 def test_the_interval_is_that_of_the_mean_of_many_users() -> None:
@@ -30,15 +29,6 @@ def test_the_interval_is_that_of_the_mean_of_many_users() -> None:
         assert interval.mean == pytest.approx(mean)
         assert interval.low == pytest.approx(mean - 1.96 * error, abs=0.1 * error)
         assert interval.high == pytest.approx(mean + 1.96 * error, abs=0.1 * error)
-
-
-def test_draws_that_are_kept_are_those_of_a_log_too_long_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = np.random.default_rng(4)
-    counts, differences = generator.integers(1, 4, 300), generator.normal(0, 1, (3, 300))
-    kept = intervals(differences, counts)
-    assert (kept_draws(300, over_users.DRAWS).sum(1) == 300).all()
-    monkeypatch.setattr(over_users, "KEPT_DRAWS", 0)
-    assert intervals(differences, counts) == kept
 
 
 def log(

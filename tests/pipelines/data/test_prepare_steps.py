@@ -13,11 +13,9 @@ from typing import Any
 
 import plain_reference as plain
 import polars as pl
-import pyarrow as pa
 import pytest
 import yaml
 
-from benchmarks import sequences as benchmark
 from models.tables import MANIFEST, UserError, iter_parts, join, read_manifest, read_table, writing
 from pipelines.data.audit.rules import audit
 from pipelines.data.log import Log, load_source, log_of
@@ -445,51 +443,6 @@ def test_later_settings_win_and_none_means_not_given() -> None:
         {"core": 3, "split": {"kind": "temporal", "val_fraction": 0.2}}, {"core": None, "split": {"val_fraction": 0.3}}
     )
     assert (config.core, config.split.kind, config.split.val_fraction) == (3, "temporal", 0.3)
-
-
-def test_both_benchmark_variants_make_the_same_rows(tmp_path: Path) -> None:
-    log = str(tmp_path / "log")
-    benchmark.simulate_retrieval(log, 150, 40, 3000, seed=1)
-    benchmark.run_trieline(log, str(tmp_path / "ours"))
-    benchmark.run_polars(log, str(tmp_path / "bare"))
-    ours = read_table(str(tmp_path / "ours" / "sequences"), "sequences").sort_by("user_id")
-    bare = pl.read_parquet(tmp_path / "bare" / "sequences.parquet").to_arrow().sort_by("user_id")
-    assert ours.num_rows == 150
-    assert pa.Table.from_pylist(bare.to_pylist(), ours.schema).equals(ours)
-
-
-def test_a_failed_variant_is_a_line_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        benchmark, "simulate_retrieval", lambda log, *sizes, seed: Path(log).mkdir()
-    )  # a log of nothing
-    ours, bare = benchmark.run([2000], runs=1)
-    assert "holds no event file like 'events-*.parquet'" in ours["error"]
-    assert bare["error"]
-    assert "median_s" not in ours
-
-
-def test_the_benchmark_yields_a_line_per_variant() -> None:
-    lines = list(benchmark.run([2000, 4000], runs=1, store_mb=200, name="scale"))
-    assert [line["variant"] for line in lines] == ["trieline", "polars"] * 2
-    for number, line in enumerate(lines):
-        assert set(line) == {
-            "benchmark", "variant", "params", "runs", "median_s", "min_s", "max_s", "items_per_s", "peak_memory_mb",
-            "object_store_mb", "cpu_s",
-            *(["shuffled_mb", "spilled_mb"] if line["variant"] == "trieline" else []),
-            *(["exponent"] if number > 1 else []),
-        }  # fmt: skip
-        assert line["benchmark"] == "scale"
-        assert line["peak_memory_mb"] > 10
-
-
-def test_nodes_exchange_a_log_and_make_the_tables_of_one_node(tmp_path: Path) -> None:
-    log = str(tmp_path / "log")
-    benchmark.simulate_retrieval(log, 10_000, 500, 200_000, seed=1)
-    one, two = (benchmark._measure("trieline", log, str(tmp_path / str(n)), 200, nodes=n, partitions=8) for n in (1, 2))
-    assert min(one["shuffled_mb"], two["shuffled_mb"], two["crossed_mb"]) > 0
-    assert "crossed_mb" not in one
-    assert hashes(tmp_path / "2") == hashes(tmp_path / "1")
-    assert len(read_manifest(str(tmp_path / "2/sequences")).files) == 8
 
 
 def test_a_log_of_one_partition_starts_no_ray_and_gives_the_same_tables(

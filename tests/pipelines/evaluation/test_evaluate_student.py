@@ -20,8 +20,8 @@ from models.setup import set_up
 from models.tables import UserError
 from pipelines import tracking
 from pipelines.comparison.rows import compare
-from pipelines.comparison.run_tables import tables as tables_of
 from pipelines.comparison.runs import select
+from pipelines.comparison.tables import tables as tables_of
 from pipelines.serving.export import differs
 
 TIGER = {"name": "tiger", "d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 1,

@@ -20,9 +20,9 @@ from models.search.data import SearchCatalogue, SearchExamples
 from models.search.inputs import feature_groups
 from models.setup import Setup, set_up
 from models.tables import UserError, join
+from papers.tables import importance_tables
 from pipelines import tracking
 from pipelines.comparison.rows import rows_of
-from pipelines.comparison.run_tables import importance_tables
 from pipelines.comparison.runs import select
 from pipelines.evaluation.importance import importance
 from tests.actions_tables import write_actions

@@ -21,8 +21,8 @@ from models.setup import set_up
 from models.tables import UserError, read_manifest, read_table, writing
 from pipelines import tracking
 from pipelines.comparison.rows import compare, rows_of
-from pipelines.comparison.run_tables import tables as tables_of
 from pipelines.comparison.runs import select
+from pipelines.comparison.tables import tables as tables_of
 from pipelines.evaluation.inference import recommend_all
 from pipelines.evaluation.ranking import evaluate, record
 

@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from benchmarks import catalogue as benchmark
 from models.retrieval.tokenizers import conflict
 from models.retrieval.tokenizers.psid import PsidConfig
 from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
@@ -255,20 +254,3 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         TokenizerConfig("rqvae", published="x.csv")
     with pytest.raises(ValueError, match="must be one of"):
         TokenizerConfig("bpe")
-
-
-@pytest.mark.long
-def test_the_catalogue_benchmark_yields_a_line_per_step() -> None:
-    lines = list(benchmark.run([600]))
-    assert [line["variant"] for line in lines] == ["tokenize", "load", "decode"]
-    assert all(line["median_s"] > 0 and line["items_per_s"] > 0 and line["cpu_s"] > 0 for line in lines)
-    assert lines[0]["codebook_sizes"][:3] == [256, 256, 256]
-    assert lines[0]["trie_bytes_per_item"] > 0
-
-
-@pytest.mark.long
-def test_a_step_of_the_catalogue_benchmark_that_fails_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmark, "STEPS", ["load", "decode"])  # of codes that no step before has made
-    (failed,) = benchmark.run([100])
-    assert failed["variant"] == "load"
-    assert "sids" in failed["error"]

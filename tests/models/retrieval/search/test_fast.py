@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from test_trie import catalogues
 from torch import Tensor
 
+from benchmarks.decode import random_codes
 from models import registry
-from models.bench.decode import random_codes
 from models.retrieval import kernels
 from models.retrieval.data import PAD, Catalogue
 from models.retrieval.decoders.sid_mlp import SidMlpConfig

@@ -1,0 +1,62 @@
+"""Paired timings, one JSON line per variant and size.
+
+    python -m benchmarks decode [--histories TABLES]      users per second by model, path and size
+    python -m benchmarks search_encoder                   encoders of search models, by mode and length
+    python -m benchmarks actions                          models of actions, by mode and length
+    python -m benchmarks shares --histories TABLES        memory of training workers, and bytes they read
+    python -m benchmarks sequences                        events per second of the sequence step, beside polars
+    python -m benchmarks catalogue                        tokenizing, tries and decoding, up to 10 million items
+    python -m benchmarks serve                            requests end to end, with users' states and without
+    python -m benchmarks sweep --histories TABLES         what a sweep adds to the trainings in it
+    python -m benchmarks.gpu                              steps and searches as CUDA graphs, and without (options there)
+
+--json FILE also writes the lines to a file. Those of models need PyTorch alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+from benchmarks.harness import origin, write_rows
+from models.tables import UserError
+
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "decode": ("runs", "threads", "histories", "checkpoints", "sids"),
+    "search_encoder": ("runs", "threads"),
+    "actions": ("runs", "threads"),
+    "shares": ("runs", "histories"),
+    "sequences": ("runs", "sizes", "store_mb"),
+    "catalogue": ("sizes",),
+    "serve": ("runs", "threads"),
+    "sweep": ("runs", "threads", "histories"),
+}
+"""By benchmark, which is a module, the options that its function of the same name takes."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", choices=OPTIONS)
+    parser.add_argument("--json", type=argparse.FileType("w"), help="file for the JSON lines, which are printed too")
+    parser.add_argument("--runs", type=int, help="timings of each variant; of serve 20 requests each")
+    parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--histories", help="tables: decode takes their test histories, shares and sweep train on them")
+    parser.add_argument("--checkpoints", nargs="+", help="decode: trained models, on these tables")
+    parser.add_argument("--sids", help="decode: the semantic IDs that the checkpoints were trained with")
+    parser.add_argument("--sizes", nargs="+", type=int, help="sequences: events; catalogue: items")
+    parser.add_argument("--store_mb", type=int, help="sequences: MiB of Ray's object store")
+    given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
+    name, file = given.pop("name"), given.pop("json", None)
+    if others := given.keys() - OPTIONS[name]:
+        parser.error(f"{name} takes no --{min(others)}; it takes {', '.join(OPTIONS[name])}")
+    try:
+        write_rows(getattr(importlib.import_module(f"benchmarks.{name}"), name)(**given), file, origin())
+    except UserError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Paired timings of the models of actions, with PyTorch alone.
+
+    python -m benchmarks actions
+
+`train` is one step of the training loop on full sequences of `length` events: forward, backward, clipped AdamW.
+GenRank's are cut in the middle, as it learns from candidates only. `forward` scores `candidates` events after a
+context of `length`. Every row has the arithmetic of all attention of one forward pass, counted where it happens:
+`attention_flops`, two operations per product, of the positions that are read alone.
+
+Items, weights and what the users do are random: none of it changes the time.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from benchmarks.harness import Call, Row, device, device_name, in_fresh_process, paired, peaks
+from models import registry
+from models.actions.base import ActionsModel
+from models.actions.batch import ActionsCatalogue, Batch
+from models.fit import autocast, to_device
+from models.layers.causal_product import causal_product, prefix_product
+
+MODES = ("train", "forward")
+LENGTHS = (128, 512, 1024)
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{name: {"name": name} for name in ("interleaved", "attn_lfa", "attn_mvp")},
+    "attn_mvp_no_lfa": {"name": "attn_mvp", "late_fusion": False},
+    **{name: {"name": name} for name in ("attn_dhn", "lac", "genrank")},
+}
+"""The models of actions, and AttnMVP without late fusion."""
+
+ITEMS, TASKS, ACTIONS, FEATURES = 10_000, 12, 12, 24
+"""Of the catalogue; twelve tasks as in Sec. 3 of AttnMVP."""
+
+
+class AttentionCount(TorchFunctionMode):
+    """Counts the operations of scores and of weighted values in every attention that runs inside it."""
+
+    operations = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in (causal_product, prefix_product, nn.functional.scaled_dot_product_attention):
+            q, k = args[:2]
+            rows, heads, queries, width = q.shape
+            if function is prefix_product:
+                bound, group, own = (*args[3:], None)[:3]
+                mine = queries * ((group + 1) / 2 if group else own is not None)  # a group reads itself causally
+                pairs = int(bound.sum() + rows * mine)
+            elif function is causal_product:
+                pairs = rows * queries * (queries + 1) // 2
+            elif (mask := kwargs.get("attn_mask")) is not None:
+                pairs = int(mask.expand(rows, 1, queries, k.shape[2]).sum())
+            else:
+                pairs = rows * queries * k.shape[2]
+            self.operations += 4 * heads * pairs * width
+        return function(*args, **kwargs)
+
+
+def catalogue() -> ActionsCatalogue:
+    """Random items of two categories."""
+    names = {"actions": ACTIONS, "labels": TASKS, "features": FEATURES}
+    return ActionsCatalogue(
+        num_items=ITEMS,
+        **{kind: tuple(f"{kind}_{i}" for i in range(count)) for kind, count in names.items()},  # type: ignore[arg-type]
+        feature_mean=torch.zeros(FEATURES),
+        feature_std=torch.ones(FEATURES),
+        categories=torch.stack([torch.arange(ITEMS) % 1000, torch.arange(ITEMS) % 20], 1),
+    )
+
+
+def batch_of(rows: int, context: int, candidates: int) -> Batch:
+    """Sequences without padding; all candidates come after the context."""
+    length = context + candidates
+    whole: dict[str, Tensor] = {
+        "item": torch.randint(ITEMS, (rows, length)),
+        "time": torch.arange(length).clamp(max=context).repeat(rows, 1),
+        "label": torch.randint(2, (rows, length, TASKS)).float(),
+        "feature": torch.randn(rows, length, FEATURES),
+        "valid": torch.ones(rows, length, dtype=torch.bool),
+    }
+    batch = {name: value[:, :context] for name, value in whole.items()}
+    batch |= {f"candidate_{name}": value[:, context:] for name, value in whole.items()}
+    return batch | {"action": torch.randint(2, (rows, context, ACTIONS)).float(), "learn": batch["valid"]}
+
+
+def model_of(variant: str, params: Row) -> ActionsModel:
+    sizes = {"width": params["width"], "num_layers": params["layers"], "num_heads": params["heads"]}
+    config = registry.config_from_dict({**VARIANTS[variant], "ffn": 4 * params["width"], "dropout": 0.0, **sizes})
+    model: Any = registry.build(config, catalogue())
+    return model
+
+
+def make(variant: str, params: Row) -> Call:
+    """One training step or one scoring of `batch` users."""
+    torch.set_num_threads(params["threads"])
+    torch.manual_seed(params["seed"])
+    model = model_of(variant, params).to(device())
+    rows, length = params["batch"], params["length"]
+    if params["mode"] == "train":
+        cut = 0 if model.history_targets else length // 2
+        batch = to_device(batch_of(rows, length - cut, cut), device())
+    else:
+        batch = to_device(batch_of(rows, length, params["candidates"]), device())
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+
+    def forward(run: int) -> None:
+        with torch.no_grad(), autocast("auto", device()):
+            model.score(batch)
+
+    def train(run: int) -> None:
+        with autocast("auto", device()):
+            loss = model(batch)["loss"]
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    call = train if params["mode"] == "train" else forward
+    model.train(params["mode"] == "train")
+    call(0)
+    return call
+
+
+def attention_of(call: Call) -> int:
+    """Operations of all attention in one forward pass."""
+    with AttentionCount() as count:
+        call(0)
+    return count.operations
+
+
+def actions(
+    runs: int = 5, threads: int = 2, events: int = 4096, candidates: int = 32, width: int = 128, layers: int = 12,
+    heads: int = 4, seed: int = 0, modes: Iterable[str] = MODES, lengths: Iterable[int] = LENGTHS,
+    variants: Iterable[str] = VARIANTS,
+) -> Iterator[Row]:  # fmt: skip
+    """Users per second of every variant, mode by mode and length by length; `events` / length users at once."""
+    variants = list(variants)
+    for mode, length in itertools.product(modes, lengths):
+        params: Row = {
+            "mode": mode, "length": length, "batch": max(1, events // length), "width": width, "layers": layers,
+            "heads": heads, "candidates": candidates, "threads": threads, "seed": seed, "runs": runs,
+            "device": device_name(),
+        }  # fmt: skip
+        small = params | {"length": 2, "candidates": 1}
+        memory = {v: in_fresh_process(peaks, make, (v, small), v, [params])[0] for v in variants}
+        calls = {variant: make(variant, params) for variant in variants}
+        operations = {variant: attention_of(call) for variant, call in calls.items()}
+        for row in paired("actions", calls, params, params["batch"], memory):
+            yield row | {"attention_flops": operations[row["variant"]]}

@@ -1,0 +1,285 @@
+"""Users per second, latency and peak memory of every way to decode semantic IDs here, on one catalogue.
+
+    python -m benchmarks decode
+
+Variants, slowest first: TIGER by `transformers` generate without and with its cache; TIGER verifying AtSpeed's drafts,
+of which random weights accept hardly any, their slowest case; TIGER by our decoder; Mamba2; Gated DeltaNet; one decoder
+layer; EARN; NEZHA within the trie and with the published hash set after the search; SID-MLP and SID-MLP++ with every
+history padded to the maximum, as published; and both by the fast path. TRIELINE_KERNELS chooses the kernels of all.
+LC-Rec, NEZHA and SID-MLP on it have a small language model of their own, so they compare with each other.
+
+Weights are random, as what most searches do depends on the shape of the catalogue and not on what was learned; or
+`checkpoints` gives trained models, which are timed on the histories and codes of their own tables, with the variants
+that are of these models. All variants of a size are timed in turn in one run; batches hold users of like history
+length, as in evaluation, and those of the runs are spread evenly over the lengths, so the median run is that of the
+median user. The encoder of each variant is timed alone in the same run (`encode_s`); `decode_s` is the rest, such as
+the paper's 16.25 times are about.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness import Call, Row, device, device_name, in_fresh_process, paired, peaks
+from models import checkpoint, registry
+from models.matmul import use_exact_onednn
+from models.retrieval import kernels
+from models.retrieval.data import PAD, Catalogue, Examples
+from models.retrieval.teacher import locate
+from models.retrieval.tiger import TigerConfig
+from models.tables import UserError, join
+
+Batch = dict[str, Tensor]
+
+VARIANTS = (
+    "hf_nocache", "hf", "atspeed_r", "atspeed_s", "tiger_shared_kv", "mamba2", "gdn", "one_layer", "earn", "nezha",
+    "nezha_hash", "sid_mlp_plain", "sid_mlp_fast", "sid_mlp_pp_plain", "sid_mlp_pp_fast", "lc_rec", "lc_rec_nezha",
+    "lc_rec_sid_mlp",
+)  # fmt: skip
+"""All variants, slowest first, those of LC-Rec by themselves."""
+
+SLOW = ("hf_nocache", "hf", "atspeed_r", "atspeed_s", "tiger_shared_kv")
+"""Timed at one size only."""
+
+BATCHES, BEAMS = (1, 32, 256), (10, 20, 50)
+"""Sizes of the others."""
+
+SLOW_SIZE = (32, 50)
+"""Batch and beam of the slow ones."""
+
+MEAN_BRANCHING = (256, 38, 2.2, 1.2)
+"""Children per node of the Instruments catalogue (Table 7 of the SID-MLP paper)."""
+
+TOP_K = 10
+USERS = 1024
+"""Histories that batches are cut from."""
+
+
+def random_codes(items: int, generator: torch.Generator) -> Tensor:
+    """(items, 4) distinct codes of uneven branching whose means follow `MEAN_BRANCHING`."""
+    first, second, third, fourth = MEAN_BRANCHING
+    scale = max(1.0, items / (first * second * third * fourth))
+    # second codes: the highest of uneven random weights, so that some first codes have many and some few
+    weight = torch.randn(256, 1, generator=generator) * 0.5 + torch.randn(256, 256, generator=generator)
+    prefix = weight.flatten().topk(min(256 * 256, round(first * second * scale))).indices
+    children = 1 + torch.poisson(torch.full((len(prefix),), third - 1 + 0.15), generator).long()
+    prefix = prefix.repeat_interleave(children)
+    prefix = (prefix * 256 + torch.randint(0, 256, prefix.shape, generator=generator)).unique()
+    conflicts = 1 + torch.poisson(torch.full((len(prefix),), fourth - 1 + 0.05), generator).long()
+    last = torch.cat([torch.arange(int(n)) for n in conflicts.tolist()])
+    prefix = prefix.repeat_interleave(conflicts)
+    if len(prefix) < items:
+        raise UserError(f"{items} items are more than the {len(prefix)} that codes can be made for; ask for fewer")
+    kept = torch.randperm(len(prefix), generator=generator)[:items]
+    return torch.stack([prefix // 65536, prefix // 256 % 256, prefix % 256, last], 1)[kept]
+
+
+def random_histories(users: int, items: int, generator: torch.Generator) -> list[list[int]]:
+    """Histories of 3 to 20 random items, 9 in the mean, shortest first."""
+    extra = torch.empty(users).geometric_(1 / 8, generator=generator).long() - 1
+    lengths = (3 + extra).clamp(max=20).sort().values
+    return [torch.randint(0, items, (n,), generator=generator).tolist() for n in lengths.tolist()]
+
+
+def real_histories(users: int, tables: str, longest: int) -> list[list[int]]:
+    """The latest `longest` items of test requests of the folder `tables` of jobs.prepare, shortest first; `users` of
+    them, evenly over the lengths, or all where there are fewer."""
+    examples = Examples.load(join(tables, "sequences"), "test", max_history=longest)
+    if len(examples) == 0:
+        raise UserError(f"{tables} has no test requests to take histories from; give other tables")
+    order = np.argsort(examples.lengths, kind="stable")
+    rows = order[np.linspace(0, len(order) - 1, min(users, len(order))).round().astype(np.int64)]
+    return [examples.collate(row[None])["history"][0].tolist() for row in rows]
+
+
+def model_of(variant: str) -> str:
+    """The model that the variant is of."""
+    names = ("lc_rec_nezha", "lc_rec_sid_mlp", "lc_rec", "mamba2", "gdn", "one_layer", "earn", "nezha", "atspeed_r",
+             "atspeed_s", "sid_mlp_pp", "sid_mlp")  # fmt: skip
+    return next((name for name in names if variant.startswith(name)), "tiger")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where models and histories are from."""
+
+    items: int
+    """Items of the random catalogue."""
+    seed: int
+    """Of codes, weights and histories."""
+    histories: str | None = None
+    """Tables of jobs.prepare, or None for random ones."""
+    sids: str | None = None
+    """The semantic IDs of the checkpoints."""
+    checkpoints: tuple[tuple[str, str], ...] = ()
+    """(model, checkpoint) of trained models, or none for random weights."""
+
+
+@lru_cache(maxsize=1)
+def histories_of(source: Source) -> list[list[int]]:
+    """Those that batches are cut from, shortest first."""
+    if source.histories:
+        return real_histories(USERS, source.histories, TigerConfig().max_history)
+    return random_histories(USERS, source.items, torch.Generator().manual_seed(source.seed))
+
+
+@lru_cache(maxsize=1)
+def catalogue_of(source: Source) -> Catalogue:
+    """That of the checkpoints, or a random one that has all items of the histories."""
+    if source.checkpoints:
+        return Catalogue.load(str(source.histories), source.sids)
+    items = max(source.items, 1 + max(map(max, histories_of(source))))
+    codes = random_codes(items, torch.Generator().manual_seed(source.seed))
+    return Catalogue.from_codes(codes, (256, 256, 256, 256))
+
+
+@cache
+def made_model(source: Source, name: str) -> nn.Module:
+    """One model for all variants of it, trained or with random weights."""
+    torch.manual_seed(source.seed)
+    if source.checkpoints:
+        model: Any = registry.load(dict(source.checkpoints)[name], catalogue_of(source), name)[0]
+    else:
+        model = registry.build(registry.config_from_dict({"name": name}), catalogue_of(source)).eval()
+    return model.to(device())
+
+
+def model_for(source: Source, variant: str) -> Any:
+    return made_model(source, model_of(variant))
+
+
+def set_padding(variant: str, model: Any) -> None:
+    """SID-MLP++ as published computes the places of padding too."""
+    if variant.startswith("sid_mlp_pp"):
+        model.backbone.pack = variant != "sid_mlp_pp_plain"
+
+
+def encoder(variant: str, model: Any) -> tuple[str, Callable[[Batch], Any]]:
+    """What a call of the variant begins with, by a name that variants with the same one share."""
+    if variant in ("hf", "hf_nocache"):
+        return "encoder/transformers", lambda batch: model.by_transformers().encoder(*model.with_mask(batch))
+    if variant.endswith("plain"):
+        return f"encoder/{model_of(variant)}_plain", model.encode
+    if variant in ("lc_rec", "lc_rec_sid_mlp"):
+        return "encoder/lc_rec", model.backbone.infer
+    own = model_of(variant) in ("earn", "nezha", "sid_mlp_pp", "lc_rec_nezha")
+    return f"encoder/{model_of(variant) if own else 'tiger'}", model.backbone.infer
+
+
+def caller(variant: str, model: Any, beam: int) -> Callable[[Batch], Any]:
+    """What is timed: recommending to a batch."""
+    options: dict[str, Any] = {"beam": beam}
+    if variant in SLOW and not variant.startswith("atspeed"):  # which has one way to search
+        options["decoder"] = "shared_kv" if variant == "tiger_shared_kv" else variant
+    elif variant.startswith("nezha"):
+        options["constrained"] = variant != "nezha_hash"
+    elif variant.startswith("sid_mlp"):
+        options["path"] = "plain" if variant.endswith("plain") else "fast"
+
+    def call(batch: Batch) -> Any:
+        set_padding(variant, model)
+        return model.recommend(batch, TOP_K, **options)
+
+    return call
+
+
+def batches_of(source: Source, variant: str, size: int, runs: int) -> list[Batch]:
+    """A batch per run, shortest histories first, padded to its own longest; a plain variant's to the longest of all."""
+    histories = histories_of(source)
+    if size > len(histories):
+        raise UserError(f"batch {size} exceeds the {len(histories)} histories; give tables of more users")
+    batches = []
+    for run in range(runs):
+        begin = max(0, round((run + 0.5) / runs * (len(histories) - size)))
+        rows = histories[begin : begin + size]
+        columns = TigerConfig().max_history if variant.endswith("plain") else max(map(len, rows))
+        batch = {
+            "history": torch.tensor([row + [PAD] * (columns - len(row)) for row in rows]),
+            "history_length": torch.tensor([len(row) for row in rows]),
+            "user": torch.arange(len(rows)),
+        }
+        batches.append({name: value.to(device()) for name, value in batch.items()})
+    return batches
+
+
+def make(variant: str, params: Row) -> Call:
+    """What a run of the variant does, once a first call has built what it builds."""
+    torch.set_num_threads(params["threads"])
+    use_exact_onednn()  # for all variants
+    source, runs = params["source"], params["runs"]
+    call = caller(variant, model_for(source, variant), params["beam"])
+    given = batches_of(source, variant, params["batch"], runs)
+    call(batches_of(source, variant, 1, runs)[0])
+    return lambda run: call(given[run])
+
+
+def make_encoder(variant: str, params: Row) -> tuple[str, Call]:
+    """As `encoder`, on the batches of the runs."""
+    model = model_for(params["source"], variant)
+    name, encode = encoder(variant, model)
+    given = batches_of(params["source"], variant, params["batch"], params["runs"])
+
+    @torch.no_grad()
+    def call(run: int) -> Any:
+        set_padding(variant, model)
+        return encode(given[run])
+
+    return name, call
+
+
+def decode(
+    runs: int = 5, threads: int = 2, items: int = 25_000, seed: int = 0, variants: Iterable[str] = VARIANTS,
+    batches: Iterable[int] = BATCHES, beams: Iterable[int] = BEAMS, slow: tuple[int, int] = SLOW_SIZE,
+    histories: str | None = None, checkpoints: Iterable[str] = (), sids: str | None = None,
+) -> Iterator[Row]:  # fmt: skip
+    """One row per variant and size (batch, beam), each size timed in one interleaved run; `SLOW` variants at the size
+    `slow` alone. `histories` are tables of jobs.prepare, or None for random ones; `checkpoints` are trained on them and
+    on `sids`, or empty for random weights."""
+    trained = find_checkpoints(checkpoints)
+    if trained and not (histories and sids):
+        raise UserError("--checkpoints are timed on their own tables; give --histories TABLES and --sids SIDS")
+    source = Source(items, seed, histories, sids, tuple(trained.items()))
+    variants = [variant for variant in variants if not trained or model_of(variant) in trained]
+    sizes = [(batch, beam) for batch in sorted(batches) for beam in sorted(beams)]
+    timed = {v: [slow] if v in SLOW else sizes for v in variants}
+    shared: Row = {"threads": threads, "runs": runs, "source": source}
+    memory: dict[tuple[str, tuple[int, int]], float] = {}
+    for variant, own in timed.items():
+        # so that the tables of a fast path count as its memory
+        first = variant.replace("_fast", "_plain"), {"batch": 1, "beam": 2, **shared}
+        settings = [{"batch": batch, "beam": beam, **shared} for batch, beam in own]
+        found = in_fresh_process(peaks, make, first, variant, settings)
+        memory |= {(variant, size): peak for size, peak in zip(own, found, strict=True)}
+    told: Row = {"items": items, "threads": threads, "seed": seed, "runs": runs, "histories": histories}
+    told |= {"checkpoints": trained, "sids": sids, "k": TOP_K, "device": device_name()}
+    told["kernels"] = told["device"] == "cpu" and kernels.library() is not None  # built here, if they are not yet
+    told["mean_history"] = round(statistics.mean(map(len, histories_of(source))), 2)
+    for size in dict.fromkeys(size for own in timed.values() for size in own):
+        here = [variant for variant, own in timed.items() if size in own]
+        params = {"batch": size[0], "beam": size[1], **shared}
+        calls = {variant: make(variant, params) for variant in here}
+        parts = {variant: make_encoder(variant, params) for variant in here}
+        params = {"batch": size[0], "beam": size[1], **told}
+        yield from paired("decode", calls, params, size[0], {v: memory[v, size] for v in here}, parts)
+
+
+def find_checkpoints(given: Iterable[str]) -> dict[str, str]:
+    """The model's name of each checkpoint, or finished run; UserError for two of one model, or what nobody times."""
+    found: dict[str, str] = {}
+    for place in given:
+        uri = locate(place, "checkpoint")
+        name = checkpoint.read(uri).model["name"]
+        if name in found:
+            raise UserError(f"{uri} and {found[name]} are both of the model '{name}'; give one of them")
+        if name not in map(model_of, VARIANTS):
+            raise UserError(f"{uri} is of the model '{name}', which has no variant; leave it out")
+        found[name] = uri
+    return found

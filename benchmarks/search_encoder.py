@@ -1,0 +1,114 @@
+"""Paired timings of the encoders of search models, with PyTorch alone.
+
+    python -m benchmarks search_encoder
+
+Variants, one row per mode and length: `linear_hstu`; `hstu`, without its relative bias, which favours it; and
+`projections`, the same four products of every layer and nothing else, which is the floor of both (HSTU's fifth
+product, of its output, is not in it). `append` adds one behaviour to the cached states of 1, 4 and 32 users that are
+served together, beside `linear_hstu`, which encodes their 1,000 anew. How much cheaper it is depends on how many
+share a pass: of one user alone nearly all of the time goes into reading the weights, 50 MB. Weights are random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness import Call, Row, device, device_name, in_fresh_process, paired, peaks
+from models.fit import autocast
+from models.matmul import use_exact_onednn
+from models.search.encoders import HSTULayer, LinearHSTU
+
+MODES = ("forward", "train")
+LENGTHS = (100, 300, 1000, 4000, 16000)
+VARIANTS = ("hstu", "linear_hstu", "projections", "append")
+
+APPEND_USERS, APPEND_LENGTH = (1, 4, 32), 1000
+"""Users whose states `append` goes on from, and the behaviours that each would have to be encoded anew."""
+
+MOST_ATTENTION_MB = 6000
+"""`hstu` is left out where it would hold more than this of attention matrices."""
+
+
+class Projections(nn.Module):
+    """The products of every layer alone: D to 4 D, of which the first quarter goes on."""
+
+    def __init__(self, width: int, num_layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, 4 * width, bias=False) for _ in range(num_layers))
+
+    def forward(self, h: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = layer(h).chunk(4, -1)[0]
+        return h
+
+
+def encoder_of(variant: str, params: Row) -> nn.Module:
+    width, layers = params["width"], params["layers"]
+    if variant == "projections":
+        return Projections(width, layers)
+    if variant == "hstu":
+        return nn.Sequential(*(HSTULayer(width, params["heads"], params["length"]) for _ in range(layers)))
+    return LinearHSTU(width, layers)
+
+
+def make(variant: str, params: Row) -> Call:
+    """One pass (or one pass and its gradients) over random tokens of `batch` users."""
+    torch.set_num_threads(params["threads"])
+    use_exact_onednn()  # for all variants
+    torch.manual_seed(params["seed"])
+    encoder = encoder_of(variant, params).to(device())
+    tokens = torch.randn(params["batch"], params["length"], params["width"], device=device())
+    states = torch.randn(params["layers"], params["batch"], params["width"], device=device())
+
+    def forward(run: int) -> None:
+        with torch.no_grad(), autocast("auto", device()):
+            encoder(tokens)
+
+    def append(run: int) -> None:
+        with torch.no_grad(), autocast("auto", device()):
+            encoder.step(tokens[:, 0], states)  # type: ignore[operator]
+
+    def train(run: int) -> None:
+        with autocast("auto", device()):
+            loss = encoder(tokens).float().mean()
+        loss.backward()
+        encoder.zero_grad()
+
+    call = append if variant == "append" else train if params["mode"] == "train" else forward
+    call(0)
+    return call
+
+
+def fits(variant: str, params: Row) -> bool:
+    """Whether the variant is one of this mode and length."""
+    if variant == "append" or params["mode"] == "append":
+        return params["mode"] == "append" and variant in ("linear_hstu", "append")
+    if variant != "hstu":
+        return True
+    kept = params["layers"] if params["mode"] == "train" else 1  # layers whose matrices are held at once
+    matrices = 3 * kept * params["heads"] * params["batch"]  # scores, SiLU and its causal part
+    return matrices * params["length"] ** 2 * 4 / 2**20 <= MOST_ATTENTION_MB
+
+
+def search_encoder(
+    runs: int = 5, threads: int = 2, batch: int = 1, width: int = 512, layers: int = 12, heads: int = 8, seed: int = 0,
+    modes: Iterable[str] = MODES, lengths: Iterable[int] = LENGTHS, variants: Iterable[str] = VARIANTS,
+) -> Iterator[Row]:  # fmt: skip
+    """Users per second of every variant, mode by mode and length by length; last, of appending."""
+    variants = list(variants)
+    settings = [(mode, length, batch) for mode in modes for length in lengths]
+    if "append" in variants:
+        settings += [("append", APPEND_LENGTH, users) for users in APPEND_USERS]
+    for mode, length, users in settings:
+        params: Row = {
+            "mode": mode, "length": length, "batch": users, "width": width, "layers": layers, "heads": heads,
+            "threads": threads, "seed": seed, "runs": runs, "device": device_name(),
+        }  # fmt: skip
+        chosen = [variant for variant in variants if fits(variant, params)]
+        small = params | {"length": 2}
+        memory = {v: in_fresh_process(peaks, make, (v, small), v, [params])[0] for v in chosen}
+        calls = {variant: make(variant, params) for variant in chosen}
+        yield from paired("search_encoder", calls, params, users, memory)

@@ -1,0 +1,96 @@
+"""Lines of a benchmark as tables: one for each size and setting, its variants side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from pipelines.comparison.rows import Row, Run
+from pipelines.comparison.table import Table
+
+REFERENCES = ("hf", "tiger_shared_kv")
+"""Variants that the others are told to be so many times as fast as, where they are there."""
+
+NOT_TOLD = ("name", "seed", "k", "kernels", "mean_history", "histories", "sids", "checkpoints")
+"""Params that are in no title."""
+
+
+def rows_of_lines(lines: Sequence[dict[str, Any]]) -> list[Row]:
+    """The lines as rows of a comparison, those of one variant and setting together: the mean counts."""
+    rows: dict[tuple[Any, ...], Row] = {}
+    for place, line in enumerate(lines):
+        name, params = (
+            f"{line['benchmark']}/{line['variant']}",
+            {f"model.{k}": str(v) for k, v in line["params"].items()},
+        )
+        experiment = f"benchmark/{line['benchmark']}"
+        row = rows.setdefault((name, *params.items()), Row(name, "", experiment=experiment, params=params))
+        figures = {key: float(value) for key, value in line.items() if isinstance(value, int | float)}
+        row.runs.append(Run(str(place), line["variant"], "", True, "", "", figures))
+    return list(rows.values())
+
+
+def benchmark_tables(rows: Sequence[Row]) -> list[Table]:
+    """Of each setting its variants, slowest first: time, results per second, encoder and decoding apart, memory."""
+    groups: dict[tuple[tuple[str, str], ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(settings(row), []).append(row)
+    return [table(dict(key), group) for key, group in sorted(groups.items(), key=lambda item: order(dict(item[0])))]
+
+
+def settings(row: Row) -> tuple[tuple[str, str], ...]:
+    """The row's params but for the variant."""
+    return tuple(sorted((k.removeprefix("model."), v) for k, v in row.params.items()))
+
+
+def order(params: dict[str, str]) -> tuple[object, ...]:
+    """Trained models first, then by size."""
+    sizes = [int(value) if (value := params.get(name, "")).isdigit() else 0 for name in ("batch", "beam")]
+    return (params.get("checkpoints") in ("{}", None), *sizes, sorted(params.items()))
+
+
+def table(params: dict[str, str], rows: list[Row]) -> Table:
+    """One setting's."""
+    rows = sorted(rows, key=lambda row: -row.mean("median_s"))
+    variants = {row.model.split("/", 1)[1]: row for row in rows}
+    apart = any(not math.isnan(row.mean("decode_s")) for row in rows)
+    references = [name for name in REFERENCES if name in variants]
+    ranked = any(not math.isnan(row.mean("p99_s")) for row in rows)
+    header = ["variant", "ms", "min to max", *(["p99, ms"] if ranked else []), "per s"]
+    weighed = any(not math.isnan(row.mean("peak_memory_mb")) for row in rows)
+    header += [*(["encoder, ms", "decoding, ms"] if apart else []), *(["peak MB"] if weighed else [])]
+    header += [f"x {name}" for name in references]
+    header += [f"decoding alone, x {name}" for name in references] if apart else []
+    cells = []
+    for name, row in variants.items():
+        line = [name, ms(row, "median_s"), f"{ms(row, 'min_s')} to {ms(row, 'max_s')}"]
+        line += [ms(row, "p99_s")] if ranked else []
+        line.append(number(row.mean("items_per_s")))
+        line += [ms(row, "encode_s"), ms(row, "decode_s")] if apart else []
+        line += [number(row.mean("peak_memory_mb"))] if weighed else []
+        for part in ("median_s", "decode_s") if apart else ("median_s",):
+            line += [times(variants[other].mean(part), row.mean(part)) for other in references]
+        cells.append(line)
+    trained = params.get("checkpoints", "{}") != "{}"
+    left_out = (*NOT_TOLD, "items") if trained else NOT_TOLD  # a trained model has the catalogue of its tables
+    told = ", ".join(f"{name} {value}" for name, value in params.items() if name not in left_out and value != "None")
+    notes = [f"medians of {number(rows[0].mean('runs'))} interleaved runs."]
+    if "mean_history" in params:
+        given = "trained models, histories of test requests" if trained else "random weights and histories"
+        notes[0] += f" {given}, {params['mean_history']} items in the mean."
+    return Table(f"{rows[0].model.split('/')[0]}: {told}", header, cells, notes, words=1)
+
+
+def ms(row: Row, name: str) -> str:
+    value = 1000 * row.mean(name)
+    return "-" if math.isnan(value) else f"{value:,.1f}"
+
+
+def number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:,.0f}"
+
+
+def times(reference: float, value: float) -> str:
+    """How many times as fast as the reference."""
+    return "-" if math.isnan(reference / value) else f"{reference / value:,.2f}"

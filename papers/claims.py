@@ -1,0 +1,313 @@
+"""The papers' claims, decided by kept runs alone: each holds, does not hold, or is not yet measured.
+
+    python -m papers.claims [--results FILE_OR_FOLDER]
+
+A claim is a rule of `claims.yaml`: one system against another by a metric, a setting's effect, or a metric's range. It
+is decided on every dataset (and trie) where its systems were evaluated. Direction and size both have to hold; what
+counts as the size is the printed range, from half to double.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+
+from benchmarks.tables import rows_of_lines
+from jobs import cli
+from models.tables import UserError
+from papers import kept
+from papers.noninferiority import non_inferiority
+from papers.published import CLAIMS, Pair, Papers, System, check_names, check_there, load, pairs, value_of
+from pipelines.comparison.over_users import intervals, same_users
+from pipelines.comparison.plots import controlled, number
+from pipelines.comparison.rows import Row, lower_is_better, ratio, rows_of
+from pipelines.comparison.table import Table, percent
+
+HOLDS, FAILS, OPEN = "holds", "does not hold", "not yet measured"
+
+PAIRED = ("higher", "lower", "same", "no_worse", "no_lower", "non_inferior")
+"""What may be expected of left against right."""
+
+OF_PARAM = ("best_in", "falls", "flat")
+"""What may be expected of a setting."""
+
+SEEDS = 3
+"""Pairs of runs that a test of non-inferiority takes, as in the paper (Table 12 of SID-MLP): two decide little."""
+
+FACTOR = 2.0
+"""A size holds within the printed range, this many times smaller at its lower end and larger at its upper."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A rule; the head of claims.yaml says what its fields mean."""
+
+    id: str
+    """Short name."""
+    source: str
+    """Paper and table."""
+    says: str
+    """The claim in words."""
+    metric: str
+    """What decides it."""
+    left: str | None = None
+    """System that is claimed of."""
+    right: str | None = None
+    """System that it is compared with."""
+    system: str | None = None
+    """System of a rule about a setting or a range."""
+    match: str = "settings"
+    """`teacher`: right is the teacher of left; settings: all else is equal."""
+    as_: str = "change"
+    """change, points or times."""
+    expect: str = "higher"
+    """One of PAIRED or OF_PARAM."""
+    within: float = 0.01
+    """Share that same, no_worse, no_lower and flat leave room for."""
+    paper: tuple[float, float] | None = None
+    """The printed sizes, from and to."""
+    size: str = "printed"
+    """any: only the direction is claimed."""
+    param: str | None = None
+    """Setting whose effect is claimed."""
+    values: tuple[float, ...] = ()
+    """Where the best value of the setting is claimed to be."""
+    range: tuple[float, float] | None = None
+    """Where the metric is claimed to lie."""
+
+    def __post_init__(self) -> None:
+        rules = {"left and right": bool(self.left and self.right), "param": bool(self.param), "range": bool(self.range)}
+        if sum(rules.values()) != 1 or (bool(self.system) == bool(self.left)):
+            raise UserError(f"claim {self.id}: give left and right, or a system with a param or a range")
+        known = PAIRED if self.left else OF_PARAM if self.param else ("higher",)
+        check_names([self.expect], known, f"claim {self.id}, expect")
+        check_names([self.as_], ("change", "points", "times"), f"claim {self.id}, as")
+        check_names([self.match], ("settings", "teacher"), f"claim {self.id}, match")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A claim on one dataset."""
+
+    claim: Claim
+    verdict: str
+    """HOLDS, FAILS or OPEN."""
+    where: str = ""
+    """Experiment, and the semantic IDs where there are several."""
+    ours: str = ""
+    """What was measured."""
+    paper: str = ""
+    """What is printed."""
+    why: str = ""
+    """Which part decided."""
+    rows: tuple[Row, ...] = field(default=(), repr=False)
+    """The rows that it rests on."""
+
+
+def read_claims(papers: Papers) -> list[Claim]:
+    """The rules; UserError for an impossible one."""
+    claims = []
+    for given in papers.claims:
+        content = {"as_" if key == "as" else key: value for key, value in given.items()}
+        check_names(content, [f.name for f in fields(Claim)], f"claim {given.get('id')}")
+        check_there(content, ("id", "source", "says", "metric"), f"claim {given.get('id')}")
+        for key in ("paper", "range", "values"):
+            if key in content:
+                content[key] = tuple(content[key])
+        claims.append(Claim(**content))
+    return claims
+
+
+def decide(claim: Claim, rows: Sequence[Row], papers: Papers) -> list[Verdict]:
+    """The claim on every dataset where it was measured, or once as not yet measured."""
+    ended = [row for row in rows if any(run.finished for run in row.runs)]
+    if claim.left and claim.right:
+        found = pairs(ended, papers.systems[claim.left], papers.systems[claim.right], claim.metric, claim.match)
+        verdicts = [judge_pair(claim, pair, papers) for pair in found]
+    elif claim.param:
+        verdicts = judge_param(claim, ended, papers.systems[str(claim.system)])
+    else:
+        verdicts = judge_range(claim, ended, papers.systems[str(claim.system)])
+    return verdicts or [Verdict(claim, OPEN, paper=printed(claim, paper_range(claim, papers)))]
+
+
+def size_of(claim: Claim, left: float, right: float) -> float:
+    """The claimed quantity of two figures."""
+    if claim.as_ == "points":
+        return left - right
+    return ratio(left, right) - (claim.as_ == "change")
+
+
+def paper_range(claim: Claim, papers: Papers) -> tuple[float, float] | None:
+    """The printed sizes: the claim's own, else those of the published tables."""
+    if claim.paper or not (claim.left and claim.right):
+        return claim.paper or claim.range
+    sizes = []
+    for published in papers.published:
+        for dataset in published.datasets:
+            change = published.change(dataset, claim.left, claim.metric, claim.right)
+            left, right = (published.value(dataset, name, claim.metric) for name in (claim.left, claim.right))
+            if change is not None and left is not None and right is not None:
+                sizes.append(change if claim.as_ == "change" else size_of(claim, left, right))
+    return (min(sizes), max(sizes)) if sizes else None
+
+
+def judge_pair(claim: Claim, pair: Pair, papers: Papers) -> Verdict:
+    """Left against right: the mean of the claimed quantity over the pairs of runs, and where a metric of every user is
+    kept, the interval of the bootstrap over users."""
+    left, values, rows = pair.left, pair.values(claim.metric), (pair.left, pair.right)
+    size = statistics.fmean(size_of(claim, *both) for both in values)
+    theirs = paper_range(claim, papers)
+    if math.isnan(size):
+        return Verdict(
+            claim, OPEN, left.place, paper=printed(claim, theirs), why="nothing to be relative to", rows=rows
+        )
+    neutral = 1.0 if claim.as_ == "times" else 0.0
+    above, why = size - neutral, "direction"
+    if claim.expect == "non_inferior":
+        if len(values) < SEEDS:
+            return Verdict(claim, OPEN, left.place, show(claim, size), why=f"needs {SEEDS} seeds", rows=rows)
+        p = non_inferiority([ratio(*both) for both in values], 1.0).p  # of one teacher it is the paper's test
+        good, why = p < 0.05, f"p = {p:.3f}"
+    elif claim.expect in ("higher", "lower"):
+        good = above > 0 if claim.expect == "higher" else above < 0
+        if good and theirs and claim.size == "printed":
+            low, high = sorted(abs(end) for end in theirs)
+            good, why = low / FACTOR <= abs(size) <= high * FACTOR, "size"
+    else:
+        good = {
+            "same": abs(above) <= claim.within,
+            "no_worse": above >= -claim.within,
+            "no_lower": above >= -claim.within,
+        }[claim.expect]
+        why = f"within {percent(claim.within).lstrip('+')}"
+    if "/" not in left.model:
+        why += (
+            "; seeds " + " / ".join(str(len({run.seed for run in row.runs})) for row in rows) + interval_of(claim, pair)
+        )
+    return Verdict(claim, HOLDS if good else FAILS, left.place, show(claim, size), printed(claim, theirs), why, rows)
+
+
+def interval_of(claim: Claim, pair: Pair) -> str:
+    """`; 95% -2.1% to +1.0%`, by the bootstrap over users; empty where their metric is not kept."""
+    split, _, metric = claim.metric.partition("/")
+    options = (pair.left.options, pair.right.options)
+    if split != "test" or (same := same_users(pair.runs, options, metric)) is None:
+        return ""
+    (found,) = intervals(same.difference[None], same.counts)
+    low, high = (show(claim, size_of(claim, same.mean + end, same.mean)) for end in (found.low, found.high))
+    return f"; 95% {low} to {high}"
+
+
+def judge_param(claim: Claim, rows: Sequence[Row], system: System) -> list[Verdict]:
+    """What a setting does, all else equal, per experiment and trie: of the group with the most values."""
+    without = System(system.model, {name: value for name, value in system.params.items() if name != claim.param})
+    key = f"model.{claim.param}"
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for group in controlled([row for row in rows if without.matches(row)], key):
+        place_of = (group[0].experiment, group[0].params.get("table.trie", ""))
+        if len(group) > len(groups.get(place_of, [])):
+            groups[place_of] = group
+    return [judged for group in groups.values() if len(group) > 2 and (judged := judge_line(claim, group)) is not None]
+
+
+def judge_line(claim: Claim, group: Sequence[Row]) -> Verdict | None:
+    """Rows in order of one param; None where fewer than three have the metric."""
+    name = claim.metric
+    if "/" not in name or not name.startswith(("val/", "test/", "train/")):
+        name = next((f"{s}/{name}" for s in ("test", "val") if all(r.values(f"{s}/{name}") for r in group)), name)
+    line = [(number(value_of(row, str(claim.param))), row.mean(name)) for row in group if row.values(name)]
+    if len(line) < 3:
+        return None
+    figures = [figure for _, figure in line]
+    if claim.expect == "best_in":
+        best = (min if lower_is_better(name) else max)(line, key=lambda point: point[1])[0]
+        good, ours, paper = best in claim.values, f"best at {best:g}", " or ".join(f"{v:g}" for v in claim.values)
+    elif claim.expect == "falls":
+        good = all(later < earlier for earlier, later in pairwise(figures))
+        ours, paper = f"{figures[0]:.4g} to {figures[-1]:.4g}", "falls"
+    else:
+        spread = max(figures) / min(figures) - 1 if min(figures) > 0 else math.inf
+        good, ours, paper = spread <= claim.within, percent(spread), f"within {claim.within:.0%}"
+    values = ", ".join(f"{value:g}" for value, _ in line)
+    return Verdict(claim, HOLDS if good else FAILS, group[0].place, ours, paper, f"{name} at {values}", tuple(group))
+
+
+def judge_range(claim: Claim, rows: Sequence[Row], system: System) -> list[Verdict]:
+    """Whether a metric of a system lies in its range, per experiment and trie."""
+    low, high = claim.range or (-math.inf, math.inf)
+    found: dict[tuple[str, str], Verdict] = {}
+    for row in rows:
+        if system.matches(row) and row.values(claim.metric):
+            value = statistics.fmean(row.values(claim.metric))
+            verdict = HOLDS if low <= value <= high else FAILS
+            found[(row.experiment, row.params.get("table.trie", ""))] = Verdict(
+                claim, verdict, row.place, f"{value:.4g}", f"{low:g} to {high:g}", claim.metric, (row,)
+            )
+    return list(found.values())
+
+
+def show(claim: Claim, size: float) -> str:
+    """A size as it is claimed: 8.74x, -2.4%, +1.91 points."""
+    if claim.as_ == "times":
+        return f"{size:.3f}x" if size < 2 else f"{size:.3g}x"
+    return percent(size) if claim.as_ == "change" else f"{100 * size:+.2f} points"
+
+
+def printed(claim: Claim, sizes: tuple[float, float] | None) -> str:
+    """The printed sizes."""
+    if sizes is None or claim.expect == "non_inferior":
+        return ""
+    if claim.range:
+        return f"{sizes[0]:g} to {sizes[1]:g}"
+    low, high = (show(claim, size) for size in sizes)
+    return low if low == high else f"{low} to {high}"
+
+
+def verdicts_table(verdicts: Sequence[Verdict]) -> Table:
+    """All claims, in the order of the file, with a count of each verdict."""
+    cells = [
+        [v.verdict, v.claim.source, v.claim.says, v.where, v.ours, v.paper, v.why]
+        for v in verdicts
+    ]  # fmt: skip
+    counts = {verdict: sum(v.verdict == verdict for v in verdicts) for verdict in (HOLDS, FAILS, OPEN)}
+    notes = [
+        ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + ".",
+        f"A claim that one system is above or below another holds where its direction does and its size lies within "
+        f"the printed range, {FACTOR:g} times widened. The rules are in claims.yaml, the figures from kept runs alone.",
+        "ours: the mean over pairs of runs, each a student and its teacher, or two models of one seed. 95%: the "
+        "interval of a bootstrap over users.",
+    ]
+    header = ["verdict", "source", "claim", "measured on", "ours", "printed", "decided by"]
+    return Table("Claims of the papers", header, cells, notes, 7)
+
+
+def verdicts(rows: Sequence[Row], papers: Papers) -> list[Verdict]:
+    """Every claim, decided by rows that are of no simulated log."""
+    real = [row for row in rows if not row.simulated]
+    return [verdict for claim in read_claims(papers) for verdict in decide(claim, real, papers)]
+
+
+@dataclass
+class Config:
+    """Options."""
+
+    results: str = str(kept.RESULTS)
+    """File of kept runs, or folder of such files."""
+    claims: str = str(CLAIMS)
+    """File with systems, published figures and claims."""
+
+
+def run(config: Config) -> None:
+    """Prints the claims with their verdicts."""
+    papers = load(config.claims)
+    runs, timings = kept.read(config.results)
+    with kept.store(runs) as uri:
+        print(verdicts_table(verdicts([*rows_of(kept.select_all(uri)), *rows_of_lines(timings)], papers)).text())
+
+
+if __name__ == "__main__":
+    cli.main(run, Config)

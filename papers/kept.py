@@ -1,0 +1,194 @@
+"""Runs as a small file that is kept in the repository, and back as a store that a comparison reads.
+
+    python -m papers.kept --experiment retrieval/DATASET --tracking_uri STORE --output papers/results/NAME.jsonl
+
+A line is a run: its params, tags (command, hardware, commit, hashes of tables), last metrics, those that evaluations
+kept of every user, and the curves that plots show. Of paths only the last two parts are kept, and nothing of what the
+machine was doing beside. Read back they are an MLflow store in a temporary folder, so tables, plots and claims come
+about as from the store that the runs were made in. Lines of `python -m benchmarks` lie beside them as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import yaml
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param, RunTag
+from mlflow.exceptions import MlflowException
+
+from jobs import cli
+from models.tables import UserError
+from models.words import number_of
+from pipelines import tracking
+from pipelines.comparison.over_users import evaluated
+from pipelines.comparison.page import write
+from pipelines.comparison.runs import BEST, PARENT, Selection, is_sweep, search, select, trainings
+
+RESULTS = Path(__file__).with_name("results")
+"""The kept runs."""
+
+POINTS = 100
+"""Points of a curve that are kept, at most: every so-manieth and the last."""
+
+LEFT_OUT = ("system/",)
+"""Metrics that say what the machine did."""
+
+PLACE = re.compile(r"(?<![\w.~/-])(?:[a-z][a-z0-9+]*://|/)[^\s'\",\]}]+")
+"""An absolute path or a URI within a text."""
+
+KEPT = ("mlflow.parentRunId", tracking.COMMIT_TAG)
+"""Tags of MLflow's own that are kept; all of ours are."""
+
+GRID = "grid.yaml"
+"""The artifact of a sweep's run that holds its grid file."""
+
+Line = dict[str, Any]
+
+
+@dataclass
+class Config:
+    """Options."""
+
+    tracking_uri: str
+    """The MLflow store that the runs are in."""
+    output: str
+    """File to write (.jsonl), small enough to be kept in a repository."""
+    experiment: str
+    """MLflow experiment: family/dataset."""
+    sweep: str | None = None
+    """A sweep of it, by its name or the id of its run, in place of all runs."""
+
+
+def run(config: Config) -> None:
+    """Writes the runs of the experiment, or the sweep, with the sweeps that they are trials of, as JSON lines."""
+    selection = select(config.tracking_uri, [config.experiment], config.sweep)
+    chosen = {run.info.run_id for run in [*selection.runs, *selection.teachers]}
+    there = search(selection.client, list(selection.experiments))
+    sweeps = {run.data.tags.get(PARENT) for run in there if run.info.run_id in chosen} - {None}
+    whole = [run for run in there if run.info.run_id in chosen | sweeps or run.data.tags.get(PARENT) in sweeps]
+    lines = [line_of(selection, run) for run in whole]
+    lines.sort(key=lambda line: (line["experiment"], line["start_ms"], line["id"]))
+    write("".join(json.dumps(line, sort_keys=True) + "\n" for line in lines), config.output)
+    print(f"{number_of(len(lines), 'run')} written to {config.output}")
+
+
+def line_of(selection: Selection, run: Any) -> Line:
+    """What is kept of a run."""
+    metrics = {name: value for name, value in run.data.metrics.items() if not name.startswith(LEFT_OUT)}
+    curves = {"train/loss", f"val/{tracking.metric_name(run.data.params.get('fit.metric', ''))}"} & metrics.keys()
+    tags = {name: short(value) for name, value in run.data.tags.items() if name in KEPT or "mlflow." not in name}
+    line = {
+        "id": run.info.run_id, "name": run.info.run_name, "experiment": selection.experiments[run.info.experiment_id],
+        "status": run.info.status, "start_ms": run.info.start_time, "end_ms": run.info.end_time,
+        "params": {name: short(value) for name, value in run.data.params.items()}, "tags": tags, "metrics": metrics,
+        "curves": {name: curve(selection.client, run.info.run_id, name) for name in sorted(curves)},
+        "by_user": evaluated(selection.client, run.info.run_id),
+    }  # fmt: skip
+    if is_sweep(run):
+        line["grid"] = grid_text(run)
+    return line
+
+
+def curve(client: MlflowClient, run_id: str, name: str) -> list[list[float]]:
+    """[step, value] in the order of steps."""
+    points = sorted((point.step, float(f"{point.value:.5g}")) for point in client.get_metric_history(run_id, name))
+    stride = max(1, -(-len(points) // POINTS))
+    return [list(point) for place, point in enumerate(points) if place % stride == 0 or place == len(points) - 1]
+
+
+def short(value: str) -> str:
+    """Every absolute path or URI in the text by its last two parts."""
+    return PLACE.sub(lambda found: "/".join(found[0].rstrip("/").rsplit("/", 2)[-2:]), value)
+
+
+def grid_text(sweep: Any) -> str:
+    """The grid file of a sweep's run; nothing of one that ended before it kept it."""
+    try:
+        return str(mlflow.artifacts.load_text(f"{sweep.info.artifact_uri}/{GRID}"))
+    except (MlflowException, OSError):
+        return ""
+
+
+def published_points(selection: Selection) -> list[dict[str, Any]]:
+    """What the grid file of the selected sweep says is published; nothing of other selections."""
+    grid = yaml.safe_load(grid_text(selection.sweep)) if selection.sweep is not None else None
+    return (grid or {}).get("published") or []
+
+
+def read(path: str | Path) -> tuple[list[Line], list[Line]]:
+    """The runs, and the timings of benchmarks, in a file or in all `*.jsonl` of a folder; UserError for a file that
+    holds something else."""
+    files = sorted(Path(path).glob("*.jsonl")) if Path(path).is_dir() else [Path(path)]
+    runs: list[Line] = []
+    timings: list[Line] = []
+    for file in files:
+        try:
+            lines = [json.loads(text) for text in file.read_text().splitlines() if text.strip()]
+            for line in lines:
+                (timings if "benchmark" in line else runs).append(line)
+                if "benchmark" not in line and "curves" not in line:
+                    raise UserError(f"a line of {file} is neither a run nor a timing; write it with papers.kept")
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(f"cannot read {file} ({error}); write it with papers.kept") from error
+    if not runs and not timings:
+        raise UserError(f"{path} holds no runs; write a .jsonl file with papers.kept")
+    return runs, timings
+
+
+@contextmanager
+def store(lines: Sequence[Line]) -> Iterator[str]:
+    """The tracking URI of a store that holds the runs."""
+    with tempfile.TemporaryDirectory(prefix="trieline-results-") as folder:
+        uri = f"sqlite:///{folder}/mlflow.db"
+        client = tracking.connect(uri)
+        places = {
+            name: client.create_experiment(name, artifact_location=f"{folder}/artifacts")
+            for name in dict.fromkeys(line["experiment"] for line in lines)
+        }
+        made = {
+            line["id"]: client.create_run(places[line["experiment"]], line["start_ms"], run_name=line["name"])
+            for line in lines
+        }
+        ids = {before: run.info.run_id for before, run in made.items()}
+        for line in lines:
+            fill(client, ids[line["id"]], line, ids)
+        yield uri
+
+
+def fill(client: MlflowClient, run_id: str, line: Line, ids: dict[str, str]) -> None:
+    """Gives the run what its line says; tags that name a run name the new one."""
+    tags = {name: ids.get(value, value) if name in (PARENT, BEST) else value for name, value in line["tags"].items()}
+    params = [Param(name, value) for name, value in line["params"].items()]
+    last = {name: points[-1][0] for name, points in line["curves"].items()}
+    points = [(name, value, int(step)) for name, curve in line["curves"].items() for step, value in curve[:-1]]
+    points += [(name, value, int(last.get(name, 0))) for name, value in line["metrics"].items()]
+    metrics = [Metric(name, value, line["start_ms"], step) for name, value, step in points]
+    client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
+    for start in range(0, max(len(params), len(metrics)), tracking.BATCH):
+        part = slice(start, start + tracking.BATCH)
+        client.log_batch(run_id, metrics=metrics[part], params=params[part])
+    if line.get("grid"):
+        client.log_text(run_id, line["grid"], GRID)
+    for name, values in line.get("by_user", {}).items():
+        client.log_dict(run_id, {"by_user": values}, name)
+    client.set_terminated(run_id, line["status"], line["end_ms"])
+
+
+def select_all(uri: str) -> Selection:
+    """All trainings and trials of a store."""
+    client = tracking.connect(uri)
+    there = {str(e.experiment_id): e.name for e in client.search_experiments()}
+    return Selection(uri, "all runs", trainings(search(client, list(there))), there)
+
+
+if __name__ == "__main__":
+    cli.main(run, Config)

@@ -1,0 +1,48 @@
+"""A checkpoint, ready to look at: its model on a device, and the examples of a split that it would be evaluated on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from models import checkpoint, registry
+from models.setup import load_catalogue
+from models.tables import UserError, join
+from models.uri import absolute
+from pipelines.evaluation.ranking import device_of
+from pipelines.training.record import find_checkpoint
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What is looked at."""
+
+    uri: str
+    """Folder of the checkpoint."""
+    name: str
+    """Its model in the registry."""
+    model: Any
+    """The model, in evaluation mode."""
+    examples: Any
+    """Of the split, with as much history as the model reads."""
+    device: torch.device
+    """Where the model is."""
+
+
+def load(uri: str, tables: str, *, sids: str | None = None, text: str | None = None, split: str, device: str) -> Loaded:
+    """Loads the checkpoint, or the best one of a run; UserError for a split without requests."""
+    uri, tables, where = find_checkpoint(uri), absolute(tables), device_of(device)
+    about = checkpoint.read(uri)
+    entry = registry.find(about.name)
+    extra = entry.folder(sids=sids, text=text)
+    catalogue = load_catalogue(entry, about.name, tables, absolute(extra) if extra else None)
+    model: Any = registry.load(uri, catalogue)[0]
+    config = registry.config_from_dict(about.model)
+    examples = entry.family.examples.of_model(config).load(
+        join(tables, "sequences"), split, unit=entry.family.eval_unit, max_history=config.max_history
+    )  # fmt: skip
+    if len(examples) == 0:
+        raise UserError(f"the split '{split}' of {tables} has no request with a history; choose another --split")
+    return Loaded(uri, about.name, model.to(where).eval(), examples, where)

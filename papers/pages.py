@@ -1,0 +1,87 @@
+"""The pages of kept runs: of each experiment and sweep its tables and plots, beside what the papers print; benchmarks;
+and the papers' claims.
+
+    python -m papers.pages
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.tables import benchmark_tables, rows_of_lines
+from jobs import cli
+from papers import kept
+from papers.claims import verdicts, verdicts_table
+from papers.plots import beams, condition, tokenizers
+from papers.published import Papers, beside_the_papers, load, of_grid
+from papers.tables import origins_table, paper_tables
+from pipelines import tracking
+from pipelines.comparison.page import write
+from pipelines.comparison.plots import plots
+from pipelines.comparison.rows import compare, rows_of
+from pipelines.comparison.runs import Selection, select
+from pipelines.comparison.table import Table
+from pipelines.comparison.tables import tables
+
+ORIGIN = ("hardware", tracking.COMMIT_TAG, "command")
+"""Tags that say where a run is from."""
+
+
+@dataclass
+class Config:
+    """Options."""
+
+    results: str = str(kept.RESULTS)
+    """File of kept runs, or folder of such files."""
+    output: str = "docs/results"
+    """Folder for the pages and their plots."""
+
+
+def run(config: Config) -> None:
+    """Writes all pages."""
+    folder, papers = Path(config.output), load()
+    runs, timings = kept.read(config.results)
+    with kept.store(runs) as uri:
+        for name in sorted({line["experiment"] for line in runs}):
+            sweeps = [line["name"] for line in runs if line["experiment"] == name and "grid" in line]
+            for sweep in (None, *sweeps):
+                write_comparison(select(uri, [name], sweep), papers, folder)
+        found = verdicts([*rows_of(kept.select_all(uri)), *rows_of_lines(timings)], papers)
+    for name in sorted({line["benchmark"] for line in timings}):
+        own = [line for line in timings if line["benchmark"] == name]
+        origins = [(line["variant"], *(line.get(key, "") for key in ("hardware", "commit", "command"))) for line in own]
+        write_page(f"benchmark/{name}", [*benchmark_tables(rows_of_lines(own)), origins_table(origins)], [], folder)
+    write_page("Claims", [verdicts_table(found)], [], folder)
+    print(f"written to {folder}")
+
+
+def write_comparison(selection: Selection, papers: Papers, folder: Path) -> None:
+    """A page of an experiment or a sweep, with its plots as SVG beside it."""
+    comparison = compare(selection)
+    theirs = of_grid(kept.published_points(selection), comparison.rows[0].model)
+    origins = [(str(run.info.run_name), *(run.data.tags.get(tag, "") for tag in ORIGIN)) for run in selection.runs]
+    shown = [
+        *tables(comparison),
+        *paper_tables(comparison),
+        *(beside_the_papers(comparison, papers) or beside_the_papers(comparison, theirs)),
+        origins_table(origins),
+    ]
+    words = []
+    for plot in plots(comparison, (condition, tokenizers, beams)):
+        write(plot.alone(), str(folder / f"{plot.name}.svg"))
+        words.append(f"### {plot.title}\n\n![{plot.title}]({plot.name}.svg)\n\n{plot.caption}\n")
+    write_page(selection.title, shown, words, folder)
+
+
+def write_page(title: str, shown: Sequence[Table], words: Sequence[str], folder: Path) -> None:
+    """The tables, then the words, as Markdown in a file named by the title."""
+    content = "\n".join([*(table.markdown() for table in shown), *words])
+    name = re.sub(r"\W+", "-", title.lower())
+    write(f"# {title}\n\n{content}", str(folder / f"{name}.md"))
+
+
+if __name__ == "__main__":
+    cli.main(run, Config)

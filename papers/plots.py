@@ -1,0 +1,119 @@
+"""Figures of the papers: the query condition (Fig. 3 of QGS), tokenizers and beams (Fig. 3a and c of SID-MLP).
+
+    plots(compare(select(uri, ["retrieval/DATASET"])), (condition, tokenizers, beams))
+
+Each function gives (name, title, caption, figure) tuples, none where no runs have what it shows.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from pipelines.comparison.plots import Drawn, legible, thinned
+from pipelines.comparison.rows import Comparison, Row, lower_is_better, ratio
+from pipelines.figures import COLOURS, new_figure, say_axes
+
+CONDITION = "model.query_condition"
+LOSS = "train/infonce"
+"""Logged by the generative search models beside their whole loss: Eq. 5, without its weight."""
+
+LABELS = {"none": "item only", "query": "query-conditioned", "joint": "joint [SEP], which has seen the item"}
+
+
+def condition(comparison: Comparison) -> list[Drawn]:
+    """The curves of the first pair of rows that differ in the condition alone; a line per run."""
+    pair = pair_of(comparison.rows)
+    if not pair:
+        return []
+    figure, (axes,) = new_figure(1, width=6)
+    for place, row in enumerate(pair):
+        label: str | None = LABELS[row.params[CONDITION]]
+        for run in row.runs:
+            points = comparison.history(run, LOSS)
+            if len(points) > 1:
+                steps, values = zip(*thinned(points), strict=True)
+                axes.plot(steps, values, color=COLOURS[place], lw=1.2, alpha=0.85, label=label)
+                label = None  # one entry of the legend for all seeds
+    if not axes.lines:
+        return []
+    say_axes(axes, "optimizer step", "InfoNCE, training", legend=True)
+    caption = (
+        f"Loss of the next item ({LOSS}) of {pair[0].name} and {pair[1].name}, which differ in the condition alone; "
+        "one line per run (QGS, Figure 3)."
+    )
+    return [("condition", "With and without the query condition", caption, figure)]
+
+
+def pair_of(rows: list[Row]) -> list[Row]:
+    """Rows of one model, one per condition, that share all other settings and have logged the loss; or none."""
+    groups: dict[tuple, dict[str, Row]] = {}
+    for row in rows:
+        if CONDITION in row.params and not row.options and any(LOSS in run.metrics for run in row.runs):
+            others = sorted((key, value) for key, value in row.params.items() if key != CONDITION)
+            groups.setdefault((row.experiment, row.model, *others), {})[row.params[CONDITION]] = row
+    for found in groups.values():
+        if {"none", "query"} <= set(found):
+            return [found[name] for name in LABELS if name in found]
+    return []
+
+
+def tokenizers(comparison: Comparison) -> list[Drawn]:
+    """Teacher and student side by side for each folder of semantic IDs; none with fewer than two."""
+    name = f"test/{comparison.metric}"
+    pairs: dict[str, tuple[float, Row]] = {}
+    sign = 1 if lower_is_better(comparison.metric) else -1
+    for student in sorted(comparison.rows, key=lambda row: sign * row.mean(f"val/{comparison.metric}")):
+        teachers = [
+            run.metrics[name]
+            for row in comparison.rows
+            for run in row.runs
+            if not row.options and run.weights == student.runs[0].teacher and name in run.metrics
+        ]
+        folder = student.runs[0].sids
+        if (
+            student.runs[0].teacher
+            and not student.options
+            and teachers
+            and student.values(name)
+            and folder not in pairs
+        ):
+            pairs[folder] = (teachers[0], student)
+    if len(pairs) < 2:
+        return []
+    figure, (axes,) = new_figure(1)
+    for place, (teacher, student) in enumerate(pairs.values()):
+        value, deviation = student.mean(name), student.deviation(name)
+        axes.bar(place - 0.2, teacher, 0.38, color=COLOURS[6], label=None if place else "teacher")
+        error = None if math.isnan(deviation) else deviation
+        axes.bar(place + 0.2, value, 0.38, yerr=error, color=COLOURS[0], label=None if place else "student")
+        axes.annotate(
+            f"{ratio(value, teacher):.1%}", (place + 0.2, value), xytext=(0, 3), textcoords="offset points",
+            ha="center", fontsize=8,
+        )  # fmt: skip
+    axes.set_xticks(range(len(pairs)), list(pairs))
+    axes.set_ylabel(name)
+    axes.legend(loc="lower right")
+    caption = "Each student beside its own teacher, by tokenizer; above, what it keeps (SID-MLP, Figure 3a)."
+    return [("tokenizers", "Tokenizers", caption, figure)]
+
+
+def beams(comparison: Comparison) -> list[Drawn]:
+    """The metric by the number of beams, for models evaluated with two or more."""
+    name = f"test/{comparison.metric}"
+    lines: dict[tuple[str, str], dict[int, float]] = {}
+    for row in comparison.rows:
+        if row.beam and row.values(name):
+            checkpoint = row.params.get("checkpoint", "")  # of a run that is an evaluation alone
+            named = f"{row.model} {Path(checkpoint.removesuffix('/best')).name}" if checkpoint else row.name
+            lines.setdefault((checkpoint, named.removesuffix(f" [{row.options}]")), {})[row.beam] = row.mean(name)
+    lines = {told: points for told, points in lines.items() if len(points) > 1}
+    if not lines:
+        return []
+    figure, (axes,) = new_figure(1)
+    for place, ((_, label), points) in enumerate(lines.items()):
+        counts, values = zip(*sorted(points.items()), strict=True)
+        axes.plot(counts, values, marker="o", color=COLOURS[place % 7], label=legible(label))
+    say_axes(axes, "beams", name, legend=True)
+    caption = "Checkpoints evaluated again with other numbers of beams (SID-MLP, Figure 3c)."
+    return [("beams", "Beams and accuracy", caption, figure)]

@@ -1,0 +1,324 @@
+"""What the papers print, beside what runs here measured: `claims.yaml` says both how a system is told and its figures.
+
+    papers = load()
+    for table in beside_the_papers(comparison, papers): print(table.text())
+
+Datasets differ, so figures stand beside each other as they are and relative to the same reference system.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from models.config import check_known, read_yaml
+from models.tables import UserError
+from pipelines.comparison.rows import OF_TEACHER, Comparison, Row, Run, lower_is_better, ratio
+from pipelines.comparison.table import Table, percent
+
+CLAIMS = Path(__file__).with_name("claims.yaml")
+"""The papers' rules and figures."""
+
+
+@dataclass(frozen=True)
+class System:
+    """How a system of a paper is told among rows."""
+
+    model: str | list[str]
+    """Name in the registry, or BENCHMARK/VARIANT; or several names."""
+    params: dict[str, Any] = field(default_factory=dict)
+    """Params of the model and what they are: a value, a list of values, {above: n}, or any."""
+
+    def matches(self, row: Row) -> bool:
+        """Whether the row is this system's, evaluated as it was trained or with the `beam` that is asked for."""
+        if not fits(row.model, self.model) or (
+            row.options and not ("beam" in self.params and row.options[:5] == "beam-")
+        ):
+            return False
+        return all(fits(value_of(row, name), wanted) for name, wanted in self.params.items())
+
+
+@dataclass(frozen=True)
+class Published:
+    """A table of a paper, or what a grid file knows of it."""
+
+    source: str
+    """Paper and table."""
+    metrics: list[str]
+    """Metrics, as runs here have them."""
+    datasets: dict[str, dict[str, list[float]]]
+    """By dataset and system, a figure per metric."""
+    reference: str | None = None
+    """System that others are seen against."""
+    relative: bool = False
+    """Whether the figures are changes against the reference, and absolute ones are not printed."""
+
+    def value(self, dataset: str, system: str, metric: str) -> float | None:
+        """The printed figure, or None."""
+        line = self.datasets[dataset].get(system)
+        value = line[self.metrics.index(metric)] if line and metric in self.metrics else math.nan
+        return None if math.isnan(value) else value
+
+    def change(self, dataset: str, system: str, metric: str, reference: str | None = None) -> float | None:
+        """(system - reference) / reference, or None where one is not printed."""
+        reference = reference or self.reference
+        value = self.value(dataset, system, metric)
+        base = self.value(dataset, reference, metric) if reference else None
+        if value is None or base is None:
+            return None
+        if self.relative:
+            return (1 + value) / (1 + base) - 1
+        return ratio(value, base) - 1
+
+
+@dataclass
+class Papers:
+    """The content of the file."""
+
+    systems: dict[str, System]
+    published: list[Published]
+    claims: list[dict[str, Any]]
+    """Rules, as `claims.py` reads them."""
+
+
+def value_of(row: Row, name: str) -> str | None:
+    """The row's param; `beam` is that of its evaluation."""
+    if name == "beam":
+        return str(row.beam) if row.beam else None
+    return row.params.get(name, row.params.get(f"model.{name}"))
+
+
+def fits(value: str | None, wanted: Any) -> bool:
+    """Whether a param, a string, is what is wanted."""
+    if wanted == "any" or value is None:
+        return bool(wanted == "any")
+    if isinstance(wanted, list):
+        return any(fits(value, each) for each in wanted)
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if isinstance(wanted, dict):
+        return number > wanted["above"]
+    if isinstance(wanted, int | float) and not isinstance(wanted, bool):
+        return number == wanted
+    return value == str(wanted)
+
+
+def load(path: str | Path = CLAIMS) -> Papers:
+    """The file's content; UserError with the nearest name for an unknown key or system."""
+    content = read_yaml(str(path), "give a file with systems, published and claims")
+    check_names(content, ("systems", "published", "claims"), str(path))
+    systems: dict[str, System] = {}
+    for name, given in content.get("systems", {}).items():
+        check_names(given, ("model", "like", "params"), f"{path}, system {name}")
+        if "like" in given:
+            check_names([given["like"]], systems, f"{path}, system {name}")
+            base = systems[given["like"]]
+            systems[name] = System(base.model, {**base.params, **given.get("params", {})})
+        else:
+            check_there(given, ("model",), f"{path}, system {name}")
+            systems[name] = System(given["model"], given.get("params", {}))
+    published = []
+    for given in content.get("published", []):
+        where = f"{path}, {given.get('source', 'published')}"
+        check_names(given, [f.name for f in fields(Published)], where)
+        check_there(given, ("source", "metrics", "datasets"), where)
+        published.append(Published(**given))
+        for lines in given["datasets"].values():
+            check_names(lines, systems, where)
+            for name, line in lines.items():
+                if len(line) != len(given["metrics"]):
+                    raise UserError(f"{where}: {name} has {len(line)} figures for {len(given['metrics'])} metrics")
+    for claim in content.get("claims", []):
+        used = [claim[side] for side in ("left", "right", "system") if side in claim]
+        check_names(used, systems, f"{path}, claim {claim.get('id')}")
+    return Papers(systems, published, content.get("claims", []))
+
+
+def check_names(given: Iterable[str], known: Iterable[str], where: str) -> None:
+    """UserError for a name that is not known."""
+    check_known(given, known, lambda name, near: f"{where}: '{name}' is unknown; the nearest is '{near}'")
+
+
+def check_there(given: Iterable[str], needed: Iterable[str], where: str) -> None:
+    """UserError for a key that is left out."""
+    if missing := [name for name in needed if name not in given]:
+        raise UserError(f"{where}: {', '.join(missing)} missing; give {', '.join(needed)}")
+
+
+OF_STAGE_1 = {"model.shared_mlp", "model.end_to_end", "model.encoder_layers", "model.encoder_width"}
+"""Params of SID-MLP++ that make its stage 1 another one, so that the encoder's hash differs with them."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two rows that compare, each with those of its runs alone that have a partner, where any have."""
+
+    left: Row
+    """Of students of several teachers, all of them."""
+    right: Row
+    """That it is compared with."""
+    runs: tuple[tuple[Run, Run], ...]
+    """Each run of left with its partner: its teacher, or the run of its seed; none where no seed is shared."""
+
+    def values(self, metric: str) -> list[tuple[float, float]]:
+        """(left, right) of each pair of runs; of rows without such pairs, their means."""
+        both = [(one.metrics[metric], other.metrics[metric]) for one, other in self.runs]
+        return both or [(self.left.mean(metric), self.right.mean(metric))]
+
+    def change(self, metric: str) -> float:
+        """Mean of (left - right) / right over the pairs of runs; NaN where a right is 0."""
+        return statistics.fmean(ratio(one, other) - 1 for one, other in self.values(metric))
+
+
+def pair_of(lefts: Sequence[Row], right: Row, metric: str, match: str) -> Pair:
+    """The runs of the rows that have the metric, each with its partner among those of right; of a seed, and of a
+    teacher, that are there twice, the newest."""
+    ours = [run for row in lefts for run in row.runs if metric in run.metrics]
+    theirs = [run for run in right.runs if metric in run.metrics]
+    told: dict[tuple[str, str], tuple[Run, Run]] = {}
+    for run, its in product(ours, theirs):
+        seed = run.seed or run.id
+        if run.teacher == its.weights if match == "teacher" else seed == its.seed:
+            told[seed, its.weights if match == "teacher" else ""] = (run, its)
+    runs = tuple(told.values())
+    left = replace(lefts[0], runs=list({run.id: run for run, _ in runs}.values()) or lefts[0].runs)
+    return Pair(left, replace(right, runs=list({its.id: its for _, its in runs}.values()) or right.runs), runs)
+
+
+def pairs(rows: Sequence[Row], left: System, right: System, metric: str, match: str) -> list[Pair]:
+    """Rows of two systems that compare, one pair per experiment and trie: that with the most seeds, then the best left,
+    then the best right on validation. `match` teacher: right has taught left, each student its own teacher of right's
+    seeds; settings: all else alike, and both are of the seeds that they share, where there are any."""
+    named = {name if "." in name else f"model.{name}" for name in (*left.params, *right.params)}
+    alike: dict[tuple[Any, ...], tuple[list[Row], Row]] = {}
+    for ours in rows:
+        for theirs in rows if left.matches(ours) and ours.values(metric) else ():
+            if right.matches(theirs) and comparable(ours, theirs, named, match):
+                key = (id(theirs), *ours.alike(but=OF_TEACHER if match == "teacher" else ()))
+                alike.setdefault(key, ([], theirs))[0].append(ours)
+    groups: dict[tuple[str, str], list[Pair]] = {}
+    for lefts, theirs in alike.values():
+        pair = pair_of(lefts, theirs, metric, match)
+        if pair.runs or (match == "settings" and theirs.values(metric)):
+            place = (theirs.experiment, lefts[0].params.get("table.trie", ""))
+            groups.setdefault(place, []).append(pair)
+
+    def rank(pair: Pair) -> tuple[float, ...]:
+        fewer, more = sorted(len({run.seed for run in row.runs}) for row in (pair.left, pair.right))
+        return fewer, more, on_val(pair.left, metric), on_val(pair.right, metric)
+
+    return [max(group, key=rank) for group in groups.values()]
+
+
+def comparable(left: Row, right: Row, named: set[str], match: str) -> bool:
+    """Whether two rows may be compared: same experiment and tables, evaluated alike, and all else equal but for the
+    params `named`, where the models are the same or of one benchmark; for `match` teacher right has taught left."""
+    if left is right or left.experiment != right.experiment:
+        return False
+    how = {key for row in (left, right) for key in row.params if key.startswith("evaluate.")}
+    how -= {"evaluate.beam"} if "model.beam" in named else set()
+    if any(left.params.get(key) != right.params.get(key) for key in how):
+        return False
+    if match == "teacher":
+        return bool(left.runs[0].teacher) and any(run.weights == left.runs[0].teacher for run in right.runs)
+    shared = left.params.keys() & right.params.keys()
+    if left.model != right.model and "/" not in left.model:
+        shared = {key for key in shared if key.startswith("table.") or key == "model.teacher_hash"}
+    apart = named | {"evaluate.beam", "checkpoint"} | ({"model.encoder_hash"} if named & OF_STAGE_1 else set())
+    return all(left.params[key] == right.params[key] for key in shared - apart)
+
+
+def on_val(row: Row, metric: str) -> float:
+    """How good the row is on validation by the metric, larger is better; where that is not known, worse than all."""
+    name = f"val/{metric.split('/', 1)[-1]}"
+    sign = -1 if lower_is_better(metric) else 1
+    return sign * row.mean(name) if row.values(name) else -math.inf
+
+
+def best_row(rows: Sequence[Row], system: System, metric: str) -> Row | None:
+    """Of the system's rows that have the metric that with the most seeds, then the best on validation."""
+    there = [row for row in rows if system.matches(row) and row.values(metric)]
+    return max(there, key=lambda row: (len(row.by_seed(metric)), on_val(row, metric)), default=None)
+
+
+def beside_the_papers(comparison: Comparison, papers: Papers) -> list[Table]:
+    """A table per source that has a system which is measured here, on a log that is not simulated."""
+    real = replace(comparison, rows=[row for row in comparison.rows if not row.simulated])
+    made = [beside(real, published, papers.systems) for published in papers.published]
+    return [table for table in made if table is not None]
+
+
+def beside(comparison: Comparison, published: Published, systems: dict[str, System]) -> Table | None:
+    """Ours beside one source's; None where no system is measured here, or none that compares with the reference."""
+    names = list(dict.fromkeys(name for lines in published.datasets.values() for name in lines))
+    datasets, reference = list(published.datasets), published.reference
+    there = [row for row in comparison.rows if any(systems[name].matches(row) for name in names)]
+    several = len({row.place for row in there}) > 1
+    cells: list[list[str]] = []
+
+    def line(name: str, row: Row, metric: str, change: float | None) -> list[str]:
+        absolute = [published.value(dataset, name, metric) for dataset in datasets]
+        theirs = [published.change(dataset, name, metric) for dataset in datasets]
+        return [
+            name, f"{row.place}: {row.name}" if several else row.name, metric, f"{row.mean(metric):.4f}",
+            *([] if published.relative else ("-" if value is None else f"{value:.4f}" for value in absolute)),
+            *([percent(value) if name != reference else "" for value in (change, *theirs)] if reference else []),
+        ]  # fmt: skip
+
+    for metric in published.metrics:
+        if reference is None:
+            found = [(name, best_row(comparison.rows, systems[name], metric)) for name in names]
+            cells += [line(name, row, metric, None) for name, row in found if row is not None]
+            continue
+        blocks: dict[tuple, list[list[str]]] = {}  # a reference with what is seen against it; ablations may have others
+        for name in names:
+            sides = (comparison.rows, systems[name], systems[reference], metric)
+            for pair in [] if name == reference else pairs(*sides, "teacher") or pairs(*sides, "settings"):
+                told = (pair.left.place, pair.right.options, *(run.id for run in pair.right.runs))
+                block = blocks.setdefault(told, [line(reference, pair.right, metric, None)])
+                block.append(line(name, pair.left, metric, pair.change(metric)))
+        cells += [cells for block in blocks.values() for cells in block]
+    if not cells:
+        return None
+    against = f"vs {reference}"
+    header = ["system", "run", "metric", "ours"] + ([] if published.relative else datasets)
+    header += [f"ours {against}", *(f"{dataset} {against}" for dataset in datasets)] if reference else []
+    notes = [f"{', '.join(datasets)}: as printed in {published.source}; ours on {comparison.selection.title}."]
+    return Table(f"Beside the paper: {published.source}", header, cells, notes, 3)
+
+
+def of_grid(points: Sequence[dict[str, Any]], model: str) -> Papers:
+    """The published results of a grid file: a system per point, of `model` where the point names none."""
+    systems: dict[str, System] = {}
+    sources: dict[tuple[str, str | None], Published] = {}
+
+    def system(point: dict[str, Any]) -> str:
+        params = {key: value for key, value in point.items() if key != "model.name"}
+        words = [point["model.name"]] if "model.name" in point else []
+        name = ", ".join(words + [f"{key.removeprefix('model.')} {value}" for key, value in params.items()])
+        systems[name] = System(point.get("model.name", model), params)
+        return name
+
+    for given in points:
+        name, source = system(given.get("point", {})), given.get("source", "the grid's paper")
+        base = system(given["relative_to"]) if "relative_to" in given else None
+        entry = sources.setdefault((source, base), Published(source, [], {}, base, relative=base is not None))
+        entry.metrics.extend(metric for metric in given.get("metrics", {}) if metric not in entry.metrics)
+        lines = entry.datasets.setdefault(given.get("dataset", "published"), {})
+        for each, figures in ((base, {}), (name, given.get("metrics", {}))):
+            if each is not None:
+                known = dict(zip(entry.metrics, lines.get(each, []), strict=False)) | figures
+                empty = 0.0 if each == base else math.nan
+                lines[each] = [known.get(metric, empty) for metric in entry.metrics]
+    for entry in sources.values():
+        for lines in entry.datasets.values():
+            for name, line in lines.items():
+                line += [0.0 if name == entry.reference else math.nan] * (len(entry.metrics) - len(line))
+    return Papers(systems, list(sources.values()), [])

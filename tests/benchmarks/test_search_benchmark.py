@@ -1,0 +1,47 @@
+"""The encoder benchmark: complete rows for what each mode can time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks import search_encoder
+
+
+@pytest.mark.long
+def test_rows_name_mode_and_length():
+    rows = list(
+        search_encoder.search_encoder(
+            runs=2, threads=1, width=16, layers=2, heads=2, lengths=[5], modes=["train"],
+            variants=["linear_hstu"],
+        )
+    )  # fmt: skip
+    assert [row["variant"] for row in rows] == ["linear_hstu"]
+    for row in rows:
+        assert row["benchmark"] == "search_encoder"
+        assert (row["params"]["mode"], row["params"]["length"]) == ("train", 5)
+        assert 0 < row["min_s"] <= row["median_s"]
+        assert row["peak_memory_mb"] >= 0
+
+
+def test_attention_too_large_to_train_is_left_out():
+    params = {"mode": "train", "length": 4000, "layers": 12, "heads": 8, "batch": 1}
+    assert not search_encoder.fits("hstu", params)
+    assert search_encoder.fits("hstu", params | {"mode": "forward"})
+    assert not search_encoder.fits("hstu", params | {"mode": "forward", "length": 16000})
+    assert search_encoder.fits("hstu", params | {"length": 1000})
+    assert search_encoder.fits("linear_hstu", params)
+    assert not search_encoder.fits("append", params)
+    assert [name for name in search_encoder.VARIANTS if search_encoder.fits(name, params | {"mode": "append"})] == [
+        "linear_hstu",
+        "append",
+    ]
+
+
+def test_the_floor_is_the_products_alone():
+    floor = search_encoder.Projections(8, 3)
+    h = torch.randn(1, 4, 8)
+    want = h
+    for layer in floor.layers:
+        want = (want @ layer.weight.T)[..., :8]
+    assert torch.allclose(floor(h), want, atol=1e-6)

@@ -1,0 +1,44 @@
+"""The benchmark of sequences: both variants make the same rows; a line of each, or its error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import polars as pl
+import pyarrow as pa
+import pytest
+
+from benchmarks import sequences as benchmark
+from models.tables import read_table
+
+
+def test_both_variants_make_the_same_rows(tmp_path: Path, ray_local: None) -> None:
+    log = str(tmp_path / "log")
+    benchmark.simulate_retrieval(log, 150, 40, 3000, seed=1)
+    benchmark.run_trieline(log, str(tmp_path / "ours"))
+    benchmark.run_polars(log, str(tmp_path / "bare"))
+    ours = read_table(str(tmp_path / "ours" / "sequences"), "sequences").sort_by("user_id")
+    bare = pl.read_parquet(tmp_path / "bare" / "sequences.parquet").to_arrow().sort_by("user_id")
+    assert ours.num_rows == 150
+    assert pa.Table.from_pylist(bare.to_pylist(), ours.schema).equals(ours)
+
+
+@pytest.mark.long
+def test_a_failed_variant_is_a_line_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "simulate_retrieval", lambda log, *sizes, seed: Path(log).mkdir())  # of nothing
+    ours, bare = benchmark.sequences([2000], runs=1)
+    assert "holds no event file like 'events-*.parquet'" in ours["error"]
+    assert bare["error"]
+    assert "median_s" not in ours
+
+
+@pytest.mark.long
+def test_there_is_a_line_per_variant() -> None:
+    lines = list(benchmark.sequences([2000], runs=1, store_mb=200))
+    assert [line["variant"] for line in lines] == ["trieline", "polars"]
+    for line in lines:
+        assert set(line) == {
+            "benchmark", "variant", "params", "runs", "median_s", "min_s", "max_s", "items_per_s", "peak_memory_mb",
+            "cpu_s",
+        }  # fmt: skip
+        assert line["peak_memory_mb"] > 10

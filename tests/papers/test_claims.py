@@ -1,0 +1,365 @@
+"""Claims decided by MLflow runs: each verdict from runs that are known, nothing from runs that do not compare."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import ttest_1samp
+
+from benchmarks.tables import rows_of_lines
+from models import registry
+from models.by_user import ByUser
+from models.tables import UserError
+from papers.claims import (
+    FAILS,
+    HOLDS,
+    OPEN,
+    Claim,
+    Verdict,
+    decide,
+    read_claims,
+    verdicts,
+    verdicts_table,
+)
+from papers.kept import select_all
+from papers.published import Papers, beside_the_papers, fits, load, of_grid
+from pipelines import tracking
+from pipelines.comparison.rows import compare, rows_of
+from pipelines.comparison.runs import select
+from pipelines.comparison.table import percent
+from pipelines.comparison.tables import paired_test
+
+PAPERS = """
+systems:
+  teacher: {model: tiger}
+  student: {model: sid_mlp, params: {alpha: {above: 0}}}
+  scratch: {like: student, params: {alpha: 0}}
+  fast: {model: decode/fast, params: {batch: 32}}
+  slow: {model: decode/slow, params: {batch: 32}}
+published:
+  - source: Table 1
+    reference: teacher
+    metrics: [test/ndcg@10]
+    datasets: {A: {teacher: [0.030], student: [0.033], scratch: [0.027]}, B: {teacher: [0.05], student: [0.05]}}
+claims:
+  - {id: keeps, source: Table 1, says: keeps, left: student, right: teacher, match: teacher,
+     metric: test/ndcg@10, expect: no_worse}
+  - {id: above, source: Table 1, says: above, left: student, right: teacher, match: teacher,
+     metric: test/ndcg@10, expect: higher}
+  - {id: scratch, source: Table 1, says: loses, left: scratch, right: student,
+     metric: test/ndcg@10, expect: lower, paper: [-0.2, -0.1]}
+  - {id: seeds, source: Table 1, says: not inferior, left: student, right: teacher, match: teacher,
+     metric: test/ndcg@10, expect: non_inferior}
+  - {id: speed, source: Table 2, says: faster, left: fast, right: slow,
+     metric: items_per_s, as: times, expect: higher, paper: [8, 8]}
+  - {id: peak, source: Fig. 1, says: best at, system: student, param: alpha,
+     metric: ndcg@10, expect: best_in, values: [0.7]}
+  - {id: falls, source: Fig. 1, says: falls, system: student, param: alpha,
+     metric: test/users_per_s, expect: falls}
+  - {id: flat, source: Fig. 1, says: flat, system: student, param: alpha,
+     metric: ndcg@10, expect: flat, within: 0.5}
+  - {id: branching, source: Table 3, says: few, system: teacher, metric: sids/branching/1, range: [1, 2]}
+"""
+
+
+@pytest.fixture
+def papers(tmp_path: Path) -> Papers:
+    (tmp_path / "claims.yaml").write_text(PAPERS)
+    return load(tmp_path / "claims.yaml")
+
+
+class Store:
+    """A store to log runs to as trainings and evaluations do."""
+
+    def __init__(self, folder: Path, uri: str) -> None:
+        self.folder, self.uri = folder, uri
+
+    def log(
+        self, run: str, ndcg: float, *, seed: int = 1, speed: float = 10.0, end: bool = True, sequences: str = "s",
+        users: Sequence[float] = (), **model: object,
+    ) -> None:  # fmt: skip
+        config = {"model": {"name": "sid_mlp", "head_width": 512, **model}, "fit": {"seed": seed}}
+        hashes = {"trie": "t", "sequences": sequences}
+        opened = tracking.open_run(self.uri, "retrieval/x", run, str(self.folder), config=config, hashes=hashes)
+        logger = tracking.Logger(opened)
+        metrics = {"test/ndcg@10": ndcg, "best/ndcg@10": ndcg, "test/users_per_s": speed, "sids/branching/1": 1.5}
+        logger.log(metrics, 1)
+        logger.tag(**{tracking.WEIGHTS_TAG: run})
+        if len(users):
+            kept = ByUser.of(torch.arange(len(users)), torch.tensor(users))
+            tracking.log_json(opened, {"by_user": {"ndcg@10": kept.packed()}}, "evaluation-test.json")
+        if end:
+            logger.end()
+
+    def simulate(self, run: str) -> None:
+        """Makes the run one on a simulated log."""
+        client = tracking.connect(self.uri)
+        (found,) = [each for each in select_all(self.uri).runs if each.info.run_name == run]
+        client.set_tag(found.info.run_id, tracking.SIMULATED_TAG, "true")
+
+    def decided(self, papers: Papers) -> dict[str, Verdict]:
+        return {v.claim.id: v for v in verdicts(rows_of(select_all(self.uri)), papers)}
+
+
+@pytest.fixture
+def empty(tmp_path: Path, new_store: Callable[[Path], str]) -> Store:
+    return Store(tmp_path, new_store(tmp_path))
+
+
+@pytest.fixture
+def store(empty: Store) -> Store:
+    """A teacher and three seeds of its student, which is within one per cent of it."""
+    store = empty
+    store.log("teacher", 0.0300, name="tiger")
+    for seed, value in ((1, 0.0301), (2, 0.0302), (3, 0.0303)):
+        store.log(f"student-{seed}", value, seed=seed, alpha=0.7, teacher_hash="teacher")
+    return store
+
+
+def test_nothing_is_decided_without_runs(empty: Store, papers: Papers) -> None:
+    store = empty
+    store.log("unfinished", 0.03, end=False, alpha=0.7, teacher_hash="teacher")
+    store.log("teacher", 0.03, end=False, name="tiger")
+    assert {v.verdict for v in store.decided(papers).values()} == {OPEN}
+
+
+def test_simulated_logs_decide_nothing(store: Store, papers: Papers) -> None:
+    assert store.decided(papers)["keeps"].verdict == HOLDS
+    store.simulate("teacher")
+    assert store.decided(papers)["keeps"].verdict == OPEN
+
+
+def test_students_against_their_own_teacher(store: Store, papers: Papers) -> None:
+    store.log("other teacher", 0.09, name="tiger")  # of no student here
+    found = store.decided(papers)
+    assert found["keeps"].verdict == HOLDS
+    assert found["keeps"].ours == "+0.67%"
+    assert found["keeps"].paper == "+0.00% to +10.0%"
+    assert "seeds 3 / 1" in found["keeps"].why
+    assert found["above"].verdict == HOLDS  # 0 to 10% are printed, up to 20% would hold
+    assert found["seeds"].verdict == HOLDS
+    assert found["branching"].verdict == HOLDS
+    assert found["scratch"].verdict == found["speed"].verdict == found["peak"].verdict == OPEN
+
+
+def test_students_of_several_teachers_are_decided_by_all_pairs(empty: Store, papers: Papers) -> None:
+    draw = np.random.default_rng(7)
+    taught = [(draw.random(50).astype(np.float16), draw.random(50).astype(np.float16)) for _ in range(3)]
+    for seed, (teacher, student) in reversed(list(enumerate(taught))):
+        empty.log(f"teacher-{seed}", teacher.mean(dtype=float), seed=seed, users=teacher.tolist(), name="tiger")
+        names = {"teacher_hash": f"teacher-{seed}", "alpha": 0.7}
+        empty.log(f"student-{seed}", student.mean(dtype=float), seed=seed, users=student.tolist(), **names)
+    empty.log("apart", 0.9, seed=4, alpha=0.7, teacher_hash="not here")
+    changes = [float(np.mean(s, dtype=float) / np.mean(t, dtype=float)) - 1 for t, s in taught]
+    draws, again = [], np.random.default_rng(0)
+    for _ in range(2000):
+        users = again.integers(50, size=50)
+        draws.append(sum(float(s[user]) - float(t[user]) for t, s in taught for user in users) / 150)
+    base = sum(float(value) for t, _ in taught for value in t) / 150
+    low, high = (percent(float(np.quantile(draws, end)) / base) for end in (0.025, 0.975))
+    found = empty.decided(papers)
+    assert found["keeps"].ours == percent(sum(changes) / 3)
+    assert found["keeps"].why == f"within 1.0%; seeds 3 / 3; 95% {low} to {high}"
+    p = ttest_1samp([change + 0.01 for change in changes], 0, alternative="greater").pvalue
+    assert found["seeds"].why.startswith(f"p = {p:.3f}; seeds 3 / 3")
+    (table,) = beside_the_papers(compare(select(empty.uri, ["retrieval/x"])), papers)
+    assert [line[1] for line in table.cells] == ["teacher-*", "student-*"]
+    assert table.cells[1][6] == percent(sum(changes) / 3)
+
+
+def test_direction_and_size_both_count(store: Store, papers: Papers) -> None:
+    def scratch(value: float, seed: int) -> Verdict:
+        store.log(f"scratch-{value}", value, seed=seed, alpha=0.0, teacher_hash="teacher")
+        return store.decided(papers)["scratch"]
+
+    lost = scratch(0.0302 * 0.94, 1)  # 10 to 20% are printed: half of it is the least
+    assert (lost.verdict, lost.why.split(";")[0]) == (HOLDS, "size")
+    assert scratch(0.0302 * 1.2, 2).verdict == FAILS  # the mean of both is above the student
+    assert store.decided(papers)["scratch"].why.startswith("direction")
+
+
+def test_too_small_a_size_does_not_hold(store: Store, papers: Papers) -> None:
+    store.log("scratch", 0.0302 * 0.97, alpha=0.0, teacher_hash="teacher")
+    lost = store.decided(papers)["scratch"]
+    assert (lost.verdict, lost.ours, lost.why) == (FAILS, "-2.7%", "size; seeds 1 / 1")  # of the seed that both have
+
+
+def test_of_several_rows_the_best_on_validation_are_compared(store: Store, papers: Papers) -> None:
+    store.log("scratch", 0.027, alpha=0.0, teacher_hash="other")
+    for alpha, value in ((0.3, 0.028), (0.5, 0.030), (0.8, 0.029)):
+        store.log(f"alpha-{alpha}", value, alpha=alpha, teacher_hash="other")
+    assert store.decided(papers)["scratch"].ours == "-10.0%"
+
+
+def test_rows_that_differ_in_more_are_not_compared(store: Store, papers: Papers) -> None:
+    store.log("scratch", 0.02, alpha=0.0, head_width=64, teacher_hash="teacher")
+    store.log("elsewhere", 0.02, alpha=0.0, teacher_hash="teacher", sequences="others")
+    assert store.decided(papers)["scratch"].verdict == OPEN
+
+
+def test_another_stage_1_is_no_other_difference(empty: Store, tmp_path: Path) -> None:
+    (tmp_path / "pp.yaml").write_text("""
+systems:
+  own: {model: sid_mlp_pp, params: {shared_mlp: false}}
+  shared: {model: sid_mlp_pp, params: {shared_mlp: true}}
+claims: [{id: shared, source: Table 14, says: loses, left: shared, right: own, metric: test/ndcg@10, expect: lower,
+          paper: [-0.2, -0.1]}]
+""")
+    papers = load(tmp_path / "pp.yaml")
+    empty.log("own", 0.030, name="sid_mlp_pp", shared_mlp=False, encoder="a", encoder_hash="a")
+    empty.log("narrow", 0.027, name="sid_mlp_pp", shared_mlp=True, head_width=64, encoder="b", encoder_hash="b")
+    assert empty.decided(papers)["shared"].verdict == OPEN
+    empty.log("shared", 0.027, name="sid_mlp_pp", shared_mlp=True, encoder="b", encoder_hash="b")
+    assert empty.decided(papers)["shared"].verdict == HOLDS
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("systems: {a: {params: {m: 1}}}", "system a: model missing; give model"),
+        ("claims: [{id: c, says: x}]", "claim c: source, metric missing; give id, source, says, metric"),
+        ("published: [{source: s, metrics: [m]}]", "s: datasets missing; give source, metrics, datasets"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_in_the_file_is_named(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "claims.yaml").write_text(content)
+    with pytest.raises(UserError, match=message):
+        read_claims(load(tmp_path / "claims.yaml"))
+
+
+def test_what_a_setting_does(store: Store, papers: Papers) -> None:
+    for place, (alpha, value) in enumerate(((0.3, 0.025), (0.5, 0.028), (1.0, 0.029))):
+        store.log(f"alpha-{alpha}", value, speed=30.0 - place, alpha=alpha, teacher_hash="teacher")
+    found = store.decided(papers)
+    assert found["peak"].ours == "best at 0.7"
+    assert found["peak"].verdict == found["flat"].verdict == HOLDS
+    assert found["falls"].verdict == FAILS  # 30, 29, 10, 28
+    assert "0.3, 0.5, 0.7, 1" in found["flat"].why
+
+
+def test_lines_of_benchmarks_are_evidence(papers: Papers) -> None:
+    lines = [
+        {"benchmark": "decode", "variant": variant, "params": {"batch": batch}, "median_s": 1.0, "items_per_s": speed}
+        for variant, batch, speed in (("fast", 32, 60.0), ("slow", 32, 10.0), ("slow", 1, 2.0))
+    ]
+
+    def decided(*more: dict) -> Verdict:
+        (found,) = [v for v in verdicts(rows_of_lines([*lines, *more]), papers) if v.claim.id == "speed"]
+        return found
+
+    found = decided()
+    assert (found.verdict, found.ours, found.paper) == (HOLDS, "6x", "8x")
+    again = {**lines[0], "items_per_s": 12.0, "median_s": 2.0}  # measured again: the mean counts
+    assert decided(again).ours == "3.6x"
+
+
+def test_the_table_counts_verdicts(store: Store, papers: Papers) -> None:
+    table = verdicts_table(list(store.decided(papers).values()))
+    assert table.notes[0] == "4 holds, 0 does not hold, 5 not yet measured."
+    assert [row[0] for row in table.cells].count(OPEN) == 5
+
+
+def test_ours_beside_the_papers(store: Store, papers: Papers) -> None:
+    (table,) = beside_the_papers(compare(select(store.uri, ["retrieval/x"])), papers)
+    assert table.header == [
+        "system", "run", "metric", "ours", "A", "B", "ours vs teacher", "A vs teacher", "B vs teacher"
+    ]  # fmt: skip
+    assert table.cells == [
+        ["teacher", "teacher", "test/ndcg@10", "0.0300", "0.0300", "0.0500", "", "", ""],
+        ["student", "student-*", "test/ndcg@10", "0.0302", "0.0330", "0.0500", "+0.67%", "+10.0%", "+0.00%"],
+    ]
+
+
+def test_published_points_of_a_grid(store: Store) -> None:
+    grid = of_grid(
+        [
+            {"point": {"model.alpha": 0.7}, "dataset": "A", "metrics": {"test/ndcg@10": 0.033}, "source": "Table 5"},
+            {"point": {"model.name": "sid_mlp"}, "relative_to": {"model.name": "tiger"}, "source": "Table 6",
+             "metrics": {"test/ndcg@10": 0.02}},
+        ],
+        "sid_mlp",
+    )  # fmt: skip
+    absolute, relative = beside_the_papers(compare(select(store.uri, ["retrieval/x"])), grid)
+    assert absolute.cells == [["alpha 0.7", "student-*", "test/ndcg@10", "0.0302", "0.0330"]]
+    assert relative.cells[1] == ["sid_mlp", "student-*", "test/ndcg@10", "0.0302", "+0.67%", "+2.0%"]
+
+
+def test_every_claim_of_the_papers_is_a_rule(tmp_path: Path) -> None:
+    papers = load()
+    claims = read_claims(papers)
+    assert len({claim.id for claim in claims}) == len(claims) > 90
+    for claim in claims:
+        (verdict,) = decide(claim, [], papers)
+        assert verdict.verdict == OPEN
+        sized = claim.left and claim.expect in ("higher", "lower") and claim.size == "printed"
+        assert bool(verdict.paper) >= bool(sized), claim.id  # a claimed size is printed somewhere
+    for system in papers.systems.values():
+        for name in system.model if isinstance(system.model, list) else [system.model]:
+            if "/" not in name:
+                known = {f.name for f in registry.model_config(name).__dataclass_fields__.values()}
+                assert set(system.params) <= known | {"beam"}
+
+
+def test_claims_on_benchmarks_name_what_is_measured() -> None:
+    files = [*(Path(__file__).parents[2] / "benchmarks").glob("*.py")]
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    keys = [key for node in nodes if isinstance(node, ast.Dict) for key in node.keys]
+    measured = {key.value for key in keys if isinstance(key, ast.Constant)}
+    papers = load()
+    timed = [claim for claim in read_claims(papers) if claim.left and "/" in str(papers.systems[claim.left].model)]
+    assert len(timed) > 10
+    assert not {claim.metric for claim in timed} - measured
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"claims": [{"id": "a", "left": "studnt", "right": "teacher"}]}, r"'studnt' is unknown; .* 'student'"),
+        ({"systems": {"a": {"like": "b"}}}, "system a: 'b' is unknown"),
+        ({"claim": []}, "'claim' is unknown; the nearest is 'claims'"),
+        ({"published": [{"source": "T", "metrics": ["m", "n"], "datasets": {"A": {"teacher": [1]}}}]}, "1 figures"),
+    ],
+)  # fmt: skip
+def test_a_wrong_file_is_refused(tmp_path: Path, change: dict, message: str) -> None:
+    (tmp_path / "claims.yaml").write_text(yaml.safe_dump({**yaml.safe_load(PAPERS), **change}, sort_keys=False))
+    with pytest.raises(UserError, match=message):
+        load(tmp_path / "claims.yaml")
+
+
+def test_an_impossible_rule_is_refused(papers: Papers) -> None:
+    rule = {"id": "a", "source": "", "says": "", "metric": "m"}
+    with pytest.raises(UserError, match="claim a, expect: 'hiher' is unknown; the nearest is 'higher'"):
+        Claim(**rule, left="student", right="teacher", expect="hiher")
+    with pytest.raises(UserError, match="claim a: give left and right, or a system"):
+        Claim(**rule, system="student")
+
+
+@given(st.floats(-10, 10), st.floats(-10, 10))
+def test_params_are_numbers_where_they_can_be(value: float, wanted: float) -> None:
+    assert fits(str(value), wanted) == (value == wanted)
+    assert fits(str(value), {"above": wanted}) == (value > wanted)
+    assert fits(str(value), ["x", value])
+    assert not fits(None, wanted)
+    assert fits("False", False)
+    assert not fits("0", False)
+
+
+def test_the_paired_test_is_scipys() -> None:
+    from scipy.stats import ttest_rel
+
+    ours, theirs = [0.31, 0.35, 0.33, 0.30], [0.30, 0.31, 0.32, 0.30]
+    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
+    assert math.isclose(paired_test(differences), ttest_rel(ours, theirs).pvalue)
+    assert paired_test([0.0, 0.0]) == 1.0
+    assert paired_test([0.1, 0.1]) == 0.0
+    with pytest.raises(ValueError, match="1 differences, the test needs at least 2"):
+        paired_test([0.1])
