@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import fields
 from itertools import cycle, islice
@@ -85,12 +86,16 @@ def search_model(name: str, log: tuple[str, str], **options: Any) -> tuple[Any, 
     return model, SearchExamples.of_model(config).load(join(log[0], "sequences"), "train", max_history=8)
 
 
+logging.getLogger("torch.__trace").disabled = True  # a record of every operation, of which pytest would keep all
+
+
 def traced(run: Any) -> Any:
     """`run()` as one graph: a value that is read back, or a shape that depends on values, is an error."""
     torch._dynamo.reset()
     return torch.compile(run, backend="eager", fullgraph=True)()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", OF["retrieval"])
 def test_no_step_and_no_search_of_retrieval_waits(name):
     model, batch = retrieval_model(name)
@@ -107,6 +112,7 @@ def test_no_step_and_no_search_of_retrieval_waits(name):
     assert torch.allclose(found[1], scores, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", OF["search"])
 def test_no_step_of_search_waits(name, search_log):
     model, examples = search_model(name, search_log)
@@ -128,6 +134,7 @@ def actions_model(name: str, feed: str, **options: Any) -> tuple[Any, ActionsExa
     return model, examples
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", OF["actions"])
 def test_no_step_and_no_score_of_actions_waits(name, tied, feed):
@@ -225,7 +232,7 @@ def test_steps_on_the_graphs_own_tensors_are_the_same_steps(optimizer, monkeypat
     monkeypatch.setattr(fit_module, "Graphs", lambda *of: made.append(Graphs(*of)) or made[-1])
     replayed = trained(retrieval_model("tiger")[0], batches, optimizer=optimizer)
     assert [len(graphs._graphs) for graphs in made] == [2]
-    stopped = trained(retrieval_model("tiger")[0], batches, stop=10, optimizer=optimizer)
+    stopped = trained(retrieval_model("tiger")[0], batches, stop=9, optimizer=optimizer)
     model = retrieval_model("tiger")[0]
     model.load_state_dict(stopped["weights"])
     resumed = trained(model, batches, state=stopped["state"], optimizer=optimizer)
