@@ -29,6 +29,7 @@ from benchmarks import actions, decode
 from models import registry
 from models.fit import EpochEvent, FitConfig, StepEvent, fit
 from models.retrieval.data import Catalogue
+from models.retrieval.student import Student
 
 Row = dict[str, Any]
 CUDA = torch.device("cuda")
@@ -111,7 +112,7 @@ def built(options: dict[str, Any]) -> Any:
     of: Any = actions.catalogue() if options["name"] in actions.VARIANTS else catalogue()
     config = registry.config_from_dict(options)
     model: Any = registry.build(config, of)
-    if hasattr(model, "set_teacher"):
+    if isinstance(model, Student):
         model.set_teacher(registry.teacher_of(config, of))
     return model.to(CUDA)
 
@@ -120,8 +121,8 @@ def train_of(variant: str, mode: str) -> tuple[Row, dict[str, Tensor]]:
     """The row of a run, and its weights after as many steps as every run takes."""
     options, batches, settings = TRAINED[variant]
     model = built(options)
-    if hasattr(model, "set_teacher") and model._teacher:
-        model._teacher[0].to(CUDA)
+    if isinstance(model, Student):
+        model.teacher.to(CUDA)
     config = FitConfig(
         max_epochs=1, log_every_steps=10, metric="none", seed=3, warmup_share=0.1,
         capture="off" if mode in ("plain", "again") else "auto", compile=mode == "compiled", **settings,
@@ -202,10 +203,7 @@ def timed(call: Callable[[], Any], times: int = 5) -> list[float]:
 @torch.no_grad()
 def search_of(variant: str, runs: int) -> Iterator[Row]:
     model = built({"name": variant}).eval()
-    recommend = type(model).recommend
-    plain = (
-        recommend.__wrapped__.__wrapped__ if hasattr(recommend.__wrapped__, "__wrapped__") else recommend.__wrapped__
-    )
+    plain = type(model).recommend.__wrapped__.__wrapped__
     for size, beam in SIZES:
         batch = {name: value.to(CUDA) for name, value in retrieval_batches(size, "request")[0].items()}
         options = {} if variant == "sasrec" else {"beam": beam}

@@ -247,7 +247,8 @@ def read(uri: str | Path) -> Checkpoint:
 
 def whole(folder: Path, name: str, uri: str | Path) -> Path:
     """The file `name` of the checkpoint at `uri`, whose local copy is `folder`; UserError where it is damaged."""
-    _compare(_hash(folder / name), read(uri), name, uri)
+    about = read(uri)  # which puts back what a killed `save` moved aside
+    _compare(_hash(folder / name), about, name, uri)
     return folder / name
 
 

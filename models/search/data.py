@@ -403,15 +403,16 @@ class SearchExamples(Examples):
         learned = np.where(again, np.append(0, self._row_end[:-1]), 0)[: len(first)]
         self._new = np.clip(learned - columns["begin"], 1, None)
 
-    def bring(self, catalogue: SearchCatalogue, history: bool) -> None:
-        """Lets batches bring the text of their candidates' pairs, and with `history` of their behaviours'."""
+    def bring(self, catalogue: SearchCatalogue, history: bool, complete: bool = True) -> None:
+        """Lets batches bring the text of their candidates' pairs, and with `history` of their behaviours'. UserError
+        where the catalogue lacks one, unless it need not be `complete`."""
         c, self.history_pairs = self.columns, history
         asked = np.repeat(c["request_query"], c["counts"])
         own = _keys(c["candidate"], asked, catalogue.num_queries)
         if history:
             own = np.union1d(own, _keys(c["item"], c["query"], catalogue.num_queries))
         self.brought = catalogue.of_pairs(own)
-        if len(missing := np.setdiff1d(own, self.brought.pair_keys.numpy())):
+        if complete and len(missing := np.setdiff1d(own, self.brought.pair_keys.numpy())):
             item, query = divmod(int(missing[0]), catalogue.num_queries + 1)
             raise UserError(
                 f"the text has no embedding of item {item} with query {query - 1}; run jobs.encode again on these "

@@ -213,7 +213,7 @@ class SearchRequests:
         for name, (item, query) in read.items():
             self.warn(name, item, query, text)
         examples = SearchExamples.of(history, lengths, requests, counts)
-        examples.bring(text, self.config.history_pairs)
+        examples.bring(text, self.config.history_pairs, complete=False)
         return {**examples.collate(np.arange(len(rows))), "queries": text.queries}
 
     def features(self, row: Row, of: str, items: Sequence[str], index: Index) -> Floats:

@@ -68,7 +68,7 @@ def test_every_model_builds_from_its_own_defaults_and_round_trips(name):
     assert sorted(items[0].tolist()) == [0, 1, 2]
     assert scores.shape == (1, 3)
     search = set(inspect.signature(model.recommend).parameters) - {"batch", "k"}
-    assert set(registry.recommend_options(name)) == search | {"unseen"}
+    assert set(registry.recommend_options(name)) == search | {"unseen", "precision", "compile"}
     assert entry.gradient != hasattr(model, "fit_counts")
 
 

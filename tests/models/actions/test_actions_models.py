@@ -406,7 +406,7 @@ def test_a_share_of_the_negatives_is_learned_from_and_corrected_for(name, catalo
 
         cost = [0.0] * len(model.labels)  # of all events, negatives by their share, and a loop over the events drawn
         torch.manual_seed(3)
-        kept = torch.rand(len(label), 1)[:, 0] < rate
+        kept = (torch.rand(learned.numel(), 1)[:, 0] < rate)[learned.flatten()]
         for place in range(len(model.labels)):
             terms = [
                 -math.log(float(torch.sigmoid(logit if positive else -logit)))

@@ -75,13 +75,13 @@ def test_dropout_hides_the_places_of_whole_requests():
     torch.manual_seed(0)
     module = Position("dropout", 0.3, ("price", "position", "page"), ("position", "page"), 1).train()
     features, request = torch.rand(9000, 3) + 1, torch.arange(3000).repeat_interleave(3)
-    read = module.hide(features, request, shown=True)
+    read = module.hide(features, request, int(request.max()) + 1, shown=True)
     assert torch.equal(read[:, 0], features[:, 0])
     hidden = (read[:, 1:] == 0).view(3000, 6)
     assert torch.equal(hidden.any(1), hidden.all(1))
     assert hidden.all(1).float().mean() == pytest.approx(0.3, abs=0.03)
-    assert torch.equal(module.eval().hide(features, request, shown=True), features)
-    assert not module.train().hide(features, request, shown=False)[:, 1:].any()
+    assert torch.equal(module.eval().hide(features, request, int(request.max()) + 1, shown=True), features)
+    assert not module.train().hide(features, request, int(request.max()) + 1, shown=False)[:, 1:].any()
 
 
 def test_a_log_without_places_has_nothing_to_hide(catalogue, batch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from pipelines.serving import benchmark
+from benchmarks import serve as benchmark
 
 
 def test_it_times_whole_histories_and_states(monkeypatch: pytest.MonkeyPatch) -> None:
