@@ -56,7 +56,10 @@ def write_tables(folder: str, name: str) -> tuple[str, str | None]:
     names = [f"feature_{i}" for i in range(FEATURES[name])]
     items = {"item_index": index, "item_id": [f"i{i}" for i in index], "cat_author": [f"a{i % 500}" for i in index]}
     hashes = {"items": write(join(tables, "items"), "items", items, {}, {})}
-    info: dict[str, Any] = {"kind": "search", "labels": ["click", "purchase"], "features": names}
+    info: dict[str, Any] = {
+        "kind": "search", "labels": ["click", "purchase"], "features": names,
+        "groups": [{"name": "features", "features": names}], "unknown_when_ranking": [],
+    }  # fmt: skip
     if name == "attn_mvp":
         tasks = [f"task_{i}" for i in range(TASKS)]
         info = {

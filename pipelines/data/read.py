@@ -564,8 +564,9 @@ def _json_rows(text: bytes, uri: str, expressions: list[str], row: int) -> tuple
         text = HALF.sub(rb"\1\\ufffd", text)
     try:
         rows = pl.read_ndjson(text, infer_schema_length=None) if text.strip() else pl.DataFrame()
-        if any(map(_has_objects, rows.select(needed(expressions, rows.columns)[0]))):
-            raise pl.exceptions.ComputeError("text and objects in one column")
+        read = rows.select(needed(expressions, rows.columns)[0])
+        if any(map(_has_objects, read)) or any(map(_rounds, read)):
+            raise pl.exceptions.ComputeError("text and objects, or large integers and floats, in one column")
     except pl.exceptions.PolarsError:
         good, broken = _objects([line for line in text.split(b"\n") if line.strip()], expressions)
         if not good and not row:
@@ -584,6 +585,11 @@ def _has_objects(values: pl.Series) -> bool:
     """Whether text, or a list of it, may be of objects and lists that polars has written as JSON."""
     values = values.explode() if values.dtype == pl.List(pl.String) else values
     return values.dtype == pl.String and bool(values.str.contains(r"^[\[{]").any())
+
+
+def _rounds(values: pl.Series) -> bool:
+    """Whether integers may have lost digits beside floats, as which all values of a column are read."""
+    return values.dtype == pl.Float64 and bool((values.abs() >= 2**53).any())
 
 
 def _kind(value: Any) -> str:

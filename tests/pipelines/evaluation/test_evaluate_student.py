@@ -18,6 +18,7 @@ from models.retrieval.data import Catalogue, Examples
 from models.retrieval.search.export import load_exported
 from models.setup import set_up
 from models.tables import UserError
+from papers.tables import paper_tables
 from pipelines import tracking
 from pipelines.comparison.rows import compare
 from pipelines.comparison.runs import select
@@ -62,7 +63,9 @@ def test_students_find_their_teacher_in_the_comparison(world: tuple[Path, list[s
     run_id = checkpoint.read(world[0] / "tiger").tracking["run_id"]
     tags = tracking.connect(uri).get_run(run_id).data.tags
     assert tags[tracking.WEIGHTS_TAG] == weights_hash(str(world[0] / "tiger"))
-    runs, same_users, students = tables_of(compare(select(uri, ["retrieval/small"])))
+    comparison = compare(select(uri, ["retrieval/small"]))
+    runs, same_users = tables_of(comparison)
+    students = paper_tables(comparison)[0]
     assert {row[1] for row in runs.cells} == {
         "tiger", "tiger [constrained-False]", "student-*", "student-1 [path-plain]", "student-2 [scores-codebook]"
     }  # fmt: skip
