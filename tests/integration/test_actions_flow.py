@@ -36,4 +36,3 @@ def test_a_feed_becomes_a_table_of_models(
     row = next(line for line in compared.splitlines() if line.startswith("genrank "))
     assert f"{found['metrics']['mean/normalised_entropy']:.4f}" in row
     assert "Normalised entropy by task" in compared
-    assert compared.split("Parameters\n")[1].splitlines()[0].split()[-1] == "total"
