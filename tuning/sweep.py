@@ -295,7 +295,7 @@ def check(plan: Plan) -> tuple[str, dict[str, str]]:
             raise UserError(f"{trial.name} was measured with other options in {plan.folder}; choose another --name")
         family = registry.find(about.name).family.name
         hashes.append(about.hashes)
-    return family, dict(set.intersection(*(set(read.items()) for read in hashes)))
+    return family, dict(sorted(set.intersection(*(set(read.items()) for read in hashes))))
 
 
 def open_run(plan: Plan, hashes: dict[str, str], options: Options) -> tracking.RunRef:

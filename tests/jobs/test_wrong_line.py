@@ -120,7 +120,7 @@ CHECKPOINT = "--checkpoint {runs}/teacher/best"
         ("evaluate", f"{CHECKPOINT} --tables {{tables}}", "the model 'tiger' needs semantic IDs; give --sids"),
         ("evaluate", "--checkpoint {runs}/gone --tables {tables}", "--checkpoint is {runs}/gone, where nothing is"),
         ("evaluate", f"{CHECKPOINT} --tables {{tables}} --sids {{sids}} --draft_beam 5",
-         "the model 'tiger' has no option --draft_beam when recommending; it takes unseen, beam"),
+         "the model 'tiger' has no option --draft_beam when recommending; it takes unseen, precision, compile, beam"),
         ("evaluate", f"{CHECKPOINT} --tables {{tables}} --sids {{sids}} --beam 0", "beam is 0"),
         ("evaluate", f"{CHECKPOINT} --tables {{search}} --sids {{sids}}", "'tiger' is of retrieval"),
     ],
