@@ -144,7 +144,7 @@ def test_mlflow_has_the_sweep_and_its_trials(world: World) -> None:
 
 def test_the_same_line_again_finds_the_sweep_finished(world: World) -> None:
     other, _ = write_tables(world.folder / "others", items=20)
-    with pytest.raises(UserError, match="was started with another table '(items|sequences)'"):
+    with pytest.raises(UserError, match=r"was started with another table '(items|sequences)'"):
         world.sweep(HALVED, tables=other)
     again = world.sweep(HALVED)
     assert again.results is None
