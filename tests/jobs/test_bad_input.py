@@ -72,8 +72,7 @@ def prepare(command: Command, folder: Path, *argv: str) -> str:
     line = command.error(
         "prepare", "--source", str(folder / "source.yaml"), "--input", str(folder / "raw"), "--output", str(out), *argv
     )
-    if out.is_dir():
-        left = [path for path in out.rglob("*") if path.is_file() and path.name != ".lock"]
+    left = [path for path in out.rglob("*") if path.is_file() and path.name != ".lock"]
     assert not left, "something half-written is left"
     return line
 

@@ -23,10 +23,7 @@ HEAVY = ("torch", "ray", "matplotlib")
 BY_TORCH = ("train", "evaluate", "tokenize")
 """Commands whose options are those of models and tokenizers, which import PyTorch."""
 
-JOBS = (
-    "quickstart", "simulate", "prepare", "audit", "tokenize", "encode", "train", "evaluate",
-    "benchmark",
-)  # fmt: skip
+JOBS = ("quickstart", "simulate", "prepare", "audit", "tokenize", "encode", "train", "evaluate")
 
 CODE = """
 import runpy, sys
