@@ -52,7 +52,7 @@ def derived(owner: nn.Module, name: str, make: Callable[[], T], *others: nn.Modu
         p.data_ptr() != held.data_ptr() or not 0 <= count == _version(p) for p, held, count in made[name][0]
     ):
         now: Weights = [(p, p.detach(), _version(p)) for module in (owner, *others) for p in module.parameters()]
-        device = now[0][0].device.type
+        device = now[0][0].device.type if now else "cpu"  # of a model that counts, which has buffers alone
         whole = products("highest") if device == "cuda" else nullcontext()
         with torch.autocast(device, enabled=False), whole:  # what is kept is of the weights' own precision
             made[name] = now, make()

@@ -96,7 +96,7 @@ def _replayed(
     fused: bool,
 ) -> Ranked:  # fmt: skip
     """The search on a GPU, by a CUDA graph where one is there for as many requests and as long histories."""
-    given = filled({name: batch[name] for name in READ}, model.config.max_history)
+    given = filled({name: batch[name] for name in READ if name in batch}, model.config.max_history)
 
     def checked(given: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         items, scores = search(given)
@@ -124,11 +124,8 @@ def filled(batch: dict[str, Tensor], longest: int) -> dict[str, Tensor]:
     rows, length = batch["history"].shape
     wide, more = min(rung(length), max(length, longest)) - length, rung(rows) - rows
     history = functional.pad(batch["history"], (0, wide), value=PAD)
-    return {
-        "history": functional.pad(history, (0, 0, 0, more)),
-        "history_length": functional.pad(batch["history_length"], (0, more), value=1),
-        "user": functional.pad(batch["user"], (0, more)),
-    }
+    wider = {name: functional.pad(batch[name], (0, more), value=1) for name in batch.keys() - {"history"}}
+    return {"history": functional.pad(history, (0, 0, 0, more)), **wider}
 
 
 def nothing(k: int, device: torch.device) -> Ranked:

@@ -21,7 +21,7 @@ from models.fit import FitConfig, fit
 from models.gpu.graphs import Graphs, rung
 from models.optimizers import CapturableAdagrad
 from models.retrieval.data import Examples
-from models.retrieval.recommend import filled
+from models.retrieval.recommend import _replayed, filled
 from models.search.data import SearchCatalogue, SearchExamples
 from models.tables import join
 from tests import small_retrieval
@@ -198,6 +198,20 @@ def test_a_search_of_more_requests_and_longer_histories_finds_the_same(name):
     more, their = model.recommend(wide, 4)
     assert torch.equal(items, more[:5])
     assert torch.allclose(scores, their[:5], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["popularity", "sasrec", "tiger", "sid_mlp"])
+def test_a_replayed_search_finds_what_the_search_finds(name):
+    """As on a GPU, but for the graph; a model that only counts has no weights to look at."""
+    model, _ = retrieval_model(name)
+    batch = small_retrieval.requests(5, longest=5)
+    items, scores = model.eval().recommend(batch, 4)
+    search = type(model).recommend.__wrapped__.__wrapped__
+    for _ in range(3):
+        with torch.no_grad():
+            found = _replayed(model, "a test", batch, lambda given: search(model, given, 4), "highest", False)
+        assert torch.equal(found[0], items)
+        assert torch.allclose(found[1], scores, atol=1e-5)
 
 
 class Repeated:
