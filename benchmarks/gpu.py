@@ -3,9 +3,9 @@
     python -m benchmarks.gpu [--json FILE] [--part train search] [--variants tiger sid_mlp]
 
 `train` drives `models.fit` on batches in memory: plain, captured (`fit.capture`), and compiled beforehand
-(`fit.compile`). Weights and batches are random; the first steps are left out of the times. `same` says whether losses
-and weights after all steps equal the plain run's, `off` by how much they differ. `search` times `recommend` as graphs
-and without, in turn; `float32` products in full and as `tf32`.
+(`fit.compile`). Weights and batches are random; the first `SKIPPED` steps are left out of times. `same` says whether
+the weights after them equal the plain run's, `off` by how much they differ. `search` times `recommend` without a graph,
+as one, and as one with products in TF32, in turn.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +176,7 @@ def train(variants: list[str], modes: list[str]) -> Iterator[Row]:
 
 
 SEARCHED = ("sid_mlp", "tiger", "sid_mlp_pp", "one_layer", "earn", "nezha", "gdn", "mamba2", "sasrec")
-SIZES = ((1, 50), (32, 50), (256, 50))
+SIZES, BEAM = (1, 32, 256), 50
 
 
 def search(variants: list[str], runs: int = 5) -> Iterator[Row]:
@@ -204,68 +205,25 @@ def timed(call: Callable[[], Any], times: int = 5) -> list[float]:
 def search_of(variant: str, runs: int) -> Iterator[Row]:
     model = built({"name": variant}).eval()
     plain = type(model).recommend.__wrapped__.__wrapped__
-    for size, beam in SIZES:
+    options = {} if variant == "sasrec" else {"beam": BEAM}
+    for size in SIZES:
         batch = {name: value.to(CUDA) for name, value in retrieval_batches(size, "request")[0].items()}
-        options = {} if variant == "sasrec" else {"beam": beam}
         calls: dict[str, Callable[[], Any]] = {
-            "plain": lambda b=batch, o=options: plain(model, b, 10, **o),  # type: ignore[misc]
-            "graph": lambda b=batch, o=options: model.recommend(b, 10, **o),  # type: ignore[misc]
+            "plain": partial(plain, model, batch, 10, **options),
+            "graph": partial(model.recommend, batch, 10, **options),
+            "tf32": partial(model.recommend, batch, 10, precision="high", **options),
         }
-        torch.set_float32_matmul_precision("highest")
-        found, times = {}, {name: [] for name in calls}  # type: ignore[var-annotated]
-        for name, call in calls.items():
-            for _ in range(3):
-                found[name] = [part.clone() for part in call()]
+        found = {name: [[part.clone() for part in call()] for _ in range(3)][-1] for name, call in calls.items()}
+        times: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(runs):
             for name, call in calls.items():
                 times[name] += timed(call)
-        row = {
-            "benchmark": "gpu search", "variant": variant, "params": {"batch": size, "beam": beam, "k": 10},
-            **{f"{name}_ms": 1e3 * statistics.median(values) for name, values in times.items()},
-            "same_items": torch.equal(found["plain"][0], found["graph"][0]),
-            "off": float((found["plain"][1] - found["graph"][1]).nan_to_num(0, 0, 0).abs().max()),
-        }  # fmt: skip
-        torch.set_float32_matmul_precision("high")
-        model.train().eval()
-        for _ in range(3):
-            tf32 = [part.clone() for part in calls["graph"]()]
-        some = [second for _ in range(runs) for second in timed(calls["graph"])]
-        torch.set_float32_matmul_precision("highest")
-        model.train().eval()
-        changed = (tf32[0] != found["graph"][0]).any(1).float().mean()
-        yield row | {"tf32_ms": 1e3 * statistics.median(some), "tf32_lists_changed": float(changed)}
-
-
-def busy(variants: list[str]) -> Iterator[Row]:
-    """What the kernels of a training step are, by time."""
-    from torch.profiler import ProfilerActivity, profile
-
-    for variant in variants:
-        options, batches, _ = TRAINED[variant]
-        model = built(options).train()
-        batch = {name: value.to(CUDA) for name, value in batches()[0].items()}
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True, capturable=True)
-
-        def step() -> None:
-            with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
-                loss = model(batch)["loss"]  # noqa: B023
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)  # noqa: B023
-            optimizer.step()  # noqa: B023
-            optimizer.zero_grad(set_to_none=True)  # noqa: B023
-
-        for _ in range(3):
-            step()
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
-            step()
-            torch.cuda.synchronize()
-        events = [e for e in seen.key_averages() if e.self_device_time_total > 0]
-        events.sort(key=lambda e: -e.self_device_time_total)
+        (items, scores), (same, their), (other, _) = found.values()
         yield {
-            "benchmark": "gpu busy", "variant": variant, "kernels": sum(e.count for e in events),
-            "busy_ms": sum(e.self_device_time_total for e in events) / 1e3,
-            "top": [[e.key[:90], round(e.self_device_time_total / 1e3, 3), e.count] for e in events[:10]],
+            "benchmark": "gpu search", "variant": variant, "params": {"batch": size, "beam": BEAM, "k": 10},
+            **{f"{name}_ms": 1e3 * statistics.median(values) for name, values in times.items()},
+            "same_items": torch.equal(items, same), "off": float((scores - their).nan_to_num(0, 0, 0).abs().max()),
+            "tf32_lists_changed": float((other != same).any(1).float().mean()),
         }  # fmt: skip
 
 
@@ -293,7 +251,7 @@ def page(rows: list[Row]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--json", help="file that the lines are added to")
-    parser.add_argument("--part", nargs="+", default=["train", "search"], choices=["train", "search", "busy"])
+    parser.add_argument("--part", nargs="+", default=["train", "search"], choices=["train", "search"])
     parser.add_argument("--variants", nargs="+", help="of those that a part has")
     parser.add_argument("--modes", nargs="+", default=["plain", "captured"], choices=[*MODES, "again"])
     parser.add_argument("--page", metavar="FILE", help="prints the tables of lines that were kept, and times nothing")
@@ -311,7 +269,6 @@ def main() -> None:
     parts = {
         "train": lambda: train(chosen(TRAINED), options.modes),
         "search": lambda: search(chosen(SEARCHED)),
-        "busy": lambda: busy(chosen(TRAINED)),
     }
     for part in options.part:
         for row in parts[part]():
