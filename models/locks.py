@@ -22,7 +22,7 @@ from pyarrow import fs
 from models.uri import UserError, asked, open_uri
 
 LOCK = ".lock"
-"""File by which the folder is held that someone writes. A local one stays when it is let go."""
+"""File by which the folder is held that someone writes. A local one stays beside what was written."""
 
 BEAT, SILENT = 5.0, 30.0
 """Seconds, of a lock at a URI: between two heartbeats; without one until its holder counts as dead."""
@@ -56,6 +56,8 @@ def locked(
     try:
         yield
     finally:
+        if os.listdir(path.parent) == [path.name]:  # nothing was written: nothing is left
+            path.unlink()  # whoever waits for it sees that it is gone, and makes a new one
         lock.release()
 
 
