@@ -170,7 +170,7 @@ def test_a_sweep_and_its_comparison(world: World) -> None:
     said = world.run(
         "sweep --grid {here}/grid.yaml --tables {s3}/tables --storage {s3}/runs --name rates --tracking_uri {store} "
         "--experiment retrieval/rates",
-        "compare --experiment retrieval/rates --tracking_uri {store} --sids {s3}/sids --markdown {here}/compare.md",
+        "compare --experiment retrieval/rates --tracking_uri {store} --markdown {here}/compare.md",
     )
     assert "Swept 2 trials of rates" in said
     assert best_trial(f"{world.s3}/runs/rates").startswith(f"{world.s3}/runs/rates/lr-")

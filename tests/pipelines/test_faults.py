@@ -129,8 +129,8 @@ cli.main(run, Config)
 @pytest.mark.long
 def test_a_job_ends_with_one_line_and_keeps_the_traceback(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    line = [sys.executable, str(tmp_path / "job.py")]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", "TMPDIR": str(tmp_path)}
+    line = [sys.executable, "-m", "job"]
     ended = subprocess.run(line, env=environment, capture_output=True, text=True)
     assert ended.returncode == 1
     (said,) = ended.stderr.splitlines()

@@ -83,7 +83,7 @@ def folder(new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFa
 @pytest.mark.long
 def test_the_best_of_a_sweep_ranks_alike_in_a_fresh_process(folder: Path, capsys: pytest.CaptureFixture) -> None:
     uri = f"sqlite:///{folder}/mlflow.db"
-    run(Config(sweep="seeds", tracking_uri=[uri], register="small"))
+    run(Config(sweep="seeds", tracking_uri=uri, register="small"))
     assert "version 1 of small is the best checkpoint of tiger-2" in capsys.readouterr().out
     (version,) = tracking.connect(uri).search_model_versions("name = 'small'")
     about = checkpoint.read(folder / "tiger-2")

@@ -129,9 +129,9 @@ cli.main(run, Config)
 def test_a_job_without_its_ray_ends_with_one_line(part: str, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(WITHOUT_RAYLET)
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    line = [sys.executable, str(tmp_path / "job.py"), "--part", part]
+    line = [sys.executable, "-m", "job", "--part", part]
     ended = subprocess.run(
-        line, env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+        line, env={**environment, "PYTHONPATH": f"{ROOT}:{tmp_path}"}, capture_output=True, text=True
     )  # fmt: skip
     assert ended.returncode == 1, ended.stderr
     (said,) = [line for line in ended.stderr.splitlines() if line.startswith("error:")]
