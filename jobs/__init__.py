@@ -1,28 +1,11 @@
 """Command-line entry points, one per verb: `python -m jobs.NAME --help`."""
 
-import sys
-from importlib.util import find_spec
-from pathlib import Path
+import os
 
-NEEDED = (
-    "jsonargparse", "filelock", "matplotlib", "mlflow", "numpy", "obstore", "polars", "psutil", "pyarrow", "pydantic",
-    "ray", "safetensors", "scipy", "sklearn", "torch", "transformers", "yaml",
-)  # fmt: skip
-"""The dependencies of pyproject.toml, by the names that they are imported by."""
-
-VENV = Path(__file__).parents[1] / ".venv"
-"""What `make setup` makes; it holds a file `.unfinished` until all is installed."""
-
-if sys.argv[0] == "-m":  # while Python looks for the command that it is to run
-    missing = [name for name in NEEDED if find_spec(name) is None]
-    activated = Path(sys.prefix).resolve() == VENV.resolve()
-    unfinished = (VENV / ".unfinished").exists() or (activated and missing)
-    if missing or (activated and unfinished):
-        others = f" and {len(missing) - 1} more" if missing[1:] else ""
-        why = f"{sys.executable} has no package {missing[0]}{others}, which this command needs; " if missing else ""
-        if unfinished:
-            why += f"{VENV} is unfinished, as its setup was broken off or is at work; "
-            remedy = "`make setup`, which goes on with it," + ("" if activated else " and `source .venv/bin/activate`,")
-        else:
-            remedy = "`source .venv/bin/activate` (or `make setup` first, which makes .venv),"
-        sys.exit(f"error: {why}run {remedy} then the same line again")
+if not os.environ.get("RAY_ADDRESS"):  # a local Ray is for its user alone; read when ray is imported
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    # Ray's switch for laptops: a node's address is then 127.0.0.1, where all that it starts listens, its metrics too.
+    # `ray.init(_node_ip_address="127.0.0.1")` is no way: Ray makes the machine's own address of it.
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    # Threads that wait sleep: beside other processes, spinning ones take many times the time of the work itself.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -8,7 +8,6 @@ A job is a dataclass of options and a function of it:
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import re
@@ -20,151 +19,20 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
-from types import NoneType
-from typing import Any, NoReturn, TypeVar
+from types import ModuleType
+from typing import Any, NoReturn
 
-from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter, set_parsing_settings
-
-from jobs.wrong_line import below, keys_of, types_of, wrong_line, wrong_value
-from models.config import instead, read_yaml
-from models.places import near_file
+from jobs.options import parse
 from models.tables import UserError
-from models.uri import refuse_secrets
 from models.words import number_of
 from pipelines.data.ray_data_config import WORKERS
 from pipelines.faults import explain, first_line, user_error_in
-
-set_parsing_settings(docstring_parse_attribute_docstrings=True)
-
-if not os.environ.get("RAY_ADDRESS"):  # a local Ray is for its user alone; read when ray is imported
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-    # Ray's switch for laptops: a node's address is then 127.0.0.1, where all that it starts listens, its metrics too.
-    # `ray.init(_node_ip_address="127.0.0.1")` is no way: Ray makes the machine's own address of it.
-    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    # Threads that wait sleep: beside other processes, spinning ones take many times the time of the work itself.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-Config = TypeVar("Config")
 
 CONFIGS = Path(__file__).parent / "configs"
 
 STARTS = 3
 """How often the start of a local Ray is tried: it gives its processes 30 seconds, which a busy machine may not have."""
-
-
-class HelpFormatter(DefaultHelpFormatter):
-    """Help whose description keeps its paragraphs, and in it the lines of commands as they are."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        paragraphs = text.split("\n\n")
-        commands = [part.lstrip(" ").startswith("python -m") for part in paragraphs]
-        return "\n\n".join(
-            part if command else super(HelpFormatter, self)._fill_text(part, width, indent)
-            for part, command in zip(paragraphs, commands, strict=True)
-        )
-
-
-def build_parser(config: type, job: str, groups: dict[str, type]) -> ArgumentParser:
-    """Options of the dataclass `config`; `groups` adds dataclasses under a name, as `--name.field`."""
-    module = sys.modules[config.__module__].__spec__.name  # type: ignore[union-attr]
-    parser = ArgumentParser(
-        prog=f"python -m {module}",
-        usage=f"python -m {module} [--config FILE] [--OPTION VALUE ...]",
-        description=(sys.modules[config.__module__].__doc__ or "").strip(),
-        formatter_class=HelpFormatter,
-        exit_on_error=False,
-        default_env=False,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", action="config", help="YAML file with the options below; the line wins over it")
-    parser.add_class_arguments(config, fail_untyped=True, skip=set(groups))
-    for name, group in groups.items():
-        parser.add_class_arguments(group, name, fail_untyped=True)
-    return parser
-
-
-def remedy_for(path: str, folder: Path, remedy: str) -> str:
-    """What to do about a file that cannot be read: where nothing is at the path and no file beside it is called so,
-    give the one of our `folder` whose name is most like it; else the `remedy`."""
-    if "://" in path or Path(path).expanduser().exists() or near_file(path):
-        return remedy
-    files = [file for file in folder.rglob("*.yaml") if "sources" not in file.relative_to(folder).parts]
-    ours = {file.stem: file for file in sorted(files, reverse=True)}
-    near = difflib.get_close_matches(Path(path).stem, ours, n=1)
-    return f"give {os.path.relpath(ours[near[0]])}" if near else remedy
-
-
-def _check_config_keys(path: str, parser: ArgumentParser) -> list[str]:
-    """The keys of a config file; names unknown ones, with the file, before jsonargparse sees them."""
-    content = read_yaml(path, remedy_for(path, CONFIGS, "check --config, and see --help for the keys"))
-    keys, found = keys_of(parser), []
-
-    def walk(node: dict[str, Any], prefix: str) -> None:
-        for name, value in node.items():
-            key = f"{prefix}{name}"
-            group = any(k.startswith(key + ".") for k in keys)
-            if isinstance(value, dict) and group:
-                walk(value, key + ".")
-            elif key not in keys:
-                raise UserError(f"unknown key '{key}' in {path}; {instead(key, sorted(keys))}; see --help for all")
-            elif group:
-                raise UserError(f"{key} in {path} is {value}, it has options of its own, such as {below(key, keys)}")
-            else:
-                found.append(key)
-
-    walk(content, "")
-    return found
-
-
-def _complete_flags(argv: list[str], config: type) -> list[str]:
-    """`--overwrite` alone means `--overwrite true`, and `--dry-run` is `--dry_run`."""
-    flags = {f"--{f.name}" for f in fields(config) if f.type in (bool, "bool")}
-    completed: list[str] = []
-    for i, word in enumerate(argv):
-        if word.startswith("--") and (flag := "--" + word.removeprefix("--").replace("-", "_")) in flags:
-            word = flag
-        completed.append(word)
-        if word in flags and (i + 1 == len(argv) or argv[i + 1].startswith("--")):
-            completed.append("true")
-    return completed
-
-
-def config_paths(argv: Sequence[str]) -> list[str]:
-    """The files named by --config on a command line."""
-    paths = [argv[i + 1] for i, word in enumerate(argv[:-1]) if word == "--config"]
-    return paths + [word.split("=", 1)[1] for word in argv if word.startswith("--config=")]
-
-
-def parse(
-    config: type[Config], job: str, argv: Sequence[str] | None = None, groups: dict[str, type] | None = None
-) -> Config:
-    """The options of a command line as an instance of `config`; `groups` are passed to it by name.
-
-    Raises UserError for an unknown key (with the nearest one), a wrong type, or a value that the
-    dataclass refuses.
-    """
-    argv = _complete_flags(list(sys.argv[1:] if argv is None else argv), config)
-    groups = groups or {}
-    parser = build_parser(config, job, groups)
-    line = {word.removeprefix("--").split("=")[0] for word in argv if word.startswith("--")}
-    files = {key: path for path in config_paths(argv) for key in _check_config_keys(path, parser) if key not in line}
-    try:
-        namespace = parser.parse_args(argv)
-        for option in parser._actions:  # null, which jsonargparse takes for any type
-            if (kinds := types_of(option)) and NoneType not in kinds and namespace.get(option.dest) is None:
-                raise UserError(wrong_value(option, "null", files))
-        for key, value in namespace.items():
-            refuse_secrets(value, f"--{key}")
-        values = parser.instantiate_classes(namespace)
-        arguments = {f.name: values[f.name] for f in fields(config) if f.name in values}  # type: ignore[arg-type]
-        for name, group in groups.items():
-            value = arguments[name]
-            arguments[name] = value if isinstance(value, group) else group(**vars(value))
-        return config(**arguments)
-    except (ArgumentError, ValueError, TypeError, KeyError) as error:
-        raise UserError(wrong_line(error, parser, files)) from error
 
 
 def start_ray(num_cpus: int | None = None) -> None:
@@ -198,9 +66,6 @@ def start_ray(num_cpus: int | None = None) -> None:
                     f"and is not too busy, then run the same line again"
                 ) from error
             print(f"note: a local Ray did not start ({first_line(error)}); trying again, {attempt + 1} of {STARTS}")
-    from jobs.watch import watch
-
-    watch()
 
 
 def preflight(**places: str | None) -> None:
@@ -336,16 +201,20 @@ def line(module: str, **options: str) -> str:
     )
 
 
-def main(run: Callable[[Any], Any], config: type, parse_: Callable[[str], Any] | None = None) -> NoReturn:
+def options_for(job: ModuleType, argv: Sequence[str]) -> Any:
+    """The options of a job's module that a command line gives."""
+    return job.parse(argv) if hasattr(job, "parse") else parse(job.Config, argv)
+
+
+def main(run: Callable[[Any], Any], config: type, parse_: Callable[[], Any] | None = None) -> NoReturn:
     """Parses the command line, runs the job, and exits: 0 when done, 1 with one line for a UserError or a fault
     of the machines (`pipelines/faults.py`), 141 as other commands where what reads its output is gone (`| head`).
 
-    `parse_(job)` is for jobs whose options are more than those of `config`.
+    `parse_()` is for jobs whose options are more than those of `config`.
     """
-    job = Path(sys.argv[0]).stem
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # type: ignore[assignment]
     try:
-        run(parse_(job) if parse_ else parse(config, job))
+        run(parse_() if parse_ else parse(config))
         sys.stdout.flush()
     except Exception as error:
         if isinstance(error, BrokenPipeError) and not output_is_read():

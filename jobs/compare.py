@@ -10,8 +10,6 @@ self-contained page with the plots: learning curves, accuracy against requests p
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jobs import cli
@@ -22,9 +20,6 @@ from pipelines.comparison.plots import plots
 from pipelines.comparison.rows import Comparison, best_run, compare
 from pipelines.comparison.runs import select
 from pipelines.comparison.tables import best_table, tables
-
-LISTS = ("experiment", "run")
-"""Options that may be given several times."""
 
 
 @dataclass
@@ -55,15 +50,6 @@ class Config:
             raise ValueError(f"sweep is {self.sweep} and run is {self.run[0]}; give one of them")
         if self.register and not (self.sweep or self.run) and len(self.experiment) > 1:
             raise ValueError(f"register is {self.register}, which is of one experiment; give one --experiment")
-
-
-def parse(job: str, argv: Sequence[str] | None = None) -> Config:
-    """The command line; every option of LISTS adds one, as jsonargparse's `--run+` does."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    for place, word in enumerate(words):
-        if (name := word.removeprefix("--").split("=", 1)[0]) in LISTS and word.startswith("--"):
-            words[place] = word.replace(f"--{name}", f"--{name}+", 1)
-    return cli.parse(Config, job, words)
 
 
 def run(config: Config) -> None:
@@ -105,4 +91,4 @@ def register_best(comparison: Comparison, name: str) -> None:
 
 
 if __name__ == "__main__":
-    cli.main(run, Config, parse)
+    cli.main(run, Config)

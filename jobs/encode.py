@@ -9,7 +9,6 @@ Each distinct text and each distinct pair is encoded once. Run again, it makes o
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jobs import cli
@@ -64,10 +63,5 @@ def run(config: Config) -> None:
     print(f"next: {cli.line('jobs.train', **train, storage='runs', name=model.model)}")
 
 
-def parse(job: str, argv: Sequence[str] | None = None) -> Config:
-    """The command line."""
-    return cli.parse(Config, job, argv, {"embed": TextConfig})
-
-
 if __name__ == "__main__":
-    cli.main(run, Config, parse)
+    cli.main(run, Config)

@@ -11,9 +11,9 @@ users to a table instead; with --export FILE.pt2 a student as one program.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass
-from typing import Any, Literal, get_type_hints
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, make_dataclass
+from typing import Any, Literal
 
 from jobs import cli
 from models import checkpoint, registry
@@ -100,27 +100,8 @@ class Options:
         return {name: value for name in OPTIONS if (value := vars(self)[name]) is not None}
 
 
-def again(name: str, one: Field) -> tuple[str, Any, Any]:
-    """A declared option with its type, by the names of the module that declares it."""
-    if one.default_factory is not MISSING:
-        return name, TYPES[name], field(default_factory=one.default_factory)
-    return name, TYPES[name], field(default=one.default)
-
-
-TYPES = {name: type_ for kind in (*RECOMMENDS, Options) for name, type_ in get_type_hints(kind).items()}
-declared = [again(one.name, one) for kind in (Options, *RECOMMENDS) for one in fields(kind)]
-declared = list({one[0]: one for one in declared}.values())
-Config: Any = make_dataclass("Config", declared, bases=(Options, *RECOMMENDS), kw_only=True)
+Config: Any = make_dataclass("Config", [], bases=(Options, *RECOMMENDS), kw_only=True)
 Config.__doc__, Config.__module__ = Options.__doc__, __name__
-
-
-def parse(job: str, argv: Sequence[str] | None = None) -> Options:
-    """The command line; --batch-inference is --batch_inference."""
-    import sys
-
-    words = list(sys.argv[1:] if argv is None else argv)
-    spelled = [word.replace("--batch-inference", "--batch_inference", 1) for word in words]
-    return cli.parse(Config, job, spelled)
 
 
 def repeats_of(result: Result) -> int:
@@ -247,4 +228,4 @@ def run(config: Options) -> Result | None:
 
 
 if __name__ == "__main__":
-    cli.main(run, Config, parse)
+    cli.main(run, Config)

@@ -16,56 +16,27 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 
 from pyarrow import fs
 
 from jobs import cli
-from models.config import nearest
+from jobs.options import Given, check_whole, read
 from models.places import reach
 from models.tables import UserError, open_uri
 from models.uri import write_file
 from models.words import number_of
 from pipelines.data.kinds.table import KINDS
 from pipelines.data.log import load_source
+from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.preview import check_rejects, lines, preview, warnings
 from pipelines.data.settings import check, read_config
 from pipelines.data.suggest import suggest
 
-SOURCES = cli.CONFIGS / "sources"
-
-
-@dataclass
-class SplitOptions:
-    """How requests are split."""
-
-    kind: str | None = None
-    """temporal, leave_last_out, per_user (logs of actions), or auto: temporal where the log has clock times."""
-    val_fraction: float | None = None
-    """Share of the behaviours in the validation window of a temporal split (0.1)."""
-    test_fraction: float | None = None
-    """Share of the behaviours in the test window of a temporal split (0.1)."""
-    val_start: str | None = None
-    """First moment of the validation window, as ISO 8601 or epoch ms; with test_start, instead of the fractions."""
-    test_start: str | None = None
-    """First moment of the test window."""
-
-
-@dataclass
-class RayDataOptions:
-    """How Ray Data runs; nothing of it changes the tables."""
-
-    shuffle_batch_mb: int | None = None
-    """MiB of rows that one task cuts by partition (64)."""
-    compression: str | None = None
-    """Of rows between tasks: none, lz4, zstd, or auto: none on one node, lz4 between nodes (auto)."""
-    read_mb: int | None = None
-    """MiB of a plain file that one task reads; a compressed file is read by one task (128)."""
-
 
 @dataclass
 class Config:
-    """Options of jobs.prepare; those left out come from the source file, then from the defaults."""
+    """Options of jobs.prepare."""
 
     source: str
     """YAML file that describes the raw log, such as jobs/configs/sources/NAME.yaml."""
@@ -73,54 +44,22 @@ class Config:
     """Folder of the raw log: a local path, s3:// or gs://."""
     output: str
     """Folder for the tables."""
+    settings: PrepareConfig = field(metadata={"inline": True})
+    """What is made of the log: the options below, else what the source file's `prepare` says."""
     overwrite: bool = False
     """Make all tables again, whatever is there."""
     dry_run: bool = False
     """Read the first rows of the log, print what becomes of them, and end."""
-    kind: str | None = None
-    """`retrieval`: each behaviour is a request of its own. `search`: requests are searches with what they showed.
-    `actions`: impressions with their actions."""
-    core: int | None = None
-    """k of the iterative k-core; 0 keeps all users and items (5)."""
-    core_window: str | None = None
-    """Count the k-core on `all` of the log or on the training window (`train`) of a temporal split (all)."""
-    ties: str | None = None
-    """`strict`: histories hold strictly earlier events. `log_order`: events of equal time keep the log's order."""
-    split: SplitOptions = field(default_factory=SplitOptions)
-    """How requests are split."""
-    max_events: int | None = None
-    """Most recent behaviours kept of each user (10000)."""
-    behaviour: str | None = None
-    """A bool label that makes an event a behaviour, such as `click` (every event is one)."""
-    partitions: int | None = None
-    """Partitions of the shuffle (from the bytes read)."""
-    max_rejects: float | None = None
-    """Share of rows that may break the schema before the job fails (0.01)."""
-    min_matched: float | None = None
-    """Share of the items, and of the users where there are user files, that must have a row in those files (0.5);
-    0 accepts any."""
-    duplicates: str | None = None
-    """`drop` events that repeat another in every column, `keep` them as real, such as two purchases of a day, or
-    `count` them: one stays, whose label `repeats` says how many they were (drop)."""
-    catalogue: str | None = None
-    """TABLES of a training, whose catalogue these tables get: a fresh log, for jobs.evaluate with models from there."""
-    counts_as_of: str | None = None
-    """Of logs of kind search: a moment, as ISO 8601 or epoch ms. Also makes the table `counts` of what is counted
-    before it, for a served model; one of another moment is replaced."""
-    ray_data: RayDataOptions = field(default_factory=RayDataOptions)
-    """How Ray Data runs."""
 
 
-def run(config: Config) -> dict[str, object]:
+def run(given: Given) -> dict[str, object]:
     """Prepares the tables and prints what was made and what to run next."""
     begin = time.perf_counter()
-    source, defaults = load_source(config.source, cli.remedy_for(config.source, SOURCES, "check --source"))
-    options = {
-        key: value
-        for key, value in asdict(config).items()
-        if key not in ("source", "input", "output", "overwrite", "dry_run")
-    }
-    settings = read_config(defaults, options)
+    of_job = {f.name for f in fields(Config)}
+    options, asked = ({k: v for k, v in given.values.items() if (k in of_job) is own} for own in (True, False))
+    source, defaults = load_source(options["source"])
+    settings = read_config(defaults, asked, named=lambda key: given.places.get(key, f"'prepare.{key}'"))
+    config = Config(**options, settings=settings)
     reach(input=config.input, catalogue=settings.catalogue)
     cli.preflight(input=config.input, output=config.output, catalogue=settings.catalogue)
     check(source, config.input, config.output, settings)  # before Ray takes its seconds to start
@@ -179,18 +118,17 @@ def run_suggestion(config: Suggestion) -> None:
     )
 
 
-def parse(job: str, argv: Sequence[str] | None = None) -> Config | Suggestion:
+def parse(argv: Sequence[str] | None = None) -> Given | Suggestion:
     """The command line; `--suggest` has options of its own."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    given = [word.split("=")[0].removeprefix("--") for word in words if word.startswith("--")]
-    suggesting = "suggest" in given
-    for name in [] if suggesting else given:
-        if nearest(name, ["suggest", *(option.name for option in fields(Config))]) == "suggest":
-            raise UserError(f"unknown key '{name}'; the nearest key is 'suggest'; see --help for all")
-    return cli.parse(Suggestion, job, words) if suggesting else cli.parse(Config, job, words)
+    argv = sys.argv[1:] if argv is None else argv
+    if any(word.split("=")[0] == "--suggest" for word in argv):
+        return cli.parse(Suggestion, argv)
+    given = read(Config, argv)
+    check_whole(Config, given)
+    return given
 
 
-def main(config: Config | Suggestion) -> None:
+def main(config: Given | Suggestion) -> None:
     """What the command line asks for."""
     if isinstance(config, Suggestion):
         run_suggestion(config)

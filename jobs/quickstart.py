@@ -15,9 +15,7 @@ from __future__ import annotations
 import importlib
 import shlex
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -81,8 +79,7 @@ class Steps:
         print(f"\n[{self.number}/{self.count}] {title}   ({elapsed:.0f} s so far)", flush=True)
         print(f"$ python -m jobs.{job} {shlex.join(argv)}", flush=True)
         module = importlib.import_module(f"jobs.{job}")
-        parse: Callable[..., Any] = getattr(module, "parse", partial(cli.parse, module.Config))
-        return module.run(parse(job, list(argv)))
+        return module.run(cli.options_for(module, argv))
 
 
 @dataclass(frozen=True)

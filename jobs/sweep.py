@@ -14,12 +14,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-
-import yaml
 
 from jobs import cli
 from models import registry
@@ -32,9 +29,6 @@ from pipelines import tracking
 from pipelines.training.options import FEWER, RayOptions
 from tuning.grid import Grid, Trial, load
 from tuning.sweep import Options, Swept, best_trial, sweep
-
-FREE = ("model", "fit", "evaluate", "axes")
-"""Options whose keys are those of the grid's model, training and evaluation."""
 
 TRAINED = ("model.teacher", "model.encoder", "checkpoint")
 """Settings that name a trained model, and so can name a sweep."""
@@ -62,8 +56,14 @@ class Config:
     """Print the trials, and do nothing."""
     samples: int | None = None
     """Draw this many points of the grid; by default as the grid says."""
-    set: dict[str, Any] = field(default_factory=dict)
-    """What --model.KEY, --fit.KEY, --evaluate.KEY and --axes.KEY say, by dotted key."""
+    model: dict[str, Any] = field(default_factory=dict)
+    """Settings of the model of all trials, such as --model.teacher."""
+    fit: dict[str, Any] = field(default_factory=dict)
+    """Settings of the training of all trials, such as --fit.max_epochs."""
+    evaluate: dict[str, Any] = field(default_factory=dict)
+    """Options of jobs.evaluate for all trials of a grid that evaluates."""
+    axes: dict[str, list[Any]] = field(default_factory=dict)
+    """Values of an axis, such as --axes.fit.seed '[42, 43, 44]'."""
     options: Options = field(default_factory=Options)
     """How the sweep is run."""
     ray: RayOptions = field(default_factory=RayOptions)
@@ -81,40 +81,9 @@ class Config:
                 raise ValueError(f"--{name} is not given; only --dry_run does without")
 
 
-def parse(job: str, argv: Sequence[str] | None = None) -> Config:
-    """The command line; keys below model, fit, evaluate and axes are the grid's business."""
-    words, given = list(sys.argv[1:] if argv is None else argv), {}
-    rest: list[str] = []
-    while words:
-        word = words.pop(0)
-        head, _, value = word.partition("=")
-        if word.startswith("--") and head[2:].split(".")[0] in FREE and "." in head:
-            if "=" not in word:
-                if not words:
-                    raise UserError(f"{head} has no value; give one after it")
-                value = words.pop(0)
-            given[head[2:]] = scalar(value)
-        else:
-            rest.append("--dry_run" + word.removeprefix("--dry-run") if word.startswith("--dry-run") else word)
-    config = cli.parse(Config, job, rest, {"options": Options, "ray": RayOptions})
-    config.set = {**config.set, **given}
-    return config
-
-
-def scalar(word: str) -> Any:
-    """The value of a word of the command line: a number, a list, true, null or text; 1e-4 is a number."""
-    try:
-        return float(word) if "e" in word.lower() and word[:1].isdigit() else yaml.safe_load(word)
-    except (ValueError, yaml.YAMLError):
-        return word
-
-
 def read(config: Config) -> tuple[Grid, list[Trial]]:
     """The grid with what the command line says, and its trials."""
-    axes = {key.removeprefix("axes."): value for key, value in config.set.items() if key.startswith("axes.")}
-    for key, values in axes.items():
-        if not isinstance(values, list):
-            raise UserError(f"--axes.{key} is {values!r}, it must be a list such as '[0.1, 0.2]'")
+    axes = dict(config.axes)
     for key in TRAINED:
         if key in axes:
             axes[key] = [best_trial(value) for value in axes[key]]
@@ -123,7 +92,8 @@ def read(config: Config) -> tuple[Grid, list[Trial]]:
         if config.samples < 1:
             raise UserError(f"--samples is {config.samples}, it must be at least 1")
         grid.samples = config.samples
-    sets = {key: value for key, value in config.set.items() if not key.startswith("axes.")}
+    sections = {"model": config.model, "fit": config.fit, "evaluate": config.evaluate}
+    sets = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
     for key in TRAINED:
         if isinstance(sets.get(key), str):
             sets[key] = best_trial(sets[key])
@@ -193,4 +163,4 @@ def show(grid: Grid, trials: list[Trial]) -> None:
 
 
 if __name__ == "__main__":
-    cli.main(run, Config, parse)
+    cli.main(run, Config)

@@ -7,7 +7,6 @@ python -m jobs.tokenize --tables TABLES --tokenizer published --published FILE -
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,13 +21,6 @@ from models.uri import check_writable
 from models.words import number_of
 from pipelines.data.sids.embed import EmbedConfig, embed_origin
 from pipelines.data.sids.tokenize import TokenizerConfig, check_folders, check_items, tokenize
-
-GROUPS: dict[str, type] = {
-    "embed": EmbedConfig,
-    "rqkmeans": RqkmeansConfig,
-    "rqvae": RqvaeConfig,
-    "psid": PsidConfig,
-}
 
 SMALL = 1000
 """Items below which a first training takes the small TIGER."""
@@ -146,10 +138,5 @@ def run(config: Config) -> None:
     print(f"next: {cli.line('jobs.train', **train, storage='runs', name='tiger')}")
 
 
-def parse(job: str, argv: Sequence[str] | None = None) -> Config:
-    """The command line, with the options of each tokenizer under its name."""
-    return cli.parse(Config, job, argv, GROUPS)
-
-
 if __name__ == "__main__":
-    cli.main(run, Config, parse)
+    cli.main(run, Config)

@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any
 
 from jobs import cli
+from jobs.options import read
 from models import registry
-from models.config import read_yaml
 from models.fit import FitConfig
 from models.places import reach
 from models.tables import UserError
@@ -37,7 +37,7 @@ class Config:
     """Folder for all runs: checkpoints, and MLflow's SQLite store where no other is named."""
     name: str
     """Name of this run; the same name again continues it."""
-    model: Any
+    model: dict[str, Any] = field(default_factory=dict)
     """The model: `name`, and its own options."""
     sids: str | None = None
     """SIDS: the folder that jobs.tokenize made, for models that use semantic IDs."""
@@ -57,48 +57,30 @@ class Config:
     """Throw away what the run of this name has made, and train anew."""
 
 
-def model_name(argv: Sequence[str]) -> str | None:
-    """`model.name` of a command line or of the config that it names; None where neither has one.
-
-    A config that cannot be read counts as one of the first model's: cli.parse then says what is wrong with it.
-    """
-    first = next(iter(registry.MODELS))
-    for i, word in enumerate(argv):
-        if word == "--model.name" and i + 1 < len(argv):
-            return argv[i + 1]
-        if word.startswith("--model.name="):
-            return word.split("=", 1)[1]
-    for path in reversed(cli.config_paths(argv)):
-        try:
-            content = read_yaml(path, "check --config")
-        except UserError:
-            return first
-        model = content.get("model")
-        if isinstance(model, dict) and "name" in model:
-            return str(model["name"])
-    return first if {"--help", "-h"} & set(argv) else None
-
-
 def options_of(name: str) -> type:
     """The model's config dataclass with its `name` as one more option."""
     config = registry.model_config(name)
-    named = make_dataclass("ModelOptions", [("name", str, field(default=name))], bases=(config,))
-    named.__doc__ = f"{config.__doc__}\n\nArgs:\n    name: Which model: one of {', '.join(registry.MODELS)}."
-    named.__module__ = config.__module__
+    about = {"about": f"Which model: one of {', '.join(registry.MODELS)}."}
+    named = make_dataclass("ModelOptions", [("name", str, field(default=name, metadata=about))], bases=(config,))
+    named.__doc__, named.__module__ = config.__doc__, config.__module__
     return named
 
 
-def parse(job: str, argv: Sequence[str] | None = None) -> Config:
-    """The command line; the model's options are those of the model that it names."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    name = model_name(words)
-    if name is None:
+def parse(argv: Sequence[str] | None = None) -> Config:
+    """The command line; the model's options are those of the model that it names, and --help shows them."""
+    argv = sys.argv[1:] if argv is None else argv
+    helping = bool({"--help", "-h"} & set(argv))
+    first = next(iter(registry.MODELS))
+    given = read(Config, [word for word in argv if word not in ("--help", "-h")]).values.get("model", {})
+    if "name" not in given and not helping:
         raise UserError(
             f"no model is named; give a --config that has `model: {{name: ...}}`, or --model.name, with one of "
             f"{', '.join(registry.MODELS)}"
         )
-    groups = {"model": options_of(name), "fit": FitConfig, "ray": RayOptions}
-    return cli.parse(Config, job, words, groups)
+    kind = make_dataclass("Config", [("model", options_of(given.get("name", first)))], bases=(Config,))
+    kind.__module__ = __name__
+    config: Any = cli.parse(kind, argv)
+    return Config(**{**vars(config), "model": asdict(config.model)})
 
 
 def still_rising(best: int, done: int, fit: FitConfig) -> str:
@@ -112,10 +94,10 @@ def run(config: Config) -> Any:
     """Trains and prints what was made; returns it, a `pipelines.training.run.Trained`."""
     reach(tables=config.tables, sids=config.sids, text=config.text)
     check_writable(config.storage)
-    entry = registry.find(config.model.name)
+    entry = registry.find(config.model["name"])
     extra = entry.folder(sids=config.sids, text=config.text)
     checked = check(
-        model=asdict(config.model), fit=config.fit, ray_options=config.ray, tables=config.tables, extra=extra,
+        model=config.model, fit=config.fit, ray_options=config.ray, tables=config.tables, extra=extra,
         storage=config.storage, name=config.name, tracking_uri=config.tracking_uri, overwrite=config.overwrite,
     )  # fmt: skip
     cli.check_cpus(config.ray.least(checked.workers), config.ray.cpus_per_worker, FEWER)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -130,16 +131,13 @@ def read_configs(uris: Iterable[str], remedy: str) -> dict[str, Any]:
     return content
 
 
-def build(kind: type, content: dict[str, Any], where: str = "") -> Any:
+def build(kind: type, content: dict[str, Any], where: str = "", named: Callable[[str], str] = "'{}'".format) -> Any:
     """An instance of the dataclass `kind` from plain values, dataclasses within it too. ValueError names the first key
-    that is unknown, missing or of another type; `where` is what stands before the keys."""
+    that is unknown, missing or of another type; `where` is what stands before the keys, and `named` how messages call
+    one."""
     from pydantic import TypeAdapter, ValidationError  # a machine with PyTorch alone builds nothing from files
 
-    known = [f.name for f in fields(kind)]
-    for key in content:
-        if key not in known:
-            raise ValueError(f"unknown key '{where}{key}'; {instead(str(key), known)}")
-    _refuse_bools(kind, content, where)
+    _check_values(kind, content, where, named)
     try:
         return TypeAdapter(kind).validate_python(content)
     except ValidationError as error:
@@ -147,37 +145,79 @@ def build(kind: type, content: dict[str, Any], where: str = "") -> Any:
     fault = faults[0]
     if fault["type"] == "value_error":
         raise ValueError(fault["msg"].removeprefix("Value error, "))
-    *inside, last = fault["loc"]
-    key, given = where + ".".join(str(part) for part in fault["loc"]), fault["input"]
+    path, option, default = _follow(kind, fault["loc"])
+    key = where + ".".join(path)
     if fault["type"] == "missing":
-        raise ValueError(f"'{key}' is missing; add such as '{last}: ...'")
-    if fault["type"] == "unexpected_keyword_argument":
-        missing = [
-            str(other["loc"][-1])
-            for other in faults
-            if other["type"] == "missing" and other["loc"][:-1] == tuple(inside)
-        ]
-        raise ValueError(f"unknown key '{key}'; {hint(str(last), missing or _keys_at(kind, inside))}")
-    quotes = "; write it in quotes" if "valid string" in fault["msg"] and not isinstance(given, dict | list) else ""
-    raise ValueError(f"'{key.removesuffix('.[key]')}' is {given!r}; {fault['msg'].lower()}{quotes}")
+        raise ValueError(f"{named(key)} is missing; add such as '{path[-1]}: ...'")
+    quotes = "; write it in quotes" if str in kinds_of(option) and not isinstance(fault["input"], dict | list) else ""
+    raise ValueError(f"{named(key)} is {shown(fault['input'])}, it must be {wanted(option, default)}{quotes}")
 
 
-def _refuse_bools(kind: type, content: dict[str, Any], where: str) -> None:
-    """ValueError for true or false in the place of a number, which pydantic takes for 1 and 0."""
-    for key, option in get_type_hints(kind).items():
-        value, kinds = content.get(key), {option, *get_args(option)}
-        if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
-            raise ValueError(f"'{where}{key}' is {value!r}; give a number")
+def _check_values(kind: type, content: dict[str, Any], where: str, named: Callable[[str], str]) -> None:
+    """ValueError for an unknown key, and for true or false in the place of a number, which pydantic takes for 1 and 0,
+    or no number in the place of one."""
+    hints = get_type_hints(kind)
+    known = {f.name: f.default for f in fields(kind)}
+    for key, value in content.items():
+        if key not in known:
+            raise ValueError(f"unknown key '{where}{key}'; {instead(str(key), known)}")
+        option = hints[key]
+        kinds = {option, *kinds_of(option), *get_args(option)}
+        wrong = isinstance(value, bool) and bool not in kinds and not any(get_origin(k) is Literal for k in kinds)
+        if kinds & {int, float} and (wrong or str(value).lower() == "nan"):
+            raise ValueError(f"{named(where + key)} is {shown(value)}, it must be {wanted(option, known[key])}")
         for nested in filter(is_dataclass, kinds):
-            for each in value.values() if get_origin(option) is dict and isinstance(value, dict) else [value]:
+            many = {f".{name}": each for name, each in value.items()} if get_origin(option) is dict and value else {}
+            for name, each in (many or {"": value}).items():
                 if isinstance(each, dict):
-                    _refuse_bools(nested, each, f"{where}{key}.")  # type: ignore[arg-type]
+                    _check_values(nested, each, f"{where}{key}{name}.", named)  # type: ignore[arg-type]
 
 
-def _keys_at(kind: type, path: Iterable[Any]) -> list[str]:
-    """The fields of the dataclass that a path of keys leads to."""
-    for key in path:
-        hints = get_type_hints(kind)
-        of = hints.get(key, kind)  # a name in a mapping leads to the values' type
-        kind = next((each for each in (of, *get_args(of)) if is_dataclass(each)), kind)  # type: ignore[assignment]
-    return [f.name for f in fields(kind)]
+def _follow(kind: Any, path: Iterable[Any]) -> tuple[list[str], Any, Any]:
+    """The keys of a path that are fields, or names in a mapping; the type that the last one takes, and its default."""
+    keys: list[str] = []
+    default: Any = None
+    for part in path:
+        within = next(filter(is_dataclass, (kind, *kinds_of(kind))), None)
+        if within is not None and part in (hints := get_type_hints(within)):
+            default = next(f.default for f in fields(within) if f.name == part)  # type: ignore[arg-type]
+            kind = hints[part]
+        elif get_origin(kind) is dict:
+            kind = get_args(kind)[1]
+        else:
+            break
+        keys.append(str(part))
+    return keys, kind, default
+
+
+def kinds_of(kind: Any) -> list[Any]:
+    """The types that a field takes."""
+    return list(get_args(kind)) if get_origin(kind) in (Union, UnionType) else [kind]
+
+
+def shown(value: Any) -> str:
+    """A value as YAML has it."""
+    return "null" if value is None else repr(value).lower() if isinstance(value, bool) else repr(value)
+
+
+KINDS = {int: "a whole number", float: "a number", str: "text", dict: "a mapping such as '{key: value}'"}
+LISTS = {int: "whole numbers such as '[1, 2]'", float: "numbers such as '[0.1, 0.2]'", str: "names such as '[a, b]'"}
+
+
+def wanted(kind: Any, default: Any = None) -> str:
+    """What a field takes, such as `a whole number, such as 20`."""
+    words: list[str] = []
+    others: list[str] = []
+    for each in kinds_of(kind):
+        if each is bool:
+            words += ["true", "false"]
+        elif get_origin(each) is Literal:
+            words += map(str, get_args(each))
+        elif get_origin(each) is list:
+            others.append(f"a list of {LISTS.get(get_args(each)[0], 'values')}")
+        elif each is not NoneType:
+            others.append(KINDS.get(get_origin(each) or each, "a mapping" if is_dataclass(each) else "another one"))
+    if not others:
+        return f"one of {', '.join(words)}" if words[2:] or "true" not in words else "true or false"
+    example = f", such as {default}" if isinstance(default, int | float) and default and default is not True else ""
+    return " or ".join([*words, *others]) + example

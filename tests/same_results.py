@@ -129,7 +129,8 @@ mlflow.set_tracking_uri(uri)
 model = mlflow.pyfunc.load_model(f"models:/{name}/1", model_config=config)
 answers = [row for rows in frames for row in model.predict(pandas.DataFrame(rows), params=params).to_dict("records")]
 runs = mlflow.search_runs(search_all_experiments=True, output_format="list")
-print(json.dumps([answers, [run.data.metrics for run in runs]], default=lambda x: x.tolist()))
+found = [{k: v for k, v in run.data.metrics.items() if not k.startswith("system/")} for run in runs]
+print(json.dumps([answers, found], default=lambda x: x.tolist()))
 """
 
 

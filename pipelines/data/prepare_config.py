@@ -49,7 +49,7 @@ class PrepareConfig:
     served model. Of kind `search`."""
     ray_data: RayDataConfig = field(default_factory=RayDataConfig)
     """How Ray Data runs."""
-    own: Any = None
+    own: Any = field(default=None, metadata={"hidden": True})
     """The kind's own settings, such as the features of a search log; None where it has none."""
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -22,8 +23,9 @@ TABLES = ("events", "rejects", "items", "queries", "sequences", "counts")
 """Folders of the output."""
 
 
-def read_config(*layers: dict[str, Any]) -> PrepareConfig:
-    """Settings from plain values; later layers win, None means not given. UserError names an unknown key."""
+def read_config(*layers: dict[str, Any], named: Callable[[str], str] = "'prepare.{}'".format) -> PrepareConfig:
+    """Settings from plain values; later layers win, None means not given. UserError names an unknown key; `named` is
+    how messages call one."""
     sections: dict[str, Any] = {"split": SplitConfig, "ray_data": RayDataConfig}
     sections |= {name: kind.config for name, kind in KINDS.items() if kind.config}
     known = list(dict.fromkeys([*(f.name for f in fields(PrepareConfig) if f.name != "own"), *sections]))
@@ -41,9 +43,9 @@ def read_config(*layers: dict[str, Any]) -> PrepareConfig:
     if (name := values.get("kind", PrepareConfig.kind)) not in tuple(KINDS):
         raise UserError(f"kind is '{name}'; it is one of {', '.join(KINDS)}")
     try:
-        made = {section: build(config, nested[section], f"prepare.{section}.") for section, config in sections.items()}
+        made = {section: build(config, nested[section], f"{section}.", named) for section, config in sections.items()}
         own = {"split": made["split"], "ray_data": made["ray_data"], "own": made.get(name)}
-        settings: PrepareConfig = build(PrepareConfig, values | own, "prepare.")
+        settings: PrepareConfig = build(PrepareConfig, values | own, named=named)
     except ValueError as error:
         raise UserError(str(error)) from error
     if settings.duplicates != "drop" and not KINDS[name].repeats:

@@ -58,9 +58,9 @@ def follow(typed: list[Command], monkeypatch: pytest.MonkeyPatch, smaller: dict[
             name, _, value = command.words[1].partition("=")
             monkeypatch.setenv(name, os.path.expandvars(value))
         for module, words in jobs_of(command):
-            job, name = importlib.import_module(module), module.removeprefix("jobs.")
+            job = importlib.import_module(module)
             given = [*map(os.path.expandvars, words), *smaller.get(module, "").split()]
-            options = job.parse(name, given) if hasattr(job, "parse") else cli.parse(job.Config, name, given)
+            options = cli.options_for(job, given)
             getattr(job, "main", job.run)(options)
 
 

@@ -24,9 +24,7 @@ def test_a_job_takes_the_options_of_a_command(module: str, words: list[str], mon
     monkeypatch.chdir(ROOT)  # files of the checkout are named from there
     job = importlib.import_module(module)
     if module.startswith(("jobs.", "papers.")):
-        name = module.split(".")[1]
-        parse = job.parse if hasattr(job, "parse") else lambda name, words: cli.parse(job.Config, name, words)
-        parse(name, [os.path.expandvars(word) for word in words])
+        cli.options_for(job, [os.path.expandvars(word) for word in words])
     else:
         assert callable(job.main)
 

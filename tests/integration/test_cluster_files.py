@@ -6,7 +6,6 @@ import importlib
 import re
 import shlex
 import zipfile
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -32,8 +31,7 @@ def options(command: str) -> object:
     python, flag, module, *argv = shlex.split(command.replace(IN_IMAGE, str(ROOT)))
     assert (python, flag) == ("python", "-m")
     job = importlib.import_module(module)
-    parse = getattr(job, "parse", partial(cli.parse, job.Config))
-    return parse(module.removeprefix("jobs."), argv)
+    return cli.options_for(job, argv)
 
 
 def test_cluster_config_is_valid_to_ray() -> None:

@@ -208,7 +208,7 @@ for job, *words in json.loads(sys.argv[1]):
     module = importlib.import_module(f"jobs.{job}")
     if job == "train" and sys.argv[2] == "here":
         run.carry_on = partial(run.carry_on, heard=lambda about: None)
-    module.run(getattr(module, "parse", partial(cli.parse, module.Config))(job, words))
+    module.run(cli.options_for(module, words))
 """
 """Commands one after the other, in one process: each takes seconds to start. A training is by a worker of Ray or, with
 `here`, by that process."""

@@ -29,13 +29,12 @@ ROOT = Path(__file__).parents[2]
 
 LINES = """
 import importlib, json, shlex, sys
-from functools import partial
 from jobs import cli
 for line in json.loads(sys.argv[1]):
     print("$", *line, flush=True)
     module = importlib.import_module(f"jobs.{line[0]}")
     sys.argv = [line[0], *line[1:]]
-    getattr(module, "run")(getattr(module, "parse", partial(cli.parse, module.Config))(line[0], line[1:]))
+    getattr(module, "run")(cli.options_for(module, line[1:]))
 """
 """Commands one after the other in one process, as each would run in its own."""
 

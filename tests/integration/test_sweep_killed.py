@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from jobs import cli
 from jobs import sweep as job
 from models.fit import FitConfig, fit
 from models.setup import set_up
@@ -81,7 +82,7 @@ def test_a_killed_sweep_goes_on_where_it_was(
     done = finished(folder)
     before = {path: path.stat().st_mtime_ns for trial in done for path in trial.rglob("*")}
 
-    job.run(job.parse("sweep", words))
+    job.run(cli.options_for(job, words))
     assert re.search(r"3 trials of rates, [12] done before", capsys.readouterr().out)
     assert {path: path.stat().st_mtime_ns for trial in done for path in trial.rglob("*")} == before
 

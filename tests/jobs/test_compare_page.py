@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.compare import Config, parse, run
+from jobs.cli import parse
+from jobs.compare import Config, run
 from models.tables import UserError
 from pipelines import tracking
 from pipelines.comparison.over_users import groups_of
@@ -123,11 +124,7 @@ def test_plots_appear_where_their_runs_exist(store: str, tmp_path: Path) -> None
 @pytest.mark.long
 def test_the_page_stands_alone_and_is_logged(store: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     page = tmp_path / "new/page.html"
-    run(
-        parse(
-            "compare", ["--sweep", "alphas", "--tracking_uri", store, "--html", str(page), "--markdown", f"{page}.md"]
-        )
-    )
+    run(parse(Config, ["--sweep", "alphas", "--tracking_uri", store, "--html", str(page), "--markdown", f"{page}.md"]))
     assert "4 plots written to" in capsys.readouterr().out
     text = page.read_text()
     assert not re.search(r"https?://|src=|@import|url\((?!#)", text)
@@ -208,7 +205,7 @@ def test_a_browser_shows_the_page(store: str, tmp_path: Path, dark: bool) -> Non
 )  # fmt: skip
 def test_bad_input_is_one_line(store: str, words: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        run(parse("compare", [*words, "--tracking_uri", store]))
+        run(parse(Config, [*words, "--tracking_uri", store]))
 
 
 def test_a_name_of_two_runs_is_no_name(store: str, tmp_path: Path) -> None:

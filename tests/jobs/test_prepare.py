@@ -13,8 +13,7 @@ import polars as pl
 import pytest
 import yaml
 
-from jobs import cli
-from jobs.prepare import Config, run
+from jobs.prepare import parse, run
 from models.retrieval.data import Examples
 from models.tables import UserError, read_manifest
 from pipelines.data.log import load_source
@@ -76,7 +75,7 @@ for moment in moments:  # each start is a process of its own, forked to spare th
     if child == 0:
         os.dup2(write, 1)
         sys.stdout.reconfigure(line_buffering=True)
-        prepare.run(cli.parse(prepare.Config, "prepare", words))
+        prepare.run(prepare.parse(words))
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as said:
@@ -121,7 +120,7 @@ def test_killed_at_any_moment_it_ends_as_an_undisturbed_run(in_ray: dict[str, st
 def test_options_win_over_the_source_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     raw = write_log(tmp_path / "raw", events=300)
     options = ("--core", "0", "--split.test_fraction", "0.3", "--max_events", "5", "--overwrite")
-    statistics = run(cli.parse(Config, "prepare", arguments(raw, tmp_path / "out", *options)))
+    statistics = run(parse(arguments(raw, tmp_path / "out", *options)))
     assert statistics["core"] == 0
     assert statistics["max_length"] == 5
     config = read_manifest(str(tmp_path / "out" / "sequences")).config
@@ -148,7 +147,7 @@ def test_options_win_over_the_source_file(tmp_path: Path, capsys: pytest.Capture
         (["--input", "/nowhere"], "/nowhere"),
         (["--source", "/nowhere.yaml"], "cannot read /nowhere.yaml"),
         (["--core", "-3"], "core is -3, it must be at least 0"),
-        (["--split.kind", "random"], "prepare.split.kind' is 'random'"),
+        (["--split.kind", "random"], "--split.kind is 'random', it must be one of auto, "),
         (["--cores", "3"], "unknown key 'cores'; the nearest key is 'core'"),
         (["--core", "five"], "core"),
     ],
@@ -156,7 +155,7 @@ def test_options_win_over_the_source_file(tmp_path: Path, capsys: pytest.Capture
 def test_one_line_for_what_cannot_be_run(tmp_path: Path, change: list[str], words: str) -> None:
     raw = write_log(tmp_path / "raw", events=20)
     with pytest.raises(UserError, match=words) as caught:
-        run(cli.parse(Config, "prepare", arguments(raw, tmp_path / "out", *change)))
+        run(parse(arguments(raw, tmp_path / "out", *change)))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
 
@@ -187,7 +186,7 @@ def test_bad_files_leave_nothing(tmp_path: Path, content: str, words: str) -> No
     raw = write_log(tmp_path / "raw", events=20)
     (raw / "log.csv").write_text(content)
     with pytest.raises(UserError, match=words) as caught:
-        run(cli.parse(Config, "prepare", arguments(raw, tmp_path / "out")))
+        run(parse(arguments(raw, tmp_path / "out")))
     assert "\n" not in str(caught.value)
     assert not list((tmp_path / "out").rglob("*.*"))
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib
 import re
 import shlex
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -44,7 +43,6 @@ def test_a_command_of_the_readme_is_taken(command: str, monkeypatch: pytest.Monk
     monkeypatch.chdir(ROOT)
     _, _, module, *argv = shlex.split(command)
     job = importlib.import_module(module)
-    parse = getattr(job, "parse", partial(cli.parse, job.Config))
-    assert parse(module.removeprefix("jobs."), argv)
+    assert cli.options_for(job, argv)
     named = [word for word in argv if word.endswith(".yaml") and "/" in word]  # one without a folder is the reader's
     assert [word for word in named if not Path(word).is_file()] == []

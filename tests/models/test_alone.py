@@ -13,7 +13,7 @@ from training_tables import write_tables
 ROOT = Path(__file__).parents[2]
 
 HIDDEN = (
-    "ray", "mlflow", "polars", "pandas", "jsonargparse", "matplotlib", "pipelines", "tuning", "jobs",
+    "ray", "mlflow", "polars", "pandas", "matplotlib", "pipelines", "tuning", "jobs",
 )  # fmt: skip
 
 PROGRAM = f"""

@@ -142,7 +142,7 @@ def test_files_are_read_with_care(tmp_path: Path) -> None:
         ("axes: {", "is not valid YAML"),
         ("source: x\naxis: {}", "g.yaml: unknown key 'axis'; the nearest key is 'axes'"),
         ("axes: {}", "source"),
-        ("source: x\nscheduler: {name: asha, grase: 1}", "unknown key 'scheduler.grase'; the nearest is 'grace'"),
+        ("source: x\nscheduler: {name: asha, grase: 1}", "unknown key 'scheduler.grase'; the nearest key is 'grace'"),
         ("source: x\nsmoke: {fixd: 1}", "smoke has the key 'fixd'; it takes fixed"),
         ("source: x\nmetric: ndcg@10", "starts with val/"),
     ]:

@@ -172,7 +172,7 @@ def test_what_is_known_of_viewers_stands_at_their_events(tmp_path: Path) -> None
     [
         ({"users": {**USERS, "files": "nobody.csv"}}, "no user file like 'nobody.csv'"),
         ({"users": {**USERS, "attributes": {}}}, "users.attributes is empty"),
-        ({"users": {**USERS, "atributes": {}}}, "nearest is 'attributes'"),
+        ({"users": {**USERS, "atributes": {}}}, "nearest key is 'attributes'"),
         ({"users": USERS, "categories": {"age": "click"}}, "'age' is the name of two features"),
     ],
 )

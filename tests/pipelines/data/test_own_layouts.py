@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +16,26 @@ import polars as pl
 import pytest
 from own_layouts import MAKERS
 
-from jobs import audit, prepare
+from jobs import audit, cli, prepare
 from models.tables import UserError, read_manifest, read_table, sealed, unsealed
 from pipelines.data.audit.rules import audit as check
 
 SOURCES = Path("jobs/configs/sources")
 
 
+def made(source: Path | str, raw: Path | str, output: Path | str, **options: Any) -> dict[str, Any]:
+    """The statistics of jobs.prepare by its command line."""
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    line = ["--source", str(source), "--input", str(raw), "--output", str(output), *words]
+    statistics: dict[str, Any] = prepare.run(cli.options_for(prepare, line))
+    return statistics
+
+
 def tables_of(name: str, folder: Path, **options: Any) -> tuple[dict[str, Any], str]:
     """Made and audited in this process; the statistics, and where the tables are."""
     folder.mkdir(exist_ok=True)
     raw, output = MAKERS[name](folder / "raw"), str(folder / "tables")
-    config = prepare.Config(source=str(SOURCES / f"{name}.yaml"), input=str(raw), output=output, **options)
-    statistics = prepare.run(config)
+    statistics = made(SOURCES / f"{name}.yaml", raw, output, **options)
     audit.run(audit.Config(tables=output))
     return statistics, output
 
@@ -74,7 +81,7 @@ def test_hm_with_ids_that_lost_their_zeros(tmp_path: Path) -> None:
     log.write_csv(raw / "transactions_train.csv")
     assert log["article_id"].dtype == pl.Int64
     source = str(SOURCES / "hm.yaml")
-    prepare.run(prepare.Config(source=source, input=str(raw), output=str(tmp_path / "tables")))
+    made(source, raw, tmp_path / "tables")
     assert read_manifest(str(tmp_path / "tables/items")).info["matched"]["ids_matched"] == 30
 
 
@@ -130,7 +137,7 @@ def test_without_keep_the_catalogue_holds_what_was_bought(tmp_path: Path) -> Non
     raw = MAKERS["hm"](tmp_path / "raw")
     source = tmp_path / "hm.yaml"
     source.write_text((SOURCES / "hm.yaml").read_text().replace("  keep: all\n", ""))
-    statistics = prepare.run(prepare.Config(source=str(source), input=str(raw), output=str(tmp_path / "tables")))
+    statistics = made(source, raw, tmp_path / "tables")
     assert statistics["items"] == 30
     assert "items_without_behaviours" not in read_manifest(str(tmp_path / "tables/items")).info
 
@@ -211,10 +218,8 @@ def fresh_hm(folder: Path) -> Path:
 def test_a_fresh_log_has_the_catalogue_of_the_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, tables = tables_of("hm", tmp_path)
     fresh, later = fresh_hm(tmp_path), str(tmp_path / "later")  # without articles.csv
-    config = prepare.Config(
-        source=str(SOURCES / "hm.yaml"), input=str(fresh), output=later, catalogue=tables, core=0,
-    )  # fmt: skip
-    statistics = prepare.run(config)
+    again = partial(made, SOURCES / "hm.yaml", fresh)
+    statistics = again(later, catalogue=tables, core=0)
     assert "80.0% of the behaviours are on them, 1 other items left out" in capsys.readouterr().out
     audit.run(audit.Config(tables=later))
     assert read_manifest(f"{later}/items").hash == read_manifest(f"{tables}/items").hash
@@ -225,19 +230,19 @@ def test_a_fresh_log_has_the_catalogue_of_the_training(tmp_path: Path, capsys: p
         "newcomer": ["0108775015", f"{108775015 + 7 * 40:010d}"],
         "regular": ["0108775022", "0108775029"],
     }
-    assert prepare.run(config) == statistics
+    assert again(later, catalogue=tables, core=0) == statistics
     assert "items: up to date" in capsys.readouterr().out
 
     with pytest.raises(UserError, match=r"no user has 5 behaviours on the catalogue of .*; use --core 0"):
-        prepare.run(replace(config, core=5, output=str(tmp_path / "other")))
+        again(tmp_path / "other", catalogue=tables, core=5)
     with pytest.raises(UserError, match=r"80.0% of the behaviours are on items .* it does not have '0999999999'"):
-        prepare.run(replace(config, min_matched=0.9, output=str(tmp_path / "other")))
+        again(tmp_path / "other", catalogue=tables, core=0, min_matched=0.9)
     for file in fresh.glob("transactions*.csv"):
         file.write_text(re.sub(r",0(\d{9}),", r",x\1,", file.read_text()))
     with pytest.raises(UserError, match=r"no behaviour is on an item .* does not have 'x[^;]*; write the ids of both"):
-        prepare.run(replace(config, min_matched=0, output=str(tmp_path / "other")))
+        again(tmp_path / "other", catalogue=tables, core=0, min_matched=0)
     with pytest.raises(UserError, match=r"--catalogue is .*nowhere, where nothing is"):
-        prepare.run(replace(config, catalogue=str(tmp_path / "nowhere"), output=str(tmp_path / "other")))
+        again(tmp_path / "other", catalogue=tmp_path / "nowhere", core=0)
 
 
 @pytest.mark.usefixtures("ray_local")
@@ -245,8 +250,7 @@ def test_a_fresh_log_has_the_catalogue_of_the_training(tmp_path: Path, capsys: p
 def test_ray_makes_the_same_tables(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     _, tables = tables_of(name, tmp_path, **options)
     spread, source = str(tmp_path / "spread"), str(SOURCES / f"{name}.yaml")
-    config = prepare.Config(source=source, input=str(tmp_path / "raw"), output=spread, partitions=3, **options)
-    prepare.run(config)
+    made(source, tmp_path / "raw", spread, partitions=3, **options)
     audit.run(audit.Config(tables=spread))
     assert read_manifest(f"{spread}/items").hash == read_manifest(f"{tables}/items").hash
     assert read_manifest(f"{spread}/items").info == read_manifest(f"{tables}/items").info | {

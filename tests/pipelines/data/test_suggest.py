@@ -12,7 +12,7 @@ import pytest
 import yaml
 from own_layouts import MAKERS
 
-from jobs import audit, prepare
+from jobs import audit, cli, prepare
 from models.tables import UserError, read_manifest
 from pipelines.data.log import load_source
 from pipelines.data.suggest import suggest
@@ -143,7 +143,9 @@ def test_no_time_is_a_feature(tmp_path: Path) -> None:
 def test_what_is_guessed_of_a_real_layout_makes_tables(tmp_path: Path, name: str) -> None:
     raw, source, tables = MAKERS[name](tmp_path / "raw"), str(tmp_path / "guessed.yaml"), str(tmp_path / "tables")
     prepare.run_suggestion(prepare.Suggestion(suggest=str(raw), output=source))
-    statistics: Any = prepare.run(prepare.Config(source=source, input=str(raw), output=tables))
+    statistics: Any = prepare.run(
+        cli.options_for(prepare, ["--source", source, "--input", str(raw), "--output", tables])
+    )
     audit.run(audit.Config(tables=tables))
     assert (statistics["raw"]["rejects"], statistics["clock"]) == (0, True)
     matched = read_manifest(f"{tables}/items").info["matched"]
