@@ -1,6 +1,6 @@
 """What the models of a family share: how tables become batches, what is measured and how it is told.
 
-    find("tiger").family.catalogue(tables, sids)
+    find("tiger").family.catalogue(Inputs(tables, sids))
 
 Code outside asks these fields and never which family it has. What a single model does otherwise stands in its row of
 `models/registry.py`.
@@ -9,7 +9,7 @@ Code outside asks these fields and never which family it has. What a single mode
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from models.actions import metrics as actions_metrics
@@ -18,6 +18,7 @@ from models.actions.base import ActionsModel
 from models.actions.batch import ActionsCatalogue
 from models.actions.data import ActionsExamples
 from models.fit import Sums
+from models.inputs import Inputs
 from models.retrieval import metrics as retrieval_metrics
 from models.retrieval.data import Catalogue, Examples, unread_events
 from models.search import metrics as search_metrics
@@ -25,24 +26,6 @@ from models.search import shuffled as search_shuffled
 from models.search.data import SearchCatalogue, SearchExamples
 from models.shares import Sharded
 from models.shuffles import Shuffle
-
-
-@dataclass(frozen=True)
-class Extra:
-    """A folder that a model needs, or can use, beside the tables."""
-
-    option: str
-    """Option of the commands that take it."""
-    holds: str
-    """What it holds, in words."""
-    job: str
-    """The job that makes it."""
-    optional: bool = False
-    """Whether the models do without."""
-
-
-SIDS = Extra("sids", "semantic IDs", "jobs.tokenize")
-TEXT = Extra("text", "text embeddings", "jobs.encode")
 
 
 @dataclass(frozen=True)
@@ -69,9 +52,9 @@ class Family:
 
     name: str
     """Folder under `models/`, and the kind of request of its tables."""
-    catalogue: Callable[[str, str | None], Any]
-    """`catalogue(tables, extra)` gives what models are built on."""
-    hashes: Callable[[str, str | None], dict[str, str]]
+    catalogue: Callable[[Inputs], Any]
+    """What models are built on."""
+    hashes: Callable[[Inputs], dict[str, str]]
     """Hashes of the tables that a catalogue comes from, from their manifests alone."""
     examples: type[Sharded]
     """`examples.load(sequences, split, unit=, max_history=)` gives what batches are made of."""
@@ -81,8 +64,8 @@ class Family:
     """What its models rank: all items after a history, or what a request shows (`model.score(batch)`)."""
     eval_unit: str = "request"
     """What a row of an evaluation batch is; `user` where all candidates of a user are one request."""
-    extra: Extra | None = None
-    """The folder that all its models need, or can use, beside the tables."""
+    reads: dict[str, bool] = field(default_factory=dict)
+    """Folders of `Inputs` beside the tables that all its models read, and whether they need them."""
     accompany: Callable[[Any, Iterable[Any], Any], Any] | None = None
     """`accompany(catalogue, examples, config)`: the catalogue without what its batches bring along in training; None
     where the model holds all."""
@@ -98,7 +81,10 @@ class Family:
 
 
 RETRIEVAL = Family(
-    "retrieval", Catalogue.load, Catalogue.hashes_of, Examples,
+    "retrieval",
+    lambda inputs: Catalogue.load(inputs.tables, inputs.sids),
+    lambda inputs: Catalogue.hashes_of(inputs.tables, inputs.sids),
+    Examples,
     Measured(
         retrieval_metrics.measure, retrieval_metrics.metric_means, retrieval_metrics.names, retrieval_metrics.summary,
         shown=("recall@10", "ndcg@10"), by_user=True,
@@ -106,20 +92,26 @@ RETRIEVAL = Family(
     ranks="catalogue", served=True, unread=unread_events,
 )  # fmt: skip
 SEARCH = Family(
-    "search", SearchCatalogue.load, SearchCatalogue.hashes_of, SearchExamples,
+    "search",
+    lambda inputs: SearchCatalogue.load(inputs.tables, inputs.text),
+    lambda inputs: SearchCatalogue.hashes_of(inputs.tables, inputs.text),
+    SearchExamples,
     Measured(
         search_metrics.measure, search_metrics.means, search_metrics.names, search_metrics.summary,
         shown=("gauc", "auc"), by_user=True,
     ),
-    ranks="candidates", extra=TEXT, accompany=SearchCatalogue.leave_pairs_to,
+    ranks="candidates", reads={"text": True}, accompany=SearchCatalogue.leave_pairs_to,
     shuffles=search_shuffled.shuffles,
 )  # fmt: skip
 ACTIONS = Family(
-    "actions", ActionsCatalogue.load, ActionsCatalogue.hashes_of, ActionsExamples,
+    "actions",
+    lambda inputs: ActionsCatalogue.load(inputs.tables, inputs.text),
+    lambda inputs: ActionsCatalogue.hashes_of(inputs.tables, inputs.text),
+    ActionsExamples,
     Measured(
         actions_metrics.measure, actions_metrics.means, actions_metrics.names, actions_metrics.summary,
         shown=("eval_loss", "mean/normalised_entropy", "mean/auc"), by_user=True,
     ),
-    ranks="candidates", eval_unit="user", extra=replace(TEXT, optional=True), parts=ActionsModel.parameter_counts,
+    ranks="candidates", eval_unit="user", reads={"text": False}, parts=ActionsModel.parameter_counts,
     shuffles=actions_shuffled.shuffles,
 )  # fmt: skip

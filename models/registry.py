@@ -22,7 +22,7 @@ from models.actions.interleaved import Interleaved, InterleavedConfig
 from models.actions.lac import LAC, LACConfig
 from models.checkpoint import Checkpoint
 from models.config import hint, instead
-from models.families import ACTIONS, RETRIEVAL, SEARCH, SIDS, Extra, Family, Measured
+from models.families import ACTIONS, RETRIEVAL, SEARCH, Family, Measured
 from models.matmul import use_exact_onednn
 from models.retrieval import atspeed, lc_rec, sid_mlp_pp
 from models.retrieval import teacher as teachers
@@ -96,13 +96,9 @@ class Entry:
     """Parts of the module that `fit.fsdp` cuts one by one; None: it is not trained in shards."""
 
     @property
-    def extra(self) -> Extra | None:
-        """The folder that it needs, or can use, beside the tables."""
-        return SIDS if self.sids else self.family.extra
-
-    def folder(self, **given: str | None) -> str | None:
-        """Of the folders that were given, by their option, the one that it needs beside the tables."""
-        return given.get(self.extra.option) if self.extra else None
+    def reads(self) -> dict[str, bool]:
+        """Folders of `Inputs` beside the tables that it reads, and whether it needs them."""
+        return {"sids": True} if self.sids else self.family.reads
 
     @property
     def measured(self) -> Measured:

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from models import checkpoint, registry
+from models.inputs import Inputs
 from models.setup import load_catalogue, score
 from models.shuffles import Shuffle
-from models.tables import UserError, join
-from models.uri import absolute
+from models.tables import UserError
 from pipelines.evaluation.ranking import device_of
 from pipelines.figures import COLOURS, new_figure, png
 from pipelines.training.record import find_checkpoint
@@ -91,21 +91,21 @@ def check_has_inputs(name: str) -> None:
 
 
 def importance(
-    uri: str, tables: str, extra: str | None, *, split: str = "test", repeats: int = 5, batch_size: int = 256,
+    uri: str, inputs: Inputs, *, split: str = "test", repeats: int = 5, batch_size: int = 256,
     device: str = "auto", seed: int = 0,
 ) -> Importance:  # fmt: skip
     """Measures the checkpoint at `uri` on the split, once as it is and `repeats` times per input without it."""
-    uri, tables, extra = find_checkpoint(uri), absolute(tables), absolute(extra) if extra else None
+    uri = find_checkpoint(uri)
     about = checkpoint.read(uri)
     check_has_inputs(about.name)
     entry = registry.find(about.name)
-    catalogue = load_catalogue(entry, about.name, tables, extra)
+    catalogue = load_catalogue(about.name, inputs)
     loaded, _ = registry.load(uri, catalogue)
     where = device_of(device)
     model: Any = loaded.to(where)
     config = registry.config_from_dict(about.model)
     examples = entry.family.examples.of_model(config).load(
-        join(tables, "sequences"), split, unit=entry.family.eval_unit, max_history=config.max_history
+        inputs.sequences, split, unit=entry.family.eval_unit, max_history=config.max_history
     )  # fmt: skip
     metric = about.fit.get("metric") or entry.family.measured.shown[0]
 

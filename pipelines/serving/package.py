@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from pyarrow import fs
 import models
 from models import checkpoint, registry
 from models.actions.new_items import columns_of, name_of
+from models.inputs import Inputs
 from models.own_features import NUMBER, OwnFeatures
 from models.tables import MANIFEST, UserError, has_manifest, join, open_uri, read_manifest
 from pipelines.tracking import RunRef
@@ -50,12 +51,12 @@ class Served:
     """The file in this folder that MLflow runs."""
     tables: tuple[str, ...] = ()
     """Tables that the code reads beside the items and the manifest of the sequences."""
-    extra: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
     """Tables of the folder beside them, where the model needs one."""
-    extra_if_there: tuple[str, ...] = ()
+    beside_if_there: tuple[str, ...] = ()
     """Further ones, that not every such folder has."""
-    beside: Callable[[str, str, Path], None] | None = None
-    """`beside(tables, extra, folder)` writes what else the code reads into the bundle's folder, or None."""
+    encodes: bool = False
+    """Whether it encodes texts that training has not seen, by the encoder of the folder's."""
     requirements: tuple[str, ...] = ()
     """Packages that the code may need beside those of all."""
     labels: str = "labels"
@@ -68,7 +69,7 @@ class Served:
     """What `model_config` may set when the model is loaded, with its defaults; None: nothing."""
 
 
-def text_encoder(tables: str, text: str, folder: Path) -> None:
+def write_encoder(tables: str, text: str, folder: Path) -> None:
     """The encoder of the texts, so that a served model encodes what training has not seen; a warning where there is
     none."""
     from pipelines.data.sids.texts import save_encoder  # it imports Ray, so only now
@@ -96,7 +97,7 @@ SERVED = {
             params=ParamSchema([ParamSpec("k", DataType.long, 10)]),
         ),
         "served_model.py",
-        extra=("sids", "trie"),
+        beside=("sids", "trie"),
     ),
     "search": Served(
         ModelSignature(
@@ -119,9 +120,9 @@ SERVED = {
         "served_ranker.py",
         settings={**STATES, "counts": ""},  # the table of jobs.prepare --counts_as_of
         tables=("queries",),
-        extra=("items", "queries", "pairs"),
-        extra_if_there=("tokens",),
-        beside=text_encoder,
+        beside=("items", "queries", "pairs"),
+        beside_if_there=("tokens",),
+        encodes=True,
         requirements=("scikit-learn",),
     ),
     "actions": Served(
@@ -143,8 +144,8 @@ SERVED = {
         ),
         "served_ranker.py",
         settings=STATES,
-        extra=("items",),
-        beside=text_encoder,
+        beside=("items",),
+        encodes=True,
         requirements=("scikit-learn",),
         labels="tasks",
         grades=True,
@@ -188,15 +189,12 @@ def signature(
     return ModelSignature(Schema([*base.inputs.inputs, *columns]), base.outputs, base.params)
 
 
-def log_model(run: RunRef, uri: str, tables: str, extra: str | None) -> str:
-    """Logs the checkpoint at `uri` with the tables that it needs to the run; the model's MLflow URI.
-
-    `extra` is the folder beside the tables that the model needs: SIDS or TEXT.
-    """
+def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
+    """Logs the checkpoint at `uri` with the tables that it needs to the run; the model's MLflow URI."""
     trained = checkpoint.read(uri)
     entry = registry.find(trained.name)
     served = SERVED[entry.family.name]
-    info = read_manifest(join(tables, "sequences"), "sequences").info
+    info = read_manifest(inputs.sequences, "sequences").info
     names = {name: name for name in ("labels", "features", "actions", "viewers")}
     names["labels"] = served.labels
     about: dict[str, Any] = {name: list(info[key]) for name, key in names.items() if key in info}
@@ -205,13 +203,13 @@ def log_model(run: RunRef, uri: str, tables: str, extra: str | None) -> str:
     own = OwnFeatures.of(info)
     for kind in OWN if own.names else ():
         about[kind] = [each.name[len(NUMBER) :] for each in getattr(own, kind)]
-    text = read_manifest(join(extra, "items"), "embeddings") if served.new_items and extra else None
-    content = columns_of(read_manifest(join(tables, "items"), "items"), text) if served.new_items else []
+    text = read_manifest(join(inputs.text, "items"), "embeddings") if served.new_items and inputs.text else None
+    content = columns_of(read_manifest(join(inputs.tables, "items"), "items"), text) if served.new_items else []
     if served.grades:
         about["inputs"] = info.get("definitions", {}).get("inputs", {})
     with tempfile.TemporaryDirectory() as folder:
         bundle = Path(folder) / "data"
-        write_bundle(bundle, uri, tables, extra)
+        write_bundle(bundle, uri, inputs)
         with at(run.uri), mlflow.start_run(run_id=run.run_id), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # asks for an input example, which it would run
             logged = mlflow.pyfunc.log_model(
@@ -229,7 +227,7 @@ def log_model(run: RunRef, uri: str, tables: str, extra: str | None) -> str:
     return str(logged.model_uri)
 
 
-def write_bundle(bundle: Path, uri: str, tables: str, extra: str | None) -> None:
+def write_bundle(bundle: Path, uri: str, inputs: Inputs) -> None:
     """The checkpoint at `uri` and what the served model reads beside it, in a new folder."""
     entry = registry.find(checkpoint.read(uri).name)
     served = SERVED[entry.family.name]
@@ -237,16 +235,17 @@ def write_bundle(bundle: Path, uri: str, tables: str, extra: str | None) -> None
         for name in (checkpoint.WEIGHTS, checkpoint.CONFIG):
             (bundle / "checkpoint").mkdir(parents=True, exist_ok=True)
             shutil.copyfile(local / name, bundle / "checkpoint" / name)
-    fetch(join(tables, "items"), bundle / "tables/items")
-    fetch(join(tables, "sequences"), bundle / "tables/sequences", manifest_only=True)
-    for name in served.tables:
-        fetch(join(tables, name), bundle / "tables" / name)
-    if entry.extra and extra:
-        found = [name for name in served.extra_if_there if has_manifest(join(extra, name))]
-        for name in (*served.extra, *found):
-            fetch(join(extra, name), bundle / entry.extra.option / name)
-        if served.beside:
-            served.beside(tables, extra, bundle)
+    fetch(inputs.sequences, bundle / "tables/sequences", manifest_only=True)
+    for name in ("items", *served.tables):
+        fetch(join(inputs.tables, name), bundle / "tables" / name)
+    for option in entry.reads:
+        if not (folder := inputs.given().get(option)):
+            continue
+        found = [name for name in served.beside_if_there if has_manifest(join(folder, name))]
+        for name in (*served.beside, *found):
+            fetch(join(folder, name), bundle / option / name)
+        if served.encodes:
+            write_encoder(inputs.tables, folder, bundle)
 
 
 def fetch(uri: str, target: Path, manifest_only: bool = False) -> None:

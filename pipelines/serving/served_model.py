@@ -14,6 +14,7 @@ import pandas as pd
 from mlflow.pyfunc import PythonModel
 
 from models import checkpoint, registry
+from models.inputs import Inputs
 from models.item_ids import clean_id, item_ids
 from models.retrieval.data import batch_of, hash_strings
 from models.setup import load_catalogue
@@ -26,8 +27,7 @@ class Ranker(PythonModel):
     def load_context(self, context: Any) -> None:
         folder = context.artifacts["data"]
         about = checkpoint.read(f"{folder}/checkpoint")
-        entry = registry.find(about.name)
-        catalogue = load_catalogue(entry, about.name, f"{folder}/tables", f"{folder}/sids")
+        catalogue = load_catalogue(about.name, Inputs(f"{folder}/tables", f"{folder}/sids"))
         self.model: Any = registry.load(f"{folder}/checkpoint", catalogue)[0]
         self.history = registry.config_from_dict(about.model).max_history
         self.items = read_table(f"{folder}/tables/items", "items", ["item_id"])["item_id"].to_pylist()

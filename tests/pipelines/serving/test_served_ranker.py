@@ -22,6 +22,7 @@ from models.actions.batch import ActionsCatalogue
 from models.actions.data import ActionsExamples
 from models.checkpoint import Checkpoint
 from models.fit import FitConfig
+from models.inputs import Inputs
 from models.search.data import SearchCatalogue, SearchExamples
 from models.setup import Setup, set_up
 from models.tables import UserError, join, read_manifest, read_table
@@ -66,7 +67,7 @@ def store(new_store: Callable[[Path], str], tmp_path: Path) -> None:
 
 def trained(folder: Path, name: str, tables: str, text: str | None, **options: Any) -> Setup:
     """An untrained model as jobs.train leaves a trained one, registered under its name."""
-    setup = set_up({"name": name, **SIZES[name], **options}, FitConfig(batch_size=8), tables, text)
+    setup = set_up({"name": name, **SIZES[name], **options}, FitConfig(batch_size=8), Inputs(tables, text=text))
     config = {"model": registry.config_to_dict(setup.config), "tables": tables} | ({"text": text} if text else {})
     uri, hashes = f"sqlite:///{folder}/mlflow.db", setup.catalogue.hashes
     run = tracking.open_run(uri, f"{name}/small", name, str(folder), config=config, hashes=hashes)
@@ -310,7 +311,7 @@ def test_every_column_of_a_model_of_actions_changes_a_score(tmp_path: Path) -> N
 )
 def test_what_does_not_fit_a_model_of_actions_is_said(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     tables = write_actions(tmp_path, viewers=True)
-    setup = set_up({"name": "attn_mvp", **SIZES["attn_mvp"]}, FitConfig(batch_size=8), tables)
+    setup = set_up({"name": "attn_mvp", **SIZES["attn_mvp"]}, FitConfig(batch_size=8), Inputs(tables))
     requests = ActionsRequests(str(tmp_path), setup.model, setup.catalogue)
     index = {f"item-{number:03d}": number for number in range(12)}
     with pytest.raises(UserError, match=message):
@@ -402,9 +403,9 @@ def test_a_new_item_is_scored_as_one_of_the_catalogue_with_its_content(tmp_path:
 def test_new_items_that_cannot_be_read_are_refused(posts: list[Any], message: str, tmp_path: Path) -> None:
     tables, text = write_actions(tmp_path, content=True), str(tmp_path / "text")
     encode_log(tables, text, "tfidf", TextConfig(svd=4), say=str)
-    setup = set_up({"name": "lac", **SIZES["lac"]}, FitConfig(batch_size=8), tables, text)
+    setup = set_up({"name": "lac", **SIZES["lac"]}, FitConfig(batch_size=8), Inputs(tables, text=text))
     checkpoint.save(tmp_path / "lac", setup.model, setup.checkpoint(epoch=1))
-    package.write_bundle(tmp_path / "bundle", str(tmp_path / "lac"), tables, text)
+    package.write_bundle(tmp_path / "bundle", str(tmp_path / "lac"), Inputs(tables, text=text))
     model = RequestRanker()
     model.load_context(SimpleNamespace(artifacts={"data": str(tmp_path / "bundle")}, model_config=None))
     with pytest.raises(UserError, match=message):

@@ -19,6 +19,7 @@ import torch
 from models import checkpoint, registry
 from models.actions.data import ActionsExamples
 from models.fit import FitConfig
+from models.inputs import Inputs
 from models.search.data import SearchCatalogue, SearchExamples
 from models.setup import Setup, set_up
 from models.tables import UserError, join, read_table
@@ -55,10 +56,12 @@ def serve(name: str, folder: Path, tables: str, text: str | None, longest: int) 
     """An untrained model of MODELS, and as it is served."""
     known = inspect.signature(registry.model_config(MODELS[name]["name"])).parameters
     sizes = {key: value for key, value in SIZES.items() if key in known}
-    setup = set_up({**MODELS[name], **sizes, "max_history": longest}, FitConfig(batch_size=8), tables, text)
+    setup = set_up(
+        {**MODELS[name], **sizes, "max_history": longest}, FitConfig(batch_size=8), Inputs(tables, text=text)
+    )
     checkpoint.save(folder / name, setup.model, setup.checkpoint(epoch=1))
     with pytest.warns(UserWarning, match="without its text encoder") if text else nullcontext():
-        write_bundle(folder / "data", str(folder / name), tables, text)
+        write_bundle(folder / "data", str(folder / name), Inputs(tables, text=text))
     setup.model.eval()
     served = RequestRanker()
     served.load_context(SimpleNamespace(artifacts={"data": str(folder / "data")}, model_config=None))
