@@ -137,7 +137,7 @@ def run(config: Config) -> Any:
     else:
         print(f"Trained {best.name} for {number_of(trained.epochs, 'epoch')} in {trained.seconds:.0f} s.")
         print(still_rising(best.epoch, trained.epochs, config.fit), end="")
-    shown = "  ".join(f"{name} {best.metrics[name]:.4f}" for name in entry.measured.shown if name in best.metrics)
+    shown = "  ".join(f"{name} {best.metrics[name]:.4f}" for name in entry.measured.SHOWN if name in best.metrics)
     read = {option: vars(config)[option] for option in checked.inputs.given()}
     evaluate = {"checkpoint": trained.checkpoint, **read, "split": "test"}
     print(

@@ -6,7 +6,7 @@ model = entry.build(entry.config(), catalogue)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ from models import checkpoint, language_model
 from models.actions.attn_dhn import AttnDHN, AttnDHNConfig
 from models.actions.attn_lfa import AttnLFA, AttnLFAConfig
 from models.actions.attn_mvp import AttnMVP, AttnMVPConfig
+from models.actions.family import ACTIONS
 from models.actions.genrank import GenRank, GenRankConfig
 from models.actions.interleaved import Interleaved, InterleavedConfig
 from models.actions.lac import LAC, LACConfig
 from models.checkpoint import Checkpoint
 from models.config import hint, instead
-from models.families import ACTIONS, RETRIEVAL, SEARCH, Family, Measured
+from models.family import Family, Measured
 from models.matmul import use_exact_onednn
 from models.retrieval import atspeed, lc_rec, sid_mlp_pp
 from models.retrieval import teacher as teachers
@@ -34,6 +35,7 @@ from models.retrieval.decoders.mamba2 import Mamba2Config, mamba2
 from models.retrieval.decoders.nezha import Nezha, NezhaConfig, lr_multipliers
 from models.retrieval.decoders.one_layer import OneLayerConfig, one_layer
 from models.retrieval.decoders.sid_mlp import SidMlpConfig
+from models.retrieval.family import RETRIEVAL
 from models.retrieval.lc_rec import LcRec, LcRecConfig
 from models.retrieval.lc_rec_nezha import LcRecNezha, LcRecNezhaConfig
 from models.retrieval.lc_rec_sid_mlp import LcRecSidMlp, LcRecSidMlpConfig
@@ -46,6 +48,7 @@ from models.retrieval.student import Student, StudentOptions, TaughtConfig
 from models.retrieval.tiger import Tiger, TigerConfig, TigerOptions
 from models.search import hllm, sequence
 from models.search.base import Base, BaseConfig
+from models.search.family import SEARCH
 from models.search.hllm import HLLM, HLLMConfig
 from models.search.hstu import HSTUConfig, HSTURanker
 from models.search.qgs import QGS, QGSConfig
@@ -96,7 +99,7 @@ class Entry:
     """Parts of the module that `fit.fsdp` cuts one by one; None: it is not trained in shards."""
 
     @property
-    def reads(self) -> dict[str, bool]:
+    def reads(self) -> Mapping[str, bool]:
         """Folders of `Inputs` beside the tables that it reads, and whether it needs them."""
         return {"sids": True} if self.sids else self.family.reads
 
@@ -169,22 +172,6 @@ def on_backbone(decoder: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Retri
     return lambda config, catalogue, teacher: Student(config, catalogue, teacher, decoder(config, teacher.backbone))
 
 
-MATCHED = Measured(
-    sid_mlp_pp.measure, sid_mlp_pp.means, lambda catalogue: ["mse", "neg_mse", "r2"], sid_mlp_pp.summary,
-    shown=("mse", "neg_mse", "r2"),
-)  # fmt: skip
-"""How well SID-MLP++'s encoder gives the teacher's states."""
-
-VERIFIED = Measured(
-    atspeed.measure,
-    atspeed.means,
-    atspeed.names,
-    atspeed.summary,
-    shown=("recall@10", "ndcg@10", "acceptance"),
-    by_user=True,
-)
-"""How well AtSpeed ranks, and what verification accepted."""
-
 MODELS: dict[str, Entry] = {
     "popularity": Entry(
         PopularityConfig, Popularity, RETRIEVAL, unit="request", gradient=False, recommends=RecommendOptions
@@ -214,10 +201,10 @@ MODELS: dict[str, Entry] = {
     "mamba2": taught(Mamba2Config, on_backbone(mamba2)),
     "earn": taught(EarnConfig, earn, BeamOptions),
     "nezha": taught(NezhaConfig, Nezha, BeamOptions, lr_multipliers=lr_multipliers),
-    "atspeed_s": taught(AtSpeedSConfig, AtSpeed, atspeed.AtSpeedOptions, teaches=False, measured=VERIFIED),
-    "atspeed_r": taught(AtSpeedRConfig, AtSpeed, atspeed.AtSpeedOptions, teaches=False, measured=VERIFIED),
+    "atspeed_s": taught(AtSpeedSConfig, AtSpeed, atspeed.AtSpeedOptions, teaches=False, measured=atspeed),
+    "atspeed_r": taught(AtSpeedRConfig, AtSpeed, atspeed.AtSpeedOptions, teaches=False, measured=atspeed),
     "sid_mlp_pp_encoder": taught(
-        sid_mlp_pp.SidMlpPpEncoderConfig, sid_mlp_pp.SidMlpPpEncoder, None, teaches=False, measured=MATCHED
+        sid_mlp_pp.SidMlpPpEncoderConfig, sid_mlp_pp.SidMlpPpEncoder, None, teaches=False, measured=sid_mlp_pp
     ),
     "sid_mlp_pp": taught(
         sid_mlp_pp.SidMlpPpConfig, sid_mlp_pp.SidMlpPp, SidMlpOptions, resolve=sid_mlp_pp.resolve, teach=teach_stage_2

@@ -6,7 +6,7 @@ Used by `python -m models.train` and by the workers of `pipelines/training` alik
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,6 @@ from models import registry
 from models.by_user import ByUser
 from models.checkpoint import Checkpoint
 from models.config import hint
-from models.families import Measured
 from models.fit import FitConfig, Sums, captures, reduce, to_device
 from models.inputs import Inputs
 from models.ranking_metrics import Histogram
@@ -76,7 +75,7 @@ class Setup:
     def validate(self, model: nn.Module) -> tuple[Sums, int]:
         """Sums of the metrics over this rank's validation rows, and their number."""
         sums, count, _ = score(
-            model, self.entry.measured, self.val, batch_size=self.fit.eval_batch_size, device=self.device,
+            model, self.entry.measured.measure, self.val, batch_size=self.fit.eval_batch_size, device=self.device,
             limit=self.fit.eval_examples, options=self.fit.eval_options,
         )  # fmt: skip
         return sums, count
@@ -151,8 +150,7 @@ def set_up(
             part.agree(lambda rows: reduce(rows, world, device, dist.ReduceOp.MAX))
     if not train.rows_per_shard.any():
         raise UserError(f"{sequences} has no train request with a history; check the split of jobs.prepare")
-    if entry.family.accompany:
-        catalogue = entry.family.accompany(catalogue, examples.values(), config)
+    catalogue = entry.family.accompany(catalogue, examples.values(), config)
     torch.manual_seed(fit.seed)
     module = registry.build(config, catalogue).to(device)
     if entry.teach:
@@ -194,7 +192,7 @@ def read_share(
 
 def score(
     model: Any,
-    measured: Measured,
+    measure: Callable[..., Sums],
     examples: Sharded,
     *,
     batch_size: int,
@@ -215,7 +213,7 @@ def score(
         batch = to_device(examples.collate(rows), device)
         began = time.perf_counter()
         with torch.no_grad():
-            part = measured.measure(model, batch, **(options or {}))
+            part = measure(model, batch, **(options or {}))
         for name, value in part.items():
             number = value if isinstance(value, (Histogram, ByUser)) else torch.as_tensor(value, dtype=torch.float64)
             sums[name] = sums.get(name, 0.0) + number.cpu()  # waits for the device

@@ -106,10 +106,8 @@ class SearchCatalogue:
     """Features that a candidate has once it was shown; `models/search/position.py` keeps them from the ranking."""
 
     @staticmethod
-    def hashes_of(tables: str, text: str | None) -> dict[str, str]:
+    def hashes_of(tables: str, text: str) -> dict[str, str]:
         """Hashes of the tables that `load` reads, from their manifests. UserError where they do not belong together."""
-        if text is None:
-            raise UserError("search models read text; give --text with the folder that jobs.encode made")
         sequences = sequences_manifest(join(tables, "sequences"), "search")
         made = {name: read_manifest(join(tables, name), name) for name in ("items", "queries")}
         parts = {name: read_manifest(join(text, name)) for name in ("items", "queries", "pairs")}
@@ -120,14 +118,13 @@ class SearchCatalogue:
         return hashes | {f"text_{name}": manifest.hash for name, manifest in parts.items()}
 
     @classmethod
-    def load(cls, tables: str, text: str | None, scale: bool = True) -> Self:
+    def load(cls, tables: str, text: str, scale: bool = True) -> Self:
         """Reads what jobs.prepare made at `tables` and jobs.encode at `text`.
 
         Without `scale` the manifest of the sequences is enough: 0 and 1 stand for the features' mean and deviation,
         which a checkpoint brings with it. Raises UserError where they do not belong together.
         """
         hashes = cls.hashes_of(tables, text)
-        assert text is not None, "hashes_of refuses it"
         sequences = sequences_manifest(join(tables, "sequences"), "search")
         made = {name: read_manifest(join(tables, name), name) for name in ("items", "queries")}
         parts = {name: read_manifest(join(text, name)) for name in ("items", "queries", "pairs")}

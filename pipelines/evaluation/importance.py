@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -86,7 +86,7 @@ class Importance:
 
 def check_has_inputs(name: str) -> None:
     """UserError for a model whose family does not say what its inputs are."""
-    if registry.find(name).family.shuffles is None:
+    if registry.find(name).family.ranks != "candidates":
         raise UserError(f"--importance asks what ranks candidates, and the model '{name}' ranks none; leave it out")
 
 
@@ -107,17 +107,16 @@ def importance(
     examples = entry.family.examples.of_model(config).load(
         inputs.sequences, split, unit=entry.family.eval_unit, max_history=config.max_history
     )  # fmt: skip
-    metric = about.fit.get("metric") or entry.family.measured.shown[0]
+    metric = about.fit.get("metric") or entry.measured.SHOWN[0]
 
     def measured(shuffle: Shuffle, seed: int) -> float:
         generator = torch.Generator().manual_seed(seed)
-        family = replace(entry.measured, measure=partial(with_other, entry.measured.measure, shuffle, generator))
-        return family.means(score(model, family, examples, batch_size=batch_size, device=where)[0])[metric]
+        measure = partial(with_other, entry.measured.measure, shuffle, generator)
+        return entry.measured.means(score(model, measure, examples, batch_size=batch_size, device=where)[0])[metric]
 
     value = measured(lambda model, batch, generator: nullcontext(batch), seed)
     if math.isnan(value):
         raise UserError(f"{metric} is not defined on the split '{split}'; choose another --split")
-    assert entry.family.shuffles, "check_has_inputs refuses it"
     losses = {}
     for name, shuffle in entry.family.shuffles(model, catalogue).items():
         lost = [value - measured(shuffle, seed + number) for number in range(repeats)]

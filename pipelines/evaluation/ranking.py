@@ -10,8 +10,7 @@ import json
 import math
 import os
 import time
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -77,14 +76,11 @@ def rank_shard(
         inputs.sequences, split, unit=entry.family.eval_unit, rank=rank,
         max_history=history_to_give(config.max_history, options), world=world, shards=world,
     )  # fmt: skip
-    measured = entry.measured
-    if measured.by_user:
-        stride = stride_of(read_manifest(inputs.sequences, "sequences").rows)
-        measured = replace(measured, measure=partial(measured.measure, by_user=stride))
-    common: dict[str, Any] = {"batch_size": batch_size, "device": where, "options": options}
+    measure, stride = entry.measured.measure, stride_of(read_manifest(inputs.sequences, "sequences").rows)
+    common: dict[str, Any] = {"batch_size": batch_size, "device": where, "options": {**options, "by_user": stride}}
     if len(examples):
-        score(model, measured, examples, limit=min(batch_size, len(examples)), **common)  # warms up
-    sums, count, seconds = score(model, measured, examples, **common)
+        score(model, measure, examples, limit=min(batch_size, len(examples)), **common)  # warms up
+    sums, count, seconds = score(model, measure, examples, **common)
     label = torch.cuda.get_device_name() if where.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     return sums, count, examples.skipped, seconds, label, examples.users
 

@@ -95,7 +95,7 @@ def check(
     if record is None:  # a run that has begun keeps its buffers
         check_budget(entry, fit, inputs.sequences, registry.config_from_dict(model), workers)
         about_log = read_manifest(inputs.sequences, "sequences").info
-        if unread := entry.family.unread(about_log) if entry.family.unread else []:
+        if unread := entry.family.unread(about_log):
             notes = [f"'{model['name']}' reads items and their order, of these tables not the {'; '.join(unread)}"]
     elif record["status"] != "opening":
         check_same(record, config, catalogue.hashes, name, storage)

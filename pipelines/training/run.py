@@ -194,7 +194,7 @@ def conclude(folder: str, record: dict[str, Any], last: Checkpoint, log_model: b
     logger.update(values, last.step)
     logger.tag(checkpoint=join(folder, BEST))
     tracking.log_curves(run)
-    if log_model and registry.find(about.name).family.served and "model" not in logger.tags:
+    if log_model and registry.find(about.name).family.logged and "model" not in logger.tags:
         logger.tag(model=package.log_model(run, join(folder, BEST), Inputs(**record["inputs"])))
     logger.end()
     write_record(folder, {**record, "status": "finished", "epochs": last.epoch, **more})

@@ -130,7 +130,7 @@ def perform(task: Task, place: Place, latest: AbstractContextManager[str | None]
         place.say(f"{requests}, {number_of(setup.train.steps(0), 'step')} per epoch")
         for note in setup.notes:
             place.say(note)
-        parts = setup.entry.family.parts(setup.model) if setup.entry.family.parts else {}
+        parts = setup.entry.family.parts(setup.model)
         if parts:
             place.say("parameters: " + ", ".join(f"{name} {number:,}" for name, number in parts.items()))
         if about is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ def test_a_limited_validation_takes_that_many_rows_of_all_lengths(tmp_path: Path
         seen.extend(batch["history_length"].tolist())
         return {"examples": float(len(batch["history"]))}
 
-    measured = replace(setup.entry.measured, measure=count_rows)
-    sums, count, _ = score(setup.model, measured, setup.val, batch_size=8, device=setup.device, limit=limit)
+    sums, count, _ = score(setup.model, count_rows, setup.val, batch_size=8, device=setup.device, limit=limit)
     assert count == sums["examples"] == len(seen) == min(limit, 60)
     assert {min(seen), max(seen)} == {min(setup.val.lengths), max(setup.val.lengths)}

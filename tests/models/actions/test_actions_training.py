@@ -47,7 +47,7 @@ def test_all_seven_train_and_their_checkpoints_score_alike(name, tables, tmp_pat
     loaded, about = registry.load(tmp_path / "best", load_catalogue(name, Inputs(tables)), name)
     assert about.hashes.keys() == {"sequences", "items"}
     found = [
-        score(model, entry.measured, setup.val, batch_size=9, device=torch.device("cpu"))[0]
+        score(model, entry.measured.measure, setup.val, batch_size=9, device=torch.device("cpu"))[0]
         for model in (setup.model, loaded)
     ]
     assert found[0].keys() == found[1].keys()
@@ -69,7 +69,7 @@ def test_a_part_of_validation_is_batched_within_the_bound_too(tables, monkeypatc
     monkeypatch.setattr(setup.val, "collate", watched)
     limit = len(setup.val) - 5
     options = {"batch_size": 256, "device": torch.device("cpu"), "limit": limit}
-    _, count, _ = score(setup.model, setup.entry.measured, setup.val, **options)
+    _, count, _ = score(setup.model, setup.entry.measured.measure, setup.val, **options)
     assert count == limit == sum(rows for rows, _ in sizes)
     assert max(rows for rows, _ in sizes) > 1
     assert all(rows == 1 or pairs <= bound for rows, pairs in sizes)

@@ -40,7 +40,7 @@ def test_a_run_improves_gauc_and_its_checkpoint_scores_alike(search, tmp_path):
     loaded, about = registry.load(tmp_path / "best", load_catalogue("qgs", Inputs(tables, text=text)), "qgs")
     assert not [name for name in loaded.state_dict() if name.startswith("text.pairs")]  # the tables stay where they are
     found = [
-        score(model, entry.measured, setup.val, batch_size=5, device=torch.device("cpu"))[0]
+        score(model, entry.measured.measure, setup.val, batch_size=5, device=torch.device("cpu"))[0]
         for model in (setup.model, loaded)
     ]
     assert found[0].keys() == found[1].keys()

@@ -14,10 +14,11 @@ import torch
 from jobs.evaluate import Config, run
 from models import checkpoint, registry
 from models.actions.data import ActionsExamples
-from models.families import ACTIONS, SEARCH
+from models.actions.family import ACTIONS
 from models.fit import FitConfig
 from models.inputs import Inputs
 from models.search.data import SearchCatalogue, SearchExamples
+from models.search.family import SEARCH
 from models.search.inputs import feature_groups
 from models.setup import Setup, set_up
 from models.tables import UserError, join
@@ -113,7 +114,6 @@ def test_requests_take_the_past_of_others_and_keep_the_rest(search: tuple[str, s
     tables, text = search
     setup = made(QGS, "gauc", tables, text)
     batch = SearchExamples.load(join(tables, "sequences"), "test", unit="request", max_history=6).collate(np.arange(12))
-    assert SEARCH.shuffles
     shuffle = SEARCH.shuffles(setup.model, setup.catalogue)["history"]
     order = torch.randperm(len(batch["request_row"]), generator=torch.Generator().manual_seed(3))
     with shuffle(setup.model, batch, torch.Generator().manual_seed(3)) as other:
@@ -134,7 +134,6 @@ def test_texts_are_exchanged_only_meanwhile(options: dict[str, Any], search: tup
     checkpoint.save(tmp_path / "qgs", setup.model, setup.checkpoint(epoch=1))
     model: Any = registry.load(tmp_path / "qgs", SearchCatalogue.load(tables, text))[0].eval()
     batch = SearchExamples.load(join(tables, "sequences"), "test", unit="request", max_history=6).collate(np.arange(12))
-    assert SEARCH.shuffles
     shuffle = SEARCH.shuffles(model, setup.catalogue)["text"]
     with torch.no_grad():
         before = model.score(batch)
@@ -160,7 +159,6 @@ def test_a_model_of_actions(actions: str, tmp_path: Path) -> None:
     assert found.losses["features: user"].mean != 0
     examples = ActionsExamples.load(join(actions, "sequences"), "test", max_history=10)
     batch = examples.collate(np.arange(len(examples)))
-    assert ACTIONS.shuffles
     shuffles = ACTIONS.shuffles(model, setup.catalogue)
     with shuffles["item"](model, batch, torch.Generator().manual_seed(1)) as other:
         valid = batch["candidate_valid"]
@@ -205,4 +203,3 @@ def test_who_ranks_no_candidates_is_told(tmp_path: Path) -> None:
         run(Config(checkpoint=str(tmp_path / "popularity"), tables=tables, importance=True))
     with pytest.raises(ValueError, match="importance_repeats is given without importance"):
         Config(checkpoint="c", tables="t", importance_repeats=3)
-    assert registry.find("popularity").family.shuffles is None

@@ -120,7 +120,7 @@ def test_own_features_are_served_by_name(
             "numbers has 'bm52', which the model does not read; the nearest is 'bm25'",
         ),
         ({"history_categories": {"town": []}}, "history_categories has 'town', .*; the nearest is 'city'"),
-        ({"categories": {"city": ["Rome"]}}, f"categories has 1 values of 'city' where {count} are expected"),
+        ({"categories": {"city": ["Rome"]}}, f"'city' of categories has 1 entries where {count} are expected"),
     ):
         with pytest.raises(UserError, match=message):
             scores(**change)

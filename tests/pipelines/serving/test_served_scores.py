@@ -192,7 +192,10 @@ def test_labels_of_behaviours_move_a_served_score_and_no_others_are_taken(
     assert nothing[0] == nothing[1] == nothing[2]
     for change, message in (
         ({"purchas": [1] * size}, "history_labels has 'purchas', which the model does not read; .* is 'purchase'"),
-        ({"purchase": [1] * (size + 1)}, f"history_labels has {size + 1} values of 'purchase' for a history of {size}"),
+        (
+            {"purchase": [1] * (size + 1)},
+            f"'purchase' of history_labels has {size + 1} entries where",
+        ),
         ({"purchase": [0.5] * size}, "history_labels has values of 'purchase' that are not true or false; give None"),
         ({"dwell": ["long"] * size}, "history_labels has values of 'dwell' that are not finite numbers; give None"),
         ({"dwell": [math.inf] * size}, "history_labels has values of 'dwell' that are not finite numbers; give None"),
