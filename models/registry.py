@@ -17,13 +17,12 @@ from models import checkpoint, language_model
 from models.actions.attn_dhn import AttnDHN, AttnDHNConfig
 from models.actions.attn_lfa import AttnLFA, AttnLFAConfig
 from models.actions.attn_mvp import AttnMVP, AttnMVPConfig
-from models.actions.family import ACTIONS
 from models.actions.genrank import GenRank, GenRankConfig
 from models.actions.interleaved import Interleaved, InterleavedConfig
 from models.actions.lac import LAC, LACConfig
 from models.checkpoint import Checkpoint
 from models.config import hint, instead
-from models.family import Family, Measured
+from models.families import ACTIONS, RETRIEVAL, SEARCH, Family, Measured
 from models.matmul import use_exact_onednn
 from models.retrieval import atspeed, lc_rec, sid_mlp_pp
 from models.retrieval import teacher as teachers
@@ -35,7 +34,6 @@ from models.retrieval.decoders.mamba2 import Mamba2Config, mamba2
 from models.retrieval.decoders.nezha import Nezha, NezhaConfig, lr_multipliers
 from models.retrieval.decoders.one_layer import OneLayerConfig, one_layer
 from models.retrieval.decoders.sid_mlp import SidMlpConfig
-from models.retrieval.family import RETRIEVAL
 from models.retrieval.lc_rec import LcRec, LcRecConfig
 from models.retrieval.lc_rec_nezha import LcRecNezha, LcRecNezhaConfig
 from models.retrieval.lc_rec_sid_mlp import LcRecSidMlp, LcRecSidMlpConfig
@@ -48,7 +46,6 @@ from models.retrieval.student import Student, StudentOptions, TaughtConfig
 from models.retrieval.tiger import Tiger, TigerConfig, TigerOptions
 from models.search import hllm, sequence
 from models.search.base import Base, BaseConfig
-from models.search.family import SEARCH
 from models.search.hllm import HLLM, HLLMConfig
 from models.search.hstu import HSTUConfig, HSTURanker
 from models.search.qgs import QGS, QGSConfig

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from jobs.evaluate import OPTIONS, parse
+from models.families import RETRIEVAL
 from models.registry import MODELS, recommend_options
-from models.retrieval.family import RETRIEVAL
 from models.tables import UserError
 
 ROOT = Path(__file__).parents[1]

@@ -13,7 +13,6 @@ from __future__ import annotations
 import warnings
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,24 +23,10 @@ from torch import Tensor
 
 from models.actions.batch import ActionsCatalogue
 from models.actions.data import ActionsExamples
-from models.actions.new_items import NewItems, Post, columns_of, name_of, template_of
+from models.actions.new_items import NewItems, columns_of, name_of, template_of
 from models.inputs import Inputs
-from models.item_ids import item_ids
 from models.own_features import NUMBER
-from models.requests import (
-    STATES,
-    Columns,
-    Floats,
-    Requests,
-    Row,
-    bundled,
-    column,
-    finite,
-    given,
-    own_columns,
-    own_values,
-    vectors,
-)
+from models.requests import Columns, Floats, Request, Requests, Row, bundled, finite
 from models.shares import joined
 from models.tables import Manifest, UserError, join, read_manifest
 from models.text_encoder import load_saved
@@ -55,38 +40,17 @@ def text_of(inputs: Inputs) -> Manifest | None:
     return read_manifest(join(inputs.text, "items"), "embeddings") if inputs.text else None
 
 
-@dataclass(frozen=True)
-class Feed:
-    """What a row says."""
-
-    candidates: list[str]
-    """Ids of what is shown."""
-    known: list[int]
-    """Places of those that are in the catalogue or come with the row: these are scored."""
-    events: int
-    """Events of the history that are read."""
-    posts: list[Post]
-    """New items, numbered from that of the catalogue's items on."""
-    parts: dict[str, NDArray]
-    """Of the events that are read and then of the candidates that are scored, as `ActionsExamples.of` takes them."""
-
-
 class ActionsRequests(Requests):
     """Rows as `models/actions/data.py` makes batches."""
 
-    needs: ClassVar[Columns] = {
-        "candidates": "ids",
-        "history": "ids",
-        "history_actions": "vectors",
-    }  # what was shown, oldest first
+    needs: ClassVar[Columns] = {**Requests.needs, "history_actions": "vectors"}
     takes: ClassVar[Columns] = {
-        "timestamp_ms": "time",  # of the request; events from then on are unseen, by their history_time_ms
+        **Requests.takes,
+        "timestamp_ms": "long",  # of the request; events from then on are unseen, by their history_time_ms
         "features": "vectors",
-        "history_time_ms": "times",
+        "history_time_ms": "longs",
     }
     beside = ("items",)
-    encodes = True
-    settings = STATES
     labels = "tasks"
 
     def __init__(self, folder: str, model: Any, catalogue: ActionsCatalogue, settings: Mapping[str, Any]) -> None:
@@ -104,32 +68,32 @@ class ActionsRequests(Requests):
 
     @classmethod
     def columns(cls, info: Mapping[str, Any], model: Mapping[str, Any], inputs: Inputs) -> Columns:
-        found = dict(cls.takes)
+        found = super().columns(info, model, inputs)
         for name in info.get("viewers", ()):  # of the request, and of each event of the history, "" for none
             found |= {f"viewer_{name}": "string", f"history_viewer_{name}": "strings"}
         told = columns_of(read_manifest(join(inputs.tables, "items"), "items"), text_of(inputs))
         kinds = {name_of(name): "number" if name.startswith(NUMBER) else "string" for name in told}
-        return {**found, **own_columns(info), "new_items": {"item_id": "string", **kinds}}
+        return {**found, "new_items": {"item_id": "string", **kinds}}
 
     @classmethod
     def about(cls, info: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
         return {**super().about(info, model), "inputs": info.get("definitions", {}).get("inputs", {})}
 
-    def read(self, row: Row) -> Feed:
-        candidates, shown = (item_ids(name, row[name]) for name in ("candidates", "history"))
-        brought = self.new.named(given(row, "new_items") or ())
+    def read(self, row: Row) -> Request:
+        candidates, shown = (row.ids(name) for name in ("candidates", "history"))
+        brought = self.new.named(row.given("new_items") or ())
         posts = {item: post for item, post in brought.items() if item not in self.index}
         index = ChainMap({item: number for number, item in enumerate(posts, len(self.index))}, self.index)
         known = [i for i, item in enumerate(candidates) if item in index]
-        times, now = self.times(row, len(shown)), given(row, "timestamp_ms")
+        times, now = self.times(row, len(shown)), row.given("timestamp_ms")
         now = LAST if now is None else now
         # what is kept of a user may be read by later requests; a candidate reads what is earlier by its time
-        end = LAST if given(row, "history_from") is not None else now
+        end = LAST if row.given("history_from") is not None else now
         past = [i for i, item in enumerate(shown) if item in index and times[i] < end][-self.length :]
         size, count = len(past), len(known)
-        features = finite("features", vectors(row, "features", np.tile(self.mean, (len(candidates), 1))))[known]
+        features = finite("features", row.vectors("features", np.tile(self.mean, (len(candidates), 1))))[known]
         items = [shown[i] for i in past] + [candidates[i] for i in known]
-        parts = {
+        parts: dict[str, NDArray] = {
             "item": np.array([index[item] for item in items], np.int64),
             "time": np.array([times[i] for i in past] + [now] * count, np.int64),
             "action": np.pad(self.taken(row, len(shown))[past], ((0, count), (0, 0))),
@@ -139,15 +103,15 @@ class ActionsRequests(Requests):
         if self.viewers:
             parts["viewer"] = np.stack([self.viewer(row, name, len(shown), past, count) for name in self.viewers], 1)
         if self.own.names:
-            of_past = own_values(row, self.own, "history_", len(shown))[past]
-            parts["own"] = np.concatenate([of_past, own_values(row, self.own, "", len(candidates))[known]])
-        return Feed(candidates, known, size, list(posts.values()), parts)
+            of_past = row.own(self.own, "history_", len(shown))[past]
+            parts["own"] = np.concatenate([of_past, row.own(self.own, "", len(candidates))[known]])
+        return Request(candidates, known, size, parts, list(posts.values()))
 
     def times(self, row: Row, size: int) -> list[int]:
         """When each event of the history was, in ms, or its place, before anything that has a time."""
-        times = column(row, "history_time_ms", size)
-        if given(row, "history_time_ms") is None:
-            return [BEFORE + int(given(row, "history_from") or 0) + place for place in range(size)]
+        times = row.column("history_time_ms", size)
+        if row.given("history_time_ms") is None:
+            return [BEFORE + int(row.given("history_from") or 0) + place for place in range(size)]
         if None in times:
             raise UserError("history_time_ms has an entry without a time; give one each, or leave the column out")
         for earlier, later in pairwise(times):
@@ -157,7 +121,7 @@ class ActionsRequests(Requests):
 
     def taken(self, row: Row, size: int) -> Floats:
         """(size, A) what was done with each item; UserError for what is not graded as in training."""
-        action = vectors(row, "history_actions", np.zeros((size, len(self.actions)), np.float32))
+        action = row.vectors("history_actions", np.zeros((size, len(self.actions)), np.float32))
         wrong = (action < 0) | (action > 1)
         if wrong.any():
             event, kind = np.argwhere(wrong)[0]
@@ -169,12 +133,12 @@ class ActionsRequests(Requests):
 
     def viewer(self, row: Row, name: str, size: int, past: list[int], count: int) -> NDArray[np.int64]:
         """(events and candidates,) a viewer-side category: of each event, and that of the request `count` times."""
-        then = column(row, f"history_viewer_{name}", size)
-        values = [then[i] for i in past] + [given(row, f"viewer_{name}")] * count
+        then = row.column(f"history_viewer_{name}", size)
+        values = [then[i] for i in past] + [row.given(f"viewer_{name}")] * count
         return np.array([self.viewers[name].get(value, 0) for value in values], np.int64)
 
-    def batch(self, requests: Sequence[Feed]) -> dict[str, Tensor]:
-        posts = [post for request in requests for post in request.posts]
+    def batch(self, requests: Sequence[Request]) -> dict[str, Tensor]:
+        posts = [post for request in requests for post in request.new]
         if posts and self.wants_ids:
             warnings.warn(
                 f"{len(posts)} new items are scored without an id, and the model has never trained without one; train "
@@ -182,8 +146,8 @@ class ActionsRequests(Requests):
                 stacklevel=2,
             )
         sizes = [len(request.parts["item"]) for request in requests]
-        events = joined([request.parts for request in requests])
-        before = np.repeat([*accumulate((len(request.posts) for request in requests), initial=0)][:-1], sizes)
+        events = joined([dict(request.parts) for request in requests])
+        before = np.repeat([*accumulate((len(request.new) for request in requests), initial=0)][:-1], sizes)
         events["item"] += np.where(events["item"] >= len(self.index), before, 0)  # each request numbers its own
         context = np.array([request.events for request in requests])
         batch = ActionsExamples.of(events, context, np.array(sizes) - context).collate(np.arange(len(requests)))

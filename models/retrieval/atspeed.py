@@ -38,7 +38,7 @@ from models.scores import check_finite
 from models.tables import UserError
 from models.whole_batch import whole_mean
 
-SHOWN = (*metrics.SHOWN, "acceptance")
+SHOWN: tuple[str, ...] = (*metrics.SHOWN, "acceptance")
 """Metrics of a training's best epoch that are printed."""
 
 TOP = 20

@@ -18,7 +18,7 @@ CUTOFFS = (1, 5, 10, 20)
 
 EXAMPLES = "examples"
 
-SHOWN = ("recall@10", "ndcg@10")
+SHOWN: tuple[str, ...] = ("recall@10", "ndcg@10")
 """Metrics of a training's best epoch that are printed."""
 
 FIRST = "first/"

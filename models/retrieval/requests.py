@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pyarrow as pa
 from torch import Tensor
 
-from models.item_ids import clean_id, item_ids
-from models.requests import Columns, Requests, Row, given
+from models.item_ids import clean_id
+from models.requests import Columns, Requests, Row
 from models.retrieval.data import batch_of, hash_strings
 
 
-@dataclass(frozen=True)
-class History:
-    """What a row says."""
+class History(NamedTuple):
+    """What a row says: the latest behaviours that the model reads, as `item_index`; the id of the user, or nothing; how
+    many entries are not in the catalogue."""
 
     items: list[int]
-    """`item_index` of the latest behaviours that the model reads."""
     user: str
-    """Id of the user, or nothing."""
-    size: int
-    """Entries of the history."""
     unknown: int
-    """How many of them are not in the catalogue."""
 
 
 class RetrievalRequests(Requests):
@@ -33,17 +27,22 @@ class RetrievalRequests(Requests):
 
     needs: ClassVar[Columns] = {"history": "ids"}  # oldest first
     takes: ClassVar[Columns] = {"user_id": "string"}
+    param = ("k", 10)
+    # how many entries of the history are not in the catalogue; with no other the ranking is empty
+    gives: ClassVar[Columns] = {**Requests.gives, "unknown_items": "long"}
+    settings: ClassVar[Mapping[str, Any]] = {}
     beside = ("sids", "trie")
+    encodes = False
 
     def __init__(self, folder: str, model: Any, catalogue: Any, settings: Mapping[str, Any]) -> None:
         super().__init__(folder, model, catalogue, settings)
         self.length = model.config.max_history
 
     def read(self, row: Row) -> History:
-        sent = item_ids("history", row["history"])
+        sent = row.ids("history")
         items = [self.index[item] for item in sent if item in self.index]
-        user = clean_id(str(given(row, "user_id") or "")) or ""
-        return History(items[-self.length :], user, len(sent), len(sent) - len(items))
+        user = clean_id(str(row.given("user_id") or "")) or ""
+        return History(items[-self.length :], user, len(sent) - len(items))
 
     def batch(self, requests: Sequence[History]) -> dict[str, Tensor]:
         """Of requests with a history."""

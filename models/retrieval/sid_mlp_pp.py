@@ -34,7 +34,7 @@ from models.retrieval.teacher_cache import Query, States
 from models.tables import UserError
 from models.whole_batch import whole_mean
 
-SHOWN = ("mse", "neg_mse", "r2")
+SHOWN: tuple[str, ...] = ("mse", "neg_mse", "r2")
 """Metrics of stage 1: how well its encoder gives the teacher's states."""
 
 STAGE_1 = "sid_mlp_pp_encoder"

@@ -369,22 +369,22 @@ class SearchExamples(Examples):
         self._take(columns)
 
     @classmethod
-    def of(cls, history: dict[str, NDArray], lengths: NDArray, request: dict[str, NDArray], counts: NDArray) -> Self:
+    def of(cls, columns: dict[str, NDArray], lengths: NDArray, counts: NDArray) -> Self:
         """Requests in memory, each with a history and a row of its own, without labels.
 
-        `history` holds item, time, query, history_features and, for a model that reads some, history_labels,
-        (behaviours, ...) end to end, `lengths` (R,) of each; `request` the request_query (R,) and, end to end, the
-        candidate and features (N, ...), `counts` (R,) of each.
+        `columns` holds item, time, query, history_features and, for a model that reads some, history_labels,
+        (behaviours, ...) end to end, `lengths` (R,) of each; the request_query (R,); and, end to end, the candidate and
+        features (N, ...), `counts` (R,) of each.
         """
         self = cls.in_memory("test", "request", max(1, int(lengths.max(initial=1))), len(lengths))
         number, none = np.arange(len(lengths)), np.zeros(len(lengths), np.int64)
         self._take(
             {
-                **history, **request, "counts": counts, "user_start": starts(lengths), "user_hash": none,
+                **columns, "counts": counts, "user_start": starts(lengths), "user_hash": none,
                 "user_row": number, "owner": number, "begin": none, "end": lengths, "first": number,
                 "place": none, "request_time": none, "candidate_start": starts(counts),
-                "position": np.zeros(len(request["candidate"]), np.int64),
-                "labels": np.zeros((len(request["candidate"]), 0), bool),
+                "position": np.zeros(len(columns["candidate"]), np.int64),
+                "labels": np.zeros((len(columns["candidate"]), 0), bool),
             }
         )  # fmt: skip
         return self

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,22 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from models.inputs import Inputs
-from models.item_ids import item_ids
 from models.own_features import OwnFeatures
-from models.requests import (
-    STATES,
-    Columns,
-    Floats,
-    Requests,
-    Row,
-    by_name,
-    column,
-    finite,
-    given,
-    own_columns,
-    own_values,
-    vectors,
-)
+from models.requests import Columns, Floats, Request, Requests, Row, finite
 from models.search.counts import HOURS, Counts, hours
 from models.search.data import NO_QUERY, SearchCatalogue, SearchExamples, pair_key
 from models.search.request_text import RequestText
@@ -48,42 +33,22 @@ from models.tables import UserError, read_manifest, read_table
 from models.text_encoder import load_saved
 
 
-@dataclass(frozen=True)
-class Search:
-    """What a row says."""
-
-    candidates: list[str]
-    """Ids of what the search found."""
-    known: list[int]
-    """Places of those that are in the catalogue: these are scored."""
-    events: int
-    """Behaviours that are read."""
-    query: str | None
-    """What was asked for."""
-    past_queries: list[str | None]
-    """Of each behaviour."""
-    history: dict[str, NDArray]
-    """By behaviour: item, time, history_features, and history_labels where the model reads some."""
-    found: dict[str, NDArray]
-    """By candidate that is scored: candidate, features."""
-
-
 class SearchRequests(Requests):
     """Rows as `models/search/data.py` makes batches."""
 
-    needs: ClassVar[Columns] = {"candidates": "ids", "history": "ids"}  # of what was engaged with, oldest first
     takes: ClassVar[Columns] = {
+        **Requests.takes,
         "query": "string",
-        "timestamp_ms": "time",  # of the request
+        "timestamp_ms": "long",  # of the request
         "features": "vectors",  # of each candidate
         "history_query": "strings",  # of each behaviour, "" for none
-        "history_time_ms": "times",
+        "history_time_ms": "longs",
         "history_features": "vectors",
     }
     tables = ("queries",)
     beside = ("items", "queries", "pairs", "tokens")
-    encodes = True
-    settings: ClassVar[Mapping[str, Any]] = {**STATES, "counts": ""}  # the table of jobs.prepare --counts_as_of
+    # counts: the table of jobs.prepare --counts_as_of
+    settings: ClassVar[Mapping[str, Any]] = {**Requests.settings, "counts": ""}
 
     def __init__(self, folder: str, model: Any, catalogue: SearchCatalogue, settings: Mapping[str, Any]) -> None:
         super().__init__(folder, model, catalogue, settings)
@@ -107,47 +72,47 @@ class SearchRequests(Requests):
     @classmethod
     def columns(cls, info: Mapping[str, Any], model: Mapping[str, Any], inputs: Inputs) -> Columns:
         labels = {"history_labels": "labels"} if model.get("token_labels") else {}
-        return {**cls.takes, **own_columns(info), **labels}
+        return {**super().columns(info, model, inputs), **labels}
 
-    def read(self, row: Row) -> Search:
-        candidates, past = (item_ids(name, row[name]) for name in ("candidates", "history"))
+    def read(self, row: Row) -> Request:
+        candidates, past = (row.ids(name) for name in ("candidates", "history"))
         known = [i for i, item in enumerate(candidates) if item in self.index]
         kept = [i for i, item in enumerate(past) if item in self.index][-self.config.max_history :]
-        asked = column(row, "history_query", len(past), "")
-        times = column(row, "history_time_ms", len(past))
+        asked = row.column("history_query", len(past), "")
+        times = row.column("history_time_ms", len(past))
         if self.config.reads_times and None in times:
             raise UserError("history_time_ms is missing, and the model reads when each behaviour was; give it")
-        history: dict[str, NDArray] = {
+        parts: dict[str, NDArray] = {
+            "asked": np.array([row.given("query")], object),
+            "query": np.array([asked[i] for i in kept], object),
             "item": np.array([self.index[past[i]] for i in kept], np.int64),
             "time": np.array([times[i] or 0 for i in kept], np.int64),
             "history_features": self.features(row, "history_", past)[kept],
-        }
-        if self.config.reads_labels:
-            history["history_labels"] = self.past_labels(row, len(past))[kept]
-        found: dict[str, NDArray] = {
             "candidate": np.array([self.index[candidates[i]] for i in known], np.int64),
             "features": self.features(row, "", candidates)[known],
         }
-        return Search(candidates, known, len(kept), given(row, "query"), [asked[i] for i in kept], history, found)
+        if self.config.reads_labels:
+            parts["history_labels"] = self.past_labels(row, len(past))[kept]
+        return Request(candidates, known, len(kept), parts)
 
     def features(self, row: Row, of: str, items: Sequence[str]) -> Floats:
         """(items, F) of candidates, or with `history_` of behaviours. Those of items are known, and of candidates what
         is counted and, from the request's time, hour and weekday."""
         places = pa.array([self.index.get(item) for item in items], pa.int64())
         usual = {name: self.of_items[name].combine_chunks().take(places) for name in self.of_items.column_names}
-        own = own_values(row, self.own, of, len(items), usual)
+        own = row.own(self.own, of, len(items), usual)
         usually = np.tile(self.mean, (len(items), 1))
         if not of and self.counts:
-            self.counts.fill(usually, items, given(row, "query"))
-        if not of and self.hours and (now := given(row, "timestamp_ms")) is not None:
+            self.counts.fill(usually, items, row.given("query"))
+        if not of and self.hours and (now := row.given("timestamp_ms")) is not None:
             usually[:, self.hours] = hours(np.array([now], np.int64))
-        return np.concatenate([finite(f"{of}features", vectors(row, f"{of}features", usually)), own], 1)
+        return np.concatenate([finite(f"{of}features", row.vectors(f"{of}features", usually)), own], 1)
 
     def past_labels(self, row: Row, count: int) -> Floats:
         """(count, A) what `history_labels` gives by name of the labels in tokens; NaN for a number, and 0 for what is
         true or false, that is not given. UserError for what no behaviour can have."""
         known = self.config.reads_labels
-        there = by_name(row, "history_labels", known, count)
+        there = row.by_name("history_labels", known, count)
         columns = []
         for name in known:
             values, number = there.get(name, [None] * count), name in self.numbers
@@ -161,31 +126,29 @@ class SearchRequests(Requests):
             columns.append(label if number else np.nan_to_num(label))
         return np.stack(columns, 1)
 
-    def batch(self, requests: Sequence[Search]) -> dict[str, Tensor]:
-        asked = [request.query for request in requests]
-        for queries in (asked, *(request.past_queries for request in requests)):
+    def batch(self, requests: Sequence[Request]) -> dict[str, Tensor]:
+        rows = [request.parts for request in requests]
+        for queries in (np.concatenate([row["asked"] for row in rows]), *(row["query"] for row in rows)):
             if unknown := sum(bool(query) and not self.text.has(str(query)) for query in queries):
                 warnings.warn(
                     f"{unknown} of {len(queries)} queries are none of the training tables'; they count as no query",
                     stacklevel=2,
                 )
-        past = [query for request in requests for query in request.past_queries]
-        texts = list(dict.fromkeys(query for query in (*asked, *past) if query and self.text.has(query)))
+        parts = joined([dict(row) for row in rows])
+        texts = [q for q in dict.fromkeys([*parts["asked"], *parts["query"]]) if q and self.text.has(q)]
         place = {query: number for number, query in enumerate(texts)}
-        number, past_number = (
-            np.array([place.get(query or "", NO_QUERY) for query in queries], np.int64) for queries in (asked, past)
+        asked, parts["query"] = (
+            np.array([place.get(query, NO_QUERY) for query in parts.pop(name)], np.int64) for name in ("asked", "query")
         )
-        lengths = np.array([len(request.past_queries) for request in requests])
+        lengths = np.array([request.events for request in requests])
         counts = np.array([len(request.known) for request in requests])
-        history = {**joined([request.history for request in requests]), "query": past_number}
-        found = {**joined([request.found for request in requests]), "request_query": number}
-        read = {"candidates": (found["candidate"], np.repeat(number, counts))}
+        read = {"candidates": (parts["candidate"], np.repeat(asked, counts))}
         if self.config.history_pairs:
-            read["behaviours"] = history["item"], past_number
+            read["behaviours"] = parts["item"], parts["query"]
         text = self.text.of(texts, *(np.concatenate(each) for each in zip(*read.values(), strict=True)))
         for what, (item, query) in read.items():
             self.warn(what, item, query, text)
-        examples = SearchExamples.of(history, lengths, found, counts)
+        examples = SearchExamples.of({**parts, "request_query": asked}, lengths, counts)
         examples.bring(text, self.config.history_pairs, complete=False)
         return {**examples.collate(np.arange(len(requests))), "queries": text.queries}
 

@@ -11,7 +11,6 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,78 +18,50 @@ os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
 import mlflow
 from mlflow.models import ModelSignature
-from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema, TensorSpec
+from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 from mlflow.types.schema import AnyType, Array, Map, Object, Property
 from pyarrow import fs
 
 import models
 from models import checkpoint, registry
-from models.family import Family
 from models.inputs import Inputs
-from models.requests import Columns
+from models.requests import Columns, Requests
 from models.setup import inputs_of
 from models.tables import MANIFEST, UserError, has_manifest, join, open_uri, read_manifest
 from pipelines.tracking import RunRef
 
-STRINGS, NUMBERS = Array(DataType.string), Array(DataType.double)
+STRINGS, NUMBERS, ANY = Array(DataType.string), Array(DataType.double), AnyType()
 TYPES: dict[str, Any] = {
-    "ids": Array(AnyType()),  # strings, or integers for the strings of their digits (models/item_ids.py)
-    "string": DataType.string, "strings": STRINGS, "number": AnyType(),  # as MLflow takes no 3 for a double
-    "time": DataType.long, "times": Array(DataType.long), "vectors": Array(NUMBERS),
-    "numbers": Map(NUMBERS), "categories": Map(STRINGS), "labels": Map(Array(AnyType())),  # nor true
+    "ids": Array(ANY),  # strings, or integers for the strings of their digits (models/item_ids.py)
+    "string": DataType.string, "strings": STRINGS, "long": DataType.long, "longs": Array(DataType.long),
+    "number": ANY, "numbers": NUMBERS, "vectors": Array(NUMBERS),  # MLflow takes no 3 for a double
+    "own_numbers": Map(NUMBERS), "own_categories": Map(STRINGS), "labels": Map(Array(ANY)),  # nor true
 }  # fmt: skip
-"""Of columns of requests."""
+"""Of columns of requests and answers."""
 
-OF_STATE: Columns = {"user_id": "string", "history_from": "time"}
-"""Whose state a request goes on from, and the number of behaviours before the first one of its history."""
-
-RANKED: list[ColSpec | TensorSpec] = [ColSpec(STRINGS, "item_id"), ColSpec(NUMBERS, "score")]
-"""Best first."""
+CODE = {"catalogue": "served_model.py", "candidates": "served_ranker.py"}
+"""The file in this folder that MLflow runs, by what a family's models rank."""
 
 REQUIREMENTS = ["mlflow", "torch", "numpy", "pandas", "pyarrow", "safetensors", "transformers"]
 
 
-@dataclass(frozen=True)
-class Served:
-    """How models are served that rank one kind of thing."""
+def schema(columns: Columns, needed: Columns) -> Schema:
+    """Of columns of requests or answers."""
 
-    code: str
-    """The file in this folder that MLflow runs."""
-    param: ParamSpec
-    """What a call may set."""
-    outputs: Schema
-    """What it gives."""
-    takes: Columns = field(default_factory=dict)
-    """What every request may have."""
+    def type_of(kind: Any) -> Any:
+        if isinstance(kind, str):
+            return TYPES[kind]
+        return Array(Object([Property(key, TYPES[of], required=key == "item_id") for key, of in kind.items()]))
+
+    return Schema([ColSpec(type_of(kind), name, required=name in needed) for name, kind in columns.items()])
 
 
-SERVED = {
-    "catalogue": Served(
-        "served_model.py",
-        ParamSpec("k", DataType.long, 10),
-        # how many entries of the history are not in the catalogue; with no other the ranking is empty
-        Schema([*RANKED, ColSpec(DataType.long, "unknown_items")]),
-    ),
-    # whose chance is the score; "" is the model's first
-    "candidates": Served("served_ranker.py", ParamSpec("label", DataType.string, ""), Schema(RANKED), OF_STATE),
-}
-"""By what a family's models rank."""
-
-
-def column(name: str, kind: Any, required: bool) -> ColSpec:
-    """A column of requests."""
-    if isinstance(kind, str):
-        return ColSpec(TYPES[kind], name, required=required)
-    fields = [Property(key, TYPES[of], required=key == "item_id") for key, of in kind.items()]
-    return ColSpec(Array(Object(fields)), name, required=required)
-
-
-def signature(family: Family, takes: Columns) -> ModelSignature:
-    """What the family's models take, beside what each request needs, and give."""
-    served = SERVED[family.ranks]
-    inputs: list[ColSpec | TensorSpec] = [column(name, kind, True) for name, kind in family.requests.needs.items()]
-    inputs += [column(name, kind, False) for name, kind in {**takes, **served.takes}.items()]
-    return ModelSignature(Schema(inputs), served.outputs, ParamSchema([served.param]))
+def signature(requests: type[Requests], takes: Columns) -> ModelSignature:
+    """What a family's models take, beside what each request needs, and give."""
+    name, default = requests.param
+    param = ParamSpec(name, DataType.string if isinstance(default, str) else DataType.long, default)
+    inputs = schema({**requests.needs, **takes}, requests.needs)
+    return ModelSignature(inputs, schema(requests.gives, requests.gives), ParamSchema([param]))
 
 
 def write_encoder(inputs: Inputs, folder: Path) -> None:
@@ -119,10 +90,10 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
             warnings.simplefilter("ignore")  # asks for an input example, which it would run
             logged = mlflow.pyfunc.log_model(
                 name="model",
-                python_model=str(Path(__file__).with_name(SERVED[family.ranks].code)),
+                python_model=str(Path(__file__).with_name(CODE[family.ranks])),
                 code_paths=[str(Path(models.__path__[0]))],
                 artifacts={"data": str(bundle)},
-                signature=signature(family, requests.columns(info, trained.model, inputs)),
+                signature=signature(requests, requests.columns(info, trained.model, inputs)),
                 metadata=requests.about(info, trained.model),
                 model_config=dict(requests.settings) or None,
                 pip_requirements=REQUIREMENTS + ["scikit-learn"] * requests.encodes,

@@ -14,7 +14,7 @@ import pandas as pd
 from mlflow.pyfunc import PythonModel
 
 from models import checkpoint, registry
-from models.requests import bundled
+from models.requests import Row, bundled
 from models.setup import load_catalogue
 from models.tables import UserError
 
@@ -39,8 +39,8 @@ class Ranker(PythonModel):
         k = int((params or {}).get("k", 10))
         if k < 1:
             raise UserError(f"k {k} is below 1; give the number of items to recommend")
-        requests = [self.requests.read(row) for row in model_input.to_dict("records")]
-        if not self.warned and any(request.size and not request.items for request in requests):
+        requests = [self.requests.read(Row(row)) for row in model_input.to_dict("records")]
+        if not self.warned and any(request.unknown and not request.items for request in requests):
             self.warned = True
             warnings.warn(
                 "a history has no item of the catalogue, so its ranking is empty; unknown_items counts them by row",

@@ -27,14 +27,13 @@ from threading import Lock
 from typing import Any
 
 import mlflow
-import numpy as np
 import pandas as pd
 import torch
 from mlflow.pyfunc import PythonModel
 
 from models import checkpoint, registry
 from models.latest import Latest
-from models.requests import Row, bundled, given
+from models.requests import Row, bundled
 from models.scores import check_finite
 from models.tables import UserError
 
@@ -60,17 +59,6 @@ def size_of(state: Any) -> int:
     return sum(part.nbytes if isinstance(part, torch.Tensor) else size_of(part) for part in parts)
 
 
-def state_bytes(given: Any) -> int:
-    """Bytes of states that are kept; UserError for what is no number of MB."""
-    try:
-        megabytes = float(given)
-    except (TypeError, ValueError):
-        megabytes = math.nan
-    if not 0 < megabytes < math.inf:
-        raise UserError(f"state_mb of model_config is {given!r}; give a number of MB above 0, such as 1024")
-    return int(megabytes * 2**20)
-
-
 class RequestRanker(PythonModel):
     """Ranks the candidates of each row of a frame."""
 
@@ -78,11 +66,14 @@ class RequestRanker(PythonModel):
         folder = context.artifacts["data"]
         entry = registry.find(checkpoint.read(f"{folder}/checkpoint").name)
         settings = {**entry.family.requests.settings, **(context.model_config or {})}
-        catalogue = entry.family.served_catalogue(bundled(folder))
+        catalogue = entry.family.catalogue(bundled(folder), scale=False)
         self.model: Any = registry.load(f"{folder}/checkpoint", catalogue)[0]
         self.requests = entry.family.requests(folder, self.model, catalogue, settings)
         self.keeps_state = entry.keeps_state is not None and entry.keeps_state(self.model.config)
-        self.users: Latest[Kept] = Latest(state_bytes(settings["state_mb"]))
+        megabytes = settings["state_mb"]
+        if not isinstance(megabytes, int | float) or not 0 < megabytes < math.inf:
+            raise UserError(f"state_mb of model_config is {megabytes!r}; give a number of MB above 0, such as 1024")
+        self.users: Latest[Kept] = Latest(int(megabytes * 2**20))
         self.lock = Lock()  # of users' states, and of texts that the model reads, which change from batch to batch
 
     def predict(self, context: Any, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
@@ -90,14 +81,14 @@ class RequestRanker(PythonModel):
         label = (params or {}).get("label") or self.model.labels[0]
         if label not in self.model.labels:
             raise UserError(f"the model has no label '{label}'; choose one of {', '.join(self.model.labels)}")
-        place, rows = list(self.model.labels).index(label), model_input.to_dict("records")
-        plain = [self.requests.read(row) for row in rows if given(row, "history_from") is None]
+        place, rows = list(self.model.labels).index(label), [Row(row) for row in model_input.to_dict("records")]
+        plain = [self.requests.read(row) for row in rows if row.given("history_from") is None]
         ranked: list[Ranking] = []
         for low in range(0, len(plain), ROWS):
             with self.lock:
                 ranked += self.rank(part := plain[low : low + ROWS], self.requests.batch(part), self.model.score, place)
         each = iter(ranked)
-        found = [next(each) if given(row, "history_from") is None else self.go_on(row, place) for row in rows]
+        found = [next(each) if row.given("history_from") is None else self.go_on(row, place) for row in rows]
         return pd.DataFrame(found, columns=["item_id", "score"])
 
     @torch.no_grad()
@@ -116,7 +107,7 @@ class RequestRanker(PythonModel):
     def go_on(self, row: Row, label: int) -> Ranking:
         """The candidates of a request after what is kept of its user and the behaviours that come with it, which are
         kept too."""
-        user, begin, size = given(row, "user_id"), int(row["history_from"]), len(row["history"])
+        user, begin, size = row.given("user_id"), int(row["history_from"]), len(row["history"])
         if not self.keeps_state:
             raise UserError("history_from goes on from a user's state, and the model keeps none; send whole histories")
         if not user:
@@ -134,8 +125,7 @@ class RequestRanker(PythonModel):
                     )
                 kept = Kept(self.model.new_state(1), begin)
             done = min(kept.end - begin, size)  # of a request that is sent again
-            rest = {name: later(value, done) if name.startswith("history") else value for name, value in row.items()}
-            request = self.requests.read({**rest, "history_from": begin + done})
+            request = self.requests.read(Row(row.after(done), history_from=begin + done))
             batch, state = self.requests.batch([request]), kept.state
             if request.events:
                 try:
@@ -146,13 +136,6 @@ class RequestRanker(PythonModel):
                     ) from error
             self.users.put(user, Kept(state, kept.end + size - done), size_of(state))
             return self.rank([request], batch, lambda batch: self.model.score_state(state, batch), label)[0]
-
-
-def later(value: Any, done: int) -> Any:
-    """What a column has of the behaviours after the first `done`."""
-    if isinstance(value, dict):
-        return {name: later(values, done) for name, values in value.items()}
-    return value if value is None or np.isscalar(value) else value[done:]
 
 
 def in_order(candidates: list[str], known: list[int], chances: torch.Tensor) -> Ranking:

@@ -14,11 +14,10 @@ import torch
 from jobs.evaluate import Config, run
 from models import checkpoint, registry
 from models.actions.data import ActionsExamples
-from models.actions.family import ACTIONS
+from models.families import ACTIONS, SEARCH
 from models.fit import FitConfig
 from models.inputs import Inputs
 from models.search.data import SearchCatalogue, SearchExamples
-from models.search.family import SEARCH
 from models.search.inputs import feature_groups
 from models.setup import Setup, set_up
 from models.tables import UserError, join

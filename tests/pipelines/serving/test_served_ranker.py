@@ -24,6 +24,7 @@ from models.actions.requests import ActionsRequests
 from models.checkpoint import Checkpoint
 from models.fit import FitConfig
 from models.inputs import Inputs
+from models.requests import Row
 from models.search.data import SearchCatalogue, SearchExamples
 from models.setup import Setup, set_up
 from models.tables import UserError, join, read_manifest, read_table
@@ -317,8 +318,8 @@ def test_what_does_not_fit_a_model_of_actions_is_said(change: dict[str, Any], me
     package.write_bundle(tmp_path / "data", str(tmp_path / "attn_mvp"), Inputs(tables))
     requests = ActionsRequests(str(tmp_path / "data"), setup.model, setup.catalogue, {})
     with pytest.raises(UserError, match=message):
-        requests.read(FEED | change)
-    missing = requests.read(FEED | {"history_actions": [[np.nan] * 3] * 3})
+        requests.read(Row(FEED | change))
+    missing = requests.read(Row(FEED | {"history_actions": [[np.nan] * 3] * 3}))
     assert not requests.batch([missing])["action"].any()
 
 

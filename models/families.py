@@ -1,0 +1,155 @@
+"""What the models of a family share: how tables become a catalogue and batches, what is measured, how it is served.
+
+    find("tiger").family.catalogue(Inputs(tables, sids))
+
+Code outside asks for these methods and never which family it has. What a single model does otherwise stands in its row
+of `models/registry.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, Literal, Protocol
+
+from models.actions import metrics as actions_metrics
+from models.actions import shuffled as actions_shuffled
+from models.actions.base import ActionsModel
+from models.actions.batch import ActionsCatalogue
+from models.actions.data import ActionsExamples
+from models.actions.requests import ActionsRequests
+from models.inputs import Inputs
+from models.requests import Requests
+from models.retrieval import metrics as retrieval_metrics
+from models.retrieval.data import Catalogue, Examples
+from models.retrieval.requests import RetrievalRequests
+from models.search import metrics as search_metrics
+from models.search import shuffled as search_shuffled
+from models.search.data import SearchCatalogue, SearchExamples
+from models.search.requests import SearchRequests
+from models.shares import Sharded
+from models.shuffles import Shuffle
+
+
+class Measured(Protocol):
+    """What a validation or an evaluation finds: a module with these."""
+
+    SHOWN: tuple[str, ...]
+    """Metrics of a training's best epoch that are printed."""
+    measure: Callable[..., Any]
+    """`measure(model, batch, by_user=stride, **options)`: `Sums` over a batch that add up to the metrics, and a metric
+    of every `stride`th user, of none for 0."""
+    means: Callable[..., dict[str, float]]
+    """`means(sums)`: metrics from the sums of all batches and workers."""
+    names: Callable[..., list[str]]
+    """`names(catalogue)`: names of what `means` gives."""
+    summary: Callable[..., list[str]]
+    """`summary(metrics)`: lines that tell the metrics of an evaluation."""
+
+
+class Family:
+    """What the models of one family share."""
+
+    name: str
+    """Folder under `models/`, and the kind of request of its tables."""
+    examples: type[Sharded]
+    """`examples.load(sequences, split, unit=, max_history=)` gives what batches are made of."""
+    eval_unit = "request"
+    """What a row of an evaluation batch is; `user` where all candidates of a user are one request."""
+    reads: ClassVar[Mapping[str, bool]] = {}
+    """Folders of `Inputs` beside the tables that all its models read, and whether they need them."""
+    measured: Measured
+    """What is measured."""
+    ranks: Literal["catalogue", "candidates"]
+    """What its models rank: all items after a history, or what a request shows (`model.score(batch)`)."""
+    requests: type[Requests]
+    """How a request that is served becomes a batch."""
+    logged = False
+    """Whether every training logs its model to MLflow; those of others are logged when they are registered."""
+
+    def catalogue(self, inputs: Inputs, scale: bool = True) -> Any:
+        """What models are built on; without `scale`, which a checkpoint brings, of the manifest of the sequences."""
+        raise NotImplementedError
+
+    def hashes(self, inputs: Inputs) -> dict[str, str]:
+        """Hashes of the tables that a catalogue comes from, from their manifests alone."""
+        raise NotImplementedError
+
+    def accompany(self, catalogue: Any, examples: Iterable[Any], config: Any) -> Any:
+        """The catalogue without what batches of the `examples` bring along in training."""
+        return catalogue
+
+    def parts(self, model: Any) -> dict[str, int]:
+        """Learned numbers of a model by part, where a training says them."""
+        return {}
+
+    def shuffles(self, model: Any, catalogue: Any) -> dict[str, Shuffle]:
+        """By name, what the model ranks candidates by, and how rows exchange it."""
+        return {}
+
+    def unread(self, info: Mapping[str, Any]) -> list[str]:
+        """What its models do not read of tables whose sequences have this `info`, said before a training."""
+        return []
+
+
+class Retrieval(Family):
+    """Which item comes next, out of the whole catalogue?"""
+
+    name, examples, measured, requests = "retrieval", Examples, retrieval_metrics, RetrievalRequests
+    ranks = "catalogue"
+    logged = True
+
+    def catalogue(self, inputs: Inputs, scale: bool = True) -> Catalogue:
+        return Catalogue.load(inputs.tables, inputs.sids)
+
+    def hashes(self, inputs: Inputs) -> dict[str, str]:
+        return Catalogue.hashes_of(inputs.tables, inputs.sids)
+
+    def unread(self, info: Mapping[str, Any]) -> list[str]:
+        """What a log says of events beside which items a user took and in which order."""
+        labels = [name for name in info.get("labels") or {} if name != info.get("behaviour")]
+        of_event = {kind: info.get(kind) for kind in ("numbers", "categories")} | {"labels": labels}
+        return [f"{kind} {', '.join(names)}" for kind, names in of_event.items() if names]
+
+
+class Search(Family):
+    """Which of these candidates will this user click for this query?"""
+
+    name, examples, measured, requests = "search", SearchExamples, search_metrics, SearchRequests
+    ranks = "candidates"
+    reads: ClassVar[Mapping[str, bool]] = {"text": True}
+
+    def catalogue(self, inputs: Inputs, scale: bool = True) -> SearchCatalogue:
+        return SearchCatalogue.load(inputs.tables, str(inputs.text), scale)
+
+    def hashes(self, inputs: Inputs) -> dict[str, str]:
+        return SearchCatalogue.hashes_of(inputs.tables, str(inputs.text))
+
+    def accompany(self, catalogue: SearchCatalogue, examples: Iterable[Any], config: Any) -> SearchCatalogue:
+        return catalogue.leave_pairs_to(examples, config)
+
+    def shuffles(self, model: Any, catalogue: SearchCatalogue) -> dict[str, Shuffle]:
+        return search_shuffled.shuffles(model, catalogue)
+
+
+class Actions(Family):
+    """What will this user do with this item?"""
+
+    name, examples, measured, requests = "actions", ActionsExamples, actions_metrics, ActionsRequests
+    ranks = "candidates"
+    eval_unit = "user"
+    reads: ClassVar[Mapping[str, bool]] = {"text": False}
+
+    def catalogue(self, inputs: Inputs, scale: bool = True) -> ActionsCatalogue:
+        return ActionsCatalogue.load(inputs.tables, inputs.text)
+
+    def hashes(self, inputs: Inputs) -> dict[str, str]:
+        return ActionsCatalogue.hashes_of(inputs.tables, inputs.text)
+
+    def parts(self, model: ActionsModel) -> dict[str, int]:
+        return model.parameter_counts()
+
+    def shuffles(self, model: Any, catalogue: ActionsCatalogue) -> dict[str, Shuffle]:
+        return actions_shuffled.shuffles(model, catalogue)
+
+
+RETRIEVAL, SEARCH, ACTIONS = Retrieval(), Search(), Actions()
