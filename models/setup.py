@@ -226,7 +226,7 @@ def check_fit(fit: FitConfig, name: str, catalogue: Any, world: int) -> None:
     """Refuses what can be known to fail before a step is taken: how batches are shared out, the metric, and options
     of the validation that the model `name` does not have. UserError with the nearest name."""
     check_batch(fit, world)
-    known = registry.metrics_of(registry.find(name), catalogue)
+    known = registry.find(name).measured.names(catalogue)
     if fit.metric not in known:
         raise UserError(
             f"fit.metric is '{fit.metric}', which the model '{name}' does not measure; "
