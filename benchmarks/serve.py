@@ -25,6 +25,7 @@ import torch
 from benchmarks.harness import Call, Row, paired
 from models import checkpoint, registry
 from models.checkpoint import Checkpoint
+from models.inputs import Inputs
 from models.tables import commit, join, write_part
 from pipelines.serving.package import write_bundle
 from pipelines.serving.served_ranker import RequestRanker, size_of
@@ -96,7 +97,7 @@ def served(name: str, length: int) -> RequestRanker:
         about = Checkpoint(model=registry.config_to_dict(config), hashes=catalogue.hashes, epoch=1)
         checkpoint.save(Path(folder, "checkpoint"), made, about)
         with warnings.catch_warnings(action="ignore"):  # random text has no encoder
-            write_bundle(Path(folder, "bundle"), join(folder, "checkpoint"), tables, text)
+            write_bundle(Path(folder, "bundle"), join(folder, "checkpoint"), Inputs(tables, text=text))
         model = RequestRanker()
         model.load_context(SimpleNamespace(artifacts={"data": join(folder, "bundle")}, model_config=None))
         return model

@@ -22,6 +22,7 @@ from benchmarks.harness import Row, paired
 from jobs import cli
 from models import checkpoint
 from models.fit import FitConfig, best_of, fit
+from models.inputs import Inputs
 from models.memory import resident_peak_mb
 from models.setup import set_up
 from models.tables import UserError
@@ -56,13 +57,13 @@ def sweep(histories: str | None = None, runs: int = 5, threads: int = 2) -> Iter
                 "bench", "a benchmark", base={"model": MODEL, "fit": FIT}, axes={"fit.seed": list(range(trials))}
             )
             tuned.sweep(
-                grid, grid.trials(), tables=tables, extra=None, storage=folder, name=f"sweep-{trials}-{run}",
+                grid, grid.trials(), inputs=Inputs(tables), storage=folder, name=f"sweep-{trials}-{run}",
                 ray_options=options, options=tuned.Options(concurrency=1, test=False), say=quiet,
             )  # fmt: skip
 
         def trainer(run: int) -> None:
             train(
-                model=MODEL, fit=FitConfig(**FIT), ray_options=options, tables=tables, extra=None, storage=folder,
+                model=MODEL, fit=FitConfig(**FIT), ray_options=options, inputs=Inputs(tables), storage=folder,
                 name=f"trainer-{run}", log_model=False, say=quiet,
             )  # fmt: skip
 
@@ -85,7 +86,7 @@ def sweep(histories: str | None = None, runs: int = 5, threads: int = 2) -> Iter
 
 def train_bare(tables: str, folder: Path, seed: int) -> None:
     """One training with nothing around it but its checkpoints."""
-    setup = set_up(MODEL, FitConfig(**FIT, seed=seed), tables)
+    setup = set_up(MODEL, FitConfig(**FIT, seed=seed), Inputs(tables))
     for event in fit(setup.model, setup.train, setup.validate, setup.fit, means=setup.means):
         if event.state:
             about = setup.checkpoint(

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from jobs import cli
 from models import checkpoint, registry
 from models.config import check_positive
+from models.inputs import Inputs
 from models.places import reach
 from models.retrieval.metrics import EXAMPLES, FIRST
 from models.tables import check_place
@@ -124,8 +125,8 @@ def importance_of(config: Options, result: Result) -> tuple[list[str], dict[str,
     from pipelines.evaluation.importance import importance
 
     found = importance(
-        result.checkpoint, config.tables, config.text, split=config.split, repeats=config.importance_repeats,
-        batch_size=config.batch_size, device=config.device,
+        result.checkpoint, Inputs(config.tables, text=config.text), split=config.split,
+        repeats=config.importance_repeats, batch_size=config.batch_size, device=config.device,
     )  # fmt: skip
     result.metrics |= found.metrics()
     name, drawn = f"importance-{config.split}.png", found.draw()
@@ -146,8 +147,8 @@ def run(config: Options) -> Result | None:
     options = config.recommending()
     name = checkpoint.read(find_checkpoint(config.checkpoint)).name
     entry = registry.find(name)
-    extra = entry.folder(sids=config.sids, text=config.text)
-    check(config.checkpoint, config.tables, extra, options)
+    inputs = Inputs(config.tables, config.sids, config.text)
+    check(config.checkpoint, inputs, options)
     # it imports Ray and MLflow, and a wrong command line has its answer before that
     from pipelines.evaluation.ranking import evaluate, record
 
@@ -159,8 +160,7 @@ def run(config: Options) -> Result | None:
         from pipelines.serving.export import export
 
         requests = export(
-            config.checkpoint, config.tables, config.sids, config.export, k=config.k, batch_size=config.batch_size,
-            device=config.device,
+            config.checkpoint, inputs, config.export, k=config.k, batch_size=config.batch_size, device=config.device
         )  # fmt: skip
         print(f"Exported to {config.export}: (history, history_length, user) -> (items, scores), top {config.k}.")
         print(f"  checked     the same items in the same order as the model for {number_of(requests, 'request')}")
@@ -173,7 +173,7 @@ def run(config: Options) -> Result | None:
         check_place(config.batch_inference, "recommendations")  # before Ray takes its seconds to start
         cli.start_ray()
         manifest, already = recommend_all(
-            config.checkpoint, config.tables, config.sids, config.batch_inference, k=config.k,
+            config.checkpoint, inputs, config.batch_inference, k=config.k,
             batch_size=config.batch_size, actors=config.shards, device=config.device, options=options,
             overwrite=config.overwrite,
         )  # fmt: skip
@@ -198,7 +198,7 @@ def run(config: Options) -> Result | None:
     if config.shards > 1 or remote:
         cli.start_ray()
     result, about = evaluate(
-        config.checkpoint, config.tables, extra, split=config.split, batch_size=config.batch_size,
+        config.checkpoint, inputs, split=config.split, batch_size=config.batch_size,
         shards=config.shards, device=config.device, options=options, remote=remote,
     )  # fmt: skip
     more, pictures = importance_of(config, result) if config.importance else ([], {})

@@ -106,7 +106,8 @@ def measure(config: Config, place: Place, steps: Steps, trained: Trained, epochs
 
     entry, name = registry.find(trained.model), trained.name or trained.model
     made = KINDS[config.family].flow.extra
-    where = ["--tables", place.tables, *([f"--{entry.extra.option}", place.extra] if entry.extra and made else [])]
+    where = ["--tables", place.tables]
+    where += [word for option in entry.reads if made for word in (f"--{option}", place.extra)]
     options = [*trained.options, *(["--model.teacher", f"{place.runs}/{trained.teacher}"] if trained.teacher else [])]
     if entry.gradient:
         most = -(-epochs // 2) if trained.teacher else epochs

@@ -21,6 +21,7 @@ from typing import Any
 from jobs import cli
 from models import registry
 from models.config import naming
+from models.inputs import Inputs
 from models.places import reach
 from models.tables import UserError
 from models.uri import check_writable
@@ -119,9 +120,6 @@ def run(config: Config) -> Swept | None:
         return None
     reach(tables=config.tables, sids=config.sids, text=config.text)
     check_writable(str(config.storage))
-    entries = [registry.find(trial.model["name"]) for trial in trials if trial.model]
-    folders = [entry.folder(sids=config.sids, text=config.text) for entry in entries]
-    extra = next(filter(None, folders), None) if entries else config.sids  # of checkpoints, which retrieval sweeps
     workers = config.ray.num_workers if grid.kind == "train" else 1
     cli.check_cpus(workers, config.ray.cpus_per_worker, FEWER)
 
@@ -130,7 +128,7 @@ def run(config: Config) -> Swept | None:
         cli.start_ray()
 
     swept = sweep(
-        grid, trials, tables=str(config.tables), extra=extra, storage=str(config.storage),
+        grid, trials, inputs=Inputs(str(config.tables), config.sids, config.text), storage=str(config.storage),
         name=config.name or grid.name, ray_options=config.ray, options=config.options,
         tracking_uri=config.tracking_uri, experiment=config.experiment,
         command=" ".join(["python -m jobs.sweep", *sys.argv[1:]]), say=partial(print, flush=True), start=start,

@@ -19,6 +19,7 @@ from jobs import cli
 from jobs.options import read
 from models import registry
 from models.fit import FitConfig
+from models.inputs import Inputs
 from models.places import reach
 from models.tables import UserError
 from models.uri import check_writable
@@ -95,10 +96,10 @@ def run(config: Config) -> Any:
     reach(tables=config.tables, sids=config.sids, text=config.text)
     check_writable(config.storage)
     entry = registry.find(config.model["name"])
-    extra = entry.folder(sids=config.sids, text=config.text)
     checked = check(
-        model=config.model, fit=config.fit, ray_options=config.ray, tables=config.tables, extra=extra,
-        storage=config.storage, name=config.name, tracking_uri=config.tracking_uri, overwrite=config.overwrite,
+        model=config.model, fit=config.fit, ray_options=config.ray,
+        inputs=Inputs(config.tables, config.sids, config.text), storage=config.storage, name=config.name,
+        tracking_uri=config.tracking_uri, overwrite=config.overwrite,
     )  # fmt: skip
     cli.check_cpus(config.ray.least(checked.workers), config.ray.cpus_per_worker, FEWER)
     from pipelines import tracking  # these import Ray and MLflow, and a wrong command line has its answer before that
@@ -118,9 +119,9 @@ def run(config: Config) -> Any:
     else:
         print(f"Trained {best.name} for {number_of(trained.epochs, 'epoch')} in {trained.seconds:.0f} s.")
         print(still_rising(best.epoch, trained.epochs, config.fit), end="")
-    shown = "  ".join(f"{name} {best.metrics[name]:.4f}" for name in entry.measured.shown if name in best.metrics)
-    beside = {entry.extra.option: extra} if entry.extra and extra else {}
-    evaluate = {"checkpoint": trained.checkpoint, "tables": config.tables, **beside, "split": "test"}
+    shown = "  ".join(f"{name} {best.metrics[name]:.4f}" for name in entry.measured.SHOWN if name in best.metrics)
+    read = {option: vars(config)[option] for option in checked.inputs.given()}
+    evaluate = {"checkpoint": trained.checkpoint, **read, "split": "test"}
     print(
         f"  best epoch  {best.epoch}: {shown} on val\n"
         f"  checkpoint  {trained.checkpoint}\n"

@@ -1,125 +1,155 @@
-"""What the models of a family share: how tables become batches, what is measured and how it is told.
+"""What the models of a family share: how tables become a catalogue and batches, what is measured, how it is served.
 
-    find("tiger").family.catalogue(tables, sids)
+    find("tiger").family.catalogue(Inputs(tables, sids))
 
-Code outside asks these fields and never which family it has. What a single model does otherwise stands in its row of
-`models/registry.py`.
+Code outside asks for these methods and never which family it has. What a single model does otherwise stands in its row
+of `models/registry.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, Literal, Protocol
 
 from models.actions import metrics as actions_metrics
 from models.actions import shuffled as actions_shuffled
 from models.actions.base import ActionsModel
 from models.actions.batch import ActionsCatalogue
 from models.actions.data import ActionsExamples
-from models.fit import Sums
+from models.actions.requests import ActionsRequests
+from models.inputs import Inputs
+from models.requests import Requests
 from models.retrieval import metrics as retrieval_metrics
-from models.retrieval.data import Catalogue, Examples, unread_events
+from models.retrieval.data import Catalogue, Examples
+from models.retrieval.requests import RetrievalRequests
 from models.search import metrics as search_metrics
 from models.search import shuffled as search_shuffled
 from models.search.data import SearchCatalogue, SearchExamples
+from models.search.requests import SearchRequests
 from models.shares import Sharded
 from models.shuffles import Shuffle
 
 
-@dataclass(frozen=True)
-class Extra:
-    """A folder that a model needs, or can use, beside the tables."""
+class Measured(Protocol):
+    """What a validation or an evaluation finds: a module with these."""
 
-    option: str
-    """Option of the commands that take it."""
-    holds: str
-    """What it holds, in words."""
-    job: str
-    """The job that makes it."""
-    optional: bool = False
-    """Whether the models do without."""
-
-
-SIDS = Extra("sids", "semantic IDs", "jobs.tokenize")
-TEXT = Extra("text", "text embeddings", "jobs.encode")
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a validation or an evaluation finds."""
-
-    measure: Callable[..., Sums]
-    """`measure(model, batch, **options)`: sums over a batch that add up to the metrics."""
-    means: Callable[[Sums], dict[str, float]]
-    """Metrics from the sums of all batches and workers."""
-    names: Callable[[Any], list[str]]
-    """`names(catalogue)`: names of what `means` gives."""
-    summary: Callable[[dict[str, float]], list[str]]
-    """Lines that tell the metrics of an evaluation."""
-    shown: tuple[str, ...]
+    SHOWN: tuple[str, ...]
     """Metrics of a training's best epoch that are printed."""
-    by_user: bool = False
-    """Whether `measure` takes `by_user=stride` and then also keeps a metric of every `stride`th user."""
+    measure: Callable[..., Any]
+    """`measure(model, batch, by_user=stride, **options)`: `Sums` over a batch that add up to the metrics, and a metric
+    of every `stride`th user, of none for 0."""
+    means: Callable[..., dict[str, float]]
+    """`means(sums)`: metrics from the sums of all batches and workers."""
+    names: Callable[..., list[str]]
+    """`names(catalogue)`: names of what `means` gives."""
+    summary: Callable[..., list[str]]
+    """`summary(metrics)`: lines that tell the metrics of an evaluation."""
 
 
-@dataclass(frozen=True)
 class Family:
     """What the models of one family share."""
 
     name: str
     """Folder under `models/`, and the kind of request of its tables."""
-    catalogue: Callable[[str, str | None], Any]
-    """`catalogue(tables, extra)` gives what models are built on."""
-    hashes: Callable[[str, str | None], dict[str, str]]
-    """Hashes of the tables that a catalogue comes from, from their manifests alone."""
     examples: type[Sharded]
     """`examples.load(sequences, split, unit=, max_history=)` gives what batches are made of."""
+    eval_unit = "request"
+    """What a row of an evaluation batch is; `user` where all candidates of a user are one request."""
+    reads: ClassVar[Mapping[str, bool]] = {}
+    """Folders of `Inputs` beside the tables that all its models read, and whether they need them."""
     measured: Measured
     """What is measured."""
     ranks: Literal["catalogue", "candidates"]
     """What its models rank: all items after a history, or what a request shows (`model.score(batch)`)."""
-    eval_unit: str = "request"
-    """What a row of an evaluation batch is; `user` where all candidates of a user are one request."""
-    extra: Extra | None = None
-    """The folder that all its models need, or can use, beside the tables."""
-    accompany: Callable[[Any, Iterable[Any], Any], Any] | None = None
-    """`accompany(catalogue, examples, config)`: the catalogue without what its batches bring along in training; None
-    where the model holds all."""
-    parts: Callable[[Any], dict[str, int]] | None = None
-    """Learned numbers of a model by part, where a training says them."""
-    shuffles: Callable[[Any, Any], dict[str, Shuffle]] | None = None
-    """`shuffles(model, catalogue)`: by name, what the model ranks candidates by, and how rows exchange it."""
-    unread: Callable[[dict[str, Any]], list[str]] | None = None
-    """`unread(info)`: what its models do not read of tables whose sequences have this `info`, said before a training;
-    None where they read all."""
-    served: bool = False
+    requests: type[Requests]
+    """How a request that is served becomes a batch."""
+    logged = False
     """Whether every training logs its model to MLflow; those of others are logged when they are registered."""
 
+    def catalogue(self, inputs: Inputs, scale: bool = True) -> Any:
+        """What models are built on; without `scale`, which a checkpoint brings, of the manifest of the sequences."""
+        raise NotImplementedError
 
-RETRIEVAL = Family(
-    "retrieval", Catalogue.load, Catalogue.hashes_of, Examples,
-    Measured(
-        retrieval_metrics.measure, retrieval_metrics.metric_means, retrieval_metrics.names, retrieval_metrics.summary,
-        shown=("recall@10", "ndcg@10"), by_user=True,
-    ),
-    ranks="catalogue", served=True, unread=unread_events,
-)  # fmt: skip
-SEARCH = Family(
-    "search", SearchCatalogue.load, SearchCatalogue.hashes_of, SearchExamples,
-    Measured(
-        search_metrics.measure, search_metrics.means, search_metrics.names, search_metrics.summary,
-        shown=("gauc", "auc"), by_user=True,
-    ),
-    ranks="candidates", extra=TEXT, accompany=SearchCatalogue.leave_pairs_to,
-    shuffles=search_shuffled.shuffles,
-)  # fmt: skip
-ACTIONS = Family(
-    "actions", ActionsCatalogue.load, ActionsCatalogue.hashes_of, ActionsExamples,
-    Measured(
-        actions_metrics.measure, actions_metrics.means, actions_metrics.names, actions_metrics.summary,
-        shown=("eval_loss", "mean/normalised_entropy", "mean/auc"), by_user=True,
-    ),
-    ranks="candidates", eval_unit="user", extra=replace(TEXT, optional=True), parts=ActionsModel.parameter_counts,
-    shuffles=actions_shuffled.shuffles,
-)  # fmt: skip
+    def hashes(self, inputs: Inputs) -> dict[str, str]:
+        """Hashes of the tables that a catalogue comes from, from their manifests alone."""
+        raise NotImplementedError
+
+    def accompany(self, catalogue: Any, examples: Iterable[Any], config: Any) -> Any:
+        """The catalogue without what batches of the `examples` bring along in training."""
+        return catalogue
+
+    def parts(self, model: Any) -> dict[str, int]:
+        """Learned numbers of a model by part, where a training says them."""
+        return {}
+
+    def shuffles(self, model: Any, catalogue: Any) -> dict[str, Shuffle]:
+        """By name, what the model ranks candidates by, and how rows exchange it."""
+        return {}
+
+    def unread(self, info: Mapping[str, Any]) -> list[str]:
+        """What its models do not read of tables whose sequences have this `info`, said before a training."""
+        return []
+
+
+class Retrieval(Family):
+    """Which item comes next, out of the whole catalogue?"""
+
+    name, examples, measured, requests = "retrieval", Examples, retrieval_metrics, RetrievalRequests
+    ranks = "catalogue"
+    logged = True
+
+    def catalogue(self, inputs: Inputs, scale: bool = True) -> Catalogue:
+        return Catalogue.load(inputs.tables, inputs.sids)
+
+    def hashes(self, inputs: Inputs) -> dict[str, str]:
+        return Catalogue.hashes_of(inputs.tables, inputs.sids)
+
+    def unread(self, info: Mapping[str, Any]) -> list[str]:
+        """What a log says of events beside which items a user took and in which order."""
+        labels = [name for name in info.get("labels") or {} if name != info.get("behaviour")]
+        of_event = {kind: info.get(kind) for kind in ("numbers", "categories")} | {"labels": labels}
+        return [f"{kind} {', '.join(names)}" for kind, names in of_event.items() if names]
+
+
+class Search(Family):
+    """Which of these candidates will this user click for this query?"""
+
+    name, examples, measured, requests = "search", SearchExamples, search_metrics, SearchRequests
+    ranks = "candidates"
+    reads: ClassVar[Mapping[str, bool]] = {"text": True}
+
+    def catalogue(self, inputs: Inputs, scale: bool = True) -> SearchCatalogue:
+        return SearchCatalogue.load(inputs.tables, str(inputs.text), scale)
+
+    def hashes(self, inputs: Inputs) -> dict[str, str]:
+        return SearchCatalogue.hashes_of(inputs.tables, str(inputs.text))
+
+    def accompany(self, catalogue: SearchCatalogue, examples: Iterable[Any], config: Any) -> SearchCatalogue:
+        return catalogue.leave_pairs_to(examples, config)
+
+    def shuffles(self, model: Any, catalogue: SearchCatalogue) -> dict[str, Shuffle]:
+        return search_shuffled.shuffles(model, catalogue)
+
+
+class Actions(Family):
+    """What will this user do with this item?"""
+
+    name, examples, measured, requests = "actions", ActionsExamples, actions_metrics, ActionsRequests
+    ranks = "candidates"
+    eval_unit = "user"
+    reads: ClassVar[Mapping[str, bool]] = {"text": False}
+
+    def catalogue(self, inputs: Inputs, scale: bool = True) -> ActionsCatalogue:
+        return ActionsCatalogue.load(inputs.tables, inputs.text)
+
+    def hashes(self, inputs: Inputs) -> dict[str, str]:
+        return ActionsCatalogue.hashes_of(inputs.tables, inputs.text)
+
+    def parts(self, model: ActionsModel) -> dict[str, int]:
+        return model.parameter_counts()
+
+    def shuffles(self, model: Any, catalogue: ActionsCatalogue) -> dict[str, Shuffle]:
+        return actions_shuffled.shuffles(model, catalogue)
+
+
+RETRIEVAL, SEARCH, ACTIONS = Retrieval(), Search(), Actions()

@@ -1,12 +1,12 @@
 """The one table of models: name -> config, module, how to batch, how to score.
 
 entry = find("sasrec")
-model = entry.build(entry.config(), catalogue)
+model = build(entry.config(), catalogue)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from models.actions.interleaved import Interleaved, InterleavedConfig
 from models.actions.lac import LAC, LACConfig
 from models.checkpoint import Checkpoint
 from models.config import hint, instead
-from models.families import ACTIONS, RETRIEVAL, SEARCH, SIDS, Extra, Family, Measured
+from models.families import ACTIONS, RETRIEVAL, SEARCH, Family, Measured
 from models.matmul import use_exact_onednn
 from models.retrieval import atspeed, lc_rec, sid_mlp_pp
 from models.retrieval import teacher as teachers
@@ -58,8 +58,8 @@ class Entry:
 
     config: type
     """Dataclass of its options; it has `max_history`."""
-    build: Callable[[Any, Any], nn.Module]
-    """Makes the module from its config and the catalogue."""
+    build: Callable[..., nn.Module]
+    """Makes the module from its config and the catalogue, and where it learns from a teacher, from that."""
     family: Family
     """How to batch and score."""
     unit: str
@@ -96,13 +96,9 @@ class Entry:
     """Parts of the module that `fit.fsdp` cuts one by one; None: it is not trained in shards."""
 
     @property
-    def extra(self) -> Extra | None:
-        """The folder that it needs, or can use, beside the tables."""
-        return SIDS if self.sids else self.family.extra
-
-    def folder(self, **given: str | None) -> str | None:
-        """Of the folders that were given, by their option, the one that it needs beside the tables."""
-        return given.get(self.extra.option) if self.extra else None
+    def reads(self) -> Mapping[str, bool]:
+        """Folders of `Inputs` beside the tables that it reads, and whether it needs them."""
+        return {"sids": True} if self.sids else self.family.reads
 
     @property
     def measured(self) -> Measured:
@@ -116,16 +112,18 @@ class Entry:
 
 
 GENERATIVE: dict[str, Any] = {
-    "unit": "user",
-    "resolve": sequence.resolve,
-    "teach": sequence.teach,
-    "keeps_state": sequence.keeps_state,
-}
+    "unit": "user", "resolve": sequence.resolve, "teach": sequence.teach, "keeps_state": sequence.keeps_state,
+}  # fmt: skip
 
 
 def teacher_of(config: TaughtConfig, catalogue: Catalogue) -> Retriever:
     """The teacher that `config` describes, with random weights."""
     return build(config_from_dict({"name": config.taught_by, **config.teacher_model}), catalogue)  # type: ignore[return-value]
+
+
+def teaching() -> list[str]:
+    """Names of the models that can be a teacher."""
+    return [name for name, entry in MODELS.items() if entry.teaches]
 
 
 def teach(model: Any, config: TaughtConfig, catalogue: Catalogue) -> None:
@@ -143,51 +141,29 @@ def teach_stage_2(model: Any, config: sid_mlp_pp.SidMlpPpConfig, catalogue: Cata
         model.take_encoder(stage_1)
 
 
-def taught(
-    config: type, make: Callable[[Any, Any, Retriever], nn.Module], recommends: type | None = StudentOptions, *,
-    teaches: bool = True, resolve: Callable[..., Any] = teachers.resolve,
-    teach: Callable[[Any, Any, Any], None] = teach, measured: Measured | None = None,
-    lr_multipliers: Callable[[Any], dict[str, float]] = lambda config: {},
-    blocks: Callable[[nn.Module], list[nn.Module]] | None = None,
-) -> Entry:  # fmt: skip
-    """The row of a model that learns from a teacher: `make(config, catalogue, teacher)`."""
-    return Entry(
-        config,
-        lambda options, catalogue: make(options, catalogue, teacher_of(options, catalogue)),
-        RETRIEVAL,
-        unit="request",
-        sids=True,
-        resolve=lambda options, catalogue: resolve(options, catalogue, [n for n, e in MODELS.items() if e.teaches]),
-        teach=teach,
-        teaches=teaches,
-        remember=teachers.remember,
-        recommends=recommends,
-        own_measured=measured,
-        lr_multipliers=lr_multipliers,
-        blocks=blocks,
-    )
-
-
 def on_backbone(decoder: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Retriever], Student]:
     """A student with `decoder(config, backbone)` on its teacher's backbone."""
     return lambda config, catalogue, teacher: Student(config, catalogue, teacher, decoder(config, teacher.backbone))
 
 
-MATCHED = Measured(
-    sid_mlp_pp.measure, sid_mlp_pp.means, lambda catalogue: ["mse", "neg_mse", "r2"], sid_mlp_pp.summary,
-    shown=("mse", "neg_mse", "r2"),
-)  # fmt: skip
-"""How well SID-MLP++'s encoder gives the teacher's states."""
+TAUGHT: dict[str, Any] = {
+    "unit": "request",
+    "sids": True,
+    "resolve": lambda config, catalogue: teachers.resolve(config, catalogue, teaching()),
+    "teach": teach,
+    "teaches": True,
+    "remember": teachers.remember,
+}
+"""Of models that learn from a teacher: `build(config, catalogue, teacher)` makes them."""
 
-VERIFIED = Measured(
-    atspeed.measure,
-    atspeed.means,
-    atspeed.names,
-    atspeed.summary,
-    shown=("recall@10", "ndcg@10", "acceptance"),
-    by_user=True,
-)
-"""How well AtSpeed ranks, and what verification accepted."""
+ATSPEED: dict[str, Any] = {
+    **TAUGHT, "teaches": False, "recommends": atspeed.AtSpeedOptions, "own_measured": atspeed,
+}  # fmt: skip
+STAGE_1: dict[str, Any] = {**TAUGHT, "teaches": False, "own_measured": sid_mlp_pp}
+STAGE_2: dict[str, Any] = {
+    **TAUGHT, "teach": teach_stage_2,
+    "resolve": lambda config, catalogue: sid_mlp_pp.resolve(config, catalogue, teaching()),
+}  # fmt: skip
 
 MODELS: dict[str, Entry] = {
     "popularity": Entry(
@@ -196,36 +172,26 @@ MODELS: dict[str, Entry] = {
     "sasrec": Entry(SASRecConfig, SASRec, RETRIEVAL, unit="user", recommends=RecommendOptions),
     "tiger": Entry(TigerConfig, Tiger, RETRIEVAL, unit="request", sids=True, teaches=True, recommends=TigerOptions),
     "lc_rec": Entry(
-        LcRecConfig,
-        LcRec,
-        RETRIEVAL,
-        unit="request",
-        sids=True,
-        teaches=True,
-        resolve=lc_rec.resolve,
-        teach=lc_rec.teach,
-        remember=lc_rec.notes,
-        recommends=BeamOptions,
+        LcRecConfig, LcRec, RETRIEVAL, unit="request", sids=True, teaches=True, resolve=lc_rec.resolve,
+        teach=lc_rec.teach, remember=lc_rec.notes, recommends=BeamOptions, blocks=language_model.blocks,
+    ),
+    "lc_rec_sid_mlp": Entry(LcRecSidMlpConfig, LcRecSidMlp, RETRIEVAL, **TAUGHT, recommends=StudentOptions),
+    "lc_rec_nezha": Entry(
+        LcRecNezhaConfig, LcRecNezha, RETRIEVAL, **TAUGHT, recommends=BeamOptions, lr_multipliers=lr_multipliers,
         blocks=language_model.blocks,
     ),
-    "lc_rec_sid_mlp": taught(LcRecSidMlpConfig, LcRecSidMlp),
-    "lc_rec_nezha": taught(
-        LcRecNezhaConfig, LcRecNezha, BeamOptions, lr_multipliers=lr_multipliers, blocks=language_model.blocks
+    "sid_mlp": Entry(SidMlpConfig, SidMlp, RETRIEVAL, **TAUGHT, recommends=SidMlpOptions),
+    "one_layer": Entry(OneLayerConfig, on_backbone(one_layer), RETRIEVAL, **TAUGHT, recommends=StudentOptions),
+    "gdn": Entry(GdnConfig, on_backbone(gdn), RETRIEVAL, **TAUGHT, recommends=StudentOptions),
+    "mamba2": Entry(Mamba2Config, on_backbone(mamba2), RETRIEVAL, **TAUGHT, recommends=StudentOptions),
+    "earn": Entry(EarnConfig, earn, RETRIEVAL, **TAUGHT, recommends=BeamOptions),
+    "nezha": Entry(
+        NezhaConfig, Nezha, RETRIEVAL, **TAUGHT, recommends=BeamOptions, lr_multipliers=lr_multipliers
     ),
-    "sid_mlp": taught(SidMlpConfig, SidMlp, SidMlpOptions),
-    "one_layer": taught(OneLayerConfig, on_backbone(one_layer)),
-    "gdn": taught(GdnConfig, on_backbone(gdn)),
-    "mamba2": taught(Mamba2Config, on_backbone(mamba2)),
-    "earn": taught(EarnConfig, earn, BeamOptions),
-    "nezha": taught(NezhaConfig, Nezha, BeamOptions, lr_multipliers=lr_multipliers),
-    "atspeed_s": taught(AtSpeedSConfig, AtSpeed, atspeed.AtSpeedOptions, teaches=False, measured=VERIFIED),
-    "atspeed_r": taught(AtSpeedRConfig, AtSpeed, atspeed.AtSpeedOptions, teaches=False, measured=VERIFIED),
-    "sid_mlp_pp_encoder": taught(
-        sid_mlp_pp.SidMlpPpEncoderConfig, sid_mlp_pp.SidMlpPpEncoder, None, teaches=False, measured=MATCHED
-    ),
-    "sid_mlp_pp": taught(
-        sid_mlp_pp.SidMlpPpConfig, sid_mlp_pp.SidMlpPp, SidMlpOptions, resolve=sid_mlp_pp.resolve, teach=teach_stage_2
-    ),
+    "atspeed_s": Entry(AtSpeedSConfig, AtSpeed, RETRIEVAL, **ATSPEED),
+    "atspeed_r": Entry(AtSpeedRConfig, AtSpeed, RETRIEVAL, **ATSPEED),
+    "sid_mlp_pp_encoder": Entry(sid_mlp_pp.SidMlpPpEncoderConfig, sid_mlp_pp.SidMlpPpEncoder, RETRIEVAL, **STAGE_1),
+    "sid_mlp_pp": Entry(sid_mlp_pp.SidMlpPpConfig, sid_mlp_pp.SidMlpPp, RETRIEVAL, **STAGE_2, recommends=SidMlpOptions),
     "base": Entry(BaseConfig, Base, SEARCH, unit="user"),
     "hstu": Entry(HSTUConfig, HSTURanker, SEARCH, **GENERATIVE),
     "hllm": Entry(HLLMConfig, HLLM, SEARCH, unit="user", resolve=hllm.resolve, teach=hllm.teach),
@@ -236,7 +202,7 @@ MODELS: dict[str, Entry] = {
     "attn_dhn": Entry(AttnDHNConfig, AttnDHN, ACTIONS, unit="user"),
     "lac": Entry(LACConfig, LAC, ACTIONS, unit="user"),
     "genrank": Entry(GenRankConfig, GenRank, ACTIONS, unit="cut"),
-}
+}  # fmt: skip
 
 
 def find(name: str) -> Entry:
@@ -244,11 +210,6 @@ def find(name: str) -> Entry:
     if name not in MODELS:
         raise UserError(f"unknown model '{name}'; {hint(name, MODELS)}; known are {', '.join(MODELS)}")
     return MODELS[name]
-
-
-def metrics_of(entry: Entry, catalogue: Any) -> list[str]:
-    """Names of the metrics that a validation of the model gives."""
-    return entry.measured.names(catalogue)
 
 
 def recommend_options(name: str) -> list[str]:
@@ -276,7 +237,8 @@ def resolve(config: Any, catalogue: Any) -> Any:
 def build(config: Any, catalogue: Any) -> nn.Module:
     """The module of a config instance; products on a CPU are set to be fast from here on (`models/matmul.py`)."""
     use_exact_onednn()
-    return find(name_of(config)).build(config, catalogue)
+    taught = [teacher_of(config, catalogue)] if isinstance(config, TaughtConfig) else []
+    return find(name_of(config)).build(config, catalogue, *taught)
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Used by `python -m models.train` and by the workers of `pipelines/training` alik
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +19,12 @@ from models import registry
 from models.by_user import ByUser
 from models.checkpoint import Checkpoint
 from models.config import hint
-from models.families import Measured
 from models.fit import FitConfig, Sums, captures, reduce, to_device
+from models.inputs import Inputs
 from models.ranking_metrics import Histogram
 from models.shares import Sharded, Share, shards_of
 from models.streaming import Plan, Stream, plan
-from models.tables import UserError, family_of, join, read_manifest
+from models.tables import UserError, family_of, read_manifest
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Setup:
     def validate(self, model: nn.Module) -> tuple[Sums, int]:
         """Sums of the metrics over this rank's validation rows, and their number."""
         sums, count, _ = score(
-            model, self.entry.measured, self.val, batch_size=self.fit.eval_batch_size, device=self.device,
+            model, self.entry.measured.measure, self.val, batch_size=self.fit.eval_batch_size, device=self.device,
             limit=self.fit.eval_examples, options=self.fit.eval_options,
         )  # fmt: skip
         return sums, count
@@ -98,47 +98,33 @@ class Setup:
         )
 
 
-def check_extra(entry: registry.Entry, name: str, extra: str | None) -> str | None:
-    """The folder beside the tables that the model needs or can use, if there is one; UserError where it needs one and
-    none is given."""
-    if (needed := entry.extra) is None or (needed.optional and not extra):
-        return None
-    if not extra:
-        raise UserError(
-            f"the model '{name}' needs {needed.holds}; give --{needed.option} with the folder that {needed.job} made"
-        )
-    return extra
-
-
-def check_family(entry: registry.Entry, name: str, tables: str) -> None:
-    """UserError where the tables are of another family than the model; it names the models that fit."""
-    found = family_of(read_manifest(join(tables, "sequences"), "sequences"))
+def inputs_of(name: str, inputs: Inputs) -> Inputs:
+    """What the model reads. UserError where the tables are of another family, with the models that fit, and where it
+    needs another folder and none is given."""
+    entry, found = registry.find(name), family_of(read_manifest(inputs.sequences, "sequences"))
     if found != (family := entry.family.name):
         fit = ", ".join(other for other, one in registry.MODELS.items() if one.family.name == found) or "none"
         raise UserError(
-            f"the model '{name}' is of {family}, and {tables} holds tables of {found}; models of {found} are {fit}: "
-            f"give a config of one (jobs/configs), or tables that jobs.prepare made with --kind {family}"
+            f"the model '{name}' is of {family}, and {inputs.tables} holds tables of {found}; models of {found} are "
+            f"{fit}: give a config of one (jobs/configs), or tables that jobs.prepare made with --kind {family}"
         )
+    return inputs.of(name, entry.reads)
 
 
-def load_catalogue(entry: registry.Entry, name: str, tables: str, extra: str | None) -> Any:
-    """The catalogue of a model; UserError for tables of another family, and where the model needs another folder
-    (`entry.extra`) and none is given."""
-    check_family(entry, name, tables)
-    return entry.family.catalogue(tables, check_extra(entry, name, extra))
+def load_catalogue(name: str, inputs: Inputs) -> Any:
+    """The catalogue of a model; UserError as of `inputs_of`."""
+    return registry.find(name).family.catalogue(inputs_of(name, inputs))
 
 
-def hashes_of(entry: registry.Entry, name: str, tables: str, extra: str | None) -> dict[str, str]:
-    """Hashes of what the catalogue comes from, without loading it; UserError as of `load_catalogue`."""
-    check_family(entry, name, tables)
-    return entry.family.hashes(tables, check_extra(entry, name, extra))
+def hashes_of(name: str, inputs: Inputs) -> dict[str, str]:
+    """Hashes of what the catalogue comes from, without loading it; UserError as of `inputs_of`."""
+    return registry.find(name).family.hashes(inputs_of(name, inputs))
 
 
 def set_up(
     model: dict[str, Any],
     fit: FitConfig,
-    tables: str,
-    extra: str | None = None,
+    inputs: Inputs,
     *,
     device: torch.device | str = "cpu",
     rank: int = 0,
@@ -147,15 +133,14 @@ def set_up(
 ) -> Setup:
     """Reads the tables and builds the model that `model` (its `name` and fields) names.
 
-    `extra` is the folder beside the tables that the model needs: that of semantic IDs, or of text embeddings.
     `streamed` is how the run that goes on was begun (`Checkpoint.stream`).
     """
     entry = registry.find(model["name"])
-    catalogue = load_catalogue(entry, model["name"], tables, extra)
+    catalogue = load_catalogue(model["name"], inputs)
     check_batch(fit, world)
     device = torch.device(device)
     config = registry.resolve(registry.config_from_dict(model), catalogue)
-    sequences = join(tables, "sequences")
+    sequences = inputs.sequences
     if not entry.gradient:  # counted in one pass, by one worker
         rank, world = 0, 1
     train, val = read_share(entry, sequences, fit, config, rank, world, streamed)
@@ -165,8 +150,7 @@ def set_up(
             part.agree(lambda rows: reduce(rows, world, device, dist.ReduceOp.MAX))
     if not train.rows_per_shard.any():
         raise UserError(f"{sequences} has no train request with a history; check the split of jobs.prepare")
-    if entry.family.accompany:
-        catalogue = entry.family.accompany(catalogue, examples.values(), config)
+    catalogue = entry.family.accompany(catalogue, examples.values(), config)
     torch.manual_seed(fit.seed)
     module = registry.build(config, catalogue).to(device)
     if entry.teach:
@@ -208,7 +192,7 @@ def read_share(
 
 def score(
     model: Any,
-    measured: Measured,
+    measure: Callable[..., Sums],
     examples: Sharded,
     *,
     batch_size: int,
@@ -229,7 +213,7 @@ def score(
         batch = to_device(examples.collate(rows), device)
         began = time.perf_counter()
         with torch.no_grad():
-            part = measured.measure(model, batch, **(options or {}))
+            part = measure(model, batch, **(options or {}))
         for name, value in part.items():
             number = value if isinstance(value, (Histogram, ByUser)) else torch.as_tensor(value, dtype=torch.float64)
             sums[name] = sums.get(name, 0.0) + number.cpu()  # waits for the device
@@ -242,7 +226,7 @@ def check_fit(fit: FitConfig, name: str, catalogue: Any, world: int) -> None:
     """Refuses what can be known to fail before a step is taken: how batches are shared out, the metric, and options
     of the validation that the model `name` does not have. UserError with the nearest name."""
     check_batch(fit, world)
-    known = registry.metrics_of(registry.find(name), catalogue)
+    known = registry.find(name).measured.names(catalogue)
     if fit.metric not in known:
         raise UserError(
             f"fit.metric is '{fit.metric}', which the model '{name}' does not measure; "

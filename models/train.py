@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
-from models import checkpoint, registry
+from models import checkpoint
 from models.checkpoint import Checkpoint
 from models.config import read_configs
 from models.fit import EpochEvent, FitConfig, StillEvent, best_of, describe, fit
+from models.inputs import Inputs
 from models.places import reach
 from models.setup import check_fit, set_up
 from models.tables import UserError
@@ -51,17 +52,17 @@ def main(argv: list[str] | None = None) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         reach(tables=options.tables, sids=options.sids, text=options.text)
+        inputs = Inputs(options.tables, options.sids, options.text)
         content = read_configs(options.config, "check --config")
         name = content.get("model", {}).get("name")
         if name is None:
             raise UserError(f"{options.config[-1]} names no model; give the config that it is read after first")
         config = FitConfig(**content.get("fit", {}))
-        extra = registry.find(name).folder(sids=options.sids, text=options.text)
         output = Path(options.output)
         last = max(checkpoint.steps(output), default=None)
         about = None if last is None else checkpoint.read(last)
         streamed = tuple(about.stream) if about else None
-        setup = set_up(content["model"], config, options.tables, extra, device=device, streamed=streamed)
+        setup = set_up(content["model"], config, inputs, device=device, streamed=streamed)
         check_fit(config, name, setup.catalogue, setup.world)
         for note in setup.notes:
             print(note)

@@ -60,8 +60,6 @@ def test_the_command_line_has_the_options_of_all_models() -> None:
 
 
 def test_a_family_says_what_it_does_not_read_of_a_log() -> None:
-    unread = RETRIEVAL.unread
-    assert unread is not None
     info = {"numbers": ["price"], "categories": [], "labels": {"click": "bool", "like": "bool"}, "behaviour": "click"}
-    assert unread(info) == ["numbers price", "labels like"]
-    assert unread({}) == []
+    assert RETRIEVAL.unread(info) == ["numbers price", "labels like"]
+    assert RETRIEVAL.unread({}) == []

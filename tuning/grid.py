@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Literal
 from models import registry
 from models.config import build, check_choices, check_known, check_least, hint, naming, read_configs, read_yaml
 from models.fit import FitConfig
+from models.inputs import Inputs
 from models.tables import UserError
 from models.text_encoder import located
 from models.uri import absolute
@@ -76,9 +77,9 @@ class Trial:
     evaluate: dict[str, Any]
     """Options of the evaluation."""
 
-    def extra(self, shared: str | None) -> str | None:
-        """Its SIDS or TEXT: its own, or else that of the sweep."""
-        return self.folders.get("sids") or self.folders.get("text") or shared
+    def inputs(self, shared: Inputs) -> Inputs:
+        """What it works on: its own SIDS or TEXT, or else those of the sweep."""
+        return replace(shared, **{name: self.folders[name] for name in ("sids", "text") if name in self.folders})
 
 
 @dataclass

@@ -34,6 +34,7 @@ from ray.tune.search import BasicVariantGenerator
 from models import checkpoint, registry
 from models.config import flattened, hint
 from models.fit import FitConfig
+from models.inputs import Inputs
 from models.tables import UserError, join, open_uri
 from models.uri import absolute
 from models.words import number_of
@@ -212,8 +213,7 @@ def sweep(
     grid: Grid,
     trials: list[Trial],
     *,
-    tables: str,
-    extra: str | None,
+    inputs: Inputs,
     storage: str,
     name: str,
     ray_options: RayOptions,
@@ -232,15 +232,15 @@ def sweep(
     """
     began = time.monotonic()
     check_name(name)
-    tables, storage, extra = absolute(tables), absolute(storage), absolute(extra) if extra else None
+    storage = absolute(storage)
     workers, test = (1, False) if grid.kind == "evaluate" else (ray_options.num_workers, options.test)
     threads = ray_options.threads or (0 if grid.kind == "evaluate" else max(1, int(ray_options.cpus_per_worker)))
     plan = Plan(
-        grid, {t.name: t for t in trials}, tables, extra, join(storage, name),
+        grid, {t.name: t for t in trials}, inputs, join(storage, name),
         tracking.resolve_uri(tracking_uri, storage), replace(ray_options, threads=threads), test, command,
     )  # fmt: skip
     family, hashes = check(plan)
-    plan = replace(plan, experiment=experiment or f"{family}/{dataset_name(tables)}")
+    plan = replace(plan, experiment=experiment or f"{family}/{dataset_name(inputs.tables)}")
     pending = [trial for trial in trials if not is_done(trial, plan)]
     tracking.connect(plan.uri)
     if pending:
@@ -276,17 +276,17 @@ def check(plan: Plan) -> tuple[str, dict[str, str]]:
     do. Nothing is written."""
     family, hashes = "", []
     for trial in plan.trials.values():
-        own = trial.extra(plan.extra)
+        own = trial.inputs(plan.inputs)
         if plan.grid.kind == "train":
             checked = check_training(
-                model=trial.model, fit=FitConfig(**trial.fit), ray_options=plan.ray, tables=plan.tables,
-                extra=own, storage=plan.folder, name=trial.name, tracking_uri=plan.uri,
+                model=trial.model, fit=FitConfig(**trial.fit), ray_options=plan.ray,
+                inputs=own, storage=plan.folder, name=trial.name, tracking_uri=plan.uri,
             )  # fmt: skip
             family = checked.entry.family.name
             hashes.append(checked.hashes)
             continue
         options = {key: value for key, value in trial.evaluate.items() if key != "batch_size"}
-        about = check_evaluation(trial.folders["checkpoint"], plan.tables, own, options)
+        about = check_evaluation(trial.folders["checkpoint"], own, options)
         known, metric = [*about.metrics, "users_per_s", "peak_memory_mb"], plan.grid.metric.removeprefix("test/")
         if metric not in known:
             raise UserError(f"the metric of the grid {plan.grid.name} is {plan.grid.metric}, which is not measured; "
@@ -317,7 +317,7 @@ def open_run(plan: Plan, hashes: dict[str, str], options: Options) -> tracking.R
         tracking.KEY_TAG: key,
     }  # fmt: skip
     config = {
-        "sweep": {"grid": grid.name, "source": grid.source, "trials": len(plan.trials)}, "tables": plan.tables,
+        "sweep": {"grid": grid.name, "source": grid.source, "trials": len(plan.trials)}, "tables": plan.inputs.tables,
         "ray": asdict(plan.ray), "options": asdict(options),
     }  # fmt: skip
     storage, _, name = plan.folder.rpartition("/")

@@ -17,6 +17,7 @@ from ray.tune.integration.ray_train import TuneReportCallback
 
 from models import checkpoint
 from models.fit import FitConfig
+from models.inputs import Inputs
 from models.memory import resident_peak_mb
 from models.tables import UserError, join
 from pipelines import tracking
@@ -46,10 +47,8 @@ class Plan:
     """What they vary, and what they are ranked by."""
     trials: dict[str, Trial]
     """All of them, by name."""
-    tables: str
-    """TABLES."""
-    extra: str | None
-    """SIDS or TEXT, for trials whose point names none."""
+    inputs: Inputs
+    """What trials work on whose point names no SIDS or TEXT."""
     folder: str
     """The sweep's folder."""
     uri: str
@@ -104,14 +103,14 @@ def fit(trial: Trial, plan: Plan) -> None:
             tune.report({EPOCH: about.epoch, VALUE: about.metrics[plan.metric], **about.metrics})
 
     trained = train(
-        model=trial.model, fit=FitConfig(**trial.fit), ray_options=plan.ray, tables=plan.tables,
-        extra=trial.extra(plan.extra), storage=plan.folder, name=trial.name, tracking_uri=plan.uri,
+        model=trial.model, fit=FitConfig(**trial.fit), ray_options=plan.ray,
+        inputs=trial.inputs(plan.inputs), storage=plan.folder, name=trial.name, tracking_uri=plan.uri,
         experiment=plan.experiment, parent_run=plan.parent, log_model=False, say=quiet, tags=plan.tags(trial),
         heard=heard, callbacks=[ToTune(plan.metric)] if plan.ray.num_workers > 1 else (), wait=PATIENCE,
     )  # fmt: skip
     if not is_done(trial, plan):
         result, about = evaluate(
-            trained.checkpoint, plan.tables, trial.extra(plan.extra), device=plan.device,
+            trained.checkpoint, trial.inputs(plan.inputs), device=plan.device,
             batch_size=FitConfig(**trial.fit).eval_batch_size,
         )  # fmt: skip
         record(result, about)
@@ -137,7 +136,7 @@ def measure(trial: Trial, plan: Plan) -> None:
     batch_size = int(options.pop("batch_size", 256))
     torch.set_num_threads(threads_per_worker(plan.ray.threads, 1))
     result, about = evaluate(
-        trial.folders["checkpoint"], plan.tables, trial.extra(plan.extra), batch_size=batch_size, options=options,
+        trial.folders["checkpoint"], trial.inputs(plan.inputs), batch_size=batch_size, options=options,
         device=plan.device,
     )  # fmt: skip
     config = {"model": about.model, "fit": about.fit, "evaluate": result.options, "checkpoint": result.checkpoint}

@@ -86,40 +86,40 @@ class ActionsCatalogue:
     """Hashes of the tables it comes from."""
 
     @staticmethod
-    def hashes_of(tables: str, extra: str | None = None) -> dict[str, str]:
+    def hashes_of(tables: str, text: str | None = None) -> dict[str, str]:
         """Hashes of the tables that `load` reads, from their manifests. UserError where they do not belong together."""
         sequences = sequences_manifest(join(tables, "sequences"), "actions")
         made = read_manifest(join(tables, "items"), "items")
         if sequences.inputs.get("items") != made.hash:
             raise UserError(f"the sequences of {tables} were made from other items; run jobs.prepare again")
         hashes = {"sequences": sequences.hash, "items": made.hash}
-        if extra is None:
+        if text is None:
             return hashes
-        text = read_manifest(join(extra, "items"), "embeddings")
-        if text.inputs.get("items") != made.hash:
+        made_of = read_manifest(join(text, "items"), "embeddings")
+        if made_of.inputs.get("items") != made.hash:
             raise UserError(
-                f"the text of {extra} was made from other items than those of {tables}; run jobs.encode again"
+                f"the text of {text} was made from other items than those of {tables}; run jobs.encode again"
             )
-        return hashes | {"text_items": text.hash}
+        return hashes | {"text_items": made_of.hash}
 
     @classmethod
-    def load(cls, tables: str, extra: str | None = None) -> Self:
-        """Reads what jobs.prepare made at `tables` from a source of kind `actions`, and with `extra` the items' text
+    def load(cls, tables: str, text: str | None = None) -> Self:
+        """Reads what jobs.prepare made at `tables` from a source of kind `actions`, and with `text` the items' text
         that jobs.encode made there.
 
         Raises UserError where the tables do not belong together.
         """
-        hashes = cls.hashes_of(tables, extra)
+        hashes = cls.hashes_of(tables, text)
         info = sequences_manifest(join(tables, "sequences"), "actions").info
         items = read_table(join(tables, "items"), "items")
         if not np.array_equal(items["item_index"].to_numpy(), np.arange(len(items))):
             raise UserError(
                 f"{join(tables, 'items')}: item_index is not dense and sorted from 0; run jobs.prepare again"
             )
-        attributes, text = Attributes.of(items), torch.zeros(0)
+        attributes, vectors = Attributes.of(items), torch.zeros(0)
         numbers, categories = attributes.read(items)
-        if extra is not None:
-            text = vectors_of(read_table(join(extra, "items")), "embedding", len(items), join(extra, "items"))
+        if text is not None:
+            vectors = vectors_of(read_table(join(text, "items")), "embedding", len(items), join(text, "items"))
         return cls(
             num_items=len(items),
             actions=tuple(info["actions"]),
@@ -130,7 +130,7 @@ class ActionsCatalogue:
             numbers=numbers,
             categories=categories,
             attributes=attributes,
-            text=text,
+            text=vectors,
             viewers=info.get("viewers", {}),
             own=OwnFeatures.of(info),
             train_rates=tuple(float(info["base_rates"][task]) for task in info["tasks"]),

@@ -28,6 +28,9 @@ from models.by_user import PREFIX, ByUser
 from models.label_loss import counted
 from models.ranking_metrics import EXAMPLES, NAMES, ranking_means, ranking_sums
 
+SHOWN: tuple[str, ...] = ("eval_loss", "mean/normalised_entropy", "mean/auc")
+"""Metrics of a training's best epoch that are printed."""
+
 AVERAGED = ("normalised_entropy", "normalised_entropy_train", "auc", "gauc")
 """Metrics whose mean over tasks is given."""
 

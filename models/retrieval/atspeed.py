@@ -38,6 +38,9 @@ from models.scores import check_finite
 from models.tables import UserError
 from models.whole_batch import whole_mean
 
+SHOWN: tuple[str, ...] = (*metrics.SHOWN, "acceptance")
+"""Metrics of a training's best epoch that are printed."""
+
 TOP = 20
 """Codes of the draft that AtSpeed-S aligns (the AtSpeed paper's largest target beam)."""
 
@@ -235,7 +238,7 @@ def means(sums: dict[str, float]) -> dict[str, float]:
     request, of which a beam search needs one per digit."""
     counted = dict(sums)
     drafted, accepted = counted.pop("drafted"), counted.pop("accepted")
-    return metrics.metric_means(counted) | {"acceptance": float(accepted / drafted) if drafted else 0.0}
+    return metrics.means(counted) | {"acceptance": float(accepted / drafted) if drafted else 0.0}
 
 
 def names(catalogue: Any) -> list[str]:

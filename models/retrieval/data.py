@@ -35,16 +35,6 @@ BUCKET = 64
 """Batches whose rows are sorted by length together when shuffling."""
 
 
-def unread_events(info: dict[str, Any]) -> list[str]:
-    """What a log says of events, by the `info` of its sequences, beside which items a user took and in which order."""
-    of_event = {
-        "numbers": info.get("numbers") or [],
-        "categories": info.get("categories") or [],
-        "labels": [name for name in info.get("labels") or {} if name != info.get("behaviour")],
-    }
-    return [f"{kind} {', '.join(names)}" for kind, names in of_event.items() if names]
-
-
 @dataclass(frozen=True)
 class Catalogue:
     """The items that a model can recommend, and their semantic IDs where it needs them."""

@@ -18,6 +18,9 @@ CUTOFFS = (1, 5, 10, 20)
 
 EXAMPLES = "examples"
 
+SHOWN: tuple[str, ...] = ("recall@10", "ndcg@10")
+"""Metrics of a training's best epoch that are printed."""
+
 FIRST = "first/"
 """What metrics begin with that are of the requests whose target is not among the user's behaviours before them, as
 `first/ndcg@10`: the others repeat an item. All models have the same ones, whatever part of the history they read."""
@@ -58,7 +61,7 @@ def metric_sums(items: Tensor, target: Tensor, cutoffs: Sequence[int] = CUTOFFS)
 
 
 def names(catalogue: Any) -> list[str]:
-    """Names of what `metric_means` gives, on any catalogue."""
+    """Names of what `means` gives, on any catalogue."""
     every = [f"{metric}@{k}" for metric in ("recall", "ndcg") for k in CUTOFFS]
     return [*every, *(FIRST + name for name in [*every, EXAMPLES])]
 
@@ -105,7 +108,7 @@ def add_sums(parts: Iterable[dict[str, float]]) -> dict[str, float]:
     return total
 
 
-def metric_means(sums: dict[str, float]) -> dict[str, float]:
+def means(sums: dict[str, float]) -> dict[str, float]:
     """Means per example from sums. Those of `FIRST` are per example of theirs, whose number stays; 0 where none is."""
     count = sums.get(EXAMPLES, 0.0)
     if not count:

@@ -34,6 +34,9 @@ from models.retrieval.teacher_cache import Query, States
 from models.tables import UserError
 from models.whole_batch import whole_mean
 
+SHOWN: tuple[str, ...] = ("mse", "neg_mse", "r2")
+"""Metrics of stage 1: how well its encoder gives the teacher's states."""
+
 STAGE_1 = "sid_mlp_pp_encoder"
 
 
@@ -109,8 +112,8 @@ class SidMlpPpEncoder(nn.Module):
 
 
 @torch.no_grad()
-def measure(model: SidMlpPpEncoder, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Sums over the batch for `means`, in float64."""
+def measure(model: SidMlpPpEncoder, batch: dict[str, Tensor], by_user: int = 0) -> dict[str, Tensor]:
+    """Sums over the batch for `means`, in float64; nothing by user."""
     error, target, real = (x.double() for x in model.matched(batch))
     return {
         "examples": target.new_full((), len(target)),
@@ -119,6 +122,11 @@ def measure(model: SidMlpPpEncoder, batch: dict[str, Tensor]) -> dict[str, Tenso
         "state": target.sum((0, 1)),  # (D,)
         "squared_state": target.square().sum(),
     }
+
+
+def names(catalogue: Catalogue) -> list[str]:
+    """Names of what `means` gives."""
+    return list(SHOWN)
 
 
 def means(sums: dict[str, Tensor]) -> dict[str, float]:

@@ -106,10 +106,8 @@ class SearchCatalogue:
     """Features that a candidate has once it was shown; `models/search/position.py` keeps them from the ranking."""
 
     @staticmethod
-    def hashes_of(tables: str, text: str | None) -> dict[str, str]:
+    def hashes_of(tables: str, text: str) -> dict[str, str]:
         """Hashes of the tables that `load` reads, from their manifests. UserError where they do not belong together."""
-        if text is None:
-            raise UserError("search models read text; give --text with the folder that jobs.encode made")
         sequences = sequences_manifest(join(tables, "sequences"), "search")
         made = {name: read_manifest(join(tables, name), name) for name in ("items", "queries")}
         parts = {name: read_manifest(join(text, name)) for name in ("items", "queries", "pairs")}
@@ -120,14 +118,13 @@ class SearchCatalogue:
         return hashes | {f"text_{name}": manifest.hash for name, manifest in parts.items()}
 
     @classmethod
-    def load(cls, tables: str, text: str | None, scale: bool = True) -> Self:
+    def load(cls, tables: str, text: str, scale: bool = True) -> Self:
         """Reads what jobs.prepare made at `tables` and jobs.encode at `text`.
 
         Without `scale` the manifest of the sequences is enough: 0 and 1 stand for the features' mean and deviation,
         which a checkpoint brings with it. Raises UserError where they do not belong together.
         """
         hashes = cls.hashes_of(tables, text)
-        assert text is not None, "hashes_of refuses it"
         sequences = sequences_manifest(join(tables, "sequences"), "search")
         made = {name: read_manifest(join(tables, name), name) for name in ("items", "queries")}
         parts = {name: read_manifest(join(text, name)) for name in ("items", "queries", "pairs")}
@@ -372,22 +369,22 @@ class SearchExamples(Examples):
         self._take(columns)
 
     @classmethod
-    def of(cls, history: dict[str, NDArray], lengths: NDArray, request: dict[str, NDArray], counts: NDArray) -> Self:
+    def of(cls, columns: dict[str, NDArray], lengths: NDArray, counts: NDArray) -> Self:
         """Requests in memory, each with a history and a row of its own, without labels.
 
-        `history` holds item, time, query, history_features and, for a model that reads some, history_labels,
-        (behaviours, ...) end to end, `lengths` (R,) of each; `request` the request_query (R,) and, end to end, the
-        candidate and features (N, ...), `counts` (R,) of each.
+        `columns` holds item, time, query, history_features and, for a model that reads some, history_labels,
+        (behaviours, ...) end to end, `lengths` (R,) of each; the request_query (R,); and, end to end, the candidate and
+        features (N, ...), `counts` (R,) of each.
         """
         self = cls.in_memory("test", "request", max(1, int(lengths.max(initial=1))), len(lengths))
         number, none = np.arange(len(lengths)), np.zeros(len(lengths), np.int64)
         self._take(
             {
-                **history, **request, "counts": counts, "user_start": starts(lengths), "user_hash": none,
+                **columns, "counts": counts, "user_start": starts(lengths), "user_hash": none,
                 "user_row": number, "owner": number, "begin": none, "end": lengths, "first": number,
                 "place": none, "request_time": none, "candidate_start": starts(counts),
-                "position": np.zeros(len(request["candidate"]), np.int64),
-                "labels": np.zeros((len(request["candidate"]), 0), bool),
+                "position": np.zeros(len(columns["candidate"]), np.int64),
+                "labels": np.zeros((len(columns["candidate"]), 0), bool),
             }
         )  # fmt: skip
         return self

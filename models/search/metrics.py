@@ -20,6 +20,9 @@ from models.label_loss import counted
 from models.ranking_metrics import EXAMPLES, NAMES, ranking_means, ranking_sums, request_auc
 from models.search.ranker import Ranker
 
+SHOWN: tuple[str, ...] = ("gauc", "auc")
+"""Metrics of a training's best epoch that are printed."""
+
 WITH_POSITION = "with_position/"
 
 

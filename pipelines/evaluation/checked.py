@@ -7,19 +7,19 @@ from typing import Any
 
 from models import checkpoint, registry
 from models.checkpoint import Checkpoint
+from models.inputs import Inputs
 from models.setup import hashes_of
 from models.tables import UserError
-from models.uri import absolute
 from pipelines.training.record import find_checkpoint
 
 
-def check(uri: str, tables: str, extra: str | None, options: dict[str, Any]) -> Checkpoint:
+def check(uri: str, inputs: Inputs, options: dict[str, Any]) -> Checkpoint:
     """What the checkpoint, or the best one of a run, says of itself; UserError where it takes other tables, or its
     model has no such options of `recommend`."""
     uri = find_checkpoint(uri)
     about = checkpoint.read(uri)
     recommend_options(about.name, options)
-    given = hashes_of(registry.find(about.name), about.name, absolute(tables), absolute(extra) if extra else None)
+    given = hashes_of(about.name, inputs)
     checkpoint.check(about, uri, dict(of_training(given, about)))
     return about
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from models import checkpoint, registry
+from models.inputs import Inputs
 from models.setup import load_catalogue, score
 from models.shuffles import Shuffle
-from models.tables import UserError, join
-from models.uri import absolute
+from models.tables import UserError
 from pipelines.evaluation.ranking import device_of
 from pipelines.figures import COLOURS, new_figure, png
 from pipelines.training.record import find_checkpoint
@@ -86,38 +86,37 @@ class Importance:
 
 def check_has_inputs(name: str) -> None:
     """UserError for a model whose family does not say what its inputs are."""
-    if registry.find(name).family.shuffles is None:
+    if registry.find(name).family.ranks != "candidates":
         raise UserError(f"--importance asks what ranks candidates, and the model '{name}' ranks none; leave it out")
 
 
 def importance(
-    uri: str, tables: str, extra: str | None, *, split: str = "test", repeats: int = 5, batch_size: int = 256,
+    uri: str, inputs: Inputs, *, split: str = "test", repeats: int = 5, batch_size: int = 256,
     device: str = "auto", seed: int = 0,
 ) -> Importance:  # fmt: skip
     """Measures the checkpoint at `uri` on the split, once as it is and `repeats` times per input without it."""
-    uri, tables, extra = find_checkpoint(uri), absolute(tables), absolute(extra) if extra else None
+    uri = find_checkpoint(uri)
     about = checkpoint.read(uri)
     check_has_inputs(about.name)
     entry = registry.find(about.name)
-    catalogue = load_catalogue(entry, about.name, tables, extra)
+    catalogue = load_catalogue(about.name, inputs)
     loaded, _ = registry.load(uri, catalogue)
     where = device_of(device)
     model: Any = loaded.to(where)
     config = registry.config_from_dict(about.model)
     examples = entry.family.examples.of_model(config).load(
-        join(tables, "sequences"), split, unit=entry.family.eval_unit, max_history=config.max_history
+        inputs.sequences, split, unit=entry.family.eval_unit, max_history=config.max_history
     )  # fmt: skip
-    metric = about.fit.get("metric") or entry.family.measured.shown[0]
+    metric = about.fit.get("metric") or entry.measured.SHOWN[0]
 
     def measured(shuffle: Shuffle, seed: int) -> float:
         generator = torch.Generator().manual_seed(seed)
-        family = replace(entry.measured, measure=partial(with_other, entry.measured.measure, shuffle, generator))
-        return family.means(score(model, family, examples, batch_size=batch_size, device=where)[0])[metric]
+        measure = partial(with_other, entry.measured.measure, shuffle, generator)
+        return entry.measured.means(score(model, measure, examples, batch_size=batch_size, device=where)[0])[metric]
 
     value = measured(lambda model, batch, generator: nullcontext(batch), seed)
     if math.isnan(value):
         raise UserError(f"{metric} is not defined on the split '{split}'; choose another --split")
-    assert entry.family.shuffles, "check_has_inputs refuses it"
     losses = {}
     for name, shuffle in entry.family.shuffles(model, catalogue).items():
         lost = [value - measured(shuffle, seed + number) for number in range(repeats)]

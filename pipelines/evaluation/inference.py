@@ -23,6 +23,7 @@ import torch
 
 from models import checkpoint, registry
 from models.fit import to_device
+from models.inputs import Inputs
 from models.retrieval.data import Examples
 from models.retrieval.recommend import history_to_give
 from models.setup import hashes_of, load_catalogue
@@ -66,7 +67,7 @@ class Recommender:
     """An actor with the model, that ranks for users of one file and writes a part."""
 
     def __init__(
-        self, uri: str, tables: str, extra: str | None, output: str, k: int, batch_size: int,
+        self, uri: str, inputs: Inputs, output: str, k: int, batch_size: int,
         options: dict[str, Any], device: str, threads: int,
     ) -> None:  # fmt: skip
         torch.set_num_threads(threads)
@@ -74,12 +75,12 @@ class Recommender:
         self.batch_size, self.options = batch_size, options
         about = checkpoint.read(uri)
         entry = registry.find(about.name)
-        model, _ = registry.load(uri, as_trained(load_catalogue(entry, about.name, tables, extra), about))
+        model, _ = registry.load(uri, as_trained(load_catalogue(about.name, inputs), about))
         self.model: Any = model.to(self.device)
         self.family: type[Examples] = entry.family.examples  # type: ignore[assignment]
         self.max_history = history_to_give(registry.config_from_dict(about.model).max_history, options)
-        self.sequences = join(tables, "sequences")
-        self.items = read_table(join(tables, "items"), "items", ["item_id"])["item_id"].combine_chunks()
+        self.sequences = inputs.sequences
+        self.items = read_table(join(inputs.tables, "items"), "items", ["item_id"])["item_id"].combine_chunks()
         self.file = -1  # the one that is held
 
     def __call__(self, block: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -154,8 +155,7 @@ def python_alone_on_stderr() -> Iterator[None]:
 
 def recommend_all(
     uri: str,
-    tables: str,
-    extra: str | None,
+    inputs: Inputs,
     output: str,
     *,
     k: int = 20,
@@ -167,32 +167,27 @@ def recommend_all(
     users_per_part: int = USERS_PER_PART,
 ) -> tuple[Manifest, bool]:
     """Writes the table `recommendations` to `output`; (its manifest, whether it was there already)."""
-    uri, tables, extra, output = (
-        find_checkpoint(uri),
-        absolute(tables),
-        absolute(extra) if extra else None,
-        absolute(output),
-    )
+    uri, output = find_checkpoint(uri), absolute(output)
     about = checkpoint.read(uri)
     entry = registry.find(about.name)
     if entry.recommends is None:
         raise UserError(f"the model '{about.name}' ranks no catalogue; give --checkpoint of a model that recommends")
     chosen = recommend_options(about.name, options or {})
-    given = hashes_of(entry, about.name, tables, extra)
+    given = hashes_of(about.name, inputs)
     checkpoint.check(about, uri, dict(of_training(given, about)))
-    sequences = read_manifest(join(tables, "sequences"), "sequences")
+    sequences = read_manifest(inputs.sequences, "sequences")
     config = {"k": k, "users_per_part": users_per_part, "model": about.model, **chosen}
-    inputs = {
+    read = {
         **{name: given[name] for name, value in about.hashes.items() if value},
         "checkpoint": checkpoint.weights_hash(uri),
     }
     if check_place(output, "recommendations") and not overwrite:
-        if up_to_date(output, fingerprint(config, inputs)):
+        if up_to_date(output, fingerprint(config, read)):
             return read_manifest(output, "recommendations"), True
         raise UserError(f"{output} holds other recommendations; choose another folder or replace it with --overwrite")
     gpu = takes_gpu(device, actors)
     arguments = (
-        uri, tables, extra, output, k, batch_size, chosen, device, threads_per_worker(0, actors),
+        uri, inputs, output, k, batch_size, chosen, device, threads_per_worker(0, actors),
     )  # fmt: skip
     quiet_ray_data()
     runs = [
@@ -216,5 +211,5 @@ def recommend_all(
         made = [Part(**json.loads(row["part"])) for row in sorted(parts, key=itemgetter("file", "first"))]
         short = sum(int(row["short"]) for row in parts)
         info = {"users": sequences.rows, "k": k, "users_below_k": short, "model": about.name, "checkpoint": uri}
-        manifest = commit(output, "recommendations", RECOMMENDATIONS, made, config=config, inputs=inputs, info=info)
+        manifest = commit(output, "recommendations", RECOMMENDATIONS, made, config=config, inputs=read, info=info)
     return manifest, False

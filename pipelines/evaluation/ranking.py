@@ -10,8 +10,7 @@ import json
 import math
 import os
 import time
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -21,11 +20,12 @@ from mlflow.exceptions import MlflowException
 from models import checkpoint, registry
 from models.by_user import PREFIX, ByUser, stride_of
 from models.checkpoint import Checkpoint
+from models.inputs import Inputs
 from models.retrieval.metrics import add_sums
 from models.retrieval.recommend import history_to_give
 from models.setup import hashes_of, load_catalogue, score
 from models.tables import UserError, join, read_manifest
-from models.uri import absolute, write_file
+from models.uri import write_file
 from pipelines import tracking
 from pipelines.evaluation.checked import as_trained, recommend_options
 from pipelines.evaluation.result import Result
@@ -58,7 +58,7 @@ def takes_gpu(option: str, at_once: int) -> bool:
 
 
 def rank_shard(
-    uri: str, tables: str, extra: str | None, split: Any, batch_size: int, options: dict[str, Any], device: str,
+    uri: str, inputs: Inputs, split: Any, batch_size: int, options: dict[str, Any], device: str,
     threads: int, shard: tuple[int, int],
 ) -> tuple[dict[str, Any], int, int, float, str, int]:  # fmt: skip
     """(sums, requests, skipped, seconds in recommend, device, users) of shard (rank, world): the users of its parts."""
@@ -67,31 +67,27 @@ def rank_shard(
         torch.set_num_threads(threads)
     about = checkpoint.read(uri)
     entry = registry.find(about.name)
-    catalogue = as_trained(load_catalogue(entry, about.name, tables, extra), about)
+    catalogue = as_trained(load_catalogue(about.name, inputs), about)
     model, _ = registry.load(uri, catalogue)
     where = device_of(device)
     model = model.to(where)
     config = registry.config_from_dict(about.model)
     examples = entry.family.examples.of_model(config).load(
-        join(tables, "sequences"), split, unit=entry.family.eval_unit, rank=rank,
+        inputs.sequences, split, unit=entry.family.eval_unit, rank=rank,
         max_history=history_to_give(config.max_history, options), world=world, shards=world,
     )  # fmt: skip
-    measured = entry.measured
-    if measured.by_user:
-        stride = stride_of(read_manifest(join(tables, "sequences"), "sequences").rows)
-        measured = replace(measured, measure=partial(measured.measure, by_user=stride))
-    common: dict[str, Any] = {"batch_size": batch_size, "device": where, "options": options}
+    measure, stride = entry.measured.measure, stride_of(read_manifest(inputs.sequences, "sequences").rows)
+    common: dict[str, Any] = {"batch_size": batch_size, "device": where, "options": {**options, "by_user": stride}}
     if len(examples):
-        score(model, measured, examples, limit=min(batch_size, len(examples)), **common)  # warms up
-    sums, count, seconds = score(model, measured, examples, **common)
+        score(model, measure, examples, limit=min(batch_size, len(examples)), **common)  # warms up
+    sums, count, seconds = score(model, measure, examples, **common)
     label = torch.cuda.get_device_name() if where.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     return sums, count, examples.skipped, seconds, label, examples.users
 
 
 def evaluate(
     uri: str,
-    tables: str,
-    extra: str | None = None,
+    inputs: Inputs,
     *,
     split: str = "test",
     batch_size: int = 256,
@@ -105,11 +101,11 @@ def evaluate(
     began = time.monotonic()
     if split not in SPLITS:
         raise UserError(f"--split is '{split}', it must be one of {', '.join(SPLITS)}")
-    uri, tables, extra = find_checkpoint(uri), absolute(tables), absolute(extra) if extra else None
+    uri = find_checkpoint(uri)
     about = checkpoint.read(uri)
     chosen = recommend_options(about.name, options or {})
-    given = hashes_of(registry.find(about.name), about.name, tables, extra)
-    arguments = (uri, tables, extra, split, batch_size, chosen, device)
+    given = hashes_of(about.name, inputs)
+    arguments = (uri, inputs, split, batch_size, chosen, device)
     if shards == 1 and not remote:
         parts = [rank_shard(*arguments, 0, (0, 1))]
     else:
@@ -117,7 +113,7 @@ def evaluate(
         parts = ray.get([task.remote(*arguments, 1, (rank, shards)) for rank in range(shards)])
     count = sum(part[1] for part in parts)
     if count == 0:
-        raise UserError(f"the split '{split}' of {tables} has no request with a history; choose another --split")
+        raise UserError(f"the split '{split}' of {inputs.tables} has no request with a history; choose another --split")
     total: dict[str, Any] = add_sums(part[0] for part in parts)
     by_user: dict[str, ByUser] = {name: total.pop(name) for name in list(total) if name.startswith(PREFIX)}
     metrics = registry.find(about.name).measured.means(total)

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from models import checkpoint, registry
 from models.fit import to_device
+from models.inputs import Inputs
 from models.retrieval.search.export import export_student, load_exported
 from models.setup import load_catalogue
-from models.tables import UserError, join
-from models.uri import absolute
+from models.tables import UserError
 from pipelines.evaluation.ranking import device_of
 from pipelines.training.record import find_checkpoint
 
@@ -29,22 +29,20 @@ ROUNDING = 1e-5
 """Difference, relative and absolute, that float32 scores have by the order of their sums."""
 
 
-def export(
-    uri: str, tables: str, extra: str | None, path: str, *, k: int = 20, batch_size: int = 256, device: str = "auto"
-) -> int:
+def export(uri: str, inputs: Inputs, path: str, *, k: int = 20, batch_size: int = 256, device: str = "auto") -> int:
     """Writes the program of the checkpoint at `uri` to the file `path`; returns the requests that it was checked on.
 
     They are spread over the lengths of all histories and ranked as one batch, and the longest once more
     alone. Raises UserError for a checkpoint that is no student and a path that cannot be written, and
     RuntimeError where program and model disagree on anybody's top k (`differs`); then there is no file.
     """
-    uri, tables, extra = find_checkpoint(uri), absolute(tables), absolute(extra) if extra else None
+    uri = find_checkpoint(uri)
     about = checkpoint.read(uri)
     entry = registry.find(about.name)
-    loaded, _ = registry.load(uri, load_catalogue(entry, about.name, tables, extra))
+    loaded, _ = registry.load(uri, load_catalogue(about.name, inputs))
     model: Any = loaded.to(device_of(device))
     history = registry.config_from_dict(about.model).max_history
-    examples = entry.family.examples.load(join(tables, "sequences"), "next", max_history=history)
+    examples = entry.family.examples.load(inputs.sequences, "next", max_history=history)
     count = min(batch_size, len(examples))
     rows = np.argsort(examples.lengths, kind="stable")[np.linspace(0, len(examples) - 1, count).astype(np.int64)]
     target = Path(path).expanduser().absolute()

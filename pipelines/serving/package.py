@@ -9,9 +9,8 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,56 +24,53 @@ from pyarrow import fs
 
 import models
 from models import checkpoint, registry
-from models.actions.new_items import columns_of, name_of
-from models.own_features import NUMBER, OwnFeatures
+from models.inputs import Inputs
+from models.requests import Columns, Requests
+from models.setup import inputs_of
 from models.tables import MANIFEST, UserError, has_manifest, join, open_uri, read_manifest
 from pipelines.tracking import RunRef
 
-STRINGS, NUMBERS, VECTORS = Array(DataType.string), Array(DataType.double), Array(Array(DataType.double))
-TIMES = Array(DataType.long)
-IDS = Array(AnyType())  # of items: strings, or integers for the strings of their digits (models/item_ids.py)
-RANKED = Schema([ColSpec(STRINGS, "item_id"), ColSpec(NUMBERS, "score")])  # best first
-# whose state the request goes on from, and the behaviours that come before the first one of its history
-OF_STATE = (ColSpec(DataType.string, "user_id", required=False), ColSpec(DataType.long, "history_from", required=False))
-STATES = {"state_mb": 1024}  # MB of users' states that a process keeps
-BY_LABEL = ParamSchema([ParamSpec("label", DataType.string, "")])  # whose chance is the score; "" is the model's first
+STRINGS, NUMBERS, ANY = Array(DataType.string), Array(DataType.double), AnyType()
+TYPES: dict[str, Any] = {
+    "ids": Array(ANY),  # strings, or integers for the strings of their digits (models/item_ids.py)
+    "string": DataType.string, "strings": STRINGS, "long": DataType.long, "longs": Array(DataType.long),
+    "number": ANY, "numbers": NUMBERS, "vectors": Array(NUMBERS),  # MLflow takes no 3 for a double
+    "own_numbers": Map(NUMBERS), "own_categories": Map(STRINGS), "labels": Map(Array(ANY)),  # nor true
+}  # fmt: skip
+"""Of columns of requests and answers."""
+
+CODE = {"catalogue": "served_model.py", "candidates": "served_ranker.py"}
+"""The file in this folder that MLflow runs, by what a family's models rank."""
+
+REQUIREMENTS = ["mlflow", "torch", "numpy", "pandas", "pyarrow", "safetensors", "transformers"]
 
 
-@dataclass(frozen=True)
-class Served:
-    """How the models of a family are served."""
+def schema(columns: Columns, needed: Columns) -> Schema:
+    """Of columns of requests or answers."""
 
-    signature: ModelSignature
-    """What they take and give, viewer-side categories aside."""
-    code: str
-    """The file in this folder that MLflow runs."""
-    tables: tuple[str, ...] = ()
-    """Tables that the code reads beside the items and the manifest of the sequences."""
-    extra: tuple[str, ...] = ()
-    """Tables of the folder beside them, where the model needs one."""
-    extra_if_there: tuple[str, ...] = ()
-    """Further ones, that not every such folder has."""
-    beside: Callable[[str, str, Path], None] | None = None
-    """`beside(tables, extra, folder)` writes what else the code reads into the bundle's folder, or None."""
-    requirements: tuple[str, ...] = ()
-    """Packages that the code may need beside those of all."""
-    labels: str = "labels"
-    """What the manifest of the sequences calls the model's labels."""
-    grades: bool = False
-    """Whether the metadata says how actions are graded from 0 to 1."""
-    new_items: bool = False
-    """Whether requests may bring items that are not in the catalogue."""
-    settings: dict[str, Any] | None = None
-    """What `model_config` may set when the model is loaded, with its defaults; None: nothing."""
+    def type_of(kind: Any) -> Any:
+        if isinstance(kind, str):
+            return TYPES[kind]
+        return Array(Object([Property(key, TYPES[of], required=key == "item_id") for key, of in kind.items()]))
+
+    return Schema([ColSpec(type_of(kind), name, required=name in needed) for name, kind in columns.items()])
 
 
-def text_encoder(tables: str, text: str, folder: Path) -> None:
+def signature(requests: type[Requests], takes: Columns) -> ModelSignature:
+    """What a family's models take, beside what each request needs, and give."""
+    name, default = requests.param
+    param = ParamSpec(name, DataType.string if isinstance(default, str) else DataType.long, default)
+    inputs = schema({**requests.needs, **takes}, requests.needs)
+    return ModelSignature(inputs, schema(requests.gives, requests.gives), ParamSchema([param]))
+
+
+def write_encoder(inputs: Inputs, folder: Path) -> None:
     """The encoder of the texts, so that a served model encodes what training has not seen; a warning where there is
     none."""
     from pipelines.data.sids.texts import save_encoder  # it imports Ray, so only now
 
     try:
-        save_encoder(tables, text, folder / "encoder")
+        save_encoder(inputs.tables, str(inputs.text), folder / "encoder")
     except UserError as error:
         warnings.warn(
             f"the model comes without its text encoder, so what training has not seen has no text: {error}",
@@ -82,171 +78,44 @@ def text_encoder(tables: str, text: str, folder: Path) -> None:
         )
 
 
-SERVED = {
-    "retrieval": Served(
-        ModelSignature(
-            inputs=Schema(
-                [
-                    ColSpec(IDS, "history"),  # item ids, oldest first
-                    ColSpec(DataType.string, "user_id", required=False),
-                ]
-            ),
-            # how many entries of the history are not in the catalogue; with no other the ranking is empty
-            outputs=Schema([*RANKED.inputs, ColSpec(DataType.long, "unknown_items")]),
-            params=ParamSchema([ParamSpec("k", DataType.long, 10)]),
-        ),
-        "served_model.py",
-        extra=("sids", "trie"),
-    ),
-    "search": Served(
-        ModelSignature(
-            inputs=Schema(
-                [
-                    ColSpec(IDS, "candidates"),  # item ids of what the search found
-                    ColSpec(IDS, "history"),  # items engaged with, oldest first
-                    ColSpec(DataType.string, "query", required=False),
-                    ColSpec(DataType.long, "timestamp_ms", required=False),  # of the request: hour and weekday
-                    ColSpec(VECTORS, "features", required=False),  # of each candidate
-                    ColSpec(STRINGS, "history_query", required=False),  # the query of each behaviour, "" for none
-                    ColSpec(TIMES, "history_time_ms", required=False),
-                    ColSpec(VECTORS, "history_features", required=False),
-                    *OF_STATE,
-                ]
-            ),
-            outputs=RANKED,
-            params=BY_LABEL,
-        ),
-        "served_ranker.py",
-        settings={**STATES, "counts": ""},  # the table of jobs.prepare --counts_as_of
-        tables=("queries",),
-        extra=("items", "queries", "pairs"),
-        extra_if_there=("tokens",),
-        beside=text_encoder,
-        requirements=("scikit-learn",),
-    ),
-    "actions": Served(
-        ModelSignature(
-            inputs=Schema(
-                [
-                    ColSpec(IDS, "candidates"),
-                    ColSpec(IDS, "history"),  # items that were shown, oldest first
-                    ColSpec(VECTORS, "history_actions"),  # what the user did with each, graded from 0 to 1
-                    # of the request; events from then on are unseen, by their history_time_ms
-                    ColSpec(DataType.long, "timestamp_ms", required=False),
-                    ColSpec(VECTORS, "features", required=False),
-                    ColSpec(TIMES, "history_time_ms", required=False),
-                    *OF_STATE,
-                ]
-            ),
-            outputs=RANKED,
-            params=BY_LABEL,
-        ),
-        "served_ranker.py",
-        settings=STATES,
-        extra=("items",),
-        beside=text_encoder,
-        requirements=("scikit-learn",),
-        labels="tasks",
-        grades=True,
-        new_items=True,
-    ),
-}
-"""By family."""
-
-REQUIREMENTS = ["mlflow", "torch", "numpy", "pandas", "pyarrow", "safetensors", "transformers"]
-
-
-OWN = {"numbers": Map(NUMBERS), "categories": Map(STRINGS)}
-"""Columns of own features: of each name a value per candidate, and with `history_` before it per behaviour."""
-
-
-def signature(
-    family: str, viewers: Iterable[str] = (), own: bool = False, content: Iterable[str] = (), labels: bool = False
-) -> ModelSignature:
-    """That of the family, with the viewer-side categories that the model reads: of the request, and of each event of
-    the history, where "" is for none. own: whether it reads features of the log's own. content: columns of items that
-    requests may tell of new ones. labels: whether it reads labels of behaviours by name."""
-    base = SERVED[family].signature
-    columns = [
-        column
-        for name in viewers
-        for column in (
-            ColSpec(DataType.string, f"viewer_{name}", required=False),
-            ColSpec(STRINGS, f"history_viewer_{name}", required=False),
-        )
-    ]
-    for name, kind in OWN.items() if own else ():
-        columns += [ColSpec(kind, f"{of}{name}", required=False) for of in ("", "history_")]
-    if labels:  # of any type, as MLflow takes no true for a double
-        columns.append(ColSpec(Map(Array(AnyType())), "history_labels", required=False))
-    if SERVED[family].new_items:
-        # numbers of any type, as MLflow takes no 3 for a double
-        kinds = {name_of(name): AnyType() if name.startswith(NUMBER) else DataType.string for name in content}
-        told = [Property(name, kind, required=False) for name, kind in kinds.items()]
-        posts = Array(Object([Property("item_id", DataType.string), *told]))
-        columns.append(ColSpec(posts, "new_items", required=False))
-    return ModelSignature(Schema([*base.inputs.inputs, *columns]), base.outputs, base.params)
-
-
-def log_model(run: RunRef, uri: str, tables: str, extra: str | None) -> str:
-    """Logs the checkpoint at `uri` with the tables that it needs to the run; the model's MLflow URI.
-
-    `extra` is the folder beside the tables that the model needs: SIDS or TEXT.
-    """
+def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
+    """Logs the checkpoint at `uri` with the tables that it needs to the run; the model's MLflow URI."""
     trained = checkpoint.read(uri)
-    entry = registry.find(trained.name)
-    served = SERVED[entry.family.name]
-    info = read_manifest(join(tables, "sequences"), "sequences").info
-    names = {name: name for name in ("labels", "features", "actions", "viewers")}
-    names["labels"] = served.labels
-    about: dict[str, Any] = {name: list(info[key]) for name, key in names.items() if key in info}
-    if labels := trained.model.get("token_labels"):
-        about["token_labels"] = labels
-    own = OwnFeatures.of(info)
-    for kind in OWN if own.names else ():
-        about[kind] = [each.name[len(NUMBER) :] for each in getattr(own, kind)]
-    text = read_manifest(join(extra, "items"), "embeddings") if served.new_items and extra else None
-    content = columns_of(read_manifest(join(tables, "items"), "items"), text) if served.new_items else []
-    if served.grades:
-        about["inputs"] = info.get("definitions", {}).get("inputs", {})
+    family = registry.find(trained.name).family
+    requests, info = family.requests, read_manifest(inputs.sequences, "sequences").info
     with tempfile.TemporaryDirectory() as folder:
         bundle = Path(folder) / "data"
-        write_bundle(bundle, uri, tables, extra)
+        write_bundle(bundle, uri, inputs)
         with at(run.uri), mlflow.start_run(run_id=run.run_id), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # asks for an input example, which it would run
             logged = mlflow.pyfunc.log_model(
                 name="model",
-                python_model=str(Path(__file__).with_name(served.code)),
+                python_model=str(Path(__file__).with_name(CODE[family.ranks])),
                 code_paths=[str(Path(models.__path__[0]))],
                 artifacts={"data": str(bundle)},
-                signature=signature(
-                    entry.family.name, info.get("viewers", ()), bool(own.names), content, "token_labels" in about
-                ),
-                metadata=about,
-                model_config=served.settings,
-                pip_requirements=[*REQUIREMENTS, *served.requirements],
+                signature=signature(requests, requests.columns(info, trained.model, inputs)),
+                metadata=requests.about(info, trained.model),
+                model_config=dict(requests.settings) or None,
+                pip_requirements=REQUIREMENTS + ["scikit-learn"] * requests.encodes,
             )
     return str(logged.model_uri)
 
 
-def write_bundle(bundle: Path, uri: str, tables: str, extra: str | None) -> None:
+def write_bundle(bundle: Path, uri: str, inputs: Inputs) -> None:
     """The checkpoint at `uri` and what the served model reads beside it, in a new folder."""
-    entry = registry.find(checkpoint.read(uri).name)
-    served = SERVED[entry.family.name]
+    name = checkpoint.read(uri).name
+    requests, inputs = registry.find(name).family.requests, inputs_of(name, inputs)
     with checkpoint.local(uri) as local:
-        for name in (checkpoint.WEIGHTS, checkpoint.CONFIG):
+        for file in (checkpoint.WEIGHTS, checkpoint.CONFIG):
             (bundle / "checkpoint").mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(local / name, bundle / "checkpoint" / name)
-    fetch(join(tables, "items"), bundle / "tables/items")
-    fetch(join(tables, "sequences"), bundle / "tables/sequences", manifest_only=True)
-    for name in served.tables:
-        fetch(join(tables, name), bundle / "tables" / name)
-    if entry.extra and extra:
-        found = [name for name in served.extra_if_there if has_manifest(join(extra, name))]
-        for name in (*served.extra, *found):
-            fetch(join(extra, name), bundle / entry.extra.option / name)
-        if served.beside:
-            served.beside(tables, extra, bundle)
+            shutil.copyfile(local / file, bundle / "checkpoint" / file)
+    fetch(inputs.sequences, bundle / "tables/sequences", manifest_only=True)
+    for option, folder in inputs.given().items():
+        for table in ("items", *requests.tables) if option == "tables" else requests.beside:
+            if has_manifest(join(folder, table)):
+                fetch(join(folder, table), bundle / option / table)
+    if inputs.text and requests.encodes:
+        write_encoder(inputs, bundle)
 
 
 def fetch(uri: str, target: Path, manifest_only: bool = False) -> None:

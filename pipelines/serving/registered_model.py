@@ -18,6 +18,7 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
 from models import checkpoint, registry
+from models.inputs import Inputs
 from models.tables import UserError
 from pipelines import tracking
 from pipelines.serving import package
@@ -55,8 +56,8 @@ def register(run: tracking.RunRef, name: str, metric: str | None = None) -> Mode
                 return version
     model = tags.get("model")
     if model is None:
-        extra = params.get(entry.extra.option) if entry.extra else None
-        model = package.log_model(run, tags["checkpoint"], params["tables"], extra)
+        inputs = Inputs(params["tables"], params.get("sids"), params.get("text"))
+        model = package.log_model(run, tags["checkpoint"], inputs)
         client.set_tag(run.run_id, "model", model)
     kept = {key: value for key, value in tags.items() if key.startswith("table.")}
     kept |= {tracking.WEIGHTS_TAG: weights, RUN_TAG: str(found.info.run_name), "model": params["model.name"]}

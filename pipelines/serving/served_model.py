@@ -1,4 +1,4 @@
-"""The model as MLflow loads it: histories of item ids in, ranked item ids out. Run by MLflow, not imported.
+"""A retrieval model as MLflow loads it: histories of item ids in, ranked item ids out. Run by MLflow, not imported.
 
 Logged as a "model from code": this file, `models/` and the data of `package.py` are all that is stored, no
 pickle. It needs PyTorch and MLflow alone.
@@ -14,10 +14,9 @@ import pandas as pd
 from mlflow.pyfunc import PythonModel
 
 from models import checkpoint, registry
-from models.item_ids import clean_id, item_ids
-from models.retrieval.data import batch_of, hash_strings
+from models.requests import Row, bundled
 from models.setup import load_catalogue
-from models.tables import UserError, read_table
+from models.tables import UserError
 
 
 class Ranker(PythonModel):
@@ -25,13 +24,10 @@ class Ranker(PythonModel):
 
     def load_context(self, context: Any) -> None:
         folder = context.artifacts["data"]
-        about = checkpoint.read(f"{folder}/checkpoint")
-        entry = registry.find(about.name)
-        catalogue = load_catalogue(entry, about.name, f"{folder}/tables", f"{folder}/sids")
+        name = checkpoint.read(f"{folder}/checkpoint").name
+        catalogue = load_catalogue(name, bundled(folder))
         self.model: Any = registry.load(f"{folder}/checkpoint", catalogue)[0]
-        self.history = registry.config_from_dict(about.model).max_history
-        self.items = read_table(f"{folder}/tables/items", "items", ["item_id"])["item_id"].to_pylist()
-        self.index = {item: index for index, item in enumerate(self.items)}
+        self.requests = registry.find(name).family.requests(folder, self.model, catalogue, {})
         self.warned = False
 
     def predict(self, context: Any, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
@@ -40,33 +36,27 @@ class Ranker(PythonModel):
 
         A history with no other entries gets an empty ranking, of which the model warns once.
         """
-        import pyarrow as pa
-
         k = int((params or {}).get("k", 10))
         if k < 1:
             raise UserError(f"k {k} is below 1; give the number of items to recommend")
-        given = [item_ids("history", history) for history in model_input["history"]]
-        found = [[self.index[item] for item in history if item in self.index] for history in given]
-        unknown = [len(history) - len(items) for history, items in zip(given, found, strict=True)]
-        if not self.warned and any(history and not items for history, items in zip(given, found, strict=True)):
+        requests = [self.requests.read(Row(row)) for row in model_input.to_dict("records")]
+        if not self.warned and any(request.unknown and not request.items for request in requests):
             self.warned = True
             warnings.warn(
                 "a history has no item of the catalogue, so its ranking is empty; unknown_items counts them by row",
                 stacklevel=2,
             )
-        histories = [items[-self.history :] for items in found]
-        users = model_input["user_id"] if "user_id" in model_input else [""] * len(histories)
-        hashes = hash_strings(pa.array([clean_id(str(user or "")) or "" for user in users], pa.string()))
-        ranked: list[list[str]] = [[] for _ in histories]
-        scores: list[list[float]] = [[] for _ in histories]
-        known = [row for row, history in enumerate(histories) if history]
+        found: list[dict[str, Any]] = [
+            {"item_id": [], "score": [], "unknown_items": request.unknown} for request in requests
+        ]
+        known = [place for place, request in enumerate(requests) if request.items]
         if known:
-            items, values = self.model.recommend(batch_of([histories[row] for row in known], hashes[known]), k)
-            for place, row in enumerate(known):
-                real = items[place] >= 0
-                ranked[row] = [self.items[item] for item in items[place][real].tolist()]
-                scores[row] = values[place][real].tolist()
-        return pd.DataFrame({"item_id": ranked, "score": scores, "unknown_items": unknown})
+            ranked, scores = self.model.recommend(self.requests.batch([requests[place] for place in known]), k)
+            for place, items, values in zip(known, ranked, scores, strict=True):
+                real = items >= 0
+                found[place]["item_id"] = [self.requests.items[item] for item in items[real].tolist()]
+                found[place]["score"] = values[real].tolist()
+        return pd.DataFrame(found, columns=["item_id", "score", "unknown_items"])
 
 
 mlflow.models.set_model(Ranker())

@@ -8,6 +8,7 @@ from typing import Any
 from models import registry
 from models.config import naming
 from models.fit import FitConfig
+from models.inputs import Inputs
 from models.places import CHECKPOINT
 from models.setup import check_budget, check_fit, load_catalogue
 from models.tables import UserError, join, read_manifest
@@ -36,10 +37,8 @@ class Checked:
     """The training loop."""
     ray: RayOptions
     """Workers and their resources."""
-    tables: str
-    """TABLES, absolute."""
-    extra: str | None
-    """The folder that the model reads beside them, absolute."""
+    inputs: Inputs
+    """What the model reads."""
     hashes: dict[str, str]
     """Of the tables that it reads."""
     uri: str
@@ -61,21 +60,21 @@ class Checked:
 
 
 def check(
-    *, model: dict[str, Any], fit: FitConfig, ray_options: RayOptions, tables: str, extra: str | None, storage: str,
+    *, model: dict[str, Any], fit: FitConfig, ray_options: RayOptions, inputs: Inputs, storage: str,
     name: str, tracking_uri: str | None = None, overwrite: bool = False,
 ) -> Checked:  # fmt: skip
     """The training, or UserError for what the user can mend and is known without Ray. Nothing is written.
 
-    `model` holds the model's `name` and fields; `extra` is the folder that it needs beside the tables (`Entry.extra`).
+    `model` holds the model's `name` and fields.
     """
     check_name(name)
-    tables, extra, storage = absolute(tables), absolute(extra) if extra else None, absolute(storage)
+    storage = absolute(storage)
     uri = resolve_uri(tracking_uri, storage)
     entry = registry.find(model["name"])
     check_checkpoints(model, entry, storage)
     encoders = naming(entry.config, "encoder")
     model = {key: located(value) if key in encoders else value for key, value in model.items()}
-    catalogue = load_catalogue(entry, model["name"], tables, extra)
+    catalogue = load_catalogue(model["name"], inputs)
     record = None if overwrite else read_record(join(storage, name))
     asked = registry.config_from_dict(model)
     given = registry.config_to_dict(asked)
@@ -94,15 +93,15 @@ def check(
     config = {"model": model, "fit": asdict(fit), "ray": {"num_workers": workers}}
     notes = []
     if record is None:  # a run that has begun keeps its buffers
-        check_budget(entry, fit, join(tables, "sequences"), registry.config_from_dict(model), workers)
-        about_log = read_manifest(join(tables, "sequences"), "sequences").info
-        if unread := entry.family.unread(about_log) if entry.family.unread else []:
+        check_budget(entry, fit, inputs.sequences, registry.config_from_dict(model), workers)
+        about_log = read_manifest(inputs.sequences, "sequences").info
+        if unread := entry.family.unread(about_log):
             notes = [f"'{model['name']}' reads items and their order, of these tables not the {'; '.join(unread)}"]
     elif record["status"] != "opening":
         check_same(record, config, catalogue.hashes, name, storage)
-    extra = extra if entry.extra else None
+    inputs = inputs.of(model["name"], entry.reads)
     return Checked(
-        name, storage, entry, config, given, fit, ray_options, tables, extra, catalogue.hashes, uri, overwrite, notes
+        name, storage, entry, config, given, fit, ray_options, inputs, catalogue.hashes, uri, overwrite, notes
     )
 
 

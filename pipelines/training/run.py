@@ -28,6 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from models import checkpoint, registry
 from models.checkpoint import Checkpoint
 from models.fit import FitConfig
+from models.inputs import Inputs
 from models.locks import locked
 from models.tables import UserError, has_manifest, join, open_uri, read_manifest
 from models.uri import write_file
@@ -76,8 +77,7 @@ def train(
     model: dict[str, Any],
     fit: FitConfig,
     ray_options: RayOptions,
-    tables: str,
-    extra: str | None,
+    inputs: Inputs,
     storage: str,
     name: str,
     tracking_uri: str | None = None,
@@ -86,7 +86,7 @@ def train(
 ) -> Trained:
     """`carry_on` with what `check` makes of the settings."""
     checked = check(
-        model=model, fit=fit, ray_options=ray_options, tables=tables, extra=extra, storage=storage, name=name,
+        model=model, fit=fit, ray_options=ray_options, inputs=inputs, storage=storage, name=name,
         tracking_uri=tracking_uri, overwrite=overwrite,
     )  # fmt: skip
     return carry_on(checked, **how)
@@ -119,7 +119,7 @@ def carry_on(
     began = time.monotonic()
     entry, ray_options, config, hashes = checked.entry, checked.ray, checked.config, checked.hashes
     name, storage, folder = checked.name, checked.storage, checked.folder
-    tables, extra, uri, workers = checked.tables, checked.extra, checked.uri, checked.workers
+    inputs, uri, workers = checked.inputs, checked.uri, checked.workers
     for note in checked.notes:
         say(f"note: {note}")
     if start:
@@ -136,22 +136,21 @@ def carry_on(
         if record is None or record["status"] == "opening":
             if record:
                 tracking.discard(record["opening"])
-            experiment = experiment or f"{entry.family.name}/{dataset_name(tables)}"
+            experiment = experiment or f"{entry.family.name}/{dataset_name(inputs.tables)}"
             opening = tracking.opening(uri, experiment)
             write_record(folder, {"status": "opening", "opening": opening})
-            beside = {entry.extra.option: extra} if entry.extra and extra else {}
-            settings = {**config, "tables": tables, **beside, "ray": asdict(ray_options)}
+            settings = {**config, **inputs.given(), "ray": asdict(ray_options)}
             labels = {**(tags or {}), tracking.KEY_TAG: opening["key"]}
-            labels |= {tracking.SIMULATED_TAG: "true"} if is_simulated(tables) else {}
+            labels |= {tracking.SIMULATED_TAG: "true"} if is_simulated(inputs.tables) else {}
             run = tracking.open_run(
                 uri, experiment, name, storage, config=settings, hashes=hashes, parent=parent_run, tags=labels
             )
-            if extra and entry.sids:  # what the tokenizer measured stands beside what a model makes of its codes
-                tracking.Logger(run).update(figures(read_manifest(join(extra, "sids"), "sids").info, "sids"), 0)
+            if inputs.sids:  # what the tokenizer measured stands beside what a model makes of its codes
+                tracking.Logger(run).update(figures(read_manifest(join(inputs.sids, "sids"), "sids").info, "sids"), 0)
             created = datetime.now(UTC).isoformat(timespec="seconds")
             record = {
                 "config": config, "hashes": hashes, "tracking": run.to_dict(), "status": "running", "created": created,
-                "tables": tables, "extra": extra, "given": checked.given,
+                "inputs": inputs.given(), "given": checked.given,
             }  # fmt: skip
             write_record(folder, record)
         else:
@@ -161,10 +160,10 @@ def carry_on(
                 about = checkpoint.read(join(folder, BEST))
                 return Trained(name, join(folder, BEST), about, run, record["epochs"], 0.0, already=True)
             tracking.reopen(run)
-            record = {**record, "tables": tables, "extra": extra}  # tables may have moved
+            record = {**record, "inputs": inputs.given()}  # tables may have moved
 
         task = Task(
-            config["model"], config["fit"], tables, extra, run.to_dict(), ray_options.threads, ray_options.fsdp,
+            config["model"], config["fit"], inputs.given(), run.to_dict(), ray_options.threads, ray_options.fsdp,
             lost_checkpoint(folder),
         )  # fmt: skip
         try:
@@ -195,8 +194,8 @@ def conclude(folder: str, record: dict[str, Any], last: Checkpoint, log_model: b
     logger.update(values, last.step)
     logger.tag(checkpoint=join(folder, BEST))
     tracking.log_curves(run)
-    if log_model and registry.find(about.name).family.served and "model" not in logger.tags:
-        logger.tag(model=package.log_model(run, join(folder, BEST), record["tables"], record["extra"]))
+    if log_model and registry.find(about.name).family.logged and "model" not in logger.tags:
+        logger.tag(model=package.log_model(run, join(folder, BEST), Inputs(**record["inputs"])))
     logger.end()
     write_record(folder, {**record, "status": "finished", "epochs": last.epoch, **more})
     return about

@@ -20,6 +20,7 @@ from ray.train.torch import get_device
 
 from models import checkpoint
 from models.fit import EpochEvent, Event, FitConfig, StepEvent, StillEvent, best_of, describe, fit
+from models.inputs import Inputs
 from models.setup import Setup, set_up
 from models.words import number_of
 from pipelines import tracking
@@ -50,10 +51,8 @@ class Task:
     """`name` and fields of the model's config."""
     fit: dict[str, Any]
     """Fields of `FitConfig`."""
-    tables: str
-    """TABLES, absolute or a URI."""
-    extra: str | None
-    """The folder that the model needs beside them, absolute or a URI."""
+    inputs: dict[str, str]
+    """Fields of `Inputs`."""
     tracking: dict[str, str] | None
     """The MLflow run as `RunRef` fields."""
     threads: int
@@ -115,7 +114,7 @@ def perform(task: Task, place: Place, latest: AbstractContextManager[str | None]
     with latest as folder:
         about = checkpoint.read(folder) if folder else None
         setup = set_up(
-            task.model, FitConfig(**task.fit), task.tables, task.extra, device=place.device, rank=place.rank,
+            task.model, FitConfig(**task.fit), Inputs(**task.inputs), device=place.device, rank=place.rank,
             world=place.world, streamed=tuple(about.stream) if about else None,
         )  # fmt: skip
         state = restore(setup, task, folder, about) if folder and about else None
@@ -131,7 +130,7 @@ def perform(task: Task, place: Place, latest: AbstractContextManager[str | None]
         place.say(f"{requests}, {number_of(setup.train.steps(0), 'step')} per epoch")
         for note in setup.notes:
             place.say(note)
-        parts = setup.entry.family.parts(setup.model) if setup.entry.family.parts else {}
+        parts = setup.entry.family.parts(setup.model)
         if parts:
             place.say("parameters: " + ", ".join(f"{name} {number:,}" for name, number in parts.items()))
         if about is not None:

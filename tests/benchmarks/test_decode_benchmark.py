@@ -12,6 +12,7 @@ from training_tables import write_tables
 from benchmarks import decode, harness
 from models import checkpoint
 from models.fit import FitConfig
+from models.inputs import Inputs
 from models.memory import resident_peak_mb
 from models.retrieval.data import PAD, Examples
 from models.retrieval.search.trie import Trie
@@ -61,7 +62,7 @@ def test_trained_models_are_timed_on_their_own_tables(tmp_path):
     tiger = {"name": "tiger", "d_model": 16, "d_ff": 16, "num_heads": 1, "d_kv": 8, "num_encoder_layers": 1}
     saved = []
     for model in (tiger, {"name": "gdn", "teacher": str(tmp_path / "tiger"), "num_layers": 1, "head_width": 8}):
-        setup = set_up(model, FitConfig(batch_size=8), tables, sids)
+        setup = set_up(model, FitConfig(batch_size=8), Inputs(tables, sids))
         checkpoint.save(tmp_path / model["name"], setup.model, setup.checkpoint(epoch=1))
         saved.append(str(tmp_path / model["name"]))
     given = {"runs": 1, "threads": 1, "batches": (2,), "beams": (3,), "slow": (2, 3), "sids": sids}

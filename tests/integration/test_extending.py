@@ -23,6 +23,7 @@ import training_tables
 
 from models import checkpoint, registry
 from models.fit import FitConfig
+from models.inputs import Inputs
 from models.retrieval.data import Catalogue
 from models.retrieval.parts import History
 from models.setup import set_up
@@ -234,7 +235,7 @@ def test_a_decoder_is_one_file_and_a_row(copy: Path, run: Callable[..., str], tm
     tables, sids = training_tables.write_tables(tmp_path / "small")
     tiger = {"name": "tiger", "d_model": 16, "d_ff": 16, "num_heads": 1, "d_kv": 8, "num_encoder_layers": 1,
              "num_decoder_layers": 1}  # fmt: skip
-    teacher = set_up(tiger, FitConfig(batch_size=8), tables, sids)
+    teacher = set_up(tiger, FitConfig(batch_size=8), Inputs(tables, sids))
     checkpoint.save(tmp_path / "tiger", teacher.model, teacher.checkpoint(epoch=1))
     add(
         copy, "models/retrieval/decoders/newest.py", DECODER,

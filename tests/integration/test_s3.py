@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from models import checkpoint
 from models.fit import FitConfig
+from models.inputs import Inputs
 from models.tables import file_info, open_uri, read_manifest
 from pipelines.training.options import RayOptions
 from pipelines.training.run import train
@@ -143,7 +144,7 @@ def test_a_killed_training_goes_on_and_ends_with_the_weights_of_an_undisturbed_o
     killed.communicate()
     assert file_info(f"{world.s3}/runs/.one.lock").type == fs.FileType.File  # nobody let go of it
     train(
-        model=MODEL, fit=FitConfig(**FIT), ray_options=RayOptions(threads=1), tables=f"{world.here}/tables", extra=None,
+        model=MODEL, fit=FitConfig(**FIT), ray_options=RayOptions(threads=1), inputs=Inputs(f"{world.here}/tables"),
         storage=f"{world.here}/runs", name="one", tracking_uri=world.store, experiment="retrieval/disk",
         log_model=False, heard=lambda about: None,
     )  # fmt: skip

@@ -19,6 +19,7 @@ import yaml
 from jobs import cli
 from jobs import sweep as job
 from models.fit import FitConfig, fit
+from models.inputs import Inputs
 from models.setup import set_up
 from pipelines import tracking
 from tuning.grid import Scheduler
@@ -35,7 +36,7 @@ ASHA: dict[str, Any] = {"name": "asha", "grace": 3, "reduction": 2}
 def values_of(tables: str, lr: float) -> list[float]:
     """Validation metric by epoch of an undisturbed training."""
     config = FitConfig(**FIT, lr=lr)
-    setup = set_up(MODEL, config, tables)
+    setup = set_up(MODEL, config, Inputs(tables))
     events = fit(setup.model, setup.train, setup.validate, config, means=setup.means)
     return [event.metrics["ndcg@10"] for event in events if event.metrics]
 

@@ -18,6 +18,7 @@ from training_tables import write_tables
 
 from jobs import cli
 from models.fit import FitConfig
+from models.inputs import Inputs
 from models.setup import set_up
 
 pytestmark = pytest.mark.usefixtures("ray_local")
@@ -146,7 +147,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for name, model in SMALL.items():
         from models import checkpoint
 
-        setup = set_up(model, FitConfig(batch_size=8), tables, sids)
+        setup = set_up(model, FitConfig(batch_size=8), Inputs(tables, sids))
         checkpoint.save(home / name, setup.model, setup.checkpoint(epoch=1), {"cursor": {"epoch": 1}})
         found[name] = str(home / name)
     return found

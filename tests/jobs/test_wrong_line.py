@@ -13,6 +13,7 @@ from search_tables import write_search
 from jobs import cli
 from models import checkpoint
 from models.fit import FitConfig
+from models.inputs import Inputs
 from models.setup import set_up
 from models.tables import UserError
 
@@ -24,7 +25,7 @@ def made(small: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> di
     """Tables of retrieval with their semantic IDs, tables of search, and a storage with a TIGER's run."""
     home = tmp_path_factory.mktemp("wrong")
     tiger = {"name": "tiger", "d_model": 8, "d_ff": 8, "num_heads": 1, "d_kv": 4}
-    setup = set_up(tiger, FitConfig(batch_size=8), *small)
+    setup = set_up(tiger, FitConfig(batch_size=8), Inputs(*small))
     checkpoint.save(home / "runs/teacher/best", setup.model, setup.checkpoint(epoch=1))
     (home / "runs/teacher/run.json").write_text("{}")
     return {"tables": small[0], "sids": small[1], "search": write_search(home)[0], "runs": str(home / "runs")}

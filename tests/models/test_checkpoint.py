@@ -18,6 +18,7 @@ from training_tables import write_tables
 
 from models import checkpoint, registry
 from models.fit import FitConfig
+from models.inputs import Inputs
 from models.retrieval.data import Catalogue
 from models.setup import set_up
 from models.tables import UserError, sealed, unsealed
@@ -34,7 +35,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     tables, sids = write_tables(folder / "small")
     other, other_sids = write_tables(folder / "other", items=20)
     for name, model in {"sasrec": SASREC, "tiger": TIGER}.items():
-        setup = set_up(model, FitConfig(batch_size=8), tables, sids)
+        setup = set_up(model, FitConfig(batch_size=8), Inputs(tables, sids))
         checkpoint.save(folder / name, setup.model, setup.checkpoint(epoch=3), {"cursor": {"epoch": 3}})
     return {
         "tables": tables, "sids": sids, "other": other, "other_sids": other_sids,
@@ -111,7 +112,7 @@ def test_a_checkpoint_without_state_cannot_be_resumed(saved: dict[str, str], tmp
 
 
 def test_saving_again_replaces_and_leaves_nothing_beside(saved: dict[str, str], tmp_path: Path) -> None:
-    setup = set_up(SASREC, FitConfig(batch_size=8), saved["tables"])
+    setup = set_up(SASREC, FitConfig(batch_size=8), Inputs(saved["tables"]))
     for epoch in (1, 2):
         checkpoint.save(tmp_path / "best", setup.model, setup.checkpoint(epoch=epoch))
     assert checkpoint.read(tmp_path / "best").epoch == 2

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from models import checkpoint, registry
 from models.fit import FitConfig, autocast, to_device
+from models.inputs import Inputs
 from models.ranking_metrics import Histogram
 from models.retrieval.student import TaughtConfig
 from models.setup import Setup, set_up
@@ -128,17 +129,18 @@ FIT = FitConfig(batch_size=8, eval_batch_size=8)
 def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Tables by family, and checkpoints that students are made from."""
     folder = tmp_path_factory.mktemp("devices")
-    tables = {
-        "retrieval": training_tables.write_tables(folder / "retrieval", users=12, titles=True),
-        "search": search_tables.write_search(folder / "search", users=10, requests=6),
-        "actions": (actions_tables.write_actions(folder / "actions", users=12), None),
+    tables, text = search_tables.write_search(folder / "search", users=10, requests=6)
+    inputs = {
+        "retrieval": Inputs(*training_tables.write_tables(folder / "retrieval", users=12, titles=True)),
+        "search": Inputs(tables, text=text),
+        "actions": Inputs(actions_tables.write_actions(folder / "actions", users=12)),
     }
     made: dict[str, Any] = {name: str(folder / name) for name in ("tiger", "lc_rec", "sid_mlp_pp_encoder")}
     teacher = {"teacher": made["tiger"]}
     for name, model in {"tiger": SIZES["tiger"], "lc_rec": LC_REC, "sid_mlp_pp_encoder": teacher}.items():
-        setup = set_up({"name": name, **model}, FIT, *tables["retrieval"])
+        setup = set_up({"name": name, **model}, FIT, inputs["retrieval"])
         checkpoint.save(made[name], setup.model, setup.checkpoint())
-    return {**tables, **made}
+    return {**inputs, **made}
 
 
 MOST_WAITS = {"retrieval": 0, "search": 2, "actions": 3}
@@ -154,7 +156,7 @@ def set_up_small(name: str, data: dict[str, Any], fit: FitConfig, device: Any) -
         model["teacher"] = data[config.taught_by]
     if name == "sid_mlp_pp":
         model["encoder"] = data["sid_mlp_pp_encoder"]
-    return set_up(model, fit, *data[registry.find(name).family.name], device=device)
+    return set_up(model, fit, data[registry.find(name).family.name], device=device)
 
 
 def gradients(model: nn.Module) -> list[Tensor]:

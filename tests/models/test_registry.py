@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from models import registry
-from models.families import TEXT
 from models.retrieval.data import Catalogue
 from models.search.data import SearchCatalogue
 from models.tables import UserError
@@ -28,7 +27,7 @@ def test_every_search_model_builds_from_its_config_and_round_trips(name):
     config = registry.config_from_dict({"name": name, "dropout": 0.2})
     assert registry.config_from_dict(registry.config_to_dict(config)) == config
     assert registry.resolve(config, None) == config
-    assert entry.extra is TEXT
+    assert entry.reads == {"text": True}
     small = registry.config_from_dict({"name": name, **({} if name == "base" else {"width": 24, "num_layers": 1})})
     text, keys = torch.randn(2, 4), torch.arange(2)
     named = {"feature_mean": torch.zeros(1), "feature_std": torch.ones(1), "groups": {"context": ("position",)}}
@@ -78,9 +77,7 @@ def test_every_actions_model_round_trips_and_does_without_text(name):
     config = registry.config_from_dict({"name": name, "dropout": 0.2})
     assert registry.config_from_dict(registry.config_to_dict(config)) == config
     assert registry.name_of(config) == name
-    assert entry.extra is not None
-    assert entry.extra.option == "text"
-    assert entry.extra.optional
+    assert entry.reads == {"text": False}
     assert entry.unit == ("cut" if name == "genrank" else "user")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from training_tables import write_tables
 
 from models.fit import FitConfig
+from models.inputs import Inputs
 from models.setup import score, set_up
 
 SASREC = {"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 12}
@@ -19,7 +19,7 @@ SASREC = {"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 12}
 @pytest.mark.parametrize("limit", [7, 20, 59, 60, 1000])
 def test_a_limited_validation_takes_that_many_rows_of_all_lengths(tmp_path: Path, limit: int) -> None:
     tables, _ = write_tables(tmp_path)
-    setup = set_up(SASREC, FitConfig(), tables)
+    setup = set_up(SASREC, FitConfig(), Inputs(tables))
     seen: list[int] = []
 
     def count_rows(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -27,7 +27,6 @@ def test_a_limited_validation_takes_that_many_rows_of_all_lengths(tmp_path: Path
         seen.extend(batch["history_length"].tolist())
         return {"examples": float(len(batch["history"]))}
 
-    measured = replace(setup.entry.measured, measure=count_rows)
-    sums, count, _ = score(setup.model, measured, setup.val, batch_size=8, device=setup.device, limit=limit)
+    sums, count, _ = score(setup.model, count_rows, setup.val, batch_size=8, device=setup.device, limit=limit)
     assert count == sums["examples"] == len(seen) == min(limit, 60)
     assert {min(seen), max(seen)} == {min(setup.val.lengths), max(setup.val.lengths)}

@@ -18,6 +18,7 @@ import torch
 
 from models import registry
 from models.fit import FitConfig, fit
+from models.inputs import Inputs
 from models.retrieval.data import Examples
 from models.retrieval.sasrec import SASRecConfig
 from models.setup import read_share, set_up
@@ -155,7 +156,7 @@ def test_a_run_goes_on_as_if_undisturbed(tmp_path: Path) -> None:
     def run(config: FitConfig, last: Any = (None, None, None), upto: int = 10**6) -> tuple[Any, Any, Any]:
         """(state, weights, plan) of the last checkpoint of the first `upto` events."""
         state, weights, streamed = last
-        setup = set_up(model, config, tables, streamed=streamed)
+        setup = set_up(model, config, Inputs(tables), streamed=streamed)
         assert isinstance(setup.train.examples, Stream)
         assert f"streaming: {setup.checkpoint().stream[1]} buffers" in setup.notes[-1]
         if weights:

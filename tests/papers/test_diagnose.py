@@ -11,6 +11,7 @@ import pytest
 
 from models import checkpoint
 from models.fit import FitConfig
+from models.inputs import Inputs
 from models.setup import set_up
 from models.tables import UserError
 from papers.diagnose import Config, profile, run, shares
@@ -29,7 +30,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "tiger": TIGER, "nezha": {"name": "nezha", "teacher": str(folder / "tiger"), "beam": 4}, "sasrec": {"dim": 16},
     }  # fmt: skip
     for name, model in models.items():
-        setup = set_up({"name": name, **model}, FitConfig(batch_size=8), tables, sids)
+        setup = set_up({"name": name, **model}, FitConfig(batch_size=8), Inputs(tables, sids))
         checkpoint.save(folder / name, setup.model, setup.checkpoint())
         found[name] = str(folder / name)
     return found

@@ -16,6 +16,7 @@ from training_tables import write
 
 from models import checkpoint, registry
 from models.fit import FitConfig
+from models.inputs import Inputs
 from models.retrieval.data import Catalogue, Examples
 from models.setup import set_up
 from models.tables import UserError
@@ -63,7 +64,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A checkpoint of SASRec, and the tables."""
     folder = tmp_path_factory.mktemp("shift")
     tables = write_log(folder, drifting_log())
-    setup = set_up({"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 1}, FitConfig(batch_size=8), tables)
+    setup = set_up(
+        {"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 1}, FitConfig(batch_size=8), Inputs(tables)
+    )
     checkpoint.save(folder / "sasrec", setup.model, setup.checkpoint(epoch=1, step=4))
     return folder, tables
 

@@ -13,6 +13,7 @@ from search_tables import FEATURES, write_search
 
 from models import checkpoint, registry
 from models.fit import FitConfig
+from models.inputs import Inputs
 from models.setup import set_up
 from models.tables import UserError, join, read_table
 from papers.loaded import load
@@ -167,7 +168,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
     folder = tmp_path_factory.mktemp("replay")
     tables, text = write_search(folder)
     for name in ("base", "qgs"):
-        setup = set_up({"name": name} | (SMALL if name == "qgs" else {}), FitConfig(), tables, text)
+        setup = set_up({"name": name} | (SMALL if name == "qgs" else {}), FitConfig(), Inputs(tables, text=text))
         checkpoint.save(folder / name, setup.model, setup.checkpoint(epoch=1))
     return folder, tables, text
 
@@ -191,7 +192,7 @@ def test_models_do_not_see_where_a_result_was_logged(trained, tmp_path):
     folder, tables, text = trained
     scores = {}
     for feature in ("", "position", "pair_ctr_7d"):
-        setup = set_up({"name": "base"}, FitConfig(), tables, text)
+        setup = set_up({"name": "base"}, FitConfig(), Inputs(tables, text=text))
         loaded = registry.load(str(folder / "base"), setup.catalogue)[0]
         if feature:
             loaded.scale.mean[FEATURES.index(feature)] += 1  # as if all values were lower

@@ -20,6 +20,7 @@ from training_tables import write_tables
 
 from models import checkpoint
 from models.fit import FitConfig
+from models.inputs import Inputs
 from models.setup import set_up
 from models.tables import UserError
 from pipelines import tracking
@@ -47,7 +48,7 @@ class World:
 
     def sweep(self, grid: Grid, **changes: Any) -> Swept:
         arguments: dict[str, Any] = {
-            "tables": self.tables, "extra": None, "storage": str(self.folder / "runs"), "name": "halved",
+            "inputs": Inputs(self.tables), "storage": str(self.folder / "runs"), "name": "halved",
             "ray_options": RayOptions(threads=1), "options": Options(concurrency=1), "say": self.lines.append,
         }  # fmt: skip
         return sweep(grid, grid.trials(), **{**arguments, **changes})
@@ -145,7 +146,7 @@ def test_mlflow_has_the_sweep_and_its_trials(world: World) -> None:
 def test_the_same_line_again_finds_the_sweep_finished(world: World) -> None:
     other, _ = write_tables(world.folder / "others", items=20)
     with pytest.raises(UserError, match=r"was started with another table '(items|sequences)'"):
-        world.sweep(HALVED, tables=other)
+        world.sweep(HALVED, inputs=Inputs(other))
     again = world.sweep(HALVED)
     assert again.results is None
     assert (again.run, again.best, again.outcomes) == (world.swept.run, world.swept.best, world.swept.outcomes)
@@ -213,11 +214,11 @@ def test_lost_trials_are_continued_and_lost_ones_recorded(world: World) -> None:
 def test_a_sweep_without_a_value_fails_and_is_taken_up_again(world: World) -> None:
     tables, sids = write_tables(world.folder / "taught")
     teacher, away = world.folder / "tiger", world.folder / "away"
-    setup = set_up(TIGER, FitConfig(batch_size=16), tables, sids)
+    setup = set_up(TIGER, FitConfig(batch_size=16), Inputs(tables, sids))
     checkpoint.save(teacher / "best", setup.model, setup.checkpoint(epoch=1))
     student = {"name": "sid_mlp", "head_width": 16, "teacher": str(teacher)}
     one = grid(base={"model": student, "fit": {**FIT, "max_epochs": 1}}, axes={"fit.lr": [0.01]})
-    asked: dict[str, Any] = {"name": "lost", "tables": tables, "extra": sids}
+    asked: dict[str, Any] = {"name": "lost", "inputs": Inputs(tables, sids)}
 
     def lose(line: str) -> None:
         if "trial of g" in line:  # what the look before has found is gone when the trial starts
@@ -260,7 +261,7 @@ def test_trials_of_several_workers_are_stopped_early(world: World) -> None:
 def test_a_checkpoint_is_measured_at_every_point(world: World) -> None:
     each = measured(world, metric="test/ndcg@10", axes={"evaluate.batch_size": [8, 32]})
     swept = world.sweep(each, name="measured")
-    found, _ = evaluate(str(each.axes["checkpoint"][0]), world.tables)  # type: ignore[index]
+    found, _ = evaluate(str(each.axes["checkpoint"][0]), Inputs(world.tables))  # type: ignore[index]
     assert [outcome.value for outcome in swept.outcomes] == pytest.approx([found.metrics["ndcg@10"]] * 2)
     for run in world.children(swept).values():
         assert {"test/ndcg_at_10", "test/users_per_s", "test/peak_memory_mb"} <= set(run.data.metrics)
@@ -281,7 +282,7 @@ def test_what_no_trial_could_do_is_refused_before_any_starts(world: World) -> No
             {},
         ),
         ("cannot reach MLflow at http://127.0.0.1:9", grid(), {"tracking_uri": "http://127.0.0.1:9"}),
-        ("is not a table", grid(), {"tables": str(world.folder)}),
+        ("is not a table", grid(), {"inputs": Inputs(str(world.folder))}),
         ("needs semantic IDs; give --sids", grid(base={"model": {"name": "tiger"}, "fit": FIT}), {}),
         ("needs 100 CPUs, .*the cluster has 2", grid(), {"ray_options": RayOptions(cpus_per_worker=100)}),
         (

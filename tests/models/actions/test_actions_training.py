@@ -11,6 +11,7 @@ import yaml
 
 from models import checkpoint, registry
 from models.fit import EpochEvent, FitConfig, StepEvent, fit
+from models.inputs import Inputs
 from models.setup import load_catalogue, score, set_up
 from models.tables import UserError
 from tests.actions_tables import TASKS, user, write_actions, write_rows
@@ -22,7 +23,7 @@ ACTIONS = [name for name, entry in registry.MODELS.items() if entry.family is re
 
 
 def train(tables: str, name: str, config: FitConfig = FIT, **changes) -> tuple:
-    setup = set_up({"name": name, **SMALL, **changes}, config, tables)
+    setup = set_up({"name": name, **SMALL, **changes}, config, Inputs(tables))
     return setup, list(fit(setup.model, setup.train, setup.validate, setup.fit, means=setup.means))
 
 
@@ -43,10 +44,10 @@ def test_all_seven_train_and_their_checkpoints_score_alike(name, tables, tmp_pat
     )
     checkpoint.save(tmp_path / "best", setup.model, setup.checkpoint(epoch=2))
     entry = registry.find(name)
-    loaded, about = registry.load(tmp_path / "best", load_catalogue(entry, name, tables, None), name)
+    loaded, about = registry.load(tmp_path / "best", load_catalogue(name, Inputs(tables)), name)
     assert about.hashes.keys() == {"sequences", "items"}
     found = [
-        score(model, entry.measured, setup.val, batch_size=9, device=torch.device("cpu"))[0]
+        score(model, entry.measured.measure, setup.val, batch_size=9, device=torch.device("cpu"))[0]
         for model in (setup.model, loaded)
     ]
     assert found[0].keys() == found[1].keys()
@@ -55,7 +56,7 @@ def test_all_seven_train_and_their_checkpoints_score_alike(name, tables, tmp_pat
 
 
 def test_a_part_of_validation_is_batched_within_the_bound_too(tables, monkeypatch):
-    setup = set_up({"name": "lac", **SMALL}, FIT, tables)
+    setup = set_up({"name": "lac", **SMALL}, FIT, Inputs(tables))
     monkeypatch.setattr("models.actions.data.MOST_PAIRS", bound := 300)
     sizes, collate = [], setup.val.collate
 
@@ -68,7 +69,7 @@ def test_a_part_of_validation_is_batched_within_the_bound_too(tables, monkeypatc
     monkeypatch.setattr(setup.val, "collate", watched)
     limit = len(setup.val) - 5
     options = {"batch_size": 256, "device": torch.device("cpu"), "limit": limit}
-    _, count, _ = score(setup.model, setup.entry.measured, setup.val, **options)
+    _, count, _ = score(setup.model, setup.entry.measured.measure, setup.val, **options)
     assert count == limit == sum(rows for rows, _ in sizes)
     assert max(rows for rows, _ in sizes) > 1
     assert all(rows == 1 or pairs <= bound for rows, pairs in sizes)

@@ -16,6 +16,7 @@ from training_tables import write_tables
 from jobs.train import parse
 from models import checkpoint, registry
 from models.fit import FitConfig, fit
+from models.inputs import Inputs
 from models.retrieval import atspeed
 from models.retrieval.atspeed import TOP, AtSpeed, AtSpeedRConfig, AtSpeedSConfig, relaxed_loss, strict_loss
 from models.retrieval.data import PAD
@@ -218,11 +219,11 @@ def test_training_and_a_checkpoint_that_needs_no_teacher(name: str, tmp_path: Pa
     tables, sids = write_tables(tmp_path, users=50)
     config = FitConfig(batch_size=32, max_epochs=5, lr=5e-3, warmup_share=0.0, patience=0, seed=2)
     small = {**TEACHER, "dropout": 0.0, "beam": 8}
-    setup = set_up({"name": "tiger", **small}, config, tables, sids)
+    setup = set_up({"name": "tiger", **small}, config, Inputs(tables, sids))
     list(fit(setup.model, setup.train, setup.validate, config, means=setup.means))
     checkpoint.save(tmp_path / "tiger", setup.model, setup.checkpoint(epoch=1))
     verified_by = setup.model.eval()
-    setup = set_up({"name": name, "teacher": str(tmp_path / "tiger"), **SMALL}, config, tables, sids)
+    setup = set_up({"name": name, "teacher": str(tmp_path / "tiger"), **SMALL}, config, Inputs(tables, sids))
     frozen = {key: value.clone() for key, value in setup.model.target.state_dict().items()}
     batch = setup.val.collate(next(setup.val.batches(40)))
     events = list(fit(setup.model, setup.train, setup.validate, config, means=setup.means))

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from models import checkpoint, language_model, registry
 from models.fit import FitConfig, fit
+from models.inputs import Inputs
 from models.retrieval.data import PAD, Catalogue
 from models.retrieval.lc_rec import LcRec, LcRecConfig, check_reads
 from models.retrieval.prompts import FORM, INSTRUCTIONS, TASKS, Words, prompt, titles_of
@@ -227,7 +228,7 @@ TINY: dict[str, Any] = {"name": "lc_rec", "width": 32, "num_layers": 2, "num_hea
 
 def test_the_tasks_are_instructions_and_what_answers_them(titled: tuple[str, str]) -> None:
     """Whole rows read back as text, and the loss of each task is the library's on its response."""
-    setup = set_up({**TINY, "title_tokens": 3, "task_share": 0.5}, FitConfig(batch_size=8), *titled)
+    setup = set_up({**TINY, "title_tokens": 3, "task_share": 0.5}, FitConfig(batch_size=8), Inputs(*titled))
     model: Any = setup.model
     titles = titles_of(setup.catalogue, "title")
     assert titles is not None
@@ -267,7 +268,7 @@ def words_of(text: str) -> list[str]:
 
 
 def test_without_titles_the_log_gives_one_task(small: tuple[str, str]) -> None:
-    setup = set_up(TINY, FitConfig(batch_size=8), *small)
+    setup = set_up(TINY, FitConfig(batch_size=8), Inputs(*small))
     assert setup.config.tasks == ["next"]
     assert setup.notes[0].startswith("tasks: next alone")
     assert set(setup.model(next(setup.train(0, 0)))) == {"loss"}
@@ -286,7 +287,7 @@ def test_the_vocabulary_is_that_of_the_tables() -> None:
 @pytest.mark.long
 def test_a_short_training_lowers_the_loss_and_finds_items(titled: tuple[str, str], tmp_path: Path) -> None:
     config = FitConfig(lr=5e-3, weight_decay=0.01, batch_size=32, max_epochs=8, patience=0, log_every_steps=5, seed=1)
-    setup = set_up({**TINY, "beam": 10}, config, *titled)
+    setup = set_up({**TINY, "beam": 10}, config, Inputs(*titled))
     with torch.no_grad():
         before = setup.means(setup.validate(setup.model)[0])
     events = list(fit(setup.model, setup.train, setup.validate, config, means=setup.means))
@@ -312,7 +313,7 @@ def test_a_pretrained_model_gives_weights_words_and_codes_around_their_mean(
     titled: tuple[str, str], tmp_path: Path
 ) -> None:
     pretrained = save_pretrained(tmp_path / "lm")
-    setup = set_up({"name": "lc_rec", "lm": str(tmp_path / "lm")}, FitConfig(batch_size=8), *titled)
+    setup = set_up({"name": "lc_rec", "lm": str(tmp_path / "lm")}, FitConfig(batch_size=8), Inputs(*titled))
     model: Any = setup.model
     for name, value in pretrained.state_dict().items():
         assert torch.equal(model.backbone.lm.state_dict()[name], value)

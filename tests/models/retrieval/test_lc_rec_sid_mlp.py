@@ -13,6 +13,7 @@ from torch import Tensor
 
 from models import checkpoint, registry
 from models.fit import FitConfig, fit
+from models.inputs import Inputs
 from models.retrieval.lc_rec_sid_mlp import LcRecSidMlp, LcRecSidMlpConfig
 from models.retrieval.sid_mlp import SidMlp
 from models.retrieval.student import distillation_loss
@@ -156,12 +157,12 @@ def test_lc_rec_may_write_the_first_digits() -> None:
 def test_a_training_with_and_without_the_teachers_tables(name: str, small: tuple[str, str], tmp_path: Path) -> None:
     """A teacher trained a little, a student of each kind, its losses from the tables those of the teacher itself."""
     config = FitConfig(lr=5e-3, batch_size=32, max_epochs=1, patience=0, log_every_steps=5, seed=1)
-    teacher = set_up(TINY, config, *small)
+    teacher = set_up(TINY, config, Inputs(*small))
     checkpoint.save(tmp_path / "teacher", teacher.model, teacher.checkpoint(epoch=1))
     sizes = HEADS if name == "lc_rec_sid_mlp" else {"attention_heads": 2, "attention_width": 12, "ffn_width": 16}
     model = {"name": name, "teacher": str(tmp_path / "teacher"), "dropout": 0.0, **sizes}
-    plain = set_up(model, config, *small)
-    kept = set_up({**model, "teacher_cache": str(tmp_path / "cache")}, config, *small)
+    plain = set_up(model, config, Inputs(*small))
+    kept = set_up({**model, "teacher_cache": str(tmp_path / "cache")}, config, Inputs(*small))
     assert any("encoder states" in note for note in kept.notes)
     batch = plain.train.examples.collate(np.arange(16))
     for setup in (plain, kept):

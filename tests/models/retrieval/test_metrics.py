@@ -12,8 +12,8 @@ from sklearn.metrics import ndcg_score
 from models.retrieval.metrics import (
     add_sums,
     hit_rank,
+    means,
     measure,
-    metric_means,
     metric_sums,
     names,
     ndcg_at_k,
@@ -42,8 +42,8 @@ def test_batches_and_workers_add_up():
     parts = [metric_sums(ranked[a : a + 7], target[a : a + 7]) for a in range(0, 50, 7)]
     assert add_sums(parts) == pytest.approx(whole)
     assert whole["examples"] == 50
-    assert "examples" not in metric_means(whole)
-    assert metric_means(whole)["recall@10"] == pytest.approx(whole["recall@10"] / 50)
+    assert "examples" not in means(whole)
+    assert means(whole)["recall@10"] == pytest.approx(whole["recall@10"] / 50)
 
 
 def test_requests_that_repeat_an_item_count_apart():
@@ -57,20 +57,20 @@ def test_requests_that_repeat_an_item_count_apart():
     sums = measure(Model(), batch, by_user=1)
     kept = sums.pop("by_user/first/ndcg@10")
     del sums["by_user/ndcg@10"], sums["by_user/recall@10"]
-    found = metric_means(add_sums([sums, measure(Model(), {**batch, "repeats": torch.ones(3)})]))
+    found = means(add_sums([sums, measure(Model(), {**batch, "repeats": torch.ones(3)})]))
     assert found["first/examples"] == 1  # the third request of the first batch
     assert found["first/ndcg@10"] == pytest.approx(1 / math.log2(3))
     assert found["ndcg@10"] == pytest.approx((1 + 1 / math.log2(3) + 0.5) / 3)
     assert [part.tolist() for part in kept.whole()] == [[6], [pytest.approx(1 / math.log2(3))], [1]]
     assert set(found) == set(names(None))
-    alone = metric_means(sums | {"first/examples": 0.0, "first/ndcg@10": 0.0})
+    alone = means(sums | {"first/examples": 0.0, "first/ndcg@10": 0.0})
     assert alone["first/ndcg@10"] == 0
 
 
 def test_a_place_without_an_item_never_hits():
     items = torch.tensor([[4, -1, -1], [-1, -1, -1]])
-    means = metric_means(metric_sums(items, torch.tensor([4, 7]), (1, 3)))
-    assert means["recall@3"] == means["ndcg@3"] == 0.5
+    found = means(metric_sums(items, torch.tensor([4, 7]), (1, 3)))
+    assert found["recall@3"] == found["ndcg@3"] == 0.5
     second = ndcg_at_k(torch.tensor([[9, 4, -1]]), torch.tensor([4]), 3)
     assert second.item() == pytest.approx(1 / math.log2(3))
 
@@ -79,7 +79,7 @@ def test_impossible_cutoffs_and_no_examples_are_refused():
     with pytest.raises(ValueError, match="cutoff 4 is not within the 3"):
         metric_sums(torch.tensor([[1, 2, 3]]), torch.tensor([1]), (4,))
     with pytest.raises(ValueError, match="no examples"):
-        metric_means({"examples": 0.0})
+        means({"examples": 0.0})
 
 
 def test_a_target_that_is_no_item_hits_nothing():

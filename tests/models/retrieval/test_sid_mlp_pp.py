@@ -20,6 +20,7 @@ from training_tables import write_tables
 
 from models import checkpoint, registry
 from models.fit import EpochEvent, FitConfig, fit
+from models.inputs import Inputs
 from models.retrieval import sid_mlp_pp
 from models.retrieval.backbones.mlp import EncoderSizes, MlpBackbone
 from models.retrieval.data import PAD, Catalogue
@@ -300,7 +301,7 @@ def test_impossible_options_are_refused(change, message):
 def run(model: dict, folder: Path, tables: str, sids: str, metric: str, epochs: int) -> tuple[Path, list[EpochEvent]]:
     """Trains as `jobs.train` does, without Ray; (best checkpoint, events)."""
     config = FitConfig(lr=5e-3, weight_decay=0.0, batch_size=64, max_epochs=epochs, patience=0, metric=metric)
-    setup = set_up(model, config, tables, sids)
+    setup = set_up(model, config, Inputs(tables, sids))
     events = []
     for event in fit(setup.model, setup.train, setup.validate, setup.fit, means=setup.means):
         if isinstance(event, EpochEvent):
@@ -349,17 +350,17 @@ def test_stage_2_takes_the_encoder_as_it_is_and_ranks_better_than_chance(trained
 
 def test_stage_1_is_evaluated_by_its_error_while_its_teacher_is_there_and_recommends_nothing(trained):
     options = {"split": "test", "batch_size": 64}
-    result, _ = evaluate(str(trained.encoder / "best"), trained.tables, trained.sids, **options)
+    result, _ = evaluate(str(trained.encoder / "best"), Inputs(trained.tables, trained.sids), **options)
     assert set(result.metrics) == {"mse", "neg_mse", "r2"}
     assert result.metrics["r2"] > 0.5
     moved = trained.teacher.rename(trained.teacher.with_name("gone"))
     try:
         with pytest.raises(UserError, match=r"the teacher .* is neither a checkpoint nor a finished run"):
-            evaluate(str(trained.encoder / "best"), trained.tables, trained.sids, **options)
+            evaluate(str(trained.encoder / "best"), Inputs(trained.tables, trained.sids), **options)
     finally:
         moved.rename(trained.teacher)
     with pytest.raises(UserError, match="'sid_mlp_pp_encoder' ranks no catalogue"):
-        recommend_all(str(trained.encoder / "best"), trained.tables, trained.sids, str(trained.root / "top"))
+        recommend_all(str(trained.encoder / "best"), Inputs(trained.tables, trained.sids), str(trained.root / "top"))
 
 
 def test_recommending_needs_neither_teacher_nor_stage_1(trained, tmp_path):

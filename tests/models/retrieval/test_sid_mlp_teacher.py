@@ -16,6 +16,7 @@ from training_tables import write_tables
 
 from models import checkpoint, registry
 from models.fit import EpochEvent, FitConfig, StepEvent, fit
+from models.inputs import Inputs
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.sid_mlp import SidMlpConfig
 from models.retrieval.teacher import locate
@@ -42,7 +43,7 @@ class Taught:
 
 def fit_small(model: dict[str, Any], tables: str, sids: str, lr: float, epochs: int) -> tuple[Setup, list[Any], dict]:
     config = FitConfig(batch_size=32, max_epochs=epochs, lr=lr, warmup_share=0.0, weight_decay=1e-4, patience=0, seed=2)
-    setup = set_up(model, config, tables, sids)
+    setup = set_up(model, config, Inputs(tables, sids))
     before = {name: value.clone() for name, value in setup.model.state_dict().items()}
     return setup, list(fit(setup.model, setup.train, setup.validate, config, means=setup.means)), before
 
@@ -86,7 +87,7 @@ def test_recommending_needs_no_teacher(taught: Taught, tmp_path: Path) -> None:
     gone = tmp_path / "tiger"
     shutil.copytree(taught.teacher, gone)
     config = {"name": "sid_mlp", "teacher": str(gone), **SMALL}
-    setup = set_up(config, FitConfig(batch_size=32), taught.tables, taught.sids)
+    setup = set_up(config, FitConfig(batch_size=32), Inputs(taught.tables, taught.sids))
     assert setup.config.teacher == str(gone / "best")
     checkpoint.save(tmp_path / "student", setup.model, setup.checkpoint(epoch=1))
     batch = setup.val.collate(next(setup.val.batches(40)))
@@ -100,7 +101,7 @@ def test_recommending_needs_no_teacher(taught: Taught, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no teacher to learn from"):
         loaded(batch)
     with pytest.raises(UserError, match="is neither a checkpoint nor a finished run"):
-        set_up(about.model, FitConfig(batch_size=32), taught.tables, taught.sids)
+        set_up(about.model, FitConfig(batch_size=32), Inputs(taught.tables, taught.sids))
 
 
 def test_resolving_twice_changes_nothing(taught: Taught) -> None:
@@ -114,7 +115,9 @@ def test_resolving_twice_changes_nothing(taught: Taught) -> None:
 
 def test_a_teacher_that_does_not_fit_is_refused(taught: Taught, tmp_path: Path) -> None:
     def train(teacher: str, tables: str = taught.tables, sids: str = taught.sids, **options: Any) -> None:
-        set_up({"name": "sid_mlp", "teacher": teacher, **SMALL, **options}, FitConfig(batch_size=32), tables, sids)
+        set_up(
+            {"name": "sid_mlp", "teacher": teacher, **SMALL, **options}, FitConfig(batch_size=32), Inputs(tables, sids)
+        )
 
     with pytest.raises(UserError, match=r"model\.teacher is not set; give the folder of a trained TIGER"):
         train("")
@@ -125,7 +128,7 @@ def test_a_teacher_that_does_not_fit_is_refused(taught: Taught, tmp_path: Path) 
         UserError, match=r"neither a checkpoint nor a finished run: it holds no config.json and no best"
     ):
         train(str(tmp_path / "running"))
-    other = set_up({"name": "sasrec", "dim": 8, "num_layers": 1}, FitConfig(batch_size=32), taught.tables)
+    other = set_up({"name": "sasrec", "dim": 8, "num_layers": 1}, FitConfig(batch_size=32), Inputs(taught.tables))
     checkpoint.save(tmp_path / "sasrec", other.model, other.checkpoint(epoch=1))
     with pytest.raises(UserError, match=r"is of the model 'sasrec', which has no decoder; give .* one of tiger, "):
         train(str(tmp_path / "sasrec"))

@@ -24,6 +24,7 @@ from training_tables import write_tables
 
 from models import checkpoint
 from models.fit import EpochEvent, FitConfig, fit
+from models.inputs import Inputs
 from models.locks import LOCK, locked
 from models.retrieval.data import Examples
 from models.retrieval.teacher_cache import SCHEMA, States
@@ -50,14 +51,14 @@ class World:
         options = {"name": "sid_mlp", "teacher": str(self.folder / "tiger"), "teacher_cache": str(cache or ""), **model}
         if options["name"] in ("sid_mlp", "sid_mlp_pp"):
             options = {**HEADS, **options}
-        return set_up(options, fit, self.tables, self.sids)
+        return set_up(options, fit, Inputs(self.tables, self.sids))
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     folder = tmp_path_factory.mktemp("cache")
     made = World(folder, *write_tables(folder, users=30))
-    setup = set_up(TIGER, FIT, made.tables, made.sids)
+    setup = set_up(TIGER, FIT, Inputs(made.tables, made.sids))
     torch.nn.init.normal_(setup.model.backbone.embedding.weight, std=2.0)  # an opinion that is far from uniform
     checkpoint.save(folder / "tiger/best", setup.model, setup.checkpoint(epoch=1))
     stage_1 = made.set_up(None, **ENCODER)
@@ -262,7 +263,7 @@ def make(rank: int, rendezvous: str, world: World, cache: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     options = {"name": "sid_mlp", "teacher": str(world.folder / "tiger"), "teacher_cache": str(cache), **HEADS}
-    setup = set_up(options, FIT, world.tables, world.sids, rank=rank, world=2)
+    setup = set_up(options, FIT, Inputs(world.tables, world.sids), rank=rank, world=2)
     mine = np.concatenate([setup.train.examples.request_numbers, setup.val.request_numbers])
     assert sorted(setup.model._teacher_outputs["encoder"].requests) == sorted(mine)
     dist.destroy_process_group()

@@ -205,8 +205,6 @@ def test_the_catalogue_reads_text_and_scale(search):
 
 
 def test_tables_that_do_not_belong_are_refused(search, tmp_path):
-    with pytest.raises(UserError, match="give --text"):
-        SearchCatalogue.load(search[0], None)
     other, _ = write_tables(tmp_path, [], 2, 1)
     with pytest.raises(UserError, match=r"made from other tables .*; run jobs.encode again"):
         SearchCatalogue.load(other, search[1])

@@ -10,6 +10,7 @@ import yaml
 
 from models import checkpoint, registry
 from models.fit import EpochEvent, FitConfig, StepEvent, fit
+from models.inputs import Inputs
 from models.setup import load_catalogue, score, set_up
 from models.tables import UserError
 from tests.search_tables import write_search
@@ -24,7 +25,7 @@ FIT = FitConfig(
 @pytest.mark.long
 def test_a_run_improves_gauc_and_its_checkpoint_scores_alike(search, tmp_path):
     tables, text = search
-    setup = set_up({"name": "qgs", **SMALL}, FIT, tables, text)
+    setup = set_up({"name": "qgs", **SMALL}, FIT, Inputs(tables, text=text))
     events = list(fit(setup.model, setup.train, setup.validate, setup.fit, means=setup.means))
     ends = [event for event in events if isinstance(event, EpochEvent)]
     for event in events:
@@ -36,10 +37,10 @@ def test_a_run_improves_gauc_and_its_checkpoint_scores_alike(search, tmp_path):
     assert ends[-1].metrics["requests"] == 40
     checkpoint.save(tmp_path / "best", setup.model, setup.checkpoint(epoch=6))
     entry = registry.find("qgs")
-    loaded, about = registry.load(tmp_path / "best", load_catalogue(entry, "qgs", tables, text), "qgs")
+    loaded, about = registry.load(tmp_path / "best", load_catalogue("qgs", Inputs(tables, text=text)), "qgs")
     assert not [name for name in loaded.state_dict() if name.startswith("text.pairs")]  # the tables stay where they are
     found = [
-        score(model, entry.measured, setup.val, batch_size=5, device=torch.device("cpu"))[0]
+        score(model, entry.measured.measure, setup.val, batch_size=5, device=torch.device("cpu"))[0]
         for model in (setup.model, loaded)
     ]
     assert found[0].keys() == found[1].keys()
@@ -48,12 +49,12 @@ def test_a_run_improves_gauc_and_its_checkpoint_scores_alike(search, tmp_path):
     assert about.hashes.keys() >= {"sequences", "items", "queries", "text_pairs"}
     other = write_search(tmp_path / "other", users=12, seed=5)
     with pytest.raises(UserError, match="belongs to another table"):
-        registry.load(tmp_path / "best", load_catalogue(entry, "qgs", *other))
+        registry.load(tmp_path / "best", load_catalogue("qgs", Inputs(other[0], text=other[1])))
 
 
 def test_search_models_ask_for_text(search):
     with pytest.raises(UserError, match=r"needs text embeddings; give --text with the folder that jobs\.encode made"):
-        set_up({"name": "base"}, FIT, search[0])
+        set_up({"name": "base"}, FIT, Inputs(search[0]))
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("search/*.yaml")), ids=lambda p: p.stem)

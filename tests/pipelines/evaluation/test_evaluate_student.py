@@ -14,6 +14,7 @@ from jobs.evaluate import parse, run
 from models import checkpoint, registry
 from models.checkpoint import weights_hash
 from models.fit import FitConfig
+from models.inputs import Inputs
 from models.retrieval.data import Catalogue, Examples
 from models.retrieval.search.export import load_exported
 from models.setup import set_up
@@ -38,7 +39,7 @@ def world(new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFac
     uri = new_store(folder)
     for name, model, seed in [("tiger", TIGER, 1), ("student-1", STUDENT, 1), ("student-2", STUDENT, 2)]:
         teacher = {"teacher": str(folder / "tiger")} if model is STUDENT else {}
-        setup = set_up({**model, **teacher}, FitConfig(batch_size=8, seed=seed), tables, sids)
+        setup = set_up({**model, **teacher}, FitConfig(batch_size=8, seed=seed), Inputs(tables, sids))
         config = {"model": registry.config_to_dict(setup.config), "fit": {"seed": seed}}
         opened = tracking.open_run(uri, "retrieval/small", name, str(folder), config=config, hashes={})
         checkpoint.save(folder / name, setup.model, setup.checkpoint(epoch=1, step=4, tracking=opened.to_dict()))

@@ -16,6 +16,7 @@ from models import checkpoint, registry
 from models.actions.data import ActionsExamples
 from models.families import ACTIONS, SEARCH
 from models.fit import FitConfig
+from models.inputs import Inputs
 from models.search.data import SearchCatalogue, SearchExamples
 from models.search.inputs import feature_groups
 from models.setup import Setup, set_up
@@ -48,7 +49,7 @@ def actions(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def made(model: dict[str, Any], metric: str, tables: str, text: str | None = None) -> Setup:
     torch.manual_seed(0)
-    setup = set_up(model, FitConfig(metric=metric), tables, text)
+    setup = set_up(model, FitConfig(metric=metric), Inputs(tables, text=text))
     with torch.no_grad():
         for parameter in setup.model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -73,7 +74,7 @@ def test_what_a_search_model_does_not_read_is_worth_nothing(search: tuple[str, s
         model.dnn[0].weight[:, groups["cross"]] = 0.0
         model.groups.groups[list(groups).index("cross")].weight.zero_()
     checkpoint.save(tmp_path / "qgs", model, setup.checkpoint(epoch=1))
-    found = importance(str(tmp_path / "qgs"), tables, text, repeats=2, batch_size=7)
+    found = importance(str(tmp_path / "qgs"), Inputs(tables, text=text), repeats=2, batch_size=7)
     assert (found.metric, found.repeats) == ("gauc", 2)
     assert set(found.losses) == {"history", "text", *(f"features: {name}" for name in groups)}
     for name in ("history", "text", "features: cross"):
@@ -85,7 +86,7 @@ def test_the_loss_of_a_group_is_that_of_an_exchange_by_hand(search: tuple[str, s
     tables, text = search
     setup = made({"name": "base"}, "auc", tables, text)
     checkpoint.save(tmp_path / "base", setup.model, setup.checkpoint(epoch=1))
-    found = importance(str(tmp_path / "base"), tables, text, repeats=1, batch_size=9, seed=4)
+    found = importance(str(tmp_path / "base"), Inputs(tables, text=text), repeats=1, batch_size=9, seed=4)
     assert "history" not in found.losses
     scorer: Any = registry.load(tmp_path / "base", SearchCatalogue.load(tables, text))[0].eval()
     examples = SearchExamples.load(join(tables, "sequences"), "test", unit="request", max_history=100)
@@ -112,7 +113,6 @@ def test_requests_take_the_past_of_others_and_keep_the_rest(search: tuple[str, s
     tables, text = search
     setup = made(QGS, "gauc", tables, text)
     batch = SearchExamples.load(join(tables, "sequences"), "test", unit="request", max_history=6).collate(np.arange(12))
-    assert SEARCH.shuffles
     shuffle = SEARCH.shuffles(setup.model, setup.catalogue)["history"]
     order = torch.randperm(len(batch["request_row"]), generator=torch.Generator().manual_seed(3))
     with shuffle(setup.model, batch, torch.Generator().manual_seed(3)) as other:
@@ -133,7 +133,6 @@ def test_texts_are_exchanged_only_meanwhile(options: dict[str, Any], search: tup
     checkpoint.save(tmp_path / "qgs", setup.model, setup.checkpoint(epoch=1))
     model: Any = registry.load(tmp_path / "qgs", SearchCatalogue.load(tables, text))[0].eval()
     batch = SearchExamples.load(join(tables, "sequences"), "test", unit="request", max_history=6).collate(np.arange(12))
-    assert SEARCH.shuffles
     shuffle = SEARCH.shuffles(model, setup.catalogue)["text"]
     with torch.no_grad():
         before = model.score(batch)
@@ -153,13 +152,12 @@ def test_a_model_of_actions(actions: str, tmp_path: Path) -> None:
                 weight.index_fill_(axis, torch.tensor([width]), 0.0)
                 assert name
     checkpoint.save(tmp_path / "mvp", model, setup.checkpoint(epoch=1))
-    found = importance(str(tmp_path / "mvp"), actions, None, repeats=2, batch_size=8)
+    found = importance(str(tmp_path / "mvp"), Inputs(actions), repeats=2, batch_size=8)
     assert set(found.losses) == {"history", "item", "viewer", "features: item", "features: user"}
     assert (found.losses["features: item"].mean, found.losses["features: item"].deviation) == (0.0, 0.0)
     assert found.losses["features: user"].mean != 0
     examples = ActionsExamples.load(join(actions, "sequences"), "test", max_history=10)
     batch = examples.collate(np.arange(len(examples)))
-    assert ACTIONS.shuffles
     shuffles = ACTIONS.shuffles(model, setup.catalogue)
     with shuffles["item"](model, batch, torch.Generator().manual_seed(1)) as other:
         valid = batch["candidate_valid"]
@@ -198,10 +196,9 @@ def test_evaluate_prints_keeps_and_draws_it(
 
 def test_who_ranks_no_candidates_is_told(tmp_path: Path) -> None:
     tables, _ = write_tables(tmp_path / "small")
-    setup = set_up({"name": "popularity"}, FitConfig(), tables)
+    setup = set_up({"name": "popularity"}, FitConfig(), Inputs(tables))
     checkpoint.save(tmp_path / "popularity", setup.model, setup.checkpoint(epoch=1))
     with pytest.raises(UserError, match="the model 'popularity' ranks none; leave it out"):
         run(Config(checkpoint=str(tmp_path / "popularity"), tables=tables, importance=True))
     with pytest.raises(ValueError, match="importance_repeats is given without importance"):
         Config(checkpoint="c", tables="t", importance_repeats=3)
-    assert registry.find("popularity").family.shuffles is None

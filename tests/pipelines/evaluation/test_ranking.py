@@ -16,6 +16,7 @@ from jobs.evaluate import Config, parse, run
 from models import checkpoint, registry
 from models.by_user import unpacked
 from models.fit import FitConfig
+from models.inputs import Inputs
 from models.retrieval.data import Catalogue, Examples
 from models.setup import set_up
 from models.tables import UserError, read_manifest, read_table, writing
@@ -40,6 +41,10 @@ class World:
     sids: str
     uri: str
 
+    @property
+    def inputs(self) -> Inputs:
+        return Inputs(self.tables, self.sids)
+
     def place(self, name: str) -> str:
         return str(self.folder / name)
 
@@ -51,7 +56,7 @@ def world(new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFac
     uri = new_store(folder)
     for name, model, seed in [("sasrec-1", SASREC, 1), ("sasrec-2", SASREC, 2), ("tiger", TIGER, 1)]:
         fit = FitConfig(batch_size=8, seed=seed)
-        setup = set_up(model, fit, tables, sids)
+        setup = set_up(model, fit, Inputs(tables, sids))
         run = tracking.open_run(
             uri, "retrieval/small", name, str(folder), config={"model": model, "fit": vars(fit)},
             hashes=setup.catalogue.hashes,
@@ -63,7 +68,7 @@ def world(new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.parametrize("name", ["sasrec-1", "tiger"])
 def test_metrics_equal_scoring_by_hand(world: World, name: str) -> None:
-    result, _ = evaluate(world.place(name), world.tables, world.sids, batch_size=7)
+    result, _ = evaluate(world.place(name), world.inputs, batch_size=7)
     model, about = registry.load(world.place(name), Catalogue.load(world.tables, world.sids))
     examples = Examples.load(f"{world.tables}/sequences", "test", max_history=about.model.get("max_history", 20))
     ranks = []
@@ -84,20 +89,22 @@ def test_metrics_equal_scoring_by_hand(world: World, name: str) -> None:
 
 
 def test_shards_add_up_to_the_whole(world: World, ray_local: None) -> None:
-    whole, _ = evaluate(world.place("sasrec-1"), world.tables, split="val")
-    shards, _ = evaluate(world.place("sasrec-1"), world.tables, split="val", shards=2)
+    whole, _ = evaluate(world.place("sasrec-1"), Inputs(world.tables), split="val")
+    shards, _ = evaluate(world.place("sasrec-1"), Inputs(world.tables), split="val", shards=2)
     assert shards.examples == whole.examples
     assert shards.metrics == pytest.approx(whole.metrics)
     assert shards.device == "2 x cpu, 1 threads"
-    elsewhere, _ = evaluate(world.place("sasrec-1"), world.tables, split="val", remote=True)
+    elsewhere, _ = evaluate(world.place("sasrec-1"), Inputs(world.tables), split="val", remote=True)
     assert elsewhere.metrics == pytest.approx(whole.metrics)
 
 
 def test_gpus_that_the_cluster_has_not_are_refused(world: World, ray_local: None) -> None:
     with pytest.raises(UserError, match="takes 1 GPUs at once, the cluster has 0"):
-        evaluate(world.place("sasrec-1"), world.tables, split="val", shards=2, device="cuda")
+        evaluate(world.place("sasrec-1"), Inputs(world.tables), split="val", shards=2, device="cuda")
     with pytest.raises(UserError, match="takes 2 GPUs at once, the cluster has 0"):
-        recommend_all(world.place("sasrec-1"), world.tables, None, str(world.folder / "none"), actors=2, device="cuda")
+        recommend_all(
+            world.place("sasrec-1"), Inputs(world.tables), str(world.folder / "none"), actors=2, device="cuda"
+        )
 
 
 def test_results_reach_the_training_run_and_the_comparison(world: World, capsys: pytest.CaptureFixture) -> None:
@@ -141,7 +148,7 @@ def test_figures_are_printed_where_the_run_is_gone(
 
 
 def test_another_decoder_is_recorded_beside_the_plain_one(world: World) -> None:
-    result, about = evaluate(world.place("tiger"), world.tables, world.sids, options={"beam": 6, "decoder": None})
+    result, about = evaluate(world.place("tiger"), world.inputs, options={"beam": 6, "decoder": None})
     place = record(result, about)
     assert place.endswith("evaluation-test-beam-6.json")
     metrics = tracking.connect(world.uri).get_run(about.tracking["run_id"]).data.metrics
@@ -152,7 +159,7 @@ def test_another_decoder_is_recorded_beside_the_plain_one(world: World) -> None:
 
 
 def test_what_is_not_defined_is_null(world: World) -> None:
-    result, about = evaluate(world.place("tiger"), world.tables, world.sids, options={"beam": 7})
+    result, about = evaluate(world.place("tiger"), world.inputs, options={"beam": 7})
     result.metrics["gauc"] = math.nan
     written = Path(record(result, replace(about, tracking=None))).read_text()
     content = json.loads(written, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
@@ -162,11 +169,11 @@ def test_what_is_not_defined_is_null(world: World) -> None:
 
 def test_mistakes_are_named(world: World, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="'sasrec' has no option --beam when recommending"):
-        evaluate(world.place("sasrec-1"), world.tables, options={"beam": 3})
+        evaluate(world.place("sasrec-1"), Inputs(world.tables), options={"beam": 3})
     with pytest.raises(UserError, match="needs semantic IDs; give --sids"):
-        evaluate(world.place("tiger"), world.tables)
+        evaluate(world.place("tiger"), Inputs(world.tables))
     with pytest.raises(UserError, match="is not a checkpoint"):
-        evaluate(str(tmp_path), world.tables)
+        evaluate(str(tmp_path), Inputs(world.tables))
     with pytest.raises(UserError, match=r"'retrieval/smal' is not at .*there are retrieval/small"):
         select(world.uri, ["retrieval/smal"])
     with pytest.raises(UserError, match="unknown key 'splitt'; the nearest key is 'split'"):
@@ -176,7 +183,7 @@ def test_mistakes_are_named(world: World, tmp_path: Path) -> None:
 
 def test_all_users_to_a_table(world: World, ray_local: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     output = str(tmp_path / "out")
-    arguments = (world.place("tiger"), world.tables, world.sids, output)
+    arguments = (world.place("tiger"), world.inputs, output)
     manifest, already = recommend_all(*arguments, k=5, batch_size=7, actors=2, users_per_part=25)
     assert "core_worker" not in capfd.readouterr().err
     assert not already
@@ -192,7 +199,7 @@ def test_all_users_to_a_table(world: World, ray_local: None, tmp_path: Path, cap
         items, scores = model.recommend(examples.collate(torch.tensor([user]).numpy()), 5)
         assert table["item_id"][user] == [names[item] for item in items[0].tolist()]
         assert table["score"][user] == pytest.approx(scores[0].tolist(), rel=1e-4)
-    many, _ = recommend_all(*arguments[:3], str(tmp_path / "many"), k=1000)
+    many, _ = recommend_all(*arguments[:2], str(tmp_path / "many"), k=1000)
     found = read_table(str(tmp_path / "many"), "recommendations").to_pydict()["item_id"]
     assert many.info["users_below_k"] == sum(len(items) < 1000 for items in found) == 60
     assert recommend_all(*arguments, k=5, actors=1, users_per_part=25) == (read_manifest(output), True)
@@ -205,9 +212,9 @@ def test_all_users_to_a_table(world: World, ray_local: None, tmp_path: Path, cap
 def test_all_known_items_are_left_out_however_little_the_model_reads(
     world: World, ray_local: None, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    setup = set_up({**SASREC, "max_history": 2}, FitConfig(batch_size=8), world.tables)
+    setup = set_up({**SASREC, "max_history": 2}, FitConfig(batch_size=8), Inputs(world.tables))
     checkpoint.save(tmp_path / "short", setup.model, setup.checkpoint(epoch=1))
-    arguments = (str(tmp_path / "short"), world.tables)
+    arguments = (str(tmp_path / "short"), Inputs(world.tables))
     result = run(Config(checkpoint=arguments[0], tables=world.tables, unseen=True))
     whole = Examples.load(f"{world.tables}/sequences", "test", max_history=1000)
     hits, repeats, longest = 0, 0, 0
@@ -223,7 +230,7 @@ def test_all_known_items_are_left_out_however_little_the_model_reads(
     assert repeats > 0
     assert f"note: {repeats} requests of 60 ask for an item of the history, which --unseen" in capsys.readouterr().out
     options = {"unseen": True}
-    recommend_all(*arguments, None, str(tmp_path / "out"), k=24, options=options)
+    recommend_all(*arguments, str(tmp_path / "out"), k=24, options=options)
     found = read_table(str(tmp_path / "out"), "recommendations").to_pydict()["item_id"]
     names = read_table(f"{world.tables}/items", "items")["item_id"].to_pylist()
     after = Examples.load(f"{world.tables}/sequences", "next", max_history=1000)

@@ -17,6 +17,7 @@ from models import checkpoint, registry
 from models.actions.batch import ActionsCatalogue, check_batch
 from models.actions.data import ActionsExamples
 from models.fit import EpochEvent, FitConfig, fit
+from models.inputs import Inputs
 from models.setup import set_up
 from models.tables import UserError, join, read_manifest, read_table
 from pipelines import tracking
@@ -115,7 +116,7 @@ def test_models_learn_from_them_and_serve_by_name(
     plain = {key: value for key, value in FEED.items() if key not in ("numbers", "as_of")}
     without = make(tmp_path / "without", feed, plain, of_kind=FEED_PREPARE)
     for name, made in (("without", without), ("own", tables)):
-        setup = set_up(MVP, FIT, made)
+        setup = set_up(MVP, FIT, Inputs(made))
         ends = fit(setup.model, setup.train, setup.validate, setup.fit, means=setup.means)
         auc[name] = max(event.metrics["mean/auc"] for event in ends if isinstance(event, EpochEvent))
     assert auc["own"] > auc["without"] + 0.15
@@ -124,7 +125,7 @@ def test_models_learn_from_them_and_serve_by_name(
     run = tracking.open_run(uri, "mvp/own", "mvp", str(tmp_path), config=config, hashes=setup.catalogue.hashes)
     checkpoint.save(tmp_path / "mvp", setup.model, setup.checkpoint(epoch=1, tracking=run.to_dict()))
     tracking.Logger(run).tag(checkpoint=str(tmp_path / "mvp"))
-    losses = importance(str(tmp_path / "mvp"), tables, None, repeats=2).losses
+    losses = importance(str(tmp_path / "mvp"), Inputs(tables), repeats=2).losses
     assert {"features: score", "features: price", "features: state"} <= set(losses)
     assert losses["features: score"].mean > 0.1
     register(run, "mvp")

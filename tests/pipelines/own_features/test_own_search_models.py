@@ -12,6 +12,7 @@ import torch
 
 from models import checkpoint
 from models.fit import EpochEvent, FitConfig, fit
+from models.inputs import Inputs
 from models.own_features import Category, Number, OwnFeatures, OwnInputs
 from models.search.data import SearchCatalogue, SearchExamples
 from models.setup import Setup, set_up
@@ -27,7 +28,7 @@ FIT = FitConfig(
 
 def trained(tables: str, text: str, model: dict[str, Any]) -> tuple[Setup, float]:
     """The model after training, and its best GAUC of validation."""
-    setup = set_up(model, FIT, tables, text)
+    setup = set_up(model, FIT, Inputs(tables, text=text))
     ends = [
         event.metrics["gauc"]
         for event in fit(setup.model, setup.train, setup.validate, setup.fit, means=setup.means)
@@ -94,7 +95,7 @@ def test_batches_hold_what_the_tables_say_of_candidates_and_behaviours(tables: s
 
 @pytest.mark.parametrize("name", ["base", "qgs"])
 def test_a_candidate_is_ranked_by_its_own_features_alone(tables: str, text: str, name: str) -> None:
-    setup = set_up({"name": name, **(SMALL if name == "qgs" else {})}, FIT, tables, text)
+    setup = set_up({"name": name, **(SMALL if name == "qgs" else {})}, FIT, Inputs(tables, text=text))
     model: Any = setup.model.eval()
     examples = SearchExamples.load(join(tables, "sequences"), "test", unit="request", max_history=8)
     examples.bring(SearchCatalogue.load(tables, text), history=True)
@@ -118,7 +119,7 @@ def test_a_candidate_is_ranked_by_its_own_features_alone(tables: str, text: str,
 def test_what_is_unknown_when_ranking_is_not_read_then(raw: Path, tmp_path: Path) -> None:
     tables = make(tmp_path, raw, settings={"search": {"unknown_when_ranking": ["city"]}})
     text = make_text(tmp_path, tables)
-    setup = set_up({"name": "qgs", **SMALL, "position": "dropout"}, FIT, tables, text)
+    setup = set_up({"name": "qgs", **SMALL, "position": "dropout"}, FIT, Inputs(tables, text=text))
     model: Any = setup.model.eval()
     examples = SearchExamples.load(join(tables, "sequences"), "test", unit="request", max_history=8)
     examples.bring(SearchCatalogue.load(tables, text), history=True)
@@ -145,6 +146,6 @@ def test_what_the_log_brings_is_learned_and_told_as_important(
     without = make(tmp_path, raw, plain)
     assert own > trained(without, make_text(tmp_path, without), {"name": "base"})[1] + 0.1
     checkpoint.save(tmp_path / "base", setup.model, setup.checkpoint(epoch=1))
-    found = importance(str(tmp_path / "base"), tables, text, repeats=2)
+    found = importance(str(tmp_path / "base"), Inputs(tables, text=text), repeats=2)
     assert next(iter(found.losses)) == "features: own"
     assert found.losses["features: own"].mean > 0.1

@@ -14,6 +14,7 @@ import torch
 
 from models import checkpoint, registry
 from models.fit import FitConfig
+from models.inputs import Inputs
 from models.search.data import SearchCatalogue, SearchExamples
 from models.setup import Setup, set_up
 from models.tables import UserError, join, read_table
@@ -27,7 +28,7 @@ SIZES = {"width": 16, "num_layers": 1, "max_history": 8, "dnn_width": 16, "tower
 
 def served(folder: Path, tables: str, text: str) -> tuple[Setup, Any]:
     """An untrained model as jobs.train leaves a trained one, and as MLflow loads it."""
-    setup = set_up({"name": "qgs", **SIZES}, FitConfig(batch_size=8), tables, text)
+    setup = set_up({"name": "qgs", **SIZES}, FitConfig(batch_size=8), Inputs(tables, text=text))
     config = {"model": registry.config_to_dict(setup.config), "tables": tables, "text": text}
     uri = f"sqlite:///{folder}/mlflow.db"
     run = tracking.open_run(uri, "qgs/own", "qgs", str(folder), config=config, hashes=setup.catalogue.hashes)
@@ -119,7 +120,7 @@ def test_own_features_are_served_by_name(
             "numbers has 'bm52', which the model does not read; the nearest is 'bm25'",
         ),
         ({"history_categories": {"town": []}}, "history_categories has 'town', .*; the nearest is 'city'"),
-        ({"categories": {"city": ["Rome"]}}, f"categories has 1 values of 'city' where {count} are expected"),
+        ({"categories": {"city": ["Rome"]}}, f"'city' of categories has 1 entries where {count} are expected"),
     ):
         with pytest.raises(UserError, match=message):
             scores(**change)

@@ -17,6 +17,7 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTo
 from jobs import encode as job
 from models import checkpoint
 from models.fit import FitConfig
+from models.inputs import Inputs
 from models.search.data import SearchCatalogue
 from models.setup import set_up
 from models.tables import MANIFEST, UserError, commit, join, read_manifest, read_table
@@ -221,9 +222,9 @@ def test_a_served_model_encodes_what_training_has_not_seen(
     encode_log(tables, text, name, config, say=str)
     sizes = {"width": 16, "num_layers": 2, "max_history": 8, "dnn_width": 16, "tower_width": 8, "text_width": 8}
     sizes |= {"query_condition": query_condition}
-    setup = set_up({"name": "qgs", **sizes}, FitConfig(batch_size=8), tables, text)
+    setup = set_up({"name": "qgs", **sizes}, FitConfig(batch_size=8), Inputs(tables, text=text))
     checkpoint.save(tmp_path / "qgs", setup.model, setup.checkpoint(epoch=1))
-    write_bundle(tmp_path / "data", str(tmp_path / "qgs"), tables, text)
+    write_bundle(tmp_path / "data", str(tmp_path / "qgs"), Inputs(tables, text=text))
     model = RequestRanker()
     model.load_context(SimpleNamespace(artifacts={"data": str(tmp_path / "data")}, model_config=None))
     rows = [row for row in read_table(join(tables, "sequences")).to_pylist() if len(row["item_index"]) > 2]

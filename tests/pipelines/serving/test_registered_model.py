@@ -20,6 +20,7 @@ from training_tables import write_tables
 from jobs.compare import Config, run
 from models import checkpoint, registry
 from models.fit import FitConfig
+from models.inputs import Inputs
 from models.retrieval.data import Catalogue
 from models.setup import set_up
 from models.tables import UserError
@@ -44,7 +45,7 @@ print(json.dumps(ranked["item_id"].tolist()))
 def train_nothing(folder: Path, name: str, parent: str | None, seed: int, ndcg: float) -> tracking.RunRef:
     """An untrained TIGER as jobs.train leaves a trained one, the trial of a sweep where there is a parent."""
     tables, sids = str(folder / "small/tables"), str(folder / "small/sids")
-    setup = set_up(TIGER, FitConfig(batch_size=8, seed=seed), tables, sids)
+    setup = set_up(TIGER, FitConfig(batch_size=8, seed=seed), Inputs(tables, sids))
     model = registry.config_to_dict(setup.config)
     config = {"model": model, "fit": {"seed": seed}, "tables": tables, "sids": sids}
     uri, hashes = f"sqlite:///{folder}/mlflow.db", setup.catalogue.hashes

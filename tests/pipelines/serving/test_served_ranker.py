@@ -20,8 +20,11 @@ import torch
 from models import checkpoint, registry
 from models.actions.batch import ActionsCatalogue
 from models.actions.data import ActionsExamples
+from models.actions.requests import ActionsRequests
 from models.checkpoint import Checkpoint
 from models.fit import FitConfig
+from models.inputs import Inputs
+from models.requests import Row
 from models.search.data import SearchCatalogue, SearchExamples
 from models.setup import Setup, set_up
 from models.tables import UserError, join, read_manifest, read_table
@@ -29,7 +32,7 @@ from pipelines import tracking
 from pipelines.data.sids.texts import TextConfig, encode_log
 from pipelines.serving import package
 from pipelines.serving.registered_model import register
-from pipelines.serving.served_ranker import ActionsRequests, RequestRanker
+from pipelines.serving.served_ranker import RequestRanker
 from tests.actions_tables import SEEN, write_actions
 from tests.search_tables import ITEM_MODEL, write_search
 
@@ -66,7 +69,7 @@ def store(new_store: Callable[[Path], str], tmp_path: Path) -> None:
 
 def trained(folder: Path, name: str, tables: str, text: str | None, **options: Any) -> Setup:
     """An untrained model as jobs.train leaves a trained one, registered under its name."""
-    setup = set_up({"name": name, **SIZES[name], **options}, FitConfig(batch_size=8), tables, text)
+    setup = set_up({"name": name, **SIZES[name], **options}, FitConfig(batch_size=8), Inputs(tables, text=text))
     config = {"model": registry.config_to_dict(setup.config), "tables": tables} | ({"text": text} if text else {})
     uri, hashes = f"sqlite:///{folder}/mlflow.db", setup.catalogue.hashes
     run = tracking.open_run(uri, f"{name}/small", name, str(folder), config=config, hashes=hashes)
@@ -195,11 +198,11 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     row = {"candidates": ["item_id-003"], "history": ["item_id-001"], "query": "query-001"}
     for change, params, message in (
         ({"features": [[1.0]]}, {}, "features has 1 vectors of 1 numbers, 1 of 6 are expected"),
-        ({"history_query": []}, {}, "history_query has 0 entries for a history of 1"),
+        ({"history_query": []}, {}, "history_query has 0 entries where 1 are expected"),
         (
             {"history_query": ["query-001"], "history_time_ms": []},
             {},
-            "history_time_ms has 0 entries for a history of 1",
+            "history_time_ms has 0 entries where 1 are expected",
         ),
         ({}, {"label": "buy"}, "the model has no label 'buy'; choose one of click, purchase"),
         ({"features": [[np.inf] * 6]}, {}, "features has an infinite number; give NaN for what is not known"),
@@ -304,19 +307,20 @@ def test_every_column_of_a_model_of_actions_changes_a_score(tmp_path: Path) -> N
         ({"history_actions": [[0.0] * 3]}, "history_actions has 1 vectors of 3 numbers, 3 of 3 are expected"),
         ({"history_time_ms": [10, 30, 20]}, "history_time_ms falls from 30 to 20; give the history oldest first"),
         ({"history_time_ms": [10, None, 20]}, "history_time_ms has an entry without a time; give one each"),
-        ({"history_viewer_device": []}, "history_viewer_device has 0 entries for a history of 3"),
+        ({"history_viewer_device": []}, "history_viewer_device has 0 entries where 3 are expected"),
         ({"features": [[0.5, np.inf], [0.1, 0.9]]}, "features has an infinite number"),
     ],
 )
 def test_what_does_not_fit_a_model_of_actions_is_said(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     tables = write_actions(tmp_path, viewers=True)
-    setup = set_up({"name": "attn_mvp", **SIZES["attn_mvp"]}, FitConfig(batch_size=8), tables)
-    requests = ActionsRequests(str(tmp_path), setup.model, setup.catalogue)
-    index = {f"item-{number:03d}": number for number in range(12)}
+    setup = set_up({"name": "attn_mvp", **SIZES["attn_mvp"]}, FitConfig(batch_size=8), Inputs(tables))
+    checkpoint.save(tmp_path / "attn_mvp", setup.model, setup.checkpoint())
+    package.write_bundle(tmp_path / "data", str(tmp_path / "attn_mvp"), Inputs(tables))
+    requests = ActionsRequests(str(tmp_path / "data"), setup.model, setup.catalogue, {})
     with pytest.raises(UserError, match=message):
-        requests.batch([FEED | change], index, [[0, 1]])
-    missing = {"history_actions": [[np.nan] * 3] * 3}
-    assert not requests.batch([FEED | missing], index, [[0, 1]])["action"].any()
+        requests.read(Row(FEED | change))
+    missing = requests.read(Row(FEED | {"history_actions": [[np.nan] * 3] * 3}))
+    assert not requests.batch([missing])["action"].any()
 
 
 def test_a_model_that_reads_times_wants_them(tmp_path: Path) -> None:
@@ -402,9 +406,9 @@ def test_a_new_item_is_scored_as_one_of_the_catalogue_with_its_content(tmp_path:
 def test_new_items_that_cannot_be_read_are_refused(posts: list[Any], message: str, tmp_path: Path) -> None:
     tables, text = write_actions(tmp_path, content=True), str(tmp_path / "text")
     encode_log(tables, text, "tfidf", TextConfig(svd=4), say=str)
-    setup = set_up({"name": "lac", **SIZES["lac"]}, FitConfig(batch_size=8), tables, text)
+    setup = set_up({"name": "lac", **SIZES["lac"]}, FitConfig(batch_size=8), Inputs(tables, text=text))
     checkpoint.save(tmp_path / "lac", setup.model, setup.checkpoint(epoch=1))
-    package.write_bundle(tmp_path / "bundle", str(tmp_path / "lac"), tables, text)
+    package.write_bundle(tmp_path / "bundle", str(tmp_path / "lac"), Inputs(tables, text=text))
     model = RequestRanker()
     model.load_context(SimpleNamespace(artifacts={"data": str(tmp_path / "bundle")}, model_config=None))
     with pytest.raises(UserError, match=message):

@@ -19,6 +19,7 @@ import torch
 from models import checkpoint, registry
 from models.actions.data import ActionsExamples
 from models.fit import FitConfig
+from models.inputs import Inputs
 from models.search.data import SearchCatalogue, SearchExamples
 from models.setup import Setup, set_up
 from models.tables import UserError, join, read_table
@@ -55,10 +56,12 @@ def serve(name: str, folder: Path, tables: str, text: str | None, longest: int) 
     """An untrained model of MODELS, and as it is served."""
     known = inspect.signature(registry.model_config(MODELS[name]["name"])).parameters
     sizes = {key: value for key, value in SIZES.items() if key in known}
-    setup = set_up({**MODELS[name], **sizes, "max_history": longest}, FitConfig(batch_size=8), tables, text)
+    setup = set_up(
+        {**MODELS[name], **sizes, "max_history": longest}, FitConfig(batch_size=8), Inputs(tables, text=text)
+    )
     checkpoint.save(folder / name, setup.model, setup.checkpoint(epoch=1))
     with pytest.warns(UserWarning, match="without its text encoder") if text else nullcontext():
-        write_bundle(folder / "data", str(folder / name), tables, text)
+        write_bundle(folder / "data", str(folder / name), Inputs(tables, text=text))
     setup.model.eval()
     served = RequestRanker()
     served.load_context(SimpleNamespace(artifacts={"data": str(folder / "data")}, model_config=None))
@@ -189,7 +192,10 @@ def test_labels_of_behaviours_move_a_served_score_and_no_others_are_taken(
     assert nothing[0] == nothing[1] == nothing[2]
     for change, message in (
         ({"purchas": [1] * size}, "history_labels has 'purchas', which the model does not read; .* is 'purchase'"),
-        ({"purchase": [1] * (size + 1)}, f"history_labels has {size + 1} values of 'purchase' for a history of {size}"),
+        (
+            {"purchase": [1] * (size + 1)},
+            f"'purchase' of history_labels has {size + 1} entries where",
+        ),
         ({"purchase": [0.5] * size}, "history_labels has values of 'purchase' that are not true or false; give None"),
         ({"dwell": ["long"] * size}, "history_labels has values of 'dwell' that are not finite numbers; give None"),
         ({"dwell": [math.inf] * size}, "history_labels has values of 'dwell' that are not finite numbers; give None"),

@@ -16,6 +16,7 @@ from training_tables import write_tables
 
 from models import checkpoint, registry
 from models.fit import FitConfig, fit
+from models.inputs import Inputs
 from models.retrieval.data import Catalogue
 from models.setup import set_up
 from models.tables import UserError
@@ -43,7 +44,7 @@ class World:
 
     def train(self, model: dict[str, Any], name: str, **options: Any) -> Trained:
         return train(
-            model=model, fit=FIT, ray_options=RayOptions(threads=1), tables=self.tables, extra=self.sids,
+            model=model, fit=FIT, ray_options=RayOptions(threads=1), inputs=Inputs(self.tables, self.sids),
             storage=str(self.folder / "runs"), name=name, log_model=False, say=self.lines.append, **options,
         )  # fmt: skip
 
@@ -57,7 +58,9 @@ def world(ray_local: None, new_store: Callable[[Path], str], tmp_path_factory: p
     folder = tmp_path_factory.mktemp("distillation")
     new_store(folder / "runs")
     made = World(folder, *write_tables(folder, items=20), lines=[])
-    setup = set_up(TIGER, FitConfig(batch_size=32, max_epochs=3, lr=0.01, warmup_share=0.0), made.tables, made.sids)
+    setup = set_up(
+        TIGER, FitConfig(batch_size=32, max_epochs=3, lr=0.01, warmup_share=0.0), Inputs(made.tables, made.sids)
+    )
     for _ in fit(setup.model, setup.train, setup.validate, setup.fit, means=setup.means):
         pass
     checkpoint.save(folder / "runs/tiger/best", setup.model, setup.checkpoint(epoch=3))

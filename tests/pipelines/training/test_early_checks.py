@@ -12,6 +12,7 @@ from search_tables import write_search
 from training_tables import write_tables
 
 from models.fit import FitConfig
+from models.inputs import Inputs
 from models.tables import UserError
 from pipelines.training.options import RayOptions
 from pipelines.training.run import train
@@ -34,7 +35,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
          {"model": TIGER, "eval_options": {"beem": 3}}),
         ("fit.eval_options has 'beam', which is no option of 'sasrec'.* takes unseen", {"eval_options": {"beam": 3}}),
         ("fit.batch_size 16 does not divide by 3 workers", {"ray_options": RayOptions(num_workers=3)}),
-        ("the model 'tiger' needs semantic IDs; give --sids", {"model": TIGER, "extra": None}),
+        ("the model 'tiger' needs semantic IDs; give --sids", {"model": TIGER, "sids": None}),
         ("the teacher .*/nowhere is neither a checkpoint nor a finished run",
          {"model": {"name": "sid_mlp", "teacher": "/nowhere"}}),
         ("/nowhere/sequences is not a table", {"tables": "/nowhere"}),
@@ -47,8 +48,9 @@ def test_what_is_known_before_ray_is_said_before_ray(
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     started: list[str] = []
     fit = {key: changes.pop(key) for key in ("metric", "eval_options") if key in changes}
+    inputs = Inputs(changes.pop("tables", made[0]), changes.pop("sids", made[1]))
     arguments: dict[str, Any] = {
-        "model": SASREC, "fit": replace(FIT, **fit), "ray_options": RayOptions(), "tables": made[0], "extra": made[1],
+        "model": SASREC, "fit": replace(FIT, **fit), "ray_options": RayOptions(), "inputs": inputs,
         "storage": str(tmp_path / "runs"), "name": "early", "start": lambda: started.append("Ray"),
     }  # fmt: skip
     with pytest.raises(UserError, match=message):
@@ -61,7 +63,7 @@ def test_a_search_metric_is_known_by_its_labels(tmp_path: Path) -> None:
     tables, text = write_search(tmp_path)
     with pytest.raises(UserError, match=re.escape("fit.metric is 'ndcg@10'")) as caught:
         train(
-            model={"name": "base"}, fit=FIT, ray_options=RayOptions(), tables=tables, extra=text,
+            model={"name": "base"}, fit=FIT, ray_options=RayOptions(), inputs=Inputs(tables, text=text),
             storage=str(tmp_path / "runs"), name="early", start=lambda: pytest.fail("Ray was started"),
         )  # fmt: skip
     assert "known are gauc, " in str(caught.value)

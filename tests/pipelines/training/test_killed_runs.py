@@ -17,6 +17,7 @@ import psutil
 import pytest
 import ray
 
+from models.inputs import Inputs
 from pipelines import tracking
 from pipelines.training.options import RayOptions
 from tuning.grid import Grid
@@ -63,11 +64,11 @@ def start():
     ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     options = RayOptions(threads=1)
     if what == "run":
-        train(model=model, fit=FitConfig(**fit), ray_options=options, tables=tables, extra=None, storage=storage,
+        train(model=model, fit=FitConfig(**fit), ray_options=options, inputs=Inputs(tables), storage=storage,
               name="one", heard=lambda about: None, wait=600)
     else:
         grid = Grid("g", "a test", base={"model": model, "fit": fit}, axes={"fit.lr": [0.01]})
-        sweep(grid, grid.trials(), tables=tables, extra=None, storage=storage, name="swept", ray_options=options,
+        sweep(grid, grid.trials(), inputs=Inputs(tables), storage=storage, name="swept", ray_options=options,
               options=Options(concurrency=1, test=False))
 
 
@@ -177,7 +178,7 @@ def test_a_trial_lost_before_its_first_checkpoint_logs_nothing_twice(
     watch = once_logged(storage, lambda: kill_process("ray::ImplicitFu"))
     grid = Grid("g", "a test", base={"model": MODEL, "fit": FIT}, axes={"fit.lr": [0.01]})
     swept = sweep(
-        grid, grid.trials(), tables=tables, extra=None, storage=str(storage), name="swept",
+        grid, grid.trials(), inputs=Inputs(tables), storage=str(storage), name="swept",
         ray_options=RayOptions(threads=1), options=Options(concurrency=1, test=False),
     )  # fmt: skip
     watch.join()

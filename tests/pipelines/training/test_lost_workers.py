@@ -16,6 +16,7 @@ import pytest
 import ray
 
 from models.fit import FitConfig
+from models.inputs import Inputs
 from pipelines import cluster
 from pipelines.faults import explain
 from pipelines.training import run as runs
@@ -35,7 +36,7 @@ def tables(small: tuple[str, str]) -> str:
 def trained(tables: str, storage: Path, **changes: Any) -> Trained:
     fit = FitConfig(**{**FIT, **changes.pop("fit", {})})
     arguments: dict[str, Any] = {
-        "model": MODEL, "fit": fit, "ray_options": RayOptions(threads=1), "tables": tables, "extra": None,
+        "model": MODEL, "fit": fit, "ray_options": RayOptions(threads=1), "inputs": Inputs(tables),
         "storage": str(storage), "name": "one", "log_model": False,
     }  # fmt: skip
     return train(**{**arguments, **changes})

@@ -30,9 +30,10 @@ from training_tables import write_tables
 
 from models import checkpoint
 from models.fit import FitConfig
+from models.inputs import Inputs
 from models.setup import Setup
 from models.shares import shards_of
-from models.tables import join, read_manifest
+from models.tables import read_manifest
 from pipelines import tracking
 from pipelines.faults import explain
 from pipelines.training import here
@@ -56,12 +57,15 @@ FIT = {"batch_size": 16, "max_epochs": 5, "lr": 0.003, "patience": 0, "seed": 3,
        "checkpoint_every_steps": 8, "shard_mb": 0.0005, "eval_examples": 31}  # fmt: skip
 
 
-def tables_of(family: str, folder: Path) -> tuple[str, str | None]:
-    """(TABLES, the folder beside them) of six parts."""
+def tables_of(family: str, folder: Path) -> Inputs:
+    """Tables of six parts."""
     if family in ("retrieval", "sharded"):
         tables, sids = write_tables(folder, parts=6)
-        return tables, sids if family == "sharded" else None
-    return write_search(folder, parts=6) if family == "search" else (write_actions(folder, parts=6), None)
+        return Inputs(tables, sids if family == "sharded" else None)
+    if family == "search":
+        tables, text = write_search(folder, parts=6)
+        return Inputs(tables, text=text)
+    return Inputs(write_actions(folder, parts=6))
 
 
 def kill_workers_when(*due: tuple[Callable[[], bool], int]) -> threading.Thread:
@@ -124,18 +128,18 @@ def check_same(one: Path, other: Path) -> None:
 def test_killed_with_two_workers_and_continued_with_one(
     family: str, ray_local: None, new_store: Callable[[Path], str], tmp_path: Path
 ) -> None:
-    tables, extra = tables_of(family, tmp_path / "made")
+    inputs = tables_of(family, tmp_path / "made")
     storage = tmp_path / "runs"
     store = new_store(storage)
     model, more = MODELS[family]
     fit = FitConfig(**{**FIT, **more})
-    assert shards_of(read_manifest(join(tables, "sequences")), fit.shard_mb, fit.batch_size) > 2
+    assert shards_of(read_manifest(inputs.sequences), fit.shard_mb, fit.batch_size) > 2
     lines: list[str] = []
 
     def run(name: str, workers: int, **options: Any) -> Trained:
         ray_options = RayOptions(num_workers=workers, threads=1, cpus_per_worker=0.5, max_failures=1)
         return train(
-            model=model, fit=fit, ray_options=ray_options, tables=tables, extra=extra, storage=str(storage), name=name,
+            model=model, fit=fit, ray_options=ray_options, inputs=inputs, storage=str(storage), name=name,
             log_model=False, say=lines.append, **options,
         )  # fmt: skip
 
@@ -155,7 +159,7 @@ def test_killed_with_two_workers_and_continued_with_one(
         assert said.startswith("a process of Ray was lost (")
         assert said.endswith("then run the same line again, which goes on from what is finished")
     else:
-        task = Task(model, asdict(fit), tables, extra, None, threads=1, fsdp=family == "sharded")
+        task = Task(model, asdict(fit), inputs.given(), None, threads=1, fsdp=family == "sharded")
         (storage / "cut").mkdir()
         with pytest.raises(mp.ProcessExitedException, match="SIGKILL"):
             mp.start_processes(one_of_two, (task, storage / "cut", late), nprocs=2, start_method="forkserver")

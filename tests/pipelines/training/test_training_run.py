@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModel
 
 from models import checkpoint, registry
 from models.fit import FitConfig, StepEvent, fit
+from models.inputs import Inputs
 from models.retrieval.data import Catalogue
 from models.setup import set_up
 from models.tables import UserError
@@ -53,8 +54,9 @@ class World:
 
     def again(self, **changes: Any) -> Trained:
         arguments: dict[str, Any] = {
-            "model": SASREC, "fit": FIT, "ray_options": RayOptions(num_workers=2, threads=1), "tables": self.tables,
-            "extra": None, "storage": str(self.folder / "runs"), "name": "two", "say": self.lines.append,
+            "model": SASREC, "fit": FIT, "ray_options": RayOptions(num_workers=2, threads=1),
+            "inputs": Inputs(self.tables), "storage": str(self.folder / "runs"), "name": "two",
+            "say": self.lines.append,
         }  # fmt: skip
         return train(**{**arguments, **changes})
 
@@ -76,7 +78,7 @@ def world(
 
 def test_two_workers_follow_one(world: World) -> None:
     """The losses and weights of a run by one process, up to the order of sums."""
-    setup = set_up(SASREC, FIT, world.tables)
+    setup = set_up(SASREC, FIT, Inputs(world.tables))
     events = fit(setup.model, setup.train, setup.validate, FIT, means=setup.means)
     expected = [(e.step, e.loss) for e in events if isinstance(e, StepEvent)]
     history = tracking.connect(world.trained.run.uri).get_metric_history(world.trained.run.run_id, "train/loss")
@@ -165,7 +167,7 @@ def test_a_name_stands_for_one_run(world: World) -> None:
         world.again(model={**SASREC, "dim": 8})
     tables, _ = write_tables(world.folder / "other", seed=1)
     with pytest.raises(UserError, match="with another table"):
-        world.again(tables=tables)
+        world.again(inputs=Inputs(tables))
     assert world.again(fit=FitConfig(**{**vars(FIT), "log_every_steps": 99})).already  # changes nothing that counts
 
 
@@ -176,7 +178,7 @@ def test_what_cannot_work_is_refused_before_training(world: World, monkeypatch: 
         ("needs 100 CPUs, .*the cluster has 2", {"ray_options": RayOptions(cpus_per_worker=100)}),
         ("needs 1 CPUs, 1 GPUs, .*the cluster has 2 CPUs, 0 GPUs", {"ray_options": RayOptions(use_gpu=True)}),
         ("needs semantic IDs; give --sids", {"model": {"name": "tiger"}}),
-        ("is not a table", {"tables": str(world.folder)}),
+        ("is not a table", {"inputs": Inputs(str(world.folder))}),
         ("names a folder", {"name": "a/b"}),
         ("is a folder, which MLflow no longer writes", {"tracking_uri": f"file:{world.folder}/mlruns"}),
         ("is relative", {"tracking_uri": "sqlite:///mlflow.db"}),
@@ -311,8 +313,8 @@ def test_encoders_are_found_from_the_folder_of_the_command(world: World, monkeyp
     monkeypatch.chdir(world.folder / "search")
     trained = world.again(
         model={"name": "hllm", "pretrained": "bert", "item_tower": "bert", "max_history": 8},
-        fit=FitConfig(batch_size=16, max_epochs=1, metric="gauc"), ray_options=RayOptions(threads=1), tables=tables,
-        extra=text, name="hllm", log_model=False, heard=in_place,
+        fit=FitConfig(batch_size=16, max_epochs=1, metric="gauc"), ray_options=RayOptions(threads=1),
+        inputs=Inputs(tables, text=text), name="hllm", log_model=False, heard=in_place,
     )  # fmt: skip
     folder = str(world.folder / "search/bert")
     assert (trained.about.model["pretrained"], trained.about.model["item_tower"]) == (folder, folder)

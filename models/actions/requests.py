@@ -1,0 +1,154 @@
+"""Candidates of a served request as a batch of one user's events, with what he did before and new items.
+
+Actions are graded from 0 to 1, as `inputs` in the model's metadata says; one that is not given counts as not taken.
+A request may bring items that are not in the catalogue in `new_items`, each with its `item_id` and its text and
+attributes by name: these are scored by their content, as candidates and in the history. A category of the viewer that
+training has not seen counts as not known, and a late feature that is not given as its mean over training.
+
+Shapes: `A` kinds of action, `F` late features, `V` viewer-side categories.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from models.actions.batch import ActionsCatalogue
+from models.actions.data import ActionsExamples
+from models.actions.new_items import NewItems, columns_of, name_of, template_of
+from models.inputs import Inputs
+from models.own_features import NUMBER
+from models.requests import Columns, Floats, Request, Requests, Row, bundled, finite
+from models.shares import joined
+from models.tables import Manifest, UserError, join, read_manifest
+from models.text_encoder import load_saved
+
+LAST, BEFORE = 1 << 62, -(1 << 62)
+"""Later and earlier than all times, in ms."""
+
+
+def text_of(inputs: Inputs) -> Manifest | None:
+    """The table of the items' text, where the model reads one."""
+    return read_manifest(join(inputs.text, "items"), "embeddings") if inputs.text else None
+
+
+class ActionsRequests(Requests):
+    """Rows as `models/actions/data.py` makes batches."""
+
+    needs: ClassVar[Columns] = {**Requests.needs, "history_actions": "vectors"}
+    takes: ClassVar[Columns] = {
+        **Requests.takes,
+        "timestamp_ms": "long",  # of the request; events from then on are unseen, by their history_time_ms
+        "features": "vectors",
+        "history_time_ms": "longs",
+    }
+    beside = ("items",)
+    labels = "tasks"
+
+    def __init__(self, folder: str, model: Any, catalogue: ActionsCatalogue, settings: Mapping[str, Any]) -> None:
+        super().__init__(folder, model, catalogue, settings)
+        self.length, self.actions, self.own = model.config.max_history, catalogue.actions, catalogue.own
+        self.wants_ids = model.items.has_ids and not model.config.id_dropout
+        self.mean = model.features.mean.numpy()
+        self.viewers = {
+            name: {value: number for number, value in enumerate(values, 1)}
+            for name, values in catalogue.viewers.items()
+        }
+        items, text = read_manifest(f"{folder}/tables/items", "items"), text_of(bundled(folder))
+        encoder = load_saved(f"{folder}/encoder") if Path(folder, "encoder").exists() else None
+        self.new = NewItems(catalogue, columns_of(items, text), encoder, template_of(text))
+
+    @classmethod
+    def columns(cls, info: Mapping[str, Any], model: Mapping[str, Any], inputs: Inputs) -> Columns:
+        found = super().columns(info, model, inputs)
+        for name in info.get("viewers", ()):  # of the request, and of each event of the history, "" for none
+            found |= {f"viewer_{name}": "string", f"history_viewer_{name}": "strings"}
+        told = columns_of(read_manifest(join(inputs.tables, "items"), "items"), text_of(inputs))
+        kinds = {name_of(name): "number" if name.startswith(NUMBER) else "string" for name in told}
+        return {**found, "new_items": {"item_id": "string", **kinds}}
+
+    @classmethod
+    def about(cls, info: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+        return {**super().about(info, model), "inputs": info.get("definitions", {}).get("inputs", {})}
+
+    def read(self, row: Row) -> Request:
+        candidates, shown = (row.ids(name) for name in ("candidates", "history"))
+        brought = self.new.named(row.given("new_items") or ())
+        posts = {item: post for item, post in brought.items() if item not in self.index}
+        index = ChainMap({item: number for number, item in enumerate(posts, len(self.index))}, self.index)
+        known = [i for i, item in enumerate(candidates) if item in index]
+        times, now = self.times(row, len(shown)), row.given("timestamp_ms")
+        now = LAST if now is None else now
+        # what is kept of a user may be read by later requests; a candidate reads what is earlier by its time
+        end = LAST if row.given("history_from") is not None else now
+        past = [i for i, item in enumerate(shown) if item in index and times[i] < end][-self.length :]
+        size, count = len(past), len(known)
+        features = finite("features", row.vectors("features", np.tile(self.mean, (len(candidates), 1))))[known]
+        items = [shown[i] for i in past] + [candidates[i] for i in known]
+        parts: dict[str, NDArray] = {
+            "item": np.array([index[item] for item in items], np.int64),
+            "time": np.array([times[i] for i in past] + [now] * count, np.int64),
+            "action": np.pad(self.taken(row, len(shown))[past], ((0, count), (0, 0))),
+            "feature": np.pad(features, ((size, 0), (0, 0))),
+            "label": np.zeros((size + count, 0), np.float32),
+        }
+        if self.viewers:
+            parts["viewer"] = np.stack([self.viewer(row, name, len(shown), past, count) for name in self.viewers], 1)
+        if self.own.names:
+            of_past = row.own(self.own, "history_", len(shown))[past]
+            parts["own"] = np.concatenate([of_past, row.own(self.own, "", len(candidates))[known]])
+        return Request(candidates, known, size, parts, list(posts.values()))
+
+    def times(self, row: Row, size: int) -> list[int]:
+        """When each event of the history was, in ms, or its place, before anything that has a time."""
+        times = row.column("history_time_ms", size)
+        if row.given("history_time_ms") is None:
+            return [BEFORE + int(row.given("history_from") or 0) + place for place in range(size)]
+        if None in times:
+            raise UserError("history_time_ms has an entry without a time; give one each, or leave the column out")
+        for earlier, later in pairwise(times):
+            if later < earlier:
+                raise UserError(f"history_time_ms falls from {earlier} to {later}; give the history oldest first")
+        return times
+
+    def taken(self, row: Row, size: int) -> Floats:
+        """(size, A) what was done with each item; UserError for what is not graded as in training."""
+        action = row.vectors("history_actions", np.zeros((size, len(self.actions)), np.float32))
+        wrong = (action < 0) | (action > 1)
+        if wrong.any():
+            event, kind = np.argwhere(wrong)[0]
+            raise UserError(
+                f"history_actions has {action[event, kind]:g} for '{self.actions[kind]}', which is not from 0 to 1; "
+                f"grade it as `inputs` in the model's metadata says"
+            )
+        return action
+
+    def viewer(self, row: Row, name: str, size: int, past: list[int], count: int) -> NDArray[np.int64]:
+        """(events and candidates,) a viewer-side category: of each event, and that of the request `count` times."""
+        then = row.column(f"history_viewer_{name}", size)
+        values = [then[i] for i in past] + [row.given(f"viewer_{name}")] * count
+        return np.array([self.viewers[name].get(value, 0) for value in values], np.int64)
+
+    def batch(self, requests: Sequence[Request]) -> dict[str, Tensor]:
+        posts = [post for request in requests for post in request.new]
+        if posts and self.wants_ids:
+            warnings.warn(
+                f"{len(posts)} new items are scored without an id, and the model has never trained without one; train "
+                f"it with --model.item_ids none or --model.id_dropout 0.2",
+                stacklevel=2,
+            )
+        sizes = [len(request.parts["item"]) for request in requests]
+        events = joined([dict(request.parts) for request in requests])
+        before = np.repeat([*accumulate((len(request.new) for request in requests), initial=0)][:-1], sizes)
+        events["item"] += np.where(events["item"] >= len(self.index), before, 0)  # each request numbers its own
+        context = np.array([request.events for request in requests])
+        batch = ActionsExamples.of(events, context, np.array(sizes) - context).collate(np.arange(len(requests)))
+        return batch | (self.new.read(posts) if posts else {})

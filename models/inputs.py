@@ -1,0 +1,49 @@
+"""What a run works on: the folder of tables, and the folders beside it that some models read.
+
+Inputs("tables", sids="sids").of("tiger", {"sids": True})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from models.tables import UserError, join
+from models.uri import absolute
+
+MADE = {"sids": ("semantic IDs", "jobs.tokenize"), "text": ("text embeddings", "jobs.encode")}
+"""By folder beside the tables: what it holds, and the job that makes it."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Absolute paths or URIs. Each is called as the option of the commands that takes it."""
+
+    tables: str
+    """TABLES: the folder that jobs.prepare made."""
+    sids: str | None = None
+    """SIDS: the folder that jobs.tokenize made, for models that use semantic IDs."""
+    text: str | None = None
+    """TEXT: the folder that jobs.encode made, for search models; models of actions can do without."""
+
+    def __post_init__(self) -> None:
+        for option, place in self.given().items():
+            object.__setattr__(self, option, absolute(place))
+
+    @property
+    def sequences(self) -> str:
+        """The table that examples are made of."""
+        return join(self.tables, "sequences")
+
+    def given(self) -> dict[str, str]:
+        """Those that there are, by option."""
+        return {option: place for option, place in vars(self).items() if place}
+
+    def of(self, model: str, reads: Mapping[str, bool]) -> Inputs:
+        """Those that the model reads: `reads` has the folders beside the tables, by option, and whether the model
+        needs them. UserError where it needs one that is not given."""
+        for option, needed in reads.items():
+            if needed and not getattr(self, option):
+                holds, job = MADE[option]
+                raise UserError(f"the model '{model}' needs {holds}; give --{option} with the folder that {job} made")
+        return Inputs(self.tables, **{option: getattr(self, option) for option in reads})

@@ -1,0 +1,164 @@
+"""Candidates of a search that is served as a batch, with the history and the text that they are ranked by.
+
+A feature that is not given, or NaN, counts as its mean over training. What `jobs.prepare --counts_as_of` has counted is
+known, where the model was loaded with `counts`, and so are features of items, and hour and weekday of the request from
+its `timestamp_ms`: a request of these needs no features of its candidates. Queries, and pairs of query and document,
+that training has not seen are encoded, by the encoder that comes with the model, and kept; without one such a query
+counts as none, and a warning says so.
+
+Shapes: `N` candidates, `F` features, `A` labels of behaviours.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from torch import Tensor
+
+from models.inputs import Inputs
+from models.own_features import OwnFeatures
+from models.requests import Columns, Floats, Request, Requests, Row, finite
+from models.search.counts import HOURS, Counts, hours
+from models.search.data import NO_QUERY, SearchCatalogue, SearchExamples, pair_key
+from models.search.request_text import RequestText
+from models.shares import joined
+from models.tables import UserError, read_manifest, read_table
+from models.text_encoder import load_saved
+
+
+class SearchRequests(Requests):
+    """Rows as `models/search/data.py` makes batches."""
+
+    takes: ClassVar[Columns] = {
+        **Requests.takes,
+        "query": "string",
+        "timestamp_ms": "long",  # of the request
+        "features": "vectors",  # of each candidate
+        "history_query": "strings",  # of each behaviour, "" for none
+        "history_time_ms": "longs",
+        "history_features": "vectors",
+    }
+    tables = ("queries",)
+    beside = ("items", "queries", "pairs", "tokens")
+    # counts: the table of jobs.prepare --counts_as_of
+    settings: ClassVar[Mapping[str, Any]] = {**Requests.settings, "counts": ""}
+
+    def __init__(self, folder: str, model: Any, catalogue: SearchCatalogue, settings: Mapping[str, Any]) -> None:
+        super().__init__(folder, model, catalogue, settings)
+        self.mean, self.config = model.scale.mean.numpy(), model.config
+        queries: list[str] = []
+        if catalogue.num_queries:
+            queries = read_table(f"{folder}/tables/queries", "queries")["query"].to_pylist()
+        encoder, documents = None, []
+        if Path(folder, "encoder").exists():
+            encoder = load_saved(f"{folder}/encoder")
+            documents = pq.read_table(f"{folder}/encoder/documents.parquet")["text"].to_pylist()
+        self.text = RequestText(catalogue, queries, encoder, documents)
+        info = read_manifest(f"{folder}/tables/sequences", "sequences").info
+        self.numbers = {name for name, label in catalogue.behaviour_labels.items() if label.number}
+        self.counts = Counts.load(uri, info["features"], info) if (uri := settings.get("counts")) else None
+        self.hours = [place for place, name in enumerate(info["features"]) if name in HOURS]
+        self.own = OwnFeatures.of(info)
+        of_items = info.get("item_features", [])
+        self.of_items = read_table(f"{folder}/tables/items", "items", of_items) if of_items else pa.table({})
+
+    @classmethod
+    def columns(cls, info: Mapping[str, Any], model: Mapping[str, Any], inputs: Inputs) -> Columns:
+        labels = {"history_labels": "labels"} if model.get("token_labels") else {}
+        return {**super().columns(info, model, inputs), **labels}
+
+    def read(self, row: Row) -> Request:
+        candidates, past = (row.ids(name) for name in ("candidates", "history"))
+        known = [i for i, item in enumerate(candidates) if item in self.index]
+        kept = [i for i, item in enumerate(past) if item in self.index][-self.config.max_history :]
+        asked = row.column("history_query", len(past), "")
+        times = row.column("history_time_ms", len(past))
+        if self.config.reads_times and None in times:
+            raise UserError("history_time_ms is missing, and the model reads when each behaviour was; give it")
+        parts: dict[str, NDArray] = {
+            "asked": np.array([row.given("query")], object),
+            "query": np.array([asked[i] for i in kept], object),
+            "item": np.array([self.index[past[i]] for i in kept], np.int64),
+            "time": np.array([times[i] or 0 for i in kept], np.int64),
+            "history_features": self.features(row, "history_", past)[kept],
+            "candidate": np.array([self.index[candidates[i]] for i in known], np.int64),
+            "features": self.features(row, "", candidates)[known],
+        }
+        if self.config.reads_labels:
+            parts["history_labels"] = self.past_labels(row, len(past))[kept]
+        return Request(candidates, known, len(kept), parts)
+
+    def features(self, row: Row, of: str, items: Sequence[str]) -> Floats:
+        """(items, F) of candidates, or with `history_` of behaviours. Those of items are known, and of candidates what
+        is counted and, from the request's time, hour and weekday."""
+        places = pa.array([self.index.get(item) for item in items], pa.int64())
+        usual = {name: self.of_items[name].combine_chunks().take(places) for name in self.of_items.column_names}
+        own = row.own(self.own, of, len(items), usual)
+        usually = np.tile(self.mean, (len(items), 1))
+        if not of and self.counts:
+            self.counts.fill(usually, items, row.given("query"))
+        if not of and self.hours and (now := row.given("timestamp_ms")) is not None:
+            usually[:, self.hours] = hours(np.array([now], np.int64))
+        return np.concatenate([finite(f"{of}features", row.vectors(f"{of}features", usually)), own], 1)
+
+    def past_labels(self, row: Row, count: int) -> Floats:
+        """(count, A) what `history_labels` gives by name of the labels in tokens; NaN for a number, and 0 for what is
+        true or false, that is not given. UserError for what no behaviour can have."""
+        known = self.config.reads_labels
+        there = row.by_name("history_labels", known, count)
+        columns = []
+        for name in known:
+            values, number = there.get(name, [None] * count), name in self.numbers
+            try:
+                label = np.array([np.nan if value is None else value for value in values], np.float32)
+            except (TypeError, ValueError):
+                label = np.full(count, np.inf, np.float32)
+            if np.isinf(label).any() or not (number or np.isin(label[~np.isnan(label)], (0, 1)).all()):
+                what = "finite numbers" if number else "true or false"
+                raise UserError(f"history_labels has values of '{name}' that are not {what}; give None for none")
+            columns.append(label if number else np.nan_to_num(label))
+        return np.stack(columns, 1)
+
+    def batch(self, requests: Sequence[Request]) -> dict[str, Tensor]:
+        rows = [request.parts for request in requests]
+        for queries in (np.concatenate([row["asked"] for row in rows]), *(row["query"] for row in rows)):
+            if unknown := sum(bool(query) and not self.text.has(str(query)) for query in queries):
+                warnings.warn(
+                    f"{unknown} of {len(queries)} queries are none of the training tables'; they count as no query",
+                    stacklevel=2,
+                )
+        parts = joined([dict(row) for row in rows])
+        texts = [q for q in dict.fromkeys([*parts["asked"], *parts["query"]]) if q and self.text.has(q)]
+        place = {query: number for number, query in enumerate(texts)}
+        asked, parts["query"] = (
+            np.array([place.get(query, NO_QUERY) for query in parts.pop(name)], np.int64) for name in ("asked", "query")
+        )
+        lengths = np.array([request.events for request in requests])
+        counts = np.array([len(request.known) for request in requests])
+        read = {"candidates": (parts["candidate"], np.repeat(asked, counts))}
+        if self.config.history_pairs:
+            read["behaviours"] = parts["item"], parts["query"]
+        text = self.text.of(texts, *(np.concatenate(each) for each in zip(*read.values(), strict=True)))
+        for what, (item, query) in read.items():
+            self.warn(what, item, query, text)
+        examples = SearchExamples.of({**parts, "request_query": asked}, lengths, counts)
+        examples.bring(text, self.config.history_pairs, complete=False)
+        return {**examples.collate(np.arange(len(requests))), "queries": text.queries}
+
+    def warn(self, what: str, item: NDArray[np.int64], query: NDArray[np.int64], text: SearchCatalogue) -> None:
+        """Says how many pairs were never encoded, where the model cannot encode them."""
+        key = pair_key(item, query, text.num_queries)[query != NO_QUERY]
+        missing = 0 if self.text.encoder else int((~np.isin(key, text.pair_keys.numpy())).sum())
+        if missing:
+            warnings.warn(
+                f"{missing} of {len(query)} {what} were never encoded together with their query; their document alone "
+                f"is read",
+                stacklevel=2,
+            )
