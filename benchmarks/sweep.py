@@ -27,8 +27,8 @@ from models.memory import resident_peak_mb
 from models.setup import set_up
 from models.tables import UserError
 from models.uri import absolute
-from pipelines.training.options import RayOptions
 from pipelines.training.run import train
+from pipelines.training.settings import RayOptions
 from tuning import sweep as tuned
 from tuning.grid import Grid
 from tuning.trial import quiet

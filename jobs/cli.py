@@ -23,9 +23,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+import grpc
+import ray
+from ray.core.generated import gcs_service_pb2 as messages  # its classes are made at import, unseen by mypy
+from ray.core.generated import gcs_service_pb2_grpc as services
+
 from jobs.options import parse
 from models.tables import UserError
 from models.words import number_of
+from pipelines.cluster import check_places, check_room
 from pipelines.data.ray_data_config import WORKERS
 from pipelines.faults import explain, first_line, user_error_in
 
@@ -40,8 +46,6 @@ def start_ray(num_cpus: int | None = None) -> None:
 
     Never joins a Ray that happens to run on this machine. A local one listens on loopback alone.
     """
-    import ray
-
     if ray.is_initialized():
         return
     if address := os.environ.get("RAY_ADDRESS"):
@@ -74,8 +78,6 @@ def preflight(**places: str | None) -> None:
     if not os.environ.get("RAY_ADDRESS"):
         return
     start_ray()
-    from pipelines.cluster import check_places, check_room
-
     check_places(places)
     check_room(1, {"CPU": 1}, "no task can run on it")
 
@@ -94,8 +96,6 @@ def check_cpus(workers: int, each: float, remedy: str) -> None:
 
 def join_cluster(address: str) -> None:
     """Connects to a cluster that is there; UserError at once where nobody answers or there is no token."""
-    import ray
-
     check_address(address)
     check_token(address)
     try:
@@ -152,10 +152,6 @@ def check_token(address: str) -> None:
         raise UserError(f"there is no token for the Ray cluster at RAY_ADDRESS={address}; {TOKEN}")
     if address in ("auto", "local") or address.startswith("ray://"):
         return
-    import grpc
-    from ray.core.generated import gcs_service_pb2 as messages  # its classes are made at import, unseen by mypy
-    from ray.core.generated import gcs_service_pb2_grpc as services
-
     bearer = [("authorization", f"Bearer {given}")] if given and mode != "disabled" else []
     with grpc.insecure_channel(address) as channel:
         try:

@@ -20,6 +20,7 @@ from pipelines.comparison.plots import plots
 from pipelines.comparison.rows import Comparison, best_run, compare
 from pipelines.comparison.runs import select
 from pipelines.comparison.tables import best_table, tables
+from pipelines.serving.registered_model import register
 
 
 @dataclass
@@ -81,8 +82,6 @@ def run(config: Config) -> None:
 
 def register_best(comparison: Comparison, name: str) -> None:
     """The comparison's best run by validation as a version of the registered model `name`."""
-    from pipelines.serving.registered_model import register
-
     best = best_run(comparison)
     ref = tracking.RunRef(best.uri, comparison.rows[0].experiment, best.id)
     version = register(ref, name, f"val/{comparison.metric}")

@@ -18,6 +18,7 @@ from models.text_encoder import check_encoder
 from models.uri import check_writable
 from pipelines.data.kinds.table import KINDS
 from pipelines.data.sids.text_config import TextConfig
+from pipelines.data.sids.texts import check_texts, encode_log
 
 
 @dataclass
@@ -41,11 +42,6 @@ class Config:
 def run(config: Config) -> None:
     """Encodes, and prints what was made and what to run next."""
     reach(tables=config.tables)
-    from pipelines.data.sids.texts import (  # imports Ray, and a wrong line has its answer before that
-        check_texts,
-        encode_log,
-    )
-
     started = time.monotonic()
 
     def say(message: str) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, make_dataclass
 from typing import Any, Literal
 
 from jobs import cli
-from models import checkpoint, registry
+from models import registry
 from models.config import check_positive
 from models.inputs import Inputs
 from models.places import reach
@@ -24,9 +24,10 @@ from models.retrieval.metrics import EXAMPLES, FIRST
 from models.tables import check_place
 from models.uri import check_writable, write_file
 from models.words import number_of
-from pipelines.evaluation.checked import check
-from pipelines.evaluation.result import Result
-from pipelines.training.record import find_checkpoint
+from pipelines.evaluation.importance import check_has_inputs, importance
+from pipelines.evaluation.inference import recommend_all
+from pipelines.evaluation.ranking import Result, check, evaluate, record
+from pipelines.serving.export import export
 
 
 def most_derived(kinds: Iterable[type]) -> tuple[type, ...]:
@@ -122,8 +123,6 @@ def first_lines(metrics: dict[str, float]) -> list[str]:
 
 def importance_of(config: Options, result: Result) -> tuple[list[str], dict[str, bytes]]:
     """Exchanges inputs and adds what was lost to the metrics; the lines to print, and the plot by its file's name."""
-    from pipelines.evaluation.importance import importance
-
     found = importance(
         result.checkpoint, Inputs(config.tables, text=config.text), split=config.split,
         repeats=config.importance_repeats, batch_size=config.batch_size, device=config.device,
@@ -142,64 +141,65 @@ def asked(result: Result) -> str:
 
 
 def run(config: Options) -> Result | None:
-    """Evaluates and prints, or writes recommendations."""
+    """Evaluates and prints, or writes recommendations or a program."""
     reach(checkpoint=config.checkpoint, tables=config.tables, sids=config.sids, text=config.text)
-    options = config.recommending()
-    name = checkpoint.read(find_checkpoint(config.checkpoint)).name
-    entry = registry.find(name)
     inputs = Inputs(config.tables, config.sids, config.text)
-    check(config.checkpoint, inputs, options)
-    # it imports Ray and MLflow, and a wrong command line has its answer before that
-    from pipelines.evaluation.ranking import evaluate, record
-
+    name = check(config.checkpoint, inputs, config.recommending()).name
     cli.preflight(
         checkpoint=config.checkpoint, tables=config.tables, sids=config.sids, text=config.text,
         batch_inference=config.batch_inference, export=config.export,
     )  # fmt: skip
     if config.export:
-        from pipelines.serving.export import export
+        write_program(config, inputs, config.export)
+    elif config.batch_inference:
+        write_recommendations(config, inputs, config.batch_inference, name)
+    else:
+        return measure(config, inputs, name)
+    return None
 
-        requests = export(
-            config.checkpoint, inputs, config.export, k=config.k, batch_size=config.batch_size, device=config.device
-        )  # fmt: skip
-        print(f"Exported to {config.export}: (history, history_length, user) -> (items, scores), top {config.k}.")
-        print(f"  checked     the same items in the same order as the model for {number_of(requests, 'request')}")
-        print("  use it      models.retrieval.search.export.load_exported, or torch.export.load(FILE).module()")
-        return None
-    if config.batch_inference:
-        from pipelines.evaluation.inference import recommend_all
 
-        check_writable(config.batch_inference)
-        check_place(config.batch_inference, "recommendations")  # before Ray takes its seconds to start
-        cli.start_ray()
-        manifest, already = recommend_all(
-            config.checkpoint, inputs, config.batch_inference, k=config.k,
-            batch_size=config.batch_size, actors=config.shards, device=config.device, options=options,
-            overwrite=config.overwrite,
-        )  # fmt: skip
-        what = "is there already, from the same checkpoint and tables; nothing to do" if already else "written"
+def write_program(config: Options, inputs: Inputs, file: str) -> None:
+    """Exports the model to a file."""
+    requests = export(
+        config.checkpoint, inputs, file, k=config.k, batch_size=config.batch_size, device=config.device
+    )  # fmt: skip
+    print(f"Exported to {file}: (history, history_length, user) -> (items, scores), top {config.k}.")
+    print(f"  checked     the same items in the same order as the model for {number_of(requests, 'request')}")
+    print("  use it      models.retrieval.search.export.load_exported, or torch.export.load(FILE).module()")
+
+
+def write_recommendations(config: Options, inputs: Inputs, folder: str, name: str) -> None:
+    """Writes the top K of all users as a table."""
+    check_writable(folder)
+    check_place(folder, "recommendations")  # before Ray takes its seconds to start
+    cli.start_ray()
+    manifest, already = recommend_all(
+        config.checkpoint, inputs, folder, k=config.k, batch_size=config.batch_size, actors=config.shards,
+        device=config.device, options=config.recommending(), overwrite=config.overwrite,
+    )  # fmt: skip
+    what = "is there already, from the same checkpoint and tables; nothing to do" if already else "written"
+    print(f"Recommendations of {manifest.info['model']}: top {config.k} of {number_of(manifest.rows, 'user')} {what}.")
+    if short := manifest.info.get("users_below_k", 0):
+        beams = "beam" in registry.recommend_options(name)
+        why = f" or the search within its beams has no more; --beam {config.k} searches further"
         print(
-            f"Recommendations of {manifest.info['model']}: top {config.k} of {number_of(manifest.rows, 'user')} {what}."
+            f"note: {short:,} of them have fewer than {config.k} items, as the catalogue"
+            f"{why if beams else ' has no more'}"
         )
-        if short := manifest.info.get("users_below_k", 0):
-            beams = "beam" in registry.recommend_options(name)
-            why = f" or the search within its beams has no more; --beam {config.k} searches further"
-            print(
-                f"note: {short:,} of them have fewer than {config.k} items, as the catalogue"
-                f"{why if beams else ' has no more'}"
-            )
-        print(f"  table       {config.batch_inference}: user_id, item_id (best first), score")
-        return None
-    if config.importance:
-        from pipelines.evaluation.importance import check_has_inputs
+    print(f"  table       {folder}: user_id, item_id (best first), score")
 
+
+def measure(config: Options, inputs: Inputs, name: str) -> Result:
+    """Evaluates on the split, prints what was found, and writes it beside the checkpoint and to MLflow."""
+    entry = registry.find(name)
+    if config.importance:
         check_has_inputs(name)
     remote = bool(os.environ.get("RAY_ADDRESS"))  # a cluster's GPUs are not where its jobs' drivers run
     if config.shards > 1 or remote:
         cli.start_ray()
     result, about = evaluate(
-        config.checkpoint, inputs, split=config.split, batch_size=config.batch_size,
-        shards=config.shards, device=config.device, options=options, remote=remote,
+        config.checkpoint, inputs, split=config.split, batch_size=config.batch_size, shards=config.shards,
+        device=config.device, options=config.recommending(), remote=remote,
     )  # fmt: skip
     more, pictures = importance_of(config, result) if config.importance else ([], {})
     print(f"{result.model} on {result.split}: {asked(result)}, seed {result.seed}")
@@ -215,9 +215,7 @@ def run(config: Options) -> Result | None:
     if entry.recommends:
         left_out = f"{number_of(result.skipped, 'request')} without history left out"
         print(f"  {result.users_per_s:,.0f} requests/s on {result.device}; {left_out}")
-    place = record(
-        result, about, config.tracking_uri, pictures
-    )  # after the figures, which MLflow need not be there for
+    place = record(result, about, config.tracking_uri, pictures)  # last, as MLflow need not be there for the figures
     print(f"  written to  {place}")
     if about.tracking:
         uri = config.tracking_uri or about.tracking["uri"]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jobs import cli, simulate
+from models import registry
 from models.config import check_positive
 from models.places import reach
 from models.tables import UserError
@@ -102,8 +103,6 @@ class Place:
 
 def measure(config: Config, place: Place, steps: Steps, trained: Trained, epochs: int) -> None:
     """Trains a model, by at most `epochs` where it is trained by gradient, and evaluates it on test."""
-    from models import registry  # imports PyTorch, and a wrong command line has its answer before that
-
     entry, name = registry.find(trained.model), trained.name or trained.model
     made = KINDS[config.family].flow.extra
     where = ["--tables", place.tables]

@@ -27,7 +27,7 @@ from models.tables import UserError
 from models.uri import check_writable
 from models.words import number_of
 from pipelines import tracking
-from pipelines.training.options import FEWER, RayOptions
+from pipelines.training.settings import FEWER, RayOptions
 from tuning.grid import Grid, Trial, load
 from tuning.sweep import Options, Swept, best_trial, sweep
 

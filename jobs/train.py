@@ -24,8 +24,9 @@ from models.places import reach
 from models.tables import UserError
 from models.uri import check_writable
 from models.words import number_of
-from pipelines.training.checked import check
-from pipelines.training.options import FEWER, RayOptions
+from pipelines import tracking
+from pipelines.training.run import carry_on
+from pipelines.training.settings import FEWER, RayOptions, check
 
 
 @dataclass
@@ -102,9 +103,6 @@ def run(config: Config) -> Any:
         tracking_uri=config.tracking_uri, overwrite=config.overwrite,
     )  # fmt: skip
     cli.check_cpus(config.ray.least(checked.workers), config.ray.cpus_per_worker, FEWER)
-    from pipelines import tracking  # these import Ray and MLflow, and a wrong command line has its answer before that
-    from pipelines.training.run import carry_on
-
     cli.preflight(tables=config.tables, sids=config.sids, text=config.text, storage=config.storage)
     trained = carry_on(
         checked,

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.evaluate import OPTIONS, parse
+from jobs.evaluate import OPTIONS, Config
+from jobs.options import parse
 from models.families import RETRIEVAL
 from models.registry import MODELS, recommend_options
 from models.tables import UserError
@@ -54,9 +55,9 @@ def test_a_probe_is_seen() -> None:
 def test_the_command_line_has_the_options_of_all_models() -> None:
     assert set(OPTIONS) == {name for model in MODELS for name in recommend_options(model)}
     line = ["--checkpoint", "C", "--tables", "T", "--beam", "5", "--constrained", "false"]
-    assert parse("evaluate", line).recommending() == {"beam": 5, "constrained": False}
+    assert parse(Config, line).recommending() == {"beam": 5, "constrained": False}
     with pytest.raises(UserError, match="--path is 'quick', it must be one of fast, plain"):
-        parse("evaluate", ["--checkpoint", "C", "--tables", "T", "--path", "quick"])
+        parse(Config, ["--checkpoint", "C", "--tables", "T", "--path", "quick"])
 
 
 def test_a_family_says_what_it_does_not_read_of_a_log() -> None:

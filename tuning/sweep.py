@@ -39,13 +39,12 @@ from models.tables import UserError, join, open_uri
 from models.uri import absolute
 from models.words import number_of
 from pipelines import tracking
-from pipelines.evaluation.checked import check as check_evaluation
+from pipelines.evaluation.ranking import check as check_evaluation
 from pipelines.training import here
-from pipelines.training.checked import check as check_training
-from pipelines.training.checked import check_name
-from pipelines.training.options import RayOptions
 from pipelines.training.record import BEST, read_record
 from pipelines.training.run import check_cluster, dataset_name, held, resources, wants_gpu
+from pipelines.training.settings import RayOptions, check_name
+from pipelines.training.settings import check as check_training
 from tuning.grid import Grid, Scheduler, Trial
 from tuning.trial import EPOCH, ERROR, PATIENCE, TRIAL, VALUE, Plan, is_done, run_trial, stop
 

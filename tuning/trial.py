@@ -23,9 +23,9 @@ from models.tables import UserError, join
 from pipelines import tracking
 from pipelines.evaluation.ranking import evaluate, record
 from pipelines.training import here
-from pipelines.training.options import RayOptions
 from pipelines.training.record import read_record, write_record
 from pipelines.training.run import conclude, train, wants_gpu
+from pipelines.training.settings import RayOptions
 from pipelines.training.worker import threads_per_worker
 from tuning.grid import Grid, Trial
 

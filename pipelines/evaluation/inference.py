@@ -46,8 +46,7 @@ from models.tables import (
 )
 from models.uri import absolute
 from pipelines.data.engine import quiet_ray_data
-from pipelines.evaluation.checked import as_trained, of_training, recommend_options
-from pipelines.evaluation.ranking import device_of, takes_gpu
+from pipelines.evaluation.ranking import as_trained, device_of, of_training, recommend_options, takes_gpu
 from pipelines.training.record import find_checkpoint
 from pipelines.training.worker import threads_per_worker
 

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import ray
@@ -27,11 +27,87 @@ from models.setup import hashes_of, load_catalogue, score
 from models.tables import UserError, join, read_manifest
 from models.uri import write_file
 from pipelines import tracking
-from pipelines.evaluation.checked import as_trained, recommend_options
-from pipelines.evaluation.result import Result
 from pipelines.training.record import find_checkpoint
 
 SPLITS = ("val", "test")
+
+
+@dataclass
+class Result:
+    """What an evaluation found, as `evaluation-SPLIT.json` beside the checkpoint."""
+
+    model: str
+    """Name in the registry."""
+    checkpoint: str
+    """What was evaluated."""
+    split: str
+    """val or test."""
+    examples: int
+    """Requests ranked."""
+    users: int
+    """Users whose requests they are."""
+    skipped: int
+    """Requests without a history, left out."""
+    metrics: dict[str, float]
+    """By name, such as `recall@K` and `ndcg@K`."""
+    users_per_s: float
+    """Requests per second of `recommend`, all shards together; under this name in MLflow from the first."""
+    seconds: float
+    """Time of the evaluation."""
+    seed: int | None
+    """Seed of the training."""
+    options: dict[str, Any]
+    """Options of `recommend` and the batch size."""
+    hashes: dict[str, str]
+    """Hashes of the tables."""
+    device: str
+    """`cpu` with the number of threads, or the GPU's name; before it how many worked at once, if more than one."""
+    by_user: dict[str, dict[str, str]]
+    """Metrics user by user (`models/by_user.py`, packed), for comparisons on the same users."""
+
+    def is_fresh(self, about: Checkpoint) -> bool:
+        """Whether the requests are of another log than that of the training."""
+        return self.hashes.get("sequences") != about.hashes.get("sequences")
+
+
+def check(uri: str, inputs: Inputs, options: dict[str, Any]) -> Checkpoint:
+    """What the checkpoint, or the best one of a run, says of itself; UserError where it takes other tables, or its
+    model has no such options of `recommend`."""
+    uri = find_checkpoint(uri)
+    about = checkpoint.read(uri)
+    recommend_options(about.name, options)
+    given = hashes_of(about.name, inputs)
+    checkpoint.check(about, uri, dict(of_training(given, about)))
+    return about
+
+
+def of_training(hashes: dict[str, str], about: Checkpoint) -> dict[str, str]:
+    """The hashes of tables, as those of the training where only the log is another one: a model that ranks a catalogue
+    takes a fresh log of the same items. Others are for `checkpoint.check` to refuse."""
+    trained = about.hashes.get("sequences")
+    same = trained and registry.find(about.name).recommends and hashes.get("items") == about.hashes.get("items")
+    return {**hashes, "sequences": str(trained)} if same else hashes
+
+
+def as_trained(catalogue: Any, about: Checkpoint) -> Any:
+    """The catalogue of tables with the hashes `of_training`."""
+    return replace(catalogue, hashes=of_training(catalogue.hashes, about))
+
+
+def recommend_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Those options that were given; UserError where the model has no such option, or refuses its value."""
+    chosen = {key: value for key, value in given.items() if value is not None}
+    known = registry.recommend_options(name)
+    for key in chosen:
+        if key not in known:
+            takes = f"it takes {', '.join(known)}" if known else "it takes none"
+            raise UserError(f"the model '{name}' has no option --{key} when recommending; {takes}")
+    if options := registry.find(name).recommends:
+        try:
+            options(**chosen)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+    return chosen
 
 
 def device_of(option: str) -> torch.device:

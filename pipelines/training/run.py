@@ -35,9 +35,8 @@ from models.uri import write_file
 from pipelines import cluster, faults, tracking
 from pipelines.serving import package
 from pipelines.training import here
-from pipelines.training.checked import Checked, check
-from pipelines.training.options import FEWER, RayOptions
 from pipelines.training.record import BEST, RUN, check_same, read_record, write_record
+from pipelines.training.settings import FEWER, Checked, RayOptions, check
 from pipelines.training.worker import Progress, Task, step_name, worker
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"

@@ -20,8 +20,8 @@ from models import checkpoint
 from models.fit import FitConfig
 from models.inputs import Inputs
 from models.tables import file_info, open_uri, read_manifest
-from pipelines.training.options import RayOptions
 from pipelines.training.run import train
+from pipelines.training.settings import RayOptions
 from tuning.sweep import best_trial
 
 pytestmark = pytest.mark.long

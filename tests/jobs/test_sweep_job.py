@@ -11,7 +11,7 @@ import yaml
 from jobs import cli
 from jobs import sweep as job
 from models.tables import UserError
-from pipelines.training.options import RayOptions
+from pipelines.training.settings import RayOptions
 from tuning.grid import load
 
 GRIDS = Path(__file__).parents[2] / "tuning/grids"

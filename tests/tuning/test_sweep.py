@@ -25,7 +25,7 @@ from models.setup import set_up
 from models.tables import UserError
 from pipelines import tracking
 from pipelines.evaluation.ranking import evaluate
-from pipelines.training.options import RayOptions
+from pipelines.training.settings import RayOptions
 from tuning.grid import Grid, Scheduler
 from tuning.sweep import Options, Outcome, Swept, best_of, best_trial, sweep
 

@@ -280,10 +280,9 @@ def test_what_cannot_be_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["atspeed_s", "atspeed_r"])
 def test_the_file_of_settings(name: str) -> None:
-    read = parse("train", ["--config", str(CONFIGS / f"{name}.yaml"), "--tables", "t", "--storage", "s", "--name", "n"])
-    given: Any = read.model
-    assert (given.beam, given.draft_beam, given.draft_steps, given.alpha) == (50, 100, 4, 0.7)
-    assert given.name == name
+    read = parse(["--config", str(CONFIGS / f"{name}.yaml"), "--tables", "t", "--storage", "s", "--name", "n"])
+    assert [read.model[key] for key in ("beam", "draft_beam", "draft_steps", "alpha")] == [50, 100, 4, 0.7]
+    assert read.model["name"] == name
 
 
 def test_draws_are_spread_evenly() -> None:

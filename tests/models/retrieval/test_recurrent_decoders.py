@@ -244,9 +244,9 @@ def test_impossible_options_are_refused(name: str, options: dict[str, Any], mess
 def test_it_is_trained_and_swept_as_sid_mlp_is(name: str) -> None:
     rest = ["--tables", "t", "--storage", "s", "--name", "n"]
     files = [str(ROOT / f"jobs/configs/{n}.yaml") for n in (name, "sid_mlp")]
-    own, sid_mlp = (parse("train", ["--config", file, *rest]) for file in files)
+    own, sid_mlp = (parse(["--config", file, *rest]) for file in files)
     assert own.fit == sid_mlp.fit
-    assert vars(own.model) == {"name": name, **asdict(registry.model_config(name)())}  # the file says the defaults
+    assert own.model == {"name": name, **asdict(registry.model_config(name)())}  # the file says the defaults
     grid, theirs = (yaml.safe_load((ROOT / f"tuning/grids/{n}.yaml").read_text()) for n in (name, "sid_mlp"))
     shared = ("fit.lr", "model.dropout", "fit.weight_decay", "model.alpha")
     assert grid["axes"] == {axis: theirs["axes"][axis] for axis in shared}

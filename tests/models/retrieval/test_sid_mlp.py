@@ -319,13 +319,13 @@ def test_every_ablation_of_the_paper_has_its_file() -> None:
 def test_an_ablation_is_read_after_the_base(path: Path) -> None:
     base = ["--config", str(CONFIGS / f"{path.parent.name}.yaml")]
     rest = ["--config", str(path), "--tables", "t", "--storage", "s", "--name", "n"]
-    whole, cut = parse("train", [*base, *rest]), parse("train", [*base, *rest[2:]])
-    changed = {name: value for name, value in vars(whole.model).items() if getattr(cut.model, name) != value}
+    whole, cut = parse([*base, *rest]), parse([*base, *rest[2:]])
+    changed = {name: value for name, value in whole.model.items() if cut.model[name] != value}
     assert changed == ablation(path)
     assert whole.fit == cut.fit
     assert (whole.fit.lr, whole.fit.weight_decay, whole.fit.batch_size, whole.fit.max_epochs) == (5e-5, 1e-4, 512, 200)
     with pytest.raises(UserError, match="no model is named"):
-        parse("train", rest)  # alone it would train with other settings than the paper's
+        parse(rest)  # alone it would train with other settings than the paper's
 
 
 def logits_of(model: Student, prefix: list[int], seed: int = 1) -> Tensor:

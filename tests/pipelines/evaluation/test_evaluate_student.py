@@ -10,7 +10,8 @@ import pytest
 import torch
 from training_tables import write_tables
 
-from jobs.evaluate import parse, run
+from jobs.evaluate import Config, run
+from jobs.options import parse
 from models import checkpoint, registry
 from models.checkpoint import weights_hash
 from models.fit import FitConfig
@@ -48,7 +49,7 @@ def world(new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFac
 
 
 def evaluate(world: tuple[Path, list[str]], name: str, *options: str) -> dict[str, float]:
-    result = run(parse("evaluate", ["--checkpoint", str(world[0] / name), *world[1], *options]))
+    result = run(parse(Config, ["--checkpoint", str(world[0] / name), *world[1], *options]))
     assert result is not None
     return result.metrics
 
@@ -85,7 +86,7 @@ def test_an_exported_student_ranks_as_it_did(
 ) -> None:
     file = tmp_path / "new" / "student.pt2"
     options = ["--checkpoint", str(world[0] / "student-1"), *world[1], "--export", str(file), "--k", "7"]
-    assert run(parse("evaluate", options)) is None
+    assert run(parse(Config, options)) is None
     assert "same items in the same order as the model for 60 requests" in capsys.readouterr().out
     model, _ = registry.load(world[0] / "student-1", Catalogue.load(world[1][1], world[1][3]))
     batch = Examples.load(f"{world[1][1]}/sequences", "test").collate(np.array([3, 17, 29]))
@@ -94,11 +95,11 @@ def test_an_exported_student_ranks_as_it_did(
     assert items.tolist() == expected[0].tolist()
     torch.testing.assert_close(scores, expected[1])
     with pytest.raises(UserError, match="a Tiger of this config cannot be exported"):
-        run(parse("evaluate", ["--checkpoint", str(world[0] / "tiger"), *world[1], "--export", str(file)]))
+        run(parse(Config, ["--checkpoint", str(world[0] / "tiger"), *world[1], "--export", str(file)]))
     with pytest.raises(UserError, match="cannot write /proc/student"):
-        run(parse("evaluate", [*options, "--export", "/proc/student.pt2"]))
+        run(parse(Config, [*options, "--export", "/proc/student.pt2"]))
     with pytest.raises(UserError, match="beam is given with export"):
-        parse("evaluate", [*options, "--beam", "3"])
+        parse(Config, [*options, "--beam", "3"])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import pytest
 import torch
 from training_tables import write_tables
 
-from jobs.evaluate import Config, parse, run
+from jobs.evaluate import Config, run
+from jobs.options import parse
 from models import checkpoint, registry
 from models.by_user import unpacked
 from models.fit import FitConfig
@@ -177,8 +178,8 @@ def test_mistakes_are_named(world: World, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"'retrieval/smal' is not at .*there are retrieval/small"):
         select(world.uri, ["retrieval/smal"])
     with pytest.raises(UserError, match="unknown key 'splitt'; the nearest key is 'split'"):
-        parse("evaluate", ["--checkpoint", "c", "--tables", "t", "--splitt", "val"])
-    assert parse("evaluate", ["--checkpoint", "c", "--tables", "t", "--batch-inference", "o"]).batch_inference == "o"
+        parse(Config, ["--checkpoint", "c", "--tables", "t", "--splitt", "val"])
+    assert parse(Config, ["--checkpoint", "c", "--tables", "t", "--batch-inference", "o"]).batch_inference == "o"
 
 
 def test_all_users_to_a_table(world: World, ray_local: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -21,8 +21,8 @@ from models.retrieval.data import Catalogue
 from models.setup import set_up
 from models.tables import UserError
 from pipelines import tracking
-from pipelines.training.options import RayOptions
 from pipelines.training.run import Trained, train
+from pipelines.training.settings import RayOptions
 
 TIGER = {"name": "tiger", "d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 1,
          "num_decoder_layers": 2, "max_history": 6}  # fmt: skip

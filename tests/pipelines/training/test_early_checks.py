@@ -14,8 +14,8 @@ from training_tables import write_tables
 from models.fit import FitConfig
 from models.inputs import Inputs
 from models.tables import UserError
-from pipelines.training.options import RayOptions
 from pipelines.training.run import train
+from pipelines.training.settings import RayOptions
 
 SASREC = {"name": "sasrec", "dim": 8, "num_layers": 1, "max_history": 12}
 TIGER = {"name": "tiger", "d_model": 8, "d_ff": 8, "num_heads": 1, "d_kv": 4}

@@ -19,7 +19,7 @@ import ray
 
 from models.inputs import Inputs
 from pipelines import tracking
-from pipelines.training.options import RayOptions
+from pipelines.training.settings import RayOptions
 from tuning.grid import Grid
 from tuning.sweep import Options, sweep
 
@@ -33,7 +33,7 @@ import importlib, json, os, signal, sys
 import matplotlib.pyplot, mlflow.pyfunc, mlflow.store.tracking.sqlalchemy_store  # else each of the processes does it
 import ray
 from models.fit import FitConfig
-from pipelines.training.options import RayOptions
+from pipelines.training.settings import RayOptions
 from pipelines.training.run import train
 from tuning.grid import Grid
 from tuning.sweep import Options, sweep

@@ -37,8 +37,8 @@ from models.tables import read_manifest
 from pipelines import tracking
 from pipelines.faults import explain
 from pipelines.training import here
-from pipelines.training.options import RayOptions
 from pipelines.training.run import Trained, train
+from pipelines.training.settings import RayOptions
 from pipelines.training.worker import Place, Task, perform, step_name
 
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -31,8 +31,8 @@ from pipelines import tracking
 from pipelines.comparison.rows import rows_of
 from pipelines.comparison.runs import select
 from pipelines.serving.registered_model import register
-from pipelines.training.options import RayOptions
 from pipelines.training.run import Trained, lost_checkpoint, shown, train
+from pipelines.training.settings import RayOptions
 
 SASREC = {"name": "sasrec", "dim": 16, "num_layers": 1, "dropout": 0.0, "max_history": 12}
 FIT = FitConfig(batch_size=16, max_epochs=4, lr=0.01, log_every_steps=2, checkpoint_every_steps=3, patience=0, seed=3)
@@ -284,7 +284,7 @@ SOME_GPUS = """
 import ray
 from models.tables import UserError
 from pipelines.evaluation.ranking import takes_gpu
-from pipelines.training.options import RayOptions
+from pipelines.training.settings import RayOptions
 from pipelines.training.run import wants_gpu
 
 ray.init(address="local", num_cpus=1, num_gpus=2, include_dashboard=False, log_to_driver=False)
