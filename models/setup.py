@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from models import registry
 from models.by_user import ByUser
-from models.checkpoint import Checkpoint
+from models.checkpoint import Checkpoint, check, load_state, load_weights, local, step_name
 from models.config import hint
 from models.families import Measured
 from models.fit import FitConfig, Sums, captures, reduce, to_device
@@ -96,6 +96,15 @@ class Setup:
         return Checkpoint(
             model=model, fit=vars(self.fit).copy(), hashes=dict(self.catalogue.hashes), stream=stream, **fields
         )
+
+    def resume(self, folder: str, about: Checkpoint) -> dict[str, Any] | None:
+        """Loads the checkpoint `about` of the run in `folder`; the state that `fit` goes on from, where there is one.
+        UserError where it is of another model or of other tables."""
+        uri = join(folder, step_name(about.step))
+        check(about, uri, self.catalogue.hashes, registry.config_to_dict(self.config)["name"])
+        with local(uri) as copy:
+            load_weights(self.model, copy)
+            return load_state(copy) if self.entry.gradient else None
 
 
 def check_extra(entry: registry.Entry, name: str, extra: str | None) -> str | None:

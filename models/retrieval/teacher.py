@@ -96,7 +96,7 @@ def locate(given: str, what: str = "teacher") -> str:
     """The checkpoint at `given`, or the best one of the finished run whose folder it is; absolute. `what` is said in
     the UserError where there is none."""
     uri = absolute(given)
-    for candidate in (uri, join(uri, "best")):
+    for candidate in (uri, join(uri, checkpoint.BEST)):
         if checkpoint.exists(candidate):
             return candidate
     nearest = f": the nearest is {near}" if (near := near_folder(given, CHECKPOINT)) else ""
