@@ -71,8 +71,8 @@ class Checkpoint:
     """MLflow `run_id`, `uri` and `experiment` of the training run, where there is one."""
     timing: dict[str, float] = field(default_factory=dict)
     """Seconds and examples per second so far."""
-    stream: list[int] = field(default_factory=list)
-    """Shards and buffers in which the training table is streamed, which its order depends on; empty: held whole."""
+    shards: list[int] = field(default_factory=list)
+    """Shards of the training table and buffers of each, which the order of examples depends on."""
     files: dict[str, int] = field(default_factory=dict)
     """The other files and their sizes in bytes."""
     sha256: dict[str, str] = field(default_factory=dict)

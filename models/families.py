@@ -17,13 +17,13 @@ from models.actions import shuffled as actions_shuffled
 from models.actions.base import ActionsModel
 from models.actions.batch import ActionsCatalogue
 from models.actions.data import ActionsExamples
+from models.examples import Sharded
 from models.fit import Sums
 from models.retrieval import metrics as retrieval_metrics
 from models.retrieval.data import Catalogue, Examples, unread_events
 from models.search import metrics as search_metrics
 from models.search import shuffled as search_shuffled
 from models.search.data import SearchCatalogue, SearchExamples
-from models.shares import Sharded
 from models.shuffles import Shuffle
 
 

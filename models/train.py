@@ -57,8 +57,9 @@ def main(argv: list[str] | None = None) -> None:
         extra = registry.find(name).folder(sids=options.sids, text=options.text)
         output = options.output
         about = checkpoint.last(output)
-        streamed = tuple(about.stream) if about else None
-        setup = set_up(content["model"], config, options.tables, extra, device=device, streamed=streamed)
+        setup = set_up(
+            content["model"], config, options.tables, extra, device=device, shards=about.shards if about else None
+        )
         check_fit(config, name, setup.catalogue, setup.world)
         for note in setup.notes:
             print(note)

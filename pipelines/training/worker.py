@@ -107,7 +107,7 @@ def perform(task: Task, place: Place) -> None:
     about = checkpoint.last(task.folder)
     setup = set_up(
         task.model, FitConfig(**task.fit), task.tables, task.extra, device=place.device, rank=place.rank,
-        world=place.world, streamed=tuple(about.stream) if about else None,
+        world=place.world, shards=about.shards if about else None,
     )  # fmt: skip
     state = setup.resume(task.folder, about) if about else None
     if place.rank == 0:
