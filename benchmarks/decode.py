@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from benchmarks.harness import Call, Row, device, device_name, in_fresh_process, paired, peaks
 from models import checkpoint, registry
-from models.matmul import use_exact_onednn
-from models.retrieval import kernels
+from models.cpu import kernels
+from models.cpu.matmul import use_exact_onednn
 from models.retrieval.data import PAD, Catalogue, Examples
 from models.retrieval.teacher import locate
 from models.retrieval.tiger import TigerConfig

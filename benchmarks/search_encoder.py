@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness import Call, Row, device, device_name, in_fresh_process, paired, peaks
+from models.cpu.matmul import use_exact_onednn
 from models.fit import autocast
-from models.matmul import use_exact_onednn
 from models.search.encoders import HSTULayer, LinearHSTU
 
 MODES = ("forward", "train")

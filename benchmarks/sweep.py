@@ -92,4 +92,4 @@ def train_bare(tables: str, folder: Path, seed: int) -> None:
             about = setup.checkpoint(
                 epoch=event.epoch, step=event.step, metrics=event.metrics, best=best_of(event.state)
             )
-            checkpoint.save(folder / f"step-{event.step:08d}", setup.model, about, event.state)
+            checkpoint.keep(str(folder), setup.model, about, event.state)

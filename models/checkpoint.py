@@ -7,21 +7,18 @@ Nothing in it is pickled code: `state.pt` holds tensors and numbers and is read 
 `config.json` is written last and lists the files with their sizes and SHA-256, so a half-written checkpoint is none;
 sizes are checked wherever a checkpoint is looked at, hashes when a file of it is loaded.
 
-A local checkpoint that `save` replaces is there at every moment, whenever the process is killed: what is half done is
-put back or swept up by whoever comes next.
+A run's folder, local or a URI, has the checkpoints `step-*` that `keep` makes, the last one and the best one: none is
+written over, so whenever the process is killed `last` finds a whole one. `publish` ends the run with `best`.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import safetensors.torch
@@ -30,8 +27,12 @@ from pyarrow import fs
 from torch import nn
 
 from models.tables import UserError, check_inside, join, open_uri, sealed, unsealed
+from models.uri import file_info, write_file
 
 WEIGHTS, CONFIG, STATE = "model.safetensors", "config.json", "state.pt"
+
+BEST = "best"
+"""In a run's folder: its best checkpoint, when it is finished."""
 
 REMEDY = {
     "sequences": "evaluate on the tables that it was trained on, or train again",
@@ -70,8 +71,8 @@ class Checkpoint:
     """MLflow `run_id`, `uri` and `experiment` of the training run, where there is one."""
     timing: dict[str, float] = field(default_factory=dict)
     """Seconds and examples per second so far."""
-    stream: list[int] = field(default_factory=list)
-    """Shards and buffers in which the training table is streamed, which its order depends on; empty: held whole."""
+    shards: list[int] = field(default_factory=list)
+    """Shards of the training table and buffers of each, which the order of examples depends on."""
     files: dict[str, int] = field(default_factory=dict)
     """The other files and their sizes in bytes."""
     sha256: dict[str, str] = field(default_factory=dict)
@@ -85,21 +86,33 @@ class Checkpoint:
         return sealed(asdict(self))
 
 
-def write(directory: str | Path, model: nn.Module, about: Checkpoint, state: dict[str, Any] | None = None) -> None:
-    """Writes the checkpoint's files into an existing directory, `config.json` last. The state of a model that has but a
-    shard of its weights holds them all as `weights`."""
-    folder = Path(directory)
-    if state is not None and "weights" in state:
-        state = dict(state)
-        safetensors.torch.save_file(state.pop("weights"), str(folder / WEIGHTS))
-    else:
-        safetensors.torch.save_model(model, str(folder / WEIGHTS))  # keeps tied weights once
-    if state is not None:
-        torch.save(state, folder / STATE)
-    there = [name for name in (WEIGHTS, STATE) if (folder / name).exists()]
-    about.files = {name: (folder / name).stat().st_size for name in there}
-    about.sha256 = {name: _hash(folder / name) for name in there}
-    (folder / CONFIG).write_text(about.to_json())
+def save(uri: str | Path, model: nn.Module, about: Checkpoint, state: dict[str, Any] | None = None) -> None:
+    """Makes or replaces the checkpoint at a path or URI, `config.json` last. The state of a model that has but a shard
+    of its weights holds them all as `weights`."""
+    filesystem, path = open_uri(str(uri))
+    if filesystem.get_file_info(path).type != fs.FileType.NotFound:
+        filesystem.delete_dir(path)
+    filesystem.create_dir(path, recursive=True)
+    is_local = isinstance(filesystem, fs.LocalFileSystem)
+    with nullcontext(path) if is_local else TemporaryDirectory() as made:
+        folder = Path(made)
+        if state is not None and "weights" in state:
+            state = dict(state)
+            safetensors.torch.save_file(state.pop("weights"), str(folder / WEIGHTS))
+        else:
+            safetensors.torch.save_model(model, str(folder / WEIGHTS))  # keeps tied weights once
+        if state is not None:
+            torch.save(state, folder / STATE)
+        there = [name for name in (WEIGHTS, STATE) if (folder / name).exists()]
+        about.files = {name: (folder / name).stat().st_size for name in there}
+        about.sha256 = {name: _hash(folder / name) for name in there}
+        if not is_local:
+            for name in there:
+                fs.copy_files(
+                    str(folder / name), f"{path}/{name}",
+                    source_filesystem=fs.LocalFileSystem(), destination_filesystem=filesystem,
+                )  # fmt: skip
+    write_file(join(str(uri), CONFIG), about.to_json().encode())
 
 
 def _hash(path: Path) -> str:
@@ -107,87 +120,47 @@ def _hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def save(directory: str | Path, model: nn.Module, about: Checkpoint, state: dict[str, Any] | None = None) -> None:
-    """Makes or replaces the local checkpoint `directory`: written beside it and moved into its place.
-
-    What is there is moved aside for that moment, and comes back with the next `save` or `read` if the process is
-    killed in it. One process at a time saves in a folder.
-    """
-    target = Path(directory).absolute()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(target.parent):
-        put_back(target)
-        made, aside = _made(target), _aside(target)
-        shutil.rmtree(made, ignore_errors=True)  # of a killed process: a living one would hold the folder
-        made.mkdir()
-        try:
-            write(made, model, about, state)
-            if target.exists():
-                target.replace(aside)
-            made.replace(target)
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
-            put_back(target)
+def keep(folder: str, model: nn.Module, about: Checkpoint, state: dict[str, Any] | None) -> None:
+    """Saves where a run stands in its folder, and removes what was saved before but the best."""
+    save(join(folder, step_name(about.step)), model, about, state)
+    filesystem, path = open_uri(folder)
+    for name in _steps(folder):
+        if name not in (step_name(about.step), step_name(about.best["step"])):
+            filesystem.delete_dir(f"{path}/{name}")
 
 
-def put_back(target: Path) -> None:
-    """Undoes or ends what a killed `save` has left half done: the checkpoint that it moved aside is put back where the
-    new one is not in its place, else removed. For whoever is alone in the folder."""
-    aside = _aside(target)
-    if aside.exists() and not target.exists():
-        aside.replace(target)
-    shutil.rmtree(aside, ignore_errors=True)
+def step_name(step: int) -> str:
+    """Folder of a run's checkpoint at an optimizer step; the same on a second try, which writes over the first."""
+    return f"step-{step:08d}"
 
 
-def _made(target: Path) -> Path:
-    """Where a checkpoint is written before it is moved to `target`."""
-    return target.parent / f".{target.name}-new"
+def _steps(folder: str) -> list[str]:
+    """Names of a run's checkpoints, whole or not, the newest first."""
+    filesystem, path = open_uri(folder)
+    found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
+    return sorted((info.base_name for info in found if info.base_name.startswith("step-")), reverse=True)
 
 
-def _aside(target: Path) -> Path:
-    """Where the one before it is for the moment."""
-    return target.parent / f".{target.name}-old"
+def last(folder: str) -> Checkpoint | None:
+    """What a run's newest checkpoint says that was written to its end."""
+    for name in _steps(folder):
+        with suppress(UserError):  # it was being written when the run was killed: the one before it counts
+            return read(join(folder, name))
+    return None
 
 
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Waits until no other process of this machine is in here; let go however a process ends. The lock is on the
-    folder itself, so that no file is left; where a file system has no locks, nothing is waited for."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
-@contextmanager
-def scratch() -> Iterator[Path]:
-    """A temporary folder for a checkpoint on its way; those of processes that were killed are removed first.
-
-    Each is locked while its process lives, from before it has the name by which others find it.
-    """
-    root, prefix = Path(tempfile.gettempdir()), f"trieline-checkpoint-{os.getuid()}-"
-    for left in root.glob(f"{prefix}*"):
-        with suppress(OSError):
-            handle = os.open(left, os.O_RDONLY)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left, ignore_errors=True)
-            finally:
-                os.close(handle)
-    new = Path(tempfile.mkdtemp(prefix="trieline-"))
-    folder = root / f"{prefix}{new.name.removeprefix('trieline-')}"
-    handle = os.open(new, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        new.rename(folder)
-        yield folder
-    finally:
-        os.close(handle)
-        shutil.rmtree(folder, ignore_errors=True)
+def publish(folder: str, about: Checkpoint) -> str:
+    """Copies the best checkpoint of a run that ended with `about` to `best`, without the state to resume from; where
+    that is."""
+    source, target = join(folder, step_name(about.best["step"])), join(folder, BEST)
+    best = read(source)
+    for listed in (best.files, best.sha256):
+        listed.pop(STATE, None)
+    (filesystem, origin), (_, path) = open_uri(source), open_uri(target)
+    filesystem.create_dir(path, recursive=True)
+    filesystem.copy_file(f"{origin}/{WEIGHTS}", f"{path}/{WEIGHTS}")
+    write_file(join(target, CONFIG), best.to_json().encode())
+    return target
 
 
 @contextmanager
@@ -197,27 +170,16 @@ def local(uri: str | Path) -> Iterator[Path]:
     if isinstance(filesystem, fs.LocalFileSystem):
         yield Path(path)
         return
-    with scratch() as folder:
+    with TemporaryDirectory() as made:
+        folder = Path(made)
         if filesystem.get_file_info(path).type == fs.FileType.Directory:
             fs.copy_files(path, str(folder), source_filesystem=filesystem, destination_filesystem=fs.LocalFileSystem())
         yield folder
 
 
 def exists(uri: str | Path) -> bool:
-    """Whether there is a checkpoint, whole or not; one that a killed `save` moved aside is put back first."""
-    filesystem, path = open_uri(str(uri))
-    place = Path(path)
-    if isinstance(filesystem, fs.LocalFileSystem) and not place.exists() and _aside(place).exists():
-        with suppress(OSError), _alone(place.parent):  # one that is just being saved is waited for
-            put_back(place)
-    return bool(filesystem.get_file_info(f"{path}/{CONFIG}").type == fs.FileType.File)
-
-
-def steps(folder: Path) -> list[Path]:
-    """The checkpoints `step-*` of a local folder, the newest last."""
-    for aside in folder.glob(".step-*-old"):
-        exists(folder / aside.name.removeprefix(".").removesuffix("-old"))
-    return sorted(folder.glob("step-*"))
+    """Whether there is a checkpoint, its files whole or not."""
+    return bool(file_info(join(str(uri), CONFIG)).type == fs.FileType.File)
 
 
 def read(uri: str | Path) -> Checkpoint:
@@ -247,8 +209,7 @@ def read(uri: str | Path) -> Checkpoint:
 
 def whole(folder: Path, name: str, uri: str | Path) -> Path:
     """The file `name` of the checkpoint at `uri`, whose local copy is `folder`; UserError where it is damaged."""
-    about = read(uri)  # which puts back what a killed `save` moved aside
-    _compare(_hash(folder / name), about, name, uri)
+    _compare(_hash(folder / name), read(uri), name, uri)
     return folder / name
 
 

@@ -17,6 +17,7 @@ from models.actions.base import ActionsModel
 from models.actions.batch import ActionsCatalogue
 from models.actions.data import ActionsExamples
 from models.actions.requests import ActionsRequests
+from models.examples import Sharded
 from models.inputs import Inputs
 from models.requests import Requests
 from models.retrieval import metrics as retrieval_metrics
@@ -26,7 +27,6 @@ from models.search import metrics as search_metrics
 from models.search import shuffled as search_shuffled
 from models.search.data import SearchCatalogue, SearchExamples
 from models.search.requests import SearchRequests
-from models.shares import Sharded
 from models.shuffles import Shuffle
 
 

@@ -22,8 +22,8 @@ from models.actions.interleaved import Interleaved, InterleavedConfig
 from models.actions.lac import LAC, LACConfig
 from models.checkpoint import Checkpoint
 from models.config import hint, instead
+from models.cpu.matmul import use_exact_onednn
 from models.families import ACTIONS, RETRIEVAL, SEARCH, Family, Measured
-from models.matmul import use_exact_onednn
 from models.retrieval import atspeed, lc_rec, sid_mlp_pp
 from models.retrieval import teacher as teachers
 from models.retrieval.atspeed import AtSpeed, AtSpeedRConfig, AtSpeedSConfig
@@ -235,7 +235,7 @@ def resolve(config: Any, catalogue: Any) -> Any:
 
 
 def build(config: Any, catalogue: Any) -> nn.Module:
-    """The module of a config instance; products on a CPU are set to be fast from here on (`models/matmul.py`)."""
+    """The module of a config instance; products on a CPU are set to be fast from here on (`models/cpu/matmul.py`)."""
     use_exact_onednn()
     taught = [teacher_of(config, catalogue)] if isinstance(config, TaughtConfig) else []
     return find(name_of(config)).build(config, catalogue, *taught)

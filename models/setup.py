@@ -6,7 +6,7 @@ Used by `python -m models.train` and by the workers of `pipelines/training` alik
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,21 +17,21 @@ from torch import Tensor, nn
 
 from models import registry
 from models.by_user import ByUser
-from models.checkpoint import Checkpoint
+from models.checkpoint import Checkpoint, check, load_state, load_weights, local, step_name
 from models.config import hint
+from models.examples import Sharded, plan
 from models.fit import FitConfig, Sums, captures, reduce, to_device
 from models.inputs import Inputs
 from models.ranking_metrics import Histogram
-from models.shares import Sharded, Share, shards_of
-from models.streaming import Plan, Stream, plan
-from models.tables import UserError, family_of, read_manifest
+from models.shares import Share, shards_of
+from models.tables import UserError, family_of, join, read_manifest
 
 
 @dataclass
 class Batches:
     """A worker's share of the train split, as `fit` takes it."""
 
-    examples: Sharded | Stream
+    examples: Sharded
     """The family's examples of the train split, of the shards that this rank holds."""
     batch_size: int
     """Rows per batch of all workers together."""
@@ -91,11 +91,20 @@ class Setup:
 
     def checkpoint(self, **fields: Any) -> Checkpoint:
         """`config.json` of a checkpoint of this run, with `fields` filled in."""
-        model = registry.config_to_dict(self.config)
-        stream = list(self.train.examples.plan)
+        examples = self.train.examples
         return Checkpoint(
-            model=model, fit=vars(self.fit).copy(), hashes=dict(self.catalogue.hashes), stream=stream, **fields
-        )
+            model=registry.config_to_dict(self.config), fit=vars(self.fit).copy(), hashes=dict(self.catalogue.hashes),
+            shards=[examples.share.shards, examples.buffers], **fields,
+        )  # fmt: skip
+
+    def resume(self, folder: str, about: Checkpoint) -> dict[str, Any] | None:
+        """Loads the checkpoint `about` of the run in `folder`; the state that `fit` goes on from, where there is one.
+        UserError where it is of another model or of other tables."""
+        uri = join(folder, step_name(about.step))
+        check(about, uri, self.catalogue.hashes, registry.config_to_dict(self.config)["name"])
+        with local(uri) as copy:
+            load_weights(self.model, copy)
+            return load_state(copy) if self.entry.gradient else None
 
 
 def inputs_of(name: str, inputs: Inputs) -> Inputs:
@@ -129,11 +138,11 @@ def set_up(
     device: torch.device | str = "cpu",
     rank: int = 0,
     world: int = 1,
-    streamed: Plan | None = None,
+    shards: Sequence[int] | None = None,
 ) -> Setup:
     """Reads the tables and builds the model that `model` (its `name` and fields) names.
 
-    `streamed` is how the run that goes on was begun (`Checkpoint.stream`).
+    `shards` is how the run that goes on was begun (`Checkpoint.shards`).
     """
     entry = registry.find(model["name"])
     catalogue = load_catalogue(model["name"], inputs)
@@ -143,12 +152,12 @@ def set_up(
     sequences = inputs.sequences
     if not entry.gradient:  # counted in one pass, by one worker
         rank, world = 0, 1
-    train, val = read_share(entry, sequences, fit, config, rank, world, streamed)
+    train, val = read_share(entry, sequences, fit, config, rank, world, shards)
     examples: dict[str, Any] = {"train": train, "val": val}
     if world > 1 and train.share.shards > 1:
         for part in (train, val):
             part.agree(lambda rows: reduce(rows, world, device, dist.ReduceOp.MAX))
-    if not train.rows_per_shard.any():
+    if not train.rows_per_buffer.any():
         raise UserError(f"{sequences} has no train request with a history; check the split of jobs.prepare")
     catalogue = entry.family.accompany(catalogue, examples.values(), config)
     torch.manual_seed(fit.seed)
@@ -157,11 +166,6 @@ def set_up(
         entry.teach(module, config, catalogue)
     notes = entry.remember(module, config, catalogue, examples) if entry.remember else []
     if fit.train_examples:  # after the teacher's outputs, which runs on other examples share
-        if isinstance(train, Stream):
-            raise UserError(
-                f"fit.train_examples is {fit.train_examples}, and training examples are streamed in {train.buffers} "
-                f"buffers; raise fit.memory_budget_gb, or leave fit.train_examples out"
-            )
         train.limit_to(fit.train_examples)
     batches = Batches(train, fit.batch_size, fit.seed, captures(fit, device, world))
     notes += train.notes(batches.batch_size, fit.seed)
@@ -170,24 +174,18 @@ def set_up(
 
 def read_share(
     entry: registry.Entry, sequences: str, fit: FitConfig, config: Any, rank: int, world: int,
-    streamed: Plan | None = None,
-) -> tuple[Sharded | Stream, Sharded]:  # fmt: skip
-    """This rank's examples of training, held or streamed as `streamed` says (None: by the memory budget), and of
-    validation. The order of training depends on it, so a run that goes on keeps it."""
+    shards: Sequence[int] | None = None,
+) -> tuple[Sharded, Sharded]:  # fmt: skip
+    """This rank's examples of training and of validation. The order of training depends on the number of shards and of
+    buffers, so a run that goes on keeps it (`shards`); of a new one it is found by the table and the memory budget."""
     family, manifest = entry.family.examples.of_model(config), read_manifest(sequences, "sequences")
-    max_history = config.max_history
+    number, buffers = shards or check_budget(entry, fit, sequences, config, world)
+    # buffers are of about equally many parts
+    sizes = np.array([part.bytes if buffers == 1 else 1 for part in manifest.files])
+    share = Share.of(sizes, number, rank, world)
     units = {"train": entry.unit, "val": entry.family.eval_unit}
-    if streamed is None:
-        streamed = check_budget(entry, fit, sequences, config, world)
-    if not streamed:
-        shards = shards_of(manifest, fit.shard_mb, fit.batch_size)
-        examples = family.load_splits(sequences, units, max_history=max_history, rank=rank, world=world, shards=shards)
-        return examples["train"], examples["val"]
-    shards, buffers = streamed
-    share = Share.of(np.ones(len(manifest.files), np.int64), shards, rank, world)  # of equally many parts
-    train = Stream(family, sequences, entry.unit, max_history, share, buffers)
-    val = family.load_share(sequences, {"val": units["val"]}, max_history, share, train.look)["val"]
-    return train, val
+    examples = family.load_share(sequences, units, config.max_history, share, buffers)
+    return examples["train"], examples["val"]
 
 
 def score(
@@ -239,11 +237,14 @@ def check_fit(fit: FitConfig, name: str, catalogue: Any, world: int) -> None:
             raise UserError(f"fit.eval_options has '{key}', which is no option of '{name}' when recommending; {what}")
 
 
-def check_budget(entry: registry.Entry, fit: FitConfig, sequences: str, config: Any, world: int) -> Plan:
-    """How a worker reads its share; UserError for a memory budget below the least."""
-    budget = fit.memory_budget_gb * 2**30
+def check_budget(
+    entry: registry.Entry, fit: FitConfig, sequences: str, config: Any, world: int
+) -> tuple[int, int]:  # fmt: skip
+    """Shards of the training table and buffers of each; UserError for a memory budget below the least."""
     family = entry.family.examples.of_model(config)
-    return plan(family, sequences, entry.unit, config.max_history, budget=budget, world=world)
+    shards = shards_of(read_manifest(sequences, "sequences"), fit.shard_mb, fit.batch_size)
+    budget = fit.memory_budget_gb * 2**30
+    return plan(family, sequences, entry.unit, config.max_history, shards=shards, budget=budget, world=world)
 
 
 def check_batch(fit: FitConfig, world: int) -> None:

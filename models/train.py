@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from models import checkpoint
-from models.checkpoint import Checkpoint
+from models.checkpoint import BEST, Checkpoint
 from models.config import read_configs
 from models.fit import EpochEvent, FitConfig, StillEvent, best_of, describe, fit
 from models.inputs import Inputs
 from models.places import reach
 from models.setup import check_fit, set_up
-from models.tables import UserError
+from models.tables import UserError, join
 
 
-def check_same(about: Checkpoint, now: Checkpoint, output: Path) -> None:
+def check_same(about: Checkpoint, now: Checkpoint, output: str) -> None:
     """Refuses to go on with other settings, or with a teacher that was trained anew."""
     for part in ("model", "fit"):
         before, wanted = getattr(about, part), json.loads(json.dumps(getattr(now, part), default=str))
@@ -58,26 +56,23 @@ def main(argv: list[str] | None = None) -> None:
         if name is None:
             raise UserError(f"{options.config[-1]} names no model; give the config that it is read after first")
         config = FitConfig(**content.get("fit", {}))
-        output = Path(options.output)
-        last = max(checkpoint.steps(output), default=None)
-        about = None if last is None else checkpoint.read(last)
-        streamed = tuple(about.stream) if about else None
-        setup = set_up(content["model"], config, inputs, device=device, streamed=streamed)
+        output = options.output
+        about = checkpoint.last(output)
+        setup = set_up(content["model"], config, inputs, device=device, shards=about.shards if about else None)
         check_fit(config, name, setup.catalogue, setup.world)
         for note in setup.notes:
             print(note)
         state = None
-        if last is not None and about is not None:
-            checkpoint.check(about, last, setup.catalogue.hashes, name)
+        if about:
             check_same(about, setup.checkpoint(), output)
-            checkpoint.load_weights(setup.model, last)
-            state = checkpoint.load_state(last)
-            print(f"continuing from {last}")
+            state = setup.resume(output, about)
+            print(f"continuing after epoch {about.epoch}, step {about.step}")
         if not setup.entry.gradient:
             model: Any = setup.model
             model.fit_counts(setup.train(0, 0))
-            checkpoint.save(output / "best", setup.model, setup.checkpoint(epoch=1))
-            print(f"counted; checkpoint {output / 'best'}")
+            place = join(output, BEST)
+            checkpoint.save(place, setup.model, setup.checkpoint(epoch=1))
+            print(f"counted; checkpoint {place}")
             return
         for event in fit(
             setup.model, setup.train, setup.validate, setup.fit, means=setup.means,
@@ -89,14 +84,11 @@ def main(argv: list[str] | None = None) -> None:
                 continue
             about = setup.checkpoint(epoch=event.epoch, step=event.step, best=best_of(event.state))
             about.metrics = event.metrics
-            if event.is_best:  # before the one to resume from, so that a kill between them loses neither
-                checkpoint.save(output / "best", setup.model, about)
             if event.metrics or isinstance(event, EpochEvent):
                 print(describe(event, setup.fit), flush=True)
-            checkpoint.save(output / f"step-{event.step:08d}", setup.model, about, event.state)
-            for old in checkpoint.steps(output)[:-1]:
-                shutil.rmtree(old)
-        print(f"best checkpoint: {output / 'best'}")
+            checkpoint.keep(output, setup.model, about, event.state)
+        if about:
+            print(f"best checkpoint: {checkpoint.publish(output, about)}")
     except UserError as error:
         sys.exit(f"error: {error}")
 

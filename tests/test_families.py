@@ -21,7 +21,6 @@ PROBES = {
     "models/search/item_tower.py": "configs of Hugging Face",
     "models/uri.py": "named tuples, which have no class of their own",
     "jobs/quickstart.py": "jobs whose command line is more than their dataclass",
-    "models/retrieval/kernels/__init__.py": "exceptions of subprocess, some of which have the compiler's words",
 }
 """Where an object is asked what it has, and whose it is."""
 

@@ -32,6 +32,7 @@ from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, TrialSch
 from ray.tune.search import BasicVariantGenerator
 
 from models import checkpoint, registry
+from models.checkpoint import BEST
 from models.config import flattened, hint
 from models.fit import FitConfig
 from models.inputs import Inputs
@@ -40,8 +41,7 @@ from models.uri import absolute
 from models.words import number_of
 from pipelines import tracking
 from pipelines.evaluation.ranking import check as check_evaluation
-from pipelines.training import here
-from pipelines.training.record import BEST, read_record
+from pipelines.training.record import read_record
 from pipelines.training.run import check_cluster, dataset_name, held, resources, wants_gpu
 from pipelines.training.settings import RayOptions, check_name
 from pipelines.training.settings import check as check_training
@@ -158,10 +158,10 @@ def past_reports(plan: Plan) -> list[tuple[int, int, float, str]]:
     """What the trials reported before this call, up to the checkpoints that they go on from: MLflow has it."""
     found, client = [], tracking.connect(plan.uri)
     for name in plan.trials:
-        noted, last = read_record(join(plan.folder, name)), here.last_whole(join(plan.folder, name))
+        noted, last = read_record(join(plan.folder, name)), checkpoint.last(join(plan.folder, name))
         if not noted or "tracking" not in noted or not last:
             continue
-        run, reached = noted["tracking"]["run_id"], checkpoint.read(last).step
+        run, reached = noted["tracking"]["run_id"], last.step
         ends = [point.step for point in client.get_metric_history(run, "epoch")]
         for point in client.get_metric_history(run, tracking.metric_name(f"val/{plan.metric}")):
             if point.step <= reached:

@@ -22,7 +22,6 @@ from models.memory import resident_peak_mb
 from models.tables import UserError, join
 from pipelines import tracking
 from pipelines.evaluation.ranking import evaluate, record
-from pipelines.training import here
 from pipelines.training.record import read_record, write_record
 from pipelines.training.run import conclude, train, wants_gpu
 from pipelines.training.settings import RayOptions
@@ -165,9 +164,9 @@ def measure(trial: Trial, plan: Plan) -> None:
 def stop(trial: Trial, plan: Plan) -> None:
     """Ends a trial that was told to stop at its last checkpoint."""
     folder = join(plan.folder, trial.name)
-    noted, last = read_record(folder), here.last_whole(folder)
+    noted, last = read_record(folder), checkpoint.last(folder)
     if noted and noted["status"] == "running" and last:
-        conclude(folder, noted, checkpoint.read(last), stopped=True)
+        conclude(folder, noted, last, stopped=True)
 
 
 def is_done(trial: Trial, plan: Plan) -> bool:

@@ -25,9 +25,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.actions.batch import any_tied
+from models.examples import Sharded
 from models.gpu.graphs import rung
 from models.own_features import OwnFeatures
-from models.shares import Shard, Sharded, Share, compact, equal_parts, joined, runs, starts
+from models.shares import Shard, Share, compact, equal_parts, joined, runs, starts
 from models.tables import Manifest, sequences_manifest
 
 JITTER = 1.1
@@ -125,6 +126,7 @@ class ActionsExamples(Sharded):
             }
         )
         self._held += len(kept)
+        self.requests += len(owner)
         return len(owner)
 
     def _close(self) -> None:
@@ -223,8 +225,8 @@ class ActionsExamples(Sharded):
         return int(context.sum() + candidates.sum()), len(rows) * wide
 
     def notes(self, batch_size: int, seed: int) -> list[str]:
-        """What is worth a line before training."""
-        return [f"padding: {self.padded_share(batch_size, seed):.1%} of the positions of an epoch"]
+        share = super().notes(batch_size, seed)
+        return share or [f"padding: {self.padded_share(batch_size, seed):.1%} of the positions of an epoch"]
 
     def padded_share(self, batch_size: int, seed: int) -> float:
         """Share of the positions of a training epoch that hold no event."""

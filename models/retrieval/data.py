@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from models.examples import Sharded
 from models.gpu.graphs import rung
 from models.retrieval.search.trie import Trie
-from models.shares import Shard, Sharded, Share, joined, quotas, runs, starts
+from models.shares import Shard, Share, joined, quotas, runs, starts
 from models.tables import Manifest, UserError, join, read_manifest, read_table, sequences_manifest
 
 PAD = -1
@@ -205,7 +206,7 @@ class Examples(Sharded):
         if unit not in ("request", "user"):
             raise ValueError(f"unit '{unit}' is unknown; choose 'request' or 'user'")
         self.skipped = 0
-        self._users = self._requests = self._behaviours = 0
+        self._users = self.requests = self._behaviours = 0
         self._parts: list[dict[str, NDArray]] = []
 
     @classmethod
@@ -245,13 +246,13 @@ class Examples(Sharded):
                 "end": end.astype(np.int32),
                 "target": target.astype(np.int32),
                 "place": place.astype(np.int32),
-                "first": (self._requests + first).astype(np.int32),
+                "first": (self.requests + first).astype(np.int32),
                 "row_end": row_end.astype(np.int32),
                 **measured,
             }
         )
         self._users += len(users)
-        self._requests += len(end)
+        self.requests += len(end)
         self._behaviours += int(count.sum())
         return len(first)
 
@@ -266,7 +267,7 @@ class Examples(Sharded):
             columns[name] for name in ("owner", "end", "target", "place")
         )
         self._repeats = columns.get("repeats")
-        self._first = np.append(columns["first"], np.int32(self._requests))
+        self._first = np.append(columns["first"], np.int32(self.requests))
         self._row_end = columns["row_end"]
         self.lengths = np.minimum(self._row_end, np.int32(self.max_history))
 
@@ -280,11 +281,6 @@ class Examples(Sharded):
         stride = max(1, self.max_history // 2)
         window = np.where(longest <= self.max_history, 0, (longest - end) // stride)
         return new_user | np.append(True, window[1:] != window[:-1])
-
-    @property
-    def requests(self) -> int:
-        """Requests on this rank: the number of training targets or of evaluated requests."""
-        return len(self._end)
 
     @property
     def targets(self) -> NDArray[np.int32]:
@@ -301,7 +297,7 @@ class Examples(Sharded):
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """At random, and by length within the rows of `BUCKET` steps."""
         order = rows[rng.permutation(len(rows))]
-        total = int(self.rows_per_shard.sum())
+        total = int(self.rows_per_buffer.sum())
         edges = quotas(len(rows), total, batch_size, steps, shard, self.share.shards)
         bucket = np.repeat(np.arange(steps) // BUCKET, np.diff(edges))
         return order[np.lexsort((self.lengths[order], bucket))], edges

@@ -21,7 +21,7 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from models.derived import derived
+from models.cpu.derived import derived
 from models.retrieval.backbones.causal_lm import LmBackbone
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.sid_mlp import SidMlpConfig, SidMlpDecoder

@@ -141,7 +141,7 @@ class Backbone(nn.Module):
         return None
 
     def packed(self) -> Any:
-        """The encoder for histories that stand end to end (`backbones/t5_packed.py`); None where there is none."""
+        """The encoder for histories that stand end to end (`models/cpu/t5_packed.py`); None where there is none."""
         return None
 
 

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.config import check_least
-from models.derived import derived
+from models.cpu.derived import derived
+from models.cpu.matmul import products
 from models.gpu.graphs import Graphs, rung
-from models.matmul import products
 from models.retrieval.data import PAD
 from models.scores import check_finite, check_none, wrong_of
 

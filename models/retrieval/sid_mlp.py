@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from models.cpu.fast import fast_search
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.sid_mlp import CHOICES, Path, SidMlpConfig, SidMlpDecoder
 from models.retrieval.recommend import recommender
 from models.retrieval.retriever import Retriever
-from models.retrieval.search.fast import fast_search
 from models.retrieval.student import Scores, Student, StudentOptions, check_choice
 
 

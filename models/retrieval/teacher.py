@@ -77,10 +77,10 @@ def remember(model: Any, config: TaughtConfig, catalogue: Catalogue, examples: d
     """Gives a student the tables of its `teacher_cache`, made where they are not there yet; a line about each."""
     if not config.teacher_cache:
         return []
-    if examples["train"].plan:
+    if examples["train"].buffers > 1:
         raise UserError(
             f"model.teacher_cache holds the states of all training requests, and these are streamed in "
-            f"{examples['train'].plan[1]} buffers; raise fit.memory_budget_gb, or leave model.teacher_cache out"
+            f"{examples['train'].buffers} buffers; raise fit.memory_budget_gb, or leave model.teacher_cache out"
         )
     model.eval()  # without dropout
     device = next(model.parameters()).device
@@ -96,7 +96,7 @@ def locate(given: str, what: str = "teacher") -> str:
     """The checkpoint at `given`, or the best one of the finished run whose folder it is; absolute. `what` is said in
     the UserError where there is none."""
     uri = absolute(given)
-    for candidate in (uri, join(uri, "best")):
+    for candidate in (uri, join(uri, checkpoint.BEST)):
         if checkpoint.exists(candidate):
             return candidate
     nearest = f": the nearest is {near}" if (near := near_folder(given, CHECKPOINT)) else ""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.config import check_positive
-from models.derived import derived
+from models.cpu.derived import derived
 from models.layers.t5 import T5Sizes
 from models.retrieval.backbones.t5 import T5Backbone
 from models.retrieval.data import Catalogue

@@ -337,7 +337,7 @@ class SearchExamples(Examples):
                 "owner": (self._users + local).astype(np.int32),
                 "end": end.astype(np.int32),
                 "place": part["place"][chosen].astype(np.int32),
-                "first": (self._requests + first).astype(np.int32),
+                "first": (self.requests + first).astype(np.int32),
                 "begin": begin[first].astype(np.int32),
                 "request_query": part["request_query"][chosen].astype(np.int32),
                 "request_time": part["request_time"][chosen],
@@ -347,7 +347,7 @@ class SearchExamples(Examples):
             }
         )
         self._users += len(users)
-        self._requests += len(end)
+        self.requests += len(end)
         self._behaviours += len(behaviour)
         self._candidates += len(flat)
         return len(first)
@@ -400,7 +400,7 @@ class SearchExamples(Examples):
         learned = np.where(again, np.append(0, self._row_end[:-1]), 0)[: len(first)]
         self._new = np.clip(learned - columns["begin"], 1, None)
 
-    def bring(self, catalogue: SearchCatalogue, history: bool, complete: bool = True) -> None:
+    def _bring(self, catalogue: SearchCatalogue, history: bool, complete: bool) -> None:
         """Lets batches bring the text of their candidates' pairs, and with `history` of their behaviours'. UserError
         where the catalogue lacks one, unless it need not be `complete`."""
         c, self.history_pairs = self.columns, history

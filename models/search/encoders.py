@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.derived import derived
+from models.cpu.derived import derived
+from models.cpu.matmul import Packed
 from models.layers.hstu import HSTULayer
 from models.layers.linear_recurrence import Decay, key_value_recurrence, linear_recurrence, recurrent_step
-from models.matmul import Packed
 from models.tables import UserError
 from models.text_encoder import load_encoder
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from models.derived import derived
+from models.cpu.derived import derived
 from models.search.data import SearchCatalogue
 from models.tables import UserError
 from models.text_encoder import load_encoder, without_pooler

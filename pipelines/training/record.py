@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from models.checkpoint import BEST
 from models.config import flattened
 from models.tables import UserError, join
 from models.uri import absolute, read_json, write_file
 
-RUN, BEST = "run.json", "best"
-"""In a run's folder: its record, and its best checkpoint."""
+RUN = "run.json"
+"""In a run's folder: its record."""
 
 MAY_CHANGE = {"log_every_steps", "eval_batch_size", "checkpoint_every_steps", "memory_budget_gb", "ray.num_workers"}
 """Options, of `fit` where nothing else is named, that a continued run may change: what it ends with stays the same."""

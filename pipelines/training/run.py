@@ -6,43 +6,38 @@ from (`step-*`, the last one and the best one) and, when it is done, `best/`: th
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import posixpath
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 import ray
+import torch
 from pyarrow import fs
 from ray.exceptions import RayError
-from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, UserCallback
+from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, UserCallback
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from models import checkpoint, registry
-from models.checkpoint import Checkpoint
+from models.checkpoint import BEST, Checkpoint
 from models.fit import FitConfig
 from models.inputs import Inputs
 from models.locks import locked
 from models.tables import UserError, has_manifest, join, open_uri, read_manifest
-from models.uri import write_file
 from pipelines import cluster, faults, tracking
 from pipelines.serving import package
-from pipelines.training import here
-from pipelines.training.record import BEST, RUN, check_same, read_record, write_record
+from pipelines.training.record import RUN, check_same, read_record, write_record
 from pipelines.training.settings import FEWER, Checked, RayOptions, check
-from pipelines.training.worker import Progress, Task, step_name, worker
+from pipelines.training.worker import Place, Progress, Task, perform, worker
 
-SNAPSHOT = "checkpoint_manager_snapshot.json"
-
-# How often Ray Train's controller asks for checkpoints. A worker that hands one in waits until it is asked: by default
-# up to 2 s, which is longer than many an epoch.
+# How often Ray Train's controller asks for reports. A worker that has one waits until it is asked: by default up to
+# 2 s, which is longer than many an epoch.
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
 if not os.environ.get("RAY_ADDRESS"):  # a local Ray's node is not taken away with notice: one process fewer
     os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
@@ -99,7 +94,7 @@ def carry_on(
     log_model: bool = True,
     say: Callable[[str], None] = print,
     tags: dict[str, str] | None = None,
-    heard: here.Heard | None = None,
+    heard: Callable[[Checkpoint], Any] | None = None,
     callbacks: Sequence[UserCallback] = (),
     wait: float = 0,
     start: Callable[[], None] | None = None,
@@ -162,14 +157,15 @@ def carry_on(
             record = {**record, "inputs": inputs.given()}  # tables may have moved
 
         task = Task(
-            config["model"], config["fit"], inputs.given(), run.to_dict(), ray_options.threads, ray_options.fsdp,
-            lost_checkpoint(folder),
-        )  # fmt: skip
+            config["model"], config["fit"], folder, inputs.given(), run.to_dict(), ray_options.threads, ray_options.fsdp
+        )
         try:
             if heard and workers == 1:
-                last = here.carry_out(task, folder, use_gpu, heard, say)
+                perform(task, Place(0, 1, torch.device("cuda" if use_gpu else "cpu"), 1, heard, say))
             else:
-                last = carry_out(task, storage, name, workers, use_gpu, ray_options, say, callbacks)
+                carry_out(task, storage, name, workers, use_gpu, ray_options, say, callbacks)
+            if (last := checkpoint.last(folder)) is None:
+                raise RuntimeError(f"the run in {folder} ended without a checkpoint")
             about = conclude(folder, record, last, log_model)
         except SystemExit:  # told to stop where it stands
             raise
@@ -185,8 +181,7 @@ def conclude(folder: str, record: dict[str, Any], last: Checkpoint, log_model: b
     `more` is noted in `run.json` too. Returns what the best checkpoint says.
     """
     run = tracking.RunRef(**record["tracking"])
-    publish(join(folder, step_name(last.best["step"])), join(folder, BEST))
-    about = checkpoint.read(join(folder, BEST))
+    about = checkpoint.read(checkpoint.publish(folder, last))
     logger = tracking.Logger(run)
     values = {"best/epoch": last.best["epoch"], **{f"best/{name}": v for name, v in about.metrics.items()}}
     values["train/total_seconds"] = last.timing["train_seconds"] + last.timing.get("eval_seconds", 0.0)
@@ -209,8 +204,8 @@ def carry_out(
     options: RayOptions,
     say: Callable[[str], None],
     callbacks: Sequence[UserCallback] = (),
-) -> Checkpoint:
-    """Runs the workers to the end and returns what the last checkpoint says."""
+) -> None:
+    """Runs the workers to the end."""
     fewest = options.least(workers)
     each = resources(options, use_gpu)
     for attempt in range(1, options.max_failures + 2):
@@ -230,12 +225,11 @@ def carry_out(
                     storage_path=storage,
                     failure_config=FailureConfig(max_failures=0),
                     callbacks=list(callbacks),  # type: ignore[arg-type]  # Ray names those of its version 1
-                    checkpoint_config=CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="score"),
                 ),
             )
             try:
-                result = trainer.fit()
-                break
+                trainer.fit()
+                return
             except TrainingFailedError as error:
                 if mistake := faults.user_error_in(error):
                     raise mistake from error
@@ -244,10 +238,6 @@ def carry_out(
                 why = faults.explain(error) or faults.first_line(list(faults.causes(error))[-1])
                 tries = f"{attempt} of {options.max_failures} times"
                 say(f"note: {why.partition(';')[0]}; going on from the last checkpoint, {tries}")
-                task = replace(task, resume_from=lost_checkpoint(join(storage, name)))
-    if result.checkpoint is None:
-        raise RuntimeError(f"the run {name} ended without a checkpoint in {storage}")
-    return checkpoint.read(join(storage, name, posixpath.basename(result.checkpoint.path)))
 
 
 def waiting(workers: int, each: dict[str, float]) -> str | None:
@@ -347,36 +337,6 @@ def remove(folder: str, say: Callable[[str], None]) -> None:
         elif entry.base_name != RUN:
             filesystem.delete_file(entry.path)
     filesystem.delete_dir(path)
-
-
-def lost_checkpoint(folder: str) -> str | None:
-    """The last whole checkpoint, where Ray's record of them was being written when the run was killed.
-
-    The damaged record is removed, since Ray would refuse to start with it.
-    """
-    filesystem, path = open_uri(folder)
-    record = f"{path}/{SNAPSHOT}"
-    if filesystem.get_file_info(record).type != fs.FileType.File:
-        return None
-    with filesystem.open_input_stream(record) as stream:
-        content = stream.read()
-    try:
-        json.loads(content)
-        return None
-    except ValueError:
-        filesystem.delete_file(record)
-    return here.last_whole(folder)
-
-
-def publish(source: str, target: str) -> None:
-    """Copies a checkpoint without the state to resume from, `config.json` last."""
-    about = checkpoint.read(source)
-    for listed in (about.files, about.sha256):
-        listed.pop(checkpoint.STATE, None)
-    (filesystem, origin), (_, path) = open_uri(source), open_uri(target)
-    filesystem.create_dir(path, recursive=True)
-    filesystem.copy_file(f"{origin}/{checkpoint.WEIGHTS}", f"{path}/{checkpoint.WEIGHTS}")
-    write_file(join(target, checkpoint.CONFIG), about.to_json().encode())
 
 
 @contextmanager

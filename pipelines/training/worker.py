@@ -1,6 +1,6 @@
-"""What each training worker runs: the loop of `models.fit`, its events turned into reports and metrics.
+"""What each training worker runs: the loop of `models.fit`, its events turned into checkpoints, reports and metrics.
 
-Every rank reports at the same events. Rank 0 adds the checkpoint, logs to MLflow and tells the driver of
+Every rank reports at the same events. Rank 0 has saved the checkpoint before, logs to MLflow and tells the driver of
 its progress.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +19,12 @@ from ray import train
 from ray.train.torch import get_device
 
 from models import checkpoint
+from models.checkpoint import Checkpoint
 from models.fit import EpochEvent, Event, FitConfig, StepEvent, StillEvent, best_of, describe, fit
 from models.inputs import Inputs
 from models.setup import Setup, set_up
 from models.words import number_of
 from pipelines import tracking
-
-LOWEST = -1e30
-"""Score of a checkpoint that is not better than those before it."""
 
 
 @ray.remote(num_cpus=0)
@@ -51,6 +49,8 @@ class Task:
     """`name` and fields of the model's config."""
     fit: dict[str, Any]
     """Fields of `FitConfig`."""
+    folder: str
+    """The run's folder, absolute or a URI: its checkpoints, from the last of which it goes on."""
     inputs: dict[str, str]
     """Fields of `Inputs`."""
     tracking: dict[str, str] | None
@@ -59,8 +59,6 @@ class Task:
     """Threads per worker; 0 shares out the machine's cores among its workers."""
     fsdp: bool = False
     """Whether the model is cut over the workers."""
-    resume_from: str | None = None
-    """Checkpoint to continue from where Ray's own record of it is lost."""
 
 
 def threads_per_worker(option: int, workers_here: int) -> int:
@@ -68,14 +66,9 @@ def threads_per_worker(option: int, workers_here: int) -> int:
     return option or max(1, len(os.sched_getaffinity(0)) // workers_here)
 
 
-def step_name(step: int) -> str:
-    """Folder of the checkpoint at an optimizer step; the same on a second try, which writes over the first."""
-    return f"step-{step:08d}"
-
-
 @dataclass
 class Place:
-    """Where a worker stands among the others, and how it hands in what it made."""
+    """Where a worker stands among the others, and whom it tells."""
 
     rank: int
     """Its number, from 0."""
@@ -85,8 +78,8 @@ class Place:
     """Where its model is."""
     workers_here: int
     """Workers on this machine, which share its cores."""
-    report: Callable[[Setup, checkpoint.Checkpoint, dict[str, Any] | None, float], None]
-    """`report(setup, about, state, score)` at every checkpoint, on every rank."""
+    report: Callable[[Checkpoint], Any]
+    """Hears of every checkpoint, on every rank."""
     say: Callable[[str], Any]
     """Tells the driver of the progress; called by rank 0."""
 
@@ -95,29 +88,27 @@ def worker(config: dict[str, Any]) -> None:
     """A worker of Ray Train. `config` is {"task": fields of a Task, "progress": actor}: plain values, as Ray's
     controller reads them too, and a Task would have it load this module with all of PyTorch and MLflow."""
     task = Task(**config["task"])
-    context, latest = train.get_context(), train.get_checkpoint()
-    rank = context.get_world_rank()
+    context = train.get_context()
 
-    def report(setup: Setup, about: checkpoint.Checkpoint, state: dict[str, Any] | None, score: float) -> None:
-        hand_in(setup, about, state, rank, score)
+    def report(about: Checkpoint) -> None:
+        train.report({"epoch": about.epoch, "step": about.step, **about.metrics})
 
     place = Place(
-        rank, context.get_world_size(), get_device(), context.get_local_world_size(), report,
+        context.get_world_rank(), context.get_world_size(), get_device(), context.get_local_world_size(), report,
         config["progress"].say.remote,
     )  # fmt: skip
-    perform(task, place, latest.as_directory() if latest else nullcontext(task.resume_from))
+    perform(task, place)
 
 
-def perform(task: Task, place: Place, latest: AbstractContextManager[str | None]) -> None:
-    """Trains, from the checkpoint in the folder `latest` where there is one."""
+def perform(task: Task, place: Place) -> None:
+    """Trains, from the last checkpoint in the run's folder where there is one."""
     torch.set_num_threads(threads_per_worker(task.threads, place.workers_here))
-    with latest as folder:
-        about = checkpoint.read(folder) if folder else None
-        setup = set_up(
-            task.model, FitConfig(**task.fit), Inputs(**task.inputs), device=place.device, rank=place.rank,
-            world=place.world, streamed=tuple(about.stream) if about else None,
-        )  # fmt: skip
-        state = restore(setup, task, folder, about) if folder and about else None
+    about = checkpoint.last(task.folder)
+    setup = set_up(
+        task.model, FitConfig(**task.fit), Inputs(**task.inputs), device=place.device, rank=place.rank,
+        world=place.world, shards=about.shards if about else None,
+    )  # fmt: skip
+    state = setup.resume(task.folder, about) if about else None
     if place.rank == 0:
         parameters = sum(p.numel() for p in setup.model.parameters())
         place.say(
@@ -151,18 +142,11 @@ def perform(task: Task, place: Place, latest: AbstractContextManager[str | None]
             by_counts(setup, task, place, log)
 
 
-def restore(setup: Setup, task: Task, folder: str, about: checkpoint.Checkpoint) -> dict[str, Any] | None:
-    """Loads weights and state of a checkpoint, which must be of this model and these tables."""
-    checkpoint.check(about, folder, setup.catalogue.hashes, task.model["name"])
-    checkpoint.load_weights(setup.model, folder)
-    return checkpoint.load_state(folder) if setup.entry.gradient else None
-
-
 def by_gradient(
     setup: Setup,
     task: Task,
     state: dict[str, Any] | None,
-    before: checkpoint.Checkpoint | None,
+    before: Checkpoint | None,
     place: Place,
     log: tracking.Logger | None,
 ) -> None:
@@ -188,12 +172,11 @@ def by_gradient(
             spent["examples_per_s"] = event.examples_per_s
         if place.rank == 0 and (event.metrics or isinstance(event, EpochEvent)):
             place.say(describe(event, setup.fit))
-        score = event.metrics[setup.fit.metric] if event.is_best else LOWEST
         about = setup.checkpoint(
             epoch=event.epoch, step=event.step, metrics=event.metrics, best=best_of(event.state), timing=spent,
             tracking=task.tracking or {},
         )  # fmt: skip
-        place.report(setup, about, event.state, score)
+        hand_in(setup, task, about, event.state, place)
 
 
 def by_counts(setup: Setup, task: Task, place: Place, log: tracking.Logger | None) -> None:
@@ -212,21 +195,14 @@ def by_counts(setup: Setup, task: Task, place: Place, log: tracking.Logger | Non
     about = setup.checkpoint(
         epoch=1, step=1, metrics=metrics, best=best, timing={"train_seconds": seconds}, tracking=task.tracking or {}
     )
-    place.report(setup, about, None, 0.0)
+    hand_in(setup, task, about, None, place)
 
 
-def hand_in(
-    setup: Setup, about: checkpoint.Checkpoint, state: dict[str, Any] | None, rank: int, score: float
-) -> None:  # fmt: skip
-    """Reports to Ray Train on every rank; rank 0 with the checkpoint."""
-    metrics = {"score": score, "epoch": about.epoch, "step": about.step, **about.metrics}
-    if rank != 0:
-        train.report(metrics, checkpoint=None, checkpoint_dir_name=step_name(about.step))
-        return
-    with checkpoint.scratch() as folder:
-        checkpoint.write(folder, setup.model, about, state)
-        made = train.Checkpoint.from_directory(str(folder))
-        train.report(metrics, checkpoint=made, checkpoint_dir_name=step_name(about.step))
+def hand_in(setup: Setup, task: Task, about: Checkpoint, state: dict[str, Any] | None, place: Place) -> None:
+    """Rank 0 saves the checkpoint; every rank reports it."""
+    if place.rank == 0:
+        checkpoint.keep(task.folder, setup.model, about, state)
+    place.report(about)
 
 
 def step_metrics(event: StepEvent) -> dict[str, float]:

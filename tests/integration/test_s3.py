@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from models import checkpoint
 from models.fit import FitConfig
 from models.inputs import Inputs
-from models.tables import file_info, open_uri, read_manifest
+from models.tables import file_info, read_manifest
 from pipelines.training.run import train
 from pipelines.training.settings import RayOptions
 from tuning.sweep import best_trial
@@ -121,15 +121,6 @@ def test_tables_are_those_of_a_local_disk(world: World) -> None:
         assert on_s3.rows == on_disk.rows
 
 
-def recorded(run: str) -> bool:
-    """Whether Ray's record on S3 names a checkpoint: a run that is killed before starts anew."""
-    filesystem, path = open_uri(f"{run}/checkpoint_manager_snapshot.json")
-    if filesystem.get_file_info(path).type != fs.FileType.File:
-        return False
-    with filesystem.open_input_stream(path) as stream:
-        return b"step-" in stream.read()
-
-
 def test_a_killed_training_goes_on_and_ends_with_the_weights_of_an_undisturbed_one(world: World) -> None:
     (world.here / "one.yaml").write_text(json.dumps({"model": MODEL, "fit": FIT}))
     line = (
@@ -137,7 +128,7 @@ def test_a_killed_training_goes_on_and_ends_with_the_weights_of_an_undisturbed_o
         "--tracking_uri {store} --experiment retrieval/s3 --log_model false"
     )
     killed = world.start(line)
-    while not recorded(f"{world.s3}/runs/one"):
+    while not checkpoint.last(f"{world.s3}/runs/one"):
         assert killed.poll() is None, killed.communicate()[0]
         time.sleep(0.05)
     killed.kill()

@@ -38,12 +38,6 @@ def test_a_run_whose_best_epoch_is_its_last_says_so() -> None:
     assert still_rising(10, 10, FitConfig(max_epochs=10, eval_every_epochs=10)) == ""  # the only one measured
 
 
-def recorded(run: Path) -> bool:
-    """Whether Ray's record names a checkpoint: a run that is killed before starts anew."""
-    record = run / "checkpoint_manager_snapshot.json"
-    return record.is_file() and "step-" in record.read_text()
-
-
 @pytest.mark.long
 def test_killed_and_run_again_equals_undisturbed(
     small: tuple[str, str], new_store: Callable[[Path], str], in_ray: dict[str, str], tmp_path: Path
@@ -66,7 +60,7 @@ def test_killed_and_run_again_equals_undisturbed(
     run = tmp_path / "runs/killed"
     with open(tmp_path / "first.log", "w") as log:
         first = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        while not recorded(run) and first.poll() is None:
+        while not checkpoint.last(str(run)) and first.poll() is None:
             time.sleep(0.05)
         time.sleep(random.uniform(0, 1))
         first.send_signal(signal.SIGKILL)

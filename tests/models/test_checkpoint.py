@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
+import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -111,14 +110,6 @@ def test_a_checkpoint_without_state_cannot_be_resumed(saved: dict[str, str], tmp
         checkpoint.load_state(broken)
 
 
-def test_saving_again_replaces_and_leaves_nothing_beside(saved: dict[str, str], tmp_path: Path) -> None:
-    setup = set_up(SASREC, FitConfig(batch_size=8), Inputs(saved["tables"]))
-    for epoch in (1, 2):
-        checkpoint.save(tmp_path / "best", setup.model, setup.checkpoint(epoch=epoch))
-    assert checkpoint.read(tmp_path / "best").epoch == 2
-    assert [entry.name for entry in tmp_path.iterdir()] == ["best"]
-
-
 def test_training_with_pytorch_alone_goes_on_where_it_was(
     saved: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -129,7 +120,7 @@ def test_training_with_pytorch_alone_goes_on_where_it_was(
     assert "epoch   3/3" in capsys.readouterr().out
     main(arguments)
     again = capsys.readouterr().out
-    assert "continuing from" in again
+    assert "continuing after epoch 3" in again
     assert "epoch" not in again
     assert checkpoint.read(tmp_path / "run/best").metrics["ndcg@10"] > 0.3  # random order: about 0.19
     config.write_text(json.dumps({"model": SASREC, "fit": {"batch_size": 8, "max_epochs": 4}}))
@@ -140,16 +131,16 @@ def test_training_with_pytorch_alone_goes_on_where_it_was(
         main(arguments)
 
 
-def kept(folder: Path, epoch: int) -> None:
-    """A small checkpoint whose weights, state and config are of `epoch`."""
+def linear(epoch: int) -> tuple[nn.Module, checkpoint.Checkpoint, dict]:
+    """A small model with what is saved beside it, all of `epoch`, in a run whose best is the first."""
     model = nn.Linear(3, 2)
     nn.init.constant_(model.weight, epoch)
-    about = checkpoint.Checkpoint({"name": "linear"}, epoch=epoch)
-    checkpoint.save(folder, model, about, {"epoch": epoch, "moments": torch.full((5,), float(epoch))})
+    about = checkpoint.Checkpoint({"name": "linear"}, epoch=epoch, step=epoch, best={"step": 1})
+    return model, about, {"epoch": epoch, "moments": torch.full((5,), float(epoch))}
 
 
 def used(folder: Path) -> tuple[checkpoint.Checkpoint, list[float], dict]:
-    """All that is in a checkpoint of `kept`."""
+    """All that is in a checkpoint of `linear`."""
     model = nn.Linear(3, 2)
     checkpoint.load_weights(model, folder)
     state = checkpoint.load_state(folder)
@@ -158,7 +149,7 @@ def used(folder: Path) -> tuple[checkpoint.Checkpoint, list[float], dict]:
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "config.json"])
 def test_a_flipped_bit_is_found_when_the_checkpoint_is_used(tmp_path: Path, name: str) -> None:
-    kept(tmp_path / "best", 1)
+    checkpoint.save(tmp_path / "best", *linear(1))
     right = used(tmp_path / "best")
     file = tmp_path / "best" / name
     whole, said = file.read_bytes(), []
@@ -175,7 +166,7 @@ def test_a_flipped_bit_is_found_when_the_checkpoint_is_used(tmp_path: Path, name
 
 
 def test_files_of_other_folders_are_none_of_a_checkpoint(tmp_path: Path) -> None:
-    kept(tmp_path / "best", 1)
+    checkpoint.save(tmp_path / "best", *linear(1))
     config = tmp_path / "best/config.json"
     content = unsealed(config.read_text())
     for files in ({"../model.safetensors": 3}, {"/etc/passwd": 3}, ["model.safetensors"], 3):
@@ -219,85 +210,44 @@ def killed_at(step: int, work: Callable[[], None]) -> bool:
     return os.WIFSIGNALED(status)
 
 
-def test_a_save_that_is_killed_at_any_step_loses_nothing_and_leaves_nothing(tmp_path: Path) -> None:
-    place = tmp_path / "best"
-    step, epochs = 0, set()
+def test_a_run_that_is_killed_while_it_saves_has_a_whole_checkpoint(tmp_path: Path) -> None:
+    def stand(epoch: int) -> None:
+        checkpoint.keep(str(tmp_path), *linear(epoch))
+
+    step, found = 0, set()
     while True:
-        kept(place, 1)
-        killed = killed_at(step, lambda: kept(place, 2))
-        about, weights, state = used(place)
+        shutil.rmtree(tmp_path)
+        stand(1)
+        stand(3)
+        killed = killed_at(step, lambda: stand(4))
+        last = checkpoint.last(str(tmp_path))
+        assert last is not None
+        about, weights, state = used(tmp_path / f"step-{last.step:08d}")
         assert weights == [about.epoch] * 6
         assert state == {"epoch": about.epoch, "moments": [about.epoch] * 5}
-        epochs.add(about.epoch)
-        kept(place, 3)
-        assert [entry.name for entry in tmp_path.iterdir()] == ["best"]
+        found.add(about.epoch)
+        assert checkpoint.read(tmp_path / "step-00000001").epoch == 1  # the best is kept
+        stand(4)  # writes over what is half done
+        stand(5)
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000001", "step-00000005"]
+        best = checkpoint.publish(str(tmp_path), linear(5)[1])
+        assert (checkpoint.read(best).epoch, sorted(checkpoint.read(best).files)) == (1, ["model.safetensors"])
         if not killed:
             break
         step += 1
-    assert step >= 5  # new folder, config.json, aside, in place, the old one's files
-    assert epochs == {1, 2}
+    assert step >= 4  # new folder, config.json, in its place, the old one's files
+    assert found == {3, 4}
 
 
-def test_a_step_that_was_moved_aside_is_gone_on_from(tmp_path: Path) -> None:
-    for step in (8, 16):
-        kept(tmp_path / f"step-{step:08d}", step)
-    (tmp_path / "step-00000016").rename(tmp_path / ".step-00000016-old")
-    assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-00000008", "step-00000016"]
-    assert used(checkpoint.steps(tmp_path)[-1])[0].epoch == 16
-
-
-def test_what_a_living_process_is_writing_is_not_swept_up(tmp_path: Path) -> None:
-    place, (seen, go) = tmp_path / "best", (os.pipe(), os.pipe())
-    kept(place, 1)
-
-    def slow() -> None:
-        def hook(event: str, arguments: tuple) -> None:
-            if event == "open" and str(arguments[0]).endswith("config.json"):
-                os.write(seen[1], b"x")
-                os.read(go[0], 1)
-
-        sys.addaudithook(hook)
-        kept(place, 2)
-
-    first = forked(slow)
-    os.read(seen[0], 1)  # its weights are written
-    second = forked(lambda: kept(place, 3))
-    folder = os.open(tmp_path, os.O_RDONLY)
-    with pytest.raises(BlockingIOError):
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.close(folder)
-    assert used(place)[0].epoch == 1  # meanwhile the old one is there
-    os.write(go[1], b"x")
-    assert [os.waitpid(child, 0)[1] for child in (first, second)] == [0, 0]
-    assert used(place)[0].epoch == 3
-    assert [entry.name for entry in tmp_path.iterdir()] == ["best"]
-
-
-def test_temporary_folders_of_killed_processes_are_swept_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    seen, go = os.pipe(), os.pipe()
-
-    def living() -> None:
-        with checkpoint.scratch() as folder:
-            (folder / "weights").write_text("mine")
-            os.write(seen[1], b"x")
-            os.read(go[0], 1)
-            assert (folder / "weights").read_text() == "mine"
-
-    def dying() -> None:
-        with checkpoint.scratch() as folder:
-            (folder / "weights").write_text("mine")
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    child = forked(living)
-    os.read(seen[0], 1)
-    os.waitpid(forked(dying), 0)
-    assert len(list(tmp_path.iterdir())) == 2
-    with checkpoint.scratch():
-        assert len(list(tmp_path.iterdir())) == 2  # this one, and the living one's
-    os.write(go[1], b"x")
-    assert os.waitpid(child, 0)[1] == 0
-    assert list(tmp_path.iterdir()) == []
+def test_a_checkpoint_that_is_cut_off_is_not_gone_on_from(tmp_path: Path) -> None:
+    for step in (8, 16, 24, 32):
+        checkpoint.save(tmp_path / f"step-{step:08d}", *linear(step))
+    (tmp_path / "step-00000032/config.json").unlink()
+    (tmp_path / "step-00000024/state.pt").write_bytes(b"")
+    last = checkpoint.last(str(tmp_path))
+    assert last is not None
+    assert last.step == 16
+    assert checkpoint.last(str(tmp_path / "nothing")) is None
 
 
 def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from models.matmul import TOLERANCE, Packed, use_exact_onednn
+from models.cpu.matmul import TOLERANCE, Packed, use_exact_onednn
 
 
 def test_products_stay_float32_and_no_random_number_is_drawn():

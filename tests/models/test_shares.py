@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from models import shares
 from models.actions.data import ActionsExamples
+from models.examples import Sharded
 from models.fit import IDLE
 from models.retrieval.data import Examples
 from models.search.data import SearchExamples
 from models.setup import Batches
-from models.shares import Sharded, Share, quotas, shards_of
+from models.shares import Share, quotas, shards_of
 from models.tables import join, read_manifest, read_parquet
 from tests.actions_tables import write_actions
 from tests.search_tables import write_search
@@ -50,12 +51,10 @@ def load(sequences: dict[str, str], name: str, world: int, shards: int) -> list[
     """Of each of `world` workers, the examples by split, agreed about each other's shards."""
     family, units, limit = FAMILIES[name]
     uri = sequences[name.partition("_")[0]]
-    ranks = [
-        family.load_splits(uri, units, max_history=limit, rank=rank, world=world, shards=shards)
-        for rank in range(world)
-    ]
+    sizes = np.array([part.bytes for part in read_manifest(uri).files])
+    ranks = [family.load_share(uri, units, limit, Share.of(sizes, shards, rank, world)) for rank in range(world)]
     for split in units:
-        counts = [[*rank[split].rows_per_shard, *rank[split].examples_per_shard] for rank in ranks]
+        counts = [[*rank[split].rows_per_buffer.flat, *rank[split].examples_per_buffer.flat] for rank in ranks]
         largest = np.max(counts, 0).tolist()
         for rank in ranks:
             rank[split].agree(lambda mine, largest=largest: largest)
@@ -187,7 +186,8 @@ def test_a_worker_holds_no_more_than_its_share(sequences: dict[str, str], name: 
 def test_a_validation_holds_only_what_it_needs(tmp_path: Path) -> None:
     """Of 60 users with 40 behaviours each, the latest six before each validation request; and no user without one."""
     uri = join(write_tables(tmp_path, length=40)[0], "sequences")
-    examples = Examples.load_splits(uri, {"train": "request", "val": "request"}, max_history=6)
+    share = Share.of(np.ones(1, np.int64), 1, 0, 1)
+    examples = Examples.load_share(uri, {"train": "request", "val": "request"}, 6, share)
     assert len(examples["val"].behaviours) == 60 * 6
     assert len(examples["train"].behaviours) > 60 * 36
     assert examples["val"].behaviours.dtype == np.int32

@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from models import registry
+from models.examples import Sharded, plan
 from models.fit import FitConfig, fit
 from models.inputs import Inputs
 from models.retrieval.data import Examples
 from models.retrieval.sasrec import SASRecConfig
 from models.setup import read_share, set_up
-from models.shares import Sharded, Share
-from models.streaming import Stream, plan
+from models.shares import Share
 from models.tables import UserError
 from models.whole_batch import IDLE
 from tests.models.test_shares import FAMILIES, PARTS, contents, sequences  # noqa: F401  (a fixture)
@@ -32,7 +32,7 @@ from tests.training_tables import write_tables
 Tables = dict[str, str]
 
 
-def streams(sequences: Tables, name: str, world: int, shards: int, buffers: int) -> list[Stream]:  # noqa: F811
+def streams(sequences: Tables, name: str, world: int, shards: int, buffers: int) -> list[Sharded]:  # noqa: F811
     """Of each of `world` workers, agreed about each other's shards."""
     family, units, limit = FAMILIES[name]
     uri = sequences[name.partition("_")[0]]
@@ -40,9 +40,9 @@ def streams(sequences: Tables, name: str, world: int, shards: int, buffers: int)
     made = []
     for rank in range(world):
         share = Share.of(np.ones(len(manifest.files), np.int64), shards, rank, world)
-        made.append(Stream(family, uri, units["train"], limit, share, buffers))
-        family.load_share(uri, {"val": units["val"]}, limit, share, made[-1].look)
-    largest = np.max([[*stream.rows.flat, *stream.examples.flat] for stream in made], 0).tolist()
+        made.append(family.load_share(uri, units, limit, share, buffers)["train"])
+    counts = [[*stream.rows_per_buffer.flat, *stream.examples_per_buffer.flat] for stream in made]
+    largest = np.max(counts, 0).tolist()
     for stream in made:
         stream.agree(lambda mine: largest)
     return made
@@ -66,7 +66,7 @@ def test_an_epoch_has_every_row_once(sequences: Tables, name: str) -> None:  # n
     whole = family.load(sequences[name.partition("_")[0]], "train", unit=units["train"], max_history=limit)
     (stream,) = streams(sequences, name, world=1, shards=2, buffers=3)
     assert stream.requests == whole.requests
-    assert stream.rows.sum() == len(whole)
+    assert stream.rows_per_buffer.sum() == len(whole)
     batches = list(stream.epoch(7, seed=5, epoch=1))
     assert len(batches) == stream.steps(7)
     users = Counter(int(user) for batch in batches for user in batch["user_row"])
@@ -95,10 +95,10 @@ def test_a_continued_epoch_reads_no_buffer_before_its_own(
     other = list(stream.epoch(8, seed=5, epoch=1))
     assert [rows_of(b) for b in whole] != [rows_of(b) for b in other]
     read: list[int] = []
-    load = Stream._load
-    monkeypatch.setattr(Stream, "_load", lambda self, number: (read.append(number), load(self, number))[1])
+    load = Sharded._buffer
+    monkeypatch.setattr(Sharded, "_buffer", lambda self, number: (read.append(number), load(self, number))[1])
     order = np.random.default_rng([5, 0, 2, 3]).permutation(3)
-    ends = np.cumsum(-(-stream.rows.sum(0) // 8)[order])
+    ends = np.cumsum(-(-stream.rows_per_buffer.sum(0) // 8)[order])
     for skip in range(len(whole)):
         read.clear()
         rest = list(stream.epoch(8, seed=5, epoch=0, skip=skip))
@@ -110,15 +110,15 @@ def test_a_continued_epoch_reads_no_buffer_before_its_own(
 def test_two_buffers_are_held_at_most(sequences: Tables, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     (stream,) = streams(sequences, "retrieval", 1, 1, 6)
     alive: weakref.WeakSet[Sharded] = weakref.WeakSet()
-    most, lock, load = [0], threading.Lock(), Stream._load
+    most, lock, load = [0], threading.Lock(), Sharded._buffer
 
-    def watched(self: Stream, number: int) -> Sharded:
+    def watched(self: Sharded, number: int) -> Sharded:
         examples = load(self, number)
         with lock:
             alive.add(examples)
         return examples
 
-    monkeypatch.setattr(Stream, "_load", watched)
+    monkeypatch.setattr(Sharded, "_buffer", watched)
     sizes = []
     for _ in stream.epoch(4, seed=0, epoch=0):
         with lock:
@@ -133,8 +133,8 @@ def test_two_buffers_are_held_at_most(sequences: Tables, monkeypatch: pytest.Mon
 def test_a_budget_decides(sequences: Tables) -> None:  # noqa: F811
     uri = sequences["retrieval"]
     held = Examples.load(uri, "train", max_history=6).nbytes
-    choose = lambda budget, world=1: plan(Examples, uri, "request", 6, budget=budget, world=world)  # noqa: E731
-    assert choose(0) == choose(100 * held) == choose(0.9 * held, 2) == ()
+    choose = lambda budget, world=1: plan(Examples, uri, "request", 6, shards=9, budget=budget, world=world)  # noqa: E731
+    assert choose(0) == choose(100 * held) == choose(0.9 * held, 2) == (9, 1)
     assert choose(0.9 * held)[0] == 1
     assert 3 <= choose(0.9 * held)[1] <= 4
     assert choose(0.4 * held, 2)[0] == 2
@@ -154,17 +154,17 @@ def test_a_run_goes_on_as_if_undisturbed(tmp_path: Path) -> None:
     model = {"name": "sasrec", "dim": 8, "num_layers": 1, "num_heads": 1}
 
     def run(config: FitConfig, last: Any = (None, None, None), upto: int = 10**6) -> tuple[Any, Any, Any]:
-        """(state, weights, plan) of the last checkpoint of the first `upto` events."""
-        state, weights, streamed = last
-        setup = set_up(model, config, Inputs(tables), streamed=streamed)
-        assert isinstance(setup.train.examples, Stream)
-        assert f"streaming: {setup.checkpoint().stream[1]} buffers" in setup.notes[-1]
+        """(state, weights, shards) of the last checkpoint of the first `upto` events."""
+        state, weights, shards = last
+        setup = set_up(model, config, Inputs(tables), shards=shards)
+        assert setup.train.examples.buffers > 1
+        assert f"streaming: {setup.checkpoint().shards[1]} buffers" in setup.notes[-1]
         if weights:
             setup.model.load_state_dict(weights)
         events = fit(setup.model, setup.train, setup.validate, setup.fit, means=setup.means, state=state)
         for event in itertools.islice(events, upto):
             if event.state:
-                last = (*copy.deepcopy((event.state, setup.model.state_dict())), tuple(setup.checkpoint().stream))
+                last = (*copy.deepcopy((event.state, setup.model.state_dict())), setup.checkpoint().shards)
         return last
 
     _, undisturbed, _ = run(config)
@@ -177,5 +177,5 @@ def test_a_share_within_the_budget_is_held_whole(tmp_path: Path) -> None:
     tables, _ = write_tables(tmp_path, users=30, parts=3)
     train, val = read_share(registry.find("sasrec"), f"{tables}/sequences", FitConfig(), SASRecConfig(), 0, 1)
     assert isinstance(train, Examples)
-    assert train.plan == ()
+    assert train.buffers == 1
     assert len(val)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.derived import derived
+from models.cpu.derived import derived
+from models.cpu.t5_packed import PackedEncoder
 from models.layers.t5 import Stack, T5Sizes
-from models.retrieval.backbones.t5_packed import PackedEncoder
 from models.retrieval.parts import Backbone, History, SidTokens, padding_mask
 
 

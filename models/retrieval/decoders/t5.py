@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.derived import derived
+from models.cpu.derived import derived
 from models.layers.t5 import Stack, T5Sizes
 from models.retrieval.decoders.t5_scorer import PackedDecoder, SharedKV
 from models.retrieval.parts import Decoder, History, SidTokens

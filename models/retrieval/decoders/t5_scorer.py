@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from models.cpu import kernels
+from models.cpu.matmul import Packed
 from models.layers.t5 import Stack
-from models.matmul import Packed
-from models.retrieval import kernels
 from models.retrieval.parts import History, SidTokens
 
 

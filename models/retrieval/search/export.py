@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
+from models.cpu.fast import FastSearch
 from models.retrieval.data import PAD
-from models.retrieval.search.fast import FastSearch
 from models.retrieval.sid_mlp import SidMlp
 from models.tables import UserError
 

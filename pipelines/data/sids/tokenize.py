@@ -144,7 +144,7 @@ def _train_task(
     """The task's stream: progress, then how good the codes are, and the codes (N, C), before any conflict code.
 
     The worker may be one that another task used before, with other threads or another library for products
-    (`models/matmul.py`); sums in another order would end in other codes."""
+    (`models/cpu/matmul.py`); sums in another order would end in other codes."""
     import torch
 
     torch.set_num_threads(threads)

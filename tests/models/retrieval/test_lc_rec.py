@@ -403,9 +403,9 @@ def test_low_rank_training_leaves_the_language_model_and_trains_the_codes(tmp_pa
     assert losses[-1] < 0.7 * losses[0]
     changed = {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
     assert changed == trained
-    checkpoint.write(tmp_path, model, checkpoint.Checkpoint({"name": "lc_rec"}))
+    checkpoint.save(tmp_path / "saved", model, checkpoint.Checkpoint({"name": "lc_rec"}))
     again = make(lora_rank=2, lora_dropout=0.0)
-    checkpoint.load_weights(again, tmp_path)
+    checkpoint.load_weights(again, tmp_path / "saved")
     torch.testing.assert_close(again.recommend(batch, 5), model.eval().recommend(batch, 5))
 
 

@@ -14,7 +14,7 @@ from small_retrieval import requests_of
 from torch import nn
 
 from models import registry
-from models.retrieval import kernels
+from models.cpu import kernels
 from models.retrieval.data import PAD, Catalogue
 from models.retrieval.metrics import measure
 from models.retrieval.parts import History
@@ -87,7 +87,7 @@ def test_an_empty_batch_in_the_parts() -> None:
         for search in (beam_search, unconstrained_beam_search):
             scorer = tiger.decoder.scorer(History(source, torch.zeros(0, dtype=torch.long)))
             assert search(scorer, tiger.trie, 4, 3)[0].shape == (0, 4)
-        from models.retrieval.search.fast import fast_search
+        from models.cpu.fast import fast_search
 
         assert fast_search(student)(requests([]), 4, 3, True)[0].shape == (0, 4)
 

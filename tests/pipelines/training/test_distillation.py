@@ -112,7 +112,6 @@ def test_broken_off_and_run_again_it_ends_the_same(world: World) -> None:
     shutil.copytree(first, broken / first.name)
     record = json.loads((whole / "run.json").read_text())
     (broken / "run.json").write_text(json.dumps({**record, "status": "running"}))
-    (broken / "checkpoint_manager_snapshot.json").write_text('{"cut off')
     world.lines.clear()
     again = world.distil("broken")
     assert any("continuing after epoch 1" in line for line in world.lines)

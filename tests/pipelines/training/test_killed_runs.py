@@ -125,7 +125,7 @@ def test_a_run_has_each_point_once_wherever_it_was_killed(ray_local: None, table
     places = [
         ("mlflow:MlflowClient.log_batch", 1),  # the run is made, its params are not
         ("pipelines.training.run:write_record", 2),  # all of it, but run.json does not name it
-        ("models.checkpoint:write", 1),  # steps are logged, and no checkpoint is there to go on from
+        ("models.checkpoint:save", 1),  # steps are logged, and no checkpoint is there to go on from
         ("pipelines.serving.package:log_model", 1),  # what the best checkpoint measured is logged
         ("pipelines.training.run:write_record", 1),  # all is done but for run.json, which says running
     ]

@@ -6,13 +6,15 @@ two processes of the same loop.
 
 from __future__ import annotations
 
+import gc
 import os
+import shutil
 import signal
 import sqlite3
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,20 +28,19 @@ from actions_tables import write_actions
 from ray.train import TrainingFailedError
 from safetensors.torch import load_file
 from search_tables import write_search
+from torch.distributed.fsdp import FSDPModule
 from training_tables import write_tables
 
 from models import checkpoint
 from models.fit import FitConfig
 from models.inputs import Inputs
-from models.setup import Setup
 from models.shares import shards_of
 from models.tables import read_manifest
 from pipelines import tracking
 from pipelines.faults import explain
-from pipelines.training import here
 from pipelines.training.run import Trained, train
 from pipelines.training.settings import RayOptions
-from pipelines.training.worker import Place, Task, perform, step_name
+from pipelines.training.worker import Place, Task, perform
 
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "retrieval": ({"name": "sasrec", "dim": 16, "num_layers": 1, "dropout": 0.0, "max_history": 6}, {}),
@@ -100,20 +101,19 @@ def reached(folder: Path, step: int) -> bool:
     return any(int(made.name[5:]) >= step for made in folder.glob("step-*"))
 
 
-def one_of_two(rank: int, task: Task, folder: Path, until: int, latest: str | None = None) -> None:
+def one_of_two(rank: int, task: Task, until: int) -> None:
     """A worker without Ray Train, which is killed after the first checkpoint from that step on."""
-    dist.init_process_group("gloo", f"file://{folder}.meet", rank=rank, world_size=2)
+    dist.init_process_group("gloo", f"file://{task.folder}.meet", rank=rank, world_size=2)
 
-    def report(setup: Setup, about: checkpoint.Checkpoint, state: dict[str, Any] | None, score: float) -> None:
-        held = sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in setup.model.parameters())
-        assert (held < 0.55 * sum(p.numel() for p in setup.model.parameters())) == task.fsdp
-        if rank == 0:
-            here.keep(str(folder / step_name(about.step)), setup.model, about, state)
+    def report(about: checkpoint.Checkpoint) -> None:
+        cut = [p for module in gc.get_objects() if isinstance(module, FSDPModule) for p in module.parameters()]
+        assert bool(cut) == task.fsdp
+        assert sum(p.to_local().numel() for p in cut) <= 0.55 * sum(p.numel() for p in cut)
         dist.barrier()
         if about.step >= until:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    perform(task, Place(rank, 2, torch.device("cpu"), 2, report, lambda line: None), nullcontext(latest))
+    perform(task, Place(rank, 2, torch.device("cpu"), 2, report, lambda line: None))
 
 
 def check_same(one: Path, other: Path) -> None:
@@ -159,14 +159,15 @@ def test_killed_with_two_workers_and_continued_with_one(
         assert said.startswith("a process of Ray was lost (")
         assert said.endswith("then run the same line again, which goes on from what is finished")
     else:
-        task = Task(model, asdict(fit), inputs.given(), None, threads=1, fsdp=family == "sharded")
-        (storage / "cut").mkdir()
+        task = Task(
+            model, asdict(fit), str(storage / "cut"), inputs.given(), None, threads=1, fsdp=family == "sharded"
+        )  # fmt: skip
         with pytest.raises(mp.ProcessExitedException, match="SIGKILL"):
-            mp.start_processes(one_of_two, (task, storage / "cut", late), nprocs=2, start_method="forkserver")
+            mp.start_processes(one_of_two, (task, late), nprocs=2, start_method="forkserver")
     if family == "sharded":  # and from the same checkpoint by two again
-        (storage / "two").mkdir()
-        cut = str(max((storage / "cut").glob("step-*")))
-        mp.start_processes(one_of_two, (task, storage / "two", 10**9, cut), nprocs=2, start_method="forkserver")
+        shutil.copytree(storage / "cut", storage / "two")
+        task.folder = str(storage / "two")
+        mp.start_processes(one_of_two, (task, 10**9), nprocs=2, start_method="forkserver")
         check_same(*(storage / name / last.name for name in ("two", "whole")))
     assert reached(storage / "cut", late)
     assert not (storage / "cut" / last.name).exists()

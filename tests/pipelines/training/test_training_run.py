@@ -31,7 +31,7 @@ from pipelines import tracking
 from pipelines.comparison.rows import rows_of
 from pipelines.comparison.runs import select
 from pipelines.serving.registered_model import register
-from pipelines.training.run import Trained, lost_checkpoint, shown, train
+from pipelines.training.run import Trained, shown, train
 from pipelines.training.settings import RayOptions
 
 SASREC = {"name": "sasrec", "dim": 16, "num_layers": 1, "dropout": 0.0, "max_history": 12}
@@ -209,21 +209,6 @@ def test_overwrite_leaves_foreign_folders_alone(world: World) -> None:
     with pytest.raises(UserError, match="not the folder of a run"):
         world.again(name="mine", overwrite=True)
     assert (foreign / "thesis.txt").read_text() == "dear to me"
-
-
-def test_a_damaged_record_of_checkpoints_is_mended(world: World, tmp_path: Path) -> None:
-    last = max(Path(world.folder / "runs/two").glob("step-*"))
-    for name in (last.name, "step-99999999"):
-        (tmp_path / name).mkdir()
-        for file in last.iterdir():
-            (tmp_path / name / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "step-99999999/config.json").unlink()  # the newest was cut off
-    snapshot = tmp_path / "checkpoint_manager_snapshot.json"
-    snapshot.write_text(json.dumps({"whole": True}))
-    assert lost_checkpoint(str(tmp_path)) is None
-    snapshot.write_text('{"checkpoint_res')
-    assert lost_checkpoint(str(tmp_path)) == str(tmp_path / last.name)
-    assert not snapshot.exists()
 
 
 def test_killed_after_training_it_is_only_finished(world: World) -> None:

@@ -10,11 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from models.cpu import kernels, t5_packed
+from models.cpu.t5_packed import buckets
 from models.layers.t5 import T5Sizes
-from models.retrieval import kernels
-from models.retrieval.backbones import t5_packed
 from models.retrieval.backbones.t5 import T5Backbone
-from models.retrieval.backbones.t5_packed import buckets
 from models.retrieval.data import Catalogue
 from models.retrieval.parts import SidTokens, padding_mask
 

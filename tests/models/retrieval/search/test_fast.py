@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.decode import random_codes
 from models import registry
-from models.retrieval import kernels
+from models.cpu import kernels
 from models.retrieval.data import PAD, Catalogue
 from models.retrieval.decoders.sid_mlp import SidMlpConfig
 from models.retrieval.sid_mlp import SidMlp

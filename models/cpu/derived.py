@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from models.matmul import products
+from models.cpu.matmul import products
 
 T = TypeVar("T")
 

@@ -1,11 +1,11 @@
-"""The fast path of SID-MLP: the search of `beam.py` over the student's scores, nothing computed twice.
+"""The fast path of SID-MLP: the search of `search/beam.py` over the student's scores, nothing computed twice.
 
     search = fast_search(student)
     items, scores = search(batch, k, beam, children=True)
 
 The same items in the same order as the plain path, and scores equal up to the rounding of float32:
 
-- T5's encoder does no work for padding (`backbones/t5_packed.py`);
+- T5's encoder does no work for padding (`t5_packed.py`);
 - the readout's single query is taken through the key projection, and the weighted mean of the states through
   those of value and output: (q Wk') H' and (p H) Wv Wo, so that keys and values of the states are never made;
 - the first layer of a head is a part of z, once per user, and a table row per code:
@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.derived import derived
-from models.retrieval import kernels
+from models.cpu import kernels
+from models.cpu.derived import derived
 from models.retrieval.decoders.readout import Readout, query_state
 from models.retrieval.decoders.sid_mlp import SidMlpDecoder
 from models.retrieval.parts import History, real_positions

@@ -4,10 +4,10 @@
 
 Small ragged work, for which PyTorch on a CPU needs padding and many passes: attention within histories of any
 length, of a user's one query to them, of a beam to its few ancestors, norms, and the whole search of a student
-through a trie. Built once with the machine's C++ compiler, when first needed, and kept in the user's cache folder with
-size and SHA-256, by which they are checked before they are loaded. Without a compiler, on a GPU and in an exported
-program callers take PyTorch's way to the same results; TRIELINE_KERNELS=0 asks for that, and the name of an
-architecture (x86-64-v3) for a build for it.
+through a trie. Built once with the machine's C++ compiler ($CXX, or c++), when first needed, and kept in the user's
+cache folder. Without a compiler, on a GPU and in an exported program callers take PyTorch's way to the same results;
+TRIELINE_KERNELS=0 asks for that. (`torch.utils.cpp_extension` would need ninja, waits for ever for a process that was
+killed while it built, and takes a library that was built for another processor.)
 
 Sizes and addresses are checked here. What a trie holds is its own affair (`trie.py`).
 
@@ -22,12 +22,9 @@ import hashlib
 import os
 import platform
 import shlex
-import shutil
-import stat
 import subprocess
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from ctypes import POINTER, c_bool, c_float, c_int64, c_void_p
 from functools import cache
 from itertools import pairwise
@@ -38,11 +35,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.matmul import plain_inference
+from models.cpu.matmul import plain_inference
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 
-FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-fPIC")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-march=native")
 
 ARGUMENTS: dict[str, list[Any]] = {
     "packed_attention": [c_void_p, c_void_p, *[c_int64] * 3, c_void_p, c_int64, c_void_p],
@@ -66,116 +63,56 @@ def ready(*tensors: Tensor) -> bool:
 
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, built if need be; None, with a warning the first time, where they cannot be."""
-    asked = os.environ.get("TRIELINE_KERNELS") or "1"
-    return None if asked == "0" else _library("native" if asked == "1" else asked)
-
-
-@contextmanager
-def switched_off() -> Iterator[None]:
-    """PyTorch's way alone, within."""
-    before = os.environ.get("TRIELINE_KERNELS")
-    os.environ["TRIELINE_KERNELS"] = "0"
-    try:
-        yield
-    finally:
-        os.environ.pop("TRIELINE_KERNELS")
-        if before is not None:
-            os.environ["TRIELINE_KERNELS"] = before
+    return None if os.environ.get("TRIELINE_KERNELS") == "0" else _library(os.environ.get("CXX") or "c++")
 
 
 @cache
-def _library(architecture: str) -> ctypes.CDLL | None:
+def _library(compiler: str) -> ctypes.CDLL | None:
     try:
-        with _folder() as folder:
-            loaded = ctypes.CDLL(str(_built(folder, architecture)))
-        for name, types in ARGUMENTS.items():
-            function = getattr(loaded, name)
-            function.argtypes, function.restype = types, None
-    except (OSError, ValueError, AttributeError, subprocess.SubprocessError) as error:
-        detail = (getattr(error, "stderr", None) or "").strip() or str(error)
+        loaded = ctypes.CDLL(str(_built(compiler)))
+    except (OSError, ValueError, RuntimeError) as error:  # of a command with half a quote, of a user without a home
         warnings.warn(
-            f"decoding goes without its compiled kernels, slower: {detail.splitlines()[-1]} (set "
-            f"TRIELINE_KERNELS=0 to silence this)",
+            f"decoding goes without its compiled kernels, slower: {error} (set TRIELINE_KERNELS=0 to silence this)",
             stacklevel=3,
         )
         return None
+    for name, types in ARGUMENTS.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = types, None
     return loaded
 
 
-@contextmanager
-def _folder() -> Iterator[Path]:
-    """The user's cache folder, in which no one else can write; if there is none, a temporary one, with a warning."""
-    try:
-        base = os.environ.get("XDG_CACHE_HOME")
-        folder = (Path(base) if base else Path.home() / ".cache") / "trieline"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        about = folder.lstat()
-        if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o022:
-            raise OSError(f"{folder} is not a folder that this user alone can write in")
-        folder.chmod(0o700)
-        if not os.access(folder, os.W_OK):
-            raise OSError(f"{folder} cannot be written in")
-    except (OSError, RuntimeError) as error:  # the latter where there is no home
-        warnings.warn(
-            f"the compiled kernels are built again by every process: {error} (set XDG_CACHE_HOME to a folder of your "
-            "own)",
-            stacklevel=4,
-        )
-    else:
-        yield folder
-        return
-    with TemporaryDirectory() as temporary:
-        yield Path(temporary)
+def _built(compiler: str) -> Path:
+    """The library in the user's cache folder, compiled there if need be.
 
-
-def _built(folder: Path, architecture: str) -> Path:
-    """The library for this source and processor in `folder`, whole; compiled there if need be.
-
-    A record, named after what went in, has size and SHA-256 of what came out; the library is named after the latter,
-    so that processes that build at once do not disturb each other.
+    It is named after source, compiler and processor and moved into its place whole, so that processes that build at
+    once do not disturb each other.
     """
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text().splitlines() if cpu.exists() else []
-    flags = [line for line in lines if line.startswith(("flags", "Features"))][:1]  # of x86, of ARM
-    asked = os.environ.get("CXX") or "c++"
-    try:
-        command, *options = shlex.split(asked)
-    except ValueError as error:
-        raise ValueError(f"CXX={asked} is not a command ({error})") from error
-    options += [*FLAGS, f"-march={architecture}"]
-    about = repr((SOURCE.read_bytes(), command, options, platform.machine(), flags))
-    record = folder / f"kernels-{hashlib.sha256(about.encode()).hexdigest()[:16]}.sha256"
-    if record.exists():
-        size, _, digest = record.read_text(errors="replace").partition(" ")
-        path = folder / f"kernels-{digest[:64]}.so"
-        if path.is_file() and size == str(path.stat().st_size) and digest == _sha256(path):
-            return path
-    compiler = shutil.which(command)
-    if compiler is None:
-        raise OSError(f"there is no C++ compiler '{command}'")
+    features = [line for line in lines if line.startswith(("flags", "Features"))][:1]  # of x86, of ARM
+    about = repr((SOURCE.read_bytes(), compiler, FLAGS, platform.machine(), features))
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trieline"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.lstat().st_uid != os.geteuid() or folder.lstat().st_mode & 0o022:  # links have all bits
+        raise OSError(f"{folder} is not a folder that this user alone can write in; set XDG_CACHE_HOME to another")
+    path = folder / f"kernels-{hashlib.sha256(about.encode()).hexdigest()[:16]}.so"
+    if path.exists():
+        return path
+    command, *options = shlex.split(compiler)
     with TemporaryDirectory(dir=folder) as work:
-        made = Path(work, "kernels.so")
-        steps = [
-            [compiler, *options, "-c", str(SOURCE), "-o", f"{work}/kernels.o"],
+        made, part = Path(work, "kernels.so"), f"{work}/kernels.o"
+        for step in (
+            ["-fopenmp", "-c", str(SOURCE), "-o", part],
             # without -fopenmp: its functions are those that torch has loaded, so that there is one pool of threads
-            [compiler, *(x for x in options if x != "-fopenmp"), "-shared", f"{work}/kernels.o", "-o", str(made)],
-        ]
-        for step in steps:
-            subprocess.run(
-                step, check=True, capture_output=True, text=True, timeout=600
-            )  # a second on a machine at rest
-        if not made.exists():
-            raise OSError(f"CXX={asked} made nothing")
+            ["-shared", part, "-o", str(made)],
+        ):
+            done = subprocess.run([command, *FLAGS, *options, *step], capture_output=True, text=True)
+            if done.returncode:
+                why = done.stderr.strip().splitlines()[-1:]
+                raise OSError(" ".join([f"{compiler} ended with {done.returncode}", *why]))
         ctypes.CDLL(str(made))  # what cannot be loaded is not kept
-        digest = _sha256(made)
-        Path(work, "record").write_text(f"{made.stat().st_size} {digest}")
-        path = made.replace(folder / f"kernels-{digest}.so")  # each at once, as other processes may be at it
-        Path(work, "record").replace(record)
-    return path
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+        return made.replace(path)
 
 
 def _checked(name: str, x: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

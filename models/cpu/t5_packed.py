@@ -3,7 +3,7 @@
     states = PackedEncoder(embedding, encoder)(tokens, lengths)
 
 The same states as `T5Backbone.encode`, up to the rounding of float32. On a CPU the histories stand end to end and each
-attends to its own (`kernels/`); without the compiled kernels they are sorted by length and encoded in buckets of
+attends to its own (`kernels.py`); without the compiled kernels they are sorted by length and encoded in buckets of
 like length. Either way in pieces whose activations stay in the processor's cache. On a GPU, which would have to wait
 to see lengths, in one padded piece. Weights of queries, keys and values are joined once, norms' weights are folded
 into what follows, and what the first block computes from a token alone is a table.
@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from models.cpu import kernels
+from models.cpu.matmul import Packed
 from models.layers.t5 import Stack
-from models.matmul import Packed
-from models.retrieval import kernels
 from models.retrieval.parts import padding_mask, real_positions
 
 TOKENS = 768
