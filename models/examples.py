@@ -370,7 +370,7 @@ class Sharded:
         skip -= int(ends[first - 1]) if first else 0
         numbers = order[first:].tolist()
         with ThreadPoolExecutor(1, "buffer") as reader:
-            coming: Iterator[Future[Self]] = (reader.submit(self._buffer, number) for number in numbers)
+            coming: Iterator[Future[Sharded]] = (reader.submit(self._buffer, number) for number in numbers)
             following = next(coming, None)
             for number in numbers:
                 assert following is not None
