@@ -50,8 +50,6 @@ class ActionsRequests(Requests):
         "features": "vectors",
         "history_time_ms": "longs",
     }
-    beside = ("items",)
-    labels = "tasks"
 
     def __init__(self, folder: str, model: Any, catalogue: ActionsCatalogue, settings: Mapping[str, Any]) -> None:
         super().__init__(folder, model, catalogue, settings)

@@ -45,8 +45,6 @@ class SearchRequests(Requests):
         "history_time_ms": "longs",
         "history_features": "vectors",
     }
-    tables = ("queries",)
-    beside = ("items", "queries", "pairs", "tokens")
     # counts: the table of jobs.prepare --counts_as_of
     settings: ClassVar[Mapping[str, Any]] = {**Requests.settings, "counts": ""}
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from models import checkpoint, registry
 from models.checkpoint import Checkpoint
 from models.inputs import Inputs
-from models.setup import hashes_of
+from models.setup import hashes_of, of_training
 from models.tables import UserError
 from pipelines.training.record import find_checkpoint
 
@@ -22,19 +21,6 @@ def check(uri: str, inputs: Inputs, options: dict[str, Any]) -> Checkpoint:
     given = hashes_of(about.name, inputs)
     checkpoint.check(about, uri, dict(of_training(given, about)))
     return about
-
-
-def of_training(hashes: dict[str, str], about: Checkpoint) -> dict[str, str]:
-    """The hashes of tables, as those of the training where only the log is another one: a model that ranks a catalogue
-    takes a fresh log of the same items. Others are for `checkpoint.check` to refuse."""
-    trained = about.hashes.get("sequences")
-    same = trained and registry.find(about.name).recommends and hashes.get("items") == about.hashes.get("items")
-    return {**hashes, "sequences": str(trained)} if same else hashes
-
-
-def as_trained(catalogue: Any, about: Checkpoint) -> Any:
-    """The catalogue of tables with the hashes `of_training`."""
-    return replace(catalogue, hashes=of_training(catalogue.hashes, about))
 
 
 def recommend_options(name: str, given: dict[str, Any]) -> dict[str, Any]:

@@ -23,11 +23,11 @@ from models.checkpoint import Checkpoint
 from models.inputs import Inputs
 from models.retrieval.metrics import add_sums
 from models.retrieval.recommend import history_to_give
-from models.setup import hashes_of, load_catalogue, score
+from models.setup import Loaded, hashes_of, score
 from models.tables import UserError, join, read_manifest
 from models.uri import write_file
 from pipelines import tracking
-from pipelines.evaluation.checked import as_trained, recommend_options
+from pipelines.evaluation.checked import recommend_options
 from pipelines.evaluation.result import Result
 from pipelines.training.record import find_checkpoint
 
@@ -65,18 +65,15 @@ def rank_shard(
     rank, world = shard
     if threads:
         torch.set_num_threads(threads)
-    about = checkpoint.read(uri)
-    entry = registry.find(about.name)
-    catalogue = as_trained(load_catalogue(about.name, inputs), about)
-    model, _ = registry.load(uri, catalogue)
     where = device_of(device)
-    model = model.to(where)
-    config = registry.config_from_dict(about.model)
-    examples = entry.family.examples.of_model(config).load(
-        inputs.sequences, split, unit=entry.family.eval_unit, rank=rank,
-        max_history=history_to_give(config.max_history, options), world=world, shards=world,
-    )  # fmt: skip
-    measure, stride = entry.measured.measure, stride_of(read_manifest(inputs.sequences, "sequences").rows)
+    loaded = Loaded.of(uri, inputs, where)
+    history = history_to_give(loaded.about.model["max_history"], options)
+    examples = loaded.examples(inputs, split, history, rank=rank, world=world, shards=world)
+    model, measure, stride = (
+        loaded.model,
+        loaded.entry.measured.measure,
+        stride_of(read_manifest(inputs.sequences, "sequences").rows),
+    )
     common: dict[str, Any] = {"batch_size": batch_size, "device": where, "options": {**options, "by_user": stride}}
     if len(examples):
         score(model, measure, examples, limit=min(batch_size, len(examples)), **common)  # warms up
