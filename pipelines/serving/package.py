@@ -46,9 +46,6 @@ SERVED = {
 }
 """The file in this folder that MLflow runs, by what a family's models rank, and what a call may set."""
 
-BUNDLED = {"tables": ("items", "queries"), "sids": ("sids", "trie"), "text": ("items", "queries", "pairs", "tokens")}
-"""Tables that served models read, by folder of `Inputs`, where they are there."""
-
 REQUIREMENTS = ["mlflow", "torch", "numpy", "pandas", "pyarrow", "safetensors", "transformers"]
 
 
@@ -110,15 +107,15 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
 def write_bundle(bundle: Path, uri: str, inputs: Inputs) -> None:
     """The checkpoint at `uri` and what the served model reads beside it, in a new folder."""
     name = checkpoint.read(uri).name
-    inputs = inputs_of(name, inputs)
+    inputs, tables = inputs_of(name, inputs), registry.find(name).family.tables
     with checkpoint.local(uri) as local:
         for file in (checkpoint.WEIGHTS, checkpoint.CONFIG):
             (bundle / "checkpoint").mkdir(parents=True, exist_ok=True)
             shutil.copyfile(local / file, bundle / "checkpoint" / file)
     fetch(inputs.sequences, bundle / "tables/sequences", manifest_only=True)
     for option, folder in inputs.given().items():
-        for table in BUNDLED[option]:
-            if has_manifest(join(folder, table)):
+        for table in (*tables[option], "tokens"):
+            if table != "sequences" and has_manifest(join(folder, table)):
                 fetch(join(folder, table), bundle / option / table)
     if inputs.text:
         write_encoder(inputs, bundle)
