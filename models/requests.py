@@ -75,7 +75,7 @@ class Row(dict[str, Any]):
                 f"metadata names them"
             )
         values = np.array([list(vector) for vector in there], np.float32).reshape(count, width)
-        return np.where(np.isnan(values), empty, values)
+        return finite(name, np.where(np.isnan(values), empty, values))
 
     def own(self, own: OwnFeatures, of: str, count: int, usual: Mapping[str, pa.Array] | None = None) -> Floats:
         """(count, own features) of what the columns `{of}numbers` and `{of}categories` give by name; `usual` has
