@@ -190,9 +190,8 @@ def set_up(
     catalogue = entry.family.accompany(catalogue, examples.values(), config)
     torch.manual_seed(fit.seed)
     module = registry.build(config, catalogue).to(device)
-    if entry.teach:
-        entry.teach(module, config, catalogue)
-    notes = entry.remember(module, config, catalogue, examples) if entry.remember else []
+    entry.teach(module, config, catalogue)
+    notes = entry.remember(module, config, catalogue, examples)
     if fit.train_examples:  # after the teacher's outputs, which runs on other examples share
         if isinstance(train, Stream):
             raise UserError(
