@@ -8,9 +8,10 @@ of `models/registry.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol
 
+from models.actions import batch as actions_batch
 from models.actions import metrics as actions_metrics
 from models.actions import shuffled as actions_shuffled
 from models.actions.base import ActionsModel
@@ -20,9 +21,11 @@ from models.actions.requests import ActionsRequests
 from models.examples import Sharded
 from models.inputs import Inputs
 from models.requests import Requests
+from models.retrieval import data as retrieval_data
 from models.retrieval import metrics as retrieval_metrics
 from models.retrieval.data import Catalogue, Examples
 from models.retrieval.requests import RetrievalRequests
+from models.search import data as search_data
 from models.search import metrics as search_metrics
 from models.search import shuffled as search_shuffled
 from models.search.data import SearchCatalogue, SearchExamples
@@ -51,6 +54,8 @@ class Family:
 
     name: str
     """Folder under `models/`, and the kind of request of its tables."""
+    tables: Mapping[str, Sequence[str]]
+    """Tables that a catalogue comes from, by folder of `Inputs`."""
     examples: type[Sharded]
     """`examples.load(sequences, split, unit=, max_history=)` gives what batches are made of."""
     eval_unit = "request"
@@ -72,7 +77,7 @@ class Family:
 
     def hashes(self, inputs: Inputs) -> dict[str, str]:
         """Hashes of the tables that a catalogue comes from, from their manifests alone."""
-        raise NotImplementedError
+        return inputs.hashes(self.tables)
 
     def accompany(self, catalogue: Any, examples: Iterable[Any], config: Any) -> Any:
         """The catalogue without what batches of the `examples` bring along in training."""
@@ -94,15 +99,13 @@ class Family:
 class Retrieval(Family):
     """Which item comes next, out of the whole catalogue?"""
 
-    name, examples, measured, requests = "retrieval", Examples, retrieval_metrics, RetrievalRequests
+    name, tables, examples, requests = "retrieval", retrieval_data.TABLES, Examples, RetrievalRequests
+    measured = retrieval_metrics
     ranks = "catalogue"
     logged = True
 
     def catalogue(self, inputs: Inputs, scale: bool = True) -> Catalogue:
         return Catalogue.load(inputs.tables, inputs.sids)
-
-    def hashes(self, inputs: Inputs) -> dict[str, str]:
-        return Catalogue.hashes_of(inputs.tables, inputs.sids)
 
     def unread(self, info: Mapping[str, Any]) -> list[str]:
         """What a log says of events beside which items a user took and in which order."""
@@ -114,15 +117,13 @@ class Retrieval(Family):
 class Search(Family):
     """Which of these candidates will this user click for this query?"""
 
-    name, examples, measured, requests = "search", SearchExamples, search_metrics, SearchRequests
+    name, tables, examples, requests = "search", search_data.TABLES, SearchExamples, SearchRequests
+    measured = search_metrics
     ranks = "candidates"
     reads: ClassVar[Mapping[str, bool]] = {"text": True}
 
     def catalogue(self, inputs: Inputs, scale: bool = True) -> SearchCatalogue:
         return SearchCatalogue.load(inputs.tables, str(inputs.text), scale)
-
-    def hashes(self, inputs: Inputs) -> dict[str, str]:
-        return SearchCatalogue.hashes_of(inputs.tables, str(inputs.text))
 
     def accompany(self, catalogue: SearchCatalogue, examples: Iterable[Any], config: Any) -> SearchCatalogue:
         return catalogue.leave_pairs_to(examples, config)
@@ -134,16 +135,14 @@ class Search(Family):
 class Actions(Family):
     """What will this user do with this item?"""
 
-    name, examples, measured, requests = "actions", ActionsExamples, actions_metrics, ActionsRequests
+    name, tables, examples, requests = "actions", actions_batch.TABLES, ActionsExamples, ActionsRequests
+    measured = actions_metrics
     ranks = "candidates"
     eval_unit = "user"
     reads: ClassVar[Mapping[str, bool]] = {"text": False}
 
     def catalogue(self, inputs: Inputs, scale: bool = True) -> ActionsCatalogue:
         return ActionsCatalogue.load(inputs.tables, inputs.text)
-
-    def hashes(self, inputs: Inputs) -> dict[str, str]:
-        return ActionsCatalogue.hashes_of(inputs.tables, inputs.text)
 
     def parts(self, model: ActionsModel) -> dict[str, int]:
         return model.parameter_counts()

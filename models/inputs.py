@@ -5,10 +5,10 @@ Inputs("tables", sids="sids").of("tiger", {"sids": True})
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from models.tables import UserError, join
+from models.tables import UserError, join, read_manifest
 from models.uri import absolute
 
 MADE = {"sids": ("semantic IDs", "jobs.tokenize"), "text": ("text embeddings", "jobs.encode")}
@@ -38,6 +38,23 @@ class Inputs:
     def given(self) -> dict[str, str]:
         """Those that there are, by option."""
         return {option: place for option, place in vars(self).items() if place}
+
+    def hashes(self, tables: Mapping[str, Sequence[str]]) -> dict[str, str]:
+        """Hashes of tables, from their manifests: `tables` has their names by folder, those of others before theirs.
+        Those of TEXT begin with `text_`. UserError where one was made from another table than is given."""
+        found: dict[str, str] = {}
+        for option, folder in self.given().items():
+            for table in tables.get(option, ()):
+                manifest = read_manifest(join(folder, table), None if option == "text" else table)
+                for name, made_from in manifest.inputs.items():
+                    if (given := found.get(name, made_from)) != made_from:
+                        job = MADE[option][1] if option in MADE else "jobs.prepare"
+                        raise UserError(
+                            f"{join(folder, table)} was made from other {name} ({made_from[:12]}, these are "
+                            f"{given[:12]}); point at tables that belong together or run {job} again"
+                        )
+                found[f"text_{table}" if option == "text" else table] = manifest.hash
+        return found
 
     def of(self, model: str, reads: Mapping[str, bool]) -> Inputs:
         """Those that the model reads: `reads` has the folders beside the tables, by option, and whether the model

@@ -68,15 +68,15 @@ class Entry:
     """False: not trained by gradient; call `fit_counts(batches)` once instead."""
     sids: bool = False
     """Whether it needs semantic IDs."""
-    resolve: Callable[[Any, Any], Any] | None = None
+    resolve: Callable[[Any, Any], Any] = lambda config, catalogue: config
     """`resolve(config, catalogue)`: the config with what it takes from checkpoints that it names, such as a
     teacher's sizes. Asked before training; resolving twice changes nothing."""
-    teach: Callable[[nn.Module, Any, Any], None] | None = None
+    teach: Callable[[nn.Module, Any, Any], None] = lambda module, config, catalogue: None
     """`teach(module, config, catalogue)`: before training, gives a student what it learns from. What only the
     loss needs stays out of the module's weights."""
     teaches: bool = False
     """Whether it can be a student's teacher: a backbone with a decoder (`models/retrieval/retriever.py`)."""
-    remember: Callable[[Any, Any, Any, dict[str, Any]], list[str]] | None = None
+    remember: Callable[[Any, Any, Any, dict[str, Any]], list[str]] = lambda *given: []
     """`remember(module, config, catalogue, examples)`: after `teach`, for what is worked out once about all examples
     of a worker, given by split; on every worker. Lines that say what it did."""
 
@@ -86,9 +86,9 @@ class Entry:
     own_measured: Measured | None = None
     """What is measured of it, where that is not what the family measures."""
 
-    keeps_state: Callable[[Any], bool] | None = None
+    keeps_state: Callable[[Any], bool] = lambda config: False
     """`keeps_state(config)`: whether the module keeps a state of users between requests, by `new_state(users)`,
-    `append(state, batch)` and `score_state(state, batch)`; None: no such model does."""
+    `append(state, batch)` and `score_state(state, batch)`."""
 
     lr_multipliers: Callable[[Any], dict[str, float]] = lambda config: {}
     """Of a config: factors on the learning rate, by the beginning of parameters' names."""
@@ -230,8 +230,7 @@ def name_of(config: Any) -> str:
 
 def resolve(config: Any, catalogue: Any) -> Any:
     """The config instance with what it takes from the checkpoints that it names."""
-    entry = find(name_of(config))
-    return entry.resolve(config, catalogue) if entry.resolve else config
+    return find(name_of(config)).resolve(config, catalogue)
 
 
 def build(config: Any, catalogue: Any) -> nn.Module:

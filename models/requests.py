@@ -27,6 +27,9 @@ from models.tables import UserError, read_table
 
 Floats = NDArray[np.float32]
 
+NAMES = ("features", "actions", "viewers")
+"""What the manifest of sequences names, in order, beside labels."""
+
 Columns = dict[str, Any]
 """By column its type: `ids` of items, `string`, `strings`, `long`, `longs`, `numbers`, `vectors`, by name
 `own_numbers`, `own_categories` or `labels`, or a list of objects as a mapping of the types of their fields."""
@@ -72,7 +75,7 @@ class Row(dict[str, Any]):
                 f"metadata names them"
             )
         values = np.array([list(vector) for vector in there], np.float32).reshape(count, width)
-        return np.where(np.isnan(values), empty, values)
+        return finite(name, np.where(np.isnan(values), empty, values))
 
     def own(self, own: OwnFeatures, of: str, count: int, usual: Mapping[str, pa.Array] | None = None) -> Floats:
         """(count, own features) of what the columns `{of}numbers` and `{of}categories` give by name; `usual` has
@@ -119,20 +122,10 @@ class Requests:
     """Columns of every request."""
     takes: ClassVar[Columns] = {"user_id": "string", "history_from": "long"}  # whose state it goes on from, and where
     """Columns that a request may have beside those that follow from the log (`columns`)."""
-    param: ClassVar[tuple[str, Any]] = ("label", "")  # whose chance is the score; "" is the model's first
-    """What a call may set, and its default."""
     gives: ClassVar[Columns] = {"item_id": "strings", "score": "numbers"}  # best first
     """Columns of an answer."""
     settings: ClassVar[Mapping[str, Any]] = {"state_mb": 1024}  # MB of users' states that a process keeps
     """What may be set when the model is loaded, with its defaults."""
-    tables: tuple[str, ...] = ()
-    """Tables of TABLES that are read beside the items and the manifest of the sequences."""
-    beside: tuple[str, ...] = ()
-    """Tables of the folder beside them, where the model reads one and it has them."""
-    encodes = True
-    """Whether texts that training has not seen are encoded, by the encoder of the others."""
-    labels = "labels"
-    """What the manifest of the sequences calls the model's labels."""
 
     def __init__(self, folder: str, model: Any, catalogue: Any, settings: Mapping[str, Any]) -> None:
         """Of a bundle."""
@@ -157,8 +150,8 @@ class Requests:
     @classmethod
     def about(cls, info: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
         """What whoever sends requests has to know: the names of features, actions and labels, in order."""
-        keys = {"labels": cls.labels, **{name: name for name in ("features", "actions", "viewers")}}
-        found: dict[str, Any] = {name: list(info[key]) for name, key in keys.items() if key in info}
+        told = {"labels": info.get("tasks", info.get("labels"))} | {name: info.get(name) for name in NAMES}
+        found: dict[str, Any] = {name: list(names) for name, names in told.items() if names is not None}
         if labels := model.get("token_labels"):
             found["token_labels"] = labels
         return found | own_names(OwnFeatures.of(info))

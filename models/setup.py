@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from models import registry
+from models import checkpoint, registry
 from models.by_user import ByUser
 from models.checkpoint import Checkpoint, check, load_state, load_weights, local, step_name
 from models.config import hint
@@ -130,6 +130,43 @@ def hashes_of(name: str, inputs: Inputs) -> dict[str, str]:
     return registry.find(name).family.hashes(inputs_of(name, inputs))
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint, ready to be looked at."""
+
+    about: Checkpoint
+    """What it says of itself."""
+    entry: registry.Entry
+    """The model's row of the registry."""
+    model: Any
+    """The model, in evaluation mode, on its device."""
+    catalogue: Any
+    """What it is built on."""
+
+    @classmethod
+    def of(cls, uri: str, inputs: Inputs, device: torch.device | str = "cpu") -> Self:
+        """Of the checkpoint at `uri`; a model that ranks a catalogue takes another log of the same items too."""
+        about = checkpoint.read(uri)
+        catalogue = load_catalogue(about.name, inputs)
+        trained = replace(catalogue, hashes=of_training(catalogue.hashes, about))
+        return cls(about, registry.find(about.name), registry.load(uri, trained)[0].to(device), catalogue)
+
+    def examples(self, inputs: Inputs, split: str, max_history: int | None = None, **share: Any) -> Any:
+        """Those of a split, with as much history as the model reads."""
+        kind, config = self.entry.family, registry.config_from_dict(self.about.model)
+        longest = config.max_history if max_history is None else max_history
+        of_model = kind.examples.of_model(config)
+        return of_model.load(inputs.sequences, split, unit=kind.eval_unit, max_history=longest, **share)
+
+
+def of_training(hashes: dict[str, str], about: Checkpoint) -> dict[str, str]:
+    """The hashes of tables, as those of the training where only the log is another one: a model that ranks a catalogue
+    takes a fresh log of the same items. Others are for `checkpoint.check` to refuse."""
+    trained = about.hashes.get("sequences")
+    same = trained and registry.find(about.name).recommends and hashes.get("items") == about.hashes.get("items")
+    return {**hashes, "sequences": str(trained)} if same else hashes
+
+
 def set_up(
     model: dict[str, Any],
     fit: FitConfig,
@@ -162,9 +199,8 @@ def set_up(
     catalogue = entry.family.accompany(catalogue, examples.values(), config)
     torch.manual_seed(fit.seed)
     module = registry.build(config, catalogue).to(device)
-    if entry.teach:
-        entry.teach(module, config, catalogue)
-    notes = entry.remember(module, config, catalogue, examples) if entry.remember else []
+    entry.teach(module, config, catalogue)
+    notes = entry.remember(module, config, catalogue, examples)
     if fit.train_examples:  # after the teacher's outputs, which runs on other examples share
         train.limit_to(fit.train_examples)
     batches = Batches(train, fit.batch_size, fit.seed, captures(fit, device, world))

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from models import checkpoint, registry
+from models import setup
 from models.inputs import Inputs
-from models.setup import load_catalogue
 from models.tables import UserError
 from pipelines.evaluation.ranking import device_of
 from pipelines.training.record import find_checkpoint
@@ -34,14 +33,8 @@ class Loaded:
 def load(uri: str, tables: str, *, sids: str | None = None, text: str | None = None, split: str, device: str) -> Loaded:
     """Loads the checkpoint, or the best one of a run; UserError for a split without requests."""
     uri, inputs, where = find_checkpoint(uri), Inputs(tables, sids, text), device_of(device)
-    about = checkpoint.read(uri)
-    entry = registry.find(about.name)
-    catalogue = load_catalogue(about.name, inputs)
-    model: Any = registry.load(uri, catalogue)[0]
-    config = registry.config_from_dict(about.model)
-    examples = entry.family.examples.of_model(config).load(
-        inputs.sequences, split, unit=entry.family.eval_unit, max_history=config.max_history
-    )  # fmt: skip
+    made = setup.Loaded.of(uri, inputs, where)
+    examples = made.examples(inputs, split)
     if len(examples) == 0:
         raise UserError(f"the split '{split}' of {inputs.tables} has no request with a history; choose another --split")
-    return Loaded(uri, about.name, model.to(where).eval(), examples, where)
+    return Loaded(uri, made.about.name, made.model, examples, where)

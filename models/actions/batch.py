@@ -44,11 +44,15 @@ import torch
 from torch import Tensor
 
 from models.actions.attributes import Attributes
+from models.inputs import Inputs
 from models.own_features import OwnFeatures
-from models.tables import UserError, join, read_manifest, read_table, sequences_manifest
+from models.tables import UserError, join, read_table, sequences_manifest
 from models.text_tables import vectors_of
 
 Batch = dict[str, Tensor]
+
+TABLES = {"tables": ("items", "sequences"), "text": ("items",)}
+"""Tables that a catalogue comes from, by folder of `Inputs`."""
 
 
 @dataclass(frozen=True)
@@ -85,23 +89,6 @@ class ActionsCatalogue:
     hashes: dict[str, str] = field(default_factory=dict)
     """Hashes of the tables it comes from."""
 
-    @staticmethod
-    def hashes_of(tables: str, text: str | None = None) -> dict[str, str]:
-        """Hashes of the tables that `load` reads, from their manifests. UserError where they do not belong together."""
-        sequences = sequences_manifest(join(tables, "sequences"), "actions")
-        made = read_manifest(join(tables, "items"), "items")
-        if sequences.inputs.get("items") != made.hash:
-            raise UserError(f"the sequences of {tables} were made from other items; run jobs.prepare again")
-        hashes = {"sequences": sequences.hash, "items": made.hash}
-        if text is None:
-            return hashes
-        made_of = read_manifest(join(text, "items"), "embeddings")
-        if made_of.inputs.get("items") != made.hash:
-            raise UserError(
-                f"the text of {text} was made from other items than those of {tables}; run jobs.encode again"
-            )
-        return hashes | {"text_items": made_of.hash}
-
     @classmethod
     def load(cls, tables: str, text: str | None = None) -> Self:
         """Reads what jobs.prepare made at `tables` from a source of kind `actions`, and with `text` the items' text
@@ -109,7 +96,7 @@ class ActionsCatalogue:
 
         Raises UserError where the tables do not belong together.
         """
-        hashes = cls.hashes_of(tables, text)
+        hashes = Inputs(tables, text=text).hashes(TABLES)
         info = sequences_manifest(join(tables, "sequences"), "actions").info
         items = read_table(join(tables, "items"), "items")
         if not np.array_equal(items["item_index"].to_numpy(), np.arange(len(items))):

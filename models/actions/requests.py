@@ -26,7 +26,7 @@ from models.actions.data import ActionsExamples
 from models.actions.new_items import NewItems, columns_of, name_of, template_of
 from models.inputs import Inputs
 from models.own_features import NUMBER
-from models.requests import Columns, Floats, Request, Requests, Row, bundled, finite
+from models.requests import Columns, Floats, Request, Requests, Row, bundled
 from models.shares import joined
 from models.tables import Manifest, UserError, join, read_manifest
 from models.text_encoder import load_saved
@@ -50,8 +50,6 @@ class ActionsRequests(Requests):
         "features": "vectors",
         "history_time_ms": "longs",
     }
-    beside = ("items",)
-    labels = "tasks"
 
     def __init__(self, folder: str, model: Any, catalogue: ActionsCatalogue, settings: Mapping[str, Any]) -> None:
         super().__init__(folder, model, catalogue, settings)
@@ -91,7 +89,7 @@ class ActionsRequests(Requests):
         end = LAST if row.given("history_from") is not None else now
         past = [i for i, item in enumerate(shown) if item in index and times[i] < end][-self.length :]
         size, count = len(past), len(known)
-        features = finite("features", row.vectors("features", np.tile(self.mean, (len(candidates), 1))))[known]
+        features = row.vectors("features", np.tile(self.mean, (len(candidates), 1)))[known]
         items = [shown[i] for i in past] + [candidates[i] for i in known]
         parts: dict[str, NDArray] = {
             "item": np.array([index[item] for item in items], np.int64),

@@ -25,12 +25,16 @@ from torch.nn import functional
 
 from models.examples import Sharded
 from models.gpu.graphs import rung
+from models.inputs import Inputs
 from models.retrieval.search.trie import Trie
 from models.shares import Shard, Share, joined, quotas, runs, starts
 from models.tables import Manifest, UserError, join, read_manifest, read_table, sequences_manifest
 
 PAD = -1
 """`item_index` at padded positions of a history, and the target where there is none."""
+
+TABLES = {"tables": ("items", "sequences"), "sids": ("sids", "trie")}
+"""Tables that a catalogue comes from, by folder of `Inputs`."""
 
 BUCKET = 64
 """Batches whose rows are sorted by length together when shuffling."""
@@ -53,28 +57,13 @@ class Catalogue:
     tables: str = ""
     """Where the tables are, for models that read the items' texts; empty without tables."""
 
-    @staticmethod
-    def hashes_of(tables_uri: str, sids_uri: str | None = None) -> dict[str, str]:
-        """Hashes of the tables that `load` reads, from their manifests. UserError if they do not belong together."""
-        items = read_manifest(join(tables_uri, "items"), "items")
-        sequences = read_manifest(join(tables_uri, "sequences"), "sequences")
-        _check_made_from(f"the sequences of {tables_uri}", sequences.inputs, "items", items.hash, "jobs.prepare")
-        hashes = {"sequences": sequences.hash, "items": items.hash}
-        if sids_uri is None:
-            return hashes
-        sids = read_manifest(join(sids_uri, "sids"), "sids")
-        edges = read_manifest(join(sids_uri, "trie"), "trie")
-        _check_made_from(f"the sids of {sids_uri}", sids.inputs, "items", items.hash, "jobs.tokenize")
-        _check_made_from(f"the trie of {sids_uri}", edges.inputs, "sids", sids.hash, "jobs.tokenize")
-        return {**hashes, "sids": sids.hash, "trie": edges.hash}
-
     @classmethod
     def load(cls, tables_uri: str, sids_uri: str | None = None) -> Self:
         """Reads the manifests under `tables_uri` and, if given, the semantic IDs under `sids_uri`.
 
         Raises UserError if the tables do not belong together.
         """
-        hashes = cls.hashes_of(tables_uri, sids_uri)
+        hashes = Inputs(tables_uri, sids_uri).hashes(TABLES)
         items = read_manifest(join(tables_uri, "items"), "items")
         if items.rows == 0:
             raise UserError(f"{join(tables_uri, 'items')} has no rows; check the filters of jobs.prepare")
@@ -107,14 +96,6 @@ class Catalogue:
     def from_codes(cls, codes: Tensor, codebook_sizes: tuple[int, ...]) -> Self:
         """A catalogue of the items with these (N, C) codes, for tests and benchmarks."""
         return cls(len(codes), codes.long(), codebook_sizes, Trie.from_codes(codes, codebook_sizes))
-
-
-def _check_made_from(what: str, inputs: dict[str, str], table: str, expected: str, job: str) -> None:
-    if inputs.get(table) != expected:
-        raise UserError(
-            f"{what} were made from other {table} ({inputs.get(table, 'unknown')[:12]}, these are {expected[:12]}); "
-            f"point at tables that belong together or run {job} again"
-        )
 
 
 def codes_of(table: pa.Table, name: str) -> Tensor:

@@ -27,12 +27,9 @@ class RetrievalRequests(Requests):
 
     needs: ClassVar[Columns] = {"history": "ids"}  # oldest first
     takes: ClassVar[Columns] = {"user_id": "string"}
-    param = ("k", 10)
     # how many entries of the history are not in the catalogue; with no other the ranking is empty
     gives: ClassVar[Columns] = {**Requests.gives, "unknown_items": "long"}
     settings: ClassVar[Mapping[str, Any]] = {}
-    beside = ("sids", "trie")
-    encodes = False
 
     def __init__(self, folder: str, model: Any, catalogue: Any, settings: Mapping[str, Any]) -> None:
         super().__init__(folder, model, catalogue, settings)

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.gpu.graphs import rung
+from models.inputs import Inputs
 from models.own_features import OwnFeatures
 from models.retrieval.data import BUCKET, PAD, Examples, hash_strings, of_requests, request_number
 from models.search.token_labels import BehaviourLabel, behaviour_labels, label_columns, read_labels
@@ -44,6 +45,9 @@ from models.text_tables import vectors_of
 
 MOST_REQUESTS = 64
 """Requests that share a row at most, so that many searches without a click are no row that a batch cannot hold."""
+
+TABLES = {"tables": ("items", "queries", "sequences"), "text": ("items", "queries", "pairs")}
+"""Tables that a catalogue comes from, by folder of `Inputs`."""
 
 NO_QUERY = -1
 """`query_index` of a behaviour or request without a query."""
@@ -105,18 +109,6 @@ class SearchCatalogue:
     unknown_when_ranking: tuple[str, ...] = ("position", "page")
     """Features that a candidate has once it was shown; `models/search/position.py` keeps them from the ranking."""
 
-    @staticmethod
-    def hashes_of(tables: str, text: str) -> dict[str, str]:
-        """Hashes of the tables that `load` reads, from their manifests. UserError where they do not belong together."""
-        sequences = sequences_manifest(join(tables, "sequences"), "search")
-        made = {name: read_manifest(join(tables, name), name) for name in ("items", "queries")}
-        parts = {name: read_manifest(join(text, name)) for name in ("items", "queries", "pairs")}
-        expected = {"pairs": ("sequences", sequences.hash), **{name: (name, made[name].hash) for name in made}}
-        if any(parts[name].inputs.get(table) != hash_ for name, (table, hash_) in expected.items()):
-            raise UserError(f"the text of {text} was made from other tables than {tables}; run jobs.encode again")
-        hashes = {"sequences": sequences.hash, **{name: manifest.hash for name, manifest in made.items()}}
-        return hashes | {f"text_{name}": manifest.hash for name, manifest in parts.items()}
-
     @classmethod
     def load(cls, tables: str, text: str, scale: bool = True) -> Self:
         """Reads what jobs.prepare made at `tables` and jobs.encode at `text`.
@@ -124,7 +116,7 @@ class SearchCatalogue:
         Without `scale` the manifest of the sequences is enough: 0 and 1 stand for the features' mean and deviation,
         which a checkpoint brings with it. Raises UserError where they do not belong together.
         """
-        hashes = cls.hashes_of(tables, text)
+        hashes = Inputs(tables, text=text).hashes(TABLES)
         sequences = sequences_manifest(join(tables, "sequences"), "search")
         made = {name: read_manifest(join(tables, name), name) for name in ("items", "queries")}
         parts = {name: read_manifest(join(text, name)) for name in ("items", "queries", "pairs")}

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from models.inputs import Inputs
 from models.own_features import OwnFeatures
-from models.requests import Columns, Floats, Request, Requests, Row, finite
+from models.requests import Columns, Floats, Request, Requests, Row
 from models.search.counts import HOURS, Counts, hours
 from models.search.data import NO_QUERY, SearchCatalogue, SearchExamples, pair_key
 from models.search.request_text import RequestText
@@ -45,8 +45,6 @@ class SearchRequests(Requests):
         "history_time_ms": "longs",
         "history_features": "vectors",
     }
-    tables = ("queries",)
-    beside = ("items", "queries", "pairs", "tokens")
     # counts: the table of jobs.prepare --counts_as_of
     settings: ClassVar[Mapping[str, Any]] = {**Requests.settings, "counts": ""}
 
@@ -106,7 +104,7 @@ class SearchRequests(Requests):
             self.counts.fill(usually, items, row.given("query"))
         if not of and self.hours and (now := row.given("timestamp_ms")) is not None:
             usually[:, self.hours] = hours(np.array([now], np.int64))
-        return np.concatenate([finite(f"{of}features", row.vectors(f"{of}features", usually)), own], 1)
+        return np.concatenate([row.vectors(f"{of}features", usually), own], 1)
 
     def past_labels(self, row: Row, count: int) -> Floats:
         """(count, A) what `history_labels` gives by name of the labels in tokens; NaN for a number, and 0 for what is

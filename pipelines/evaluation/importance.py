@@ -21,7 +21,7 @@ from torch import Tensor
 
 from models import checkpoint, registry
 from models.inputs import Inputs
-from models.setup import load_catalogue, score
+from models.setup import Loaded, score
 from models.shuffles import Shuffle
 from models.tables import UserError
 from pipelines.evaluation.ranking import device_of
@@ -96,18 +96,11 @@ def importance(
 ) -> Importance:  # fmt: skip
     """Measures the checkpoint at `uri` on the split, once as it is and `repeats` times per input without it."""
     uri = find_checkpoint(uri)
-    about = checkpoint.read(uri)
-    check_has_inputs(about.name)
-    entry = registry.find(about.name)
-    catalogue = load_catalogue(about.name, inputs)
-    loaded, _ = registry.load(uri, catalogue)
+    check_has_inputs(checkpoint.read(uri).name)
     where = device_of(device)
-    model: Any = loaded.to(where)
-    config = registry.config_from_dict(about.model)
-    examples = entry.family.examples.of_model(config).load(
-        inputs.sequences, split, unit=entry.family.eval_unit, max_history=config.max_history
-    )  # fmt: skip
-    metric = about.fit.get("metric") or entry.measured.SHOWN[0]
+    loaded = Loaded.of(uri, inputs, where)
+    entry, model, examples = loaded.entry, loaded.model, loaded.examples(inputs, split)
+    metric = loaded.about.fit.get("metric") or entry.measured.SHOWN[0]
 
     def measured(shuffle: Shuffle, seed: int) -> float:
         generator = torch.Generator().manual_seed(seed)
@@ -118,7 +111,7 @@ def importance(
     if math.isnan(value):
         raise UserError(f"{metric} is not defined on the split '{split}'; choose another --split")
     losses = {}
-    for name, shuffle in entry.family.shuffles(model, catalogue).items():
+    for name, shuffle in entry.family.shuffles(model, loaded.catalogue).items():
         lost = [value - measured(shuffle, seed + number) for number in range(repeats)]
         losses[name] = Loss(statistics.fmean(lost), statistics.stdev(lost) if repeats > 1 else 0.0)
     ordered = sorted(losses.items(), key=lambda pair: -pair[1].mean)

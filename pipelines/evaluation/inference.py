@@ -26,7 +26,7 @@ from models.fit import to_device
 from models.inputs import Inputs
 from models.retrieval.data import Examples
 from models.retrieval.recommend import history_to_give
-from models.setup import hashes_of, load_catalogue
+from models.setup import Loaded, hashes_of, of_training
 from models.shares import Shard, Share
 from models.tables import (
     Manifest,
@@ -46,7 +46,7 @@ from models.tables import (
 )
 from models.uri import absolute
 from pipelines.data.engine import quiet_ray_data
-from pipelines.evaluation.ranking import as_trained, device_of, of_training, recommend_options, takes_gpu
+from pipelines.evaluation.ranking import device_of, recommend_options, takes_gpu
 from pipelines.training.record import find_checkpoint
 from pipelines.training.worker import threads_per_worker
 
@@ -72,12 +72,10 @@ class Recommender:
         torch.set_num_threads(threads)
         self.device, self.output, self.k = device_of(device), output, k
         self.batch_size, self.options = batch_size, options
-        about = checkpoint.read(uri)
-        entry = registry.find(about.name)
-        model, _ = registry.load(uri, as_trained(load_catalogue(about.name, inputs), about))
-        self.model: Any = model.to(self.device)
-        self.family: type[Examples] = entry.family.examples  # type: ignore[assignment]
-        self.max_history = history_to_give(registry.config_from_dict(about.model).max_history, options)
+        loaded = Loaded.of(uri, inputs, self.device)
+        self.model = loaded.model
+        self.family: type[Examples] = loaded.entry.family.examples  # type: ignore[assignment]
+        self.max_history = history_to_give(loaded.about.model["max_history"], options)
         self.sequences = inputs.sequences
         self.items = read_table(join(inputs.tables, "items"), "items", ["item_id"])["item_id"].combine_chunks()
         self.file = -1  # the one that is held

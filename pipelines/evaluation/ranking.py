@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import ray
@@ -23,7 +23,7 @@ from models.checkpoint import Checkpoint
 from models.inputs import Inputs
 from models.retrieval.metrics import add_sums
 from models.retrieval.recommend import history_to_give
-from models.setup import hashes_of, load_catalogue, score
+from models.setup import Loaded, hashes_of, of_training, score
 from models.tables import UserError, join, read_manifest
 from models.uri import write_file
 from pipelines import tracking
@@ -81,19 +81,6 @@ def check(uri: str, inputs: Inputs, options: dict[str, Any]) -> Checkpoint:
     return about
 
 
-def of_training(hashes: dict[str, str], about: Checkpoint) -> dict[str, str]:
-    """The hashes of tables, as those of the training where only the log is another one: a model that ranks a catalogue
-    takes a fresh log of the same items. Others are for `checkpoint.check` to refuse."""
-    trained = about.hashes.get("sequences")
-    same = trained and registry.find(about.name).recommends and hashes.get("items") == about.hashes.get("items")
-    return {**hashes, "sequences": str(trained)} if same else hashes
-
-
-def as_trained(catalogue: Any, about: Checkpoint) -> Any:
-    """The catalogue of tables with the hashes `of_training`."""
-    return replace(catalogue, hashes=of_training(catalogue.hashes, about))
-
-
 def recommend_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """Those options that were given; UserError where the model has no such option, or refuses its value."""
     chosen = {key: value for key, value in given.items() if value is not None}
@@ -141,18 +128,15 @@ def rank_shard(
     rank, world = shard
     if threads:
         torch.set_num_threads(threads)
-    about = checkpoint.read(uri)
-    entry = registry.find(about.name)
-    catalogue = as_trained(load_catalogue(about.name, inputs), about)
-    model, _ = registry.load(uri, catalogue)
     where = device_of(device)
-    model = model.to(where)
-    config = registry.config_from_dict(about.model)
-    examples = entry.family.examples.of_model(config).load(
-        inputs.sequences, split, unit=entry.family.eval_unit, rank=rank,
-        max_history=history_to_give(config.max_history, options), world=world, shards=world,
-    )  # fmt: skip
-    measure, stride = entry.measured.measure, stride_of(read_manifest(inputs.sequences, "sequences").rows)
+    loaded = Loaded.of(uri, inputs, where)
+    history = history_to_give(loaded.about.model["max_history"], options)
+    examples = loaded.examples(inputs, split, history, rank=rank, world=world, shards=world)
+    model, measure, stride = (
+        loaded.model,
+        loaded.entry.measured.measure,
+        stride_of(read_manifest(inputs.sequences, "sequences").rows),
+    )
     common: dict[str, Any] = {"batch_size": batch_size, "device": where, "options": {**options, "by_user": stride}}
     if len(examples):
         score(model, measure, examples, limit=min(batch_size, len(examples)), **common)  # warms up

@@ -16,11 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models import checkpoint, registry
 from models.fit import to_device
 from models.inputs import Inputs
 from models.retrieval.search.export import export_student, load_exported
-from models.setup import load_catalogue
+from models.setup import Loaded
 from models.tables import UserError
 from pipelines.evaluation.ranking import device_of
 from pipelines.training.record import find_checkpoint
@@ -36,13 +35,8 @@ def export(uri: str, inputs: Inputs, path: str, *, k: int = 20, batch_size: int 
     alone. Raises UserError for a checkpoint that is no student and a path that cannot be written, and
     RuntimeError where program and model disagree on anybody's top k (`differs`); then there is no file.
     """
-    uri = find_checkpoint(uri)
-    about = checkpoint.read(uri)
-    entry = registry.find(about.name)
-    loaded, _ = registry.load(uri, load_catalogue(about.name, inputs))
-    model: Any = loaded.to(device_of(device))
-    history = registry.config_from_dict(about.model).max_history
-    examples = entry.family.examples.load(inputs.sequences, "next", max_history=history)
+    loaded = Loaded.of(find_checkpoint(uri), inputs, device_of(device))
+    model, examples = loaded.model, loaded.examples(inputs, "next")
     count = min(batch_size, len(examples))
     rows = np.argsort(examples.lengths, kind="stable")[np.linspace(0, len(examples) - 1, count).astype(np.int64)]
     target = Path(path).expanduser().absolute()

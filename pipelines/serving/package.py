@@ -24,8 +24,9 @@ from pyarrow import fs
 
 import models
 from models import checkpoint, registry
+from models.families import Family
 from models.inputs import Inputs
-from models.requests import Columns, Requests
+from models.requests import Columns
 from models.setup import inputs_of
 from models.tables import MANIFEST, UserError, has_manifest, join, open_uri, read_manifest
 from pipelines.tracking import RunRef
@@ -39,8 +40,11 @@ TYPES: dict[str, Any] = {
 }  # fmt: skip
 """Of columns of requests and answers."""
 
-CODE = {"catalogue": "served_model.py", "candidates": "served_ranker.py"}
-"""The file in this folder that MLflow runs, by what a family's models rank."""
+SERVED = {
+    "catalogue": ("served_model.py", ParamSpec("k", DataType.long, 10)),
+    "candidates": ("served_ranker.py", ParamSpec("label", DataType.string, "")),  # "": the model's first one
+}
+"""The file in this folder that MLflow runs, by what a family's models rank, and what a call may set."""
 
 REQUIREMENTS = ["mlflow", "torch", "numpy", "pandas", "pyarrow", "safetensors", "transformers"]
 
@@ -56,12 +60,11 @@ def schema(columns: Columns, needed: Columns) -> Schema:
     return Schema([ColSpec(type_of(kind), name, required=name in needed) for name, kind in columns.items()])
 
 
-def signature(requests: type[Requests], takes: Columns) -> ModelSignature:
-    """What a family's models take, beside what each request needs, and give."""
-    name, default = requests.param
-    param = ParamSpec(name, DataType.string if isinstance(default, str) else DataType.long, default)
-    inputs = schema({**requests.needs, **takes}, requests.needs)
-    return ModelSignature(inputs, schema(requests.gives, requests.gives), ParamSchema([param]))
+def signature(family: Family, takes: Columns) -> ModelSignature:
+    """What the family's models take, beside what each request needs, and give."""
+    needs, gives = family.requests.needs, family.requests.gives
+    params = ParamSchema([SERVED[family.ranks][1]])
+    return ModelSignature(schema({**needs, **takes}, needs), schema(gives, gives), params)
 
 
 def write_encoder(inputs: Inputs, folder: Path) -> None:
@@ -90,13 +93,13 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
             warnings.simplefilter("ignore")  # asks for an input example, which it would run
             logged = mlflow.pyfunc.log_model(
                 name="model",
-                python_model=str(Path(__file__).with_name(CODE[family.ranks])),
+                python_model=str(Path(__file__).with_name(SERVED[family.ranks][0])),
                 code_paths=[str(Path(models.__path__[0]))],
                 artifacts={"data": str(bundle)},
-                signature=signature(requests, requests.columns(info, trained.model, inputs)),
+                signature=signature(family, requests.columns(info, trained.model, inputs)),
                 metadata=requests.about(info, trained.model),
                 model_config=dict(requests.settings) or None,
-                pip_requirements=REQUIREMENTS + ["scikit-learn"] * requests.encodes,
+                pip_requirements=REQUIREMENTS + ["scikit-learn"] * bool(inputs.text),
             )
     return str(logged.model_uri)
 
@@ -104,17 +107,17 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
 def write_bundle(bundle: Path, uri: str, inputs: Inputs) -> None:
     """The checkpoint at `uri` and what the served model reads beside it, in a new folder."""
     name = checkpoint.read(uri).name
-    requests, inputs = registry.find(name).family.requests, inputs_of(name, inputs)
+    inputs, tables = inputs_of(name, inputs), registry.find(name).family.tables
     with checkpoint.local(uri) as local:
         for file in (checkpoint.WEIGHTS, checkpoint.CONFIG):
             (bundle / "checkpoint").mkdir(parents=True, exist_ok=True)
             shutil.copyfile(local / file, bundle / "checkpoint" / file)
     fetch(inputs.sequences, bundle / "tables/sequences", manifest_only=True)
     for option, folder in inputs.given().items():
-        for table in ("items", *requests.tables) if option == "tables" else requests.beside:
-            if has_manifest(join(folder, table)):
+        for table in (*tables[option], "tokens"):
+            if table != "sequences" and has_manifest(join(folder, table)):
                 fetch(join(folder, table), bundle / option / table)
-    if inputs.text and requests.encodes:
+    if inputs.text:
         write_encoder(inputs, bundle)
 
 

@@ -69,7 +69,7 @@ class RequestRanker(PythonModel):
         catalogue = entry.family.catalogue(bundled(folder), scale=False)
         self.model: Any = registry.load(f"{folder}/checkpoint", catalogue)[0]
         self.requests = entry.family.requests(folder, self.model, catalogue, settings)
-        self.keeps_state = entry.keeps_state is not None and entry.keeps_state(self.model.config)
+        self.keeps_state = entry.keeps_state(self.model.config)
         megabytes = settings["state_mb"]
         if not isinstance(megabytes, int | float) or not 0 < megabytes < math.inf:
             raise UserError(f"state_mb of model_config is {megabytes!r}; give a number of MB above 0, such as 1024")

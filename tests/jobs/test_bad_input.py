@@ -179,8 +179,7 @@ def test_a_trie_of_other_sids(command: Command, made: dict[str, str], tmp_path: 
     shutil.rmtree(sids / "trie")
     shutil.copytree(Path(made["other_sids"]) / "trie", sids / "trie")
     line = command.error("evaluate", "--checkpoint", made["tiger"], "--tables", made["tables"], "--sids", str(sids))
-    assert "the trie of" in line
-    assert "made from other sids" in line
+    assert "trie was made from other sids" in line
 
 
 def test_a_model_without_its_sids(command: Command, made: dict[str, str]) -> None:

@@ -69,7 +69,7 @@ def test_other_tables_are_refused(saved: dict[str, str], tmp_path: Path) -> None
         registry.load(saved["sasrec"], Catalogue.load(saved["other"]))
     with pytest.raises(UserError, match="table 'sids' that is not given"):
         registry.load(saved["tiger"], Catalogue.load(saved["tables"]))
-    with pytest.raises(UserError, match="were made from other items"):
+    with pytest.raises(UserError, match="sids was made from other items"):
         Catalogue.load(saved["tables"], saved["other_sids"])
 
 

@@ -304,7 +304,7 @@ def test_the_catalogue_has_attributes_and_rates(tables):
     (Path(moved) / "items").rename(Path(moved) / "others")
     (Path(tables) / "items").rename(Path(moved) / "items")
     try:
-        with pytest.raises(UserError, match="were made from other items"):
+        with pytest.raises(UserError, match="sequences was made from other items"):
             ActionsCatalogue.load(moved)
     finally:
         (Path(moved) / "items").rename(Path(tables) / "items")

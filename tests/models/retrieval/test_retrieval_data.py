@@ -156,7 +156,7 @@ def test_tables_that_do_not_belong_together_are_refused(write_tables, write_sids
     assert set(catalogue.hashes) == {"sequences", "items", "sids", "trie"}
     for name, wrong in (("items", "sids"), ("sids", "trie")):
         sids = write_sids(codes, sizes, tables, name=f"wrong_{name}", **{name: "0" * 64})
-        with pytest.raises(UserError, match=f"the {wrong} of .* were made from other {name}"):
+        with pytest.raises(UserError, match=f"{wrong} was made from other {name}"):
             Catalogue.load(str(tables), str(sids))
     with pytest.raises(UserError, match="exceeds its codebook"):
         Catalogue.load(str(tables), str(write_sids([(0, 1), (1, 2)], sizes, tables, name="over")))
@@ -165,7 +165,7 @@ def test_tables_that_do_not_belong_together_are_refused(write_tables, write_sids
     other = write_tables({"a": [(1, 0), (2, 1)]}, 3, name="other")
     (tables / "items").rename(tables / "old")
     (other / "items").rename(tables / "items")
-    with pytest.raises(UserError, match=r"the sequences of .* were made from other items"):
+    with pytest.raises(UserError, match="sequences was made from other items"):
         Catalogue.load(str(tables))
 
 

@@ -134,7 +134,7 @@ def test_training_starts_at_the_frozen_encoder_and_moves_it(
     assert config == registry.resolve(config, embedded)
     model = registry.build(config, embedded).eval()
     model.load_state_dict(frozen.state_dict(), strict=False)
-    entry.teach(model, config, embedded)  # type: ignore[misc]
+    entry.teach(model, config, embedded)
     with torch.no_grad():
         before = model.score(batch)
         torch.testing.assert_close(before, frozen.score(batch), atol=1e-4, rtol=1e-4)

@@ -206,7 +206,7 @@ def test_the_catalogue_reads_text_and_scale(search):
 
 def test_tables_that_do_not_belong_are_refused(search, tmp_path):
     other, _ = write_tables(tmp_path, [], 2, 1)
-    with pytest.raises(UserError, match=r"made from other tables .*; run jobs.encode again"):
+    with pytest.raises(UserError, match=r"was made from other items .* or run jobs.encode again"):
         SearchCatalogue.load(other, search[1])
     with pytest.raises(UserError, match="no split 'next'"):
         SearchExamples.load(join(search[0], "sequences"), "next")

@@ -133,7 +133,7 @@ def test_unknown_items_are_counted_and_integers_are_ids(folder: Path) -> None:
     assert [len(items) for items in answer["item_id"]] == [3, 0, 0, 3]
     assert answer["item_id"][0] == answer["item_id"][3]
     inner = model.unwrap_python_model()
-    inner.index["17"] = inner.index["item-001"]  # a catalogue whose ids are digits
+    inner.requests.index["17"] = inner.requests.index["item-001"]  # a catalogue whose ids are digits
     for ids in ([17], [np.int64(17)], ["17"]):
         assert ask(ids)["item_id"][0] == answer["item_id"][3]
     for k in (0, -1):
