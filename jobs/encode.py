@@ -17,8 +17,8 @@ from models.places import reach
 from models.tables import join, read_manifest
 from models.text_encoder import check_encoder
 from models.uri import check_writable
-from pipelines.data.kinds.table import KINDS
-from pipelines.data.sids.text_config import TextConfig
+from pipelines.data.kinds import KINDS
+from pipelines.data.sids.texts import TextConfig, check_texts, encode_log
 
 
 @dataclass
@@ -42,11 +42,6 @@ class Config:
 def run(config: Config) -> None:
     """Encodes, and prints what was made and what to run next."""
     reach(tables=config.tables)
-    from pipelines.data.sids.texts import (  # imports Ray, and a wrong line has its answer before that
-        check_texts,
-        encode_log,
-    )
-
     started = time.monotonic()
 
     def say(message: str) -> None:
@@ -59,9 +54,9 @@ def run(config: Config) -> None:
     made = encode_log(config.tables, config.output, config.encoder, config.embed, config.overwrite, say)
     counts = ", ".join(f"{made[name].rows:,} {name}" for name in ("items", "queries", "pairs") if name in made)
     print(f"{counts}, width {made['items'].info['width']}, in {time.monotonic() - started:.0f} s: {config.output}")
-    model = KINDS[read_manifest(join(config.tables, "sequences"), "sequences").info["kind"]].flow.models[-1]
-    train = {"config": f"jobs/configs/{model.configs[0]}.yaml", "tables": config.tables, "text": config.output}
-    print(f"next: {cli.line('jobs.train', **train, storage='runs', name=model.model)}")
+    model = KINDS[read_manifest(join(config.tables, "sequences"), "sequences").info["kind"]].model
+    train = {"config": f"jobs/configs/{model}.yaml", "tables": config.tables, "text": config.output}
+    print(f"next: {cli.line('jobs.train', **train, storage='runs', name=model)}")
 
 
 def parse(job: str, argv: Sequence[str] | None = None) -> Config:

@@ -22,24 +22,91 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jobs import cli, simulate
+from models import registry
 from models.config import check_positive
 from models.places import reach
-from models.tables import UserError
+from models.tables import UserError, join, read_manifest
 from models.text_encoder import check_encoder
 from models.words import number_of
-from pipelines.data.kinds.base import Trained
-from pipelines.data.kinds.table import KINDS
+from pipelines.data.kinds import KINDS
 from pipelines.data.log import load_source
 from pipelines.tracking import resolve_uri
 
 CONFIGS = Path(__file__).parent / "configs"
 
 
+@dataclass(frozen=True)
+class Trained:
+    """A model that is trained and evaluated."""
+
+    model: str
+    """Its name in the registry."""
+    configs: tuple[str, ...]
+    """Files under `jobs/configs`, without their ending; later ones win."""
+    options: tuple[str, ...] = ()
+    """Options of jobs.train that win over the files."""
+    name: str = ""
+    """Name of the run; by default the model's."""
+    teacher: str = ""
+    """The run of this flow that it learns from, in half as many epochs as others."""
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What is done with audited tables of a kind."""
+
+    models: tuple[Trained, ...]
+    """In the order of training; a teacher comes before its student."""
+    epochs: int
+    """Most epochs of each model."""
+    extra: str = ""
+    """What models need beside the tables, and the option for it: `sids`, `text` or nothing."""
+    events: int = 1
+    """Events of the simulated log per event that is asked for."""
+
+
+SMALL = ("--model.num_layers", "2", "--fit.batch_size", "16", "--fit.lr", "0.002", "--fit.patience", "0")
+NO_ACTIONS = (*SMALL, "--model.action_weight", "0")
+FLOWS = {
+    "retrieval": Flow(
+        (
+            Trained("popularity", ("popularity",)),
+            Trained("sasrec", ("sasrec",)),
+            Trained("tiger", ("tiger_small",)),
+            Trained("sid_mlp", ("sid_mlp_small",), teacher="tiger"),
+        ),
+        epochs=20,
+        extra="sids",
+    ),
+    "search": Flow(
+        (
+            Trained("base", ("search/base",)),
+            Trained("hstu", ("qgs", "search/hstu", "search/small")),
+            Trained("hllm", ("qgs", "search/hllm", "search/small")),
+            Trained("qgs", ("qgs", "search/small")),
+        ),
+        epochs=4,
+        extra="text",
+    ),
+    "actions": Flow(
+        (
+            Trained("interleaved", ("attn_mvp", "actions/interleaved"), SMALL),
+            Trained("attn_lfa", ("attn_mvp", "actions/attn_lfa"), SMALL),
+            Trained("attn_mvp", ("attn_mvp",), SMALL),
+            Trained("attn_mvp", ("attn_mvp", "actions/attn_mvp_no_lfa"), NO_ACTIONS, name="without_actions"),
+        ),
+        epochs=10,
+        events=2,
+    ),
+}
+"""By kind of request."""
+
+
 @dataclass
 class Config:
     """Options."""
 
-    family: Literal[tuple(KINDS)] = "retrieval"  # type: ignore[valid-type]
+    family: Literal[tuple(FLOWS)] = "retrieval"  # type: ignore[valid-type]
     """Which models: `retrieval` finds the next item in a catalogue, `search` ranks what a search shows, `actions`
     predicts what a user will do with an item."""
     data: str | None = None
@@ -105,10 +172,8 @@ class Place:
 
 def measure(config: Config, place: Place, steps: Steps, trained: Trained, epochs: int) -> None:
     """Trains a model, by at most `epochs` where it is trained by gradient, and evaluates it on test."""
-    from models import registry  # imports PyTorch, and a wrong command line has its answer before that
-
     entry, name = registry.find(trained.model), trained.name or trained.model
-    made = KINDS[config.family].flow.extra
+    made = FLOWS[config.family].extra
     where = ["--tables", place.tables, *([f"--{entry.extra.option}", place.extra] if entry.extra and made else [])]
     options = [*trained.options, *(["--model.teacher", f"{place.runs}/{trained.teacher}"] if trained.teacher else [])]
     if entry.gradient:
@@ -128,7 +193,7 @@ def locate(config: Config) -> Place:
         raise UserError(f"--source is {config.source}, which describes a real log; give its folder with --data")
     reach(data=config.data)
     kind = KINDS[config.family]
-    name = Path(config.data).resolve().name if config.data else kind.simulator.source
+    name = Path(config.data).resolve().name if config.data else kind.source
     named = [CONFIGS / "sources" / f"{stem}.yaml" for stem in (f"{name}_{config.family}", name)]
     source = Path(config.source) if config.source else next((file for file in named if file.is_file()), named[-1])
     if not source.is_file():
@@ -143,29 +208,49 @@ def locate(config: Config) -> Place:
         raise UserError(f"--output is {config.output}, and the quickstart keeps its files in a local folder; name one")
     home = Path(config.output).absolute() / name
     raw = Path(config.data).absolute() if config.data else home / "raw"
-    extra = home / kind.flow.extra.folder if kind.flow.extra else home
+    extra = home / FLOWS[config.family].extra
     return Place(name, str(source), raw, str(home / "tables"), str(extra), str(home / "runs"))
+
+
+def published_sids(folder: Path) -> Path | None:
+    """The file of published semantic IDs in a raw folder, if it has one."""
+    found = sorted([*folder.glob("*index*.json*"), *folder.glob("published_sids.csv*")])
+    return found[0] if found else None
+
+
+def make_extra(config: Config, place: Place, steps: Steps) -> None:
+    """Makes what models need beside the tables."""
+    encode, output = ["--tables", place.tables, "--encoder", config.encoder], ["--output", place.extra]
+    if FLOWS[config.family].extra == "text":
+        steps.run("Texts to embeddings", "encode", *encode, *output)
+    elif read_manifest(join(place.tables, "items"), "items").info["texts"]:
+        size = [] if config.data else ["--rqkmeans.codebook_size", "32"]  # a simulated catalogue is small
+        steps.run("Items to semantic IDs", "tokenize", *encode, "--tokenizer", "rqkmeans", *size, *output)
+    elif config.data and (published := published_sids(place.raw)):
+        codes = ["--tokenizer", "published", "--published", str(published)]
+        steps.run("Published semantic IDs", "tokenize", "--tables", place.tables, *codes, *output)
+    else:
+        raise UserError(f"{config.data} has neither item texts nor published semantic IDs; TIGER needs one of them")
 
 
 def run(config: Config) -> None:
     """Runs the flow."""
     kind, place = KINDS[config.family], locate(config)
     cli.preflight(output=config.output)
-    flow, extra = kind.flow, kind.flow.extra
-    steps = Steps(count=3 + (not config.data) + bool(extra) + 2 * len(flow.models))
+    flow = FLOWS[config.family]
+    steps = Steps(count=3 + (not config.data) + bool(flow.extra) + 2 * len(flow.models))
     cli.start_ray()
     if not config.data:
         events = str(config.events * flow.events)
         size = ["--users", str(config.users), "--items", str(config.items), "--events", events]
-        chosen = [] if kind.simulator.name == simulate.Config.kind else ["--kind", kind.simulator.name]
+        chosen = [] if kind.simulated == simulate.Config.kind else ["--kind", kind.simulated]
         log = [*chosen, "--output", str(place.raw), *size, "--seed", str(config.seed)]
         steps.run("Simulate a raw log", "simulate", *log)
     log = ["--source", place.source, "--input", str(place.raw), "--output", place.tables]
     steps.run("Raw log to tables", "prepare", *log)
     steps.run("Prove the tables free of leakage", "audit", "--tables", place.tables)
-    if extra:
-        options = extra.options(place.tables, config.encoder, config.data)
-        steps.run(extra.title, extra.job, "--tables", place.tables, *options, "--output", place.extra)
+    if flow.extra:
+        make_extra(config, place, steps)
     most = config.epochs or flow.epochs
     for trained in flow.models:
         measure(config, place, steps, trained, most)
@@ -180,8 +265,8 @@ def run(config: Config) -> None:
         f"more: --epochs."
     )
     print(f"  tables        {place.tables}")
-    if extra:
-        print(f"  {extra.label:<12}  {place.extra}")
+    if flow.extra:
+        print(f"  {flow.extra:<12}  {place.extra}")
     print(f"  checkpoints   {place.runs}")
     print(f"  look at it    {page.as_uri()}")
     serve = f"python3 -m http.server 8000 --bind localhost --directory {shlex.quote(str(page.parent))}"

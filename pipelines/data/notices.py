@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 from models.tables import Manifest
 from pipelines.data.durations import DAY_MS
-from pipelines.data.kinds.table import KINDS
+from pipelines.data.kinds import KINDS
 from pipelines.data.splits import NAMES
 
 FEW_REQUESTS = 30

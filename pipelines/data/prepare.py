@@ -25,7 +25,7 @@ from pipelines.data.catalogue import core_items, described_items, match_items, w
 from pipelines.data.engine import Engine
 from pipelines.data.events import ingest, partitions_for
 from pipelines.data.fresh import split_of, take_items
-from pipelines.data.kinds.table import KINDS
+from pipelines.data.kinds import KINDS
 from pipelines.data.log import REPEATS, Log
 from pipelines.data.matching import Match, check_matched
 from pipelines.data.notices import notices
@@ -80,7 +80,7 @@ def prepare(
         statistics = summarise(events, items, sequences)
         content = json.dumps(statistics, indent=2) + "\n"
         write_file(join(run.output, STATISTICS), content.encode())
-        if config.counts_as_of is not None and kind.counts:
+        if config.counts_as_of is not None:
             kind.counts(run, events, items, config.counts_as_of)
     for line in notices(events, items, sequences):
         say(line)

@@ -8,7 +8,7 @@ from typing import Any
 from models.config import build, check_known, instead
 from models.tables import UserError, check_output, join, read_manifest
 from models.uri import check_writable
-from pipelines.data.kinds.table import KINDS
+from pipelines.data.kinds import KINDS
 from pipelines.data.log import Log
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.ray_data_config import RayDataConfig
@@ -69,7 +69,7 @@ def _check_history(config: PrepareConfig) -> None:
 
 def _check_counts_as_of(source: Log, config: PrepareConfig) -> None:
     """UserError for a log of which nothing is counted that served models read."""
-    if KINDS[config.kind].counts is None:
+    if not KINDS[config.kind].counted:
         raise UserError(f"counts_as_of is given, which is of kind search; leave it out for kind {config.kind}")
     if not source.info["clock"] or not config.own.windows_days:
         why = "search.windows_days is empty" if source.info["clock"] else "the log has no clock times"

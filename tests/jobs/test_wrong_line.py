@@ -19,12 +19,6 @@ from models.tables import UserError
 
 ROOT = Path(__file__).parents[2]
 
-HEAVY = ("torch", "ray", "matplotlib")
-BY_TORCH = ("train", "evaluate", "tokenize")
-"""Commands whose options are those of models and tokenizers, which import PyTorch."""
-
-JOBS = ("quickstart", "simulate", "prepare", "audit", "tokenize", "encode", "train", "evaluate")
-
 CODE = """
 import runpy, sys
 sys.argv = sys.argv[1:]
@@ -45,16 +39,6 @@ def answered(job: str, *words: str, **environment: str) -> tuple[subprocess.Comp
     imported = done.stdout.split("imported:")[1].split()
     assert "jobs.cli" in imported
     return done, set(imported)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("word", ["--wrong=1", "--help"])
-@pytest.mark.parametrize("job", JOBS)
-def test_it_is_answered_before_what_takes_seconds_to_import(job: str, word: str) -> None:
-    done, imported = answered(job, word)
-    assert done.returncode == (word != "--help"), done.stderr
-    assert done.stderr.count("\n") == (word != "--help")
-    assert not set(HEAVY[job in BY_TORCH :]) & imported
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
 """The text of a log as embeddings: of its items alone, or of a search log queries alone, documents alone, and document
-and query together. Which tables there are says the kind of its requests (`RequestKind.texts`).
+and query together. Which tables there are says the kind of its requests (`Kind.texts`).
 
 `python -m jobs.encode --tables TABLES --encoder minilm --output TEXT` makes the tables. Each distinct
 text is encoded once, and each distinct pair that was shown to anyone once, in Ray Data actors that write
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -50,10 +50,11 @@ from models.text_encoder import TextEncoder, TfidfEncoder, load_tokenizer
 from models.uri import absolute
 from models.words import number_of
 from pipelines.data.engine import Engine
-from pipelines.data.kinds.table import KINDS
+from pipelines.data.kinds import KINDS
 from pipelines.data.schemas import TOKENS, embeddings_schema
 from pipelines.data.sids.embed import (
     ROWS_PER_PART,
+    EmbedConfig,
     encode_texts,
     encoder_version,
     fit_tfidf,
@@ -61,7 +62,6 @@ from pipelines.data.sids.embed import (
     read_embeddings,
     without_text,
 )
-from pipelines.data.sids.text_config import TextConfig
 from pipelines.data.survey import distinct
 
 Say = Callable[[str], None]
@@ -75,6 +75,25 @@ WARNING = (
     "warning: query_condition joint stores the [SEP] state of query and document together, which has seen the "
     "document: a model that is conditioned on it reads its own target; use it for comparison only"
 )
+
+
+@dataclass(frozen=True)
+class TextConfig(EmbedConfig):
+    """Texts of a log to embeddings."""
+
+    pooling: str = "cls"
+    """The `cls` token's state, as in the paper (Sec. 3.3), or the `mean` over tokens."""
+    max_tokens: int = 180
+    """Tokens per text or pair; longer ones are cut (Sec. 4.1 of QGS)."""
+    svd: int = 64
+    """Width of the TF-IDF encoder's truncated SVD."""
+    query_condition: Literal["query", "joint"] = "query"
+    """Of searches. `query`: the query alone. `joint`: adds the [SEP] state over query and document, which leaks."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.query_condition not in ("query", "joint"):
+            raise ValueError(f"embed.query_condition is {self.query_condition!r}; it must be 'query' or 'joint'")
 
 
 def fitted_tfidf(texts: list[str], width: int) -> TfidfEncoder:

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pytest
 
 from models.tables import commit, read_manifest, read_table, write_part
+from pipelines.data.actions.simulator import FeedSettings, simulate_feed
 from pipelines.data.audit.rules import audit, report
-from pipelines.data.kinds.actions.simulator import simulate_feed
 from pipelines.data.log import load_source
 from pipelines.data.prepare import prepare
 from pipelines.data.settings import read_config
@@ -25,7 +25,7 @@ SOURCE = Path(__file__).parents[3] / "jobs" / "configs" / "sources" / "simulated
 def prepared(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> str:
     """Tables of a small simulated feed, in two parts, with counts of items, authors and users."""
     folder = tmp_path_factory.mktemp("feed")
-    simulate_feed(str(folder / "raw"), 60, 40, 900, 3)
+    simulate_feed(str(folder / "raw"), FeedSettings(60, 40, 900, 3))
     source, defaults = load_source(str(SOURCE))
     actions = defaults["actions"] | {
         "counts": {"keys": ["item", "author", "user"], "counted_labels": ["long_dwell", "like"]}
@@ -65,7 +65,7 @@ def test_correct_tables_pass(prepared: str) -> None:
 
 @pytest.mark.usefixtures("ray_local")
 def test_cuts_of_each_user_pass_and_a_moved_one_is_found(tmp_path: Path) -> None:
-    simulate_feed(str(tmp_path / "raw"), 20, 20, 300, 4)
+    simulate_feed(str(tmp_path / "raw"), FeedSettings(20, 20, 300, 4))
     source, defaults = load_source(str(SOURCE))
     config = read_config(defaults, {"split": {"kind": "per_user"}})
     said: list[str] = []

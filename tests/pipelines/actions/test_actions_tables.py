@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.tables import join, read_parquet, write_part
+from pipelines.data.actions.config import ActionsConfig
+from pipelines.data.actions.features import IDS
+from pipelines.data.actions.sequences import ActionsRules, build_actions, write_actions
 from pipelines.data.engine import Engine
-from pipelines.data.kinds.actions.config import ActionsConfig
-from pipelines.data.kinds.actions.features import IDS
-from pipelines.data.kinds.actions.sequences import ActionsRules, build_actions, write_actions
 from pipelines.data.schemas import events_schema
 from pipelines.data.survey import Vocabulary, read_coded
 

@@ -19,7 +19,7 @@ from pipelines.data import survey as survey_module
 from pipelines.data.catalogue import core_items
 from pipelines.data.engine import Engine
 from pipelines.data.events import order_events, restore_unset
-from pipelines.data.kinds.retrieval.sequences import Rules, build_sequences
+from pipelines.data.retrieval.sequences import Rules, build_sequences
 from pipelines.data.schemas import events_schema
 from pipelines.data.splits import SplitConfig, assign, cut_times, nth_times
 from pipelines.data.survey import Gathering, Union, Vocabulary, read_coded, seen_in, survey, user_keys

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jobs import audit as job
 from models.tables import UserError, commit, sealed, unsealed, write_part
 from pipelines.data.audit.rules import RULES, audit, report
-from pipelines.data.kinds.table import KINDS
+from pipelines.data.kinds import KINDS
 from pipelines.data.schemas import events_schema, items_schema, sequences_schema
 
 LABELS = {"click": "bool"}
@@ -154,7 +154,7 @@ def broken(uri: str) -> list[str]:
 
 def test_what_kinds_are_without_are_rules() -> None:
     for kind in KINDS.values():
-        assert set(kind.audit.without) < set(RULES)
+        assert set(kind.without) < set(RULES)
 
 
 @pytest.mark.parametrize("ties", ["strict", "log_order"])
@@ -166,9 +166,9 @@ def test_correct_tables_pass(tmp_path: Path, core: int, most: int, split: dict |
     assert {name: rule.examples for name, rule in rules.items() if rule.violations} == {}
     assert rules["events"].rows == sum(map(len, log.parts))
     assert rules["behaviours"].rows == rules["history"].rows == rules["splits"].rows == log.info["interactions"] > 0
-    nothing = {*KINDS["retrieval"].audit.without, "known"}
+    nothing = {*KINDS["retrieval"].without, "known"}
     assert list(rules) == [name for name in RULES if name not in nothing]
-    assert nothing > {"requests", "tasks", "queries", "windows"}  # other kinds have what they are of
+    assert nothing > {"tasks", "queries", "windows"}  # other kinds have what they are of
     assert ("core_window: all" in rules["catalogue"].note) == (core > 1 and split is not None)
 
 
@@ -419,9 +419,8 @@ def damage(folder: Path, kind: str) -> None:
     elif kind == "foreign":
         schema = pa.schema([("user_id", pa.string())])
         written = write_part(str(folder / "sequences"), pa.table({"user_id": ["a"]}, schema=schema))
-        commit(
-            str(folder / "sequences"), "sequences", schema, [written], config={}, inputs={}, info={"kind": "retrieval"}
-        )
+        info = unsealed(manifest.read_text())["info"]
+        commit(str(folder / "sequences"), "sequences", schema, [written], config={}, inputs={}, info=info)
     elif kind == "no manifest":
         manifest.unlink()
     elif kind == "damaged manifest":
@@ -443,7 +442,6 @@ def damage(folder: Path, kind: str) -> None:
         ("truncated", "bytes, its manifest says"),
         ("replaced", "its SHA-256 is"),
         ("missing", "missing"),
-        ("foreign", "no column item_index"),
         ("no cut times", "no known split"),
         ("cut times of text", "no known split"),
     ],
@@ -461,7 +459,8 @@ def test_damaged_file_is_named(tmp_path: Path, kind: str, says: str, capsys: pyt
     [
         ("no manifest", "is not a table"),
         ("damaged manifest", "manifest.json is damaged"),
-        ("other behaviour", "label_purchase, a column that events do not have"),
+        ("foreign", "is not what jobs.prepare writes"),
+        ("other behaviour", "is not what jobs.prepare writes: .*label_purchase"),
     ],
 )
 def test_folder_that_is_no_table_is_refused(tmp_path: Path, kind: str, says: str) -> None:

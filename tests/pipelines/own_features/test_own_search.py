@@ -11,9 +11,9 @@ import pytest
 from models.tables import UserError, read_manifest, read_table
 from pipelines.data import own_features
 from pipelines.data.audit.rules import audit
-from pipelines.data.kinds.search.config import SearchConfig
-from pipelines.data.kinds.search.groups import feature_groups
 from pipelines.data.own_features import Moments, Seen, described
+from pipelines.data.search.config import SearchConfig
+from pipelines.data.search.groups import feature_groups
 from tests.own_features_log import SOURCE, make, rewrite
 
 

@@ -17,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.tables import UserError, join, read_manifest, read_table, write_part
-from pipelines.data.kinds.search.config import SearchConfig
-from pipelines.data.kinds.search.features import IDS
-from pipelines.data.kinds.search.sequences import SearchRules, build_search
 from pipelines.data.log import load_source
 from pipelines.data.prepare import prepare
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.schemas import events_schema
+from pipelines.data.search.config import SearchConfig
+from pipelines.data.search.features import IDS
+from pipelines.data.search.sequences import SearchRules, build_search
 from pipelines.data.settings import read_config
 from pipelines.data.splits import SplitConfig
 from pipelines.data.survey import Vocabulary, read_coded

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from models.tables import join, write_part
 from pipelines.data.counts import UNSEEN, counted, window_counts
 from pipelines.data.engine import Engine
-from pipelines.data.kinds.search.config import SearchConfig
-from pipelines.data.kinds.search.features import SearchWindows, feature_names, features, gather
 from pipelines.data.schemas import events_schema
+from pipelines.data.search.config import SearchConfig
+from pipelines.data.search.features import SearchWindows, feature_names, features, gather
 from pipelines.data.survey import Vocabulary
 
 SCHEMA = events_schema({"click": "bool"}, known=["click"])

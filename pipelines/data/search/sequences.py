@@ -35,13 +35,13 @@ from pipelines.data.as_of import (
 from pipelines.data.counts import Piece, counted
 from pipelines.data.durations import MINUTE_MS
 from pipelines.data.engine import Engine, Shared, fetch
-from pipelines.data.kinds.search.config import SearchConfig, bool_labels
-from pipelines.data.kinds.search.features import IDS, SearchWindows, feature_names, features, gather
-from pipelines.data.kinds.search.groups import feature_groups, unknown_features
-from pipelines.data.kinds.search.requests import requests_of
 from pipelines.data.own_features import Seen, described, item_columns, own_names, usual_groups
 from pipelines.data.run import Run, gathered
 from pipelines.data.schemas import CARRIED, QUERIES, search_schema
+from pipelines.data.search.config import SearchConfig, bool_labels
+from pipelines.data.search.features import IDS, SearchWindows, feature_names, features, gather
+from pipelines.data.search.groups import feature_groups, unknown_features
+from pipelines.data.search.requests import requests_of
 from pipelines.data.splits import NAMES, assign, require_training
 from pipelines.data.survey import (
     Union,

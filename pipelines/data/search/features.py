@@ -18,8 +18,8 @@ import pyarrow.compute as pc
 from models.search.counts import HOURS, hours
 from pipelines.data.counts import UNSEEN, Piece, Windows, count_key, fill
 from pipelines.data.durations import HOUR_MS
-from pipelines.data.kinds.search.config import SearchConfig
-from pipelines.data.kinds.search.requests import requests_of
+from pipelines.data.search.config import SearchConfig
+from pipelines.data.search.requests import requests_of
 from pipelines.data.survey import coded, known_column, known_times, positions_in, read_coded
 
 IDS = ("user_id", "item_id", "request_id", "query")

@@ -32,10 +32,10 @@ from models.tables import (
 )
 from models.words import number_of
 from pipelines.data.counts import UNSEEN, Piece, exported, to_piece
-from pipelines.data.kinds.search.config import SearchConfig
-from pipelines.data.kinds.search.features import COUNTED, SearchWindows, feature_names, features
 from pipelines.data.run import Run
 from pipelines.data.schemas import counts_schema
+from pipelines.data.search.config import SearchConfig
+from pipelines.data.search.features import COUNTED, SearchWindows, feature_names, features
 from pipelines.data.survey import Vocabulary
 
 

@@ -22,11 +22,11 @@ import pyarrow.compute as pc
 
 from models.tables import Manifest, Part, UserError, commit, part_uris, read_table, write_part
 from models.words import number_of
+from pipelines.data.actions.config import ITEM, USER, ActionsConfig, check_actions
+from pipelines.data.actions.features import IDS, ActionsWindows, features, gather
 from pipelines.data.as_of import AsOfTable, as_of_schema, attach, described_as_of, make_as_of, say_missing, share_as_of
 from pipelines.data.counts import Piece, counted
 from pipelines.data.engine import Engine, Shared, fetch
-from pipelines.data.kinds.actions.config import ITEM, USER, ActionsConfig, check_actions
-from pipelines.data.kinds.actions.features import IDS, ActionsWindows, features, gather
 from pipelines.data.own_features import Seen, described, own_names
 from pipelines.data.run import Run, gathered
 from pipelines.data.schemas import actions_schema

@@ -6,34 +6,32 @@ are of all users' events before the time of an event, those of candidates before
 
 from __future__ import annotations
 
-from functools import reduce
 from typing import Any
 
 import numpy as np
 import polars as pl
 
 from pipelines.data.audit import sequences as shared
-from pipelines.data.audit.base import DAY, MINUTE, Rule, Tables, sums_before
-from pipelines.data.audit.own_features import check_as_of, check_training, own_columns, with_as_of
+from pipelines.data.audit.base import Rule, Tables, counts_in
 
-COLUMNS = {"sequences": ("train_end", "val_end", "tasks", "actions", "features")}
-WITHOUT = ("history", "known", "requests", "targets", "queries")
 WIDE = ["tasks", "actions", "features"]
 """List columns with several numbers per event."""
 
 
-def check_actions_tables(tables: Tables, rules: dict[str, Rule], core_users: pl.DataFrame) -> pl.DataFrame:
+def check_actions_tables(tables: Tables, rules: dict[str, Rule]) -> pl.DataFrame:
     """Rules on rows of `sequences`. Returns the users that must be there (`user_id`)."""
     info = tables.info
     users = shared.check_lengths(tables.sequences, rules["behaviours"])
     values = {name: wide(users, name, len(info[name])) for name in WIDE}
     flat = with_cuts(tables, shared.behaviour_rows(users.drop(WIDE)))
     expected = with_cuts(tables, shared.expected_behaviours(tables, tables.users_events))
-    shared.check_behaviours(users.drop(WIDE), flat, with_as_of(tables, expected, "at"), rules["behaviours"])
+    shared.check_behaviours(users.drop(WIDE), flat, shared.with_as_of(tables, expected, "at"), rules["behaviours"])
     check_ends(tables, users, flat, rules["splits"])
-    check_definitions(info, flat, values, rules["tasks"])
-    check_features(tables, flat, values["features"], rules["windows"])
-    check_as_of(tables, rules["features"])
+    for name, right in expected_values(tables, flat, info["definitions"]).items():
+        rule = rules["windows" if name == "features" else "tasks"]
+        rule.rows = flat.height
+        shared.check_columns(flat, values[name], info[name], right, name.removesuffix("s"), rule)
+    shared.check_as_of(tables, rules["features"])
 
     val = pl.when(pl.col("place") < pl.col("val_end")).then(pl.lit("val")).otherwise(pl.lit("test"))
     ends = flat.join(users.select("row", "train_end", "val_end"), on="row", how="left", maintain_order="left")
@@ -45,12 +43,16 @@ def check_actions_tables(tables: Tables, rules: dict[str, Rule], core_users: pl.
     }
     shared.check_counts(tables, held, rules["counts"])
     train, of_training = ends.filter(split="train"), (ends["split"] == "train").to_numpy()
-    check_training(info, train.select(own_columns(info)), rules["features"])
-    check_scale(info, values["tasks"][of_training], values["features"][of_training], rules["counts"])
-    for name, stated in info.get("viewers", {}).items():
-        rules["counts"].rows += 1
-        if (seen := train[f"cat_{name}"].drop_nulls().unique().sort().to_list()) != stated:
-            rules["counts"].broken(f"viewers of {name}: {len(stated)} values, not the {len(seen)} of training")
+    shared.check_training(info, train.select(shared.own_columns(info)), rules["features"])
+    rates, features, rule = values["tasks"][of_training].mean(0), values["features"][of_training], rules["counts"]
+    for name, rate in zip(info["tasks"], rates, strict=True):
+        shared.check_said(f"base rate of {name}", info["base_rates"][name], rate, 1.0, rule)
+    for column, name in enumerate(info["features"]):
+        mean, std = features[:, column].mean(), features[:, column].std()
+        shared.check_said(f"feature_mean of {name}", info["feature_mean"][column], mean, 1.0, rule)
+        shared.check_said(f"feature_std of {name}", info["feature_std"][column], std if std > 1e-6 else 1.0, 1.0, rule)
+    for name, listed in info["viewers"].items():
+        shared.check_listed(f"cat_{name}", listed, train, rules["counts"])
     return tables.events.join(tables.catalogue, on="item_id", how="semi").select("user_id").unique()
 
 
@@ -82,7 +84,7 @@ def check_ends(tables: Tables, users: pl.DataFrame, flat: pl.DataFrame, rule: Ru
     """`train_end` and `val_end` count the user's events before the two cut times."""
     rule.rows += users.height
     if tables.info["split"]["kind"] == "per_user":
-        rule.remark("per_user cuts let other users' later actions into training; a temporal split does not")
+        rule.note = "per_user cuts let other users' later actions into training; a temporal split does not"
     before = [(pl.col("timestamp_ms") < pl.col(cut)).fill_null(True).sum() for cut in ("val_cut", "test_cut")]
     counted = flat.group_by("row").agg(train=before[0], val=before[1])
     both = users.select("row", "user_id", "train_end", "val_end").join(counted, on="row", how="left")
@@ -95,28 +97,13 @@ def check_ends(tables: Tables, users: pl.DataFrame, flat: pl.DataFrame, rule: Ru
     )
 
 
-def check_definitions(info: dict[str, Any], flat: pl.DataFrame, values: dict[str, np.ndarray], rule: Rule) -> None:
-    """Tasks and actions are what the labels say, by the definitions of the manifest."""
-    rule.rows += flat.height
-    made = info["definitions"]
-    for column, name in enumerate(info["tasks"]):
-        right = flat.select(task_of(made["tasks"][name]).cast(pl.Float64)).to_series().to_numpy()
-        shared.check_values(flat, values["tasks"][:, column], right, f"task {name}", rule)
-    for column, name in enumerate(info["actions"]):
-        right = flat.select(action_of(made["inputs"][name])).to_series().to_numpy()
-        shared.check_values(flat, values["actions"][:, column], right, f"action {name}", rule)
-
-
 def task_of(task: dict[str, Any]) -> pl.Expr:
     """A task by its definition; a missing label is an action that was not taken."""
     if task["any"]:
-        return reduce(lambda a, b: a | b, (pl.col(f"label_{label}").fill_null(False) for label in task["any"]))
-    label = pl.col(f"label_{task['label']}")
-    if task["above"] is not None:
-        return (label > task["above"]).fill_null(False)
-    if task["at_least"] is not None:
-        return (label >= task["at_least"]).fill_null(False)
-    return label.fill_null(False)
+        return pl.any_horizontal(pl.col(f"label_{label}").fill_null(False) for label in task["any"])
+    label, above, at_least = pl.col(f"label_{task['label']}"), task["above"], task["at_least"]
+    taken = label > above if above is not None else label >= at_least if at_least is not None else label
+    return taken.fill_null(False)
 
 
 def action_of(action: dict[str, Any]) -> pl.Expr:
@@ -131,23 +118,17 @@ def action_of(action: dict[str, Any]) -> pl.Expr:
     return (over / action["log_unit"]).log1p() / float(np.log1p(whole / action["log_unit"]))
 
 
-def check_features(tables: Tables, flat: pl.DataFrame, values: np.ndarray, rule: Rule) -> None:
-    """Recounts every feature of every event from the events of all users."""
-    rule.rows += flat.height
-    features, made = tables.info["features"], tables.info["definitions"]
-    expected = expected_features(tables, flat, made["counts"], made["tasks"])
-    for column, name in enumerate(features):
-        if name in expected:
-            shared.check_values(flat, values[:, column], expected[name], f"feature {name}", rule)
-        else:
-            rule.broken(f"{name}: a feature that the audit does not know", flat.height)
-
-
-def expected_features(
-    tables: Tables, flat: pl.DataFrame, counts: dict[str, Any], tasks: dict[str, Any]
-) -> dict[str, np.ndarray]:
-    """Every feature by name, (events,) each: exposures and tasks of its user, its item or an attribute of that in each
-    window, before its time `at` and a delay."""
+def expected_values(tables: Tables, flat: pl.DataFrame, made: dict[str, Any]) -> dict[str, dict[str, np.ndarray]]:
+    """Tasks, actions and features by name, (events,) each, by the definitions of the manifest. Features are of
+    exposures and tasks of the user, the item or an attribute of that in each window, before the time `at` and a delay.
+    """
+    tasks, counts = made["tasks"], made["counts"]
+    of_labels = {
+        "tasks": {
+            name: flat.select(task_of(task).cast(pl.Float64)).to_series().to_numpy() for name, task in tasks.items()
+        },
+        "actions": {name: flat.select(action_of(each)).to_series().to_numpy() for name, each in made["inputs"].items()},
+    }
     by = {key: {"user": "user_id", "item": "item_id"}.get(key, f"cat_{key}") for key in counts["keys"]}
     of_items = tables.items.select("item_index", "item_id", *(name for name in by.values() if name.startswith("cat_")))
     labels = [task_of(tasks[name]).cast(pl.Int64).alias(f"task_{name}") for name in counts["counted_labels"]]
@@ -157,30 +138,14 @@ def expected_features(
         of_items, on="item_index", how="left", maintain_order="left"
     )
     columns = ["shown", *(f"task_{name}" for name in counts["counted_labels"])]
-    delay, strength, found = round(counts["delay_minutes"] * MINUTE), counts["strength"], {}
+    strength, found = counts["strength"], {}
     for key in counts["keys"]:
         counted = log.select(by[key], "timestamp_ms", *columns)
-        until = sums_before(points, counted, [by[key]], "timestamp_ms", delay)
-        for days in counts["windows_days"]:
-            seen = until - sums_before(points, counted, [by[key]], "timestamp_ms", round(days * DAY))
+        for name, seen in counts_in(points, counted, [by[key]], counts["windows_days"], counts["delay_minutes"]):
             shown = seen["shown"].to_numpy()
-            found[f"{key}_exposures_{days:g}d"] = np.log1p(shown)
+            found[f"{key}_exposures_{name}"] = np.log1p(shown)
             for label in counts["counted_labels"]:
                 taken = seen[f"task_{label}"].to_numpy()
-                found[f"{key}_{label}_{days:g}d"] = np.log1p(taken)
-                found[f"{key}_{label}_rate_{days:g}d"] = (taken + counts["prior"] * strength) / (shown + strength)
-    return found
-
-
-def check_scale(info: dict[str, Any], tasks: np.ndarray, features: np.ndarray, rule: Rule) -> None:
-    """Base rates, means and deviations of the manifest are those of training events."""
-    std = features.std(axis=0)
-    for kind, names, said, right in (
-        ("base_rates", info["tasks"], [info["base_rates"].get(name) for name in info["tasks"]], tasks.mean(axis=0)),
-        ("feature_mean", info["features"], info["feature_mean"], features.mean(axis=0)),
-        ("feature_std", info["features"], info["feature_std"], np.where(std > 1e-6, std, 1.0)),
-    ):
-        rule.rows += len(names)
-        for name, value, expected in zip(names, said, right, strict=True):
-            if value is None or abs(value - expected) > 1e-5 * max(1.0, abs(expected)):
-                rule.broken(f"{kind} of {name}: the manifest says {value}, training events give {expected:.6g}")
+                found[f"{key}_{label}_{name}"] = np.log1p(taken)
+                found[f"{key}_{label}_rate_{name}"] = (taken + counts["prior"] * strength) / (shown + strength)
+    return {**of_labels, "features": found}

@@ -23,13 +23,15 @@ position, click, purchase, dwell_ms), `items.parquet` and, last, `simulation.jso
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import polars as pl
 import pyarrow as pa
+import torch
 
-from pipelines.data.kinds.simulation import (
+from models.ranking_metrics import request_auc
+from pipelines.data.simulation import (
     MAKERS,
     NOUNS,
     SKEW,
@@ -69,6 +71,8 @@ class SearchSettings(Settings):
     disliked_click: float = 0.25
     """Chance of a click on a result of the intent that was looked at, of a maker the user does not like; else 0.85."""
 
+    unit: ClassVar[str] = "searches"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.items < 36:
@@ -83,7 +87,6 @@ class SearchSettings(Settings):
             )
 
     def described(self) -> str:
-        """The causes in words, where they are not the usual ones."""
         said = f", {self.query_driven:.0%} query-driven" + (", taste by query" if self.taste == "query" else "")
         if self.disliked_click != SearchSettings.disliked_click:
             said += f", clicks on disliked makers {self.disliked_click:g}"
@@ -186,10 +189,6 @@ def best_gauc(world: World, log: Searches, latest: float = 1.0) -> dict[str, flo
     about what a model can make of a history; it is an estimate, the others are exact. Nobody knows the intent of a
     log whose queries name any cluster, so that figures with it are those of query-driven logs.
     """
-    import torch  # takes seconds, and only this needs it
-
-    from models.ranking_metrics import request_auc
-
     since = np.sort(log.time)[-round(latest * len(log.time))]
     place = np.cumsum(np.diff(log.user, prepend=-1) != 0)  # (S,) of the user, from 1
     kept = place % -(-len(log.item) // MEASURED) == 0  # whole users, whose earlier clicks count
@@ -255,17 +254,13 @@ def _query_texts(world: World, asked: np.ndarray, rng: np.random.Generator) -> p
     return pa.DictionaryArray.from_arrays(pa.array(chosen.astype(np.int32)), texts.to_arrow().cast(pa.string()))
 
 
-def simulate_search(
-    output_dir: str, users: int, items: int, events: int, seed: int, query_driven: float = 1.0,
-    taste: Literal["user", "query"] = "user", disliked_click: float = 0.25,
-) -> tuple[World, Searches]:  # fmt: skip
+def simulate_search(output_dir: str, settings: SearchSettings) -> tuple[World, Searches]:
     """Writes a search log into `output_dir` (a local path or URI) and returns its causes; UserError as `open_log`."""
-    settings = open_log(
-        output_dir, SearchSettings, users, items, events, seed, query_driven, taste, disliked_click
-    )  # fmt: skip
+    open_log(output_dir)
     world = make_world(settings)
-    rng = np.random.default_rng([seed, 3])
-    user_ids, item_ids, search_ids = numbered("u", users), numbered("i", items), numbered("s", events)
+    rng = np.random.default_rng([settings.seed, 3])
+    user_ids, item_ids = numbered("u", settings.users), numbered("i", settings.items)
+    search_ids = numbered("s", settings.events)
     texts = item_texts(world, item_ids, rng)
     makers = {maker: index for index, maker in enumerate(MAKERS)}
     log = draw_searches(settings, world, np.array([makers[name] for name in texts["brand"].to_pylist()]))

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from pipelines.data.actions.config import ITEM, USER, ActionsConfig
 from pipelines.data.counts import Piece, Windows, count_key, fill
-from pipelines.data.kinds.actions.config import ITEM, USER, ActionsConfig
 from pipelines.data.survey import Vocabulary, coded, positions_in, read_coded
 
 IDS = ("user_id", "item_id")
