@@ -40,7 +40,7 @@ class SplitOptions:
     """How requests are split."""
 
     kind: str | None = None
-    """temporal, leave_last_out, per_user (logs of actions), or auto: temporal where the log has clock times."""
+    """temporal, leave_last_out, or auto: temporal where the log has clock times."""
     val_fraction: float | None = None
     """Share of the behaviours in the validation window of a temporal split (0.1)."""
     test_fraction: float | None = None
@@ -100,8 +100,8 @@ class Config:
     """Share of the items, and of the users where there are user files, that must have a row in those files (0.5);
     0 accepts any."""
     duplicates: str | None = None
-    """`drop` events that repeat another in every column, `keep` them as real, such as two purchases of a day, or
-    `count` them: one stays, whose label `repeats` says how many they were (drop)."""
+    """`drop` events that repeat another in every column, or `keep` them as real, such as two purchases of a day
+    (drop)."""
     catalogue: str | None = None
     """TABLES of a training, whose catalogue these tables get: a fresh log, for jobs.evaluate with models from there."""
     counts_as_of: str | None = None

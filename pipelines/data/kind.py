@@ -27,8 +27,6 @@ class Kind(ABC):
     """Whether models are neither trained on nor measured by requests without a history."""
     repeats: ClassVar[bool] = False
     """Whether a user may have the same event twice."""
-    per_user: ClassVar[bool] = False
-    """Whether each user's events may be cut at times of his own."""
     all_shown: ClassVar[bool] = False
     """Whether all that was shown makes the catalogue and the split, and not the behaviours alone."""
     as_of: ClassVar[bool] = False

@@ -26,7 +26,7 @@ from pipelines.data.engine import Engine
 from pipelines.data.events import ingest, partitions_for
 from pipelines.data.fresh import split_of, take_items
 from pipelines.data.kinds import KINDS
-from pipelines.data.log import REPEATS, Log
+from pipelines.data.log import Log
 from pipelines.data.matching import Match, check_matched
 from pipelines.data.notices import notices
 from pipelines.data.prepare_config import PrepareConfig
@@ -38,7 +38,7 @@ from pipelines.data.splits import cut_times
 from pipelines.data.statistics import summarise
 from pipelines.data.survey import Gathering
 
-DONE_WITH = {"drop": "dropped", "keep": "kept", "count": "counted"}
+DONE_WITH = {"drop": "dropped", "keep": "kept"}
 """What is said of duplicates."""
 
 
@@ -60,7 +60,6 @@ def prepare(
     removed and finished ones stay as they were.
     """
     config = check(source, input_uri, output_uri, config)
-    source = source.counted() if config.duplicates == "count" else source
     kind, whole = KINDS[config.kind], not overwrite and is_whole(str(output_uri))
     counted = None if kind.all_shown else config.behaviour
     files = [*source.event_files(str(input_uri)), *source.user_files(str(input_uri))]
@@ -103,7 +102,7 @@ def _make_events(run: Run) -> Manifest:
     source, config = run.source, run.config
     files, user_files = source.event_files(run.input), source.user_files(run.input)
     partitions = config.partitions or partitions_for([join(run.input, file) for file in files])
-    keep, count = config.duplicates == "keep", config.duplicates == "count"
+    keep = config.duplicates == "keep"
     settings = _plain({"source": source.events_config, "ties": config.ties, "partitions": partitions})
     settings["duplicates"] = config.duplicates
     stamps = run.stamps([*files, *user_files])
@@ -136,7 +135,6 @@ def _make_events(run: Run) -> Manifest:
             gathering,
             users.rows if users else None,
             keep,
-            f"label_{REPEATS}" if count else None,
         )
         inputs = {**result.hashes, **{file: digest.hexdigest() for file, digest in digests.items()}}
         rejected = result.rejected
@@ -166,7 +164,6 @@ def _make_events(run: Run) -> Manifest:
             "user_reject_reasons": dict(sorted(of_users.reasons.items())),
             "duplicates": 0 if keep else result.duplicates,
             **({"duplicates_kept": result.duplicates} if keep else {}),
-            **({"duplicates_counted": result.duplicates} if count else {}),
             "users": run.surveyed.users,
             **({"users_matched": result.matched.record()} if users else {}),
             "first_ms": run.surveyed.first_ms,
@@ -199,12 +196,6 @@ def _split_rule(run: Run, events: Manifest) -> dict[str, Any]:
                 "later than a test request; use --split.kind temporal for an honest estimate"
             )
         return {"kind": "leave_last_out"}
-    if kind == "per_user":
-        run.say(
-            "warning: per_user cuts let training see other users' actions that are later than a test event; use "
-            "--split.kind temporal for an honest estimate"
-        )
-        return {"kind": "per_user", "val_start_ms": None, "test_start_ms": None}
     if run.config.core_window == "all" and run.config.core > 1:
         run.say(
             "note: the k-core counts the whole log, test window included, as papers do; use --core_window train to "

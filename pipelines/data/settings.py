@@ -89,8 +89,6 @@ def check(source: Log, input_uri: str, output_uri: str, config: PrepareConfig) -
         known = ", ".join(name for name, type_ in labels.items() if type_ == "bool") or "none"
         raise UserError(f"behaviour is '{config.behaviour}', which is no bool label of the log; those are: {known}")
     kind.check(source, config)
-    if config.duplicates == "count":
-        source.counted()
     if source.info.get("history"):
         _check_history(config)
     split: Any = config.split.resolve(source.info["clock"])
@@ -103,8 +101,6 @@ def check(source: Log, input_uri: str, output_uri: str, config: PrepareConfig) -
             f"ties is {config.ties}, but label '{config.behaviour}' is known later than its event, so the log's order "
             f"is not that of what is known: use --ties strict, or leave out its time or delay"
         )
-    if split == "per_user" and not kind.per_user:
-        raise UserError(f"split.kind is per_user, which is of logs of actions; use temporal for kind {config.kind}")
     if config.counts_as_of is not None:
         _check_counts_as_of(source, config)
     source.event_files(input_uri)

@@ -5,16 +5,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from models.config import check_choices
 from models.tables import UserError
-
-if TYPE_CHECKING:  # settings are read and checked before Ray takes its seconds to be imported
-    from pipelines.data.engine import Engine
-    from pipelines.data.survey import Survey
+from pipelines.data.engine import Engine
+from pipelines.data.survey import Seen, Survey, behaviour_column, read_coded
 
 NAMES = ("train", "val", "test")
 
@@ -23,16 +21,14 @@ NAMES = ("train", "val", "test")
 class SplitConfig:
     """How requests are split."""
 
-    kind: Literal["auto", "leave_last_out", "temporal", "per_user"] = "auto"
+    kind: Literal["auto", "leave_last_out", "temporal"] = "auto"
     """`temporal`: two cut times for all users. `leave_last_out`: each user's last request is for test, the one before
-    it for validation; users with fewer than three have all in training. `per_user`, for logs of actions: two cut
-    times for each user. `auto`: `temporal` if the log has clock times, else `leave_last_out`."""
+    it for validation; users with fewer than three have all in training. `auto`: `temporal` if the log has clock times,
+    else `leave_last_out`."""
     val_fraction: float = 0.1
-    """Share of all behaviours, before the k-core, in the validation window of a temporal split; `per_user`: share of
-    each user's behaviours."""
+    """Share of all behaviours, before the k-core, in the validation window of a temporal split."""
     test_fraction: float = 0.1
-    """Share of all behaviours, before the k-core, in the test window of a temporal split; `per_user`: share of each
-    user's behaviours."""
+    """Share of all behaviours, before the k-core, in the test window of a temporal split."""
     val_start: Any = None
     """Start of the validation window, as ISO 8601 (UTC) or epoch ms; with `test_start`, it replaces the fractions."""
     test_start: Any = None
@@ -70,7 +66,7 @@ class SplitConfig:
 
     def resolve(self, clock: bool) -> str:
         """The kind for a log with or without clock times; UserError for a temporal split without."""
-        if self.kind in ("temporal", "per_user") and not clock:
+        if self.kind == "temporal" and not clock:
             raise UserError(
                 f"split.kind is {self.kind}, but the log has no clock times (only an order within each user), so there "
                 f"is no cut time; use --split.kind leave_last_out"
@@ -92,8 +88,6 @@ def epoch_ms(moment: Any, name: str) -> int:
 
 def _bounds(survey: Survey, rank: int) -> tuple[int, int]:
     """Two times that the one at `rank` lies between or is, from what the parts give of theirs (`Seen.times`)."""
-    from pipelines.data.survey import Seen
-
     samples = [(rows, Seen.places(rows, len(times)), times) for rows, times in survey.times]
 
     def most_before(time: int) -> int:
@@ -113,8 +107,6 @@ def _bounds(survey: Survey, rank: int) -> tuple[int, int]:
 
 def _times_within(behaviour: str | None, bounds: list[tuple[int, int]], uri: str) -> list[tuple[int, Any, Any]]:
     """For each pair of bounds the behaviours of a part before it, and the times within it with their numbers."""
-    from pipelines.data.survey import behaviour_column, read_coded
-
     table = read_coded(uri, ["timestamp_ms", *behaviour_column(behaviour)], ())
     if behaviour:
         table = table.filter(table[f"label_{behaviour}"])

@@ -64,28 +64,15 @@ def wide(users: pl.DataFrame, name: str, width: int) -> np.ndarray:
 
 
 def with_cuts(tables: Tables, flat: pl.DataFrame) -> pl.DataFrame:
-    """`flat` with its user's two cut times, `val_cut` and `test_cut` (null where no event of the user is after it), and
-    `at`, when its counts are taken: its time in training, for candidates the cut before them.
-
-    Those of a per_user split are the times of the events that have the shares of the user's events before them.
-    """
-    time, val, test = pl.col("timestamp_ms"), pl.col("val_cut"), pl.col("test_cut")
-    if tables.info["split"]["kind"] == "per_user":
-        after = [tables.manifests["sequences"].config["split"][name] for name in ("val_fraction", "test_fraction")]
-        places = [(pl.len() * (1 - share) - 1e-9).ceil().cast(pl.Int64) for share in (sum(after), after[1])]
-        cuts = [time.get(place, null_on_oob=True).over("row") for place in places]
-    else:
-        cuts = [pl.lit(tables.info[name], pl.Int64) for name in ("val_start_ms", "test_start_ms")]
-    timed = flat.with_columns(val_cut=cuts[0], test_cut=cuts[1])
-    return timed.with_columns(at=pl.when(time >= test).then(test).when(time >= val).then(val).otherwise(time))
+    """`flat` with `at`, when its counts are taken: its time in training, for candidates the cut before them."""
+    time, val, test = pl.col("timestamp_ms"), tables.info["val_start_ms"], tables.info["test_start_ms"]
+    return flat.with_columns(at=pl.when(time >= test).then(test).when(time >= val).then(val).otherwise(time))
 
 
 def check_ends(tables: Tables, users: pl.DataFrame, flat: pl.DataFrame, rule: Rule) -> None:
     """`train_end` and `val_end` count the user's events before the two cut times."""
     rule.rows += users.height
-    if tables.info["split"]["kind"] == "per_user":
-        rule.note = "per_user cuts let other users' later actions into training; a temporal split does not"
-    before = [(pl.col("timestamp_ms") < pl.col(cut)).fill_null(True).sum() for cut in ("val_cut", "test_cut")]
+    before = [(pl.col("timestamp_ms") < tables.info[cut]).sum() for cut in ("val_start_ms", "test_start_ms")]
     counted = flat.group_by("row").agg(train=before[0], val=before[1])
     both = users.select("row", "user_id", "train_end", "val_end").join(counted, on="row", how="left")
     wrong = both.filter(

@@ -262,10 +262,7 @@ def check_actions(source: Log, config: PrepareConfig) -> ActionsConfig:
     if config.ties != "strict":
         raise UserError(f"ties is {config.ties}; counts see strictly earlier events only: use --ties strict")
     if config.split.resolve(source.info["clock"]) == "leave_last_out":
-        raise UserError(
-            "split.kind is leave_last_out, but a log of actions is cut in time; use --split.kind temporal, the same "
-            "cut for all users, or per_user"
-        )
+        raise UserError("split.kind is leave_last_out, but a log of actions is cut in time; use --split.kind temporal")
     try:
         return config.own.resolve(source.info, source.items_columns[1])
     except ValueError as error:

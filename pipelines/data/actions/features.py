@@ -19,12 +19,12 @@ import pyarrow as pa
 
 from pipelines.data.actions.config import ITEM, USER, ActionsConfig
 from pipelines.data.counts import Piece, Windows, count_key, fill
-from pipelines.data.survey import Vocabulary, coded, positions_in, read_coded
+from pipelines.data.survey import coded, positions_in, read_coded
 
 IDS = ("user_id", "item_id")
 
-AsOf = Callable[[pa.Table, Vocabulary], np.ndarray]
-"""Of a part's events and the catalogue, (E,) ms: t of each event."""
+AsOf = Callable[[pa.Table], np.ndarray]
+"""Of a part's events, (E,) ms: t of each event."""
 
 
 def counted_labels(events: pa.Table, config: ActionsConfig) -> np.ndarray:
@@ -59,7 +59,7 @@ class ActionsWindows(Windows):
         columns = {
             **{f"key_{number}": key for number, key in enumerate(keys)},
             "time": events["timestamp_ms"].to_numpy(),
-            "as_of": self.as_of(events, catalogue),
+            "as_of": self.as_of(events),
             "counted_labels": counted_labels(events, self.config),
         }
         return keys, columns

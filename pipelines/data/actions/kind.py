@@ -24,7 +24,6 @@ class Actions(Kind):
 
     name = "actions"
     config = ActionsConfig
-    per_user = True
     as_of = True
     statistics = (
         "base_rates",

@@ -34,7 +34,6 @@ from pipelines.data.splits import NAMES, require_training
 from pipelines.data.survey import Vocabulary, coded, count_pairs, positions_in, read_coded, runs
 
 NOTHING = pa.schema([])
-LAST = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,7 @@ class ActionsRules:
     schema: pa.Schema
     """Schema of the events."""
     split: dict[str, Any]
-    """As the manifest records it: `kind`, temporal or per_user, and the cut times of a temporal one."""
-    shares: tuple[float, float]
-    """Shares of each user's events before the two cuts of `per_user`."""
+    """As the manifest records it: the cut times of a temporal one."""
     max_events: int
     """A user's most recent events that are kept."""
     actions: ActionsConfig
@@ -56,42 +53,21 @@ class ActionsRules:
     joined: pa.Schema = NOTHING
     """Features of tables with a time of their own."""
 
-    def cuts(self, time: np.ndarray, start: np.ndarray) -> np.ndarray:
-        """(2, U) ms: where validation and test of each user begin. time (E,) ms, start (U,) first event of each user.
+    @property
+    def cuts(self) -> np.ndarray:
+        """(2,) ms: where validation and test begin."""
+        return np.array([self.split["val_start_ms"], self.split["test_start_ms"]])
 
-        `per_user` cuts at the time of the event that has a share of the user's events before it, so that
-        events of one time are on one side.
-        """
-        cuts = np.full((2, len(start)), LAST, dtype=np.int64)
-        if self.split["kind"] == "temporal":
-            cuts[:] = [[self.split["val_start_ms"]], [self.split["test_start_ms"]]]
-            return cuts
-        length = np.diff(np.append(start, len(time)))
-        for cut, share in zip(cuts, self.shares, strict=True):
-            place = np.ceil(length * share - 1e-9).astype(np.int64)  # 0.8 * 10 may come out above 8
-            some = place < length
-            cut[some] = time[(start + place)[some]]
-        return cuts
-
-    def sides(self, time: np.ndarray, start: np.ndarray) -> np.ndarray:
+    def sides(self, time: np.ndarray) -> np.ndarray:
         """(E,) index into NAMES, as `cuts` says; an event at a cut belongs to the later side."""
-        length = np.diff(np.append(start, len(time)))
-        return (time >= np.repeat(self.cuts(time, start), length, axis=1)).sum(axis=0)
+        return (time >= self.cuts[:, None]).sum(axis=0)
 
-    def as_of(self, events: pa.Table, catalogue: Vocabulary) -> np.ndarray:
+    def as_of(self, events: pa.Table) -> np.ndarray:
         """(E,) ms: when each event's counts are taken. Its own time in training; for candidates the cut before them,
         when they are all scored, so that no candidate's counts know what was done with another."""
-        as_of = events["timestamp_ms"].to_numpy().copy()
-        if not len(as_of):
-            return as_of
-        kept = Kept.of(events, catalogue, self.max_events)
-        start = runs(kept.user)
-        length = np.diff(np.append(start, len(kept.row)))
-        for cut in self.cuts(kept.time, start):  # validation's, then test's
-            begin = np.repeat(cut, length)
-            after = kept.time >= begin
-            as_of[kept.row[after]] = begin[after]
-        return as_of
+        time = events["timestamp_ms"].to_numpy()
+        side = self.sides(time)
+        return np.where(side > 0, self.cuts[side - 1], time)
 
     @property
     def output(self) -> pa.Schema:
@@ -156,7 +132,7 @@ def _survey_part(catalogue: Vocabulary, rules: ActionsRules, uri: str) -> tuple[
     if not events.num_rows:
         return np.zeros(len(NAMES), dtype=np.int64), {}
     kept = Kept.of(events, catalogue, rules.max_events)
-    split = rules.sides(kept.time, runs(kept.user))
+    split = rules.sides(kept.time)
     train = kept.row[split == 0]
     of_viewers = {name: events[name].combine_chunks().take(pa.array(train)) for name in rules.categories}
     found: dict[str, Any] = {"viewers": Seen.of(of_viewers)}
@@ -221,7 +197,7 @@ def check_sides(events: dict[str, int], rules: ActionsRules) -> None:
     if empty:
         where = " and ".join(str(rules.split[name]) for name in ("val_start_ms", "test_start_ms"))
         raise UserError(
-            f"the cuts {f'at {where} ms' if rules.split['kind'] == 'temporal' else 'of each user'} leave no event in "
+            f"the cuts at {where} ms leave no event in "
             f"{' and '.join(empty)} ({', '.join(f'{name} {rows:,}' for name, rows in events.items())}); choose "
             f"split.val_start and split.test_start within the log, or larger fractions"
         )
@@ -247,7 +223,7 @@ def build_actions(
         count["outside"] = kept.outside if kept else 0
         return schema.empty_table(), count, sums
     rows = pa.array(kept.row)
-    as_of = rules.as_of(events, catalogue)
+    as_of = rules.as_of(events)
     events = attach(events, as_of, joined, count)
     counts = gather(events, config, pieces, as_of)
     values = features(counts, config)[kept.row]  # (E, F)
@@ -256,7 +232,7 @@ def build_actions(
 
     start = runs(kept.user)  # (U,) first event of each user
     offsets = pa.array(np.append(start, len(kept.row)).astype(np.int32))
-    split = rules.sides(kept.time, start)
+    split = rules.sides(kept.time)
     ends = [np.add.reduceat(split <= side, start).astype(np.int32) for side in (0, 1)]  # train_end, val_end
 
     def listed(flat: pa.Array, field: pa.Field) -> pa.Array:
@@ -390,7 +366,7 @@ def make_actions(run: Run, events: Manifest, items: Manifest, split: dict[str, A
     parts = part_uris(run.table("events"), events)
     catalogue = run.catalogue()
     resolved = check_actions(source, config)
-    rules = ActionsRules(source.schema, split, config.split.shares, config.max_events, resolved, joined=joined)
+    rules = ActionsRules(source.schema, split, config.max_events, resolved, joined=joined)
     rules, dropped, viewers = drop_constants(parts, catalogue, rules, run.engine)
     for name, reason in dropped.items():
         run.say(f"dropped: {name} is {reason}, so there is nothing to learn of it")

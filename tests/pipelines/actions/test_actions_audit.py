@@ -63,19 +63,6 @@ def test_correct_tables_pass(prepared: str) -> None:
     assert rules["splits"].rows == info["users"] == 60
 
 
-@pytest.mark.usefixtures("ray_local")
-def test_cuts_of_each_user_pass_and_a_moved_one_is_found(tmp_path: Path) -> None:
-    simulate_feed(str(tmp_path / "raw"), FeedSettings(20, 20, 300, 4))
-    source, defaults = load_source(str(SOURCE))
-    config = read_config(defaults, {"split": {"kind": "per_user"}})
-    said: list[str] = []
-    prepare(source, str(tmp_path / "raw"), str(tmp_path / "tables"), config, say=said.append)
-    assert any("later than a test event" in line for line in said)
-    assert broken(str(tmp_path / "tables")) == []
-    moved = rewrite(str(tmp_path / "tables"), tmp_path / "moved", test_in_context)
-    assert broken(moved) == ["splits"]
-
-
 def candidate(rows: list[dict]) -> tuple[dict, int]:
     """A user and the place of one of his candidates of the test window."""
     row = next(row for row in rows if 2 < row["train_end"] < row["val_end"] < len(row["item_index"]) - 1)

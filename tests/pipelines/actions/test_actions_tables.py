@@ -58,8 +58,8 @@ def config_of(**counts: Any) -> ActionsConfig:
     return given.resolve({"labels": LABELS}, ["author"])
 
 
-def rules_of(max_events: int = 100, split: dict[str, Any] = SPLIT, **counts: Any) -> ActionsRules:
-    return ActionsRules(SCHEMA, split, (0.8, 0.9), max_events, config_of(**counts))
+def rules_of(max_events: int = 100, **counts: Any) -> ActionsRules:
+    return ActionsRules(SCHEMA, SPLIT, max_events, config_of(**counts))
 
 
 rows_strategy = st.lists(
@@ -92,11 +92,9 @@ def part_of(rows: list[dict], folder: str) -> str:
     return join(folder, write_part(folder, pa.Table.from_pylist(ordered(rows), schema=SCHEMA)).path)
 
 
-def check_sequences(
-    found: list[dict], rows: list[dict], keys: dict, marks: dict, max_events: int, cuts: tuple[int, int] | None = CUTS
-) -> None:
+def check_sequences(found: list[dict], rows: list[dict], keys: dict, marks: dict, max_events: int) -> None:
     """`found` is what the reference makes of `rows`."""
-    expected = plain.sequences(rows, CATALOGUE, cuts, max_events)
+    expected = plain.sequences(rows, CATALOGUE, CUTS, max_events)
     assert sorted(row["user_id"] for row in found) == sorted(expected)
     for row in found:
         wanted = expected[row["user_id"]]
@@ -116,18 +114,17 @@ def check_sequences(
 
 
 @settings(max_examples=60)
-@given(rows=rows_strategy, max_events=st.sampled_from([1, 2, 5, 100]), own_cuts=st.booleans())
+@given(rows=rows_strategy, max_events=st.sampled_from([1, 2, 5, 100]))
 def test_sequences_equal_the_reference(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[dict], max_events: int, own_cuts: bool
+    tmp_path_factory: pytest.TempPathFactory, rows: list[dict], max_events: int
 ) -> None:
-    split = {"kind": "per_user"} if own_cuts else SPLIT
-    rules = rules_of(max_events, split, keys=["user"], counted_labels=["long", "like"])
+    rules = rules_of(max_events, keys=["user"], counted_labels=["long", "like"])
     events = read_coded(part_of(rows, str(tmp_path_factory.mktemp("events"))), rules.columns, IDS)
     table, count, sums = build_actions(events, Vocabulary.of(pa.array(CATALOGUE, pa.large_string())), [], rules)
     table.validate(full=True)
     found = table.to_pylist()
     marks = {name: TASKS[name] for name in ("long", "like")}
-    check_sequences(found, rows, {"user": lambda row: row["user_id"]}, marks, max_events, None if own_cuts else CUTS)
+    check_sequences(found, rows, {"user": lambda row: row["user_id"]}, marks, max_events)
 
     sides = {"train": (0, "train_end"), "val": ("train_end", "val_end"), "test": ("val_end", "length")}
     for row in found:
@@ -146,18 +143,6 @@ def test_sequences_equal_the_reference(
     assert count["interactions"] + count["outside"] + count["truncated_events"] == len(rows)
     times = [(row["user_id"], row["timestamp_ms"]) for row in found]
     assert count["tied_rows"] == sum(a == b for _, time in times for a, b in pairwise(time))
-
-
-def test_cuts_of_each_user_are_at_his_own_times() -> None:
-    """Users of 1 to 40 events, many of them tied: an event at a cut is on the later side."""
-    rng = np.random.default_rng(0)
-    times = [np.sort(rng.integers(0, length, length)) for length in range(1, 41)]
-    start = np.cumsum([0, *map(len, times[:-1])])
-    found = np.split(rules_of(split={"kind": "per_user"}).sides(np.concatenate(times), start), start[1:])
-    for mine, sides in zip(times, found, strict=True):
-        cuts = [mine[place] if place < len(mine) else np.inf for place in (-(-len(mine) * n // 10) for n in (8, 9))]
-        assert sides.tolist() == [sum(time >= cut for cut in cuts) for time in mine]
-    assert {side for sides in found for side in sides.tolist()} == {0, 1, 2}
 
 
 @pytest.mark.usefixtures("ray_local")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -101,31 +100,6 @@ def test_kept_duplicates_stand_beside_each_other(rows: list[dict], log_order: bo
         places = {name: iter(range(len(rows))) for name in {tuple(row[n] for n in key[:2]) for row in rows}}
         expected = [{**row, "position": next(places[tuple(row[n] for n in key[:2])])} for row in rows]
         assert sorted(events, key=content) == sorted(expected, key=content)
-
-
-@FEW
-@given(rows=rows_strategy, log_order=st.booleans(), data=st.data())
-def test_counted_duplicates_are_one_event_that_says_how_many(
-    rows: list[dict], log_order: bool, data: st.DataObject
-) -> None:
-    rows = rows + data.draw(st.lists(st.sampled_from(rows), max_size=10))
-    schema, sent = SCHEMA.append(pa.field("label_repeats", pa.float32())), in_transit(rows, log_order)
-    sent = sent.append_column("label_repeats", pa.repeat(pa.scalar(1.0, pa.float32()), len(rows)))
-    table, duplicates = order_events(sent, schema, count="label_repeats")
-    once, dropped = order_events(in_transit(rows, log_order), SCHEMA)
-    assert duplicates == dropped
-    assert table.drop_columns(["label_repeats"]).to_pylist() == once.to_pylist()
-    left_out = ("position", "label_repeats") if log_order else ("label_repeats",)
-
-    def content(row: dict) -> str:
-        return str(sorted((name, value) for name, value in row.items() if name not in left_out))
-
-    expected = Counter(map(content, rows))
-    assert sum(table["label_repeats"].to_pylist()) == len(rows)
-    found = Counter[str]()
-    for row in table.to_pylist():
-        found[content(row)] += int(row["label_repeats"])
-    assert found == expected
 
 
 @FEW
