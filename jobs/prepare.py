@@ -28,6 +28,7 @@ from models.uri import write_file
 from models.words import number_of
 from pipelines.data.kinds import KINDS
 from pipelines.data.log import load_source
+from pipelines.data.prepare import prepare
 from pipelines.data.preview import check_rejects, lines, preview, warnings
 from pipelines.data.settings import check, read_config
 from pipelines.data.suggest import suggest
@@ -131,8 +132,6 @@ def run(config: Config) -> dict[str, object]:
         check_rejects(found, settings.max_rejects)
         print("next: the same command without --dry-run makes the tables")
         return {}
-    from pipelines.data.prepare import prepare  # it imports Ray, so only now
-
     statistics = prepare(source, config.input, config.output, settings, config.overwrite, start=cli.start_ray)
     unit = "requests" if "requests" in statistics else "events"
     per_split = ", ".join(f"{rows:,} {name}" for name, rows in statistics[unit].items())

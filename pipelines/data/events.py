@@ -267,7 +267,7 @@ class _Write:
             "users": len(user.dictionary),
             "matched": json.dumps(_match_users(user, described).record()),
         }
-        seen = seen_in(events, self.behaviour, self.partitions)
+        seen = seen_in(events, self.behaviour)
         return pa.table({name: pa.array([value]) for name, value in row.items()} | seen.as_row())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -12,7 +11,7 @@ import numpy as np
 from models.config import check_choices
 from models.tables import UserError
 from pipelines.data.engine import Engine
-from pipelines.data.survey import Seen, Survey, behaviour_column, read_coded
+from pipelines.data.survey import HOUR, Survey, behaviour_column, read_coded
 
 NAMES = ("train", "val", "test")
 
@@ -86,50 +85,29 @@ def epoch_ms(moment: Any, name: str) -> int:
     return round((parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).timestamp() * 1000)
 
 
-def _bounds(survey: Survey, rank: int) -> tuple[int, int]:
-    """Two times that the one at `rank` lies between or is, from what the parts give of theirs (`Seen.times`)."""
-    samples = [(rows, Seen.places(rows, len(times)), times) for rows, times in survey.times]
-
-    def most_before(time: int) -> int:
-        """Rows earlier than it, at most."""
-        first = [(int(np.searchsorted(times, time)), rows, places) for rows, places, times in samples]
-        return sum(int(places[at]) if at < len(places) else rows for at, rows, places in first)
-
-    def least_until(time: int) -> int:
-        """Rows no later than it, at least."""
-        last = [(int(np.searchsorted(times, time, "right")), places) for _, places, times in samples]
-        return sum(int(places[at - 1]) + 1 if at else 0 for at, places in last)
-
-    every = range(survey.first_ms, survey.last_ms + 1)
-    low, high = bisect_right(every, rank, key=most_before) - 1, bisect_right(every, rank, key=least_until)
-    return every[low], every[high]
-
-
-def _times_within(behaviour: str | None, bounds: list[tuple[int, int]], uri: str) -> list[tuple[int, Any, Any]]:
-    """For each pair of bounds the behaviours of a part before it, and the times within it with their numbers."""
+def _times_within(behaviour: str | None, hours: list[int], uri: str) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The times of the behaviours of a part within each of the hours, with their numbers."""
     table = read_coded(uri, ["timestamp_ms", *behaviour_column(behaviour)], ())
     if behaviour:
         table = table.filter(table[f"label_{behaviour}"])
     time = table["timestamp_ms"].to_numpy()
-    within = [np.unique(time[(time >= low) & (time <= high)], return_counts=True) for low, high in bounds]
-    return [(int((time < low).sum()), *found) for (low, _), found in zip(bounds, within, strict=True)]
+    return [np.unique(time[(time >= hour) & (time < hour + HOUR)], return_counts=True) for hour in hours]
 
 
 def nth_times(survey: Survey, ranks: list[int], engine: Engine) -> list[int]:
-    """The timestamps of the behaviours at `ranks` (from 0) in the order of time. What the survey knows of each part
-    leaves a few thousandths of them, which one pass over the parts gives."""
-    bounds = [_bounds(survey, rank) for rank in ranks]
-    if all(low == high for low, high in bounds):
-        return [low for low, _ in bounds]
-    calls = [(uri,) for uri in survey.parts]
-    found = [of_part for _, of_part in engine.each(_times_within, calls, (survey.behaviour, bounds))]
+    """The timestamps of the behaviours at `ranks` (from 0) in the order of time: the survey knows their hours, and one
+    pass over the parts gives the times within these."""
+    hours, rows = list(survey.hours), np.array([*survey.hours.values()])
+    until = np.cumsum(rows)
+    places = np.searchsorted(until, ranks, side="right")
+    shared = (survey.behaviour, [hours[place] for place in places])
+    found = [of_part for _, of_part in engine.each(_times_within, [(uri,) for uri in survey.parts], shared)]
     chosen = []
-    for number, rank in enumerate(ranks):
-        parts = [of_part[number] for of_part in found]
-        times, counts = (np.concatenate([part[column] for part in parts]) for column in (1, 2))
+    for number, (rank, place) in enumerate(zip(ranks, places, strict=True)):
+        times, counts = (np.concatenate([of_part[number][column] for of_part in found]) for column in (0, 1))
         order = np.argsort(times, kind="stable")
-        until = sum(before for before, _, _ in parts) + np.cumsum(counts[order])
-        chosen.append(int(times[order][np.searchsorted(until, rank, side="right")]))
+        left = rank - until[place] + rows[place]
+        chosen.append(int(times[order][np.searchsorted(np.cumsum(counts[order]), left, side="right")]))
     return chosen
 
 

@@ -29,7 +29,7 @@ AsOf = Callable[[pa.Table], np.ndarray]
 
 def counted_labels(events: pa.Table, config: ActionsConfig) -> np.ndarray:
     """(E, M) uint8: one exposure each, and the tasks that are counted."""
-    tasks = [config.tasks[name].values(events) for name in config.counts.counted_labels]
+    tasks = [config.tasks[name].values(events) for name in config.counted_labels]
     return np.stack([np.ones(events.num_rows, dtype=bool), *tasks], axis=1).astype(np.uint8)
 
 
@@ -47,7 +47,7 @@ class ActionsWindows(Windows):
 
     @property
     def shapes(self) -> list[dict[str, tuple[int, ...]]]:  # type: ignore[override]
-        shape = len(self.config.counts.windows_ms), 1 + len(self.config.counts.counted_labels)
+        shape = len(self.config.counts.windows_ms), 1 + len(self.config.counted_labels)
         return [{name: shape} for name in self.keys]
 
     def keyed(self, uri: str, *shared: Any) -> tuple[list[np.ndarray], Piece]:
@@ -78,7 +78,7 @@ def _count(
 
 def gather(events: pa.Table, config: ActionsConfig, pieces: list[Piece], as_of: np.ndarray) -> Piece:
     """Counts (E, W, M) int32 of a part's events by key; 0 for events without the key. as_of (E,) ms."""
-    shape = (events.num_rows, len(config.counts.windows_ms), 1 + len(config.counts.counted_labels))
+    shape = (events.num_rows, len(config.counts.windows_ms), 1 + len(config.counted_labels))
     counts = {name: np.zeros(shape, dtype=np.int32) for name in config.counts.keys}
     fill(counts, pieces)
     if USER in counts and events.num_rows:

@@ -183,7 +183,7 @@ def drop_constants(
                 f"every {name} is constant in training ({', '.join(dropped)}); define one that is not in the source "
                 f"file, or choose another cut"
             )
-    counted_labels = [name for name in rules.actions.counts.counted_labels if name in tasks]
+    counted_labels = [name for name in rules.actions.counted_labels if name in tasks]
     actions = ActionsConfig(tasks, inputs, replace(rules.actions.counts, counted_labels=counted_labels))
     values = described(viewers, rules.categories)["categories"]
     large = tuple(category["name"] for category in values if category["buckets"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from models.config import check_least, check_shares
 from models.tables import UserError
 from pipelines.data.durations import Windowed
 from pipelines.data.log import Log
@@ -44,22 +45,13 @@ class SearchConfig(Windowed):
 
     def __post_init__(self) -> None:
         self.check_windows("search")
-        self._check_groups()
-        if not 0 <= self.ctr_prior <= 1:
-            raise ValueError(f"search.ctr_prior is {self.ctr_prior}; it is a rate between 0 and 1")
+        check_shares(self, ["ctr_prior"], "search.")
+        check_least(self, ["page_size"], 1, "search.")
+        check_least(self, ["max_request_minutes"], 0, "search.")
         if self.ctr_strength <= 0:
             raise ValueError(f"search.ctr_strength is {self.ctr_strength}; it must be above 0")
-        if self.page_size < 1:
-            raise ValueError(f"search.page_size is {self.page_size}; a page has at least 1 result")
-        if not self.max_request_minutes >= 0:
-            raise ValueError(f"search.max_request_minutes is {self.max_request_minutes}; it must be 0 or more")
-
-    def _check_groups(self) -> None:
-        if not isinstance(self.groups, dict) or not all(isinstance(x, list) and x for x in self.groups.values()):
-            raise ValueError(f"search.groups is {self.groups!r}; write group: [feature, ...]")
         named = [name for names in self.groups.values() for name in names]
-        twice = [name for place, name in enumerate(named) if name in named[:place]]
-        if twice:
+        if twice := [name for place, name in enumerate(named) if name in named[:place]]:
             raise ValueError(f"search.groups has '{twice[0]}' twice; a feature is of one group")
 
 

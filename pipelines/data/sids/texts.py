@@ -14,7 +14,6 @@ predicted. `query_condition: joint` stores it too, for comparison, and warns.
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -26,7 +25,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import ray
-import ray.data
 
 from models.tables import (
     Manifest,
@@ -35,14 +33,12 @@ from models.tables import (
     check_output,
     clear,
     commit,
-    fingerprint,
     has_manifest,
     join,
     part_uris,
     read_manifest,
     read_parquet,
     read_table,
-    up_to_date,
     write_part,
     writing,
 )
@@ -57,10 +53,11 @@ from pipelines.data.sids.embed import (
     EmbedConfig,
     encode_texts,
     encoder_version,
+    finished,
     fit_tfidf,
+    in_actors,
     item_texts,
     read_embeddings,
-    without_text,
 )
 from pipelines.data.survey import distinct
 
@@ -81,7 +78,7 @@ WARNING = (
 class TextConfig(EmbedConfig):
     """Texts of a log to embeddings."""
 
-    pooling: str = "cls"
+    pooling: Literal["mean", "cls"] = "cls"
     """The `cls` token's state, as in the paper (Sec. 3.3), or the `mean` over tokens."""
     max_tokens: int = 180
     """Tokens per text or pair; longer ones are cut (Sec. 4.1 of QGS)."""
@@ -89,11 +86,6 @@ class TextConfig(EmbedConfig):
     """Width of the TF-IDF encoder's truncated SVD."""
     query_condition: Literal["query", "joint"] = "query"
     """Of searches. `query`: the query alone. `joint`: adds the [SEP] state over query and document, which leaks."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.query_condition not in ("query", "joint"):
-            raise ValueError(f"embed.query_condition is {self.query_condition!r}; it must be 'query' or 'joint'")
 
 
 def fitted_tfidf(texts: list[str], width: int) -> TfidfEncoder:
@@ -185,13 +177,10 @@ class _Encoding:
         return {"encoder": self.encoder, **used}, inputs | {"encoder": encoder_version(self.encoder)}
 
     def finished(self, name: str, inputs: tuple[str, ...], kind: str = "embeddings") -> Manifest | None:
-        uri = join(self.output, name)
-        if self.overwrite or not has_manifest(uri):
-            return None
-        if not up_to_date(uri, fingerprint(*self.origin(inputs))):
-            raise UserError(f"{uri} was made from other input or settings; use --overwrite, or another --output")
-        self.say(f"{name}: up to date")
-        return read_manifest(uri, kind)
+        done = None if self.overwrite else finished(join(self.output, name), kind, *self.origin(inputs))
+        if done:
+            self.say(f"{name}: up to date")
+        return done
 
     def alone(self, texts: dict[str, list[str]], fitted: TfidfEncoder | None) -> dict[str, Manifest]:
         """The tables of documents alone and of queries alone, by name: one pass encodes what is missing."""
@@ -279,26 +268,10 @@ class _Encoding:
             for low in range(0, len(keys), size)
         ]
         texts = {"items": items, "queries": queries, "encoder": fitted or self.encoder}
-        logging.getLogger("ray.data").setLevel(logging.ERROR)
-        resources = ray.cluster_resources()
-        gpus = 0 if fitted else int(resources.get("GPU", 0))
-        workers = min(len(blocks), self.config.workers or gpus or int(resources.get("CPU", 1)))
-        self.say(
-            f"pairs: {len(keys):,} distinct in {number_of(len(blocks), 'part')}; {number_of(workers, 'encoder actor')}"
-        )
-        dataset = ray.data.from_arrow(blocks).map_batches(
-            PairEncoder,
-            fn_constructor_args=({name: ray.put(value) for name, value in texts.items()}, self.config, uri),
-            batch_size=None,  # a block is a part of the table
-            batch_format="pyarrow",
-            compute=ray.data.ActorPoolStrategy(size=workers),
-            num_cpus=1,
-            num_gpus=1 if gpus else 0,
-        )
-        dataset.context.enable_progress_bars = False
+        self.say(f"pairs: {len(keys):,} distinct in {number_of(len(blocks), 'part')}")
+        given = ({name: ray.put(value) for name, value in texts.items()}, self.config, uri)
         written, width, done = [], 0, 0
-        block: Any
-        for block in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
+        for block in in_actors(blocks, PairEncoder, given, self.config, self.say, gpus=fitted is None):
             for record in block.to_pylist():
                 part, width = Part(**json.loads(record["part"])), record["width"]
                 written.append((record["first"], part))
@@ -366,8 +339,7 @@ def check_texts(tables_uri: str, encoder: str, config: TextConfig, output_uri: s
         )
     if encoder == "tfidf" and config.query_condition == "joint":
         raise UserError("tfidf has no [SEP] token for query_condition joint; use a transformers encoder, or query")
-    if no_text := without_text(join(tables_uri, "items"), config):
-        raise UserError(no_text)
+    item_texts(read_table(join(tables_uri, "items"), "items"), config)
     encoder_version(encoder)
     return kind.texts
 

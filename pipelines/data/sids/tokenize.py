@@ -7,13 +7,14 @@ made from the same input and settings. Training runs in one Ray task, on a GPU w
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import ray
 import torch
 
 from models.retrieval.data import Examples
@@ -42,16 +43,11 @@ from models.tables import (
     write_part,
     writing,
 )
-from pipelines import faults
 from pipelines.data.schemas import SIDS, TRIE
-from pipelines.data.sids.embed import EmbedConfig, Say, embed_items, embed_origin, read_embeddings, without_text
-
-OTHER = "{} was made from other input or settings; use --overwrite, or another --output"
+from pipelines.data.sids.embed import EmbedConfig, Say, embed_items, embed_origin, finished, item_texts, read_embeddings
 
 SHARE_CODE = 4
 """Items per code of the first level, in the mean, below which codes are too many."""
-
-TOKENIZERS = ("rqvae", "rqkmeans", "psid", "published")
 
 
 @dataclass(frozen=True)
@@ -67,8 +63,6 @@ class TokenizerConfig:
     psid: PsidConfig = field(default_factory=PsidConfig)
 
     def __post_init__(self) -> None:
-        if self.tokenizer not in TOKENIZERS:
-            raise ValueError(f"tokenizer is {self.tokenizer!r}; it must be one of {', '.join(TOKENIZERS)}")
         if (self.tokenizer == "published") != bool(self.published):
             raise ValueError(
                 f"tokenizer is {self.tokenizer!r} and published is {self.published!r}; --tokenizer published and "
@@ -126,36 +120,27 @@ def train_items(sequences_uri: str) -> np.ndarray:
     return np.union1d(examples.behaviours, examples.targets)
 
 
-def _train(
-    embeddings: np.ndarray, config: TokenizerConfig, chosen: np.ndarray | None
-) -> Generator[Progress, None, Quantized]:
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    vectors = torch.tensor(embeddings, device=device)
-    if config.quantizer == "rqvae":
-        return (yield from rqvae.fit(vectors, config.rqvae))
-    return (yield from rqkmeans.fit(vectors, config.rqkmeans, None if chosen is None else torch.tensor(chosen)))
-
-
 def _train_task(
     embeddings: np.ndarray, config: TokenizerConfig, chosen: np.ndarray | None, threads: int
-) -> Iterator[Progress | tuple[dict[str, Any], np.ndarray]]:
-    """The task's stream: progress, then how good the codes are, and the codes (N, C), before any conflict code.
+) -> tuple[dict[str, Any], np.ndarray]:
+    """How good the codes are, with the `sizes` of the codebooks, and the codes (N, C), before any conflict code; the
+    codebooks are fitted on the `chosen` items where given. Prints how far it is.
 
     The worker may be one that another task used before, with other threads or another library for products
     (`models/matmul.py`); sums in another order would end in other codes."""
-    import torch
-
     torch.set_num_threads(threads)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        quantized = yield from paced(_train(embeddings, config, chosen))
+        vectors = torch.tensor(embeddings, device="cuda" if torch.cuda.is_available() else "cpu")
+        if config.quantizer == "rqvae":
+            quantized = _printed("rqvae", rqvae.fit(vectors, config.rqvae))
+        else:
+            items = None if chosen is None else torch.tensor(chosen)
+            quantized = _printed("rqkmeans", rqkmeans.fit(vectors, config.rqkmeans, items))
         codes = quantized.codes.numpy()
         if config.tokenizer == "psid":
-            taken = collisions(codes)["duplicates"]
-            yield Progress(0, 0, f"{config.psid.method} for {taken} items whose codes are taken")
+            print(f"{config.psid.method} for {collisions(codes)['duplicates']} items whose codes are taken", flush=True)
             codes = assign(quantized, config.psid)
     finally:
         torch.set_float32_matmul_precision(before)
@@ -168,56 +153,33 @@ def _train_task(
         greedy = quantized.codes.numpy()
         measures["collision_rate_before"] = collisions(greedy)["collision_rate"]
         measures["relaxed_items"] = int((greedy != codes).any(1).sum())
-    yield measures, codes
+    return measures, codes
+
+
+def _printed(name: str, training: Generator[Progress, None, Quantized]) -> Quantized:
+    """What a training gives in the end; what it says on the way is printed."""
+    told = paced(training)
+    while True:
+        try:
+            progress = next(told)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        print(f"{name} {progress.step}/{progress.steps}: {progress.message}", flush=True)
 
 
 TRIES = 3
-"""How often the training of codes is started where its worker is lost."""
+"""How often the training of codes is started where its worker is lost; it ends with the same codes."""
 
 
 def train_codes(
-    vectors: Any, config: TokenizerConfig, say: Say = print, chosen: np.ndarray | None = None
+    embeddings: np.ndarray, config: TokenizerConfig, chosen: np.ndarray | None = None
 ) -> tuple[dict[str, Any], np.ndarray]:
-    """How good the codes are, with the `sizes` of the codebooks, and the codes (N, C), before any conflict code; the
-    codebooks are fitted on the `chosen` items where given.
-
-    `vectors` refers to the embeddings (N, E) in Ray's object store. A training whose worker is lost starts anew, and
-    ends with the same.
-    """
-    import ray
-
-    for attempt in range(1, TRIES + 1):
-        try:
-            return _train_remote(vectors, config, say, chosen)
-        except ray.exceptions.RayError as error:
-            if attempt == TRIES or isinstance(error, ray.exceptions.RayTaskError):  # it was raised, not lost
-                raise
-            why = (faults.explain(error) or faults.first_line(error)).partition(";")[0]
-            say(f"note: {why}; starting {config.quantizer} anew, try {attempt + 1} of {TRIES}")
-    raise AssertionError
-
-
-def _train_remote(
-    vectors: Any, config: TokenizerConfig, say: Say, chosen: np.ndarray | None
-) -> tuple[dict[str, Any], np.ndarray]:
-    import ray
-
+    """`_train_task` by Ray, on a GPU where there is one."""
     gpu = ray.cluster_resources().get("GPU", 0) >= 1
-    cpus = max(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])
-    threads = max(1, int(min(cpus, 4)))
-    task: Any = ray.remote(num_cpus=min(cpus, 4), num_gpus=1 if gpu else 0, num_returns="streaming", max_retries=0)(
-        _train_task
-    )
-    for reference in task.remote(vectors, config, chosen, threads):
-        message = ray.get(reference)
-        if not isinstance(message, Progress):
-            return message
-        say(
-            f"{config.quantizer} {message.step}/{message.steps}: {message.message}"
-            if message.steps
-            else message.message
-        )
-    raise RuntimeError("the training task ended without a result")
+    cpus = min(4, max(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]))
+    task = ray.remote(num_cpus=cpus, num_gpus=1 if gpu else 0, max_retries=TRIES - 1)(_train_task)
+    found: tuple[dict[str, Any], np.ndarray] = ray.get(task.remote(embeddings, config, chosen, max(1, int(cpus))))
+    return found
 
 
 @dataclass(frozen=True)
@@ -253,9 +215,7 @@ def _published_codes(items: pa.Table, sids: dict[str, list[int]], uri: str, say:
 
 
 def _trained_codes(embeddings_uri: str, config: TokenizerConfig, say: Say, chosen: np.ndarray | None) -> _Codes:
-    import ray
-
-    measures, codes = train_codes(ray.put(read_embeddings(embeddings_uri)), config, say, chosen)
+    measures, codes = train_codes(read_embeddings(embeddings_uri), config, chosen)
     sizes = measures.pop("sizes")
     unique = config.tokenizer == "psid"
     if config.tokenizer == "rqvae" and config.rqvae.sinkhorn:  # those of equal codes were spread
@@ -306,19 +266,18 @@ def _embed_first(origin: tuple[str, str, int, EmbedConfig], output: str, shared:
     """
     uri = shared or join(output, "embeddings")
     if not overwrite and not has_manifest(uri) and has_manifest(join(output, "sids")):
-        raise UserError(OTHER.format(join(output, "sids")))
-    finished = shared and up_to_date(uri, fingerprint(*embed_origin(*origin)))
+        raise UserError(f"{join(output, 'sids')} was made from other embeddings; use --overwrite, or another --output")
+    whole = shared and up_to_date(uri, fingerprint(*embed_origin(*origin)))
     items_uri, encoder, width, embed = origin
-    with writing(shared) if shared not in ("", output) and not finished else nullcontext():
-        return embed_items(items_uri, uri, encoder, width, embed, overwrite and not finished, say).hash
+    with writing(shared) if shared not in ("", output) and not whole else nullcontext():
+        return embed_items(items_uri, uri, encoder, width, embed, overwrite and not whole, say).hash
 
 
 def check_items(items_uri: str, config: TokenizerConfig, embed: EmbedConfig) -> None:
-    """UserError for a catalogue that this tokenizer and these texts do not fit, with all that is wrong at once."""
-    wrong = [config.too_few_items(items_uri)]
-    wrong += [without_text(items_uri, embed)] if config.tokenizer != "published" else []
-    if any(wrong):
-        raise UserError("; and ".join(filter(None, wrong)))
+    """UserError for a catalogue that this tokenizer and these texts do not fit."""
+    if few := config.too_few_items(items_uri):
+        raise UserError(few)
+    item_texts(read_table(items_uri, "items"), embed)
 
 
 def check_folders(output: str, embeddings: str = "") -> None:
@@ -365,10 +324,8 @@ def tokenize(
             inputs["sequences"] = read_manifest(sequences_uri, "sequences").hash
             chosen = train_items(sequences_uri)
         used = config.used()
-        current = not overwrite and up_to_date(sids_uri, fingerprint(used, inputs))
-        if not current:
-            if not overwrite and has_manifest(sids_uri):
-                raise UserError(OTHER.format(sids_uri))
+        current = None if overwrite else finished(sids_uri, "sids", used, inputs)
+        if current is None:
             if config.tokenizer == "published":
                 made = _published_codes(read_table(items_uri, "items"), published, config.published, say)
             else:
@@ -383,7 +340,7 @@ def tokenize(
             timings = {"tokenize_s": round(time.monotonic() - started, 2)}
             _write_sids(sids_uri, made, config=used, inputs=inputs, info=info, timings=timings)
         sids = read_manifest(sids_uri, "sids")
-        complete = current and up_to_date(trie_uri, fingerprint({}, {"sids": sids.hash}))
+        complete = current is not None and up_to_date(trie_uri, fingerprint({}, {"sids": sids.hash}))
         trie = read_manifest(trie_uri, "trie") if complete else write_trie(trie_uri, sids_uri)
         if config.tokenizer == "published" and has_manifest(own):
             clear(own)  # of SIDs that are no more

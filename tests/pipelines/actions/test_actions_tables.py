@@ -14,8 +14,9 @@ import ray
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from models.config import build
 from models.tables import join, read_parquet, write_part
-from pipelines.data.actions.config import ActionsConfig
+from pipelines.data.actions.config import ActionsConfig, Input, Task
 from pipelines.data.actions.features import IDS
 from pipelines.data.actions.sequences import ActionsRules, build_actions, write_actions
 from pipelines.data.engine import Engine
@@ -46,7 +47,7 @@ INPUTS = {
 
 def config_of(**counts: Any) -> ActionsConfig:
     """The configuration that TASKS and INPUTS write out."""
-    given = ActionsConfig(
+    content = dict[str, Any](
         tasks={
             "long": {"label": "dwell", "above": 3},
             "middling": {"label": "dwell", "at_least": 3.3},
@@ -55,6 +56,7 @@ def config_of(**counts: Any) -> ActionsConfig:
         inputs={"dwell": {"label": "dwell", "range": [0, 8], "log_unit": 2}},
         counts={"windows_days": [0.25, 1], "delay_minutes": 90, "prior": 0.2, "strength": 4, **counts},
     )
+    given: ActionsConfig = build(ActionsConfig, content)
     return given.resolve({"labels": LABELS}, ["author"])
 
 
@@ -230,16 +232,16 @@ def test_bool_labels_without_an_entry_are_tasks_and_actions_of_their_own() -> No
         ({"tasks": {"t": {"any": ["dwell"]}}}, "give 'above' or 'at_least'"),
         ({"tasks": {"t": {"label": "like", "any": ["click"]}}}, "exactly one"),
         ({"tasks": {"t": {"label": "dwell", "above": 1, "at_least": 1}}}, "give one of them"),
-        ({"tasks": {"t": {"lable": "like"}}}, "nearest key is 'label'"),
-        ({"tasks": {"t": "like"}}, "mapping"),
-        ({"tasks": ["like"]}, "write name"),
+        ({"tasks": {"t": {"lable": "like"}}}, "lable"),
+        ({"tasks": {"t": "like"}}, "actions.tasks.t' is 'like'"),
+        ({"tasks": ["like"]}, "actions.tasks' is"),
         ({"tasks": {"long-dwell": {"label": "like"}}}, "'long-dwell' in 'tasks' is no name; use letters, digits and _"),
-        ({"tasks": {7: {"label": "like"}}}, "'7' in 'tasks' is no name"),
+        ({"tasks": {7: {"label": "like"}}}, "actions.tasks.7' is 7"),
         ({"tasks": {"mean": {"label": "like"}}}, "tasks.mean has the name of the metrics' mean over all tasks"),
         ({"tasks": {"t": {"label": "dwell", "above": "10s"}}}, "actions.tasks.t.above' is '10s'"),
         ({"tasks": {"t": {"label": "dwell", "above": True}}}, "above' is True"),
-        ({"tasks": {"t": {"label": "dwell", "at_least": float("nan")}}}, "at_least is nan; give a finite number"),
-        ({"tasks": {"t": {"label": "dwell", "at_least": float("inf")}}}, "at_least is inf; give a finite number"),
+        ({"tasks": {"t": {"label": "dwell", "at_least": float("nan")}}}, "threshold is nan; give a finite number"),
+        ({"tasks": {"t": {"label": "dwell", "at_least": float("inf")}}}, "threshold is inf; give a finite number"),
         ({"inputs": {"a b": {"label": "like"}}}, "'a b' in 'inputs' is no name"),
         ({"inputs": {"a": {"label": "dwell", "range": [0, 5], "log_unit": "1s"}}}, "log_unit' is '1s'"),
         ({"inputs": {"a": {"label": "dwell"}}}, "give its 'range'"),
@@ -261,7 +263,7 @@ def test_bool_labels_without_an_entry_are_tasks_and_actions_of_their_own() -> No
 )
 def test_what_the_log_cannot_give_is_refused(given: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        ActionsConfig(**given).resolve({"labels": LABELS}, ["author"])
+        build(ActionsConfig, given, "actions.").resolve({"labels": LABELS}, ["author"])
 
 
 def test_a_bool_label_that_cannot_name_a_task_is_refused() -> None:
@@ -273,12 +275,12 @@ def test_a_log_without_bool_labels_needs_tasks_and_inputs() -> None:
     with pytest.raises(ValueError, match="define at least one task"):
         ActionsConfig().resolve({"labels": {"dwell": "float32"}}, [])
     with pytest.raises(ValueError, match="say what models read"):
-        ActionsConfig(tasks={"t": {"label": "dwell", "above": 1}}).resolve({"labels": {"dwell": "float32"}}, [])
+        ActionsConfig(tasks={"t": Task("dwell", above=1)}).resolve({"labels": {"dwell": "float32"}}, [])
 
 
 def test_an_input_takes_the_range_that_its_label_declares() -> None:
     info = {"labels": {"rating": "float32"}, "ranges": {"rating": [1, 5]}}
-    config = ActionsConfig(tasks={"t": {"label": "rating", "at_least": 4}}, inputs={"r": {"label": "rating"}})
+    config = ActionsConfig(tasks={"t": Task("rating", at_least=4)}, inputs={"r": Input("rating")})
     events = pa.table({"label_rating": pa.array([1, 5, None, 2], pa.float32())})
     assert config.resolve(info, []).inputs["r"].values(events).tolist() == [0, 1, 0, 0.25]
     assert config.tasks["t"].values(events).tolist() == [False, True, False, False]
