@@ -63,7 +63,6 @@ def _make_table(run: Run, name: str, of: Section) -> Manifest:
     settings = {"as_of": run.source.config["as_of"][name]}
     stamps = run.stamps(files)
     if finished := run.finished(table, settings, {}, stamps):
-        Rejected.read(finished.info).check(run.config.max_rejects, f" of {table}")
         return finished
     uri = run.table(table)
     with run.writing(table):

@@ -108,10 +108,6 @@ def _make_events(run: Run) -> Manifest:
     stamps = run.stamps([*files, *user_files])
     finished, finished_rejects = (run.finished(name, settings, {}, stamps) for name in ("events", "rejects"))
     if finished and finished_rejects:
-        info = finished.info
-        Rejected.read(info, "user_rows", "user_reject_reasons").check(config.max_rejects, " of the user files")
-        Rejected.read(info).check(config.max_rejects)
-        check_matched(Match(**info.get("users_matched", {})), "user", config.min_matched, run.say)
         return finished
     events_uri, rejects_uri = run.table("events"), run.table("rejects")
     run.say(f"events: reading {number_of(len(files), 'file')} into {number_of(partitions, 'partition')}")
@@ -225,10 +221,6 @@ def _make_items(run: Run, events: Manifest, split: dict[str, Any]) -> Manifest:
     inputs = {"events": events.hash}
     stamps = run.stamps(files)
     if finished := run.finished("items", settings, inputs, stamps):
-        info = finished.info
-        of_files = Rejected.read(info, "metadata_rows", "metadata_reject_reasons")
-        of_files.check(config.max_rejects, " of the item files")
-        check_matched(Match(**info.get("matched", {})), "item", config.min_matched, run.say)
         return finished
     begin = time.perf_counter()
     found = run.survey(events)

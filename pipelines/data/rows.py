@@ -63,11 +63,6 @@ class Rejected:
                 found.examples[row["reason"]] = f"{place}: {row['source'][:200]}"
         return found
 
-    @classmethod
-    def read(cls, info: dict[str, Any], rows: str = "rows_read", reasons: str = "reject_reasons") -> Rejected:
-        """As a manifest has it."""
-        return cls(info[rows], Counter(info[reasons]))
-
     def add(self, other: Rejected) -> None:
         """Adds what `other` counts; the result does not depend on the order."""
         self.rows_read += other.rows_read

@@ -222,7 +222,7 @@ def test_a_fresh_log_has_the_catalogue_of_the_training(tmp_path: Path, capsys: p
         prepare.run(replace(config, min_matched=0.9, output=str(tmp_path / "other")))
     for file in fresh.glob("transactions*.csv"):
         file.write_text(re.sub(r",0(\d{9}),", r",x\1,", file.read_text()))
-    with pytest.raises(UserError, match=r"no behaviour is on an item .* does not have 'x[^;]*; write the ids of both"):
+    with pytest.raises(UserError, match=r"0.0% of the behaviours .* does not have 'x[^;]*; write the ids of both"):
         prepare.run(replace(config, min_matched=0, output=str(tmp_path / "other")))
     with pytest.raises(UserError, match=r"--catalogue is .*nowhere, where nothing is"):
         prepare.run(replace(config, catalogue=str(tmp_path / "nowhere"), output=str(tmp_path / "other")))
