@@ -75,7 +75,7 @@ def run(config: Config) -> None:
     kind, settings = SIMULATED[config.kind], config.settings()
     size = (
         f"{config.events:,} {settings.unit} of {number_of(config.users, 'user')} on {number_of(config.items, 'item')}, "
-        f"seed {config.seed}{settings.described()}"
+        f"seed {config.seed}{settings.describe()}"
     )
     if is_simulated(config.output, settings, config.kind):
         print(f"{config.output} is up to date: {size}")

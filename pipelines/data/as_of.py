@@ -134,7 +134,7 @@ def share_as_of(run: Run, made: dict[str, Manifest]) -> list[Shared]:
     ]
 
 
-def described_as_of(made: dict[str, Manifest]) -> dict[str, Any]:
+def describe_as_of(made: dict[str, Manifest]) -> dict[str, Any]:
     """What the manifest of sequences says of them: by folder `key`, and `features`."""
     return {
         name: {"key": manifest.info["key"], "features": [column["name"] for column in manifest.schema[2:]]}

@@ -24,9 +24,9 @@ from models.uri import read_json, write_file
 from pipelines.data.engine import KEY, Engine, Shared, fetch
 from pipelines.data.log import UNSET, Log
 from pipelines.data.matching import Match
-from pipelines.data.read import Piece, pieces
+from pipelines.data.read import FilePart, pieces
 from pipelines.data.rows import Rejected, check_missing, common
-from pipelines.data.survey import Gathering, Seen, coded, seen_in, user_keys
+from pipelines.data.survey import PartSurvey, Surveyor, coded, seen_in, user_keys
 
 BYTES_PER_PARTITION = 32 << 20  # of raw text; one partition then sorts in a few hundred MB
 EXPANSION = {"gz": 4, "zst": 4, "bz2": 6, "parquet": 6}  # bytes of text per byte of a compressed file
@@ -103,7 +103,7 @@ def combined(digests: list[str]) -> str:
 class _Read:
     """Reads raw files, or pieces of them, as tables to exchange, and writes their rejects."""
 
-    pieces: list[tuple[str, Piece | None]]
+    pieces: list[tuple[str, FilePart | None]]
     source: Log
     input_uri: str
     events_uri: str
@@ -240,7 +240,7 @@ def _order_ties(
 
 
 OF_PART = ["path", "bytes", "rows", "sha256", "key", "first", "duplicates", "users", "matched"]
-"""Columns of what is known of a partition, beside those of `Seen`."""
+"""Columns of what is known of a partition, beside those of `PartSurvey`."""
 
 
 @dataclass(frozen=True)
@@ -289,11 +289,11 @@ def ingest(
     partitions: int,
     log_order: bool,
     engine: Engine,
-    gathering: Gathering,
+    surveyor: Surveyor,
     users: pa.Table | None = None,
     keep_duplicates: bool = False,
 ) -> Ingested:
-    """Reads the raw files and writes the parts of events and rejects, uncommitted. `gathering` gets what is seen of
+    """Reads the raw files and writes the parts of events and rejects, uncommitted. `surveyor` gets what is seen of
     the parts; `users` are the rows of `Log.read_users`. UserError for
     a file that cannot be read, and for a column that no file has; RuntimeError unless each event that was read, and so
     each user, is in exactly one part."""
@@ -301,13 +301,13 @@ def ingest(
     every = [(file, piece) for file in files for piece in pieces(join(input_uri, file), source, size)]
     transit = transit_schema(source, log_order)
     read = _Read(every, source, input_uri, events_uri, rejects_uri, transit, partitions, engine.put(users))
-    write = _Write(events_uri, source.schema, gathering.behaviour, keep_duplicates, partitions)
+    write = _Write(events_uri, source.schema, surveyor.behaviour, keep_duplicates, partitions)
     written: dict[int, dict[str, Any]] = {}
     for found in engine.exchange(read, len(every), partitions, write, (engine.put(users),)):
         for at, row in enumerate(found.select(OF_PART).to_pylist()):
             if row["key"] in written:
                 raise RuntimeError(f"the shuffle gave partition {row['key']} twice; nothing was committed")
-            gathering.add(join(events_uri, row["path"]), Seen.from_row(found.slice(at, 1)), row["users"])
+            surveyor.add(join(events_uri, row["path"]), PartSurvey.from_row(found.slice(at, 1)), row["users"])
             written[row["key"]] = row
     result, events, missing = Ingested(), 0, []
     digests: dict[str, list[str]] = {file: [] for file in files}

@@ -27,8 +27,8 @@ from pyarrow import fs
 
 from models.config import build, read_yaml
 from models.tables import UserError, join, open_uri
-from pipelines.data.read import ROW, Files, Piece, list_files, read_frames, roots
-from pipelines.data.rows import Block, Rows, check_sql, clean_ids, common, evaluate, list_of, said, slices
+from pipelines.data.read import ROW, FilePart, Files, list_files, read_frames, roots
+from pipelines.data.rows import Block, Rows, as_text, check_sql, clean_ids, common, evaluate, list_of, slices
 from pipelines.data.schemas import LABEL_TYPES, REJECTS, events_schema, items_schema
 from pipelines.data.times import Time, milliseconds, moments
 
@@ -450,7 +450,7 @@ class Log(Files):
         input_uri: str,
         file: str,
         users: pa.Table | None = None,
-        piece: Piece | None = None,
+        piece: FilePart | None = None,
         number: int = 0,
         digest: Any = None,
     ) -> Iterator[Block]:
@@ -539,7 +539,7 @@ class Log(Files):
         lists = {name: list_of(rows, text, f"explode.{name}", uri) for name, text in self.explode.items()}
         lengths = pl.DataFrame({name: each.list.len().fill_null(0) for name, each in lists.items()})
         unequal = lengths.select(~pl.all_horizontal(pl.all() == pl.nth(0))).to_series()
-        content = [said(rows[name]).alias(name) for name in sorted(rows.columns) if name != ROW]
+        content = [as_text(rows[name]).alias(name) for name in sorted(rows.columns) if name != ROW]
         digest = pl.DataFrame(content).hash_rows(seed=0).map_elements("{:016x}".format, pl.String)
         rows = rows.with_columns(**lists, **{REQUEST: digest, UNEQUAL: unequal, ELEMENT: lengths.to_series(0)})
         fits = ~pl.col(UNEQUAL) & (pl.col(ELEMENT) > 0)

@@ -36,7 +36,7 @@ from pipelines.data.schemas import REJECTS
 from pipelines.data.settings import STATISTICS, check
 from pipelines.data.splits import cut_times
 from pipelines.data.statistics import summarise
-from pipelines.data.survey import Gathering
+from pipelines.data.survey import Surveyor
 
 DONE_WITH = {"drop": "dropped", "keep": "kept"}
 """What is said of duplicates."""
@@ -118,7 +118,7 @@ def _make_events(run: Run) -> Manifest:
         check_missing(users.missing if users else {}, "user", run.input)
         of_users = Rejected.of(users) if users else Rejected()
         run.reject(of_users, " of the user files")
-        gathering = Gathering(run.counted, run.late)
+        surveyor = Surveyor(run.counted, run.late)
         result = ingest(
             source,
             run.input,
@@ -128,7 +128,7 @@ def _make_events(run: Run) -> Manifest:
             partitions,
             config.ties == "log_order",
             run.engine,
-            gathering,
+            surveyor,
             users.rows if users else None,
             keep,
         )
@@ -142,7 +142,7 @@ def _make_events(run: Run) -> Manifest:
             raise UserError(f"{run.input} holds no valid event; see the reasons above")
         check_matched(result.matched, "user", config.min_matched, run.say)
         read = time.perf_counter()
-        run.surveyed = gathering.survey()
+        run.surveyed = surveyor.survey()
         timings = {
             "read_shuffle_sort_write_s": read - begin,
             "survey_s": time.perf_counter() - read,

@@ -190,10 +190,10 @@ def write_parts(
     """Runs `write_part(*shared, *call)` per events part; it returns (the part of sequences or None, what was
     counted on the way, anything else). Returns the parts in the order of the calls, uncommitted, the counts of all,
     and what else each call gave."""
-    return gathered(engine.each(write_part, calls, shared), len(calls), progress)
+    return gather_parts(engine.each(write_part, calls, shared), len(calls), progress)
 
 
-def gathered(
+def gather_parts(
     results: Iterable[tuple[int, Any]], parts: int, progress: Say
 ) -> tuple[list[Part], Counter[str], list[Any]]:
     """The results of `write_part`, by the number of the events part, as `write_parts` returns them."""

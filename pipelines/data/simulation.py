@@ -70,7 +70,7 @@ class Settings:
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; give 0 or more")
 
-    def described(self) -> str:
+    def describe(self) -> str:
         """What is said of the causes, after the sizes."""
         return ""
 

@@ -47,7 +47,7 @@ class Vocabulary:
 
 
 @dataclass(frozen=True)
-class Seen:
+class PartSurvey:
     """What one events part tells of its behaviours."""
 
     rows: int
@@ -73,7 +73,7 @@ class Seen:
         }
 
     @classmethod
-    def from_row(cls, row: pa.Table) -> Seen:
+    def from_row(cls, row: pa.Table) -> PartSurvey:
         """Of the columns of `as_row`."""
         items, *others = (row[field.name].combine_chunks().flatten() for field in fields(cls)[1:])
         return cls(row["behaviours"][0].as_py(), items, *(column.to_numpy() for column in others))
@@ -181,17 +181,17 @@ def counted_before(user: np.ndarray, known: np.ndarray, who: np.ndarray, time: n
     return place[len(user) :] - np.searchsorted(user, who)
 
 
-def seen_in(table: pa.Table, behaviour: str | None) -> Seen:
+def seen_in(table: pa.Table, behaviour: str | None) -> PartSurvey:
     """What one of the events parts (ids dictionary-coded) tells of its behaviours."""
     if behaviour:
         table = table.filter(pc.fill_null(table[f"label_{behaviour}"], False)).combine_chunks()
     if not table.num_rows:
-        return Seen(0, pa.array([], pa.large_string()), *[np.zeros(0, np.int64)] * 5)
+        return PartSurvey(0, pa.array([], pa.large_string()), *[np.zeros(0, np.int64)] * 5)
     item, time = coded(table, "item_id"), table["timestamp_ms"].to_numpy()
     counts = np.bincount(item.indices.to_numpy(), minlength=len(item.dictionary))
     used = counts > 0  # a filter leaves unused values
     hours = pl.Series(time // HOUR * HOUR).value_counts(name="rows")
-    return Seen(
+    return PartSurvey(
         rows=len(time),
         items=item.dictionary.filter(pa.array(used)).cast(pa.large_string()),
         counts=counts[used],
@@ -202,7 +202,7 @@ def seen_in(table: pa.Table, behaviour: str | None) -> Seen:
     )
 
 
-def _survey_part(behaviour: str | None, uri: str) -> tuple[Seen, int]:
+def _survey_part(behaviour: str | None, uri: str) -> tuple[PartSurvey, int]:
     table = read_coded(uri, ["user_id", "item_id", "timestamp_ms", *behaviour_column(behaviour)])
     return seen_in(table, behaviour), len(coded(table, "user_id").dictionary)
 
@@ -210,13 +210,13 @@ def _survey_part(behaviour: str | None, uri: str) -> tuple[Seen, int]:
 def survey(parts: list[str], behaviour: str | None, engine: Engine, late: bool = False) -> Survey:
     """Reads the parts once; late: whether they say when the behaviour's label is known. UserError if there is no
     behaviour at all."""
-    whole = Gathering(behaviour, late)
+    whole = Surveyor(behaviour, late)
     for number, (seen, users) in engine.each(_survey_part, [(uri,) for uri in parts], (behaviour,)):
         whole.add(parts[number], seen, users)
     return whole.survey()
 
 
-class Gathering:
+class Surveyor:
     """Parts as they come to be seen: of their items it keeps the union alone."""
 
     def __init__(self, behaviour: str | None, late: bool) -> None:
@@ -228,7 +228,7 @@ class Gathering:
         self.users = 0
         self.items = Union()
 
-    def add(self, uri: str, seen: Seen, users: int) -> None:
+    def add(self, uri: str, seen: PartSurvey, users: int) -> None:
         """A part, what was seen in it, and how many users it has."""
         self.parts.append(uri)
         self.users += users

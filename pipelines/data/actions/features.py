@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipelines.data.actions.config import ITEM, USER, ActionsConfig
-from pipelines.data.counts import Piece, Windows, count_key, fill
+from pipelines.data.counts import Columns, Windows, count_key, fill
 from pipelines.data.survey import coded, positions_in, read_coded
 
 IDS = ("user_id", "item_id")
@@ -50,7 +50,7 @@ class ActionsWindows(Windows):
         shape = len(self.config.counts.windows_ms), 1 + len(self.config.counted_labels)
         return [{name: shape} for name in self.keys]
 
-    def keyed(self, uri: str, *shared: Any) -> tuple[list[np.ndarray], Piece]:
+    def keyed(self, uri: str, *shared: Any) -> tuple[list[np.ndarray], Columns]:
         catalogue, attributes = shared  # per name (I,) int32, the code of each item's value, -1 where it has none
         events = read_coded(uri, [*IDS, "timestamp_ms", *(f"label_{name}" for name in self.config.labels)], IDS)
         item = positions_in(coded(events, "item_id"), catalogue)
@@ -64,7 +64,7 @@ class ActionsWindows(Windows):
         }
         return keys, columns
 
-    def count(self, number: int, rows: Piece) -> Piece:
+    def count(self, number: int, rows: Columns) -> Columns:
         columns = (f"key_{number}", "time", "counted_labels", "as_of")
         return {self.keys[number]: _count(self.config, *(rows[column] for column in columns))}
 
@@ -76,7 +76,7 @@ def _count(
     return count_key(key, time, counted_labels, config.counts.windows_ms, config.counts.delay_ms, as_of)[0]
 
 
-def gather(events: pa.Table, config: ActionsConfig, pieces: list[Piece], as_of: np.ndarray) -> Piece:
+def gather(events: pa.Table, config: ActionsConfig, pieces: list[Columns], as_of: np.ndarray) -> Columns:
     """Counts (E, W, M) int32 of a part's events by key; 0 for events without the key. as_of (E,) ms."""
     shape = (events.num_rows, len(config.counts.windows_ms), 1 + len(config.counted_labels))
     counts = {name: np.zeros(shape, dtype=np.int32) for name in config.counts.keys}

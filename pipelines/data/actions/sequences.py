@@ -24,11 +24,11 @@ from models.tables import Manifest, Part, UserError, commit, part_uris, read_tab
 from models.words import number_of
 from pipelines.data.actions.config import ITEM, USER, ActionsConfig, check_actions
 from pipelines.data.actions.features import IDS, ActionsWindows, features, gather
-from pipelines.data.as_of import AsOfTable, as_of_schema, attach, described_as_of, make_as_of, say_missing, share_as_of
-from pipelines.data.counts import Piece, counted
+from pipelines.data.as_of import AsOfTable, as_of_schema, attach, describe_as_of, make_as_of, say_missing, share_as_of
+from pipelines.data.counts import Columns, count_in_buckets
 from pipelines.data.engine import Engine, Shared, fetch
-from pipelines.data.own_features import Seen, described, own_names
-from pipelines.data.run import Run, gathered
+from pipelines.data.own_features import TrainingValues, describe_features, own_names
+from pipelines.data.run import Run, gather_parts
 from pipelines.data.schemas import actions_schema
 from pipelines.data.splits import NAMES, require_training
 from pipelines.data.survey import Vocabulary, coded, count_pairs, positions_in, read_coded, runs
@@ -94,7 +94,7 @@ class ActionsRules:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptEvents:
     """The events of a part that sequences hold."""
 
     row: np.ndarray
@@ -111,7 +111,7 @@ class Kept:
     truncated_events: int
 
     @classmethod
-    def of(cls, events: pa.Table, catalogue: Vocabulary, max_events: int) -> Kept:
+    def of(cls, events: pa.Table, catalogue: Vocabulary, max_events: int) -> KeptEvents:
         """Events of items of the catalogue, the most recent of each user."""
         codes = coded(events, "user_id").indices.to_numpy()
         item = positions_in(coded(events, "item_id"), catalogue)
@@ -131,11 +131,11 @@ def _survey_part(catalogue: Vocabulary, rules: ActionsRules, uri: str) -> tuple[
     events = read_coded(uri, rules.columns, IDS)
     if not events.num_rows:
         return np.zeros(len(NAMES), dtype=np.int64), {}
-    kept = Kept.of(events, catalogue, rules.max_events)
+    kept = KeptEvents.of(events, catalogue, rules.max_events)
     split = rules.sides(kept.time)
     train = kept.row[split == 0]
     of_viewers = {name: events[name].combine_chunks().take(pa.array(train)) for name in rules.categories}
-    found: dict[str, Any] = {"viewers": Seen.of(of_viewers)}
+    found: dict[str, Any] = {"viewers": TrainingValues.of(of_viewers)}
     for name, task in rules.actions.tasks.items():
         found[f"task {name}"] = np.array([task.values(events)[train].sum()])
     for name, action in rules.actions.inputs.items() if len(train) else ():
@@ -156,7 +156,7 @@ def drop_constants(
     events = np.zeros(len(NAMES), dtype=np.int64)
     positives = dict.fromkeys(rules.actions.tasks, 0)
     ends: dict[str, list[np.ndarray]] = {name: [] for name in rules.actions.inputs}
-    viewers: list[Seen] = []
+    viewers: list[TrainingValues] = []
     for _, (rows, found) in engine.each(_survey_part, [(uri,) for uri in parts], (catalogue, rules)):
         events += rows
         for name in positives:
@@ -185,7 +185,7 @@ def drop_constants(
             )
     counted_labels = [name for name in rules.actions.counted_labels if name in tasks]
     actions = ActionsConfig(tasks, inputs, replace(rules.actions.counts, counted_labels=counted_labels))
-    values = described(viewers, rules.categories)["categories"]
+    values = describe_features(viewers, rules.categories)["categories"]
     large = tuple(category["name"] for category in values if category["buckets"])
     listed = {category["name"][4:]: category["values"] for category in values if not category["buckets"]}
     return replace(rules, actions=actions, large=large), dropped, listed
@@ -206,19 +206,19 @@ def check_sides(events: dict[str, int], rules: ActionsRules) -> None:
 def build_actions(
     events: pa.Table,
     catalogue: Vocabulary,
-    pieces: list[Piece],
+    pieces: list[Columns],
     rules: ActionsRules,
     joined: Sequence[AsOfTable] = (),
 ) -> tuple[pa.Table, Counter[str], np.ndarray]:
     """Sequences of one events part (sorted, IDS dictionary-coded), what was counted on the way, and (2, F)
     sums and sums of squares of the features of training events.
 
-    catalogue: the ids whose places are item_index; pieces: of `counted`; joined: the tables of `rules.joined`.
+    catalogue: the ids whose places are item_index; pieces: of `count_in_buckets`; joined: the tables of `rules.joined`.
     """
     count: Counter[str] = Counter()
     schema, config = rules.output, rules.actions
     sums = np.zeros((2, len(config.features)))
-    kept = Kept.of(events, catalogue, rules.max_events) if events.num_rows else None
+    kept = KeptEvents.of(events, catalogue, rules.max_events) if events.num_rows else None
     if kept is None or not len(kept.row):
         count["outside"] = kept.outside if kept else 0
         return schema.empty_table(), count, sums
@@ -289,7 +289,7 @@ def _write_part(
     rules: ActionsRules,
     joined: list[Shared],
     uri: str,
-    pieces: list[Piece] | None = None,
+    pieces: list[Columns] | None = None,
 ) -> tuple[Part | None, Counter[str], dict[str, Any]]:
     events, tables = read_coded(uri, rules.columns, IDS), [fetch(table) for table in joined]
     table, count, sums = build_actions(events, catalogue, pieces or [], rules, tables)
@@ -297,13 +297,13 @@ def _write_part(
     return (write_part(sequences_uri, table) if table.num_rows else None), count, told
 
 
-def of_training(sequences: pa.Table, names: list[str]) -> Seen:
+def of_training(sequences: pa.Table, names: list[str]) -> TrainingValues:
     """What training events say of own features."""
     lists = sequences["item_index"].combine_chunks()
     length, ends = pc.list_value_length(lists).to_numpy(), sequences["train_end"].to_numpy()
     place = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
     train = pa.array(place < np.repeat(ends, length))
-    return Seen.of({name: sequences[name].combine_chunks().flatten().filter(train) for name in names})
+    return TrainingValues.of({name: sequences[name].combine_chunks().flatten().filter(train) for name in names})
 
 
 def write_actions(
@@ -325,15 +325,22 @@ def write_actions(
     """
     windows, shared = ActionsWindows(rules.actions, rules.as_of), (sequences_uri, catalogue, rules, list(joined))
     if windows.keys:
-        results = counted(engine, parts, events, windows, (catalogue, engine.put(attributes)), _write_part, shared)
+        results = count_in_buckets(
+            engine, parts, events, windows, (catalogue, engine.put(attributes)), _write_part, shared
+        )
     else:
         results = engine.each(_write_part, [(uri,) for uri in parts], shared)
-    written, total, found = gathered(results, len(parts), progress)
+    written, total, found = gather_parts(results, len(parts), progress)
     sums = np.sum([of_part["sums"] for of_part in found], axis=0)  # in the order of the parts, always the same
     mean, square = sums / max(1, total["events_train"])
     std = np.sqrt((square - mean**2).clip(0))
     scale = np.stack([mean, np.where(std > 1e-6, std, 1.0)])
-    return written, total, scale, described((Seen.read(of_part["seen"]) for of_part in found), rules.own)
+    return (
+        written,
+        total,
+        scale,
+        describe_features((TrainingValues.read(of_part["seen"]) for of_part in found), rules.own),
+    )
 
 
 def attribute_codes(run: Run, names: list[str]) -> dict[str, np.ndarray]:
@@ -393,7 +400,7 @@ def make_actions(run: Run, events: Manifest, items: Manifest, split: dict[str, A
             "features": rules.actions.features,
             "viewers": viewers,
             **({"own": own} if rules.own else {}),
-            **({"as_of": described_as_of(as_of)} if as_of else {}),
+            **({"as_of": describe_as_of(as_of)} if as_of else {}),
             "feature_mean": scale[0].tolist(),
             "feature_std": scale[1].tolist(),
             "base_rates": {name: count[f"positives_{name}"] / count["events_train"] for name in rules.actions.tasks},

@@ -81,7 +81,7 @@ class FeedSettings(Settings):
         if not 0 <= self.shown_days < np.inf:
             raise ValueError(f"shown_days is {self.shown_days}; give days of 0 or more, such as 7")
 
-    def described(self) -> str:
+    def describe(self) -> str:
         return f", each shown for {self.shown_days:g} days" if self.shown_days else ""
 
 

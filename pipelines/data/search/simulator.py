@@ -86,7 +86,7 @@ class SearchSettings(Settings):
                 f"disliked_click is {self.disliked_click}; it must be above 0 and at most {LIKED_CLICK}, that of liked"
             )
 
-    def described(self) -> str:
+    def describe(self) -> str:
         said = f", {self.query_driven:.0%} query-driven" + (", taste by query" if self.taste == "query" else "")
         if self.disliked_click != SearchSettings.disliked_click:
             said += f", clicks on disliked makers {self.disliked_click:g}"

@@ -24,7 +24,7 @@ from pipelines.data.engine import KEY, Engine
 from pipelines.data.log import log_of
 from pipelines.data.ray_data_config import RayDataConfig
 from pipelines.data.schemas import events_schema
-from pipelines.data.survey import Gathering
+from pipelines.data.survey import Surveyor
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
 
@@ -144,11 +144,11 @@ def test_events_in_a_wrong_partition_or_lost_are_found(tmp_path: Path) -> None:
     for name in ("events", "rejects"):
         (tmp_path / name).mkdir()
     given = (source, str(tmp_path), ["log.csv"], str(tmp_path / "events"), str(tmp_path / "rejects"), 4, False)
-    made = events.ingest(*given, Engine(here=True), Gathering(None, False))
+    made = events.ingest(*given, Engine(here=True), Surveyor(None, False))
     assert (sum(part.rows for part in made.parts), made.users) == (count, count)
     for Broken.twice, words in ((False, "came out of the shuffle"), (True, r"gave partition \d twice")):
         with pytest.raises(RuntimeError, match=words):
-            events.ingest(*given, Broken(here=True), Gathering(None, False))
+            events.ingest(*given, Broken(here=True), Surveyor(None, False))
 
 
 BLOCKS, BLOCK_ROWS, STORE_MB = 5, 100_000, 80

@@ -11,7 +11,7 @@ import pytest
 from models.tables import UserError, read_manifest, read_table
 from pipelines.data import own_features
 from pipelines.data.audit.rules import audit
-from pipelines.data.own_features import Moments, Seen, described
+from pipelines.data.own_features import Moments, TrainingValues, describe_features
 from pipelines.data.search.config import SearchConfig
 from pipelines.data.search.groups import feature_groups
 from tests.own_features_log import SOURCE, make, rewrite
@@ -121,13 +121,17 @@ def test_moments_add_up_and_large_vocabularies_are_hashed(monkeypatch: pytest.Mo
     whole = Moments.of(pl.Series(values))
     parts = Moments.of(pl.Series(values[:2])) + Moments.of(pl.Series([None], dtype=pl.Float64))
     parts += Moments.of(pl.Series(values[3:]))
-    for key, value in whole.described("x").items():
-        assert parts.described("x")[key] == (pytest.approx(value) if isinstance(value, float) else value)
-    assert whole.described("x")["std"] == pytest.approx(pl.Series(values).std(ddof=0))
-    assert Moments.of(pl.Series([3.0, 3.0])).described("x") == {"name": "x", "mean": 3.0, "std": 1.0, "missing": False}
+    for key, value in whole.describe("x").items():
+        assert parts.describe("x")[key] == (pytest.approx(value) if isinstance(value, float) else value)
+    assert whole.describe("x")["std"] == pytest.approx(pl.Series(values).std(ddof=0))
+    assert Moments.of(pl.Series([3.0, 3.0])).describe("x") == {"name": "x", "mean": 3.0, "std": 1.0, "missing": False}
     monkeypatch.setattr(own_features, "MOST_VALUES", 2)
-    seen = [Seen.of({"cat_a": pl.Series(part).to_arrow()}) for part in (["x", "y"], ["y", "z"])]
-    assert described(seen[:1], ["cat_a"])["categories"][0] == {"name": "cat_a", "values": ["x", "y"], "buckets": 0}
-    assert described(seen, ["cat_a"])["categories"] == [
+    seen = [TrainingValues.of({"cat_a": pl.Series(part).to_arrow()}) for part in (["x", "y"], ["y", "z"])]
+    assert describe_features(seen[:1], ["cat_a"])["categories"][0] == {
+        "name": "cat_a",
+        "values": ["x", "y"],
+        "buckets": 0,
+    }
+    assert describe_features(seen, ["cat_a"])["categories"] == [
         {"name": "cat_a", "values": [], "buckets": own_features.BUCKETS}
     ]
