@@ -293,10 +293,9 @@ def ingest(
     users: pa.Table | None = None,
     keep_duplicates: bool = False,
 ) -> Ingested:
-    """Reads the raw files and writes the parts of events and rejects, uncommitted. `surveyor` gets what is seen of
-    the parts; `users` are the rows of `Log.read_users`. UserError for
-    a file that cannot be read, and for a column that no file has; RuntimeError unless each event that was read, and so
-    each user, is in exactly one part."""
+    """Reads the raw files and writes the parts of events and rejects, uncommitted. `surveyor` gets what is seen of the
+    parts; `users` are the rows of `Log.read_users`. UserError for a file that cannot be read, and for a column that no
+    file has; RuntimeError unless each event that was read, and so each user, is in exactly one part."""
     size = engine.settings.read_mb << 20
     every = [(file, piece) for file in files for piece in pieces(join(input_uri, file), source, size)]
     transit = transit_schema(source, log_order)

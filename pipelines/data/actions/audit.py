@@ -75,13 +75,9 @@ def check_ends(tables: Tables, users: pl.DataFrame, flat: pl.DataFrame, rule: Ru
     before = [(pl.col("timestamp_ms") < tables.info[cut]).sum() for cut in ("val_start_ms", "test_start_ms")]
     counted = flat.group_by("row").agg(train=before[0], val=before[1])
     both = users.select("row", "user_id", "train_end", "val_end").join(counted, on="row", how="left")
-    wrong = both.filter(
-        pl.col("train_end").ne_missing(pl.col("train")) | pl.col("val_end").ne_missing(pl.col("val"))
-    ).sort("row")
-    rule.broken_rows(
-        wrong,
-        "user {user_id}: train_end, val_end are {train_end}, {val_end}; before the cuts are {train}, {val} events",
-    )
+    differ = pl.any_horizontal(pl.col(f"{name}_end").ne_missing(pl.col(name)) for name in ("train", "val"))
+    said = "user {user_id}: train_end, val_end are {train_end}, {val_end}; before the cuts are {train}, {val} events"
+    rule.broken_rows(both.filter(differ).sort("row"), said)
 
 
 def task_of(task: dict[str, Any]) -> pl.Expr:
@@ -110,20 +106,15 @@ def expected_values(tables: Tables, flat: pl.DataFrame, made: dict[str, Any]) ->
     exposures and tasks of the user, the item or an attribute of that in each window, before the time `at` and a delay.
     """
     tasks, counts = made["tasks"], made["counts"]
-    of_labels = {
-        "tasks": {
-            name: flat.select(task_of(task).cast(pl.Float64)).to_series().to_numpy() for name, task in tasks.items()
-        },
-        "actions": {name: flat.select(action_of(each)).to_series().to_numpy() for name, each in made["inputs"].items()},
-    }
+    of_tasks = flat.select(task_of(task).cast(pl.Float64).alias(name) for name, task in tasks.items())
+    of_actions = flat.select(action_of(action).alias(name) for name, action in made["inputs"].items())
     by = {key: {"user": "user_id", "item": "item_id"}.get(key, f"cat_{key}") for key in counts["keys"]}
     of_items = tables.items.select("item_index", "item_id", *(name for name in by.values() if name.startswith("cat_")))
     labels = [task_of(tasks[name]).cast(pl.Int64).alias(f"task_{name}") for name in counts["counted_labels"]]
     log = tables.events.select("user_id", "item_id", "timestamp_ms", pl.lit(1, pl.Int64).alias("shown"), *labels)
     log = log.join(of_items, on="item_id", how="left")
-    points = flat.select("user_id", "item_index", "at").join(
-        of_items, on="item_index", how="left", maintain_order="left"
-    )
+    points = flat.select("user_id", "item_index", "at")
+    points = points.join(of_items, on="item_index", how="left", maintain_order="left")
     columns = ["shown", *(f"task_{name}" for name in counts["counted_labels"])]
     strength, found = counts["strength"], {}
     for key in counts["keys"]:
@@ -135,4 +126,5 @@ def expected_values(tables: Tables, flat: pl.DataFrame, made: dict[str, Any]) ->
                 taken = seen[f"task_{label}"].to_numpy()
                 found[f"{key}_{label}_{name}"] = np.log1p(taken)
                 found[f"{key}_{label}_rate_{name}"] = (taken + counts["prior"] * strength) / (shown + strength)
-    return {**of_labels, "features": found}
+    of_labels = {"tasks": of_tasks, "actions": of_actions}
+    return {name: {c.name: c.to_numpy() for c in frame} for name, frame in of_labels.items()} | {"features": found}

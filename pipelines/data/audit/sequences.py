@@ -20,8 +20,8 @@ def list_columns(users: pl.DataFrame) -> list[str]:
 
 def check_lengths(users: pl.DataFrame, rule: Rule) -> pl.DataFrame:
     """Reports users whose lists differ in length and returns the others, which can be laid out as rows."""
-    first, *others = (pl.col(name).list.len() for name in list_columns(users))
-    equal = pl.all_horizontal(length == first for length in others).fill_null(False)
+    lengths = [pl.col(name).list.len() for name in list_columns(users)]
+    equal = pl.all_horizontal(length == lengths[0] for length in lengths).fill_null(False)
     rule.broken_rows(users.filter(~equal), "user {user_id}: lists of unequal length")
     return users.filter(equal)
 
