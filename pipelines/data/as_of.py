@@ -18,7 +18,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from models.tables import Manifest, Part, UserError, commit, read_table, write_part
+from models.tables import Manifest, Part, UserError, read_table, write_part
 from pipelines.data.engine import Shared
 from pipelines.data.log import Section
 from pipelines.data.rows import Rejected, check_missing, common
@@ -77,7 +77,7 @@ def _make_table(run: Run, name: str, of: Section) -> Manifest:
             "reject_reasons": dict(sorted(rejected.reasons.items())),
             "repeated": repeated,
         }
-        made = commit(uri, table, of.schema, [part], config=settings, inputs=hashes, info=info)
+        made = run.commit(table, of.schema, [part], settings, hashes, info)
     run.say(f"{table}: {made.rows:,} rows; {repeated:,} others have the id and the time of a later one")
     return made
 

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.tables import Manifest, UserError, commit, join, part_uris, read_manifest, read_parquet, write_part
+from models.tables import Manifest, UserError, join, part_uris, read_manifest, read_parquet, write_part
 from pipelines.data.run import Run
 from pipelines.data.schemas import items_schema
 
@@ -72,10 +72,7 @@ def take_items(run: Run, events: Manifest, catalogue: str, split: dict[str, Any]
             "items_without_metadata": given.info["items_without_metadata"],
             "metadata_outside_catalogue": 0,
         }
-        timings = {"write_s": time.perf_counter() - begin}
-        items = commit(
-            run.table("items"), "items", schema, parts, config=settings, inputs=inputs, info=info, timings=timings
-        )
+        items = run.commit("items", schema, parts, settings, inputs, info, write_s=time.perf_counter() - begin)
     if items.hash != given.hash:
         raise UserError(
             f"the items of {catalogue} are not written as this version writes them, so that models trained there would "

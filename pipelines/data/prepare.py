@@ -143,11 +143,7 @@ def _make_events(run: Run) -> Manifest:
         check_matched(result.matched, "user", config.min_matched, run.say)
         read = time.perf_counter()
         run.surveyed = surveyor.survey()
-        timings = {
-            "read_shuffle_sort_write_s": read - begin,
-            "survey_s": time.perf_counter() - read,
-            "ray_data": run.engine.take_stats(),
-        }
+        survey_s = time.perf_counter() - read
         info = {
             **source.info,
             "stamps": stamps,
@@ -168,9 +164,9 @@ def _make_events(run: Run) -> Manifest:
         }
         told = {"rows": rejects, "stamps": stamps}
         commit(rejects_uri, "rejects", REJECTS, result.rejects, config=settings, inputs=inputs, info=told)
-        events = commit(
-            events_uri, "events", source.schema, result.parts, config=settings, inputs=inputs, info=info,
-            timings=timings,
+        events = run.commit(
+            "events", source.schema, result.parts, settings, inputs, info,
+            read_shuffle_sort_write_s=read - begin, survey_s=survey_s,
         )  # fmt: skip
     run.say(
         f"events: {number_of(events.rows, 'row')} of {number_of(run.surveyed.users, 'user')}, each in one part "
@@ -263,13 +259,9 @@ def _make_items(run: Run, events: Manifest, split: dict[str, Any]) -> Manifest:
             "stamps": stamps,
             **counts,
         }
-        timings = {
-            "core_s": counted - begin,
-            "write_s": time.perf_counter() - counted,
-            "ray_data": run.engine.take_stats(),
-        }
-        items = commit(
-            uri, "items", source.items_schema, parts, config=settings, inputs=inputs, info=info, timings=timings
+        write_s = time.perf_counter() - counted
+        items = run.commit(
+            "items", source.items_schema, parts, settings, inputs, info, core_s=counted - begin, write_s=write_s
         )
     new = f", {info['items_without_behaviours']:,} of them without behaviours" if described is not None else ""
     run.say(

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pyarrow as pa
 from pyarrow import fs
 
 from models.tables import (
@@ -17,6 +18,7 @@ from models.tables import (
     Part,
     UserError,
     clear,
+    commit,
     file_info,
     fingerprint,
     has_manifest,
@@ -167,6 +169,14 @@ class Run:
             "numbers": self.source.info["numbers"],
             "categories": self.source.info["categories"],
         }
+
+    def commit(
+        self, name: str, schema: pa.Schema, parts: list[Part], settings: dict[str, Any], inputs: dict[str, str],
+        info: dict[str, Any] | None = None, **timings: Any,
+    ) -> Manifest:  # fmt: skip
+        """Commits a table, with what was timed and what Ray Data says."""
+        timings["ray_data"] = self.engine.take_stats()
+        return commit(self.table(name), name, schema, parts, config=settings, inputs=inputs, info=info, timings=timings)
 
     @contextmanager
     def writing(self, *tables: str) -> Iterator[None]:

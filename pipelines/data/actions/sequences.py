@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.tables import Manifest, Part, UserError, commit, part_uris, read_table, write_part
+from models.tables import Manifest, Part, UserError, part_uris, read_table, write_part
 from models.words import number_of
 from pipelines.data.actions.config import ITEM, USER, ActionsConfig, check_actions
 from pipelines.data.actions.features import IDS, ActionsWindows, features, gather
@@ -415,10 +415,8 @@ def make_actions(run: Run, events: Manifest, items: Manifest, split: dict[str, A
             "events_without_context": {name: count[f"events_without_context_{name}"] for name in NAMES},
             "events_outside": count["outside"],
         }
-        timings = {"build_write_s": time.perf_counter() - begin, "ray_data": run.engine.take_stats()}
-        sequences = commit(
-            uri, "sequences", rules.output, written, config=settings, inputs=inputs, info=info, timings=timings
-        )
+        seconds = time.perf_counter() - begin
+        sequences = run.commit("sequences", rules.output, written, settings, inputs, info, build_write_s=seconds)
     run.say(
         f"sequences: {number_of(sequences.rows, 'user')}, {number_of(len(info['tasks']), 'task')}, "
         f"{number_of(len(info['actions']), 'action')} and {number_of(len(info['features']), 'feature')} in "

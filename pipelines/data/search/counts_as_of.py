@@ -22,7 +22,6 @@ from models.tables import (
     Manifest,
     Part,
     UserError,
-    commit,
     fingerprint,
     part_uris,
     read_manifest,
@@ -122,12 +121,9 @@ def make_counts(run: Run, events: Manifest, items: Manifest, moment: int) -> Non
             "behaviour": label,
             **count,
         }
-        timings = {"count_write_s": time.perf_counter() - begin, "ray_data": run.engine.take_stats()}
         written = [part for _, (part, *_) in found if part is not None]
-        commit(
-            uri, "counts", counts_schema(names.values()), written, config=settings, inputs=inputs, info=info,
-            timings=timings,
-        )  # fmt: skip
+        seconds = time.perf_counter() - begin
+        run.commit("counts", counts_schema(names.values()), written, settings, inputs, info, count_write_s=seconds)
     run.say(
         f"counts: {number_of(count['item'], 'item')}, {number_of(count['query'], 'query')} and "
         f"{number_of(count['pair'], 'pair')} as of {said} in "

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.tables import Manifest, Part, UserError, commit, part_uris, read_table, write_part
+from models.tables import Manifest, Part, UserError, part_uris, read_table, write_part
 from models.words import number_of
 from pipelines.data.as_of import (
     AsOfTable,
@@ -320,8 +320,7 @@ def make_queries(run: Run, events: Manifest) -> Manifest:
     begin, uri = time.perf_counter(), run.table("queries")
     with run.writing("queries"):
         parts, queries = write_queries(part_uris(run.table("events"), events), uri, run.engine)
-        timings = {"ray_data": run.engine.take_stats()}
-        manifest = commit(uri, "queries", QUERIES, parts, config={}, inputs=inputs, timings=timings)
+        manifest = run.commit("queries", QUERIES, parts, {}, inputs)
     run.say(f"queries: {len(queries):,} distinct in {time.perf_counter() - begin:.1f} s")
     return manifest
 
@@ -410,10 +409,8 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
             "max_request_spread_ms": count["max_spread_ms"],
             "queries_hash": queries.hash,
         }
-        timings = {"build_write_s": time.perf_counter() - begin, "ray_data": run.engine.take_stats()}
-        sequences = commit(
-            uri, "sequences", rules.output, parts, config=settings, inputs=inputs, info=info, timings=timings
-        )
+        seconds = time.perf_counter() - begin
+        sequences = run.commit("sequences", rules.output, parts, settings, inputs, info, build_write_s=seconds)
     one_class = sum(per_split["requests_one_class"].values())
     run.say(
         f"sequences: {sequences.rows:,} users, {sum(per_split['requests'].values()):,} requests with "

@@ -322,13 +322,8 @@ def embed_items(
     width = first = 0
     for block in blocks:
         width = block.shape[1]
-        for start in range(0, len(block), ROWS_PER_PART):
-            rows = block[start : start + ROWS_PER_PART]
-            lists = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), width)
-            index = pa.array(np.arange(first, first + len(rows), dtype=np.int32))
-            table = pa.Table.from_arrays([index, lists], schema=embeddings_schema(width))
-            parts.append(write_part(output_uri, table))
-            first += len(rows)
+        parts += write_vectors(output_uri, block, first=first)
+        first += len(block)
     distinct = len(set(texts))
     return commit(
         output_uri,
@@ -345,6 +340,21 @@ def embed_items(
         },
         timings={"embed_s": round(time.monotonic() - started, 2)},
     )
+
+
+def as_lists(vectors: np.ndarray) -> pa.Array:
+    """(rows, width) as a column of fixed-size lists."""
+    return pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(vectors).reshape(-1)), vectors.shape[1])
+
+
+def write_vectors(uri: str, vectors: np.ndarray, key: str = "item_index", first: int = 0) -> list[Part]:
+    """Parts of a table of embeddings (rows, width), whose `key` counts from `first`, uncommitted."""
+    schema, parts = embeddings_schema(vectors.shape[1], [key]), []
+    for start in range(0, len(vectors), ROWS_PER_PART):
+        rows = vectors[start : start + ROWS_PER_PART]
+        index = pa.array(np.arange(first + start, first + start + len(rows), dtype=np.int32))
+        parts.append(write_part(uri, pa.Table.from_arrays([index, as_lists(rows)], schema=schema)))
+    return parts
 
 
 def read_embeddings(uri: str) -> np.ndarray:

@@ -51,6 +51,7 @@ from pipelines.data.schemas import TOKENS, embeddings_schema
 from pipelines.data.sids.embed import (
     ROWS_PER_PART,
     EmbedConfig,
+    as_lists,
     encode_texts,
     encoder_version,
     finished,
@@ -58,6 +59,7 @@ from pipelines.data.sids.embed import (
     in_actors,
     item_texts,
     read_embeddings,
+    write_vectors,
 )
 from pipelines.data.survey import distinct
 
@@ -125,11 +127,6 @@ class PairEncoder:
         )
         first = int(item[0]) << 32 | int(query[0]) + 1
         return pa.table({"first": [first], "width": [columns[0].shape[1]], "part": [json.dumps(asdict(part))]})
-
-
-def as_lists(vectors: np.ndarray) -> pa.Array:
-    """(rows, width) as a column of fixed-size lists."""
-    return pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(vectors).reshape(-1)), vectors.shape[1])
 
 
 def _part_pairs(uri: str) -> np.ndarray:
@@ -206,13 +203,8 @@ class _Encoding:
 
     def commit_texts(self, name: str, texts: list[str], vectors: np.ndarray, begin: float) -> Manifest:
         """One row per text, in the order of the texts."""
-        uri = join(self.output, name)
-        schema = embeddings_schema(vectors.shape[1], ["item_index" if name == "items" else "query_index"])
-        parts = []
-        for start in range(0, len(vectors), ROWS_PER_PART):
-            rows = vectors[start : start + ROWS_PER_PART]
-            index = pa.array(np.arange(start, start + len(rows), dtype=np.int32))
-            parts.append(write_part(uri, pa.Table.from_arrays([index, as_lists(rows)], schema=schema)))
+        uri, key = join(self.output, name), "item_index" if name == "items" else "query_index"
+        parts, schema = write_vectors(uri, vectors, key), embeddings_schema(vectors.shape[1], [key])
         config, hashes = self.origin(self.inputs(name))
         unknown = int((~vectors.any(axis=1)).sum())
         info = {
