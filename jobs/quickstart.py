@@ -153,7 +153,7 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Place:
+class Folders:
     """Where a flow reads and writes."""
 
     dataset: str
@@ -170,23 +170,23 @@ class Place:
     """Folder of the runs."""
 
 
-def measure(config: Config, place: Place, steps: Steps, trained: Trained, epochs: int) -> None:
+def measure(config: Config, folders: Folders, steps: Steps, trained: Trained, epochs: int) -> None:
     """Trains a model, by at most `epochs` where it is trained by gradient, and evaluates it on test."""
     entry, name = registry.find(trained.model), trained.name or trained.model
     made = FLOWS[config.family].extra
-    where = ["--tables", place.tables, *([f"--{entry.extra.option}", place.extra] if entry.extra and made else [])]
-    options = [*trained.options, *(["--model.teacher", f"{place.runs}/{trained.teacher}"] if trained.teacher else [])]
+    where = ["--tables", folders.tables, *([f"--{entry.extra.option}", folders.extra] if entry.extra and made else [])]
+    options = [*trained.options, *(["--model.teacher", f"{folders.runs}/{trained.teacher}"] if trained.teacher else [])]
     if entry.gradient:
         most = -(-epochs // 2) if trained.teacher else epochs
         options += ["--fit.max_epochs", str(most), "--fit.seed", str(config.seed)]
     configs = [word for file in trained.configs for word in ("--config", str(CONFIGS / f"{file}.yaml"))]
-    train = [*configs, *where, "--storage", place.runs, "--name", name]
+    train = [*configs, *where, "--storage", folders.runs, "--name", name]
     steps.run(f"{'Distil' if trained.teacher else 'Train'} {name}", "train", *train, *options)
-    checkpoint = ["--checkpoint", f"{place.runs}/{name}"]
+    checkpoint = ["--checkpoint", f"{folders.runs}/{name}"]
     steps.run(f"Evaluate {name} on test", "evaluate", *checkpoint, *where, "--split", "test")
 
 
-def locate(config: Config) -> Place:
+def locate(config: Config) -> Folders:
     """Where everything is; UserError for a log that is not there, that no mapping file describes, or of another
     family."""
     if config.source and not config.data:
@@ -209,7 +209,7 @@ def locate(config: Config) -> Place:
     home = Path(config.output).absolute() / name
     raw = Path(config.data).absolute() if config.data else home / "raw"
     extra = home / FLOWS[config.family].extra
-    return Place(name, str(source), raw, str(home / "tables"), str(extra), str(home / "runs"))
+    return Folders(name, str(source), raw, str(home / "tables"), str(extra), str(home / "runs"))
 
 
 def published_sids(folder: Path) -> Path | None:
@@ -218,24 +218,24 @@ def published_sids(folder: Path) -> Path | None:
     return found[0] if found else None
 
 
-def make_extra(config: Config, place: Place, steps: Steps) -> None:
+def make_extra(config: Config, folders: Folders, steps: Steps) -> None:
     """Makes what models need beside the tables."""
-    encode, output = ["--tables", place.tables, "--encoder", config.encoder], ["--output", place.extra]
+    encode, output = ["--tables", folders.tables, "--encoder", config.encoder], ["--output", folders.extra]
     if FLOWS[config.family].extra == "text":
         steps.run("Texts to embeddings", "encode", *encode, *output)
-    elif read_manifest(join(place.tables, "items"), "items").info["texts"]:
+    elif read_manifest(join(folders.tables, "items"), "items").info["texts"]:
         size = [] if config.data else ["--rqkmeans.codebook_size", "32"]  # a simulated catalogue is small
         steps.run("Items to semantic IDs", "tokenize", *encode, "--tokenizer", "rqkmeans", *size, *output)
-    elif config.data and (published := published_sids(place.raw)):
+    elif config.data and (published := published_sids(folders.raw)):
         codes = ["--tokenizer", "published", "--published", str(published)]
-        steps.run("Published semantic IDs", "tokenize", "--tables", place.tables, *codes, *output)
+        steps.run("Published semantic IDs", "tokenize", "--tables", folders.tables, *codes, *output)
     else:
         raise UserError(f"{config.data} has neither item texts nor published semantic IDs; TIGER needs one of them")
 
 
 def run(config: Config) -> None:
     """Runs the flow."""
-    kind, place = KINDS[config.family], locate(config)
+    kind, folders = KINDS[config.family], locate(config)
     cli.preflight(output=config.output)
     flow = FLOWS[config.family]
     steps = Steps(count=3 + (not config.data) + bool(flow.extra) + 2 * len(flow.models))
@@ -244,19 +244,19 @@ def run(config: Config) -> None:
         events = str(config.events * flow.events)
         size = ["--users", str(config.users), "--items", str(config.items), "--events", events]
         chosen = [] if kind.simulated == simulate.Config.kind else ["--kind", kind.simulated]
-        log = [*chosen, "--output", str(place.raw), *size, "--seed", str(config.seed)]
+        log = [*chosen, "--output", str(folders.raw), *size, "--seed", str(config.seed)]
         steps.run("Simulate a raw log", "simulate", *log)
-    log = ["--source", place.source, "--input", str(place.raw), "--output", place.tables]
+    log = ["--source", folders.source, "--input", str(folders.raw), "--output", folders.tables]
     steps.run("Raw log to tables", "prepare", *log)
-    steps.run("Prove the tables free of leakage", "audit", "--tables", place.tables)
+    steps.run("Prove the tables free of leakage", "audit", "--tables", folders.tables)
     if flow.extra:
-        make_extra(config, place, steps)
+        make_extra(config, folders, steps)
     most = config.epochs or flow.epochs
     for trained in flow.models:
-        measure(config, place, steps, trained, most)
-    uri = resolve_uri(None, place.runs)  # where the trainings logged
-    page = Path(place.runs).parent / "compare.html"
-    experiment = f"{config.family}/{place.dataset}"
+        measure(config, folders, steps, trained, most)
+    uri = resolve_uri(None, folders.runs)  # where the trainings logged
+    page = Path(folders.runs).parent / "compare.html"
+    experiment = f"{config.family}/{folders.dataset}"
     steps.run("Compare", "compare", "--experiment", experiment, "--html", str(page), "--tracking_uri", uri)
     label = "" if config.data else "This is simulated data: the figures show that the flow works, nothing more."
     print(f"\nDone in {time.monotonic() - steps.started:.0f} s. {label}")
@@ -264,10 +264,10 @@ def run(config: Config) -> None:
         f"Each model trained for at most {number_of(most, 'epoch')}. One that learns slowly, such as TIGER, gains by "
         f"more: --epochs."
     )
-    print(f"  tables        {place.tables}")
+    print(f"  tables        {folders.tables}")
     if flow.extra:
-        print(f"  {flow.extra:<12}  {place.extra}")
-    print(f"  checkpoints   {place.runs}")
+        print(f"  {flow.extra:<12}  {folders.extra}")
+    print(f"  checkpoints   {folders.runs}")
     print(f"  look at it    {page.as_uri()}")
     serve = f"python3 -m http.server 8000 --bind localhost --directory {shlex.quote(str(page.parent))}"
     print(f"  over ssh      ssh -L 8000:localhost:8000 HOST {serve}, then http://localhost:8000/{page.name}")

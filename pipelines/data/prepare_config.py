@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from models.config import check_choices, check_least, check_shares
+from models.tables import UserError
 from pipelines.data.ray_data_config import RayDataConfig
 from pipelines.data.splits import SplitConfig, epoch_ms
 
@@ -59,3 +60,10 @@ class PrepareConfig:
         check_choices(self)
         if self.counts_as_of is not None:
             self.counts_as_of = epoch_ms(self.counts_as_of, "counts_as_of")
+
+
+def refuse(*wrong: tuple[Any, str]) -> None:
+    """UserError with the words of the first of these that is so."""
+    for is_so, said in wrong:
+        if is_so:
+            raise UserError(said)

@@ -31,7 +31,7 @@ from models.config import check_shares
 from models.tables import UserError
 from pipelines.data.durations import Windowed
 from pipelines.data.log import FORBID, NAME, Log, check_range
-from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.prepare_config import PrepareConfig, refuse
 
 USER, ITEM = "user", "item"
 
@@ -234,33 +234,25 @@ class ActionsConfig:
 
 def check_actions(source: Log, config: PrepareConfig) -> ActionsConfig:
     """The settings with what the log decides; UserError for settings that a log of actions cannot have."""
-    if not source.info["clock"]:
-        raise UserError(
-            "the log has only an order of events, but a log of actions needs clock times, for its counts and its cut; "
-            "give time.unit s, ms, us or iso"
-        )
-    if late := source.info.get("known"):
-        raise UserError(
-            f"label '{min(late)}' is known later than its event, but models of actions read the actions of every "
-            f"earlier event; leave out its 'time' or 'delay_minutes', or use kind search or retrieval"
-        )
-    if config.behaviour is not None:
-        raise UserError(
-            f"behaviour is '{config.behaviour}', but in a log of actions every impression is a behaviour; leave it out"
-        )
-    if config.core > 1:
-        raise UserError(
-            f"core is {config.core}, but the catalogue of a log of actions holds every item that was shown; use "
-            f"--core 0, and --core_window train to leave out items that the training window did not show"
-        )
-    if config.ties != "strict":
-        raise UserError(f"ties is {config.ties}; counts see strictly earlier events only: use --ties strict")
-    if config.split.resolve(source.info["clock"]) == "leave_last_out":
-        raise UserError("split.kind is leave_last_out, but a log of actions is cut in time; use --split.kind temporal")
+    clock, late = source.info["clock"], min(source.info.get("known", {}), default=None)
+    refuse(
+        (not clock, "the log has only an order of events, but a log of actions needs clock times, for its counts and "
+         "its cut; give time.unit s, ms, us or iso"),
+        (late, f"label '{late}' is known later than its event, but models of actions read the actions of every earlier "
+         "event; leave out its 'time' or 'delay_minutes', or use kind search or retrieval"),
+        (config.behaviour is not None, f"behaviour is '{config.behaviour}', but in a log of actions every impression "
+         "is a behaviour; leave it out"),
+        (config.core > 1, f"core is {config.core}, but the catalogue of a log of actions holds every item that was "
+         "shown; use --core 0, and --core_window train to leave out items that the training window did not show"),
+        (config.ties != "strict", f"ties is {config.ties}; counts see strictly earlier events only: use --ties strict"),
+        (clock and config.split.resolve(clock) == "leave_last_out", "split.kind is leave_last_out, but a log of "
+         "actions is cut in time; use --split.kind temporal"),
+    )  # fmt: skip
     try:
-        return config.own.resolve(source.info, source.items_columns[1])
+        resolved: ActionsConfig = config.own.resolve(source.info, source.items_columns[1])
     except ValueError as error:
         raise UserError(f"prepare.actions: {error}") from error
+    return resolved
 
 
 def check_names(key: str, names: Iterable[Any]) -> None:

@@ -10,10 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from models.config import check_least, check_shares
-from models.tables import UserError
 from pipelines.data.durations import Windowed
 from pipelines.data.log import Log
-from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.prepare_config import PrepareConfig, refuse
 
 
 @dataclass(frozen=True)
@@ -63,16 +62,11 @@ def bool_labels(source: Log, behaviour: str | None) -> list[str]:
 
 def check_search(source: Log, config: PrepareConfig) -> None:
     """UserError for settings that a search log cannot have."""
-    if config.behaviour is None:
-        known = ", ".join(bool_labels(source, None)) or "none"
-        raise UserError(
-            f"kind is search, which needs the bool label that makes a result a behaviour; set behaviour to one of: "
-            f"{known}"
-        )
-    if config.core > 1:
-        raise UserError(
-            f"core is {config.core}, but the catalogue of a search log holds every item that was shown; use --core 0, "
-            f"and --core_window train to leave out items that the training window did not show"
-        )
-    if config.ties != "strict":
-        raise UserError(f"ties is {config.ties}; a search sees strictly earlier behaviours only: use --ties strict")
+    refuse(
+        (config.behaviour is None, "kind is search, which needs the bool label that makes a result a behaviour; set "
+         f"behaviour to one of: {', '.join(bool_labels(source, None)) or 'none'}"),
+        (config.core > 1, f"core is {config.core}, but the catalogue of a search log holds every item that was shown; "
+         "use --core 0, and --core_window train to leave out items that the training window did not show"),
+        (config.ties != "strict", f"ties is {config.ties}; a search sees strictly earlier behaviours only: use --ties "
+         "strict"),
+    )  # fmt: skip
