@@ -45,6 +45,7 @@ def check_actions_tables(tables: Tables, rules: dict[str, Rule]) -> pl.DataFrame
     train, of_training = ends.filter(split="train"), (ends["split"] == "train").to_numpy()
     shared.check_training(info, train.select(shared.own_columns(info)), rules["features"])
     rates, features, rule = values["tasks"][of_training].mean(0), values["features"][of_training], rules["counts"]
+    rule.rows += len(rates) + 2 * len(info["features"])
     for name, rate in zip(info["tasks"], rates, strict=True):
         shared.check_said(f"base rate of {name}", info["base_rates"][name], rate, 1.0, rule)
     for column, name in enumerate(info["features"]):
