@@ -28,9 +28,7 @@ from typing import ClassVar, Literal
 import numpy as np
 import polars as pl
 import pyarrow as pa
-import torch
 
-from models.ranking_metrics import request_auc
 from pipelines.data.simulation import (
     MAKERS,
     NOUNS,
@@ -212,15 +210,21 @@ def best_gauc(world: World, log: Searches, latest: float = 1.0) -> dict[str, flo
         "intent": by_intent,
         "taste": by_taste,
     }
-    request = torch.arange(int(measured.sum())).repeat_interleave(RESULTS)
-    clicks = torch.from_numpy(log.click[measured].ravel())
-    found = {}
+    clicks, found = log.click[measured], {}
     for name, chance in chances.items():
         if "intent" in name and log.settings.query_driven < 1:
             continue
-        auc, both = request_auc(torch.from_numpy(chance[measured].ravel()), clicks, request)
-        found[name] = float(auc[both].mean())
+        found[name] = gauc(chance[measured], clicks)
     return found
+
+
+def gauc(chance: np.ndarray, click: np.ndarray) -> float:
+    """The mean AUC of the searches with results of both classes: the share of pairs of a clicked and another result
+    that are in order, ties half. chance, click (S, P)"""
+    pairs = click[:, :, None] & ~click[:, None, :]
+    right = (pairs * (1 + np.sign(chance[:, :, None] - chance[:, None, :])) / 2).sum((1, 2))
+    both = pairs.any((1, 2))
+    return float((right[both] / pairs.sum((1, 2))[both]).mean())
 
 
 def taste_from_clicks(world: World, log: Searches, of_intent: np.ndarray, share: float) -> np.ndarray:
