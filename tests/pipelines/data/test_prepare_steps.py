@@ -17,13 +17,13 @@ import pytest
 import yaml
 
 from models.tables import MANIFEST, UserError, join, read_manifest, read_table, writing
-from pipelines.data.audit.rules import audit
 from pipelines.data.log import Log, load_source, log_of
 from pipelines.data.prepare import prepare
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.rows import Block
 from pipelines.data.settings import read_config
 from pipelines.data.splits import SplitConfig
+from tests.audited import broken
 
 pytestmark = pytest.mark.usefixtures("ray_local")
 
@@ -98,7 +98,7 @@ def test_a_log_becomes_the_same_proved_tables_in_any_order_of_rows(tmp_path: Pat
     source, out = make_source(tmp_path), str(tmp_path / "out")
     config = PrepareConfig(core=3, core_window="train", partitions=4, split=SplitConfig("temporal", 0.2, 0.2))
     statistics = prepare(source, make_log(tmp_path / "raw", rows), out, config, say=lambda line: None)
-    assert {rule.name: rule.examples for rule in audit(out) if rule.violations} == {}
+    assert broken(out) == {}
 
     unique = plain.events(as_events(rows))
     events = read_table(join(out, "events"), "events")
@@ -468,4 +468,4 @@ def test_behaviours_of_one_time_stay_in_the_order_of_the_log(tmp_path: Path, key
     for row in table:
         assert [request["history_end"] for request in row["requests"]] == [*range(len(expected))]
         assert [names[request["candidates"][0]] for request in row["requests"]] == expected
-    assert not [rule.name for rule in audit(str(tmp_path / "tables")) if rule.violations]
+    assert broken(str(tmp_path / "tables")) == {}

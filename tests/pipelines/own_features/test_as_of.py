@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from models.search.data import SearchCatalogue
 from models.tables import UserError, read_manifest, read_table
 from pipelines.data.as_of import AsOfTable, attach
-from pipelines.data.audit.rules import audit
 from pipelines.data.log import log_of
-from tests.own_features_log import AS_OF, SOURCE, make, make_text, rewrite
+from tests.audited import broken, rewrite
+from tests.own_features_log import AS_OF, SOURCE, make, make_text
 
 WITH_PRICES = {**SOURCE, "as_of": AS_OF}
 
@@ -45,10 +45,6 @@ def test_the_latest_row_strictly_before_is_found(side: list[tuple[str, int]], as
 @pytest.fixture(scope="module")
 def priced(tmp_path_factory: pytest.TempPathFactory, raw: Path) -> str:
     return make(tmp_path_factory.mktemp("as_of"), raw, WITH_PRICES)
-
-
-def broken(tables: str) -> dict[str, list[str]]:
-    return {rule.name: rule.examples for rule in audit(tables) if rule.violations}
 
 
 def test_requests_and_behaviours_have_the_price_that_was_known(priced: str) -> None:

@@ -20,11 +20,11 @@ from models.setup import set_up
 from models.tables import UserError, join, read_manifest, read_table
 from pipelines import tracking
 from pipelines.data import own_features
-from pipelines.data.audit.rules import audit
 from pipelines.evaluation.importance import importance
 from pipelines.serving import package
 from pipelines.serving.registered_model import register
-from tests.own_features_log import FEED, FEED_PREPARE, make, rewrite, write_feed, write_log
+from tests.audited import broken, rewrite
+from tests.own_features_log import FEED, FEED_PREPARE, make, write_feed, write_log
 
 MVP = {
     "name": "attn_mvp", "width": 16, "num_layers": 1, "num_heads": 2, "ffn": 24, "expert_width": 8, "tower_width": 6,
@@ -44,10 +44,6 @@ def feed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory: pytest.TempPathFactory, feed: Path) -> str:
     return make(tmp_path_factory.mktemp("own"), feed, FEED, of_kind=FEED_PREPARE)
-
-
-def broken(tables: str) -> dict[str, list[str]]:
-    return {rule.name: rule.examples for rule in audit(tables) if rule.violations}
 
 
 def test_events_have_what_was_known_when_they_are_scored(tables: str) -> None:

@@ -10,15 +10,11 @@ import pytest
 
 from models.tables import UserError, read_manifest, read_table
 from pipelines.data import own_features
-from pipelines.data.audit.rules import audit
 from pipelines.data.own_features import Moments, TrainingValues, describe_features
 from pipelines.data.search.config import SearchConfig
 from pipelines.data.search.groups import feature_groups
-from tests.own_features_log import SOURCE, make, rewrite
-
-
-def broken(tables: str) -> dict[str, list[str]]:
-    return {rule.name: rule.examples for rule in audit(tables) if rule.violations}
+from tests.audited import broken, rewrite
+from tests.own_features_log import SOURCE, make
 
 
 def test_candidates_have_what_the_log_says_and_the_manifest_what_training_says(tables: str) -> None:
