@@ -7,7 +7,7 @@ made from the same input and settings. Training runs in one Ray task, on a GPU w
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -24,7 +24,7 @@ from models.retrieval.tokenizers.conflict import LIMIT, with_conflict_levels
 from models.retrieval.tokenizers.measures import branching, collisions, level_measures
 from models.retrieval.tokenizers.psid import PsidConfig, assign
 from models.retrieval.tokenizers.published import codes_of, read_published
-from models.retrieval.tokenizers.residual import Progress, Quantized, paced, quantization_error
+from models.retrieval.tokenizers.residual import Progress, paced, quantization_error
 from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
 from models.retrieval.tokenizers.rqvae import RqvaeConfig
 from models.tables import (
@@ -122,9 +122,10 @@ def train_items(sequences_uri: str) -> np.ndarray:
 
 def _train_task(
     embeddings: np.ndarray, config: TokenizerConfig, chosen: np.ndarray | None, threads: int
-) -> tuple[dict[str, Any], np.ndarray]:
-    """How good the codes are, with the `sizes` of the codebooks, and the codes (N, C), before any conflict code; the
-    codebooks are fitted on the `chosen` items where given. Prints how far it is.
+) -> Iterator[Progress | tuple[dict[str, Any], np.ndarray]]:
+    """How far it is, the same each time, as Ray wants it of a stream that it may start anew; then how good the codes
+    are, with the `sizes` of the codebooks, and the codes (N, C), before any conflict code. The codebooks are fitted on
+    the `chosen` items where given.
 
     The worker may be one that another task used before, with other threads or another library for products
     (`models/matmul.py`); sums in another order would end in other codes."""
@@ -134,13 +135,14 @@ def _train_task(
     try:
         vectors = torch.tensor(embeddings, device="cuda" if torch.cuda.is_available() else "cpu")
         if config.quantizer == "rqvae":
-            quantized = _printed("rqvae", rqvae.fit(vectors, config.rqvae))
+            quantized = yield from rqvae.fit(vectors, config.rqvae)
         else:
             items = None if chosen is None else torch.tensor(chosen)
-            quantized = _printed("rqkmeans", rqkmeans.fit(vectors, config.rqkmeans, items))
+            quantized = yield from rqkmeans.fit(vectors, config.rqkmeans, items)
         codes = quantized.codes.numpy()
         if config.tokenizer == "psid":
-            print(f"{config.psid.method} for {collisions(codes)['duplicates']} items whose codes are taken", flush=True)
+            taken = collisions(codes)["duplicates"]
+            yield Progress(1, 1, f"{config.psid.method} for {taken} items whose codes are taken")
             codes = assign(quantized, config.psid)
     finally:
         torch.set_float32_matmul_precision(before)
@@ -153,18 +155,17 @@ def _train_task(
         greedy = quantized.codes.numpy()
         measures["collision_rate_before"] = collisions(greedy)["collision_rate"]
         measures["relaxed_items"] = int((greedy != codes).any(1).sum())
-    return measures, codes
+    yield measures, codes
 
 
-def _printed(name: str, training: Generator[Progress, None, Quantized]) -> Quantized:
-    """What a training gives in the end; what it says on the way is printed."""
-    told = paced(training)
-    while True:
-        try:
-            progress = next(told)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
-        print(f"{name} {progress.step}/{progress.steps}: {progress.message}", flush=True)
+def _received(references: Iterator[Any]) -> Generator[Progress, None, tuple[dict[str, Any], np.ndarray]]:
+    """The stream of `_train_task` as it comes; its result in the end."""
+    for reference in references:
+        found: Progress | tuple[dict[str, Any], np.ndarray] = ray.get(reference)
+        if isinstance(found, tuple):
+            return found
+        yield found
+    raise RuntimeError("the training task ended without a result")
 
 
 TRIES = 3
@@ -172,14 +173,21 @@ TRIES = 3
 
 
 def train_codes(
-    embeddings: np.ndarray, config: TokenizerConfig, chosen: np.ndarray | None = None
+    embeddings: np.ndarray, config: TokenizerConfig, say: Say = print, chosen: np.ndarray | None = None
 ) -> tuple[dict[str, Any], np.ndarray]:
-    """`_train_task` by Ray, on a GPU where there is one."""
+    """What `_train_task` gives, by Ray, on a GPU where there is one."""
     gpu = ray.cluster_resources().get("GPU", 0) >= 1
     cpus = min(4, max(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]))
-    task = ray.remote(num_cpus=cpus, num_gpus=1 if gpu else 0, max_retries=TRIES - 1)(_train_task)
-    found: tuple[dict[str, Any], np.ndarray] = ray.get(task.remote(embeddings, config, chosen, max(1, int(cpus))))
-    return found
+    task: Any = ray.remote(
+        num_cpus=cpus, num_gpus=1 if gpu else 0, num_returns="streaming", max_retries=TRIES - 1
+    )(_train_task)  # fmt: skip
+    told = paced(_received(task.remote(embeddings, config, chosen, max(1, int(cpus)))))
+    while True:
+        try:
+            progress = next(told)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        say(f"{config.quantizer} {progress.step}/{progress.steps}: {progress.message}")
 
 
 @dataclass(frozen=True)
@@ -215,7 +223,7 @@ def _published_codes(items: pa.Table, sids: dict[str, list[int]], uri: str, say:
 
 
 def _trained_codes(embeddings_uri: str, config: TokenizerConfig, say: Say, chosen: np.ndarray | None) -> _Codes:
-    measures, codes = train_codes(read_embeddings(embeddings_uri), config, chosen)
+    measures, codes = train_codes(read_embeddings(embeddings_uri), config, say, chosen)
     sizes = measures.pop("sizes")
     unique = config.tokenizer == "psid"
     if config.tokenizer == "rqvae" and config.rqvae.sinkhorn:  # those of equal codes were spread

@@ -46,7 +46,8 @@ def killing(times: int) -> Iterator[set[int]]:
 
 def test_what_the_worker_did_before_does_not_matter() -> None:
     def trained() -> np.ndarray:
-        return tokenize._train_task(EMBEDDINGS, RQVAE, None, 2)[1]
+        *_, (_, codes) = tokenize._train_task(EMBEDDINGS, RQVAE, None, 2)
+        return codes
 
     before = torch.get_float32_matmul_precision()
     expected = trained()
@@ -59,11 +60,13 @@ def test_what_the_worker_did_before_does_not_matter() -> None:
 
 
 def test_a_lost_training_of_codes_starts_anew(ray_local: None) -> None:
-    _, expected = train_codes(EMBEDDINGS, RQVAE)
+    lines, again = list[str](), list[str]()
+    _, expected = train_codes(EMBEDDINGS, RQVAE, lines.append)
     with killing(1) as killed:
-        _, codes = train_codes(EMBEDDINGS, RQVAE)
+        _, codes = train_codes(EMBEDDINGS, RQVAE, again.append)
     assert len(killed) == 1
     assert np.array_equal(codes, expected)
+    assert again == lines
     with killing(tokenize.TRIES), pytest.raises(ray.exceptions.RayError) as lost:
-        train_codes(EMBEDDINGS, RQVAE)
+        train_codes(EMBEDDINGS, RQVAE, str)
     assert str(faults.explain(lost.value)).startswith("a process of Ray was lost")
