@@ -219,7 +219,7 @@ def test_a_fresh_log_has_the_catalogue_of_the_training(tmp_path: Path, capsys: p
     with pytest.raises(UserError, match=r"no user has 5 behaviours on the catalogue of .*; use --core 0"):
         prepare.run(replace(config, core=5, output=str(tmp_path / "other")))
     with pytest.raises(UserError, match=r"80.0% of the behaviours are on items .* it does not have '0999999999'"):
-        prepare.run(replace(config, min_matched=0.9, output=str(tmp_path / "other")))
+        prepare.run(replace(config, min_matched=0.9, output=str(tmp_path / "strict")))
     for file in fresh.glob("transactions*.csv"):
         file.write_text(re.sub(r",0(\d{9}),", r",x\1,", file.read_text()))
     with pytest.raises(UserError, match=r"0.0% of the behaviours .* does not have 'x[^;]*; write the ids of both"):
