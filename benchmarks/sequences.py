@@ -27,11 +27,12 @@ from typing import Any
 import polars as pl
 
 from benchmarks.harness import Row, measured, row
-from pipelines.data.kinds.retrieval.simulator import simulate_retrieval
 from pipelines.data.log import log_of
 from pipelines.data.prepare import prepare
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.ray_data_config import WORKERS
+from pipelines.data.retrieval.simulator import simulate_retrieval
+from pipelines.data.simulation import Settings
 from pipelines.data.splits import SplitConfig
 
 EVENTS_PER_USER, EVENTS_PER_ITEM = 20, 400
@@ -101,7 +102,7 @@ def sequences(sizes: Sequence[int] = SIZES, runs: int = 5, store_mb: int | None 
         for events in sizes:
             log = f"{folder}/log-{events}"
             users, items = max(1, events // EVENTS_PER_USER), max(8, events // EVENTS_PER_ITEM)
-            simulate_retrieval(log, users, items, events, seed=42)
+            simulate_retrieval(log, Settings(users, items, events))
             params = {"events": events, "users": users, "items": items, "cpus": os.cpu_count(), "store_mb": store_mb}
             results: dict[str, list[Row]] = {variant: [] for variant in VARIANTS}
             for _ in range(runs):

@@ -16,9 +16,8 @@ from models.places import reach
 from models.tables import join, read_manifest
 from models.text_encoder import check_encoder
 from models.uri import check_writable
-from pipelines.data.kinds.table import KINDS
-from pipelines.data.sids.text_config import TextConfig
-from pipelines.data.sids.texts import check_texts, encode_log
+from pipelines.data.kinds import KINDS
+from pipelines.data.sids.texts import TextConfig, check_texts, encode_log
 
 
 @dataclass
@@ -54,9 +53,9 @@ def run(config: Config) -> None:
     made = encode_log(config.tables, config.output, config.encoder, config.embed, config.overwrite, say)
     counts = ", ".join(f"{made[name].rows:,} {name}" for name in ("items", "queries", "pairs") if name in made)
     print(f"{counts}, width {made['items'].info['width']}, in {time.monotonic() - started:.0f} s: {config.output}")
-    model = KINDS[read_manifest(join(config.tables, "sequences"), "sequences").info["kind"]].flow.models[-1]
-    train = {"config": f"jobs/configs/{model.configs[0]}.yaml", "tables": config.tables, "text": config.output}
-    print(f"next: {cli.line('jobs.train', **train, storage='runs', name=model.model)}")
+    model = KINDS[read_manifest(join(config.tables, "sequences"), "sequences").info["kind"]].model
+    train = {"config": f"jobs/configs/{model}.yaml", "tables": config.tables, "text": config.output}
+    print(f"next: {cli.line('jobs.train', **train, storage='runs', name=model)}")
 
 
 if __name__ == "__main__":

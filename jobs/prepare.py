@@ -26,7 +26,7 @@ from models.places import reach
 from models.tables import UserError, open_uri
 from models.uri import write_file
 from models.words import number_of
-from pipelines.data.kinds.table import KINDS
+from pipelines.data.kinds import KINDS
 from pipelines.data.log import load_source
 from pipelines.data.prepare import prepare
 from pipelines.data.prepare_config import PrepareConfig

@@ -23,22 +23,88 @@ from jobs import cli, simulate
 from models import registry
 from models.config import check_positive
 from models.places import reach
-from models.tables import UserError
+from models.tables import UserError, join, read_manifest
 from models.text_encoder import check_encoder
 from models.words import number_of
-from pipelines.data.kinds.base import Trained
-from pipelines.data.kinds.table import KINDS
+from pipelines.data.kinds import KINDS
 from pipelines.data.log import load_source
 from pipelines.tracking import resolve_uri
 
 CONFIGS = Path(__file__).parent / "configs"
 
 
+@dataclass(frozen=True)
+class Trained:
+    """A model that is trained and evaluated."""
+
+    model: str
+    """Its name in the registry."""
+    configs: tuple[str, ...]
+    """Files under `jobs/configs`, without their ending; later ones win."""
+    options: tuple[str, ...] = ()
+    """Options of jobs.train that win over the files."""
+    name: str = ""
+    """Name of the run; by default the model's."""
+    teacher: str = ""
+    """The run of this flow that it learns from, in half as many epochs as others."""
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What is done with audited tables of a kind."""
+
+    models: tuple[Trained, ...]
+    """In the order of training; a teacher comes before its student."""
+    epochs: int
+    """Most epochs of each model."""
+    extra: str = ""
+    """What models need beside the tables, and the option for it: `sids`, `text` or nothing."""
+    events: int = 1
+    """Events of the simulated log per event that is asked for."""
+
+
+SMALL = ("--model.num_layers", "2", "--fit.batch_size", "16", "--fit.lr", "0.002", "--fit.patience", "0")
+NO_ACTIONS = (*SMALL, "--model.action_weight", "0")
+FLOWS = {
+    "retrieval": Flow(
+        (
+            Trained("popularity", ("popularity",)),
+            Trained("sasrec", ("sasrec",)),
+            Trained("tiger", ("tiger_small",)),
+            Trained("sid_mlp", ("sid_mlp_small",), teacher="tiger"),
+        ),
+        epochs=20,
+        extra="sids",
+    ),
+    "search": Flow(
+        (
+            Trained("base", ("search/base",)),
+            Trained("hstu", ("qgs", "search/hstu", "search/small")),
+            Trained("hllm", ("qgs", "search/hllm", "search/small")),
+            Trained("qgs", ("qgs", "search/small")),
+        ),
+        epochs=4,
+        extra="text",
+    ),
+    "actions": Flow(
+        (
+            Trained("interleaved", ("attn_mvp", "actions/interleaved"), SMALL),
+            Trained("attn_lfa", ("attn_mvp", "actions/attn_lfa"), SMALL),
+            Trained("attn_mvp", ("attn_mvp",), SMALL),
+            Trained("attn_mvp", ("attn_mvp", "actions/attn_mvp_no_lfa"), NO_ACTIONS, name="without_actions"),
+        ),
+        epochs=10,
+        events=2,
+    ),
+}
+"""By kind of request."""
+
+
 @dataclass
 class Config:
     """Options."""
 
-    family: Literal[tuple(KINDS)] = "retrieval"  # type: ignore[valid-type]
+    family: Literal[tuple(FLOWS)] = "retrieval"  # type: ignore[valid-type]
     """Which models: `retrieval` finds the next item in a catalogue, `search` ranks what a search shows, `actions`
     predicts what a user will do with an item."""
     data: str | None = None
@@ -84,7 +150,7 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Place:
+class Folders:
     """Where a flow reads and writes."""
 
     dataset: str
@@ -101,31 +167,31 @@ class Place:
     """Folder of the runs."""
 
 
-def measure(config: Config, place: Place, steps: Steps, trained: Trained, epochs: int) -> None:
+def measure(config: Config, folders: Folders, steps: Steps, trained: Trained, epochs: int) -> None:
     """Trains a model, by at most `epochs` where it is trained by gradient, and evaluates it on test."""
     entry, name = registry.find(trained.model), trained.name or trained.model
-    made = KINDS[config.family].flow.extra
-    where = ["--tables", place.tables]
-    where += [word for option in entry.reads if made for word in (f"--{option}", place.extra)]
-    options = [*trained.options, *(["--model.teacher", f"{place.runs}/{trained.teacher}"] if trained.teacher else [])]
+    made = FLOWS[config.family].extra
+    where = ["--tables", folders.tables]
+    where += [word for option in entry.reads if made for word in (f"--{option}", folders.extra)]
+    options = [*trained.options, *(["--model.teacher", f"{folders.runs}/{trained.teacher}"] if trained.teacher else [])]
     if entry.gradient:
         most = -(-epochs // 2) if trained.teacher else epochs
         options += ["--fit.max_epochs", str(most), "--fit.seed", str(config.seed)]
     configs = [word for file in trained.configs for word in ("--config", str(CONFIGS / f"{file}.yaml"))]
-    train = [*configs, *where, "--storage", place.runs, "--name", name]
+    train = [*configs, *where, "--storage", folders.runs, "--name", name]
     steps.run(f"{'Distil' if trained.teacher else 'Train'} {name}", "train", *train, *options)
-    checkpoint = ["--checkpoint", f"{place.runs}/{name}"]
+    checkpoint = ["--checkpoint", f"{folders.runs}/{name}"]
     steps.run(f"Evaluate {name} on test", "evaluate", *checkpoint, *where, "--split", "test")
 
 
-def locate(config: Config) -> Place:
+def locate(config: Config) -> Folders:
     """Where everything is; UserError for a log that is not there, that no mapping file describes, or of another
     family."""
     if config.source and not config.data:
         raise UserError(f"--source is {config.source}, which describes a real log; give its folder with --data")
     reach(data=config.data)
     kind = KINDS[config.family]
-    name = Path(config.data).resolve().name if config.data else kind.simulator.source
+    name = Path(config.data).resolve().name if config.data else kind.source
     named = [CONFIGS / "sources" / f"{stem}.yaml" for stem in (f"{name}_{config.family}", name)]
     source = Path(config.source) if config.source else next((file for file in named if file.is_file()), named[-1])
     if not source.is_file():
@@ -140,35 +206,55 @@ def locate(config: Config) -> Place:
         raise UserError(f"--output is {config.output}, and the quickstart keeps its files in a local folder; name one")
     home = Path(config.output).absolute() / name
     raw = Path(config.data).absolute() if config.data else home / "raw"
-    extra = home / kind.flow.extra.folder if kind.flow.extra else home
-    return Place(name, str(source), raw, str(home / "tables"), str(extra), str(home / "runs"))
+    extra = home / FLOWS[config.family].extra
+    return Folders(name, str(source), raw, str(home / "tables"), str(extra), str(home / "runs"))
+
+
+def published_sids(folder: Path) -> Path | None:
+    """The file of published semantic IDs in a raw folder, if it has one."""
+    found = sorted([*folder.glob("*index*.json*"), *folder.glob("published_sids.csv*")])
+    return found[0] if found else None
+
+
+def make_extra(config: Config, folders: Folders, steps: Steps) -> None:
+    """Makes what models need beside the tables."""
+    encode, output = ["--tables", folders.tables, "--encoder", config.encoder], ["--output", folders.extra]
+    if FLOWS[config.family].extra == "text":
+        steps.run("Texts to embeddings", "encode", *encode, *output)
+    elif read_manifest(join(folders.tables, "items"), "items").info["texts"]:
+        size = [] if config.data else ["--rqkmeans.codebook_size", "32"]  # a simulated catalogue is small
+        steps.run("Items to semantic IDs", "tokenize", *encode, "--tokenizer", "rqkmeans", *size, *output)
+    elif config.data and (published := published_sids(folders.raw)):
+        codes = ["--tokenizer", "published", "--published", str(published)]
+        steps.run("Published semantic IDs", "tokenize", "--tables", folders.tables, *codes, *output)
+    else:
+        raise UserError(f"{config.data} has neither item texts nor published semantic IDs; TIGER needs one of them")
 
 
 def run(config: Config) -> None:
     """Runs the flow."""
-    kind, place = KINDS[config.family], locate(config)
+    kind, folders = KINDS[config.family], locate(config)
     cli.preflight(output=config.output)
-    flow, extra = kind.flow, kind.flow.extra
-    steps = Steps(count=3 + (not config.data) + bool(extra) + 2 * len(flow.models))
+    flow = FLOWS[config.family]
+    steps = Steps(count=3 + (not config.data) + bool(flow.extra) + 2 * len(flow.models))
     cli.start_ray()
     if not config.data:
         events = str(config.events * flow.events)
         size = ["--users", str(config.users), "--items", str(config.items), "--events", events]
-        chosen = [] if kind.simulator.name == simulate.Config.kind else ["--kind", kind.simulator.name]
-        log = [*chosen, "--output", str(place.raw), *size, "--seed", str(config.seed)]
+        chosen = [] if kind.simulated == simulate.Config.kind else ["--kind", kind.simulated]
+        log = [*chosen, "--output", str(folders.raw), *size, "--seed", str(config.seed)]
         steps.run("Simulate a raw log", "simulate", *log)
-    log = ["--source", place.source, "--input", str(place.raw), "--output", place.tables]
+    log = ["--source", folders.source, "--input", str(folders.raw), "--output", folders.tables]
     steps.run("Raw log to tables", "prepare", *log)
-    steps.run("Prove the tables free of leakage", "audit", "--tables", place.tables)
-    if extra:
-        options = extra.options(place.tables, config.encoder, config.data)
-        steps.run(extra.title, extra.job, "--tables", place.tables, *options, "--output", place.extra)
+    steps.run("Prove the tables free of leakage", "audit", "--tables", folders.tables)
+    if flow.extra:
+        make_extra(config, folders, steps)
     most = config.epochs or flow.epochs
     for trained in flow.models:
-        measure(config, place, steps, trained, most)
-    uri = resolve_uri(None, place.runs)  # where the trainings logged
-    page = Path(place.runs).parent / "compare.html"
-    experiment = f"{config.family}/{place.dataset}"
+        measure(config, folders, steps, trained, most)
+    uri = resolve_uri(None, folders.runs)  # where the trainings logged
+    page = Path(folders.runs).parent / "compare.html"
+    experiment = f"{config.family}/{folders.dataset}"
     steps.run("Compare", "compare", "--experiment", experiment, "--html", str(page), "--tracking_uri", uri)
     label = "" if config.data else "This is simulated data: the figures show that the flow works, nothing more."
     print(f"\nDone in {time.monotonic() - steps.started:.0f} s. {label}")
@@ -176,10 +262,10 @@ def run(config: Config) -> None:
         f"Each model trained for at most {number_of(most, 'epoch')}. One that learns slowly, such as TIGER, gains by "
         f"more: --epochs."
     )
-    print(f"  tables        {place.tables}")
-    if extra:
-        print(f"  {extra.label:<12}  {place.extra}")
-    print(f"  checkpoints   {place.runs}")
+    print(f"  tables        {folders.tables}")
+    if flow.extra:
+        print(f"  {flow.extra:<12}  {folders.extra}")
+    print(f"  checkpoints   {folders.runs}")
     print(f"  look at it    {page.as_uri()}")
     serve = f"python3 -m http.server 8000 --bind localhost --directory {shlex.quote(str(page.parent))}"
     print(f"  over ssh      ssh -L 8000:localhost:8000 HOST {serve}, then http://localhost:8000/{page.name}")

@@ -11,18 +11,18 @@ The same settings give the same log. Read it with `jobs/configs/sources/simulate
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
 from jobs import cli
 from models.words import number_of
-from pipelines.data.kinds.base import Simulator
-from pipelines.data.kinds.simulation import Settings, is_simulated
-from pipelines.data.kinds.table import KINDS
+from pipelines.data.kind import Kind
+from pipelines.data.kinds import KINDS
+from pipelines.data.simulation import Settings, is_simulated
 
 SOURCES = Path(__file__).parent / "configs" / "sources"
-SIMULATORS: dict[str, Simulator] = {kind.simulator.name: kind.simulator for kind in KINDS.values()}
+SIMULATED: dict[str, Kind] = {kind.simulated: kind for kind in KINDS.values()}
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Config:
 
     output: str
     """Folder for the log: new, empty, or with an earlier simulated log, which is replaced."""
-    kind: Literal[tuple(SIMULATORS)] = "retrieval"  # type: ignore[valid-type]
+    kind: Literal[tuple(SIMULATED)] = "retrieval"  # type: ignore[valid-type]
     """`retrieval`: one item per event. `search`: searches with a query, ten results, clicks, purchases and dwell.
     `feed`: impressions with likes, comments, shares, follows, hides and dwell of dog and cat users."""
     users: int = 1500
@@ -52,47 +52,40 @@ class Config:
     """Feed: days that each item is shown for, so that later ones are new; 0: as long as the log is."""
 
     def __post_init__(self) -> None:
-        own = {name: other for other in SIMULATORS.values() for name in _options(other)}
-        for name, other in own.items():
-            value = getattr(self, name)
-            if name not in _options(self.simulator) and value != getattr(Config, name):
-                raise ValueError(f"{name} is {value}, which is of a {other.name} log; add --kind {other.name}")
+        mine = _options(self.kind)
+        for kind in SIMULATED:
+            for name in _options(kind):
+                value = getattr(self, name)
+                if name not in mine and value != getattr(Config, name):
+                    raise ValueError(f"{name} is {value}, which is of a {kind} log; add --kind {kind}")
         self.settings()
 
-    @property
-    def simulator(self) -> Simulator:
-        """That of this kind."""
-        return SIMULATORS[self.kind]
-
     def settings(self) -> Settings:
-        """Settings of the simulator of this kind."""
-        return self.simulator.settings(**{name: getattr(self, name) for name in _options(self.simulator)})
+        """Settings of the simulated log."""
+        return SIMULATED[self.kind].settings(**{name: getattr(self, name) for name in _options(self.kind)})
 
 
-def _options(simulator: Simulator) -> list[str]:
-    """Names of its settings."""
-    return [field.name for field in fields(simulator.settings)]
+def _options(kind: str) -> list[str]:
+    """Names of the settings of a simulated log."""
+    return [field.name for field in fields(SIMULATED[kind].settings)]
 
 
 def run(config: Config) -> None:
     """Writes the log, unless the folder holds it already."""
-    simulator, settings = config.simulator, config.settings()
+    kind, settings = SIMULATED[config.kind], config.settings()
     size = (
-        f"{config.events:,} {simulator.unit} of {number_of(config.users, 'user')} on {number_of(config.items, 'item')}"
+        f"{config.events:,} {settings.unit} of {number_of(config.users, 'user')} on {number_of(config.items, 'item')}, "
+        f"seed {config.seed}{settings.describe()}"
     )
-    size += f", seed {config.seed}" + simulator.described(settings)
     if is_simulated(config.output, settings, config.kind):
         print(f"{config.output} is up to date: {size}")
     else:
         started = time.monotonic()
-        causes = simulator.simulate(config.output, **asdict(settings))
-        reachable = simulator.reachable(causes)
+        lines = list(kind.simulate(config.output, settings))
         print(f"simulated {size}, in {time.monotonic() - started:.1f} s\n  {config.output}")
-        for line in reachable:
+        for line in lines:
             print(line)
-    if simulator.always:
-        print(simulator.always)
-    source = SOURCES / f"{simulator.source}.yaml"
+    source = SOURCES / f"{kind.source}.yaml"
     print(f"next: {cli.line('jobs.prepare', source=str(source), input=config.output, output='TABLES')}")
 
 

@@ -3,8 +3,6 @@ a table of the items' prices with its own time."""
 
 from __future__ import annotations
 
-import copy
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import numpy as np
 import polars as pl
 import yaml
 
-from models.tables import commit, read_manifest, read_table, write_part
+from models.tables import read_manifest, read_table
 from pipelines.data.log import load_source
 from pipelines.data.prepare import prepare
 from pipelines.data.settings import read_config
@@ -165,16 +163,3 @@ def make_text(folder: Path, tables: str) -> str:
     vectors = (rng.standard_normal((count[name], WIDTH)) for name in ("items", "queries"))
     write_text(str(folder / "text"), hashes, *vectors)
     return str(folder / "text")
-
-
-def rewrite(tables: str, folder: Path, change: Any) -> str:
-    """A copy of the tables in which `change` has changed the rows and the info of sequences."""
-    copied = folder / "tables"
-    shutil.copytree(tables, copied)
-    uri = str(copied / "sequences")
-    manifest, table = read_manifest(uri), read_table(uri)
-    rows, info = table.to_pylist(), copy.deepcopy(manifest.info)
-    change(rows, info)
-    part = write_part(uri, type(table).from_pylist(rows, schema=table.schema))
-    commit(uri, "sequences", table.schema, [part], config=manifest.config, inputs=manifest.inputs, info=info)
-    return str(copied)

@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 
 from models.tables import join
-from pipelines.data.kinds.search.config import SearchConfig
-from pipelines.data.kinds.search.groups import feature_groups
+from pipelines.data.search.config import SearchConfig
+from pipelines.data.search.groups import feature_groups
 from tests.training_tables import write
 
 WIDTH = 8

@@ -18,7 +18,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from models.tables import Manifest, Part, UserError, commit, read_table, write_part
+from models.tables import Manifest, Part, UserError, read_table, write_part
 from pipelines.data.engine import Shared
 from pipelines.data.log import Section
 from pipelines.data.rows import Rejected, check_missing, common
@@ -63,7 +63,6 @@ def _make_table(run: Run, name: str, of: Section) -> Manifest:
     settings = {"as_of": run.source.config["as_of"][name]}
     stamps = run.stamps(files)
     if finished := run.finished(table, settings, {}, stamps):
-        Rejected.read(finished.info).check(run.config.max_rejects, f" of {table}")
         return finished
     uri = run.table(table)
     with run.writing(table):
@@ -78,7 +77,7 @@ def _make_table(run: Run, name: str, of: Section) -> Manifest:
             "reject_reasons": dict(sorted(rejected.reasons.items())),
             "repeated": repeated,
         }
-        made = commit(uri, table, of.schema, [part], config=settings, inputs=hashes, info=info)
+        made = run.commit(table, of.schema, [part], settings, hashes, info)
     run.say(f"{table}: {made.rows:,} rows; {repeated:,} others have the id and the time of a later one")
     return made
 
@@ -135,7 +134,7 @@ def share_as_of(run: Run, made: dict[str, Manifest]) -> list[Shared]:
     ]
 
 
-def described_as_of(made: dict[str, Manifest]) -> dict[str, Any]:
+def describe_as_of(made: dict[str, Manifest]) -> dict[str, Any]:
     """What the manifest of sequences says of them: by folder `key`, and `features`."""
     return {
         name: {"key": manifest.info["key"], "features": [column["name"] for column in manifest.schema[2:]]}

@@ -2,9 +2,9 @@
 
 `python -m jobs.prepare` makes them for kinds of request with counted features. Events of all users count, so rows
 travel to the bucket of their key, and what is counted there comes back to their part: two exchanges of Ray Data in a
-row (`counted`). Each bucket is one vectorised kernel: a sort, running sums, and a binary search per window, so the cost
-is E log E in the events, whatever the windows hold. What comes back are integers; the `features.py` of a kind makes
-numbers for models of them.
+row (`count_in_buckets`). Each bucket is one vectorised kernel: a sort, running sums, and a binary search per window, so
+the cost is E log E in the events, whatever the windows hold. What comes back are integers; the `features.py` of a kind
+makes numbers for models of them.
 
 Shapes: E events, W windows, M labels that are counted.
 """
@@ -29,7 +29,7 @@ from pipelines.data.survey import distinct
 ROWS_PER_BUCKET = 2_000_000  # a bucket is counted in a few hundred MB; all events of one key are in one
 UNSEEN = -1  # gap of a key that was never there before
 
-Piece = dict[str, np.ndarray]
+Columns = dict[str, np.ndarray]
 """Columns (n,) or (n, ...) of some rows of a part; `row` (n,) int32 says which."""
 
 Found = tuple[Part | None, Counter[str], Any]
@@ -90,7 +90,7 @@ def count_key(
     return window_counts(dense, time, counted_labels, windows_ms, delay_ms, as_of)
 
 
-def fill(counts: Piece, pieces: list[Piece]) -> None:
+def fill(counts: Columns, pieces: list[Columns]) -> None:
     """Writes what was counted of a part's events to its rows of `counts`, by name (E, ...)."""
     for piece in pieces:
         for name in piece.keys() - {"row"}:
@@ -104,11 +104,11 @@ class Windows(ABC):
     """Per key the names of what is counted by it and their shapes for one event; int32, but `gap`."""
 
     @abstractmethod
-    def keyed(self, uri: str, *shared: Any) -> tuple[list[np.ndarray], Piece]:
+    def keyed(self, uri: str, *shared: Any) -> tuple[list[np.ndarray], Columns]:
         """Of an events part per key (E,) integers, below 0 for events without it, and the columns to count from."""
 
     @abstractmethod
-    def count(self, number: int, rows: Piece) -> Piece:
+    def count(self, number: int, rows: Columns) -> Columns:
         """What is counted of all events of some keys: `shapes[number]` with the events first."""
 
 
@@ -131,8 +131,8 @@ class _Scatter:
         nothing = {name: np.zeros((1, *column.shape[1:]), column.dtype) for name, column in columns.items()}
         yield self._table(part, -1, np.array([-1]), nothing, np.zeros(1))
 
-    def _table(self, part: int, number: int, rows: np.ndarray, columns: Piece, bucket: np.ndarray) -> pa.Table:
-        of: Piece = {
+    def _table(self, part: int, number: int, rows: np.ndarray, columns: Columns, bucket: np.ndarray) -> pa.Table:
+        of: Columns = {
             KEY: bucket.astype(np.int32),
             "part": np.full(len(rows), part, np.int32),
             "number": np.full(len(rows), number, np.int8),
@@ -167,7 +167,7 @@ class _Count:
             done.append(to_table({KEY: piece["part"], **back, "flat": flat, "gap": gap}))
         return pa.concat_tables(done)
 
-    def pieces(self, rows: pa.Table) -> list[Piece]:
+    def pieces(self, rows: pa.Table) -> list[Columns]:
         """What `__call__` made for one part."""
         found = []
         for number, shapes in enumerate(self.windows.shapes):
@@ -221,7 +221,7 @@ def _found(tables: Iterable[pa.Table]) -> Iterator[tuple[int, Found]]:
         yield row["number"], (part and Part(**part), Counter(count), other)
 
 
-def counted(
+def count_in_buckets(
     engine: Engine,
     parts: list[str],
     events: int,
@@ -238,7 +238,7 @@ def counted(
     return _found(engine.exchange(scatter, len(parts), len(parts), build_, shared, (keys * buckets, count)))
 
 
-def exported(
+def export_counts(
     engine: Engine,
     parts: list[str],
     events: int,
@@ -247,8 +247,8 @@ def exported(
     write: Callable[..., Found],
     shared: Call = (),
 ) -> Iterator[tuple[int, Found]]:
-    """Brings the rows of each key together, as `counted` does, and yields (bucket, `write(*shared, bucket, rows)`) as
-    they end. rows: those of `to_piece`, with the `number` of the key, -1 of rows that mean nothing."""
+    """Brings the rows of each key together, as `count_in_buckets` does, and yields (bucket, `write(*shared, bucket,
+    rows)`) as they end. rows: those of `to_piece`, with the `number` of the key, -1 of rows that mean nothing."""
     keys, buckets = len(windows.shapes), buckets_of(events, len(parts))
     scatter = _Scatter(windows, parts, counted_from, buckets)
     return _found(engine.exchange(scatter, len(parts), keys * buckets, _Export(write), shared))
@@ -259,7 +259,7 @@ def buckets_of(events: int, parts: int) -> int:
     return max(-(-events // ROWS_PER_BUCKET), min(parts, 8)) if parts > 1 else 1
 
 
-def to_table(columns: Piece) -> pa.Table:
+def to_table(columns: Columns) -> pa.Table:
     """Arrays (n, ...) as columns; wider ones as lists of fixed size."""
 
     def column(values: np.ndarray) -> pa.Array:
@@ -270,7 +270,7 @@ def to_table(columns: Piece) -> pa.Table:
     return pa.table({name: column(values) for name, values in columns.items()})
 
 
-def to_piece(table: pa.Table) -> Piece:
+def to_piece(table: pa.Table) -> Columns:
     """What `to_table` was given, wider columns as (n, width)."""
 
     def values(column: pa.ChunkedArray) -> np.ndarray:

@@ -24,9 +24,9 @@ from models.uri import read_json, write_file
 from pipelines.data.engine import KEY, Engine, Shared, fetch
 from pipelines.data.log import UNSET, Log
 from pipelines.data.matching import Match
-from pipelines.data.read import Piece, pieces
+from pipelines.data.read import FilePart, pieces
 from pipelines.data.rows import Rejected, check_missing, common
-from pipelines.data.survey import Gathering, Seen, coded, seen_in, user_keys
+from pipelines.data.survey import PartSurvey, Surveyor, coded, seen_in, user_keys
 
 BYTES_PER_PARTITION = 32 << 20  # of raw text; one partition then sorts in a few hundred MB
 EXPANSION = {"gz": 4, "zst": 4, "bz2": 6, "parquet": 6}  # bytes of text per byte of a compressed file
@@ -103,7 +103,7 @@ def combined(digests: list[str]) -> str:
 class _Read:
     """Reads raw files, or pieces of them, as tables to exchange, and writes their rejects."""
 
-    pieces: list[tuple[str, Piece | None]]
+    pieces: list[tuple[str, FilePart | None]]
     source: Log
     input_uri: str
     events_uri: str
@@ -147,12 +147,9 @@ def sorted_codes(strings: pa.Array | pa.ChunkedArray) -> tuple[np.ndarray, pa.Ar
     return rank[coded.indices.to_numpy()], coded.dictionary.take(order)
 
 
-def order_events(
-    table: pa.Table, schema: pa.Schema, keep_duplicates: bool = False, count: str | None = None
-) -> tuple[pa.Table, int]:
+def order_events(table: pa.Table, schema: pa.Schema, keep_duplicates: bool = False) -> tuple[pa.Table, int]:
     """Sorts one partition and drops exact duplicates, unless they are kept: (events, number of duplicates). The ids of
-    the result are dictionary-coded, each dictionary sorted; unset columns may be missing from `table`. count: the
-    column that gets how often an event was there.
+    the result are dictionary-coded, each dictionary sorted; unset columns may be missing from `table`.
 
     The order is total: (user_id, timestamp_ms, request_id, position, item_id), then every other column,
     so the result does not depend on the order of the input. With a `log_place` column (`ties:
@@ -177,7 +174,6 @@ def order_events(
         same = (user[order][1:] == user[order][:-1]) & (time[order][1:] == time[order][:-1])
     duplicates = 0
     positions = None
-    repeats = np.ones(rows, dtype=np.float32) if count else None
     if same.any():
         tied = np.zeros(rows, dtype=bool)
         tied[1:] |= same
@@ -186,10 +182,8 @@ def order_events(
         chosen = order[tied]
         place = [pa.field("log_place", pa.int64())] if "log_place" in table.column_names else []
         ties = restore_unset(table.take(pa.array(chosen)), pa.schema([*schema, *place]))
-        order_, duplicate, position, times = _order_ties(ties, group, schema, keep_duplicates, bool(count))
+        order_, duplicate, position = _order_ties(ties, group, schema, keep_duplicates)
         order[tied] = chosen[order_]
-        if repeats is not None:
-            repeats[tied] = times
         if position is not None:
             positions = np.zeros(rows, dtype=np.int32)
             positions[tied] = position
@@ -199,7 +193,6 @@ def order_events(
             keep[tied] = ~duplicate
             order = order[keep]
             positions = positions[keep] if positions is not None else None
-            repeats = repeats[keep] if repeats is not None else None
     if "log_place" in table.column_names:
         positions = np.zeros(len(order), dtype=np.int32) if positions is None else positions
     taken = {
@@ -210,8 +203,6 @@ def order_events(
     taken |= {name: pa.DictionaryArray.from_arrays(code[order], ids) for name, (code, ids) in codes.items()}
     if positions is not None:
         taken["position"] = pa.array(positions)
-    if repeats is not None and count:
-        taken[count] = pa.array(repeats)
     return restore_unset(pa.table(taken), schema).combine_chunks(), duplicates
 
 
@@ -221,11 +212,10 @@ def _long(kind: pa.DataType) -> pa.DataType:
 
 
 def _order_ties(
-    table: pa.Table, group: np.ndarray, schema: pa.Schema, keep_duplicates: bool, counted: bool
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]:
+    table: pa.Table, group: np.ndarray, schema: pa.Schema, keep_duplicates: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """For rows that are tied with a neighbour on (user, time): their order, and in that order which
-    rows are duplicates of an earlier one, (under log order) the position of each, and where it is counted how often
-    each is there."""
+    rows are duplicates of an earlier one, (under log order) the position of each."""
     frame = pl.from_arrow(table)
     assert isinstance(frame, pl.DataFrame)
     log_order = "log_place" in frame.columns
@@ -239,23 +229,18 @@ def _order_ties(
         duplicate = ~frame.select(pl.struct(content).is_first_distinct()).to_series()
         kept = frame.with_columns((~duplicate | keep_duplicates).cast(pl.Int32).alias("kept"))
         position = kept.select(pl.col("kept").cum_sum().over("group") - 1).to_series()
-        return frame["row"].to_numpy(), duplicate.to_numpy(), position.to_numpy(), _times(frame, content, counted)
+        return frame["row"].to_numpy(), duplicate.to_numpy(), position.to_numpy()
     frame = frame.sort(ranked)
     duplicate = frame.select(
         pl.all_horizontal(pl.col(name).eq_missing(pl.col(name).shift(1)) for name in content)
     ).to_series()
     flags = duplicate.to_numpy().copy()
     flags[0] = False
-    return frame["row"].to_numpy(), flags, None, _times(frame, content, counted)
-
-
-def _times(frame: pl.DataFrame, content: list[str], counted: bool) -> np.ndarray | None:
-    """(rows,) how many rows are equal to each in all of `content`; None where that is not asked for."""
-    return frame.select(pl.len().over(content)).to_series().to_numpy() if counted else None
+    return frame["row"].to_numpy(), flags, None
 
 
 OF_PART = ["path", "bytes", "rows", "sha256", "key", "first", "duplicates", "users", "matched"]
-"""Columns of what is known of a partition, beside those of `Seen`."""
+"""Columns of what is known of a partition, beside those of `PartSurvey`."""
 
 
 @dataclass(frozen=True)
@@ -266,11 +251,10 @@ class _Write:
     schema: pa.Schema
     behaviour: str | None
     keep_duplicates: bool
-    count: str | None
     partitions: int
 
     def __call__(self, described: pa.Table | None, key: int, rows: pa.Table) -> pa.Table:
-        events, duplicates = order_events(rows, self.schema, self.keep_duplicates, self.count)
+        events, duplicates = order_events(rows, self.schema, self.keep_duplicates)
         user = coded(events, "user_id")
         if strays := int((user_keys(user.dictionary) % self.partitions != key).sum()):
             raise RuntimeError(f"the shuffle put {strays} users into the wrong partition; nothing was committed")
@@ -283,7 +267,7 @@ class _Write:
             "users": len(user.dictionary),
             "matched": json.dumps(_match_users(user, described).record()),
         }
-        seen = seen_in(events, self.behaviour, self.partitions)
+        seen = seen_in(events, self.behaviour)
         return pa.table({name: pa.array([value]) for name, value in row.items()} | seen.as_row())
 
 
@@ -305,26 +289,24 @@ def ingest(
     partitions: int,
     log_order: bool,
     engine: Engine,
-    gathering: Gathering,
+    surveyor: Surveyor,
     users: pa.Table | None = None,
     keep_duplicates: bool = False,
-    count: str | None = None,
 ) -> Ingested:
-    """Reads the raw files and writes the parts of events and rejects, uncommitted. `gathering` gets what is seen of
-    the parts; `users` are the rows of `Log.read_users`; `count` is as of `order_events`. UserError for
-    a file that cannot be read, and for a column that no file has; RuntimeError unless each event that was read, and so
-    each user, is in exactly one part."""
+    """Reads the raw files and writes the parts of events and rejects, uncommitted. `surveyor` gets what is seen of the
+    parts; `users` are the rows of `Log.read_users`. UserError for a file that cannot be read, and for a column that no
+    file has; RuntimeError unless each event that was read, and so each user, is in exactly one part."""
     size = engine.settings.read_mb << 20
     every = [(file, piece) for file in files for piece in pieces(join(input_uri, file), source, size)]
     transit = transit_schema(source, log_order)
     read = _Read(every, source, input_uri, events_uri, rejects_uri, transit, partitions, engine.put(users))
-    write = _Write(events_uri, source.schema, gathering.behaviour, keep_duplicates, count, partitions)
+    write = _Write(events_uri, source.schema, surveyor.behaviour, keep_duplicates, partitions)
     written: dict[int, dict[str, Any]] = {}
     for found in engine.exchange(read, len(every), partitions, write, (engine.put(users),)):
         for at, row in enumerate(found.select(OF_PART).to_pylist()):
             if row["key"] in written:
                 raise RuntimeError(f"the shuffle gave partition {row['key']} twice; nothing was committed")
-            gathering.add(join(events_uri, row["path"]), Seen.from_row(found.slice(at, 1)), row["users"])
+            surveyor.add(join(events_uri, row["path"]), PartSurvey.from_row(found.slice(at, 1)), row["users"])
             written[row["key"]] = row
     result, events, missing = Ingested(), 0, []
     digests: dict[str, list[str]] = {file: [] for file in files}

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.tables import Manifest, UserError, commit, join, part_uris, read_manifest, read_parquet, write_part
+from models.tables import Manifest, UserError, join, part_uris, read_manifest, read_parquet, write_part
 from pipelines.data.run import Run
 from pipelines.data.schemas import items_schema
 
@@ -38,8 +38,6 @@ def take_items(run: Run, events: Manifest, catalogue: str, split: dict[str, Any]
     settings = {"catalogue": given.hash, "behaviour": run.counted}
     inputs = {"events": events.hash, "catalogue": given.hash}
     if finished := run.finished("items", settings, inputs):
-        told = finished.info
-        _check_share(told["share_on_catalogue"], told["other_items"], catalogue, config.min_matched)
         return finished
     begin = time.perf_counter()
     found = run.survey(events)
@@ -54,12 +52,15 @@ def take_items(run: Run, events: Manifest, catalogue: str, split: dict[str, Any]
         of_known = int(found.counts[known].sum())
         others = found.items.filter(pa.array(~known)).slice(0, 2).to_pylist()
         share = of_known / max(int(found.counts.sum()), 1)
-        _check_share(share, others, catalogue, config.min_matched)
+        if not share or share < config.min_matched:
+            raise UserError(
+                f"{share:.1%} of the behaviours are on items of the catalogue of {catalogue}, the least is min_matched "
+                f"{config.min_matched:g}: it does not have {', '.join(map(repr, others))}; write the ids of both logs "
+                f"alike, leading zeros among them, or lower --min_matched"
+            )
         info = {
             **{name: given.info.get(name) for name in ("texts", "attributes", "numbers")},
             "catalogue_of": catalogue,
-            "share_on_catalogue": share,
-            "other_items": others,
             "core": config.core,
             "core_window": "all",
             "behaviour": run.counted,
@@ -71,10 +72,7 @@ def take_items(run: Run, events: Manifest, catalogue: str, split: dict[str, Any]
             "items_without_metadata": given.info["items_without_metadata"],
             "metadata_outside_catalogue": 0,
         }
-        timings = {"write_s": time.perf_counter() - begin}
-        items = commit(
-            run.table("items"), "items", schema, parts, config=settings, inputs=inputs, info=info, timings=timings
-        )
+        items = run.commit("items", schema, parts, settings, inputs, info, write_s=time.perf_counter() - begin)
     if items.hash != given.hash:
         raise UserError(
             f"the items of {catalogue} are not written as this version writes them, so that models trained there would "
@@ -85,18 +83,3 @@ def take_items(run: Run, events: Manifest, catalogue: str, split: dict[str, Any]
         f"{info['dropped_items']:,} other items left out"
     )
     return items
-
-
-def _check_share(share: float, others: list[str], catalogue: str, least: float) -> None:
-    """UserError where too few behaviours are on items of the catalogue. others: some items that it does not have."""
-    if not share:
-        raise UserError(
-            f"no behaviour is on an item of the catalogue of {catalogue}, which does not have "
-            f"{', '.join(map(repr, others))}; write the ids of both logs alike, leading zeros among them"
-        )
-    if share < least:
-        raise UserError(
-            f"{share:.1%} of the behaviours are on items of the catalogue of {catalogue}, the least is min_matched "
-            f"{least:g}: it does not have {', '.join(map(repr, others))}; check that the ids are written alike, or "
-            f"lower --min_matched"
-        )

@@ -27,14 +27,12 @@ from pyarrow import fs
 
 from models.config import build, read_yaml
 from models.tables import UserError, join, open_uri
-from pipelines.data.read import ROW, Files, Piece, list_files, read_frames, roots
-from pipelines.data.rows import Block, Rows, check_sql, clean_ids, common, evaluate, list_of, said, slices
+from pipelines.data.read import ROW, FilePart, Files, list_files, read_frames, roots
+from pipelines.data.rows import Block, Rows, as_text, check_sql, clean_ids, common, evaluate, list_of, slices
 from pipelines.data.schemas import LABEL_TYPES, REJECTS, events_schema, items_schema
 from pipelines.data.times import Time, milliseconds, moments
 
 LOG_ROW = pa.field("log_row", pa.int64(), nullable=False)
-REPEATS = "repeats"
-"""Label of `jobs.prepare --duplicates count`: how often an event was there. It is not known before it happened."""
 UNSET = {"request_id": "", "position": 0}
 """Values of columns that a log does not have; the others are null."""
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
@@ -250,9 +248,6 @@ class Log(Files):
     as_of: dict[str, Section] = field(default_factory=dict)
     """Files of features of items or users that change over time, by name: {files, item or user, time, numbers}."""
 
-    counting = False
-    """Whether events have the label REPEATS too, 1 until repeated ones are put together (`counted`)."""
-
     def __post_init__(self) -> None:
         self.check_files()
         if self.sequence is not None:
@@ -341,7 +336,7 @@ class Log(Files):
         labels = {name: label.type for name, label in self.labels.items()}
         return {
             **({"known": known} if known else {}),
-            "labels": {**labels, **({REPEATS: "float32"} if self.counting else {})},
+            "labels": labels,
             "numbers": list(self.numbers),
             "categories": [*self.categories, *(self.users.attributes if self.users else ())],
             "clock": self.clock,
@@ -354,16 +349,6 @@ class Log(Files):
         """Schema of the events, without LOG_ROW."""
         info = self.info
         return events_schema(info["labels"], info["numbers"], info["categories"], info.get("known", ()))
-
-    def counted(self) -> Log:
-        """The log whose events have the label REPEATS."""
-        if REPEATS in self.labels:
-            raise UserError(
-                f"duplicates is count, but the log has a label '{REPEATS}' already; name that label otherwise"
-            )
-        made = replace(self, time=None if self.sequence else self.time)
-        object.__setattr__(made, "counting", True)
-        return made
 
     @property
     def config(self) -> dict[str, Any]:
@@ -465,7 +450,7 @@ class Log(Files):
         input_uri: str,
         file: str,
         users: pa.Table | None = None,
-        piece: Piece | None = None,
+        piece: FilePart | None = None,
         number: int = 0,
         digest: Any = None,
     ) -> Iterator[Block]:
@@ -477,7 +462,6 @@ class Log(Files):
         an empty or truncated file.
         """  # fmt: skip
         uri, first, schema = join(input_uri, file), 0, self.schema.append(LOG_ROW)
-        unset = {**UNSET, f"label_{REPEATS}": 1.0}
         folders = {key: value for key, _, value in (part.partition("=") for part in file.split("/")[:-1]) if value}
         for order, frame in enumerate(read_frames(uri, self, self._of_file(folders), digest, piece)):
             missing = {name: hint for name, hint in frame.missing.items() if name not in folders}
@@ -492,7 +476,7 @@ class Log(Files):
             for part in (self._events(rows, uri, users, number), self._earlier(rows, uri, users)):
                 for made in part:
                     made.values["log_row"] = pl.int_range(first, first + len(made.raw), eager=True)
-                    yield made.block(broken, missing, file, piece, schema, unset)
+                    yield made.block(broken, missing, file, piece, schema, UNSET)
                     first, broken = first + len(made.raw), []
 
     def _of_file(self, folders: Iterable[str]) -> list[str]:
@@ -555,7 +539,7 @@ class Log(Files):
         lists = {name: list_of(rows, text, f"explode.{name}", uri) for name, text in self.explode.items()}
         lengths = pl.DataFrame({name: each.list.len().fill_null(0) for name, each in lists.items()})
         unequal = lengths.select(~pl.all_horizontal(pl.all() == pl.nth(0))).to_series()
-        content = [said(rows[name]).alias(name) for name in sorted(rows.columns) if name != ROW]
+        content = [as_text(rows[name]).alias(name) for name in sorted(rows.columns) if name != ROW]
         digest = pl.DataFrame(content).hash_rows(seed=0).map_elements("{:016x}".format, pl.String)
         rows = rows.with_columns(**lists, **{REQUEST: digest, UNEQUAL: unequal, ELEMENT: lengths.to_series(0)})
         fits = ~pl.col(UNEQUAL) & (pl.col(ELEMENT) > 0)

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 from models.tables import Manifest
 from pipelines.data.durations import DAY_MS
-from pipelines.data.kinds.table import KINDS
+from pipelines.data.kinds import KINDS
 from pipelines.data.splits import NAMES
 
 FEW_REQUESTS = 30
@@ -39,11 +39,7 @@ def _log(events: Manifest, items: Manifest) -> Iterator[str]:
         yield f"the log runs to {last:%Y-%m-%d}, which is in the future; check time.unit and the clock of the log"
     # at the same millisecond it is one event, logged twice
     coarse = not info["clock"] or info.get("grain_ms", 1) > 1
-    if (
-        coarse
-        and "duplicates_counted" not in info
-        and info["duplicates"] > DUPLICATES * (events.rows + info["duplicates"])
-    ):
+    if coarse and info["duplicates"] > DUPLICATES * (events.rows + info["duplicates"]):
         share = info["duplicates"] / (events.rows + info["duplicates"])
         yield (
             f"{info['duplicates']:,} events ({share:.1%}) repeat another in every column and were dropped; if they are "

@@ -95,7 +95,7 @@ class Moments:
         squares = self.squares + other.squares + apart**2 * self.count * share
         return Moments(count, self.missing + other.missing, self.mean + apart * share, squares)
 
-    def described(self, name: str) -> dict[str, Any]:
+    def describe(self, name: str) -> dict[str, Any]:
         """As the manifest says it."""
         std = math.sqrt(self.squares / self.count) if self.count else 0.0
         small = std <= 1e-9 * max(1.0, abs(self.mean))  # a constant, but for rounding
@@ -103,7 +103,7 @@ class Moments:
 
 
 @dataclass(frozen=True)
-class Seen:
+class TrainingValues:
     """What some training rows say of own features."""
 
     numbers: dict[str, Moments]
@@ -111,7 +111,7 @@ class Seen:
     """Sorted values; None for more than MOST_VALUES."""
 
     @classmethod
-    def of(cls, columns: Mapping[str, pa.Array]) -> Seen:
+    def of(cls, columns: Mapping[str, pa.Array]) -> TrainingValues:
         """Of training rows, a column each."""
         numbers, categories = {}, {}
         for name, column in columns.items():
@@ -127,7 +127,7 @@ class Seen:
         return asdict(self)
 
     @classmethod
-    def read(cls, record: dict[str, Any]) -> Seen:
+    def read(cls, record: dict[str, Any]) -> TrainingValues:
         """Of `record`."""
         return cls({name: Moments(**each) for name, each in record["numbers"].items()}, record["categories"])
 
@@ -137,7 +137,7 @@ def _listed(values: Iterable[str]) -> list[str] | None:
     return found if len(found) <= MOST_VALUES else None
 
 
-def described(parts: Iterable[Seen], names: list[str]) -> dict[str, Any]:
+def describe_features(parts: Iterable[TrainingValues], names: list[str]) -> dict[str, Any]:
     """What the manifest says of own features: `numbers` and `categories`, in the order of `names`."""
     numbers = {name: Moments() for name in names if name.startswith(NUMBER)}
     categories: dict[str, list[str] | None] = {name: [] for name in names if name.startswith(CATEGORY)}
@@ -148,7 +148,7 @@ def described(parts: Iterable[Seen], names: list[str]) -> dict[str, Any]:
             before = categories[name]
             categories[name] = None if before is None or values is None else _listed([*before, *values])
     return {
-        "numbers": [moments.described(name) for name, moments in numbers.items()],
+        "numbers": [moments.describe(name) for name, moments in numbers.items()],
         "categories": [
             {"name": name, "values": values or [], "buckets": BUCKETS if values is None else 0}
             for name, values in categories.items()

@@ -25,8 +25,8 @@ from pipelines.data.catalogue import core_items, described_items, match_items, w
 from pipelines.data.engine import Engine
 from pipelines.data.events import ingest, partitions_for
 from pipelines.data.fresh import split_of, take_items
-from pipelines.data.kinds.table import KINDS
-from pipelines.data.log import REPEATS, Log
+from pipelines.data.kinds import KINDS
+from pipelines.data.log import Log
 from pipelines.data.matching import Match, check_matched
 from pipelines.data.notices import notices
 from pipelines.data.prepare_config import PrepareConfig
@@ -36,9 +36,9 @@ from pipelines.data.schemas import REJECTS
 from pipelines.data.settings import STATISTICS, check
 from pipelines.data.splits import cut_times
 from pipelines.data.statistics import summarise
-from pipelines.data.survey import Gathering
+from pipelines.data.survey import Surveyor
 
-DONE_WITH = {"drop": "dropped", "keep": "kept", "count": "counted"}
+DONE_WITH = {"drop": "dropped", "keep": "kept"}
 """What is said of duplicates."""
 
 
@@ -60,7 +60,6 @@ def prepare(
     removed and finished ones stay as they were.
     """
     config = check(source, input_uri, output_uri, config)
-    source = source.counted() if config.duplicates == "count" else source
     kind, whole = KINDS[config.kind], not overwrite and is_whole(str(output_uri))
     counted = None if kind.all_shown else config.behaviour
     files = [*source.event_files(str(input_uri)), *source.user_files(str(input_uri))]
@@ -80,7 +79,7 @@ def prepare(
         statistics = summarise(events, items, sequences)
         content = json.dumps(statistics, indent=2) + "\n"
         write_file(join(run.output, STATISTICS), content.encode())
-        if config.counts_as_of is not None and kind.counts:
+        if config.counts_as_of is not None:
             kind.counts(run, events, items, config.counts_as_of)
     for line in notices(events, items, sequences):
         say(line)
@@ -103,16 +102,12 @@ def _make_events(run: Run) -> Manifest:
     source, config = run.source, run.config
     files, user_files = source.event_files(run.input), source.user_files(run.input)
     partitions = config.partitions or partitions_for([join(run.input, file) for file in files])
-    keep, count = config.duplicates == "keep", config.duplicates == "count"
+    keep = config.duplicates == "keep"
     settings = _plain({"source": source.events_config, "ties": config.ties, "partitions": partitions})
     settings["duplicates"] = config.duplicates
     stamps = run.stamps([*files, *user_files])
     finished, finished_rejects = (run.finished(name, settings, {}, stamps) for name in ("events", "rejects"))
     if finished and finished_rejects:
-        info = finished.info
-        Rejected.read(info, "user_rows", "user_reject_reasons").check(config.max_rejects, " of the user files")
-        Rejected.read(info).check(config.max_rejects)
-        check_matched(Match(**info.get("users_matched", {})), "user", config.min_matched, run.say)
         return finished
     events_uri, rejects_uri = run.table("events"), run.table("rejects")
     run.say(f"events: reading {number_of(len(files), 'file')} into {number_of(partitions, 'partition')}")
@@ -123,7 +118,7 @@ def _make_events(run: Run) -> Manifest:
         check_missing(users.missing if users else {}, "user", run.input)
         of_users = Rejected.of(users) if users else Rejected()
         run.reject(of_users, " of the user files")
-        gathering = Gathering(run.counted, run.late)
+        surveyor = Surveyor(run.counted, run.late)
         result = ingest(
             source,
             run.input,
@@ -133,10 +128,9 @@ def _make_events(run: Run) -> Manifest:
             partitions,
             config.ties == "log_order",
             run.engine,
-            gathering,
+            surveyor,
             users.rows if users else None,
             keep,
-            f"label_{REPEATS}" if count else None,
         )
         inputs = {**result.hashes, **{file: digest.hexdigest() for file, digest in digests.items()}}
         rejected = result.rejected
@@ -148,12 +142,8 @@ def _make_events(run: Run) -> Manifest:
             raise UserError(f"{run.input} holds no valid event; see the reasons above")
         check_matched(result.matched, "user", config.min_matched, run.say)
         read = time.perf_counter()
-        run.surveyed = gathering.survey()
-        timings = {
-            "read_shuffle_sort_write_s": read - begin,
-            "survey_s": time.perf_counter() - read,
-            "ray_data": run.engine.take_stats(),
-        }
+        run.surveyed = surveyor.survey()
+        survey_s = time.perf_counter() - read
         info = {
             **source.info,
             "stamps": stamps,
@@ -166,7 +156,6 @@ def _make_events(run: Run) -> Manifest:
             "user_reject_reasons": dict(sorted(of_users.reasons.items())),
             "duplicates": 0 if keep else result.duplicates,
             **({"duplicates_kept": result.duplicates} if keep else {}),
-            **({"duplicates_counted": result.duplicates} if count else {}),
             "users": run.surveyed.users,
             **({"users_matched": result.matched.record()} if users else {}),
             "first_ms": run.surveyed.first_ms,
@@ -175,9 +164,9 @@ def _make_events(run: Run) -> Manifest:
         }
         told = {"rows": rejects, "stamps": stamps}
         commit(rejects_uri, "rejects", REJECTS, result.rejects, config=settings, inputs=inputs, info=told)
-        events = commit(
-            events_uri, "events", source.schema, result.parts, config=settings, inputs=inputs, info=info,
-            timings=timings,
+        events = run.commit(
+            "events", source.schema, result.parts, settings, inputs, info,
+            read_shuffle_sort_write_s=read - begin, survey_s=survey_s,
         )  # fmt: skip
     run.say(
         f"events: {number_of(events.rows, 'row')} of {number_of(run.surveyed.users, 'user')}, each in one part "
@@ -199,12 +188,6 @@ def _split_rule(run: Run, events: Manifest) -> dict[str, Any]:
                 "later than a test request; use --split.kind temporal for an honest estimate"
             )
         return {"kind": "leave_last_out"}
-    if kind == "per_user":
-        run.say(
-            "warning: per_user cuts let training see other users' actions that are later than a test event; use "
-            "--split.kind temporal for an honest estimate"
-        )
-        return {"kind": "per_user", "val_start_ms": None, "test_start_ms": None}
     if run.config.core_window == "all" and run.config.core > 1:
         run.say(
             "note: the k-core counts the whole log, test window included, as papers do; use --core_window train to "
@@ -234,10 +217,6 @@ def _make_items(run: Run, events: Manifest, split: dict[str, Any]) -> Manifest:
     inputs = {"events": events.hash}
     stamps = run.stamps(files)
     if finished := run.finished("items", settings, inputs, stamps):
-        info = finished.info
-        of_files = Rejected.read(info, "metadata_rows", "metadata_reject_reasons")
-        of_files.check(config.max_rejects, " of the item files")
-        check_matched(Match(**info.get("matched", {})), "item", config.min_matched, run.say)
         return finished
     begin = time.perf_counter()
     found = run.survey(events)
@@ -280,13 +259,9 @@ def _make_items(run: Run, events: Manifest, split: dict[str, Any]) -> Manifest:
             "stamps": stamps,
             **counts,
         }
-        timings = {
-            "core_s": counted - begin,
-            "write_s": time.perf_counter() - counted,
-            "ray_data": run.engine.take_stats(),
-        }
-        items = commit(
-            uri, "items", source.items_schema, parts, config=settings, inputs=inputs, info=info, timings=timings
+        write_s = time.perf_counter() - counted
+        items = run.commit(
+            "items", source.items_schema, parts, settings, inputs, info, core_s=counted - begin, write_s=write_s
         )
     new = f", {info['items_without_behaviours']:,} of them without behaviours" if described is not None else ""
     run.say(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from models.config import check_choices, check_least, check_shares
+from models.tables import UserError
 from pipelines.data.ray_data_config import RayDataConfig
 from pipelines.data.splits import SplitConfig, epoch_ms
 
@@ -38,9 +39,9 @@ class PrepareConfig:
     min_matched: float = 0.5
     """Share of the items (and of the users, if there are user files) that must have a row in their files, by number
     and by events; with less the job fails. 0 accepts any."""
-    duplicates: Literal["drop", "keep", "count"] = "drop"
+    duplicates: Literal["drop", "keep"] = "drop"
     """Events that repeat another in every column: `drop` them as logged twice; `keep` them as real, such as two
-    purchases of a day; `count` keeps one, with their number as label `repeats`."""
+    purchases of a day."""
     catalogue: str | None = None
     """TABLES of a trained model: the log is read as a fresh log of the same catalogue, for batch inference and
     evaluation. Events of other items are left out, and requests are split at the same times."""
@@ -59,3 +60,10 @@ class PrepareConfig:
         check_choices(self)
         if self.counts_as_of is not None:
             self.counts_as_of = epoch_ms(self.counts_as_of, "counts_as_of")
+
+
+def refuse(*wrong: tuple[Any, str]) -> None:
+    """UserError with the words of the first of these that is so."""
+    for is_so, said in wrong:
+        if is_so:
+            raise UserError(said)

@@ -108,7 +108,7 @@ class Files:
 
 
 @dataclass(frozen=True)
-class Piece:
+class FilePart:
     """A part of a plain file that is read by itself; the row that begins at its end is of the next one."""
 
     start: int
@@ -154,7 +154,7 @@ def list_files(input_uri: str, pattern: str, *, required: bool, what: str, besid
     return files
 
 
-def pieces(uri: str, files: Files, size: int) -> list[Piece | None]:
+def pieces(uri: str, files: Files, size: int) -> list[FilePart | None]:
     """The pieces of about `size` bytes that a file is read in; [None] for one that is read as a whole: a small one, a
     compressed one, one that is decoded, a JSON array."""
     filesystem, path = open_uri(uri)
@@ -167,11 +167,11 @@ def pieces(uri: str, files: Files, size: int) -> list[Piece | None]:
             groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
             sizes = [sum(group.column(i).total_compressed_size for i in range(group.num_columns)) for group in groups]
             edges = np.unique(np.cumsum([0, *sizes])[:-1] // size, return_index=True)[1].tolist()
-            return [Piece(*edge) for edge in zip(edges, [*edges[1:], len(groups)], strict=True)]
+            return [FilePart(*edge) for edge in zip(edges, [*edges[1:], len(groups)], strict=True)]
         head = stream.read(1 << 12)
     if files.recoded or kind == "keyed" or _compression(head) or (kind == "jsonl" and _is_array(head)):
         return [None]
-    return [Piece(start, min(start + size, length)) for start in range(0, length, size)]
+    return [FilePart(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 def _compression(head: bytes) -> str | None:
@@ -191,7 +191,7 @@ def _open(uri: str) -> Any:
 
 
 def read_frames(
-    uri: str, files: Files, expressions: Iterable[str], digest: Any = None, piece: Piece | None = None
+    uri: str, files: Files, expressions: Iterable[str], digest: Any = None, piece: FilePart | None = None
 ) -> Iterator[Frame]:
     """Streams a file, or a piece of it, with the columns that the SQL expressions need, and adds the bytes that are
     parsed to `digest`. UserError names the file for one that is empty, damaged or of another format."""
@@ -249,7 +249,7 @@ def present_hint(column: str, present: Collection[str]) -> str:
 
 
 def _blocks(
-    uri: str, files: Files, digest: Any, piece: Piece | None, size: int | None = None
+    uri: str, files: Files, digest: Any, piece: FilePart | None, size: int | None = None
 ) -> Generator[bytes, None, None]:
     """The text as UTF-8 in blocks of about `size` bytes (BLOCK), cut anywhere."""
     size = size or BLOCK
@@ -337,7 +337,7 @@ def _unescaped(rows: pl.DataFrame, files: Files, by: str, delimiter: str) -> pl.
     return rows
 
 
-def _read_csv(uri: str, files: Files, expressions: list[str], digest: Any, piece: Piece | None) -> Iterator[Frame]:
+def _read_csv(uri: str, files: Files, expressions: list[str], digest: Any, piece: FilePart | None) -> Iterator[Frame]:
     delimiter = files.delimiter_of(uri).encode()
     by = delimiter if len(delimiter) == 1 else JOINED
     names, skip = _header(uri, files, delimiter, by)
@@ -523,7 +523,7 @@ def _are_rows(lines: list[str], delimiter: str, width: int) -> bool:
     return width > 1 and len(first) == width and all(numbers(line) == first for line in lines[1:])
 
 
-def _read_lines(uri: str, files: Files, expressions: list[str], digest: Any, piece: Piece | None) -> Iterator[Frame]:
+def _read_lines(uri: str, files: Files, expressions: list[str], digest: Any, piece: FilePart | None) -> Iterator[Frame]:
     """JSON lines, and lines of text."""
     kind = files.format_of(uri)
     if kind == "jsonl" and piece is None and _is_array(_head(uri, files)):
@@ -631,7 +631,7 @@ def _objects(lines: list[bytes], expressions: list[str]) -> tuple[list[str], Bro
     return good, [(n, why[n], lines[n].decode(errors="replace")[:LONGEST_QUOTE]) for n in sorted(why)]
 
 
-def _read_whole(uri: str, files: Files, expressions: list[str], digest: Any, piece: Piece | None) -> Iterator[Frame]:
+def _read_whole(uri: str, files: Files, expressions: list[str], digest: Any, piece: FilePart | None) -> Iterator[Frame]:
     """A file that is one JSON value: an array of objects, or an object whose keys are ids."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -671,7 +671,9 @@ class _Hashed:
         return content
 
 
-def _read_parquet(uri: str, files: Files, expressions: list[str], digest: Any, piece: Piece | None) -> Iterator[Frame]:
+def _read_parquet(
+    uri: str, files: Files, expressions: list[str], digest: Any, piece: FilePart | None
+) -> Iterator[Frame]:
     filesystem, path = open_uri(uri)
     with filesystem.open_input_file(path) as file:
         parquet = pq.ParquetFile(pa.PythonFile(_Hashed(file, digest), mode="r"))

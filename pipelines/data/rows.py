@@ -18,7 +18,7 @@ import pyarrow as pa
 from models.item_ids import ODD, clean_id
 from models.tables import UserError
 from models.words import number_of
-from pipelines.data.read import LONGEST_QUOTE, ROW, Broken, Piece, roots
+from pipelines.data.read import LONGEST_QUOTE, ROW, Broken, FilePart, roots
 from pipelines.data.schemas import REJECTS
 from pipelines.data.times import Time, moments
 
@@ -62,11 +62,6 @@ class Rejected:
                 place = f"{row['file']} row {row['row']:,}{piece} (from 0, without header and blank lines)"
                 found.examples[row["reason"]] = f"{place}: {row['source'][:200]}"
         return found
-
-    @classmethod
-    def read(cls, info: dict[str, Any], rows: str = "rows_read", reasons: str = "reject_reasons") -> Rejected:
-        """As a manifest has it."""
-        return cls(info[rows], Counter(info[reasons]))
 
     def add(self, other: Rejected) -> None:
         """Adds what `other` counts; the result does not depend on the order."""
@@ -228,7 +223,7 @@ class Rows:
             self.values |= {name: found[name] for name in known.columns if name != "user_id"}
 
     def block(
-        self, broken: Broken, missing: dict[str, str], file: str, piece: Piece | None, schema: pa.Schema,
+        self, broken: Broken, missing: dict[str, str], file: str, piece: FilePart | None, schema: pa.Schema,
         unset: dict[str, Any] | None = None,
     ) -> Block:  # fmt: skip
         """The rows as a table of the schema, `unset` standing for columns without values, and the rejects."""
@@ -282,7 +277,7 @@ def clean_ids(values: pl.Series) -> pl.Series:
     return text.scatter(odd.arg_true(), strange.replace_strict(known, return_dtype=pl.String))
 
 
-def said(values: pl.Series) -> pl.Series:
+def as_text(values: pl.Series) -> pl.Series:
     """Values as text that is the same whatever type their file has given them: 1 and 1.0, a field that is null or not
     there."""
     if values.dtype.is_temporal():

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pyarrow as pa
 from pyarrow import fs
 
 from models.tables import (
@@ -17,6 +18,7 @@ from models.tables import (
     Part,
     UserError,
     clear,
+    commit,
     file_info,
     fingerprint,
     has_manifest,
@@ -168,6 +170,14 @@ class Run:
             "categories": self.source.info["categories"],
         }
 
+    def commit(
+        self, name: str, schema: pa.Schema, parts: list[Part], settings: dict[str, Any], inputs: dict[str, str],
+        info: dict[str, Any] | None = None, **timings: Any,
+    ) -> Manifest:  # fmt: skip
+        """Commits a table, with what was timed and what Ray Data says."""
+        timings["ray_data"] = self.engine.take_stats()
+        return commit(self.table(name), name, schema, parts, config=settings, inputs=inputs, info=info, timings=timings)
+
     @contextmanager
     def writing(self, *tables: str) -> Iterator[None]:
         """Around a step that writes parts: removes those in the making if it fails."""
@@ -190,10 +200,10 @@ def write_parts(
     """Runs `write_part(*shared, *call)` per events part; it returns (the part of sequences or None, what was
     counted on the way, anything else). Returns the parts in the order of the calls, uncommitted, the counts of all,
     and what else each call gave."""
-    return gathered(engine.each(write_part, calls, shared), len(calls), progress)
+    return gather_parts(engine.each(write_part, calls, shared), len(calls), progress)
 
 
-def gathered(
+def gather_parts(
     results: Iterable[tuple[int, Any]], parts: int, progress: Say
 ) -> tuple[list[Part], Counter[str], list[Any]]:
     """The results of `write_part`, by the number of the events part, as `write_parts` returns them."""

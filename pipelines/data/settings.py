@@ -9,9 +9,9 @@ from typing import Any
 from models.config import build, check_known, instead
 from models.tables import UserError, check_output, join, read_manifest
 from models.uri import check_writable
-from pipelines.data.kinds.table import KINDS
+from pipelines.data.kinds import KINDS
 from pipelines.data.log import Log
-from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.prepare_config import PrepareConfig, refuse
 from pipelines.data.ray_data_config import RayDataConfig
 from pipelines.data.splits import SplitConfig
 from pipelines.data.times import FIRST_MS, LAST_MS
@@ -55,71 +55,46 @@ def read_config(*layers: dict[str, Any], named: Callable[[str], str] = "'prepare
     return settings
 
 
-def _check_history(config: PrepareConfig) -> None:
-    """UserError for settings that a log with earlier behaviours in its rows cannot have."""
-    if not KINDS[config.kind].repeats:
-        raise UserError(
-            f"kind is {config.kind}, but the log has a 'history', whose behaviours were never shown as results; use "
-            f"--kind retrieval, or take 'history' out of the source file"
-        )
-    if config.duplicates != "drop":
-        raise UserError(
-            f"duplicates is {config.duplicates}, but 'history' comes again in each row of its user; use --duplicates "
-            f"drop"
-        )
-
-
-def _check_counts_as_of(source: Log, config: PrepareConfig) -> None:
-    """UserError for a log of which nothing is counted that served models read."""
-    if KINDS[config.kind].counts is None:
-        raise UserError(f"counts_as_of is given, which is of kind search; leave it out for kind {config.kind}")
-    if not source.info["clock"] or not config.own.windows_days:
-        why = "search.windows_days is empty" if source.info["clock"] else "the log has no clock times"
-        raise UserError(f"counts_as_of is given, but {why}, so nothing is counted; leave it out")
-    if not FIRST_MS <= config.counts_as_of <= LAST_MS:
-        raise UserError(
-            f"counts_as_of is {config.counts_as_of} ms, which is not of the years 1980 to 2099; give a moment such as "
-            f"2022-05-07 or epoch ms"
-        )
-
-
 def check(source: Log, input_uri: str, output_uri: str, config: PrepareConfig) -> PrepareConfig:
     """What can be known before any work, without Ray: the files are there, the output can be written, the
     settings fit the log. Returns the configuration with everything decided that the source decides."""
-    labels, kind = source.info["labels"], KINDS[config.kind]
-    if config.behaviour is not None and labels.get(config.behaviour) != "bool":
-        known = ", ".join(name for name, type_ in labels.items() if type_ == "bool") or "none"
+    info, kind, name = source.info, KINDS[config.kind], config.kind
+    bools = [label for label, type_ in info["labels"].items() if type_ == "bool"]
+    if config.behaviour is not None and config.behaviour not in bools:
+        known = ", ".join(bools) or "none"
         raise UserError(f"behaviour is '{config.behaviour}', which is no bool label of the log; those are: {known}")
     kind.check(source, config)
-    if config.duplicates == "count":
-        source.counted()
-    if source.info.get("history"):
-        _check_history(config)
-    split: Any = config.split.resolve(source.info["clock"])
-    if config.core_window == "train" and split != "temporal":
-        raise UserError(
-            "core_window is train, which needs a temporal split; use --split.kind temporal or core_window all"
-        )
-    if config.behaviour in source.info.get("known", {}) and config.ties != "strict":
-        raise UserError(
-            f"ties is {config.ties}, but label '{config.behaviour}' is known later than its event, so the log's order "
-            f"is not that of what is known: use --ties strict, or leave out its time or delay"
-        )
-    if split == "per_user" and not kind.per_user:
-        raise UserError(f"split.kind is per_user, which is of logs of actions; use temporal for kind {config.kind}")
-    if config.counts_as_of is not None:
-        _check_counts_as_of(source, config)
+    split: Any = config.split.resolve(info["clock"])
+    history, late, as_of = info.get("history"), config.behaviour in info.get("known", {}), config.counts_as_of
+    uncounted = as_of is not None and kind.counted and not (info["clock"] and config.own.windows_days)
+    refuse(
+        (history and not kind.repeats, f"the log has a 'history', which is of kind retrieval, but kind is {name}; use "
+         "--kind retrieval, or take 'history' out of the source file"),
+        (history and config.duplicates != "drop", f"duplicates is {config.duplicates}, but 'history' comes again in "
+         "each row of its user; use --duplicates drop"),
+        (config.core_window == "train" and split != "temporal", "core_window is train, which needs a temporal split; "
+         "use --split.kind temporal or core_window all"),
+        (late and config.ties != "strict", f"ties is {config.ties}, but label '{config.behaviour}' is known later than "
+         "its event, so the log's order is not that of what is known: use --ties strict, or leave out its time or "
+         "delay"),
+        (as_of is not None and not kind.counted, f"counts_as_of is given, which is of kind search; leave it out for "
+         f"kind {name}"),
+        (uncounted, "counts_as_of is given, but nothing is counted without clock times or search.windows_days; leave "
+         "it out"),
+        (as_of is not None and not FIRST_MS <= as_of <= LAST_MS, f"counts_as_of is {as_of} ms, which is not of the "
+         "years 1980 to 2099; give a moment such as 2022-05-07 or epoch ms"),
+        (config.catalogue is not None and not kind.repeats, f"catalogue is given, which is of kind retrieval; leave it "
+         f"out for kind {name}"),
+        (source.as_of and not kind.as_of, f"as_of.{next(iter(source.as_of), '')} has features of requests, which "
+         f"models of kind {name} do not read"),
+    )  # fmt: skip
     source.event_files(input_uri)
     if config.catalogue is None:
         source.item_files(input_uri)
-    elif not kind.repeats:
-        raise UserError(f"catalogue is given, which is of kind retrieval; leave it out for kind {config.kind}")
     else:
         read_manifest(join(config.catalogue, "items"), "items")
     source.user_files(input_uri)
-    for name, of in source.as_of.items():
-        if not kind.as_of:
-            raise UserError(f"as_of.{name} has features of requests, which models of kind {config.kind} do not read")
+    for of in source.as_of.values():
         of.listed(input_uri, "feature")
     check_output(output_uri, {name: name for name in TABLES}, [STATISTICS])
     check_writable(output_uri)

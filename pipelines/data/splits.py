@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from models.config import check_choices
 from models.tables import UserError
-
-if TYPE_CHECKING:  # settings are read and checked before Ray takes its seconds to be imported
-    from pipelines.data.engine import Engine
-    from pipelines.data.survey import Survey
+from pipelines.data.engine import Engine
+from pipelines.data.survey import HOUR, Survey, behaviour_column, read_coded
 
 NAMES = ("train", "val", "test")
 
@@ -23,16 +20,14 @@ NAMES = ("train", "val", "test")
 class SplitConfig:
     """How requests are split."""
 
-    kind: Literal["auto", "leave_last_out", "temporal", "per_user"] = "auto"
+    kind: Literal["auto", "leave_last_out", "temporal"] = "auto"
     """`temporal`: two cut times for all users. `leave_last_out`: each user's last request is for test, the one before
-    it for validation; users with fewer than three have all in training. `per_user`, for logs of actions: two cut
-    times for each user. `auto`: `temporal` if the log has clock times, else `leave_last_out`."""
+    it for validation; users with fewer than three have all in training. `auto`: `temporal` if the log has clock times,
+    else `leave_last_out`."""
     val_fraction: float = 0.1
-    """Share of all behaviours, before the k-core, in the validation window of a temporal split; `per_user`: share of
-    each user's behaviours."""
+    """Share of all behaviours, before the k-core, in the validation window of a temporal split."""
     test_fraction: float = 0.1
-    """Share of all behaviours, before the k-core, in the test window of a temporal split; `per_user`: share of each
-    user's behaviours."""
+    """Share of all behaviours, before the k-core, in the test window of a temporal split."""
     val_start: Any = None
     """Start of the validation window, as ISO 8601 (UTC) or epoch ms; with `test_start`, it replaces the fractions."""
     test_start: Any = None
@@ -70,7 +65,7 @@ class SplitConfig:
 
     def resolve(self, clock: bool) -> str:
         """The kind for a log with or without clock times; UserError for a temporal split without."""
-        if self.kind in ("temporal", "per_user") and not clock:
+        if self.kind == "temporal" and not clock:
             raise UserError(
                 f"split.kind is {self.kind}, but the log has no clock times (only an order within each user), so there "
                 f"is no cut time; use --split.kind leave_last_out"
@@ -90,54 +85,29 @@ def epoch_ms(moment: Any, name: str) -> int:
     return round((parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).timestamp() * 1000)
 
 
-def _bounds(survey: Survey, rank: int) -> tuple[int, int]:
-    """Two times that the one at `rank` lies between or is, from what the parts give of theirs (`Seen.times`)."""
-    from pipelines.data.survey import Seen
-
-    samples = [(rows, Seen.places(rows, len(times)), times) for rows, times in survey.times]
-
-    def most_before(time: int) -> int:
-        """Rows earlier than it, at most."""
-        first = [(int(np.searchsorted(times, time)), rows, places) for rows, places, times in samples]
-        return sum(int(places[at]) if at < len(places) else rows for at, rows, places in first)
-
-    def least_until(time: int) -> int:
-        """Rows no later than it, at least."""
-        last = [(int(np.searchsorted(times, time, "right")), places) for _, places, times in samples]
-        return sum(int(places[at - 1]) + 1 if at else 0 for at, places in last)
-
-    every = range(survey.first_ms, survey.last_ms + 1)
-    low, high = bisect_right(every, rank, key=most_before) - 1, bisect_right(every, rank, key=least_until)
-    return every[low], every[high]
-
-
-def _times_within(behaviour: str | None, bounds: list[tuple[int, int]], uri: str) -> list[tuple[int, Any, Any]]:
-    """For each pair of bounds the behaviours of a part before it, and the times within it with their numbers."""
-    from pipelines.data.survey import behaviour_column, read_coded
-
+def _times_within(behaviour: str | None, hours: list[int], uri: str) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The times of the behaviours of a part within each of the hours, with their numbers."""
     table = read_coded(uri, ["timestamp_ms", *behaviour_column(behaviour)], ())
     if behaviour:
         table = table.filter(table[f"label_{behaviour}"])
     time = table["timestamp_ms"].to_numpy()
-    within = [np.unique(time[(time >= low) & (time <= high)], return_counts=True) for low, high in bounds]
-    return [(int((time < low).sum()), *found) for (low, _), found in zip(bounds, within, strict=True)]
+    return [np.unique(time[(time >= hour) & (time < hour + HOUR)], return_counts=True) for hour in hours]
 
 
 def nth_times(survey: Survey, ranks: list[int], engine: Engine) -> list[int]:
-    """The timestamps of the behaviours at `ranks` (from 0) in the order of time. What the survey knows of each part
-    leaves a few thousandths of them, which one pass over the parts gives."""
-    bounds = [_bounds(survey, rank) for rank in ranks]
-    if all(low == high for low, high in bounds):
-        return [low for low, _ in bounds]
-    calls = [(uri,) for uri in survey.parts]
-    found = [of_part for _, of_part in engine.each(_times_within, calls, (survey.behaviour, bounds))]
+    """The timestamps of the behaviours at `ranks` (from 0) in the order of time: the survey knows their hours, and one
+    pass over the parts gives the times within these."""
+    hours, rows = list(survey.hours), np.array([*survey.hours.values()])
+    until = np.cumsum(rows)
+    places = np.searchsorted(until, ranks, side="right")
+    shared = (survey.behaviour, [hours[place] for place in places])
+    found = [of_part for _, of_part in engine.each(_times_within, [(uri,) for uri in survey.parts], shared)]
     chosen = []
-    for number, rank in enumerate(ranks):
-        parts = [of_part[number] for of_part in found]
-        times, counts = (np.concatenate([part[column] for part in parts]) for column in (1, 2))
+    for number, (rank, place) in enumerate(zip(ranks, places, strict=True)):
+        times, counts = (np.concatenate([of_part[number][column] for of_part in found]) for column in (0, 1))
         order = np.argsort(times, kind="stable")
-        until = sum(before for before, _, _ in parts) + np.cumsum(counts[order])
-        chosen.append(int(times[order][np.searchsorted(until, rank, side="right")]))
+        left = rank - until[place] + rows[place]
+        chosen.append(int(times[order][np.searchsorted(np.cumsum(counts[order]), left, side="right")]))
     return chosen
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from models.tables import Manifest
-from pipelines.data.kinds.table import KINDS
+from pipelines.data.kinds import KINDS
 from pipelines.data.splits import NAMES
 
 PER_SPLIT = ("requests", "requests_without_history", "events")

@@ -6,7 +6,8 @@ gives those of its own items alone, and the driver holds one id and one count pe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, fields
 
 import numpy as np
 import polars as pl
@@ -16,11 +17,8 @@ import pyarrow.compute as pc
 from models.tables import UserError, read_parquet
 from pipelines.data.engine import Engine
 
-DAY = 86_400_000  # ms
+DAY, HOUR = 86_400_000, 3_600_000  # ms
 GRAINS = (DAY, 1000)  # of times, in ms, coarsest first
-TIMES = 1 << 20
-"""Times that all parts together give of their own: each the least and the largest, and others at even distances in
-their order."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Vocabulary:
 
 
 @dataclass(frozen=True)
-class Seen:
+class PartSurvey:
     """What one events part tells of its behaviours."""
 
     rows: int
@@ -57,37 +55,28 @@ class Seen:
     """(N,) ids of its items."""
     counts: np.ndarray
     """(N,) behaviours on each."""
-    rests: list[list[int]]
-    """For each of GRAINS the least and largest remainder of the times; empty without behaviours."""
-    times: np.ndarray
-    """Some of the times, sorted: those at the `places` of their order."""
+    rests: np.ndarray
+    """(2 * GRAINS,) the least and largest remainder of the times by each of GRAINS; empty without behaviours."""
+    ends: np.ndarray
+    """(2,) the first and the last time."""
+    hours: np.ndarray
+    """(H,) hours that have behaviours, as their first ms."""
+    of_hours: np.ndarray
+    """(H,) behaviours in each."""
 
     def as_row(self) -> dict[str, pa.Array]:
         """As columns of one row."""
-        rests = np.array(self.rests, np.int64).reshape(-1)
         return {"behaviours": pa.array([self.rows])} | {
             name: pa.LargeListArray.from_arrays(pa.array([0, len(values)], pa.int64()), pa.array(values))
-            for name, values in {
-                "items": self.items,
-                "counts": self.counts,
-                "rests": rests,
-                "times": self.times,
-            }.items()
+            for name, values in vars(self).items()
+            if name != "rows"
         }
 
     @classmethod
-    def from_row(cls, row: pa.Table) -> Seen:
+    def from_row(cls, row: pa.Table) -> PartSurvey:
         """Of the columns of `as_row`."""
-        items, counts, rests, times = (
-            row[name].combine_chunks().flatten() for name in ("items", "counts", "rests", "times")
-        )
-        pairs = rests.to_numpy().reshape(-1, 2).tolist()
-        return cls(row["behaviours"][0].as_py(), items, counts.to_numpy(), pairs, times.to_numpy())
-
-    @staticmethod
-    def places(rows: int, given: int) -> np.ndarray:
-        """Which of the sorted times of a part are given."""
-        return np.linspace(0, rows - 1, min(rows, given)).astype(np.int64)
+        items, *others = (row[field.name].combine_chunks().flatten() for field in fields(cls)[1:])
+        return cls(row["behaviours"][0].as_py(), items, *(column.to_numpy() for column in others))
 
 
 @dataclass(frozen=True)
@@ -114,8 +103,8 @@ class Survey:
     """Largest timestamp of a behaviour."""
     grain_ms: int
     """The coarsest of a day, a second and a millisecond that all times of behaviours are apart by multiples of."""
-    times: list[tuple[int, np.ndarray]]
-    """Per part the number of its behaviours, and `Seen.times`."""
+    hours: dict[int, int]
+    """By the first ms of an hour the behaviours in it, ascending."""
 
 
 def id_hashes(ids: pa.Array | pa.ChunkedArray) -> np.ndarray:
@@ -192,63 +181,67 @@ def counted_before(user: np.ndarray, known: np.ndarray, who: np.ndarray, time: n
     return place[len(user) :] - np.searchsorted(user, who)
 
 
-def seen_in(table: pa.Table, behaviour: str | None, parts: int) -> Seen:
+def seen_in(table: pa.Table, behaviour: str | None) -> PartSurvey:
     """What one of the events parts (ids dictionary-coded) tells of its behaviours."""
     if behaviour:
         table = table.filter(pc.fill_null(table[f"label_{behaviour}"], False)).combine_chunks()
     if not table.num_rows:
-        return Seen(0, pa.array([], pa.large_string()), np.zeros(0, np.int64), [], np.zeros(0, np.int64))
+        return PartSurvey(0, pa.array([], pa.large_string()), *[np.zeros(0, np.int64)] * 5)
     item, time = coded(table, "item_id"), table["timestamp_ms"].to_numpy()
     counts = np.bincount(item.indices.to_numpy(), minlength=len(item.dictionary))
     used = counts > 0  # a filter leaves unused values
-    left = (time % grain for grain in GRAINS)
-    return Seen(
+    hours = pl.Series(time // HOUR * HOUR).value_counts(name="rows")
+    return PartSurvey(
         rows=len(time),
         items=item.dictionary.filter(pa.array(used)).cast(pa.large_string()),
         counts=counts[used],
-        rests=[[int(rest.min()), int(rest.max())] for rest in left],
-        times=np.sort(time)[Seen.places(len(time), max(TIMES // parts, 2))],
+        rests=np.array([end for rest in (time % grain for grain in GRAINS) for end in (rest.min(), rest.max())]),
+        ends=np.array([time.min(), time.max()]),
+        hours=hours.to_series(0).to_numpy(),
+        of_hours=hours["rows"].to_numpy().astype(np.int64),
     )
 
 
-def _survey_part(behaviour: str | None, parts: int, uri: str) -> tuple[Seen, int]:
+def _survey_part(behaviour: str | None, uri: str) -> tuple[PartSurvey, int]:
     table = read_coded(uri, ["user_id", "item_id", "timestamp_ms", *behaviour_column(behaviour)])
-    return seen_in(table, behaviour, parts), len(coded(table, "user_id").dictionary)
+    return seen_in(table, behaviour), len(coded(table, "user_id").dictionary)
 
 
 def survey(parts: list[str], behaviour: str | None, engine: Engine, late: bool = False) -> Survey:
     """Reads the parts once; late: whether they say when the behaviour's label is known. UserError if there is no
     behaviour at all."""
-    whole = Gathering(behaviour, late)
-    for number, (seen, users) in engine.each(_survey_part, [(uri,) for uri in parts], (behaviour, len(parts))):
+    whole = Surveyor(behaviour, late)
+    for number, (seen, users) in engine.each(_survey_part, [(uri,) for uri in parts], (behaviour,)):
         whole.add(parts[number], seen, users)
     return whole.survey()
 
 
-class Gathering:
+class Surveyor:
     """Parts as they come to be seen: of their items it keeps the union alone."""
 
     def __init__(self, behaviour: str | None, late: bool) -> None:
         self.behaviour, self.late = behaviour, late
         self.parts: list[str] = []
-        self.times: list[tuple[int, np.ndarray]] = []
+        self.hours: Counter[int] = Counter()
+        self.ends: list[int] = []
         self.rests: list[set[int]] = [set() for _ in GRAINS]
         self.users = 0
         self.items = Union()
 
-    def add(self, uri: str, seen: Seen, users: int) -> None:
+    def add(self, uri: str, seen: PartSurvey, users: int) -> None:
         """A part, what was seen in it, and how many users it has."""
         self.parts.append(uri)
         self.users += users
         if seen.rows:
-            self.times.append((seen.rows, seen.times))
+            self.hours.update(dict(zip(seen.hours.tolist(), seen.of_hours.tolist(), strict=True)))
+            self.ends += seen.ends.tolist()
             self.items.add(seen.items, seen.counts)
-            for rests, of_part in zip(self.rests, seen.rests, strict=True):
+            for rests, of_part in zip(self.rests, seen.rests.reshape(-1, 2).tolist(), strict=True):
                 rests.update(of_part)
 
     def survey(self) -> Survey:
         """Of all parts. UserError if there is no behaviour at all."""
-        if not self.times:
+        if not self.ends:
             raise UserError(
                 f"no event has label '{self.behaviour}' set, so there are no behaviours; choose another 'behaviour' "
                 f"or leave it out to take every event"
@@ -261,11 +254,11 @@ class Gathering:
             items=items,
             counts=counts,
             users=self.users,
-            behaviours=sum(rows for rows, _ in self.times),
-            first_ms=min(int(times[0]) for _, times in self.times),
-            last_ms=max(int(times[-1]) for _, times in self.times),
+            behaviours=self.hours.total(),
+            first_ms=min(self.ends),
+            last_ms=max(self.ends),
             grain_ms=next((grain for grain, rest in zip(GRAINS, self.rests, strict=True) if len(rest) == 1), 1),
-            times=self.times,
+            hours=dict(sorted(self.hours.items())),
         )
 
 

@@ -14,7 +14,7 @@ from models.tables import read_table
 
 def test_both_variants_make_the_same_rows(tmp_path: Path, ray_local: None) -> None:
     log = str(tmp_path / "log")
-    benchmark.simulate_retrieval(log, 150, 40, 3000, seed=1)
+    benchmark.simulate_retrieval(log, benchmark.Settings(150, 40, 3000, 1))
     benchmark.run_trieline(log, str(tmp_path / "ours"))
     benchmark.run_polars(log, str(tmp_path / "bare"))
     ours = read_table(str(tmp_path / "ours" / "sequences"), "sequences").sort_by("user_id")
@@ -25,7 +25,7 @@ def test_both_variants_make_the_same_rows(tmp_path: Path, ray_local: None) -> No
 
 @pytest.mark.long
 def test_a_failed_variant_is_a_line_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmark, "simulate_retrieval", lambda log, *sizes, seed: Path(log).mkdir())  # of nothing
+    monkeypatch.setattr(benchmark, "simulate_retrieval", lambda log, settings: Path(log).mkdir())  # of nothing
     ours, bare = benchmark.sequences([2000], runs=1)
     assert "holds no event file like 'events-*.parquet'" in ours["error"]
     assert bare["error"]

@@ -10,10 +10,7 @@ from pathlib import Path
 import pytest
 
 from jobs import quickstart
-from pipelines.data.kinds.actions.flow import FLOW, SMALL
-from pipelines.data.kinds.actions.kind import ACTIONS
-from pipelines.data.kinds.base import Trained
-from pipelines.data.kinds.table import KINDS
+from jobs.quickstart import FLOWS, SMALL, Trained
 from pipelines.training import run
 
 
@@ -22,7 +19,7 @@ def test_a_feed_becomes_a_table_of_models(
 ) -> None:
     small = (*SMALL, "--model.width", "16", "--model.num_layers", "1", "--model.num_heads", "2", "--model.ffn", "16")
     models = (Trained("genrank", ("attn_mvp", "actions/genrank"), small),)  # the others go the same way
-    monkeypatch.setitem(KINDS, "actions", replace(ACTIONS, flow=replace(FLOW, models=models)))
+    monkeypatch.setitem(FLOWS, "actions", replace(FLOWS["actions"], models=models))
     # by this process: test_search_flow.py trains by a worker of Ray
     monkeypatch.setattr(run, "carry_on", partial(run.carry_on, heard=lambda about: None))
     sizes = {"users": 60, "items": 40, "events": 300, "epochs": 1}

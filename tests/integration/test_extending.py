@@ -88,18 +88,18 @@ KIND = '''
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import polars as pl
 import pyarrow as pa
 
-from pipelines.data.audit.base import REQUEST, KindRules
+from models.tables import commit, part_uris, write_part
+from pipelines.data.audit.base import REQUEST
 from pipelines.data.audit.sequences import behaviour_rows, check_history, check_lengths, check_splits, request_rows
-from pipelines.data.kinds.base import Simulator
-from pipelines.data.kinds.retrieval.audit import COLUMNS
-from pipelines.data.kinds.retrieval.kind import RETRIEVAL
-from pipelines.data.kinds.retrieval.simulator import simulate_retrieval
-from pipelines.data.kinds.simulation import Settings
+from pipelines.data.retrieval.kind import Retrieval
+from pipelines.data.retrieval.sequences import Rules, build_sequences
+from pipelines.data.run import write_parts
+from pipelines.data.schemas import sequences_schema
+from pipelines.data.splits import NAMES
+from pipelines.data.survey import read_coded
 
 
 def changes(users):
@@ -112,11 +112,6 @@ def changes(users):
 
 
 def write_one(uri, catalogue, rules, source):
-    from pipelines.data.kinds.retrieval.sequences import build_sequences
-    from pipelines.data.splits import NAMES
-    from pipelines.data.survey import read_coded
-    from models.tables import write_part
-
     names = [name for name in rules.schema.names if name not in ("request_id", "position")]
     table, count = build_sequences(read_coded(source, names), catalogue, rules)
     if not table.num_rows:
@@ -128,13 +123,6 @@ def write_one(uri, catalogue, rules, source):
 
 
 def sequences(run, events, items, split):
-    from models.tables import part_uris
-    from pipelines.data.kinds.retrieval.sequences import Rules
-    from pipelines.data.run import write_parts
-    from pipelines.data.splits import NAMES
-    from models.tables import commit
-    from pipelines.data.schemas import sequences_schema
-
     config = run.config
     settings = {"kind": "changes", "split": config.split.settings(), "core": config.core, "ties": config.ties}
     inputs = {"events": events.hash, "items": items.hash}
@@ -170,10 +158,16 @@ def check_changes(tables, rules, core_users):
     return core_users
 
 
-CHANGES = replace(
-    RETRIEVAL, name="changes", sequences=sequences, audit=KindRules(COLUMNS, check_changes),
-    simulator=Simulator("changes", "simulated", Settings, simulate_retrieval),
-)
+class Changes(Retrieval):
+    name = "changes"
+    simulated = "changes"
+    without = ()
+
+    def sequences(self, run, events, items, split):
+        return sequences(run, events, items, split)
+
+    def audit(self, tables, rules, core_users):
+        return check_changes(tables, rules, core_users)
 '''
 
 
@@ -297,14 +291,14 @@ def test_a_search_model_is_one_file_and_a_row(copy: Path, run: Callable[..., str
 
 
 def test_a_kind_of_request_is_one_file_and_a_row(copy: Path, run: Callable[..., str], tmp_path: Path) -> None:
-    (copy / "pipelines/data/kinds/changes.py").write_text(KIND.lstrip())
-    table = copy / "pipelines/data/kinds/table.py"
+    (copy / "pipelines/data/changes.py").write_text(KIND.lstrip())
+    table = copy / "pipelines/data/kinds.py"
     text = table.read_text()
-    row = "for kind in (RETRIEVAL, SEARCH, ACTIONS)"
+    row = "for kind in (Retrieval(), Search(), Actions())"
     assert row in text
-    text = text.replace(row, "for kind in (RETRIEVAL, SEARCH, ACTIONS, CHANGES)")
-    imported = "from pipelines.data.kinds.base import RequestKind\n"
-    table.write_text(text.replace(imported, f"{imported}from pipelines.data.kinds.changes import CHANGES\n"))
+    text = text.replace(row, "for kind in (Retrieval(), Search(), Actions(), Changes())")
+    imported = "from pipelines.data.kind import Kind\n"
+    table.write_text(text.replace(imported, f"{imported}from pipelines.data.changes import Changes\n"))
     raw, tables, runs = str(tmp_path / "raw"), str(tmp_path / "shop"), str(tmp_path / "runs")
     simulate = ["--kind", "changes", "--output", raw, "--users", "60", "--items", "30", "--events", "900"]
     model = ["--model.name", "sasrec", "--model.dim", "16", "--model.num_layers", "1", "--fit.max_epochs", "1"]

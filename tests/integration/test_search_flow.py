@@ -10,12 +10,9 @@ from pathlib import Path
 import pytest
 
 from jobs import quickstart
+from jobs.quickstart import FLOWS, Trained
 from models.tables import UserError
 from pipelines.comparison.runs import select
-from pipelines.data.kinds.base import Trained
-from pipelines.data.kinds.search.flow import FLOW
-from pipelines.data.kinds.search.kind import SEARCH
-from pipelines.data.kinds.table import KINDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,7 +21,7 @@ def test_a_search_log_becomes_a_table_of_models(
     ray_local: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     models = (Trained("qgs", ("qgs", "search/small")),)  # the others go the same way
-    monkeypatch.setitem(KINDS, "search", replace(SEARCH, flow=replace(FLOW, models=models)))
+    monkeypatch.setitem(FLOWS, "search", replace(FLOWS["search"], models=models))
     sizes = {"users": 60, "items": 60, "events": 500, "epochs": 1}
     quickstart.run(quickstart.Config(family="search", output=str(tmp_path), **sizes))
     printed = capsys.readouterr().out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -191,27 +190,12 @@ def test_bad_files_leave_nothing(tmp_path: Path, content: str, words: str) -> No
     assert not list((tmp_path / "out").rglob("*.*"))
 
 
-@pytest.mark.long
-def test_mistakes_are_answered_before_ray_is_imported(tmp_path: Path) -> None:
-    """A `ray` that cannot be imported stands in the way of whoever tries; `--dry-run` does without it too."""
+def test_a_missing_column_is_said_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = write_log(tmp_path / "raw", events=500)
-    (tmp_path / "ray.py").write_text("raise SystemExit('ray was imported')")
-    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
-
-    def command(*more: str) -> subprocess.CompletedProcess[str]:
-        words = [sys.executable, "-m", "jobs.prepare", *arguments(raw, tmp_path / "out", *more)]
-        return subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
-
-    shown = command("--dry-run")
-    assert shown.returncode == 0, shown.stderr
-    assert "timestamp_ms  ms, ms" in shown.stdout
-    assert not (tmp_path / "out/events").exists()
-
+    monkeypatch.setattr("jobs.cli.start_ray", lambda: pytest.fail("Ray was started"))
     (raw / "source.yaml").write_text(yaml.safe_dump({**SOURCE, "item": "itm"}))
-    failed = command()
-    assert failed.returncode == 1
-    [line] = failed.stderr.splitlines()
-    assert line == (
-        f"error: {raw}/log.csv has no column 'itm'; the nearest is 'item' of user, item, ms; correct the source "
-        f"file or the log"
-    )
+    with pytest.raises(UserError) as caught:
+        run(parse(arguments(raw, tmp_path / "out")))
+    said = f"{raw}/log.csv has no column 'itm'; the nearest is 'item' of user, item, ms; correct the source file or the"
+    assert str(caught.value) == f"{said} log"
+    assert not (tmp_path / "out/events").exists()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -18,13 +18,6 @@ DAY, MINUTE = 86_400_000, 60_000
 
 EVENT_ORDER = ["timestamp_ms", "request_id", "position", "item_id"]
 SPLITS = ["train", "val", "test"]
-
-COLUMNS = {
-    "events": ("user_id", "request_id", "timestamp_ms", "item_id", "query", "position"),
-    "items": ("item_index", "item_id"),
-    "sequences": ("user_id", "item_index", "timestamp_ms"),
-}
-"""Columns that the rules of all kinds read."""
 
 
 @dataclass
@@ -43,38 +36,17 @@ class Rule:
     """The first offenders, one line each."""
     note: str = ""
     """What lets the future in although it breaks nothing: a split or a core that was asked for."""
-    checked: bool = True
-    """False where an earlier rule made this one impossible to check."""
 
     def broken(self, example: str, violations: int = 1) -> None:
         """Adds violations and names one of them."""
         self.violations += violations
         self.examples += [example][: SHOWN - len(self.examples)]
 
-    def remark(self, note: str) -> None:
-        """Adds a note."""
-        self.note = f"{self.note}; {note}" if self.note else note
-
     def broken_rows(self, rows: pl.DataFrame, say: str, **more: Any) -> None:
         """Adds one violation per row of `rows`; `say`, with columns and `more` in braces, names a row."""
         self.violations += rows.height
         first = rows.head(SHOWN - len(self.examples)).iter_rows(named=True)
         self.examples += [say.format(**row, **more) for row in first]
-
-
-@dataclass(frozen=True)
-class KindRules:
-    """The rules on the tables of one kind of request."""
-
-    columns: Mapping[str, tuple[str, ...]]
-    """By table the columns that its rules read, beside those of all kinds (`COLUMNS`)."""
-    check: Callable[[Any, dict[str, Rule], pl.DataFrame], pl.DataFrame]
-    """`check(tables, rules, core_users)`: the rules on sequences, given the users (`user_id`) that the k-core keeps.
-    Returns those that must be in sequences."""
-    without: tuple[str, ...] = ()
-    """Rules of the audit that there is nothing to check for on such tables."""
-    all_shown: bool = False
-    """Whether all that was shown makes the catalogue, and not the behaviours alone."""
 
 
 @dataclass
@@ -85,25 +57,15 @@ class Tables:
     """The folder that holds the tables."""
     manifests: dict[str, Manifest]
     """By table."""
-    kind: KindRules
-    """The rules of their kind of request."""
+    all_shown: bool
+    """Whether all that was shown makes the catalogue, and not the behaviours alone."""
 
     @classmethod
-    def open(cls, uri: str, kinds: Mapping[str, KindRules]) -> Tables:
-        """Raises UserError where one of them is not a table, or they do not fit each other."""
-        manifests = {name: read_manifest(join(uri, name), name) for name in ("events", "items", "sequences")}
-        name = manifests["sequences"].info["kind"]
-        if name not in kinds:
-            raise UserError(f"{uri} holds sequences of kind '{name}', which is none of {', '.join(kinds)}")
-        own = {*kinds[name].columns, *(manifests["sequences"].info.get("as_of") or {})} - manifests.keys()
-        manifests |= {table: read_manifest(join(uri, table)) for table in sorted(own)}
-        tables = cls(uri, manifests, kinds[name])
-        if tables.behaviour and tables.behaviour not in tables.event_columns:
-            raise UserError(
-                f"sequences in {uri} hold the events with {tables.behaviour}, a column that events do not have; make "
-                f"the tables again with --overwrite"
-            )
-        return tables
+    def open(cls, uri: str, all_shown: bool) -> Tables:
+        """Sequences under `uri` and what they were made from. UserError where one of them is no table."""
+        sequences = read_manifest(join(uri, "sequences"), "sequences")
+        names = dict.fromkeys(("events", "items", *sequences.inputs))
+        return cls(uri, {**{name: read_manifest(join(uri, name)) for name in names}, "sequences": sequences}, all_shown)
 
     def read(self, table: str) -> pl.DataFrame:
         """All rows of a table, with the number of their `part`."""
@@ -151,14 +113,9 @@ class Tables:
         return {column["name"] for column in self.manifests["events"].schema}
 
     @property
-    def clock(self) -> bool | None:
-        """Whether events have clock times."""
-        return self.manifests["events"].info.get("clock")
-
-    @property
     def behaviour(self) -> str | None:
         """The bool label that makes an event a behaviour; None where every event is one."""
-        name = self.info.get("behaviour") or self.manifests["sequences"].config.get("behaviour")
+        name = self.info.get("behaviour")
         return f"label_{name}" if name else None
 
     @property
@@ -170,17 +127,12 @@ class Tables:
     @property
     def order_of_log(self) -> bool:
         """Whether tied behaviours keep the log's order (`ties: log_order`)."""
-        return bool(self.info.get("ties", "strict") == "log_order")
+        return bool(self.info["ties"] == "log_order")
 
     @property
     def event_order(self) -> list[str]:
         """What a user's events are sorted by; in the log's order `position` counts all events of a time."""
         return [name for name in EVENT_ORDER if name != "request_id" or not self.order_of_log]
-
-    @property
-    def most(self) -> int:
-        """Behaviours of a user that are kept."""
-        return int(self.info.get("max_events") or 2**31)
 
     def behaviours_of(self, events: pl.DataFrame) -> pl.DataFrame:
         """The events that count as behaviours."""
@@ -191,14 +143,27 @@ EVENT, REQUEST = "user {user_id}, item {item_id} at {timestamp_ms}", "user {user
 """How messages name an event and a request."""
 
 
-def sums_before(points: pl.DataFrame, counted: pl.DataFrame, keys: list[str], time: str, shift: int) -> pl.DataFrame:
-    """Per row of `points`, in their order: the sums of the other columns of `counted` over its rows of the same `keys`
-    whose `time` is strictly before the point's `at` less `shift`."""
+def before(points: pl.DataFrame, rows: pl.DataFrame, keys: list[str], shift: int, time: str) -> pl.DataFrame:
+    """Per row of `points`, in their order: the other columns of the latest of `rows` of the same `keys` whose `time` is
+    strictly before the point's `at` less `shift`."""
+    moved = points.select(*keys, __at=pl.col("at") - shift).with_row_index("__point").sort("__at")
+    found = moved.join_asof(
+        rows.sort(time), left_on="__at", right_on=time, by=keys, allow_exact_matches=False, check_sortedness=False
+    )
+    return found.sort("__point").select(name for name in rows.columns if name not in (*keys, time))
+
+
+def sums_before(points: pl.DataFrame, counted: pl.DataFrame, keys: list[str], shift: int, time: str) -> pl.DataFrame:
+    """As `before`, the sums of the other columns of `counted` over all such rows."""
     names = [name for name in counted.columns if name not in (*keys, time)]
     along = counted.drop_nulls(keys).group_by(*keys, time).agg(pl.col(names).sum()).sort(time)
-    along = along.with_columns(pl.col(names).cum_sum().over(keys))
-    moved = points.select(*keys, at=pl.col("at") - shift).with_row_index("point").sort("at")
-    found = moved.join_asof(
-        along, left_on="at", right_on=time, by=keys, allow_exact_matches=False, check_sortedness=False
-    )
-    return found.sort("point").select(pl.col(names).fill_null(0))
+    return before(points, along.with_columns(pl.col(names).cum_sum().over(keys)), keys, shift, time).fill_null(0)
+
+
+def counts_in(
+    points: pl.DataFrame, counted: pl.DataFrame, keys: list[str], days: list[float], delay: float
+) -> Iterator[tuple[str, pl.DataFrame]]:
+    """Per window the sums of `counted` in [at - window, at - delay) of each point, and its name. delay: minutes"""
+    until = sums_before(points, counted, keys, round(delay * MINUTE), "timestamp_ms")
+    for length in days:
+        yield f"{length:g}d", until - sums_before(points, counted, keys, round(length * DAY), "timestamp_ms")

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import polars as pl
+
+from models.tables import UserError, join, read_manifest
 from pipelines.data.audit.base import Rule, Tables
 from pipelines.data.audit.events import check_catalogue, check_events, check_files, check_inputs, check_users
-from pipelines.data.kinds.table import KINDS
+from pipelines.data.kinds import KINDS
 
 RULES = {
     "files": "every listed file is whole: size, sha256, rows and columns as its manifest says",
@@ -23,10 +26,9 @@ RULES = {
     "users": "a user's events are in one part; each surviving user is in sequences exactly once",
     "catalogue": "item_index is dense in the order of item_id; the k-core keeps and drops the right items",
     "behaviours": "lists have equal length and hold exactly what events give, in order",
-    "history": "history_end counts the user's strictly earlier behaviours",
-    "known": "a label is known when its time or its delay says; no history holds a behaviour before it is known",
-    "requests": "in a search log a request is (user, request id) at its earliest; no history holds its own behaviours",
-    "targets": "candidates are in the catalogue: behaviour i for request i (retrieval), what was shown (search)",
+    "known": "a label is known when its time or its delay says",
+    "history": "history_end counts the user's behaviours that are known strictly before the request",
+    "targets": "request i asks for behaviour i; in a search log it is what (user, request id) showed, at its earliest",
     "splits": "each request is in the split that its place or its time says; train_end and val_end are the cuts",
     "tasks": "in a log of actions tasks and actions are what the labels say",
     "counts": "the manifest of sequences counts what the table holds",
@@ -39,27 +41,29 @@ RULES = {
 def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list[Rule]:
     """The rules of the kind of the tables under `uri`, in the order of `RULES`.
 
-    A file that is not what its manifest lists ends the audit after the rule `files`. Raises UserError
-    where there is no table to audit.
+    A file that is not what its manifest lists ends the audit with the rule `files`. Raises UserError where there is no
+    table to audit.
     """
-    tables = Tables.open(uri, {name: kind.audit for name, kind in KINDS.items()})
+    name = read_manifest(join(uri, "sequences"), "sequences").info["kind"]
+    if name not in KINDS:
+        raise UserError(f"{uri} holds sequences of kind '{name}', which is none of {', '.join(KINDS)}")
+    kind, tables = KINDS[name], Tables.open(uri, KINDS[name].all_shown)
     rules = {name: Rule(name, holds) for name, holds in RULES.items()}
-
-    late = any(name.startswith("known_") for name in tables.event_columns)
-    without = [*tables.kind.without, *([] if late else ["known"])]
     progress("files")
     check_files(tables, rules["files"])
     if rules["files"].violations:
-        for name, rule in rules.items():
-            rule.checked = name == "files"
-    else:
+        return [rules["files"]]
+    try:
         check_inputs(tables, rules["inputs"])
         progress("events")
         check_events(tables, rules)
         core_users = check_catalogue(tables, rules["catalogue"])
         progress("sequences")
-        check_users(tables, tables.kind.check(tables, rules, core_users), rules["users"])
-    return [rule for rule in rules.values() if rule.name not in without or rule.violations]
+        check_users(tables, kind.audit(tables, rules, core_users), rules["users"])
+    except pl.exceptions.ColumnNotFoundError as error:
+        raise UserError(f"{uri} is not what jobs.prepare writes: {str(error).partition(';')[0]}") from error
+    late = any(name.startswith("known_") for name in tables.event_columns)
+    return [rule for name, rule in rules.items() if name not in kind.without and (late or name != "known")]
 
 
 def report(rules: list[Rule]) -> str:
@@ -67,8 +71,7 @@ def report(rules: list[Rule]) -> str:
     wide = max(len(rule.name) for rule in rules)
     lines = [f"{'rule':<{wide}}  {'rows':>13}  {'violations':>10}  what must hold"]
     for rule in rules:
-        found = f"{rule.violations:>10,}" if rule.checked else f"{'not checked':>10}"
-        lines.append(f"{rule.name:<{wide}}  {rule.rows:>13,}  {found}  {rule.holds}")
+        lines.append(f"{rule.name:<{wide}}  {rule.rows:>13,}  {rule.violations:>10,}  {rule.holds}")
     for rule in rules:
         lines += [f"  {rule.name}: {example}" for example in rule.examples]
         if rule.violations > len(rule.examples):

@@ -1,13 +1,17 @@
-"""Rules on sequences that several kinds share: behaviours, histories, splits, counts."""
+"""Rules on sequences that several kinds share: behaviours, histories, splits, counts, values, own features."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import polars as pl
 
-from pipelines.data.audit.base import REQUEST, SHOWN, SPLITS, Rule, Tables, sums_before
+from pipelines.data.audit.base import REQUEST, SHOWN, SPLITS, Rule, Tables, before, sums_before
+
+TOLERANCE = 1e-5
+"""Of means and deviations."""
 
 
 def list_columns(users: pl.DataFrame) -> list[str]:
@@ -16,10 +20,9 @@ def list_columns(users: pl.DataFrame) -> list[str]:
 
 def check_lengths(users: pl.DataFrame, rule: Rule) -> pl.DataFrame:
     """Reports users whose lists differ in length and returns the others, which can be laid out as rows."""
-    first, *others = (pl.col(name).list.len() for name in list_columns(users))
-    equal = pl.all_horizontal(length == first for length in others).fill_null(False)
+    lengths = [pl.col(name).list.len() for name in list_columns(users)]
+    equal = pl.all_horizontal(length == lengths[0] for length in lengths).fill_null(False)
     rule.broken_rows(users.filter(~equal), "user {user_id}: lists of unequal length")
-    rule.rows += users.filter(~equal).height
     return users.filter(equal)
 
 
@@ -41,17 +44,10 @@ def expected_behaviours(tables: Tables, events: pl.DataFrame) -> pl.DataFrame:
     ones. The sort keeps the file's order where all keys are equal."""
     inside = tables.behaviours_of(events).join(tables.catalogue, on="item_id", maintain_order="left")
     every = inside.sort("row", tables.known, *tables.event_order, maintain_order=True)
-    over = (pl.len().over("row").cast(pl.Int64) - tables.most).clip(0)
+    over = (pl.len().over("row").cast(pl.Int64) - tables.info["max_events"]).clip(0)
     return every.with_columns(place=(pl.int_range(pl.len(), dtype=pl.Int64).over("row") - over).cast(pl.Int32)).filter(
         pl.col("place") >= 0
     )
-
-
-def truncated(tables: Tables) -> dict[str, int]:
-    """How many users have more behaviours than are kept, and how many those are."""
-    inside = tables.behaviours_of(tables.users_events).join(tables.catalogue, on="item_id", how="semi")
-    over = inside.group_by("row").len().select(pl.col("len").cast(pl.Int64) - tables.most).to_series().clip(0)
-    return {"truncated_users": int((over > 0).sum()), "truncated_events": int(over.sum())}
 
 
 def check_behaviours(users: pl.DataFrame, behaviours: pl.DataFrame, expected: pl.DataFrame, rule: Rule) -> None:
@@ -86,34 +82,14 @@ def check_history(
     """`history_end` counts the behaviours that are known before the request. log_order: where a request is its
     behaviour, which sees all that are before it in the log."""
     rule.rows += requests.height
-    timeless = pl.col("timestamp_ms").is_null()
-    rule.broken_rows(requests.filter(timeless), REQUEST + ": no timestamp_ms")
-    known = requests.filter(~timeless)
-    earlier = behaviours.select("row", time=tables.known, count=pl.lit(1, pl.Int64))
-    points = known.select("row", at="timestamp_ms")
-    counted = known.with_columns(sums_before(points, earlier, ["row"], "time", 0))
-    expected = pl.col("place").cast(pl.Int64) if log_order else pl.col("count")
-    wrong = counted.with_columns(expected=expected).filter(
-        pl.col("history_end").cast(pl.Int64).ne_missing(pl.col("expected"))
-    )
+    known = requests.drop_nulls("timestamp_ms")  # which it has where its target is right
+    earlier = behaviours.select("row", time=tables.known, expected=pl.lit(1, pl.Int64))
+    counted = sums_before(known.select("row", at="timestamp_ms"), earlier, ["row"], 0, "time")
+    right = known.select(expected=pl.col("place").cast(pl.Int64)) if log_order else counted
+    wrong = known.with_columns(right).filter(pl.col("history_end").cast(pl.Int64).ne_missing(pl.col("expected")))
     rule.broken_rows(
         wrong.sort("row", "place"),
         REQUEST + " at {timestamp_ms}: history_end is {history_end}, {expected} behaviours are known earlier",
-    )
-
-
-def check_known(tables: Tables, requests: pl.DataFrame, expected: pl.DataFrame, rule: Rule) -> None:
-    """No history holds a behaviour before it is known. expected: the behaviours that events give."""
-    if tables.known == "timestamp_ms":
-        return
-    rule.rows += requests.height
-    latest = expected.sort("row", "place").select(
-        "row", history_end=pl.col("place") + 1, latest=pl.col(tables.known).cum_max().over("row")
-    )
-    early = requests.join(latest, on=["row", "history_end"]).filter(pl.col("latest") >= pl.col("timestamp_ms"))
-    rule.broken_rows(
-        early.sort("row", "place"),
-        REQUEST + " at {timestamp_ms}: its history holds a behaviour that is known from {latest} on",
     )
 
 
@@ -125,21 +101,16 @@ def check_splits(tables: Tables, requests: pl.DataFrame, rule: Rule) -> dict[str
     if split.get("kind") == "leave_last_out":
         last = pl.len().over("row").cast(pl.Int64) - 1 - pl.col("place")  # 0 for the user's last request
         train, val = (pl.len().over("row") < 3) | (last > 1), last == 1
-        if tables.clock:
-            rule.remark("leave-last-out lets other users' later behaviour into training; a temporal split does not")
+        if tables.manifests["events"].info["clock"]:
+            rule.note = "leave-last-out lets other users' later behaviour into training; a temporal split does not"
     elif split.get("kind") == "temporal" and all(isinstance(start, int) for start in starts):
         train, val = (pl.col("timestamp_ms") < start for start in starts)
-        if tables.clock is False:
-            rule.broken("a temporal split of a log that has an order and no clock")
     else:
         rule.broken(f"the manifest of sequences names no known split: {split}", requests.height)
         return {}
     expected = pl.when(train).then(pl.lit("train")).when(val).then(pl.lit("val")).otherwise(pl.lit("test"))
     wrong = requests.with_columns(expected=expected).filter(pl.col("split").ne_missing(pl.col("expected")))
-    rule.broken_rows(
-        wrong.sort("row", "place"),
-        REQUEST + " at {timestamp_ms}: in {split}, belongs to {expected}",
-    )
+    rule.broken_rows(wrong.sort("row", "place"), REQUEST + " at {timestamp_ms}: in {split}, belongs to {expected}")
     return per_split(requests)
 
 
@@ -162,9 +133,73 @@ def per_split(rows: pl.DataFrame) -> dict[str, int]:
     return {split: rows.filter(pl.col("split") == split).height for split in SPLITS}
 
 
-def check_values(rows: pl.DataFrame, said: np.ndarray, right: np.ndarray, name: str, rule: Rule) -> None:
-    """Reports the rows where the table says something else than what is right, beyond what float32 rounds."""
-    wrong = ~(np.abs(said - right) <= 4e-6 * np.maximum(1, np.abs(right)))
-    found = rows.with_columns(said=pl.Series(said), right=pl.Series(right)).filter(pl.Series(wrong))
-    place = "user {user_id}, item {item_index} at {timestamp_ms}"
-    rule.broken_rows(found, place + ": {name} is {said:.6g}, events give {right:.6g}", name=name)
+def check_columns(
+    rows: pl.DataFrame, said: np.ndarray, names: list[str], right: dict[str, np.ndarray], what: str, rule: Rule
+) -> None:
+    """Reports the rows where a column of `said` (rows, names) is not what is right, beyond what float32 rounds."""
+    for column, name in enumerate(names):
+        if name not in right:
+            rule.broken(f"{name}: a {what} that the audit does not know", rows.height)
+            continue
+        wrong = ~(np.abs(said[:, column] - right[name]) <= 4e-6 * np.maximum(1, np.abs(right[name])))
+        found = rows.with_columns(said=pl.Series(said[:, column]), right=pl.Series(right[name])).filter(wrong)
+        place = "user {user_id}, item {item_index} at {timestamp_ms}: {what} {name}"
+        rule.broken_rows(found, place + " is {said:.6g}, events give {right:.6g}", what=what, name=name)
+
+
+def own_columns(info: dict[str, Any]) -> list[str]:
+    """The columns of own features that the manifest of sequences names."""
+    said = info.get("own") or {}
+    return [each["name"] for kind in ("numbers", "categories") for each in said.get(kind, ())]
+
+
+def with_as_of(tables: Tables, rows: pl.DataFrame, at: str) -> pl.DataFrame:
+    """`rows` with the features of each table with a time of its own: those of the latest row of their `item_id` or
+    `user_id` whose time is strictly before `at`; and with those of items."""
+    for name, said in (tables.info.get("as_of") or {}).items():
+        known = tables.read(name).select(said["key"], *said["features"], __since="timestamp_ms")
+        rows = rows.hstack(before(rows.with_columns(at=at), known, [said["key"]], 0, "__since"))
+    if of_items := tables.info.get("item_features"):
+        rows = rows.join(tables.items.select("item_id", *of_items), on="item_id", how="left", maintain_order="left")
+    return rows
+
+
+def check_as_of(tables: Tables, rule: Rule) -> None:
+    """In the tables with a time of their own an id has one row at a time."""
+    for name, said in (tables.info.get("as_of") or {}).items():
+        keys = tables.read(name).select(said["key"], "timestamp_ms")
+        rule.rows += keys.height
+        twice = keys.filter(keys.is_duplicated())
+        rule.broken_rows(twice, f"{name}: {{{said['key']}}} has several rows at {{timestamp_ms}}")
+
+
+def check_said(what: str, said: float, right: float, scale: float, rule: Rule) -> None:
+    """The manifest says a number that training rows give."""
+    if abs(said - right) > TOLERANCE * max(scale, abs(right)):
+        rule.broken(f"{what}: the manifest says {said}, training rows give {right:.6g}")
+
+
+def check_training(info: dict[str, Any], train: pl.DataFrame, rule: Rule) -> None:
+    """The manifest says of own features what the rows of training do; `train` has a column per feature."""
+    said = info.get("own") or {"numbers": [], "categories": []}
+    for number in said["numbers"]:
+        rule.rows += 1
+        known = train[number["name"]].drop_nulls().cast(pl.Float64).to_numpy()
+        mean, std = (known.mean(), known.std()) if len(known) else (0.0, 0.0)
+        std = std if std > 1e-9 * max(1.0, abs(mean)) else 1.0
+        for key, value in {"mean": mean, "std": std, "missing": len(known) < train.height}.items():
+            check_said(f"{key} of {number['name']}", number[key], value, std, rule)
+    for category in said["categories"]:
+        if not category["buckets"]:
+            check_listed(category["name"], category["values"], train, rule)
+
+
+def check_listed(name: str, listed: list[str], train: pl.DataFrame, rule: Rule) -> None:
+    """The manifest lists the values that a category has in training."""
+    rule.rows += 1
+    seen = train[name].drop_nulls().unique().sort().to_list()
+    if listed != seen:
+        other = sorted(set(seen) ^ set(listed))[:SHOWN]
+        rule.broken(
+            f"values of {name}: {len(listed):,} in the manifest, {len(seen):,} in training rows; such as {other}"
+        )

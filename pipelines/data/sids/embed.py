@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
+import ray
+import ray.data
 
+from models.config import check_choices, check_least
 from models.tables import (
     Manifest,
     Part,
@@ -35,6 +36,7 @@ from models.tables import (
 )
 from models.text_encoder import WORDS, TextEncoder, loading, locate_encoder, text_columns, texts_of
 from models.words import number_of
+from pipelines.data.engine import quiet_ray_data
 from pipelines.data.schemas import embeddings_schema
 
 Say = Callable[[str], None]
@@ -55,9 +57,9 @@ class EmbedConfig:
 
     template: str = ""
     """Item text, such as '{title}. {brand}'; empty: all text columns in the table's order, joined by a blank."""
-    empty: str = "error"
+    empty: Literal["error", "encode"] = "error"
     """Items with no text: `error` stops with their count, `encode` encodes the empty string."""
-    pooling: str = "mean"
+    pooling: Literal["mean", "cls"] = "mean"
     """`mean` over tokens, or the `cls` token's state."""
     normalize: bool = True
     """Scale encoder outputs to length 1, as sentence encoders are trained with."""
@@ -65,7 +67,7 @@ class EmbedConfig:
     """Tokens per text; longer ones are cut."""
     batch_size: int = 32
     """Texts per forward pass, sorted by length and padded to the longest of their batch."""
-    precision: str = "fp32"
+    precision: Literal["fp32", "bf16"] = "fp32"
     """`fp32`, or `bf16` for the encoder's products: faster where the processor has it, on GPUs and newer CPUs."""
     workers: int = 0
     """Encoder actors; 0: one per GPU, or one per CPU where there is no GPU."""
@@ -75,17 +77,9 @@ class EmbedConfig:
     """Scale PCA's components to variance 1 (with --pca)."""
 
     def __post_init__(self) -> None:
-        if self.empty not in ("error", "encode"):
-            raise ValueError(f"embed.empty is {self.empty!r}; it must be 'error' or 'encode'")
-        if self.pooling not in ("mean", "cls"):
-            raise ValueError(f"embed.pooling is {self.pooling!r}; it must be 'mean' or 'cls'")
-        if self.precision not in ("fp32", "bf16"):
-            raise ValueError(f"embed.precision is {self.precision!r}; it must be 'fp32' or 'bf16'")
-        for name in ("max_tokens", "batch_size", "svd"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"embed.{name} is {getattr(self, name)}; it must be 1 or more")
-        if self.workers < 0:
-            raise ValueError(f"embed.workers is {self.workers}; it must be 0 (automatic) or more")
+        check_choices(self, "embed.")
+        check_least(self, ["max_tokens", "batch_size", "svd"], 1, "embed.")
+        check_least(self, ["workers"], 0, "embed.")
 
     def encoder_options(self) -> tuple[str, int, int, bool, str]:
         """What TextEncoder takes beside the encoder's name."""
@@ -100,27 +94,12 @@ def item_texts(items: pa.Table, config: EmbedConfig) -> list[str]:
     """
     found, blank = texts_of(items, config.template)
     if blank and config.empty == "error":
-        raise UserError(_no_text(blank, len(found), text_columns(items.column_names, config.template)))
+        columns = ", ".join(text_columns(items.column_names, config.template))
+        raise UserError(
+            f"{blank:,} of {len(found):,} items have no text in {columns}; use --embed.empty encode to encode the "
+            f"empty string for them, or a template with more columns"
+        )
     return found
-
-
-def _no_text(blank: int, items: int, columns: Iterable[str]) -> str:
-    return (
-        f"{blank:,} of {items:,} items have no text in {', '.join(columns)}; use --embed.empty encode to encode the "
-        f"empty string for them, or a template with more columns"
-    )
-
-
-def without_text(items_uri: str, config: EmbedConfig) -> str | None:
-    """What `item_texts` would raise for items with no text; it reads a part at a time, without a Python string each."""
-    blank = items = 0
-    used: dict[str, str] = {}
-    for part in iter_parts(items_uri, "items"):
-        used = text_columns(part.column_names, config.template)
-        no_text = [pc.equal(pc.utf8_trim_whitespace(pc.fill_null(part[c], "")), "") for c in used.values()]
-        blank += pc.sum(reduce(pc.and_, no_text)).as_py() if no_text else len(part)
-        items += len(part)
-    return _no_text(blank, items, used) if blank and config.empty == "error" else None
 
 
 def encoder_version(name: str) -> str:
@@ -164,34 +143,38 @@ def _matrix(column: pa.ChunkedArray) -> np.ndarray:
     return np.concatenate(chunks).astype(np.float32, copy=False)
 
 
+def in_actors(
+    blocks: list[pa.Table], actor: type, given: tuple[Any, ...], config: EmbedConfig, say: Say, gpus: bool = True
+) -> Iterator[pa.Table]:
+    """What actors make of the blocks, in the order in which they finish them; `given` makes an actor. gpus: whether
+    each takes a GPU, where there are any."""
+    quiet_ray_data()
+    resources = ray.cluster_resources()
+    found = int(resources.get("GPU", 0)) if gpus else 0
+    workers = min(len(blocks), config.workers or found or int(resources.get("CPU", 1)))
+    say(f"{number_of(workers, 'encoder actor')} on {'GPU' if found else 'CPU'}")
+    dataset = ray.data.from_arrow(blocks).map_batches(
+        actor,
+        fn_constructor_args=given,
+        batch_size=None,  # a block is a batch
+        batch_format="pyarrow",
+        compute=ray.data.ActorPoolStrategy(size=workers),
+        num_cpus=1,
+        num_gpus=1 if found else 0,
+        max_restarts=TRIES,  # Ray Data's own default is for ever, also where a text is what ends the actor
+        max_task_retries=TRIES,
+    )
+    yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow")
+
+
 def _encode_distributed(texts: list[str], name: str, config: EmbedConfig, say: Say) -> Iterator[pa.Table]:
     """Blocks of `text_index` and `embedding`, in the order in which actors finish them."""
-    import ray
-
-    from pipelines.data.engine import quiet_ray_data
-
-    quiet_ray_data()
     # longest first: batches hold texts of like length, and the last blocks to run are short ones
     order = sorted(range(len(texts)), key=lambda i: (-len(texts[i]), texts[i]))
     table = pa.table({"text_index": pa.array(order, pa.int64()), "text": pa.array([texts[i] for i in order])})
     per_block = max(1, TEXTS_PER_BLOCK // config.batch_size) * config.batch_size
     blocks = [table.slice(start, per_block) for start in range(0, len(texts), per_block)]
-    resources = ray.cluster_resources()
-    gpus = int(resources.get("GPU", 0))
-    workers = min(len(blocks), config.workers or gpus or int(resources.get("CPU", 1)))
-    say(f"{number_of(workers, 'encoder actor')} on {'GPU' if gpus else 'CPU'}")
-    dataset = ray.data.from_arrow(blocks).map_batches(
-        EncoderActor,
-        fn_constructor_args=(name, *config.encoder_options()),
-        batch_size=None,  # a block is a batch: the encoder takes it apart in the order of length
-        batch_format="pyarrow",
-        compute=ray.data.ActorPoolStrategy(size=workers),
-        num_cpus=1,
-        num_gpus=1 if gpus else 0,
-        max_restarts=TRIES,  # Ray Data's own default is for ever, also where a text is what ends the actor
-        max_task_retries=TRIES,
-    )
-    yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow")
+    return in_actors(blocks, EncoderActor, (name, *config.encoder_options()), config, say)
 
 
 def encode_texts(texts: list[str], name: str, config: EmbedConfig, say: Say = print) -> np.ndarray:
@@ -301,6 +284,15 @@ def embed_origin(
     return {"encoder": encoder, "pca": pca_width, **used}, inputs
 
 
+def finished(uri: str, table: str, config: dict[str, Any], inputs: dict[str, str]) -> Manifest | None:
+    """The manifest of a table, None where there is none. UserError for one of other settings or inputs."""
+    if not has_manifest(uri):
+        return None
+    if not up_to_date(uri, fingerprint(config, inputs)):
+        raise UserError(f"{uri} was made from other input or settings; use --overwrite, or another --output")
+    return read_manifest(uri, table)
+
+
 def embed_items(
     items_uri: str,
     output_uri: str,
@@ -317,12 +309,9 @@ def embed_items(
     """
     config = config or EmbedConfig()
     used, inputs = embed_origin(items_uri, encoder, pca_width, config)
-    if not overwrite:
-        if up_to_date(output_uri, fingerprint(used, inputs)):
-            say(f"{output_uri} is up to date")
-            return read_manifest(output_uri, "embeddings")
-        if has_manifest(output_uri):
-            raise UserError(f"{output_uri} was made from other input or settings; use --overwrite, or another --output")
+    if not overwrite and (done := finished(output_uri, "embeddings", used, inputs)):
+        say(f"{output_uri}: up to date")
+        return done
     started = time.monotonic()
     texts = item_texts(read_table(items_uri, "items"), config)
     blocks = _embeddings(texts, encoder, config, say)
@@ -333,13 +322,8 @@ def embed_items(
     width = first = 0
     for block in blocks:
         width = block.shape[1]
-        for start in range(0, len(block), ROWS_PER_PART):
-            rows = block[start : start + ROWS_PER_PART]
-            lists = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), width)
-            index = pa.array(np.arange(first, first + len(rows), dtype=np.int32))
-            table = pa.Table.from_arrays([index, lists], schema=embeddings_schema(width))
-            parts.append(write_part(output_uri, table))
-            first += len(rows)
+        parts += write_vectors(output_uri, block, first=first)
+        first += len(block)
     distinct = len(set(texts))
     return commit(
         output_uri,
@@ -356,6 +340,21 @@ def embed_items(
         },
         timings={"embed_s": round(time.monotonic() - started, 2)},
     )
+
+
+def as_lists(vectors: np.ndarray) -> pa.Array:
+    """(rows, width) as a column of fixed-size lists."""
+    return pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(vectors).reshape(-1)), vectors.shape[1])
+
+
+def write_vectors(uri: str, vectors: np.ndarray, key: str = "item_index", first: int = 0) -> list[Part]:
+    """Parts of a table of embeddings (rows, width), whose `key` counts from `first`, uncommitted."""
+    schema, parts = embeddings_schema(vectors.shape[1], [key]), []
+    for start in range(0, len(vectors), ROWS_PER_PART):
+        rows = vectors[start : start + ROWS_PER_PART]
+        index = pa.array(np.arange(first + start, first + start + len(rows), dtype=np.int32))
+        parts.append(write_part(uri, pa.Table.from_arrays([index, as_lists(rows)], schema=schema)))
+    return parts
 
 
 def read_embeddings(uri: str) -> np.ndarray:

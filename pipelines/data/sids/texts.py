@@ -1,5 +1,5 @@
 """The text of a log as embeddings: of its items alone, or of a search log queries alone, documents alone, and document
-and query together. Which tables there are says the kind of its requests (`RequestKind.texts`).
+and query together. Which tables there are says the kind of its requests (`Kind.texts`).
 
 `python -m jobs.encode --tables TABLES --encoder minilm --output TEXT` makes the tables. Each distinct
 text is encoded once, and each distinct pair that was shown to anyone once, in Ray Data actors that write
@@ -14,19 +14,17 @@ predicted. `query_condition: joint` stores it too, for comparison, and warns.
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import ray
-import ray.data
 
 from models.tables import (
     Manifest,
@@ -35,14 +33,12 @@ from models.tables import (
     check_output,
     clear,
     commit,
-    fingerprint,
     has_manifest,
     join,
     part_uris,
     read_manifest,
     read_parquet,
     read_table,
-    up_to_date,
     write_part,
     writing,
 )
@@ -50,18 +46,21 @@ from models.text_encoder import TextEncoder, TfidfEncoder, load_tokenizer
 from models.uri import absolute
 from models.words import number_of
 from pipelines.data.engine import Engine
-from pipelines.data.kinds.table import KINDS
+from pipelines.data.kinds import KINDS
 from pipelines.data.schemas import TOKENS, embeddings_schema
 from pipelines.data.sids.embed import (
     ROWS_PER_PART,
+    EmbedConfig,
+    as_lists,
     encode_texts,
     encoder_version,
+    finished,
     fit_tfidf,
+    in_actors,
     item_texts,
     read_embeddings,
-    without_text,
+    write_vectors,
 )
-from pipelines.data.sids.text_config import TextConfig
 from pipelines.data.survey import distinct
 
 Say = Callable[[str], None]
@@ -75,6 +74,20 @@ WARNING = (
     "warning: query_condition joint stores the [SEP] state of query and document together, which has seen the "
     "document: a model that is conditioned on it reads its own target; use it for comparison only"
 )
+
+
+@dataclass(frozen=True)
+class TextConfig(EmbedConfig):
+    """Texts of a log to embeddings."""
+
+    pooling: Literal["mean", "cls"] = "cls"
+    """The `cls` token's state, as in the paper (Sec. 3.3), or the `mean` over tokens."""
+    max_tokens: int = 180
+    """Tokens per text or pair; longer ones are cut (Sec. 4.1 of QGS)."""
+    svd: int = 64
+    """Width of the TF-IDF encoder's truncated SVD."""
+    query_condition: Literal["query", "joint"] = "query"
+    """Of searches. `query`: the query alone. `joint`: adds the [SEP] state over query and document, which leaks."""
 
 
 def fitted_tfidf(texts: list[str], width: int) -> TfidfEncoder:
@@ -114,11 +127,6 @@ class PairEncoder:
         )
         first = int(item[0]) << 32 | int(query[0]) + 1
         return pa.table({"first": [first], "width": [columns[0].shape[1]], "part": [json.dumps(asdict(part))]})
-
-
-def as_lists(vectors: np.ndarray) -> pa.Array:
-    """(rows, width) as a column of fixed-size lists."""
-    return pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(vectors).reshape(-1)), vectors.shape[1])
 
 
 def _part_pairs(uri: str) -> np.ndarray:
@@ -166,13 +174,10 @@ class _Encoding:
         return {"encoder": self.encoder, **used}, inputs | {"encoder": encoder_version(self.encoder)}
 
     def finished(self, name: str, inputs: tuple[str, ...], kind: str = "embeddings") -> Manifest | None:
-        uri = join(self.output, name)
-        if self.overwrite or not has_manifest(uri):
-            return None
-        if not up_to_date(uri, fingerprint(*self.origin(inputs))):
-            raise UserError(f"{uri} was made from other input or settings; use --overwrite, or another --output")
-        self.say(f"{name}: up to date")
-        return read_manifest(uri, kind)
+        done = None if self.overwrite else finished(join(self.output, name), kind, *self.origin(inputs))
+        if done:
+            self.say(f"{name}: up to date")
+        return done
 
     def alone(self, texts: dict[str, list[str]], fitted: TfidfEncoder | None) -> dict[str, Manifest]:
         """The tables of documents alone and of queries alone, by name: one pass encodes what is missing."""
@@ -198,13 +203,8 @@ class _Encoding:
 
     def commit_texts(self, name: str, texts: list[str], vectors: np.ndarray, begin: float) -> Manifest:
         """One row per text, in the order of the texts."""
-        uri = join(self.output, name)
-        schema = embeddings_schema(vectors.shape[1], ["item_index" if name == "items" else "query_index"])
-        parts = []
-        for start in range(0, len(vectors), ROWS_PER_PART):
-            rows = vectors[start : start + ROWS_PER_PART]
-            index = pa.array(np.arange(start, start + len(rows), dtype=np.int32))
-            parts.append(write_part(uri, pa.Table.from_arrays([index, as_lists(rows)], schema=schema)))
+        uri, key = join(self.output, name), "item_index" if name == "items" else "query_index"
+        parts, schema = write_vectors(uri, vectors, key), embeddings_schema(vectors.shape[1], [key])
         config, hashes = self.origin(self.inputs(name))
         unknown = int((~vectors.any(axis=1)).sum())
         info = {
@@ -260,26 +260,10 @@ class _Encoding:
             for low in range(0, len(keys), size)
         ]
         texts = {"items": items, "queries": queries, "encoder": fitted or self.encoder}
-        logging.getLogger("ray.data").setLevel(logging.ERROR)
-        resources = ray.cluster_resources()
-        gpus = 0 if fitted else int(resources.get("GPU", 0))
-        workers = min(len(blocks), self.config.workers or gpus or int(resources.get("CPU", 1)))
-        self.say(
-            f"pairs: {len(keys):,} distinct in {number_of(len(blocks), 'part')}; {number_of(workers, 'encoder actor')}"
-        )
-        dataset = ray.data.from_arrow(blocks).map_batches(
-            PairEncoder,
-            fn_constructor_args=({name: ray.put(value) for name, value in texts.items()}, self.config, uri),
-            batch_size=None,  # a block is a part of the table
-            batch_format="pyarrow",
-            compute=ray.data.ActorPoolStrategy(size=workers),
-            num_cpus=1,
-            num_gpus=1 if gpus else 0,
-        )
-        dataset.context.enable_progress_bars = False
+        self.say(f"pairs: {len(keys):,} distinct in {number_of(len(blocks), 'part')}")
+        given = ({name: ray.put(value) for name, value in texts.items()}, self.config, uri)
         written, width, done = [], 0, 0
-        block: Any
-        for block in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
+        for block in in_actors(blocks, PairEncoder, given, self.config, self.say, gpus=fitted is None):
             for record in block.to_pylist():
                 part, width = Part(**json.loads(record["part"])), record["width"]
                 written.append((record["first"], part))
@@ -347,8 +331,7 @@ def check_texts(tables_uri: str, encoder: str, config: TextConfig, output_uri: s
         )
     if encoder == "tfidf" and config.query_condition == "joint":
         raise UserError("tfidf has no [SEP] token for query_condition joint; use a transformers encoder, or query")
-    if no_text := without_text(join(tables_uri, "items"), config):
-        raise UserError(no_text)
+    item_texts(read_table(join(tables_uri, "items"), "items"), config)
     encoder_version(encoder)
     return kind.texts
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import ray
 import torch
 
 from models.retrieval.data import Examples
@@ -23,7 +24,7 @@ from models.retrieval.tokenizers.conflict import LIMIT, with_conflict_levels
 from models.retrieval.tokenizers.measures import branching, collisions, level_measures
 from models.retrieval.tokenizers.psid import PsidConfig, assign
 from models.retrieval.tokenizers.published import codes_of, read_published
-from models.retrieval.tokenizers.residual import Progress, Quantized, paced, quantization_error
+from models.retrieval.tokenizers.residual import Progress, paced, quantization_error
 from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
 from models.retrieval.tokenizers.rqvae import RqvaeConfig
 from models.tables import (
@@ -42,16 +43,11 @@ from models.tables import (
     write_part,
     writing,
 )
-from pipelines import faults
 from pipelines.data.schemas import SIDS, TRIE
-from pipelines.data.sids.embed import EmbedConfig, Say, embed_items, embed_origin, read_embeddings, without_text
-
-OTHER = "{} was made from other input or settings; use --overwrite, or another --output"
+from pipelines.data.sids.embed import EmbedConfig, Say, embed_items, embed_origin, finished, item_texts, read_embeddings
 
 SHARE_CODE = 4
 """Items per code of the first level, in the mean, below which codes are too many."""
-
-TOKENIZERS = ("rqvae", "rqkmeans", "psid", "published")
 
 
 @dataclass(frozen=True)
@@ -67,8 +63,6 @@ class TokenizerConfig:
     psid: PsidConfig = field(default_factory=PsidConfig)
 
     def __post_init__(self) -> None:
-        if self.tokenizer not in TOKENIZERS:
-            raise ValueError(f"tokenizer is {self.tokenizer!r}; it must be one of {', '.join(TOKENIZERS)}")
         if (self.tokenizer == "published") != bool(self.published):
             raise ValueError(
                 f"tokenizer is {self.tokenizer!r} and published is {self.published!r}; --tokenizer published and "
@@ -126,36 +120,29 @@ def train_items(sequences_uri: str) -> np.ndarray:
     return np.union1d(examples.behaviours, examples.targets)
 
 
-def _train(
-    embeddings: np.ndarray, config: TokenizerConfig, chosen: np.ndarray | None
-) -> Generator[Progress, None, Quantized]:
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    vectors = torch.tensor(embeddings, device=device)
-    if config.quantizer == "rqvae":
-        return (yield from rqvae.fit(vectors, config.rqvae))
-    return (yield from rqkmeans.fit(vectors, config.rqkmeans, None if chosen is None else torch.tensor(chosen)))
-
-
 def _train_task(
     embeddings: np.ndarray, config: TokenizerConfig, chosen: np.ndarray | None, threads: int
 ) -> Iterator[Progress | tuple[dict[str, Any], np.ndarray]]:
-    """The task's stream: progress, then how good the codes are, and the codes (N, C), before any conflict code.
+    """How far it is, the same each time, as Ray wants it of a stream that it may start anew; then how good the codes
+    are, with the `sizes` of the codebooks, and the codes (N, C), before any conflict code. The codebooks are fitted on
+    the `chosen` items where given.
 
     The worker may be one that another task used before, with other threads or another library for products
     (`models/cpu/matmul.py`); sums in another order would end in other codes."""
-    import torch
-
     torch.set_num_threads(threads)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        quantized = yield from paced(_train(embeddings, config, chosen))
+        vectors = torch.tensor(embeddings, device="cuda" if torch.cuda.is_available() else "cpu")
+        if config.quantizer == "rqvae":
+            quantized = yield from rqvae.fit(vectors, config.rqvae)
+        else:
+            items = None if chosen is None else torch.tensor(chosen)
+            quantized = yield from rqkmeans.fit(vectors, config.rqkmeans, items)
         codes = quantized.codes.numpy()
         if config.tokenizer == "psid":
             taken = collisions(codes)["duplicates"]
-            yield Progress(0, 0, f"{config.psid.method} for {taken} items whose codes are taken")
+            yield Progress(1, 1, f"{config.psid.method} for {taken} items whose codes are taken")
             codes = assign(quantized, config.psid)
     finally:
         torch.set_float32_matmul_precision(before)
@@ -171,53 +158,36 @@ def _train_task(
     yield measures, codes
 
 
+def _received(references: Iterator[Any]) -> Generator[Progress, None, tuple[dict[str, Any], np.ndarray]]:
+    """The stream of `_train_task` as it comes; its result in the end."""
+    for reference in references:
+        found: Progress | tuple[dict[str, Any], np.ndarray] = ray.get(reference)
+        if isinstance(found, tuple):
+            return found
+        yield found
+    raise RuntimeError("the training task ended without a result")
+
+
 TRIES = 3
-"""How often the training of codes is started where its worker is lost."""
+"""How often the training of codes is started where its worker is lost; it ends with the same codes."""
 
 
 def train_codes(
-    vectors: Any, config: TokenizerConfig, say: Say = print, chosen: np.ndarray | None = None
+    embeddings: np.ndarray, config: TokenizerConfig, say: Say = print, chosen: np.ndarray | None = None
 ) -> tuple[dict[str, Any], np.ndarray]:
-    """How good the codes are, with the `sizes` of the codebooks, and the codes (N, C), before any conflict code; the
-    codebooks are fitted on the `chosen` items where given.
-
-    `vectors` refers to the embeddings (N, E) in Ray's object store. A training whose worker is lost starts anew, and
-    ends with the same.
-    """
-    import ray
-
-    for attempt in range(1, TRIES + 1):
-        try:
-            return _train_remote(vectors, config, say, chosen)
-        except ray.exceptions.RayError as error:
-            if attempt == TRIES or isinstance(error, ray.exceptions.RayTaskError):  # it was raised, not lost
-                raise
-            why = (faults.explain(error) or faults.first_line(error)).partition(";")[0]
-            say(f"note: {why}; starting {config.quantizer} anew, try {attempt + 1} of {TRIES}")
-    raise AssertionError
-
-
-def _train_remote(
-    vectors: Any, config: TokenizerConfig, say: Say, chosen: np.ndarray | None
-) -> tuple[dict[str, Any], np.ndarray]:
-    import ray
-
+    """What `_train_task` gives, by Ray, on a GPU where there is one."""
     gpu = ray.cluster_resources().get("GPU", 0) >= 1
-    cpus = max(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])
-    threads = max(1, int(min(cpus, 4)))
-    task: Any = ray.remote(num_cpus=min(cpus, 4), num_gpus=1 if gpu else 0, num_returns="streaming", max_retries=0)(
-        _train_task
-    )
-    for reference in task.remote(vectors, config, chosen, threads):
-        message = ray.get(reference)
-        if not isinstance(message, Progress):
-            return message
-        say(
-            f"{config.quantizer} {message.step}/{message.steps}: {message.message}"
-            if message.steps
-            else message.message
-        )
-    raise RuntimeError("the training task ended without a result")
+    cpus = min(4, max(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]))
+    task: Any = ray.remote(
+        num_cpus=cpus, num_gpus=1 if gpu else 0, num_returns="streaming", max_retries=TRIES - 1
+    )(_train_task)  # fmt: skip
+    told = paced(_received(task.remote(embeddings, config, chosen, max(1, int(cpus)))))
+    while True:
+        try:
+            progress = next(told)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        say(f"{config.quantizer} {progress.step}/{progress.steps}: {progress.message}")
 
 
 @dataclass(frozen=True)
@@ -253,9 +223,7 @@ def _published_codes(items: pa.Table, sids: dict[str, list[int]], uri: str, say:
 
 
 def _trained_codes(embeddings_uri: str, config: TokenizerConfig, say: Say, chosen: np.ndarray | None) -> _Codes:
-    import ray
-
-    measures, codes = train_codes(ray.put(read_embeddings(embeddings_uri)), config, say, chosen)
+    measures, codes = train_codes(read_embeddings(embeddings_uri), config, say, chosen)
     sizes = measures.pop("sizes")
     unique = config.tokenizer == "psid"
     if config.tokenizer == "rqvae" and config.rqvae.sinkhorn:  # those of equal codes were spread
@@ -306,19 +274,18 @@ def _embed_first(origin: tuple[str, str, int, EmbedConfig], output: str, shared:
     """
     uri = shared or join(output, "embeddings")
     if not overwrite and not has_manifest(uri) and has_manifest(join(output, "sids")):
-        raise UserError(OTHER.format(join(output, "sids")))
-    finished = shared and up_to_date(uri, fingerprint(*embed_origin(*origin)))
+        raise UserError(f"{join(output, 'sids')} was made from other embeddings; use --overwrite, or another --output")
+    whole = shared and up_to_date(uri, fingerprint(*embed_origin(*origin)))
     items_uri, encoder, width, embed = origin
-    with writing(shared) if shared not in ("", output) and not finished else nullcontext():
-        return embed_items(items_uri, uri, encoder, width, embed, overwrite and not finished, say).hash
+    with writing(shared) if shared not in ("", output) and not whole else nullcontext():
+        return embed_items(items_uri, uri, encoder, width, embed, overwrite and not whole, say).hash
 
 
 def check_items(items_uri: str, config: TokenizerConfig, embed: EmbedConfig) -> None:
-    """UserError for a catalogue that this tokenizer and these texts do not fit, with all that is wrong at once."""
-    wrong = [config.too_few_items(items_uri)]
-    wrong += [without_text(items_uri, embed)] if config.tokenizer != "published" else []
-    if any(wrong):
-        raise UserError("; and ".join(filter(None, wrong)))
+    """UserError for a catalogue that this tokenizer and these texts do not fit."""
+    if few := config.too_few_items(items_uri):
+        raise UserError(few)
+    item_texts(read_table(items_uri, "items"), embed)
 
 
 def check_folders(output: str, embeddings: str = "") -> None:
@@ -365,10 +332,8 @@ def tokenize(
             inputs["sequences"] = read_manifest(sequences_uri, "sequences").hash
             chosen = train_items(sequences_uri)
         used = config.used()
-        current = not overwrite and up_to_date(sids_uri, fingerprint(used, inputs))
-        if not current:
-            if not overwrite and has_manifest(sids_uri):
-                raise UserError(OTHER.format(sids_uri))
+        current = None if overwrite else finished(sids_uri, "sids", used, inputs)
+        if current is None:
             if config.tokenizer == "published":
                 made = _published_codes(read_table(items_uri, "items"), published, config.published, say)
             else:
@@ -383,7 +348,7 @@ def tokenize(
             timings = {"tokenize_s": round(time.monotonic() - started, 2)}
             _write_sids(sids_uri, made, config=used, inputs=inputs, info=info, timings=timings)
         sids = read_manifest(sids_uri, "sids")
-        complete = current and up_to_date(trie_uri, fingerprint({}, {"sids": sids.hash}))
+        complete = current is not None and up_to_date(trie_uri, fingerprint({}, {"sids": sids.hash}))
         trie = read_manifest(trie_uri, "trie") if complete else write_trie(trie_uri, sids_uri)
         if config.tokenizer == "published" and has_manifest(own):
             clear(own)  # of SIDs that are no more

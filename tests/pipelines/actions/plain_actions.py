@@ -39,22 +39,18 @@ def features(
     return found
 
 
-def sequences(rows: list[Row], catalogue: list[str], cuts: tuple[int, int] | None, max_events: int) -> dict[str, Row]:
+def sequences(rows: list[Row], catalogue: list[str], cuts: tuple[int, int], max_events: int) -> dict[str, Row]:
     """{user: {events, train_end, val_end, moments}}: the user's latest events on items of the catalogue, in the total
     order; moments: t of their counts, which is their own time in training and that of the cut after it.
-
-    Without cuts each user has his own: the times of the events that have 8 and 9 tenths of his before them.
     """
     users = {}
     for user in sorted({row["user_id"] for row in rows}):
         mine = [row for row in rows if row["user_id"] == user and row["item_id"] in catalogue]
         mine = sorted(mine, key=lambda row: tuple(row[name] for name in KEY))[-max_events:]
         if mine:
-            places = [-(-len(mine) * tenths // 10) for tenths in (8, 9)]
-            own = [mine[place]["timestamp_ms"] if place < len(mine) else math.inf for place in places]
-            before = [sum(row["timestamp_ms"] < cut for row in mine) for cut in cuts or own]
+            before = [sum(row["timestamp_ms"] < cut for row in mine) for cut in cuts]
             moments = [
-                max([cut for cut in cuts or own if cut <= row["timestamp_ms"]] or [row["timestamp_ms"]]) for row in mine
+                max([cut for cut in cuts if cut <= row["timestamp_ms"]] or [row["timestamp_ms"]]) for row in mine
             ]
             users[user] = {"events": mine, "train_end": before[0], "val_end": before[1], "moments": moments}
     return users

@@ -211,7 +211,6 @@ def test_a_log_of_constant_actions_is_an_error(tmp_path: Path) -> None:
     ("layer", "words"),
     [
         ({"split": {"kind": "leave_last_out"}}, "cut"),
-        ({"kind": "retrieval", "split": {"kind": "per_user", "val_start": None}}, "cut"),
         ({"core": 5}, "use --core 0"),
         ({"behaviour": "click"}, "every impression is a behaviour"),
         ({"ties": "log_order"}, "--ties strict"),
@@ -227,18 +226,12 @@ def test_settings_that_do_not_fit_are_errors(tmp_path: Path, layer: dict, words:
         check(source, raw, str(tmp_path / "tables"), read_config(defaults, layer))
 
 
-@pytest.mark.parametrize("kind", ["auto", "temporal", "per_user", "leave_last_out"])
+@pytest.mark.parametrize("kind", ["auto", "temporal", "leave_last_out"])
 def test_a_log_without_a_clock_has_no_split_for_actions(tmp_path: Path, kind: str) -> None:
     source, defaults, raw = raw_log(tmp_path / "raw", LOG, time={"column": "t", "unit": "order"})
     defaults["split"] = {"kind": kind}
     with pytest.raises(UserError, match=r"a log of actions needs clock times.*; give time.unit s, ms, us or iso"):
         check(source, raw, str(tmp_path / "tables"), read_config(defaults))
-
-
-def test_per_user_cuts_are_for_logs_of_actions(tmp_path: Path) -> None:
-    source, _, raw = raw_log(tmp_path / "raw", LOG)
-    with pytest.raises(UserError, match="per_user, which is of logs of actions"):
-        check(source, raw, str(tmp_path / "tables"), read_config({"split": {"kind": "per_user"}}))
 
 
 def test_an_item_number_that_is_none_is_a_reject(tmp_path: Path) -> None:

@@ -14,11 +14,12 @@ import ray
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from models.config import build
 from models.tables import join, read_parquet, write_part
+from pipelines.data.actions.config import ActionsConfig, Input, Task
+from pipelines.data.actions.features import IDS
+from pipelines.data.actions.sequences import ActionsRules, build_actions, write_actions
 from pipelines.data.engine import Engine
-from pipelines.data.kinds.actions.config import ActionsConfig
-from pipelines.data.kinds.actions.features import IDS
-from pipelines.data.kinds.actions.sequences import ActionsRules, build_actions, write_actions
 from pipelines.data.schemas import events_schema
 from pipelines.data.survey import Vocabulary, read_coded
 
@@ -46,7 +47,7 @@ INPUTS = {
 
 def config_of(**counts: Any) -> ActionsConfig:
     """The configuration that TASKS and INPUTS write out."""
-    given = ActionsConfig(
+    content = dict[str, Any](
         tasks={
             "long": {"label": "dwell", "above": 3},
             "middling": {"label": "dwell", "at_least": 3.3},
@@ -55,11 +56,12 @@ def config_of(**counts: Any) -> ActionsConfig:
         inputs={"dwell": {"label": "dwell", "range": [0, 8], "log_unit": 2}},
         counts={"windows_days": [0.25, 1], "delay_minutes": 90, "prior": 0.2, "strength": 4, **counts},
     )
+    given: ActionsConfig = build(ActionsConfig, content)
     return given.resolve({"labels": LABELS}, ["author"])
 
 
-def rules_of(max_events: int = 100, split: dict[str, Any] = SPLIT, **counts: Any) -> ActionsRules:
-    return ActionsRules(SCHEMA, split, (0.8, 0.9), max_events, config_of(**counts))
+def rules_of(max_events: int = 100, **counts: Any) -> ActionsRules:
+    return ActionsRules(SCHEMA, SPLIT, max_events, config_of(**counts))
 
 
 rows_strategy = st.lists(
@@ -92,11 +94,9 @@ def part_of(rows: list[dict], folder: str) -> str:
     return join(folder, write_part(folder, pa.Table.from_pylist(ordered(rows), schema=SCHEMA)).path)
 
 
-def check_sequences(
-    found: list[dict], rows: list[dict], keys: dict, marks: dict, max_events: int, cuts: tuple[int, int] | None = CUTS
-) -> None:
+def check_sequences(found: list[dict], rows: list[dict], keys: dict, marks: dict, max_events: int) -> None:
     """`found` is what the reference makes of `rows`."""
-    expected = plain.sequences(rows, CATALOGUE, cuts, max_events)
+    expected = plain.sequences(rows, CATALOGUE, CUTS, max_events)
     assert sorted(row["user_id"] for row in found) == sorted(expected)
     for row in found:
         wanted = expected[row["user_id"]]
@@ -116,18 +116,17 @@ def check_sequences(
 
 
 @settings(max_examples=60)
-@given(rows=rows_strategy, max_events=st.sampled_from([1, 2, 5, 100]), own_cuts=st.booleans())
+@given(rows=rows_strategy, max_events=st.sampled_from([1, 2, 5, 100]))
 def test_sequences_equal_the_reference(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[dict], max_events: int, own_cuts: bool
+    tmp_path_factory: pytest.TempPathFactory, rows: list[dict], max_events: int
 ) -> None:
-    split = {"kind": "per_user"} if own_cuts else SPLIT
-    rules = rules_of(max_events, split, keys=["user"], counted_labels=["long", "like"])
+    rules = rules_of(max_events, keys=["user"], counted_labels=["long", "like"])
     events = read_coded(part_of(rows, str(tmp_path_factory.mktemp("events"))), rules.columns, IDS)
     table, count, sums = build_actions(events, Vocabulary.of(pa.array(CATALOGUE, pa.large_string())), [], rules)
     table.validate(full=True)
     found = table.to_pylist()
     marks = {name: TASKS[name] for name in ("long", "like")}
-    check_sequences(found, rows, {"user": lambda row: row["user_id"]}, marks, max_events, None if own_cuts else CUTS)
+    check_sequences(found, rows, {"user": lambda row: row["user_id"]}, marks, max_events)
 
     sides = {"train": (0, "train_end"), "val": ("train_end", "val_end"), "test": ("val_end", "length")}
     for row in found:
@@ -146,18 +145,6 @@ def test_sequences_equal_the_reference(
     assert count["interactions"] + count["outside"] + count["truncated_events"] == len(rows)
     times = [(row["user_id"], row["timestamp_ms"]) for row in found]
     assert count["tied_rows"] == sum(a == b for _, time in times for a, b in pairwise(time))
-
-
-def test_cuts_of_each_user_are_at_his_own_times() -> None:
-    """Users of 1 to 40 events, many of them tied: an event at a cut is on the later side."""
-    rng = np.random.default_rng(0)
-    times = [np.sort(rng.integers(0, length, length)) for length in range(1, 41)]
-    start = np.cumsum([0, *map(len, times[:-1])])
-    found = np.split(rules_of(split={"kind": "per_user"}).sides(np.concatenate(times), start), start[1:])
-    for mine, sides in zip(times, found, strict=True):
-        cuts = [mine[place] if place < len(mine) else np.inf for place in (-(-len(mine) * n // 10) for n in (8, 9))]
-        assert sides.tolist() == [sum(time >= cut for cut in cuts) for time in mine]
-    assert {side for sides in found for side in sides.tolist()} == {0, 1, 2}
 
 
 @pytest.mark.usefixtures("ray_local")
@@ -245,16 +232,16 @@ def test_bool_labels_without_an_entry_are_tasks_and_actions_of_their_own() -> No
         ({"tasks": {"t": {"any": ["dwell"]}}}, "give 'above' or 'at_least'"),
         ({"tasks": {"t": {"label": "like", "any": ["click"]}}}, "exactly one"),
         ({"tasks": {"t": {"label": "dwell", "above": 1, "at_least": 1}}}, "give one of them"),
-        ({"tasks": {"t": {"lable": "like"}}}, "nearest key is 'label'"),
-        ({"tasks": {"t": "like"}}, "mapping"),
-        ({"tasks": ["like"]}, "write name"),
+        ({"tasks": {"t": {"lable": "like"}}}, "lable"),
+        ({"tasks": {"t": "like"}}, "actions.tasks.t' is 'like'"),
+        ({"tasks": ["like"]}, "actions.tasks' is"),
         ({"tasks": {"long-dwell": {"label": "like"}}}, "'long-dwell' in 'tasks' is no name; use letters, digits and _"),
-        ({"tasks": {7: {"label": "like"}}}, "'7' in 'tasks' is no name"),
+        ({"tasks": {7: {"label": "like"}}}, "actions.tasks.7' is 7"),
         ({"tasks": {"mean": {"label": "like"}}}, "tasks.mean has the name of the metrics' mean over all tasks"),
         ({"tasks": {"t": {"label": "dwell", "above": "10s"}}}, "actions.tasks.t.above' is '10s'"),
         ({"tasks": {"t": {"label": "dwell", "above": True}}}, "above' is True"),
-        ({"tasks": {"t": {"label": "dwell", "at_least": float("nan")}}}, "at_least is nan; give a finite number"),
-        ({"tasks": {"t": {"label": "dwell", "at_least": float("inf")}}}, "at_least is inf; give a finite number"),
+        ({"tasks": {"t": {"label": "dwell", "at_least": float("nan")}}}, "threshold is nan; give a finite number"),
+        ({"tasks": {"t": {"label": "dwell", "at_least": float("inf")}}}, "threshold is inf; give a finite number"),
         ({"inputs": {"a b": {"label": "like"}}}, "'a b' in 'inputs' is no name"),
         ({"inputs": {"a": {"label": "dwell", "range": [0, 5], "log_unit": "1s"}}}, "log_unit' is '1s'"),
         ({"inputs": {"a": {"label": "dwell"}}}, "give its 'range'"),
@@ -276,7 +263,7 @@ def test_bool_labels_without_an_entry_are_tasks_and_actions_of_their_own() -> No
 )
 def test_what_the_log_cannot_give_is_refused(given: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        ActionsConfig(**given).resolve({"labels": LABELS}, ["author"])
+        build(ActionsConfig, given, "actions.").resolve({"labels": LABELS}, ["author"])
 
 
 def test_a_bool_label_that_cannot_name_a_task_is_refused() -> None:
@@ -288,12 +275,12 @@ def test_a_log_without_bool_labels_needs_tasks_and_inputs() -> None:
     with pytest.raises(ValueError, match="define at least one task"):
         ActionsConfig().resolve({"labels": {"dwell": "float32"}}, [])
     with pytest.raises(ValueError, match="say what models read"):
-        ActionsConfig(tasks={"t": {"label": "dwell", "above": 1}}).resolve({"labels": {"dwell": "float32"}}, [])
+        ActionsConfig(tasks={"t": Task("dwell", above=1)}).resolve({"labels": {"dwell": "float32"}}, [])
 
 
 def test_an_input_takes_the_range_that_its_label_declares() -> None:
     info = {"labels": {"rating": "float32"}, "ranges": {"rating": [1, 5]}}
-    config = ActionsConfig(tasks={"t": {"label": "rating", "at_least": 4}}, inputs={"r": {"label": "rating"}})
+    config = ActionsConfig(tasks={"t": Task("rating", at_least=4)}, inputs={"r": Input("rating")})
     events = pa.table({"label_rating": pa.array([1, 5, None, 2], pa.float32())})
     assert config.resolve(info, []).inputs["r"].values(events).tolist() == [0, 1, 0, 0.25]
     assert config.tasks["t"].values(events).tolist() == [False, True, False, False]

@@ -8,8 +8,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from models.tables import UserError
-from pipelines.data.kinds.actions.simulator import (
+from pipelines.data.actions.simulator import (
     CHANCE,
     DAY_MS,
     KINDS,
@@ -18,12 +17,12 @@ from pipelines.data.kinds.actions.simulator import (
     draw_feed,
     simulate_feed,
 )
-from pipelines.data.kinds.simulation import SPAN_MS, START_MS, is_simulated
+from pipelines.data.simulation import SPAN_MS, START_MS, is_simulated
 
 
 def test_the_same_settings_give_the_same_log(tmp_path: Path) -> None:
     for folder, seed in (("a", 1), ("b", 1), ("c", 2)):
-        simulate_feed(str(tmp_path / folder), 20, 30, 300, seed)
+        simulate_feed(str(tmp_path / folder), FeedSettings(20, 30, 300, seed))
     content = {
         folder: [path.read_bytes() for path in sorted((tmp_path / folder).glob("*.parquet"))] for folder in "abc"
     }
@@ -75,7 +74,7 @@ def test_the_best_entropy_is_that_of_a_model_which_knows_the_taste() -> None:
 
 
 def test_items_show_what_their_text_and_author_say(tmp_path: Path) -> None:
-    feed = simulate_feed(str(tmp_path / "raw"), 10, 64, 200, 1)
+    feed = simulate_feed(str(tmp_path / "raw"), FeedSettings(10, 64, 200, 1))
     items = pq.read_table(tmp_path / "raw" / "items.parquet").to_pylist()
     assert [KINDS.index(row["kind"]) for row in items] == feed.kind.tolist()
     assert all(row["kind"] in row["description"] for row in items)
@@ -86,8 +85,3 @@ def test_items_show_what_their_text_and_author_say(tmp_path: Path) -> None:
     events = pq.read_table(tmp_path / "raw" / "events-00000.parquet")
     assert events.num_rows == 200
     assert events["timestamp_ms"].to_pylist() == sorted(events["timestamp_ms"].to_pylist())
-
-
-def test_impossible_sizes_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="at least one event per user"):
-        simulate_feed(str(tmp_path / "raw"), 20, 30, 10, 1)

@@ -24,7 +24,7 @@ from pipelines.data.engine import KEY, Engine
 from pipelines.data.log import log_of
 from pipelines.data.ray_data_config import RayDataConfig
 from pipelines.data.schemas import events_schema
-from pipelines.data.survey import Gathering
+from pipelines.data.survey import Surveyor
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
 
@@ -121,7 +121,7 @@ def test_events_in_a_wrong_partition_or_lost_are_found(tmp_path: Path) -> None:
     users = pa.array([f"u{i}" for i in range(50)])
     count = len(users)
     rows = pa.table({"user_id": users, "timestamp_ms": np.arange(count), "item_id": ["a"] * count})
-    write = events._Write(str(tmp_path), events_schema(), None, False, None, 4)
+    write = events._Write(str(tmp_path), events_schema(), None, False, 4)
     mine = events.user_keys(users) % 4 == 1
     [written] = write(None, 1, rows.filter(pa.array(mine))).to_pylist()
     assert written["users"] == written["rows"] == mine.sum()
@@ -144,11 +144,11 @@ def test_events_in_a_wrong_partition_or_lost_are_found(tmp_path: Path) -> None:
     for name in ("events", "rejects"):
         (tmp_path / name).mkdir()
     given = (source, str(tmp_path), ["log.csv"], str(tmp_path / "events"), str(tmp_path / "rejects"), 4, False)
-    made = events.ingest(*given, Engine(here=True), Gathering(None, False))
+    made = events.ingest(*given, Engine(here=True), Surveyor(None, False))
     assert (sum(part.rows for part in made.parts), made.users) == (count, count)
     for Broken.twice, words in ((False, "came out of the shuffle"), (True, r"gave partition \d twice")):
         with pytest.raises(RuntimeError, match=words):
-            events.ingest(*given, Broken(here=True), Gathering(None, False))
+            events.ingest(*given, Broken(here=True), Surveyor(None, False))
 
 
 BLOCKS, BLOCK_ROWS, STORE_MB = 5, 100_000, 80

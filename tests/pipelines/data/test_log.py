@@ -417,9 +417,6 @@ def test_what_a_mapping_file_gives(tmp_path: Path) -> None:
     assert prepare == {"core": 0}
     assert log.config == {"files": "a.csv", "user": "u", "item": "i", "time": {"column": "t"}, "numbers": {"n": "n"}}
     assert log_of(log.config) == log
-    write(tmp_path / "a.csv", [{"u": "a", "i": "x", "t": "2023-11-14", "n": 1}])
-    (block,) = log.counted().read_events(str(tmp_path), "a.csv")
-    assert block.rows["label_repeats"].to_pylist() == [1.0]
 
 
 def test_a_request_has_one_id_whatever_types_its_file_gives(tmp_path: Path) -> None:

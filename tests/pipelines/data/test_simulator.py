@@ -11,10 +11,10 @@ import pytest
 from sklearn.feature_extraction.text import TfidfVectorizer
 
 from models.tables import UserError
-from pipelines.data.kinds import simulation
-from pipelines.data.kinds.retrieval.simulator import FOLLOW, SHARES, simulate_retrieval
-from pipelines.data.kinds.simulation import Settings, is_simulated, make_world
+from pipelines.data import simulation
 from pipelines.data.log import load_source
+from pipelines.data.retrieval.simulator import FOLLOW, SHARES, simulate_retrieval
+from pipelines.data.simulation import Settings, is_simulated, make_world
 
 CONFIG = Path(__file__).parents[3] / "jobs" / "configs" / "sources" / "simulated.yaml"
 
@@ -31,7 +31,7 @@ def events(folder: Path) -> pl.DataFrame:
     ("users", "items", "count"), [(1500, 400, 15_000), (1, 8, 1), (7, 8, 8), (50, 1000, 50), (3, 20, 5000)]
 )
 def test_sizes_are_exact_and_times_increase_per_user(tmp_path: Path, users: int, items: int, count: int) -> None:
-    simulate_retrieval(str(tmp_path), users, items, count, seed=3)
+    simulate_retrieval(str(tmp_path), Settings(users, items, count, seed=3))
     log = events(tmp_path)
     assert len(log) == count
     assert log["user_id"].n_unique() == users
@@ -46,34 +46,33 @@ def test_sizes_are_exact_and_times_increase_per_user(tmp_path: Path, users: int,
 
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_does_not(tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        simulate_retrieval(str(tmp_path / name), 200, 50, 2000, seed)
+        simulate_retrieval(str(tmp_path / name), Settings(200, 50, 2000, seed))
     assert digests(tmp_path / "a") == digests(tmp_path / "b")
     assert digests(tmp_path / "a")["events-00000.parquet"] != digests(tmp_path / "c")["events-00000.parquet"]
 
 
 def test_a_new_log_replaces_the_old_one_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulation, "ROWS_PER_FILE", 300)
-    simulate_retrieval(str(tmp_path), 100, 50, 1000, 1)
+    simulate_retrieval(str(tmp_path), Settings(100, 50, 1000, 1))
     assert len(list(tmp_path.glob("events-*"))) == 4
     assert is_simulated(str(tmp_path), Settings(100, 50, 1000, 1))
-    simulate_retrieval(str(tmp_path), 100, 50, 500, 1)
+    simulate_retrieval(str(tmp_path), Settings(100, 50, 500, 1))
     assert len(events(tmp_path)) == 500
     assert not is_simulated(str(tmp_path), Settings(100, 50, 1000, 1))
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(UserError, match=r"thesis\.txt"):
-        simulate_retrieval(str(tmp_path), 100, 50, 500, 1)
+        simulate_retrieval(str(tmp_path), Settings(100, 50, 500, 1))
     assert len(events(tmp_path)) == 500
 
 
 @pytest.mark.parametrize("sizes", [(0, 50, 10, 1), (10, 7, 10, 1), (10, 50, 9, 1), (10, 50, 10, -1)])
-def test_impossible_sizes_are_refused(tmp_path: Path, sizes: tuple[int, int, int, int]) -> None:
-    with pytest.raises(UserError, match=r"give|least"):
-        simulate_retrieval(str(tmp_path / "raw"), *sizes)
-    assert not (tmp_path / "raw").exists()
+def test_impossible_sizes_are_refused(sizes: tuple[int, int, int, int]) -> None:
+    with pytest.raises(ValueError, match=r"give|least"):
+        Settings(*sizes)
 
 
 def test_the_history_tells_what_popularity_cannot(tmp_path: Path) -> None:
-    world = simulate_retrieval(str(tmp_path), 1500, 400, 15_000, 42)
+    world = simulate_retrieval(str(tmp_path), Settings(1500, 400, 15_000, 42))
     log = events(tmp_path).sort("user_id", "timestamp_ms")
     log = log.with_columns(
         item=pl.col("item_id").str.slice(1).cast(pl.Int64),
@@ -97,7 +96,7 @@ def test_the_history_tells_what_popularity_cannot(tmp_path: Path) -> None:
 
 
 def test_item_texts_cluster_by_their_cause(tmp_path: Path) -> None:
-    world = simulate_retrieval(str(tmp_path), 100, 400, 1000, 42)
+    world = simulate_retrieval(str(tmp_path), Settings(100, 400, 1000, 42))
     catalogue = pl.read_parquet(tmp_path / "items.parquet")
     texts = (catalogue["title"] + " " + catalogue["description"]).to_list()
     vectors = TfidfVectorizer().fit_transform(texts)
@@ -115,7 +114,7 @@ def test_words_of_clusters_are_their_own() -> None:
 
 
 def test_the_shipped_source_file_reads_it(tmp_path: Path) -> None:
-    simulate_retrieval(str(tmp_path), 100, 50, 1000, 1)
+    simulate_retrieval(str(tmp_path), Settings(100, 50, 1000, 1))
     source, prepare = load_source(str(CONFIG))
     (file,) = source.event_files(str(tmp_path))
     blocks = list(source.read_events(str(tmp_path), file))

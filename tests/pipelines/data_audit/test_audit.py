@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from jobs import audit as job
 from models.tables import UserError, commit, sealed, unsealed, write_part
-from pipelines.data.audit.rules import RULES, audit, report
-from pipelines.data.kinds.table import KINDS
+from pipelines.data.audit.rules import RULES, audit
+from pipelines.data.kinds import KINDS
 from pipelines.data.schemas import events_schema, items_schema, sequences_schema
+from tests.audited import broken
 
 LABELS = {"click": "bool"}
 
@@ -146,15 +147,9 @@ def small_log(seed: int = 0, users: int = 12, items: int = 9, events: int = 90) 
     return [{**row, "query": draw.choice([None, "red", "blue"])} for row in rows]
 
 
-def broken(uri: str) -> list[str]:
-    rules = audit(uri)
-    assert report(rules)
-    return [rule.name for rule in rules if rule.violations]
-
-
 def test_what_kinds_are_without_are_rules() -> None:
     for kind in KINDS.values():
-        assert set(kind.audit.without) < set(RULES)
+        assert set(kind.without) < set(RULES)
 
 
 @pytest.mark.parametrize("ties", ["strict", "log_order"])
@@ -166,9 +161,9 @@ def test_correct_tables_pass(tmp_path: Path, core: int, most: int, split: dict |
     assert {name: rule.examples for name, rule in rules.items() if rule.violations} == {}
     assert rules["events"].rows == sum(map(len, log.parts))
     assert rules["behaviours"].rows == rules["history"].rows == rules["splits"].rows == log.info["interactions"] > 0
-    nothing = {*KINDS["retrieval"].audit.without, "known"}
+    nothing = {*KINDS["retrieval"].without, "known"}
     assert list(rules) == [name for name in RULES if name not in nothing]
-    assert nothing > {"requests", "tasks", "queries", "windows"}  # other kinds have what they are of
+    assert nothing > {"tasks", "queries", "windows"}  # other kinds have what they are of
     assert ("core_window: all" in rules["catalogue"].note) == (core > 1 and split is not None)
 
 
@@ -176,7 +171,7 @@ def test_kept_repetitions_are_no_violation(tmp_path: Path) -> None:
     log = tables_of([event(f"u{u}", n // 3 * 1000, f"i{(u * n) % 7}") for u in range(40) for n in range(9)], most=8)
     distinct = sum(len({json.dumps(row) for row in part}) for part in log.parts)
     log.events_info["duplicates_kept"] = sum(map(len, log.parts)) - distinct
-    assert broken(log.write(tmp_path)) == []
+    assert broken(log.write(tmp_path)) == {}
 
 
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -187,7 +182,7 @@ def test_random_correct_tables_pass(
 ) -> None:
     log = tables_of(small_log(seed, users=6, items=5, events=events), parts=parts, core=core)
     if log.catalogue:
-        assert broken(log.write(tmp_path_factory.mktemp("tables"))) == []
+        assert broken(log.write(tmp_path_factory.mktemp("tables"))) == {}
 
 
 def first(log: Log, least: int = 4) -> dict:
@@ -360,14 +355,14 @@ test_in_train.__test__ = False  # type: ignore[attr-defined]
 def test_planted_violation_is_found(tmp_path: Path, plant: Callable[[Log], None], expected: list[str]) -> None:
     log = tables_of(small_log(3))
     plant(log)
-    assert broken(log.write(tmp_path)) == expected
+    assert [*broken(log.write(tmp_path))] == expected
 
 
 def test_wrong_core_is_found(tmp_path: Path) -> None:
     """Tables of the 2-core that claim to be of the 8-core: items and users are kept wrongly."""
     log = tables_of(small_log(3), core=2)
     other_core(log)
-    assert broken(log.write(tmp_path)) == ["users", "catalogue"]
+    assert [*broken(log.write(tmp_path))] == ["users", "catalogue"]
 
 
 def test_item_dropped_by_core_is_found(tmp_path: Path) -> None:
@@ -376,7 +371,7 @@ def test_item_dropped_by_core_is_found(tmp_path: Path) -> None:
     events += [event("c", t, "i9") for t in range(2)] + [event("a", 9, "i9")]  # i9: 3 events, two of a lost user
     log = tables_of(events, core=3)
     assert log.catalogue == ["i0", "i1"]
-    assert broken(log.write(tmp_path / "right")) == []
+    assert broken(log.write(tmp_path / "right")) == {}
     log.catalogue.append("i9")
     recount(log)
     rules = {rule.name: rule for rule in audit(log.write(tmp_path / "wrong"))}
@@ -389,7 +384,7 @@ def test_wrong_temporal_split_is_found(tmp_path: Path) -> None:
     row = next(r for part in log.sequences for r in part if r["requests"][-1]["split"] == "test")
     row["requests"][-1]["split"] = "train"
     recount(log)
-    assert broken(log.write(tmp_path)) == ["splits"]
+    assert [*broken(log.write(tmp_path))] == ["splits"]
 
 
 def test_job_prints_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -419,9 +414,8 @@ def damage(folder: Path, kind: str) -> None:
     elif kind == "foreign":
         schema = pa.schema([("user_id", pa.string())])
         written = write_part(str(folder / "sequences"), pa.table({"user_id": ["a"]}, schema=schema))
-        commit(
-            str(folder / "sequences"), "sequences", schema, [written], config={}, inputs={}, info={"kind": "retrieval"}
-        )
+        info = unsealed(manifest.read_text())["info"]
+        commit(str(folder / "sequences"), "sequences", schema, [written], config={}, inputs={}, info=info)
     elif kind == "no manifest":
         manifest.unlink()
     elif kind == "damaged manifest":
@@ -443,7 +437,6 @@ def damage(folder: Path, kind: str) -> None:
         ("truncated", "bytes, its manifest says"),
         ("replaced", "its SHA-256 is"),
         ("missing", "missing"),
-        ("foreign", "no column item_index"),
         ("no cut times", "no known split"),
         ("cut times of text", "no known split"),
     ],
@@ -461,7 +454,8 @@ def test_damaged_file_is_named(tmp_path: Path, kind: str, says: str, capsys: pyt
     [
         ("no manifest", "is not a table"),
         ("damaged manifest", "manifest.json is damaged"),
-        ("other behaviour", "label_purchase, a column that events do not have"),
+        ("foreign", "is not what jobs.prepare writes"),
+        ("other behaviour", "is not what jobs.prepare writes: .*label_purchase"),
     ],
 )
 def test_folder_that_is_no_table_is_refused(tmp_path: Path, kind: str, says: str) -> None:

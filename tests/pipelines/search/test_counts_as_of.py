@@ -127,7 +127,5 @@ def test_what_cannot_be_is_said_before_anything_starts(tmp_path: Path) -> None:
         attempt(counts_as_of=1_700_000_000)
     with pytest.raises(UserError, match=r"^counts_as_of is given, which is of kind search; leave it out for kind retr"):
         attempt(kind="retrieval")
-    with pytest.raises(
-        UserError, match=r"^counts_as_of is given, but search.windows_days is empty, so nothing is coun"
-    ):
+    with pytest.raises(UserError, match=r"^counts_as_of is given, but nothing is coun"):
         attempt(search={"windows_days": []})

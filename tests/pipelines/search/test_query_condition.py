@@ -12,8 +12,8 @@ from search_tables import FEATURES, request, write_tables
 from models.search.data import SearchCatalogue, SearchExamples
 from models.search.qgs import QGS, QGSConfig
 from models.tables import join
-from pipelines.data.kinds.search.simulator import SearchSettings, draw_searches
-from pipelines.data.kinds.simulation import Settings, make_world
+from pipelines.data.search.simulator import SearchSettings, draw_searches
+from pipelines.data.simulation import Settings, make_world
 
 pytestmark = pytest.mark.long
 

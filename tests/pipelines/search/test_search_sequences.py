@@ -17,17 +17,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.tables import UserError, join, read_manifest, read_table, write_part
-from pipelines.data.kinds.search.config import SearchConfig
-from pipelines.data.kinds.search.features import IDS
-from pipelines.data.kinds.search.sequences import SearchRules, build_search
 from pipelines.data.log import load_source
 from pipelines.data.prepare import prepare
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.schemas import events_schema
+from pipelines.data.search.config import SearchConfig
+from pipelines.data.search.features import IDS
+from pipelines.data.search.sequences import SearchRules, build_search
 from pipelines.data.settings import read_config
 from pipelines.data.splits import SplitConfig
 from pipelines.data.survey import Vocabulary, read_coded
 from pipelines.data.times import Time
+from tests.audited import broken
 
 SCHEMA = events_schema({"click": "bool", "dwell": "float32", "buy": "bool"}, ["price"], ["city"])
 LATE = events_schema({"click": "bool", "dwell": "float32", "buy": "bool"}, ["price"], ["city"], ["click"])
@@ -196,75 +197,24 @@ def write_log(
     return source, read_config(defaults, {"partitions": partitions, "max_rejects": 0.1}), str(raw)
 
 
-def as_events(rows: list[dict[str, Any]]) -> list[plain.Row]:
-    return [
-        {
-            "user_id": row["user"],
-            "request_id": row["search"],
-            "timestamp_ms": row["ms"],
-            "item_id": item,
-            "query": row["query"],
-            "position": position,
-            "label_click": item in row["clicked"],
-            "label_buy": item in row["bought"],
-        }
-        for row in rows
-        for position, item in enumerate(row["shown"])
-    ]
-
-
 @pytest.mark.usefixtures("ray_local")
 @pytest.mark.parametrize(("window", "partitions"), [("all", 3), ("train", None)])  # by Ray, and by the driver alone
-def test_a_raw_log_becomes_the_tables_of_the_reference(tmp_path: Path, window: str, partitions: int | None) -> None:
+def test_a_raw_log_becomes_tables_that_the_audit_proves(tmp_path: Path, window: str, partitions: int | None) -> None:
     rows = searches()
     source, config, raw = write_log(tmp_path, rows, partitions, core_window=window)
     out = str(tmp_path / "out")
     statistics = prepare(source, raw, out, config, say=lambda line: None)
+    assert broken(out) == {}
 
-    events = as_events(rows)
-    times = sorted(row["timestamp_ms"] for row in events)
-    split = times[int(len(times) * 0.6)], times[int(len(times) * 0.8)]
-    seen = [row for row in events if window == "all" or row["timestamp_ms"] < split[0]]
-    catalogue = sorted({row["item_id"] for row in seen})
-    labels = ["label_click", "label_buy"]
-    expected = plain.sequences(events, catalogue, labels, split)
-
-    queries = read_table(join(out, "queries"), "queries").to_pylist()
-    assert [row["query"] for row in queries] == ["blue", "red", "red lamp"]
-    assert [row["query_index"] for row in queries] == [0, 1, 2]
+    assert len(read_manifest(join(out, "events")).files) > (1 if partitions else 0)
+    assert read_table(join(out, "queries"), "queries")["query"].to_pylist() == ["blue", "red", "red lamp"]
     items = read_table(join(out, "items"), "items")["item_id"].to_pylist()
-    assert items == catalogue
     info = read_manifest(join(out, "sequences")).info
     assert (info["kind"], info["labels"], info["windows"]) == ("search", ["click", "buy"], ["1d", "7d"])
-    names, place = info["features"], {None: -1, "blue": 0, "red": 1, "red lamp": 2}
-    found = {row["user_id"]: row for row in read_table(join(out, "sequences"), "sequences").to_pylist()}
-    assert sorted(found) == sorted(expected)
-    assert len(read_manifest(join(out, "events")).files) > (1 if partitions else 0)
-    for user, lists in expected.items():
-        row = found[user]
-        assert row["item_index"] == [catalogue.index(r["item_id"]) for r in lists["behaviours"]]
-        for request, wanted in zip(row["requests"], lists["requests"], strict=True):
-            assert request["candidates"] == [catalogue.index(item) for item in wanted["candidates"]]
-            assert request["query_index"] == place[wanted["query"]]
-            for name in ("timestamp_ms", "history_end", "split", "positions", *labels):
-                assert request[name] == wanted[name], name
-            known = [plain.features(events, r, config.own, "label_click") for r in wanted["rows"]]
-            values = [[one[name] for name in names] for one in known]
-            np.testing.assert_allclose(np.reshape(request["features"], (-1, len(names))), values, rtol=1e-5, atol=1e-6)
-        for kept, values in zip(lists["behaviours"], row["features"], strict=True):
-            one = plain.features(events, kept, config.own, "label_click")
-            np.testing.assert_allclose(values, [one[name] for name in names], rtol=1e-5, atol=1e-6)
-
-    asked = [request for lists in expected.values() for request in lists["requests"]]
-    one_class = sum(len(set(request["label_click"])) == 1 for request in asked)
-    assert sum(statistics["requests_one_class"].values()) == one_class > 0
-    assert sum(statistics["requests"].values()) == len(asked)
-    pairs = sum(len({kept["item_id"] for kept in lists["behaviours"]}) for lists in expected.values())
-    assert pairs < statistics["interactions"]
-    assert statistics["sparsity"] == pytest.approx(1 - pairs / len(expected) / len(catalogue), abs=1e-6)
+    assert sum(statistics["requests_one_class"].values()) > 0
     empty = sum(not row["shown"] for row in rows)  # a search that showed nothing is a reject, with its reason
     assert sum(statistics["raw"]["reject_reasons"].values()) == empty > 0
-    outside = sum(row["item_id"] not in catalogue for row in events)
+    outside = sum(item not in items for row in rows for item in row["shown"])
     assert statistics["candidates_outside"] == outside
     assert (outside > 0) == (window == "train")
 

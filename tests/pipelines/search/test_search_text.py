@@ -22,13 +22,13 @@ from models.search.data import SearchCatalogue
 from models.setup import set_up
 from models.tables import MANIFEST, UserError, commit, join, read_manifest, read_table
 from models.text_encoder import TextEncoder
-from pipelines.data.kinds.search.simulator import simulate_search
-from pipelines.data.kinds.simulation import MAKERS, NOUNS, STYLES, TRAITS
 from pipelines.data.log import load_source
 from pipelines.data.prepare import prepare
+from pipelines.data.search.simulator import SearchSettings, simulate_search
 from pipelines.data.settings import read_config
 from pipelines.data.sids import texts as log_texts
 from pipelines.data.sids.texts import TextConfig, encode_log, fitted_tfidf
+from pipelines.data.simulation import MAKERS, NOUNS, STYLES, TRAITS
 from pipelines.serving.package import write_bundle
 from pipelines.serving.served_ranker import RequestRanker
 
@@ -55,7 +55,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> str:
 def tables(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> str:
     """Tables of a small simulated log, in two parts."""
     folder = tmp_path_factory.mktemp("text")
-    simulate_search(str(folder / "raw"), 20, 50, 60, 3, 0.5)
+    simulate_search(str(folder / "raw"), SearchSettings(20, 50, 60, 3, 0.5))
     source, defaults = load_source(str(SOURCE))
     prepare(source, str(folder / "raw"), str(folder / "tables"), read_config(defaults, {"partitions": 2}), say=str)
     return str(folder / "tables")
@@ -197,7 +197,7 @@ def test_queries_of_unknown_words_and_no_query_are_defined(tmp_path: Path, ray_l
 def test_what_cannot_be_encoded_is_refused(tables: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no \\[SEP\\] token"):
         encode_log(tables, str(tmp_path), "tfidf", TextConfig(query_condition="joint"))
-    with pytest.raises(ValueError, match="'query' or 'joint'"):
+    with pytest.raises(ValueError, match="one of query, joint"):
         TextConfig(query_condition="sep")  # type: ignore[arg-type]
     assert TextConfig().max_tokens == 180
     schema = pa.schema([("user_id", pa.string())])

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.tables import join, write_part
-from pipelines.data.counts import UNSEEN, counted, window_counts
+from pipelines.data.counts import UNSEEN, count_in_buckets, window_counts
 from pipelines.data.engine import Engine
-from pipelines.data.kinds.search.config import SearchConfig
-from pipelines.data.kinds.search.features import SearchWindows, feature_names, features, gather
 from pipelines.data.schemas import events_schema
+from pipelines.data.search.config import SearchConfig
+from pipelines.data.search.features import SearchWindows, feature_names, features, gather
 from pipelines.data.survey import Vocabulary
 
 SCHEMA = events_schema({"click": "bool"}, known=["click"])
@@ -124,7 +124,7 @@ def test_features_across_partitions_equal_the_reference(
         assert found.dtype == np.float32
         return None, Counter(), found.tolist()
 
-    found_of = dict(counted(Engine(), uris, len(rows), SearchWindows(config, "click", late), given, build))
+    found_of = dict(count_in_buckets(Engine(), uris, len(rows), SearchWindows(config, "click", late), given, build))
     assert len(found_of) == len(of_part)
     for number, part in enumerate(of_part):
         found = found_of[number][2]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import threading
+from collections.abc import Iterator
 
 import numpy as np
 import psutil
@@ -19,11 +22,26 @@ EMBEDDINGS = np.random.default_rng(0).normal(size=(90, 6)).astype(np.float32)
 RQVAE = TokenizerConfig("rqvae", rqvae=RqvaeConfig(levels=2, codebook_size=8, latent=4, epochs=400))
 
 
-def kill_training() -> None:
-    """SIGKILL to the worker that trains."""
-    for process in psutil.Process().children(recursive=True):
-        if process.name().startswith("ray::_train_ta"):
-            process.send_signal(signal.SIGKILL)
+@contextlib.contextmanager
+def killing(times: int) -> Iterator[set[int]]:
+    """Sends SIGKILL to so many workers that train, one after the other; gives their process ids."""
+    killed, over = set[int](), threading.Event()
+
+    def kill() -> None:
+        while len(killed) < times and not over.wait(0.05):
+            for process in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    if process.pid not in killed and process.name().startswith("ray::_train_ta"):
+                        process.send_signal(signal.SIGKILL)
+                        killed.add(process.pid)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        yield killed
+    finally:
+        over.set()
+        thread.join()
 
 
 def test_what_the_worker_did_before_does_not_matter() -> None:
@@ -41,31 +59,14 @@ def test_what_the_worker_did_before_does_not_matter() -> None:
         torch.set_float32_matmul_precision(before)
 
 
-def test_a_lost_training_of_codes_starts_anew(ray_local: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenize, "TRIES", 2)
-    lines: list[str] = []
-
-    def once(line: str) -> None:
-        if line.startswith("rqvae") and not any("note" in said for said in lines):
-            kill_training()
-        lines.append(line)
-
-    embeddings = ray.put(EMBEDDINGS)
-    _, expected = train_codes(embeddings, RQVAE, lambda line: None)
-    _, codes = train_codes(embeddings, RQVAE, once)
+def test_a_lost_training_of_codes_starts_anew(ray_local: None) -> None:
+    lines, again = list[str](), list[str]()
+    _, expected = train_codes(EMBEDDINGS, RQVAE, lines.append)
+    with killing(1) as killed:
+        _, codes = train_codes(EMBEDDINGS, RQVAE, again.append)
+    assert len(killed) == 1
     assert np.array_equal(codes, expected)
-    (note,) = [line for line in lines if line.startswith("note:")]
-    assert note.startswith("note: a process of Ray was lost (")
-    assert note.endswith("starting rqvae anew, try 2 of 2")
-
-    lines.clear()
-
-    def always(line: str) -> None:
-        lines.append(line)
-        if line.startswith("rqvae"):
-            kill_training()
-
-    with pytest.raises(ray.exceptions.RayError) as lost:
-        train_codes(embeddings, RQVAE, always)
-    assert sum(line.startswith("note:") for line in lines) == 1
+    assert again == lines
+    with killing(tokenize.TRIES), pytest.raises(ray.exceptions.RayError) as lost:
+        train_codes(EMBEDDINGS, RQVAE, str)
     assert str(faults.explain(lost.value)).startswith("a process of Ray was lost")

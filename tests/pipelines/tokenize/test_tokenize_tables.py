@@ -252,5 +252,3 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         TokenizerConfig("published")
     with pytest.raises(ValueError, match="go together"):
         TokenizerConfig("rqvae", published="x.csv")
-    with pytest.raises(ValueError, match="must be one of"):
-        TokenizerConfig("bpe")

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from models.tables import UserError
+from models.config import check_least, check_shares
 from pipelines.data.durations import Windowed
 from pipelines.data.log import Log
-from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.prepare_config import PrepareConfig, refuse
 
 
 @dataclass(frozen=True)
@@ -44,22 +44,13 @@ class SearchConfig(Windowed):
 
     def __post_init__(self) -> None:
         self.check_windows("search")
-        self._check_groups()
-        if not 0 <= self.ctr_prior <= 1:
-            raise ValueError(f"search.ctr_prior is {self.ctr_prior}; it is a rate between 0 and 1")
+        check_shares(self, ["ctr_prior"], "search.")
+        check_least(self, ["page_size"], 1, "search.")
+        check_least(self, ["max_request_minutes"], 0, "search.")
         if self.ctr_strength <= 0:
             raise ValueError(f"search.ctr_strength is {self.ctr_strength}; it must be above 0")
-        if self.page_size < 1:
-            raise ValueError(f"search.page_size is {self.page_size}; a page has at least 1 result")
-        if not self.max_request_minutes >= 0:
-            raise ValueError(f"search.max_request_minutes is {self.max_request_minutes}; it must be 0 or more")
-
-    def _check_groups(self) -> None:
-        if not isinstance(self.groups, dict) or not all(isinstance(x, list) and x for x in self.groups.values()):
-            raise ValueError(f"search.groups is {self.groups!r}; write group: [feature, ...]")
         named = [name for names in self.groups.values() for name in names]
-        twice = [name for place, name in enumerate(named) if name in named[:place]]
-        if twice:
+        if twice := [name for place, name in enumerate(named) if name in named[:place]]:
             raise ValueError(f"search.groups has '{twice[0]}' twice; a feature is of one group")
 
 
@@ -71,16 +62,11 @@ def bool_labels(source: Log, behaviour: str | None) -> list[str]:
 
 def check_search(source: Log, config: PrepareConfig) -> None:
     """UserError for settings that a search log cannot have."""
-    if config.behaviour is None:
-        known = ", ".join(bool_labels(source, None)) or "none"
-        raise UserError(
-            f"kind is search, which needs the bool label that makes a result a behaviour; set behaviour to one of: "
-            f"{known}"
-        )
-    if config.core > 1:
-        raise UserError(
-            f"core is {config.core}, but the catalogue of a search log holds every item that was shown; use --core 0, "
-            f"and --core_window train to leave out items that the training window did not show"
-        )
-    if config.ties != "strict":
-        raise UserError(f"ties is {config.ties}; a search sees strictly earlier behaviours only: use --ties strict")
+    refuse(
+        (config.behaviour is None, "kind is search, which needs the bool label that makes a result a behaviour; set "
+         f"behaviour to one of: {', '.join(bool_labels(source, None)) or 'none'}"),
+        (config.core > 1, f"core is {config.core}, but the catalogue of a search log holds every item that was shown; "
+         "use --core 0, and --core_window train to leave out items that the training window did not show"),
+        (config.ties != "strict", f"ties is {config.ties}; a search sees strictly earlier behaviours only: use --ties "
+         "strict"),
+    )  # fmt: skip

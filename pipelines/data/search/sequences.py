@@ -20,28 +20,28 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.tables import Manifest, Part, UserError, commit, part_uris, read_table, write_part
+from models.tables import Manifest, Part, UserError, part_uris, read_table, write_part
 from models.words import number_of
 from pipelines.data.as_of import (
     AsOfTable,
     as_of_schema,
     attach,
-    described_as_of,
+    describe_as_of,
     make_as_of,
     say_missing,
     share_as_of,
     share_items,
 )
-from pipelines.data.counts import Piece, counted
+from pipelines.data.counts import Columns, count_in_buckets
 from pipelines.data.durations import MINUTE_MS
 from pipelines.data.engine import Engine, Shared, fetch
-from pipelines.data.kinds.search.config import SearchConfig, bool_labels
-from pipelines.data.kinds.search.features import IDS, SearchWindows, feature_names, features, gather
-from pipelines.data.kinds.search.groups import feature_groups, unknown_features
-from pipelines.data.kinds.search.requests import requests_of
-from pipelines.data.own_features import Seen, described, item_columns, own_names, usual_groups
-from pipelines.data.run import Run, gathered
+from pipelines.data.own_features import TrainingValues, describe_features, item_columns, own_names, usual_groups
+from pipelines.data.run import Run, gather_parts
 from pipelines.data.schemas import CARRIED, QUERIES, search_schema
+from pipelines.data.search.config import SearchConfig, bool_labels
+from pipelines.data.search.features import IDS, SearchWindows, feature_names, features, gather
+from pipelines.data.search.groups import feature_groups, unknown_features
+from pipelines.data.search.requests import requests_of
 from pipelines.data.splits import NAMES, assign, require_training
 from pipelines.data.survey import (
     Union,
@@ -270,7 +270,7 @@ def _write_part(
     rules: SearchRules,
     as_of: list[Shared],
     uri: str,
-    pieces: list[Piece] | None = None,
+    pieces: list[Columns] | None = None,
 ) -> tuple[Part | None, Counter[str], dict[str, Any]]:
     names = [*IDS, "timestamp_ms", "position"]
     names += [name for name in rules.schema.names if name.startswith(CARRIED)]
@@ -281,11 +281,11 @@ def _write_part(
     return (write_part(sequences_uri, table) if table.num_rows else None), count, seen
 
 
-def of_training(sequences: pa.Table, names: list[str]) -> Seen:
+def of_training(sequences: pa.Table, names: list[str]) -> TrainingValues:
     """What the candidates of training requests say of own features."""
     requests = sequences["requests"].combine_chunks().flatten()
     train = requests.filter(pc.equal(pc.struct_field(requests, "split"), "train"))
-    return Seen.of({name: pc.struct_field(train, name).flatten() for name in names})
+    return TrainingValues.of({name: pc.struct_field(train, name).flatten() for name in names})
 
 
 def write_search(
@@ -305,11 +305,11 @@ def write_search(
     if rules.windowed:
         late = f"known_{rules.labels[0]}" in rules.schema.names
         windows = SearchWindows(rules.search, rules.labels[0], late)
-        results = counted(engine, parts, events, windows, (catalogue, queries), _write_part, shared)
+        results = count_in_buckets(engine, parts, events, windows, (catalogue, queries), _write_part, shared)
     else:
         results = engine.each(_write_part, [(uri,) for uri in parts], shared)
-    written, count, seen = gathered(results, len(parts), progress)
-    return written, count, described(map(Seen.read, seen), rules.own)
+    written, count, seen = gather_parts(results, len(parts), progress)
+    return written, count, describe_features(map(TrainingValues.read, seen), rules.own)
 
 
 def make_queries(run: Run, events: Manifest) -> Manifest:
@@ -320,8 +320,7 @@ def make_queries(run: Run, events: Manifest) -> Manifest:
     begin, uri = time.perf_counter(), run.table("queries")
     with run.writing("queries"):
         parts, queries = write_queries(part_uris(run.table("events"), events), uri, run.engine)
-        timings = {"ray_data": run.engine.take_stats()}
-        manifest = commit(uri, "queries", QUERIES, parts, config={}, inputs=inputs, timings=timings)
+        manifest = run.commit("queries", QUERIES, parts, {}, inputs)
     run.say(f"queries: {len(queries):,} distinct in {time.perf_counter() - begin:.1f} s")
     return manifest
 
@@ -396,7 +395,7 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
             "groups": feature_groups(config.own, rules.features, own_groups),
             "unknown_when_ranking": unknown_features(config.own, own_groups),
             **({"own": own} if rules.own else {}),
-            **({"as_of": described_as_of(as_of)} if as_of else {}),
+            **({"as_of": describe_as_of(as_of)} if as_of else {}),
             **({"item_features": of_items.names} if of_items else {}),
             "windows": [f"{days:g}d" for days in config.own.windows_days] if rules.windowed else [],
             "search": asdict(config.own),
@@ -410,10 +409,8 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
             "max_request_spread_ms": count["max_spread_ms"],
             "queries_hash": queries.hash,
         }
-        timings = {"build_write_s": time.perf_counter() - begin, "ray_data": run.engine.take_stats()}
-        sequences = commit(
-            uri, "sequences", rules.output, parts, config=settings, inputs=inputs, info=info, timings=timings
-        )
+        seconds = time.perf_counter() - begin
+        sequences = run.commit("sequences", rules.output, parts, settings, inputs, info, build_write_s=seconds)
     one_class = sum(per_split["requests_one_class"].values())
     run.say(
         f"sequences: {sequences.rows:,} users, {sum(per_split['requests'].values()):,} requests with "

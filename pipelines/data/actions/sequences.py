@@ -20,21 +20,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.tables import Manifest, Part, UserError, commit, part_uris, read_table, write_part
+from models.tables import Manifest, Part, UserError, part_uris, read_table, write_part
 from models.words import number_of
-from pipelines.data.as_of import AsOfTable, as_of_schema, attach, described_as_of, make_as_of, say_missing, share_as_of
-from pipelines.data.counts import Piece, counted
+from pipelines.data.actions.config import ITEM, USER, ActionsConfig, check_actions
+from pipelines.data.actions.features import IDS, ActionsWindows, features, gather
+from pipelines.data.as_of import AsOfTable, as_of_schema, attach, describe_as_of, make_as_of, say_missing, share_as_of
+from pipelines.data.counts import Columns, count_in_buckets
 from pipelines.data.engine import Engine, Shared, fetch
-from pipelines.data.kinds.actions.config import ITEM, USER, ActionsConfig, check_actions
-from pipelines.data.kinds.actions.features import IDS, ActionsWindows, features, gather
-from pipelines.data.own_features import Seen, described, own_names
-from pipelines.data.run import Run, gathered
+from pipelines.data.own_features import TrainingValues, describe_features, own_names
+from pipelines.data.run import Run, gather_parts
 from pipelines.data.schemas import actions_schema
 from pipelines.data.splits import NAMES, require_training
 from pipelines.data.survey import Vocabulary, coded, count_pairs, positions_in, read_coded, runs
 
 NOTHING = pa.schema([])
-LAST = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,7 @@ class ActionsRules:
     schema: pa.Schema
     """Schema of the events."""
     split: dict[str, Any]
-    """As the manifest records it: `kind`, temporal or per_user, and the cut times of a temporal one."""
-    shares: tuple[float, float]
-    """Shares of each user's events before the two cuts of `per_user`."""
+    """As the manifest records it: the cut times of a temporal one."""
     max_events: int
     """A user's most recent events that are kept."""
     actions: ActionsConfig
@@ -56,42 +53,21 @@ class ActionsRules:
     joined: pa.Schema = NOTHING
     """Features of tables with a time of their own."""
 
-    def cuts(self, time: np.ndarray, start: np.ndarray) -> np.ndarray:
-        """(2, U) ms: where validation and test of each user begin. time (E,) ms, start (U,) first event of each user.
+    @property
+    def cuts(self) -> np.ndarray:
+        """(2,) ms: where validation and test begin."""
+        return np.array([self.split["val_start_ms"], self.split["test_start_ms"]])
 
-        `per_user` cuts at the time of the event that has a share of the user's events before it, so that
-        events of one time are on one side.
-        """
-        cuts = np.full((2, len(start)), LAST, dtype=np.int64)
-        if self.split["kind"] == "temporal":
-            cuts[:] = [[self.split["val_start_ms"]], [self.split["test_start_ms"]]]
-            return cuts
-        length = np.diff(np.append(start, len(time)))
-        for cut, share in zip(cuts, self.shares, strict=True):
-            place = np.ceil(length * share - 1e-9).astype(np.int64)  # 0.8 * 10 may come out above 8
-            some = place < length
-            cut[some] = time[(start + place)[some]]
-        return cuts
-
-    def sides(self, time: np.ndarray, start: np.ndarray) -> np.ndarray:
+    def sides(self, time: np.ndarray) -> np.ndarray:
         """(E,) index into NAMES, as `cuts` says; an event at a cut belongs to the later side."""
-        length = np.diff(np.append(start, len(time)))
-        return (time >= np.repeat(self.cuts(time, start), length, axis=1)).sum(axis=0)
+        return (time >= self.cuts[:, None]).sum(axis=0)
 
-    def as_of(self, events: pa.Table, catalogue: Vocabulary) -> np.ndarray:
+    def as_of(self, events: pa.Table) -> np.ndarray:
         """(E,) ms: when each event's counts are taken. Its own time in training; for candidates the cut before them,
         when they are all scored, so that no candidate's counts know what was done with another."""
-        as_of = events["timestamp_ms"].to_numpy().copy()
-        if not len(as_of):
-            return as_of
-        kept = Kept.of(events, catalogue, self.max_events)
-        start = runs(kept.user)
-        length = np.diff(np.append(start, len(kept.row)))
-        for cut in self.cuts(kept.time, start):  # validation's, then test's
-            begin = np.repeat(cut, length)
-            after = kept.time >= begin
-            as_of[kept.row[after]] = begin[after]
-        return as_of
+        time = events["timestamp_ms"].to_numpy()
+        side = self.sides(time)
+        return np.where(side > 0, self.cuts[side - 1], time)
 
     @property
     def output(self) -> pa.Schema:
@@ -118,7 +94,7 @@ class ActionsRules:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptEvents:
     """The events of a part that sequences hold."""
 
     row: np.ndarray
@@ -135,7 +111,7 @@ class Kept:
     truncated_events: int
 
     @classmethod
-    def of(cls, events: pa.Table, catalogue: Vocabulary, max_events: int) -> Kept:
+    def of(cls, events: pa.Table, catalogue: Vocabulary, max_events: int) -> KeptEvents:
         """Events of items of the catalogue, the most recent of each user."""
         codes = coded(events, "user_id").indices.to_numpy()
         item = positions_in(coded(events, "item_id"), catalogue)
@@ -155,11 +131,11 @@ def _survey_part(catalogue: Vocabulary, rules: ActionsRules, uri: str) -> tuple[
     events = read_coded(uri, rules.columns, IDS)
     if not events.num_rows:
         return np.zeros(len(NAMES), dtype=np.int64), {}
-    kept = Kept.of(events, catalogue, rules.max_events)
-    split = rules.sides(kept.time, runs(kept.user))
+    kept = KeptEvents.of(events, catalogue, rules.max_events)
+    split = rules.sides(kept.time)
     train = kept.row[split == 0]
     of_viewers = {name: events[name].combine_chunks().take(pa.array(train)) for name in rules.categories}
-    found: dict[str, Any] = {"viewers": Seen.of(of_viewers)}
+    found: dict[str, Any] = {"viewers": TrainingValues.of(of_viewers)}
     for name, task in rules.actions.tasks.items():
         found[f"task {name}"] = np.array([task.values(events)[train].sum()])
     for name, action in rules.actions.inputs.items() if len(train) else ():
@@ -180,7 +156,7 @@ def drop_constants(
     events = np.zeros(len(NAMES), dtype=np.int64)
     positives = dict.fromkeys(rules.actions.tasks, 0)
     ends: dict[str, list[np.ndarray]] = {name: [] for name in rules.actions.inputs}
-    viewers: list[Seen] = []
+    viewers: list[TrainingValues] = []
     for _, (rows, found) in engine.each(_survey_part, [(uri,) for uri in parts], (catalogue, rules)):
         events += rows
         for name in positives:
@@ -207,9 +183,9 @@ def drop_constants(
                 f"every {name} is constant in training ({', '.join(dropped)}); define one that is not in the source "
                 f"file, or choose another cut"
             )
-    counted_labels = [name for name in rules.actions.counts.counted_labels if name in tasks]
+    counted_labels = [name for name in rules.actions.counted_labels if name in tasks]
     actions = ActionsConfig(tasks, inputs, replace(rules.actions.counts, counted_labels=counted_labels))
-    values = described(viewers, rules.categories)["categories"]
+    values = describe_features(viewers, rules.categories)["categories"]
     large = tuple(category["name"] for category in values if category["buckets"])
     listed = {category["name"][4:]: category["values"] for category in values if not category["buckets"]}
     return replace(rules, actions=actions, large=large), dropped, listed
@@ -221,7 +197,7 @@ def check_sides(events: dict[str, int], rules: ActionsRules) -> None:
     if empty:
         where = " and ".join(str(rules.split[name]) for name in ("val_start_ms", "test_start_ms"))
         raise UserError(
-            f"the cuts {f'at {where} ms' if rules.split['kind'] == 'temporal' else 'of each user'} leave no event in "
+            f"the cuts at {where} ms leave no event in "
             f"{' and '.join(empty)} ({', '.join(f'{name} {rows:,}' for name, rows in events.items())}); choose "
             f"split.val_start and split.test_start within the log, or larger fractions"
         )
@@ -230,24 +206,24 @@ def check_sides(events: dict[str, int], rules: ActionsRules) -> None:
 def build_actions(
     events: pa.Table,
     catalogue: Vocabulary,
-    pieces: list[Piece],
+    pieces: list[Columns],
     rules: ActionsRules,
     joined: Sequence[AsOfTable] = (),
 ) -> tuple[pa.Table, Counter[str], np.ndarray]:
     """Sequences of one events part (sorted, IDS dictionary-coded), what was counted on the way, and (2, F)
     sums and sums of squares of the features of training events.
 
-    catalogue: the ids whose places are item_index; pieces: of `counted`; joined: the tables of `rules.joined`.
+    catalogue: the ids whose places are item_index; pieces: of `count_in_buckets`; joined: the tables of `rules.joined`.
     """
     count: Counter[str] = Counter()
     schema, config = rules.output, rules.actions
     sums = np.zeros((2, len(config.features)))
-    kept = Kept.of(events, catalogue, rules.max_events) if events.num_rows else None
+    kept = KeptEvents.of(events, catalogue, rules.max_events) if events.num_rows else None
     if kept is None or not len(kept.row):
         count["outside"] = kept.outside if kept else 0
         return schema.empty_table(), count, sums
     rows = pa.array(kept.row)
-    as_of = rules.as_of(events, catalogue)
+    as_of = rules.as_of(events)
     events = attach(events, as_of, joined, count)
     counts = gather(events, config, pieces, as_of)
     values = features(counts, config)[kept.row]  # (E, F)
@@ -256,7 +232,7 @@ def build_actions(
 
     start = runs(kept.user)  # (U,) first event of each user
     offsets = pa.array(np.append(start, len(kept.row)).astype(np.int32))
-    split = rules.sides(kept.time, start)
+    split = rules.sides(kept.time)
     ends = [np.add.reduceat(split <= side, start).astype(np.int32) for side in (0, 1)]  # train_end, val_end
 
     def listed(flat: pa.Array, field: pa.Field) -> pa.Array:
@@ -313,7 +289,7 @@ def _write_part(
     rules: ActionsRules,
     joined: list[Shared],
     uri: str,
-    pieces: list[Piece] | None = None,
+    pieces: list[Columns] | None = None,
 ) -> tuple[Part | None, Counter[str], dict[str, Any]]:
     events, tables = read_coded(uri, rules.columns, IDS), [fetch(table) for table in joined]
     table, count, sums = build_actions(events, catalogue, pieces or [], rules, tables)
@@ -321,13 +297,13 @@ def _write_part(
     return (write_part(sequences_uri, table) if table.num_rows else None), count, told
 
 
-def of_training(sequences: pa.Table, names: list[str]) -> Seen:
+def of_training(sequences: pa.Table, names: list[str]) -> TrainingValues:
     """What training events say of own features."""
     lists = sequences["item_index"].combine_chunks()
     length, ends = pc.list_value_length(lists).to_numpy(), sequences["train_end"].to_numpy()
     place = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
     train = pa.array(place < np.repeat(ends, length))
-    return Seen.of({name: sequences[name].combine_chunks().flatten().filter(train) for name in names})
+    return TrainingValues.of({name: sequences[name].combine_chunks().flatten().filter(train) for name in names})
 
 
 def write_actions(
@@ -349,15 +325,22 @@ def write_actions(
     """
     windows, shared = ActionsWindows(rules.actions, rules.as_of), (sequences_uri, catalogue, rules, list(joined))
     if windows.keys:
-        results = counted(engine, parts, events, windows, (catalogue, engine.put(attributes)), _write_part, shared)
+        results = count_in_buckets(
+            engine, parts, events, windows, (catalogue, engine.put(attributes)), _write_part, shared
+        )
     else:
         results = engine.each(_write_part, [(uri,) for uri in parts], shared)
-    written, total, found = gathered(results, len(parts), progress)
+    written, total, found = gather_parts(results, len(parts), progress)
     sums = np.sum([of_part["sums"] for of_part in found], axis=0)  # in the order of the parts, always the same
     mean, square = sums / max(1, total["events_train"])
     std = np.sqrt((square - mean**2).clip(0))
     scale = np.stack([mean, np.where(std > 1e-6, std, 1.0)])
-    return written, total, scale, described((Seen.read(of_part["seen"]) for of_part in found), rules.own)
+    return (
+        written,
+        total,
+        scale,
+        describe_features((TrainingValues.read(of_part["seen"]) for of_part in found), rules.own),
+    )
 
 
 def attribute_codes(run: Run, names: list[str]) -> dict[str, np.ndarray]:
@@ -390,7 +373,7 @@ def make_actions(run: Run, events: Manifest, items: Manifest, split: dict[str, A
     parts = part_uris(run.table("events"), events)
     catalogue = run.catalogue()
     resolved = check_actions(source, config)
-    rules = ActionsRules(source.schema, split, config.split.shares, config.max_events, resolved, joined=joined)
+    rules = ActionsRules(source.schema, split, config.max_events, resolved, joined=joined)
     rules, dropped, viewers = drop_constants(parts, catalogue, rules, run.engine)
     for name, reason in dropped.items():
         run.say(f"dropped: {name} is {reason}, so there is nothing to learn of it")
@@ -417,7 +400,7 @@ def make_actions(run: Run, events: Manifest, items: Manifest, split: dict[str, A
             "features": rules.actions.features,
             "viewers": viewers,
             **({"own": own} if rules.own else {}),
-            **({"as_of": described_as_of(as_of)} if as_of else {}),
+            **({"as_of": describe_as_of(as_of)} if as_of else {}),
             "feature_mean": scale[0].tolist(),
             "feature_std": scale[1].tolist(),
             "base_rates": {name: count[f"positives_{name}"] / count["events_train"] for name in rules.actions.tasks},
@@ -432,10 +415,8 @@ def make_actions(run: Run, events: Manifest, items: Manifest, split: dict[str, A
             "events_without_context": {name: count[f"events_without_context_{name}"] for name in NAMES},
             "events_outside": count["outside"],
         }
-        timings = {"build_write_s": time.perf_counter() - begin, "ray_data": run.engine.take_stats()}
-        sequences = commit(
-            uri, "sequences", rules.output, written, config=settings, inputs=inputs, info=info, timings=timings
-        )
+        seconds = time.perf_counter() - begin
+        sequences = run.commit("sequences", rules.output, written, settings, inputs, info, build_write_s=seconds)
     run.say(
         f"sequences: {number_of(sequences.rows, 'user')}, {number_of(len(info['tasks']), 'task')}, "
         f"{number_of(len(info['actions']), 'action')} and {number_of(len(info['features']), 'feature')} in "

@@ -20,18 +20,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.config import build
+from models.config import check_shares
 from models.tables import UserError
 from pipelines.data.durations import Windowed
-from pipelines.data.log import NAME, Log, check_range
-from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.log import FORBID, NAME, Log, check_range
+from pipelines.data.prepare_config import PrepareConfig, refuse
 
 USER, ITEM = "user", "item"
 
@@ -39,6 +39,8 @@ USER, ITEM = "user", "item"
 @dataclass(frozen=True)
 class Task:
     """A 0/1 task made of labels."""
+
+    __pydantic_config__ = FORBID
 
     label: str | None = None
     """The label it is of: a bool one as it is, a number by `above` or `at_least`; or `any`."""
@@ -52,12 +54,10 @@ class Task:
     def __post_init__(self) -> None:
         if (self.label is None) == (self.any is None):
             raise ValueError("a task needs either 'label' or 'any'; give exactly one of them")
-        if self.any is not None and (not isinstance(self.any, list) or not self.any):
-            raise ValueError(f"'any' is {self.any!r}; give a list of bool labels, such as [like, comment]")
         if self.above is not None and self.at_least is not None:
             raise ValueError("a task has both 'above' and 'at_least'; give one of them")
-        check_number("above", self.above)
-        check_number("at_least", self.at_least)
+        if self.threshold is not None and not math.isfinite(self.threshold):
+            raise ValueError(f"a task's threshold is {self.threshold}; give a finite number, such as 10000")
         if self.any is not None and self.threshold is not None:
             raise ValueError("'any' is of bool labels, which have no threshold; leave out 'above' and 'at_least'")
 
@@ -92,6 +92,8 @@ class Task:
 class Input:
     """An action as models read it: 0 or 1, or graded from 0 to 1."""
 
+    __pydantic_config__ = FORBID
+
     label: str
     """The label it is of."""
     range: list[float] | None = None
@@ -103,8 +105,7 @@ class Input:
     def __post_init__(self) -> None:
         if self.range is not None:
             check_range(self.range)
-        check_number("log_unit", self.log_unit)
-        if self.log_unit is not None and not self.log_unit > 0:
+        if self.log_unit is not None and not 0 < self.log_unit < math.inf:
             raise ValueError(f"log_unit is {self.log_unit}; it must be above 0, such as 1000 for a time in ms")
 
     def check(self, name: str, labels: dict[str, str], ranges: dict[str, list[float]]) -> Input:
@@ -135,6 +136,8 @@ class Input:
 class Counts(Windowed):
     """The counting statistics that late fusion reads (Sec. 2 of AttnMVP), each of a key over a window."""
 
+    __pydantic_config__ = FORBID
+
     keys: list[str] = field(default_factory=lambda: [ITEM, USER])
     """What is counted for: `item`, `user`, or the name of an attribute of items such as `author`."""
     counted_labels: list[str] | None = None
@@ -154,8 +157,7 @@ class Counts(Windowed):
         if not self.windows_days:
             raise ValueError("counts.windows_days is empty; give at least one length in days, such as [7]")
         self.check_windows("counts")
-        if not 0 <= self.prior <= 1:
-            raise ValueError(f"counts.prior is {self.prior}; it is a rate between 0 and 1")
+        check_shares(self, ["prior"], "counts.")
         if self.strength <= 0:
             raise ValueError(f"counts.strength is {self.strength}; it must be above 0")
 
@@ -164,25 +166,14 @@ class Counts(Windowed):
 class ActionsConfig:
     """Tasks, inputs and counts of a log of actions."""
 
-    tasks: dict[str, Any] = field(default_factory=dict)
+    tasks: dict[str, Task] = field(default_factory=dict)
     """Tasks by name, in order: {name: {label, above | at_least}} or {name: {any: [labels]}}. Bool labels that are no
     task by themselves follow, each as its own."""
-    inputs: dict[str, Any] = field(default_factory=dict)
+    inputs: dict[str, Input] = field(default_factory=dict)
     """What models read of an action, by name: {name: {label, range, log_unit}}. Bool labels that are not named follow
     as 0 or 1."""
-    counts: Any = field(default_factory=Counts)
+    counts: Counts = field(default_factory=Counts)
     """The counting statistics."""
-
-    def __post_init__(self) -> None:
-        for key, kind in (("tasks", Task), ("inputs", Input)):
-            given = getattr(self, key) or {}
-            if not isinstance(given, dict):
-                raise ValueError(f"actions.{key} is {given!r}; write name: {{label: ...}}")
-            made = {}
-            for name, value in given.items():
-                made[name] = _built(kind, value, f"actions.{key}.{name}")
-            object.__setattr__(self, key, made)
-        object.__setattr__(self, "counts", _built(Counts, self.counts, "actions.counts"))
 
     def resolve(self, info: dict[str, Any], attributes: list[str]) -> ActionsConfig:
         """The configuration with all defaults of a log decided, whose source says `info` and whose items have
@@ -196,9 +187,7 @@ class ActionsConfig:
         tasks |= {name: Task(name) for name in flags if name not in single and name not in tasks}
         if not tasks:
             raise ValueError("the log has no bool label and actions.tasks is empty; define at least one task")
-        inputs = {
-            name: value.check(name, labels, info.get("ranges", {})) for name, value in self.inputs.items()
-        }  # fmt: skip
+        inputs = {name: value.check(name, labels, info.get("ranges", {})) for name, value in self.inputs.items()}
         read = [value.label for value in inputs.values()]
         inputs |= {name: Input(name) for name in flags if name not in read and name not in inputs}
         if not inputs:
@@ -207,7 +196,7 @@ class ActionsConfig:
         check_names("inputs", inputs)
         if "mean" in tasks:
             raise ValueError("tasks.mean has the name of the metrics' mean over all tasks; give it another name")
-        counts: Counts = self.counts
+        counts = self.counts
         for key in counts.keys:
             if key not in (USER, ITEM, *attributes):
                 had = ", ".join((USER, ITEM, *attributes))
@@ -218,7 +207,12 @@ class ActionsConfig:
                 raise ValueError(
                     f"counts.counted_labels has '{label}', which is no task; those are: {', '.join(tasks)}"
                 )
-        return ActionsConfig(tasks, inputs, Counts(**{**vars(counts), "counted_labels": counted_labels}))
+        return ActionsConfig(tasks, inputs, replace(counts, counted_labels=counted_labels))
+
+    @property
+    def counted_labels(self) -> list[str]:
+        """Tasks that are counted besides exposures."""
+        return self.counts.counted_labels or []
 
     @property
     def labels(self) -> list[str]:
@@ -233,56 +227,32 @@ class ActionsConfig:
         for key in self.counts.keys:
             for days in self.counts.windows_days:
                 names.append(f"{key}_exposures_{days:g}d")
-                names += [f"{key}_{label}_{days:g}d" for label in self.counts.counted_labels]
-                names += [f"{key}_{label}_rate_{days:g}d" for label in self.counts.counted_labels]
+                names += [f"{key}_{label}_{days:g}d" for label in self.counted_labels]
+                names += [f"{key}_{label}_rate_{days:g}d" for label in self.counted_labels]
         return names
 
 
 def check_actions(source: Log, config: PrepareConfig) -> ActionsConfig:
     """The settings with what the log decides; UserError for settings that a log of actions cannot have."""
-    if not source.info["clock"]:
-        raise UserError(
-            "the log has only an order of events, but a log of actions needs clock times, for its counts and its cut; "
-            "give time.unit s, ms, us or iso"
-        )
-    if late := source.info.get("known"):
-        raise UserError(
-            f"label '{min(late)}' is known later than its event, but models of actions read the actions of every "
-            f"earlier event; leave out its 'time' or 'delay_minutes', or use kind search or retrieval"
-        )
-    if config.behaviour is not None:
-        raise UserError(
-            f"behaviour is '{config.behaviour}', but in a log of actions every impression is a behaviour; leave it out"
-        )
-    if config.core > 1:
-        raise UserError(
-            f"core is {config.core}, but the catalogue of a log of actions holds every item that was shown; use "
-            f"--core 0, and --core_window train to leave out items that the training window did not show"
-        )
-    if config.ties != "strict":
-        raise UserError(f"ties is {config.ties}; counts see strictly earlier events only: use --ties strict")
-    if config.split.resolve(source.info["clock"]) == "leave_last_out":
-        raise UserError(
-            "split.kind is leave_last_out, but a log of actions is cut in time; use --split.kind temporal, the same "
-            "cut for all users, or per_user"
-        )
+    clock, late = source.info["clock"], min(source.info.get("known", {}), default=None)
+    refuse(
+        (not clock, "the log has only an order of events, but a log of actions needs clock times, for its counts and "
+         "its cut; give time.unit s, ms, us or iso"),
+        (late, f"label '{late}' is known later than its event, but models of actions read the actions of every earlier "
+         "event; leave out its 'time' or 'delay_minutes', or use kind search or retrieval"),
+        (config.behaviour is not None, f"behaviour is '{config.behaviour}', but in a log of actions every impression "
+         "is a behaviour; leave it out"),
+        (config.core > 1, f"core is {config.core}, but the catalogue of a log of actions holds every item that was "
+         "shown; use --core 0, and --core_window train to leave out items that the training window did not show"),
+        (config.ties != "strict", f"ties is {config.ties}; counts see strictly earlier events only: use --ties strict"),
+        (clock and config.split.resolve(clock) == "leave_last_out", "split.kind is leave_last_out, but a log of "
+         "actions is cut in time; use --split.kind temporal"),
+    )  # fmt: skip
     try:
-        return config.own.resolve(source.info, source.items_columns[1])
+        resolved: ActionsConfig = config.own.resolve(source.info, source.items_columns[1])
     except ValueError as error:
         raise UserError(f"prepare.actions: {error}") from error
-
-
-def _built(kind: type, value: Any, where: str) -> Any:
-    """An instance of `kind` from plain values, unless it is one."""
-    if isinstance(value, kind):
-        return value
-    if not isinstance(value, dict):
-        raise ValueError(f"{where} is {value!r}; it is a mapping of keys")
-    try:
-        return build(kind, value, f"{where}.")
-    except ValueError as error:
-        text = str(error)
-        raise ValueError(text if where in text else f"{where}: {text}") from error
+    return resolved
 
 
 def check_names(key: str, names: Iterable[Any]) -> None:
@@ -290,13 +260,6 @@ def check_names(key: str, names: Iterable[Any]) -> None:
     for name in names:
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise ValueError(f"'{name}' in '{key}' is no name; use letters, digits and _, and begin with a letter")
-
-
-def check_number(key: str, value: Any) -> None:
-    """ValueError unless the value is a finite number, or None."""
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if value is not None and not number:
-        raise ValueError(f"{key} is {value!r}; give a finite number, such as 10000")
 
 
 def known(label: str, labels: dict[str, str], where: str) -> str:

@@ -17,19 +17,19 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipelines.data.counts import Piece, Windows, count_key, fill
-from pipelines.data.kinds.actions.config import ITEM, USER, ActionsConfig
-from pipelines.data.survey import Vocabulary, coded, positions_in, read_coded
+from pipelines.data.actions.config import ITEM, USER, ActionsConfig
+from pipelines.data.counts import Columns, Windows, count_key, fill
+from pipelines.data.survey import coded, positions_in, read_coded
 
 IDS = ("user_id", "item_id")
 
-AsOf = Callable[[pa.Table, Vocabulary], np.ndarray]
-"""Of a part's events and the catalogue, (E,) ms: t of each event."""
+AsOf = Callable[[pa.Table], np.ndarray]
+"""Of a part's events, (E,) ms: t of each event."""
 
 
 def counted_labels(events: pa.Table, config: ActionsConfig) -> np.ndarray:
     """(E, M) uint8: one exposure each, and the tasks that are counted."""
-    tasks = [config.tasks[name].values(events) for name in config.counts.counted_labels]
+    tasks = [config.tasks[name].values(events) for name in config.counted_labels]
     return np.stack([np.ones(events.num_rows, dtype=bool), *tasks], axis=1).astype(np.uint8)
 
 
@@ -47,10 +47,10 @@ class ActionsWindows(Windows):
 
     @property
     def shapes(self) -> list[dict[str, tuple[int, ...]]]:  # type: ignore[override]
-        shape = len(self.config.counts.windows_ms), 1 + len(self.config.counts.counted_labels)
+        shape = len(self.config.counts.windows_ms), 1 + len(self.config.counted_labels)
         return [{name: shape} for name in self.keys]
 
-    def keyed(self, uri: str, *shared: Any) -> tuple[list[np.ndarray], Piece]:
+    def keyed(self, uri: str, *shared: Any) -> tuple[list[np.ndarray], Columns]:
         catalogue, attributes = shared  # per name (I,) int32, the code of each item's value, -1 where it has none
         events = read_coded(uri, [*IDS, "timestamp_ms", *(f"label_{name}" for name in self.config.labels)], IDS)
         item = positions_in(coded(events, "item_id"), catalogue)
@@ -59,12 +59,12 @@ class ActionsWindows(Windows):
         columns = {
             **{f"key_{number}": key for number, key in enumerate(keys)},
             "time": events["timestamp_ms"].to_numpy(),
-            "as_of": self.as_of(events, catalogue),
+            "as_of": self.as_of(events),
             "counted_labels": counted_labels(events, self.config),
         }
         return keys, columns
 
-    def count(self, number: int, rows: Piece) -> Piece:
+    def count(self, number: int, rows: Columns) -> Columns:
         columns = (f"key_{number}", "time", "counted_labels", "as_of")
         return {self.keys[number]: _count(self.config, *(rows[column] for column in columns))}
 
@@ -76,9 +76,9 @@ def _count(
     return count_key(key, time, counted_labels, config.counts.windows_ms, config.counts.delay_ms, as_of)[0]
 
 
-def gather(events: pa.Table, config: ActionsConfig, pieces: list[Piece], as_of: np.ndarray) -> Piece:
+def gather(events: pa.Table, config: ActionsConfig, pieces: list[Columns], as_of: np.ndarray) -> Columns:
     """Counts (E, W, M) int32 of a part's events by key; 0 for events without the key. as_of (E,) ms."""
-    shape = (events.num_rows, len(config.counts.windows_ms), 1 + len(config.counts.counted_labels))
+    shape = (events.num_rows, len(config.counts.windows_ms), 1 + len(config.counted_labels))
     counts = {name: np.zeros(shape, dtype=np.int32) for name in config.counts.keys}
     fill(counts, pieces)
     if USER in counts and events.num_rows:

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from models.tables import UserError
 from pipelines.data.durations import MINUTE_MS
-from pipelines.data.kinds.search.config import SearchConfig
+from pipelines.data.search.config import SearchConfig
 from pipelines.data.survey import coded
 
 

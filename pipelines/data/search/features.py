@@ -16,10 +16,10 @@ import numpy as np
 import pyarrow.compute as pc
 
 from models.search.counts import HOURS, hours
-from pipelines.data.counts import UNSEEN, Piece, Windows, count_key, fill
+from pipelines.data.counts import UNSEEN, Columns, Windows, count_key, fill
 from pipelines.data.durations import HOUR_MS
-from pipelines.data.kinds.search.config import SearchConfig
-from pipelines.data.kinds.search.requests import requests_of
+from pipelines.data.search.config import SearchConfig
+from pipelines.data.search.requests import requests_of
 from pipelines.data.survey import coded, known_column, known_times, positions_in, read_coded
 
 IDS = ("user_id", "item_id", "request_id", "query")
@@ -46,7 +46,7 @@ class SearchWindows(Windows):
         of = {key: (windows, len(labels)) for key, labels in COUNTED.items()}
         return [{"item": of["item"], "pair": of["pair"], "gap": ()}, {"query": of["query"]}]
 
-    def keyed(self, uri: str, *shared: Any) -> tuple[list[np.ndarray], Piece]:
+    def keyed(self, uri: str, *shared: Any) -> tuple[list[np.ndarray], Columns]:
         catalogue, queries = shared
         events = read_coded(
             uri, [*IDS, "timestamp_ms", f"label_{self.label}", *known_column(self.label, self.late)], IDS
@@ -70,7 +70,7 @@ class SearchWindows(Windows):
         before = True if self.moment is None else time < self.moment
         return [np.where(before, key, -1) for key in (item, query)], columns
 
-    def count(self, number: int, rows: Piece) -> Piece:
+    def count(self, number: int, rows: Columns) -> Columns:
         windows = self.config.windows_ms, self.config.delay_ms
         rows = {**rows, "exposures": np.ones(len(rows["row"]), dtype=bool)}
 
@@ -98,10 +98,10 @@ class SearchWindows(Windows):
         }
 
 
-def gather(events: int, config: SearchConfig, pieces: list[Piece]) -> Piece:
+def gather(events: int, config: SearchConfig, pieces: list[Columns]) -> Columns:
     """Counts of a part's events: `pair`, `item` (E, W, 2), `query` (E, W, 3) and `gap` (E,)."""
     windows = len(config.windows_ms)
-    counts: Piece = {key: np.zeros((events, windows, len(labels)), np.int32) for key, labels in COUNTED.items()}
+    counts: Columns = {key: np.zeros((events, windows, len(labels)), np.int32) for key, labels in COUNTED.items()}
     counts["gap"] = np.full(events, UNSEEN, dtype=np.int64)
     fill(counts, pieces)
     return counts

@@ -22,7 +22,6 @@ from models.tables import (
     Manifest,
     Part,
     UserError,
-    commit,
     fingerprint,
     part_uris,
     read_manifest,
@@ -31,11 +30,11 @@ from models.tables import (
     write_part,
 )
 from models.words import number_of
-from pipelines.data.counts import UNSEEN, Piece, exported, to_piece
-from pipelines.data.kinds.search.config import SearchConfig
-from pipelines.data.kinds.search.features import COUNTED, SearchWindows, feature_names, features
+from pipelines.data.counts import UNSEEN, Columns, export_counts, to_piece
 from pipelines.data.run import Run
 from pipelines.data.schemas import counts_schema
+from pipelines.data.search.config import SearchConfig
+from pipelines.data.search.features import COUNTED, SearchWindows, feature_names, features
 from pipelines.data.survey import Vocabulary
 
 
@@ -45,16 +44,16 @@ def names_of(config: SearchConfig) -> dict[str, list[str]]:
     return {of: [name for name in names if name.split("_")[0] == of] for of in COUNTED}
 
 
-def values_of(counts: Piece, config: SearchConfig) -> dict[str, np.ndarray]:
+def values_of(counts: Columns, config: SearchConfig) -> dict[str, np.ndarray]:
     """By name the features (n,) of counts of some kinds of key, as of any search."""
     rows, windows = len(next(iter(counts.values()))), len(config.windows_ms)
-    nothing: Piece = {of: np.zeros((rows, windows, len(labels)), np.int32) for of, labels in COUNTED.items()}
+    nothing: Columns = {of: np.zeros((rows, windows, len(labels)), np.int32) for of, labels in COUNTED.items()}
     nothing["gap"], place = np.full(rows, UNSEEN), np.zeros(rows, np.int64)
     values = features({**nothing, **counts}, place, place, config, clock=True)
     return dict(zip(feature_names(config, clock=True), values.T, strict=True))
 
 
-def rows_of(counts: Piece, of: str, rows: Piece, ids: dict[str, Vocabulary], config: SearchConfig) -> pa.Table:
+def rows_of(counts: Columns, of: str, rows: Columns, ids: dict[str, Vocabulary], config: SearchConfig) -> pa.Table:
     """A row per key: `counts` of events, whose `item` and `query` are places in `ids`."""
     keys = {"item": ("item",), "query": ("query",), "pair": ("item", "query")}[of]
     code = np.zeros(len(rows["row"]), np.int64)
@@ -107,7 +106,7 @@ def make_counts(run: Run, events: Manifest, items: Manifest, moment: int) -> Non
         shared = run.catalogue(), run.engine.put(Vocabulary.of(texts))
         parts = part_uris(run.table("events"), events)
         found = sorted(
-            exported(run.engine, parts, events.rows, windows, shared, _write_part, (uri, windows, *shared)),
+            export_counts(run.engine, parts, events.rows, windows, shared, _write_part, (uri, windows, *shared)),
             key=itemgetter(0),
         )
         names, count = names_of(config.own), Counter[str]()
@@ -122,12 +121,9 @@ def make_counts(run: Run, events: Manifest, items: Manifest, moment: int) -> Non
             "behaviour": label,
             **count,
         }
-        timings = {"count_write_s": time.perf_counter() - begin, "ray_data": run.engine.take_stats()}
         written = [part for _, (part, *_) in found if part is not None]
-        commit(
-            uri, "counts", counts_schema(names.values()), written, config=settings, inputs=inputs, info=info,
-            timings=timings,
-        )  # fmt: skip
+        seconds = time.perf_counter() - begin
+        run.commit("counts", counts_schema(names.values()), written, settings, inputs, info, count_write_s=seconds)
     run.say(
         f"counts: {number_of(count['item'], 'item')}, {number_of(count['query'], 'query')} and "
         f"{number_of(count['pair'], 'pair')} as of {said} in "

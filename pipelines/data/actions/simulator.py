@@ -24,7 +24,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from pipelines.data.kinds.simulation import (
+from pipelines.data.simulation import (
     SKEW,
     START_MS,
     Settings,
@@ -81,8 +81,7 @@ class FeedSettings(Settings):
         if not 0 <= self.shown_days < np.inf:
             raise ValueError(f"shown_days is {self.shown_days}; give days of 0 or more, such as 7")
 
-    def described(self) -> str:
-        """In words, after the sizes."""
+    def describe(self) -> str:
         return f", each shown for {self.shown_days:g} days" if self.shown_days else ""
 
 
@@ -164,11 +163,11 @@ def _items(kind: np.ndarray, rng: np.random.Generator) -> pa.Table:
     return frame.to_arrow().cast(pa.schema([(name, pa.string()) for name in frame.columns]))
 
 
-def simulate_feed(output_dir: str, users: int, items: int, events: int, seed: int, shown_days: float = 0.0) -> Feed:
+def simulate_feed(output_dir: str, settings: FeedSettings) -> Feed:
     """Writes a feed log into `output_dir` (a local path or URI) and returns its causes; UserError as `open_log`."""
-    settings = open_log(output_dir, FeedSettings, users, items, events, seed, shown_days)
+    open_log(output_dir)
     feed = draw_feed(settings)
-    user_ids, item_ids = numbered("u", users), numbered("i", items)
+    user_ids, item_ids = numbered("u", settings.users), numbered("i", settings.items)
 
     def rows_of(which: np.ndarray, first: int) -> pa.Table:
         return pa.table(
@@ -181,6 +180,6 @@ def simulate_feed(output_dir: str, users: int, items: int, events: int, seed: in
             }
         )
 
-    texts = _items(feed.kind, np.random.default_rng([seed, 3]))
+    texts = _items(feed.kind, np.random.default_rng([settings.seed, 3]))
     write_log(output_dir, "feed", settings, feed.time, rows_of, lambda: texts)
     return feed

@@ -23,13 +23,13 @@ position, click, purchase, dwell_ms), `items.parquet` and, last, `simulation.jso
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from pipelines.data.kinds.simulation import (
+from pipelines.data.simulation import (
     MAKERS,
     NOUNS,
     SKEW,
@@ -69,6 +69,8 @@ class SearchSettings(Settings):
     disliked_click: float = 0.25
     """Chance of a click on a result of the intent that was looked at, of a maker the user does not like; else 0.85."""
 
+    unit: ClassVar[str] = "searches"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.items < 36:
@@ -82,8 +84,7 @@ class SearchSettings(Settings):
                 f"disliked_click is {self.disliked_click}; it must be above 0 and at most {LIKED_CLICK}, that of liked"
             )
 
-    def described(self) -> str:
-        """The causes in words, where they are not the usual ones."""
+    def describe(self) -> str:
         said = f", {self.query_driven:.0%} query-driven" + (", taste by query" if self.taste == "query" else "")
         if self.disliked_click != SearchSettings.disliked_click:
             said += f", clicks on disliked makers {self.disliked_click:g}"
@@ -186,10 +187,6 @@ def best_gauc(world: World, log: Searches, latest: float = 1.0) -> dict[str, flo
     about what a model can make of a history; it is an estimate, the others are exact. Nobody knows the intent of a
     log whose queries name any cluster, so that figures with it are those of query-driven logs.
     """
-    import torch  # takes seconds, and only this needs it
-
-    from models.ranking_metrics import request_auc
-
     since = np.sort(log.time)[-round(latest * len(log.time))]
     place = np.cumsum(np.diff(log.user, prepend=-1) != 0)  # (S,) of the user, from 1
     kept = place % -(-len(log.item) // MEASURED) == 0  # whole users, whose earlier clicks count
@@ -213,15 +210,21 @@ def best_gauc(world: World, log: Searches, latest: float = 1.0) -> dict[str, flo
         "intent": by_intent,
         "taste": by_taste,
     }
-    request = torch.arange(int(measured.sum())).repeat_interleave(RESULTS)
-    clicks = torch.from_numpy(log.click[measured].ravel())
-    found = {}
+    clicks, found = log.click[measured], {}
     for name, chance in chances.items():
         if "intent" in name and log.settings.query_driven < 1:
             continue
-        auc, both = request_auc(torch.from_numpy(chance[measured].ravel()), clicks, request)
-        found[name] = float(auc[both].mean())
+        found[name] = gauc(chance[measured], clicks)
     return found
+
+
+def gauc(chance: np.ndarray, click: np.ndarray) -> float:
+    """The mean AUC of the searches with results of both classes: the share of pairs of a clicked and another result
+    that are in order, ties half. chance, click (S, P)"""
+    pairs = click[:, :, None] & ~click[:, None, :]
+    right = (pairs * (1 + np.sign(chance[:, :, None] - chance[:, None, :])) / 2).sum((1, 2))
+    both = pairs.any((1, 2))
+    return float((right[both] / pairs.sum((1, 2))[both]).mean())
 
 
 def taste_from_clicks(world: World, log: Searches, of_intent: np.ndarray, share: float) -> np.ndarray:
@@ -255,17 +258,13 @@ def _query_texts(world: World, asked: np.ndarray, rng: np.random.Generator) -> p
     return pa.DictionaryArray.from_arrays(pa.array(chosen.astype(np.int32)), texts.to_arrow().cast(pa.string()))
 
 
-def simulate_search(
-    output_dir: str, users: int, items: int, events: int, seed: int, query_driven: float = 1.0,
-    taste: Literal["user", "query"] = "user", disliked_click: float = 0.25,
-) -> tuple[World, Searches]:  # fmt: skip
+def simulate_search(output_dir: str, settings: SearchSettings) -> tuple[World, Searches]:
     """Writes a search log into `output_dir` (a local path or URI) and returns its causes; UserError as `open_log`."""
-    settings = open_log(
-        output_dir, SearchSettings, users, items, events, seed, query_driven, taste, disliked_click
-    )  # fmt: skip
+    open_log(output_dir)
     world = make_world(settings)
-    rng = np.random.default_rng([seed, 3])
-    user_ids, item_ids, search_ids = numbered("u", users), numbered("i", items), numbered("s", events)
+    rng = np.random.default_rng([settings.seed, 3])
+    user_ids, item_ids = numbered("u", settings.users), numbered("i", settings.items)
+    search_ids = numbered("s", settings.events)
     texts = item_texts(world, item_ids, rng)
     makers = {maker: index for index, maker in enumerate(MAKERS)}
     log = draw_searches(settings, world, np.array([makers[name] for name in texts["brand"].to_pylist()]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import ClassVar
 
 import numpy as np
 import polars as pl
@@ -57,6 +57,9 @@ class Settings:
     seed: int = 42
     """The same seed and sizes give the same log, byte for byte."""
 
+    unit: ClassVar[str] = "events"
+    """What `events` counts."""
+
     def __post_init__(self) -> None:
         if self.users < 1:
             raise ValueError(f"users is {self.users}, the least is 1; give a positive number")
@@ -67,8 +70,9 @@ class Settings:
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; give 0 or more")
 
-
-AnySettings = TypeVar("AnySettings", bound=Settings)
+    def describe(self) -> str:
+        """What is said of the causes, after the sizes."""
+        return ""
 
 
 @dataclass(frozen=True)
@@ -210,20 +214,12 @@ def clear(output_dir: str) -> None:
         filesystem.delete_file(entry.path)
 
 
-def open_log(output_dir: str, settings: type[AnySettings], *values: Any) -> AnySettings:
-    """The settings of these values, with a folder (a local path or URI) that is empty now.
-
-    Raises UserError for impossible settings, a folder that holds other files, or one that cannot be written.
-    """
-    try:
-        made = settings(*values)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+def open_log(output_dir: str) -> None:
+    """Makes an empty folder, a local path or URI. UserError for one that holds other files or cannot be written."""
     check_writable(output_dir)
     filesystem, root = open_uri(output_dir)
     filesystem.create_dir(root, recursive=True)
     clear(output_dir)
-    return made
 
 
 def write_log(

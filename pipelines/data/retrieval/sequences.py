@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.tables import Manifest, Part, UserError, commit, part_uris, write_part
+from models.tables import Manifest, Part, UserError, part_uris, write_part
 from models.words import number_of
 from pipelines.data.catalogue import surviving_rows
 from pipelines.data.run import Run, write_parts
@@ -197,7 +197,7 @@ def make_retrieval(run: Run, events: Manifest, items: Manifest, split: dict[str,
             "requests": {name: count[f"requests_{name}"] for name in NAMES},
             "requests_without_history": {name: count[f"without_history_{name}"] for name in NAMES},
         }
-        timings = {"build_write_s": time.perf_counter() - begin, "ray_data": run.engine.take_stats()}
-        sequences = commit(uri, "sequences", schema, parts, config=settings, inputs=inputs, info=info, timings=timings)
+        seconds = time.perf_counter() - begin
+        sequences = run.commit("sequences", schema, parts, settings, inputs, info, build_write_s=seconds)
     run.say(f"sequences: {number_of(sequences.rows, 'user')} in {time.perf_counter() - begin:.1f} s")
     return sequences

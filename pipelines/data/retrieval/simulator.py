@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-from pipelines.data.kinds.simulation import (
+from pipelines.data.simulation import (
     SKEW,
     TASTES,
     Settings,
@@ -55,17 +55,17 @@ def _walk(world: World, lengths: np.ndarray, rng: np.random.Generator) -> np.nda
     return items
 
 
-def simulate_retrieval(output_dir: str, users: int, items: int, events: int, seed: int) -> World:
+def simulate_retrieval(output_dir: str, settings: Settings) -> World:
     """Writes a retrieval log into `output_dir` (a local path or URI) and returns its causes; raises as `open_log`."""
-    settings = open_log(output_dir, Settings, users, items, events, seed)
+    open_log(output_dir)
     world = make_world(settings)
-    rng = np.random.default_rng([seed, 2])
+    rng = np.random.default_rng([settings.seed, 2])
     lengths = draw_lengths(settings, rng)
     item = _walk(world, lengths, rng)
     time = draw_times(lengths, rng)
     # Users are numbered at random: `lengths` descends and an id must not tell a user's activity.
-    user = np.repeat(rng.permutation(users).astype(np.int32), lengths)
-    user_ids, item_ids = numbered("u", users), numbered("i", items)
+    user = np.repeat(rng.permutation(settings.users).astype(np.int32), lengths)
+    user_ids, item_ids = numbered("u", settings.users), numbered("i", settings.items)
 
     def rows_of(which: np.ndarray, first: int) -> pa.Table:
         return pa.table(

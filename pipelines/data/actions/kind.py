@@ -1,0 +1,58 @@
+"""Actions: a request is an impression whose actions are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import polars as pl
+
+from models.tables import Manifest
+from pipelines.data.actions.audit import check_actions_tables
+from pipelines.data.actions.config import ActionsConfig, check_actions
+from pipelines.data.actions.sequences import make_actions
+from pipelines.data.actions.simulator import KINDS, FeedSettings, best_entropy, simulate_feed
+from pipelines.data.audit.base import Rule, Tables
+from pipelines.data.kind import Kind
+from pipelines.data.log import Log
+from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.run import Run
+
+
+class Actions(Kind):
+    """What will this user do with this item?"""
+
+    name = "actions"
+    config = ActionsConfig
+    as_of = True
+    statistics = (
+        "base_rates",
+        "users_with_candidates",
+        "users_with_context",
+        "users_without_context",
+        "events_without_context",
+        "events_outside",
+        "dropped",
+    )
+    texts = ("items",)
+    model = "attn_mvp"
+    without = ("history", "known", "targets", "queries")
+    simulated = "feed"
+    source = "simulated_feed"
+    settings = FeedSettings
+
+    def check(self, source: Log, config: PrepareConfig) -> None:
+        check_actions(source, config)
+
+    def sequences(self, run: Run, events: Manifest, items: Manifest, split: dict[str, Any]) -> Manifest:
+        return make_actions(run, events, items, split)
+
+    def audit(self, tables: Tables, rules: dict[str, Rule], core_users: pl.DataFrame) -> pl.DataFrame:
+        return check_actions_tables(tables, rules)
+
+    def simulate(self, output: str, settings: FeedSettings) -> Iterator[str]:
+        simulate_feed(output, settings)
+        yield (
+            f"half of the users like {KINDS[0]}s, half {KINDS[1]}s, which only their actions tell: normalised entropy "
+            f"of like is 1 without actions and {best_entropy('like'):.3f} at best"
+        )

@@ -1,1 +1,0 @@
-"""What differs between kinds of request, one folder each; `table.py` names them all."""
