@@ -138,6 +138,8 @@ class Loaded:
     """What it says of itself."""
     entry: registry.Entry
     """The model's row of the registry."""
+    config: Any
+    """The model's config."""
     model: Any
     """The model, in evaluation mode, on its device."""
     catalogue: Any
@@ -149,13 +151,13 @@ class Loaded:
         about = checkpoint.read(uri)
         catalogue = load_catalogue(about.name, inputs)
         trained = replace(catalogue, hashes=of_training(catalogue.hashes, about))
-        return cls(about, registry.find(about.name), registry.load(uri, trained)[0].to(device), catalogue)
+        config, model = registry.config_from_dict(about.model), registry.load(uri, trained)[0].to(device)
+        return cls(about, registry.find(about.name), config, model, catalogue)
 
     def examples(self, inputs: Inputs, split: str, max_history: int | None = None, **share: Any) -> Any:
         """Those of a split, with as much history as the model reads."""
-        kind, config = self.entry.family, registry.config_from_dict(self.about.model)
-        longest = config.max_history if max_history is None else max_history
-        of_model = kind.examples.of_model(config)
+        kind, longest = self.entry.family, self.config.max_history if max_history is None else max_history
+        of_model = kind.examples.of_model(self.config)
         return of_model.load(inputs.sequences, split, unit=kind.eval_unit, max_history=longest, **share)
 
 

@@ -75,7 +75,7 @@ class Recommender:
         loaded = Loaded.of(uri, inputs, self.device)
         self.model = loaded.model
         self.family: type[Examples] = loaded.entry.family.examples  # type: ignore[assignment]
-        self.max_history = history_to_give(loaded.about.model["max_history"], options)
+        self.max_history = history_to_give(loaded.config.max_history, options)
         self.sequences = inputs.sequences
         self.items = read_table(join(inputs.tables, "items"), "items", ["item_id"])["item_id"].combine_chunks()
         self.file = -1  # the one that is held

@@ -130,7 +130,7 @@ def rank_shard(
         torch.set_num_threads(threads)
     where = device_of(device)
     loaded = Loaded.of(uri, inputs, where)
-    history = history_to_give(loaded.about.model["max_history"], options)
+    history = history_to_give(loaded.config.max_history, options)
     examples = loaded.examples(inputs, split, history, rank=rank, world=world, shards=world)
     model, measure, stride = (
         loaded.model,
