@@ -20,7 +20,7 @@ PROBES = {
     "models/text_encoder.py": "configs and modules of Hugging Face",
     "models/search/item_tower.py": "configs of Hugging Face",
     "models/uri.py": "named tuples, which have no class of their own",
-    "jobs/quickstart.py": "jobs whose command line is more than their dataclass",
+    "jobs/cli.py": "jobs whose command line is more than their dataclass",
 }
 """Where an object is asked what it has, and whose it is."""
 
