@@ -370,7 +370,7 @@ class Sharded:
         skip -= int(ends[first - 1]) if first else 0
         numbers = order[first:].tolist()
         with ThreadPoolExecutor(1, "buffer") as reader:
-            coming: Iterator[Future[Self]] = (reader.submit(self._buffer, number) for number in numbers)
+            coming: Iterator[Future[Sharded]] = (reader.submit(self._buffer, number) for number in numbers)
             following = next(coming, None)
             for number in numbers:
                 assert following is not None
@@ -380,7 +380,7 @@ class Sharded:
                 yield from examples._epoch(batch_size, seed, epoch * self.buffers + number, skip, few_shapes)
                 skip = 0
 
-    def _buffer(self, number: int) -> Self:
+    def _buffer(self, number: int) -> Sharded:
         """The examples of a buffer, held; these where there is but one."""
         if self.buffers == 1:
             return self

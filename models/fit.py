@@ -376,7 +376,7 @@ class Meter:
             examples_per_s=self.examples / seconds * self.world, data_wait=self.waited / seconds,
         )  # fmt: skip
 
-    def read(self) -> tuple[float, float, int, float, dict[str, float]]:
+    def read(self) -> tuple[float, float, float, float, dict[str, float]]:
         """(loss summed over steps and averaged over ranks, seconds, examples of all ranks, seconds waited, other parts
         averaged over both)."""
         names = sorted(self.parts)
