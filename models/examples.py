@@ -380,7 +380,7 @@ class Sharded:
                 yield from examples._epoch(batch_size, seed, epoch * self.buffers + number, skip, few_shapes)
                 skip = 0
 
-    def _buffer(self, number: int) -> Self:
+    def _buffer(self, number: int) -> Sharded:
         """The examples of a buffer, held; these where there is but one."""
         if self.buffers == 1:
             return self

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -281,6 +281,63 @@ def reduce(values: list[float], world: int, device: torch.device, op: Any = None
     return tensor.tolist()
 
 
+@dataclass
+class Cursor:
+    """Where a run stands: with weights and optimizer all that there is to keep."""
+
+    epoch: int = 0
+    """Epochs done."""
+    step_in_epoch: int = 0
+    """Steps of the epoch in progress."""
+    step: int = 0
+    """Optimizer steps so far."""
+    best: float | None = None
+    """The best value of the validation metric so far."""
+    best_epoch: int = 0
+    """In which epoch that was, from 1."""
+    best_step: int = 0
+    """After which step that was."""
+    waiting: int = 0
+    """Validations since then."""
+    stopped: bool = False
+    """Whether the run has ended."""
+    loss: float = 0.0
+    """Of the epoch in progress: loss, summed over steps and averaged over ranks."""
+    seconds: float = 0.0
+    """Likewise: time of its steps."""
+    examples: float = 0.0
+    """Likewise: examples of all ranks."""
+    waited: float = 0.0
+    """Likewise: seconds waited for data."""
+
+    def note(self, value: float) -> bool:
+        """Takes what a validation found; whether it is better than all before."""
+        if self.best is not None and value <= self.best:
+            self.waiting += 1
+            return False
+        self.best, self.best_epoch, self.best_step, self.waiting = value, self.epoch + 1, self.step, 0
+        return True
+
+    def impatient(self, config: FitConfig) -> str:
+        """Why the run ends after a validation that was not better; empty where it goes on."""
+        if not 0 < config.patience <= self.waiting:
+            return ""
+        return (
+            f"stopped: no better val {config.metric} in {self.waiting} validations (fit.patience), best "
+            f"{self.best:.4f} in epoch {self.best_epoch}"
+        )
+
+    def add(self, loss: float, seconds: float, examples: float, waited: float) -> None:
+        """Adds some steps to the epoch in progress."""
+        self.loss, self.seconds = self.loss + loss, self.seconds + seconds
+        self.examples, self.waited = self.examples + examples, self.waited + waited
+
+    def next_epoch(self, stop: bool) -> None:
+        """Ends the epoch in progress, and where `stop` the run."""
+        self.epoch, self.step_in_epoch, self.stopped = self.epoch + 1, 0, stop
+        self.loss = self.seconds = self.examples = self.waited = 0.0
+
+
 class Meter:
     """Loss, time and examples since the last reading."""
 
@@ -293,6 +350,16 @@ class Meter:
         self.parts: dict[str, Tensor] = {}
         self.steps = self.examples = 0
         self.waited = 0.0
+        self.began = time.perf_counter()
+
+    def take(self, batches: Iterator[Batch]) -> tuple[Batch, bool]:
+        """The next batch, and whether it stands in for one that is other ranks'."""
+        asked = time.perf_counter()
+        batch = next(batches)
+        self.waited += time.perf_counter() - asked
+        idle = batch.pop(IDLE, None) is not None
+        self.examples += 0 if idle else len(next(iter(batch.values())))
+        return batch, idle
 
     def add(self, found: dict[str, Tensor]) -> None:
         """Notes the losses of one step."""
@@ -301,14 +368,51 @@ class Meter:
         for name in found.keys() - {"loss"}:
             self.parts[name] = self.parts.get(name, 0.0) + found[name].double()
 
-    def read(self) -> tuple[float, int, float, float, dict[str, float]]:
-        """(loss summed over steps and averaged over ranks, steps, examples of all ranks, seconds waited, other parts
+    def still(self, cursor: Cursor, steps: int) -> StillEvent:
+        """That the run is alive, by what this rank alone knows."""
+        seconds = max(1e-9, time.perf_counter() - self.began)
+        return StillEvent(
+            step=cursor.step, epoch=cursor.epoch + 1, loss=self.loss.item() / max(1, self.steps), steps_in_epoch=steps,
+            examples_per_s=self.examples / seconds * self.world, data_wait=self.waited / seconds,
+        )  # fmt: skip
+
+    def read(self) -> tuple[float, float, float, float, dict[str, float]]:
+        """(loss summed over steps and averaged over ranks, seconds, examples of all ranks, seconds waited, other parts
         averaged over both)."""
         names = sorted(self.parts)
         values = [self.loss.item(), self.examples, self.waited, *(self.parts[name].item() for name in names)]
         loss, examples, waited, *parts = reduce(values, self.world, self.device)
         mean = {name: part / self.world / self.steps for name, part in zip(names, parts, strict=True)}
-        return loss / self.world, self.steps, examples, waited / self.world, mean
+        return loss / self.world, time.perf_counter() - self.began, examples, waited / self.world, mean
+
+
+def make_step(
+    model: nn.Module, optimizer: Any, config: FitConfig, device: torch.device, world: int, sharded: bool
+) -> tuple[Any, Callable[..., tuple[dict[str, Tensor], Tensor]]]:
+    """(the model under DDP and compiled where it is so trained, what takes a step with a batch on the device).
+
+    The latter gives what the model gives, and the gradient's norm before clipping."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    module: Any = model
+    if world > 1 and not sharded:
+        module = DistributedDataParallel(
+            model, device_ids=[device] if device.type == "cuda" else None, broadcast_buffers=False
+        )
+    if config.compile and device.type == "cuda":
+        module = torch.compile(module, dynamic=False)
+
+    def step_on(batch: Batch, idle: bool = False) -> tuple[dict[str, Tensor], Tensor]:
+        try:
+            with autocast(config.precision, device), of_workers(world, idle):
+                found = module(batch)
+            found["loss"].backward()
+            norm = fsdp.whole(nn.utils.clip_grad_norm_(parameters, config.clip_norm or math.inf))
+            optimizer.step()
+        finally:
+            optimizer.zero_grad(set_to_none=True)
+        return {name: value.detach() for name, value in found.items()}, norm
+
+    return module, step_on
 
 
 def fit(
@@ -339,42 +443,18 @@ def fit(
     sharded = bool(blocks) and world > 1
     if sharded:
         fsdp.shard(model, blocks, device, world)
-    parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer, factors = make_optimizer(model, config.optimizer, config.lr, config.weight_decay, lr_multipliers or {})
-    cursor: State = {
-        "epoch": 0, "step_in_epoch": 0, "step": 0, "best": None, "best_epoch": 0, "best_step": 0,
-        "waiting": 0, "stopped": False, "loss": 0.0, "seconds": 0.0, "examples": 0.0, "waited": 0.0,
-    }  # fmt: skip
+    cursor = Cursor()
     if state is not None:
         fsdp.load_optimizer(optimizer, state["optimizer"])
-        cursor.update(state["cursor"])
-    if cursor["stopped"]:
+        cursor = Cursor(**state["cursor"])
+    if cursor.stopped:
         return
-    module: Any = model
-    if world > 1 and not sharded:
-        module = DistributedDataParallel(
-            model, device_ids=[device] if device.type == "cuda" else None, broadcast_buffers=False
-        )
-
-    if config.compile and device.type == "cuda":
-        module = torch.compile(module, dynamic=False)
-
-    def step_on(batch: Batch, idle: bool = False) -> tuple[dict[str, Tensor], Tensor]:
-        """One step: what the model gives, and the gradient's norm before clipping."""
-        try:
-            with autocast(config.precision, device), of_workers(world, idle):
-                found = module(batch)
-            found["loss"].backward()
-            norm = fsdp.whole(nn.utils.clip_grad_norm_(parameters, config.clip_norm or math.inf))
-            optimizer.step()
-        finally:
-            optimizer.zero_grad(set_to_none=True)
-        return {name: value.detach() for name, value in found.items()}, norm
-
+    module, step_on = make_step(model, optimizer, config, device, world, sharded)
     graphs = Graphs(step_on, device) if captures(config, device, world) else None
 
     def snapshot() -> State:
-        state = {"optimizer": state_of(optimizer), "cursor": dict(cursor)}
+        state = {"optimizer": state_of(optimizer), "cursor": vars(cursor).copy()}
         return {**fsdp.whole(state), "weights": fsdp.weights(model)} if sharded else state
 
     def fewest(epoch: int) -> int:
@@ -383,116 +463,73 @@ def fit(
             raise UserError("the training split gives a worker no batch; use fewer workers or a smaller fit.batch_size")
         return steps
 
-    def validated(epoch: int) -> dict[str, Any]:
+    def validated() -> dict[str, Any]:
         """Validates and notes the result in the cursor: the fields of an event."""
         began = time.perf_counter()
         with fsdp.gathered(model):
             metrics, count = validation(model, validate, means, config, device, world)
-        value = metrics[config.metric]
-        is_best = cursor["best"] is None or value > cursor["best"]
-        if is_best:
-            cursor.update(best=value, best_epoch=epoch, best_step=cursor["step"], waiting=0)
-        else:
-            cursor["waiting"] += 1
+        is_best = cursor.note(metrics[config.metric])
         seconds = time.perf_counter() - began
         return {"metrics": metrics, "examples": count, "eval_seconds": seconds, "is_best": is_best}
-
-    def impatient() -> bool:
-        return config.patience > 0 and cursor["waiting"] >= config.patience
-
-    def why() -> str:
-        return (
-            f"stopped: no better val {config.metric} in {cursor['waiting']} validations (fit.patience), best "
-            f"{cursor['best']:.4f} in epoch {cursor['best_epoch']}"
-        )
 
     total_steps = fewest(0) * config.max_epochs
     told = clock()
     meter = Meter(device, world)
-    for epoch in range(cursor["epoch"], config.max_epochs):
+    for epoch in range(cursor.epoch, config.max_epochs):
         steps = fewest(epoch)
         module.train()
-        meter.clear()
-        batches: Iterator[Batch] = train_batches(epoch, cursor["step_in_epoch"])
+        batches: Iterator[Batch] = train_batches(epoch, cursor.step_in_epoch)
         if device.type == "cuda":
             batches = prefetch(batches)
-        began = time.perf_counter()
-        for i in range(cursor["step_in_epoch"], steps):
-            asked = time.perf_counter()
-            batch = next(batches)
-            meter.waited += time.perf_counter() - asked
-            idle = batch.pop(IDLE, None) is not None
-            meter.examples += 0 if idle else len(next(iter(batch.values())))
-            step = cursor["step"]
-            torch.manual_seed(step_seed(config.seed, rank, step))
-            lr = learning_rate(config, step, total_steps)
+        meter.clear()
+        for i in range(cursor.step_in_epoch, steps):
+            batch, idle = meter.take(batches)
+            torch.manual_seed(step_seed(config.seed, rank, cursor.step))
+            lr = learning_rate(config, cursor.step, total_steps)
             set_rate(optimizer, factors, lr)
             found, norm = graphs(batch) if graphs else step_on(to_device(batch, device), idle)
             meter.add(found)
-            cursor["step"], cursor["step_in_epoch"] = step + 1, i + 1
+            cursor.step, cursor.step_in_epoch = cursor.step + 1, i + 1
             inside = i + 1 < steps
-            check = inside and due(config.eval_every_steps, step + 1)
-            save = check or (inside and due(config.checkpoint_every_steps, step + 1))
+            check = inside and due(config.eval_every_steps, cursor.step)
+            save = check or (inside and due(config.checkpoint_every_steps, cursor.step))
             if inside and not save and clock() - told >= SILENCE:
-                seen, taken = meter.examples / max(1e-9, time.perf_counter() - began), max(1, meter.steps)
-                yield StillEvent(
-                    step=step + 1, epoch=epoch + 1, loss=meter.loss.item() / taken, examples_per_s=seen * world,
-                    data_wait=meter.waited / max(1e-9, time.perf_counter() - began), steps_in_epoch=steps,
-                )  # fmt: skip
+                yield meter.still(cursor, steps)
                 told = clock()
-            if inside and not (save or due(config.log_every_steps, step + 1)):
+            if inside and not (save or due(config.log_every_steps, cursor.step)):
                 continue
-            summed, taken, examples, waited, parts = meter.read()  # waits for the device
-            seconds = time.perf_counter() - began
-            if not math.isfinite(summed):
+            loss, seconds, examples, waited, parts = meter.read()  # waits for the device
+            if not math.isfinite(loss):
                 raise UserError(
-                    f"the loss is {summed} at step {step + 1}; lower fit.lr ({config.lr}) or set fit.clip_norm to 1"
+                    f"the loss is {loss} at step {cursor.step}; lower fit.lr ({config.lr}) or set fit.clip_norm to 1"
                 )
-            for name, value in {"loss": summed, "seconds": seconds, "examples": examples, "waited": waited}.items():
-                cursor[name] += value
-            measured = validated(epoch + 1) if check else {}
-            stop = cursor["stopped"] = bool(check) and impatient()
+            cursor.add(loss, seconds, examples, waited)
+            measured = validated() if check else {}
+            why = cursor.impatient(config) if check else ""
+            cursor.stopped = bool(why)
             told = clock() if check else told
             yield StepEvent(
-                step=step + 1,
-                epoch=epoch + 1,
-                steps_in_epoch=steps,
-                loss=summed / taken,
-                lr=lr,
-                grad_norm=float(norm),
-                examples_per_s=examples / seconds,
-                data_wait=waited / seconds,
-                parts=parts,
-                **measured,
-                stop=stop,
-                why=why() if stop else "",
-                state=snapshot() if save else {},
-            )
-            if stop:
+                step=cursor.step, epoch=epoch + 1, steps_in_epoch=steps, loss=loss / meter.steps, lr=lr,
+                grad_norm=float(norm), examples_per_s=examples / seconds, data_wait=waited / seconds, parts=parts,
+                **measured, stop=cursor.stopped, why=why, state=snapshot() if save else {},
+            )  # fmt: skip
+            if cursor.stopped:
                 return
             meter.clear()
-            began = time.perf_counter()
 
         ended = epoch + 1 == config.max_epochs
         check = ended or (epoch + 1) % config.eval_every_epochs == 0
-        measured = validated(epoch + 1) if check else {}
-        stop = ended or (check and impatient())
-        totals = {name: cursor[name] for name in ("loss", "seconds", "examples", "waited")}
-        cursor.update(epoch=epoch + 1, step_in_epoch=0, stopped=stop, loss=0.0, seconds=0.0, examples=0.0, waited=0.0)
+        measured = validated() if check else {}
+        why = cursor.impatient(config) if check and not ended else ""
+        whole = replace(cursor)  # of this epoch
+        cursor.next_epoch(stop=ended or bool(why))
         told = clock()
         yield EpochEvent(
-            epoch=epoch + 1,
-            step=cursor["step"],
-            loss=totals["loss"] / steps,
-            seconds=totals["seconds"],
-            examples_per_s=totals["examples"] / totals["seconds"],
-            data_wait=totals["waited"] / totals["seconds"],
-            **measured,
-            stop=stop,
-            why=why() if stop and not ended else "",
-            state=snapshot(),
-        )
-        if stop:
+            step=cursor.step, epoch=cursor.epoch, loss=whole.loss / steps, seconds=whole.seconds,
+            examples_per_s=whole.examples / whole.seconds, data_wait=whole.waited / whole.seconds,
+            **measured, stop=cursor.stopped, why=why, state=snapshot(),
+        )  # fmt: skip
+        if cursor.stopped:
             return
 
 

@@ -121,7 +121,7 @@ def test_training_with_pytorch_alone_goes_on_where_it_was(
     main(arguments)
     again = capsys.readouterr().out
     assert "continuing after epoch 3" in again
-    assert "epoch" not in again
+    assert "val ndcg" not in again
     assert checkpoint.read(tmp_path / "run/best").metrics["ndcg@10"] > 0.3  # random order: about 0.19
     config.write_text(json.dumps({"model": SASREC, "fit": {"batch_size": 8, "max_epochs": 4}}))
     with pytest.raises(SystemExit, match=r"run was begun with fit.max_epochs 3, not 4; give another --output"):
