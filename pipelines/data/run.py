@@ -141,6 +141,13 @@ class Run:
         ids = read_table(self.table("items"), "items", ["item_id"])["item_id"]
         return self.engine.put(Vocabulary.of(ids.cast("large_string").combine_chunks()))
 
+    def queries(self) -> Shared:
+        """Likewise the queries of a search log, whose places are query_index."""
+        if not read_manifest(self.table("queries"), "queries").files:
+            return self.engine.put(Vocabulary.of(pa.array([], pa.large_string())))
+        texts = read_table(self.table("queries"), "queries")["query"]
+        return self.engine.put(Vocabulary.of(texts.cast("large_string").combine_chunks()))
+
     def sequences_info(
         self, events: Manifest, items: Manifest, split: dict[str, Any], count: Counter[str]
     ) -> dict[str, Any]:

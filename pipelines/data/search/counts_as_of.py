@@ -24,8 +24,6 @@ from models.tables import (
     UserError,
     fingerprint,
     part_uris,
-    read_manifest,
-    read_table,
     up_to_date,
     write_part,
 )
@@ -88,7 +86,7 @@ def _write_part(
 
 def make_counts(run: Run, events: Manifest, items: Manifest, moment: int) -> None:
     """The table of counts as of `moment`, in ms. One of another moment is replaced, as nothing is made from it."""
-    config, label, texts = run.config, run.config.behaviour, pa.array([], pa.large_string())
+    config, label = run.config, run.config.behaviour
     assert label is not None, "a search log has a label that makes behaviours"
     said = datetime.fromtimestamp(moment / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     if moment <= events.info["first_ms"]:
@@ -100,10 +98,8 @@ def make_counts(run: Run, events: Manifest, items: Manifest, moment: int) -> Non
         return
     begin = time.perf_counter()
     windows = SearchWindows(config.own, label, f"known_{label}" in run.source.schema.names, moment)
-    if read_manifest(run.table("queries"), "queries").rows:
-        texts = read_table(run.table("queries"), "queries")["query"].cast("large_string").combine_chunks()
     with run.writing("counts"):
-        shared = run.catalogue(), run.engine.put(Vocabulary.of(texts))
+        shared = run.catalogue(), run.queries()
         parts = part_uris(run.table("events"), events)
         found = sorted(
             export_counts(run.engine, parts, events.rows, windows, shared, _write_part, (uri, windows, *shared)),

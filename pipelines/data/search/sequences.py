@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.tables import Manifest, Part, UserError, part_uris, read_table, write_part
+from models.tables import Manifest, Part, UserError, part_uris, write_part
 from models.words import number_of
 from pipelines.data.as_of import (
     AsOfTable,
@@ -34,7 +34,7 @@ from pipelines.data.as_of import (
 )
 from pipelines.data.counts import Columns, count_in_buckets
 from pipelines.data.durations import MINUTE_MS
-from pipelines.data.engine import Engine, Shared, fetch
+from pipelines.data.engine import Shared, fetch
 from pipelines.data.own_features import TrainingValues, describe_features, item_columns, own_names, usual_groups
 from pipelines.data.run import Run, gather_parts
 from pipelines.data.schemas import CARRIED, QUERIES, search_schema
@@ -107,20 +107,6 @@ class SearchRules:
 
 def _part_queries(uri: str) -> pa.Array:
     return coded(read_coded(uri, ["query"], ("query",)), "query").dictionary.cast(pa.large_string())
-
-
-def write_queries(parts: list[str], queries_uri: str, engine: Engine) -> tuple[list[Part], pa.Array]:
-    """Writes the distinct queries of the events parts, sorted, uncommitted: (parts, queries)."""
-    found = Union()
-    for _, of_part in engine.each(_part_queries, [(uri,) for uri in parts]):
-        found.add(of_part)
-    queries, _ = found.sorted()
-    written = []
-    for low in range(0, len(queries), QUERIES_PER_PART):
-        text = queries.slice(low, QUERIES_PER_PART).cast(pa.string())
-        index = pa.array(np.arange(low, low + len(text), dtype=np.int32))
-        written.append(write_part(queries_uri, pa.Table.from_arrays([index, text], schema=QUERIES)))
-    return written, queries
 
 
 def _first_rows(new: np.ndarray) -> np.ndarray:
@@ -288,38 +274,21 @@ def of_training(sequences: pa.Table, names: list[str]) -> TrainingValues:
     return TrainingValues.of({name: pc.struct_field(train, name).flatten() for name in names})
 
 
-def write_search(
-    parts: list[str],
-    events: int,
-    sequences_uri: str,
-    catalogue: Shared,
-    queries: Shared,
-    rules: SearchRules,
-    engine: Engine,
-    progress: Callable[[str], None] = lambda line: None,
-    as_of: Sequence[Shared] = (),
-) -> tuple[list[Part], Counter[str], dict[str, Any]]:
-    """Writes the parts of the sequences table, uncommitted, in the order of the events parts; also gives what training
-    says of own features. events: of all parts."""
-    shared = (sequences_uri, catalogue, queries, rules, list(as_of))
-    if rules.windowed:
-        late = f"known_{rules.labels[0]}" in rules.schema.names
-        windows = SearchWindows(rules.search, rules.labels[0], late)
-        results = count_in_buckets(engine, parts, events, windows, (catalogue, queries), _write_part, shared)
-    else:
-        results = engine.each(_write_part, [(uri,) for uri in parts], shared)
-    written, count, seen = gather_parts(results, len(parts), progress)
-    return written, count, describe_features(map(TrainingValues.read, seen), rules.own)
-
-
 def make_queries(run: Run, events: Manifest) -> Manifest:
-    """The table of distinct queries."""
+    """The table of distinct queries, sorted."""
     inputs = {"events": events.hash}
     if finished := run.finished("queries", {}, inputs):
         return finished
     begin, uri = time.perf_counter(), run.table("queries")
     with run.writing("queries"):
-        parts, queries = write_queries(part_uris(run.table("events"), events), uri, run.engine)
+        found, parts = Union(), []
+        for _, of_part in run.engine.each(_part_queries, [(part,) for part in part_uris(run.table("events"), events)]):
+            found.add(of_part)
+        queries, _ = found.sorted()
+        for low in range(0, len(queries), QUERIES_PER_PART):
+            text = queries.slice(low, QUERIES_PER_PART).cast(pa.string())
+            index = pa.array(np.arange(low, low + len(text), dtype=np.int32))
+            parts.append(write_part(uri, pa.Table.from_arrays([index, text], schema=QUERIES)))
         manifest = run.commit("queries", QUERIES, parts, {}, inputs)
     run.say(f"queries: {len(queries):,} distinct in {time.perf_counter() - begin:.1f} s")
     return manifest
@@ -354,23 +323,16 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
         search=config.own,
         as_of=pa.schema([*as_of_schema(list(source.as_of.values())), *of_items]),
     )
-    texts = pa.array([], pa.large_string())
-    if queries.rows:
-        texts = read_table(run.table("queries"), "queries")["query"].cast("large_string").combine_chunks()
     with run.writing("sequences"):
-        sources, catalogue = part_uris(run.table("events"), events), run.catalogue()
-        asked = run.engine.put(Vocabulary.of(texts))
-        parts, count, own = write_search(
-            sources,
-            events.rows,
-            uri,
-            catalogue,
-            asked,
-            rules,
-            run.engine,
-            run.progress("sequences"),
-            [*share_as_of(run, as_of), *share_items(run, of_items.names)],
-        )
+        sources, ids = part_uris(run.table("events"), events), (run.catalogue(), run.queries())
+        shared = (uri, *ids, rules, [*share_as_of(run, as_of), *share_items(run, of_items.names)])
+        if rules.windowed:
+            windows = SearchWindows(config.own, rules.labels[0], f"known_{rules.labels[0]}" in source.schema.names)
+            results = count_in_buckets(run.engine, sources, events.rows, windows, ids, _write_part, shared)
+        else:
+            results = run.engine.each(_write_part, [(part,) for part in sources], shared)
+        parts, count, seen = gather_parts(results, len(sources), run.progress("sequences"))
+        own = describe_features(map(TrainingValues.read, seen), rules.own)
         say_missing(run, as_of, events.rows, count)
         if not parts:
             raise UserError(

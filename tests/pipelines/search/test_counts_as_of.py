@@ -15,10 +15,27 @@ from models.tables import UserError, join, read_manifest, read_table
 from pipelines.data.log import load_source
 from pipelines.data.prepare import prepare
 from pipelines.data.settings import read_config
-from tests.pipelines.search.test_search_sequences import as_events, searches, write_log
+from tests.pipelines.search.test_search_sequences import searches, write_log
 
 ITEMS = [f"i{n}" for n in range(15)] + ["never"]
 ASKED = ("red", "blue", "red lamp", None, "never asked")
+
+
+def as_events(rows: list[dict[str, Any]]) -> list[plain.Row]:
+    return [
+        {
+            "user_id": row["user"],
+            "request_id": row["search"],
+            "timestamp_ms": row["ms"],
+            "item_id": item,
+            "query": row["query"],
+            "position": position,
+            "label_click": item in row["clicked"],
+            "label_buy": item in row["bought"],
+        }
+        for row in rows
+        for position, item in enumerate(row["shown"])
+    ]
 
 
 def made(
