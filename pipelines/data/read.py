@@ -45,6 +45,8 @@ BLOCK = 8 << 20  # bytes of text per frame
 LONGEST_ROW = 64 << 20  # bytes
 PARQUET_ROWS = 1 << 17  # per frame, at most
 LONGEST_QUOTE = 2000  # characters of a broken line that a reject keeps
+ESCAPED = b"\x0e\x0f"
+"""Stands for an escaped quote while rows are parsed, as neither parser takes both kinds of quotes."""
 JOINED = b"\x1f"  # stands for a delimiter of several characters: the ASCII separator of units
 HALF = re.compile(rb"(?<!\\)((?:\\\\)*)\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 """Half of a character in JSON."""
@@ -301,7 +303,7 @@ def _row_start(stream: Any, uri: str, files: Files, byte: int) -> int:
     by = delimiter if len(delimiter) == 1 else JOINED
     width = len(_header(uri, files, delimiter, by)[0])
     lines = [line + b"\n" for line in text[at:].split(b"\n")[: None if whole else -1]]
-    read = [_doubled(line.replace(delimiter, by), files).decode(errors="replace") for line in lines]
+    read = [_marked(line.replace(delimiter, by), files).decode(errors="replace") for line in lines]
     for first in range(len(lines)):
         if read[first].count(files.quote) % 2:  # a value that spans lines begins or ends here
             continue
@@ -317,13 +319,13 @@ def _quotes(files: Files) -> dict[str, Any]:
     return {"quotechar": files.quote, "strict": True} if files.quote else {"quoting": csv.QUOTE_NONE}
 
 
-def _doubled(text: bytes, files: Files) -> bytes:
-    """The text, as long, with doubled quotes in the place of escaped ones; what is escaped else stays as it is."""
+def _marked(text: bytes, files: Files) -> bytes:
+    """The text, as long, with ESCAPED in the place of escaped quotes; what is escaped else stays as it is."""
     if not files.escape or not files.quote or files.escape.encode() not in text:
         return text
     mark, quote = files.escape.encode(), files.quote.encode()
     pairs = re.compile(b"%b(%b|%b)" % (re.escape(mark), re.escape(mark), re.escape(quote)))
-    return pairs.sub(lambda pair: 2 * quote if pair[1] == quote else pair[0], text)
+    return pairs.sub(lambda pair: ESCAPED if pair[1] == quote else pair[0], text)
 
 
 def _unescaped(rows: pl.DataFrame, files: Files, by: str, delimiter: str) -> pl.DataFrame:
@@ -331,6 +333,8 @@ def _unescaped(rows: pl.DataFrame, files: Files, by: str, delimiter: str) -> pl.
     value = pl.col(pl.String)
     if by != delimiter:
         rows = rows.with_columns(value.str.replace_all(by, delimiter, literal=True))
+    if files.escape and files.quote:
+        rows = rows.with_columns(value.str.replace_all(ESCAPED.decode(), files.quote, literal=True))
     if files.escape:
         text = value.str.replace_all(2 * files.escape, files.escape, literal=True)
         rows = rows.with_columns(pl.when(value != files.escape + "N").then(text).name.keep())
@@ -380,7 +384,7 @@ def _header(uri: str, files: Files, delimiter: bytes, by: bytes) -> tuple[list[s
         raise UserError(f"{uri} ends its lines with carriage returns alone; convert it to line feeds (tr '\\r' '\\n')")
     if files.header:
         return files.header, 0
-    text = _doubled(head.replace(delimiter, by), files).decode(errors="replace").split("\n")
+    text = _marked(head.replace(delimiter, by), files).decode(errors="replace").split("\n")
     lines = csv.reader((line + "\n" for line in text), delimiter=by.decode(), **_quotes(files))
     try:
         names = next(cells for cells in lines if cells)
@@ -389,7 +393,7 @@ def _header(uri: str, files: Files, delimiter: bytes, by: bytes) -> tuple[list[s
     seen: dict[str, int] = {}
     for place, name in enumerate(names):
         seen[name] = seen.get(name, -1) + 1
-        names[place] = f"{name}.{seen[name]}" if seen[name] else name
+        names[place] = (f"{name}.{seen[name]}" if seen[name] else name).replace(ESCAPED.decode(), files.quote)
     return names, lines.line_num
 
 
@@ -409,7 +413,7 @@ def _csv_rows(
     """The rows of a text that begins with one: the table, the numbers of its rows, what is broken, and how many bytes
     were read. By Arrow where all quotes enclose whole values of one line, else by Python's strict reader, line by line.
     """
-    text = _doubled(text, files)
+    text = _marked(text, files)
     used = len(text) if last else text.rfind(b"\n") + 1
     if _regular(text[:used], files, delimiter):
         return *_rows_of_arrow(text[:used], files, delimiter, names, columns), used
@@ -441,7 +445,8 @@ def _rows_of_arrow(
 
     def skip(row: Any) -> str:
         why = f"row: {row.actual_columns} columns, not {row.expected_columns}"
-        broken.append((row.number - 1, why, (row.text or "")[:LONGEST_QUOTE]))
+        shown = (row.text or "").replace(ESCAPED.decode(), f"{files.escape}{files.quote}")
+        broken.append((row.number - 1, why, shown[:LONGEST_QUOTE]))
         return "skip"
 
     table = pa.csv.read_csv(
@@ -498,12 +503,12 @@ def _rows_of_lines(
                 break  # its end is in the next block
             end, why, reader = at + 1, "its quotes are not closed", None
         if why:
-            shown = "".join(lines[at:end]).rstrip("\r\n")[:LONGEST_QUOTE]
+            shown = "".join(lines[at:end]).rstrip("\r\n").replace(ESCAPED.decode(), f"{files.escape}{files.quote}")
             if f"\\{files.quote}" in shown and not files.escape:
                 why += "; set escape: '\\'"
             elif "quote" in why:
                 why += "; set quote: '' where quotes are plain"
-            broken.append((len(rows) + len(broken), f"row: {why}", shown))
+            broken.append((len(rows) + len(broken), f"row: {why}", shown[:LONGEST_QUOTE]))
         elif cells:
             rows.append(cells)
         at = end

@@ -117,6 +117,13 @@ def test_csv_as_python_reads_it(
         assert frames(path, Files(delimiter=delimiter, escape=escape), header) == (expected, [])
 
 
+def test_escaped_quotes_are_read_in_and_out_of_quotes(tmp_path: Path) -> None:
+    lines = ["u,v", 'x,\\"', 'x,ab\\"c', '\\"x,y', '"a\\"b",x\\"']
+    (path := tmp_path / "log.csv").write_text("\n".join(lines))
+    expected = [("x", '"'), ("x", 'ab"c'), ('"x', "y"), ('a"b', 'x"')]
+    assert frames(path, Files(delimiter=",", escape="\\"), ["u", "v"]) == (expected, [])
+
+
 PLAIN = st.text("\"'ab0 ü🙂", max_size=6) | st.just("a, b")  # no quote that looks like another's end
 BROKEN_UP = st.text(st.sampled_from("abü\n"), max_size=6)  # in pieces what has line breaks has nothing else of CSV
 
