@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,11 @@ def make_optimizer(
     lr_multipliers: Mapping[str, float],
 ) -> tuple[torch.optim.Optimizer, list[float]]:
     """The optimizer of the trained parameters, and of each of its groups the factor on the learning rate."""
-    groups = by_factor(model, lr_multipliers)
-    given: list[dict[str, Any]] = [{"params": parameters} for parameters in groups.values()]
+    groups = grouped(model, lr_multipliers)
+    given: list[dict[str, Any]] = [
+        {"params": parameters} if decays else {"params": parameters, "weight_decay": 0.0}
+        for (_, decays), parameters in groups.items()
+    ]
     on_gpu = given[0]["params"][0].device.type == "cuda"
     optimizer: torch.optim.Optimizer
     if name == "adagrad":
@@ -28,7 +31,7 @@ def make_optimizer(
         optimizer = kind(given, lr=lr, weight_decay=weight_decay)
     else:
         optimizer = torch.optim.AdamW(given, lr=lr, weight_decay=weight_decay, fused=True, capturable=on_gpu)
-    return optimizer, list(groups)
+    return optimizer, [factor for factor, _ in groups]
 
 
 class CapturableAdagrad(torch.optim.Adagrad):
@@ -69,19 +72,30 @@ def state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return state
 
 
-def by_factor(model: nn.Module, declared: Mapping[str, float]) -> dict[float, list[nn.Parameter]]:
-    """The trained parameters by their factor on the learning rate.
+@runtime_checkable
+class Spares(Protocol):
+    """A module that spares some of its parameters weight decay."""
+
+    def undecayed(self) -> list[nn.Parameter]:
+        """Those parameters."""
+
+
+def grouped(model: nn.Module, declared: Mapping[str, float]) -> dict[tuple[float, bool], list[nn.Parameter]]:
+    """The trained parameters by their factor on the learning rate, and whether their weights decay.
 
     `declared` has a factor by the beginning of parameters' names, of which the first that fits counts; all others have
-    1. UserError for a beginning that no trained parameter has.
+    1. Weights decay but for those that a module of the model gives as `undecayed()`, as its published code spares them.
+    UserError for a beginning that no trained parameter has.
     """
-    found: dict[float, list[nn.Parameter]] = {}
+    spared = {id(p) for module in model.modules() if isinstance(module, Spares) for p in module.undecayed()}
+    found: dict[tuple[float, bool], list[nn.Parameter]] = {}
     used = set()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             prefix = next((prefix for prefix in declared if name.startswith(prefix)), None)
             used.add(prefix)
-            found.setdefault(1.0 if prefix is None else float(declared[prefix]), []).append(parameter)
+            factor = 1.0 if prefix is None else float(declared[prefix])
+            found.setdefault((factor, id(parameter) not in spared), []).append(parameter)
     for prefix in declared.keys() - used:
         raise UserError(f"lr_multipliers has '{prefix}', but no trained parameter's name begins so; leave it out")
     return found

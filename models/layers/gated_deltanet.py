@@ -1,4 +1,6 @@
-"""Gated DeltaNet's mixer (Yang et al., 2025), with the defaults of flash-linear-attention but for the sizes.
+"""Gated DeltaNet's mixer (Yang et al., 2025), built as in flash-linear-attention.
+
+Sizes are the caller's. A_log and dt_bias start as there, linear layers as PyTorch has them.
 
 Shapes: `B` rows, `L` positions, `D` width, `H` heads, `K` width of a head's keys, `V` of its values.
 """

@@ -57,10 +57,11 @@ def _chunk(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, memory: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """As `gated_recurrence` for the C positions of one chunk; `beta` is (B, H, C, 1)."""
-    total = log_decay.cumsum(-1)  # (B, H, C): from before the chunk to each position
+    # (B, H, C): from before the chunk to each position. In float64, as differences of large sums keep few digits.
+    total = log_decay.double().cumsum(-1)
     later = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool, device=v.device).triu(1)
-    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, -torch.inf).exp()  # from column to row
-    since, until = total.exp().unsqueeze(-1), (total[..., -1:] - total).exp().unsqueeze(-1)  # (B, H, C, 1)
+    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).to(v.dtype).masked_fill(later, -torch.inf).exp()
+    since, until = (x.to(v.dtype).exp().unsqueeze(-1) for x in (total, total[..., -1:] - total))  # (B, H, C, 1)
     u = v
     if beta is not None:
         recalled = v if memory is None else v - since * (k @ memory)
@@ -167,6 +168,10 @@ class RecurrentMixer(nn.Module):
     def outputs(self, mixed: Tensor, x: Tensor) -> Tensor:
         """(B, L, D) of what the recurrence gave, `mixed` (B, H, L, V), and of `x` (B, L, D)."""
         raise NotImplementedError
+
+    def undecayed(self) -> list[nn.Parameter]:
+        """Parameters without weight decay: A_log, dt_bias and D, as in the code of Mamba2 and Gated DeltaNet."""
+        return [p for name, p in self.named_parameters(recurse=False) if name in ("log_rate", "step_bias", "skip")]
 
     def forward(self, x: Tensor, real: Tensor | None = None, last: int | None = None) -> tuple[Tensor, MixerState]:
         """(B, L, D) of `x` (B, L, D), or of its `last` positions alone, and the state after all.

@@ -1,4 +1,4 @@
-"""Mamba2's mixer (Dao and Gu, 2024), with the defaults of its authors and of flash-linear-attention.
+"""Mamba2's mixer (Dao and Gu, 2024). A_log, dt_bias and D start as its authors have them, linear layers as PyTorch has.
 
 Shapes: `B` rows, `L` positions, `D` width, `H` heads, `P` width of a head, `N` width of the state.
 """

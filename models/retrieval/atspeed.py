@@ -3,13 +3,13 @@
     python -m jobs.train --config jobs/configs/atspeed_s.yaml --tables TABLES --sids SIDS --storage runs \\
         --name atspeed_s --model.teacher runs/tiger
 
-AtSpeed-S recommends what its teacher does (`search/speculative.py`, strict), AtSpeed-R draws beams by the teacher's
-probabilities (relaxed); both ask it for fewer passes the better the draft is. Appendix D.2 of SID-MLP says what is
-ported: T5 in place of a causal language model, valid codes alone, strict verification by the teacher's top beams,
-relaxed by rejection sampling. That the draft is one T5 decoder layer is from its Section 4.2 ("even our smallest single
-layer"); it reads the teacher's encoder and embeddings, which the verification needs anyway. The losses and the draft's
-beams are those of the AtSpeed paper, with the codebook of a digit for the vocabulary and the target's own codes as
-the sequences learned from.
+AtSpeed-S recommends what its teacher does, but for the order of scores that tie exactly (`search/speculative.py`,
+strict), AtSpeed-R draws beams by the teacher's probabilities (relaxed); both ask it for fewer passes the better the
+draft is. Appendix D.2 of SID-MLP says what is ported: T5 in place of a causal language model, valid codes alone, strict
+verification by the teacher's top beams, relaxed by rejection sampling. That the draft is one T5 decoder layer is from
+its Section 4.2 ("even our smallest single layer"); it reads the teacher's encoder and embeddings, which the
+verification needs anyway. The losses and the draft's beams are those of the AtSpeed paper, with the codebook of a digit
+for the vocabulary and the target's own codes as the sequences learned from.
 
 Shapes: `B` requests, `L` levels (codes of an item), `C_l` codes of level l.
 """

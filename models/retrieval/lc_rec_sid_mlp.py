@@ -93,7 +93,8 @@ class EarlyReadout(nn.Module):
         q = self.q(query).unflatten(-1, (self.heads, 1, -1))  # (B, H, 1, K)
         k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (self.k(keys), self.v(values)))
         scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + mask
-        x = self.norm1(query + self.o((scores.softmax(-1) @ v).flatten(1)))
+        weights = scores.softmax(-1).masked_fill(mask < 0, 0.0)  # of an empty history none, however long others are
+        x = self.norm1(query + self.o((weights @ v).flatten(1)))
         return self.norm2(x + self.ffn(x))
 
 

@@ -1,6 +1,7 @@
 """SASRec (Kang and McAuley, 2018): self-attention over a user's items, next item by inner product.
 
-Trained with softmax cross-entropy over the full catalogue, one causal pass for all requests of a user.
+Trained with softmax cross-entropy over the full catalogue, one causal pass for all requests of a user. Unlike the
+paper's, blocks normalise their inputs alone, with one more norm at the end, and the feed-forward has GELU, not ReLU.
 
 Shapes: `B` users, `T` positions, `D` width, `N` items, `M` targets, `H` heads.
 """
@@ -114,5 +115,6 @@ class SASRec(nn.Module):
         the papers that this is compared with. Where k exceeds the catalogue the tail is -1 and -inf.
         """
         rows = torch.arange(len(batch["history"]), device=batch["history"].device)
-        last = self.states(batch["history"])[rows, batch["history_length"] - 1]  # (B, D)
+        length = batch["history_length"]
+        last = self.states(batch["history"])[rows, length - 1].masked_fill(length[:, None] == 0, 0.0)  # (B, D)
         return top_k(last @ self.item.weight.T, k)

@@ -112,6 +112,22 @@ def test_no_step_and_no_search_of_retrieval_waits(name):
     assert torch.allclose(found[1], scores, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", [name for name in OF["retrieval"] if registry.find(name).recommends])
+def test_an_empty_history_is_ranked_for_alike_beside_any_other(name):
+    model, _ = retrieval_model(name)
+    model.eval()
+    batch = small_retrieval.requests(2, longest=5)
+    batch["history_length"] = torch.tensor([0, 5])
+    batch["history"] = torch.tensor([[-1] * 5, [1, 2, 3, 4, 5]])
+    alone = {key: value[:1] for key, value in batch.items()} | {"history": batch["history"][:1, :1]}
+    wide = {**batch, "history": torch.nn.functional.pad(batch["history"], (0, 7), value=-1)}
+    items, scores = model.recommend(batch, 3)
+    for other in (alone, wide):
+        found = model.recommend(other, 3)
+        assert torch.equal(found[0][0], items[0])
+        assert torch.allclose(found[1][0], scores[0], atol=1e-5)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", OF["search"])
 def test_no_step_of_search_waits(name, search_log):

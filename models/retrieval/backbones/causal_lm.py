@@ -55,6 +55,10 @@ class LmBackbone(Backbone):
         """(V, D): embeddings of the words."""
         return cast(Any, self.lm).get_input_embeddings()
 
+    def undecayed(self) -> list[nn.Parameter]:
+        """Norms and biases of the language model, whose weights LC-Rec's training does not decay (`transformers`)."""
+        return [parameter for parameter in self.lm.parameters() if parameter.ndim == 1]
+
     def table(self) -> Tensor:
         """Embeddings of the tokens beside the words."""
         return self.embedding.weight

@@ -53,6 +53,8 @@ class LmDecoder(Decoder):
         """(B, L, D): the prompt's last state, then those of all codes but the last."""
         memory, query = prompt_of(history)
         longest, given = history.states.shape[1], self.tokens.levels - 1
+        if given == 0:  # items of one code follow on the prompt alone
+            return query.unsqueeze(1)
         device = codes.device
         tokens = self.backbone.vocabulary + (codes + self.tokens.offset)[:, :-1]
         prompt = torch.arange(longest, device=device) < history.lengths[:, None, None]  # (B, 1, S)

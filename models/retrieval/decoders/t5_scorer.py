@@ -107,9 +107,10 @@ class SharedKV:
         logits = decoder.logits(decoder.scaled(x))  # (N, V)
         first, size = self.tokens.first[level], self.tokens.sizes[level]
         if not self.vocabulary:
-            return logits.narrow(1, first, size).log_softmax(1).unflatten(0, shape)
+            return logits.narrow(1, first, size).float().log_softmax(1).unflatten(0, shape)
         if kernels.ready(logits):
             return kernels.log_softmax_part(logits, first, size).unflatten(0, shape)
+        logits = logits.float()
         return (logits.narrow(1, first, size) - logits.logsumexp(1, keepdim=True)).unflatten(0, shape)
 
     def _attend_to_codes(self, q: Tensor, codes: list[Tensor], bias: Tensor) -> Tensor:

@@ -53,9 +53,9 @@ class T5Target:
             begin, size = tokens.first[level], tokens.sizes[level]
             hidden = hidden * decoder.stack.sizes.d_model**-0.5  # as T5 does where embeddings are tied
             if decoder.codebook_scores:
-                found.append(functional.linear(hidden, weight.narrow(0, begin, size)).log_softmax(-1))
+                found.append(functional.linear(hidden, weight.narrow(0, begin, size)).float().log_softmax(-1))
             else:
-                found.append(functional.linear(hidden, weight).log_softmax(-1).narrow(-1, begin, size))
+                found.append(functional.linear(hidden, weight).float().log_softmax(-1).narrow(-1, begin, size))
         return found
 
     def _bias(self, tree: Tree, widths: list[int]) -> Tensor:

@@ -2,6 +2,8 @@
 
 One level as in TIGER where no codes are shared by more items than a codebook has codes, else two, whose codes are the
 digits of the item's rank: items of one text have one embedding, so no number of levels before would tell them apart.
+The last level is as wide as the largest group needs, where published tries have 256 codes at each: a smaller
+vocabulary and, in models that normalise over it, other probabilities.
 
 Shapes: N items, C levels.
 """

@@ -99,9 +99,12 @@ class Rqvae(nn.Module):
         self.codebooks = nn.Parameter(torch.randn(config.levels, config.codebook_size, config.latent) * 0.1)
 
     def forward(self, embeddings: Tensor) -> dict[str, Tensor]:
-        """Losses of a batch (B, E), each a mean over its elements.
+        """Losses of a batch (B, E).
 
-        loss = ||x - x'||^2 + sum over levels of ||sg(r) - e||^2 + beta ||r - sg(e)||^2
+        loss = mse(x, x') + sum over levels of mse(sg(r), e) + beta mse(r, sg(e))
+
+        TIGER's squared norms are sums over the width, these are means over all elements; levels are added up as in
+        TIGER, where LC-Rec takes their mean, so the quantization weighs `levels` times as much as there.
         """
         latent = self.encoder(embeddings)  # (B, D)
         residual, quantization = latent, latent.new_zeros(())

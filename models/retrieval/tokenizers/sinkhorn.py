@@ -2,9 +2,9 @@
 
     min over Q of sum Q_bk ||x_b - e_k||^2, with rows of Q that sum to 1/B and columns that sum to 1/K
 
-solved by Sinkhorn's iterations on exp(-cost / epsilon); each item takes the code with the most of its row. The paper
-says no more. That costs are scaled to [-1, 1] first, which gives epsilon a meaning, is our choice. So is what happens
-to items with equal codes after training, where LC-Rec runs Sinkhorn among them again and again: `spread`.
+solved by Sinkhorn's iterations on exp(-cost / epsilon); each item takes the code with the most of its row. That costs
+are scaled to [-1, 1] first, which gives epsilon a meaning, is not in the paper but in LC-Rec's code. What happens to
+items with equal codes after training, where LC-Rec runs Sinkhorn among them again and again, is our choice: `spread`.
 
 Shapes: B items, K codes, D width, N items of the catalogue, C levels.
 """

@@ -11,6 +11,7 @@ from torch import Tensor
 from models.layers.gated_deltanet import GatedDeltaNet
 from models.layers.gated_recurrence import RecurrentMixer, gated_recurrence, gated_step
 from models.layers.mamba2 import Mamba2
+from models.optimizers import grouped, make_optimizer
 
 EXACT = {"rtol": 0.0, "atol": 1e-10}
 
@@ -104,6 +105,29 @@ def test_fast_forgetting_over_long_rows_stays_finite(delta: bool) -> None:
     (out.sum() + memory.sum()).backward()
     assert all(bool(x.isfinite().all()) for x in (out, memory, v.grad, log_decay.grad))
     torch.testing.assert_close(out, (q * k).sum(-1, keepdim=True) * v)  # each position alone
+
+
+def test_digits_are_kept_after_fast_forgetting() -> None:
+    """Positions that forget all stand before others that forget little, in one chunk: in float32 as in float64."""
+    q, k, v, log_decay, beta, _ = inputs(40, True, shared=False)
+    log_decay[..., :20] = -2000 - torch.rand(2, 3, 20, dtype=torch.double)
+    log_decay[..., 20:] = -0.1 * torch.rand(2, 3, 20, dtype=torch.double)
+    exact, _ = gated_recurrence(q, k, v, log_decay, beta, chunk=40)
+    found, _ = gated_recurrence(*(x.float() for x in (q, k, v, log_decay, beta)), chunk=40)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_decay_but_for_those_of_time_and_of_the_skip() -> None:
+    for mixer, spared in ((Mamba2(8, 4, 4, 2, 4, 8), 3), (GatedDeltaNet(8, 2, 4, 1, 4, 8), 2)):
+        names = {id(p): name for name, p in mixer.named_parameters()}
+        groups = grouped(mixer, {})
+        found = [names[id(p)] for p in groups[1.0, False]]
+        assert set(found) <= {"log_rate", "step_bias", "skip"}
+        assert len(found) == spared
+        optimizer, _ = make_optimizer(mixer, "adamw", 0.1, 0.5, {})
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [
+            0.5 if decays else 0.0 for _, decays in groups
+        ]
 
 
 def test_no_chunk_and_no_position_are_refused() -> None:

@@ -111,6 +111,20 @@ def test_search_finds_what_whole_passes_over_every_item_find(kind: str) -> None:
 
 
 @torch.no_grad()
+def test_items_of_one_code_are_ranked() -> None:
+    codes = torch.randperm(24, generator=torch.Generator().manual_seed(0))[:ITEMS, None]
+    torch.manual_seed(0)
+    model = LcRec(LcRecConfig(**SMALL), Catalogue.from_codes(codes, (24,))).eval()
+    batch = requests(3)
+    batch |= {name: batch[name].clamp(max=len(codes) - 1) for name in ("history", "target")}
+    assert model(batch)["loss"].isfinite()
+    items, scores = model.recommend(batch, len(codes))
+    assert torch.equal(items.sort(1).values, torch.arange(len(codes)).expand(3, -1))
+    history = model.backbone.encode(batch)
+    forced = model.decoder.teacher_forced(history, torch.zeros(3, 1, dtype=torch.long))[0].log_softmax(-1)
+    torch.testing.assert_close(scores, forced.gather(1, codes[items, 0]), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_scorer_goes_on_as_teacher_forcing_does(kind: str) -> None:
     model, batch = of_kind(kind), requests(6)

@@ -9,7 +9,7 @@ import torch
 from small_retrieval import SIZES, catalogue, requests
 
 from models.fit import EpochEvent, FitConfig, fit
-from models.optimizers import by_factor
+from models.optimizers import grouped
 from models.retrieval.decoders.nezha import lr_multipliers
 from models.tables import UserError
 from tests.models.retrieval.test_joint import NEZHA, started, untaught
@@ -72,15 +72,14 @@ def trained(rates: dict[str, float], lr: float, state: Any = None) -> tuple[Any,
 def test_each_part_has_its_learning_rate() -> None:
     model = untaught({**NEZHA, "rates": {"head": 1, "embedding": 100, "transition": 10}})
     names = {id(p): name for name, p in model.named_parameters()}
-    groups = {
-        factor: {names[id(p)] for p in own} for factor, own in by_factor(model, lr_multipliers(model.config)).items()
-    }
+    found = grouped(model, lr_multipliers(model.config))
+    groups = {factor: {names[id(p)] for p in own} for (factor, _), own in found.items()}
     assert set(groups) == {1.0, 10.0, 100.0}
     assert groups[100.0] == {"backbone.embedding.weight", "backbone.extra.weight"}
     assert groups[10.0] == {name for name in names.values() if name.startswith("decoder.transition.")}
     assert {"decoder.heads.0.weight", "backbone.encoder.final_layer_norm.weight"} <= groups[1.0]
     assert sum(map(len, groups.values())) == len(names)
-    assert list(by_factor(untaught(NEZHA), {})) == [1.0]
+    assert list(grouped(untaught(NEZHA), {})) == [(1.0, True)]
 
 
 def test_a_factor_on_all_parts_is_another_base_rate() -> None:
@@ -107,4 +106,4 @@ def test_rates_of_no_part_are_refused() -> None:
     with pytest.raises(
         UserError, match=r"lr_multipliers has 'decoder\.heads', but no trained parameter's name begins so"
     ):
-        by_factor(model, lr_multipliers(model.config))
+        grouped(model, lr_multipliers(model.config))
