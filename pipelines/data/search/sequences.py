@@ -58,6 +58,7 @@ from pipelines.data.survey import (
 
 QUERIES_PER_PART = 1_000_000
 NOTHING = pa.schema([])
+NEVER = np.iinfo(np.int64).min
 
 
 @dataclass(frozen=True)
@@ -146,16 +147,9 @@ def build_search(
     # 1. Behaviours: results of the catalogue that have the label, the most recent of each user, by when they are known.
     known = known_times(events, rules.labels[0])  # (E,)
     engaged = np.flatnonzero(inside & label[rules.labels[0]])
-    engaged = engaged[np.lexsort((known[engaged], user_row[engaged]))]
-    user_start = runs(user_row[engaged])
-    length = np.diff(np.append(user_start, len(engaged)))
-    recent = np.repeat(user_start + length, length) - np.arange(len(engaged)) <= rules.max_events
-    behaviour = engaged[recent]
-    cut = length > rules.max_events
-    # A user who lost behaviours loses the requests that are older than what is left of the history.
-    oldest = np.full(len(codes), np.iinfo(np.int64).min)  # by the user's first row
-    oldest[user_row[engaged[user_start]][cut]] = known[engaged[(user_start + length - rules.max_events)[cut]]]
-    lost = time < oldest[user_row]
+    behaviour, oldest = recent_behaviours(engaged, known, user_row, rules.max_events)
+    count["truncated_events"], count["truncated_users"] = len(engaged) - len(behaviour), int((oldest > NEVER).sum())
+    lost = time < oldest[user_row]  # a user who lost behaviours loses the requests that are older than what is left
 
     # 2. Requests and their candidates.
     asked = requests_of(events, query, rules.search, rules.clock)
@@ -176,8 +170,6 @@ def build_search(
     spread = asked.spread(time)
     count["requests_spread"], count["max_spread_ms"] = len(distinct(first[spread > 0])), int(spread.max())
     count["requests_without_query"] = int((query[asks] < 0).sum())
-    count["truncated_events"] = len(engaged) - len(behaviour)
-    count["truncated_users"] = int(cut.sum())
     if not len(asks):
         return schema.empty_table(), count
     user_start = runs(codes[asks])  # (U,) first request of each user
@@ -187,39 +179,19 @@ def build_search(
 
     # 3. List columns: offsets over the flat columns.
     values = features(counts, position, at, rules.search, rules.clock)  # (E, F)
-    offsets = np.append(start, len(candidate))
-
-    def shown(flat: np.ndarray, field: pa.Field) -> pa.Array:
-        """A list per request of what its candidates have: flat (E,) or (E, F)."""
-        wide = flat.shape[1] if flat.ndim == 2 else 1
-        edges, content = pa.array((offsets * wide).astype(np.int32)), pa.array(flat[candidate].reshape(-1))
-        return pa.ListArray.from_arrays(edges, content, type=field.type)
-
+    of_result = {"candidates": item, "positions": position, "features": values}
+    of_result |= {f"label_{name}": flags for name, flags in label.items()}
     of_request = {
         "timestamp_ms": pa.array(at[asks]),
         "query_index": pa.array(query[asks]),
         "history_end": pa.array(history_end.astype(np.int32)),
         "split": pa.DictionaryArray.from_arrays(pa.array(split), pa.array(NAMES)).cast(pa.string()),
     }
-    of_result = {"candidates": item, "positions": position, "features": values}
-    of_result |= {f"label_{name}": flags for name, flags in label.items()}
-
-    def own(field: pa.Field) -> pa.Array:
-        """A list per request of a column of events."""
-        values = events[field.name].combine_chunks().take(pa.array(candidate))
-        return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), values, type=field.type)
-
-    fields = list(schema.field("requests").type.value_type)
-    arrays = [
-        of_request[f.name] if f.name in of_request else shown(of_result[f.name], f) if f.name in of_result else own(f)
-        for f in fields
-    ]
-    requests = pa.StructArray.from_arrays(arrays, fields=fields)
-
+    kind, offsets = schema.field("requests").type, np.append(start, len(candidate))
+    requests = request_lists(kind.value_type, events, of_request, of_result, candidate, offsets)
     # A user whose every request is older than what is left of the history is left out.
     behaviour = behaviour[np.isin(user_row[behaviour], user_row[asks])]
     of_user = np.append(np.searchsorted(user_row[behaviour], user_row[asks][user_start]), len(behaviour))
-    per_user = pa.array(of_user.astype(np.int32))
     of_behaviour = {
         "item_index": pa.array(item[behaviour]),
         "query_index": pa.array(query[behaviour]),
@@ -229,9 +201,8 @@ def build_search(
     for field in list(schema)[1:-1]:
         column = of_behaviour.get(field.name)
         column = events[field.name].combine_chunks().take(pa.array(behaviour)) if column is None else column
-        columns.append(pa.ListArray.from_arrays(per_user, column.cast(field.type.value_type), type=field.type))
-    per_request = pa.array(np.append(user_start, len(asks)).astype(np.int32))
-    columns.append(pa.ListArray.from_arrays(per_request, requests, type=schema.field("requests").type))
+        columns.append(lists(of_user, column.cast(field.type.value_type), field.type))
+    columns.append(lists(np.append(user_start, len(asks)), requests, kind))
 
     clicks = np.add.reduceat(label[rules.labels[0]][candidate].astype(np.int64), start)
     one_class = (clicks == 0) | (clicks == length)
@@ -247,6 +218,44 @@ def build_search(
         count[f"one_class_{name}"] = int(one_class[mine].sum())
         count[f"without_history_{name}"] = int((history_end[mine] == 0).sum())
     return pa.Table.from_arrays(columns, schema=schema), count
+
+
+def recent_behaviours(
+    engaged: np.ndarray, known: np.ndarray, user_row: np.ndarray, most: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of the rows `engaged` the `most` recent of each user, by user and by when they are known (E,); and (E,), at the
+    first row of a user who lost some, from when on the others are, NEVER elsewhere."""
+    engaged = engaged[np.lexsort((known[engaged], user_row[engaged]))]
+    start = runs(user_row[engaged])
+    length = np.diff(np.append(start, len(engaged)))
+    recent = np.repeat(start + length, length) - np.arange(len(engaged)) <= most
+    cut, oldest = length > most, np.full(len(known), NEVER)
+    oldest[user_row[engaged[start]][cut]] = known[engaged[(start + length - most)[cut]]]
+    return engaged[recent], oldest
+
+
+def lists(offsets: np.ndarray, values: pa.Array, kind: pa.DataType) -> pa.Array:
+    """A list column of flat values."""
+    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), values, type=kind)
+
+
+def request_lists(
+    kind: pa.StructType, events: pa.Table, of_request: dict[str, pa.Array], of_result: dict[str, np.ndarray],
+    candidate: np.ndarray, offsets: np.ndarray,
+) -> pa.Array:  # fmt: skip
+    """(R,) structs of the requests: what each has itself, and lists of what its candidates (C,), rows of the events,
+    have: in `of_result` (E,) or (E, F), else in the column of the field's name. `offsets` (R + 1,) are over C."""
+    arrays = []
+    for field in list(kind):
+        if field.name in of_request:
+            arrays.append(of_request[field.name])
+        elif field.name in of_result:
+            flat = of_result[field.name]
+            wide = flat.shape[1] if flat.ndim == 2 else 1
+            arrays.append(lists(offsets * wide, pa.array(flat[candidate].reshape(-1)), field.type))
+        else:
+            arrays.append(lists(offsets, events[field.name].combine_chunks().take(pa.array(candidate)), field.type))
+    return pa.StructArray.from_arrays(arrays, fields=list(kind))
 
 
 def _write_part(
@@ -373,20 +382,27 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
         }
         seconds = time.perf_counter() - begin
         sequences = run.commit("sequences", rules.output, parts, settings, inputs, info, build_write_s=seconds)
-    one_class = sum(per_split["requests_one_class"].values())
-    run.say(
-        f"sequences: {sequences.rows:,} users, {sum(per_split['requests'].values()):,} requests with "
-        f"{sum(per_split['candidates'].values()):,} candidates and {len(rules.features) + len(rules.own)} features in "
-        f"{time.perf_counter() - begin:.1f} s; left out: {number_of(count['requests_outside'], 'request')} and "
-        f"{number_of(count['candidates_outside'], 'candidate')} outside the catalogue, "
-        f"{number_of(count['requests_truncated'], 'request')} "
-        f"older than the kept behaviours; {one_class:,} requests have one class only"
+    say_search(run, sequences, rules, time.perf_counter() - begin)
+    return sequences
+
+
+def say_search(run: Run, sequences: Manifest, rules: SearchRules, seconds: float) -> None:
+    """What was made and left out, in a line or two."""
+    info = sequences.info
+    requests, candidates, one_class = (
+        sum(info[name].values()) for name in ("requests", "candidates", "requests_one_class")
     )
-    if count["requests_spread"]:
-        apart = count["max_spread_ms"]
+    run.say(
+        f"sequences: {sequences.rows:,} users, {requests:,} requests with {candidates:,} candidates and "
+        f"{len(rules.features) + len(rules.own)} features in {seconds:.1f} s; left out: "
+        f"{number_of(info['requests_outside'], 'request')} and {number_of(info['candidates_outside'], 'candidate')} "
+        f"outside the catalogue, {number_of(info['requests_truncated'], 'request')} older than the kept behaviours; "
+        f"{one_class:,} requests have one class only"
+    )
+    if spread := info["requests_spread"]:
+        apart = info["max_request_spread_ms"]
         run.say(
-            f"note: the results of {count['requests_spread']:,} requests have times of their own, up to "
+            f"note: the results of {spread:,} requests have times of their own, up to "
             + (f"{apart / MINUTE_MS:,.2f} minutes" if rules.clock else f"{apart:,} places")
             + " apart; a request's time is that of its earliest result"
         )
-    return sequences
