@@ -27,10 +27,10 @@ from typing import Any
 import polars as pl
 
 from benchmarks.harness import Row, measured, row
+from pipelines.data.engine import WORKERS
 from pipelines.data.log import log_of
 from pipelines.data.prepare import prepare
 from pipelines.data.prepare_config import PrepareConfig
-from pipelines.data.ray_data_config import WORKERS
 from pipelines.data.retrieval.simulator import simulate_retrieval
 from pipelines.data.simulation import Settings
 from pipelines.data.splits import SplitConfig

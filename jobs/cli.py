@@ -32,7 +32,7 @@ from jobs.options import parse
 from models.tables import UserError
 from models.words import number_of
 from pipelines.cluster import check_places, check_room
-from pipelines.data.ray_data_config import WORKERS
+from pipelines.data.engine import WORKERS
 from pipelines.faults import explain, first_line, user_error_in
 
 CONFIGS = Path(__file__).parent / "configs"

@@ -15,10 +15,11 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from types import FunctionType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -26,9 +27,30 @@ import ray
 import ray.data
 from ray.data import DataContext
 
+from models.config import check_choices, check_least
 from models.tables import UserError
-from pipelines.data.ray_data_config import WORKERS, RayDataConfig
 from pipelines.faults import user_error_in
+
+WORKERS = {"env_vars": {"RAY_DATA_SHUFFLE_MAP_WORKER": "1", "RAY_DATA_SHUFFLE_REDUCE_WORKER": "1"}}
+"""The environments that Ray Data 2.60 gives the tasks of its shuffle, as that of a whole Ray: so all tasks share the
+same processes, where each kind would start its own."""
+
+
+@dataclass
+class RayDataConfig:
+    """How Ray Data runs; nothing of it changes the tables."""
+
+    shuffle_batch_mb: int = 64
+    """MiB of rows that one task cuts by partition."""
+    compression: Literal["auto", "none", "lz4", "zstd"] = "auto"
+    """Of rows between tasks; auto: none on one node, lz4 between nodes."""
+    read_mb: int = 128
+    """MiB of a plain file that one task reads; a compressed file is read by one task."""
+
+    def __post_init__(self) -> None:
+        check_least(self, ["shuffle_batch_mb", "read_mb"], 1, "ray_data.")
+        check_choices(self, "ray_data.")
+
 
 SHARD_BYTES = 128 << 10
 """Ray keeps objects below 100 KiB in the driver's own memory: a map task has at least these for each partition."""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from models.config import check_choices, check_least, check_shares
 from models.tables import UserError
-from pipelines.data.ray_data_config import RayDataConfig
+from pipelines.data.engine import RayDataConfig
 from pipelines.data.splits import SplitConfig, epoch_ms
 
 

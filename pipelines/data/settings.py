@@ -9,10 +9,10 @@ from typing import Any
 from models.config import build, check_known, instead
 from models.tables import UserError, check_output, join, read_manifest
 from models.uri import check_writable
+from pipelines.data.engine import RayDataConfig
 from pipelines.data.kinds import KINDS
 from pipelines.data.log import Log
 from pipelines.data.prepare_config import PrepareConfig, refuse
-from pipelines.data.ray_data_config import RayDataConfig
 from pipelines.data.splits import SplitConfig
 from pipelines.data.times import FIRST_MS, LAST_MS
 

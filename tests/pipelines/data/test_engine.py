@@ -20,9 +20,8 @@ import ray
 
 from models.tables import UserError
 from pipelines.data import events
-from pipelines.data.engine import KEY, Engine
+from pipelines.data.engine import KEY, Engine, RayDataConfig
 from pipelines.data.log import log_of
-from pipelines.data.ray_data_config import RayDataConfig
 from pipelines.data.schemas import events_schema
 from pipelines.data.survey import Surveyor
 
