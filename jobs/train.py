@@ -25,7 +25,7 @@ from models.tables import UserError
 from models.uri import check_writable
 from models.words import number_of
 from pipelines import tracking
-from pipelines.training.run import carry_on
+from pipelines.training.run import run_training
 from pipelines.training.settings import FEWER, RayOptions, check
 
 
@@ -104,7 +104,7 @@ def run(config: Config) -> Any:
     )  # fmt: skip
     cli.check_cpus(config.ray.least(checked.workers), config.ray.cpus_per_worker, FEWER)
     cli.preflight(tables=config.tables, sids=config.sids, text=config.text, storage=config.storage)
-    trained = carry_on(
+    trained = run_training(
         checked,
         experiment=config.experiment,
         log_model=config.log_model,

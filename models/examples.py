@@ -168,7 +168,7 @@ class Sharded:
         return batch
 
     def _bring(self, catalogue: Any, history: bool, complete: bool) -> None:
-        """See `bring`; only where `Family.accompany` asks for it."""
+        """See `bring`; only where `Family.trim_catalogue` asks for it."""
         raise NotImplementedError
 
     # What all have.

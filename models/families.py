@@ -79,7 +79,7 @@ class Family:
         """Hashes of the tables that a catalogue comes from, from their manifests alone."""
         return inputs.hashes(self.tables)
 
-    def accompany(self, catalogue: Any, examples: Iterable[Any], config: Any) -> Any:
+    def trim_catalogue(self, catalogue: Any, examples: Iterable[Any], config: Any) -> Any:
         """The catalogue without what batches of the `examples` bring along in training."""
         return catalogue
 
@@ -125,7 +125,7 @@ class Search(Family):
     def catalogue(self, inputs: Inputs, scale: bool = True) -> SearchCatalogue:
         return SearchCatalogue.load(inputs.tables, str(inputs.text), scale)
 
-    def accompany(self, catalogue: SearchCatalogue, examples: Iterable[Any], config: Any) -> SearchCatalogue:
+    def trim_catalogue(self, catalogue: SearchCatalogue, examples: Iterable[Any], config: Any) -> SearchCatalogue:
         return catalogue.leave_pairs_to(examples, config)
 
     def shuffles(self, model: Any, catalogue: SearchCatalogue) -> dict[str, Shuffle]:

@@ -19,7 +19,7 @@ from models.tables import UserError, file_info, has_manifest, join, read_manifes
 
 
 @dataclass(frozen=True)
-class Place:
+class FolderKind:
     """What an option takes."""
 
     words: str
@@ -45,11 +45,11 @@ class Place:
         return f"table {self.tables[0][1]}" if self.tables else " or ".join(self.files)
 
 
-TABLES = Place("a folder that jobs.prepare made", tables=(("items", "items"),))
-SIDS = Place("a folder that jobs.tokenize made", tables=(("sids", "sids"),))
-TEXT = Place("a folder that jobs.encode made", tables=(("items", "embeddings"),))
-CHECKPOINT = Place("the folder of a run of jobs.train, or its checkpoint", files=("config.json", "run.json"))
-RAW = Place("the folder of a raw log")
+TABLES = FolderKind("a folder that jobs.prepare made", tables=(("items", "items"),))
+SIDS = FolderKind("a folder that jobs.tokenize made", tables=(("sids", "sids"),))
+TEXT = FolderKind("a folder that jobs.encode made", tables=(("items", "embeddings"),))
+CHECKPOINT = FolderKind("the folder of a run of jobs.train, or its checkpoint", files=("config.json", "run.json"))
+RAW = FolderKind("the folder of a raw log")
 
 PLACES = {
     "tables": TABLES, "catalogue": TABLES, "sids": SIDS, "text": TEXT, "checkpoint": CHECKPOINT,
@@ -75,7 +75,7 @@ def reach(**places: str | None) -> None:
         raise UserError(f"--{option} is {uri}, {why}; give {place.words}{nearest}")
 
 
-def near_folder(uri: str, place: Place) -> str | None:
+def near_folder(uri: str, place: FolderKind) -> str | None:
     """What the option takes in, around or beside a local folder, by the name most like it; None where nothing is."""
     if "://" in uri:
         return None

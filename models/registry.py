@@ -76,8 +76,8 @@ class Entry:
     loss needs stays out of the module's weights."""
     teaches: bool = False
     """Whether it can be a student's teacher: a backbone with a decoder (`models/retrieval/retriever.py`)."""
-    remember: Callable[[Any, Any, Any, dict[str, Any]], list[str]] = lambda *given: []
-    """`remember(module, config, catalogue, examples)`: after `teach`, for what is worked out once about all examples
+    precompute: Callable[[Any, Any, Any, dict[str, Any]], list[str]] = lambda *given: []
+    """`precompute(module, config, catalogue, examples)`: after `teach`, for what is worked out once about all examples
     of a worker, given by split; on every worker. Lines that say what it did."""
 
     recommends: type | None = None
@@ -152,7 +152,7 @@ TAUGHT: dict[str, Any] = {
     "resolve": lambda config, catalogue: teachers.resolve(config, catalogue, teaching()),
     "teach": teach,
     "teaches": True,
-    "remember": teachers.remember,
+    "precompute": teachers.precompute,
 }
 """Of models that learn from a teacher: `build(config, catalogue, teacher)` makes them."""
 
@@ -173,7 +173,7 @@ MODELS: dict[str, Entry] = {
     "tiger": Entry(TigerConfig, Tiger, RETRIEVAL, unit="request", sids=True, teaches=True, recommends=TigerOptions),
     "lc_rec": Entry(
         LcRecConfig, LcRec, RETRIEVAL, unit="request", sids=True, teaches=True, resolve=lc_rec.resolve,
-        teach=lc_rec.teach, remember=lc_rec.notes, recommends=BeamOptions, blocks=language_model.blocks,
+        teach=lc_rec.teach, precompute=lc_rec.notes, recommends=BeamOptions, blocks=language_model.blocks,
     ),
     "lc_rec_sid_mlp": Entry(LcRecSidMlpConfig, LcRecSidMlp, RETRIEVAL, **TAUGHT, recommends=StudentOptions),
     "lc_rec_nezha": Entry(

@@ -198,11 +198,11 @@ def set_up(
             part.agree(lambda rows: reduce(rows, world, device, dist.ReduceOp.MAX))
     if not train.rows_per_buffer.any():
         raise UserError(f"{sequences} has no train request with a history; check the split of jobs.prepare")
-    catalogue = entry.family.accompany(catalogue, examples.values(), config)
+    catalogue = entry.family.trim_catalogue(catalogue, examples.values(), config)
     torch.manual_seed(fit.seed)
     module = registry.build(config, catalogue).to(device)
     entry.teach(module, config, catalogue)
-    notes = entry.remember(module, config, catalogue, examples)
+    notes = entry.precompute(module, config, catalogue, examples)
     if fit.train_examples:  # after the teacher's outputs, which runs on other examples share
         train.limit_to(fit.train_examples)
     batches = Batches(train, fit.batch_size, fit.seed, captures(fit, device, world))

@@ -251,11 +251,11 @@ def best_row(rows: Sequence[Row], system: System, metric: str) -> Row | None:
 def beside_the_papers(comparison: Comparison, papers: Papers) -> list[Table]:
     """A table per source that has a system which is measured here, on a log that is not simulated."""
     real = replace(comparison, rows=[row for row in comparison.rows if not row.simulated])
-    made = [beside(real, published, papers.systems) for published in papers.published]
+    made = [compare_with(real, published, papers.systems) for published in papers.published]
     return [table for table in made if table is not None]
 
 
-def beside(comparison: Comparison, published: Published, systems: dict[str, System]) -> Table | None:
+def compare_with(comparison: Comparison, published: Published, systems: dict[str, System]) -> Table | None:
     """Ours beside one source's; None where no system is measured here, or none that compares with the reference."""
     names = list(dict.fromkeys(name for lines in published.datasets.values() for name in lines))
     datasets, reference = list(published.datasets), published.reference

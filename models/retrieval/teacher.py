@@ -73,7 +73,7 @@ def load(teacher: Retriever, config: TaughtConfig) -> Retriever:
     return teacher.requires_grad_(False).eval()
 
 
-def remember(model: Any, config: TaughtConfig, catalogue: Catalogue, examples: dict[str, Examples]) -> list[str]:
+def precompute(model: Any, config: TaughtConfig, catalogue: Catalogue, examples: dict[str, Examples]) -> list[str]:
     """Gives a student the tables of its `teacher_cache`, made where they are not there yet; a line about each."""
     if not config.teacher_cache:
         return []
@@ -85,7 +85,7 @@ def remember(model: Any, config: TaughtConfig, catalogue: Catalogue, examples: d
     model.eval()  # without dropout
     device = next(model.parameters()).device
     with torch.no_grad():
-        tables, lines = teacher_cache.remember(
+        tables, lines = teacher_cache.precompute(
             config.teacher_cache, model.teacher_queries(), catalogue, examples, device
         )
     model.set_teacher_outputs(tables)

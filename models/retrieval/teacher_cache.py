@@ -123,7 +123,7 @@ class States:
         return History(states, torch.from_numpy(lengths).to(device))
 
 
-def remember(
+def precompute(
     folder: str,
     queries: Sequence[Query],
     catalogue: Catalogue,

@@ -549,7 +549,7 @@ def read_part(table: pa.Table, labels: list[str], features: int, own: OwnFeature
     past = {name: table[name].combine_chunks().flatten() for name in own.names}
     now = {name: pc.struct_field(requests, name).flatten() for name in own.names}
 
-    def beside(vectors: NDArray, columns: dict[str, pa.Array], rows: int) -> NDArray[np.float32]:
+    def with_own(vectors: NDArray, columns: dict[str, pa.Array], rows: int) -> NDArray[np.float32]:
         built_in = vectors.astype(np.float32).reshape(rows, features)
         return np.concatenate([built_in, own.matrix(columns, rows)], 1) if own.names else built_in
 
@@ -558,7 +558,7 @@ def read_part(table: pa.Table, labels: list[str], features: int, own: OwnFeature
         "item": items.flatten().to_numpy(),
         "time": flat("timestamp_ms"),
         "query": flat("query_index").astype(np.int32),
-        "history_features": beside(vectors, past, len(items.flatten())),
+        "history_features": with_own(vectors, past, len(items.flatten())),
         "owner": np.repeat(np.arange(len(per_user)), per_user),
         "place": runs(np.zeros_like(per_user), per_user),
         "end": of_request("history_end"),
@@ -570,5 +570,5 @@ def read_part(table: pa.Table, labels: list[str], features: int, own: OwnFeature
         "candidate": shown.flatten().to_numpy(),
         "position": of_candidate("positions"),
         "labels": np.stack([of_candidate(name) for name in labels], 1),
-        "features": beside(of_candidate("features"), now, int(counts.sum())),
+        "features": with_own(of_candidate("features"), now, int(counts.sum())),
     }

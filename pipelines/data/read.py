@@ -5,8 +5,9 @@
         frame.rows, frame.broken
 
 A large plain file is read in pieces (`pieces`): text from line start to line start, Parquet by row groups. Values of
-CSV are text, empty ones null; those of JSON and Parquet have the file's types. What is no row is in `Frame.broken`,
-so that nothing is lost without a word: the lines of a file are its header, blank ones, those of rows and broken ones.
+CSV are text, empty ones null; those of JSON and Parquet have the file's types. What is no row is in
+`ParsedRows.broken`, so that nothing is lost without a word: the lines of a file are its header, blank ones, those of
+rows and broken ones.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class FilePart:
 
 
 @dataclass(frozen=True)
-class Frame:
+class ParsedRows:
     """Some rows of a raw file."""
 
     rows: pl.DataFrame
@@ -194,7 +195,7 @@ def _open(uri: str) -> Any:
 
 def read_frames(
     uri: str, files: Files, expressions: Iterable[str], digest: Any = None, piece: FilePart | None = None
-) -> Iterator[Frame]:
+) -> Iterator[ParsedRows]:
     """Streams a file, or a piece of it, with the columns that the SQL expressions need, and adds the bytes that are
     parsed to `digest`. UserError names the file for one that is empty, damaged or of another format."""
     kind, expressions = files.format_of(uri), list(dict.fromkeys(expressions))
@@ -341,7 +342,9 @@ def _unescaped(rows: pl.DataFrame, files: Files, by: str, delimiter: str) -> pl.
     return rows
 
 
-def _read_csv(uri: str, files: Files, expressions: list[str], digest: Any, piece: FilePart | None) -> Iterator[Frame]:
+def _read_csv(
+    uri: str, files: Files, expressions: list[str], digest: Any, piece: FilePart | None
+) -> Iterator[ParsedRows]:
     delimiter = files.delimiter_of(uri).encode()
     by = delimiter if len(delimiter) == 1 else JOINED
     names, skip = _header(uri, files, delimiter, by)
@@ -370,7 +373,7 @@ def _read_csv(uri: str, files: Files, expressions: list[str], digest: Any, piece
         rows = _unescaped(rows, files, by.decode(), delimiter.decode())
         rows = rows.with_columns(pl.Series(ROW, numbers + row, pl.Int64))
         broken = [(n + row, why, shown.replace(by.decode(), delimiter.decode())) for n, why, shown in broken]
-        yield Frame(rows, broken, missing)
+        yield ParsedRows(rows, broken, missing)
         row += len(numbers) + len(broken)
 
 
@@ -528,7 +531,9 @@ def _are_rows(lines: list[str], delimiter: str, width: int) -> bool:
     return width > 1 and len(first) == width and all(numbers(line) == first for line in lines[1:])
 
 
-def _read_lines(uri: str, files: Files, expressions: list[str], digest: Any, piece: FilePart | None) -> Iterator[Frame]:
+def _read_lines(
+    uri: str, files: Files, expressions: list[str], digest: Any, piece: FilePart | None
+) -> Iterator[ParsedRows]:
     """JSON lines, and lines of text."""
     kind = files.format_of(uri)
     if kind == "jsonl" and piece is None and _is_array(_head(uri, files)):
@@ -556,13 +561,13 @@ def _read_lines(uri: str, files: Files, expressions: list[str], digest: Any, pie
         raise UserError(f"{uri} is empty; copy it again or take it out of the input folder")
 
 
-def _text_rows(text: bytes, uri: str, expressions: list[str], row: int) -> tuple[Frame, int]:
+def _text_rows(text: bytes, uri: str, expressions: list[str], row: int) -> tuple[ParsedRows, int]:
     lines = [line for line in text.decode().replace("\r\n", "\n").split("\n") if line.strip()]
     rows = pl.DataFrame({"line": lines, ROW: np.arange(row, row + len(lines))}, {"line": pl.String, ROW: pl.Int64})
-    return Frame(rows, missing=needed(expressions, ["line"])[1]), len(lines)
+    return ParsedRows(rows, missing=needed(expressions, ["line"])[1]), len(lines)
 
 
-def _json_rows(text: bytes, uri: str, expressions: list[str], row: int) -> tuple[Frame, int]:
+def _json_rows(text: bytes, uri: str, expressions: list[str], row: int) -> tuple[ParsedRows, int]:
     """Rows of whole lines, which all take part in what type a column is: one of mixed types is text."""
     broken: Broken = []
     if b"\\ud" in text or b"\\uD" in text:
@@ -583,7 +588,7 @@ def _json_rows(text: bytes, uri: str, expressions: list[str], row: int) -> tuple
     numbers = _numbers(len(rows), broken) + row
     rows = rows.select(columns).with_columns(pl.Series(ROW, numbers, pl.Int64))
     broken = [(number + row, why, shown) for number, why, shown in broken]
-    return Frame(rows, broken, missing), len(numbers) + len(broken)
+    return ParsedRows(rows, broken, missing), len(numbers) + len(broken)
 
 
 def _has_objects(values: pl.Series) -> bool:
@@ -636,7 +641,9 @@ def _objects(lines: list[bytes], expressions: list[str]) -> tuple[list[str], Bro
     return good, [(n, why[n], lines[n].decode(errors="replace")[:LONGEST_QUOTE]) for n in sorted(why)]
 
 
-def _read_whole(uri: str, files: Files, expressions: list[str], digest: Any, piece: FilePart | None) -> Iterator[Frame]:
+def _read_whole(
+    uri: str, files: Files, expressions: list[str], digest: Any, piece: FilePart | None
+) -> Iterator[ParsedRows]:
     """A file that is one JSON value: an array of objects, or an object whose keys are ids."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -678,7 +685,7 @@ class _Hashed:
 
 def _read_parquet(
     uri: str, files: Files, expressions: list[str], digest: Any, piece: FilePart | None
-) -> Iterator[Frame]:
+) -> Iterator[ParsedRows]:
     filesystem, path = open_uri(uri)
     with filesystem.open_input_file(path) as file:
         parquet = pq.ParquetFile(pa.PythonFile(_Hashed(file, digest), mode="r"))
@@ -696,7 +703,7 @@ def _read_parquet(
             for batch in parquet.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False):
                 frame = pl.DataFrame({name: _text(batch[name]) for name in columns})
                 numbers = pl.Series(ROW, np.arange(row, row + len(frame)), pl.Int64)
-                yield Frame(frame.select(columns).with_columns(numbers), missing=missing)
+                yield ParsedRows(frame.select(columns).with_columns(numbers), missing=missing)
                 row += len(frame)
 
 

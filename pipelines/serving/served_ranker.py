@@ -45,7 +45,7 @@ Ranking = tuple[list[str], list[float]]
 
 
 @dataclass
-class Kept:
+class UserState:
     """What is kept of a user."""
 
     state: Any
@@ -73,7 +73,7 @@ class RequestRanker(PythonModel):
         megabytes = settings["state_mb"]
         if not isinstance(megabytes, int | float) or not 0 < megabytes < math.inf:
             raise UserError(f"state_mb of model_config is {megabytes!r}; give a number of MB above 0, such as 1024")
-        self.users: Latest[Kept] = Latest(int(megabytes * 2**20))
+        self.users: Latest[UserState] = Latest(int(megabytes * 2**20))
         self.lock = Lock()  # of users' states, and of texts that the model reads, which change from batch to batch
 
     def predict(self, context: Any, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
@@ -123,7 +123,7 @@ class RequestRanker(PythonModel):
                         f"the state of user '{user}' {there} and the request goes on after {begin}; send all "
                         f"behaviours with history_from 0, or the latest {most} with the number before them"
                     )
-                kept = Kept(self.model.new_state(1), begin)
+                kept = UserState(self.model.new_state(1), begin)
             done = min(kept.end - begin, size)  # of a request that is sent again
             request = self.requests.read(Row(row.after(done), history_from=begin + done))
             batch, state = self.requests.batch([request]), kept.state
@@ -134,7 +134,7 @@ class RequestRanker(PythonModel):
                     raise UserError(
                         f"the history of user '{user}' does not go on from what is kept: {error}"
                     ) from error
-            self.users.put(user, Kept(state, kept.end + size - done), size_of(state))
+            self.users.put(user, UserState(state, kept.end + size - done), size_of(state))
             return self.rank([request], batch, lambda batch: self.model.score_state(state, batch), label)[0]
 
 

@@ -34,7 +34,7 @@ from pipelines import cluster, faults, tracking
 from pipelines.serving import package
 from pipelines.training.record import RUN, check_same, read_record, write_record
 from pipelines.training.settings import FEWER, Checked, RayOptions, check
-from pipelines.training.worker import Place, Progress, Task, perform, worker
+from pipelines.training.worker import Progress, Task, WorkerContext, perform, worker
 
 # How often Ray Train's controller asks for reports. A worker that has one waits until it is asked: by default up to
 # 2 s, which is longer than many an epoch.
@@ -78,15 +78,15 @@ def train(
     overwrite: bool = False,
     **how: Any,
 ) -> Trained:
-    """`carry_on` with what `check` makes of the settings."""
+    """`run_training` with what `check` makes of the settings."""
     checked = check(
         model=model, fit=fit, ray_options=ray_options, inputs=inputs, storage=storage, name=name,
         tracking_uri=tracking_uri, overwrite=overwrite,
     )  # fmt: skip
-    return carry_on(checked, **how)
+    return run_training(checked, **how)
 
 
-def carry_on(
+def run_training(
     checked: Checked,
     *,
     experiment: str | None = None,
@@ -161,9 +161,9 @@ def carry_on(
         )
         try:
             if heard and workers == 1:
-                perform(task, Place(0, 1, torch.device("cuda" if use_gpu else "cpu"), 1, heard, say))
+                perform(task, WorkerContext(0, 1, torch.device("cuda" if use_gpu else "cpu"), 1, heard, say))
             else:
-                carry_out(task, storage, name, workers, use_gpu, ray_options, say, callbacks)
+                run_workers(task, storage, name, workers, use_gpu, ray_options, say, callbacks)
             if (last := checkpoint.last(folder)) is None:
                 raise RuntimeError(f"the run in {folder} ended without a checkpoint")
             about = conclude(folder, record, last, log_model)
@@ -195,7 +195,7 @@ def conclude(folder: str, record: dict[str, Any], last: Checkpoint, log_model: b
     return about
 
 
-def carry_out(
+def run_workers(
     task: Task,
     storage: str,
     name: str,

@@ -67,7 +67,7 @@ def threads_per_worker(option: int, workers_here: int) -> int:
 
 
 @dataclass
-class Place:
+class WorkerContext:
     """Where a worker stands among the others, and whom it tells."""
 
     rank: int
@@ -93,14 +93,14 @@ def worker(config: dict[str, Any]) -> None:
     def report(about: Checkpoint) -> None:
         train.report({"epoch": about.epoch, "step": about.step, **about.metrics})
 
-    place = Place(
+    place = WorkerContext(
         context.get_world_rank(), context.get_world_size(), get_device(), context.get_local_world_size(), report,
         config["progress"].say.remote,
     )  # fmt: skip
     perform(task, place)
 
 
-def perform(task: Task, place: Place) -> None:
+def perform(task: Task, place: WorkerContext) -> None:
     """Trains, from the last checkpoint in the run's folder where there is one."""
     torch.set_num_threads(threads_per_worker(task.threads, place.workers_here))
     about = checkpoint.last(task.folder)
@@ -147,7 +147,7 @@ def by_gradient(
     task: Task,
     state: dict[str, Any] | None,
     before: Checkpoint | None,
-    place: Place,
+    place: WorkerContext,
     log: tracking.Logger | None,
 ) -> None:
     """Runs `fit` to its end."""
@@ -179,7 +179,7 @@ def by_gradient(
         hand_in(setup, task, about, event.state, place)
 
 
-def by_counts(setup: Setup, task: Task, place: Place, log: tracking.Logger | None) -> None:
+def by_counts(setup: Setup, task: Task, place: WorkerContext, log: tracking.Logger | None) -> None:
     """One pass over the training data for a model without gradients."""
     began = time.perf_counter()
     model: Any = setup.model
@@ -198,7 +198,7 @@ def by_counts(setup: Setup, task: Task, place: Place, log: tracking.Logger | Non
     hand_in(setup, task, about, None, place)
 
 
-def hand_in(setup: Setup, task: Task, about: Checkpoint, state: dict[str, Any] | None, place: Place) -> None:
+def hand_in(setup: Setup, task: Task, about: Checkpoint, state: dict[str, Any] | None, place: WorkerContext) -> None:
     """Rank 0 saves the checkpoint; every rank reports it."""
     if place.rank == 0:
         checkpoint.keep(task.folder, setup.model, about, state)

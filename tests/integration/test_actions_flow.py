@@ -21,7 +21,7 @@ def test_a_feed_becomes_a_table_of_models(
     models = (Trained("genrank", ("attn_mvp", "actions/genrank"), small),)  # the others go the same way
     monkeypatch.setitem(FLOWS, "actions", replace(FLOWS["actions"], models=models))
     # by this process: test_search_flow.py trains by a worker of Ray
-    monkeypatch.setattr(run, "carry_on", partial(run.carry_on, heard=lambda about: None))
+    monkeypatch.setattr(run, "run_training", partial(run.run_training, heard=lambda about: None))
     sizes = {"users": 60, "items": 40, "events": 300, "epochs": 1}
     quickstart.run(quickstart.Config(family="actions", output=str(tmp_path), **sizes))
     printed = capsys.readouterr().out

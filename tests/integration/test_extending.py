@@ -202,7 +202,7 @@ from pipelines.training import run
 for job, *words in json.loads(sys.argv[1]):
     module = importlib.import_module(f"jobs.{job}")
     if job == "train" and sys.argv[2] == "here":
-        run.carry_on = partial(run.carry_on, heard=lambda about: None)
+        run.run_training = partial(run.run_training, heard=lambda about: None)
     module.run(cli.options_for(module, words))
 """
 """Commands one after the other, in one process: each takes seconds to start. A training is by a worker of Ray or, with

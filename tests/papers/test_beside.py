@@ -9,7 +9,7 @@ from comparison_rows import LOSS, NDCG, compared, row
 
 from papers.claims import FAILS, HOLDS, OPEN, Claim, decide
 from papers.plots import beams
-from papers.published import Papers, Published, System, beside, load
+from papers.published import Papers, Published, System, compare_with, load
 from papers.tables import non_inferiority_tables, relative_tables
 from pipelines.comparison.rows import Row
 from pipelines.comparison.tables import paired_tables
@@ -27,7 +27,7 @@ def test_every_trie_has_its_reference_above_what_is_seen_against_it() -> None:
             taught = {} if model == "tiger" else {"teacher": f"W{trie}"}
             weights = f"W{trie}" if model == "tiger" else ""
             rows.append(row(model, {NDCG: value}, table__trie=trie, sids=f"sids-{trie}", weights=weights, **taught))
-    table = beside(compared(sorted(rows, key=lambda r: -r.mean(NDCG))), PRINTED, SYSTEMS)
+    table = compare_with(compared(sorted(rows, key=lambda r: -r.mean(NDCG))), PRINTED, SYSTEMS)
     assert table is not None
     names = [f"{cells[0]} of {cells[1].split(':')[0]}" for cells in table.cells]
     assert names == [
@@ -35,7 +35,7 @@ def test_every_trie_has_its_reference_above_what_is_seen_against_it() -> None:
         "tiger of retrieval/x, sids-b", "sid_mlp of retrieval/x, sids-b", "sid_mlp_pp of retrieval/x, sids-b",
     ]  # fmt: skip
     assert [cells[5] for cells in table.cells] == ["", "+11.1%", "-33.3%", "", "-7.7%", "-5.8%"]
-    alone = beside(compared([row("sasrec", {NDCG: 0.9}), *rows[:3]]), PRINTED, SYSTEMS)
+    alone = compare_with(compared([row("sasrec", {NDCG: 0.9}), *rows[:3]]), PRINTED, SYSTEMS)
     assert alone is not None
     assert [cells[1] for cells in alone.cells] == ["tiger-1", "sid_mlp-1", "sid_mlp_pp-1"]
 
@@ -44,7 +44,7 @@ def test_nothing_is_relative_to_zero() -> None:
     rows = [
         row("sid_mlp", {NDCG: 0.0}, {NDCG: 0.0}, teacher="W"), row("tiger", {NDCG: 0.0}, {NDCG: 0.0}, weights="W"),
     ]  # fmt: skip
-    table = beside(compared(rows), PRINTED, SYSTEMS)
+    table = compare_with(compared(rows), PRINTED, SYSTEMS)
     assert table is not None
     assert [cells[4:6] for cells in table.cells] == [["0.0300", ""], ["0.0330", "-"]]
     (paired,) = paired_tables(compared(rows))
@@ -64,7 +64,7 @@ def test_a_repeated_seed_counts_once_and_shared_seeds_alone_are_compared() -> No
     (found,) = decide(claim, [ours, theirs], Papers(systems, [], []))
     assert (found.ours, found.why) == ("-0.50%", "direction; seeds 1 / 1")
     printed = Published("Table 2", [LOSS], {"A": {"r": [0.0], "l": [-0.008]}}, "r", relative=True)
-    table = beside(compared([ours, theirs]), printed, systems)
+    table = compare_with(compared([ours, theirs]), printed, systems)
     assert table is not None
     assert [cells[3:5] for cells in table.cells] == [["2.0000", ""], ["1.9900", "-0.50%"]]
     (relative,) = relative_tables([ours, theirs])

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from models.retrieval.parts import Memory
 
 
-class Kept(DynamicLayer):
+class CacheLayer(DynamicLayer):
     """Those of one layer; the first ones are kept without a copy."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -29,8 +29,8 @@ class Kept(DynamicLayer):
 def cache_of(memory: Memory | None) -> Cache:
     """A cache that begins with `memory`."""
     if memory is None:
-        return Cache(layer_class_to_replicate=Kept)
-    layers: list[Any] = [Kept() for _ in memory]
+        return Cache(layer_class_to_replicate=CacheLayer)
+    layers: list[Any] = [CacheLayer() for _ in memory]
     for layer, (keys, values) in zip(layers, memory, strict=True):
         layer.update(keys, values)
     return Cache(layers=layers)

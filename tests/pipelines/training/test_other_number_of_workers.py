@@ -40,7 +40,7 @@ from pipelines import tracking
 from pipelines.faults import explain
 from pipelines.training.run import Trained, train
 from pipelines.training.settings import RayOptions
-from pipelines.training.worker import Place, Task, perform
+from pipelines.training.worker import Task, WorkerContext, perform
 
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "retrieval": ({"name": "sasrec", "dim": 16, "num_layers": 1, "dropout": 0.0, "max_history": 6}, {}),
@@ -113,7 +113,7 @@ def one_of_two(rank: int, task: Task, until: int) -> None:
         if about.step >= until:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    perform(task, Place(rank, 2, torch.device("cpu"), 2, report, lambda line: None))
+    perform(task, WorkerContext(rank, 2, torch.device("cpu"), 2, report, lambda line: None))
 
 
 def check_same(one: Path, other: Path) -> None:
