@@ -59,7 +59,7 @@ def run(given: Given) -> dict[str, object]:
     of_job = {f.name for f in fields(Config)}
     options, asked = ({k: v for k, v in given.values.items() if (k in of_job) is own} for own in (True, False))
     source, defaults = load_source(options["source"])
-    settings = read_config(defaults, asked, named=lambda key: given.places.get(key, f"'prepare.{key}'"))
+    settings = read_config(defaults, asked, named=lambda key: given.named(key.removeprefix("prepare.")))
     config = Config(**options, settings=settings)
     reach(input=config.input, catalogue=settings.catalogue)
     cli.preflight(input=config.input, output=config.output, catalogue=settings.catalogue)

@@ -58,7 +58,7 @@ class Checkpoint:
     fit: dict[str, Any] = field(default_factory=dict)
     """The training config."""
     hashes: dict[str, str] = field(default_factory=dict)
-    """Hashes of the tables that it belongs to: `sequences`, `items`, `sids`, `trie`."""
+    """Hashes of the tables that it belongs to: `sequences`, `items`, `sids`, `trie`, `queries`, `text_*`."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Validation metrics at this point."""
     epoch: int = 0
@@ -264,10 +264,10 @@ def load_weights(model: nn.Module, uri: str | Path) -> None:
             raise UserError(f"{uri} does not fit the model: {first}; give a checkpoint of this model") from error
 
 
-def load_state(uri: str | Path, map_location: str = "cpu") -> dict[str, Any]:
+def load_state(uri: str | Path) -> dict[str, Any]:
     """What `fit` needs to resume. Raises UserError where the checkpoint has none, as that of a served model."""
     with local(uri) as folder:
         if not (folder / STATE).exists():
             raise UserError(f"{uri} holds no {STATE}, so training cannot resume from it; use the run's last checkpoint")
-        state: dict[str, Any] = torch.load(whole(folder, STATE, uri), map_location=map_location, weights_only=True)
+        state: dict[str, Any] = torch.load(whole(folder, STATE, uri), map_location="cpu", weights_only=True)
     return state

@@ -160,7 +160,7 @@ def _check_values(kind: type, content: dict[str, Any], where: str, named: Callab
     known = {f.name: f.default for f in fields(kind)}
     for key, value in content.items():
         if key not in known:
-            raise ValueError(f"unknown key '{where}{key}'; {instead(str(key), known)}")
+            raise ValueError(f"unknown key '{where}{key}'; {instead(f'{where}{key}', [where + k for k in known])}")
         option = hints[key]
         kinds = {option, *kinds_of(option), *get_args(option)}
         wrong = isinstance(value, bool) and bool not in kinds and not any(get_origin(k) is Literal for k in kinds)

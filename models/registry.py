@@ -93,7 +93,7 @@ class Entry:
     lr_multipliers: Callable[[Any], dict[str, float]] = lambda config: {}
     """Of a config: factors on the learning rate, by the beginning of parameters' names."""
     blocks: Callable[[nn.Module], list[nn.Module]] | None = None
-    """Parts of the module that `fit.fsdp` cuts one by one; None: it is not trained in shards."""
+    """Parts of the module that `ray.fsdp` cuts one by one; None: it is not trained in shards."""
 
     @property
     def reads(self) -> Mapping[str, bool]:

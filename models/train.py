@@ -55,7 +55,10 @@ def main(argv: list[str] | None = None) -> None:
         name = content.get("model", {}).get("name")
         if name is None:
             raise UserError(f"{options.config[-1]} names no model; give the config that it is read after first")
-        config = FitConfig(**content.get("fit", {}))
+        try:
+            config = FitConfig(**content.get("fit", {}))
+        except (TypeError, ValueError) as error:
+            raise UserError(f"fit: {error}; correct the config") from error
         output = options.output
         about = checkpoint.last(output)
         setup = set_up(content["model"], config, inputs, device=device, shards=about.shards if about else None)

@@ -15,12 +15,12 @@ import itertools
 import json
 import random
 import re
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from models import registry
-from models.config import build, check_choices, check_known, check_least, hint, naming, read_configs, read_yaml
+from models.config import build, check_choices, check_least, hint, naming, read_configs, read_yaml
 from models.fit import FitConfig
 from models.inputs import Inputs
 from models.tables import UserError
@@ -215,7 +215,7 @@ class Grid:
 
     def _check(self, model: dict[str, Any], fit: dict[str, Any]) -> None:
         """Raises UserError where model or training have no such option or value; makes the model's paths absolute."""
-        config = type(registry.config_from_dict(model))
+        config = type(registry.config_from_dict(model))  # which names an unknown model or key
         places, encoders = naming(config, "checkpoint", "folder"), naming(config, "encoder")
         for key, value in model.items():
             if key in places | encoders and isinstance(value, str) and value:
@@ -223,12 +223,17 @@ class Grid:
         metric = self.metric.removeprefix("val/")
         if fit.setdefault("metric", metric) != metric:
             raise UserError(f"fit.metric is {fit['metric']}, the grid {self.name} ranks by {self.metric}; leave it out")
-        known = [f.name for f in fields(FitConfig)]
-        check_known(fit, known, lambda key, near: f"unknown key 'fit.{key}'; the nearest key is 'fit.{near}'")
         try:
-            FitConfig(**fit)
-        except (ValueError, TypeError) as error:
+            model |= typed(config, {key: value for key, value in model.items() if key != "name"}, "model.")
+            fit |= typed(FitConfig, fit, "fit.")
+        except ValueError as error:
             raise UserError(f"the grid {self.name}: {error}") from error
+
+
+def typed(kind: type, content: dict[str, Any], where: str) -> dict[str, Any]:
+    """The values as the fields of the dataclass take them; ValueError for one that they do not."""
+    built = build(kind, content, where)
+    return {key: getattr(built, key) for key in content}
 
 
 def load(path: str) -> Grid:

@@ -23,7 +23,7 @@ TABLES = ("events", "rejects", "items", "queries", "sequences", "counts")
 """Folders of the output."""
 
 
-def read_config(*layers: dict[str, Any], named: Callable[[str], str] = "'prepare.{}'".format) -> PrepareConfig:
+def read_config(*layers: dict[str, Any], named: Callable[[str], str] = "'{}'".format) -> PrepareConfig:
     """Settings from plain values; later layers win, None means not given. UserError names an unknown key; `named` is
     how messages call one."""
     sections: dict[str, Any] = {"split": SplitConfig, "ray_data": RayDataConfig}
@@ -43,9 +43,12 @@ def read_config(*layers: dict[str, Any], named: Callable[[str], str] = "'prepare
     if (name := values.get("kind", PrepareConfig.kind)) not in tuple(KINDS):
         raise UserError(f"kind is '{name}'; it is one of {', '.join(KINDS)}")
     try:
-        made = {section: build(config, nested[section], f"{section}.", named) for section, config in sections.items()}
+        made = {
+            section: build(config, nested[section], f"prepare.{section}.", named)
+            for section, config in sections.items()
+        }
         own = {"split": made["split"], "ray_data": made["ray_data"], "own": made.get(name)}
-        settings: PrepareConfig = build(PrepareConfig, values | own, named=named)
+        settings: PrepareConfig = build(PrepareConfig, values | own, "prepare.", named)
     except ValueError as error:
         raise UserError(str(error)) from error
     if settings.duplicates != "drop" and not KINDS[name].repeats:

@@ -1,6 +1,7 @@
-"""Evaluation of a checkpoint: the full catalogue ranked for every request of a split.
+"""Evaluation of a checkpoint: what its family measures of every request of a split.
 
-Recall@K and NDCG@K with the number of examples, and the requests per second of `recommend` in steady state.
+The metrics with the number of examples, such as Recall@K and NDCG@K of the full catalogue ranked, and requests per
+second in steady state.
 With more than one shard, Ray tasks rank a part of the users each and send back sums, which add up exactly.
 """
 

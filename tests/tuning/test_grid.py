@@ -110,7 +110,7 @@ def test_several_seeds_are_an_axis_and_some_axes_go_together() -> None:
             "needs checkpoints; give --axes.checkpoint",
         ),
         ({"axes": {"dim": [1]}}, r"of kind train has no use for 'dim'; it takes model\."),
-        ({"axes": {"fit.lr": [0.1, -1]}}, r"fit.lr is -1, it must be above 0"),
+        ({"axes": {"fit.lr": [0.1, -1]}}, r"fit.lr is -1.0, it must be above 0"),
         ({"axes": {"model.dropout": [2]}}, "model 'sasrec': .*dropout"),
         ({"axes": {"fit.lr": [0.1, 0.1]}}, "has a point twice"),
         (
@@ -142,7 +142,10 @@ def test_files_are_read_with_care(tmp_path: Path) -> None:
         ("axes: {", "is not valid YAML"),
         ("source: x\naxis: {}", "g.yaml: unknown key 'axis'; the nearest key is 'axes'"),
         ("axes: {}", "source"),
-        ("source: x\nscheduler: {name: asha, grase: 1}", "unknown key 'scheduler.grase'; the nearest key is 'grace'"),
+        (
+            "source: x\nscheduler: {name: asha, grase: 1}",
+            "unknown key 'scheduler.grase'; the nearest key is 'scheduler.grace'",
+        ),
         ("source: x\nsmoke: {fixd: 1}", "smoke has the key 'fixd'; it takes fixed"),
         ("source: x\nmetric: ndcg@10", "starts with val/"),
     ]:

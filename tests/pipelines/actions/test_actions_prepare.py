@@ -172,7 +172,7 @@ def test_what_is_known_of_viewers_stands_at_their_events(tmp_path: Path) -> None
     [
         ({"users": {**USERS, "files": "nobody.csv"}}, "no user file like 'nobody.csv'"),
         ({"users": {**USERS, "attributes": {}}}, "users.attributes is empty"),
-        ({"users": {**USERS, "atributes": {}}}, "nearest key is 'attributes'"),
+        ({"users": {**USERS, "atributes": {}}}, "nearest key is 'users.attributes'"),
         ({"users": USERS, "categories": {"age": "click"}}, "'age' is the name of two features"),
     ],
 )
@@ -215,7 +215,7 @@ def test_a_log_of_constant_actions_is_an_error(tmp_path: Path) -> None:
         ({"behaviour": "click"}, "every impression is a behaviour"),
         ({"ties": "log_order"}, "--ties strict"),
         ({"actions": {"tasks": {"t": {"label": "dwell"}}}}, "no label 'dwell'"),
-        ({"actions": {"task": {}}}, "nearest key is 'tasks'"),
+        ({"actions": {"task": {}}}, "nearest key is 'prepare.actions.tasks'"),
         ({"split": {"val_start": "2022-05-07", "test_start": "2022-05-06"}}, "swap them"),
         ({"split": {"val_start": "soon", "test_start": "2022-05-06"}}, "give a moment"),
     ],

@@ -365,8 +365,8 @@ def test_events_in_two_formats_are_not_read_twice(tmp_path: Path) -> None:
 
 WRONG: list[tuple[Row, str]] = [
     ({"usr": "u"}, "the nearest key is 'user'"),
-    ({"time": {"column": "t", "unti": "ms"}}, "'time.unti'; the nearest key is 'unit'"),
-    ({"labels": {"click": {"colum": "c"}}}, "'labels.click.colum'; the nearest key is 'column'"),
+    ({"time": {"column": "t", "unti": "ms"}}, "'time.unti'; the nearest key is 'time.unit'"),
+    ({"labels": {"click": {"colum": "c"}}}, "'labels.click.colum'; the nearest key is 'labels.click.column'"),
     ({"item": None}, "'item' is missing"), ({"time": None}, "'time' is missing"), ({"user": None}, "'user' is missing"),
     ({"user": False}, "'user' is false"), ({"header": "u"}, "'header' is"), ({"delimiter": "—"}, "'delimiter' is '—'"),
     ({"format": "xml"}, "one of csv, jsonl, parquet, lines, keyed"), ({"quote": "''"}, "'quote'"),

@@ -391,7 +391,7 @@ def test_settings_that_do_not_fit_the_log(tmp_path: Path, changes: dict, config:
     ("layers", "words"),
     [
         ([{"coer": 5}], "unknown key 'prepare.coer'; the nearest key is 'core'"),
-        ([{"split": {"kid": "temporal"}}], "unknown key 'prepare.split.kid'; the nearest key is 'kind'"),
+        ([{"split": {"kid": "temporal"}}], "unknown key 'prepare.split.kid'; the nearest key is 'prepare.split.kind'"),
         ([{"split": "temporal"}], "it is a mapping"),
         ([{"core": -1}], "core is -1"),
         ([{"core": "five"}], "'prepare.core' is 'five'"),
@@ -406,7 +406,10 @@ def test_settings_that_do_not_fit_the_log(tmp_path: Path, changes: dict, config:
         ([{"duplicates": "maybe"}], "prepare.duplicates' is 'maybe'"),
         ([{"ray_data": {"compression": "gzip"}}], "ray_data.compression' is 'gzip'"),
         ([{"ray_data": {"read_mb": 0}}], "ray_data.read_mb is 0, it must be at least 1"),
-        ([{"ray_data": {"shuffle_mb": 1}}], "unknown key 'prepare.ray_data.shuffle_mb'; the nearest key is 'shuffle_b"),
+        (
+            [{"ray_data": {"shuffle_mb": 1}}],
+            "key 'prepare.ray_data.shuffle_mb'; the nearest key is 'prepare.ray_data.shuffle_",
+        ),
         ([{"duplicates": "keep", "kind": "search"}], "duplicates is keep, which is of kind retrieval"),
     ],
 )

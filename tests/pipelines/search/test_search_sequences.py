@@ -243,7 +243,7 @@ def test_a_log_of_orders_has_no_windows(tmp_path: Path) -> None:
         ({"core": 5}, "use --core 0"),
         ({"ties": "log_order"}, "use --ties strict"),
         ({"kind": "serch"}, "one of retrieval, search"),
-        ({"search": {"windows": [1]}}, "search.windows'; the nearest key is 'windows_days'"),
+        ({"search": {"windows": [1]}}, "prepare.search.windows'; the nearest key is 'prepare.search.windows_days'"),
         ({"search": [1]}, "a mapping"),
         ({"split": "temporal"}, "a mapping"),
     ],
