@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs import quickstart
+from jobs import quickstart, train
 from jobs.quickstart import FLOWS, SMALL, Trained
-from pipelines.training import run
 
 
 def test_a_feed_becomes_a_table_of_models(
@@ -21,7 +20,7 @@ def test_a_feed_becomes_a_table_of_models(
     models = (Trained("genrank", ("attn_mvp", "actions/genrank"), small),)  # the others go the same way
     monkeypatch.setitem(FLOWS, "actions", replace(FLOWS["actions"], models=models))
     # by this process: test_search_flow.py trains by a worker of Ray
-    monkeypatch.setattr(run, "run_training", partial(run.run_training, heard=lambda about: None))
+    monkeypatch.setattr(train, "run_training", partial(train.run_training, heard=lambda about: None))
     sizes = {"users": 60, "items": 40, "events": 300, "epochs": 1}
     quickstart.run(quickstart.Config(family="actions", output=str(tmp_path), **sizes))
     printed = capsys.readouterr().out

@@ -197,12 +197,11 @@ COMMANDS = """
 import importlib, json, sys
 from functools import partial
 from jobs import cli
-from pipelines.training import run
 
 for job, *words in json.loads(sys.argv[1]):
     module = importlib.import_module(f"jobs.{job}")
     if job == "train" and sys.argv[2] == "here":
-        run.run_training = partial(run.run_training, heard=lambda about: None)
+        module.run_training = partial(module.run_training, heard=lambda about: None)
     module.run(cli.options_for(module, words))
 """
 """Commands one after the other, in one process: each takes seconds to start. A training is by a worker of Ray or, with
