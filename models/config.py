@@ -167,8 +167,8 @@ def _check_values(kind: type, content: dict[str, Any], where: str, named: Callab
         if kinds & {int, float} and (wrong or str(value).lower() == "nan"):
             raise ValueError(f"{named(where + key)} is {shown(value)}, it must be {wanted(option, known[key])}")
         for nested in filter(is_dataclass, kinds):
-            many = {f".{name}": each for name, each in value.items()} if get_origin(option) is dict and value else {}
-            for name, each in (many or {"": value}).items():
+            many = get_origin(option) is dict and isinstance(value, dict)
+            for name, each in {f".{k}": each for k, each in value.items()}.items() if many else [("", value)]:
                 if isinstance(each, dict):
                     _check_values(nested, each, f"{where}{key}{name}.", named)  # type: ignore[arg-type]
 
