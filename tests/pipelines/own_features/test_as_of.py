@@ -124,7 +124,7 @@ def test_rows_that_repeat_or_break_are_told(raw: Path, tmp_path: Path, capsys: p
         ({"time": {"column": "since", "unit": "order"}}, "as_of.prices needs a 'time' of the log's kind"),
         ({"numbers": {}, "categories": {}}, "and 'numbers' or 'categories'"),
         ({"numbers": {"bm25": "price"}}, "'bm25' is the name of two features"),
-        ({"number": []}, "unknown key 'as_of.prices.number'; the nearest is 'numbers'"),
+        ({"number": []}, "unknown key 'as_of.prices.number'; the nearest key is 'as_of.prices.numbers'"),
     ],
 )
 def test_what_cannot_be_is_said(change: dict[str, Any], message: str) -> None:
