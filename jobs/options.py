@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
 import yaml
 
-from models.config import build, instead, kinds_of, read_yaml, wanted
+from models.config import build, instead, kinds_of, read_yaml, shown, wanted
 from models.tables import UserError
 from models.uri import refuse_secrets
 
@@ -169,6 +169,8 @@ def read(kind: type, argv: Sequence[str] | None = None) -> Given:
         if not known(key, options):
             raise UserError(f"unknown key '{key}'{path}; {instead(key, options)}; see --help for all")
         refuse_secrets(value, place)
+        if key in options and get_origin(options[key].kind) is dict and not isinstance(value, dict):
+            raise UserError(f"{place} is {shown(value)}, it must be {wanted(options[key].kind)}")
         if isinstance(value, dict) and "." not in key:  # a section whose keys are free
             value = {**(given.get(key) or {}), **value}
         given[key], places[key] = value, place

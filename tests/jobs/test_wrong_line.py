@@ -53,6 +53,8 @@ LINES = [
      "model.teacher is teacher, the name of a run; give the run's folder, which is {runs}/teacher"),
     (f"{TRAIN}/sasrec.yaml --tables {{tables}} --model.nam x", "unknown key 'model.nam'; .*'model.name'"),
     ("train --tables {tables} --storage {runs} --name new", "no model is named; give a --config"),
+    (f"{TRAIN}/sasrec.yaml --tables {{tables}} --model tiger --model.dim 8",
+     "--model is 'tiger', it must be a mapping"),
     (f"{SWEEP}/sid_mlp_alpha.yaml --tables {{tables}} --model.teacher t", "needs semantic IDs; give --sids"),
     (f"{SWEEP}/sid_mlp_alpha.yaml --tables {{tables}} --sids {{sids}} --model.teacher gone",
      "the teacher .*/gone is neither a checkpoint nor a finished run"),
