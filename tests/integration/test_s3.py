@@ -167,4 +167,3 @@ def test_a_sweep_and_its_comparison(world: World) -> None:
     assert best_trial(f"{world.s3}/runs/rates").startswith(f"{world.s3}/runs/rates/lr-")
     told = (world.here / "compare.md").read_text()
     assert "sasrec" in told
-    assert "rqkmeans" in told

@@ -33,6 +33,7 @@ import importlib, json, os, signal, sys
 import matplotlib.pyplot, mlflow.pyfunc, mlflow.store.tracking.sqlalchemy_store  # else each of the processes does it
 import ray
 from models.fit import FitConfig
+from models.inputs import Inputs
 from pipelines.training.settings import RayOptions
 from pipelines.training.run import train
 from tuning.grid import Grid
