@@ -13,14 +13,17 @@ import os
 import re
 import select
 import shlex
+import signal
 import socket
 import sys
 import tempfile
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 import grpc
@@ -28,6 +31,7 @@ import ray
 from ray.core.generated import gcs_service_pb2 as messages  # its classes are made at import, unseen by mypy
 from ray.core.generated import gcs_service_pb2_grpc as services
 
+from jobs import leave
 from jobs.options import parse
 from models.tables import UserError
 from models.words import number_of
@@ -48,6 +52,13 @@ def start_ray(num_cpus: int | None = None) -> None:
     """
     if ray.is_initialized():
         return
+    try:
+        _start_ray(num_cpus)
+    finally:
+        catch_signals()  # Ray has a handler of its own for SIGTERM
+
+
+def _start_ray(num_cpus: int | None) -> None:
     if address := os.environ.get("RAY_ADDRESS"):
         join_cluster(address)
         return
@@ -166,6 +177,32 @@ def check_token(address: str) -> None:
             ) from None
 
 
+_signals: list[int] = []
+"""Those that asked this process to stop."""
+
+
+def catch_signals() -> None:
+    """Lets SIGINT and SIGTERM stop the job: the first as KeyboardInterrupt, so that it lets go of what it holds, a
+    second one at once."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, _interrupt)
+        signal.signal(signal.SIGTERM, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGINT, leave)
+    signal.signal(signal.SIGTERM, leave)
+    _signals.append(number)
+    raise KeyboardInterrupt
+
+
+def end(number: int) -> NoReturn:
+    """Ends a job that a signal has stopped, with one line: what Ray has started ends with the process."""
+    with suppress(ValueError, OSError):
+        sys.stdout.flush()
+    leave(number)
+
+
 def kept_traceback(error: BaseException) -> str:
     """Where the traceback of an error is that one line stands for: in a file, and on the terminal if TRIELINE_TRACEBACK
     is set."""
@@ -204,15 +241,24 @@ def options_for(job: ModuleType, argv: Sequence[str]) -> Any:
 
 def main(run: Callable[[Any], Any], config: type, parse_: Callable[[], Any] | None = None) -> NoReturn:
     """Parses the command line, runs the job, and exits: 0 when done, 1 with one line for a UserError or a fault
-    of the machines (`pipelines/faults.py`), 141 as other commands where what reads its output is gone (`| head`).
+    of the machines (`pipelines/faults.py`), 130 and 143 when SIGINT or SIGTERM stopped it, 141 as other commands where
+    what reads its output is gone (`| head`).
 
     `parse_()` is for jobs whose options are more than those of `config`.
     """
+    catch_signals()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # for those who watch a file or a pipe
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # type: ignore[assignment]
     try:
         run(parse_() if parse_ else parse(config))
         sys.stdout.flush()
-    except Exception as error:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: os._exit(0))  # all is done but for what Python and Ray tidy up
+    except BaseException as error:
+        if _signals:  # whatever has become of KeyboardInterrupt on its way
+            end(_signals[0])
+        if not isinstance(error, Exception):
+            raise
         if isinstance(error, BrokenPipeError) and not output_is_read():
             sys.exit(141)
         known = user_error_in(error)

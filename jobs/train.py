@@ -89,7 +89,7 @@ def still_rising(best: int, done: int, fit: FitConfig) -> str:
     """A line where the best epoch is the last of several measured ones, else nothing."""
     if not best == done == fit.max_epochs > fit.eval_every_epochs:
         return ""
-    return f"note: the best epoch is the last; more epochs may be better: --fit.max_epochs {2 * done}, another --name\n"
+    return f"note: the best epoch is the last; more epochs may be better: --fit.max_epochs {2 * done} goes on\n"
 
 
 def run(config: Config) -> Any:

@@ -104,7 +104,12 @@ class Setup:
         check(about, uri, self.catalogue.hashes, registry.config_to_dict(self.config)["name"])
         with local(uri) as copy:
             load_weights(self.model, copy)
-            return load_state(copy) if self.entry.gradient else None
+            if not self.entry.gradient:
+                return None
+            state = load_state(copy)
+        if about.epoch == about.fit["max_epochs"] < self.fit.max_epochs:  # it had ended, and is to go on
+            state["cursor"]["stopped"] = False
+        return state
 
 
 def inputs_of(name: str, inputs: Inputs) -> Inputs:

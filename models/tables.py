@@ -289,10 +289,11 @@ def code_version() -> str:
 
 
 def git(*words: str) -> str | None:
-    """What git says of the checkout that this code runs from; None where there is none, or no git, as in an image."""
+    """What git says of the checkout that this code runs from; None where there is none, or no git, as in an image or
+    an archive."""
     try:
         said = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     return said.stdout.strip() if said.returncode == 0 else None
 

@@ -23,6 +23,9 @@ FULL = re.compile(
 )
 """What a full disk says through Python, Arrow, SQLite, safetensors and PyTorch."""
 
+FORBIDDEN = re.compile(r"ACCESS_DENIED|AccessDenied|HTTP response code 403")
+"""What Arrow says where S3 or GCS refuses."""
+
 DEAD = {"RayActorError", "ActorDiedError", "ActorUnavailableError", "WorkerCrashedError", "NodeDiedError",
         "LocalRayletDiedError", "ObjectLostError", "OwnerDiedError", "WorkerHealthCheckTimeoutError"}  # fmt: skip
 """Ray's errors where a process or a node was lost."""
@@ -98,7 +101,7 @@ def explain(error: BaseException) -> str | None:
 
 def lasting(error: BaseException) -> bool:
     """Whether the same would happen again at once: trying again is for what was lost."""
-    return user_error_in(error) is not None or any(is_full(one) for one in causes(error))
+    return user_error_in(error) is not None or any(is_full(one) or is_closed(one) for one in causes(error))
 
 
 def is_full(error: BaseException) -> bool:
@@ -106,6 +109,12 @@ def is_full(error: BaseException) -> bool:
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     raised_by_a_write = "RayTaskError" not in names(error) and not isinstance(error, UserError)
     return full or "OutOfDiskError" in names(error) or bool(raised_by_a_write and FULL.search(str(error)))
+
+
+def is_closed(error: BaseException) -> bool:
+    """Whether a storage may not be written."""
+    closed = isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+    return closed or bool(isinstance(error, OSError) and FORBIDDEN.search(str(error)))
 
 
 def names(error: BaseException) -> set[str]:

@@ -15,9 +15,11 @@ import os
 import platform
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,15 +34,15 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from models.config import flattened, hint
 from models.locks import locked
-from models.tables import UserError, git
-from models.uri import refuse_secrets
+from models.tables import UserError, git, join
+from models.uri import read_json, refuse_secrets, write_file
 
 for chatty in ("mlflow", "alembic"):
     logging.getLogger(chatty).setLevel(logging.WARNING)
 logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # a traceback of what is raised anyway
 
-BATCH = 100
-"""Metrics per request; MLflow takes at most 1000 metrics, 100 params and 100 tags."""
+BATCH, PARAMS = 1000, 100
+"""Metrics and params per request; MLflow takes no more."""
 
 COMMIT_TAG = "mlflow.source.git.commit"
 """MLflow's own tag with the git commit."""
@@ -155,23 +157,35 @@ def check_nodes(uri: str, nodes: int) -> None:
 
 
 def connect(uri: str) -> MlflowClient:
-    """A client of a tracking store that is there; a SQLite one is created if need be. UserError if it is not.
+    """A client of a tracking store that is there; a SQLite one is created if need be. UserError if it is not, and where
+    a server goes on answering with errors for as long as MLflow is patient.
 
     User and password of a server are MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
     """
+    file = uri.removeprefix("sqlite:///")
+    if file == uri and uri in _reached:
+        return MlflowClient(uri)
     try:
-        file = uri.removeprefix("sqlite:///")
         # Of several that start together one makes the tables of a file: MLflow's own lock leaves some out.
-        alone = locked(f"{file}.lock", "", math.inf) if file != uri else nullcontext()
-        with alone, nullcontext() if uri in _reached else _few_retries():
+        with locked(f"{file}.lock", "", math.inf) if file != uri else nullcontext():
             client = MlflowClient(uri)
-            client.search_experiments(max_results=1)
+            try:
+                with nullcontext() if uri in _reached else _few_retries():
+                    client.search_experiments(max_results=1)
+            except MlflowException as error:
+                if FAILING not in str(error):
+                    raise
+                client.search_experiments(max_results=1)  # it is there
         expect(uri)
         return client
     except (MlflowException, OSError, SQLAlchemyError) as error:
         first = " ".join(str(error).split())[:200]
-        raise UserError(f"cannot reach MLflow at {uri} ({first}); start it or give another --tracking_uri") from error
+        what = "MLflow answers with errors" if FAILING in str(error) else "cannot reach MLflow"
+        raise UserError(f"{what} at {uri} ({first}); start it or give another --tracking_uri") from error
 
+
+FAILING = "error responses"
+"""What MLflow says of a server that answers with a status of 500 or above."""
 
 _reached: set[str] = set()
 """Servers that this process, or the one that has started it, has reached: one that is gone for a while comes back."""
@@ -250,8 +264,8 @@ def open_run(
     place = _experiment(client, uri, experiment, storage)
     run = _trial_run(client, place, labels) or client.create_run(place, run_name=name, tags=labels)
     params = [Param(key, value[:6000]) for key, value in flattened(config).items()]
-    for start in range(0, len(params), BATCH):
-        client.log_batch(run.info.run_id, params=params[start : start + BATCH])
+    for start in range(0, len(params), PARAMS):
+        client.log_batch(run.info.run_id, params=params[start : start + PARAMS])
     try:
         client.log_dict(run.info.run_id, config, "config.yaml")
     except (MlflowException, OSError, ImportError) as error:
@@ -325,26 +339,54 @@ def delete(run: RunRef) -> None:
         ) from error
 
 
-class Logger:
-    """Logs the metrics of one run; used by rank 0 alone. What the run has already is not logged again."""
+Curves = dict[str, list[tuple[int, float, int]]]
+"""By metric its points: step, value and time in milliseconds."""
 
-    def __init__(self, run: RunRef) -> None:
-        self.run = run
+
+class Logger:
+    """Logs the metrics of one run; used by rank 0 alone. What the run has already is not logged again.
+
+    Metrics are sent by a thread while the training goes on, all that have come together in one request, and `flush`
+    waits for them. (MLflow's own queue has a request for every two seconds, whatever one takes.) A checkpoint has the
+    curves up to it (`write_curves`), so that a run that goes on from it sends what a kill kept back.
+    """
+
+    def __init__(self, run: RunRef, curves: Curves | None = None) -> None:
+        """`curves`: those up to the checkpoint that the run goes on from."""
+        self.run, self.curves = run, curves or {}
         self.client = connect(run.uri)
         there = self.client.get_run(run.run_id).data
         self.tags = there.tags
+        self._thread, self._lock, self._pending = ThreadPoolExecutor(1), threading.Lock(), list[Metric]()
+        self._sending: Future[None] | None = None
         self._last: dict[str, tuple[int, float]] = {  # of each metric the point of the last step
             point.key: (point.step, point.value) for point in there.to_proto().metrics
         }
+        self._send({name: [p for p in points if p[0] > self._step(name)] for name, points in self.curves.items()})
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Logs `metrics` at `step`, those not yet logged before an interruption."""
-        self._put({name: (step, value) for name, value in metrics.items() if self._step(name) < step})
+        """Logs `metrics` at `step`, those not yet logged before an interruption. Does not wait for MLflow."""
+        now = int(time.time() * 1000)
+        finite = {name: (step, float(value), now) for name, value in metrics.items() if math.isfinite(value)}
+        for name, point in finite.items():
+            self.curves.setdefault(name, []).append(point)
+        self._send({name: [point] for name, point in finite.items() if self._step(name) < step})
 
     def update(self, figures: dict[str, float], step: int) -> None:
         """Logs figures of the run as a whole at `step`; of those logged before the ones that have changed, after it."""
-        changed = {name: value for name, value in figures.items() if self._value(name) != float(value)}
-        self._put({name: (max(step, self._step(name) + 1), value) for name, value in changed.items()})
+        now = int(time.time() * 1000)
+        changed = {
+            name: value for name, value in figures.items() if math.isfinite(value) and self._value(name) != float(value)
+        }
+        self._send({name: [(max(step, self._step(name) + 1), value, now)] for name, value in changed.items()})
+        self.flush()
+
+    def flush(self) -> float:
+        """Waits until MLflow has all metrics; the seconds that took. Raises MlflowException where it does not take
+        them."""
+        began = time.monotonic()
+        self._thread.submit(self._drain).result()
+        return time.monotonic() - began
 
     def _step(self, name: str) -> int:
         return self._last.get(metric_name(name), (-1, 0.0))[0]
@@ -352,22 +394,31 @@ class Logger:
     def _value(self, name: str) -> float | None:
         return self._last.get(metric_name(name), (-1, None))[1]
 
-    def _put(self, points: dict[str, tuple[int, float]]) -> None:
-        now = int(time.time() * 1000)
+    def _send(self, curves: Curves) -> None:
         fresh = [
-            Metric(metric_name(name), float(value), now, step)
-            for name, (step, value) in points.items()
-            if math.isfinite(value)
+            Metric(metric_name(name), value, time_ms, step)
+            for name, points in curves.items()
+            for step, value, time_ms in points
         ]
-        for start in range(0, len(fresh), BATCH):
-            self.client.log_batch(self.run.run_id, metrics=fresh[start : start + BATCH])
+        with self._lock:
+            self._pending += fresh
+        if self._sending is None or self._sending.done():
+            self._sending = self._thread.submit(self._drain)
         self._last.update({point.key: (point.step, point.value) for point in fresh})
+
+    def _drain(self) -> None:
+        """Sends what is pending; what MLflow does not take stays so."""
+        while batch := self._pending[:BATCH]:
+            self.client.log_batch(self.run.run_id, metrics=batch)
+            with self._lock:
+                del self._pending[: len(batch)]
 
     def tag(self, **tags: str) -> None:
         self.client.log_batch(self.run.run_id, tags=[RunTag(name, value) for name, value in tags.items()])
 
     def end(self, status: str = "FINISHED") -> None:
         """FINISHED, FAILED or KILLED."""
+        self.flush()
         self.client.set_terminated(self.run.run_id, status)
 
 
@@ -386,27 +437,39 @@ def system_metrics(run: RunRef, seconds: float = 10) -> Iterator[None]:
         monitor.finish()
 
 
-def log_curves(run: RunRef) -> None:
-    """Logs the run's training and validation metrics as `curves.csv` and, drawn, as `curves.png`."""
+CURVES = "curves.json"
+"""In a run's folder: its curves up to the last checkpoint."""
+
+
+def write_curves(folder: str, curves: Curves) -> None:
+    """Keeps the curves in the run's folder."""
+    write_file(join(folder, CURVES), json.dumps(curves).encode())
+
+
+def read_curves(folder: str, step: int) -> Curves:
+    """The curves in the run's folder, up to the checkpoint of that step."""
+    there = (read_json(join(folder, CURVES)) or {}).items()
+    found: Curves = {name: [(at, value, ms) for at, value, ms in points if at <= step] for name, points in there}
+    return {name: points for name, points in found.items() if points}
+
+
+def log_curves(run: RunRef, curves: Curves) -> None:
+    """Logs training and validation metrics as `curves.csv` and, drawn, as `curves.png`."""
     client = connect(run.uri)
-    data = client.get_run(run.run_id).data
-    curves = {
-        key: [(point.step, point.value) for point in client.get_metric_history(run.run_id, key)]
-        for key in sorted(data.metrics)
-        if key.startswith(("train/", "val/"))
-    }
+    curves = {name: points for name, points in sorted(curves.items()) if name.startswith(("train/", "val/"))}
     if not curves:
         return
-    lines = ["metric,step,value", *(f"{shown_name(k)},{s},{v}" for k, points in curves.items() for s, v in points)]
+    lines = ["metric,step,value", *(f"{name},{s},{v}" for name, points in curves.items() for s, v, _ in points)]
     client.log_text(run.run_id, "\n".join(lines) + "\n", "curves.csv")
     from pipelines.figures import new_figure
 
     figure, panels = new_figure(2, width=5.5, height=4)
-    at_10 = [key for key in curves if key.startswith("val/") and key.endswith("_at_10")]
+    at_10 = [key for key in curves if key.startswith("val/") and key.endswith("@10")]
     for axes, keys in zip(panels, (["train/loss"], at_10), strict=True):
         drawn = [key for key in keys if key in curves]
         for key in drawn:
-            axes.plot(*zip(*sorted(curves[key]), strict=True), label=shown_name(key), marker=".")
+            steps, values, _ = zip(*curves[key], strict=True)
+            axes.plot(steps, values, label=key, marker=".")
         axes.set_xlabel("optimizer step")
         axes.grid(alpha=0.3)
         if drawn:

@@ -22,6 +22,7 @@ from typing import Any
 
 os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # MLflow has the metrics; no files beside it
 os.environ.setdefault("TUNE_FUNCTION_THREAD_TIMEOUT_S", "30")  # a stopped trial leaves its process to the next one
+os.environ.setdefault("TUNE_DISABLE_SIGINT_HANDLER", "1")  # it would end a sweep as if it were done
 os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the ledger below says what there is to say
 
 import ray
@@ -155,18 +156,16 @@ def replay(scheduler: TrialScheduler, past: list[tuple[int, int, float, str]]) -
 
 
 def past_reports(plan: Plan) -> list[tuple[int, int, float, str]]:
-    """What the trials reported before this call, up to the checkpoints that they go on from: MLflow has it."""
-    found, client = [], tracking.connect(plan.uri)
+    """What the trials reported before this call, up to the checkpoints that they go on from."""
+    found = []
     for name in plan.trials:
-        noted, last = read_record(join(plan.folder, name)), checkpoint.last(join(plan.folder, name))
-        if not noted or "tracking" not in noted or not last:
+        folder = join(plan.folder, name)
+        if not read_record(folder) or not (last := checkpoint.last(folder)):
             continue
-        run, reached = noted["tracking"]["run_id"], last.step
-        ends = [point.step for point in client.get_metric_history(run, "epoch")]
-        for point in client.get_metric_history(run, tracking.metric_name(f"val/{plan.metric}")):
-            if point.step <= reached:
-                epoch = 1 + sum(end < point.step for end in ends)
-                found.append((point.timestamp, epoch, point.value, name))
+        curves = tracking.read_curves(folder, last.step)
+        ends = [step for step, *_ in curves.get("epoch", [])]
+        for step, value, time_ms in curves.get(f"val/{plan.metric}", []):
+            found.append((time_ms, 1 + sum(end < step for end in ends), value, name))
     return found
 
 
@@ -257,8 +256,12 @@ def sweep(
                 results = run_pending(plan, pending, options.concurrency, workers, ledger)
             found = [outcome(trial, plan, ledger.errors) for trial in trials]
             best = close(grid, run, found)
-        except BaseException as error:
-            tracking.Logger(run).end("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+        except KeyboardInterrupt:
+            ray.shutdown()  # ends the trials
+            close(grid, run, [outcome(trial, plan, ledger.errors) for trial in trials])
+            raise
+        except BaseException:
+            tracking.Logger(run).end("FAILED")
             raise
     if left := sum(o.status == "unfinished" for o in found):
         raise UserError(f"the sweep '{name}' stopped with {left} of {len(trials)} trials to do; the same line goes on")

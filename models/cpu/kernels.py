@@ -27,6 +27,7 @@ import warnings
 from collections.abc import Sequence
 from ctypes import POINTER, c_bool, c_float, c_int64, c_void_p
 from functools import cache
+from importlib import resources
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,7 +38,7 @@ from torch import Tensor
 
 from models.cpu.matmul import plain_inference
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCE = resources.files("models.cpu") / "kernels.cpp"  # of a folder, or of the archive of a served model
 
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-march=native")
 
@@ -91,7 +92,8 @@ def _built(compiler: str) -> Path:
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text().splitlines() if cpu.exists() else []
     features = [line for line in lines if line.startswith(("flags", "Features"))][:1]  # of x86, of ARM
-    about = repr((SOURCE.read_bytes(), compiler, FLAGS, platform.machine(), features))
+    source = SOURCE.read_text()
+    about = repr((source, compiler, FLAGS, platform.machine(), features))
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trieline"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.lstat().st_uid != os.geteuid() or folder.lstat().st_mode & 0o022:  # links have all bits
@@ -103,11 +105,11 @@ def _built(compiler: str) -> Path:
     with TemporaryDirectory(dir=folder) as work:
         made, part = Path(work, "kernels.so"), f"{work}/kernels.o"
         for step in (
-            ["-fopenmp", "-c", str(SOURCE), "-o", part],
+            ["-fopenmp", "-x", "c++", "-c", "-", "-o", part],
             # without -fopenmp: its functions are those that torch has loaded, so that there is one pool of threads
             ["-shared", part, "-o", str(made)],
         ):
-            done = subprocess.run([command, *FLAGS, *options, *step], capture_output=True, text=True)
+            done = subprocess.run([command, *FLAGS, *options, *step], input=source, capture_output=True, text=True)
             if done.returncode:
                 why = done.stderr.strip().splitlines()[-1:]
                 raise OSError(" ".join([f"{compiler} ended with {done.returncode}", *why]))

@@ -161,7 +161,9 @@ def rows_of(selection: Selection) -> list[Row]:
     """The selected runs, grouped."""
     rows: dict[tuple, Row] = {}
     for run in selection.runs:
-        given, tags = {**later_options(run.data.params), **run.data.params}, run.data.tags
+        tags = run.data.tags
+        longer = {key: value for key, value in tags.items() if key.startswith("fit.")}  # of runs that were continued
+        given = {**later_options(run.data.params), **run.data.params, **longer}
         told = {key: value for key, value in given.items() if key.startswith(("model.", "fit.", "evaluate."))}
         apart = OTHER | ({"model.encoder"} if "model.encoder_hash" in given else set())  # SID-MLP++'s is a checkpoint
         alike = {key: value for key, value in told.items() if key not in apart}

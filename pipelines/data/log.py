@@ -579,14 +579,16 @@ class Log(Files):
         items = lists.cast(pl.List(pl.String)).fill_null([])
         if last:
             end = clean_ids(evaluate(rows, {"end": last}, uri)[0]["end"])
-            items = pl.select(pl.concat_list(items, end)).to_series()
+            items = pl.select(pl.when(end.is_null()).then(items).otherwise(pl.concat_list(items, end))).to_series()
         places = pl.select(pl.int_ranges(0, items.list.len())).to_series()
         for piece in slices(rows.with_columns(items.alias(LIST), places.alias(ELEMENT)), LIST):
             piece = piece.explode(LIST, ELEMENT, empty_as_null=True, keep_nulls=True)
             events = Rows(piece, {"user_id": self.user, "item_id": LIST}, uri)
             events.wanted["item_id"] = self.sequence or (self.history.column if self.history else LIST)
             events.ids("user_id")
-            events.ids("item_id")
+            events.ids(
+                "item_id", "missing or empty; of text with blanks in a row split regexp_replace(..., '\\s+', ' ')"
+            )
             events.values["timestamp_ms"] = piece[ELEMENT].fill_null(0) + at
             events.join(users)
             yield events

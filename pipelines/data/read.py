@@ -445,6 +445,7 @@ def _rows_of_arrow(
     if not text.strip(b"\r\n"):
         return None, np.zeros(0, np.int64), []
     broken: Broken = []
+    text.decode()  # Arrow only prints what is wrong with the bytes of a row that it hands to `skip`
 
     def skip(row: Any) -> str:
         why = f"row: {row.actual_columns} columns, not {row.expected_columns}"

@@ -125,8 +125,8 @@ class Rows:
             f"{self.uri}: '{text}' is {kind}, not {need}; convert it in the log, or by an expression of SQL"
         )
 
-    def ids(self, target: str) -> None:
-        """An id as text; a word for nothing is none."""
+    def ids(self, target: str, missing: str = "missing") -> None:
+        """An id as text; a word for nothing is none. `missing`: what is said of one that is not there."""
         values, what = self.made[target], self.wanted[target]
         if values.dtype.is_nested() or values.dtype.is_temporal():
             remedy = "name a field of it" if isinstance(values.dtype, pl.Struct) else "explode lists of items"
@@ -136,7 +136,7 @@ class Rows:
             blank = (
                 values.is_null() | (values.str.strip_chars() == "") if values.dtype == pl.String else values.is_null()
             )
-            self.reject(made.is_null() & blank.fill_null(True), f"{what}: missing")
+            self.reject(made.is_null() & blank.fill_null(True), f"{what}: {missing}")
             self.reject(made.is_null(), f"{what}: missing, written as text such as nan or null, infinite, or no text")
 
     def text(self, target: str) -> None:
@@ -194,8 +194,8 @@ class Rows:
             values = values.str.strip_chars()
             values = pl.select(pl.when(values != "").then(values)).to_series()
         self.values[target] = number = values.cast(pl.Float32, strict=False)
-        comma = f"of 12,50 make one by cast(replace({what}, ',', '.') as double)"
-        self.reject(values.is_not_null() & number.is_null(), f"{what}: not a number; {comma}")
+        remedy = f"write try_cast({what} as double) for none, cast(replace({what}, ',', '.') as double) for 12,50"
+        self.reject(values.is_not_null() & number.is_null(), f"{what}: not a number; {remedy}")
         self.reject(~number.is_finite().fill_null(True), f"{what}: not finite")
         if span is not None:
             out = ((number < span[0]) | (number > span[1])).fill_null(False)

@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 import warnings
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -94,7 +95,7 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
             logged = mlflow.pyfunc.log_model(
                 name="model",
                 python_model=str(Path(__file__).with_name(SERVED[family.ranks][0])),
-                code_paths=[str(Path(models.__path__[0]))],
+                code_paths=[str(write_code(Path(folder)))],
                 artifacts={"data": str(bundle)},
                 signature=signature(family, requests.columns(info, trained.model, inputs)),
                 metadata=requests.about(info, trained.model),
@@ -102,6 +103,16 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
                 pip_requirements=REQUIREMENTS + ["scikit-learn"] * bool(inputs.text),
             )
     return str(logged.model_uri)
+
+
+def write_code(folder: Path) -> Path:
+    """`models/` as one archive, which a served model imports from: a server takes seconds for each file."""
+    package = Path(models.__path__[0])
+    with zipfile.ZipFile(folder / "models.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in sorted(package.rglob("*.*")):
+            if file.suffix in (".py", ".cpp"):
+                archive.write(file, file.relative_to(package.parent))
+    return folder / "models.zip"
 
 
 def write_bundle(bundle: Path, uri: str, inputs: Inputs) -> None:

@@ -6,12 +6,17 @@ pickle. It needs PyTorch and MLflow alone.
 
 from __future__ import annotations
 
+import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import mlflow
 import pandas as pd
 from mlflow.pyfunc import PythonModel
+
+if (code := Path(__file__).with_name("code") / "models.zip").is_file():  # where it is served
+    sys.path.insert(0, str(code))
 
 from models import checkpoint, registry
 from models.requests import Row, bundled

@@ -20,9 +20,11 @@ behaviours than the model reads: what is kept then is as `append` of the model s
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -30,6 +32,9 @@ import mlflow
 import pandas as pd
 import torch
 from mlflow.pyfunc import PythonModel
+
+if (code := Path(__file__).with_name("code") / "models.zip").is_file():  # where it is served
+    sys.path.insert(0, str(code))
 
 from models import checkpoint, registry
 from models.latest import Latest

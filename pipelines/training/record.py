@@ -50,6 +50,11 @@ def write_record(folder: str, record: dict[str, Any]) -> None:
     write_file(join(folder, RUN), json.dumps(record, indent=2, sort_keys=True).encode())
 
 
+def is_longer(record: dict[str, Any], config: dict[str, Any]) -> bool:
+    """Whether a finished run is to go on for more epochs."""
+    return record["status"] == "finished" and config["fit"]["max_epochs"] > record["config"]["fit"]["max_epochs"]
+
+
 def check_same(record: dict[str, Any], config: dict[str, Any], hashes: dict[str, str], name: str, storage: str) -> None:
     """Refuses to continue a run with other settings or tables."""
     remedy = f"choose another --name, or --overwrite the run '{name}' in {storage}"
@@ -57,6 +62,8 @@ def check_same(record: dict[str, Any], config: dict[str, Any], hashes: dict[str,
     if model != wanted:
         raise UserError(f"the run '{name}' is of the model '{model}', not '{wanted}'; {remedy}")
     before, now = flattened(record["config"]), flattened(config)
+    if is_longer(record, config):
+        before["fit.max_epochs"] = now["fit.max_epochs"]
     for key in sorted(before.keys() | now.keys()):
         if key.removeprefix("fit.") not in MAY_CHANGE and (was := before.get(key)) != (given := now.get(key)):
             raise UserError(f"the run '{name}' was started with {key} {was}, not {given}; {remedy}")

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -32,7 +33,7 @@ from models.locks import locked
 from models.tables import UserError, has_manifest, join, open_uri, read_manifest
 from pipelines import cluster, faults, tracking
 from pipelines.serving import package
-from pipelines.training.record import RUN, check_same, read_record, write_record
+from pipelines.training.record import RUN, check_same, is_longer, read_record, write_record
 from pipelines.training.settings import FEWER, Checked, RayOptions, check
 from pipelines.training.worker import Progress, Task, WorkerContext, perform, worker
 
@@ -116,14 +117,13 @@ def run_training(
     inputs, uri, workers = checked.inputs, checked.uri, checked.workers
     for note in checked.notes:
         say(f"note: {note}")
-    if start:
-        start()
-    use_gpu = wants_gpu(ray_options, workers) and entry.gradient
-    if parent_run is None:  # the sweep has looked already
-        check_cluster(ray_options, workers, use_gpu)
-    tracking.check_nodes(uri, sum(node["Alive"] for node in ray.nodes()))
-
     with held(storage, name, wait):
+        if start:
+            start()
+        use_gpu = wants_gpu(ray_options, workers) and entry.gradient
+        if parent_run is None:  # the sweep has looked already
+            check_cluster(ray_options, workers, use_gpu)
+        tracking.check_nodes(uri, sum(node["Alive"] for node in ray.nodes()))
         if checked.overwrite:
             remove(folder, say)
         record = read_record(folder)
@@ -150,6 +150,12 @@ def run_training(
         else:
             check_same(record, config, hashes, name, storage)
             run = tracking.RunRef(**record["tracking"])
+            if is_longer(record, config):
+                epochs = config["fit"]["max_epochs"]
+                say(f"note: {name} goes on to epoch {epochs}, with the learning rates of that schedule from here")
+                record = {**record, "config": config, "status": "running"}
+                write_record(folder, record)
+                tracking.Logger(run).tag(**{"fit.max_epochs": str(epochs)})  # params never change
             if record["status"] == "finished":
                 about = checkpoint.read(join(folder, BEST))
                 return Trained(name, join(folder, BEST), about, run, record["epochs"], 0.0, already=True)
@@ -166,6 +172,8 @@ def run_training(
                 run_workers(task, storage, name, workers, use_gpu, ray_options, say, callbacks)
             if (last := checkpoint.last(folder)) is None:
                 raise RuntimeError(f"the run in {folder} ended without a checkpoint")
+            if log_model and entry.family.logged:
+                say("logging the model to MLflow")
             about = conclude(folder, record, last, log_model)
         except SystemExit:  # told to stop where it stands
             raise
@@ -187,7 +195,7 @@ def conclude(folder: str, record: dict[str, Any], last: Checkpoint, log_model: b
     values["train/total_seconds"] = last.timing["train_seconds"] + last.timing.get("eval_seconds", 0.0)
     logger.update(values, last.step)
     logger.tag(checkpoint=join(folder, BEST))
-    tracking.log_curves(run)
+    tracking.log_curves(run, tracking.read_curves(folder, last.step))
     if log_model and registry.find(about.name).family.logged and "model" not in logger.tags:
         logger.tag(model=package.log_model(run, join(folder, BEST), Inputs(**record["inputs"])))
     logger.end()
@@ -208,7 +216,8 @@ def run_workers(
     """Runs the workers to the end."""
     fewest = options.least(workers)
     each = resources(options, use_gpu)
-    for attempt in range(1, options.max_failures + 2):
+    failures, reached = 0, -1
+    while True:
         # Ray would try an error of the user's again; what is lost is tried again here, where it can be said.
         with shown(say, lambda: waiting(workers, each)) as progress:  # anew, as its actor may have been lost too
             trainer = TorchTrainer(
@@ -227,17 +236,23 @@ def run_workers(
                     callbacks=list(callbacks),  # type: ignore[arg-type]  # Ray names those of its version 1
                 ),
             )
+            thread = ThreadPoolExecutor(1)  # in the main one, Ray Train would take SIGINT for itself
             try:
-                trainer.fit()
+                thread.submit(trainer.fit).result()
                 return
             except TrainingFailedError as error:
                 if mistake := faults.user_error_in(error):
                     raise mistake from error
-                if attempt > options.max_failures or faults.lasting(error):
+                last = checkpoint.last(task.folder)
+                step = last.step if last else 0
+                failures, reached = (1 if step > reached else failures + 1), step
+                if failures > options.max_failures or faults.lasting(error):
                     raise
                 why = faults.explain(error) or faults.first_line(list(faults.causes(error))[-1])
-                tries = f"{attempt} of {options.max_failures} times"
+                tries = f"{failures} of {options.max_failures} times"
                 say(f"note: {why.partition(';')[0]}; going on from the last checkpoint, {tries}")
+            finally:
+                thread.shutdown(wait=False)
 
 
 def waiting(workers: int, each: dict[str, float]) -> str | None:

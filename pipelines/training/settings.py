@@ -37,7 +37,8 @@ class RayOptions:
     threads: int = 0
     """PyTorch threads per worker; 0 shares out the machine's cores among its workers."""
     max_failures: int = 2
-    """How often a run is continued by itself when a worker is lost."""
+    """How often a run is continued by itself when workers are lost and it has not come further since the last time; a
+    new checkpoint counts as further, so that nodes may come and go for days."""
     fsdp: bool = False
     """Cut weights, gradients and the optimizer's state over the workers (FSDP2), for language models whose training
     does not fit on one device."""

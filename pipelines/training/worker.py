@@ -131,7 +131,7 @@ def perform(task: Task, place: WorkerContext) -> None:
         if place.rank == 0 and task.tracking:
             run = tracking.RunRef(**task.tracking)
             tracking.expect(run.uri)
-            log = tracking.Logger(run)
+            log = tracking.Logger(run, tracking.read_curves(task.folder, about.step) if about else None)
             gpu = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else ""
             log.tag(hardware=tracking.hardware(f"{place.world} x {gpu}" if gpu else ""))
             stack.enter_context(tracking.system_metrics(run))
@@ -140,6 +140,8 @@ def perform(task: Task, place: WorkerContext) -> None:
             by_gradient(setup, task, state, about, place, log)
         elif about is None:
             by_counts(setup, task, place, log)
+        if log and (waited := log.flush()) >= 1:
+            place.say(f"waited {waited:.0f} s for MLflow to take the metrics")
 
 
 def by_gradient(
@@ -176,7 +178,7 @@ def by_gradient(
             epoch=event.epoch, step=event.step, metrics=event.metrics, best=best_of(event.state), timing=spent,
             tracking=task.tracking or {},
         )  # fmt: skip
-        hand_in(setup, task, about, event.state, place)
+        hand_in(setup, task, about, event.state, place, log)
 
 
 def by_counts(setup: Setup, task: Task, place: WorkerContext, log: tracking.Logger | None) -> None:
@@ -195,11 +197,20 @@ def by_counts(setup: Setup, task: Task, place: WorkerContext, log: tracking.Logg
     about = setup.checkpoint(
         epoch=1, step=1, metrics=metrics, best=best, timing={"train_seconds": seconds}, tracking=task.tracking or {}
     )
-    hand_in(setup, task, about, None, place)
+    hand_in(setup, task, about, None, place, log)
 
 
-def hand_in(setup: Setup, task: Task, about: Checkpoint, state: dict[str, Any] | None, place: WorkerContext) -> None:
-    """Rank 0 saves the checkpoint; every rank reports it."""
+def hand_in(
+    setup: Setup,
+    task: Task,
+    about: Checkpoint,
+    state: dict[str, Any] | None,
+    place: WorkerContext,
+    log: tracking.Logger | None,
+) -> None:
+    """Rank 0 saves the curves and the checkpoint; every rank reports it."""
+    if log:
+        tracking.write_curves(task.folder, log.curves)
     if place.rank == 0:
         checkpoint.keep(task.folder, setup.model, about, state)
     place.report(about)

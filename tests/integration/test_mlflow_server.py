@@ -7,12 +7,15 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -123,6 +126,59 @@ def test_trials_of_a_sweep_log_at_once_to_a_server(server: Server, tmp_path: Pat
     for run_id in runs:
         assert len(client.get_metric_history(run_id, "train/loss")) == 10
         assert client.get_run(run_id).data.tags["mlflow.parentRunId"] == parent.run_id
+
+
+class Slow(BaseHTTPRequestHandler):
+    """Passes every request on, after a while; the first ones after `failing` was set are answered with 500."""
+
+    to, seconds, failing, asked = "", 0.5, 0, Counter[str]()
+
+    def pass_on(self) -> None:
+        time.sleep(self.seconds)
+        self.asked[self.path.rpartition("/")[2].partition("?")[0]] += 1
+        if Slow.failing:
+            Slow.failing -= 1
+            self.send_error(500)
+            return
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        asked = urllib.request.Request(f"{self.to}{self.path}", body or None, dict(self.headers), method=self.command)
+        try:
+            answer = urllib.request.urlopen(asked)
+        except urllib.error.HTTPError as error:  # of what is not there
+            answer = error
+        with answer:
+            content = answer.read()
+            self.send_response(answer.status)
+            self.send_header("Content-Type", answer.headers["Content-Type"])
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+    do_GET = do_POST = do_PUT = do_PATCH = pass_on
+
+    def log_message(self, *_: object) -> None:
+        """Not on the terminal."""
+
+
+def test_a_server_that_is_slow_or_fails_for_a_while_holds_nothing(server: Server, tmp_path: Path) -> None:
+    Slow.to = server.address
+    with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as proxy:
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        Slow.failing = 3  # at the first contact already: it is there
+        uri = f"http://127.0.0.1:{proxy.server_port}"
+        run = tracking.open_run(uri, "retrieval/slow", "a", str(tmp_path), config={}, hashes={})
+        logger = tracking.Logger(run)
+        Slow.failing = 2
+        for step in range(50):
+            logger.log({"train/loss": float(step)}, step)
+            if step < 3:  # so that some are on their way
+                time.sleep(0.1)
+        logger.flush()
+        proxy.shutdown()
+    assert not Slow.failing
+    assert Slow.asked["log-batch"] <= 6  # one under way, tried three times, and all that had come together meanwhile
+    history = tracking.connect(server.address).get_metric_history(run.run_id, "train/loss")
+    assert [point.step for point in history] == list(range(50))
 
 
 def test_an_address_with_a_password_is_refused(small: tuple[str, str], tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ CONFIG = {
 
 def test_a_run_whose_best_epoch_is_its_last_says_so() -> None:
     fit = FitConfig(max_epochs=10, eval_every_epochs=5)
-    assert "--fit.max_epochs 20, another --name" in still_rising(10, 10, fit)
+    assert "--fit.max_epochs 20 goes on" in still_rising(10, 10, fit)
     assert still_rising(5, 10, fit) == ""
     assert still_rising(5, 5, fit) == ""  # patience ended it, or another run's epochs
     assert still_rising(10, 10, FitConfig(max_epochs=10, eval_every_epochs=10)) == ""  # the only one measured

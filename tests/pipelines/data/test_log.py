@@ -227,10 +227,17 @@ def test_earlier_behaviours_without_times(tmp_path: Path) -> None:
 @pytest.mark.parametrize("item", [None, "i"])
 def test_sequences(tmp_path: Path, item: str | None) -> None:
     rows = [{"u": "a", "s": "x y x", "i": "z"}, {"u": None, "s": "x y", "i": "z"}, {"u": "b", "s": None, "i": "w"}]
+    rows.append({"u": "c", "s": "y", "i": None})
     write(tmp_path / "log.csv", rows)
     log = plain(time=None, item=item, sequence="string_to_array(s, ' ')")
     events, rejects = read(log, tmp_path)
-    right = [("a", "x", 0), ("a", "y", 1), ("a", "x", 2), *([("a", "z", 3), ("b", "w", 0)] if item else [])]
+    right = [
+        ("a", "x", 0),
+        ("a", "y", 1),
+        ("a", "x", 2),
+        *([("a", "z", 3), ("b", "w", 0)] if item else []),
+        ("c", "y", 0),
+    ]
     assert of(events, "user_id", "item_id", "timestamp_ms") == right
     assert {json.loads(row["source"])["u"] for row in rejects} == ({None} if item else {None, "b"})
     assert not log.clock

@@ -376,6 +376,7 @@ DAMAGED: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
     "wrong delimiter": ("log.csv", b"a;b\nx;1\n", {}, "set 'delimiter: \";\"'"),
     "wrong delimiter, ::": ("log.csv", b"a::b\nx::1\n", {}, "set 'delimiter: \"::\"'"),
     "wrong encoding": ("log.csv", "a,b\nx,1\né,2\n".encode("cp1252"), {}, "not utf-8 in line 3; set 'encoding'"),
+    "wrong encoding, short row": ("log.csv", "a,b\nx,1\né\n".encode("cp1252"), {}, "not utf-8 in line 3; set"),
     "wrong encoding, JSON": ("log.jsonl", '{"a": "é", "b": 1}\n'.encode("cp1252"), {}, "log.jsonl is not"),
     "utf-16": ("log.csv", "a,b\nx,1\n".encode("utf-16"), {}, "such as utf-16"),
     "carriage returns": ("log.csv", b"a,b\rx,1\ry,2\r", {}, "carriage returns"),

@@ -80,14 +80,35 @@ def test_a_trial_that_was_killed_takes_up_its_run(tmp_path: Path, uri: str) -> N
     assert opened("t", "id", other) != first
 
 
+def test_what_a_kill_kept_back_is_sent_from_the_last_checkpoint(tmp_path: Path, uri: str) -> None:
+    run = tracking.open_run(uri, "retrieval/x", "a", str(tmp_path), config={}, hashes={})
+    first = tracking.Logger(run)
+    first.log({"train/loss": 1.0}, 1)
+    first.flush()
+    curves = {"train/loss": [(1, 1.0, 10), (2, 2.0, 20), (3, 3.0, 30)], "val/ndcg@10": [(2, 0.5, 20)]}
+    tracking.write_curves(str(tmp_path), curves)
+    assert tracking.read_curves(str(tmp_path), 2) == {
+        "train/loss": curves["train/loss"][:2],
+        "val/ndcg@10": [(2, 0.5, 20)],
+    }
+    again = tracking.Logger(run, tracking.read_curves(str(tmp_path), 2))
+    again.log({"train/loss": 3.5}, 3)
+    again.flush()
+    history = again.client.get_metric_history(run.run_id, "train/loss")
+    assert sorted((point.step, point.value) for point in history) == [(1, 1.0), (2, 2.0), (3, 3.5)]
+    assert [point.timestamp for point in again.client.get_metric_history(run.run_id, "val/ndcg_at_10")] == [20]
+
+
 def test_a_continued_run_logs_each_step_once(tmp_path: Path, uri: str) -> None:
     run = tracking.open_run(uri, "retrieval/x", "a", str(tmp_path), config={"fit": {"lr": 1}}, hashes={"items": "h"})
     first = tracking.Logger(run)
     for step in (1, 2, 3):
         first.log({"train/loss": float(step)}, step)
+    first.flush()
     again = tracking.Logger(run)
     for step in (2, 3, 4, 5):
         again.log({"train/loss": float(step), "train/nan": float("nan")}, step)
+    again.flush()
     history = tracking.connect(uri).get_metric_history(run.run_id, "train/loss")
     assert [(point.step, point.value) for point in history] == [(i, float(i)) for i in range(1, 6)]
 
@@ -122,7 +143,7 @@ def test_a_locked_store_is_waited_for(tmp_path: Path, uri: str) -> None:
     logger = tracking.Logger(run)
     with held(tmp_path / "mlflow.db") as let_go, ThreadPoolExecutor(2) as threads:
         writers = [
-            threads.submit(logger.log, {"train/loss": 0.5}, 1),
+            threads.submit(lambda: (logger.log({"train/loss": 0.5}, 1), logger.flush())),
             threads.submit(tracking.open_run, uri, "new", "b", str(tmp_path), config={}, hashes={}),
         ]
         while not all(writer.running() for writer in writers):
