@@ -206,7 +206,7 @@ def set_up(
     if fit.train_examples:  # after the teacher's outputs, which runs on other examples share
         train.limit_to(fit.train_examples)
     batches = Batches(train, fit.batch_size, fit.seed, captures(fit, device, world))
-    notes += train.notes(batches.batch_size, fit.seed)
+    notes += train.notes()
     return Setup(entry, config, catalogue, module, batches, val, fit, device, world, notes)
 
 

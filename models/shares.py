@@ -189,3 +189,18 @@ def starts(lengths: NDArray) -> NDArray[np.int64]:
 def runs(begin: NDArray, lengths: NDArray) -> NDArray[np.int64]:
     """begin[0], begin[0] + 1, ... for lengths[0] numbers, then the same for the next."""
     return np.arange(int(lengths.sum())) + np.repeat(begin - starts(lengths), lengths)
+
+
+def spans(owner: NDArray, begin: NDArray, end: NDArray) -> tuple[NDArray, NDArray, NDArray, NDArray]:
+    """Of rows that come owner by owner and read `begin` to `end` of what theirs has: (owners, the place of each row's
+    among them, of each owner the first that any row reads, and how many there are up to the last)."""
+    owners, place = np.unique(owner, return_inverse=True)
+    first = np.flatnonzero(np.append(True, owner[1:] != owner[:-1])[: len(owner)])
+    low = np.minimum.reduceat(begin, first) if len(first) else begin
+    return owners, place, low, (np.maximum.reduceat(end, first) if len(first) else end) - low
+
+
+def find_in(there: NDArray, wanted: NDArray) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """(a place in the ascending `there`, whether it is there) of each of the `wanted`."""
+    place = np.minimum(np.searchsorted(there, wanted), max(0, len(there) - 1))
+    return place, there[place] == wanted if len(there) else np.zeros(len(wanted), bool)

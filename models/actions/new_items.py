@@ -23,13 +23,10 @@ from torch import Tensor
 from models.actions.batch import ActionsCatalogue
 from models.config import hint
 from models.item_ids import item_id
-from models.latest import Latest
+from models.latest import TEXTS, Latest
 from models.own_features import CATEGORY, NUMBER
 from models.tables import Manifest, UserError
 from models.text_encoder import Floats, TextEncoder, TfidfEncoder, text_columns, texts_of
-
-MOST = 1 << 16
-"""Encoded texts that are kept: 100 MB at a width of 384."""
 
 Post = dict[str, Any]
 """What is said of an item: its `item_id`, and by name what the columns of the catalogue's items hold."""
@@ -57,7 +54,7 @@ class NewItems:
 
     def __init__(
         self, catalogue: ActionsCatalogue, columns: Sequence[str], encoder: TextEncoder | TfidfEncoder | None = None,
-        template: str = "", most: int = MOST,
+        template: str = "", most: int = TEXTS,
     ) -> None:  # fmt: skip
         """`columns` as of `columns_of`; `encoder` and `template`, of a model that reads text, as for the catalogue."""
         self.attributes, self.columns, self.encoder, self.template = catalogue.attributes, columns, encoder, template
@@ -109,9 +106,6 @@ class NewItems:
                 f"the model comes without its text encoder; {len(texts)} new items count as without text", stacklevel=2
             )
             return np.zeros((len(texts), self.width), np.float32)
-        found = {text: vector for text in dict.fromkeys(texts) if (vector := self.kept.get(text)) is not None}
-        if missing := [text for text in dict.fromkeys(texts) if text not in found]:
-            for text, vector in zip(missing, self.encoder.encode(missing), strict=True):
-                found[text] = vector
-                self.kept.put(text, vector)
-        return np.stack([found[text] for text in texts]).astype(np.float32)
+        encoder = self.encoder
+        found = self.kept.of(texts, lambda missing: dict(zip(missing, encoder.encode(missing), strict=True)))
+        return np.stack(found).astype(np.float32)

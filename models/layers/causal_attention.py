@@ -108,8 +108,6 @@ class CausalAttention(nn.Module):
 
     def __init__(self, width: int, heads: int, *, strict: bool) -> None:
         super().__init__()
-        if width % heads:
-            raise ValueError(f"width {width} is not a multiple of num_heads {heads}; change either")
         self.heads, self.strict = heads, strict
         self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
         for projection in (self.q, self.k, self.v, self.o):  # 1.7 times wider than nn.Linear starts

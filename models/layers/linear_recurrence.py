@@ -29,8 +29,6 @@ def linear_recurrence(x: Tensor, decay: Tensor, state: Tensor | None = None) -> 
 
     `decay` is (D,), each in (0, 1). Sums are fp32 whatever the dtype of `x`. Differentiable in all three.
     """
-    if x.ndim != 3 or decay.shape != x.shape[-1:]:
-        raise ValueError(f"x {tuple(x.shape)} must be (B, L, D) and decay {tuple(decay.shape)} (D,)")
     decay = decay.float()
     if state is None or x.shape[1] == 0:
         return Recurrence.apply(x, decay)
@@ -110,8 +108,6 @@ class Decay(nn.Module):
 
     def __init__(self, width: int, longest: float = 200.0) -> None:
         super().__init__()
-        if width < 1 or not longest >= 2:
-            raise ValueError(f"width {width} must be at least 1 and longest {longest} at least 2 positions")
         memory = torch.logspace(math.log10(2), math.log10(longest), width, dtype=torch.float64)
         self.logit = nn.Parameter(torch.log(memory - 1).float())  # sigmoid(logit) = 1 - 1 / memory
 

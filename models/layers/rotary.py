@@ -18,9 +18,7 @@ BASE = 10_000.0
 
 
 def rotary(position: Tensor, width: int) -> Tensor:
-    """(2, B, 1, L, d / 2) fp32 cosines and sines for heads of `width` = d at `position` (B, L), integers."""
-    if width % 2:
-        raise ValueError(f"a head of width {width} has an odd number of channels; RoPE turns pairs, give an even width")
+    """(2, B, 1, L, d / 2) fp32 cosines and sines for heads of an even `width` = d at `position` (B, L), integers."""
     speed = BASE ** (-torch.arange(0, width, 2, device=position.device, dtype=torch.float32) / width)
     angle = position[:, None, :, None].float() * speed
     return torch.stack([angle.cos(), angle.sin()])

@@ -15,15 +15,15 @@ from typing import Any, Literal, cast
 
 from torch import Tensor
 
-from models.search import sequence
+from models.search import qgs
 from models.search.data import SearchCatalogue
 from models.search.item_tower import ItemTower, encoder_model
-from models.search.sequence import SequenceConfig, SequenceRanker
+from models.search.qgs import QGS, QGSConfig
 from models.text_encoder import load_encoder
 
 
 @dataclass
-class HLLMConfig(SequenceConfig):
+class HLLMConfig(QGSConfig):
     """Settings of HLLM (Sec. 4.1 of QGS: 12 layers, 12 heads, 768)."""
 
     encoder: Literal["linear_hstu", "hstu", "transformer"] = "transformer"
@@ -38,6 +38,8 @@ class HLLMConfig(SequenceConfig):
     """Text of a behaviour: the document alone."""
     context_features: bool = False
     """No features in a token."""
+    group_attention: bool = False
+    """No HFG-Attention."""
     query_condition: Literal["query", "joint", "none"] = "none"
     """The next item is predicted from the past alone."""
     item_tower: str = field(default="", metadata={"names": "encoder"})
@@ -52,7 +54,7 @@ class HLLMConfig(SequenceConfig):
             raise ValueError(f"item_tower is '{self.item_tower}', which token '{self.token}' does not read; use item")
 
 
-class HLLM(SequenceRanker):
+class HLLM(QGS):
     """See the module."""
 
     def __init__(self, config: HLLMConfig, catalogue: SearchCatalogue) -> None:
@@ -67,12 +69,12 @@ class HLLM(SequenceRanker):
 
 def resolve(config: Any, catalogue: Any) -> Any:
     """The config with the sizes of the pretrained encoders that it names."""
-    config = sequence.resolve(config, catalogue)
+    config = qgs.resolve(config, catalogue)
     return replace(config, item_model=encoder_model(config.item_tower)) if config.item_tower else config
 
 
 def teach(module: Any, config: Any, catalogue: Any) -> None:
     """Before training: fills the towers with the pretrained weights that the config names."""
-    sequence.teach(module, config, catalogue)
+    qgs.teach(module, config, catalogue)
     if config.item_tower:
         cast(ItemTower, module.item_tower).encoder.load_state_dict(load_encoder(config.item_tower).state_dict())

@@ -16,12 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.latest import Latest
+from models.latest import TEXTS, Latest
 from models.search.data import NO_QUERY, SearchCatalogue, pair_key
+from models.shares import find_in
 from models.text_encoder import Floats, TextEncoder, TfidfEncoder
-
-MOST = 1 << 16
-"""Encoded texts that are kept: 100 MB at a width of 384."""
 
 ALONE = -1
 """Stands for the item of a query alone."""
@@ -32,7 +30,7 @@ class RequestText:
 
     def __init__(
         self, catalogue: SearchCatalogue, queries: Sequence[str], encoder: TextEncoder | TfidfEncoder | None = None,
-        documents: Sequence[str] = (), most: int = MOST,
+        documents: Sequence[str] = (), most: int = TEXTS,
     ) -> None:  # fmt: skip
         """`queries` are those of the catalogue; `encoder` and `documents`, by item, those that its text was made with,
         without which there is no text but the catalogue's."""
@@ -58,11 +56,9 @@ class RequestText:
         keys = np.unique(pair_key(item, query, count)[query != NO_QUERY])
         of_item, of_query = np.divmod(keys, count + 1)
         of_query -= 1
-        there = whole.pair_keys.numpy()
         before = number[of_query]
-        wanted = pair_key(of_item, before, whole.num_queries)
-        place = np.minimum(np.searchsorted(there, wanted), max(0, len(there) - 1))
-        found = (before >= 0) & (there[place] == wanted) if len(there) else np.zeros(len(keys), bool)
+        place, found = find_in(whole.pair_keys.numpy(), pair_key(of_item, before, whole.num_queries))
+        found &= before >= 0
         if self.encoder is None:
             keys, place, found = keys[found], place[found], found[found]
         tables = [table for table in (whole.pairs, whole.joint) if table is not None]
@@ -81,18 +77,13 @@ class RequestText:
 
     def vectors(self, texts: list[tuple[int, str]]) -> Tensor:
         """(n, W) of queries alone, or (n, W or 2 W) of pairs: encoded once, while they are kept."""
-        found = [self.kept.get(text) for text in texts]
-        missing = [i for i, vector in enumerate(found) if vector is None]
-        missing.sort(key=lambda i: -len(texts[i][1]) - len(self.documents[texts[i][0]]))  # batches of like length
-        if missing:
+
+        def encode(missing: list[tuple[int, str]]) -> dict[tuple[int, str], Floats]:
             assert self.encoder is not None, "asked for where there is one"
-            queries = [texts[i][1] for i in missing]
-            if texts[0][0] == ALONE:
-                made = self.encoder.encode(queries)
-            else:
-                documents = [self.documents[texts[i][0]] for i in missing]
-                made = self.encoder.encode(queries, documents, self.catalogue.joint is not None)
-            for i, vector in zip(missing, made, strict=True):
-                found[i] = vector
-                self.kept.put(texts[i], vector)
-        return torch.from_numpy(np.stack([vector for vector in found if vector is not None]))
+            missing.sort(key=lambda text: -len(text[1]) - len(self.documents[text[0]]))  # batches of like length
+            queries, documents = [query for _, query in missing], [self.documents[item] for item, _ in missing]
+            alone = missing[0][0] == ALONE
+            both = () if alone else (documents, self.catalogue.joint is not None)
+            return dict(zip(missing, self.encoder.encode(queries, *both), strict=True))
+
+        return torch.from_numpy(np.stack(self.kept.of(texts, encode)))

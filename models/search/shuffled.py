@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from models.search.inputs import feature_groups
+from models.search.qgs import QGS
 from models.search.ranker import Batch
-from models.search.sequence import SequenceRanker
 from models.shuffles import Shuffle, exchanged
 
 
@@ -36,7 +36,7 @@ def text(model: Any, batch: Batch, generator: torch.Generator) -> Iterator[Batch
         return exchanged(found, generator) if item_or_query.ndim == 1 else found
 
     own.pair, own.query = partial(of, own.pair), partial(of, own.query)
-    if isinstance(model, SequenceRanker):
+    if isinstance(model, QGS):
         model.document = partial(of, model.document)  # type: ignore[method-assign]  # which `match` reads
     try:
         yield batch
@@ -61,4 +61,4 @@ def shuffles(model: Any, catalogue: Any) -> dict[str, Shuffle]:
         for name, places in feature_groups(catalogue.features, catalogue.groups).items()
     }
     known = {name: partial(features, places) for name, places in groups.items() if places}
-    return {**({"history": history} if isinstance(model, SequenceRanker) else {}), "text": text, **known}
+    return {**({"history": history} if isinstance(model, QGS) else {}), "text": text, **known}

@@ -155,30 +155,6 @@ def test_batches_are_of_so_many_searches_and_none_is_empty():
     assert (np.diff(parts_by_turns(np.array([900, 1, 1, 1]), 4, 0, 1)) == 1).all()
 
 
-def test_workers_share_out_the_users(search):
-    uri = join(search[0], "sequences")
-    whole = SearchExamples.load(uri, "train", max_history=4)
-    parts = [SearchExamples.load(uri, "train", max_history=4, rank=rank, world=3) for rank in range(3)]
-    found = [
-        {n: (v["user_row"], v["history"]) for rows in e.batches(5) for n, v in seen(e.collate(rows)).items()}
-        for e in (whole, *parts)
-    ]
-    assert {k: v for part in found[1:] for k, v in part.items()} == found[0]
-    assert sum(map(len, found[1:])) == len(found[0])
-    assert {part.steps(5) for part in parts} == {whole.steps(5)}
-
-
-def test_an_empty_history_keeps_its_requests(search):
-    examples = SearchExamples.load(join(search[0], "sequences"), "test", max_history=10)
-    batch = examples.collate(np.arange(len(examples)))
-    row = batch["user_row"].tolist().index(0)
-    assert batch["history_length"][row] == 0
-    alone = examples.collate(np.array([row]))
-    assert alone["history"].tolist() == [[-1]]
-    assert alone["request_end"].tolist() == [0]
-    assert len(alone["candidate"]) == 6
-
-
 def test_a_table_in_which_nobody_clicked(tmp_path):
     asked = [request(5, 0, 0, split, [0, 1], [False, False], np.zeros((2, 6))) for split in ("train", "val")]
     empty = {"item_index": [], "timestamp_ms": [], "query_index": [], "position": [], "features": []}
