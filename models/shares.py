@@ -6,11 +6,6 @@ permutation within the shard that is seeded by (seed, epoch, shard). So a worker
 and knows of the others no more than how many rows they have, and step s has the same examples whatever the number of
 workers: a run goes on with another number of them, and ends with the same weights up to the order of sums.
 
-The other way, every worker holding the index of all examples and loading its rows of each batch, needs 8 bytes for
-every row of the table on every worker, which at four workers is as much as the rows' own data, and reads parts in
-random order. It would keep the order of one worker on tables of any size. Here that holds for one shard alone, that is
-for all tables below two times `shard_mb` (`FitConfig`): their rows are in one order.
-
 Where there are fewer shards than workers, several hold a shard, whole, and take every so-manieth row of its part of
 a batch. A file is the least that is read, as its hash, which tells damage, is of all of it; columns that are not asked
 for are not decoded.

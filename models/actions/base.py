@@ -2,9 +2,8 @@
 
     model = AttnMVP(AttnMVPConfig(), catalogue)
     model(batch)["loss"]; model.score(batch)      # a batch as models/actions/batch.py says
-    model.parameter_counts()                      # by part, to be printed side by side
 
-A model is an `encode`: how actions meet items. All else is the same, so that only the fusion differs.
+A model is an `encode`: how actions meet items (`fusions.py`). All else is the same, so that only the fusion differs.
 
 Shapes: `B` users, `T` context events, `C` candidates, `L` = T + C, `D` width, `A` kinds of action, `K` tasks,
 `F` features, `S` width of the states that a model gives to its head.

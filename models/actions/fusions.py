@@ -1,7 +1,5 @@
 """How actions meet items: the models of the family, each its `encode`; AttnMVP with late fusion or without.
 
-Items, actions, head and loss are those of `base.py`, so that only the fusion differs.
-
 Shapes: as in models/actions/base.py.
 """
 

@@ -9,8 +9,7 @@ are those of `model.score` with all kept events as the context, at the cost of t
 
 At most `max_history` events are kept. Where more come, the oldest go, and what remains is encoded again, as with
 several layers the states of later events have read them, and a pass over the latest events alone would not. That costs
-a pass, so half of `max_history` goes at a time.
-Scores are always those of `model.score` on exactly the `count` latest events.
+a pass, so half of `max_history` goes at a time. Scores are always those of `model.score` on exactly the `count` latest events.
 
 Shapes: as in models/actions/base.py; `M` max_history, `P` attentions of the model, `H` heads, `d` = D / H.
 """
@@ -24,8 +23,7 @@ from torch import Tensor
 
 from models.actions.base import SHOWN, ActionsModel, new_items
 from models.actions.batch import Batch
-from models.layers.causal_attention import CachedLayout
-from models.layers.rotary import rotary
+from models.layers.causal_attention import CachedLayout, rotary
 
 NEVER = torch.iinfo(torch.int64).max
 

@@ -1,12 +1,8 @@
 """The linear recurrence on GPUs as one pass over memory: h_t = decay * h_{t-1} + k_t * v_t, and its gradient.
 
-Used by `linear_recurrence.key_value_recurrence` where the tensors are on a GPU and Triton can be imported;
-`linear_recurrence` is its reference. A program takes a block of channels of one row through all positions, a
-tile of them at a time: an associative scan within the tile, and the state carried from tile to tile. k and v are
-read once and h is written once, where the PyTorch form passes over memory about eight times. The backward pass
-is the same recurrence from the last position to the first. Sums are fp32 whatever the dtype of k and v.
-
-Checked on a CPU with Triton's interpreter and timed on an H100. `TRIELINE_KERNELS=0` leaves it out.
+`linear_recurrence` is its reference. A program takes a block of channels of one row through all positions, a tile of
+them at a time: an associative scan within the tile, and the state carried from tile to tile. The backward pass is the
+same from the last position to the first. Sums are fp32 whatever the dtype of k and v.
 
 Shapes: `B` rows, `L` positions, `D` channels, `T` positions and `C` channels of a tile.
 """

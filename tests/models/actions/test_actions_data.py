@@ -11,9 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.actions.attributes import Attributes
 from models.actions.base import ActionsConfig
-from models.actions.batch import ActionsCatalogue
+from models.actions.batch import ActionsCatalogue, Attributes
 from models.actions.data import ActionsExamples
 from models.shares import equal_parts
 from models.tables import UserError, join, read_table

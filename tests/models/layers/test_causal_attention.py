@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from models.layers.causal_attention import CausalAttention, Layout, shifted_attention
-from models.layers.rotary import rotary, rotate
+from models.layers.causal_attention import CausalAttention, Layout, rotary, rotate, shifted_attention
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 64])
