@@ -232,9 +232,9 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
 
 
-def prefetch(batches: Iterable[Batch], depth: int = 4) -> Iterator[Batch]:
+def prefetch(batches: Iterable[Batch]) -> Iterator[Batch]:
     """The same batches, made in a thread and pinned while the GPU is busy."""
-    made: queue.Queue[Any] = queue.Queue(depth)
+    made: queue.Queue[Any] = queue.Queue(4)
     end, closed = object(), threading.Event()
 
     def put(value: Any) -> None:

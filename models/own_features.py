@@ -124,10 +124,8 @@ class Standardised(nn.Module):
 
 
 class OwnInputs(Standardised):
-    """Own features as a layer reads them: numbers standardised, whether a number is there, embeddings of categories.
-
-    In training a share of the categories' values counts as unknown, so that unknown ones have a meaning.
-    """
+    """Own features as a layer reads them: numbers standardised, whether a number is there, embeddings of categories. In
+    training a share of the categories' values counts as unknown, so that unknown ones have a meaning."""
 
     at_times: Tensor
 

@@ -179,10 +179,8 @@ def set_up(
     world: int = 1,
     shards: Sequence[int] | None = None,
 ) -> Setup:
-    """Reads the tables and builds the model that `model` (its `name` and fields) names.
-
-    `shards` is how the run that goes on was begun (`Checkpoint.shards`).
-    """
+    """Reads the tables and builds the model that `model` (its `name` and fields) names. `shards` is how the run that
+    goes on was begun (`Checkpoint.shards`)."""
     entry = registry.find(model["name"])
     catalogue = load_catalogue(model["name"], inputs)
     check_batch(fit, world)

@@ -72,13 +72,13 @@ class NewItems:
 
     def __init__(
         self, catalogue: ActionsCatalogue, columns: Sequence[str], encoder: TextEncoder | TfidfEncoder | None = None,
-        template: str = "", most: int = TEXTS,
+        template: str = "",
     ) -> None:  # fmt: skip
         """`columns` as of `columns_of`; `encoder` and `template`, of a model that reads text, as for the catalogue."""
         self.attributes, self.columns, self.encoder, self.template = catalogue.attributes, columns, encoder, template
         self.width = catalogue.text.shape[1] if catalogue.text.numel() else 0
         self.names = list(dict.fromkeys(map(name_of, columns)))
-        self.kept: Latest[Floats] = Latest(most)
+        self.kept: Latest[Floats] = Latest(TEXTS)
 
     def named(self, posts: Sequence[Post]) -> dict[str, Post]:
         """The posts by their id; UserError for one without, twice, or with what the model does not read."""

@@ -9,7 +9,7 @@ are those of `model.score` with all kept events as the context, at the cost of t
 
 At most `max_history` events are kept. Where more come, the oldest go, and what remains is encoded again, as with
 several layers the states of later events have read them, and a pass over the latest events alone would not. That costs
-a pass, so half of `max_history` goes at a time. Scores are always those of `model.score` on exactly the `count` latest events.
+a pass, so half of `max_history` goes at a time. Scores are always those of `model.score` on the `count` latest events.
 
 Shapes: as in models/actions/base.py; `M` max_history, `P` attentions of the model, `H` heads, `d` = D / H.
 """
@@ -65,9 +65,7 @@ class StatefulModel(ActionsModel):
     @torch.no_grad()
     def append(self, state: ActionsState, batch: Batch) -> ActionsState:
         """The state, changed, after the context of `batch` (B, T), whose events are not before those that are kept.
-
-        ValueError for events that are out of order, and for more at once than `max_history`.
-        """
+        ValueError for events that are out of order, and for more at once than `max_history`."""
         most, new = self.config.max_history, batch["valid"].sum(1)
         latest = torch.where(state.time == NEVER, -NEVER, state.time).amax(1)
         if bool((batch["valid"] & (batch["time"] < latest[:, None])).any()):

@@ -34,10 +34,8 @@ def rung(size: int) -> int:
 
 
 class Graphs(Generic[Result]):
-    """`run(batch)`, a function of a batch on a GPU, by one graph per shape of the batch. Graphs share their memory.
-
-    On a CPU, for tests, a replay is a call on the same tensors.
-    """
+    """`run(batch)`, a function of a batch on a GPU, by one graph per shape of the batch. Graphs share their memory. On
+    a CPU, for tests, a replay is a call on the same tensors."""
 
     on: ClassVar[bool] = True
     """Whether graphs are made: after a capture that failed no more, in the whole process."""

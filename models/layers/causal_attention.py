@@ -133,10 +133,8 @@ class CausalAttention(nn.Module):
             nn.init.xavier_uniform_(projection.weight)
 
     def forward(self, states: Tensor, values: Tensor, layout: Layout) -> Tensor:
-        """(B, L, D) from `states` (B, L, D), which give queries and keys, and `values` (B, L, D).
-
-        Where `strict`, no value of a candidate is read, and `values` may be (B, T, D).
-        """
+        """(B, L, D) from `states` (B, L, D), which give queries and keys, and `values` (B, L, D). Where `strict`, no
+        value of a candidate is read, and `values` may be (B, T, D)."""
         read = layout.context if self.strict else states.shape[1]
         q = rotate(self.split(self.q(states)), layout.rope)
         k = rotate(self.split(self.k(states[:, :read])), layout.rope[:, :, :, :read])

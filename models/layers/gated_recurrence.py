@@ -196,7 +196,7 @@ def masked(x: Tensor, real: Tensor | None) -> Tensor:
     return x if real is None else x * real
 
 
-def initial_step_bias(heads: int, least: float = 1e-3, most: float = 0.1) -> Tensor:
-    """(H,): softplus of it is a step size, log-uniform from `least` to `most` (Mamba's, taken by Gated DeltaNet)."""
-    steps = torch.empty(heads).uniform_(math.log(least), math.log(most)).exp()
+def initial_step_bias(heads: int) -> Tensor:
+    """(H,): softplus of it is a step size, log-uniform from 0.001 to 0.1 (Mamba's, taken by Gated DeltaNet)."""
+    steps = torch.empty(heads).uniform_(math.log(1e-3), math.log(0.1)).exp()
     return steps + torch.log(-torch.expm1(-steps))

@@ -25,10 +25,8 @@ from torch import Tensor, nn
 
 
 def linear_recurrence(x: Tensor, decay: Tensor, state: Tensor | None = None) -> Tensor:
-    """(B, L, D) in the dtype of `x`: h_t = decay * h_{t-1} + x_t (Eq. 8 of QGS), h_0 = `state` (B, D) or 0.
-
-    `decay` is (D,), each in (0, 1). Sums are fp32 whatever the dtype of `x`. Differentiable in all three.
-    """
+    """(B, L, D) in the dtype of `x`: h_t = decay * h_{t-1} + x_t (Eq. 8 of QGS), h_0 = `state` (B, D) or 0. `decay` is
+    (D,), each in (0, 1). Sums are fp32 whatever the dtype of `x`. Differentiable in all three."""
     decay = decay.float()
     if state is None or x.shape[1] == 0:
         return Recurrence.apply(x, decay)
@@ -37,10 +35,8 @@ def linear_recurrence(x: Tensor, decay: Tensor, state: Tensor | None = None) -> 
 
 
 def key_value_recurrence(k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
-    """(B, L, D) in the dtype of `k`: `linear_recurrence` of k * v, both (B, L, D) (Eq. 7 and 8 of QGS).
-
-    On a GPU where Triton can be imported it is one pass over memory, unless TRIELINE_KERNELS=0.
-    """
+    """(B, L, D) in the dtype of `k`: `linear_recurrence` of k * v, both (B, L, D) (Eq. 7 and 8 of QGS). On a GPU where
+    Triton can be imported it is one pass over memory, unless TRIELINE_KERNELS=0."""
     if k.is_cuda and fused_available():
         from models.layers.linear_recurrence_triton import FusedRecurrence
 

@@ -52,10 +52,8 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     grad, k, v, decay, h, dk, dv, by_decay, length, width, k_row, k_step, v_row, v_step,
     T: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Writes dk and dv (B, L, D) and by_decay (B, D) from grad = dL/dh (B, L, D) and h.
-
-    g_t = grad_t + decay * g_{t+1}; dk = g v, dv = g k, by_decay = sum_t g_t h_{t-1}.
-    """
+    """Writes dk and dv (B, L, D) and by_decay (B, D) from grad = dL/dh (B, L, D) and h. g_t = grad_t + decay * g_{t+1};
+    dk = g v, dv = g k, by_decay = sum_t g_t h_{t-1}."""
     row, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C)
     offset, inside = tl.arange(0, T), channel < width
     gamma = tl.load(decay + channel, mask=inside, other=0.0)

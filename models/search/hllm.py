@@ -68,10 +68,8 @@ class ItemTower(nn.Module):
         self.lengths = lengths  # (I,), on the CPU, where pieces are cut
 
     def forward(self, item: Tensor) -> Tensor:
-        """(..., W): embeddings of documents as jobs.encode makes them, by the weights as they are.
-
-        Without gradients all documents are encoded once, in the weights' own precision, and kept until weights change.
-        """
+        """(..., W): embeddings of documents as jobs.encode makes them, by the weights as they are. Without gradients
+        all documents are encoded once, in the weights' own precision, and kept until weights change."""
         if not torch.is_grad_enabled():
             everything = torch.arange(len(self.lengths), device=item.device)
             return derived(self, "documents", lambda: self.encode(everything))[item]

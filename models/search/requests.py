@@ -43,13 +43,13 @@ class RequestText:
 
     def __init__(
         self, catalogue: SearchCatalogue, queries: Sequence[str], encoder: TextEncoder | TfidfEncoder | None = None,
-        documents: Sequence[str] = (), most: int = TEXTS,
+        documents: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """`queries` are those of the catalogue; `encoder` and `documents`, by item, those that its text was made with,
         without which there is no text but the catalogue's."""
         self.catalogue, self.encoder, self.documents = catalogue, encoder, documents
         self.number = {query: number for number, query in enumerate(queries)}
-        self.kept: Latest[Floats] = Latest(most)
+        self.kept: Latest[Floats] = Latest(TEXTS)
 
     def has(self, query: str) -> bool:
         """Whether there is text of the query."""
