@@ -94,10 +94,10 @@ class RequestText:
         def encode(missing: list[tuple[int, str]]) -> dict[tuple[int, str], Floats]:
             assert self.encoder is not None, "asked for where there is one"
             missing.sort(key=lambda text: -len(text[1]) - len(self.documents[text[0]]))  # batches of like length
-            queries, documents = [query for _, query in missing], [self.documents[item] for item, _ in missing]
-            alone = missing[0][0] == ALONE
-            both = () if alone else (documents, self.catalogue.joint is not None)
-            return dict(zip(missing, self.encoder.encode(queries, *both), strict=True))
+            queries, alone = [query for _, query in missing], missing[0][0] == ALONE
+            documents = None if alone else [self.documents[item] for item, _ in missing]
+            made = self.encoder.encode(queries, documents, not alone and self.catalogue.joint is not None)
+            return dict(zip(missing, made, strict=True))
 
         return torch.from_numpy(np.stack(self.kept.of(texts, encode)))
 

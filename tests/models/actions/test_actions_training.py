@@ -83,7 +83,7 @@ def test_the_configs_are_of_one_size(path):
     assert change.get("fit", {}).keys() <= {"lr"}
 
 
-SMALL = {
+TOY = {
     "width": 32, "num_layers": 1, "num_heads": 2, "ffn": 64, "experts": 3, "expert_width": 32, "tower_width": 16,
     "dropout": 0.0,
 }  # fmt: skip
@@ -121,9 +121,9 @@ def learned(model: ActionsModel, steps: int) -> float:
 @pytest.mark.parametrize(
     ("kind", "config"),
     [
-        (AttnLFA, AttnLFAConfig(**SMALL)),
-        (AttnMVP, AttnMVPConfig(**SMALL)),
-        (AttnMVP, AttnMVPConfig(late_fusion=False, **SMALL)),
+        (AttnLFA, AttnLFAConfig(**TOY)),
+        (AttnMVP, AttnMVPConfig(**TOY)),
+        (AttnMVP, AttnMVPConfig(late_fusion=False, **TOY)),
     ],
 )
 def test_models_of_actions_tell_the_users_apart(kind, config):
@@ -134,5 +134,5 @@ def test_models_of_actions_tell_the_users_apart(kind, config):
 @pytest.mark.long
 def test_a_model_without_actions_cannot():
     torch.manual_seed(0)
-    blind = AttnMVP(AttnMVPConfig(late_fusion=False, **SMALL, action_weight=0.0), CATALOGUE)
+    blind = AttnMVP(AttnMVPConfig(late_fusion=False, **TOY, action_weight=0.0), CATALOGUE)
     assert 0.98 < learned(blind, 150) < 1.1
