@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
@@ -319,15 +319,15 @@ class Cursor:
             f"{self.best:.4f} in epoch {self.best_epoch}"
         )
 
-    def add(self, loss: float, seconds: float, examples: float, waited: float) -> None:
-        """Adds some steps to the epoch in progress."""
-        self.loss, self.seconds = self.loss + loss, self.seconds + seconds
-        self.examples, self.waited = self.examples + examples, self.waited + waited
-
-    def next_epoch(self, stop: bool) -> None:
-        """Ends the epoch in progress, and where `stop` the run."""
+    def next_epoch(self, stop: bool) -> dict[str, float]:
+        """Ends the epoch in progress, and where `stop` the run; what an event says of it."""
+        said = {
+            "loss": self.loss / self.step_in_epoch, "seconds": self.seconds,
+            "examples_per_s": self.examples / self.seconds, "data_wait": self.waited / self.seconds,
+        }  # fmt: skip
         self.epoch, self.step_in_epoch, self.stopped = self.epoch + 1, 0, stop
         self.loss = self.seconds = self.examples = self.waited = 0.0
+        return said
 
 
 class Meter:
@@ -368,14 +368,19 @@ class Meter:
             examples_per_s=self.examples / seconds * self.world, data_wait=self.waited / seconds,
         )  # fmt: skip
 
-    def read(self) -> tuple[float, float, float, float, dict[str, float]]:
-        """(loss summed over steps and averaged over ranks, seconds, examples of all ranks, seconds waited, other parts
-        averaged over both)."""
+    def read(self, cursor: Cursor) -> dict[str, Any]:
+        """Adds the steps since the last reading to the epoch in progress; what an event says of them."""
         names = sorted(self.parts)
         values = [self.loss.item(), self.examples, self.waited, *(self.parts[name].item() for name in names)]
         loss, examples, waited, *parts = reduce(values, self.world, self.device)
         mean = {name: part / self.world / self.steps for name, part in zip(names, parts, strict=True)}
-        return loss / self.world, time.perf_counter() - self.began, examples, waited / self.world, mean
+        loss, waited, seconds = loss / self.world, waited / self.world, time.perf_counter() - self.began
+        cursor.loss, cursor.seconds = cursor.loss + loss, cursor.seconds + seconds
+        cursor.examples, cursor.waited = cursor.examples + examples, cursor.waited + waited
+        return {
+            "loss": loss / self.steps, "examples_per_s": examples / seconds, "data_wait": waited / seconds,
+            "parts": mean,
+        }  # fmt: skip
 
 
 def make_step(
@@ -490,18 +495,16 @@ def fit(
                 told = clock()
             if inside and not (save or due(config.log_every_steps, cursor.step)):
                 continue
-            loss, seconds, examples, waited, parts = meter.read()  # waits for the device
-            if not math.isfinite(loss):
+            said = meter.read(cursor)  # waits for the device
+            if not math.isfinite(loss := said["loss"]):
                 raise UserError(
                     f"the loss is {loss} at step {cursor.step}; lower fit.lr ({config.lr}) or set fit.clip_norm to 1"
                 )
-            cursor.add(loss, seconds, examples, waited)
             measured = validated() if check else {}
             cursor.stopped = bool(measured.get("why"))
             told = clock() if check else told
             yield StepEvent(
-                step=cursor.step, epoch=epoch + 1, steps_in_epoch=steps, loss=loss / meter.steps, lr=lr,
-                grad_norm=float(norm), examples_per_s=examples / seconds, data_wait=waited / seconds, parts=parts,
+                step=cursor.step, epoch=epoch + 1, steps_in_epoch=steps, lr=lr, grad_norm=float(norm), **said,
                 **measured, stop=cursor.stopped, state=snapshot() if save else {},
             )  # fmt: skip
             if cursor.stopped:
@@ -511,14 +514,11 @@ def fit(
         ended = epoch + 1 == config.max_epochs
         check = ended or (epoch + 1) % config.eval_every_epochs == 0
         measured = validated(last=ended) if check else {}
-        whole = replace(cursor)  # of this epoch
-        cursor.next_epoch(stop=ended or bool(measured.get("why")))
+        said = cursor.next_epoch(stop=ended or bool(measured.get("why")))
         told = clock()
         yield EpochEvent(
-            step=cursor.step, epoch=cursor.epoch, loss=whole.loss / steps, seconds=whole.seconds,
-            examples_per_s=whole.examples / whole.seconds, data_wait=whole.waited / whole.seconds,
-            **measured, stop=cursor.stopped, state=snapshot(),
-        )  # fmt: skip
+            step=cursor.step, epoch=cursor.epoch, **said, **measured, stop=cursor.stopped, state=snapshot()
+        )
         if cursor.stopped:
             return
 
