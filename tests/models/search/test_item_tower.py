@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional
@@ -15,7 +14,7 @@ from transformers import AutoConfig, AutoModel
 
 from models import registry
 from models.search import hllm
-from models.search.data import SearchCatalogue, SearchExamples
+from models.search.data import SearchCatalogue
 from models.search.encoders import pretrained_sizes
 from models.search.hllm import HLLMConfig, ItemTower
 from models.tables import UserError, join, read_table
@@ -23,16 +22,6 @@ from tests.search_tables import ITEM_MODEL, WIDTH, write_search
 from tests.training_tables import write
 
 SMALL = {"max_history": 8, "text_width": 6, "dnn_width": 12, "width": 24, "num_layers": 1, "num_heads": 2, "ffn": 16}
-
-
-@pytest.fixture(scope="module")
-def catalogue(search: tuple[str, str]) -> SearchCatalogue:
-    return SearchCatalogue.load(*search)
-
-
-@pytest.fixture(scope="module")
-def batch(search: tuple[str, str]) -> dict[str, torch.Tensor]:
-    return SearchExamples.load(join(search[0], "sequences"), "train", max_history=8).collate(np.arange(9))
 
 
 @pytest.fixture(scope="module")

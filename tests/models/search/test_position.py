@@ -4,26 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
-from test_search_models import READ, changed, make
+from test_search_models import changed, make
 
 from models.ranking_metrics import ranking_means, ranking_sums
 from models.search import metrics
 from models.search.data import SearchCatalogue
 from models.search.position import Position
-from models.tables import join
-
-
-@pytest.fixture(scope="module")
-def catalogue(search):
-    return SearchCatalogue.load(*search)
-
-
-@pytest.fixture
-def batch(search):
-    return READ.load(join(search[0], "sequences"), "train", max_history=8).collate(np.arange(9))
 
 
 def places(catalogue: SearchCatalogue) -> list[int]:

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from models.search.data import SearchCatalogue, SearchExamples
+from models.search.data import SearchCatalogue
 from models.search.hllm import HLLM, HLLMConfig
 from models.search.qgs import QGS, HSTUConfig, QGSConfig
 from models.search.ranker import Ranker, RankerConfig
-from models.tables import join
 from tests.models.search.test_search_equations import loop_loss
 from tests.search_tables import ITEM_MODEL
 
@@ -41,23 +40,7 @@ VARIANTS = {
     "hstu_labels": (QGS, HSTUConfig, DEEP | LABELLED),
     "hllm_item_tower_match": (HLLM, HLLMConfig, DEEP | MATCH | {"item_model": ITEM_MODEL}),
 }
-READ = SearchExamples.of_model(QGSConfig(**LABELLED))  # what all of them read
 GENERATIVE = [name for name in VARIANTS if name != "base"]
-
-
-@pytest.fixture(scope="module")
-def catalogue(search):
-    return SearchCatalogue.load(*search)
-
-
-@pytest.fixture(scope="module")
-def examples(search):
-    return READ.load(join(search[0], "sequences"), "train", max_history=8)
-
-
-@pytest.fixture
-def batch(examples):
-    return examples.collate(np.arange(9))
 
 
 def make(name: str, catalogue: SearchCatalogue, **changes) -> torch.nn.Module:

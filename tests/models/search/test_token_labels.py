@@ -16,7 +16,8 @@ import torch
 from models.search.data import SearchCatalogue, SearchExamples
 from models.search.qgs import QGS, QGSConfig
 from models.tables import UserError, join, read_table
-from tests.models.search.test_search_models import DEEP, READ, make
+from tests.models.search.conftest import READ
+from tests.models.search.test_search_models import DEEP, make
 from tests.own_features_log import make as make_tables
 from tests.own_features_log import make_text
 
@@ -46,9 +47,7 @@ def test_they_are_those_of_the_tables_and_their_scale_is_of_training(search: tup
     assert "history_labels" not in SearchExamples.load(join(search[0], "sequences"), "val").collate(np.arange(2))
 
 
-def test_a_token_is_that_without_labels_and_what_a_loop_adds(search: tuple[str, str]) -> None:
-    catalogue = SearchCatalogue.load(*search)
-    batch = READ.load(join(search[0], "sequences"), "train", max_history=8).collate(np.arange(6))
+def test_a_token_is_that_without_labels_and_what_a_loop_adds(catalogue: SearchCatalogue, batch: Any) -> None:
     model, scale = make("qgs_labels", catalogue), catalogue.behaviour_labels["dwell"]
     with torch.no_grad():
         tokens = model.history_tokens(batch)
@@ -63,9 +62,8 @@ def test_a_token_is_that_without_labels_and_what_a_loop_adds(search: tuple[str, 
                 torch.testing.assert_close(found[b, t], want)
 
 
-def test_the_next_item_is_predicted_without_its_own_labels(search: tuple[str, str]) -> None:
-    batch = READ.load(join(search[0], "sequences"), "train", max_history=8).collate(np.arange(9))
-    model = make("qgs_labels", SearchCatalogue.load(*search))
+def test_the_next_item_is_predicted_without_its_own_labels(catalogue: SearchCatalogue, batch: Any) -> None:
+    model = make("qgs_labels", catalogue)
     moved = {**batch, "history_labels": batch["history_labels"].clone()}
     for row, length in enumerate(batch["history_length"].tolist()):  # the last behaviours, which no prediction follows
         moved["history_labels"][row, max(0, length - 1)] = torch.tensor([0.0, 59.0])
@@ -76,8 +74,7 @@ def test_the_next_item_is_predicted_without_its_own_labels(search: tuple[str, st
         assert not torch.equal(model(moved)["infonce"], infonce[0])
 
 
-def test_a_name_that_is_no_label_of_behaviours_is_refused(search: tuple[str, str]) -> None:
-    catalogue = SearchCatalogue.load(*search)
+def test_a_name_that_is_no_label_of_behaviours_is_refused(catalogue: SearchCatalogue) -> None:
     for name, near in (("purchas", "purchase"), ("click", "dwell|purchase")):  # all behaviours are clicks
         with pytest.raises(
             UserError, match=f"token_labels has '{name}', which is no label .*; the nearest is '({near})'"
