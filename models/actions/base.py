@@ -207,9 +207,8 @@ class ActionsModel(nn.Module):
         shown = (joined(batch, name, True) if name in batch else None for name in SHOWN)
         items = self.items(*shown, new=new_items(batch))
         states = self.encode(items, self.actions(batch["action"]), self.layout(batch))
-        return self.head(
-            torch.cat([select(states, batch, history), self.features(joined(batch, "feature", history))], 2)
-        )
+        states = states if history else states[:, batch["item"].shape[1] :]
+        return self.head(torch.cat([states, self.features(joined(batch, "feature", history))], 2))
 
     def score(self, batch: Batch) -> Tensor:
         """(N, K) logits of the N candidates of all users, row by row, padding left out."""
@@ -255,8 +254,3 @@ def new_items(batch: Batch) -> dict[str, Tensor] | None:
 def joined(batch: Batch, name: str, history: bool) -> Tensor:
     """(B, L, ...) of context and candidates, or (B, C, ...) of candidates."""
     return torch.cat([batch[name], batch[f"candidate_{name}"]], 1) if history else batch[f"candidate_{name}"]
-
-
-def select(states: Tensor, batch: Batch, history: bool) -> Tensor:
-    """`states` (B, L, S), or those of the candidates alone."""
-    return states if history else states[:, batch["item"].shape[1] :]
