@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.config import check_choices, check_least, check_positive
+from models.config import check_least, check_positive
 from models.label_loss import label_loss
 from models.search.data import SearchCatalogue
 from models.search.encoders import HSTU, CausalBert, LinearHSTU, copy_pretrained, pretrained_sizes
@@ -103,7 +103,6 @@ class QGSConfig(RankerConfig):
             )
         if twice := [name for place, name in enumerate(self.token_labels) if name in self.token_labels[:place]]:
             raise ValueError(f"token_labels has '{twice[0]}' twice; name each label once")
-        check_choices(self)
 
 
 @dataclass
