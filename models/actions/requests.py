@@ -14,7 +14,6 @@ import warnings
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -34,7 +33,7 @@ from models.own_features import CATEGORY, NUMBER
 from models.requests import Columns, Request, Requests, Row, bundled
 from models.shares import joined
 from models.tables import Manifest, UserError, join, read_manifest
-from models.text_encoder import Floats, TextEncoder, TfidfEncoder, load_saved, text_columns, texts_of
+from models.text_encoder import Floats, TextEncoder, TfidfEncoder, text_columns, texts_of
 
 LAST, BEFORE = 1 << 62, -(1 << 62)
 """Later and earlier than all times, in ms."""
@@ -150,8 +149,7 @@ class ActionsRequests(Requests):
             for name, values in catalogue.viewers.items()
         }
         items, text = read_manifest(f"{folder}/tables/items", "items"), text_of(bundled(folder))
-        encoder = load_saved(f"{folder}/encoder") if Path(folder, "encoder").exists() else None
-        self.new = NewItems(catalogue, columns_of(items, text), encoder, template_of(text))
+        self.new = NewItems(catalogue, columns_of(items, text), self.encoder, template_of(text))
 
     @classmethod
     def columns(cls, info: Mapping[str, Any], model: Mapping[str, Any], inputs: Inputs) -> Columns:

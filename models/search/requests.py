@@ -14,7 +14,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -32,7 +31,7 @@ from models.search.counts import HOURS, Counts, hours
 from models.search.data import NO_QUERY, SearchCatalogue, SearchExamples, pair_key
 from models.shares import find_in, joined
 from models.tables import UserError, read_manifest, read_table
-from models.text_encoder import Floats, TextEncoder, TfidfEncoder, load_saved
+from models.text_encoder import Floats, TextEncoder, TfidfEncoder
 
 ALONE = -1
 """Stands for the item of a query alone."""
@@ -123,11 +122,8 @@ class SearchRequests(Requests):
         queries: list[str] = []
         if catalogue.num_queries:
             queries = read_table(f"{folder}/tables/queries", "queries")["query"].to_pylist()
-        encoder, documents = None, []
-        if Path(folder, "encoder").exists():
-            encoder = load_saved(f"{folder}/encoder")
-            documents = pq.read_table(f"{folder}/encoder/documents.parquet")["text"].to_pylist()
-        self.text = RequestText(catalogue, queries, encoder, documents)
+        documents = pq.read_table(f"{folder}/encoder/documents.parquet")["text"].to_pylist() if self.encoder else []
+        self.text = RequestText(catalogue, queries, self.encoder, documents)
         info = read_manifest(f"{folder}/tables/sequences", "sequences").info
         self.numbers = {name for name, label in catalogue.behaviour_labels.items() if label.number}
         self.counts = Counts.load(uri, info["features"], info) if (uri := settings.get("counts")) else None
