@@ -25,7 +25,7 @@ from tests.actions_tables import write_actions
 from tests.search_tables import write_search
 from tests.training_tables import write_tables
 
-PARTS, WORLDS = 8, (1, 3, 4)
+PARTS, WORLDS = 12, (1, 3, 4)
 FAMILIES: dict[str, tuple[type[Sharded], dict[str, str], int]] = {
     "retrieval": (Examples, {"train": "request", "val": "request"}, 6),
     "retrieval_users": (Examples, {"train": "user", "val": "request"}, 6),
@@ -38,12 +38,12 @@ FAMILIES: dict[str, tuple[type[Sharded], dict[str, str], int]] = {
 
 @pytest.fixture(scope="module")
 def sequences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """URIs of `sequences` of eight parts, by family."""
+    """URIs of `sequences` of twelve parts, by family."""
     folder = tmp_path_factory.mktemp("shares")
     return {
-        "retrieval": join(write_tables(folder / "retrieval", users=40, parts=PARTS)[0], "sequences"),
-        "search": join(write_search(folder / "search", users=40, parts=PARTS)[0], "sequences"),
-        "actions": join(write_actions(folder / "actions", users=40, parts=PARTS), "sequences"),
+        "retrieval": join(write_tables(folder / "retrieval", users=48, parts=PARTS)[0], "sequences"),
+        "search": join(write_search(folder / "search", users=48, parts=PARTS)[0], "sequences"),
+        "actions": join(write_actions(folder / "actions", users=48, parts=PARTS), "sequences"),
     }
 
 
