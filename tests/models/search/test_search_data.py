@@ -115,13 +115,14 @@ def test_windows_overlap_and_nothing_is_learned_twice(search, limit, overlap):
     uri, kind = join(search[0], "sequences"), SearchExamples.of_model(RankerConfig(window_overlap=overlap))
     examples = kind.load(uri, "train", unit="user", max_history=limit)
     asked, learned, wanted = Counter(), Counter(), Counter()
+    users = read_table(uri).to_pylist()
     for rows in examples.batches(20, seed=3, shuffle=True):
         batch = examples.collate(rows)
         asked.update(batch["request"].tolist())
         for row, user in enumerate(batch["user_row"].tolist()):
             places = range(int(batch["history_new"][row]), int(batch["history_length"][row]))
             learned.update((user, int(batch["history_time"][row, t]), int(batch["history"][row, t])) for t in places)
-    for row, user in enumerate(read_table(uri).to_pylist()):
+    for row, user in enumerate(users):
         train = [request["history_end"] for request in user["requests"] if request["split"] == "train"]
         past = list(zip(user["timestamp_ms"], user["item_index"], strict=True))[1 : max(train)]
         wanted.update((row, *behaviour) for behaviour in past)
@@ -133,7 +134,7 @@ def test_windows_overlap_and_nothing_is_learned_twice(search, limit, overlap):
     assert max(learned.values()) == 1
     for found in seen(examples.collate(np.arange(len(examples)))).values():
         end = next(
-            request["history_end"] for request in read_table(uri).to_pylist()[found["user_row"]]["requests"]
+            request["history_end"] for request in users[found["user_row"]]["requests"]
             if request["timestamp_ms"] == found["time"]
         )  # fmt: skip
         assert min(end, overlap * limit) <= len(found["history"]) <= min(end, limit)
