@@ -319,7 +319,7 @@ class Cursor:
             f"{self.best:.4f} in epoch {self.best_epoch}"
         )
 
-    def next_epoch(self, stop: bool) -> dict[str, float]:
+    def next_epoch(self, stop: bool) -> dict[str, Any]:
         """Ends the epoch in progress, and where `stop` the run; what an event says of it."""
         said = {
             "loss": self.loss / self.step_in_epoch, "seconds": self.seconds,

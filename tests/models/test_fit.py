@@ -199,11 +199,13 @@ def test_impossible_config(field: str, value: float, message: str) -> None:
         FitConfig(**{field: value})
 
 
-def worker(rank: int, folder: str, counts: tuple[int, int]) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
-    model = start(dropout=0.0)
-    batches = Batches(rank=rank, world=2, count=counts[rank])
+EQUAL, UNEQUAL = (5, 5), (5, 3)
+"""Batches of each of two workers."""
+
+
+def trained_by(rank: int, counts: tuple[int, int]) -> dict:
+    """What one of two workers sees of a training."""
+    model, batches = start(dropout=0.0), Batches(rank=rank, world=2, count=counts[rank])
 
     def half(model: nn.Module) -> tuple[dict[str, float], int]:  # unequal shares: 5 and 15 of 20 requests
         mine = range(5) if rank == 0 else range(5, 20)
@@ -212,24 +214,33 @@ def worker(rank: int, folder: str, counts: tuple[int, int]) -> None:
     def one_sided(model: nn.Module) -> tuple[dict[str, Tensor], int]:  # the first rank has nothing to validate
         return ({"histogram": torch.tensor([3.0, 1.0])}, 4) if rank else ({}, 0)
 
-    equal = counts[0] == counts[1]
-    means = None if equal else lambda sums: {"ndcg@10": float(sums["histogram"][0] / sums["histogram"].sum())}
-    events = list(fit(model, batches, half if equal else one_sided, CONFIG, means=means, rank=rank, world=2))
+    of = half if counts == EQUAL else one_sided
+    means = None if counts == EQUAL else lambda sums: {"ndcg@10": float(sums["histogram"][0] / sums["histogram"].sum())}
+    events = list(fit(model, batches, of, CONFIG, means=means, rank=rank, world=2))
     curve = [(e.step, e.loss) for e in events if isinstance(e, StepEvent)]
     ends = [(e.epoch, e.metrics, e.is_best, e.examples) for e in events if isinstance(e, EpochEvent)]
-    torch.save({"curve": curve, "ends": ends, "model": model.state_dict()}, f"{folder}/{rank}.pt")
+    return {"curve": curve, "ends": ends, "model": model.state_dict()}
+
+
+def worker(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    torch.save({counts: trained_by(rank, counts) for counts in (EQUAL, UNEQUAL)}, f"{folder}/{rank}.pt")
     torch.distributed.barrier()  # neither rank takes the connection down while the other still uses it
     torch.distributed.destroy_process_group()
 
 
-def run_two(folder: Path, counts: tuple[int, int]) -> list[dict]:
-    mp.start_processes(worker, (str(folder), counts), nprocs=2, start_method="forkserver")
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """By worker and batches."""
+    folder = tmp_path_factory.mktemp("two")
+    mp.start_processes(worker, (str(folder),), nprocs=2, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
 @pytest.mark.long
-def test_two_workers_equal_one_with_the_same_batches(tmp_path: Path) -> None:
-    ours = run_two(tmp_path, (5, 5))
+def test_two_workers_equal_one_with_the_same_batches(two: list[dict]) -> None:
+    ours = [each[EQUAL] for each in two]
     assert ours[0]["curve"] == ours[1]["curve"]  # equal reports, equally often
     assert ours[0]["ends"] == ours[1]["ends"]
     model = start(dropout=0.0)
@@ -244,8 +255,8 @@ def test_two_workers_equal_one_with_the_same_batches(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_unequal_shares_take_equal_steps(tmp_path: Path) -> None:
-    ours = run_two(tmp_path, (5, 3))
+def test_unequal_shares_take_equal_steps(two: list[dict]) -> None:
+    ours = [each[UNEQUAL] for each in two]
     assert ours[0]["curve"] == ours[1]["curve"]
     assert ours[0]["curve"][-1][0] == 3 * CONFIG.max_epochs
     assert ours[0]["ends"] == ours[1]["ends"]
