@@ -34,17 +34,6 @@ WEIGHTS, CONFIG, STATE = "model.safetensors", "config.json", "state.pt"
 BEST = "best"
 """In a run's folder: its best checkpoint, when it is finished."""
 
-REMEDY = {
-    "sequences": "evaluate on the tables that it was trained on, or train again",
-    "items": "evaluate on the tables that it was trained on, or train again",
-    "sids": "give the --sids that it was trained with, or train again",
-    "trie": "give the --sids that it was trained with, or train again",
-    "queries": "evaluate on the tables that it was trained on, or train again",
-    **dict.fromkeys(
-        ("text_items", "text_queries", "text_pairs"), "give the --text that it was trained with, or train again"
-    ),
-}
-
 OPTIONAL = "text_items"
 """A table that some models are trained with and some without."""
 
@@ -209,26 +198,27 @@ def read(uri: str | Path) -> Checkpoint:
 
 def whole(folder: Path, name: str, uri: str | Path) -> Path:
     """The file `name` of the checkpoint at `uri`, whose local copy is `folder`; UserError where it is damaged."""
-    _compare(_hash(folder / name), read(uri), name, uri)
-    return folder / name
-
-
-def _compare(found: str, about: Checkpoint, name: str, uri: str | Path) -> None:
-    if found != (expected := about.sha256.get(name, "nothing")):
+    found, expected = _hash(folder / name), read(uri).sha256.get(name, "nothing")
+    if found != expected:
         raise UserError(
             f"{uri}/{name} is damaged: its SHA-256 is {found[:12]}, {CONFIG} says {expected[:12]}; use another "
             f"checkpoint or train again"
         )
+    return folder / name
 
 
 def weights_hash(uri: str) -> str:
     """SHA-256 of the weights file of the checkpoint at `uri`."""
-    about = read(uri)
-    filesystem, path = open_uri(join(uri, WEIGHTS))
-    with filesystem.open_input_stream(path) as stream:
-        found = hashlib.sha256(stream.read()).hexdigest()
-    _compare(found, about, WEIGHTS, uri)
-    return found
+    with local(uri) as folder:
+        return _hash(whole(folder, WEIGHTS, uri))
+
+
+def _remedy(table: str) -> str:
+    option = "text" if table.startswith("text_") else "sids" if table in ("sids", "trie") else ""
+    what = (
+        f"give the --{option} that it was trained with" if option else "evaluate on the tables that it was trained on"
+    )
+    return f"{what}, or train again"
 
 
 def check(about: Checkpoint, uri: str | Path, hashes: dict[str, str | None], name: str | None = None) -> None:
@@ -238,11 +228,11 @@ def check(about: Checkpoint, uri: str | Path, hashes: dict[str, str | None], nam
     for table, trained in about.hashes.items():
         given = hashes.get(table)
         if trained and not given:
-            raise UserError(f"{uri} was trained with a table '{table}' that is not given; {REMEDY.get(table, '')}")
+            raise UserError(f"{uri} was trained with a table '{table}' that is not given; {_remedy(table)}")
         if trained and given != trained:
             raise UserError(
                 f"{uri} belongs to another table '{table}': {trained[:12]} was trained on, {str(given)[:12]} is given; "
-                f"{REMEDY.get(table, '')}"
+                f"{_remedy(table)}"
             )
     if about.hashes and OPTIONAL in hashes and OPTIONAL not in about.hashes:
         raise UserError(f"{uri} was trained without text, and a table '{OPTIONAL}' is given; leave out --text")

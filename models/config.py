@@ -61,10 +61,8 @@ def flattened(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def check_least(config: Any, names: Iterable[str], least: float, section: str = "") -> None:
-    """ValueError for the first of these fields that is below `least`; one that is None is not given.
-
-    section: what stands before the names in messages, such as `fit.`; the next two take it too.
-    """
+    """ValueError for the first of these fields that is below `least`; one that is None is not given. section: what
+    stands before the names in messages, such as `fit.`; the next two take it too."""
     for name in names:
         if (value := getattr(config, name)) is not None and not value >= least:
             raise ValueError(f"{section}{name} is {value}, it must be at least {least}")

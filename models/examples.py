@@ -97,8 +97,6 @@ class Sharded:
     """(V, P) what batches count of them (`sizes`); likewise."""
 
     def __init__(self, split: str, unit: str, max_history: int, share: Share) -> None:
-        if max_history < 1:
-            raise ValueError(f"max_history {max_history} is below 1; a history needs at least one behaviour")
         self.split, self.unit, self.max_history, self.share = split, unit, max_history, share
         self._rows_held = np.zeros(len(share.held), np.int64)
         self.rows_per_buffer, self.examples_per_buffer = np.zeros((2, share.shards, 1), np.int64)
@@ -262,7 +260,7 @@ class Sharded:
         else:
             self._bring(catalogue, history, complete)
 
-    def notes(self, batch_size: int, seed: int) -> list[str]:
+    def notes(self) -> list[str]:
         """What is worth a line before training."""
         if self.buffers == 1:
             return []

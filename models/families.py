@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from models.actions import batch as actions_batch
 from models.actions import metrics as actions_metrics
-from models.actions import shuffled as actions_shuffled
 from models.actions.base import ActionsModel
 from models.actions.batch import ActionsCatalogue
 from models.actions.data import ActionsExamples
@@ -27,10 +26,9 @@ from models.retrieval.data import Catalogue, Examples
 from models.retrieval.requests import RetrievalRequests
 from models.search import data as search_data
 from models.search import metrics as search_metrics
-from models.search import shuffled as search_shuffled
 from models.search.data import SearchCatalogue, SearchExamples
 from models.search.requests import SearchRequests
-from models.shuffles import Shuffle
+from models.shuffles import Shuffle, of_actions, of_search
 
 
 class Measured(Protocol):
@@ -129,7 +127,7 @@ class Search(Family):
         return catalogue.leave_pairs_to(examples, config)
 
     def shuffles(self, model: Any, catalogue: SearchCatalogue) -> dict[str, Shuffle]:
-        return search_shuffled.shuffles(model, catalogue)
+        return of_search(model, catalogue)
 
 
 class Actions(Family):
@@ -148,7 +146,7 @@ class Actions(Family):
         return model.parameter_counts()
 
     def shuffles(self, model: Any, catalogue: ActionsCatalogue) -> dict[str, Shuffle]:
-        return actions_shuffled.shuffles(model, catalogue)
+        return of_actions(model, catalogue)
 
 
 RETRIEVAL, SEARCH, ACTIONS = Retrieval(), Search(), Actions()

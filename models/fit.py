@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
@@ -164,6 +164,8 @@ class Event:
     """Whether the run ends here."""
     why: str = ""
     """Why it ends here, where that is before the last epoch."""
+    steps_in_epoch: int = 0
+    """Steps of this epoch, for progress."""
     state: State = field(default_factory=dict)
     """What a checkpoint needs beside the weights, where one is due: live tensors, to be saved before the
     generator goes on. Of a sharded model also `weights`, the whole ones."""
@@ -173,8 +175,6 @@ class Event:
 class StepEvent(Event):
     """Some steps were taken. Values are means over the steps since the last event, and over ranks."""
 
-    steps_in_epoch: int = 0
-    """Steps of this epoch, for progress."""
     lr: float = 0.0
     """Learning rate of the last step, before `lr_multipliers`."""
     grad_norm: float = 0.0
@@ -187,9 +187,6 @@ class StepEvent(Event):
 class StillEvent(Event):
     """Nothing but that the run is alive, on this rank, where nothing else was told for `SILENCE` seconds."""
 
-    steps_in_epoch: int = 0
-    """Steps of this epoch."""
-
 
 @dataclass(frozen=True)
 class EpochEvent(Event):
@@ -199,14 +196,9 @@ class EpochEvent(Event):
     """Time of the epoch's steps, without validation."""
 
 
-def warmup(config: FitConfig, total_steps: int) -> int:
-    """Steps of warm-up in a run of `total_steps`."""
-    return min(config.warmup_steps, int(config.warmup_share * total_steps))
-
-
 def learning_rate(config: FitConfig, step: int, total_steps: int) -> float:
     """Learning rate of step number `step` (from 0) in a run of `total_steps`."""
-    rising = warmup(config, total_steps)
+    rising = min(config.warmup_steps, int(config.warmup_share * total_steps))
     if step < rising:
         return config.lr * (step + 1) / rising
     if config.schedule == "constant":
@@ -240,9 +232,9 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
 
 
-def prefetch(batches: Iterable[Batch], depth: int = 4) -> Iterator[Batch]:
+def prefetch(batches: Iterable[Batch]) -> Iterator[Batch]:
     """The same batches, made in a thread and pinned while the GPU is busy."""
-    made: queue.Queue[Any] = queue.Queue(depth)
+    made: queue.Queue[Any] = queue.Queue(4)
     end, closed = object(), threading.Event()
 
     def put(value: Any) -> None:
@@ -327,15 +319,15 @@ class Cursor:
             f"{self.best:.4f} in epoch {self.best_epoch}"
         )
 
-    def add(self, loss: float, seconds: float, examples: float, waited: float) -> None:
-        """Adds some steps to the epoch in progress."""
-        self.loss, self.seconds = self.loss + loss, self.seconds + seconds
-        self.examples, self.waited = self.examples + examples, self.waited + waited
-
-    def next_epoch(self, stop: bool) -> None:
-        """Ends the epoch in progress, and where `stop` the run."""
+    def next_epoch(self, stop: bool) -> dict[str, Any]:
+        """Ends the epoch in progress, and where `stop` the run; what an event says of it."""
+        said = {
+            "loss": self.loss / self.step_in_epoch, "seconds": self.seconds,
+            "examples_per_s": self.examples / self.seconds, "data_wait": self.waited / self.seconds,
+        }  # fmt: skip
         self.epoch, self.step_in_epoch, self.stopped = self.epoch + 1, 0, stop
         self.loss = self.seconds = self.examples = self.waited = 0.0
+        return said
 
 
 class Meter:
@@ -376,14 +368,19 @@ class Meter:
             examples_per_s=self.examples / seconds * self.world, data_wait=self.waited / seconds,
         )  # fmt: skip
 
-    def read(self) -> tuple[float, float, float, float, dict[str, float]]:
-        """(loss summed over steps and averaged over ranks, seconds, examples of all ranks, seconds waited, other parts
-        averaged over both)."""
+    def read(self, cursor: Cursor) -> dict[str, Any]:
+        """Adds the steps since the last reading to the epoch in progress; what an event says of them."""
         names = sorted(self.parts)
         values = [self.loss.item(), self.examples, self.waited, *(self.parts[name].item() for name in names)]
         loss, examples, waited, *parts = reduce(values, self.world, self.device)
         mean = {name: part / self.world / self.steps for name, part in zip(names, parts, strict=True)}
-        return loss / self.world, time.perf_counter() - self.began, examples, waited / self.world, mean
+        loss, waited, seconds = loss / self.world, waited / self.world, time.perf_counter() - self.began
+        cursor.loss, cursor.seconds = cursor.loss + loss, cursor.seconds + seconds
+        cursor.examples, cursor.waited = cursor.examples + examples, cursor.waited + waited
+        return {
+            "loss": loss / self.steps, "examples_per_s": examples / seconds, "data_wait": waited / seconds,
+            "parts": mean,
+        }  # fmt: skip
 
 
 def make_step(
@@ -436,8 +433,7 @@ def fit(
     group must exist. `means` makes metrics of the sums of all ranks; left out, they are divided by the number
     of rows. `lr_multipliers` are factors on the learning rate by the beginning of parameters' names. `blocks` are parts
     of a model that is to be cut over the ranks (`models/fsdp.py`). `state` is that of the event at which an earlier run
-    was saved; the caller has loaded the weights. Raises UserError where the loss stops being a number or the metric is
-    not one that `validate` gives.
+    was saved; the caller has loaded the weights. Raises UserError where the loss or the metric stops being a number.
     """
     device = torch.device(device)
     sharded = bool(blocks) and world > 1
@@ -463,14 +459,15 @@ def fit(
             raise UserError("the training split gives a worker no batch; use fewer workers or a smaller fit.batch_size")
         return steps
 
-    def validated() -> dict[str, Any]:
-        """Validates and notes the result in the cursor: the fields of an event."""
+    def validated(last: bool = False) -> dict[str, Any]:
+        """Validates and notes the result in the cursor: the fields of an event; nobody stops at the `last` one."""
         began = time.perf_counter()
         with fsdp.gathered(model):
             metrics, count = validation(model, validate, means, config, device, world)
         is_best = cursor.note(metrics[config.metric])
+        why = "" if last else cursor.impatient(config)
         seconds = time.perf_counter() - began
-        return {"metrics": metrics, "examples": count, "eval_seconds": seconds, "is_best": is_best}
+        return {"metrics": metrics, "examples": count, "eval_seconds": seconds, "is_best": is_best, "why": why}
 
     total_steps = fewest(0) * config.max_epochs
     told = clock()
@@ -498,20 +495,17 @@ def fit(
                 told = clock()
             if inside and not (save or due(config.log_every_steps, cursor.step)):
                 continue
-            loss, seconds, examples, waited, parts = meter.read()  # waits for the device
-            if not math.isfinite(loss):
+            said = meter.read(cursor)  # waits for the device
+            if not math.isfinite(loss := said["loss"]):
                 raise UserError(
                     f"the loss is {loss} at step {cursor.step}; lower fit.lr ({config.lr}) or set fit.clip_norm to 1"
                 )
-            cursor.add(loss, seconds, examples, waited)
             measured = validated() if check else {}
-            why = cursor.impatient(config) if check else ""
-            cursor.stopped = bool(why)
+            cursor.stopped = bool(measured.get("why"))
             told = clock() if check else told
             yield StepEvent(
-                step=cursor.step, epoch=epoch + 1, steps_in_epoch=steps, loss=loss / meter.steps, lr=lr,
-                grad_norm=float(norm), examples_per_s=examples / seconds, data_wait=waited / seconds, parts=parts,
-                **measured, stop=cursor.stopped, why=why, state=snapshot() if save else {},
+                step=cursor.step, epoch=epoch + 1, steps_in_epoch=steps, lr=lr, grad_norm=float(norm), **said,
+                **measured, stop=cursor.stopped, state=snapshot() if save else {},
             )  # fmt: skip
             if cursor.stopped:
                 return
@@ -519,16 +513,12 @@ def fit(
 
         ended = epoch + 1 == config.max_epochs
         check = ended or (epoch + 1) % config.eval_every_epochs == 0
-        measured = validated() if check else {}
-        why = cursor.impatient(config) if check and not ended else ""
-        whole = replace(cursor)  # of this epoch
-        cursor.next_epoch(stop=ended or bool(why))
+        measured = validated(last=ended) if check else {}
+        said = cursor.next_epoch(stop=ended or bool(measured.get("why")))
         told = clock()
         yield EpochEvent(
-            step=cursor.step, epoch=cursor.epoch, loss=whole.loss / steps, seconds=whole.seconds,
-            examples_per_s=whole.examples / whole.seconds, data_wait=whole.waited / whole.seconds,
-            **measured, stop=cursor.stopped, why=why, state=snapshot(),
-        )  # fmt: skip
+            step=cursor.step, epoch=cursor.epoch, **said, **measured, stop=cursor.stopped, state=snapshot()
+        )
         if cursor.stopped:
             return
 
@@ -558,9 +548,6 @@ def validation(
         for name, value in sums.items():
             total[name] = total.get(name, 0.0) + value
     metrics = means(total) if means else {name: float(value) / count for name, value in total.items()}
-    if config.metric not in metrics:
-        known = ", ".join(sorted(metrics))
-        raise UserError(f"fit.metric is '{config.metric}', which is not measured; choose one of {known}")
     if not math.isfinite(metrics[config.metric]):
         raise UserError(
             f"{config.metric} is {metrics[config.metric]} on the {count} rows validated, so none is the best; "

@@ -8,10 +8,14 @@ kept.get("u1")     # None once others of this size in all were asked for since
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
+K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
+
+TEXTS = 1 << 16
+"""Encoded texts that are kept: 100 MB at a width of 384."""
 
 
 class Latest(Generic[V]):
@@ -39,3 +43,12 @@ class Latest(Generic[V]):
         self.held += size
         while self.held > self.most:
             self.held -= self._values.popitem(last=False)[1][1]
+
+    def of(self, keys: Sequence[K], make: Callable[[list[K]], dict[K, V]]) -> list[V]:
+        """The values of the keys; `make` gives those of keys that have none."""
+        known = {key: value for key in keys if (value := self.get(key)) is not None}
+        if missing := [key for key in dict.fromkeys(keys) if key not in known]:
+            for key, value in make(missing).items():
+                known[key] = value
+                self.put(key, value)
+        return [known[key] for key in keys]

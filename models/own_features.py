@@ -107,21 +107,31 @@ class OwnFeatures:
         return found
 
 
-class OwnInputs(nn.Module):
-    """Own features as a layer reads them: numbers standardised, whether a number is there, embeddings of categories.
-
-    In training a share of the categories' values counts as unknown, so that unknown ones have a meaning.
-    """
+class Standardised(nn.Module):
+    """Features by their mean and deviation over training, both (F,), cut at `MOST` deviations."""
 
     mean: Tensor
     std: Tensor
+
+    def __init__(self, mean: Tensor, std: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mean", mean.float().clone())
+        self.register_buffer("std", std.float().clone())
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(..., F) of (..., F); NaN where there is none."""
+        return ((features - self.mean) / self.std).clamp(-MOST, MOST)
+
+
+class OwnInputs(Standardised):
+    """Own features as a layer reads them: numbers standardised, whether a number is there, embeddings of categories. In
+    training a share of the categories' values counts as unknown, so that unknown ones have a meaning."""
+
     at_times: Tensor
 
     def __init__(self, own: OwnFeatures, width: int, dropout: float) -> None:
-        super().__init__()
+        super().__init__(torch.tensor([n.mean for n in own.numbers]), torch.tensor([n.std for n in own.numbers]))
         self.count, self.dropout = len(own.numbers), dropout
-        self.register_buffer("mean", torch.tensor([n.mean for n in own.numbers], dtype=torch.float32))
-        self.register_buffer("std", torch.tensor([n.std for n in own.numbers], dtype=torch.float32))
         at_times = [place for place, number in enumerate(own.numbers) if number.missing]
         self.register_buffer("at_times", torch.tensor(at_times, dtype=torch.long), persistent=False)
         self.tables = nn.ModuleList(
@@ -137,7 +147,7 @@ class OwnInputs(nn.Module):
     def forward(self, values: Tensor) -> Tensor:
         """(..., O) of `values` (..., X + G), as `OwnFeatures.matrix` has them."""
         numbers, codes = values[..., : self.count], values[..., self.count :].long()
-        scaled = ((numbers - self.mean) / self.std).clamp(-MOST, MOST)
+        scaled = super().forward(numbers)
         parts = [torch.nan_to_num(scaled), (~torch.isnan(numbers[..., self.at_times])).to(scaled.dtype)]
         if self.training and self.dropout and len(self.tables):
             codes = torch.where(torch.rand(codes.shape, device=codes.device) < self.dropout, 0, codes)

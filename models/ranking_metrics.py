@@ -56,8 +56,6 @@ def request_auc(scores: Tensor, labels: Tensor, request: Tensor) -> tuple[Tensor
     `scores` (N,), `labels` (N,) true or false, `request` (N,) the request of each candidate, numbered from 0; a
     number without candidates is a request without an AUC.
     """
-    if not len(scores) == len(labels) == len(request):
-        raise ValueError(f"{len(scores)} scores, {len(labels)} labels and {len(request)} requests are not as many")
     count = int(request.max()) + 1 if len(request) else 0
     scores, labels = scores.double(), labels.double()
     order = scores.argsort(stable=True)

@@ -14,12 +14,7 @@ from typing import Any
 from torch import nn
 
 from models import checkpoint, language_model
-from models.actions.attn_dhn import AttnDHN, AttnDHNConfig
-from models.actions.attn_lfa import AttnLFA, AttnLFAConfig
-from models.actions.attn_mvp import AttnMVP, AttnMVPConfig
-from models.actions.genrank import GenRank, GenRankConfig
-from models.actions.interleaved import Interleaved, InterleavedConfig
-from models.actions.lac import LAC, LACConfig
+from models.actions import fusions
 from models.checkpoint import Checkpoint
 from models.config import hint, instead
 from models.cpu.matmul import use_exact_onednn
@@ -44,11 +39,10 @@ from models.retrieval.sasrec import SASRec, SASRecConfig
 from models.retrieval.sid_mlp import SidMlp, SidMlpOptions
 from models.retrieval.student import Student, StudentOptions, TaughtConfig
 from models.retrieval.tiger import Tiger, TigerConfig, TigerOptions
-from models.search import hllm, sequence
-from models.search.base import Base, BaseConfig
+from models.search import hllm, qgs
 from models.search.hllm import HLLM, HLLMConfig
-from models.search.hstu import HSTUConfig, HSTURanker
-from models.search.qgs import QGS, QGSConfig
+from models.search.qgs import QGS, HSTUConfig, QGSConfig
+from models.search.ranker import Ranker, RankerConfig
 from models.tables import UserError
 
 
@@ -112,7 +106,7 @@ class Entry:
 
 
 GENERATIVE: dict[str, Any] = {
-    "unit": "user", "resolve": sequence.resolve, "teach": sequence.teach, "keeps_state": sequence.keeps_state,
+    "unit": "user", "resolve": qgs.resolve, "teach": qgs.teach, "keeps_state": qgs.keeps_state,
 }  # fmt: skip
 
 
@@ -192,16 +186,16 @@ MODELS: dict[str, Entry] = {
     "atspeed_r": Entry(AtSpeedRConfig, AtSpeed, RETRIEVAL, **ATSPEED),
     "sid_mlp_pp_encoder": Entry(sid_mlp_pp.SidMlpPpEncoderConfig, sid_mlp_pp.SidMlpPpEncoder, RETRIEVAL, **STAGE_1),
     "sid_mlp_pp": Entry(sid_mlp_pp.SidMlpPpConfig, sid_mlp_pp.SidMlpPp, RETRIEVAL, **STAGE_2, recommends=SidMlpOptions),
-    "base": Entry(BaseConfig, Base, SEARCH, unit="user"),
-    "hstu": Entry(HSTUConfig, HSTURanker, SEARCH, **GENERATIVE),
+    "base": Entry(RankerConfig, Ranker, SEARCH, unit="user"),
+    "hstu": Entry(HSTUConfig, QGS, SEARCH, **GENERATIVE),
     "hllm": Entry(HLLMConfig, HLLM, SEARCH, unit="user", resolve=hllm.resolve, teach=hllm.teach),
     "qgs": Entry(QGSConfig, QGS, SEARCH, **GENERATIVE),
-    "interleaved": Entry(InterleavedConfig, Interleaved, ACTIONS, unit="user"),
-    "attn_lfa": Entry(AttnLFAConfig, AttnLFA, ACTIONS, unit="user", keeps_state=lambda config: True),
-    "attn_mvp": Entry(AttnMVPConfig, AttnMVP, ACTIONS, unit="user", keeps_state=lambda config: True),
-    "attn_dhn": Entry(AttnDHNConfig, AttnDHN, ACTIONS, unit="user"),
-    "lac": Entry(LACConfig, LAC, ACTIONS, unit="user"),
-    "genrank": Entry(GenRankConfig, GenRank, ACTIONS, unit="cut"),
+    "interleaved": Entry(fusions.InterleavedConfig, fusions.Interleaved, ACTIONS, unit="user"),
+    "attn_lfa": Entry(fusions.AttnLFAConfig, fusions.AttnLFA, ACTIONS, unit="user", keeps_state=lambda config: True),
+    "attn_mvp": Entry(fusions.AttnMVPConfig, fusions.AttnMVP, ACTIONS, unit="user", keeps_state=lambda config: True),
+    "attn_dhn": Entry(fusions.AttnDHNConfig, fusions.AttnDHN, ACTIONS, unit="user"),
+    "lac": Entry(fusions.LACConfig, fusions.LAC, ACTIONS, unit="user"),
+    "genrank": Entry(fusions.GenRankConfig, fusions.GenRank, ACTIONS, unit="cut"),
 }  # fmt: skip
 
 

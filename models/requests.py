@@ -24,6 +24,7 @@ from models.inputs import MADE, Inputs
 from models.item_ids import item_ids
 from models.own_features import CATEGORY, NUMBER, OwnFeatures
 from models.tables import UserError, read_table
+from models.text_encoder import load_saved
 
 Floats = NDArray[np.float32]
 
@@ -131,6 +132,8 @@ class Requests:
         """Of a bundle."""
         self.items: list[str] = read_table(f"{folder}/tables/items", "items", ["item_id"])["item_id"].to_pylist()
         self.index = {item: number for number, item in enumerate(self.items)}
+        self.encoder = load_saved(f"{folder}/encoder") if Path(folder, "encoder").exists() else None
+        """What encodes texts that training has not seen, where the bundle has it."""
 
     def read(self, row: Row) -> Any:
         """A `Request`, or what else `batch` takes; UserError for what no request can have. The row is not changed."""

@@ -184,10 +184,8 @@ def set_up(
     world: int = 1,
     shards: Sequence[int] | None = None,
 ) -> Setup:
-    """Reads the tables and builds the model that `model` (its `name` and fields) names.
-
-    `shards` is how the run that goes on was begun (`Checkpoint.shards`).
-    """
+    """Reads the tables and builds the model that `model` (its `name` and fields) names. `shards` is how the run that
+    goes on was begun (`Checkpoint.shards`)."""
     entry = registry.find(model["name"])
     catalogue = load_catalogue(model["name"], inputs)
     check_batch(fit, world)
@@ -211,7 +209,7 @@ def set_up(
     if fit.train_examples:  # after the teacher's outputs, which runs on other examples share
         train.limit_to(fit.train_examples)
     batches = Batches(train, fit.batch_size, fit.seed, captures(fit, device, world))
-    notes += train.notes(batches.batch_size, fit.seed)
+    notes += train.notes()
     return Setup(entry, config, catalogue, module, batches, val, fit, device, world, notes)
 
 

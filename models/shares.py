@@ -6,11 +6,6 @@ permutation within the shard that is seeded by (seed, epoch, shard). So a worker
 and knows of the others no more than how many rows they have, and step s has the same examples whatever the number of
 workers: a run goes on with another number of them, and ends with the same weights up to the order of sums.
 
-The other way, every worker holding the index of all examples and loading its rows of each batch, needs 8 bytes for
-every row of the table on every worker, which at four workers is as much as the rows' own data, and reads parts in
-random order. It would keep the order of one worker on tables of any size. Here that holds for one shard alone, that is
-for all tables below two times `shard_mb` (`FitConfig`): their rows are in one order.
-
 Where there are fewer shards than workers, several hold a shard, whole, and take every so-manieth row of its part of
 a batch. A file is the least that is read, as its hash, which tells damage, is of all of it; columns that are not asked
 for are not decoded.
@@ -189,3 +184,18 @@ def starts(lengths: NDArray) -> NDArray[np.int64]:
 def runs(begin: NDArray, lengths: NDArray) -> NDArray[np.int64]:
     """begin[0], begin[0] + 1, ... for lengths[0] numbers, then the same for the next."""
     return np.arange(int(lengths.sum())) + np.repeat(begin - starts(lengths), lengths)
+
+
+def spans(owner: NDArray, begin: NDArray, end: NDArray) -> tuple[NDArray, NDArray, NDArray, NDArray]:
+    """Of rows that come owner by owner and read `begin` to `end` of what theirs has: (owners, the place of each row's
+    among them, of each owner the first that any row reads, and how many there are up to the last)."""
+    owners, place = np.unique(owner, return_inverse=True)
+    first = np.flatnonzero(np.append(True, owner[1:] != owner[:-1])[: len(owner)])
+    low = np.minimum.reduceat(begin, first) if len(first) else begin
+    return owners, place, low, (np.maximum.reduceat(end, first) if len(first) else end) - low
+
+
+def find_in(there: NDArray, wanted: NDArray) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """(a place in the ascending `there`, whether it is there) of each of the `wanted`."""
+    place = np.minimum(np.searchsorted(there, wanted), max(0, len(there) - 1))
+    return place, there[place] == wanted if len(there) else np.zeros(len(wanted), bool)

@@ -302,10 +302,8 @@ def commit(
     uri: str, table: str, schema: pa.Schema, parts: list[Part], *, config: dict[str, Any], inputs: dict[str, str],
     info: dict[str, Any] | None = None, timings: dict[str, Any] | None = None,
 ) -> Manifest:  # fmt: skip
-    """Makes the parts the table: writes the manifest, then removes every part that it does not list.
-
-    UserError where a part is gone: another job that wrote to `uri` too has removed it.
-    """
+    """Makes the parts the table: writes the manifest, then removes every part that it does not list. UserError where a
+    part is gone: another job that wrote to `uri` too has removed it."""
     manifest = Manifest(
         table=table,
         schema_version=SCHEMA_VERSION,
@@ -363,10 +361,8 @@ def check_place(uri: str, table: str) -> bool:
 
 
 def check_output(uri: str, tables: Mapping[str, str], files: Collection[str] = ()) -> None:
-    """UserError where the folder `uri` holds other things than `tables`, {folder: table}, and `files`.
-
-    One with a finished table of these is an earlier output, whatever the user keeps beside it.
-    """
+    """UserError where the folder `uri` holds other things than `tables`, {folder: table}, and `files`. One with a
+    finished table of these is an earlier output, whatever the user keeps beside it."""
     earlier = [check_place(join(uri, folder), table) for folder, table in tables.items()]
     other = None if any(earlier) else _first_other(uri, lambda name: name in tables or name in files)
     if other:

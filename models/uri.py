@@ -74,10 +74,8 @@ REMEDIES = {
 
 
 def open_uri(uri: str) -> tuple[fs.FileSystem, str]:
-    """The file system and the path in it for a local path or a URI such as `s3://bucket/key`.
-
-    A process's first contact with a bucket is tried with little patience: UserError where it does not answer.
-    """
+    """The file system and the path in it for a local path or a URI such as `s3://bucket/key`. A process's first contact
+    with a bucket is tried with little patience: UserError where it does not answer."""
     uri = str(uri)
     if "://" not in uri:
         return fs.LocalFileSystem(), str(Path(uri).expanduser().absolute())

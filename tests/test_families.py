@@ -18,7 +18,7 @@ PROBES = {
     "pipelines/faults.py": "exceptions of Ray and MLflow, whose causes have several names",
     "pipelines/data/sids/embed.py": "configs of Hugging Face",
     "models/text_encoder.py": "configs and modules of Hugging Face",
-    "models/search/item_tower.py": "configs of Hugging Face",
+    "models/search/hllm.py": "configs of Hugging Face",
     "models/uri.py": "named tuples, which have no class of their own",
     "jobs/cli.py": "jobs whose command line is more than their dataclass",
 }

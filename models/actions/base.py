@@ -2,9 +2,8 @@
 
     model = AttnMVP(AttnMVPConfig(), catalogue)
     model(batch)["loss"]; model.score(batch)      # a batch as models/actions/batch.py says
-    model.parameter_counts()                      # by part, to be printed side by side
 
-A model is an `encode`: how actions meet items. All else is the same, so that only the fusion differs.
+A model is an `encode`: how actions meet items (`fusions.py`). All else is the same, so that only the fusion differs.
 
 Shapes: `B` users, `T` context events, `C` candidates, `L` = T + C, `D` width, `A` kinds of action, `K` tasks,
 `F` features, `S` width of the states that a model gives to its head.
@@ -20,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from models.actions.batch import ActionsCatalogue, Batch, earlier
-from models.config import check_positive
+from models.config import check_choices, check_dropout, check_positive
 from models.label_loss import LabelOptions, drawn, label_loss, mask_places, weights_of
 from models.layers.causal_attention import CausalBlock, Layout
 from models.layers.mmoe import MMoE
-from models.own_features import OwnInputs
+from models.own_features import OwnInputs, Standardised
 
 
 @dataclass
@@ -68,11 +67,8 @@ class ActionsConfig(LabelOptions):
         super().__post_init__()
         sizes = "max_history width num_layers num_heads ffn experts expert_width tower_width id_buckets"
         check_positive(self, sizes.split())
-        if self.item_ids not in ("learned", "hashed", "none"):
-            raise ValueError(f"item_ids is '{self.item_ids}'; it must be learned, hashed or none")
-        for name in ("dropout", "category_dropout", "id_dropout", "window_overlap"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} is not in [0, 1); give a share")
+        check_choices(self)
+        check_dropout(self, "dropout", "category_dropout", "id_dropout", "window_overlap")
         if self.width % (2 * self.num_heads):
             raise ValueError(
                 f"width {self.width} is not a multiple of twice num_heads {self.num_heads}; change either "
@@ -160,22 +156,6 @@ class ItemNetwork(nn.Module):
         return (item * 0x9E3779B1 & 0xFFFFFFFF) % self.buckets if self.buckets else item
 
 
-class LateFeatures(nn.Module):
-    """Counting statistics, standardised over training events and cut at 5 deviations."""
-
-    mean: Tensor
-    std: Tensor
-
-    def __init__(self, catalogue: ActionsCatalogue) -> None:
-        super().__init__()
-        self.register_buffer("mean", catalogue.feature_mean.clone())
-        self.register_buffer("std", catalogue.feature_std.clone())
-
-    def forward(self, feature: Tensor) -> Tensor:
-        """(..., F)."""
-        return ((feature - self.mean) / self.std).clamp(-5, 5)
-
-
 class ActionsModel(nn.Module):
     """Logits of every task for context events and candidates; a subclass gives `encode`."""
 
@@ -196,7 +176,7 @@ class ActionsModel(nn.Module):
         self.correction = config.correction
         self.items = ItemNetwork(catalogue, config)
         self.actions = projection(len(catalogue.actions), config.width)
-        self.features = LateFeatures(catalogue)
+        self.features = Standardised(catalogue.feature_mean, catalogue.feature_std)
         self.head = MMoE(
             self.states_width * config.width + len(catalogue.features), len(catalogue.labels), experts=config.experts,
             expert_width=config.expert_width, tower_width=config.tower_width, dropout=config.dropout,
@@ -227,9 +207,8 @@ class ActionsModel(nn.Module):
         shown = (joined(batch, name, True) if name in batch else None for name in SHOWN)
         items = self.items(*shown, new=new_items(batch))
         states = self.encode(items, self.actions(batch["action"]), self.layout(batch))
-        return self.head(
-            torch.cat([select(states, batch, history), self.features(joined(batch, "feature", history))], 2)
-        )
+        states = states if history else states[:, batch["item"].shape[1] :]
+        return self.head(torch.cat([states, self.features(joined(batch, "feature", history))], 2))
 
     def score(self, batch: Batch) -> Tensor:
         """(N, K) logits of the N candidates of all users, row by row, padding left out."""
@@ -239,11 +218,6 @@ class ActionsModel(nn.Module):
         """`loss`: per task the mean binary cross-entropy over events that are learned from, summed over tasks;
         `padding`: the share of the batch's positions that hold no event."""
         history = self.history_targets
-        if not history and not batch["candidate_item"].shape[1]:
-            raise ValueError(
-                f"{type(self).__name__} learns from candidates only and the batch has none; cut each user's "
-                "sequence into a context and a candidate segment"
-            )
         learned = batch["candidate_valid"]
         if history:
             learned = torch.cat([batch["learn"], learned], 1)
@@ -280,8 +254,3 @@ def new_items(batch: Batch) -> dict[str, Tensor] | None:
 def joined(batch: Batch, name: str, history: bool) -> Tensor:
     """(B, L, ...) of context and candidates, or (B, C, ...) of candidates."""
     return torch.cat([batch[name], batch[f"candidate_{name}"]], 1) if history else batch[f"candidate_{name}"]
-
-
-def select(states: Tensor, batch: Batch, history: bool) -> Tensor:
-    """`states` (B, L, S), or those of the candidates alone."""
-    return states if history else states[:, batch["item"].shape[1] :]

@@ -1,6 +1,6 @@
 """What the actions family is built on and fed with: the catalogue, and the tensors of a batch.
 
-    check_batch(batch, catalogue)      # where batches are made or tested; costs a pass over them
+    batch = examples.collate(rows)     # of models/actions/data.py
     earlier(batch)                     # what each position may know
 
 A row is one user. Its context is what happened before, in order of time, each event with its actions and labels.
@@ -9,7 +9,7 @@ actions are not in the batch, only its labels.
 
 Every position, of the context or a candidate, reads the context that is strictly earlier than it, by timestamp. Events
 of one millisecond, as those of a page are in many logs, know nothing of each other: each is learned from as if it alone
-had come. In which order they stand changes nothing, but for LAC, which reads one action before an event (`lac.py`).
+had come. In which order they stand changes nothing, but for LAC, which reads one action before an event (`LAC`).
 
     item, time              (B, T) int64          context events: `item_index`, milliseconds; ascending in time
     action                  (B, T, A) float32     what the user did: 0 or 1 each, or graded
@@ -40,12 +40,14 @@ from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from models.actions.attributes import Attributes
 from models.inputs import Inputs
-from models.own_features import OwnFeatures
+from models.own_features import CATEGORY, NUMBER, OwnFeatures
 from models.tables import UserError, join, read_table, sequences_manifest
 from models.text_tables import vectors_of
 
@@ -53,6 +55,51 @@ Batch = dict[str, Tensor]
 
 TABLES = {"tables": ("items", "sequences"), "text": ("items",)}
 """Tables that a catalogue comes from, by folder of `Inputs`."""
+
+
+@dataclass(frozen=True)
+class Attributes:
+    """What is learned from the catalogue's items."""
+
+    numbers: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Mean and deviation by column; a deviation of 0 is that of a constant, or of no values."""
+    categories: dict[str, pa.Array] = field(default_factory=dict)
+    """Values by column, numbered from 1 in their order; 0 is for none and for another value."""
+
+    @classmethod
+    def of(cls, items: pa.Table) -> Self:
+        """Those of the columns `num_*` and `cat_*`."""
+        numbers = {name: spread(values(items[name])) for name in items.column_names if name.startswith(NUMBER)}
+        categories = {name: known(items[name]) for name in items.column_names if name.startswith(CATEGORY)}
+        return cls(numbers, categories)
+
+    def read(self, items: pa.Table) -> tuple[Tensor, Tensor]:
+        """(n, X) float32, standardised over the catalogue, 0 where there is none; (n, G) int64."""
+        numbers, categories = np.zeros((len(items), len(self.numbers))), np.zeros((len(items), len(self.categories)))
+        for place, (name, (mean, deviation)) in enumerate(self.numbers.items()):
+            if deviation > 1e-9:
+                numbers[:, place] = np.nan_to_num((values(items[name]) - mean) / deviation)
+        for place, (name, there) in enumerate(self.categories.items()):
+            found = pc.fill_null(pc.index_in(items[name].cast(pa.string()), there), -1)
+            categories[:, place] = found.to_numpy() + 1
+        return torch.from_numpy(numbers).float(), torch.from_numpy(categories).long()
+
+
+def values(column: pa.ChunkedArray) -> NDArray[np.float64]:
+    """NaN where there is none."""
+    return pc.cast(column, pa.float64()).to_numpy()
+
+
+def spread(numbers: NDArray[np.float64]) -> tuple[float, float]:
+    """Mean and standard deviation of those that are there; 0 and 0 of none."""
+    return (float(np.nanmean(numbers)), float(np.nanstd(numbers))) if np.isfinite(numbers).any() else (0.0, 0.0)
+
+
+def known(column: pa.ChunkedArray) -> pa.Array:
+    """Distinct strings, sorted, without the empty one."""
+    there = pc.unique(column.cast(pa.string())).drop_null()
+    there = there.filter(pc.not_equal(there, ""))
+    return there.take(pc.sort_indices(there))
 
 
 @dataclass(frozen=True)
@@ -124,28 +171,6 @@ class ActionsCatalogue:
             hashes=hashes,
         )
 
-    def __post_init__(self) -> None:
-        for name, size in (("num_items", self.num_items), ("actions", len(self.actions)), ("labels", len(self.labels))):
-            if size < 1:
-                raise ValueError(f"{name} has {size} entries where at least 1 is needed; check the tables")
-        for name in ("feature_mean", "feature_std"):
-            if len(getattr(self, name)) != len(self.features):
-                raise ValueError(
-                    f"{name} has {len(getattr(self, name))} entries for {len(self.features)} features; give one each"
-                )
-        if len(self.features) and not bool((self.feature_std > 0).all()):
-            raise ValueError("feature_std has an entry that is not positive; give 1 for a constant feature")
-        for name in ("numbers", "categories", "text"):
-            table = getattr(self, name)
-            if table.numel() and (table.ndim != 2 or len(table) != self.num_items):
-                raise ValueError(
-                    f"{name} has shape {tuple(table.shape)}; give a row for each of {self.num_items} items"
-                )
-        if self.train_rates and len(self.train_rates) != len(self.labels):
-            raise ValueError(
-                f"train_rates has {len(self.train_rates)} entries for {len(self.labels)} tasks; give one each"
-            )
-
 
 def earlier(batch: Batch) -> Tensor:
     """(B, T + C) int64: how many context events are strictly earlier than each context event and each candidate, by
@@ -159,39 +184,3 @@ def any_tied(batch: Batch) -> bool:
     """Whether two context events of a row have one time. Waits for a GPU."""
     time, valid = batch["time"], batch["valid"]
     return bool(((time[:, 1:] == time[:, :-1]) & valid[:, 1:]).any())
-
-
-def check_batch(batch: Batch, catalogue: ActionsCatalogue) -> None:
-    """Raises ValueError where `batch` is not what the module says, naming the tensor and the remedy."""
-    widths = {"label": len(catalogue.labels), "feature": len(catalogue.features), "action": len(catalogue.actions)}
-    sizes = [len(values) for values in catalogue.viewers.values()]
-    widths |= {"viewer": len(sizes)} if sizes else {}
-    widths |= {"own": len(catalogue.own.names)} if catalogue.own.names else {}
-    for prefix in ("", "candidate_"):
-        size = tuple(batch[prefix + "item"].shape)
-        for name in ("item", "time", "valid", "learn", *widths):
-            if prefix and name in ("action", "learn"):
-                continue
-            expected = (*size, widths[name]) if name in widths else size
-            if tuple(batch[prefix + name].shape) != expected:
-                raise ValueError(f"{prefix}{name} has shape {tuple(batch[prefix + name].shape)}; give {expected}")
-        item, valid, label = batch[prefix + "item"], batch[prefix + "valid"], batch[prefix + "label"]
-        if item.numel() and not 0 <= int(item.min()) <= int(item.max()) < catalogue.num_items:
-            raise ValueError(
-                f"{prefix}item is not within 0 to {catalogue.num_items - 1}; give item_index, 0 on padding"
-            )
-        if sizes and bool(((viewer := batch[prefix + "viewer"]) < 0).any() | (viewer > torch.tensor(sizes)).any()):
-            raise ValueError(f"{prefix}viewer is not within 0 to {sizes}; give the value's number from 1, 0 for none")
-        if not bool(((label[valid] == 0) | (label[valid] == 1)).all()):
-            raise ValueError(f"{prefix}label has a value other than 0 and 1; apply the task's threshold first")
-    if batch["item"].shape[1] < 1:
-        raise ValueError("the context has no position; pad a user without context to one")
-    if not bool(torch.isfinite(batch["action"]).all()):
-        raise ValueError("action has a value that is not finite; give 0 where the user did nothing")
-    time, valid = batch["time"], batch["valid"]
-    if bool((valid[:, 1:] & ~valid[:, :-1]).any()):
-        raise ValueError("valid has padding before an event; pad on the right, so that causal attention never reads it")
-    if bool(((time[:, 1:] < time[:, :-1]) & valid[:, 1:]).any()):
-        raise ValueError("time falls within a context; sort events by time")
-    if bool((batch["learn"] & ~valid).any()):
-        raise ValueError("learn is true for padding; give true for events alone")

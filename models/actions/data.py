@@ -28,7 +28,7 @@ from models.actions.batch import any_tied
 from models.examples import Sharded
 from models.gpu.graphs import rung
 from models.own_features import OwnFeatures
-from models.shares import Shard, Share, compact, equal_parts, joined, runs, starts
+from models.shares import Shard, Share, compact, equal_parts, joined, runs, spans, starts
 from models.tables import Manifest, sequences_manifest
 
 JITTER = 1.1
@@ -80,8 +80,6 @@ class ActionsExamples(Sharded):
 
     def __init__(self, split: str, unit: str, max_history: int, share: Share) -> None:
         super().__init__(split, unit, max_history, share)
-        if unit not in (("user", "cut") if split == "train" else ("user",)):
-            raise ValueError(f"unit '{unit}' is unknown for the split '{split}'; choose 'user'")
         self._events: list[dict[str, NDArray]] = []
         self._rows: list[dict[str, NDArray]] = []
         self._held = 0
@@ -109,11 +107,7 @@ class ActionsExamples(Sharded):
     def _add(self, part: dict[str, Any], first_user: int, shard: Shard) -> int:
         lengths, ends = part["lengths"], part["ends"]
         begin, context, candidates, shared, owner = self._windows(ends)
-        users, local = np.unique(owner, return_inverse=True)
-        # of each user, the events from the first of his first row to the last of any
-        new = np.flatnonzero(np.append(True, owner[1:] != owner[:-1])) if len(owner) else owner
-        low = np.minimum.reduceat(begin, new) if len(new) else begin
-        count = (np.maximum.reduceat(begin + context + candidates, new) if len(new) else begin) - low
+        users, local, low, count = spans(owner, begin, begin + context + candidates)
         kept = runs(starts(lengths)[users] + low, count)
         self._events.append({name: value[kept] for name, value in part["events"].items()})
         self._rows.append(
@@ -194,8 +188,6 @@ class ActionsExamples(Sharded):
 
     def ordered(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Contexts within a factor of two together, and of those like numbers of candidates."""
-        if self.unit == "cut":
-            raise ValueError("sequences are cut in training alone; give shuffle=True")
         octave = np.log2(self.context[rows] + 1).astype(np.int64)
         return rows[np.lexsort((self.context[rows], self.candidates[rows], octave))]
 
@@ -211,40 +203,19 @@ class ActionsExamples(Sharded):
         if len(order):
             yield order[first:]
 
-    def _sizes(self, rows: NDArray[np.int64]) -> tuple[NDArray, NDArray, NDArray, NDArray]:
-        """(row, events of the context, first candidate, candidates) of a batch."""
-        if rows.ndim == 2:
-            row, context = rows[:, 0], rows[:, 1]
-            return row, context, self.begin[row] + context, self.lengths[row] - context
-        return rows, self.context[rows], self.begin[rows] + self.context[rows], self.candidates[rows]
-
-    def positions(self, rows: NDArray[np.int64]) -> tuple[int, int]:
-        """(events, positions) of a batch, context and candidates together: the difference is padding."""
-        _, context, _, candidates = self._sizes(rows)
-        wide = max(1, int(context.max())) + int(candidates.max())
-        return int(context.sum() + candidates.sum()), len(rows) * wide
-
-    def notes(self, batch_size: int, seed: int) -> list[str]:
-        share = super().notes(batch_size, seed)
-        return share or [f"padding: {self.padded_share(batch_size, seed):.1%} of the positions of an epoch"]
-
-    def padded_share(self, batch_size: int, seed: int) -> float:
-        """Share of the positions of a training epoch that hold no event."""
-        sizes = [self.positions(rows) for rows in self.batches(batch_size, seed=seed, shuffle=True)]
-        events, positions = np.sum(sizes, axis=0)
-        return float(1 - events / positions)
-
     def collate(self, rows: NDArray[np.int64]) -> dict[str, Tensor]:
         """The rows as the tensors of `models/actions/batch.py`; and `user_row` (B,), the row in the table."""
-        row, context, first, candidates = self._sizes(rows)
+        row, context = (rows[:, 0], rows[:, 1]) if rows.ndim == 2 else (rows, self.context[rows])
+        candidates = self.lengths[row] - context
         batch = {"user_row": torch.from_numpy(self.user[row])}
-        index, batch["valid"] = padded(self.begin[row], context, 1)
-        read = ("item", "time", "label", "feature", *(name for name in ("viewer", "own") if name in self.events))
-        self._gather(batch, "", index, (*read, "action"))
-        new = torch.from_numpy(np.arange(index.shape[1]) >= self.shared[row, None])
-        batch["learn"] = batch["valid"] & new
-        index, batch["candidate_valid"] = padded(first, candidates, 0)
-        self._gather(batch, "candidate_", index, read)
+        past, batch["valid"] = padded(self.begin[row], context, 1)
+        asked, batch["candidate_valid"] = padded(self.begin[row] + context, candidates, 0)
+        for name, values in self.events.items():
+            for prefix, index in (("", past), ("candidate_", asked)):
+                if prefix + name != "candidate_action":
+                    found = torch.from_numpy(values[index])
+                    batch[prefix + name] = found.to(KINDS.get(name, torch.float32))
+        batch["learn"] = batch["valid"] & torch.from_numpy(np.arange(past.shape[1]) >= self.shared[row, None])
         if not any_tied(batch):
             batch["untied"] = torch.zeros(0)
         return batch
@@ -255,24 +226,15 @@ class ActionsExamples(Sharded):
         candidates = batch["candidate_item"].shape[1]
         more = rung(rows) - rows
         wide = {
-            "candidate_": rung(candidates) - candidates if candidates else 0,
-            "": min(rung(context), max(context, self.max_history)) - context,
+            True: rung(candidates) - candidates if candidates else 0,
+            False: min(rung(context), max(context, self.max_history)) - context,
         }
 
         def padded(name: str, value: Tensor) -> Tensor:
-            if name == "untied":
-                return value
-            of_positions = wide[next(prefix for prefix in wide if name.startswith(prefix))] if value.ndim > 1 else 0
-            return functional.pad(
-                value, (*(0, 0) * (value.ndim - 2), *(0, of_positions)[: 2 * (value.ndim > 1)], 0, more)
-            )
+            beside = () if value.ndim == 1 else (0, wide[name.startswith("candidate_")])
+            return functional.pad(value, (*(0, 0) * (value.ndim - 2), *beside, 0, more))
 
-        return {name: padded(name, value) for name, value in batch.items()}
-
-    def _gather(self, batch: dict[str, Tensor], prefix: str, index: NDArray, names: tuple[str, ...]) -> None:
-        for name in names:
-            values = torch.from_numpy(self.events[name][index])
-            batch[prefix + name] = values.to(KINDS.get(name, torch.float32))
+        return {name: value if name == "untied" else padded(name, value) for name, value in batch.items()}
 
 
 KINDS = {"item": torch.int64, "time": torch.int64, "viewer": torch.int64}

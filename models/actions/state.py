@@ -9,8 +9,7 @@ are those of `model.score` with all kept events as the context, at the cost of t
 
 At most `max_history` events are kept. Where more come, the oldest go, and what remains is encoded again, as with
 several layers the states of later events have read them, and a pass over the latest events alone would not. That costs
-a pass, so half of `max_history` goes at a time, or as many as `drop` says: 1 keeps as many as an evaluation reads.
-Scores are always those of `model.score` on exactly the `count` latest events.
+a pass, so half of `max_history` goes at a time. Scores are always those of `model.score` on the `count` latest events.
 
 Shapes: as in models/actions/base.py; `M` max_history, `P` attentions of the model, `H` heads, `d` = D / H.
 """
@@ -24,8 +23,7 @@ from torch import Tensor
 
 from models.actions.base import SHOWN, ActionsModel, new_items
 from models.actions.batch import Batch
-from models.layers.causal_attention import CachedLayout
-from models.layers.rotary import rotary
+from models.layers.causal_attention import CachedLayout, rotary
 
 NEVER = torch.iinfo(torch.int64).max
 
@@ -65,12 +63,9 @@ class StatefulModel(ActionsModel):
         return ActionsState(count, time, embedded, embedded.clone(), kept, kept.clone())
 
     @torch.no_grad()
-    def append(self, state: ActionsState, batch: Batch, drop: int | None = None) -> ActionsState:
+    def append(self, state: ActionsState, batch: Batch) -> ActionsState:
         """The state, changed, after the context of `batch` (B, T), whose events are not before those that are kept.
-
-        `drop`: how many events go where more than `max_history` would be kept, half of it by default. ValueError for
-        events that are out of order, and for more at once than are kept.
-        """
+        ValueError for events that are out of order, and for more at once than `max_history`."""
         most, new = self.config.max_history, batch["valid"].sum(1)
         latest = torch.where(state.time == NEVER, -NEVER, state.time).amax(1)
         if bool((batch["valid"] & (batch["time"] < latest[:, None])).any()):
@@ -80,7 +75,7 @@ class StatefulModel(ActionsModel):
         over = state.count + new - most
         rows = (over > 0).nonzero()[:, 0]
         if len(rows):
-            gone = torch.maximum(over[rows], torch.full_like(rows, drop or -(-most // 2))).clamp(max=state.count[rows])
+            gone = torch.maximum(over[rows], torch.full_like(rows, -(-most // 2))).clamp(max=state.count[rows])
             _slide(self, state, rows, gone)
         items = self.items(*(batch.get(name) for name in SHOWN), new=new_items(batch))
         _read(self, state, items, self.actions(batch["action"]), batch["time"], batch["valid"])

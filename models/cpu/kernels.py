@@ -150,10 +150,8 @@ def packed_attention(qkv: Tensor, begin: Tensor, bias: Tensor, heads: int) -> Te
 
 
 def packed_readout(query: Tensor, states: Tensor, begin: Tensor) -> Tensor:
-    """(B, H, D): each query of a user, `query` (B, H, D), attends to the user's states without scaling.
-
-    The states of user u are rows `begin[u] : begin[u + 1]` (B + 1,) of `states` (n, D).
-    """
+    """(B, H, D): each query of a user, `query` (B, H, D), attends to the user's states without scaling. The states of
+    user u are rows `begin[u] : begin[u + 1]` (B + 1,) of `states` (n, D)."""
     begin, _ = _spans(begin, len(states))
     query = _checked("query", query, len(begin) - 1, *query.shape[1:2], states.shape[-1])
     states = _checked("states", states, len(states), query.shape[-1])

@@ -13,10 +13,8 @@ something does all the same, or cannot be captured, a warning names it and all g
 
 from __future__ import annotations
 
-import traceback
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -36,10 +34,8 @@ def rung(size: int) -> int:
 
 
 class Graphs(Generic[Result]):
-    """`run(batch)`, a function of a batch on a GPU, by one graph per shape of the batch. Graphs share their memory.
-
-    On a CPU, for tests, a replay is a call on the same tensors.
-    """
+    """`run(batch)`, a function of a batch on a GPU, by one graph per shape of the batch. Graphs share their memory. On
+    a CPU, for tests, a replay is a call on the same tensors."""
 
     on: ClassVar[bool] = True
     """Whether graphs are made: after a capture that failed no more, in the whole process."""
@@ -83,7 +79,7 @@ class Graphs(Generic[Result]):
         for warning in seen:
             if "synchronizing CUDA operation" in str(warning.message):
                 self._waits = True
-                place = f"{_short(warning.filename)}:{warning.lineno}"
+                place = f"{warning.filename}:{warning.lineno}"
                 warnings.warn(f"without CUDA graphs: {place} reads a value back from the device", stacklevel=3)
                 break
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
@@ -113,7 +109,8 @@ class Graphs(Generic[Result]):
             Graphs.on = False
             torch.cuda.synchronize(self.device)
             _free_generator(self.device)
-            warnings.warn(f"without CUDA graphs from here on: {_place(error)}", stacklevel=2)
+            first = (str(error.__context__ or error).splitlines() or [""])[0]
+            warnings.warn(f"without CUDA graphs from here on: {first}", stacklevel=2)
             return None
 
         def replay() -> Result:
@@ -127,17 +124,3 @@ def _free_generator(device: torch.device) -> None:
     """A capture that fails leaves the generator of random numbers bound to it: gives it a new state."""
     default = torch.cuda.default_generators[device.index or 0]
     default.graphsafe_set_state(torch.Generator(device).graphsafe_get_state())
-
-
-def _short(file: str) -> str:
-    """The path within this project, where it is."""
-    here = Path(__file__).parents[2]
-    return str(Path(file).relative_to(here)) if Path(file).is_relative_to(here) else file
-
-
-def _place(error: BaseException) -> str:
-    """Where in this project the first of the errors that led to `error` was raised, and what it says."""
-    while error.__context__ is not None:
-        error = error.__context__
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if _short(f.filename) != f.filename]
-    return f"{_short(frames[-1].filename)}:{frames[-1].lineno} `{frames[-1].line}`: {str(error).splitlines()[0]}"

@@ -10,6 +10,9 @@ one time, no mask is needed over the context, so fused kernels apply: causal att
 strict form is the same on queries 1..n-1 against keys 0..n-2, with zero for the first position, which has no past
 (Fig. 6 of AttnMVP). Else, and for candidates, it is `prefix_product`.
 
+Positions are rotary (RoPE, Su et al., 2023): pairs of channels turn by an angle that grows with the position, so the
+product of a query and a key depends on how far apart they are.
+
 Shapes: `B` rows, `T` context positions, `C` candidates, `L` = T + C, `D` width, `H` heads, `d` = D / H.
 """
 
@@ -24,7 +27,23 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.layers.causal_product import causal_product, prefix_product
-from models.layers.rotary import rotary, rotate
+
+BASE = 10_000.0
+"""Channel pair j turns by BASE ** (-2 j / d) radians per position (Sec. 3.3 of RoFormer)."""
+
+
+def rotary(position: Tensor, width: int) -> Tensor:
+    """(2, B, 1, L, d / 2) fp32 cosines and sines for heads of an even `width` = d at `position` (B, L), integers."""
+    speed = BASE ** (-torch.arange(0, width, 2, device=position.device, dtype=torch.float32) / width)
+    angle = position[:, None, :, None].float() * speed
+    return torch.stack([angle.cos(), angle.sin()])
+
+
+def rotate(x: Tensor, rope: Tensor) -> Tensor:
+    """(B, H, L, d) turned by `rope` of `rotary`, in the dtype of `x`; channel j is paired with channel j + d / 2."""
+    cosine, sine = rope
+    left, right = x.chunk(2, -1)
+    return torch.cat([left * cosine - right * sine, right * cosine + left * sine], -1).to(x.dtype)
 
 
 def shifted_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -108,18 +127,14 @@ class CausalAttention(nn.Module):
 
     def __init__(self, width: int, heads: int, *, strict: bool) -> None:
         super().__init__()
-        if width % heads:
-            raise ValueError(f"width {width} is not a multiple of num_heads {heads}; change either")
         self.heads, self.strict = heads, strict
         self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
         for projection in (self.q, self.k, self.v, self.o):  # 1.7 times wider than nn.Linear starts
             nn.init.xavier_uniform_(projection.weight)
 
     def forward(self, states: Tensor, values: Tensor, layout: Layout) -> Tensor:
-        """(B, L, D) from `states` (B, L, D), which give queries and keys, and `values` (B, L, D).
-
-        Where `strict`, no value of a candidate is read, and `values` may be (B, T, D).
-        """
+        """(B, L, D) from `states` (B, L, D), which give queries and keys, and `values` (B, L, D). Where `strict`, no
+        value of a candidate is read, and `values` may be (B, T, D)."""
         read = layout.context if self.strict else states.shape[1]
         q = rotate(self.split(self.q(states)), layout.rope)
         k = rotate(self.split(self.k(states[:, :read])), layout.rope[:, :, :, :read])

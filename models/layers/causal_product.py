@@ -8,8 +8,7 @@ Plain causal attention of long rows, and on a GPU, is PyTorch's fused kernel. On
 that `models/cpu/matmul.py` has reason to leave, and in narrow tiles where rows are short. Here a tile is two plain
 products around a softmax; the backward pass computes its weights anew, so that no more than one tile of them is ever
 held. With bounds it is tiles everywhere: a mask of all rows would be as large as the scores, and fused kernels copy it
-as numbers.
-`python -m benchmarks actions` times whole models with it.
+as numbers. `python -m benchmarks actions` times whole models with it.
 
 Shapes: `B` rows, `H` heads, `L` queries, `T` keys, `d` width of a head.
 """

@@ -33,8 +33,6 @@ class HSTULayer(nn.Module):
         dropout: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__()
-        if width % heads:
-            raise ValueError(f"width {width} is not a multiple of num_heads {heads}; change either")
         self.heads, self.length, self.causal, self.dropout = heads, length, causal, dropout
         self.norm = nn.LayerNorm(width, eps=self.EPS)
         self.project = nn.Linear(width, 4 * width, bias=False)

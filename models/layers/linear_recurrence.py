@@ -25,12 +25,8 @@ from torch import Tensor, nn
 
 
 def linear_recurrence(x: Tensor, decay: Tensor, state: Tensor | None = None) -> Tensor:
-    """(B, L, D) in the dtype of `x`: h_t = decay * h_{t-1} + x_t (Eq. 8 of QGS), h_0 = `state` (B, D) or 0.
-
-    `decay` is (D,), each in (0, 1). Sums are fp32 whatever the dtype of `x`. Differentiable in all three.
-    """
-    if x.ndim != 3 or decay.shape != x.shape[-1:]:
-        raise ValueError(f"x {tuple(x.shape)} must be (B, L, D) and decay {tuple(decay.shape)} (D,)")
+    """(B, L, D) in the dtype of `x`: h_t = decay * h_{t-1} + x_t (Eq. 8 of QGS), h_0 = `state` (B, D) or 0. `decay` is
+    (D,), each in (0, 1). Sums are fp32 whatever the dtype of `x`. Differentiable in all three."""
     decay = decay.float()
     if state is None or x.shape[1] == 0:
         return Recurrence.apply(x, decay)
@@ -39,10 +35,8 @@ def linear_recurrence(x: Tensor, decay: Tensor, state: Tensor | None = None) -> 
 
 
 def key_value_recurrence(k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
-    """(B, L, D) in the dtype of `k`: `linear_recurrence` of k * v, both (B, L, D) (Eq. 7 and 8 of QGS).
-
-    On a GPU where Triton can be imported it is one pass over memory, unless TRIELINE_KERNELS=0.
-    """
+    """(B, L, D) in the dtype of `k`: `linear_recurrence` of k * v, both (B, L, D) (Eq. 7 and 8 of QGS). On a GPU where
+    Triton can be imported it is one pass over memory, unless TRIELINE_KERNELS=0."""
     if k.is_cuda and fused_available():
         from models.layers.linear_recurrence_triton import FusedRecurrence
 
@@ -110,8 +104,6 @@ class Decay(nn.Module):
 
     def __init__(self, width: int, longest: float = 200.0) -> None:
         super().__init__()
-        if width < 1 or not longest >= 2:
-            raise ValueError(f"width {width} must be at least 1 and longest {longest} at least 2 positions")
         memory = torch.logspace(math.log10(2), math.log10(longest), width, dtype=torch.float64)
         self.logit = nn.Parameter(torch.log(memory - 1).float())  # sigmoid(logit) = 1 - 1 / memory
 

@@ -1,13 +1,8 @@
 """The linear recurrence on GPUs as one pass over memory: h_t = decay * h_{t-1} + k_t * v_t, and its gradient.
 
-Used by `linear_recurrence.key_value_recurrence` where the tensors are on a GPU and Triton can be imported;
-`linear_recurrence` is its reference. A program takes a block of channels of one row through all positions, a
-tile of them at a time: an associative scan within the tile, and the state carried from tile to tile. k and v are
-read once and h is written once, where the PyTorch form passes over memory about eight times. The backward pass
-is the same recurrence from the last position to the first. Sums are fp32 whatever the dtype of k and v.
-
-Checked on a CPU with Triton's interpreter (`tests/models/layers/test_linear_recurrence_triton.py`) and compiled
-for compute capabilities 8.0 and 9.0; not timed on a GPU yet. `TRIELINE_KERNELS=0` leaves it out.
+`linear_recurrence` is its reference. A program takes a block of channels of one row through all positions, a tile of
+them at a time: an associative scan within the tile, and the state carried from tile to tile. The backward pass is the
+same from the last position to the first. Sums are fp32 whatever the dtype of k and v.
 
 Shapes: `B` rows, `L` positions, `D` channels, `T` positions and `C` channels of a tile.
 """
@@ -57,10 +52,8 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     grad, k, v, decay, h, dk, dv, by_decay, length, width, k_row, k_step, v_row, v_step,
     T: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Writes dk and dv (B, L, D) and by_decay (B, D) from grad = dL/dh (B, L, D) and h.
-
-    g_t = grad_t + decay * g_{t+1}; dk = g v, dv = g k, by_decay = sum_t g_t h_{t-1}.
-    """
+    """Writes dk and dv (B, L, D) and by_decay (B, D) from grad = dL/dh (B, L, D) and h. g_t = grad_t + decay * g_{t+1};
+    dk = g v, dv = g k, by_decay = sum_t g_t h_{t-1}."""
     row, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C)
     offset, inside = tl.arange(0, T), channel < width
     gamma = tl.load(decay + channel, mask=inside, other=0.0)

@@ -19,9 +19,6 @@ class MMoE(nn.Module):
         self, width: int, tasks: int, *, experts: int, expert_width: int, tower_width: int, dropout: float = 0.0
     ) -> None:
         super().__init__()
-        for name, value in (("tasks", tasks), ("experts", experts), ("expert_width", expert_width)):
-            if value < 1:
-                raise ValueError(f"{name} {value} is below 1; give a positive number")
         self.shape, self.dropout = (tasks, experts), dropout
         self.experts = nn.Linear(width, experts * expert_width)
         self.gates = nn.Linear(width, tasks * experts)

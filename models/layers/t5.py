@@ -39,10 +39,8 @@ class T5Sizes:
 
 
 def dropout(x: Tensor, dropout_p: float) -> Tensor:
-    """`functional.dropout` where it is fast; on a CPU the mask is cut from 16-bit pieces of random words.
-
-    There torch draws one number at a time, a third of a training step of this model.
-    """
+    """`functional.dropout` where it is fast; on a CPU the mask is cut from 16-bit pieces of random words. There torch
+    draws one number at a time, a third of a training step of this model."""
     if dropout_p == 0.0:
         return x
     if x.device.type != "cpu" or torch.compiler.is_compiling():

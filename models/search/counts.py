@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from models.shares import find_in
 from models.tables import UserError, read_manifest, read_table
 
 Floats = NDArray[np.float32]
@@ -107,8 +108,7 @@ class Counts:
         """Writes what is counted of `items` (N,) and of their pairs with the query to `vectors` (N, F)."""
         item = np.array([self.items.get(id_, -1) for id_ in items], np.int64)
         asked = self.queries.get(query or "", -1)
-        key = item * len(self.queries) + asked
-        place = np.minimum(np.searchsorted(self.pairs, key), max(0, len(self.pairs) - 1))
-        there = (item >= 0) & (asked >= 0) & (self.pairs[place] == key) if len(self.pairs) else item < item
+        place, there = find_in(self.pairs, item * len(self.queries) + asked)
+        there &= (item >= 0) & (asked >= 0)
         for of, row in {"item": item, "query": np.full(len(item), asked), "pair": np.where(there, place, -1)}.items():
             vectors[:, self.of[of].places] = self.of[of].values[row]  # row -1 is the last one

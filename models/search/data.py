@@ -30,7 +30,7 @@ from models.inputs import Inputs
 from models.own_features import OwnFeatures
 from models.retrieval.data import BUCKET, PAD, Examples, hash_strings, of_requests, request_number
 from models.search.token_labels import BehaviourLabel, behaviour_labels, label_columns, read_labels
-from models.shares import Shard, Share, joined, parts_by_turns, runs, starts
+from models.shares import Shard, Share, find_in, joined, parts_by_turns, runs, spans, starts
 from models.tables import (
     Manifest,
     UserError,
@@ -116,63 +116,50 @@ class SearchCatalogue:
         Without `scale` the manifest of the sequences is enough: 0 and 1 stand for the features' mean and deviation,
         which a checkpoint brings with it. Raises UserError where they do not belong together.
         """
-        hashes = Inputs(tables, text=text).hashes(TABLES)
-        sequences = sequences_manifest(join(tables, "sequences"), "search")
-        made = {name: read_manifest(join(tables, name), name) for name in ("items", "queries")}
-        parts = {name: read_manifest(join(text, name)) for name in ("items", "queries", "pairs")}
-        if has_manifest(join(text, "tokens")):
-            parts["tokens"] = read_manifest(join(text, "tokens"), "tokens")
-        if any(encoded_by(manifest) != encoded_by(parts["items"]) for manifest in parts.values()):
+        hashes, uri = Inputs(tables, text=text).hashes(TABLES), join(tables, "sequences")
+        sequences = sequences_manifest(uri, "search")
+        items, queries = (read_manifest(join(tables, name), name) for name in ("items", "queries"))
+        there = [name for name in ("items", "queries", "pairs", "tokens") if has_manifest(join(text, name))]
+        encoders = [encoded_by(read_manifest(join(text, name))) for name in there]
+        if any(encoder != encoders[0] for encoder in encoders):
             raise UserError(f"the tables of {text} were encoded with several settings; run jobs.encode again")
-        items, queries = made["items"].rows, made["queries"].rows
+        of_items = embeddings(text, "items", items.rows)
         pairs = read_table(join(text, "pairs"))
-        key = pair_key(as_numpy(pairs["item_index"]), as_numpy(pairs["query_index"]), queries)
+        item, query = (pairs[name].to_numpy().astype(np.int64) for name in ("item_index", "query_index"))
+        key = pair_key(item, query, queries.rows)
         order = np.argsort(key, kind="stable")
-        vectors = {
-            name: vectors_of(read_table(join(text, name)), "embedding", number, join(text, name))
-            for name, number in (("items", items), ("queries", queries))
-            if number
-        }
-        vectors.setdefault("queries", torch.zeros(0, vectors["items"].shape[1]))
-        pair_vectors = vectors_of(pairs, "embedding", len(key), join(text, "pairs"))[order]
-        widths_of = {name: matrix.shape[1] for name, matrix in (*vectors.items(), ("pairs", pair_vectors))}
-        if len(set(widths_of.values())) > 1:
-            widths = ", ".join(f"{name} {width}" for name, width in widths_of.items())
-            raise UserError(f"the text of {text} has several widths ({widths}); run jobs.encode again")
-        joint = "joint" in pairs.column_names
-        features = len(sequences.info["features"])
+        of_pairs = [vectors_of(pairs, name, len(key), join(text, "pairs"))[order]
+                    for name in ("embedding", "joint") if name in pairs.column_names]  # fmt: skip
+        info, own = sequences.info, OwnFeatures.of(sequences.info)
+        features = len(info["features"])
         mean, std, behaviours = torch.zeros(features), torch.ones(features), behaviour_labels(sequences)
         if scale:
-            mean, std = feature_scale(join(tables, "sequences"), features)
-            behaviours = label_scale(join(tables, "sequences"), sequences, behaviours)
-        own = OwnFeatures.of(sequences.info)
+            mean, std = feature_scale(uri, features)
+            behaviours = label_scale(uri, sequences, behaviours)
         return cls(
-            num_items=items,
-            num_queries=queries,
-            labels=tuple(sequences.info["labels"]),
-            features=(*sequences.info["features"], *own.names),
-            queries=vectors["queries"],
-            items=vectors["items"],
-            pairs=pair_vectors,
+            num_items=items.rows,
+            num_queries=queries.rows,
+            labels=tuple(info["labels"]),
+            features=(*info["features"], *own.names),
+            queries=embeddings(text, "queries", queries.rows) if queries.rows else of_items[:0].clone(),
+            items=of_items,
+            pairs=of_pairs[0],
             pair_keys=torch.from_numpy(key[order]),
-            joint=vectors_of(pairs, "joint", len(key), join(text, "pairs"))[order] if joint else None,
+            joint=of_pairs[1] if of_pairs[1:] else None,
             feature_mean=mean,
             feature_std=std,
             own=own,
             behaviour_labels=behaviours,
-            unknown_when_ranking=tuple(sequences.info["unknown_when_ranking"]),
-            groups={group["name"]: tuple(group["features"]) for group in sequences.info["groups"]},
+            unknown_when_ranking=tuple(info["unknown_when_ranking"]),
+            groups={group["name"]: tuple(group["features"]) for group in info["groups"]},
             hashes=hashes,
-            documents=load_documents(join(text, "tokens"), made["items"]),
+            documents=load_documents(join(text, "tokens"), items),
         )
 
     def of_pairs(self, keys: NDArray[np.int64]) -> Self:
         """The same with the text of the pairs at `keys` alone, where it has it; of one pair at least."""
-        there = self.pair_keys.numpy()
-        place = np.searchsorted(there, keys)
-        inside = np.minimum(place, max(0, len(there) - 1))
-        place = inside[there[inside] == keys] if len(there) else place[:0]
-        rows = torch.from_numpy(place if len(place) else np.zeros(min(1, len(there)), np.int64))
+        place, found = find_in(self.pair_keys.numpy(), keys)
+        rows = torch.from_numpy(place[found] if found.any() else np.zeros(min(1, len(self.pair_keys)), np.int64))
         joint = None if self.joint is None else self.joint[rows]
         return replace(self, pair_keys=self.pair_keys[rows], pairs=self.pairs[rows], joint=joint)
 
@@ -210,8 +197,9 @@ def pair_key(item: Any, query: Any, num_queries: int) -> Any:
     return item * (num_queries + 1) + query + 1
 
 
-def as_numpy(column: pa.ChunkedArray) -> NDArray[np.int64]:
-    return column.to_numpy().astype(np.int64)
+def embeddings(text: str, name: str, rows: int) -> Tensor:
+    """(rows, W) of a table of jobs.encode."""
+    return vectors_of(read_table(join(text, name)), "embedding", rows, join(text, name))
 
 
 def feature_scale(uri: str, features: int) -> tuple[Tensor, Tensor]:
@@ -311,11 +299,7 @@ class SearchExamples(Examples):
         first[1:] = (owner[1:] != owner[:-1]) | (begin[1:] != begin[:-1])
         number = np.arange(len(chosen))
         first |= (number - np.maximum.accumulate(np.where(first, number, 0))) % MOST_REQUESTS == 0
-        users, local = np.unique(owner, return_inverse=True)
-        # of each user, behaviours from the first of his first row to the last before any of his requests
-        new = np.flatnonzero(np.append(True, owner[1:] != owner[:-1])) if len(owner) else owner
-        low = np.minimum.reduceat(begin, new) if len(new) else begin
-        count = (np.maximum.reduceat(end, new) if len(new) else end) - low
+        users, local, low, count = spans(owner, begin, end)
         behaviour = runs(starts(part["lengths"])[users] + low, count)
         counts = part["counts"][chosen]
         flat = runs(part["candidate_start"][chosen], counts)

@@ -95,12 +95,10 @@ class LinearHSTU(nn.Module):
 class HSTU(nn.Module):
     """Layers of HSTU with a bias by distance and time."""
 
-    def __init__(
-        self, width: int, num_layers: int, heads: int, length: int, dropout: float = 0.0, relative: bool = True
-    ) -> None:
+    def __init__(self, width: int, num_layers: int, heads: int, length: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            HSTULayer(width, heads, length, relative=relative, dropout=dropout) for _ in range(num_layers)
+            HSTULayer(width, heads, length, relative=True, dropout=dropout) for _ in range(num_layers)
         )
 
     def forward(self, h: Tensor, times: Tensor | None = None) -> Tensor:

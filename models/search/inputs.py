@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from models.own_features import OwnInputs
+from models.own_features import OwnInputs, Standardised
 from models.search.data import NO_QUERY, SearchCatalogue, pair_key
 
 
@@ -78,17 +78,11 @@ class Text(nn.Module):
         return torch.where(has_query & (self.pair_keys[index] == key), index, -1)
 
 
-class Scale(nn.Module):
-    """Features as layers read them: standardised by mean and deviation over train candidates and cut at 5 deviations;
-    the log's own ones as `OwnInputs` gives them."""
-
-    mean: Tensor
-    std: Tensor
+class Scale(Standardised):
+    """Features as layers read them: standardised; the log's own ones as `OwnInputs` gives them."""
 
     def __init__(self, catalogue: SearchCatalogue, width: int, dropout: float) -> None:
-        super().__init__()
-        self.register_buffer("mean", catalogue.feature_mean.clone())
-        self.register_buffer("std", catalogue.feature_std.clone())
+        super().__init__(catalogue.feature_mean, catalogue.feature_std)
         self.own = OwnInputs(catalogue.own, width, dropout) if catalogue.own.names else None
         self.columns = [*catalogue.features[: len(self.mean)], *(self.own.columns if self.own else ())]
         """(O,) the feature that each column of the output is of."""
@@ -96,9 +90,9 @@ class Scale(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """(..., O) of (..., F)."""
         if self.own is None:
-            return ((features - self.mean) / self.std).clamp(-5, 5)
+            return super().forward(features)
         counted, own = features[..., : len(self.mean)], features[..., len(self.mean) :]
-        return torch.cat([((counted - self.mean) / self.std).clamp(-5, 5), self.own(own)], -1)
+        return torch.cat([super().forward(counted), self.own(own)], -1)
 
 
 def feature_groups(columns: Sequence[str], declared: Mapping[str, Collection[str]]) -> dict[str, list[int]]:

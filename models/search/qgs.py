@@ -1,26 +1,303 @@
-"""QGS: query-conditioned generative search (Song et al., 2026).
+"""QGS: query-conditioned generative search (Song et al., 2026), and HSTU as the paper compares with it.
 
     python -m jobs.train --config jobs/configs/qgs.yaml --tables TABLES --text TEXT --storage runs --name qgs
 
-Behaviours are query-item pair tokens (Eq. 1 and 2), read by the Linear HSTU encoder (Eq. 6-10). Trained to
-predict the next item given the next query (Eq. 3-5) together with ranking, where HFG-Attention (Eq. 11-13)
-brings in the candidate's features. The ablations of Table 3 and the sizes of Table 4 are fields of the config.
+Behaviours are query-item pair tokens (Eq. 1 and 2), read by the Linear HSTU encoder (Eq. 6-10). Trained to predict the
+next item given the next query (Eq. 3-5) together with ranking, where HFG-Attention (Eq. 11-13) brings in the
+candidate's features. The encoder runs once per row of a batch; every request of the row takes the state after its own
+past, and the head that predicts the next item in training gives the sequence's part of the ranking too.
+
+The ablations of Table 3, the sizes of Table 4 and HSTU are settings of this; so is HLLM, but for its item tower.
+
+Shapes: `B` rows, `T` positions, `R` requests, `N` candidates, `D` encoder width, `E` reduced text, `F` features.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
-from models.search.sequence import SequenceConfig, SequenceRanker
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from models.config import check_least, check_positive
+from models.label_loss import label_loss
+from models.search.data import SearchCatalogue
+from models.search.encoders import HSTU, CausalBert, LinearHSTU, copy_pretrained, pretrained_sizes
+from models.search.objective import info_nce
+from models.search.ranker import Batch, Ranker, RankerConfig
+from models.search.token_labels import TokenLabels
+from models.tables import UserError
 
 
 @dataclass
-class QGSConfig(SequenceConfig):
+class QGSConfig(RankerConfig):
     """Settings of QGS; the defaults are the paper's."""
 
+    encoder: Literal["linear_hstu", "hstu", "transformer"] = "linear_hstu"
+    """How behaviours are read (Table 3 of QGS compares the three)."""
+    width: int = 512
+    """Width of the encoder (d_h, Sec. 3.7 of QGS)."""
+    num_layers: int = 12
+    """Layers of the encoder (N, Sec. 3.7 of QGS)."""
+    num_heads: int = 8
+    """Heads of `hstu` and `transformer` (Sec. 4.1 of QGS); Linear HSTU has none."""
+    ffn: int = 2048
+    """Inner width of the transformer's feed-forward blocks; the others have none."""
+    pretrained: str = field(default="", metadata={"names": "encoder"})
+    """Encoder `transformer`: folder or name of the pretrained BERT that it starts from, or `minilm`, a pip package;
+    read in training only."""
+    token: Literal["pair", "item"] = "pair"
+    """Text of a behaviour: document and query together (Eq. 1 of QGS), or the document alone."""
+    context_features: bool = True
+    """Whether a behaviour's token has its features f_t (Eq. 1; "contextual feats. in pair tok." of Table 3)."""
+    token_labels: list[str] = field(default_factory=list)
+    """Labels of a behaviour that its token has too, such as purchase or dwell_ms (not of the paper); never those of
+    candidates and of the next item."""
+    query_condition: Literal["query", "joint", "none"] = "query"
+    """What the prediction head knows of the next query (Eq. 3): its own text, the paper's literal [SEP] output, which
+    has seen the document that is to be predicted, or nothing."""
+    infonce_weight: float = 0.1
+    """Weight of the InfoNCE loss beside the ranking loss; the paper gives none. 0 leaves it out."""
+    temperature: float = 0.1
+    """Temperature of InfoNCE (Sec. 3.7)."""
+    negatives: Literal["position", "batch"] = "position"
+    """InfoNCE's negatives: other users' items at the same position (Eq. 5), or at all positions of the batch."""
+    next_item: Literal["token", "document"] = "token"
+    """What InfoNCE compares predictions with: the next behaviour's token (Sec. 3.4), whose features and query tell it
+    from its negatives without the history, or its document alone."""
     group_attention: bool = True
     """HFG-Attention over groups of features (Sec. 3.6)."""
+    match: bool = False
+    """Whether the towers also read how similar the predicted next item and a candidate's document are, as InfoNCE
+    compares them (not of the paper); with `next_item: document` alone."""
+
+    @property
+    def reads_times(self) -> bool:
+        return self.encoder == "hstu"
+
+    @property
+    def history_pairs(self) -> bool:
+        return self.token == "pair" or self.query_condition == "joint"
+
+    @property
+    def reads_labels(self) -> tuple[str, ...]:
+        return tuple(self.token_labels)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, ("width", "num_layers", "num_heads", "ffn"))
+        if self.encoder != "linear_hstu" and self.width % self.num_heads:
+            raise ValueError(f"width {self.width} is not a multiple of num_heads {self.num_heads}; change either")
+        check_least(self, ("infonce_weight",), 0)
+        if not self.temperature > 0:
+            raise ValueError(f"temperature {self.temperature} is not above 0; the paper's is 0.1")
+        if self.pretrained and self.encoder != "transformer":
+            raise ValueError(f"pretrained is '{self.pretrained}', which encoder '{self.encoder}' cannot start from")
+        if self.match and not (self.infonce_weight and self.next_item == "document"):
+            raise ValueError(
+                f"match is true, which compares documents as InfoNCE does, but next_item is '{self.next_item}' and "
+                f"infonce_weight {self.infonce_weight:g}; use next_item document and a weight above 0"
+            )
+        if twice := [name for place, name in enumerate(self.token_labels) if name in self.token_labels[:place]]:
+            raise ValueError(f"token_labels has '{twice[0]}' twice; name each label once")
 
 
-class QGS(SequenceRanker):
+@dataclass
+class HSTUConfig(QGSConfig):
+    """HSTU (Zhai et al., 2024) as QGS compares with it: item tokens, quadratic attention, no query condition; 12
+    layers, 8 heads, 768 (Sec. 4.1 of QGS)."""
+
+    encoder: Literal["linear_hstu", "hstu", "transformer"] = "hstu"
+    """How behaviours are read."""
+    width: int = 768
+    """Width of the encoder."""
+    token: Literal["pair", "item"] = "item"
+    """Text of a behaviour: the document alone."""
+    query_condition: Literal["query", "joint", "none"] = "none"
+    """The next item is predicted from the past alone."""
+    group_attention: bool = False
+    """No HFG-Attention."""
+
+
+@dataclass
+class UserState:
+    """What is kept of B users between requests: as large for a thousand behaviours as for one."""
+
+    layers: Tensor
+    """(layers, B, D) float32: the recurrence's state in every layer."""
+    last: Tensor
+    """(B, D): the encoder's output at the latest behaviour."""
+    count: int = 0
+    """Behaviours of each, from where the state began."""
+    next: UserState | None = None
+    """The state that began half of `max_history` later, which takes this one's place when it is full."""
+
+
+def keeps_state(config: QGSConfig) -> bool:
+    """Whether the model has a state of users: of the encoders Linear HSTU alone."""
+    return config.encoder == "linear_hstu"
+
+
+class QGS(Ranker):
     """See the module."""
+
+    config: QGSConfig
+
+    def __init__(self, config: QGSConfig, catalogue: SearchCatalogue) -> None:
+        super().__init__(config, catalogue, sequence_width=config.width, match=config.match)
+        if config.query_condition == "joint":
+            if catalogue.joint is None:
+                raise UserError("query_condition is joint, but the text has no joint form; jobs.encode can make it")
+            warnings.warn(
+                "query_condition 'joint' has seen the document to predict: a leak, as in the paper", stacklevel=2
+            )
+        features = len(self.scale.columns) if config.context_features else 0
+        self.project = nn.Linear(features + config.text_width, config.width)  # W_proj of Eq. 2
+        self.token_labels = None
+        if config.token_labels:
+            self.token_labels = TokenLabels(config.token_labels, catalogue.behaviour_labels, config.width)
+        self.position = nn.Embedding(config.max_history, config.width)  # p_t of Eq. 2
+        nn.init.normal_(self.position.weight, std=0.02)
+        self.start = nn.Parameter(torch.zeros(config.width))  # the state before any behaviour
+        self.encoder: nn.Module = make_encoder(config)
+        query_width = 0 if config.query_condition == "none" else config.text_width
+        self.head = nn.Sequential(
+            nn.Linear(config.width + query_width, config.width), nn.ReLU(), nn.Linear(config.width, config.width)
+        )
+        if config.infonce_weight:
+            known = config.text_width if config.next_item == "document" else features + config.text_width
+            self.target = nn.Linear(known, config.width, bias=False)  # W_tgt of Sec. 3.4
+
+    def tokens(self, item: Tensor, query: Tensor, features: Tensor) -> Tensor:
+        """(..., F + E): x_t = [f_t, e_t] of Eq. 1, of behaviours."""
+        text = self.text.pair(item, query) if self.config.token == "pair" else self.document(item)
+        return torch.cat([self.scale(features), text], -1) if self.config.context_features else text
+
+    def document(self, item: Tensor) -> Tensor:
+        """(..., E): the text of behaviours alone; that of padding means nothing."""
+        return self.text.item(item)
+
+    def history_tokens(self, batch: Batch) -> Tensor:
+        self.text.take_pairs(batch)
+        return self.tokens(batch["history"], batch["history_query"], batch["history_features"])
+
+    def inputs(self, batch: Batch, tokens: Tensor) -> Tensor:
+        """(B, T, D): what the encoder reads of behaviours, but for their positions. Their labels are no part of
+        `tokens`, which predictions are compared with."""
+        projected = self.project(tokens)
+        return projected if self.token_labels is None else projected + self.token_labels(batch["history_labels"])
+
+    def states(self, batch: Batch, tokens: Tensor) -> Tensor:
+        """(B, T, D): h_t of every behaviour, from it and earlier ones alone."""
+        place = self.position.weight[: tokens.shape[1]]
+        return self.encoder(self.inputs(batch, tokens) + place, batch["history_time"])
+
+    def predict_head(self, states: Tensor, item: Tensor, query: Tensor) -> Tensor:
+        """(..., D): z of Eq. 3 from states (..., D) and the query of the next item (and, if joint, the item)."""
+        if self.config.query_condition == "none":
+            return self.head(states)
+        joint = self.config.query_condition == "joint"
+        query_embedding = self.text.seen(item, query) if joint else self.text.query(query)
+        return self.head(torch.cat([states, query_embedding], -1))
+
+    def rank_after(self, past: Tensor, batch: Batch, shown: bool = False) -> Tensor:
+        """(N, K) logits, where `past` (R, D) is the state before each request."""
+        owner = batch["candidate_request"]
+        if self.config.query_condition == "joint":  # another one for each candidate
+            sequence = self.predict_head(past[owner], batch["candidate"], batch["request_query"][owner])
+        else:
+            sequence = self.predict_head(past, batch["request_row"], batch["request_query"])[owner]
+        if not self.config.match:
+            return self.rank(batch, sequence, shown)
+        document = self.target(self.document(batch["candidate"]))
+        cosine = functional.cosine_similarity(sequence.float(), document.float(), dim=-1)  # bfloat16 is too coarse
+        return self.rank(batch, sequence, shown, match=cosine[:, None] / self.config.temperature)
+
+    def past(self, states: Tensor, batch: Batch) -> Tensor:
+        """(R, D): the state after the last behaviour before each request."""
+        end = batch["request_end"]
+        return torch.where((end > 0)[:, None], states[batch["request_row"], (end - 1).clamp(min=0)], self.start)
+
+    def score(self, batch: Batch, shown: bool = False) -> Tensor:
+        """(N, K) logits, from one encoder pass per row."""
+        past = self.past(self.states(batch, self.history_tokens(batch)), batch)
+        return self.rank_after(past, batch, shown) + self.config.correction
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        """`loss`: ranking loss plus `infonce_weight` times the loss of the next item, and both apart."""
+        batch, kept = self.sampled(batch)
+        tokens = self.history_tokens(batch)
+        states = self.states(batch, tokens)
+        logits = self.rank_after(self.past(states, batch), batch, shown=True)
+        ranking = label_loss(logits, batch["labels"], self.weights, kept)
+        if not self.config.infonce_weight:
+            return {"loss": ranking}
+        next_item = self.next_item_loss(states, tokens, batch)
+        return {"loss": ranking + self.config.infonce_weight * next_item, "ranking": ranking, "infonce": next_item}
+
+    def next_item_loss(self, states: Tensor, tokens: Tensor, batch: Batch) -> Tensor:
+        """Eq. 3-5: each behaviour that has others before it, predicted from the state before it and its query; those
+        of several rows in one of them."""
+        item = batch["history"][:, 1:]
+        new = torch.arange(1, batch["history"].shape[1], device=item.device) >= batch["history_new"][:, None]
+        z = self.predict_head(states[:, :-1], item, batch["history_query"][:, 1:])
+        v = self.target(self.document(item) if self.config.next_item == "document" else tokens[:, 1:])
+        return info_nce(z, v, item, (item >= 0) & new, self.config.temperature, self.config.negatives)
+
+    def new_state(self, users: int) -> UserState:
+        """The state of users before any behaviour. Only Linear HSTU has one."""
+        layers = self.start.new_zeros(self.config.num_layers, users, self.config.width, dtype=torch.float32)
+        return UserState(layers, self.start.expand(users, -1))
+
+    @torch.no_grad()
+    def append(self, state: UserState, batch: Batch) -> UserState:
+        """The state after the history of `batch` too, as many behaviours of each of B users, without padding.
+
+        The cost does not depend on what is kept. Up to `max_history` behaviours the state is what `score` reads. Where
+        more come, positions begin anew: it is that of a pass over the latest behaviours from the last multiple of half
+        of `max_history` on that leaves no more than `max_history`, as in training.
+        """
+        return self._extended(state, self.inputs(batch, self.history_tokens(batch)))
+
+    def _extended(self, state: UserState, h: Tensor) -> UserState:
+        """After h (B, T, D), projected tokens."""
+        most, half = self.config.max_history, max(1, self.config.max_history // 2)
+        while h.shape[1]:
+            if state.count == most:
+                assert state.next is not None, "it began at the half"
+                state = state.next
+            end = min(state.count + h.shape[1], half if state.count < half else most)
+            piece, h = h[:, : end - state.count], h[:, end - state.count :]
+            here = self.position.weight[state.count : end]
+            last, layers = self.encoder.append(piece + here, state.layers)  # type: ignore[operator]
+            later = self._extended(state.next, piece) if state.next else None
+            state = UserState(layers, last, end, self.new_state(len(h)) if end == half else later)
+        return state
+
+    @torch.no_grad()
+    def score_state(self, state: UserState, batch: Batch) -> Tensor:
+        """(N, K) logits of requests after all behaviours in `state`; `request_row` (R,) says whose they are."""
+        self.text.take_pairs(batch)
+        return self.rank_after(state.last[batch["request_row"]], batch) + self.config.correction
+
+
+def make_encoder(config: QGSConfig) -> nn.Module:
+    if config.encoder == "linear_hstu":
+        return LinearHSTU(config.width, config.num_layers, config.dropout)
+    if config.encoder == "hstu":
+        return HSTU(config.width, config.num_layers, config.num_heads, config.max_history, config.dropout)
+    return CausalBert(config.width, config.num_layers, config.num_heads, config.ffn, config.max_history, config.dropout)
+
+
+def resolve(config: Any, catalogue: Any) -> Any:
+    """The config with the sizes of the pretrained encoder that it names."""
+    return replace(config, **pretrained_sizes(config.pretrained)) if config.pretrained else config
+
+
+def teach(module: nn.Module, config: Any, catalogue: Any) -> None:
+    """Before training: fills the encoder with the pretrained weights that the config names."""
+    if config.pretrained:
+        copy_pretrained(module.encoder, config.pretrained)  # type: ignore[arg-type]

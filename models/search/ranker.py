@@ -9,13 +9,13 @@ a group.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.config import check_positive
+from models.config import check_choices, check_dropout, check_positive, check_shares
 from models.label_loss import LabelOptions, drawn, label_loss, mask_places, weights_of
 from models.layers.hstu import HSTULayer
 from models.search.data import NO_QUERY, SearchCatalogue
@@ -80,17 +80,11 @@ class RankerConfig(LabelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.window_overlap <= 1:
-            raise ValueError(f"window_overlap {self.window_overlap} is not in [0, 1]; give a share of max_history")
-        if self.batch_of not in ("requests", "users"):
-            raise ValueError(f"batch_of is '{self.batch_of}', it must be one of requests, users")
+        check_shares(self, ["window_overlap"])
         widths = "max_history text_width dnn_width tower_width category_width group_width group_heads group_output"
         check_positive(self, widths.split())
-        for name in ("dropout", "position_dropout", "category_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} is not in [0, 1); give a share")
-        if self.position not in get_args(Mode):
-            raise ValueError(f"position is '{self.position}', it must be one of {', '.join(get_args(Mode))}")
+        check_dropout(self, "dropout", "position_dropout", "category_dropout")
+        check_choices(self)
         if self.group_width % self.group_heads:
             raise ValueError(
                 f"group_width {self.group_width} is not a multiple of group_heads {self.group_heads}; change either"

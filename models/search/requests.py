@@ -6,31 +6,99 @@ its `timestamp_ms`: a request of these needs no features of its candidates. Quer
 that training has not seen are encoded, by the encoder that comes with the model, and kept; without one such a query
 counts as none, and a warning says so.
 
-Shapes: `N` candidates, `F` features, `A` labels of behaviours.
+Shapes: `N` candidates, `F` features, `A` labels of behaviours, `n` pairs, `q` queries, `W` width of text.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from models.inputs import Inputs
+from models.latest import TEXTS, Latest
 from models.own_features import OwnFeatures
-from models.requests import Columns, Floats, Request, Requests, Row
+from models.requests import Columns, Request, Requests, Row
 from models.search.counts import HOURS, Counts, hours
 from models.search.data import NO_QUERY, SearchCatalogue, SearchExamples, pair_key
-from models.search.request_text import RequestText
-from models.shares import joined
+from models.shares import find_in, joined
 from models.tables import UserError, read_manifest, read_table
-from models.text_encoder import load_saved
+from models.text_encoder import Floats, TextEncoder, TfidfEncoder
+
+ALONE = -1
+"""Stands for the item of a query alone."""
+
+
+class RequestText:
+    """The text of what requests name: read in the tables of jobs.encode where it is there, else encoded, and kept."""
+
+    def __init__(
+        self, catalogue: SearchCatalogue, queries: Sequence[str], encoder: TextEncoder | TfidfEncoder | None = None,
+        documents: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        """`queries` are those of the catalogue; `encoder` and `documents`, by item, those that its text was made with,
+        without which there is no text but the catalogue's."""
+        self.catalogue, self.encoder, self.documents = catalogue, encoder, documents
+        self.number = {query: number for number, query in enumerate(queries)}
+        self.kept: Latest[Floats] = Latest(TEXTS)
+
+    def has(self, query: str) -> bool:
+        """Whether there is text of the query."""
+        return self.encoder is not None or query in self.number
+
+    def of(self, queries: list[str], item: NDArray[np.int64], query: NDArray[np.int64]) -> SearchCatalogue:
+        """The catalogue with `queries` alone, numbered as they stand there, and the pairs of `item` (n,) with them,
+        `query` (n,) or NO_QUERY; without an encoder, those that were encoded before."""
+        whole, count = self.catalogue, len(queries)
+        number = np.array([self.number.get(text, -1) for text in queries], np.int64)  # (q,) in the catalogue
+        alone = whole.queries.new_zeros(count, whole.items.shape[1])
+        alone[number >= 0] = whole.queries[number[number >= 0]]
+        new = np.flatnonzero(number < 0)
+        if len(new):
+            alone[new] = self.vectors([(ALONE, queries[i]) for i in new])
+
+        keys = np.unique(pair_key(item, query, count)[query != NO_QUERY])
+        of_item, of_query = np.divmod(keys, count + 1)
+        of_query -= 1
+        before = number[of_query]
+        place, found = find_in(whole.pair_keys.numpy(), pair_key(of_item, before, whole.num_queries))
+        found &= before >= 0
+        if self.encoder is None:
+            keys, place, found = keys[found], place[found], found[found]
+        tables = [table for table in (whole.pairs, whole.joint) if table is not None]
+        made = torch.cat([table.new_zeros(len(keys), table.shape[1]) for table in tables], 1)
+        made[found] = torch.cat([table[place[found]] for table in tables], 1)
+        new = np.flatnonzero(~found)
+        if len(new):
+            made[new] = self.vectors([(int(of_item[i]), queries[of_query[i]]) for i in new])
+        if not len(keys):  # what a model reads by is of one row at least
+            keys, made = np.array([-1]), made.new_zeros(1, made.shape[1])
+        pairs, *joint = made.chunk(len(tables), 1)
+        return replace(
+            whole, num_queries=count, queries=alone, pairs=pairs, pair_keys=torch.from_numpy(keys),
+            joint=joint[0] if joint else None,
+        )  # fmt: skip
+
+    def vectors(self, texts: list[tuple[int, str]]) -> Tensor:
+        """(n, W) of queries alone, or (n, W or 2 W) of pairs: encoded once, while they are kept."""
+
+        def encode(missing: list[tuple[int, str]]) -> dict[tuple[int, str], Floats]:
+            assert self.encoder is not None, "asked for where there is one"
+            missing.sort(key=lambda text: -len(text[1]) - len(self.documents[text[0]]))  # batches of like length
+            queries, alone = [query for _, query in missing], missing[0][0] == ALONE
+            documents = None if alone else [self.documents[item] for item, _ in missing]
+            made = self.encoder.encode(queries, documents, not alone and self.catalogue.joint is not None)
+            return dict(zip(missing, made, strict=True))
+
+        return torch.from_numpy(np.stack(self.kept.of(texts, encode)))
 
 
 class SearchRequests(Requests):
@@ -54,11 +122,8 @@ class SearchRequests(Requests):
         queries: list[str] = []
         if catalogue.num_queries:
             queries = read_table(f"{folder}/tables/queries", "queries")["query"].to_pylist()
-        encoder, documents = None, []
-        if Path(folder, "encoder").exists():
-            encoder = load_saved(f"{folder}/encoder")
-            documents = pq.read_table(f"{folder}/encoder/documents.parquet")["text"].to_pylist()
-        self.text = RequestText(catalogue, queries, encoder, documents)
+        documents = pq.read_table(f"{folder}/encoder/documents.parquet")["text"].to_pylist() if self.encoder else []
+        self.text = RequestText(catalogue, queries, self.encoder, documents)
         info = read_manifest(f"{folder}/tables/sequences", "sequences").info
         self.numbers = {name for name, label in catalogue.behaviour_labels.items() if label.number}
         self.counts = Counts.load(uri, info["features"], info) if (uri := settings.get("counts")) else None

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from models.config import hint
-from models.own_features import MOST
+from models.own_features import Standardised
 from models.shares import compact
 from models.tables import Manifest, UserError
 
@@ -75,29 +75,25 @@ def read_labels(table: pa.Table, names: Sequence[str], manifest: Manifest) -> ND
     return compact(np.stack(columns, 1))
 
 
-class TokenLabels(nn.Module):
+class TokenLabels(Standardised):
     """What layers read of the labels `names`: 0 or 1; of numbers, standardised and cut at 5 deviations, and whether
     they are there."""
 
-    mean: Tensor
-    std: Tensor
     numbers: Tensor
 
     def __init__(self, names: Sequence[str], known: Mapping[str, BehaviourLabel], width: int) -> None:
-        super().__init__()
         for name in names:
             if name not in known:
                 none = "behaviours have no other label than the one that makes them"
                 raise UserError(f"token_labels has '{name}', which is no label to be read; {hint(name, known, none)}")
         labels = [known[name] for name in names]
-        self.register_buffer("mean", torch.tensor([label.mean for label in labels]))
-        self.register_buffer("std", torch.tensor([label.std for label in labels]))
+        super().__init__(torch.tensor([label.mean for label in labels]), torch.tensor([label.std for label in labels]))
         numbers = [place for place, label in enumerate(labels) if label.number]
         self.register_buffer("numbers", torch.tensor(numbers, dtype=torch.long), persistent=False)
         self.project = nn.Linear(len(names) + len(numbers), width, bias=False)
 
     def forward(self, labels: Tensor) -> Tensor:
         """(..., width) of `labels` (..., A), as `read_labels` has them."""
-        scaled = torch.nan_to_num((labels - self.mean) / self.std).clamp(-MOST, MOST)
+        scaled = torch.nan_to_num(super().forward(labels))
         there = (~torch.isnan(labels[..., self.numbers])).to(scaled.dtype)
         return self.project(torch.cat([scaled, there], -1))

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,59 +56,39 @@ def test_a_loaded_model_ranks_as_the_saved_one(saved: dict[str, str], name: str)
     assert checkpoint.load_state(saved[name]) == {"cursor": {"epoch": 3}}
 
 
-def test_another_model_is_refused(saved: dict[str, str]) -> None:
+def test_what_does_not_belong_together_is_refused(saved: dict[str, str]) -> None:
     catalogue = Catalogue.load(saved["tables"], saved["sids"])
-    with pytest.raises(UserError, match="is a checkpoint of the model 'sasrec', not of 'tiger'"):
-        registry.load(saved["sasrec"], catalogue, name="tiger")
     wider = registry.build(registry.config_from_dict({**SASREC, "dim": 32}), catalogue)
-    with pytest.raises(UserError, match=r"does not fit the model.*size mismatch"):
-        checkpoint.load_weights(wider, saved["sasrec"])
-
-
-def test_other_tables_are_refused(saved: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"belongs to another table 'items'.*evaluate on the tables"):
-        registry.load(saved["sasrec"], Catalogue.load(saved["other"]))
-    with pytest.raises(UserError, match="table 'sids' that is not given"):
-        registry.load(saved["tiger"], Catalogue.load(saved["tables"]))
-    with pytest.raises(UserError, match="sids was made from other items"):
-        Catalogue.load(saved["tables"], saved["other_sids"])
-
-
-def test_a_trie_of_other_sids_is_refused(saved: dict[str, str], tmp_path: Path) -> None:
-    catalogue = Catalogue.load(saved["tables"], saved["sids"])
-    catalogue.hashes["trie"] = "0" * 64
-    with pytest.raises(UserError, match=r"belongs to another table 'trie'.*give the --sids"):
-        registry.load(saved["tiger"], catalogue)
-
-
-def copied(saved: dict[str, str], folder: Path) -> Path:
-    for file in Path(saved["sasrec"]).iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    return folder
+    other_trie = replace(catalogue, hashes={**catalogue.hashes, "trie": "0" * 64})
+    for load, said in (
+        (lambda: registry.load(saved["sasrec"], catalogue, name="tiger"), "of the model 'sasrec', not of 'tiger'"),
+        (lambda: checkpoint.load_weights(wider, saved["sasrec"]), "does not fit the model.*size mismatch"),
+        (lambda: registry.load(saved["sasrec"], Catalogue.load(saved["other"])), "another table 'items'.*evaluate on"),
+        (lambda: registry.load(saved["tiger"], Catalogue.load(saved["tables"])), "table 'sids' that is not given"),
+        (lambda: Catalogue.load(saved["tables"], saved["other_sids"]), "sids was made from other items"),
+        (lambda: registry.load(saved["tiger"], other_trie), "another table 'trie'.*give the --sids"),
+    ):
+        with pytest.raises(UserError, match=said):
+            load()
 
 
 def test_damage_is_named(saved: dict[str, str], tmp_path: Path) -> None:
-    catalogue = Catalogue.load(saved["tables"])
     with pytest.raises(UserError, match=r"not a checkpoint: it holds no config\.json"):
         checkpoint.read(tmp_path)
-    broken = copied(saved, tmp_path)
-    weights = (broken / "model.safetensors").read_bytes()
-    (broken / "model.safetensors").write_bytes(weights[:-50])
-    with pytest.raises(UserError, match=r"model\.safetensors has \d+ bytes, config\.json says \d+: truncated"):
-        registry.load(broken, catalogue)
-    (broken / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"model\.safetensors is missing"):
-        registry.load(broken, catalogue)
-    (broken / "config.json").write_text("{")
-    with pytest.raises(UserError, match=r"config\.json is damaged"):
-        registry.load(broken, catalogue)
-
-
-def test_a_checkpoint_without_state_cannot_be_resumed(saved: dict[str, str], tmp_path: Path) -> None:
-    broken = copied(saved, tmp_path)
-    (broken / "state.pt").unlink()
+    broken = Path(shutil.copytree(saved["sasrec"], tmp_path / "broken"))
+    weights, state, config = (broken / name for name in ("model.safetensors", "state.pt", "config.json"))
+    state.unlink()
     with pytest.raises(UserError, match=r"holds no state\.pt"):
         checkpoint.load_state(broken)
+    weights.write_bytes(weights.read_bytes()[:-50])
+    with pytest.raises(UserError, match=r"model\.safetensors has \d+ bytes, config\.json says \d+: truncated"):
+        checkpoint.read(broken)
+    weights.unlink()
+    with pytest.raises(UserError, match=r"model\.safetensors is missing"):
+        checkpoint.read(broken)
+    config.write_text("{")
+    with pytest.raises(UserError, match=r"config\.json is damaged"):
+        checkpoint.read(broken)
 
 
 def test_training_with_pytorch_alone_goes_on_where_it_was(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +11,8 @@ import torch
 
 from models.label_loss import LabelOptions, counted, drawn, label_loss, mask_places, weights_of
 from models.search import metrics
-from models.search.base import Base, BaseConfig
 from models.search.data import SearchCatalogue, SearchExamples
+from models.search.ranker import Ranker, RankerConfig
 from models.tables import UserError, join
 from tests.search_tables import write_search
 
@@ -54,27 +54,22 @@ def test_a_label_that_nothing_counts_for_has_no_loss() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (
-            {"label_masks": {"purchas": "click"}},
-            "label_masks names 'purchas', which is no label .*purchase",
-        ),
+        ({"label_masks": {"purchas": "click"}}, "label_masks names 'purchas', which is no label .*purchase"),
         ({"label_masks": {"purchase": "clik"}}, "label_masks names 'clik'.*click"),
         ({"label_weights": {"likes": 2.0}}, "label_weights names 'likes', which is no label of the tables"),
+        ({"label_weights": {"click": -1}}, "label_weights has -1 for 'click'"),
+        ({"label_masks": {"click": "click"}}, "label_masks has 'click' for itself"),
+        ({"negative_rate": 0.0}, r"negative_rate 0.0 is not in \(0, 1\]"),
     ],
 )
-def test_a_name_that_is_no_label(options: dict[str, dict[str, str]], said: str) -> None:
-    given = LabelOptions(**options)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=said):
-        (mask_places(LABELS, given.label_masks), weights_of(LABELS, given.label_weights))
+def test_options_that_mean_nothing(options: dict[str, Any], said: str) -> None:
+    def use() -> None:
+        given = LabelOptions(**options)
+        mask_places(LABELS, given.label_masks)
+        weights_of(LABELS, given.label_weights)
 
-
-def test_values_that_mean_nothing() -> None:
-    with pytest.raises(ValueError, match="label_weights has -1 for 'click'"):
-        LabelOptions(label_weights={"click": -1})
-    with pytest.raises(ValueError, match="label_masks has 'click' for itself"):
-        LabelOptions(label_masks={"click": "click"})
-    with pytest.raises(ValueError, match=r"negative_rate 0.0 is not in \(0, 1\]"):
-        BaseConfig(negative_rate=0.0)
+    with pytest.raises((UserError, ValueError), match=said):
+        use()
 
 
 def test_the_loss_of_a_share_of_the_negatives_is_in_the_mean_that_of_all_weighted_by_it() -> None:
@@ -115,7 +110,7 @@ def search(tmp_path_factory: pytest.TempPathFactory) -> tuple[SearchCatalogue, d
 
 def test_a_masked_label_is_learned_and_measured_where_the_mask_is_true(search) -> None:
     catalogue, batch = search
-    model = Base(BaseConfig(dropout=0.0, label_masks={"purchase": "click"}), catalogue)
+    model = Ranker(RankerConfig(dropout=0.0, label_masks={"purchase": "click"}), catalogue)
     clicked = batch["labels"][:, 0]
     assert 0 < clicked.sum() < len(clicked)
     other = {**batch, "labels": batch["labels"].clone()}
@@ -132,7 +127,7 @@ def test_a_masked_label_is_learned_and_measured_where_the_mask_is_true(search) -
 def test_all_positives_and_a_share_of_the_rest_are_learned_from(search) -> None:
     catalogue, batch = search
     torch.manual_seed(0)
-    model = Base(BaseConfig(negative_rate=0.25), catalogue)
+    model = Ranker(RankerConfig(negative_rate=0.25), catalogue)
     positive, kept_negatives, negatives = batch["labels"].any(1), 0, 0
     for _ in range(30):
         sampled, there = model.sampled(batch)
@@ -144,36 +139,3 @@ def test_all_positives_and_a_share_of_the_rest_are_learned_from(search) -> None:
         kept_negatives += len(labels) - int(positive.sum())
         negatives += int((~positive).sum())
     assert kept_negatives / negatives == pytest.approx(0.25, abs=0.03)
-
-
-def test_chances_from_a_share_of_the_negatives_are_those_of_all(search) -> None:
-    """A model of nothing but a constant learns the rate of each label; without the correction it is far too high."""
-    catalogue, _ = search
-    torch.manual_seed(0)
-    catalogue = replace(catalogue, feature_mean=torch.zeros(6), feature_std=torch.ones(6))
-    number = 4000
-    batch = {
-        "request_row": torch.zeros(1, dtype=torch.long), "request_query": torch.full((1,), -1),
-        "candidate": torch.zeros(number, dtype=torch.long), "candidate_request": torch.zeros(number, dtype=torch.long),
-        "features": torch.zeros(number, 6), "labels": torch.rand(number, 2) < torch.tensor([0.1, 0.03]),
-    }  # fmt: skip
-    rates = batch["labels"].float().mean(0)
-    model = Base(BaseConfig(dropout=0.0, negative_rate=0.2, dnn_width=8, tower_width=8), catalogue)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    for _ in range(300):
-        optimizer.zero_grad()
-        model(batch)["loss"].backward()
-        optimizer.step()
-    with torch.no_grad():
-        after, before = model.eval().score(batch)[0].sigmoid(), model.rank(batch)[0].sigmoid()
-    torch.testing.assert_close(after, rates, rtol=0.12, atol=0.005)
-    assert bool((before > 2 * rates).all())
-    found = metrics.means(metrics.measure(model, batch))
-    assert found["calibration"] == pytest.approx(1, abs=0.12)
-    assert found["calibration_uncorrected"] == pytest.approx(float(before[0] / rates[0]), rel=1e-4)
-    (told,) = (line for line in metrics.summary(found) if "purchase" not in line and "calibration" in line)
-    assert told.endswith(
-        f"calibration {found['calibration']:.4f}  calibration_uncorrected {found['calibration_uncorrected']:.4f}"
-    )
-    model.config.negative_rate = 1.0
-    assert "calibration_uncorrected" not in metrics.means(metrics.measure(model, batch))

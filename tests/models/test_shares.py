@@ -25,7 +25,7 @@ from tests.actions_tables import write_actions
 from tests.search_tables import write_search
 from tests.training_tables import write_tables
 
-PARTS, WORLDS = 12, (1, 2, 3, 4)
+PARTS, WORLDS = 12, (1, 3, 4)
 FAMILIES: dict[str, tuple[type[Sharded], dict[str, str], int]] = {
     "retrieval": (Examples, {"train": "request", "val": "request"}, 6),
     "retrieval_users": (Examples, {"train": "user", "val": "request"}, 6),
@@ -41,9 +41,9 @@ def sequences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """URIs of `sequences` of twelve parts, by family."""
     folder = tmp_path_factory.mktemp("shares")
     return {
-        "retrieval": join(write_tables(folder / "retrieval", users=72, parts=PARTS)[0], "sequences"),
-        "search": join(write_search(folder / "search", users=72, parts=PARTS)[0], "sequences"),
-        "actions": join(write_actions(folder / "actions", users=72, parts=PARTS), "sequences"),
+        "retrieval": join(write_tables(folder / "retrieval", users=48, parts=PARTS)[0], "sequences"),
+        "search": join(write_search(folder / "search", users=48, parts=PARTS)[0], "sequences"),
+        "actions": join(write_actions(folder / "actions", users=48, parts=PARTS), "sequences"),
     }
 
 
@@ -80,7 +80,7 @@ def epoch_of(ranks: list[Any], epoch: int, batch_size: int) -> list[Counter[Any]
     ]
 
 
-@pytest.mark.parametrize("shards", [1, 4, PARTS])
+@pytest.mark.parametrize("shards", [1, 4])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_batch_is_the_same_whatever_the_number_of_workers(
     sequences: dict[str, str], name: str, shards: int
@@ -95,8 +95,7 @@ def test_each_batch_is_the_same_whatever_the_number_of_workers(
         assert epoch_of([rank["train"] for rank in load(sequences, name, world, shards)], 1, 16) == steps
 
 
-@pytest.mark.parametrize("shards", [1, 4])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "shards"), [("retrieval", 1), ("search", 4), ("actions_cut", 4)])
 def test_training_on_some_rows_is_on_the_same_ones_whatever_the_epoch_and_the_number_of_workers(
     sequences: dict[str, str], name: str, shards: int
 ) -> None:
@@ -115,9 +114,8 @@ def test_training_on_some_rows_is_on_the_same_ones_whatever_the_epoch_and_the_nu
         assert sum(steps, Counter()) == sum(epoch_of(alone, 2, 4), Counter()) == every
 
 
-@pytest.mark.parametrize("limit", [0, 17])
-@pytest.mark.parametrize("shards", [1, 4, PARTS])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("limit", "shards"), [(0, 4), (17, 1), (17, 4)])
+@pytest.mark.parametrize("name", ["retrieval", "search", "actions"])
 def test_a_validation_is_of_the_same_rows_whatever_the_number_of_workers(
     sequences: dict[str, str], name: str, shards: int, limit: int
 ) -> None:
@@ -129,7 +127,7 @@ def test_a_validation_is_of_the_same_rows_whatever_the_number_of_workers(
         assert sum((contents(rank, rank.chosen(limit)) for rank in ranks), Counter()) == expected
 
 
-@pytest.mark.parametrize("name", ["retrieval", "retrieval_users", "search"])
+@pytest.mark.parametrize("name", ["retrieval", "search"])
 def test_shares_are_even(sequences: dict[str, str], name: str) -> None:
     """Of batches of 32 examples each of four workers has about eight."""
     ranks = [rank["train"] for rank in load(sequences, name, 4, PARTS)]
@@ -198,7 +196,7 @@ def test_a_validation_holds_only_what_it_needs(tmp_path: Path) -> None:
     assert found.context.max() == 3
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=9), st.integers(1, 40))
 def test_quotas_give_each_row_once_in_batches_of_the_size(rows: list[int], batch_size: int) -> None:
     total = sum(rows)
@@ -215,7 +213,7 @@ def test_quotas_give_each_row_once_in_batches_of_the_size(rows: list[int], batch
         assert (sizes[:-1] == batch_size).all()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 99), min_size=1, max_size=20), st.integers(1, 30), st.integers(1, 40))
 def test_every_part_is_held_and_by_one_worker_if_there_are_shards_enough(
     sizes: list[int], shards: int, world: int

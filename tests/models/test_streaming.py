@@ -16,13 +16,11 @@ import numpy as np
 import pytest
 import torch
 
-from models import registry
 from models.examples import Sharded, plan
 from models.fit import FitConfig, fit
 from models.inputs import Inputs
 from models.retrieval.data import Examples
-from models.retrieval.sasrec import SASRecConfig
-from models.setup import read_share, set_up
+from models.setup import set_up
 from models.shares import Share
 from models.tables import UserError
 from models.whole_batch import IDLE
@@ -171,11 +169,3 @@ def test_a_run_goes_on_as_if_undisturbed(tmp_path: Path) -> None:
     for upto in (1, 3, 5):
         _, resumed, _ = run(dataclasses.replace(config, memory_budget_gb=8), run(config, upto=upto))
         assert all(torch.equal(undisturbed[name], resumed[name]) for name in undisturbed)
-
-
-def test_a_share_within_the_budget_is_held_whole(tmp_path: Path) -> None:
-    tables, _ = write_tables(tmp_path, users=30, parts=3)
-    train, val = read_share(registry.find("sasrec"), f"{tables}/sequences", FitConfig(), SASRecConfig(), 0, 1)
-    assert isinstance(train, Examples)
-    assert train.buffers == 1
-    assert len(val)

@@ -13,15 +13,16 @@ from pathlib import Path
 import pytest
 
 from models import locks
-from models.locks import BEAT, LOCK, locked
+from models.locks import LOCK, locked
 from models.tables import UserError, open_uri
 
 ROOT = Path(__file__).parents[2]
 
 HOLDS = """
-import sys, time
-from models.locks import locked
-with locked(sys.argv[1], "it is held"):
+import sys
+from models import locks
+locks.BEAT = 0.5
+with locks.locked(sys.argv[1], "it is held"):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -40,12 +41,9 @@ def lock(uri: str) -> str | None:
 def holder(uri: str) -> subprocess.Popen:
     """Another process, which holds `uri` until its input is closed."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLDS, f"{uri}/{LOCK}"],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
+        [sys.executable, "-c", HOLDS, f"{uri}/{LOCK}"], cwd=ROOT, text=True, stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        text=True,
-    )
+    )  # fmt: skip
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     return process
@@ -74,23 +72,24 @@ def test_a_second_job_is_refused_while_the_first_one_lives(s3: str) -> None:
 def test_a_killed_job_gives_way_when_it_is_silent_and_one_that_beats_does_not(
     s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(locks, "SILENT", 6.0)
+    monkeypatch.setattr(locks, "SILENT", 4.0)
     first, alive = holder(f"{s3}/killed"), holder(f"{s3}/alive")
     first.kill()
     first.wait()
     began = time.monotonic()
     with writing(f"{s3}/killed"):
-        assert 6 < time.monotonic() - began < 12
+        assert time.monotonic() - began > 4
     try:
         began = time.monotonic()
-        with pytest.raises(UserError, match=f"process {alive.pid} on"), locked(f"{s3}/alive/{LOCK}", "held", 10):
+        with pytest.raises(UserError, match=f"process {alive.pid} on"), locked(f"{s3}/alive/{LOCK}", "held", 5):
             raise AssertionError("two hold it")
-        assert time.monotonic() - began > 10
+        assert time.monotonic() - began > 5
     finally:
         alive.communicate("")
 
 
-def test_of_several_that_begin_together_one_has_it(s3: str) -> None:
+def test_of_several_that_begin_together_one_has_it(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "BEAT", 1.0)
     inside, most, refused = 0, 0, []
     guard = threading.Lock()
 
@@ -101,7 +100,7 @@ def test_of_several_that_begin_together_one_has_it(s3: str) -> None:
                 with guard:
                     inside += 1
                     most = max(most, inside)
-                time.sleep(2.5 * BEAT)
+                time.sleep(2.5)
                 with guard:
                     inside -= 1
         except UserError as error:

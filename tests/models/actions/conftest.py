@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models.actions.batch import ActionsCatalogue, check_batch
+from models.actions.batch import ActionsCatalogue
 
 
 @pytest.fixture(scope="session")
@@ -42,5 +42,4 @@ def batch(catalogue) -> dict[str, torch.Tensor]:
     batch["valid"] = torch.arange(7) < torch.tensor([[7], [3], [1], [0]])
     batch["learn"] = batch["valid"].clone()
     batch["candidate_valid"] = torch.arange(3) < torch.tensor([[3], [3], [1], [2]])
-    check_batch(batch, catalogue)
     return batch

@@ -5,22 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models import registry
 from models.actions.base import ActionsConfig
-from models.actions.batch import ActionsCatalogue, check_batch
+from models.actions.batch import ActionsCatalogue, Attributes
 from models.actions.data import ActionsExamples
 from models.shares import equal_parts
 from models.tables import UserError, join, read_table
 from tests.actions_tables import SEEN, TASKS, user, write_actions, write_rows
 from tests.training_tables import write_tables
-
-SMALL = {"width": 16, "num_layers": 1, "num_heads": 2, "ffn": 24, "expert_width": 8, "tower_width": 6, "dropout": 0.0}
-ACTIONS = [name for name, entry in registry.MODELS.items() if entry.family is registry.ACTIONS]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +60,6 @@ def test_evaluation_reads_the_latest_before_the_cut_and_asks_for_all_after_it(ta
     users = read_table(join(tables, "sequences")).to_pylist()
     seen = {}
     for batch in batches(load(tables, split, max_history=limit)):
-        check_batch(batch, ActionsCatalogue.load(tables))
         for row, number in enumerate(batch["user_row"].tolist()):
             assert number not in seen
             seen[number] = events_of(batch, row), events_of(batch, row, "candidate_")
@@ -85,7 +81,6 @@ def test_training_learns_from_each_event_once_and_in_the_order_of_the_log(tables
     """Whatever the overlap of windows, of which each but a user's first has so much of history at least."""
     learned: dict[int, list] = {}
     for batch in batches(load(tables, "train", max_history=limit), shuffle=True, epoch=3):
-        check_batch(batch, ActionsCatalogue.load(tables))
         for row, number in enumerate(batch["user_row"].tolist()):
             new = batch["learn"][row][batch["valid"][row]].tolist()
             events = events_of(batch, row)
@@ -105,7 +100,6 @@ def test_sequences_are_cut_for_models_that_learn_from_candidates_only(tables):
     for epoch in found:
         cuts.append({})
         for batch in epoch:
-            check_batch(batch, ActionsCatalogue.load(tables))
             assert batch["candidate_valid"].any(1).all()
             for row, number in enumerate(batch["user_row"].tolist()):
                 context, candidates = events_of(batch, row), events_of(batch, row, "candidate_")
@@ -162,15 +156,6 @@ def test_training_windows_are_cut_from_the_end_and_overlap(overlap, expected, tm
         assert (rows[:, 1] >= cut.shared[rows[:, 0]]).all()  # a candidate is one that no other row learns from
 
 
-def test_a_log_stamped_by_page_has_one_token_to_an_event(tmp_path):
-    rng = np.random.default_rng(0)
-    pages = [user(f"u{n}", rng.integers(9, size=20).tolist(), [i // 10 for i in range(20)], [True] * 20, (9, 9), rng)
-             for n in range(8)]  # fmt: skip
-    examples = load(write_rows(tmp_path, pages, 9), "train", max_history=100)
-    batch = examples.collate(np.arange(8))
-    assert batch["item"].numel() + batch["candidate_item"].numel() == 8 * 20 == int(batch["learn"].sum())
-
-
 def test_steps_are_of_equally_many_events_and_little_is_padding(tmp_path):
     rng = np.random.default_rng(0)
     rows = []
@@ -184,12 +169,10 @@ def test_steps_are_of_equally_many_events_and_little_is_padding(tmp_path):
         order = list(examples.batches(32, shuffle=True, epoch=epoch))
         assert len(order) == examples.steps(32) == 19
         assert sorted(np.concatenate(order).tolist()) == list(range(600))
-        events, positions = zip(*map(examples.positions, order), strict=True)
-        assert 1 - sum(events) / sum(positions) < 0.1
+        valid = [examples.collate(chosen)["valid"] for chosen in order]
+        events = [int(each.sum()) for each in valid]
+        assert 1 - sum(events) / sum(each.numel() for each in valid) < 0.1
         assert max(events) < 1.5 * np.mean(events)
-        batch = examples.collate(order[0])
-        there = batch["valid"].sum() + batch["candidate_valid"].sum()
-        assert (int(there), batch["valid"].numel() + batch["candidate_valid"].numel()) == (events[0], positions[0])
     again = list(examples.batches(32, shuffle=True, epoch=1))
     assert all(np.array_equal(a, b) for a, b in zip(order, again, strict=True))
     assert not np.array_equal(order[0], next(examples.batches(32, shuffle=True, epoch=0)))
@@ -202,14 +185,6 @@ def test_equal_parts_hold_every_row_and_none_is_empty(lengths, data):
     edges = equal_parts(np.array(lengths), parts)
     assert (edges[0], edges[-1], len(edges)) == (0, len(lengths), parts + 1)
     assert (np.diff(edges) > 0).all()
-
-
-def test_workers_share_out_the_users(tables):
-    whole = load(tables, "val")
-    parts = [load(tables, "val", rank=rank, world=3) for rank in range(3)]
-    assert sorted(user for part in parts for user in part.user[part.chosen()]) == sorted(whole.user.tolist())
-    trains = [load(tables, "train", rank=rank, world=3) for rank in range(3)]
-    assert {len(list(part.batches(5, shuffle=True))) for part in trains} == {trains[0].steps(5)}
 
 
 def test_a_large_batch_of_long_users_is_split(tables, monkeypatch):
@@ -228,59 +203,9 @@ def test_candidates_of_users_without_a_context_are_split_too(tmp_path, monkeypat
     assert [len(order) for order in examples.batches(1000)] == [2] * 5
 
 
-@pytest.mark.parametrize("name", ACTIONS)
-def test_what_a_candidate_was_answered_changes_no_prediction(name, tmp_path):
-    """Through the tables: the actions and tasks of all candidates are reversed."""
-    rng = np.random.default_rng(0)
-    rows = [
-        user(f"u{n}", rng.integers(9, size=12).tolist(), list(range(12)), (rng.random(12) < 0.5).tolist(), (5, 9), rng)
-        for n in range(4)
-    ]
-    other = [
-        {**row, **{key: [*row[key][:9], *(reverse(row[key][9:]))] for key in ("actions", "tasks")}} for row in rows
-    ]
-    tables = [write_rows(tmp_path / f"{i}", content, 9) for i, content in enumerate((rows, other))]
-    catalogue = ActionsCatalogue.load(tables[0])
-    torch.manual_seed(0)
-    model = registry.build(registry.config_from_dict({"name": name, **SMALL}), catalogue).eval()
-    scores = []
-    for made in tables:
-        examples = load(made, "test", max_history=100)
-        with torch.no_grad():
-            scores.append(torch.cat([model.score(batch) for batch in batches(examples)]))
-    assert torch.equal(*scores)
-
-
-def reverse(events: list[list]) -> list[list]:
-    return [[type(value)(1 - value) for value in event] for event in events]
-
-
-@pytest.mark.parametrize("name", ACTIONS)
-def test_one_pass_scores_all_candidates_as_one_at_a_time(name, tables):
-    catalogue = ActionsCatalogue.load(tables)
-    torch.manual_seed(0)
-    model = registry.build(registry.config_from_dict({"name": name, **SMALL}), catalogue).eval()
-    examples = load(tables, "val")
-    batch = examples.collate(np.arange(12))
-    with torch.no_grad():
-        together = model.score(batch)
-        alone = []
-        for row, column in batch["candidate_valid"].nonzero().tolist():
-            one = {key: value[row : row + 1] for key, value in batch.items()}
-            one |= {key: value[:, column : column + 1] for key, value in one.items() if key.startswith("candidate_")}
-            alone.append(model.score(one))
-    torch.testing.assert_close(together, torch.cat(alone), atol=1e-5, rtol=1e-4)
-    assert torch.isfinite(together).all()
-    assert (~batch["valid"].any(1)).any()  # one of them has no context
-
-
 def test_what_does_not_belong_is_refused(tables, tmp_path):
     with pytest.raises(UserError, match="actions have no split 'next'; choose train, val or test"):
         load(tables, "next")
-    with pytest.raises(ValueError, match="unit 'cut' is unknown for the split 'val'"):
-        load(tables, "val", unit="cut")
-    with pytest.raises(ValueError, match="max_history 0 is below 1"):
-        load(tables, "val", max_history=0)
     rows = [sequence_of(9, np.random.default_rng(0), cuts) for cuts in ((9, 9), (0, 9))]
     late = write_rows(tmp_path / "late", rows, 9, parts=2)
     with pytest.raises(UserError, match="worker 1 of 2 has no rows to train on"):
@@ -308,3 +233,39 @@ def test_the_catalogue_has_attributes_and_rates(tables):
             ActionsCatalogue.load(moved)
     finally:
         (Path(moved) / "items").rename(Path(tables) / "items")
+
+
+ITEMS = pa.table(
+    {
+        "item_id": ["a", "b", "c", "d"],
+        "num_price": pa.array([1.0, None, 4.0, 7.0], pa.float32()),
+        "num_same": pa.array([2.0] * 4, pa.float32()),
+        "num_none": pa.array([None] * 4, pa.float32()),
+        "cat_author": ["zoë", None, "abe", "zoë"],
+        "cat_kind": ["dog", "cat", "dog", "cat"],
+        "cat_blank": ["", "x", "", "y"],
+        "cat_none": pa.array([None] * 4, pa.string()),
+    }
+)
+
+
+def test_attributes_are_standardised_and_numbered_as_by_hand() -> None:
+    numbers, categories = Attributes.of(ITEMS).read(ITEMS)
+    price = np.array([1.0, 4.0, 7.0])
+    scaled = (price - price.mean()) / price.std()
+    assert numbers[:, 0].tolist() == np.insert(scaled, 1, 0).astype(np.float32).tolist()
+    assert not numbers[:, 1:].any()
+    assert categories.T.tolist() == [[2, 0, 1, 2], [2, 1, 2, 1], [0, 1, 0, 2], [0, 0, 0, 0]]
+    assert (numbers.dtype, categories.dtype) == (torch.float32, torch.int64)
+
+
+def test_new_items_are_read_by_what_the_catalogue_has() -> None:
+    attributes = Attributes.of(ITEMS)
+    numbers, categories = attributes.read(ITEMS)
+    for rows in ([2], [3, 0], []):
+        again = attributes.read(ITEMS.take(pa.array(rows, pa.int64())))
+        assert torch.equal(again[0], numbers[rows])
+        assert torch.equal(again[1], categories[rows])
+    unknown = ITEMS.slice(0, 1).set_column(4, "cat_author", [["nobody"]])
+    assert attributes.read(unknown)[1].tolist() == [[0, 2, 0, 0]]
+    assert Attributes().read(ITEMS)[0].shape == (4, 0)

@@ -1,13 +1,14 @@
-"""The query shift against an explicit mask, and candidates against a brute force over positions."""
+"""Attention against loops: the query shift, candidates, and rotary positions."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
 from torch.nn import functional
 
-from models.layers.causal_attention import CausalAttention, CausalBlock, Layout, shifted_attention
-from models.layers.rotary import rotary, rotate
+from models.layers.causal_attention import CausalAttention, Layout, rotary, rotate, shifted_attention
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 64])
@@ -63,24 +64,6 @@ def test_what_reads_equally_much_stands_at_one_place():
     assert pairs.past().earlier.shape == (1, 10)
 
 
-def test_mixed_values_never_touch_queries_and_keys():
-    torch.manual_seed(0)
-    block = CausalBlock(8, 2, 16, 0.0, strict=True)
-    x, layout = torch.randn(1, 4, 8), Layout.of(torch.arange(4)[None], 4, 4, tied=False)
-    same = torch.ones(1, 4, 8)  # the same for all values: weights sum to 1, so the mixture moves by a constant
-    with torch.no_grad():
-        moved = block.attention(block.norm(x), block.norm(x) + same, layout)
-        plain = block.attention(block.norm(x), block.norm(x), layout)
-    shift = block.attention.o(block.attention.v(same[0, 0]))
-    torch.testing.assert_close(moved[0, 1:], plain[0, 1:] + shift)
-    torch.testing.assert_close(moved[0, 0], plain[0, 0])
-
-
-def test_a_width_that_heads_do_not_divide_is_refused():
-    with pytest.raises(ValueError, match="9 is not a multiple of num_heads 2"):
-        CausalAttention(9, 2, strict=True)
-
-
 def test_weights_start_as_xavier_uniform():
     """Uniform over a bound by which queries and keys of unit variance keep it: sqrt(6 / (2 D))."""
     torch.manual_seed(0)
@@ -90,3 +73,16 @@ def test_weights_start_as_xavier_uniform():
         weight = projection.weight.detach()
         assert 0.99 * bound < weight.abs().max() <= bound
         assert weight.std() == pytest.approx(bound / 3**0.5, rel=0.03)
+
+
+def test_every_pair_turns_by_its_angle():
+    position = torch.tensor([[0, 3, 7]])
+    x = torch.randn(1, 2, 3, 6)
+    got = rotate(x, rotary(position, 6))
+    for head in range(2):
+        for row, p in enumerate(position[0].tolist()):
+            for j in range(3):
+                angle = p * 10_000 ** (-2 * j / 6)
+                pair = complex(x[0, head, row, j], x[0, head, row, j + 3]) * complex(math.cos(angle), math.sin(angle))
+                assert got[0, head, row, j].item() == pytest.approx(pair.real, abs=1e-5)
+                assert got[0, head, row, j + 3].item() == pytest.approx(pair.imag, abs=1e-5)

@@ -1,13 +1,34 @@
-"""Search tables that several tests read."""
+"""Search tables that several tests read, and what a model is built on and fed with."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from models.search.data import SearchCatalogue, SearchExamples
+from models.search.qgs import QGSConfig
+from models.tables import join
 from tests.search_tables import write_search
+
+READ = SearchExamples.of_model(QGSConfig(token_labels=["purchase", "dwell"]))  # what all models read
 
 
 @pytest.fixture(scope="session")
 def search(tmp_path_factory) -> tuple[str, str]:
     """(TABLES, TEXT) of 40 users; the text has the joint form too."""
     return write_search(tmp_path_factory.mktemp("search"), joint=True)
+
+
+@pytest.fixture(scope="session")
+def catalogue(search) -> SearchCatalogue:
+    return SearchCatalogue.load(*search)
+
+
+@pytest.fixture(scope="session")
+def examples(search) -> SearchExamples:
+    return READ.load(join(search[0], "sequences"), "train", max_history=8)
+
+
+@pytest.fixture
+def batch(examples) -> dict:
+    return examples.collate(np.arange(9))

@@ -7,33 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 from transformers import AutoConfig, AutoModel
 
 from models import registry
-from models.search import item_tower
-from models.search.data import SearchCatalogue, SearchExamples
+from models.search import hllm
+from models.search.data import SearchCatalogue
 from models.search.encoders import pretrained_sizes
-from models.search.hllm import HLLMConfig
-from models.search.item_tower import ItemTower
+from models.search.hllm import HLLMConfig, ItemTower
 from models.tables import UserError, join, read_table
 from tests.search_tables import ITEM_MODEL, WIDTH, write_search
 from tests.training_tables import write
 
 SMALL = {"max_history": 8, "text_width": 6, "dnn_width": 12, "width": 24, "num_layers": 1, "num_heads": 2, "ffn": 16}
-
-
-@pytest.fixture(scope="module")
-def catalogue(search: tuple[str, str]) -> SearchCatalogue:
-    return SearchCatalogue.load(*search)
-
-
-@pytest.fixture(scope="module")
-def batch(search: tuple[str, str]) -> dict[str, torch.Tensor]:
-    return SearchExamples.load(join(search[0], "sequences"), "train", max_history=8).collate(np.arange(9))
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +51,11 @@ def with_documents(catalogue: SearchCatalogue, **changes: Any) -> SearchCatalogu
 
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize(("pooling", "normalize"), [("cls", False), ("cls", True), ("mean", True)])
-@pytest.mark.parametrize("piece", [1, 30, item_tower.PIECE])
+@pytest.mark.parametrize("piece", [30, hllm.PIECE])
 def test_documents_are_encoded_as_one_at_a_time(
     catalogue: SearchCatalogue, monkeypatch: pytest.MonkeyPatch, piece: int, pooling: str, normalize: bool, grad: bool
 ) -> None:
-    monkeypatch.setattr(item_tower, "PIECE", piece)
+    monkeypatch.setattr(hllm, "PIECE", piece)
     tower = ItemTower(ITEM_MODEL, with_documents(catalogue, pooling=pooling, normalize=normalize)).eval()
     item = torch.randint(24, (3, 11), generator=torch.Generator().manual_seed(0))
     with torch.set_grad_enabled(grad):
@@ -79,16 +67,10 @@ def test_documents_are_encoded_as_one_at_a_time(
 def test_an_encoder_of_another_kind_is_an_item_tower_and_no_user_tower(
     catalogue: SearchCatalogue, tmp_path: Path
 ) -> None:
-    sizes = {
-        "vocab_size": 20,
-        "dim": WIDTH,
-        "n_layers": 1,
-        "n_heads": 2,
-        "hidden_dim": 12,
-        "max_position_embeddings": 9,
-    }
+    sizes = {"vocab_size": 20, "dim": WIDTH, "n_layers": 1, "n_heads": 2, "hidden_dim": 12}
+    sizes |= {"max_position_embeddings": 9}
     AutoModel.from_config(AutoConfig.for_model("distilbert", **sizes)).save_pretrained(tmp_path)
-    tower = ItemTower(item_tower.encoder_model(str(tmp_path)), catalogue).eval()
+    tower = ItemTower(hllm.encoder_model(str(tmp_path)), catalogue).eval()
     expected = one_at_a_time(tower.encoder, catalogue, "cls", False)
     torch.testing.assert_close(tower(torch.arange(24)), expected, atol=1e-5, rtol=1e-5)
     with pytest.raises(UserError, match="is a distilbert, no BERT"):
@@ -113,8 +95,8 @@ def test_gradients_do_not_depend_on_pieces(catalogue: SearchCatalogue, monkeypat
     tower = ItemTower(ITEM_MODEL, catalogue).eval()
     item, weights = torch.arange(24).repeat(2), torch.randn(48, WIDTH)
     found = []
-    for piece in (item_tower.PIECE, 30):
-        monkeypatch.setattr(item_tower, "PIECE", piece)
+    for piece in (hllm.PIECE, 30):
+        monkeypatch.setattr(hllm, "PIECE", piece)
         tower.zero_grad()
         (tower(item) * weights).sum().backward()
         found.append([parameter.grad.clone() for parameter in tower.parameters()])  # type: ignore[union-attr]

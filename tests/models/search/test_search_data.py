@@ -115,13 +115,14 @@ def test_windows_overlap_and_nothing_is_learned_twice(search, limit, overlap):
     uri, kind = join(search[0], "sequences"), SearchExamples.of_model(RankerConfig(window_overlap=overlap))
     examples = kind.load(uri, "train", unit="user", max_history=limit)
     asked, learned, wanted = Counter(), Counter(), Counter()
+    users = read_table(uri).to_pylist()
     for rows in examples.batches(20, seed=3, shuffle=True):
         batch = examples.collate(rows)
         asked.update(batch["request"].tolist())
         for row, user in enumerate(batch["user_row"].tolist()):
             places = range(int(batch["history_new"][row]), int(batch["history_length"][row]))
             learned.update((user, int(batch["history_time"][row, t]), int(batch["history"][row, t])) for t in places)
-    for row, user in enumerate(read_table(uri).to_pylist()):
+    for row, user in enumerate(users):
         train = [request["history_end"] for request in user["requests"] if request["split"] == "train"]
         past = list(zip(user["timestamp_ms"], user["item_index"], strict=True))[1 : max(train)]
         wanted.update((row, *behaviour) for behaviour in past)
@@ -133,7 +134,7 @@ def test_windows_overlap_and_nothing_is_learned_twice(search, limit, overlap):
     assert max(learned.values()) == 1
     for found in seen(examples.collate(np.arange(len(examples)))).values():
         end = next(
-            request["history_end"] for request in read_table(uri).to_pylist()[found["user_row"]]["requests"]
+            request["history_end"] for request in users[found["user_row"]]["requests"]
             if request["timestamp_ms"] == found["time"]
         )  # fmt: skip
         assert min(end, overlap * limit) <= len(found["history"]) <= min(end, limit)
@@ -153,30 +154,6 @@ def test_batches_are_of_so_many_searches_and_none_is_empty():
         assert min(per_step) > 0
         assert abs(np.array(per_step) - 200).mean() < 40
     assert (np.diff(parts_by_turns(np.array([900, 1, 1, 1]), 4, 0, 1)) == 1).all()
-
-
-def test_workers_share_out_the_users(search):
-    uri = join(search[0], "sequences")
-    whole = SearchExamples.load(uri, "train", max_history=4)
-    parts = [SearchExamples.load(uri, "train", max_history=4, rank=rank, world=3) for rank in range(3)]
-    found = [
-        {n: (v["user_row"], v["history"]) for rows in e.batches(5) for n, v in seen(e.collate(rows)).items()}
-        for e in (whole, *parts)
-    ]
-    assert {k: v for part in found[1:] for k, v in part.items()} == found[0]
-    assert sum(map(len, found[1:])) == len(found[0])
-    assert {part.steps(5) for part in parts} == {whole.steps(5)}
-
-
-def test_an_empty_history_keeps_its_requests(search):
-    examples = SearchExamples.load(join(search[0], "sequences"), "test", max_history=10)
-    batch = examples.collate(np.arange(len(examples)))
-    row = batch["user_row"].tolist().index(0)
-    assert batch["history_length"][row] == 0
-    alone = examples.collate(np.array([row]))
-    assert alone["history"].tolist() == [[-1]]
-    assert alone["request_end"].tolist() == [0]
-    assert len(alone["candidate"]) == 6
 
 
 def test_a_table_in_which_nobody_clicked(tmp_path):

@@ -13,14 +13,13 @@ import polars as pl
 import pytest
 import torch
 
-from models.search import metrics
 from models.search.data import SearchCatalogue, SearchExamples
 from models.search.qgs import QGS, QGSConfig
 from models.tables import UserError, join, read_table
-from tests.models.search.test_search_models import DEEP, READ, make
+from tests.models.search.conftest import READ
+from tests.models.search.test_search_models import DEEP, make
 from tests.own_features_log import make as make_tables
 from tests.own_features_log import make_text
-from tests.search_tables import FEATURES, request, write_tables
 
 
 def test_they_are_those_of_the_tables_and_their_scale_is_of_training(search: tuple[str, str]) -> None:
@@ -48,9 +47,7 @@ def test_they_are_those_of_the_tables_and_their_scale_is_of_training(search: tup
     assert "history_labels" not in SearchExamples.load(join(search[0], "sequences"), "val").collate(np.arange(2))
 
 
-def test_a_token_is_that_without_labels_and_what_a_loop_adds(search: tuple[str, str]) -> None:
-    catalogue = SearchCatalogue.load(*search)
-    batch = READ.load(join(search[0], "sequences"), "train", max_history=8).collate(np.arange(6))
+def test_a_token_is_that_without_labels_and_what_a_loop_adds(catalogue: SearchCatalogue, batch: Any) -> None:
     model, scale = make("qgs_labels", catalogue), catalogue.behaviour_labels["dwell"]
     with torch.no_grad():
         tokens = model.history_tokens(batch)
@@ -65,9 +62,8 @@ def test_a_token_is_that_without_labels_and_what_a_loop_adds(search: tuple[str, 
                 torch.testing.assert_close(found[b, t], want)
 
 
-def test_the_next_item_is_predicted_without_its_own_labels(search: tuple[str, str]) -> None:
-    batch = READ.load(join(search[0], "sequences"), "train", max_history=8).collate(np.arange(9))
-    model = make("qgs_labels", SearchCatalogue.load(*search))
+def test_the_next_item_is_predicted_without_its_own_labels(catalogue: SearchCatalogue, batch: Any) -> None:
+    model = make("qgs_labels", catalogue)
     moved = {**batch, "history_labels": batch["history_labels"].clone()}
     for row, length in enumerate(batch["history_length"].tolist()):  # the last behaviours, which no prediction follows
         moved["history_labels"][row, max(0, length - 1)] = torch.tensor([0.0, 59.0])
@@ -78,8 +74,7 @@ def test_the_next_item_is_predicted_without_its_own_labels(search: tuple[str, st
         assert not torch.equal(model(moved)["infonce"], infonce[0])
 
 
-def test_a_name_that_is_no_label_of_behaviours_is_refused(search: tuple[str, str]) -> None:
-    catalogue = SearchCatalogue.load(*search)
+def test_a_name_that_is_no_label_of_behaviours_is_refused(catalogue: SearchCatalogue) -> None:
     for name, near in (("purchas", "purchase"), ("click", "dwell|purchase")):  # all behaviours are clicks
         with pytest.raises(
             UserError, match=f"token_labels has '{name}', which is no label .*; the nearest is '({near})'"
@@ -170,52 +165,3 @@ def test_what_is_known_later_and_what_candidates_have_changes_no_score(tmp_path:
         assert len(early) > 50
         assert all(torch.equal(before[key], after[key]) for key in early)
         assert any(not torch.equal(before[key], after[key]) for key in before if key[1] > moment)
-    for name in ("buy", "keep", "dwell"):  # of earlier behaviours, known in time, each changes scores
-        other = copy.deepcopy(rows)
-        for row in other:
-            if row["click"] and row["kept_at"] <= row["clicked_at"]:
-                row[name] = 59.0 if name == "dwell" else 1 - row[name]
-        after, _ = scores(prepared(tmp_path / name, other))
-        moved = sum(not torch.equal(before[key], after[key]) for key in before if past[key] > 4)
-        assert moved > 0.8 * sum(count > 4 for count in past.values())
-
-
-def bought(folder: Path, users: int = 1200, items: int = 24) -> tuple[str, str]:
-    """Each user has clicked at random, bought what was of one topic, and then clicks on results of that topic alone."""
-    rng, rows = np.random.default_rng(0), []
-    for user in range(users):
-        past, shown = rng.integers(items, size=8), rng.choice(items, 8, replace=False)
-        clicks = (shown % 4 == user % 4).tolist()
-        noise = rng.random((16, len(FEATURES))).tolist()
-        split = "train" if user < users * 0.7 else "val" if user < users * 0.75 else "test"
-        rows.append(
-            {
-                "user_id": f"u{user:03}", "item_index": past.tolist(), "timestamp_ms": list(range(8)),
-                "query_index": [-1] * 8, "position": [0] * 8, "features": noise[:8], "label_click": [True] * 8,
-                "label_purchase": (past % 4 == user % 4).tolist(), "label_dwell": [None] * 8,
-                "requests": [request(9, -1, 8, split, shown.tolist(), clicks, noise[8:])],
-            }
-        )  # fmt: skip
-    return write_tables(folder, rows, items, queries=4)
-
-
-def test_a_history_is_read_where_its_labels_tell_more_than_its_clicks(tmp_path: Path) -> None:
-    tables, text = bought(tmp_path)
-    catalogue, found = SearchCatalogue.load(tables, text), {}
-    plain = {"context_features": False, "group_attention": False, "infonce_weight": 0.0}
-    for labels in ([], ["purchase"]):
-        torch.manual_seed(0)
-        config = QGSConfig(**DEEP, **plain, token_labels=labels)
-        model, read = QGS(config, catalogue), SearchExamples.of_model(config)
-        train, test = (read.load(join(tables, "sequences"), split, max_history=8) for split in ("train", "test"))
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
-        for epoch in range(12):
-            for chosen in train.batches(32, seed=0, epoch=epoch, shuffle=True):
-                optimizer.zero_grad()
-                model(train.collate(chosen))["loss"].backward()
-                optimizer.step()
-        with torch.no_grad():
-            sums = metrics.measure(model.eval(), test.collate(np.arange(len(test))))
-        found[len(labels)] = metrics.means(sums)["gauc"]
-    assert found[0] < 0.6
-    assert found[1] > 0.8
