@@ -267,7 +267,7 @@ def test_the_vocabulary_is_that_of_the_tables() -> None:
 
 @pytest.mark.long
 def test_a_short_training_lowers_the_loss_and_finds_items(titled: tuple[str, str], tmp_path: Path) -> None:
-    config = FitConfig(lr=5e-3, weight_decay=0.01, batch_size=32, max_epochs=8, patience=0, log_every_steps=5, seed=1)
+    config = FitConfig(lr=5e-3, weight_decay=0.01, batch_size=32, max_epochs=5, patience=0, log_every_steps=5, seed=1)
     setup = set_up({**TINY, "beam": 10}, config, Inputs(*titled))
     with torch.no_grad():
         before = setup.means(setup.validate(setup.model)[0])
