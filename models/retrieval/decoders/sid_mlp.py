@@ -69,10 +69,10 @@ class SidMlpConfig(StudentConfig):
         check_dropout(self, "dropout", "attention_dropout")
         for holds, message in (
             (self.shared_head and self.prefix != "sum", "shared_head needs the same input per digit; set prefix sum"),
-            (self.readout == "mean" and not self.context_ffn, "readout mean has no feed-forward: leave it as it is"),
+            (self.readout == "mean" and not self.context_ffn, "readout mean has no feed-forward to leave out"),
             (self.readout == "per_digit" and self.prefix in ("none", "cascade"),
              f"readout per_digit reads the prefix and prefix {self.prefix} does not fit it; set prefix concat or sum"),
-            (self.prefix == "none" and self.embeddings == "random", "prefix none has no embeddings; leave them out"),
+            (self.prefix == "none" and self.embeddings == "random", "prefix none has no embeddings to train"),
             (self.prefix == "cascade" and self.m > 0, f"prefix cascade starts at the first digit; set m {self.m} to 0"),
         ):  # fmt: skip
             if holds:
