@@ -10,9 +10,11 @@ from torch import nn
 from models.tables import UserError
 from models.text_encoder import loading
 
-OTHER = "give another model.lm, such as a LLaMA, Qwen, Mistral, Phi, OPT or GPT-2"
-BY_PLACE = ("gpt_neo",)
-"""Kinds of language models whose attention counts keys, in windows that short prompts do not show."""
+KINDS = (
+    "gpt2", "gpt_neox", "llama", "mistral", "olmo2", "opt", "phi", "phi3", "qwen2", "qwen3", "smollm3", "stablelm",
+)  # fmt: skip
+"""Kinds of language models that go by positions, not by where keys stand, and that scale no embeddings or logits: they
+read codes beside their words, and beams beside each other, as a plain one does."""
 
 LEFT_OUT = ("architectures", "dtype", "transformers_version", "_name_or_path")
 
@@ -39,10 +41,10 @@ def make(config: dict[str, Any], longest: int) -> nn.Module:
     """A causal language model with random weights; UserError where it cannot read `longest` tokens."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if config.get("model_type") in BY_PLACE:
+    if config.get("model_type") not in KINDS:
         raise UserError(
-            f"the language model '{config['model_type']}' attends by where keys stand, so that beams disturb each "
-            f"other; {OTHER}"
+            f"the language model is of the kind '{config.get('model_type')}', which may read codes otherwise; give "
+            f"another model.lm, of {', '.join(KINDS)}"
         )
     try:
         found = AutoConfig.for_model(**config)

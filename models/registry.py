@@ -19,19 +19,16 @@ from models.checkpoint import Checkpoint
 from models.config import hint, instead
 from models.cpu.matmul import use_exact_onednn
 from models.families import ACTIONS, RETRIEVAL, SEARCH, Family, Measured
-from models.retrieval import atspeed, lc_rec, sid_mlp_pp
+from models.retrieval import atspeed, lc_rec, sid_mlp_pp, teacher_cache
 from models.retrieval import teacher as teachers
 from models.retrieval.atspeed import AtSpeed, AtSpeedRConfig, AtSpeedSConfig
-from models.retrieval.backbones.earn import EarnConfig, earn
 from models.retrieval.data import Catalogue
-from models.retrieval.decoders.gdn import GdnConfig, gdn
-from models.retrieval.decoders.mamba2 import Mamba2Config, mamba2
-from models.retrieval.decoders.nezha import Nezha, NezhaConfig, lr_multipliers
-from models.retrieval.decoders.one_layer import OneLayerConfig, one_layer
+from models.retrieval.decoders.recurrent import GdnConfig, Mamba2Config, gdn, mamba2
 from models.retrieval.decoders.sid_mlp import SidMlpConfig
+from models.retrieval.decoders.t5 import OneLayerConfig, one_layer
+from models.retrieval.joint import EarnConfig, Nezha, NezhaConfig, earn, lr_multipliers
 from models.retrieval.lc_rec import LcRec, LcRecConfig
-from models.retrieval.lc_rec_nezha import LcRecNezha, LcRecNezhaConfig
-from models.retrieval.lc_rec_sid_mlp import LcRecSidMlp, LcRecSidMlpConfig
+from models.retrieval.lc_rec_students import LcRecNezha, LcRecNezhaConfig, LcRecSidMlp, LcRecSidMlpConfig
 from models.retrieval.popularity import Popularity, PopularityConfig
 from models.retrieval.recommend import BeamOptions, RecommendOptions
 from models.retrieval.retriever import Retriever
@@ -146,7 +143,7 @@ TAUGHT: dict[str, Any] = {
     "resolve": lambda config, catalogue: teachers.resolve(config, catalogue, teaching()),
     "teach": teach,
     "teaches": True,
-    "precompute": teachers.precompute,
+    "precompute": teacher_cache.precompute,
 }
 """Of models that learn from a teacher: `build(config, catalogue, teacher)` makes them."""
 

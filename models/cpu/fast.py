@@ -29,8 +29,7 @@ from torch.nn import functional
 
 from models.cpu import kernels
 from models.cpu.derived import derived
-from models.retrieval.decoders.readout import Readout, query_state
-from models.retrieval.decoders.sid_mlp import SidMlpDecoder
+from models.retrieval.decoders.sid_mlp import Readout, SidMlpDecoder, query_state
 from models.retrieval.parts import History, real_positions
 from models.retrieval.recommend import nothing
 from models.retrieval.retriever import Retriever

@@ -23,12 +23,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.config import check_choices, check_least, check_positive
+from models.config import check_least, check_positive
 from models.retrieval import metrics
 from models.retrieval.backbones.t5 import T5Backbone
 from models.retrieval.data import Catalogue
-from models.retrieval.decoders.t5 import T5Decoder
-from models.retrieval.decoders.t5_tree import T5Target
+from models.retrieval.decoders.t5 import T5Decoder, T5Target
 from models.retrieval.parts import History, Scorer, real_positions
 from models.retrieval.recommend import RecommendOptions, latest, recommender
 from models.retrieval.retriever import Retriever
@@ -87,10 +86,6 @@ class AtSpeedRConfig(AtSpeedConfig):
     distribution for any draft (`search/speculative.py`)."""
     seed: int = 0
     """What is drawn for a request follows from this, its user and its history."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choices(self)
 
 
 def strict_loss(draft: Tensor, teacher: Tensor) -> Tensor:

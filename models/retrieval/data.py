@@ -78,24 +78,16 @@ class Catalogue:
                 f"{sids_uri} holds {codes.shape[0]} codes of {codes.shape[1]} levels for {items.rows} items and "
                 f"{len(sizes)} codebooks; run jobs.tokenize again"
             )
-        over = (codes >= torch.tensor(sizes)).any(0).nonzero().flatten().tolist()
-        if over:
-            raise UserError(
-                f"{sids_uri}: code {int(codes[:, over[0]].max())} at level {over[0]} exceeds its codebook of "
-                f"{sizes[over[0]]}; run jobs.tokenize again"
-            )
-        table = read_table(join(sids_uri, "trie"), "trie")
         try:
-            trie = Trie.from_table(table, sizes)
-            trie.check_leads_to(codes)
+            trie = Trie(codes, sizes)
         except UserError as error:
-            raise UserError(f"{join(sids_uri, 'trie')}: {error}") from error
+            raise UserError(f"{sids_uri}: {error}") from error
         return cls(items.rows, codes, sizes, trie, hashes, tables_uri)
 
     @classmethod
     def from_codes(cls, codes: Tensor, codebook_sizes: tuple[int, ...]) -> Self:
         """A catalogue of the items with these (N, C) codes, for tests and benchmarks."""
-        return cls(len(codes), codes.long(), codebook_sizes, Trie.from_codes(codes, codebook_sizes))
+        return cls(len(codes), codes.long(), codebook_sizes, Trie(codes, codebook_sizes))
 
 
 def codes_of(table: pa.Table, name: str) -> Tensor:
@@ -184,8 +176,6 @@ class Examples(Sharded):
 
     def __init__(self, split: str, unit: str, max_history: int, share: Share) -> None:
         super().__init__(split, unit, max_history, share)
-        if unit not in ("request", "user"):
-            raise ValueError(f"unit '{unit}' is unknown; choose 'request' or 'user'")
         self.skipped = 0
         self._users = self.requests = self._behaviours = 0
         self._parts: list[dict[str, NDArray]] = []

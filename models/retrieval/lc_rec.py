@@ -17,30 +17,19 @@ tokens of the longest title, `n` tokens of the longest response.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from models import language_model
 from models.config import check_dropout, check_least, check_positive
-from models.language_model import OTHER
 from models.retrieval.backbones.causal_lm import LmBackbone, Segment, joined
-from models.retrieval.data import Catalogue, batch_of
+from models.retrieval.data import Catalogue
 from models.retrieval.decoders.causal_lm import LmDecoder
 from models.retrieval.parts import SidTokens, real_positions
-from models.retrieval.prompts import (
-    TASKS,
-    Pretrained,
-    Tokenizer,
-    Words,
-    check_tasks,
-    encoded_titles,
-    prompt,
-    titles_of,
-)
+from models.retrieval.prompts import TASKS, Pretrained, Tokenizer, Words, encoded_titles, prompt, titles_of
 from models.retrieval.retriever import Retriever
 from models.tables import UserError
 from models.whole_batch import whole_mean
@@ -103,7 +92,8 @@ class LcRecConfig:
         check_dropout(self, "dropout", "lora_dropout")
         if not 0 < self.task_share <= 1:
             raise ValueError(f"task_share {self.task_share} is not in (0, 1]; leave tasks out with tasks: [next]")
-        check_tasks(self.tasks)
+        if "next" not in self.tasks or not set(self.tasks) <= set(TASKS):
+            raise ValueError(f"tasks are {self.tasks}; give 'next', which recommending asks, and others of {TASKS}")
 
 
 def tokenizer_of(config: LcRecConfig, titles: list[str] | None, rows: int = 0) -> Tokenizer:
@@ -177,17 +167,13 @@ class LcRec(Retriever):
         first = lengths - mask.sum(1) - 1  # the state that gives the first token of the response
         at = first.unsqueeze(1) + torch.arange(target.shape[1], device=target.device)
         given = states.take_along_dim(at.clamp(max=tokens.shape[1] - 1).unsqueeze(-1), 1)  # (R, n, D)
-        of_words = self.word_logits(given)
+        lm: Any = self.backbone.lm
+        of_words = lm.get_output_embeddings()(given)  # (R, n, V)
         logits = torch.cat([of_words, functional.linear(given, self.decoder.rows())], -1).float()
         is_code = target >= self.backbone.vocabulary
         row = torch.where(is_code, target - self.tokens.first[0], target)  # codes stand behind the words
         losses = functional.cross_entropy(logits.flatten(0, 1), row.flatten(), reduction="none").view_as(target)
         return ((losses * mask).sum(1) / mask.sum(1)).mean()
-
-    def word_logits(self, states: Tensor) -> Tensor:
-        """(..., V)."""
-        lm: Any = self.backbone.lm
-        return lm.get_output_embeddings()(states)
 
 
 def lc_rec_of(teacher: Retriever) -> LcRec:
@@ -245,7 +231,6 @@ def teach(module: Any, config: LcRecConfig, catalogue: Catalogue) -> None:
     if config.lm:
         language_model.load_pretrained(module.backbone.lm, config.lm)
         start_codes(module)
-    check_reads(module, catalogue)
     tasks = [task for task in config.tasks if task != "next"]
     if not tasks:
         return
@@ -268,47 +253,6 @@ def notes(module: Any, config: LcRecConfig, catalogue: Catalogue, examples: dict
     if not others:
         return [f"tasks: next alone; the others need a text '{config.title}' of the items, and to be in model.tasks"]
     return [f"tasks: next, and beside it {', '.join(others)} on the items' text '{config.title}'"]
-
-
-@torch.no_grad()
-def check_reads(module: LcRec, catalogue: Catalogue) -> None:
-    """UserError for a language model that reads codes beside its words, or beams beside each other, otherwise than a
-    plain one: by a few tokens, as its kind does not tell."""
-    name, training = f"the language model '{module.config.lm_model.get('model_type')}'", module.training
-    backbone, decoder = module.backbone, module.decoder
-    module.eval()
-    try:
-        words = torch.arange(min(8, backbone.vocabulary), device=backbone.table().device).unsqueeze(0)
-        own = cast(Any, backbone.lm)(input_ids=words, use_cache=False).logits
-        ours = module.word_logits(backbone.run(backbone.embed(words))[0])
-        batch = {key: value.to(words.device) for key, value in batch_of([[0, 0]], np.zeros(1, np.int64)).items()}
-        history, codes = backbone.infer(batch), codes_of(catalogue, 3).to(words.device)
-        forced = torch.cat([decoder.teacher_forced(history, row[None])[1] for row in codes]).log_softmax(-1)
-        scorer = decoder.scorer(history)
-        scorer.start()
-        beams = scorer.step(torch.zeros_like(codes[None, :, 0]), codes[None, :, 0])[0]
-    except (ValueError, IndexError, RuntimeError, TypeError, AttributeError) as error:
-        raise UserError(f"{name} does not decode here ({' '.join(str(error).split())[:120]}); {OTHER}") from error
-    finally:
-        module.train(training)
-    embedding = backbone.words()
-    if not close(embedding(words), embedding.weight[words]):
-        raise UserError(f"{name} scales its words' embeddings, not those of codes; {OTHER}")
-    if not close(own, ours):
-        raise UserError(f"{name} changes its output layer's logits, not those of codes; {OTHER}")
-    if not close(forced, beams):
-        raise UserError(f"{name} goes by where keys stand, so that beams disturb each other; {OTHER}")
-
-
-def codes_of(catalogue: Catalogue, count: int) -> Tensor:
-    """(count, L) of the first items, over again where there are fewer."""
-    assert catalogue.sids is not None, "the module refuses a catalogue without"
-    return catalogue.sids[torch.arange(count) % catalogue.num_items]
-
-
-def close(one: Tensor, other: Tensor) -> bool:
-    """Whether they are equal but for rounding."""
-    return torch.allclose(one.float(), other.float(), rtol=1e-3, atol=1e-3 * float(other.float().std().clamp(1e-6)))
 
 
 @torch.no_grad()

@@ -35,28 +35,15 @@ def hit_rank(items: Tensor, target: Tensor) -> Tensor:
     return torch.where(hits.any(1), hits.long().argmax(1), items.shape[1])
 
 
-def recall_at_k(items: Tensor, target: Tensor, k: int) -> Tensor:
-    """(B,) float64: 1 where the target is among the first k of the ranked items (B, K)."""
-    _check_cutoff(items, k)
-    return (hit_rank(items, target) < k).double()
-
-
-def ndcg_at_k(items: Tensor, target: Tensor, k: int) -> Tensor:
-    """(B,) float64: 1 / log2(2 + rank) of the target among the first k, else 0; the ideal DCG is 1."""
-    _check_cutoff(items, k)
-    rank = hit_rank(items, target).double()
-    return torch.where(rank < k, 1 / torch.log2(rank + 2), 0.0)
-
-
-def _check_cutoff(items: Tensor, k: int) -> None:
-    if not 1 <= k <= items.shape[1]:
-        raise ValueError(f"cutoff {k} is not within the {items.shape[1]} ranked items; rank more of them")
-
-
 def metric_sums(items: Tensor, target: Tensor, cutoffs: Sequence[int] = CUTOFFS) -> dict[str, float]:
-    """Sums over the batch of `recall@k` and `ndcg@k` for each cutoff, and `examples`, the count."""
-    sums = {f"recall@{k}": float(recall_at_k(items, target, k).sum()) for k in cutoffs}
-    sums |= {f"ndcg@{k}": float(ndcg_at_k(items, target, k).sum()) for k in cutoffs}
+    """Sums over the batch, for the ranked items (B, K) and `target` (B,), and `examples`, the count: of `recall@k`, 1
+    where the target is among the first k, and of `ndcg@k`, there 1 / log2(2 + rank), as the ideal DCG is 1."""
+    if not 1 <= min(cutoffs) <= max(cutoffs) <= items.shape[1]:
+        raise ValueError(f"cutoffs {cutoffs} are not within the {items.shape[1]} ranked items; rank more of them")
+    rank = hit_rank(items, target).double()
+    gain = 1 / torch.log2(rank + 2)
+    sums = {f"recall@{k}": float((rank < k).double().sum()) for k in cutoffs}
+    sums |= {f"ndcg@{k}": float(torch.where(rank < k, gain, 0.0).sum()) for k in cutoffs}
     return {**sums, EXAMPLES: float(len(target))}
 
 
@@ -74,29 +61,18 @@ def measure(model: Any, batch: dict[str, Tensor], by_user: int = 0, **options: A
 
 
 def ranking_sums(items: Tensor, batch: dict[str, Tensor], by_user: int = 0) -> dict[str, Any]:
-    """`metric_sums` of the ranked items (B, K), those of the requests that repeat no item (`FIRST`), and with `by_user`
-    recall@10 and ndcg@10 of every so-manieth user."""
-    target = batch["target"]
-    first = is_first(batch)
+    """`metric_sums` of the ranked items (B, K), those of the requests that repeat no item (`FIRST`), and of every
+    `by_user`th user, of none for 0, recall@10 and ndcg@10, the latter of requests that repeat no item too."""
+    target, first = batch["target"], batch["repeats"] == 0
     of_first = {FIRST + name: value for name, value in metric_sums(items[first], target[first]).items()}
-    return metric_sums(items, target) | of_first | user_sums(items, batch, by_user)
-
-
-def is_first(batch: dict[str, Tensor]) -> Tensor:
-    """(B,) bool: whether the target is not in the user's whole history (`Examples.collate`)."""
-    return batch["repeats"] == 0
-
-
-def user_sums(items: Tensor, batch: dict[str, Tensor], stride: int) -> dict[str, ByUser]:
-    """recall@10 and ndcg@10 of every `stride`th user, of none for 0, from the ranked items (B, K); ndcg@10 of requests
-    that repeat no item too."""
-    if not stride:
-        return {}
-    rank = hit_rank(items, batch["target"])
-    ndcg = torch.where(rank < 10, 1 / torch.log2(rank + 2.0), 0.0)
-    first = torch.where(is_first(batch), ndcg, torch.nan)
-    values = {"recall@10": (rank < 10).double(), "ndcg@10": ndcg, f"{FIRST}ndcg@10": first}
-    return {PREFIX + name: ByUser.of(batch["user_row"], value, stride) for name, value in values.items()}
+    sums: dict[str, Any] = metric_sums(items, target) | of_first
+    if by_user:
+        rank = hit_rank(items, target)
+        ndcg = torch.where(rank < 10, 1 / torch.log2(rank + 2.0), 0.0)
+        values = {"recall@10": (rank < 10).double(), "ndcg@10": ndcg}
+        values[f"{FIRST}ndcg@10"] = torch.where(first, ndcg, torch.nan)
+        sums |= {PREFIX + name: ByUser.of(batch["user_row"], value, by_user) for name, value in values.items()}
+    return sums
 
 
 def add_sums(parts: Iterable[dict[str, float]]) -> dict[str, float]:

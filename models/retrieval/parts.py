@@ -125,8 +125,6 @@ class Backbone(nn.Module):
     """Latest items read."""
     gives_query = False
     """Whether its histories have a query state."""
-    states_are_tokens = True
-    """Whether its states are those of the history's tokens, one each and no other."""
 
     def encode(self, batch: dict[str, Tensor]) -> History:
         """States of the requests' histories, with gradients and dropout where the module trains."""
@@ -135,10 +133,6 @@ class Backbone(nn.Module):
     def infer(self, batch: dict[str, Tensor]) -> History:
         """As `encode`, for search: up to rounding the same states, in the fastest way there is."""
         return self.encode(batch)
-
-    def final_scale(self) -> Tensor | None:
-        """(D,) the weight of the norm that ends it; None where there is none."""
-        return None
 
     def packed(self) -> Any:
         """The encoder for histories that stand end to end (`models/cpu/t5_packed.py`); None where there is none."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -23,9 +22,7 @@ from models.retrieval.data import Catalogue
 from models.tables import UserError, join, read_manifest, read_table
 from models.text_encoder import load_tokenizer
 
-Task = Literal["next", "next_title", "title_to_item", "item_to_title"]
-
-TASKS: tuple[str, ...] = get_args(Task)
+TASKS = ("next", "next_title", "title_to_item", "item_to_title")
 """Sequential item prediction; asymmetric item prediction, whose response is the title; and the two directions of the
 explicit index-language alignment (Sec. 3.3 of LC-Rec). Those from intentions and preferences need texts that another
 language model wrote, which a log has not."""
@@ -47,23 +44,11 @@ INSTRUCTIONS = {
 WORD = re.compile(r"\w+|[^\w\s]")
 
 
-class Tokenizer(Protocol):
-    """Text to tokens."""
-
-    size: int
-    """Tokens of the vocabulary."""
-    begin: list[int]
-    """What a prompt begins with: a token, or nothing."""
-    end: int
-    """What a title ends with."""
-
-    def encode(self, text: str) -> list[int]:
-        """Tokens of the text alone."""
-        ...
-
-
 class Words:
-    """A vocabulary of whole words in lower case: 0 is any other word, 1 begins a prompt and 2 ends a title."""
+    """A vocabulary of whole words in lower case: 0 is any other word, 1 begins a prompt and 2 ends a title.
+
+    Of every tokenizer: `size`, tokens of the vocabulary; `begin`, what a prompt begins with, a token or nothing; `end`,
+    what a title ends with; `encode(text)`, tokens of the text alone."""
 
     def __init__(self, titles: Iterable[str], most: int) -> None:
         """The words of the instructions, then the `most` most frequent others of `titles`; ties in their order."""
@@ -93,6 +78,9 @@ class Pretrained:
         return [int(token) for token in self.own.encode(text, add_special_tokens=False)]
 
 
+Tokenizer = Words | Pretrained
+
+
 def split(text: str) -> list[str]:
     """Words and signs in lower case."""
     return WORD.findall(text.lower().replace("{}", " "))
@@ -110,15 +98,11 @@ def prompt(tokenizer: Tokenizer, task: str) -> dict[str, list[int]]:
 
 def titles_of(catalogue: Catalogue, column: str) -> list[str] | None:
     """Of each item the text `column` of the items table, "" where it has none; None where the log has no such text."""
-    if not catalogue.tables or f"text_{column}" not in columns_of(catalogue):
+    uri, name = join(catalogue.tables, "items"), f"text_{column}"
+    if not catalogue.tables or name not in [each["name"] for each in read_manifest(uri, "items").schema]:
         return None
-    table = read_table(join(catalogue.tables, "items"), "items", ["item_index", f"text_{column}"]).sort_by("item_index")
-    return [text or "" for text in table[f"text_{column}"].to_pylist()]
-
-
-def columns_of(catalogue: Catalogue) -> Sequence[str]:
-    """Names of the columns of the items table."""
-    return [column["name"] for column in read_manifest(join(catalogue.tables, "items"), "items").schema]
+    table = read_table(uri, "items", ["item_index", name]).sort_by("item_index")
+    return [text or "" for text in table[name].to_pylist()]
 
 
 def encoded_titles(tokenizer: Tokenizer, titles: Sequence[str], most: int) -> tuple[Tensor, Tensor]:
@@ -129,12 +113,3 @@ def encoded_titles(tokenizer: Tokenizer, titles: Sequence[str], most: int) -> tu
     for number, row in enumerate(rows):
         tokens[number, : len(row)] = torch.tensor(row, dtype=torch.long)
     return tokens, lengths
-
-
-def check_tasks(tasks: Any) -> None:
-    """ValueError for tasks that there are not, or without the one that recommending asks."""
-    if isinstance(tasks, str) or "next" not in tasks:
-        raise ValueError(f"tasks {tasks!r} is without 'next', which recommending asks; give a list with it")
-    for task in tasks:
-        if task not in TASKS:
-            raise ValueError(f"tasks has '{task}', which is unknown; choose among {', '.join(TASKS)}")

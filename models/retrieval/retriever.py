@@ -6,7 +6,7 @@ Shapes: `B` requests, `L` levels (codes of an item).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from models.retrieval.data import Catalogue
 from models.retrieval.parts import Backbone, Decoder, History
 from models.retrieval.recommend import recommender
 from models.retrieval.search.beam import beam_search, unconstrained_beam_search
-from models.tables import UserError
+from models.retrieval.search.trie import Trie
 from models.whole_batch import whole_mean
 
 CARRIED = 1 << 30
@@ -29,9 +29,7 @@ class Retriever(nn.Module):
 
     def __init__(self, config: Any, catalogue: Catalogue, backbone: Backbone, decoder: Decoder) -> None:
         super().__init__()
-        if catalogue.trie is None:
-            raise UserError("the model needs semantic IDs; give --sids with what jobs.tokenize made")
-        self.config, self.trie, self.tokens = config, catalogue.trie, backbone.tokens
+        self.config, self.trie, self.tokens = config, cast(Trie, catalogue.trie), backbone.tokens
         self.backbone, self.decoder = backbone, decoder
 
     def encode(self, batch: dict[str, Tensor]) -> History:

@@ -91,8 +91,6 @@ class SASRec(nn.Module):
         `share` is the dropout.
         """
         length = history.shape[1]
-        if length > self.config.max_history:
-            raise ValueError(f"a history of {length} exceeds max_history {self.config.max_history}; pass the latest")
         x = self.item(history.clamp(min=0)) + self.position.weight[:length]
         x = functional.dropout(x, share)
         for block in self.blocks:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from models.cpu.fast import fast_search
 from models.retrieval.data import Catalogue
-from models.retrieval.decoders.sid_mlp import CHOICES, Path, SidMlpConfig, SidMlpDecoder
+from models.retrieval.decoders.sid_mlp import Path, SidMlpConfig, SidMlpDecoder
 from models.retrieval.recommend import recommender
 from models.retrieval.retriever import Retriever
-from models.retrieval.student import Scores, Student, StudentOptions, check_choice
+from models.retrieval.student import Scores, Student, StudentOptions
 
 
 @dataclass
@@ -55,18 +55,11 @@ class SidMlp(Student):
 
     @recommender
     def recommend(
-        self,
-        batch: dict[str, Tensor],
-        k: int,
-        beam: int | None = None,
-        scores: Scores | None = None,
-        constrained: bool | None = None,
-        path: Path | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        self, batch: dict[str, Tensor], k: int, beam: int | None = None, scores: Scores | None = None,
+        constrained: bool | None = None, path: Path | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """As `Student.recommend`; `path` is that of the config where left out."""
-        path = self.config.path if path is None else path
-        check_choice("path", path, CHOICES["path"])
-        if path == "plain" or constrained is False or not self.fast_supported():
+        if (path or self.config.path) == "plain" or constrained is False or not self.fast_supported():
             return self.search(self.encode(batch), k, beam, scores, constrained)
         search, outputs = fast_search(self), self.teacher_outputs("encoder", batch)
         z = search.read(outputs) if outputs else search.context(batch)

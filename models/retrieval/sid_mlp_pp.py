@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
-from typing import Self
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from models import checkpoint
 from models.retrieval import teacher as teachers
 from models.retrieval.backbones.mlp import EncoderSizes, MlpBackbone
+from models.retrieval.backbones.t5 import T5Backbone
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.sid_mlp import SidMlpConfig
 from models.retrieval.parts import History, real_positions
@@ -50,10 +51,10 @@ class SidMlpPpEncoder(nn.Module):
 
     def __init__(self, config: SidMlpPpEncoderConfig, catalogue: Catalogue, teacher: Retriever) -> None:
         super().__init__()
-        if not teacher.backbone.states_are_tokens:
+        if type(teacher.backbone) is not T5Backbone:
             raise UserError(
-                f"stage 1 gives the states of the history's tokens, and those of a {type(teacher).__name__} are "
-                f"others; give a TIGER as model.teacher"
+                f"stage 1 gives the states of T5's encoder, and those of a {type(teacher).__name__} are others; give a "
+                f"TIGER as model.teacher"
             )
         self.config = config
         self.backbone = MlpBackbone(teacher.backbone, config)
@@ -68,8 +69,7 @@ class SidMlpPpEncoder(nn.Module):
         to the 0.2 of a trained TIGER, more than a small log has.
         """
         self.backbone.embedding.load_state_dict(teacher.backbone.embedding.state_dict())
-        if (scale := teacher.backbone.final_scale()) is not None:
-            self.backbone.norm.weight.data.copy_(scale)
+        self.backbone.norm.weight.data.copy_(cast(T5Backbone, teacher.backbone).encoder.final_layer_norm.weight)
         self._teacher = (teacher.requires_grad_(False).eval().to(self.backbone.tokens.items.device),)
 
     @property

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.config import check_positive
+from models.config import check_choices, check_least, check_positive, check_shares
 from models.retrieval.data import Catalogue
-from models.retrieval.decoders.takes_over import TakesOver
-from models.retrieval.parts import Decoder, History
+from models.retrieval.parts import Decoder, History, Scorer
 from models.retrieval.recommend import BeamOptions, recommender
 from models.retrieval.retriever import Retriever
 from models.retrieval.teacher_cache import Query, States
@@ -76,13 +75,11 @@ class StudentConfig(TaughtConfig):
 
     def __post_init__(self) -> None:
         check_positive(self, ["beam"])
-        if not 0 <= self.alpha <= 1:
-            raise ValueError(f"alpha {self.alpha} is not in [0, 1]; give the teacher's share of the loss")
+        check_shares(self, ["alpha"])
+        check_least(self, ["m"], 0)
+        check_choices(self)
         if not self.tau > 0:
             raise ValueError(f"tau {self.tau} is not above 0; give a temperature such as 1")
-        if self.m < 0:
-            raise ValueError(f"m {self.m} is below 0; give the number of digits that the teacher generates")
-        check_choice("scores", self.scores, ("children", "codebook"))
 
 
 @dataclass
@@ -96,12 +93,6 @@ class StudentOptions(BeamOptions):
         super().__post_init__()
         if self.constrained is False and self.scores:
             raise ValueError("--scores is of the search in the trie, and --constrained is false; leave one of them out")
-
-
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Raises ValueError for a value that the option does not have."""
-    if value not in choices:
-        raise ValueError(f"{name} '{value}' is unknown; choose one of {', '.join(choices)}")
 
 
 def distillation_loss(student: Tensor, teacher: Tensor | None, target: Tensor, alpha: float, tau: float) -> Tensor:
@@ -119,6 +110,47 @@ def distillation_loss(student: Tensor, teacher: Tensor | None, target: Tensor, a
     return loss + alpha * tau**2 * divergence
 
 
+class TakesOver(Decoder):
+    """`own` from level m on, `teacher` before (Table 1, Appendix E.1 of SID-MLP)."""
+
+    def __init__(self, teacher: Decoder, own: Decoder, m: int) -> None:
+        super().__init__()
+        self.tokens, self.first_level = own.tokens, m
+        self.teacher, self.own = teacher, own
+
+    @property
+    def beam_bytes(self) -> int:  # type: ignore[override]
+        return self.own.beam_bytes
+
+    def span(self, level: int) -> tuple[int, int]:
+        return self.own.span(level)
+
+    def hidden(self, history: History, codes: Tensor) -> Tensor:
+        raise UserError(f"a student that takes over after {self.first_level} codes is no teacher; give one with m 0")
+
+    def teacher_forced(self, history: History, codes: Tensor) -> Sequence[Tensor]:
+        return self.own.teacher_forced(history, codes)[self.first_level - self.own.first_level :]
+
+    def scorer(self, history: History) -> Scorer:
+        return BothScorers(self.teacher.scorer(history), self.own.scorer(history), self.first_level)
+
+
+class BothScorers:
+    """Both follow the beams from the start; the teacher's log-probabilities keep its normalisation."""
+
+    def __init__(self, teacher: Scorer, own: Scorer, m: int) -> None:
+        self.teacher, self.own, self.m, self.level = teacher, own, m, 0
+
+    def start(self) -> Tensor:
+        self.own.start()
+        return self.teacher.start()
+
+    def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
+        self.level += 1
+        own = self.own.step(parents, tokens)
+        return self.teacher.step(parents, tokens) if self.level < self.m else own
+
+
 class Student(Retriever):
     """A decoder on the teacher's backbone, which stays frozen. The teacher's decoder is kept only while training,
     outside of the weights (`set_teacher`), or where m asks for it."""
@@ -133,11 +165,6 @@ class Student(Retriever):
         if config.m:
             decoder = TakesOver(teacher.decoder.requires_grad_(False), decoder, config.m)
         super().__init__(config, catalogue, teacher.backbone.requires_grad_(False).eval(), decoder)
-        if self.trie.codebook_sizes != catalogue.codebook_sizes:
-            raise UserError(
-                f"the trie has codebooks of {list(self.trie.codebook_sizes)} codes, the decoder scores "
-                f"{list(catalogue.codebook_sizes)}; give a trie of the same semantic IDs"
-            )
         self._teacher: tuple[Retriever, ...] = ()  # no submodule: it is no part of the student's weights
         self._teacher_outputs: dict[str, States] = {}  # tables of `teacher_cache`, while training
 
@@ -256,13 +283,9 @@ class Student(Retriever):
 
     @recommender
     def recommend(
-        self,
-        batch: dict[str, Tensor],
-        k: int,
-        beam: int | None = None,
-        scores: Scores | None = None,
+        self, batch: dict[str, Tensor], k: int, beam: int | None = None, scores: Scores | None = None,
         constrained: bool | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """(items, scores), each (B, k), by falling score; the search is the teacher's (see `beam_search`).
 
         Options left out are the config's. Without the trie (`constrained` False) there are no valid children
@@ -279,6 +302,4 @@ class Student(Retriever):
 
     def among_children(self, scores: Scores | None) -> bool:
         """Whether log-probabilities are normalised over the valid children of a prefix; None is the config's."""
-        scores = self.config.scores if scores is None else scores
-        check_choice("scores", scores, ("children", "codebook"))
-        return scores == "children"
+        return (scores or self.config.scores) == "children"

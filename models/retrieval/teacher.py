@@ -10,12 +10,9 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import torch
-
 from models import checkpoint
 from models.places import CHECKPOINT, near_folder
-from models.retrieval import teacher_cache
-from models.retrieval.data import Catalogue, Examples
+from models.retrieval.data import Catalogue
 from models.retrieval.retriever import Retriever
 from models.retrieval.student import TaughtConfig
 from models.tables import UserError, join
@@ -71,25 +68,6 @@ def load(teacher: Retriever, config: TaughtConfig) -> Retriever:
         )
     checkpoint.load_weights(teacher, uri)
     return teacher.requires_grad_(False).eval()
-
-
-def precompute(model: Any, config: TaughtConfig, catalogue: Catalogue, examples: dict[str, Examples]) -> list[str]:
-    """Gives a student the tables of its `teacher_cache`, made where they are not there yet; a line about each."""
-    if not config.teacher_cache:
-        return []
-    if examples["train"].buffers > 1:
-        raise UserError(
-            f"model.teacher_cache holds the states of all training requests, and these are streamed in "
-            f"{examples['train'].buffers} buffers; raise fit.memory_budget_gb, or leave model.teacher_cache out"
-        )
-    model.eval()  # without dropout
-    device = next(model.parameters()).device
-    with torch.no_grad():
-        tables, lines = teacher_cache.precompute(
-            config.teacher_cache, model.teacher_queries(), catalogue, examples, device
-        )
-    model.set_teacher_outputs(tables)
-    return lines
 
 
 def locate(given: str, what: str = "teacher") -> str:

@@ -35,6 +35,7 @@ from models.locks import LOCK, locked
 from models.retrieval.data import PAD, Catalogue, Examples
 from models.retrieval.parts import History, real_positions
 from models.tables import (
+    Manifest,
     Part,
     UserError,
     commit,
@@ -98,19 +99,14 @@ class States:
         self.starts = (np.cumsum(lengths) - lengths)[order]
         self.values = values
 
-    def find(self, batch: dict[str, Tensor]) -> NDArray[np.int64] | None:
-        """Rows of the batch's requests; None where one of them is not here, or is no request of the log."""
+    def padded(self, batch: dict[str, Tensor]) -> History | None:
+        """The batch's requests with float32 vectors (B, S, D), zero at padding; None where one of them is not here, or
+        is no request of the log."""
         if "request" not in batch or bool((batch.get("target", batch["request"]) == PAD).any()):
             return None
         numbers = batch["request"].cpu().numpy()
         index = np.searchsorted(self.requests, numbers)
-        found = index < len(self.requests)
-        return index if found.all() and (self.requests[index] == numbers).all() else None
-
-    def padded(self, batch: dict[str, Tensor]) -> History | None:
-        """The batch's requests with float32 vectors (B, S, D), zero at padding; None where they are not all known."""
-        index = self.find(batch)
-        if index is None:
+        if (index == len(self.requests)).any() or (self.requests[index] != numbers).any():
             return None
         device = batch["request"].device
         lengths = self.lengths[index]
@@ -123,46 +119,46 @@ class States:
         return History(states, torch.from_numpy(lengths).to(device))
 
 
-def precompute(
-    folder: str,
-    queries: Sequence[Query],
-    catalogue: Catalogue,
-    examples: dict[str, Examples],
-    device: torch.device | str = "cpu",
-) -> tuple[dict[str, States], list[str]]:
-    """The tables of `queries` for this rank's `examples` of each split, and a line about each; what is not there is
-    made on `device`.
+@torch.no_grad()
+def precompute(model: Any, config: Any, catalogue: Catalogue, examples: dict[str, Examples]) -> list[str]:
+    """Gives a student the tables of its `teacher_cache`, for this rank's `examples` of each split; a line about each.
 
     Tables that are not there yet are made: every rank calls this, makes its rows, and waits for the others. A run
-    that starts meanwhile with the same folder waits too. Raises UserError for a table that is damaged, of something
-    else, or without some of the requests.
+    that starts meanwhile with the same folder waits too. Raises UserError for a table that is damaged or without some
+    of the requests.
     """
+    if not config.teacher_cache:
+        return []
+    if examples["train"].buffers > 1:
+        raise UserError(
+            f"model.teacher_cache holds the states of all training requests, and these are streamed in "
+            f"{examples['train'].buffers} buffers; raise fit.memory_budget_gb, or leave model.teacher_cache out"
+        )
+    model.eval()  # without dropout
+    device, share = next(model.parameters()).device, examples["train"].share
     known, lines = {}, []
-    for query in queries:
+    for query in model.teacher_queries():
         parts = [examples[split] for split in query.splits]
         inputs = {**catalogue.hashes, "weights": query.weights}
-        config = {**query.config, "max_history": parts[0].max_history, "splits": list(query.splits)}
-        uri = join(folder, f"{query.name}-{fingerprint(config, inputs)[:16]}")
-        rank, world = parts[0].share.rank, parts[0].share.world
-        with _held(uri) if rank == 0 else nullcontext() as there:
-            there = _agree(there, world)
+        settings = {**query.config, "max_history": parts[0].max_history, "splits": list(query.splits)}
+        uri = join(config.teacher_cache, f"{query.name}-{fingerprint(settings, inputs)[:16]}")
+        with _held(uri) if share.rank == 0 else nullcontext() as there:
+            there = _agree(there, share.world)
             if not there:
                 began = time.monotonic()
-                written = [part for ranks in _all(_write(uri, query.outputs, parts, device), world) for part in ranks]
-                if rank == 0:
+                ranks = _all(_write(uri, query.outputs, parts, device), share.world)
+                if share.rank == 0:
                     timings = {"seconds": round(time.monotonic() - began, 3)}
-                    commit(uri, query.name, SCHEMA, written, config=config, inputs=inputs, timings=timings)
-                _agree(None, world)
-        known[query.name] = _open(uri, query.name, config, inputs, parts)
-        manifest = read_manifest(uri)
+                    written = [part for of_rank in ranks for part in of_rank]
+                    commit(uri, query.name, SCHEMA, written, config=settings, inputs=inputs, timings=timings)
+                _agree(None, share.world)
+        known[query.name], manifest = _open(uri, query, parts)
         size = sum(part.bytes for part in manifest.files) / 2**20
         what = "found" if there else f"made in {manifest.timings['seconds']:.0f} s"
-        lines.append(
-            f"teacher cache: {query.name} states of {number_of(manifest.rows, 'request')}, {size:,.1f} MiB at half "
-            f"precision, "
-            f"{what}: {uri}"
-        )
-    return known, lines
+        count = number_of(manifest.rows, "request")
+        lines.append(f"teacher cache: {query.name} states of {count}, {size:,.1f} MiB at half precision, {what}: {uri}")
+    model.set_teacher_outputs(known)
+    return lines
 
 
 def _write(uri: str, outputs: Outputs, parts: list[Examples], device: torch.device | str) -> list[Part]:
@@ -191,18 +187,13 @@ def _write(uri: str, outputs: Outputs, parts: list[Examples], device: torch.devi
     return made
 
 
-def _open(uri: str, name: str, config: dict[str, Any], inputs: dict[str, str], parts: list[Examples]) -> States:
+def _open(uri: str, query: Query, parts: list[Examples]) -> tuple[States, Manifest]:
     """The rows of the examples' requests."""
-    remedy = f"remove the folder {uri}, and the next training makes it"
+    wanted = np.concatenate([part.request_numbers for part in parts])
+    requests, lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    width = int(query.config["width"])
     try:
-        manifest = read_manifest(uri, name)
-        for key, expected in {**inputs, **config}.items():
-            found = {**manifest.inputs, **manifest.config}.get(key)
-            if found != expected:
-                raise UserError(f"it is of {key} {str(found)[:12]}, not {str(expected)[:12]}")
-        wanted = np.concatenate([part.request_numbers for part in parts])
-        requests, lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-        width = int(config["width"])
+        manifest = read_manifest(uri, query.name)
         file = tempfile.TemporaryFile()  # noqa: SIM115 - without a name, it is gone with the last who has it open
         for part in part_uris(uri, manifest):
             table = read_parquet(part)
@@ -221,9 +212,10 @@ def _open(uri: str, name: str, config: dict[str, Any], inputs: dict[str, str], p
             f"cannot lay out {uri} in {tempfile.gettempdir()} ({error.strerror}); set TMPDIR to a folder with room"
         ) from error
     except UserError as error:
-        raise UserError(f"the teacher cache {uri} cannot be used ({error}); {remedy}") from error
-    values = np.memmap(file, np.float16, "r").reshape(-1, width)
-    return States(known, np.concatenate(lengths), values)
+        raise UserError(
+            f"the teacher cache {uri} cannot be used ({error}); remove the folder {uri}, and the next training makes it"
+        ) from error
+    return States(known, np.concatenate(lengths), np.memmap(file, np.float16, "r").reshape(-1, width)), manifest
 
 
 @contextmanager

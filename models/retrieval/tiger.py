@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.config import check_positive
+from models.config import check_choices, check_dropout, check_positive
 from models.cpu.derived import derived
 from models.layers.t5 import T5Sizes
 from models.retrieval.backbones.t5 import T5Backbone
@@ -63,22 +63,15 @@ class TigerConfig:
     def __post_init__(self) -> None:
         positive = ("d_model", "d_ff", "num_heads", "d_kv", "num_encoder_layers", "num_decoder_layers")
         check_positive(self, (*positive, "n_user_tokens", "max_history", "beam"))
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout {self.dropout} is not in [0, 1); give a share")
-        _check_decoder(self.decoder)
+        check_dropout(self, "dropout")
+        check_choices(self)
 
     def sizes(self, vocabulary: int) -> T5Sizes:
         """Of T5, for a vocabulary of so many tokens."""
         return T5Sizes(
-            vocabulary=vocabulary,
-            d_model=self.d_model,
-            d_ff=self.d_ff,
-            num_heads=self.num_heads,
-            d_kv=self.d_kv,
-            num_encoder_layers=self.num_encoder_layers,
-            num_decoder_layers=self.num_decoder_layers,
-            dropout=self.dropout,
-        )
+            vocabulary, self.d_model, self.d_ff, self.num_heads, self.d_kv, self.num_encoder_layers,
+            self.num_decoder_layers, self.dropout,
+        )  # fmt: skip
 
 
 @dataclass
@@ -87,11 +80,6 @@ class TigerOptions(BeamOptions):
 
     decoder: DecodeBy | None = None
     """TIGER: shared_kv, hf or hf_nocache."""
-
-
-def _check_decoder(decoder: str) -> None:
-    if decoder not in ("shared_kv", "hf", "hf_nocache"):
-        raise ValueError(f"decoder '{decoder}' is unknown; choose shared_kv, hf or hf_nocache")
 
 
 class Tiger(Retriever):
@@ -119,30 +107,18 @@ class Tiger(Retriever):
 
     @recommender
     def recommend(
-        self,
-        batch: dict[str, Tensor],
-        k: int,
-        beam: int | None = None,
-        decoder: DecodeBy | None = None,
+        self, batch: dict[str, Tensor], k: int, beam: int | None = None, decoder: DecodeBy | None = None,
         constrained: bool | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """As `Retriever.recommend`; `decoder` is that of the config where left out."""
-        decoder = self.config.decoder if decoder is None else decoder
-        _check_decoder(decoder)
+        decoder = decoder or self.config.decoder
         if decoder == "shared_kv":
             return self.find(self.backbone.infer(batch), k, beam, constrained)
-        tokens, real = self.with_mask(batch)
         return generate(
-            self.by_transformers(),
-            tokens,
-            real,
-            self.trie,
-            self.tokens.first,
-            k,
-            self.config.beam if beam is None else beam,
-            use_cache=decoder == "hf",
+            self.by_transformers(), *self.with_mask(batch), self.trie, self.tokens.first, k,
+            self.config.beam if beam is None else beam, use_cache=decoder == "hf",
             constrained=self.config.constrained if constrained is None else constrained,
-        )
+        )  # fmt: skip
 
     def by_transformers(self) -> Any:
         """The library's model over these weights."""

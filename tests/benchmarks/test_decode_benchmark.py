@@ -22,7 +22,7 @@ from models.tables import UserError
 
 def test_the_catalogue_branches_like_the_papers():
     codes = decode.random_codes(25_000, torch.Generator().manual_seed(0))
-    trie = Trie.from_codes(codes, (256, 256, 256, 256))
+    trie = Trie(codes, (256, 256, 256, 256))
     assert trie.num_items == 25_000
     assert trie.branching() == pytest.approx(decode.MEAN_BRANCHING, rel=0.05)
     lengths = [len(h) for h in decode.random_histories(1024, 25_000, torch.Generator().manual_seed(0))]

@@ -53,7 +53,7 @@ def test_nested_options_reach_the_tokenizer(tables: Path, tmp_path: Path) -> Non
         (["--tokenizer", "bpe"], "bpe"),
         (["--tokenizer", "rqvae", "--pca", "-1"], "pca is -1"),
         (["--tokenizer", "published", "--published", "f", "--embeddings", "e"], "published SIDs need none"),
-        (["--tokenizer", "psid", "--psid.method", "best"], "psid.method is 'best'"),
+        (["--tokenizer", "psid", "--psid.width", "0"], "psid.width is 0"),
         (["--tokenizer", "published"], "--published FILE go together"),
     ],
 )

@@ -34,7 +34,6 @@ class LmBackbone(Backbone):
     """The language model with the semantic IDs' tokens. Token t of `SidTokens` is `V + t` beside the words."""
 
     gives_query = True
-    states_are_tokens = False
     before: Tensor
     between: Tensor
     after: Tensor

@@ -161,13 +161,8 @@ class MlpBackbone(Backbone):
         self.norm = nn.LayerNorm(dim)
 
     def encode(self, batch: dict[str, Tensor]) -> History:
-        """States (B, S, D), zero at padding. Raises ValueError for a longer history than `max_history`."""
+        """States (B, S, D), zero at padding."""
         items = batch["history"].shape[1]
-        if items > self.max_history:
-            raise ValueError(
-                f"a history of {items} items exceeds the encoder's {self.max_history}; give the latest "
-                f"{self.max_history}"
-            )
         layout = Layout.of(batch, self.tokens, on_cpu(batch["history"]) if self.pack is None else self.pack)
         states = [
             self.embedding(token) + self.positions(position)

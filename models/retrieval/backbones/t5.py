@@ -47,9 +47,6 @@ class T5Backbone(Backbone):
         tokens, lengths = self.inputs(batch)
         return History(self.fast_encoder()(tokens, lengths), lengths)
 
-    def final_scale(self) -> Tensor:
-        return self.encoder.final_layer_norm.weight
-
     def packed(self) -> PackedEncoder | None:
         return self.fast_encoder()
 
@@ -61,8 +58,6 @@ class T5Backbone(Backbone):
 class ExtendedT5(T5Backbone):
     """T5's encoder that reads tokens of its own beside the vocabulary's, which the decoder does not know: token
     `V + i` is row i of `extra`."""
-
-    states_are_tokens = False
 
     def __init__(self, tokens: SidTokens, sizes: T5Sizes, max_history: int, extra: int) -> None:
         super().__init__(tokens, sizes, max_history)

@@ -1,1 +1,1 @@
-"""Decoders: what scores the next code of a semantic ID. One file per decoder; `parts.py` says what each gives."""
+"""Decoders: what scores the next code of a semantic ID; `parts.py` says what each gives."""

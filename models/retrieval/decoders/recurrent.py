@@ -1,10 +1,23 @@
-"""Decoders that carry a recurrent state in place of attention: what `gdn.py` and `mamba2.py` share.
+"""Decoders that carry a recurrent state in place of attention: Gated DeltaNet (Yang et al., 2025) and Mamba2 (Dao and
+Gu, 2024), rows of Tables 3 and 11 of SID-MLP.
+
+    python -m jobs.train --config jobs/configs/gdn.yaml --tables TABLES --sids SIDS --storage runs \\
+        --name gdn --model.teacher runs/tiger
 
 A causal stack reads, as one row, the backbone's frozen states of the history, a learned start token, and the prefix in
 the backbone's frozen embeddings; the logits of a digit are a linear layer on the position before it (Appendix D.3 of
 SID-MLP). Rows are shifted so that padding comes first and their last positions meet: neither the state nor the short
 convolutions take anything from padding. In search the history is read once per user; from there on every beam has a
 state, which at each step is gathered by parent beam and moved on by the chosen code.
+
+The paper names no sizes (Appendix D.3: the authors' recommendations, but for what TIGER asks otherwise); these stacks
+have about as many parameters as the 2.6 million of the teacher's decoder. Blocks are the authors':
+
+- GDN: a mixer and a SwiGLU, 6 heads, values twice as wide as keys, convolutions of 4. In place of their head width of
+  256, which alone would make one block of more than half of TIGER's decoder, it has the teacher's depth and widths: 4
+  blocks of its width, with heads of 64; 2.5 million.
+- Mamba2: a mixer alone, heads of 64, a state of 128, inner width twice the outer, convolutions of 4, chunks of 256. As
+  a block of TIGER's width has 0.13 million parameters, the stack is twice as wide, 5 blocks; 2.6 million.
 
 Shapes: `B` requests, `S` positions of the longest history, `D` width of the backbone, `N` width of the stack, `W`
 beams of a user, `L` levels (digits), `C_l` codes of level l.
@@ -21,10 +34,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.config import check_dropout, check_least, check_positive
+from models.layers.gated_deltanet import GatedDeltaNet
 from models.layers.gated_recurrence import MixerState, RecurrentMixer
+from models.layers.mamba2 import Mamba2
 from models.layers.t5 import dropout
 from models.retrieval.parts import Backbone, Decoder, History
 from models.retrieval.student import StudentConfig
+from models.tables import UserError
 
 
 @dataclass
@@ -47,6 +63,48 @@ class RecurrentConfig(StudentConfig):
         check_positive(self, ("num_layers", "conv", "chunk"))
         check_least(self, ["width"], 0)
         check_dropout(self, "dropout")
+
+
+@dataclass
+class GdnConfig(RecurrentConfig):
+    """A student whose state forgets and corrects."""
+
+    heads: int = 6
+    """Heads (the authors', and TIGER's)."""
+    head_width: int = 64
+    """Width of a head's keys and queries (TIGER's; the authors' is 256)."""
+    expand_v: int = 2
+    """Width of a head's values over that of its keys (the authors')."""
+    ffn_width: int = 512
+    """Inner width of the SwiGLU after each mixer; 0: none. The authors' rule: 8/3 of the width, up to a multiple of
+    256."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, ("heads", "head_width", "expand_v"))
+        check_least(self, ["ffn_width"], 0)
+
+
+@dataclass
+class Mamba2Config(RecurrentConfig):
+    """A student whose state forgets."""
+
+    num_layers: int = 5
+    """Blocks of the stack, as many as make the teacher's decoder in parameters."""
+    width: int = 256
+    """Width of the stack; 0: the backbone's, and its states are read as they are, else by a linear layer."""
+    chunk: int = 256
+    """Positions that are computed at once in training (the authors'); it changes no result but by rounding."""
+    head_width: int = 64
+    """Width of a head (the authors')."""
+    state: int = 128
+    """Width of the state of each of a head's channels (the authors')."""
+    expand: int = 2
+    """Inner width over that of the stack (the authors')."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, ("head_width", "state", "expand"))
 
 
 class Block(nn.Module):
@@ -169,3 +227,22 @@ class RecurrentScorer:
         if self.level < self.decoder.first_level:
             return x.new_zeros((*x.shape[:2], 0))
         return self.decoder.heads[self.level](x).float().log_softmax(-1)
+
+
+def gdn(config: GdnConfig, backbone: Backbone) -> RecurrentDecoder:
+    """The decoder on a backbone."""
+    sizes = (config.heads, config.head_width, config.expand_v, config.conv, config.chunk)
+    return RecurrentDecoder(config, backbone, lambda width: GatedDeltaNet(width, *sizes), config.ffn_width)
+
+
+def mamba2(config: Mamba2Config, backbone: Backbone) -> RecurrentDecoder:
+    """The decoder on a backbone; UserError where its heads do not fill the inner width."""
+    inner = config.expand * (config.width or backbone.embedding.embedding_dim)
+    if inner % config.head_width:
+        raise UserError(
+            f"the inner width {inner} of mamba2 does not divide by head_width {config.head_width}; give one that "
+            "divides expand times width"
+        )
+
+    sizes = (config.head_width, config.state, config.expand, config.conv, config.chunk)
+    return RecurrentDecoder(config, backbone, lambda width: Mamba2(width, *sizes))

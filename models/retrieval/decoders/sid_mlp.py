@@ -1,11 +1,11 @@
 """SID-MLP's decoder (Guo et al., 2026): one attention readout per user and an MLP per digit, no attention per beam.
 
-z = readout(states) is computed once per user (equation 1, `readout.py`), the logits of digit t are
-f_t([z; e(c_1); ...; e(c_{t-1})]) (equation 2). The paper's ablations are options; each has its YAML under
-`jobs/configs/sid_mlp/`.
+z = readout(states) is computed once per user (equation 1): q = mean(H) Wq;  x = LN(q + MHA(q, H, H));  z = LN(x +
+FFN(x)). The logits of digit t are f_t([z; e(c_1); ...; e(c_{t-1})]) (equation 2). The paper's ablations are options;
+each has its YAML under `jobs/configs/sid_mlp/`.
 
-Shapes: `B` requests, `W` prefixes of a user, `D` width, `N` hidden width of a head, `L` levels (digits), `C_l` codes
-of level l, `V` tokens of the vocabulary.
+Shapes: `B` requests, `W` prefixes or queries of a user, `S` source positions, `D` width, `H` heads, `K` width of a
+head, `N` hidden width of a digit's head, `L` levels (digits), `C_l` codes of level l, `V` tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -18,20 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.config import check_positive
-from models.retrieval.decoders.readout import MeanReadout, Readout
+from models.config import check_dropout, check_positive
 from models.retrieval.parts import Backbone, Decoder, History
-from models.retrieval.student import StudentConfig, check_choice
+from models.retrieval.student import StudentConfig
 
 Path = Literal["fast", "plain"]
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    "path": ("fast", "plain"),
-    "prefix": ("concat", "none", "sum", "cascade"),
-    "readout": ("attention", "mean", "per_digit"),
-    "logits": ("codebook", "vocabulary"),
-    "embeddings": ("teacher", "random"),
-}
 
 
 @dataclass
@@ -75,31 +66,108 @@ class SidMlpConfig(StudentConfig):
                 f"attention_width {self.attention_width} does not divide by attention_heads {self.attention_heads}; "
                 f"give a multiple"
             )
-        for name in ("dropout", "attention_dropout"):
-            if not 0 <= (share := getattr(self, name)) < 1:
-                raise ValueError(f"{name} {share} is not in [0, 1); give a share")
-        for name, choices in CHOICES.items():
-            check_choice(name, getattr(self, name), choices)
-        impossible = {
-            "shared_head needs the same input for every digit; set prefix sum": (
-                self.shared_head and self.prefix != "sum"
-            ),
-            "readout mean has no feed-forward; leave context_ffn out": (
-                self.readout == "mean" and not self.context_ffn
-            ),
-            f"readout per_digit reads the prefix and prefix {self.prefix} does not fit it; set prefix concat or sum": (
-                self.readout == "per_digit" and self.prefix in ("none", "cascade")
-            ),
-            "prefix none has no embeddings to train; leave embeddings out": (
-                self.prefix == "none" and self.embeddings == "random"
-            ),
-            f"prefix cascade starts at the first digit, and m is {self.m}; set m 0": (
-                self.prefix == "cascade" and self.m > 0
-            ),
-        }
-        for message, holds in impossible.items():
+        check_dropout(self, "dropout", "attention_dropout")
+        for holds, message in (
+            (self.shared_head and self.prefix != "sum", "shared_head needs the same input per digit; set prefix sum"),
+            (self.readout == "mean" and not self.context_ffn, "readout mean has no feed-forward to leave out"),
+            (self.readout == "per_digit" and self.prefix in ("none", "cascade"),
+             f"readout per_digit reads the prefix and prefix {self.prefix} does not fit it; set prefix concat or sum"),
+            (self.prefix == "none" and self.embeddings == "random", "prefix none has no embeddings to train"),
+            (self.prefix == "cascade" and self.m > 0, f"prefix cascade starts at the first digit; set m {self.m} to 0"),
+        ):  # fmt: skip
             if holds:
                 raise ValueError(message)
+
+
+def query_state(history: History) -> Tensor:
+    """(B, D): the state that a readout asks with, by default the mean of the states that are no padding."""
+    if history.query is not None:
+        return history.query
+    states, padding = history.states, history.padding
+    if padding is None:
+        return states.mean(1)
+    real = (padding[:, 0, 0] == 0).unsqueeze(-1).to(states.dtype)  # (B, S, 1)
+    return (states * real).sum(1) / real.sum(1)
+
+
+class CrossAttention(nn.Module):
+    """Multi-head attention without biases, its inner `width` independent of that of the states."""
+
+    def __init__(self, dim: int, width: int, heads: int, dropout: float = 0.0) -> None:
+        """`dropout` of the weights that states are mixed by."""
+        super().__init__()
+        self.heads, self.dropout = heads, nn.Dropout(dropout)
+        self.q = nn.Linear(dim, width, bias=False)
+        self.k = nn.Linear(dim, width, bias=False)
+        self.v = nn.Linear(dim, width, bias=False)
+        self.o = nn.Linear(width, dim, bias=False)
+
+    def forward(self, query: Tensor, states: Tensor, padding: Tensor | None) -> Tensor:
+        """(B, W, D): `query` (B, W, D) attends to `states` (B, S, D); scores are scaled by 1 / sqrt(K).
+
+        In training, which asks once per user, the same without keys and values of the states.
+        """
+        if self.training and query.shape[1] == 1:
+            return self.one_query(query[:, 0], states, padding).unsqueeze(1)
+        q, k, v = (
+            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, W or S, K)
+            for layer, x in ((self.q, query), (self.k, states), (self.v, states))
+        )
+        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+        scores = scores if padding is None else scores + padding
+        return self.o((self.dropout(scores.softmax(-1)) @ v).transpose(1, 2).flatten(2))
+
+    def one_query(self, query: Tensor, states: Tensor, padding: Tensor | None) -> Tensor:
+        """(B, D) of `query` (B, D): the query goes through the projection of keys, and the states as each head weighs
+        them through that of values: q (H Wk)' = (q Wk') H' and p (H Wv) = (p H) Wv."""
+        k, v = (layer.weight.unflatten(0, (self.heads, -1)) for layer in (self.k, self.v))  # (H, K, D)
+        keyed = torch.einsum("bhk,hkd->bhd", self.q(query).unflatten(1, (self.heads, -1)), k)
+        scores = keyed @ states.transpose(1, 2) * k.shape[1] ** -0.5  # (B, H, S)
+        scores = scores if padding is None else scores + padding[:, 0]
+        mixed = self.dropout(scores.softmax(-1)) @ states  # (B, H, D)
+        return self.o(torch.einsum("bhd,hkd->bhk", mixed, v).flatten(1))
+
+
+class Readout(nn.Module):
+    """Equation 1. With `given` > 0 the query also reads a vector of that width, the prefix of a digit."""
+
+    def __init__(
+        self, dim: int, width: int, heads: int, ffn_width: int, dropout: float, ffn: bool = True, given: int = 0,
+        attention_dropout: float = 0.0,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.query = nn.Linear(dim + given, dim)
+        self.attention = CrossAttention(dim, width, heads, attention_dropout)
+        self.norm1 = nn.LayerNorm(dim)
+        self.ffn: nn.Sequential | None = None
+        if ffn:
+            self.ffn = nn.Sequential(
+                nn.Linear(dim, ffn_width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(ffn_width, dim)
+            )
+            self.norm2 = nn.LayerNorm(dim)
+
+    def forward(self, history: History, given: Tensor | None = None) -> Tensor:
+        """z (B, D) of the history; with `given` (B, W, G) one per query, (B, W, D)."""
+        mean = query_state(history).unsqueeze(1)  # (B, 1, D)
+        if given is not None:
+            mean = torch.cat([mean.expand(-1, given.shape[1], -1), given], -1)
+        query = self.query(mean)
+        z = self.norm1(query + self.attention(query, history.states, history.padding))
+        if self.ffn is not None:
+            z = self.norm2(z + self.ffn(z))
+        return z[:, 0] if given is None else z
+
+
+class MeanReadout(nn.Module):
+    """A linear projection of the mean state: Table 5's row without multi-head attention."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.query = nn.Linear(dim, dim)
+
+    def forward(self, history: History) -> Tensor:
+        """z (B, D) of the history."""
+        return self.query(query_state(history))
 
 
 class SidMlpDecoder(Decoder):

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from models.retrieval.parts import Scorer
-from models.retrieval.recommend import nothing
 from models.retrieval.search.topk import select, top_k
 from models.retrieval.search.trie import Trie
 
@@ -36,31 +35,39 @@ def beam_search(scorer: Scorer, trie: Trie, k: int, beam: int, children: bool = 
     if k < 1 or beam < 1:
         raise ValueError(f"k {k} and beam {beam} need to be at least 1")
     log_probs = scorer.start().unsqueeze(1)  # (B, 1, C_0)
-    if not len(log_probs):
-        return nothing(k, log_probs.device)
     node = log_probs.new_zeros(log_probs.shape[:2], dtype=torch.long)  # (B, W): where each beam stands in the trie
     score = log_probs.new_zeros(log_probs.shape[:2])
     for level in range(trie.levels):
-        if log_probs.shape[-1] != trie.codebook_sizes[level]:
-            raise ValueError(
-                f"the model scores {log_probs.shape[-1]} codes at level {level}, the trie has "
-                f"{trie.codebook_sizes[level]}; give the semantic IDs that it was trained with"
-            )
-        edge, valid = trie.children_of(level, node)  # (B, W, M), rising along the flattened beams
-        token = trie.tokens(level)[edge]
-        of_children = log_probs.gather(2, token).masked_fill(~valid, -torch.inf)
-        if children and level > 0:
-            of_children = of_children.log_softmax(-1)
-        scores = (score.unsqueeze(-1) + of_children).flatten(1)  # (B, W * M)
+        scores, edge, token = pairs_of(trie, level, node, score, log_probs, children)
         if level == trie.levels - 1:
             position, score = top_k(scores, k)
-            item = trie.leaves[edge.flatten(1).gather(1, position.clamp(min=0))]
+            item = trie.leaves[edge.gather(1, position.clamp(min=0))]
             return torch.where(score == -torch.inf, -1, item), score
         position = select(scores, min(beam, trie.edges[level], scores.shape[1]))
-        node = edge.flatten(1).gather(1, position)
+        children_each = scores.shape[1] // node.shape[1]
+        node = edge.gather(1, position)
         score = scores.gather(1, position)  # -inf where fewer prefixes than beams are left: dead from here on
-        log_probs = scorer.step(position // edge.shape[2], token.flatten(1).gather(1, position))
+        log_probs = scorer.step(position // children_each, token.gather(1, position))
     raise ValueError("the trie has no levels; it needs at least one codebook")
+
+
+def pairs_of(
+    trie: Trie, level: int, node: Tensor, score: Tensor, log_probs: Tensor, children: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(scores, edges, codes), each (B, W * M): of all pairs of a beam at `node` (B, W) with `score` (B, W) and a child,
+    rising along the beams; scores are -inf where there is no child. `log_probs` (B, W, C_level) and `children` as in
+    `beam_search`."""
+    if log_probs.shape[-1] != trie.codebook_sizes[level]:
+        raise ValueError(
+            f"the model scores {log_probs.shape[-1]} codes at level {level}, the trie has "
+            f"{trie.codebook_sizes[level]}; give the semantic IDs that it was trained with"
+        )
+    edge, valid = trie.children_of(level, node)  # (B, W, M)
+    token = trie.tokens(level)[edge]
+    of_children = log_probs.gather(2, token).masked_fill(~valid, -torch.inf)
+    if children and level > 0:
+        of_children = of_children.log_softmax(-1)
+    return (score.unsqueeze(-1) + of_children).flatten(1), edge.flatten(1), token.flatten(1)
 
 
 def unconstrained_beam_search(scorer: Scorer, trie: Trie, k: int, beam: int) -> tuple[Tensor, Tensor]:
@@ -72,8 +79,6 @@ def unconstrained_beam_search(scorer: Scorer, trie: Trie, k: int, beam: int) -> 
     if k < 1 or beam < 1:
         raise ValueError(f"k {k} and beam {beam} need to be at least 1")
     log_probs = scorer.start().unsqueeze(1)
-    if not len(log_probs):
-        return nothing(k, log_probs.device)
     score = log_probs.new_zeros(log_probs.shape[:2])
     codes = score.new_zeros((*score.shape, 0), dtype=torch.long)  # (B, W, level)
     for level in range(trie.levels):

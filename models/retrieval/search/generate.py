@@ -1,4 +1,4 @@
-"""Decoding through `transformers` generate, for comparison with `decoders/t5_scorer.py`.
+"""Decoding through `transformers` generate, for comparison with `decoders/t5.py`.
 
 The same model, trie and beam width; the library's own beam search, with its cache or without.
 """
@@ -44,23 +44,12 @@ def as_transformers(backbone: T5Backbone, decoder: T5Decoder) -> Any:
 
     sizes = backbone.sizes
     config = T5Config(  # type: ignore[call-arg]
-        vocab_size=sizes.vocabulary,
-        d_model=sizes.d_model,
-        d_ff=sizes.d_ff,
-        num_heads=sizes.num_heads,
-        d_kv=sizes.d_kv,
-        num_layers=sizes.num_encoder_layers,
-        num_decoder_layers=sizes.num_decoder_layers,
-        dropout_rate=sizes.dropout,
-        relative_attention_num_buckets=sizes.buckets,
-        relative_attention_max_distance=sizes.max_distance,
-        layer_norm_epsilon=sizes.epsilon,
-        feed_forward_proj="relu",
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        decoder_start_token_id=0,
-        eos_token_id=None,
-    )
+        vocab_size=sizes.vocabulary, d_model=sizes.d_model, d_ff=sizes.d_ff, num_heads=sizes.num_heads, d_kv=sizes.d_kv,
+        num_layers=sizes.num_encoder_layers, num_decoder_layers=sizes.num_decoder_layers, dropout_rate=sizes.dropout,
+        relative_attention_num_buckets=sizes.buckets, relative_attention_max_distance=sizes.max_distance,
+        layer_norm_epsilon=sizes.epsilon, feed_forward_proj="relu", tie_word_embeddings=True, pad_token_id=0,
+        decoder_start_token_id=0, eos_token_id=None,
+    )  # fmt: skip
     with torch.device("meta"):
         model = T5ForConditionalGeneration(config)
     weights = {f"encoder.{name}": value for name, value in backbone.encoder.named_parameters()}
@@ -71,17 +60,9 @@ def as_transformers(backbone: T5Backbone, decoder: T5Decoder) -> Any:
 
 
 def generate(
-    model: Any,
-    tokens: Tensor,
-    attention_mask: Tensor,
-    trie: Trie,
-    first_token: list[int],
-    k: int,
-    beam: int,
-    *,
-    use_cache: bool,
-    constrained: bool,
-) -> tuple[Tensor, Tensor]:
+    model: Any, tokens: Tensor, attention_mask: Tensor, trie: Trie, first_token: list[int], k: int, beam: int, *,
+    use_cache: bool, constrained: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(items, scores), each (B, k), from a `transformers` encoder-decoder and its input (B, S).
 
     Unconstrained, any token of the vocabulary may come at any level, also one of another level; tuples of
@@ -93,19 +74,11 @@ def generate(
     cache = {"past_key_values": EncoderDecoderCache(DynamicCache(), DynamicCache())} if use_cache else {}
     kept = max(beam, 2)  # generate returns no scores for a single one
     out = model.generate(
-        input_ids=tokens,
-        attention_mask=attention_mask,
-        num_beams=kept,
-        num_return_sequences=kept,
-        max_new_tokens=trie.levels,
-        do_sample=False,
-        use_cache=use_cache,
-        **cache,
-        length_penalty=0.0,
-        return_dict_in_generate=True,
-        output_scores=True,
+        input_ids=tokens, attention_mask=attention_mask, num_beams=kept, num_return_sequences=kept,
+        max_new_tokens=trie.levels, do_sample=False, use_cache=use_cache, **cache, length_penalty=0.0,
+        return_dict_in_generate=True, output_scores=True,
         logits_processor=LogitsProcessorList([TrieProcessor(trie, first_token)] if constrained else []),
-    )
+    )  # fmt: skip
     first = torch.tensor(first_token, device=tokens.device)
     codes = out.sequences[:, 1:] - first  # without the start token
     in_level = (codes >= 0) & (codes < torch.tensor(trie.codebook_sizes, device=tokens.device))

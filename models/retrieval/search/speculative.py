@@ -16,23 +16,21 @@ Strict: the target's beams are its best ones, as `beam_search` takes them. Items
 
 Relaxed: the target's beams are drawn. Let p be the softmax over all pairs (beam, next code) of the target's summed
 log-probabilities, and q that of the draft's over the same pairs. The drafts are drawn from q without replacement (the
-highest of log q + Gumbel noise, in falling order), not by a beam search, which would propose the draft's best every
-time: then min(1, p/q) compares with a q that nothing was drawn from. What is guaranteed depends on the rule:
+highest of log q + Gumbel noise, in falling order), not by a beam search: min(1, p/q) would compare with a q that
+nothing was drawn from. Two rules:
 
-- "published", the rule of the AtSpeed paper: every draft is accepted with probability min(1, p/q) by itself; of more
-  than `beam` accepted ones a random choice stays; if there are fewer, the rest is drawn from max(p - q, 0) without the
+- "published", that of the AtSpeed paper: every draft is accepted with probability min(1, p/q) by itself; of more than
+  `beam` accepted ones a random choice stays; if there are fewer, the rest is drawn from max(p - q, 0) without the
   accepted ones (or from p without them where that is empty). One pair drawn for one beam follows p exactly, which is
-  speculative sampling. More do not: of N drafts for fewer beams those that stay lean to min(p, q), as no draft knows
-  of the others, and a random choice of them is flatter than p. (Total variation distance of the items found to the
-  target's law on the small case of the tests, 4 drafts for 2 beams: 0.21, with the target itself as draft 0.12, by the
-  exact rule 0.01, which is the noise of the sample.) That all found are items of the target's own score is what stays.
+  speculative sampling. Of more drafts those that stay lean to min(p, q), as no draft knows of the others. (Total
+  variation distance to the target's law on the small case of the tests, 4 drafts for 2 beams: 0.21, by the exact rule
+  0.01, which is the noise of the sample.) All found are items with the target's own score all the same.
 - "exact": the beams are filled one by one, each by recursive rejection over the drafts not yet looked at. With p the
   target's law of this beam (without the pairs taken) and q the draft's of the next draft (without those looked at), a
   draft is taken with probability min(1, p/q); else p becomes max(p - q, 0) / sum and the next draft is tried; after
-  the last one the beam is drawn from p. Given all before, each draft follows q and so each beam follows p: the beams
-  of every step are exactly `beam` draws without replacement from the target's p, whatever the draft. Of a step's
-  drafts only those that extend a beam that stayed count; their order among themselves still follows q, since whether
-  the next one comes at all depends on whom it extends alone. Later steps stay exact as their drafts are drawn anew.
+  the last one the beam is drawn from p. So the beams of every step are exactly `beam` draws without replacement from
+  the target's p, whatever the draft. Of a step's drafts only those that extend a beam that stayed count, and later
+  steps are drafted anew.
 
 The last code is drawn from p itself under both rules, then items are ranked by the target's score.
 
@@ -51,6 +49,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.retrieval.parts import Scorer
+from models.retrieval.search.beam import pairs_of
 from models.retrieval.search.topk import select, top_k
 from models.retrieval.search.trie import Trie
 from models.scores import check_finite
@@ -195,12 +194,7 @@ def _one_pass(
     for step, of_tree in enumerate(verified):
         level, now = length + step, drafts[step]
         log_probs = _pick(of_tree[row], at)
-        if log_probs.shape[-1] != trie.codebook_sizes[level]:
-            raise ValueError(
-                f"the model scores {log_probs.shape[-1]} codes at level {level}, the trie has "
-                f"{trie.codebook_sizes[level]}; give the semantic IDs that it was trained with"
-            )
-        scores, edge, token = _pairs(trie, level, beams.node, beams.score, log_probs, how.children)
+        scores, edge, token = pairs_of(trie, level, beams.node, beams.score, log_probs, how.children)
         mine = None if noise is None else noise.of(row, level)
         if level == trie.levels - 1:
             _finish(trie, scores, edge, beams.rows, how, mine, found)
@@ -219,7 +213,7 @@ def _one_pass(
             position = select(scores + mine.gumbel(edge), width)
         else:
             score, log_probs = now.score[row].gather(1, at), _pick(now.log_probs[row], at)
-            of_draft, _, _ = _pairs(trie, level, beams.node, score, log_probs, how.children)
+            of_draft, _, _ = pairs_of(trie, level, beams.node, score, log_probs, how.children)
             of_draft = functional.pad(of_draft, (0, missing)).masked_fill(scores == -torch.inf, -torch.inf)
             rule = published if how.rule == "published" else exact
             position = rule(_softmax(scores), _softmax(of_draft), place, width, mine, edge)
@@ -274,7 +268,7 @@ def _draft(draft: Draft, trie: Trie, beams: Beams, how: Speculation, noise: Nois
             log_probs = scorer.step(tree.parents[-1], tree.codes[-1])
     for level in range(length, last):
         drafts.append(Drafts(node, parent, score, log_probs))
-        scores, edge, token = _pairs(trie, level, node, score, log_probs, how.children)
+        scores, edge, token = pairs_of(trie, level, node, score, log_probs, how.children)
         count = min(max(how.draft_beam, how.beam), trie.edges[level], scores.shape[1])
         if noise is None:
             position = select(scores, count)
@@ -287,19 +281,6 @@ def _draft(draft: Draft, trie: Trie, beams: Beams, how: Speculation, noise: Nois
             log_probs = scorer.step(parent, code)
     check_finite(score, tail=True)  # a draft of NaN would show in nothing that is found
     return tree, [*drafts, Drafts(node, parent, score, log_probs[..., :0])]
-
-
-def _pairs(
-    trie: Trie, level: int, node: Tensor, score: Tensor, log_probs: Tensor, children: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(scores, edges, codes), each (R, W * M): of all pairs of a beam and a child, as `beam_search` orders them; -inf
-    where there is no child."""
-    edge, valid = trie.children_of(level, node)
-    token = trie.tokens(level)[edge]
-    of_children = log_probs.gather(2, token).masked_fill(~valid, -torch.inf)
-    if children and level > 0:
-        of_children = of_children.log_softmax(-1)
-    return (score.unsqueeze(-1) + of_children).flatten(1), edge.flatten(1), token.flatten(1)
 
 
 def _places(

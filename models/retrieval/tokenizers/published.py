@@ -24,7 +24,7 @@ CODES = 65536
 def _code(value: object, item: str, uri: str) -> int:
     match = TOKEN.fullmatch(value) if isinstance(value, str) else None
     text = match.group(1) if match else str(value).strip()
-    if isinstance(value, bool) or not text.isdecimal() or int(text) >= CODES:
+    if not text.isdecimal() or int(text) >= CODES:
         raise UserError(
             f"{uri}: item {item!r} has the code {value!r}; a code is a whole number from 0 to {CODES - 1}, or '<a_12>'"
         )
@@ -34,39 +34,28 @@ def _code(value: object, item: str, uri: str) -> int:
 def parse_published(content: bytes, uri: str) -> dict[str, list[int]]:
     """item_id to codes, from the bytes of a file; `uri` names it in errors and tells the layout."""
     name = uri.lower().removesuffix(".gz")
+    if not name.endswith((".json", ".csv")):
+        raise UserError(f"{uri} is neither .json nor .csv, with .gz or without; published SIDs have these layouts")
+    rows: list[tuple[str, list[object]]]
     try:
         text = (gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content).decode("utf-8-sig")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise UserError(f"{uri} is damaged or not UTF-8 text ({error}); fetch it again") from error
-    rows: list[tuple[str, list[object]]] = []
-    if name.endswith(".json"):
-        try:
-            # a list of pairs keeps repeated keys, which a dict would swallow
-            content_ = json.loads(text, object_pairs_hook=list)
-        except ValueError as error:
-            raise UserError(f"{uri} is not valid JSON ({error}); fetch it again") from error
-        if not isinstance(content_, list) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in content_):
-            raise UserError(f"{uri} is not a JSON object of item_id to codes, such as {{'0': ['<a_12>', '<b_7>']}}")
-        for item, codes in content_:
-            if not isinstance(codes, list):
-                raise UserError(f"{uri}: item {item!r} has {codes!r}, not a list of codes")
-            rows.append((item, codes))
-    elif name.endswith(".csv"):
-        reader = csv.reader(io.StringIO(text))
-        header = next(reader, [])
-        if len(header) < 2 or header[0] != "item_id":
-            raise UserError(f"{uri} has the header {','.join(header)!r}; it must be 'item_id,c1,c2,...'")
-        rows = [(row[0], list(row[1:])) for row in reader if row]
-    else:
-        raise UserError(
-            f"{uri} is neither .json nor .csv (nor one of them with .gz); published SIDs have these layouts"
-        )
+        if name.endswith(".csv"):
+            header, *lines = [row for row in csv.reader(io.StringIO(text)) if row] or [[]]
+            rows = [(row[0], list(row[1:])) for row in lines]
+        else:  # pairs keep repeated keys, which a dict would swallow
+            header, rows = [], json.loads(text, object_pairs_hook=list)
+    except (OSError, EOFError, ValueError) as error:
+        raise UserError(f"{uri} is damaged or not UTF-8 text of its layout ({error}); fetch it again") from error
+    if name.endswith(".csv") and header[:1] != ["item_id"]:
+        raise UserError(f"{uri} has the header {','.join(header)!r}; it must be 'item_id,c1,c2,...'")
     sids: dict[str, list[int]] = {}
-    for name, codes in rows:
-        item = name.strip()  # as in the items table
+    for row in rows if isinstance(rows, list) else [rows]:
+        if not (isinstance(row, tuple) and isinstance(row[1], list)):
+            raise UserError(f"{uri} is not a JSON object of item_id to codes, such as {{'0': ['<a_12>', '<b_7>']}}")
+        item = row[0].strip()  # as in the items table
         if item in sids:
             raise UserError(f"{uri} has item {item!r} twice; each item has one SID")
-        sids[item] = [_code(value, item, uri) for value in codes]
+        sids[item] = [_code(value, item, uri) for value in row[1]]
     depths = {len(codes) for codes in sids.values()}
     if len(depths) != 1 or 0 in depths:
         raise UserError(f"{uri} has SIDs of {sorted(depths)} codes; all must have the same number, at least 1")

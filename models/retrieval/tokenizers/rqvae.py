@@ -1,31 +1,43 @@
 """RQ-VAE (Sec. 3.1 of TIGER): an autoencoder whose latent is residually quantised.
 
+With `sinkhorn` the last level's codes are of equal use by optimal transport: LC-Rec's uniform semantic mapping (Zheng
+et al., 2024, Sec. 3.1.2),
+
+    min over Q of sum Q_bk ||x_b - e_k||^2, with rows of Q that sum to 1/B and columns that sum to 1/K
+
+solved by Sinkhorn's iterations on exp(-cost / epsilon); each item takes the code with the most of its row. That costs
+are scaled to [-1, 1] first, which gives epsilon a meaning, is not in the paper but in LC-Rec's code. What happens to
+items with equal codes after training, where LC-Rec runs Sinkhorn among them again and again, is our choice: `spread`.
+
 Shapes: N items, B batch, E embedding width, D latent width, C levels, K codes per level.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterator
+import math
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.retrieval.tokenizers.residual import (
+from models.config import check_least
+from models.retrieval.tokenizers.rqkmeans import (
     ROWS,
     Progress,
     Quantized,
+    Training,
+    check_codebooks,
     encode,
-    finished,
-    kmeans_steps,
+    kmeans,
     nearest,
     unexplained_variance,
-    within,
 )
-from models.retrieval.tokenizers.sinkhorn import spread, transport
 from models.words import number_of
+
+ITERATIONS = 50
+"""Sinkhorn's iterations."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +64,6 @@ class RqvaeConfig:
     """Passes over the items; TIGER trains 20,000, for a use of codes that k-means centres have at once."""
     restart_every: int = 10
     """Epochs between restarts of codes that no item has; 0 turns restarts off."""
-    kmeans_init: bool = True
-    """Start each level's codes at the k-means centres of the first latents' residuals (TIGER, Sec. 3.1)."""
     sinkhorn: float = 0.0
     """Epsilon of the transport that spreads the items of a batch evenly over the last level's codes, after which no two
     items share all codes: LC-Rec's uniform semantic mapping (its Sec. 3.1.2; published 0.003). 0: nearest codes, as in
@@ -62,22 +72,11 @@ class RqvaeConfig:
     """Seed of weights, batches and restarts."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.levels <= 16:
-            raise ValueError(f"rqvae.levels is {self.levels}; it must be from 1 to 16")
-        if not 2 <= self.codebook_size <= 65536:
-            raise ValueError(f"rqvae.codebook_size is {self.codebook_size}; codes are uint16: use 2 to 65536")
-        for name in ("latent", "batch_size", "epochs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"rqvae.{name} is {getattr(self, name)}; it must be 1 or more")
-        if any(width < 1 for width in self.hidden):
-            raise ValueError(f"rqvae.hidden is {self.hidden}; each width must be 1 or more")
-        if self.sinkhorn < 0:
-            raise ValueError(f"rqvae.sinkhorn is {self.sinkhorn}; it must be 0 (off) or more, published 0.003")
-        if self.lr <= 0 or self.commitment < 0 or self.weight_decay < 0 or self.restart_every < 0:
-            raise ValueError(
-                f"rqvae.lr {self.lr} must be above 0; commitment {self.commitment}, weight_decay "
-                f"{self.weight_decay} and restart_every {self.restart_every} 0 or more"
-            )
+        check_codebooks(self.levels, self.codebook_size, "rqvae.")
+        check_least(self, ("latent", "batch_size", "epochs"), 1, "rqvae.")
+        check_least(self, ("commitment", "weight_decay", "restart_every", "sinkhorn"), 0, "rqvae.")
+        if self.lr <= 0 or min(self.hidden, default=1) < 1:
+            raise ValueError(f"rqvae.lr is {self.lr} and rqvae.hidden {self.hidden}; all must be above 0")
 
 
 def _mlp(widths: list[int]) -> nn.Sequential:
@@ -127,30 +126,27 @@ class Rqvae(nn.Module):
         """Latents (N, D) of all items, in chunks."""
         return torch.cat([self.encoder(rows) for rows in embeddings.split(ROWS)])
 
-    def initialise_codebooks(self, embeddings: Tensor, generator: torch.Generator) -> None:
-        """Sets level l's codes to the k-means centres, one per row, of what levels 0..l-1 leave over."""
-        finished(self.initialising(embeddings, generator))
-
-    def initialising(self, embeddings: Tensor, generator: torch.Generator) -> Generator[Progress, None, None]:
-        """As `initialise_codebooks`, saying what it does."""
+    def initialise_codebooks(self, embeddings: Tensor, generator: torch.Generator) -> Training[None]:
+        """Sets level l's codes to the k-means centres, one per row, of what levels 0..l-1 leave over (TIGER, Sec.
+        3.1)."""
         residual = self.latents(embeddings)
         for level, codebook in enumerate(self.codebooks.data):
-            training = kmeans_steps(residual, self.config.codebook_size, generator)
-            centres = yield from within(training, 0, self.config.epochs, f"first codes of level {level + 1}: ")
+            at = (0, self.config.epochs, f"first codes of level {level + 1}: ")
+            centres = yield from kmeans(residual, self.config.codebook_size, generator, at=at)
             codebook.copy_(centres)  # (K, D), the codebook's own layout
             code, _ = nearest(residual, centres)
             residual = residual - centres[code]
 
     @torch.no_grad()
     def restart_dead_codes(
-        self, embeddings: Tensor, generator: torch.Generator, optimizer: torch.optim.Optimizer | None = None
+        self, embeddings: Tensor, generator: torch.Generator, optimizer: torch.optim.Optimizer
     ) -> list[int]:
         """Moves codes that no item uses to the residuals of items drawn at random; how many per level.
 
         Level by level, so that a moved code is in use when the next level's residuals are taken. Adam's
         moments of moved codes are cleared.
         """
-        moments = optimizer.state.get(self.codebooks, {}) if optimizer else {}
+        moments = optimizer.state.get(self.codebooks, {})
         residual, restarted = self.latents(embeddings), []
         for level, codebook in enumerate(self.codebooks):
             code, distances = nearest(residual, codebook)
@@ -173,23 +169,17 @@ class Rqvae(nn.Module):
         return restarted
 
 
-def _batches(count: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
-    yield from torch.randperm(count, generator=generator).split(size)
-
-
-def fit(embeddings: Tensor, config: RqvaeConfig, report_every: int = 50) -> Generator[Progress, None, Quantized]:
+def fit(embeddings: Tensor, config: RqvaeConfig, report_every: int = 50) -> Training[Quantized]:
     """Trains an RQ-VAE on `embeddings` (N, E), on their device; yields every `report_every` epochs, and within.
 
-    Equal seeds give equal codes on the same hardware. With `kmeans_init` it raises UserError if there are fewer
-    items than codes per level.
+    Equal seeds give equal codes on the same hardware. Raises UserError if there are fewer items than codes per level.
     """
     generator = torch.Generator().manual_seed(config.seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = Rqvae(embeddings.shape[1], config)
     model.to(embeddings.device)
-    if config.kmeans_init:
-        yield from model.initialising(embeddings, generator)
+    yield from model.initialise_codebooks(embeddings, generator)
     layers = [*model.encoder.parameters(), *model.decoder.parameters()]
     optimizer = torch.optim.AdamW(
         [{"params": layers, "weight_decay": config.weight_decay}, {"params": [model.codebooks], "weight_decay": 0.0}],
@@ -197,7 +187,8 @@ def fit(embeddings: Tensor, config: RqvaeConfig, report_every: int = 50) -> Gene
     )
     for epoch in range(1, config.epochs + 1):
         sums = dict.fromkeys(("reconstruction", "quantization"), 0.0)
-        for number, rows in enumerate(_batches(len(embeddings), config.batch_size, generator)):
+        order = torch.randperm(len(embeddings), generator=generator)
+        for number, rows in enumerate(order.split(config.batch_size)):
             losses = model(embeddings[rows.to(embeddings.device)])
             optimizer.zero_grad(set_to_none=True)
             losses["loss"].backward()
@@ -219,3 +210,37 @@ def fit(embeddings: Tensor, config: RqvaeConfig, report_every: int = 50) -> Gene
         decoded = torch.cat([model.decoder(rows) for rows in quantized.split(ROWS)])
         error = unexplained_variance(embeddings, decoded)
     return Quantized(latents.cpu(), codebooks.cpu(), codes.cpu(), error)
+
+
+def transport(points: Tensor, centres: Tensor, epsilon: float) -> Tensor:
+    """(B,) codes of `points` (B, D) among `centres` (K, D), each used about equally often."""
+    cost = torch.cdist(points.double(), centres.double()).square()
+    middle, half = (cost.max() + cost.min()) / 2, (cost.max() - cost.min()) / 2
+    plan = -(cost - middle) / (half.clamp(min=1e-12) * epsilon)  # logarithms, as exp of them overflows
+    rows, columns = -math.log(len(points)), -math.log(len(centres))
+    for _ in range(ITERATIONS):
+        plan = plan - plan.logsumexp(0, keepdim=True) + columns
+        plan = plan - plan.logsumexp(1, keepdim=True) + rows
+    return plan.argmax(1)
+
+
+def spread(vectors: Tensor, codebooks: Tensor, codes: Tensor) -> Tensor:
+    """(N, C) codes where no two items that share all but the last code share that too, where there are codes enough.
+
+    Of such items the last codes are those of the least total cost that differ (an assignment problem); more of them
+    than codes stay as they are. `vectors` (N, D) are what the codes stand for.
+    """
+    from scipy.optimize import linear_sum_assignment  # models that rank need PyTorch alone
+
+    codes = codes.clone()
+    above = codebooks[torch.arange(codes.shape[1] - 1, device=codes.device), codes[:, :-1]].sum(1)
+    left = (vectors - above).cpu()  # (N, D): what the last level stands for
+    last = codebooks[-1].cpu()
+    _, group, counts = codes[:, :-1].unique(dim=0, return_inverse=True, return_counts=True)
+    order, ends = group.argsort(stable=True), counts.cumsum(0)
+    for number in range(len(counts)):
+        items = order[ends[number] - counts[number] : ends[number]]
+        if len(items) <= len(last) and len(codes[items, -1].unique()) < len(items):
+            cost = torch.cdist(left[items.cpu()].double(), last.double()).square()
+            codes[items, -1] = torch.from_numpy(linear_sum_assignment(cost.numpy())[1]).to(codes.device)
+    return codes

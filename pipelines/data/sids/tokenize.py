@@ -7,7 +7,7 @@ made from the same input and settings. Training runs in one Ray task, on a GPU w
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -20,12 +20,10 @@ import torch
 from models.retrieval.data import Examples
 from models.retrieval.search.trie import Trie
 from models.retrieval.tokenizers import rqkmeans, rqvae
-from models.retrieval.tokenizers.conflict import LIMIT, with_conflict_levels
-from models.retrieval.tokenizers.measures import branching, collisions, level_measures
+from models.retrieval.tokenizers.codes import LIMIT, branching, collisions, level_measures, with_conflict_levels
 from models.retrieval.tokenizers.psid import PsidConfig, assign
 from models.retrieval.tokenizers.published import codes_of, read_published
-from models.retrieval.tokenizers.residual import Progress, paced, quantization_error
-from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
+from models.retrieval.tokenizers.rqkmeans import Progress, RqkmeansConfig, Training, paced, quantization_error
 from models.retrieval.tokenizers.rqvae import RqvaeConfig
 from models.tables import (
     Manifest,
@@ -72,11 +70,11 @@ class TokenizerConfig:
     @property
     def quantizer(self) -> str:
         """The tokenizer whose codebooks are trained."""
-        return self.psid.base if self.tokenizer == "psid" else self.tokenizer
+        return "rqkmeans" if self.tokenizer == "psid" else self.tokenizer
 
     def too_few_items(self, items_uri: str) -> str | None:
         """What to say where the catalogue has fewer items than a codebook that k-means starts on them has codes."""
-        if self.quantizer == "published" or (self.quantizer == "rqvae" and not self.rqvae.kmeans_init):
+        if self.quantizer == "published":
             return None
         size, items = getattr(self, self.quantizer).codebook_size, read_manifest(items_uri, "items").rows
         if items >= size:
@@ -142,7 +140,7 @@ def _train_task(
         codes = quantized.codes.numpy()
         if config.tokenizer == "psid":
             taken = collisions(codes)["duplicates"]
-            yield Progress(1, 1, f"{config.psid.method} for {taken} items whose codes are taken")
+            yield Progress(1, 1, f"other codes for {taken} items whose codes are taken")
             codes = assign(quantized, config.psid)
     finally:
         torch.set_float32_matmul_precision(before)
@@ -158,7 +156,7 @@ def _train_task(
     yield measures, codes
 
 
-def _received(references: Iterator[Any]) -> Generator[Progress, None, tuple[dict[str, Any], np.ndarray]]:
+def _received(references: Iterator[Any]) -> Training[tuple[dict[str, Any], np.ndarray]]:
     """The stream of `_train_task` as it comes; its result in the end."""
     for reference in references:
         found: Progress | tuple[dict[str, Any], np.ndarray] = ray.get(reference)
@@ -252,7 +250,7 @@ def write_trie(uri: str, sids_uri: str) -> Manifest:
     sids = read_manifest(sids_uri, "sids")
     codes = read_codes(sids_uri)
     sizes = sids.info["codebook_sizes"]
-    trie = Trie.from_codes(torch.from_numpy(codes), tuple(sizes))
+    trie = Trie(torch.from_numpy(codes), tuple(sizes))
     edges = {name: column.numpy() for name, column in trie.edge_columns().items()}
     leaf = edges["item_index"] >= 0
     columns = [pa.array(edges[f.name], f.type) for f in TRIE if f.name != "item_index"]

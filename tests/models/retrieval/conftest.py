@@ -1,14 +1,22 @@
-"""Small tables for the tests of retrieval models."""
+"""Small tables for the tests of retrieval models, and a TIGER that is trained once for all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import training_tables
 
+from models import checkpoint
+from models.fit import EpochEvent, FitConfig, fit
+from models.inputs import Inputs
+from models.retrieval.data import Catalogue
+from models.setup import set_up
 from models.tables import Manifest, commit, read_manifest, write_part
 from pipelines.data.schemas import SIDS, TRIE, events_schema, items_schema, sequences_schema
 
@@ -78,15 +86,49 @@ def write_sids(tmp_path: Path) -> Callable[..., Path]:
         items = read_manifest(str(tables / "items")).hash
         sizes_info = {"codebook_sizes": sizes}
         sids = _write(root / "sids", SIDS, [table], {"items": inputs.get("items", items)}, sizes_info)
-        edges, node_of = [], {(): 0}
-        for level in range(len(sizes)):
-            for child, prefix in enumerate(sorted({c[: level + 1] for c in codes})):
-                item = codes.index(prefix) if level == len(sizes) - 1 else None
-                edges.append((level, node_of[prefix[:-1]], prefix[-1], child, item))
-                node_of[prefix] = child
-        columns = dict(zip(TRIE.names, zip(*edges, strict=True), strict=True))
-        trie = pa.table({k: list(v) for k, v in columns.items()}, schema=TRIE)
+        trie = TRIE.empty_table()  # nobody reads what is in it
         _write(root / "trie", TRIE, [trie], {"sids": inputs.get("sids", sids.hash)}, sizes_info)
         return root
 
     return write
+
+
+@dataclass
+class World:
+    """Tables with semantic IDs, a TIGER that was trained on them, and how well it ranks."""
+
+    root: Path
+    tables: str
+    sids: str
+    tiger: Path
+    ndcg: float
+
+    @property
+    def catalogue(self) -> Catalogue:
+        return Catalogue.load(self.tables, self.sids)
+
+    def train(
+        self, model: dict[str, Any], folder: Path, epochs: int, metric: str = "ndcg@10"
+    ) -> tuple[Any, list[EpochEvent]]:
+        """Trains as `jobs.train` does, without Ray, to `best` in the folder; (set-up, epochs)."""
+        config = FitConfig(
+            lr=5e-3, warmup_share=0.0, batch_size=32, max_epochs=epochs, patience=0, metric=metric, seed=2
+        )
+        setup, events = set_up(model, config, Inputs(self.tables, self.sids)), []
+        for event in fit(setup.model, setup.train, setup.validate, setup.fit, means=setup.means):
+            if isinstance(event, EpochEvent):
+                events.append(event)
+                if event.is_best:
+                    about = setup.checkpoint(epoch=event.epoch, metrics=event.metrics)
+                    checkpoint.save(folder / "best", setup.model, about)
+        return setup, events
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    root = tmp_path_factory.mktemp("retrieval")
+    made = World(root, *training_tables.write_tables(root, users=120), root / "tiger", 0.0)
+    tiger = {"name": "tiger", "d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 2,
+             "num_decoder_layers": 2, "n_user_tokens": 2, "dropout": 0.0, "beam": 24}  # fmt: skip
+    made.ndcg = max(event.metrics["ndcg@10"] for event in made.train(tiger, made.tiger, 12)[1])
+    return made

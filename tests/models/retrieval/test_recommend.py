@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -15,12 +15,10 @@ from torch import nn
 
 from models import registry
 from models.cpu import kernels
+from models.cpu.fast import fast_search
 from models.retrieval.data import PAD, Catalogue
 from models.retrieval.metrics import measure
-from models.retrieval.parts import History
 from models.retrieval.recommend import latest
-from models.retrieval.search.beam import beam_search, unconstrained_beam_search
-from models.retrieval.search.export import export_student, load_exported
 from models.tables import UserError
 
 LONGEST = 6
@@ -53,9 +51,15 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "sid_mlp_pp": [{}, {"path": "plain"}, {"constrained": False}],
 }
 requests = partial(requests_of, items=20)
-CASES = [(name, options) for name in MODELS for options in OPTIONS.get(name, [{}])]
+CASES = [
+    (name, options, compiled)
+    for name in MODELS for options in OPTIONS.get(name, [{}])
+    for compiled in ([True, False] if name in ("tiger", "sid_mlp", "sid_mlp_pp") else [True])
+]  # fmt: skip
+"""With options, and where there are compiled kernels with them and without."""
 
 
+@cache
 def model(name: str) -> Any:
     torch.manual_seed(0)
     codes = torch.tensor([[a, b, 0] for a in range(5) for b in range(4)])
@@ -63,39 +67,30 @@ def model(name: str) -> Any:
     return registry.build(config, Catalogue.from_codes(codes, (5, 4, 2))).eval()
 
 
-@pytest.fixture(params=["kernels", "PyTorch"])
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """With the compiled kernels and without."""
-    if request.param == "PyTorch":
+@pytest.fixture(params=CASES, ids=str)
+def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, Any]]:
+    """(a model, options of its `recommend`)."""
+    name, options, compiled = request.param
+    if not compiled:
         monkeypatch.setattr(kernels, "ready", lambda *tensors: False)
+    return model(name), options
 
 
-@pytest.mark.usefixtures("engine")
-@pytest.mark.parametrize(("name", "options"), CASES)
-def test_an_empty_batch_is_an_empty_answer(name: str, options: dict[str, Any]) -> None:
-    items, scores = model(name).recommend(requests([]), 7, **options)
+def test_an_empty_batch_is_an_empty_answer(case: tuple[Any, dict[str, Any]]) -> None:
+    made, options = case
+    items, scores = made.recommend(requests([]), 7, **options)
     assert items.shape == scores.shape == (0, 7)
     assert (items.dtype, scores.dtype) == (torch.long, torch.float32)
-    assert measure(model(name), requests([]), **options)["examples"] == 0
+    assert measure(made, requests([]), **options)["examples"] == 0
 
 
-@pytest.mark.usefixtures("engine")
-def test_an_empty_batch_in_the_parts() -> None:
-    tiger, student = model("tiger"), model("sid_mlp")
-    source = torch.zeros(0, 3, 16)
+def test_the_fast_path_of_an_empty_batch() -> None:
     with torch.no_grad():
-        for search in (beam_search, unconstrained_beam_search):
-            scorer = tiger.decoder.scorer(History(source, torch.zeros(0, dtype=torch.long)))
-            assert search(scorer, tiger.trie, 4, 3)[0].shape == (0, 4)
-        from models.cpu.fast import fast_search
-
-        assert fast_search(student)(requests([]), 4, 3, True)[0].shape == (0, 4)
+        assert fast_search(model("sid_mlp"))(requests([]), 4, 3, True)[0].shape == (0, 4)
 
 
-@pytest.mark.usefixtures("engine")
-@pytest.mark.parametrize(("name", "options"), CASES)
-def test_of_a_longer_history_the_latest_items_are_read(name: str, options: dict[str, Any]) -> None:
-    made, batch = model(name), requests([LONGEST + 3, 2, LONGEST, LONGEST + 1])
+def test_of_a_longer_history_the_latest_items_are_read(case: tuple[Any, dict[str, Any]]) -> None:
+    (made, options), batch = case, requests([LONGEST + 3, 2, LONGEST, LONGEST + 1])
     rows = [row[:size][-LONGEST:] for row, size in zip(batch["history"], batch["history_length"], strict=True)]
     by_hand = {
         **batch,
@@ -122,13 +117,11 @@ def spoil_one(made: nn.Module) -> None:
     value.detach().view(-1)[0] = torch.nan
 
 
-@pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("spoil", [spoil_all, spoil_one])
-@pytest.mark.parametrize(("name", "options"), CASES)
 def test_scores_that_are_not_finite_are_an_error(
-    name: str, options: dict[str, Any], spoil: Callable[[nn.Module], None]
+    case: tuple[Any, dict[str, Any]], spoil: Callable[[nn.Module], None]
 ) -> None:
-    made = model(name)
+    made, options = copy.deepcopy(case[0]), case[1]
     made.recommend(requests([3, 2]), 20, **options)  # what is kept of weights is made anew
     spoil(made)
     for ask in (lambda: made.recommend(requests([3, 2]), 20, **options), lambda: measure(made, requests([3, 2]))):
@@ -142,19 +135,9 @@ def test_a_missing_tail_is_no_error() -> None:
     assert scores[0, 20:].isneginf().all()
 
 
-@pytest.mark.long
-def test_an_exported_student_answers_an_empty_batch(tmp_path: Path) -> None:
-    export_student(model("sid_mlp"), tmp_path / "student.pt2", 4)
-    empty = requests([])
-    items, scores = load_exported(tmp_path / "student.pt2")(empty["history"], empty["history_length"], empty["user"])
-    assert items.shape == scores.shape == (0, 4)
-
-
-@pytest.mark.usefixtures("engine")
-@pytest.mark.parametrize(("name", "options"), CASES)
-def test_known_items_are_left_out_where_that_is_asked_for(name: str, options: dict[str, Any]) -> None:
+def test_known_items_are_left_out_where_that_is_asked_for(case: tuple[Any, dict[str, Any]]) -> None:
     """Of histories shorter and longer than what is read, of padding, and with fewer items than asked for."""
-    batch, built = requests([1, 3, LONGEST, 15]), model(name)
+    (built, options), batch = case, requests([1, 3, LONGEST, 15])
     for k in (1, 7, 20):
         items, scores = built.recommend(batch, k, unseen=True, **options)
         every, all_scores = built.recommend(batch, k + 15, **options)

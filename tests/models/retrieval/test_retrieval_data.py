@@ -158,7 +158,7 @@ def test_tables_that_do_not_belong_together_are_refused(write_tables, write_sids
         sids = write_sids(codes, sizes, tables, name=f"wrong_{name}", **{name: "0" * 64})
         with pytest.raises(UserError, match=f"{wrong} was made from other {name}"):
             Catalogue.load(str(tables), str(sids))
-    with pytest.raises(UserError, match="exceeds its codebook"):
+    with pytest.raises(UserError, match="code 2 at level 1 is outside of its codebook of 2"):
         Catalogue.load(str(tables), str(write_sids([(0, 1), (1, 2)], sizes, tables, name="over")))
     with pytest.raises(UserError, match=r"run jobs.tokenize"):
         Catalogue.load(str(tables), str(write_sids(codes[:1], sizes, tables, name="few")))

@@ -73,17 +73,6 @@ def test_it_learns_a_cycle(sasrec, write_tables):
     assert (sasrec.recommend(batch, 1)[0][:, 0] == batch["target"]).float().mean() > 0.9
 
 
-def test_impossible_sizes_are_refused():
-    for change, text in (({"dim": 15}, "multiple"), ({"dropout": 1.0}, "not in"), ({"num_layers": 0}, "at least 1")):
-        with pytest.raises(ValueError, match=text):
-            SASRecConfig(**change)
-
-
-def test_a_history_longer_than_the_positions_is_refused(sasrec):
-    with pytest.raises(ValueError, match="exceeds max_history 8"):
-        sasrec.states(torch.zeros((1, 9), dtype=torch.long))
-
-
 def test_popularity_ranks_by_train_targets_with_ties_to_the_lower_index(write_tables):
     log = {"a": [(t, i) for t, i in enumerate([9, 5, 5, 3, 1, 1])], "b": [(1, 3), (2, 3)]}
     train = Examples.load(str(write_tables(log, 10) / "sequences"), "train")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
 from dataclasses import replace
 from functools import cache, partial
@@ -14,23 +13,21 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_retrieval import TEACHER, requests_of
+from small_retrieval import requests_of
 from torch import Tensor
-from training_tables import write_tables
 
 from models import checkpoint, registry
-from models.fit import EpochEvent, FitConfig, fit
+from models.fit import FitConfig
 from models.inputs import Inputs
 from models.retrieval import sid_mlp_pp
 from models.retrieval.backbones.mlp import EncoderSizes, MlpBackbone
 from models.retrieval.data import PAD, Catalogue
-from models.retrieval.search.export import export_student, load_exported
 from models.retrieval.sid_mlp_pp import SidMlpPp, SidMlpPpConfig, SidMlpPpEncoder, SidMlpPpEncoderConfig
 from models.retrieval.tiger import Tiger, TigerConfig
-from models.setup import set_up
 from models.tables import UserError
 from pipelines.evaluation.inference import recommend_all
 from pipelines.evaluation.ranking import evaluate
+from tests.models.retrieval.conftest import World
 
 CONFIGS = Path(__file__).parents[3] / "jobs" / "configs"
 ITEMS = 24
@@ -127,29 +124,6 @@ def test_padding_changes_nothing(packed):
         torch.testing.assert_close(encoded(encoder, alone, packed)[0], states[row : row + 1, : 2 + 3 * length])
 
 
-def test_a_token_reaches_the_others_through_the_mean_alone():
-    """Changing one code moves every state of its request; with the mean held, only its own."""
-    source = Tiger(TigerConfig(**TIGER), catalogue())
-    encoder = MlpBackbone(source.backbone, EncoderSizes(1, 20)).eval()
-    batch = requests([3, 3])
-    changed = batch["history"].clone()
-    changed[0, 1] = (changed[0, 1] + 1) % ITEMS
-    moved = (encoded(encoder, batch)[0] != encoded(encoder, batch | {"history": changed})[0]).any(-1)
-    assert moved[0].all()
-    assert not moved[1].any()
-    for mlp in encoder.layers[0]:
-        mlp.inner.weight.data[:, 16:] = 0.0  # the mean's columns
-    moved = (encoded(encoder, batch)[0] != encoded(encoder, batch | {"history": changed})[0]).any(-1)
-    assert not moved[0, [0, 1, 2, 3, 7, 8, 9, 10]].any()
-    assert moved[0, 4:7].any()
-
-
-def test_a_history_longer_than_its_positions_is_refused():
-    source = Tiger(TigerConfig(**TIGER), catalogue())
-    with pytest.raises(ValueError, match="8 items exceeds the encoder's 7"):
-        MlpBackbone(source.backbone, EncoderSizes(1, 20)).encode(requests([8, 2]))
-
-
 def trained_of(encoder: MlpBackbone) -> list[Tensor]:
     return [parameter for parameter in encoder.parameters() if parameter.requires_grad]
 
@@ -209,25 +183,6 @@ def stage_2(**change: object) -> tuple[SidMlpPp, Tiger]:
     return model, teacher
 
 
-@pytest.mark.parametrize("end_to_end", [False, True])
-def test_stage_2_trains_readout_and_heads_and_the_encoder_only_end_to_end(end_to_end):
-    model, _ = stage_2(end_to_end=end_to_end)
-    before = copy.deepcopy(model.state_dict())
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
-    model.train()
-    assert model.backbone.training == end_to_end
-    for seed in range(2):
-        model(requests([3, 5, 1, 2], seed))["loss"].backward()
-        optimizer.step()
-    gradients = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
-    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
-    assert any(name.startswith("decoder.heads.") for name in moved)
-    assert any(name.startswith("decoder.readout.") for name in moved)
-    assert any(name.startswith("backbone.layers.") for name in moved) == end_to_end
-    assert any(name.startswith("backbone.layers.") for name in gradients) == end_to_end
-    assert not any(name.startswith("backbone.embedding.") for name in moved | gradients)
-
-
 def test_stage_2_learns_from_the_teachers_own_states():
     """Its KL is 0 exactly where its logits are those that the whole teacher gives."""
     model, teacher = stage_2(alpha=1.0)
@@ -247,87 +202,17 @@ def test_stage_2_learns_from_the_teachers_own_states():
     torch.testing.assert_close(model(batch)["loss"], expected)
 
 
-@pytest.mark.parametrize("scores", ["children", "codebook"])
-def test_it_recommends_as_sid_mlp_does_from_its_own_states(scores):
-    model, _ = stage_2(scores=scores)
-    model.eval()
-    batch = requests([3, 5, 1, 2])
-    items, values = model.recommend(batch, ITEMS, beam=ITEMS, path="plain")
-    assert [sorted(row) for row in items.tolist()] == [list(range(ITEMS))] * 4
-    fast, fast_values = model.recommend(batch, ITEMS, beam=ITEMS, path="fast")
-    assert fast.tolist() == items.tolist()
-    torch.testing.assert_close(fast_values, values, rtol=1e-4, atol=1e-5)
-    with torch.no_grad():
-        history, codes = model.encode(batch), catalogue().sids
-        for row in range(4):
-            for item, value in zip(items[row].tolist()[::7], values[row].tolist()[::7], strict=True):
-                total = 0.0
-                for level in range(3):
-                    logits = model.decoder.teacher_forced(history, codes[item].expand(4, -1))[level][row]
-                    same = (codes[:, :level] == codes[item, :level]).all(1)
-                    children = codes[same, level].unique()
-                    over = logits if scores == "codebook" or level == 0 else logits[children]
-                    total += float(logits[codes[item, level]] - over.logsumexp(0))
-                assert value == pytest.approx(total, abs=1e-4)
-
-
-@pytest.mark.long
-def test_the_exported_program_recommends_the_same_whatever_the_batch(tmp_path):
-    model, _ = stage_2()
-    model.eval()
-    export_student(model, tmp_path / "student.pt2", 10)
-    program = load_exported(tmp_path / "student.pt2")
-    for lengths in ([3, 5, 1, 2], [1], [7, 7]):
-        batch = requests(lengths)
-        items, _ = program(batch["history"], batch["history_length"], batch["user"])
-        assert items.tolist() == model.recommend(batch, 10)[0].tolist()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"encoder_layers": 0}, "encoder_layers is 0, it must be at least 1"),
-        ({"encoder_width": 0}, "encoder_width is 0, it must be at least 1"),
-        ({"encoder_dropout": 1.0}, "encoder_dropout 1.0 is not in"),
-        ({"m": 1}, "set m 0"),
-        ({"end_to_end": True, "encoder": "somewhere"}, "leave one of them out"),
-    ],
-)
-def test_impossible_options_are_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        SidMlpPpConfig(**change)
-
-
-def run(model: dict, folder: Path, tables: str, sids: str, metric: str, epochs: int) -> tuple[Path, list[EpochEvent]]:
-    """Trains as `jobs.train` does, without Ray; (best checkpoint, events)."""
-    config = FitConfig(lr=5e-3, weight_decay=0.0, batch_size=64, max_epochs=epochs, patience=0, metric=metric)
-    setup = set_up(model, config, Inputs(tables, sids))
-    events = []
-    for event in fit(setup.model, setup.train, setup.validate, setup.fit, means=setup.means):
-        if isinstance(event, EpochEvent):
-            events.append(event)
-            if event.is_best:
-                checkpoint.save(
-                    folder / "best", setup.model, setup.checkpoint(epoch=event.epoch, metrics=event.metrics)
-                )
-    return folder, events
-
-
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> SimpleNamespace:
-    """Tables, a TIGER, and both stages trained from it for a few epochs."""
-    root = tmp_path_factory.mktemp("pp")
-    tables, sids = write_tables(root)
-    small = {**TIGER, "d_model": 32, "d_ff": 64, "max_history": 12}
-    teacher, _ = run({"name": "tiger", "beam": 24, **small}, root / "tiger", tables, sids, "ndcg@10", 40)
-    one = {"name": "sid_mlp_pp_encoder", "teacher": str(teacher), **SIZES}
-    encoder, events_1 = run(one, root / "encoder", tables, sids, "neg_mse", 15)
-    two = {"name": "sid_mlp_pp", "encoder": str(encoder), "beam": 24, **HEADS}
-    student, events_2 = run(two, root / "student", tables, sids, "ndcg@10", 25)
-    loaded = Catalogue.load(tables, sids)
+def trained(world: World) -> SimpleNamespace:
+    """Both stages, trained from the teacher for a few epochs."""
+    root = world.root / "pp"
+    one = {"name": "sid_mlp_pp_encoder", "teacher": str(world.tiger), **SIZES}
+    _, events = world.train(one, root / "encoder", 10, "neg_mse")
+    two = {"name": "sid_mlp_pp", "encoder": str(root / "encoder"), "beam": 24, **HEADS}
+    world.train(two, root / "student", 10)
     return SimpleNamespace(
-        root=root, tables=tables, sids=sids, catalogue=loaded, teacher=teacher, encoder=encoder, student=student,
-        events_1=events_1, events_2=events_2,
+        root=root, tables=world.tables, sids=world.sids, catalogue=world.catalogue, teacher=world.tiger,
+        encoder=root / "encoder", student=root / "student", events_1=events,
     )  # fmt: skip
 
 
@@ -386,7 +271,7 @@ def test_resolving_fills_in_sizes_and_hashes_once(trained):
     assert (found.encoder_layers, found.encoder_width) == (2, 32)
     assert found.encoder == str(trained.encoder / "best")
     assert found.teacher == str(trained.teacher / "best")
-    assert found.teacher_model["d_model"] == 32
+    assert found.teacher_model["d_model"] == 16
     assert registry.resolve(found, trained.catalogue) == found
     ends = registry.resolve(SidMlpPpConfig(teacher=str(trained.teacher), end_to_end=True), trained.catalogue)
     assert (ends.encoder, ends.encoder_layers, ends.teacher_hash) == ("", 4, found.teacher_hash)
@@ -426,13 +311,3 @@ def test_the_shown_configs_are_the_papers(base, ablation, field):
     assert FitConfig(**content["fit"]).metric == ("neg_mse" if base == "sid_mlp_pp_encoder" else "ndcg@10")
     change = yaml.safe_load((CONFIGS / "sid_mlp_pp" / f"{ablation}.yaml").read_text())
     assert getattr(registry.config_from_dict({**content["model"], **change["model"]}), field)
-
-
-@pytest.mark.parametrize("name", ["earn", "nezha"])
-def test_stage_1_needs_a_teacher_whose_states_are_the_historys_tokens(name: str) -> None:
-    taught = {"name": name, "teacher_model": {"name": "tiger", **TEACHER}}
-    config = registry.config_from_dict(
-        {"name": "sid_mlp_pp_encoder", "teacher_model": {**taught["teacher_model"], **taught}}
-    )
-    with pytest.raises(UserError, match=r"those of a \w+ are others; give a TIGER"):
-        SidMlpPpEncoder(config, catalogue(), registry.build(registry.config_from_dict(taught), catalogue()))

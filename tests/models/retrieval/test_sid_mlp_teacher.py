@@ -15,22 +15,21 @@ from torch import Tensor
 from training_tables import write_tables
 
 from models import checkpoint, registry
-from models.fit import EpochEvent, FitConfig, StepEvent, fit
+from models.fit import EpochEvent, FitConfig
 from models.inputs import Inputs
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.sid_mlp import SidMlpConfig
 from models.retrieval.teacher import locate
 from models.setup import Setup, set_up
 from models.tables import UserError
+from tests.models.retrieval.conftest import World
 
-TEACHER = {"d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 2, "num_decoder_layers": 2,
-           "n_user_tokens": 2}  # fmt: skip
 SMALL = {"attention_heads": 2, "attention_width": 24, "ffn_width": 32, "head_width": 20}
 
 
 @dataclass
 class Taught:
-    """A small trained teacher and a student distilled from it."""
+    """A student distilled from the trained teacher."""
 
     tables: str
     sids: str
@@ -38,30 +37,20 @@ class Taught:
     accuracy: float
     setup: Setup
     before: dict[str, Tensor]
-    events: list[StepEvent | EpochEvent]
-
-
-def fit_small(model: dict[str, Any], tables: str, sids: str, lr: float, epochs: int) -> tuple[Setup, list[Any], dict]:
-    config = FitConfig(batch_size=32, max_epochs=epochs, lr=lr, warmup_share=0.0, weight_decay=1e-4, patience=0, seed=2)
-    setup = set_up(model, config, Inputs(tables, sids))
-    before = {name: value.clone() for name, value in setup.model.state_dict().items()}
-    return setup, list(fit(setup.model, setup.train, setup.validate, config, means=setup.means)), before
+    events: list[EpochEvent]
 
 
 @pytest.fixture(scope="module")
-def taught(tmp_path_factory: pytest.TempPathFactory) -> Taught:
-    folder = tmp_path_factory.mktemp("distillation")
-    tables, sids = write_tables(folder, users=120)
-    setup, events, _ = fit_small({"name": "tiger", **TEACHER, "dropout": 0.0}, tables, sids, 5e-3, 12)
-    checkpoint.save(folder / "tiger/best", setup.model, setup.checkpoint(epoch=12))
-    config = {"name": "sid_mlp", "teacher": str(folder / "tiger"), "dropout": 0.0, **SMALL}
-    distilled, lines, before = fit_small(config, tables, sids, 5e-3, 8)
-    return Taught(tables, sids, str(folder / "tiger"), events[-1].metrics["ndcg@10"], distilled, before, lines)
+def taught(world: World) -> Taught:
+    config = {"name": "sid_mlp", "teacher": str(world.tiger), "dropout": 0.0, **SMALL}
+    before = set_up(config, FitConfig(seed=2, batch_size=32), Inputs(world.tables, world.sids)).model.state_dict()
+    setup, events = world.train(config, world.root / "taught", 8)
+    return Taught(world.tables, world.sids, str(world.tiger), world.ndcg, setup, before, events)
 
 
 def test_a_student_learns_what_its_teacher_knows(taught: Taught) -> None:
-    losses = [event.loss for event in taught.events if isinstance(event, EpochEvent)]
-    metrics = taught.events[-1].metrics  # type: ignore[union-attr]
+    losses = [event.loss for event in taught.events]
+    metrics = taught.events[-1].metrics
     assert losses[-1] < 0.5 * losses[0]
     chance = sum(1 / math.log2(rank + 1) for rank in range(1, 11)) / 24
     assert taught.accuracy > 2 * chance

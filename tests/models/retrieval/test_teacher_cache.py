@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,16 +26,16 @@ from models.fit import EpochEvent, FitConfig, fit
 from models.inputs import Inputs
 from models.locks import LOCK, locked
 from models.retrieval.data import Examples
-from models.retrieval.teacher_cache import SCHEMA, States
+from models.retrieval.teacher_cache import States
 from models.setup import Setup, set_up
-from models.tables import UserError, commit, open_uri, read_manifest, read_table, sealed, unsealed, write_part
+from models.tables import UserError, open_uri, read_manifest, read_table, sealed, unsealed
 
 ROOT = Path(__file__).parents[3]
 TIGER = {"name": "tiger", "d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 2,
          "num_decoder_layers": 2, "n_user_tokens": 2, "max_history": 6}  # fmt: skip
 HEADS = {"attention_heads": 2, "attention_width": 24, "ffn_width": 32, "head_width": 20, "dropout": 0.0}
 ENCODER = {"name": "sid_mlp_pp_encoder", "encoder_layers": 1, "encoder_width": 24}
-FIT = FitConfig(batch_size=32, max_epochs=2, lr=5e-3, warmup_share=0.0, patience=0, seed=2)
+FIT = FitConfig(batch_size=32, max_epochs=1, lr=5e-3, warmup_share=0.0, patience=0, seed=2)
 
 
 @dataclass
@@ -183,17 +182,6 @@ def test_half_written_it_is_made_anew(world: World, tmp_path: Path) -> None:
     assert files(str(uri)) == sorted(["manifest.json", *(part.path for part in read_manifest(str(uri)).files)])
 
 
-def test_one_that_another_run_took_for_dead_is_not_committed(tmp_path: Path) -> None:
-    made = [
-        [write_part(str(tmp_path), pa.table({"request": [7], "states": [[value]]}, SCHEMA))] for value in (0.0, 1.0)
-    ]
-    commit(str(tmp_path), "encoder", SCHEMA, made[0], config={}, inputs={})
-    with pytest.raises(UserError, match=f"{made[1][0].path} is gone before .* run this one again"):
-        commit(str(tmp_path), "encoder", SCHEMA, made[1], config={}, inputs={})
-    assert read_table(str(tmp_path))["states"].to_pylist() == [[0.0]]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", made[0][0].path]
-
-
 def test_a_wrong_one_is_refused_with_what_to_do(world: World, cache: Path, tmp_path: Path) -> None:
     copy = tmp_path / "cache"
     shutil.copytree(cache, copy)
@@ -210,11 +198,6 @@ def test_a_wrong_one_is_refused_with_what_to_do(world: World, cache: Path, tmp_p
     def changed(**change: Any) -> None:
         (uri / "manifest.json").write_text(sealed({**manifest, **change}))
 
-    for table in ("weights", "sequences", "trie"):
-        changed(inputs={**manifest["inputs"], table: "f" * 64})
-        refused(f"it is of {table} ffffffffffff, not")
-    changed(config={**manifest["config"], "max_history": 3})
-    refused("it is of max_history 3, not 6")
     changed(files=[])
     refused("it lacks .* requests")
     (uri / "manifest.json").write_text("{")

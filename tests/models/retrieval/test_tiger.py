@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
 
@@ -14,7 +13,6 @@ from models.layers.t5 import _ReluDropout, dropout
 from models.retrieval.data import PAD, Catalogue
 from models.retrieval.search.generate import as_transformers
 from models.retrieval.tiger import Tiger, TigerConfig
-from models.tables import UserError
 
 SMALL = {"d_model": 32, "d_ff": 64, "num_heads": 2, "d_kv": 16, "num_encoder_layers": 2, "num_decoder_layers": 2}
 SIZES = (8, 8, 8, 3)
@@ -105,44 +103,6 @@ def test_transformers_keeps_to_the_beam_where_more_items_are_asked_for(trained):
     assert (others[:, 4:] == -1).all()
 
 
-def test_with_a_beam_as_wide_as_the_catalogue_it_is_the_training_loss(tiger):
-    """Scores are log-probabilities of whole IDs: what the loss is the negative mean of."""
-    batch = requests(3)
-    items, scores = tiger.recommend(batch, 62, beam=60)
-    assert items[:, 60:].tolist() == [[-1, -1]] * 3
-    assert scores[:, 60:].tolist() == [[-math.inf] * 2] * 3
-    for row in range(3):
-        assert sorted(items[row, :60].tolist()) == list(range(60))
-        one = {name: value[row : row + 1].expand(60, *value.shape[1:]) for name, value in batch.items()}
-        losses = []
-        for at in (0, 1, 30, 59):
-            item = {name: value[at : at + 1] for name, value in one.items()} | {"target": items[row, at : at + 1]}
-            losses.append(tiger(item)["loss"].item())
-        found = (-scores[row, [0, 1, 30, 59]] / 4).tolist()
-        assert losses == pytest.approx(found, abs=1e-4)
-
-
-def test_recommendations_depend_on_the_own_row_alone(trained):
-    model = trained
-    batch = requests(6)
-    items, scores = model.recommend(batch, 10)
-    for row in range(6):
-        length = int(batch["history_length"][row])
-        alone = {name: value[row : row + 1] for name, value in batch.items()}
-        alone |= {"history": alone["history"][:, :length], "target": (alone["target"] + 1) % 60}
-        items_alone, scores_alone = model.recommend(alone, 10)
-        assert items_alone.tolist() == items[row : row + 1].tolist()
-        torch.testing.assert_close(scores_alone, scores[row : row + 1], rtol=1e-4, atol=1e-5)
-
-
-def test_it_learns(tiger, trained):
-    batch = requests(64, seed=5)
-    batch["target"] = batch["history"][:, 0]
-    assert trained(batch)["loss"] < 0.7 * tiger(batch)["loss"]
-    items, _ = trained.recommend(batch, 10)
-    assert (items == batch["target"][:, None]).any(1).float().mean() > 0.4  # by chance 10 of 60
-
-
 def test_dropout_keeps_its_share_and_its_mean():
     torch.manual_seed(0)
     x = torch.ones(400, 501)
@@ -161,14 +121,6 @@ def test_relu_with_dropout_has_the_gradient_of_what_it_kept():
     assert torch.equal(result, torch.where(kept, x, 0.0))
     assert torch.equal(gradient, kept.float())
     assert kept.sum() / (x > 0).sum() == pytest.approx(0.7, abs=0.05)
-
-
-def test_it_needs_semantic_ids_and_possible_options():
-    with pytest.raises(UserError, match="give --sids"):
-        Tiger(TigerConfig(), Catalogue(5))
-    for change, text in (({"beam": 0}, "at least 1"), ({"dropout": -0.1}, "not in"), ({"decoder": "x"}, "unknown")):
-        with pytest.raises(ValueError, match=text):
-            TigerConfig(**change)
 
 
 def test_a_checkpoint_holds_each_weight_once_and_no_table(tiger):

@@ -10,10 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from models.retrieval.tokenizers import conflict
+from models.retrieval.tokenizers import codes
 from models.retrieval.tokenizers.psid import PsidConfig
 from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
-from models.retrieval.tokenizers.rqvae import RqvaeConfig
 from models.tables import UserError, commit, has_manifest, read_manifest, read_table, write_part, writing
 from pipelines.data.schemas import SIDS, TRIE, items_schema
 from pipelines.data.sids.embed import EmbedConfig, read_embeddings
@@ -181,17 +180,8 @@ def test_a_missing_or_stale_trie_is_made_again_and_nothing_else(
     assert {k: v for k, v in stamps(tmp_path / "sids").items() if not k.startswith("trie")} == before
 
 
-@pytest.mark.parametrize("base", ["rqkmeans", "rqvae"])
-@pytest.mark.parametrize("method", ["ecm", "rrs"])
-def test_psid_makes_unique_codes_of_the_same_depth(
-    ray_local: None, items_uri: str, tmp_path: Path, base: str, method: str
-) -> None:
-    config = TokenizerConfig(
-        "psid",
-        rqkmeans=RqkmeansConfig(levels=3, codebook_size=6),
-        rqvae=RqvaeConfig(levels=3, codebook_size=6, latent=4, hidden=[16], epochs=5),
-        psid=PsidConfig(method=method, base=base, width=3),
-    )
+def test_psid_makes_unique_codes_of_the_same_depth(ray_local: None, items_uri: str, tmp_path: Path) -> None:
+    config = TokenizerConfig("psid", rqkmeans=RqkmeansConfig(levels=3, codebook_size=6), psid=PsidConfig(width=3))
     sids, _, _ = run(items_uri, tmp_path / "sids", config)
     assert sids.info["conflict_level"] is False
     assert sids.info["codebook_sizes"] == [6, 6, 6]
@@ -210,7 +200,7 @@ def test_items_of_one_text_take_two_conflict_codes_or_leave_no_sids_behind(
     assert sids.info["codebook_sizes"][-2:] == [2, 256]
     assert trie.rows > 280
     assert any(line.startswith("note: 280 items share their codes, so the conflict code takes two") for line in said)
-    monkeypatch.setattr(conflict, "LEVELS", 1)
+    monkeypatch.setattr(codes, "LEVELS", 1)
     with pytest.raises(UserError, match=r"280 items share the codes.*at most 256"):
         run(items, tmp_path / "sids", pca_width=0, embed=EmbedConfig(svd=2))
     assert not has_manifest(str(tmp_path / "sids/sids"))

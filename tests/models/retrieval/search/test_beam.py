@@ -55,7 +55,7 @@ def problems(draw):
         choice = torch.randint(0, len(values), (users, prefixes, size), generator=generator)
         tables.append(torch.tensor(values, dtype=torch.float)[choice])
         prefixes *= size
-    return TableScorer(tables), Trie.from_codes(torch.tensor(codes), sizes), codes
+    return TableScorer(tables), Trie(torch.tensor(codes), sizes), codes
 
 
 def expected_beam(scorer, codes, user, k, beam):
@@ -110,7 +110,7 @@ def test_without_the_trie_only_items_are_left_in_the_end(problem, k):
 def test_a_tuple_whose_every_bigram_exists_is_not_an_item():
     """A table of position bigrams would admit (0, 0, 1): 0 -> 0 and 0 -> 1 both occur. No item has it."""
     codes = [(0, 0, 0), (1, 0, 1)]
-    trie = Trie.from_codes(torch.tensor(codes), (2, 2, 2))
+    trie = Trie(torch.tensor(codes), (2, 2, 2))
     likes = [torch.full((1, n, 2), -5.0) for n in (1, 2, 4)]
     likes[0][0, 0, 0] = likes[1][0, 0, 0] = likes[2][0, 0, 1] = -0.1  # the model wants (0, 0, 1)
     items, scores = beam_search(TableScorer(likes), trie, 3, beam=3)
@@ -134,7 +134,7 @@ def test_top_k_is_a_stable_sort(values, k):
 
 
 def test_an_empty_search_is_refused():
-    trie = Trie.from_codes(torch.tensor([[0]]), (1,))
+    trie = Trie(torch.tensor([[0]]), (1,))
     for search in (beam_search, unconstrained_beam_search):
         with pytest.raises(ValueError, match="need to be at least 1"):
             search(TableScorer([torch.zeros(1, 1, 1)]), trie, 0, 1)

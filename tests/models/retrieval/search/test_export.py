@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
-
 import pytest
 import torch
 from test_fast import SMALL, TEACHER, requests, student, table_7
@@ -35,19 +33,9 @@ def test_it_recommends_the_same(make, tmp_path):
         found, exported = program(batch["history"], batch["history_length"], batch["user"])
         torch.testing.assert_close(exported, scores, rtol=1e-4, atol=1e-4)
         assert found.tolist() == items.tolist()
-    whole = path.read_bytes()
-    with zipfile.ZipFile(path) as archive:
-        inside = [part.header_offset + part.file_size // 2 for part in archive.infolist() if part.file_size > 2000]
-    assert inside
-    for place in inside:
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
-        with pytest.raises(
-            UserError, match=r"student\.pt2 is damaged \(.*\); make it again with jobs\.evaluate --export"
-        ):
-            load_exported(path)
-    path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match=r"student\.pt2 is damaged"):
-        load_exported(path)
+    empty = requests(1, 400)
+    items, scores = program(empty["history"][:0], empty["history_length"][:0], empty["user"][:0])
+    assert items.shape == scores.shape == (0, 10)
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path):
@@ -59,5 +47,3 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
         export_student(Tiger(TigerConfig(**TEACHER), Catalogue.from_codes(codes, sizes)), path, 10)
     with pytest.raises(UserError, match="k 0 is below 1"):
         export_student(student(codes, sizes), path, 0)
-    with pytest.raises(UserError, match="there is no exported program"):
-        load_exported(path)

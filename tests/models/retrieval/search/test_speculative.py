@@ -81,7 +81,7 @@ def test_strict_is_beam_search_with_any_draft(
 
 
 CODES = [(a, b, c) for a in range(3) for b in range(3) for c in range(2) if (a + b + c) % 4]
-TINY = Trie.from_codes(torch.tensor(CODES), (3, 3, 2))
+TINY = Trie(torch.tensor(CODES), (3, 3, 2))
 SAMPLES = 40_000
 
 
@@ -187,6 +187,6 @@ def test_what_cannot_be_searched_is_refused() -> None:
     for how in (Speculation(0), Speculation(1, 0), Speculation(1, steps=-1)):
         with pytest.raises(ValueError, match="need to be at least"):
             search(one, one, TINY, 1, how)
-    other = Trie.from_codes(torch.tensor([(a, b) for a in range(2) for b in range(2)]), (2, 2))
+    other = Trie(torch.tensor([(a, b) for a in range(2) for b in range(2)]), (2, 2))
     with pytest.raises(ValueError, match="scores 3 codes at level 0, the trie has 2"):
         search(one, one, other, 1, Speculation(1))

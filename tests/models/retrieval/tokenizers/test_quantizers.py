@@ -1,7 +1,8 @@
-"""k-means, RQ-KMeans and RQ-VAE: planted clusters, initialisation, dead codes, seeds."""
+"""k-means, RQ-KMeans and RQ-VAE: planted clusters, initialisation, dead codes, even codes, seeds."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator
 from typing import Any
 
@@ -9,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from models.retrieval.tokenizers import residual, rqkmeans, rqvae
-from models.retrieval.tokenizers.residual import Progress, Quantized, encode, kmeans, nearest, paced
-from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
-from models.retrieval.tokenizers.rqvae import Rqvae, RqvaeConfig
+from models.retrieval.tokenizers import rqkmeans, rqvae
+from models.retrieval.tokenizers.rqkmeans import Progress, RqkmeansConfig, encode, kmeans, nearest, paced
+from models.retrieval.tokenizers.rqvae import Rqvae, RqvaeConfig, spread, transport
 from models.tables import UserError
 
 BRANCHES = (4, 3, 2)
 
 
-def finish(training: Generator[Any, None, Quantized]) -> Quantized:
+def finish(training: Generator[Progress, None, Any]) -> Any:
+    """What a training gives in the end."""
     while True:
         try:
             next(training)
@@ -49,21 +50,15 @@ def test_kmeans_finds_separated_clusters_and_returns_one_centre_per_row() -> Non
     generator = torch.Generator().manual_seed(1)
     truth = torch.randn(12, 5, generator=generator) * 10
     points = truth.repeat_interleave(20, 0) + 0.01 * torch.randn(240, 5, generator=generator)
-    centres = kmeans(points, 12, torch.Generator().manual_seed(0))
+    centres = finish(kmeans(points, 12, torch.Generator().manual_seed(0)))
     assert centres.shape == (12, 5)
     assert torch.cdist(truth, centres).min(1).values.max() < 0.05
 
 
-def test_kmeans_leaves_no_cluster_empty_while_points_are_off_their_centres() -> None:
-    points = torch.cat([torch.zeros(50, 2), torch.arange(1.0, 8.0)[:, None].repeat(1, 2)])
-    centres = kmeans(points, 8, torch.Generator().manual_seed(0))  # 8 distinct points
-    _, distances = nearest(points, centres)
-    assert float(distances.max()) < 1e-6
-
-
-def test_kmeans_with_fewer_distinct_points_than_codes_still_represents_each() -> None:
-    points = torch.tensor([[0.0, 0.0], [1.0, 1.0]]).repeat(10, 1)
-    centres = kmeans(points, 5, torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("codes", [8, 12])
+def test_kmeans_gives_each_distinct_point_a_centre_where_there_are_enough(codes: int) -> None:
+    points = torch.cat([torch.zeros(50, 2), torch.arange(1.0, 8.0)[:, None].repeat(1, 2)])  # 8 distinct points
+    centres = finish(kmeans(points, codes, torch.Generator().manual_seed(0)))
     assert float(nearest(points, centres)[1].max()) < 1e-6
 
 
@@ -75,7 +70,7 @@ def test_more_codes_than_items_is_an_error_that_names_both() -> None:
 def test_codebooks_of_many_items_are_fitted_on_a_sample_and_all_get_nearest_codes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(residual, "BLOCK", 128)
+    monkeypatch.setattr(rqkmeans, "BLOCK", 128)
     generator = torch.Generator().manual_seed(3)
     truth = 20 * torch.randn(8, 6, generator=generator)
     vectors = truth[torch.randint(8, (1000,), generator=generator)] + torch.randn(1000, 6, generator=generator)
@@ -125,14 +120,6 @@ def test_rqkmeans_recovers_planted_hierarchy() -> None:
         assert len(np.unique(full.codes[(paths == leaf).all(1), :2].numpy(), axis=0)) == 1
 
 
-def test_rqkmeans_error_falls_with_every_level() -> None:
-    points = torch.randn(400, 8, generator=torch.Generator().manual_seed(3))
-    errors = [
-        finish(rqkmeans.fit(points, RqkmeansConfig(levels=n, codebook_size=16))).reconstruction_error for n in (1, 2, 3)
-    ]
-    assert 1 > errors[0] > errors[1] > errors[2] > 0
-
-
 SMALL = RqvaeConfig(levels=2, codebook_size=4, latent=8, hidden=[32], batch_size=64, epochs=150, lr=3e-3)
 
 
@@ -160,7 +147,7 @@ def test_kmeans_initialisation_lowers_the_quantisation_error_and_uses_every_code
         return errors
 
     random = error()
-    model.initialise_codebooks(points, torch.Generator().manual_seed(0))
+    finish(model.initialise_codebooks(points, torch.Generator().manual_seed(0)))
     initialised = error()
     assert all(after < before for after, before in zip(initialised, random, strict=True))
     assert initialised[0] > initialised[1] > initialised[2]  # each level is fitted to what the last left over
@@ -172,7 +159,7 @@ def test_dead_codes_restart_at_residuals_and_come_into_use() -> None:
     points = torch.randn(200, 12, generator=torch.Generator().manual_seed(5))
     torch.manual_seed(0)
     model = Rqvae(12, RqvaeConfig(levels=2, codebook_size=8, latent=6, hidden=[24]))
-    model.initialise_codebooks(points, torch.Generator().manual_seed(0))
+    finish(model.initialise_codebooks(points, torch.Generator().manual_seed(0)))
     with torch.no_grad():
         model.codebooks[0, 3:] = 1e3  # five codes that nothing is near to
     optimizer = torch.optim.AdamW(model.parameters())
@@ -235,7 +222,8 @@ def test_training_leaves_the_global_random_state_alone() -> None:
         (RqkmeansConfig, {"levels": 0}, "rqkmeans.levels is 0"),
         (RqkmeansConfig, {"codebook_size": 70000}, "codes are uint16"),
         (RqvaeConfig, {"epochs": 0}, "rqvae.epochs is 0"),
-        (RqvaeConfig, {"lr": 0.0}, "rqvae.lr 0.0 must be above 0"),
+        (RqvaeConfig, {"sinkhorn": -1}, "rqvae.sinkhorn is -1"),
+        (RqvaeConfig, {"lr": 0.0}, "rqvae.lr is 0.0"),
         (RqvaeConfig, {"hidden": [8, 0]}, "rqvae.hidden"),
     ],
 )
@@ -276,3 +264,57 @@ def test_k_means_and_epochs_say_how_far_they_are(kind: str) -> None:
     assert any("level 2: k-means seed 16 of 16" in message for message in inside)
     assert any("level 2: k-means iteration 1 of at most 100" in message for message in inside)
     assert kind == "rqkmeans" or "1 step of epoch 3" in inside
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_plan_is_that_of_plain_sinkhorn(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    points, centres = draw.normal(size=(30, 3)), draw.normal(size=(8, 3))
+    cost = ((points[:, None] - centres[None]) ** 2).sum(2)
+    plan = np.exp(-(2 * (cost - cost.min()) / (cost.max() - cost.min()) - 1) / 0.05)
+    for _ in range(50):
+        plan /= plan.sum(0) * 8
+        plan /= plan.sum(1, keepdims=True) * 30
+    assert transport(torch.tensor(points), torch.tensor(centres), 0.05).tolist() == plan.argmax(1).tolist()
+
+
+def test_the_last_codes_that_differ_cost_the_least() -> None:
+    generator = torch.Generator().manual_seed(3)
+    codebooks = torch.randn(2, 6, 3, generator=generator)
+    vectors = codebooks[0, 0] + 0.3 * torch.randn(4, 3, generator=generator)
+    codes = spread(vectors, codebooks, torch.zeros(4, 2, dtype=torch.long))
+    cost = torch.cdist((vectors - codebooks[0, 0]).double(), codebooks[1].double()).square()
+    least = min(sum(float(cost[i, k]) for i, k in enumerate(some)) for some in itertools.permutations(range(6), 4))
+    assert float(cost[torch.arange(4), codes[:, 1]].sum()) == pytest.approx(least)
+
+
+def test_codes_are_used_evenly_where_the_nearest_is_the_same_for_all() -> None:
+    generator = torch.Generator().manual_seed(0)
+    points = 5 + 0.1 * torch.randn(64, 4, generator=generator)
+    centres = torch.randn(16, 4, generator=generator)
+    assert torch.bincount(transport(points, centres, 0.003), minlength=16).tolist() == pytest.approx([4] * 16, abs=2)
+
+
+def test_items_with_equal_codes_are_spread_and_others_stay() -> None:
+    generator = torch.Generator().manual_seed(1)
+    codebooks = torch.stack([10 * torch.randn(8, 4, generator=generator), torch.randn(8, 4, generator=generator)])
+    vectors = codebooks[0][torch.arange(18) % 3] + 0.2 * torch.randn(18, 4, generator=generator)
+    codes, _ = encode(vectors, codebooks)
+    assert len(codes.unique(dim=0)) < 18
+    after = spread(vectors, codebooks, codes)
+    assert len(after.unique(dim=0)) == 18
+    assert torch.equal(after[:, 0], codes[:, 0])
+    again = spread(vectors, codebooks, after)
+    assert torch.equal(again, after)
+
+
+def test_a_tokenizer_with_even_last_codes_has_fewer_collisions() -> None:
+    generator = torch.Generator().manual_seed(2)
+    centres = torch.randn(12, 8, generator=generator)
+    vectors = centres[torch.arange(240) % 12] + 0.05 * torch.randn(240, 8, generator=generator)
+    settings = {"levels": 3, "codebook_size": 16, "latent": 4, "hidden": [16], "epochs": 20, "batch_size": 120}
+    plain, even = (
+        finish(rqvae.fit(vectors, RqvaeConfig(**settings, sinkhorn=epsilon))).codes for epsilon in (0.0, 0.003)
+    )
+    assert len(plain.unique(dim=0)) < 200
+    assert len(even.unique(dim=0)) > len(plain.unique(dim=0)) + 20

@@ -1,21 +1,25 @@
-"""PSID against brute force, the conflict code, measures and trie edges."""
+"""PSID against brute force, the conflict code and measures."""
 
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from models.retrieval.search.trie import Trie
-from models.retrieval.tokenizers.conflict import collision_groups, conflict_ranks, with_conflict_levels
-from models.retrieval.tokenizers.measures import branching, collisions, level_measures
+from models.retrieval.tokenizers.codes import (
+    branching,
+    collision_groups,
+    collisions,
+    conflict_ranks,
+    level_measures,
+    with_conflict_levels,
+)
 from models.retrieval.tokenizers.psid import PsidConfig, assign
-from models.retrieval.tokenizers.residual import Quantized, encode
+from models.retrieval.tokenizers.rqkmeans import Quantized, encode
 from models.tables import UserError
 
 
@@ -26,7 +30,7 @@ def quantized(items: int, size: int, depth: int, seed: int, spread: float = 0.2)
     return Quantized(vectors, codebooks, encode(vectors, codebooks)[0], 0.0)
 
 
-def ranked(vector: np.ndarray, codebooks: np.ndarray, method: str, width: int) -> list[tuple[int, ...]]:
+def ranked(vector: np.ndarray, codebooks: np.ndarray, width: int) -> list[tuple[int, ...]]:
     """All candidates of one item, best first, one tuple at a time."""
     found = []
     for codes in itertools.product(*(range(len(book)) for book in codebooks)):
@@ -37,20 +41,19 @@ def ranked(vector: np.ndarray, codebooks: np.ndarray, method: str, width: int) -
             cost += distances[code]
             residual = residual - book[code]
         if max(ranks) < width:
-            found.append((cost if method == "ecm" else tuple(ranks), codes))
+            found.append((cost, codes))
     return [codes for _, codes in sorted(found)]
 
 
-@pytest.mark.parametrize("method", ["ecm", "rrs"])
 @pytest.mark.parametrize(
     ("size", "depth", "items", "width"), [(3, 3, 27, 3), (4, 2, 14, 2), (4, 3, 30, 2), (5, 1, 5, 5)]
 )
 @pytest.mark.parametrize("seed", range(5))
 def test_each_relaxed_item_takes_the_best_candidate_that_is_free(
-    method: str, size: int, depth: int, items: int, width: int, seed: int
+    size: int, depth: int, items: int, width: int, seed: int
 ) -> None:
     trained = quantized(items, size, depth, seed)
-    codes = [tuple(row) for row in assign(trained, PsidConfig(method=method, width=width)).tolist()]
+    codes = [tuple(row) for row in assign(trained, PsidConfig(width=width)).tolist()]
     assert len(set(codes)) == items
     vectors, codebooks = trained.vectors.double().numpy(), trained.codebooks.double().numpy()
     greedy = [tuple(row) for row in trained.codes.tolist()]
@@ -65,46 +68,27 @@ def test_each_relaxed_item_takes_the_best_candidate_that_is_free(
         if codes[item] == greedy[item]:
             continue
         fan = width
-        while not (free := [c for c in ranked(vectors[item], codebooks, method, fan) if c not in taken]):
+        while not (free := [c for c in ranked(vectors[item], codebooks, fan) if c not in taken]):
             fan = min(2 * fan, size)
         assert codes[item] == free[0]
         taken.add(codes[item])
 
 
-def test_psid_fills_a_code_space_without_slack() -> None:
-    for method in ("ecm", "rrs"):
-        codes = assign(quantized(64, 4, 3, 0), PsidConfig(method=method, width=1))
-        assert len(np.unique(codes, axis=0)) == 64
+def test_identical_items_get_codes_of_their_own_in_a_fixed_order_down_to_the_last_free_one() -> None:
+    trained = quantized(125, 5, 3, 1, spread=0.0)
+    codes = assign(trained, PsidConfig(width=1))
+    assert len(np.unique(codes, axis=0)) == 125
+    assert codes[0].tolist() == trained.codes[0].tolist()
+    assert np.array_equal(codes, assign(trained, PsidConfig(width=1)))
 
 
-def test_identical_items_get_codes_of_their_own_in_a_fixed_order() -> None:
-    trained = quantized(20, 5, 3, 1, spread=0.0)
-    for method in ("ecm", "rrs"):
-        codes = assign(trained, PsidConfig(method=method, width=2))
-        assert len(np.unique(codes, axis=0)) == 20
-        assert codes[0].tolist() == trained.codes[0].tolist()
-        assert np.array_equal(codes, assign(trained, PsidConfig(method=method, width=2)))
-
-
-def test_rrs_keeps_prefixes_that_ecm_may_give_up() -> None:
-    trained = quantized(12, 6, 3, 2)
-    relaxed = assign(trained, PsidConfig(method="rrs", width=6))
-    groups = {tuple(codes) for codes in trained.codes.tolist()}
-    assert len(groups) < 12
-    assert {tuple(codes[:2]) for codes in relaxed.tolist()} == {codes[:2] for codes in groups}
-
-
-def test_psid_refuses_more_items_than_codes_and_too_wide_a_search() -> None:
+def test_psid_refuses_more_items_than_codes_too_wide_a_search_and_impossible_settings() -> None:
     with pytest.raises(UserError, match="10 items need as many SIDs, 2 levels of 3 codes have 9"):
         assign(quantized(10, 3, 2, 0), PsidConfig())
     with pytest.raises(UserError, match=r"psid\.max_candidates 10"):
         assign(quantized(12, 4, 3, 0), PsidConfig(width=4, max_candidates=10))
-
-
-@pytest.mark.parametrize("fields", [{"method": "best"}, {"base": "pq"}, {"width": 0}, {"max_candidates": 0}])
-def test_psid_refuses_impossible_settings(fields: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="must be"):
-        PsidConfig(**fields)
+    with pytest.raises(ValueError, match=r"psid\.width is 0"):
+        PsidConfig(width=0)
 
 
 code_rows = st.integers(1, 3).flatmap(
@@ -155,61 +139,11 @@ def test_collisions_and_levels_agree_with_counting(rows: list[tuple[int, ...]]) 
     assert found["distinct"] == len(set(rows))
     assert found["duplicates"] == len(rows) - len(set(rows))
     assert found["largest_group"] == max(map(rows.count, rows))
+    prefixes = [len({row[:depth] for row in rows}) for depth in range(codes.shape[1] + 1)]
+    assert branching(codes) == [after / before for before, after in itertools.pairwise(prefixes)]
     for level, measures in enumerate(level_measures(codes, [4] * codes.shape[1])):
         column = codes[:, level].tolist()
         shares = [column.count(code) / len(rows) for code in set(column)]
         assert measures["used"] == len(shares)
         assert measures["use"] == len(shares) / 4
         assert measures["entropy_bits"] == pytest.approx(-sum(p * np.log2(p) for p in shares))
-
-
-def test_entropy_of_an_even_codebook_is_its_bits() -> None:
-    codes = np.arange(256)[:, None]
-    assert level_measures(codes, [256])[0]["entropy_bits"] == pytest.approx(8.0)
-
-
-def nested(rows: list[tuple[int, ...]]) -> dict[int, Any]:
-    """The trie as dicts of dicts; the leaf holds the item."""
-    root: dict[int, Any] = {}
-    for item, row in enumerate(rows):
-        node = root
-        for code in row[:-1]:
-            node = node.setdefault(code, {})
-        node[row[-1]] = item
-    return root
-
-
-unique_rows = st.integers(1, 4).flatmap(
-    lambda depth: st.lists(st.tuples(*[st.integers(0, 4)] * depth), min_size=1, max_size=80, unique=True)
-)
-
-
-@settings(max_examples=200)
-@given(unique_rows)
-def test_edges_are_the_trie_of_the_codes_in_the_order_of_the_table(rows: list[tuple[int, ...]]) -> None:
-    trie = Trie.from_codes(torch.tensor(rows), tuple(5 for _ in rows[0]))
-    edges = {name: column.numpy() for name, column in trie.edge_columns().items()}
-    depth = len(rows[0])
-    table = list(
-        zip(*(edges[name].tolist() for name in ("level", "node", "token", "child", "item_index")), strict=True)
-    )
-    expected, level_nodes = [], [nested(rows)]
-    for level in range(depth):
-        children, rank = [], 0
-        for node, branches in enumerate(level_nodes):
-            for token in sorted(branches):
-                child = branches[token]
-                expected.append((level, node, token, rank, child if level == depth - 1 else -1))
-                children.append(child)
-                rank += 1
-        level_nodes = children
-    assert table == expected
-    counts = np.bincount(edges["level"])
-    means = counts / np.concatenate([[1], counts[:-1]])
-    assert branching(np.array(rows)) == pytest.approx(means)
-    assert trie.branching() == pytest.approx(means)
-
-
-def test_a_code_tuple_of_two_items_is_no_trie() -> None:
-    with pytest.raises(UserError, match=r"items 0 and 2 have the same codes \[1, 2\]"):
-        Trie.from_codes(torch.tensor([[1, 2], [1, 3], [1, 2]]), (5, 5))

@@ -1,4 +1,5 @@
-"""SID-MLP on LC-Rec reads what an early layer of the language model keeps of the history, and learns from LC-Rec."""
+"""SID-MLP on LC-Rec reads what an early layer of the language model keeps of the history, and learns from LC-Rec; NEZHA
+on LC-Rec reads placeholders behind the prompt."""
 
 from __future__ import annotations
 
@@ -8,19 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_retrieval import ITEMS, catalogue, requests
+from small_retrieval import catalogue, requests
 from torch import Tensor
 
 from models import checkpoint, registry
 from models.fit import FitConfig, fit
 from models.inputs import Inputs
-from models.retrieval.lc_rec_sid_mlp import LcRecSidMlp, LcRecSidMlpConfig
-from models.retrieval.sid_mlp import SidMlp
 from models.retrieval.student import distillation_loss
 from models.setup import set_up
-from models.tables import UserError
-from tests.models.retrieval.test_lc_rec import SMALL, TINY, history_of, make, plain_tokens
-from tests.models.retrieval.test_tiger import tiger  # noqa: F401 - a fixture
+from tests.models.retrieval.test_lc_rec import KINDS, TINY, history_of, make, of_kind, plain_tokens
 
 HEADS: dict[str, Any] = {"width": 12, "attention_heads": 2, "ffn_width": 16, "head_width": 20}
 
@@ -89,30 +86,6 @@ def test_readouts_stand_on_each_other(layers: int) -> None:
         torch.testing.assert_close(found[row], z, rtol=1e-4, atol=1e-5)
 
 
-@torch.no_grad()
-def test_search_scores_every_item_as_the_heads_do() -> None:
-    model, batch = taught(**HEADS), requests(3)
-    items, scores = model.recommend(batch, ITEMS, beam=ITEMS, scores="codebook")
-    for row in range(3):
-        one = {name: value[row : row + 1].expand(ITEMS, *value.shape[1:]) for name, value in batch.items()}
-        codes = catalogue().sids[items[row]]
-        logits = model.decoder.teacher_forced(model.encode(one), codes)
-        expected = sum(x.log_softmax(-1).gather(1, codes[:, i : i + 1])[:, 0] for i, x in enumerate(logits))
-        torch.testing.assert_close(scores[row], expected, rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
-def test_other_rows_change_nothing() -> None:
-    model, batch = taught(**HEADS), requests(5)
-    items, scores = model.recommend(batch, 10)
-    for row in range(5):
-        alone = {name: value[row : row + 1] for name, value in batch.items()}
-        alone["history"] = alone["history"][:, : int(batch["history_length"][row])]
-        items_alone, scores_alone = model.recommend(alone, 10)
-        assert items_alone.tolist() == items[row : row + 1].tolist()
-        torch.testing.assert_close(scores_alone, scores[row : row + 1], rtol=1e-4, atol=1e-5)
-
-
 def test_it_learns_the_teachers_logits_and_leaves_the_language_model_as_it_is() -> None:
     teacher = make()
     model, batch = taught(teacher=teacher, **HEADS), requests(32)
@@ -136,21 +109,6 @@ def test_it_learns_the_teachers_logits_and_leaves_the_language_model_as_it_is() 
         optimizer.step()
     assert model.eval()(batch)["loss"] < 0.8 * loss
     assert all(torch.equal(value, before[name]) for name, value in model.backbone.state_dict().items())
-
-
-@torch.no_grad()
-def test_lc_rec_may_write_the_first_digits() -> None:
-    teacher = make()
-    model, batch = taught(teacher=teacher, m=2, **HEADS), requests(3)
-    items, scores = model.recommend(batch, ITEMS, beam=ITEMS, scores="codebook")
-    codes = catalogue().sids[items]
-    for row in range(3):
-        one = {name: value[row : row + 1].expand(ITEMS, *value.shape[1:]) for name, value in batch.items()}
-        history = model.encode(one)
-        first = teacher.decoder.teacher_forced(history, codes[row])[:2]
-        both = [*first, *model.decoder.own.teacher_forced(history, codes[row])]
-        expected = sum(x.log_softmax(-1).gather(1, codes[row][:, i : i + 1])[:, 0] for i, x in enumerate(both))
-        torch.testing.assert_close(scores[row], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["lc_rec_sid_mlp", "sid_mlp"])
@@ -181,22 +139,17 @@ def test_a_training_with_and_without_the_teachers_tables(name: str, small: tuple
     assert torch.equal(scores_again, scores)
 
 
-def test_any_student_can_learn_from_lc_rec() -> None:
-    model = taught("sid_mlp", attention_heads=2, attention_width=12, ffn_width=16, head_width=12)
-    assert isinstance(model, SidMlp)
-    batch = requests(4)
-    items, scores = model.recommend(batch, 10)
-    plain, plain_scores = model.recommend(batch, 10, path="plain")
-    assert plain.tolist() == items.tolist()
-    torch.testing.assert_close(plain_scores, scores, rtol=1e-4, atol=1e-4)
-
-
-def test_what_cannot_be_is_refused(tiger: Any) -> None:  # noqa: F811
-    with pytest.raises(UserError, match=r"the teacher is a Tiger, .* give an LC-Rec as model.teacher"):
-        LcRecSidMlp(LcRecSidMlpConfig(), catalogue(), tiger)
-    with pytest.raises(UserError, match=r"layer 4 exceeds the 3 of the language model"):
-        taught(layer=4, **HEADS)
-    for change, text in (({"readout_layers": 0}, "at least 1"), ({"width": 10, "attention_heads": 4}, "divide")):
-        with pytest.raises(ValueError, match=text):
-            LcRecSidMlpConfig(**change)
-    assert LcRecSidMlpConfig(teacher_model={"max_history": SMALL["max_history"]}).max_history == 6
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_of_nezha_are_those_of_the_prompts_end_and_the_placeholders(kind: str) -> None:
+    """Of the library's pass over one row without padding."""
+    teacher = of_kind(kind)
+    model, batch = taught("lc_rec_nezha", teacher), requests(5)
+    history = model.encode(batch)
+    assert history.states.shape == (5, 5, 16)
+    for row in range(5):
+        tokens = torch.tensor(plain_tokens(teacher, history_of(batch, row)))
+        embedded = torch.cat([teacher.backbone.embed(tokens), model.backbone.extra.weight])
+        lm: Any = teacher.backbone.lm
+        states = lm.base_model(inputs_embeds=embedded[None], use_cache=False).last_hidden_state[0]
+        torch.testing.assert_close(history.states[row], states[-5:], rtol=1e-4, atol=1e-4)
