@@ -19,7 +19,6 @@ from pipelines.data.survey import Vocabulary
 LABELS = {"click": "bool", "like": "bool", "dwell": "float32"}
 SCHEMA = events_schema(LABELS, ["price"], ["city"])
 CATALOGUE = ["a", "b", "c", "d"]
-AUTHORS = {"a": "x", "b": "x", "c": "y", "d": None}
 HOUR = 3_600_000
 CUTS = (8 * HOUR, 12 * HOUR)
 SPLIT = {"kind": "temporal", "val_start_ms": CUTS[0], "test_start_ms": CUTS[1]}
