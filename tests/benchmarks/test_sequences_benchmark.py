@@ -12,7 +12,7 @@ from benchmarks import sequences as benchmark
 from models.tables import read_table
 
 
-def test_both_variants_make_the_same_rows(tmp_path: Path, ray_local: None) -> None:
+def test_both_variants_make_the_same_rows(tmp_path: Path) -> None:
     log = str(tmp_path / "log")
     benchmark.simulate_retrieval(log, benchmark.Settings(150, 40, 3000, 1))
     benchmark.run_trieline(log, str(tmp_path / "ours"))

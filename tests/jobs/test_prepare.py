@@ -115,7 +115,6 @@ def test_killed_at_any_moment_it_ends_as_an_undisturbed_run(in_ray: dict[str, st
     assert "rejects: 1 row, ms: before 1980" in out or "events: up to date" in out
 
 
-@pytest.mark.usefixtures("ray_local")
 def test_options_win_over_the_source_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     raw = write_log(tmp_path / "raw", events=300)
     options = ("--core", "0", "--split.test_fraction", "0.3", "--max_events", "5", "--overwrite")
@@ -140,7 +139,6 @@ def test_options_win_over_the_source_file(tmp_path: Path, capsys: pytest.Capture
     assert without["train"] > 0
 
 
-@pytest.mark.usefixtures("ray_local")
 @pytest.mark.parametrize(
     ("content", "words"),
     [

@@ -83,7 +83,6 @@ def prepared(
     return str(folder / "tables"), said
 
 
-@pytest.mark.usefixtures("ray_local")
 def test_raw_files_to_tables(tmp_path: Path) -> None:
     """Several files, rows in both of them, bad actions, a constant action, a user without context."""
     more = {
@@ -137,7 +136,6 @@ def test_raw_files_to_tables(tmp_path: Path) -> None:
     assert all("up to date" in line for line in again[:4])
 
 
-@pytest.mark.usefixtures("ray_local")
 def test_what_is_known_of_viewers_stands_at_their_events(tmp_path: Path) -> None:
     """Attributes of users and categories of events; the first row of a user counts, models know training's values."""
     places = ["home", "home", "", "shop", "shop", "home", "home"]
@@ -184,7 +182,6 @@ def test_user_files_that_do_not_fit_are_errors(tmp_path: Path, given: dict, word
         )
 
 
-@pytest.mark.usefixtures("ray_local")
 @pytest.mark.parametrize(
     ("split", "words"),
     [
@@ -199,7 +196,6 @@ def test_a_cut_that_leaves_a_side_empty_is_an_error(tmp_path: Path, split: dict,
     assert not (tmp_path / "tables" / "sequences").exists()
 
 
-@pytest.mark.usefixtures("ray_local")
 def test_a_log_of_constant_actions_is_an_error(tmp_path: Path) -> None:
     constant = [LOG[0], *(",".join([*line.split(",")[:3], "1", "0", "0", "3"]) for line in LOG[1:])]
     with pytest.raises(UserError, match="every task is constant in training"):

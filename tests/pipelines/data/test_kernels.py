@@ -157,7 +157,6 @@ def test_order_events_without_integer_room_for_the_times() -> None:
     ]
 
 
-@pytest.mark.usefixtures("ray_local")
 @FEW
 @given(
     times=st.lists(st.integers(0, 2**45) | st.integers(0, 9_000_000), min_size=3, max_size=40),
@@ -171,20 +170,20 @@ def test_cut_times_are_the_quantiles(
         {"user_id": f"u{i % 7}", "request_id": "", "timestamp_ms": time, "item_id": "a", "position": i}
         for i, time in enumerate(times)
     ]
-    found = survey(written(rows, str(tmp_path_factory.mktemp("events")), 2), None, Engine())
+    found = survey(written(rows, str(tmp_path_factory.mktemp("events")), 2), None, Engine(here=True))
     ranks = [0, len(times) // 2, len(times) - 1]
-    assert nth_times(found, ranks, Engine()) == [sorted(times)[rank] for rank in ranks]
+    assert nth_times(found, ranks, Engine(here=True)) == [sorted(times)[rank] for rank in ranks]
     first, second = (sorted(times)[int(len(times) * share)] for share in (1 - val - test, 1 - test))
     config = SplitConfig("temporal", val, test)
     if min(times) < first < second:
-        assert cut_times(found, config, Engine()) == {
+        assert cut_times(found, config, Engine(here=True)) == {
             "kind": "temporal",
             "val_start_ms": first,
             "test_start_ms": second,
         }
     else:
         with pytest.raises(UserError, match="no two cut times"):
-            cut_times(found, config, Engine())
+            cut_times(found, config, Engine(here=True))
 
 
 @FEW
@@ -261,7 +260,6 @@ def test_parts_do_not_depend_on_the_order_of_rows(tmp_path: Any) -> None:
     assert pl.concat([pl.from_arrow(read_parquet(part)) for part in first]).height < 500
 
 
-@pytest.mark.usefixtures("ray_local")
 def test_the_core_of_the_training_window_counts_what_is_known_in_it(tmp_path: Any) -> None:
     schema = events_schema({"click": "bool"}, known=["click"])
     row = {"user_id": "u", "request_id": "", "position": 0, "label_click": True}
@@ -270,7 +268,7 @@ def test_the_core_of_the_training_window_counts_what_is_known_in_it(tmp_path: An
         for time, item, known in ((0, "a", 1), (1, "b", 9), (2, "a", 3), (3, "b", 4))
     ]
     part = join(str(tmp_path), write_part(str(tmp_path), pa.Table.from_pylist(rows, schema=schema)).path)
-    found = survey([part], "click", Engine(), late=True)
-    assert core_items(found, 2, 5, Engine())[0].to_pylist() == ["a"]
-    assert core_items(found, 2, 10, Engine())[0].to_pylist() == ["a", "b"]
+    found = survey([part], "click", Engine(here=True), late=True)
+    assert core_items(found, 2, 5, Engine(here=True))[0].to_pylist() == ["a"]
+    assert core_items(found, 2, 10, Engine(here=True))[0].to_pylist() == ["a", "b"]
     assert (found.first_ms, found.last_ms) == (0, 3)  # the split is of the times of requests

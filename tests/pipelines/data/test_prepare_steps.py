@@ -24,7 +24,7 @@ from pipelines.data.settings import read_config
 from pipelines.data.splits import SplitConfig
 from tests.audited import broken
 
-pytestmark = pytest.mark.usefixtures("ray_local")
+by_ray = pytest.mark.usefixtures("ray_local")
 
 START = 1_600_000_000_000
 SOURCE = {
@@ -91,6 +91,7 @@ def hashes(output: Path) -> dict[str, str]:
     return {name: read_manifest(str(output / name)).hash for name in ("events", "rejects", "items", "sequences")}
 
 
+@by_ray
 def test_a_log_becomes_the_same_proved_tables_in_any_order_of_rows(tmp_path: Path) -> None:
     rows = random_rows(900)
     rows += rows[:40]
@@ -128,6 +129,7 @@ def test_a_log_becomes_the_same_proved_tables_in_any_order_of_rows(tmp_path: Pat
     assert hashes(tmp_path / "out2") == hashes(tmp_path / "out")
 
 
+@by_ray
 def test_running_again_does_nothing_and_overwrite_replaces(tmp_path: Path) -> None:
     raw = make_log(tmp_path / "raw", random_rows(300))
     source, out = make_source(tmp_path), tmp_path / "out"
@@ -173,10 +175,12 @@ def test_running_again_does_nothing_and_overwrite_replaces(tmp_path: Path) -> No
     }
 
 
+@by_ray
 def test_what_an_unfinished_run_made_is_kept_or_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A first run that fails at its items: corrected, it goes on without --overwrite. Its one error is fetched whole,
     so that Ray says nothing of the other returns of the failed task."""
-    raw, out, config = make_log(tmp_path / "raw", random_rows(200)), str(tmp_path / "out"), PrepareConfig(core=0)
+    raw, out = make_log(tmp_path / "raw", random_rows(200)), str(tmp_path / "out")
+    config = PrepareConfig(core=0, partitions=2)
     broken = {**SOURCE["items"], "attributes": {"kind": "knd"}}
     logger = logging.getLogger("ray._private.worker")
     logger.addHandler(caplog.handler)
@@ -202,7 +206,7 @@ def test_what_an_unfinished_run_made_is_kept_or_replaced(tmp_path: Path, caplog:
 
 def test_a_log_may_lie_where_its_tables_go(tmp_path: Path) -> None:
     """The output is within the input folder, so the pattern matches our own parts; the input itself is refused."""
-    rows, config = random_rows(300), PrepareConfig(core=0, partitions=2)
+    rows, config = random_rows(300), PrepareConfig(core=0)
     raw = tmp_path / "raw"
     (raw / "events").mkdir(parents=True)
     pl.DataFrame(rows).write_parquet(raw / "events" / "day1.parquet")
@@ -268,7 +272,7 @@ def test_what_item_and_user_files_lose_is_said_and_limited(tmp_path: Path, name:
         users={"files": "users.jsonl", "user": "user", "attributes": ["age"]},
     )
     lines: list[str] = []
-    config = PrepareConfig(core=0, partitions=1, max_rejects=0.4, min_matched=0)
+    config = PrepareConfig(core=0, max_rejects=0.4, min_matched=0)
     (tmp_path / "raw" / name).write_text(f"{good}\noops\n{good}\n")
     prepare(source, raw, str(out), config, say=lines.append)
     [said] = [line for line in lines if line.startswith(f"rejects of the {of}: 1 row, row: no JSON object")]
@@ -277,7 +281,7 @@ def test_what_item_and_user_files_lose_is_said_and_limited(tmp_path: Path, name:
     counts = (items["metadata_rejects"], items["metadata_rows"], events["user_rejects"], events["user_rows"])
     assert counts == ((1, 3, 0, 1) if name == "items.jsonl" else (0, 1, 1, 3))
     limit = rf"1 of 3 rows of the {of} \(33.33%\) break the schema, over the limit max_rejects 1.00%"
-    strict = PrepareConfig(core=0, partitions=1, min_matched=0)
+    strict = PrepareConfig(core=0, min_matched=0)
     with pytest.raises(UserError, match=limit):
         prepare(source, raw, str(tmp_path / "strict"), strict, say=lambda line: None)
 
@@ -311,7 +315,7 @@ def test_user_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ({"time": {"column": "ms", "unit": "order"}}, {"split": {"kind": "temporal"}}, "no clock times"),
         ({}, {"core_window": "train", "split": {"kind": "leave_last_out"}}, "needs a temporal split"),
         ({}, {"behaviour": "like"}, "no bool label of the log; those are: click"),
-        ({}, {"core": 99, "partitions": 1}, "set a lower --core"),
+        ({}, {"core": 99}, "set a lower --core"),
         ({"files": "nothing*.csv"}, {}, "nothing"),
     ],
 )
@@ -361,6 +365,7 @@ def test_later_settings_win_and_none_means_not_given() -> None:
     assert (config.core, config.split.kind, config.split.val_fraction) == (3, "temporal", 0.3)
 
 
+@by_ray
 def test_a_log_of_one_partition_starts_no_ray_and_gives_the_same_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,7 +43,8 @@ def test_they_are_those_of_a_search_at_that_moment(
     rows = searches()
     times = sorted(row["ms"] for row in rows)
     settings = {"search": {"delay_minutes": delay}}
-    for number, moment in enumerate((times[60], times[60] + 1, times[90], times[-1] + 3 * DAY)):
+    moments = (times[60], times[60] + 1, times[90], times[-1] + 3 * DAY)
+    for number, moment in enumerate(moments[:1] if partitions else moments):
         assert (moment in times) == (number in (0, 2))  # so that some searches are at the moment itself
         out, _ = made(
             tmp_path / f"whole-{number}", rows, partitions, late, counts_as_of=str(moment), **settings

@@ -158,12 +158,12 @@ SPREAD = {
 def tables_of(folder: Path, raw: Path, source: dict[str, Any], say: Callable[[str], None]) -> str:
     (folder / "source.yaml").write_text(yaml.safe_dump(source))
     made, defaults = load_source(str(folder / "source.yaml"))
-    prepare(made, str(raw), str(folder / "tables"), read_config(defaults, {"partitions": 2}), say=say)
+    prepare(made, str(raw), str(folder / "tables"), read_config(defaults), say=say)
     return str(folder / "tables")
 
 
 @pytest.fixture(scope="session")
-def spread(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> str:
+def spread(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Tables of a log whose results have times of their own."""
     folder, said = tmp_path_factory.mktemp("spread"), []
     uri = tables_of(folder, spread_log(folder), SPREAD, said.append)
@@ -210,7 +210,7 @@ def test_a_history_with_the_request_s_own_click_is_found(spread: str, tmp_path: 
 
 
 @pytest.fixture(scope="session", params=["time", "delay"])
-def late(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> str:
+def late(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Tables of a log whose clicks are known later than their impressions, some after the next search."""
     folder = tmp_path_factory.mktemp("late")
     when = {"time": {"column": "clicked_at", "unit": "s"}} if request.param == "time" else {"delay_minutes": 150}

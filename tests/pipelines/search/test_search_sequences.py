@@ -138,7 +138,6 @@ def test_a_raw_log_becomes_tables_that_the_audit_proves(tmp_path: Path, window: 
     assert [line for line in said if "up to date" in line or line.startswith("warning: ")] == said
 
 
-@pytest.mark.usefixtures("ray_local")
 def test_a_log_of_orders_has_no_windows(tmp_path: Path) -> None:
     rows = [row | {"ms": number} for number, row in enumerate(searches(60))]
     source, _, raw = write_log(tmp_path, rows)
