@@ -1,6 +1,6 @@
 """Kills at random moments, on a cluster of three Ray nodes on this machine, and what came of them.
 
-    python -m tests.faults --kills 100 --seed 1 --json faults.jsonl
+    python -m tests.faults --kills 100 --seed 1
 
 Each of prepare, tokenize, train (two workers), evaluate and sweep is first run undisturbed. Then, as often as asked
 for, one of them is started in a fresh folder and at a random moment one of these is killed with SIGKILL: its driver, a
@@ -56,6 +56,29 @@ TRIAL = {"model": MODEL, "fit": {**FIT, "max_epochs": 2}}
 GRID = {"source": "a test", "base": TRIAL, "axes": {"fit.lr": [0.01, 0.002]}}
 
 
+def free_address() -> str:
+    """Where nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{free.getsockname()[1]}"
+
+
+def start_mlflow(address: str, folder: Path) -> subprocess.Popen[bytes]:
+    """An MLflow server on the SQLite file of the folder, once it answers; in a session of its own."""
+    line = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", address.rpartition(":")[2]]
+    line += ["--workers", "1", "--backend-store-uri", f"sqlite:///{folder}/mlflow.db"]
+    line += ["--artifacts-destination", f"{folder}/artifacts"]
+    # without the processes for jobs of its own, of which it starts seven
+    settings = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    with open(folder / "server.log", "a") as log:
+        server = subprocess.Popen(line, env=settings, stdout=log, stderr=log, start_new_session=True)
+    while True:
+        assert server.poll() is None, (folder / "server.log").read_text()[-2000:]
+        with suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=60):
+            return server
+        time.sleep(0.2)
+
+
 class World:
     """A cluster, an MLflow server, a raw log, and what each command makes of it undisturbed."""
 
@@ -70,10 +93,8 @@ class World:
         self.folder = folder
         self.cluster: Any = Cluster(initialize_head=True, head_node_args=self._node(), shutdown_at_exit=False)
         self.nodes = [self.cluster.add_node(**self._node()) for _ in range(2)]
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.store = f"http://127.0.0.1:{free.getsockname()[1]}"
-        self.server = self.start_server()
+        self.store = free_address()
+        self.server = start_mlflow(self.store, folder)
         self.environment = {
             **os.environ, "RAY_ADDRESS": self.cluster.address, "MLFLOW_TRACKING_URI": self.store,
             "TRIELINE_SHARED": str(folder), "OMP_NUM_THREADS": "1",
@@ -88,29 +109,6 @@ class World:
     @staticmethod
     def _node() -> dict[str, Any]:
         return {"num_cpus": 2, "object_store_memory": 200 << 20, "include_dashboard": False}
-
-    def start_server(self) -> subprocess.Popen[bytes]:
-        """The MLflow server, once it answers."""
-        line = [
-            sys.executable,
-            "-m",
-            "mlflow",
-            "server",
-            "--host",
-            "127.0.0.1",
-            "--port",
-            self.store.rpartition(":")[2],
-        ]
-        store = f"sqlite:///{self.folder}/mlflow.db"
-        line += ["--workers", "1", "--backend-store-uri", store, "--artifacts-destination", f"{self.folder}/artifacts"]
-        settings = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-        with open(self.folder / "server.log", "a") as log:
-            server = subprocess.Popen(line, env=settings, stdout=log, stderr=log, start_new_session=True)
-        while True:
-            assert server.poll() is None, (self.folder / "server.log").read_text()[-2000:]
-            with suppress(OSError), urllib.request.urlopen(f"{self.store}/health", timeout=5):
-                return server
-            time.sleep(0.2)
 
     def start(self, words: list[str]) -> subprocess.Popen[str]:
         """`python -m` of the words, on the cluster."""
@@ -159,7 +157,7 @@ class World:
         os.killpg(self.server.pid, signal.SIGKILL)
         self.server.wait()
         time.sleep(AWAY)
-        self.server = self.start_server()
+        self.server = start_mlflow(self.store, self.folder)
 
     def close(self) -> None:
         with suppress(ProcessLookupError):
@@ -400,21 +398,6 @@ def kill(
     return found
 
 
-def run(
-    kills: int, seed: int, steps: list[str], targets: list[str], say: Callable[[Kill], None] = lambda kill: None
-) -> list[Kill]:
-    """All of it."""
-    draw, found = random.Random(seed), []
-    with world() as made:
-        references = undisturbed(made, steps)
-        for number in range(kills):
-            step = steps[number % len(steps)]
-            target = draw.choice([t for t in targets if t != "mlflow" or step in ("train", "sweep")])
-            found.append(kill(made, step, target, draw.random(), draw, number, references[step]))
-            say(found[-1])
-    return found
-
-
 def table(found: list[Kill]) -> str:
     """A row per command and what was killed: how often, how it ended, what was lost."""
     rows = ["| command | killed | times | succeeded by itself | succeeded after the command was repeated | failed |"]
@@ -432,23 +415,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
-    parser.add_argument("--steps", nargs="+", choices=list(STEPS), default=list(STEPS))
-    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
-    parser.add_argument("--json", help="file for a line per kill")
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
-
-    def say(found: Kill) -> None:
-        if options.json:
-            with open(options.json, "a") as file:
-                file.write(json.dumps({**vars(found), "seed": options.seed}) + "\n")
-        end = found.wrong or "same result"
-        print(f"{found.step:>9} {found.target:>7} at {found.at_s:5.1f} s: {found.killed[:40] or 'nothing left'}; "
-              f"{found.codes} in {found.seconds:.0f} s; {end}", flush=True)  # fmt: skip
-
-    found = run(options.kills, options.seed, options.steps, options.targets, say)
+    draw, steps, found = random.Random(options.seed), list(STEPS), list[Kill]()
+    with world() as made:
+        references = undisturbed(made, steps)
+        for number in range(options.kills):
+            step = steps[number % len(steps)]
+            target = draw.choice([t for t in TARGETS if t != "mlflow" or step in ("train", "sweep")])
+            one = kill(made, step, target, draw.random(), draw, number, references[step])
+            found.append(one)
+            end = one.wrong or "same result"
+            print(f"{step:>9} {target:>7} at {one.at_s:5.1f} s: {one.killed[:40] or 'nothing left'}; "
+                  f"{one.codes} in {one.seconds:.0f} s; {end}", flush=True)  # fmt: skip
     print(table(found))
-    wrong = [kill for kill in found if kill.wrong]
+    wrong = [each for each in found if each.wrong]
     print(f"{len(found)} kills, {len(wrong)} with another result or end")
     sys.exit(bool(wrong))
 

@@ -27,13 +27,7 @@ SOURCE: dict[str, Any] = {
     "labels": {"click": {"column": "click"}},
     "numbers": ["bm25"],
     "categories": ["city"],
-    "items": {
-        "files": "items.csv",
-        "item": "item",
-        "texts": ["title"],
-        "attributes": ["brand"],
-        "numbers": ["weight"],
-    },
+    "items": {"files": "items.csv", "item": "item", "texts": ["title"], "attributes": ["brand"], "numbers": ["weight"]},
 }
 AS_OF: dict[str, Any] = {
     "prices": {

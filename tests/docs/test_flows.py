@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -26,7 +27,7 @@ import pandas
 import pytest
 from pages import ROOT, Command, blocks, commands, jobs_of, section
 
-from jobs import cli
+from jobs import cli, train
 
 SMALLER = {
     "jobs.tokenize": "--encoder tfidf --pca 0 --rqkmeans.codebook_size 8",
@@ -43,6 +44,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PWD", str(tmp_path))
+    # Trainings are by this process: a worker of Ray takes ten seconds to start, and test_train.py has one.
+    monkeypatch.setattr(train, "run_training", partial(train.run_training, heard=lambda about: None))
     before = os.environ.pop("MLFLOW_TRACKING_URI", None)
     yield tmp_path
     mlflow.set_tracking_uri(before)  # which a page may set, for the process and in its environment

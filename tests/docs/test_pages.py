@@ -10,6 +10,7 @@ import pytest
 from pages import PAGES, ROOT, anchors, commands, jobs_of, links
 
 from jobs import cli
+from tests import source_keys
 
 EACH = [
     pytest.param(module, words, id=f"{page.stem}-{number}-{module}")
@@ -25,12 +26,15 @@ def test_a_job_takes_the_options_of_a_command(module: str, words: list[str], mon
     job = importlib.import_module(module)
     if module.startswith(("jobs.", "papers.")):
         cli.options_for(job, [os.path.expandvars(word) for word in words])
+        named = [word for word in words if word.endswith(".yaml") and "/" in word]  # others are the reader's
+        assert [word for word in named if "$" not in word and not Path(word).is_file()] == []
     else:
         assert callable(job.main)
 
 
-def test_there_are_commands_to_look_at() -> None:
-    assert len(EACH) > 40
+def test_there_are_commands_of_every_job_to_look_at() -> None:
+    shown = {str(param.values[0]).removeprefix("jobs.") for param in EACH}
+    assert {"prepare", "audit", "tokenize", "encode", "train", "evaluate", "sweep", "compare"} <= shown
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -52,3 +56,8 @@ def test_a_page_begins_with_what_its_reader_can_do_after_it(page: Path) -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_bytes()) <= 8000
+
+
+def test_the_keys_of_mapping_files_are_those_of_the_code() -> None:
+    text = (ROOT / "docs/own_log.md").read_text()
+    assert source_keys.page(text) == text

@@ -171,18 +171,6 @@ class Changes(Retrieval):
 '''
 
 
-@pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    """The project without its tests."""
-    for name in ("models", "pipelines", "tuning", "jobs"):
-        place = tmp_path / "project" / name
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, place, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copyfile(ROOT / name, place)
-    return tmp_path / "project"
-
-
 def add(copy: Path, file: str, content: str, imported: str, row: str) -> None:
     """One file, and one row of the registry with its import."""
     (copy / file).write_text(content.lstrip())
@@ -196,59 +184,110 @@ def add(copy: Path, file: str, content: str, imported: str, row: str) -> None:
 COMMANDS = """
 import importlib, json, sys
 from functools import partial
-from jobs import cli
+from jobs import cli, train
 
+by_ray, here = train.run_training, partial(train.run_training, heard=lambda about: None)
 for job, *words in json.loads(sys.argv[1]):
-    module = importlib.import_module(f"jobs.{job}")
-    if job == "train" and sys.argv[2] == "here":
-        module.run_training = partial(module.run_training, heard=lambda about: None)
+    print("$", *words, flush=True)
+    train.run_training = by_ray if job == "train by Ray" else here
+    module = importlib.import_module(f"jobs.{job.split()[0]}")
     module.run(cli.options_for(module, words))
 """
-"""Commands one after the other, in one process: each takes seconds to start. A training is by a worker of Ray or, with
-`here`, by that process."""
+"""Commands one after the other, in one process: each takes seconds to start. A training is by a worker of Ray or by
+that process."""
 
 
-@pytest.fixture
-def run(copy: Path, in_ray: dict[str, str], new_store: Callable[[Path], str], tmp_path: Path) -> Callable[..., str]:
-    """Runs commands of the copy, on the shared Ray, whose workers import what the driver does."""
-    new_store(tmp_path / "runs")
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project without its tests, and with a decoder, a search model and a kind of request more."""
+    copy = tmp_path_factory.mktemp("extended") / "project"
+    for name in ("models", "pipelines", "tuning", "jobs"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    add(
+        copy, "models/retrieval/decoders/newest.py", DECODER,
+        "from models.retrieval.decoders.newest import NewestConfig, NewestDecoder", ROW.strip(),
+    )  # fmt: skip
+    (copy / "jobs/configs/newest.yaml").write_text(DECODER_YAML)
+    add(
+        copy, "models/search/nearest.py", RANKER, "from models.search.nearest import Nearest, NearestConfig",
+        '"nearest": Entry(NearestConfig, Nearest, SEARCH, unit="user"),',
+    )  # fmt: skip
+    (copy / "pipelines/data/changes.py").write_text(KIND.lstrip())
+    table = copy / "pipelines/data/kinds.py"
+    text, row = table.read_text(), "for kind in (Retrieval(), Search(), Actions())"
+    assert row in text
+    text = text.replace(row, "for kind in (Retrieval(), Search(), Actions(), Changes())")
+    imported = "from pipelines.data.kind import Kind\n"
+    table.write_text(text.replace(imported, f"{imported}from pipelines.data.changes import Changes\n"))
+    return copy
 
-    def run(*commands: list[str], trains: str = "here") -> str:
-        made = subprocess.run(
-            [sys.executable, "-c", COMMANDS, json.dumps(commands), trains], cwd=copy, capture_output=True, text=True,
-            check=False, env={**in_ray, "PYTHONPATH": str(copy)},
-        )  # fmt: skip
-        assert made.returncode == 0, made.stdout + made.stderr
-        return made.stdout
 
-    return run
-
-
-def test_a_decoder_is_one_file_and_a_row(copy: Path, run: Callable[..., str], tmp_path: Path) -> None:
-    tables, sids = training_tables.write_tables(tmp_path / "small")
+@pytest.fixture(scope="module")
+def said(copy: Path, in_ray: dict[str, str], new_store: Callable[[Path], str]) -> str:
+    """What the commands of the copy print, on the shared Ray, whose workers import what the driver does."""
+    home, store = copy.parent, ["--tracking_uri", new_store(copy.parent / "runs")]
+    tables, sids = training_tables.write_tables(home / "small")
     tiger = {"name": "tiger", "d_model": 16, "d_ff": 16, "num_heads": 1, "d_kv": 8, "num_encoder_layers": 1,
              "num_decoder_layers": 1}  # fmt: skip
     teacher = set_up(tiger, FitConfig(batch_size=8), Inputs(tables, sids))
-    checkpoint.save(tmp_path / "tiger", teacher.model, teacher.checkpoint(epoch=1))
-    add(
-        copy, "models/retrieval/decoders/newest.py", DECODER,
-        "from models.retrieval.decoders.newest import NewestConfig, NewestDecoder",
-        ROW.strip(),
+    checkpoint.save(home / "tiger", teacher.model, teacher.checkpoint(epoch=1))
+    small, runs = ["--tables", tables, "--sids", sids], ["--storage", str(home / "runs")]
+    decoder = ["--config", str(copy / "jobs/configs/newest.yaml"), "--model.teacher", str(home / "tiger")]
+    searched, text = search_tables.write_search(home / "searches", users=20, requests=6)
+    search = ["--tables", searched, "--text", text]
+    fit = ["--fit.batch_size", "8", "--fit.max_epochs", "1", "--fit.metric", "gauc"]
+    raw, shop = str(home / "raw"), str(home / "shop")
+    simulate = ["--kind", "changes", "--output", raw, "--users", "60", "--items", "30", "--events", "900"]
+    source = ["--source", str(ROOT / "jobs/configs/sources/simulated.yaml"), "--kind", "changes"]
+    sasrec = ["--model.name", "sasrec", "--model.dim", "16", "--model.num_layers", "1", "--fit.max_epochs", "1"]
+    commands = [
+        ["train by Ray", *decoder, *small, *runs, "--name", "newest"],
+        ["evaluate", "--checkpoint", f"{home}/runs/newest", *small, "--scores", "codebook"],
+        ["compare", "--experiment", "retrieval/small", *store],
+        ["train", "--model.name", "nearest", *search, *fit, *runs, "--name", "nearest"],
+        ["evaluate", "--checkpoint", f"{home}/runs/nearest", *search],
+        ["compare", "--experiment", "search/search-test", *store],
+        ["simulate", *simulate],
+        ["prepare", *source, "--input", raw, "--output", shop],
+        ["audit", "--tables", shop],
+        ["train", *sasrec, "--tables", shop, *runs, "--name", "sasrec"],
+        ["evaluate", "--checkpoint", f"{home}/runs/sasrec", "--tables", shop],
+        ["compare", "--experiment", "retrieval/shop", *store],
+    ]
+    made = subprocess.run(
+        [sys.executable, "-c", COMMANDS, json.dumps(commands)], cwd=copy, capture_output=True, text=True,
+        check=False, env={**in_ray, "PYTHONPATH": str(copy)},
     )  # fmt: skip
-    where = ["--tables", tables, "--sids", sids]
-    (copy / "jobs/configs/newest.yaml").write_text(DECODER_YAML)
-    train = ["--config", str(copy / "jobs/configs/newest.yaml"), "--model.teacher", str(tmp_path / "tiger")]
-    fit = ["--storage", str(tmp_path / "runs"), "--name", "newest"]
-    store = ["--experiment", "retrieval/small", "--tracking_uri", f"sqlite:///{tmp_path}/runs/mlflow.db"]
-    said = run(
-        ["train", *train, *where, *fit],
-        ["evaluate", "--checkpoint", str(tmp_path / "runs/newest"), *where, "--scores", "codebook"],
-        ["compare", *store],
-        trains="by Ray",
-    )
-    trained, evaluated, compared = (said.index(text) for text in ("Trained newest", "newest on test", "val/ndcg@10"))
-    assert trained < evaluated < compared
-    assert "newest" in said[compared:]
+    assert made.returncode == 0, made.stdout + made.stderr
+    return made.stdout
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        ("Trained newest", "newest on test", "$ --experiment retrieval/small", "val/ndcg@10"),
+        ("Trained nearest", "nearest on test", "$ --experiment search/search-test", "val/gauc"),
+        ("No violations", "Trained sasrec", "sasrec on test", "$ --experiment retrieval/shop", "val/ndcg@10"),
+    ],
+    ids=["a decoder", "a search model", "a kind of request"],
+)
+def test_it_is_one_file_and_a_row(said: str, order: tuple[str, ...]) -> None:
+    at = 0
+    for text in order:
+        at = said.index(text, at)
+    model = order[-4].split()[-1]
+    assert model in said[at:].partition("\n$ ")[0]
+
+
+def test_a_kind_of_request_asks_what_its_file_says(said: str, copy: Path) -> None:
+    asked, repeats = 0, 0
+    for user in read_table(f"{copy.parent}/shop/sequences", "sequences").to_pylist():
+        asked += len(user["requests"])
+        repeats += sum(a == b for a, b in pairwise(user["item_index"]))
+        last = [user["item_index"][r["history_end"] - 1] for r in user["requests"] if r["history_end"]]
+        assert all(r["candidates"] != [item] for r, item in zip(user["requests"][-len(last) :], last, strict=True))
+    assert repeats
+    assert asked < 900
 
 
 def test_its_two_ways_agree(tmp_path: Path) -> None:
@@ -268,56 +307,3 @@ def test_its_two_ways_agree(tmp_path: Path) -> None:
     history = History(torch.randn(len(codes), 3, 16), torch.full((len(codes),), 3))
     with torch.no_grad():
         exec(CHECK, {"torch": torch, "decoder": decoder, "history": history, "codes": codes})
-
-
-def test_a_search_model_is_one_file_and_a_row(copy: Path, run: Callable[..., str], tmp_path: Path) -> None:
-    tables, text = search_tables.write_search(tmp_path / "shop", users=20, requests=6)
-    add(
-        copy, "models/search/nearest.py", RANKER, "from models.search.nearest import Nearest, NearestConfig",
-        '"nearest": Entry(NearestConfig, Nearest, SEARCH, unit="user"),',
-    )  # fmt: skip
-    where = ["--tables", tables, "--text", text]
-    fit = ["--fit.batch_size", "8", "--fit.max_epochs", "1", "--fit.metric", "gauc"]
-    store = ["--experiment", "search/search-test", "--tracking_uri", f"sqlite:///{tmp_path}/runs/mlflow.db"]
-    said = run(
-        ["train", "--model.name", "nearest", *where, *fit, "--storage", str(tmp_path / "runs"), "--name", "nearest"],
-        ["evaluate", "--checkpoint", str(tmp_path / "runs/nearest"), *where],
-        ["compare", *store],
-    )
-    trained, evaluated, compared = (said.index(text) for text in ("Trained nearest", "nearest on test", "val/gauc"))
-    assert trained < evaluated < compared
-    assert "nearest" in said[compared:]
-
-
-def test_a_kind_of_request_is_one_file_and_a_row(copy: Path, run: Callable[..., str], tmp_path: Path) -> None:
-    (copy / "pipelines/data/changes.py").write_text(KIND.lstrip())
-    table = copy / "pipelines/data/kinds.py"
-    text = table.read_text()
-    row = "for kind in (Retrieval(), Search(), Actions())"
-    assert row in text
-    text = text.replace(row, "for kind in (Retrieval(), Search(), Actions(), Changes())")
-    imported = "from pipelines.data.kind import Kind\n"
-    table.write_text(text.replace(imported, f"{imported}from pipelines.data.changes import Changes\n"))
-    raw, tables, runs = str(tmp_path / "raw"), str(tmp_path / "shop"), str(tmp_path / "runs")
-    simulate = ["--kind", "changes", "--output", raw, "--users", "60", "--items", "30", "--events", "900"]
-    model = ["--model.name", "sasrec", "--model.dim", "16", "--model.num_layers", "1", "--fit.max_epochs", "1"]
-    store = ["--experiment", "retrieval/shop", "--tracking_uri", f"sqlite:///{runs}/mlflow.db"]
-    said = run(
-        ["simulate", *simulate],
-        ["prepare", "--source", str(ROOT / "jobs/configs/sources/simulated.yaml"), "--kind", "changes", "--input", raw,
-         "--output", tables],
-        ["audit", "--tables", tables],
-        ["train", *model, "--tables", tables, "--storage", runs, "--name", "sasrec"],
-        ["evaluate", "--checkpoint", f"{runs}/sasrec", "--tables", tables],
-        ["compare", *store],
-    )  # fmt: skip
-    order = ("No violations", "Trained sasrec", "sasrec on test", "val/ndcg@10")
-    assert [said.index(text) for text in order] == sorted(said.index(text) for text in order)
-    asked, repeats = 0, 0
-    for user in read_table(f"{tables}/sequences", "sequences").to_pylist():
-        asked += len(user["requests"])
-        repeats += sum(a == b for a, b in pairwise(user["item_index"]))
-        last = [user["item_index"][r["history_end"] - 1] for r in user["requests"] if r["history_end"]]
-        assert all(r["candidates"] != [item] for r, item in zip(user["requests"][-len(last) :], last, strict=True))
-    assert repeats
-    assert asked < 900

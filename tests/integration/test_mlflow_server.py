@@ -1,12 +1,9 @@
-"""Jobs and an MLflow server: many trials that log at once, and an address with a password."""
+"""An MLflow server: many trials that log at once, and one that is gone for a while."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -14,93 +11,39 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from pipelines import tracking
+from tests import faults
 
 pytestmark = pytest.mark.long
 
-ROOT = Path(__file__).parents[2]
 
-
-def free_address() -> str:
-    """Where nobody listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{free.getsockname()[1]}"
-
-
-@dataclass
 class Server:
-    """An `mlflow server` on a SQLite file."""
+    """An `mlflow server` on a SQLite file, with its artifacts beside it."""
 
-    address: str
-    folder: Path
-    """Where its store and its artifacts are."""
-    store: str
-    """URI of the store."""
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.address = folder, faults.free_address()
+        self.start()
 
     def start(self) -> None:
-        """Until it answers."""
-        # Without the processes for jobs of its own, of which it starts seven and which nothing here asks for.
-        environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-        with open(self.folder / "server.log", "a") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1",
-                 "--port", self.address.rpartition(":")[2], "--workers", "1", "--backend-store-uri", self.store,
-                 "--artifacts-destination", str(self.folder / "artifacts")],
-                env=environment, stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
-        while True:
-            try:
-                urllib.request.urlopen(f"{self.address}/health", timeout=60).close()
-                return
-            except (urllib.error.URLError, OSError):
-                assert self.process.poll() is None, (self.folder / "server.log").read_text()
-                time.sleep(0.2)
+        self.process = faults.start_mlflow(self.address, self.folder)
 
     def stop(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)  # its own session: nobody else's processes
+        os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
 @pytest.fixture(scope="module")
 def server(new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server")
-    made = Server(free_address(), folder, new_store(folder))
-    try:
-        made.start()
-        yield made
-    finally:
-        made.stop()
-
-
-def test_a_server_that_is_gone_for_a_while_is_waited_for_once_it_was_reached(server: Server, tmp_path: Path) -> None:
-    code = f"""
-from pipelines import tracking
-tracking.expect({server.address!r})   # as a trial does, whose sweep has reached it
-run = tracking.open_run({server.address!r}, "retrieval/gone", "r", {str(tmp_path)!r}, config={{}}, hashes={{}})
-tracking.Logger(run).end()
-"""
-    server.stop()
-    waiting = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
-    time.sleep(8)  # longer than a first contact tries
-    assert waiting.poll() is None
-    server.start()
-    assert waiting.wait() == 0
-    found = tracking.connect(server.address).get_experiment_by_name("retrieval/gone")
-    assert found is not None
-    assert found.tags["mlflow.experimentKind"] == "custom_model_development"
-    server.stop()
-    first = subprocess.run(
-        [sys.executable, "-c", code.replace("tracking.expect", "str")], cwd=ROOT, capture_output=True
-    )
-    server.start()
-    assert b"cannot reach MLflow" in first.stderr
+    new_store(folder)
+    made = Server(folder)
+    yield made
+    made.stop()
 
 
 def test_trials_of_a_sweep_log_at_once_to_a_server(server: Server, tmp_path: Path) -> None:
@@ -181,17 +124,17 @@ def test_a_server_that_is_slow_or_fails_for_a_while_holds_nothing(server: Server
     assert [point.step for point in history] == list(range(50))
 
 
-def test_an_address_with_a_password_is_refused(small: tuple[str, str], tmp_path: Path) -> None:
-    line = [sys.executable, "-m", "jobs.train", "--config", "jobs/configs/sasrec.yaml", "--tables", small[0]]
-    line += ["--storage", str(tmp_path / "runs"), "--name", "one"]
-    address = "http://me-the-user:pa55%2Fw0rd@127.0.0.1:5000"
-    for options, environment in (["--tracking_uri", address], {}), ([], {"MLFLOW_TRACKING_URI": address}):
-        done = subprocess.run(
-            line + options, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True
+def test_a_server_that_is_gone_for_a_while_is_waited_for_once_it_was_reached(server: Server, tmp_path: Path) -> None:
+    tracking.expect(server.address)  # as a trial does, whose sweep has reached it
+    server.stop()
+    with ThreadPoolExecutor(1) as thread:
+        opening = thread.submit(
+            tracking.open_run, server.address, "retrieval/gone", "r", str(tmp_path), config={}, hashes={}
         )
-        assert done.returncode == 1
-        assert done.stderr.count("\n") == 1
-        assert "holds a user, password or key; leave it out and set MLFLOW_TRACKING_USERNAME" in done.stderr
-        assert "me-the-user" not in done.stdout + done.stderr
-        assert "pa55" not in done.stdout + done.stderr
-    assert not (tmp_path / "runs").exists()
+        time.sleep(8)  # longer than a first contact tries
+        assert not opening.done()
+        server.start()
+        tracking.Logger(opening.result()).end()
+    found = tracking.connect(server.address).get_experiment_by_name("retrieval/gone")
+    assert found is not None
+    assert found.tags["mlflow.experimentKind"] == "custom_model_development"

@@ -109,11 +109,6 @@ def test_bad_config(tmp_path: Path, text: str, message: str) -> None:
     assert str(path) in str(caught.value)
 
 
-def test_missing_config() -> None:
-    with pytest.raises(UserError, match=r"cannot read nowhere\.yaml \(no such file\)"):
-        parse("--config", "nowhere.yaml")
-
-
 def test_user_error_behind_a_ray_task(ray_local: None) -> None:
     import ray
 

@@ -59,26 +59,6 @@ def test_runs_with_other_settings_stay_apart(
         run(Config(["retrieval/x"], tracking_uri=uri, markdown="/proc/x/table.md"))
 
 
-def log_run(uri: str, folder: Path, name: str, metrics: dict[str, float], seed: int = 42, **model: str) -> None:
-    """A run as a training and its evaluation leave it."""
-    weights = model.pop("weights", "")
-    config = {"model": {"name": name.rstrip("0123456789-"), **model}, "fit": {"seed": seed}}
-    run = tracking.open_run(uri, "retrieval/x", name, str(folder), config=config, hashes={"trie": "t"})
-    logger = tracking.Logger(run)
-    logger.log(metrics, 5)
-    logger.tag(**{tracking.WEIGHTS_TAG: weights or name})
-    logger.end()
-
-
-def tables_of(uri: str) -> list[Table]:
-    """The tables of the runs that `log_run` logged."""
-    return tables(compare(select(uri, ["retrieval/x"])))
-
-
-def evaluated(ndcg: float, speed: float, options: str = "") -> dict[str, float]:
-    return {f"test{options}/ndcg@10": ndcg, f"test{options}/users_per_s": speed, f"test{options}/examples": 100.0}
-
-
 def test_the_frontier_is_what_no_other_beats_in_both() -> None:
     rng = np.random.default_rng(0)
     points = [Point(str(i), float(s), float(a)) for i, (s, a) in enumerate(rng.integers(1, 9, (40, 2)))]
@@ -106,8 +86,11 @@ def test_the_store_must_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_models_that_rank_candidates_are_sorted_by_gauc(new_store: Callable[[Path], str], tmp_path: Path) -> None:
     uri = new_store(tmp_path)
     for name, value in (("base", 0.61), ("qgs", 0.66)):
-        log_run(uri, tmp_path, name, {"test/gauc": value, "test/auc": 0.9 - value, "test/users_per_s": 5.0})
-    (table,) = tables_of(uri)
+        config = {"model": {"name": name}, "fit": {"seed": 42}}
+        logger = tracking.Logger(tracking.open_run(uri, "search/x", name, str(tmp_path), config=config, hashes={}))
+        logger.log({"test/gauc": value, "test/auc": 0.9 - value, "test/users_per_s": 5.0}, 5)
+        logger.end()
+    (table,) = tables(compare(select(uri, ["search/x"])))
     assert [row[1:5] for row in table.cells] == [["qgs", "1", "0.6600", "0.2400"], ["base", "1", "0.6100", "0.2900"]]
     assert table.header[3:5] == ["test/gauc", "test/auc"]
     assert "candidates ranked in each" in table.text()

@@ -115,7 +115,6 @@ def test_killed_at_any_moment_it_ends_as_an_undisturbed_run(in_ray: dict[str, st
     assert "rejects: 1 row, ms: before 1980" in out or "events: up to date" in out
 
 
-@pytest.mark.usefixtures("ray_local")
 def test_options_win_over_the_source_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     raw = write_log(tmp_path / "raw", events=300)
     options = ("--core", "0", "--split.test_fraction", "0.3", "--max_events", "5", "--overwrite")
@@ -140,38 +139,6 @@ def test_options_win_over_the_source_file(tmp_path: Path, capsys: pytest.Capture
     assert without["train"] > 0
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (["--input", "/nowhere"], "/nowhere"),
-        (["--source", "/nowhere.yaml"], "cannot read /nowhere.yaml"),
-        (["--core", "-3"], "core is -3, it must be at least 0"),
-        (["--split.kind", "random"], "--split.kind is 'random', it must be one of auto, "),
-        (["--cores", "3"], "unknown key 'cores'; the nearest key is 'core'"),
-        (["--core", "five"], "core"),
-    ],
-)
-def test_one_line_for_what_cannot_be_run(tmp_path: Path, change: list[str], words: str) -> None:
-    raw = write_log(tmp_path / "raw", events=20)
-    with pytest.raises(UserError, match=words) as caught:
-        run(parse(arguments(raw, tmp_path / "out", *change)))
-    assert "\n" not in str(caught.value)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.long
-def test_an_unwritable_output_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
-    raw = write_log(tmp_path / "raw", events=20)
-    (tmp_path / "file").write_text("not a folder")
-    process = start(raw, tmp_path / "file" / "out")
-    out, err = process.communicate()
-    assert process.returncode == 1
-    assert err.startswith(f"error: cannot write to {tmp_path}/file/out")
-    assert len(err.splitlines()) == 1
-    assert out == ""
-
-
-@pytest.mark.usefixtures("ray_local")
 @pytest.mark.parametrize(
     ("content", "words"),
     [

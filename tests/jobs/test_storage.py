@@ -40,17 +40,12 @@ def mapping(tmp_path: Path) -> str:
 LINES = (
     "prepare --source {mapping} --input {place} --output {new}/tables",
     "prepare --source {mapping} --input {raw} --output {place}",
-    "prepare --source {place} --input {raw} --output {new}/tables",
     "audit --tables {place}",
     "tokenize --tables {place} --output {new} --tokenizer rqkmeans",
-    "tokenize --tables {new} --output {place} --tokenizer rqkmeans",
     "encode --tables {place} --output {new}",
-    "encode --tables {new} --output {place}",
-    "train --config {sasrec} --name n --tables {place} --storage {new}",
     "train --config {sasrec} --name n --tables {new} --storage {place}",
     "sweep --grid {grid} --tables {place} --storage {new} --model.teacher {new}/teacher",
     "evaluate --checkpoint {place} --tables {new}",
-    "evaluate --checkpoint {new} --tables {place}",
 )
 """Each job with a place that does not answer."""
 

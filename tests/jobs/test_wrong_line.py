@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib
 import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from search_tables import write_search
 
 from jobs import cli
@@ -22,18 +25,29 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def made(small: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Tables of retrieval with their semantic IDs, tables of search, and a storage with a TIGER's run."""
+    """Tables of retrieval with their semantic IDs, tables of search with text, and a storage with a TIGER's run."""
     home = tmp_path_factory.mktemp("wrong")
     tiger = {"name": "tiger", "d_model": 8, "d_ff": 8, "num_heads": 1, "d_kv": 4}
     setup = set_up(tiger, FitConfig(batch_size=8), Inputs(*small))
     checkpoint.save(home / "runs/teacher/best", setup.model, setup.checkpoint(epoch=1))
     (home / "runs/teacher/run.json").write_text("{}")
-    return {"tables": small[0], "sids": small[1], "search": write_search(home)[0], "runs": str(home / "runs")}
+    (home / "log.csv").write_text("user,item,ms\na,b,1600000000000\n")
+    (home / "source.yaml").write_text("{files: log.csv, user: user, item: item, time: {column: ms, unit: ms}}")
+    search, text = write_search(home)
+    return {
+        "home": str(home),
+        "tables": small[0],
+        "sids": small[1],
+        "search": search,
+        "text": text,
+        "runs": str(home / "runs"),
+    }
 
 
 TRAIN = "train --storage {runs} --name new --config jobs/configs"
 SWEEP = "sweep --storage {runs} --name new --grid tuning/grids"
 TIGERS = f"{SWEEP}/tiger.yaml --tables {{tables}} --sids {{sids}}"
+PREPARE = "prepare --source {home}/source.yaml --input {home} --output {runs}/out"
 EVALUATE = "evaluate --checkpoint {runs}/teacher/best"
 LINES = [
     (f"{TRAIN}/sasrec.yaml --tables {{tables}} --fit.metric ndcg10",
@@ -70,16 +84,57 @@ LINES = [
      "the encoder tfdf is neither a folder nor .*; the nearest is 'tfidf'"),
     ("encode --tables {tables} --output {runs}/out --encoder tfdf",
      "the encoder tfdf is neither a folder nor .*; the nearest is 'tfidf'"),
+    (f"{TRAIN}/qgs.yaml --tables {{search}} --text {{text}} --fit.metric ndcg@10", "'ndcg@10', .* known are gauc, "),
+    (f"{TRAIN}/sasrec.yaml --tables {{tables}} --tracking_uri http://me-the-user:pa55%2Fw0rd@127.0.0.1:5000",
+     "holds a user, password or key; leave it out and set MLFLOW_TRACKING_USERNAME"),
+    ("train --tables t --storage s --name n --config nowhere.yaml", r"cannot read nowhere\.yaml \(no such file\)"),
+    ("train --tables t --storage s --name n --config jobs/configs/tiger_smal.yaml",
+     r"the nearest is jobs/configs/tiger_small\.yaml; check --config"),
+    *[(f"{TRAIN}/sasrec.yaml --tables t {words}", message) for words, message in (
+        ("--fit.lrr 1", "unknown key 'fit.lrr'; the nearest key is 'fit.lr'"),
+        ("--model.num_layer 1", "unknown key 'model.num_layer'; the nearest key is 'model.num_layers'"),
+        ("--fit.device cpu", "unknown key 'fit.device'; the nearest key is 'ray.use_gpu'"),
+        ("--model.lr 1", "unknown key 'model.lr'; the nearest key is 'fit.lr'"),
+        ("--model.num_layers 0", "num_layers is 0, it must be at least 1"),
+        ("--model.name tigre", "unknown model 'tigre'; the nearest is 'tiger'"),
+        ("--fit.batch_size 0", "fit.batch_size is 0, it must be at least 1"), ("--fit.lr fast", "fast"),
+        ("--ray.num_workers 0", "ray.num_workers is 0"), ("--fit.schedule linear", "linear"),
+    )],
+    *[(f"{SWEEP}/sid_mlp_alpha.yaml {words}", message) for words, message in (
+        ("", "--tables is not given; only --dry_run does without"),
+        ("--dry-run --smok", "unknown key 'smok'; the nearest key is 'smoke'"),
+        ("--dry-run --model.alpha", r"--model\.alpha has no value"),
+        ("--dry-run --ray.max_failures -1", "max_failures is -1, it must be at least 0"),
+        ("--tables t --axes.model.alpha 0.5", "--axes.model.alpha is 0.5, it must be "),
+        ("--tables t --model.alpha 0.5", "'model.alpha' is an axis of the grid sid_mlp_alpha"),
+        ("--tables t --axes.model.alfa [1]", "has no axis 'model.alfa' to give values to; .* is 'model.alpha'"),
+        ("--tables t --axes.model.alpha []", "the axis 'model.alpha' of the grid sid_mlp_alpha has no values"),
+        ("--tables t --model.teechar x", "the nearest key is 'model.teacher'"),
+        ("--tables t --samples 0", "--samples is 0, it must be at least 1"),
+    )],
+    *[(f"tokenize --tables t --output {{runs}}/out {words}", message) for words, message in (
+        ("--tokenizer rqvae --rqvae.epoch 3", "nearest key is 'rqvae.epochs'"), ("--tokenizer bpe", "bpe"),
+        ("--tokenizer rqvae --pca -1", "pca is -1"), ("--tokenizer published", "--published FILE go together"),
+        ("--tokenizer published --published f --embeddings e", "published SIDs need none"),
+        ("--tokenizer psid --psid.width 0", "psid.width is 0"),
+    )],
+    *[(f"{PREPARE} {words}", message) for words, message in (
+        ("--input /nowhere", "/nowhere"), ("--source /nowhere.yaml", "cannot read /nowhere.yaml"),
+        ("--core -3", "core is -3, it must be at least 0"), ("--core five", "core"),
+        ("--split.kind random", "--split.kind is 'random', it must be one of auto, "),
+        ("--cores 3", "unknown key 'cores'; the nearest key is 'core'"),
+    )],
+    *[(f"simulate --output {{runs}}/out {words}", message) for words, message in (
+        ("--kind feed --query_driven 0.5", "add --kind search"), ("--users 0", "users is 0"), ("--users many", "users"),
+        ("--evnts 5", "the nearest key is 'events'"),
+    )],
 ]  # fmt: skip
 
 
 def test_it_is_refused_before_ray_starts(
     made: dict[str, str], monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
-    def start(*args: Any, **options: Any) -> None:
-        raise AssertionError("Ray is started")
-
-    monkeypatch.setattr(cli, "start_ray", start)
+    monkeypatch.setattr(cli, "start_ray", lambda **options: pytest.fail("Ray is started"))
     monkeypatch.chdir(ROOT)
     before = sorted(Path(made["runs"]).rglob("*"))
     for line, message in LINES:
@@ -90,4 +145,42 @@ def test_it_is_refused_before_ray_starts(
                 job.run(cli.options_for(job, words))
             assert re.search(message.format(**made), str(raised.value)), raised.value
             assert "\n" not in str(raised.value)
+            assert "pa55" not in str(raised.value)
             assert sorted(Path(made["runs"]).rglob("*")) == before
+
+
+def truncated(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-20])
+
+
+def weights_of_another(best: Path) -> None:
+    weights = {"x": torch.zeros(2)}
+    save_file(weights, best / "model.safetensors")
+
+
+DAMAGED: list[tuple[Callable[[Path], object], str]] = [
+    (lambda home: (home / "tables/items/manifest.json").unlink(), "which holds no table items; give a folder"),
+    (lambda home: truncated(next((home / "tables/sequences").glob("*.parquet"))), "truncated"),
+    (lambda home: truncated(home / "tables/sequences/manifest.json"), "is damaged"),
+    (lambda home: truncated(home / "sids/trie/manifest.json"), "is damaged"),
+    (lambda home: weights_of_another(home / "runs/teacher/best"), "model.safetensors|weights"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGED, ids=range(len(DAMAGED)))
+def test_what_is_damaged_is_named(
+    made: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    damage: Callable[[Path], object],
+    message: str,
+) -> None:
+    monkeypatch.setattr(cli, "start_ray", lambda: pytest.fail("Ray is started"))
+    for name in ("tables", "sids", "runs"):
+        shutil.copytree(made[name], tmp_path / name)
+    damage(tmp_path)
+    line = f"{EVALUATE} --tables {{tables}} --sids {{sids}}"
+    words = line.format(**{name: tmp_path / name for name in ("tables", "sids", "runs")}).split()[1:]
+    evaluate = importlib.import_module("jobs.evaluate")
+    with pytest.raises(UserError, match=message):
+        evaluate.run(cli.options_for(evaluate, words))

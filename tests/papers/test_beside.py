@@ -10,9 +10,9 @@ from comparison_rows import LOSS, NDCG, compared, row
 from papers.claims import FAILS, HOLDS, OPEN, Claim, decide
 from papers.plots import beams
 from papers.published import Papers, Published, System, compare_with, load
-from papers.tables import non_inferiority_tables, relative_tables
-from pipelines.comparison.rows import Row
-from pipelines.comparison.tables import paired_tables
+from papers.tables import non_inferiority_tables, parameter_tables, relative_tables
+from pipelines.comparison.rows import Row, Run
+from pipelines.comparison.tables import paired_tables, task_tables
 
 PRINTED = Published(
     "Table 3", [NDCG], {"A": {"tiger": [0.030], "sid_mlp": [0.033], "sid_mlp_pp": [0.03]}}, "tiger"
@@ -139,3 +139,54 @@ def test_what_is_asked_without_known_items_stands_apart() -> None:
         ("sid_mlp-1 [unseen-True]", "tiger-1 [unseen-True]"), ("sid_mlp-1", "tiger-1"),
         ("sid_mlp-1", "tiger-1 [beam-100]"),
     ]  # fmt: skip
+
+
+def of_actions(model: str, seeds: str, *figures: tuple[float, float], **parts: int) -> Row:
+    """A model of actions by its loss and entropies, and the parameters of its parts."""
+    of_parts = {f"parameters/{part}": float(number) for part, number in parts.items()}
+    entropies = ("test/mean/normalised_entropy", "test/like/normalised_entropy")
+    values = [{LOSS: loss, **dict.fromkeys(entropies, entropy), **of_parts} for loss, entropy in figures]
+    return row(model, *values, seeds=seeds)
+
+
+def test_changes_are_relative_to_the_baseline_of_the_same_seed() -> None:
+    rows = [
+        of_actions("attn_mvp", "12", (1.8, 0.72), (1.9, 0.76), items=10, pool=3, total=13),
+        of_actions("interleaved", "123", (2.0, 0.8), (1.9, 0.8), (9.0, 0.1), items=10, total=10),
+        of_actions("lac", "4", (1.0, 0.5), items=10, first=1, total=11),
+    ]
+    (tasks,), (relative,), (parameters,) = task_tables(rows), relative_tables(rows), parameter_tables(rows)
+    assert tasks.header == ["model", "run", "like"]
+    assert tasks.cells[0] == ["attn_mvp", "attn_mvp-*", "0.7400 ± 0.0283"]
+    assert relative.header == ["model", "run", "seeds", "eval loss", "mean NE", "like NE"]
+    assert relative.cells == [["attn_mvp", "attn_mvp-*", "2", "-5.00% ± 7.07%", "-7.50% ± 3.54%", "-7.50% ± 3.54%"]]
+    assert parameters.header == ["model", "items", "pool", "first", "total"]
+    assert parameters.cells == [
+        ["attn_mvp", "10", "3", "-", "13"], ["interleaved", "10", "-", "-", "10"], ["lac", "10", "-", "1", "11"]
+    ]  # fmt: skip
+    others = [row("sasrec", {NDCG: 0.1, "test/gauc": 0.5, "test/normalised_entropy": 0.9})]
+    assert [*task_tables(others), *relative_tables(others), *parameter_tables(others)] == []
+
+
+def evaluated(name: str, weights: str = "", teacher: str = "", options: str = "", **figures: float) -> Row:
+    """A model evaluated on test, by its seeds."""
+    row_ = row(name, options=options)
+    for seed, value in figures.items():
+        row_.runs.append(Run(f"{name}{seed}", f"{name}-{seed[1:]}", seed[1:], True, weights, teacher, {NDCG: value}))
+    return row_
+
+
+def test_students_are_beside_each_evaluation_of_their_own_teacher() -> None:
+    tiger = evaluated("tiger", "abc", _42=0.0330)
+    students = evaluated("sid_mlp", "", "abc", _42=0.0333, _43=0.0332, _44=0.0331)
+    gone = evaluated("gdn", "", "other", _7=0.02)  # whose teacher is not here
+    asked = [tiger, evaluated("tiger", "abc", options="constrained", _42=0.0323), students, gone]
+    (table,) = non_inferiority_tables(asked, "ndcg@10")
+    assert table.cells == [
+        ["sid_mlp-4*", "tiger-42", "3", "0.0332 ± 0.0001", "0.0330", "+0.0002", "0.006 †"],
+        ["sid_mlp-4*", "tiger-42 [constrained]", "3", "0.0332 ± 0.0001", "0.0323", "+0.0009", "0.001 †"],
+    ]
+    twice = evaluated("sid_mlp", "", "abc", _42=0.031)
+    twice.runs *= 2  # the same seed twice is one seed
+    (table,) = non_inferiority_tables([tiger, twice], "ndcg@10")
+    assert table.cells == [["sid_mlp-42", "tiger-42", "1", "0.0310", "0.0330", "-0.0020", "needs 2 seeds"]]

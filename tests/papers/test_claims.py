@@ -19,17 +19,7 @@ from benchmarks.tables import rows_of_lines
 from models import registry
 from models.by_user import ByUser
 from models.tables import UserError
-from papers.claims import (
-    FAILS,
-    HOLDS,
-    OPEN,
-    Claim,
-    Verdict,
-    decide,
-    read_claims,
-    verdicts,
-    verdicts_table,
-)
+from papers.claims import FAILS, HOLDS, OPEN, Claim, Verdict, decide, read_claims, verdicts, verdicts_table
 from papers.kept import select_all
 from papers.published import Papers, beside_the_papers, fits, load, of_grid
 from pipelines import tracking
@@ -222,20 +212,6 @@ claims: [{id: shared, source: Table 14, says: loses, left: shared, right: own, m
     assert empty.decided(papers)["shared"].verdict == HOLDS
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("systems: {a: {params: {m: 1}}}", "system a: model missing; give model"),
-        ("claims: [{id: c, says: x}]", "claim c: source, metric missing; give id, source, says, metric"),
-        ("published: [{source: s, metrics: [m]}]", "s: datasets missing; give source, metrics, datasets"),
-    ],
-)  # fmt: skip
-def test_what_is_missing_in_the_file_is_named(tmp_path: Path, content: str, message: str) -> None:
-    (tmp_path / "claims.yaml").write_text(content)
-    with pytest.raises(UserError, match=message):
-        read_claims(load(tmp_path / "claims.yaml"))
-
-
 def test_what_a_setting_does(store: Store, papers: Papers) -> None:
     for place, (alpha, value) in enumerate(((0.3, 0.025), (0.5, 0.028), (1.0, 0.029))):
         store.log(f"alpha-{alpha}", value, speed=30.0 - place, alpha=alpha, teacher_hash="teacher")
@@ -323,16 +299,19 @@ def test_claims_on_benchmarks_name_what_is_measured() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"claims": [{"id": "a", "left": "studnt", "right": "teacher"}]}, r"'studnt' is unknown; .* 'student'"),
+        ({"systems": {"a": {"params": {"m": 1}}}}, "system a: model missing; give model"),
         ({"systems": {"a": {"like": "b"}}}, "system a: 'b' is unknown"),
+        ({"claims": [{"id": "c", "says": "x"}]}, "claim c: source, metric missing; give id, source, says, metric"),
+        ({"claims": [{"id": "a", "left": "studnt", "right": "teacher"}]}, r"'studnt' is unknown; .* 'student'"),
         ({"claim": []}, "'claim' is unknown; the nearest is 'claims'"),
+        ({"published": [{"source": "s", "metrics": ["m"]}]}, "s: datasets missing; give source, metrics, datasets"),
         ({"published": [{"source": "T", "metrics": ["m", "n"], "datasets": {"A": {"teacher": [1]}}}]}, "1 figures"),
     ],
 )  # fmt: skip
 def test_a_wrong_file_is_refused(tmp_path: Path, change: dict, message: str) -> None:
     (tmp_path / "claims.yaml").write_text(yaml.safe_dump({**yaml.safe_load(PAPERS), **change}, sort_keys=False))
     with pytest.raises(UserError, match=message):
-        load(tmp_path / "claims.yaml")
+        read_claims(load(tmp_path / "claims.yaml"))
 
 
 def test_an_impossible_rule_is_refused(papers: Papers) -> None:

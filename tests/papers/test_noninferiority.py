@@ -7,8 +7,6 @@ import math
 import pytest
 
 from papers.noninferiority import non_inferiority
-from papers.tables import non_inferiority_tables
-from pipelines.comparison.rows import Row, Run
 
 
 @pytest.mark.parametrize(
@@ -41,28 +39,3 @@ def test_few_or_equal_seeds() -> None:
     assert non_inferiority([0.09, 0.09], 0.1).p == 1
     with pytest.raises(ValueError, match="there are 0 values"):
         non_inferiority([], 0.1)
-
-
-def evaluated(name: str, teacher: str = "", weights: str = "", **figures: float) -> list[Row]:
-    """Rows of a model evaluated on test, seed by seed, with the options that are named `options__seed`."""
-    rows: dict[str, Row] = {}
-    for key, value in figures.items():
-        options, seed = key.split("__")
-        row = rows.setdefault(options, Row(name, options))
-        row.runs.append(Run(f"{name}{key}", f"{name}-{seed}", seed, True, weights, teacher, {"test/ndcg@10": value}))
-    return list(rows.values())
-
-
-def test_students_are_beside_each_evaluation_of_their_own_teacher() -> None:
-    tiger = evaluated("tiger", weights="abc", __42=0.0330) + evaluated("tiger", weights="abc", constrained__42=0.0323)
-    students = evaluated("sid_mlp", "abc", __42=0.0333, __43=0.0332, __44=0.0331)
-    gone = evaluated("gdn", "other", __7=0.02)  # whose teacher is not here
-    (table,) = non_inferiority_tables([*tiger, *students, *gone], "ndcg@10")
-    assert table.cells == [
-        ["sid_mlp-4*", "tiger-42", "3", "0.0332 ± 0.0001", "0.0330", "+0.0002", "0.006 †"],
-        ["sid_mlp-4*", "tiger-42 [constrained]", "3", "0.0332 ± 0.0001", "0.0323", "+0.0009", "0.001 †"],
-    ]
-    twice = evaluated("sid_mlp", "abc", __42=0.031)
-    twice[0].runs *= 2  # the same seed twice is one seed
-    (table,) = non_inferiority_tables([tiger[0], *twice], "ndcg@10")
-    assert table.cells == [["sid_mlp-42", "tiger-42", "1", "0.0310", "0.0330", "-0.0020", "needs 2 seeds"]]

@@ -74,10 +74,7 @@ HALVED = grid(scheduler=Scheduler(name="asha", grace=1, reduction=2))
 
 @pytest.fixture(scope="module")
 def world(
-    ray_local: None,
-    small: tuple[str, str],
-    new_store: Callable[[Path], str],
-    tmp_path_factory: pytest.TempPathFactory,
+    ray_local: None, small: tuple[str, str], new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory
 ) -> World:
     folder = tmp_path_factory.mktemp("sweep")
     new_store(folder / "runs")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from pipelines.data.audit.rules import audit
 from pipelines.data.log import load_source
 from pipelines.data.prepare import prepare
 from pipelines.data.settings import read_config
-from tests.audited import broken, rewrite
+from tests.audited import Change, Row, broken, rewrite
 
 SOURCE = Path(__file__).parents[3] / "jobs" / "configs" / "sources" / "simulated_feed.yaml"
 
@@ -42,102 +43,51 @@ def test_correct_tables_pass(prepared: str) -> None:
     assert rules["splits"].rows == info["users"] == 60
 
 
-def candidate(rows: list[dict]) -> tuple[dict, int]:
+def candidate(rows: list[Row]) -> tuple[Row, int]:
     """A user and the place of one of his candidates of the test window."""
     row = next(row for row in rows if 2 < row["train_end"] < row["val_end"] < len(row["item_index"]) - 1)
     return row, row["val_end"]
 
 
-def lists_of(row: dict) -> list[str]:
-    return [name for name, value in row.items() if isinstance(value, list)]
-
-
-def swapped(rows: list[dict], info: dict) -> None:
+def swapped(rows: list[Row], info: Row) -> None:
     """Two events of a user's context have changed places, with all that belongs to them."""
-    row, _ = candidate(rows)
-    for name in lists_of(row):
-        row[name][0], row[name][1] = row[name][1], row[name][0]
+    for values in candidate(rows)[0].values():
+        if isinstance(values, list):
+            values[:2] = values[1::-1]
 
 
-def other_item(rows: list[dict], info: dict) -> None:
-    row, place = candidate(rows)
-    row["item_index"][place] = (row["item_index"][place] + 1) % info["items"]
+def other(column: str, value: Callable[[Any, Row], Any]) -> Change:
+    """That candidate has another value in a column."""
+
+    def change(rows: list[Row], info: Row) -> None:
+        row, place = candidate(rows)
+        row[column][place] = value(row[column][place], info)
+
+    return change
 
 
-def other_label(rows: list[dict], info: dict) -> None:
-    row, place = candidate(rows)
-    row["label_share"][place] = not row["label_share"][place]
+def more(column: str, name: str) -> Change:
+    """That candidate has more of one task, action or feature."""
+
+    def change(rows: list[Row], info: Row) -> None:
+        row, place = candidate(rows)
+        row[column][place][info[column].index(name)] += 0.5
+
+    return change
 
 
-def other_task(rows: list[dict], info: dict) -> None:
-    row, place = candidate(rows)
-    task = info["tasks"].index("contribution")
-    row["tasks"][place][task] = 1 - row["tasks"][place][task]
+def task_taken(values: list[bool], info: Row) -> list[bool]:
+    return [value ^ (name == "contribution") for name, value in zip(info["tasks"], values, strict=True)]
 
 
-def other_action(rows: list[dict], info: dict) -> None:
-    row, place = candidate(rows)
-    row["actions"][place][info["actions"].index("dwell")] += 0.01
-
-
-def other_threshold(rows: list[dict], info: dict) -> None:
-    info["definitions"]["tasks"]["long_dwell"]["above"] = 12_000
-
-
-def test_in_context(rows: list[dict], info: dict) -> None:
+def candidate_in_context(rows: list[Row], info: Row) -> None:
     """The first test candidate counts as context."""
-    row, _ = candidate(rows)
-    row["val_end"] += 1
+    candidate(rows)[0]["val_end"] += 1
     info["events"]["val"] += 1
     info["events"]["test"] -= 1
 
 
-test_in_context.__test__ = False  # type: ignore[attr-defined]
-
-
-def later_cut(rows: list[dict], info: dict) -> None:
-    """The manifest says that validation began an hour later than it did."""
-    info["val_start_ms"] += 3_600_000
-
-
-def count_of_the_future(rows: list[dict], info: dict) -> None:
-    """One candidate's count is as if one more like had been known."""
-    row, place = candidate(rows)
-    row["features"][place][info["features"].index("item_like_7d")] += 0.5
-
-
-def count_of_another_author(rows: list[dict], info: dict) -> None:
-    row, place = candidate(rows)
-    row["features"][place][info["features"].index("author_exposures_1d")] += 0.5
-
-
-def no_delay(rows: list[dict], info: dict) -> None:
-    """Counts that end before they may, as if the log took no time to arrive."""
-    info["definitions"]["counts"]["delay_minutes"] = 0
-
-
-def unknown_feature(rows: list[dict], info: dict) -> None:
-    info["features"][0] = "item_magic_1d"
-
-
-def base_rate(rows: list[dict], info: dict) -> None:
-    info["base_rates"]["like"] += 0.01
-
-
-def scale_of_another_log(rows: list[dict], info: dict) -> None:
-    info["feature_mean"][0] += 0.1
-
-
-def not_counted(rows: list[dict], info: dict) -> None:
-    info["users_without_context"]["test"] += 1
-
-
-def shorter_list(rows: list[dict], info: dict) -> None:
-    row = rows[-1]
-    row["label_like"].pop()
-
-
-def user_twice(rows: list[dict], info: dict) -> None:
+def user_twice(rows: list[Row], info: Row) -> None:
     row = rows[0]
     rows.append(copy.deepcopy(row))
     train, val, length = row["train_end"], row["val_end"], len(row["item_index"])
@@ -149,37 +99,49 @@ def user_twice(rows: list[dict], info: dict) -> None:
         info["users_without_context"][split] += high > low == 0
 
 
-PLANTED: list[tuple[Callable[[list[dict], dict], None], list[str]]] = [
-    (swapped, ["behaviours"]),
-    (other_item, ["behaviours", "windows"]),
-    (other_label, ["behaviours", "tasks"]),
-    (other_task, ["tasks"]),
-    (other_action, ["tasks"]),
-    (other_threshold, ["tasks", "windows"]),
-    (test_in_context, ["splits"]),
-    (later_cut, ["splits", "windows"]),
-    (count_of_the_future, ["windows"]),
-    (count_of_another_author, ["windows"]),
-    (no_delay, ["windows"]),
-    (unknown_feature, ["windows"]),
-    (base_rate, ["counts"]),
-    (scale_of_another_log, ["counts"]),
-    (not_counted, ["counts"]),
-]
+def later_cut(rows: list[Row], info: Row) -> None:
+    """The manifest says that validation began an hour later than it did."""
+    info["val_start_ms"] += 3_600_000
 
 
-@pytest.mark.parametrize(("plant", "expected"), PLANTED, ids=[plant.__name__ for plant, _ in PLANTED])
-def test_planted_violation_is_found(
-    prepared: str, tmp_path: Path, plant: Callable[[list[dict], dict], None], expected: list[str]
-) -> None:
-    assert broken(rewrite(prepared, tmp_path, plant)).keys() == set(expected)
+def base_rate(rows: list[Row], info: Row) -> None:
+    info["base_rates"]["like"] += 0.01
 
 
-def test_a_user_who_comes_twice_is_found(prepared: str, tmp_path: Path) -> None:
-    found = broken(rewrite(prepared, tmp_path, user_twice))
+def not_counted(rows: list[Row], info: Row) -> None:
+    info["users_without_context"]["test"] += 1
+
+
+PLANTED: dict[str, tuple[Change, set[str]]] = {
+    "events out of order": (swapped, {"behaviours"}),
+    "another item": (other("item_index", lambda item, info: (item + 1) % info["items"]), {"behaviours", "windows"}),
+    "another label": (other("label_share", lambda label, info: not label), {"behaviours", "tasks"}),
+    "another task": (other("tasks", task_taken), {"tasks"}),
+    "another action": (more("actions", "dwell"), {"tasks"}),
+    "another threshold": (
+        lambda rows, info: info["definitions"]["tasks"]["long_dwell"].update(above=12_000), {"tasks", "windows"}
+    ),
+    "a candidate in the context": (candidate_in_context, {"splits"}),
+    "a later cut": (later_cut, {"splits", "windows"}),
+    "a count of the future": (more("features", "item_like_7d"), {"windows"}),
+    "a count of another author": (more("features", "author_exposures_1d"), {"windows"}),
+    "no delay": (lambda rows, info: info["definitions"]["counts"].update(delay_minutes=0), {"windows"}),
+    "an unknown feature": (lambda rows, info: info["features"].__setitem__(0, "item_magic_1d"), {"windows"}),
+    "a base rate": (base_rate, {"counts"}),
+    "the scale of another log": (lambda rows, info: info["feature_mean"].__setitem__(0, 9.0), {"counts"}),
+    "a user not counted": (not_counted, {"counts"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_a_planted_violation_is_found(prepared: str, tmp_path: Path, what: str) -> None:
+    change, rules = PLANTED[what]
+    assert set(broken(rewrite(prepared, tmp_path, change))) == rules
+
+
+def test_users_who_come_twice_and_unequal_lists_are_found(prepared: str, tmp_path: Path) -> None:
+    found = broken(rewrite(prepared, tmp_path / "twice", user_twice))
     assert "users" in found
     assert "splits" not in found
-
-
-def test_lists_of_unequal_length_are_found(prepared: str, tmp_path: Path) -> None:
-    assert "behaviours" in broken(rewrite(prepared, tmp_path, shorter_list))
+    shorter = rewrite(prepared, tmp_path / "shorter", lambda rows, info: rows[-1]["label_like"].pop())
+    assert "behaviours" in broken(shorter)

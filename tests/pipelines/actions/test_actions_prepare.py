@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import plain_actions as plain
 import pytest
 import yaml
 
@@ -84,7 +83,6 @@ def prepared(
     return str(folder / "tables"), said
 
 
-@pytest.mark.usefixtures("ray_local")
 def test_raw_files_to_tables(tmp_path: Path) -> None:
     """Several files, rows in both of them, bad actions, a constant action, a user without context."""
     more = {
@@ -138,7 +136,6 @@ def test_raw_files_to_tables(tmp_path: Path) -> None:
     assert all("up to date" in line for line in again[:4])
 
 
-@pytest.mark.usefixtures("ray_local")
 def test_what_is_known_of_viewers_stands_at_their_events(tmp_path: Path) -> None:
     """Attributes of users and categories of events; the first row of a user counts, models know training's values."""
     places = ["home", "home", "", "shop", "shop", "home", "home"]
@@ -185,7 +182,6 @@ def test_user_files_that_do_not_fit_are_errors(tmp_path: Path, given: dict, word
         )
 
 
-@pytest.mark.usefixtures("ray_local")
 @pytest.mark.parametrize(
     ("split", "words"),
     [
@@ -200,7 +196,6 @@ def test_a_cut_that_leaves_a_side_empty_is_an_error(tmp_path: Path, split: dict,
     assert not (tmp_path / "tables" / "sequences").exists()
 
 
-@pytest.mark.usefixtures("ray_local")
 def test_a_log_of_constant_actions_is_an_error(tmp_path: Path) -> None:
     constant = [LOG[0], *(",".join([*line.split(",")[:3], "1", "0", "0", "3"]) for line in LOG[1:])]
     with pytest.raises(UserError, match="every task is constant in training"):
@@ -244,10 +239,10 @@ def test_an_item_number_that_is_none_is_a_reject(tmp_path: Path) -> None:
 
 
 def test_cut_times_are_dates_or_ms() -> None:
-    for starts in (("1970-01-02", "1970-01-03T00:00:00+00:00"), (plain.DAY, str(2 * plain.DAY))):
+    for starts in (("1970-01-02", "1970-01-03T00:00:00+00:00"), (86_400_000, str(2 * 86_400_000))):
         split = read_config({"split": dict(zip(("val_start", "test_start"), starts, strict=True))}).split
-        assert (split.val_start, split.test_start) == (plain.DAY, 2 * plain.DAY)
-        assert split.settings()["val_start"] == plain.DAY
+        assert (split.val_start, split.test_start) == (86_400_000, 2 * 86_400_000)
+        assert split.settings()["val_start"] == 86_400_000
     with pytest.raises(UserError, match="give both"):
         read_config({"split": {"val_start": "1970-01-02"}})
     assert "val_start" not in PrepareConfig().split.settings()

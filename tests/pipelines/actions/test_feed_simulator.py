@@ -8,15 +8,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.data.actions.simulator import (
-    CHANCE,
-    DAY_MS,
-    KINDS,
-    FeedSettings,
-    best_entropy,
-    draw_feed,
-    simulate_feed,
-)
+from pipelines.data.actions.simulator import CHANCE, DAY_MS, KINDS, FeedSettings, best_entropy, draw_feed, simulate_feed
 from pipelines.data.simulation import SPAN_MS, START_MS, is_simulated
 
 

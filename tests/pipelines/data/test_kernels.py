@@ -1,12 +1,12 @@
-"""The partition kernels against the plain reference, on small random logs."""
+"""The kernels of partitions on small random logs: order, duplicates, cut times, vocabularies."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import Any
 
 import numpy as np
-import plain_reference as plain
 import polars as pl
 import pyarrow as pa
 import pytest
@@ -17,12 +17,13 @@ from models.tables import UserError, join, read_parquet, write_part
 from pipelines.data.catalogue import core_items
 from pipelines.data.engine import Engine
 from pipelines.data.events import order_events, restore_unset
-from pipelines.data.retrieval.sequences import Rules, build_sequences
 from pipelines.data.schemas import events_schema
 from pipelines.data.splits import SplitConfig, assign, cut_times, nth_times
-from pipelines.data.survey import Union, Vocabulary, read_coded, survey, user_keys
+from pipelines.data.survey import Union, Vocabulary, survey, user_keys
 
 SCHEMA = events_schema({"click": "bool", "dwell": "float32"}, ["price"], ["tab"])
+KEY = ("user_id", "timestamp_ms", "request_id", "position", "item_id")
+REST = ("query", "label_click", "label_dwell", "num_price", "cat_tab")  # in the order of the schema
 USERS = ["u", "user 2", "Ü", "z" * 40, ""]
 ITEMS = ["a", "b", "B", "é", "item-10", "item-9"]
 FEW = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -47,6 +48,31 @@ rows_strategy = st.lists(
 )
 
 
+def in_order(rows: list[dict[str, Any]], log_order: bool = False) -> list[dict[str, Any]]:
+    """By dicts and loops: duplicates dropped, sorted by the key and then by everything else, nulls first."""
+    seen: set[tuple] = set()
+    kept = []
+    for row in rows:
+        content = tuple(sorted(row.items(), key=lambda pair: pair[0]))
+        if content not in seen:
+            seen.add(content)
+            kept.append(dict(row))
+    if not log_order:
+        return sorted(
+            kept,
+            key=lambda row: (
+                *(row[name] for name in KEY),
+                *((row[name] is not None, 0 if row[name] is None else row[name]) for name in REST),
+            ),
+        )
+    ranks: Counter = Counter()
+    for row in kept:  # still in the log's order
+        group = (row["user_id"], row["timestamp_ms"])
+        row["position"] = ranks[group]
+        ranks[group] += 1
+    return sorted(kept, key=lambda row: (row["user_id"], row["timestamp_ms"], row["position"]))
+
+
 def in_transit(rows: list[dict[str, Any]], log_order: bool = False) -> pa.Table:
     """Rows as they arrive in a partition."""
     table = pa.Table.from_pylist(rows, schema=SCHEMA)
@@ -69,7 +95,7 @@ def test_order_events_sorts_totally_and_drops_duplicates(
 ) -> None:
     rows = rows + data.draw(st.lists(st.sampled_from(rows), max_size=10))
     table, duplicates = order_events(in_transit(rows, log_order), SCHEMA)
-    expected = plain.events(rows, log_order)
+    expected = in_order(rows, log_order)
     assert duplicates == len(rows) - len(expected)
     if not log_order:
         assert table.to_pylist() == expected
@@ -88,8 +114,8 @@ def test_kept_duplicates_stand_beside_each_other(rows: list[dict], log_order: bo
 
     rows = rows + data.draw(st.lists(st.sampled_from(rows), max_size=10))
     table, duplicates = order_events(in_transit(rows, log_order), SCHEMA, keep_duplicates=True)
-    assert duplicates == len(rows) - len(plain.events(rows, log_order))
-    events, key = table.to_pylist(), ("user_id", "timestamp_ms", "request_id", "position", "item_id")
+    assert duplicates == len(rows) - len(in_order(rows, log_order))
+    events, key = table.to_pylist(), KEY
     if not log_order:
         assert sorted(events, key=content) == sorted(rows, key=content)
         assert [[e[name] for name in key] for e in events] == sorted([e[name] for name in key] for e in events)
@@ -131,87 +157,6 @@ def test_order_events_without_integer_room_for_the_times() -> None:
     ]
 
 
-@pytest.mark.usefixtures("ray_local")
-@FEW
-@given(
-    rows=rows_strategy,
-    k=st.integers(0, 3),
-    temporal=st.booleans(),
-    train_core=st.booleans(),
-    max_events=st.sampled_from([1, 2, 3, 100]),
-    log_order=st.booleans(),
-    behaviour=st.sampled_from([None, "click"]),
-)
-def test_core_and_sequences_equal_the_reference(
-    tmp_path_factory: pytest.TempPathFactory,
-    rows: list[dict],
-    k: int,
-    temporal: bool,
-    train_core: bool,
-    max_events: int,
-    log_order: bool,
-    behaviour: str | None,
-) -> None:
-    label = f"label_{behaviour}" if behaviour else None
-    folder = str(tmp_path_factory.mktemp("events"))
-    split = (2, 5) if temporal else None
-    train_core = train_core and temporal
-    catalogue, expected = plain.sequences(rows, k, split, train_core, max_events, log_order, label)
-    parts = written(rows, folder, 3, log_order)
-    if not any(behaviour is None or row[label] for row in rows):
-        with pytest.raises(UserError, match="no behaviours"):
-            survey(parts, behaviour, Engine())
-        return
-    found = survey(parts, behaviour, Engine())
-    assert found.users == len({row["user_id"] for row in rows})
-    before = 2 if train_core else None
-    if not catalogue:
-        with pytest.raises(UserError, match="lower --core"):
-            core_items(found, k, before, Engine())
-        return
-    items, _ = core_items(found, k, before, Engine())
-    assert items.to_pylist() == catalogue
-
-    rules = Rules(
-        schema=SCHEMA,
-        split={"kind": "temporal", "val_start_ms": 2, "test_start_ms": 5} if temporal else {"kind": "leave_last_out"},
-        core=k,
-        before_ms=before,
-        max_events=max_events,
-        log_order=log_order,
-        behaviour=behaviour,
-    )
-    users: dict[str, dict] = {}
-    counted: dict[str, int] = {}
-    for part in parts:
-        table, count = build_sequences(read_coded(part), Vocabulary.of(items), rules)
-        table.validate(full=True)
-        for row in table.to_pylist():
-            assert row["user_id"] not in users
-            users[row["user_id"]] = row
-        for name, number in count.items():
-            counted[name] = counted.get(name, 0) + number
-    assert sorted(users) == sorted(expected)
-    for user, lists in expected.items():
-        requests = users[user]["requests"]
-        assert [r["history_end"] for r in requests] == lists["history_end"]
-        assert [r["split"] for r in requests] == lists["split"]
-        assert [r["timestamp_ms"] for r in requests] == lists["timestamp_ms"]
-        assert [r["candidates"] for r in requests] == [[item] for item in lists["item_index"]]
-        assert [r["query"] for r in requests] == lists["query"]
-        for name in ("item_index", "timestamp_ms", "query", "label_click", "label_dwell", "num_price", "cat_tab"):
-            assert users[user][name] == lists[name], name
-    assert counted.get("users", 0) == len(expected)
-    for name in ("train", "val", "test"):
-        flags = [s == name for lists in expected.values() for s in lists["split"]]
-        ends = [end for lists in expected.values() for end in lists["history_end"]]
-        assert counted.get(f"requests_{name}", 0) == sum(flags)
-        assert counted.get(f"without_history_{name}", 0) == sum(
-            f and end == 0 for f, end in zip(flags, ends, strict=True)
-        )
-
-
-@pytest.mark.usefixtures("ray_local")
 @FEW
 @given(
     times=st.lists(st.integers(0, 2**45) | st.integers(0, 9_000_000), min_size=3, max_size=40),
@@ -225,20 +170,20 @@ def test_cut_times_are_the_quantiles(
         {"user_id": f"u{i % 7}", "request_id": "", "timestamp_ms": time, "item_id": "a", "position": i}
         for i, time in enumerate(times)
     ]
-    found = survey(written(rows, str(tmp_path_factory.mktemp("events")), 2), None, Engine())
+    found = survey(written(rows, str(tmp_path_factory.mktemp("events")), 2), None, Engine(here=True))
     ranks = [0, len(times) // 2, len(times) - 1]
-    assert nth_times(found, ranks, Engine()) == [sorted(times)[rank] for rank in ranks]
-    first, second = plain.cuts(rows, val, test)
+    assert nth_times(found, ranks, Engine(here=True)) == [sorted(times)[rank] for rank in ranks]
+    first, second = (sorted(times)[int(len(times) * share)] for share in (1 - val - test, 1 - test))
     config = SplitConfig("temporal", val, test)
     if min(times) < first < second:
-        assert cut_times(found, config, Engine()) == {
+        assert cut_times(found, config, Engine(here=True)) == {
             "kind": "temporal",
             "val_start_ms": first,
             "test_start_ms": second,
         }
     else:
         with pytest.raises(UserError, match="no two cut times"):
-            cut_times(found, config, Engine())
+            cut_times(found, config, Engine(here=True))
 
 
 @FEW
@@ -315,46 +260,6 @@ def test_parts_do_not_depend_on_the_order_of_rows(tmp_path: Any) -> None:
     assert pl.concat([pl.from_arrow(read_parquet(part)) for part in first]).height < 500
 
 
-@pytest.mark.parametrize("temporal", [True, False])
-@pytest.mark.parametrize("max_events", [2, 100])
-def test_a_behaviour_is_in_histories_from_when_its_label_is_known(
-    tmp_path: Any, temporal: bool, max_events: int
-) -> None:
-    """Behaviours in the order in which they are known; requests in the order of their own times."""
-    schema, rng = events_schema({"click": "bool"}, known=["click"]), random.Random(max_events + temporal)
-    split = {"kind": "temporal", "val_start_ms": 4, "test_start_ms": 7} if temporal else {"kind": "leave_last_out"}
-    rules = Rules(schema, split, 0, None, max_events, log_order=False, behaviour="click")
-    for _ in range(25):
-        rows = []
-        for place in range(rng.randint(1, 30)):
-            time, click = rng.randint(0, 9), rng.random() < 0.7
-            row = {"user_id": rng.choice("uv"), "request_id": "", "timestamp_ms": time, "item_id": rng.choice("abc")}
-            rows.append(row | {"position": place, "label_click": click, "known_click": time + rng.randint(0, 5)})
-            rows[-1]["known_click"] = rows[-1]["known_click"] if click else None
-        rows.sort(key=lambda row: tuple(row[name] for name in plain.KEY))
-        part = join(str(tmp_path), write_part(str(tmp_path), pa.Table.from_pylist(rows, schema=schema)).path)
-        items = Vocabulary.of(pa.array(["a", "b", "c"], pa.large_string()))
-        found = {row["user_id"]: row for row in build_sequences(read_coded(part), items, rules)[0].to_pylist()}
-        clicked = [row for row in rows if row["label_click"]]
-        assert list(found) == sorted({row["user_id"] for row in clicked})
-        for user, lists in found.items():
-            mine = sorted((row for row in clicked if row["user_id"] == user), key=lambda row: row["known_click"])
-            mine = mine[-max_events:]
-            for name in ("timestamp_ms", "known_click", "label_click"):
-                assert lists[name] == [row[name] for row in mine], name
-            asked = [row for row in rows if row in mine]
-            assert [r["timestamp_ms"] for r in lists["requests"]] == [row["timestamp_ms"] for row in asked]
-            assert [r["candidates"] for r in lists["requests"]] == [["abc".index(row["item_id"])] for row in asked]
-            for place, (request, row) in enumerate(zip(lists["requests"], asked, strict=True)):
-                time, left = row["timestamp_ms"], len(asked) - 1 - place
-                assert request["history_end"] == sum(other["known_click"] < time for other in mine)
-                last = "train" if len(asked) < 3 or left > 1 else ("test", "val")[left]
-                assert request["split"] == (
-                    ("train" if time < 4 else "val" if time < 7 else "test") if temporal else last
-                )
-
-
-@pytest.mark.usefixtures("ray_local")
 def test_the_core_of_the_training_window_counts_what_is_known_in_it(tmp_path: Any) -> None:
     schema = events_schema({"click": "bool"}, known=["click"])
     row = {"user_id": "u", "request_id": "", "position": 0, "label_click": True}
@@ -363,7 +268,7 @@ def test_the_core_of_the_training_window_counts_what_is_known_in_it(tmp_path: An
         for time, item, known in ((0, "a", 1), (1, "b", 9), (2, "a", 3), (3, "b", 4))
     ]
     part = join(str(tmp_path), write_part(str(tmp_path), pa.Table.from_pylist(rows, schema=schema)).path)
-    found = survey([part], "click", Engine(), late=True)
-    assert core_items(found, 2, 5, Engine())[0].to_pylist() == ["a"]
-    assert core_items(found, 2, 10, Engine())[0].to_pylist() == ["a", "b"]
+    found = survey([part], "click", Engine(here=True), late=True)
+    assert core_items(found, 2, 5, Engine(here=True))[0].to_pylist() == ["a"]
+    assert core_items(found, 2, 10, Engine(here=True))[0].to_pylist() == ["a", "b"]
     assert (found.first_ms, found.last_ms) == (0, 3)  # the split is of the times of requests

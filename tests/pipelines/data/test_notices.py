@@ -15,8 +15,6 @@ from pipelines.data.log import load_source
 from pipelines.data.prepare import prepare
 from pipelines.data.settings import read_config
 
-pytestmark = pytest.mark.usefixtures("ray_local")
-
 DAY = 86_400_000
 START = 1_600_000_000_000 // DAY * DAY
 SOURCE = {
@@ -61,7 +59,7 @@ class Shop:
         """The warnings."""
         source, _ = load_source(str(self.folder / "source.yaml"))
         self.lines = []
-        config = read_config({"core": 0, "partitions": 2}, settings)
+        config = read_config({"core": 0}, settings)
         prepare(source, str(self.folder / "raw"), str(self.tables), config, True, self.lines.append)
         rules = audit(str(self.tables))
         assert {rule.name: rule.examples for rule in rules if rule.violations} == {}

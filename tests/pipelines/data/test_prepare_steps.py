@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import plain_reference as plain
 import polars as pl
 import pytest
 import yaml
@@ -25,7 +24,7 @@ from pipelines.data.settings import read_config
 from pipelines.data.splits import SplitConfig
 from tests.audited import broken
 
-pytestmark = pytest.mark.usefixtures("ray_local")
+by_ray = pytest.mark.usefixtures("ray_local")
 
 START = 1_600_000_000_000
 SOURCE = {
@@ -73,7 +72,7 @@ def random_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
     ]
 
 
-def as_events(rows: list[dict[str, Any]]) -> list[plain.Row]:
+def as_events(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         {
             "user_id": row["user"],
@@ -92,6 +91,7 @@ def hashes(output: Path) -> dict[str, str]:
     return {name: read_manifest(str(output / name)).hash for name in ("events", "rejects", "items", "sequences")}
 
 
+@by_ray
 def test_a_log_becomes_the_same_proved_tables_in_any_order_of_rows(tmp_path: Path) -> None:
     rows = random_rows(900)
     rows += rows[:40]
@@ -100,7 +100,7 @@ def test_a_log_becomes_the_same_proved_tables_in_any_order_of_rows(tmp_path: Pat
     statistics = prepare(source, make_log(tmp_path / "raw", rows), out, config, say=lambda line: None)
     assert broken(out) == {}
 
-    unique = plain.events(as_events(rows))
+    unique = list({str(event): event for event in as_events(rows)}.values())
     events = read_table(join(out, "events"), "events")
     assert sorted(events.to_pylist(), key=str) == sorted(unique, key=str)
     assert len(read_manifest(join(out, "events")).files) > 1
@@ -109,8 +109,10 @@ def test_a_log_becomes_the_same_proved_tables_in_any_order_of_rows(tmp_path: Pat
     info = read_manifest(join(out, "items")).info
     outside = len({row["item"] for row in rows}) - len(items) + 1
     assert (info["items_without_metadata"], info["metadata_outside_catalogue"]) == (0, outside)
-    split = dict(zip(("val_start_ms", "test_start_ms"), plain.cuts(unique, 0.2, 0.2), strict=True))
-    assert read_manifest(join(out, "sequences")).info["split"] == {"kind": "temporal", **split}
+    times = sorted(event["timestamp_ms"] for event in unique)
+    val, test = (times[int(len(times) * share)] for share in (0.6, 0.8))
+    split = {"kind": "temporal", "val_start_ms": val, "test_start_ms": test}
+    assert read_manifest(join(out, "sequences")).info["split"] == split
 
     assert statistics == json.loads((tmp_path / "out" / "statistics.json").read_text())
     sequences = read_table(join(out, "sequences"), "sequences").to_pylist()
@@ -127,6 +129,7 @@ def test_a_log_becomes_the_same_proved_tables_in_any_order_of_rows(tmp_path: Pat
     assert hashes(tmp_path / "out2") == hashes(tmp_path / "out")
 
 
+@by_ray
 def test_running_again_does_nothing_and_overwrite_replaces(tmp_path: Path) -> None:
     raw = make_log(tmp_path / "raw", random_rows(300))
     source, out = make_source(tmp_path), tmp_path / "out"
@@ -172,10 +175,12 @@ def test_running_again_does_nothing_and_overwrite_replaces(tmp_path: Path) -> No
     }
 
 
+@by_ray
 def test_what_an_unfinished_run_made_is_kept_or_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A first run that fails at its items: corrected, it goes on without --overwrite. Its one error is fetched whole,
     so that Ray says nothing of the other returns of the failed task."""
-    raw, out, config = make_log(tmp_path / "raw", random_rows(200)), str(tmp_path / "out"), PrepareConfig(core=0)
+    raw, out = make_log(tmp_path / "raw", random_rows(200)), str(tmp_path / "out")
+    config = PrepareConfig(core=0, partitions=2)
     broken = {**SOURCE["items"], "attributes": {"kind": "knd"}}
     logger = logging.getLogger("ray._private.worker")
     logger.addHandler(caplog.handler)
@@ -201,7 +206,7 @@ def test_what_an_unfinished_run_made_is_kept_or_replaced(tmp_path: Path, caplog:
 
 def test_a_log_may_lie_where_its_tables_go(tmp_path: Path) -> None:
     """The output is within the input folder, so the pattern matches our own parts; the input itself is refused."""
-    rows, config = random_rows(300), PrepareConfig(core=0, partitions=2)
+    rows, config = random_rows(300), PrepareConfig(core=0)
     raw = tmp_path / "raw"
     (raw / "events").mkdir(parents=True)
     pl.DataFrame(rows).write_parquet(raw / "events" / "day1.parquet")
@@ -267,7 +272,7 @@ def test_what_item_and_user_files_lose_is_said_and_limited(tmp_path: Path, name:
         users={"files": "users.jsonl", "user": "user", "attributes": ["age"]},
     )
     lines: list[str] = []
-    config = PrepareConfig(core=0, partitions=1, max_rejects=0.4, min_matched=0)
+    config = PrepareConfig(core=0, max_rejects=0.4, min_matched=0)
     (tmp_path / "raw" / name).write_text(f"{good}\noops\n{good}\n")
     prepare(source, raw, str(out), config, say=lines.append)
     [said] = [line for line in lines if line.startswith(f"rejects of the {of}: 1 row, row: no JSON object")]
@@ -276,7 +281,7 @@ def test_what_item_and_user_files_lose_is_said_and_limited(tmp_path: Path, name:
     counts = (items["metadata_rejects"], items["metadata_rows"], events["user_rejects"], events["user_rows"])
     assert counts == ((1, 3, 0, 1) if name == "items.jsonl" else (0, 1, 1, 3))
     limit = rf"1 of 3 rows of the {of} \(33.33%\) break the schema, over the limit max_rejects 1.00%"
-    strict = PrepareConfig(core=0, partitions=1, min_matched=0)
+    strict = PrepareConfig(core=0, min_matched=0)
     with pytest.raises(UserError, match=limit):
         prepare(source, raw, str(tmp_path / "strict"), strict, say=lambda line: None)
 
@@ -304,74 +309,13 @@ def test_user_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert event["cat_age"] == ("70" if event["user_id"] == "u1" else None)
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_searches_that_stand_in_two_files_count_once(tmp_path: Path, suffix: str) -> None:
-    rows = [
-        {"user": f"u{n // 2}", "ms": START + n // 2, "query": f"q{n}", "shown": [f"i{m}" for m in range(6)]}
-        for n in range(30)  # each user has two different searches at one time
-    ]
-    rows += [{**row, "ms": row["ms"] + 1000, "query": "later"} for row in rows[::2]]
-    (tmp_path / "raw").mkdir()
-    for name, some in (("log_1", rows[:20]), ("log_2", rows[10:])):
-        frame, path = pl.DataFrame(some), tmp_path / "raw" / f"{name}.{suffix}"
-        frame.write_ndjson(path) if suffix == "jsonl" else frame.write_parquet(path)
-    source = make_source(
-        tmp_path, files=f"log_*.{suffix}", item="shown", query="query", explode=["shown"], labels={},
-        items=None,
-    )  # fmt: skip
-    config = PrepareConfig(core=0, split=SplitConfig("leave_last_out"))
-    statistics = prepare(source, str(tmp_path / "raw"), str(tmp_path / "out"), config, say=str)
-    assert statistics["raw"]["duplicates"] == 10 * 6
-    events = pl.DataFrame(read_table(str(tmp_path / "out" / "events")))
-    assert events.height == 45 * 6
-    assert events["request_id"].n_unique() == 45
-    assert events.group_by("request_id").agg(pl.col("query").n_unique())["query"].to_list() == [1] * 45
-
-
-def test_log_order_keeps_ties_in_the_order_of_the_log(tmp_path: Path) -> None:
-    rows = [
-        {"user": "u", "item": item, "ms": START + ms, "click": 1}
-        for item, ms in [("c", 5), ("a", 5), ("b", 5), ("c", 5), ("d", 1)]
-    ]
-    rows += [{"user": user, "item": item, "ms": START + 5, "click": 1} for user, item in [("u", "e"), ("v", "a")]]
-    raw = make_log(tmp_path / "raw", rows)  # ties across the two files
-    config = PrepareConfig(core=0, ties="log_order", split=SplitConfig("leave_last_out"))
-    lines: list[str] = []
-    prepare(make_source(tmp_path), raw, str(tmp_path / "out"), config, say=lines.append)
-    assert any("warning: leave_last_out on a log with clock times" in line for line in lines)
-    events = read_table(str(tmp_path / "out" / "events")).to_pylist()
-    assert [(e["item_id"], e["position"]) for e in events if e["user_id"] == "u"] == [
-        ("d", 0), ("c", 0), ("a", 1), ("b", 2), ("e", 3),
-    ]  # fmt: skip
-    [sequence] = [row for row in read_table(str(tmp_path / "out" / "sequences")).to_pylist() if row["user_id"] == "u"]
-    assert [request["history_end"] for request in sequence["requests"]] == [0, 1, 2, 3, 4]
-
-
-def test_files_with_and_without_queries_mix(tmp_path: Path) -> None:
-    rows = random_rows(80)
-    for i, row in enumerate(rows):
-        row |= {"request": f"r{i % 3}", "query": "" if i < 40 else f"q{i % 5}"}
-    raw = make_log(tmp_path / "raw", rows)
-    source = make_source(tmp_path, request="request", query="query")
-    config = PrepareConfig(core=0, partitions=3)
-    prepare(source, raw, str(tmp_path / "out"), config, say=lambda line: None)
-    expected = [
-        event | {"request_id": row["request"], "query": row["query"] or None}
-        for event, row in zip(as_events(rows), rows, strict=True)
-    ]
-    events = read_table(str(tmp_path / "out" / "events"), "events").to_pylist()
-    for event in [*events, *expected]:
-        event["query"] = event["query"] or None  # the source may read an empty query as one or as none
-    assert sorted(events, key=str) == sorted(plain.events(expected), key=str)
-
-
 @pytest.mark.parametrize(
     ("changes", "config", "words"),
     [
         ({"time": {"column": "ms", "unit": "order"}}, {"split": {"kind": "temporal"}}, "no clock times"),
         ({}, {"core_window": "train", "split": {"kind": "leave_last_out"}}, "needs a temporal split"),
         ({}, {"behaviour": "like"}, "no bool label of the log; those are: click"),
-        ({}, {"core": 99, "partitions": 1}, "set a lower --core"),
+        ({}, {"core": 99}, "set a lower --core"),
         ({"files": "nothing*.csv"}, {}, "nothing"),
     ],
 )
@@ -379,11 +323,7 @@ def test_settings_that_do_not_fit_the_log(tmp_path: Path, changes: dict, config:
     raw = make_log(tmp_path / "raw", random_rows(60))
     with pytest.raises(UserError, match=words):
         prepare(
-            make_source(tmp_path, **changes),
-            raw,
-            str(tmp_path / "out"),
-            read_config(config),
-            say=lambda line: None,
+            make_source(tmp_path, **changes), raw, str(tmp_path / "out"), read_config(config), say=lambda line: None
         )
 
 
@@ -425,6 +365,7 @@ def test_later_settings_win_and_none_means_not_given() -> None:
     assert (config.core, config.split.kind, config.split.val_fraction) == (3, "temporal", 0.3)
 
 
+@by_ray
 def test_a_log_of_one_partition_starts_no_ray_and_gives_the_same_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -454,12 +395,11 @@ def test_behaviours_of_one_time_stay_in_the_order_of_the_log(tmp_path: Path, key
     lists = [["a", "b"], ["c"], ["d", "e", "f"], ["b"], ["e", "a"]] if "explode" in keys else [[i] for i in "edcbabc"]
     rows = [(user, items, rng.randrange(100)) for items in lists for user in ("u1", "u2")]
     (tmp_path / "raw").mkdir()
-    (tmp_path / "raw/log.csv").write_text(
-        "user,items,day,ask\n" + "".join(f"{user},{' '.join(items)},{day},{ask}\n" for user, items, ask in rows)
-    )
-    source = log_of(
-        {"files": "log.csv", "user": "user", "item": "items", "time": {"column": "day", "unit": "iso"}, **keys}
-    )
+    for number, some in enumerate((rows[:5], rows[5:])):
+        lines = [f"{user},{' '.join(items)},{day},{ask}\n" for user, items, ask in some]
+        (tmp_path / f"raw/log_{number}.csv").write_text("user,items,day,ask\n" + "".join(lines))
+    keys = {"files": "log_*.csv", "user": "user", "item": "items", "time": {"column": "day", "unit": "iso"}, **keys}
+    source = log_of(keys)
     config = PrepareConfig(core=0, ties="log_order", duplicates="keep", split=SplitConfig("leave_last_out"))
     prepare(source, str(tmp_path / "raw"), str(tmp_path / "tables"), config)
     names = read_table(str(tmp_path / "tables/items"), "items")["item_id"].to_pylist()

@@ -12,11 +12,8 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 
 from models.tables import UserError
 from pipelines.data import simulation
-from pipelines.data.log import load_source
 from pipelines.data.retrieval.simulator import FOLLOW, SHARES, simulate_retrieval
 from pipelines.data.simulation import Settings, is_simulated, make_world
-
-CONFIG = Path(__file__).parents[3] / "jobs" / "configs" / "sources" / "simulated.yaml"
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -111,17 +108,3 @@ def test_words_of_clusters_are_their_own() -> None:
     texts = simulation.item_texts(world, simulation.numbered("i", 2000), np.random.default_rng(0))
     words = [tuple(title.split(",")[0].split()[1:3]) for title in texts["title"].to_pylist()]
     assert len(set(words)) == count == len(set(zip(words, world.cluster.tolist(), strict=True)))
-
-
-def test_the_shipped_source_file_reads_it(tmp_path: Path) -> None:
-    simulate_retrieval(str(tmp_path), Settings(100, 50, 1000, 1))
-    source, prepare = load_source(str(CONFIG))
-    (file,) = source.event_files(str(tmp_path))
-    blocks = list(source.read_events(str(tmp_path), file))
-    assert sum(block.rows.num_rows for block in blocks) == 1000
-    assert blocks[0].rows["timestamp_ms"].to_pylist() == events(tmp_path)["timestamp_ms"].to_list()
-    assert source.items
-    (texts,) = source.items.read(str(tmp_path), *source.item_files(str(tmp_path)))
-    assert texts.rows.schema.names == ["item_id", "text_title", "text_description", "cat_brand"]
-    assert source.info["clock"]
-    assert prepare["split"] == {"kind": "temporal"}

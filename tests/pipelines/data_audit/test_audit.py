@@ -6,460 +6,248 @@ import copy
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from jobs import audit as job
-from models.tables import UserError, commit, sealed, unsealed, write_part
+from models.tables import UserError, commit, read_manifest, read_table, sealed, unsealed, write_part
 from pipelines.data.audit.rules import RULES, audit
 from pipelines.data.kinds import KINDS
-from pipelines.data.schemas import events_schema, items_schema, sequences_schema
-from tests.audited import broken
+from pipelines.data.log import log_of
+from pipelines.data.prepare import prepare
+from pipelines.data.settings import read_config
+from tests.audited import Change, Row, broken, rewrite
 
-LABELS = {"click": "bool"}
-
-
-@dataclass
-class Log:
-    """A small log with its tables as plain rows, so that a test can plant one violation and write it."""
-
-    parts: list[list[dict]]
-    """Events per part."""
-    catalogue: list[str] = field(default_factory=list)
-    sequences: list[list[dict]] = field(default_factory=list)
-    events_info: dict = field(default_factory=lambda: {"clock": True, "ties": "strict"})
-    items_info: dict = field(default_factory=lambda: {"core": 0, "core_window": "all"})
-    info: dict = field(default_factory=dict)
-    inputs: dict = field(default_factory=dict)
-    numbers: list[str] = field(default_factory=list)
-
-    def write(self, folder: Path) -> str:
-        """Writes and commits the three tables."""
-        events = events_schema(LABELS, self.numbers)
-        hashes = {}
-        for name, schema, parts, info in (
-            ("events", events, self.parts, self.events_info),
-            ("items", items_schema(), [[{"item_index": i, "item_id": x} for i, x in enumerate(self.catalogue)]], None),
-            ("sequences", sequences_schema(events), self.sequences, self.info),
-        ):
-            uri = str(folder / name)
-            Path(uri).mkdir(parents=True, exist_ok=True)
-            written = [write_part(uri, pa.Table.from_pylist(rows, schema=schema)) for rows in parts]
-            inputs = {**hashes, **self.inputs} if name == "sequences" else dict(hashes)
-            info = self.items_info if info is None else info
-            hashes[name] = commit(uri, name, schema, written, config={}, inputs=inputs, info=info).hash
-        return str(folder)
+BEGIN = 1_600_000_000_000
+SOURCE = {
+    "files": "log.jsonl", "user": "user", "item": "item", "time": {"column": "ms", "unit": "ms"}, "query": "query",
+    "labels": {"click": {"column": "click"}},
+}  # fmt: skip
 
 
-def k_core(events: list[dict], core: int) -> tuple[set[str], set[str]]:
-    """Users and items of the k-core, by removing one thing at a time."""
-    events = list(events)
-    while True:
-        for key in ("user_id", "item_id"):
-            names = [e[key] for e in events]
-            few = sorted({name for name in names if names.count(name) < core})
-            if few:
-                events = [e for e in events if e[key] != few[0]]
-                break
-        else:
-            return {e["user_id"] for e in events}, {e["item_id"] for e in events}
+def made(folder: Path, rows: list[Row], **given: Any) -> str:
+    """TABLES of a log."""
+    folder.mkdir(exist_ok=True)
+    (folder / "log.jsonl").write_text("".join(json.dumps({"query": None, "click": True, **row}) + "\n" for row in rows))
+    config = read_config({"core": 0, "split": {"kind": "leave_last_out"}, **given})
+    prepare(log_of(SOURCE), str(folder), str(folder / "tables"), config, say=lambda line: None)
+    return str(folder / "tables")
 
 
-def tables_of(
-    events: list[dict], parts: int = 2, core: int = 0, split: dict | None = None, ties: str = "strict", most: int = 1000
-) -> Log:
-    """Correct tables of `events`, by dicts and loops."""
-    split = split or {"kind": "leave_last_out"}
-    order = lambda e: (e["user_id"], e["timestamp_ms"], e["request_id"], e["position"], e["item_id"])  # noqa: E731
-    events = sorted(events, key=order)
-    names = sorted({e["user_id"] for e in events})
-    owner = {name: i % parts for i, name in enumerate(names)}
-    log = Log([[e for e in events if owner[e["user_id"]] == part] for part in range(parts)])
-    users, items = k_core(events, core)
-    log.catalogue = sorted(items)
-    index = {item: i for i, item in enumerate(log.catalogue)}
-    truncated = lost = 0
-    for part in log.parts:
-        rows = []
-        for user in sorted({e["user_id"] for e in part} & users):
-            mine = [e for e in part if e["user_id"] == user and e["item_id"] in index]
-            truncated += len(mine) > most
-            lost += max(len(mine) - most, 0)
-            mine = mine[-most:]
-            times = [e["timestamp_ms"] for e in mine]
-            requests = []
-            for i, event in enumerate(mine):
-                if split["kind"] == "leave_last_out":
-                    left = len(mine) - 1 - i
-                    place = "train" if len(mine) < 3 or left > 1 else ("test", "val")[left]
-                else:
-                    starts = split["val_start_ms"], split["test_start_ms"]
-                    place = ("train", "val", "test")[sum(times[i] >= start for start in starts)]
-                requests.append(
-                    {
-                        "timestamp_ms": times[i],
-                        "query": event["query"],
-                        "history_end": i if ties == "log_order" else sum(t < times[i] for t in times),
-                        "split": place,
-                        "candidates": [index[event["item_id"]]],
-                    }
-                )
-            extra = [k for k in event if k == "query" or k.startswith(("label_", "num_"))]
-            row = {"user_id": user, "item_index": [index[e["item_id"]] for e in mine], "timestamp_ms": times}
-            rows.append({**row, **{k: [e[k] for e in mine] for k in extra}, "requests": requests})
-        log.sequences.append(rows)
-    log.items_info |= {"core": core}
-    log.info = {"kind": "retrieval", "split": split, "ties": ties, "max_events": most}
-    log.info |= {"truncated_users": truncated, "truncated_events": lost}
-    recount(log)
-    return log
-
-
-def recount(log: Log) -> None:
-    """Counts in the manifest of sequences, from its rows."""
-    rows = [row for part in log.sequences for row in part]
-    splits = [r["split"] for row in rows for r in row["requests"]]
-    log.info |= {
-        "users": len(rows),
-        "interactions": sum(len(row["item_index"]) for row in rows),
-        "items": len(log.catalogue),
-        "requests": {name: splits.count(name) for name in ("train", "val", "test")},
-    }
-
-
-def event(user: str, time: int, item: str, **more: object) -> dict:
-    row = {"user_id": user, "request_id": "", "timestamp_ms": time, "item_id": item, "query": None, "position": 0}
-    return {**row, "label_click": True, **more}
-
-
-def small_log(seed: int = 0, users: int = 12, items: int = 9, events: int = 90) -> list[dict]:
-    """Random events, many of them at the same time."""
-    draw = random.Random(seed)
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Tables of a log with many events at the same time, some of which come twice and are kept."""
+    draw = random.Random(3)
     rows = [
-        event(f"u{draw.randrange(users):02}", draw.randrange(40) * 1000, f"i{draw.randrange(items)}", position=n)
-        for n in range(events)
-    ]
-    return [{**row, "query": draw.choice([None, "red", "blue"])} for row in rows]
+        {"user": f"u{draw.randrange(12):02}", "item": f"i{draw.randrange(9)}", "ms": BEGIN + draw.randrange(40) * 1000,
+         "query": draw.choice([None, "red", "blue"])}
+        for _ in range(90)
+    ]  # fmt: skip
+    return made(tmp_path_factory.mktemp("log"), rows + rows[:5], duplicates="keep")
 
 
-def test_what_kinds_are_without_are_rules() -> None:
+def test_correct_tables_pass(prepared: str) -> None:
+    rules = {rule.name: rule for rule in audit(prepared)}
+    assert {name: rule.examples for name, rule in rules.items() if rule.violations} == {}
+    info = read_manifest(f"{prepared}/sequences").info
+    assert rules["events"].rows == read_manifest(f"{prepared}/events").rows
+    assert rules["behaviours"].rows == rules["history"].rows == rules["splits"].rows == info["interactions"] > 0
     for kind in KINDS.values():
         assert set(kind.without) < set(RULES)
+    assert list(rules) == [name for name in RULES if name not in {*KINDS["retrieval"].without, "known"}]
 
 
-@pytest.mark.parametrize("ties", ["strict", "log_order"])
-@pytest.mark.parametrize("split", [None, {"kind": "temporal", "val_start_ms": 25_000, "test_start_ms": 33_000}])
-@pytest.mark.parametrize(("core", "most"), [(0, 1000), (4, 1000), (0, 5)])
-def test_correct_tables_pass(tmp_path: Path, core: int, most: int, split: dict | None, ties: str) -> None:
-    log = tables_of(small_log(), core=core, split=split, ties=ties, most=most)
-    rules = {rule.name: rule for rule in audit(log.write(tmp_path))}
-    assert {name: rule.examples for name, rule in rules.items() if rule.violations} == {}
-    assert rules["events"].rows == sum(map(len, log.parts))
-    assert rules["behaviours"].rows == rules["history"].rows == rules["splits"].rows == log.info["interactions"] > 0
-    nothing = {*KINDS["retrieval"].without, "known"}
-    assert list(rules) == [name for name in RULES if name not in nothing]
-    assert nothing > {"tasks", "queries", "windows"}  # other kinds have what they are of
-    assert ("core_window: all" in rules["catalogue"].note) == (core > 1 and split is not None)
+def first(rows: list[Row], least: int = 4) -> Row:
+    """A user's row with behaviours at so many times."""
+    return next(row for row in rows if len(set(row["timestamp_ms"])) >= least)
 
 
-def test_kept_repetitions_are_no_violation(tmp_path: Path) -> None:
-    log = tables_of([event(f"u{u}", n // 3 * 1000, f"i{(u * n) % 7}") for u in range(40) for n in range(9)], most=8)
-    distinct = sum(len({json.dumps(row) for row in part}) for part in log.parts)
-    log.events_info["duplicates_kept"] = sum(map(len, log.parts)) - distinct
-    assert broken(log.write(tmp_path)) == {}
+def recount(rows: list[Row], info: Row) -> None:
+    """Counts in the manifest of sequences, from its rows."""
+    splits = [request["split"] for row in rows for request in row["requests"]]
+    info |= {"users": len(rows), "interactions": sum(len(row["item_index"]) for row in rows)}
+    info["requests"] = {name: splits.count(name) for name in ("train", "val", "test")}
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(seed=st.integers(0, 10**6), parts=st.integers(1, 3), core=st.integers(0, 4), events=st.integers(30, 60))
-@pytest.mark.long
-def test_random_correct_tables_pass(
-    tmp_path_factory: pytest.TempPathFactory, seed: int, parts: int, core: int, events: int
-) -> None:
-    log = tables_of(small_log(seed, users=6, items=5, events=events), parts=parts, core=core)
-    if log.catalogue:
-        assert broken(log.write(tmp_path_factory.mktemp("tables"))) == {}
+def tie_in_history(rows: list[Row], info: Row) -> None:
+    place, request = next((i, r) for row in rows for i, r in enumerate(row["requests"]) if r["history_end"] < i)
+    request["history_end"] = place
 
 
-def first(log: Log, least: int = 4) -> dict:
-    """A user's row with at least so many behaviours at more than one time."""
-    return next(r for part in log.sequences for r in part if len(set(r["timestamp_ms"])) >= least)
-
-
-def tie_in_history(log: Log) -> None:
-    rows = [row for part in log.sequences for row in part]
-    row = next(r for r in rows if len(set(r["timestamp_ms"])) < len(r["timestamp_ms"]))
-    i = next(i for i, r in enumerate(row["requests"]) if r["history_end"] < i)
-    row["requests"][i]["history_end"] = i
-
-
-def future_in_history(log: Log) -> None:
-    first(log)["requests"][1]["history_end"] = 3
-
-
-def history_out_of_bounds(log: Log) -> None:
-    row = first(log)
-    row["requests"][-1]["history_end"] = len(row["item_index"]) + 7
-
-
-def history_missing(log: Log) -> None:
-    first(log)["requests"][-1]["history_end"] = None
-
-
-def shorter_label_list(log: Log) -> None:
-    first(log)["label_click"].pop()
-
-
-def other_label(log: Log) -> None:
-    first(log)["label_click"][1] = False
-
-
-def behaviours_out_of_order(log: Log) -> None:
-    row = first(log)
-    i = next(i for i in range(len(row["item_index"]) - 1) if row["item_index"][i] != row["item_index"][i + 1])
-    row["item_index"][i], row["item_index"][i + 1] = row["item_index"][i + 1], row["item_index"][i]
+def behaviours_out_of_order(rows: list[Row], info: Row) -> None:
+    row = first(rows)
+    items = row["item_index"]
+    i = next(i for i in range(len(items) - 1) if items[i] != items[i + 1])
+    items[i : i + 2] = items[i + 1], items[i]
     for n in (i, i + 1):
-        row["requests"][n]["candidates"] = [row["item_index"][n]]
+        row["requests"][n]["candidates"] = [items[n]]
 
 
-def behaviour_dropped(log: Log) -> None:
+def behaviour_dropped(rows: list[Row], info: Row) -> None:
     """The user's last behaviour and its request vanish, a train request becomes test as it must."""
-    row = next(r for part in log.sequences for r in part if len(r["item_index"]) > 5)
-    for name in ("item_index", "timestamp_ms", "query", "label_click", "requests"):
-        row[name].pop()
+    row = next(row for row in rows if len(row["item_index"]) > 5)
+    for values in row.values():
+        if isinstance(values, list):
+            values.pop()
     row["requests"][-1]["split"], row["requests"][-2]["split"] = "test", "val"
-    recount(log)
+    recount(rows, info)
 
 
-def candidate_outside(log: Log) -> None:
-    first(log)["requests"][0]["candidates"] = [len(log.catalogue)]
+def other_target(rows: list[Row], info: Row) -> None:
+    row = first(rows)
+    row["requests"][0]["candidates"] = [(row["item_index"][0] + 1) % info["items"]]
 
 
-def candidate_missing(log: Log) -> None:
-    first(log)["requests"][0]["candidates"] = []
+def moved_to_train(rows: list[Row], info: Row) -> None:
+    next(row for row in rows if row["requests"][-1]["split"] == "test")["requests"][-1]["split"] = "train"
+    recount(rows, info)
 
 
-def other_target(log: Log) -> None:
-    row = first(log)
-    row["requests"][0]["candidates"] = [(row["item_index"][0] + 1) % len(log.catalogue)]
+def user_twice(rows: list[Row], info: Row) -> None:
+    rows.append(copy.deepcopy(rows[0]))
+    recount(rows, info)
 
 
-def test_in_train(log: Log) -> None:
-    first(log)["requests"][-1]["split"] = "train"
-    recount(log)
+def user_lost(rows: list[Row], info: Row) -> None:
+    rows.pop()
+    recount(rows, info)
 
 
-def wrong_count(log: Log) -> None:
-    log.info["requests"] = {**log.info["requests"], "val": 999}
+def unsorted_events(rows: list[Row], info: Row) -> None:
+    rows[0], rows[1] = rows[1], rows[0]
 
 
-def user_twice_in_sequences(log: Log) -> None:
-    log.sequences[1].append(copy.deepcopy(log.sequences[0][0]))
-    recount(log)
+SEQUENCES: dict[str, tuple[Change, str]] = {
+    "a tie in a history": (tie_in_history, "history"),
+    "the future in a history": (lambda rows, info: first(rows)["requests"][1].update(history_end=3), "history"),
+    "a history out of bounds": (lambda rows, info: first(rows)["requests"][-1].update(history_end=99), "history"),
+    "no history": (lambda rows, info: first(rows)["requests"][-1].update(history_end=None), "history"),
+    "a shorter list": (lambda rows, info: first(rows)["label_click"].pop(), "behaviours"),
+    "another label": (lambda rows, info: first(rows)["label_click"].__setitem__(1, False), "behaviours"),
+    "behaviours out of order": (behaviours_out_of_order, "behaviours"),
+    "a behaviour dropped": (behaviour_dropped, "behaviours"),
+    "a candidate outside": (lambda rows, info: first(rows)["requests"][0].update(candidates=[99]), "targets"),
+    "no candidate": (lambda rows, info: first(rows)["requests"][0].update(candidates=[]), "targets"),
+    "another target": (other_target, "targets"),
+    "a test request in train": (moved_to_train, "splits"),
+    "a wrong count": (lambda rows, info: info["requests"].update(val=999), "counts"),
+    "a wrong number of lost events": (lambda rows, info: info.update(truncated_events=7), "counts"),
+    "a user twice": (user_twice, "users"),
+    "a user lost": (user_lost, "users"),
+}
 
 
-def user_lost(log: Log) -> None:
-    log.sequences[1].pop()
-    recount(log)
+@pytest.mark.parametrize("what", SEQUENCES)
+def test_a_planted_violation_is_found(prepared: str, tmp_path: Path, what: str) -> None:
+    change, rule = SEQUENCES[what]
+    assert [*broken(rewrite(prepared, tmp_path, change))] == [rule]
 
 
-def user_in_two_parts(log: Log) -> None:
-    user = log.parts[0][-1]["user_id"]
-    log.parts[1] = sorted([*log.parts[1], log.parts[0].pop()], key=lambda e: (e["user_id"], e["timestamp_ms"]))
-    assert {e["user_id"] for e in log.parts[0]} & {e["user_id"] for e in log.parts[1]} == {user}
+OTHERS: dict[str, tuple[str, Change, set[str]]] = {
+    "events out of order": ("events", unsorted_events, {"events"}),
+    "a negative time": ("events", lambda rows, info: rows[0].update(timestamp_ms=-5), {"events"}),
+    "a duplicate": ("events", lambda rows, info: info.pop("duplicates_kept"), {"duplicates"}),
+    "other duplicates": ("events", lambda rows, info: info.update(duplicates_kept=3), {"duplicates"}),
+    "items in another order": ("items", lambda rows, info: rows.reverse(), {"catalogue"}),
+    "an invented item": ("items", lambda rows, info: rows.append({"item_index": 9, "item_id": "z"}), {"catalogue"}),
+    "another core": ("items", lambda rows, info: info.update(core=8), {"users", "catalogue"}),
+}
 
 
-def duplicate_event(log: Log) -> None:
-    """Both copies also stand in sequences, so that only the duplicate itself is wrong."""
-    events = [e for part in log.parts for e in part]
-    made = tables_of([*events, events[0]])
-    log.parts, log.sequences, log.info = made.parts, made.sequences, made.info
+@pytest.mark.parametrize("what", OTHERS)
+def test_a_violation_in_another_table_is_found(prepared: str, tmp_path: Path, what: str) -> None:
+    table, change, rules = OTHERS[what]
+    found = set(broken(rewrite(prepared, tmp_path, change, table)))
+    assert rules <= found
+    assert len(rules) == len(found) or what in ("a negative time", "an invented item", "events out of order")
 
 
-def unsorted_events(log: Log) -> None:
-    log.parts[0][0], log.parts[0][1] = log.parts[0][1], log.parts[0][0]
+def test_a_user_in_two_parts_and_other_inputs_are_found(prepared: str, tmp_path: Path) -> None:
+    of_user = [row["user_id"] for row in read_table(f"{prepared}/events").to_pylist()]
+    cut = next(n for n in range(1, len(of_user)) if of_user[n] == of_user[n - 1])
+    assert [*broken(rewrite(prepared, tmp_path, lambda rows, info: None, "events", cut))] == ["users"]
+    uri, manifest = str(tmp_path / "tables/sequences"), read_manifest(str(tmp_path / "tables/sequences"))
+    schema, inputs = read_table(uri).schema, manifest.inputs | {"items": "0" * 64}
+    commit(uri, "sequences", schema, manifest.files, config={}, inputs=inputs, info=manifest.info)
+    assert [*broken(str(tmp_path / "tables"))] == ["inputs", "users"]
 
 
-def negative_time(log: Log) -> None:
-    events = [e for part in log.parts for e in part]
-    events[0]["timestamp_ms"] = -5
-    made = tables_of(events)
-    log.parts, log.sequences, log.info = made.parts, made.sequences, made.info
-
-
-def item_order(log: Log) -> None:
-    """Two items change places, and every index with them."""
-    log.catalogue[0], log.catalogue[1] = log.catalogue[1], log.catalogue[0]
-    swap = {0: 1, 1: 0}
-    for row in (row for part in log.sequences for row in part):
-        row["item_index"] = [swap.get(i, i) for i in row["item_index"]]
-        for r in row["requests"]:
-            r["candidates"] = [swap.get(i, i) for i in r["candidates"]]
-
-
-def other_core(log: Log) -> None:
-    log.items_info["core"] = 8
-
-
-def invented_item(log: Log) -> None:
-    log.catalogue.append("z-never-seen")
-    recount(log)
-
-
-def other_inputs(log: Log) -> None:
-    log.inputs = {"items": "0" * 64}
-
-
-def kept_otherwise(log: Log) -> None:
-    """Duplicates are kept, but not as many as the manifest says."""
-    log.events_info = {**log.events_info, "duplicates_kept": 3}
-
-
-def truncated_otherwise(log: Log) -> None:
-    log.info["truncated_events"] = 7
-
-
-PLANTED: list[tuple[Callable[[Log], None], list[str]]] = [
-    (tie_in_history, ["history"]),
-    (future_in_history, ["history"]),
-    (history_out_of_bounds, ["history"]),
-    (history_missing, ["history"]),
-    (shorter_label_list, ["behaviours"]),
-    (other_label, ["behaviours"]),
-    (behaviours_out_of_order, ["behaviours"]),
-    (behaviour_dropped, ["behaviours"]),
-    (candidate_outside, ["targets"]),
-    (candidate_missing, ["targets"]),
-    (other_target, ["targets"]),
-    (test_in_train, ["splits"]),
-    (wrong_count, ["counts"]),
-    (user_twice_in_sequences, ["users"]),
-    (user_lost, ["users"]),
-    (user_in_two_parts, ["users"]),
-    (duplicate_event, ["duplicates"]),
-    (unsorted_events, ["events"]),
-    (negative_time, ["events"]),
-    (item_order, ["catalogue"]),
-    (invented_item, ["catalogue"]),
-    (other_inputs, ["inputs"]),
-]
-PLANTED += [(kept_otherwise, ["duplicates"]), (truncated_otherwise, ["counts"])]
-test_in_train.__test__ = False  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(("plant", "expected"), PLANTED, ids=[plant.__name__ for plant, _ in PLANTED])
-def test_planted_violation_is_found(tmp_path: Path, plant: Callable[[Log], None], expected: list[str]) -> None:
-    log = tables_of(small_log(3))
-    plant(log)
-    assert [*broken(log.write(tmp_path))] == expected
-
-
-def test_wrong_core_is_found(tmp_path: Path) -> None:
-    """Tables of the 2-core that claim to be of the 8-core: items and users are kept wrongly."""
-    log = tables_of(small_log(3), core=2)
-    other_core(log)
-    assert [*broken(log.write(tmp_path))] == ["users", "catalogue"]
-
-
-def test_item_dropped_by_core_is_found(tmp_path: Path) -> None:
+def test_an_item_that_the_core_drops_is_found(tmp_path: Path) -> None:
     """One step of the k-core instead of the loop keeps what the loop drops."""
-    events = [event("a", t, f"i{t % 2}") for t in range(4)] + [event("b", t, f"i{t % 2}") for t in range(4)]
-    events += [event("c", t, "i9") for t in range(2)] + [event("a", 9, "i9")]  # i9: 3 events, two of a lost user
-    log = tables_of(events, core=3)
-    assert log.catalogue == ["i0", "i1"]
-    assert broken(log.write(tmp_path / "right")) == {}
-    log.catalogue.append("i9")
-    recount(log)
-    rules = {rule.name: rule for rule in audit(log.write(tmp_path / "wrong"))}
-    assert rules["catalogue"].examples == ["item i9: in the catalogue, but not in the 3-core of the events"]
+    rows = [{"user": user, "item": f"i{t % 2}", "ms": BEGIN + t} for user in "ab" for t in range(4)]
+    rows += [{"user": "c", "item": "i9", "ms": BEGIN + t} for t in range(2)]  # i9: 3 events, two of a lost user
+    right = made(tmp_path / "log", [*rows, {"user": "a", "item": "i9", "ms": BEGIN + 9}], core=3)
+    assert broken(right) == {}
+    more = rewrite(right, tmp_path, lambda rows, info: rows.append({"item_index": 2, "item_id": "i9"}), "items")
+    assert broken(more)["catalogue"] == ["item i9: in the catalogue, but not in the 3-core of the events"]
 
 
-def test_wrong_temporal_split_is_found(tmp_path: Path) -> None:
-    split = {"kind": "temporal", "val_start_ms": 25_000, "test_start_ms": 33_000}
-    log = tables_of(small_log(), split=split)
-    row = next(r for part in log.sequences for r in part if r["requests"][-1]["split"] == "test")
-    row["requests"][-1]["split"] = "train"
-    recount(log)
-    assert [*broken(log.write(tmp_path))] == ["splits"]
+def test_a_wrong_temporal_split_is_found(tmp_path: Path) -> None:
+    rows = [{"user": f"u{n % 3}", "item": f"i{n % 5}", "ms": BEGIN + n * 1000} for n in range(60)]
+    tables = made(tmp_path / "log", rows, split={"kind": "temporal"}, core=2)
+    note = next(rule.note for rule in audit(tables) if rule.name == "catalogue")
+    assert "core_window: all" in note
+    assert [*broken(rewrite(tables, tmp_path, moved_to_train))] == ["splits"]
 
 
-def test_job_prints_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = tables_of(small_log())
-    uri = log.write(tmp_path)
-    job.run(job.Config(tables=uri))
+def test_the_job_prints_and_fails(prepared: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job.run(job.Config(tables=prepared))
     assert "No violations" in capsys.readouterr().out
-    row = first(log)
-    future_in_history(log)
-    log.write(tmp_path)
+    wrong = rewrite(prepared, tmp_path, SEQUENCES["the future in a history"][0])
     with pytest.raises(UserError, match="1 violation of history"):
-        job.run(job.Config(tables=uri))
-    assert f"history: user {row['user_id']}, request 1" in capsys.readouterr().out
+        job.run(job.Config(tables=wrong))
+    user = first(read_table(f"{prepared}/sequences").to_pylist())["user_id"]
+    assert f"history: user {user}, request 1" in capsys.readouterr().out
 
 
-def damage(folder: Path, kind: str) -> None:
-    part = next((folder / "sequences").glob("*.parquet"))
-    manifest = folder / "sequences" / "manifest.json"
-    if kind == "truncated":
-        part.write_bytes(part.read_bytes()[:-20])
-    elif kind == "replaced":
-        content = bytearray(part.read_bytes())
-        content[50] ^= 255
-        part.write_bytes(bytes(content))
-    elif kind == "missing":
-        part.unlink()
-    elif kind == "foreign":
-        schema = pa.schema([("user_id", pa.string())])
-        written = write_part(str(folder / "sequences"), pa.table({"user_id": ["a"]}, schema=schema))
-        info = unsealed(manifest.read_text())["info"]
-        commit(str(folder / "sequences"), "sequences", schema, [written], config={}, inputs={}, info=info)
-    elif kind == "no manifest":
-        manifest.unlink()
-    elif kind == "damaged manifest":
-        manifest.write_text(manifest.read_text()[:100])
-    else:
-        info = {
-            "no cut times": {"split": {"kind": "temporal"}},
-            "cut times of text": {"split": {"kind": "temporal", "val_start_ms": "a", "test_start_ms": "b"}},
-            "other behaviour": {"behaviour": "purchase"},
-        }[kind]
-        content = unsealed(manifest.read_text())
+def flipped(part: Path) -> None:
+    content = bytearray(part.read_bytes())
+    content[50] ^= 255
+    part.write_bytes(bytes(content))
+
+
+def foreign(folder: Path) -> None:
+    schema = pa.schema([("user_id", pa.string())])
+    part = write_part(str(folder), pa.table({"user_id": ["a"]}, schema=schema))
+    info = read_manifest(str(folder)).info
+    commit(str(folder), "sequences", schema, [part], config={}, inputs={}, info=info)
+
+
+def says(**info: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        content = unsealed((folder / "manifest.json").read_text())
         content["info"] |= info
-        manifest.write_text(sealed(content))
+        (folder / "manifest.json").write_text(sealed(content))
+
+    return change
 
 
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        ("truncated", "bytes, its manifest says"),
-        ("replaced", "its SHA-256 is"),
-        ("missing", "missing"),
-        ("no cut times", "no known split"),
-        ("cut times of text", "no known split"),
-    ],
-)
-def test_damaged_file_is_named(tmp_path: Path, kind: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    uri = tables_of(small_log()).write(tmp_path)
-    damage(tmp_path, kind)
-    with pytest.raises(UserError):
-        job.run(job.Config(tables=uri))
-    assert says in capsys.readouterr().out
+DAMAGED: dict[str, Callable[[Path], object]] = {
+    "bytes, its manifest says": lambda folder: (part := part_of(folder)).write_bytes(part.read_bytes()[:-20]),
+    "its SHA-256 is": lambda folder: flipped(part_of(folder)),
+    "missing": lambda folder: part_of(folder).unlink(),
+    "no known split: {'kind': 'temporal'}": says(split={"kind": "temporal"}),
+    "no known split": says(split={"kind": "temporal", "val_start_ms": "a", "test_start_ms": "b"}),
+    "is not a table": lambda folder: (folder / "manifest.json").unlink(),
+    "manifest.json is damaged": lambda folder: (folder / "manifest.json").write_text('{"table": "sequ'),
+    "is not what jobs.prepare writes": foreign,
+    "label_purchase": says(behaviour="purchase"),
+}
 
 
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        ("no manifest", "is not a table"),
-        ("damaged manifest", "manifest.json is damaged"),
-        ("foreign", "is not what jobs.prepare writes"),
-        ("other behaviour", "is not what jobs.prepare writes: .*label_purchase"),
-    ],
-)
-def test_folder_that_is_no_table_is_refused(tmp_path: Path, kind: str, says: str) -> None:
-    uri = tables_of(small_log()).write(tmp_path)
-    damage(tmp_path, kind)
-    with pytest.raises(UserError, match=says):
-        job.run(job.Config(tables=uri))
+def part_of(folder: Path) -> Path:
+    return next(folder.glob("*.parquet"))
+
+
+@pytest.mark.parametrize("words", DAMAGED)
+def test_a_damaged_table_is_named(
+    prepared: str, tmp_path: Path, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables = rewrite(prepared, tmp_path, lambda rows, info: None)
+    DAMAGED[words](tmp_path / "tables/sequences")
+    with pytest.raises(UserError) as caught:
+        job.run(job.Config(tables=tables))
+    assert words in capsys.readouterr().out + str(caught.value)

@@ -68,13 +68,6 @@ def test_the_audit_finds_what_was_not_known(tables: str, tmp_path: Path, change:
     assert set(broken(rewrite(tables, tmp_path, change))) == rules
 
 
-def test_a_log_without_own_features_has_the_tables_that_it_had(feed: Path, tmp_path: Path) -> None:
-    plain = {key: value for key, value in FEED.items() if key not in ("numbers", "as_of")}
-    manifest = read_manifest(make(tmp_path, feed, plain, of_kind=FEED_PREPARE) + "/sequences")
-    assert "own" not in manifest.info
-    assert "own_features" not in manifest.config
-
-
 def test_a_category_with_too_many_values_is_hashed(feed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_features, "MOST_VALUES", 1)
     tables = make(tmp_path, feed, FEED, of_kind=FEED_PREPARE)

@@ -14,7 +14,7 @@ from pipelines.data.own_features import Moments, TrainingValues, describe_featur
 from pipelines.data.search.config import SearchConfig
 from pipelines.data.search.groups import feature_groups
 from tests.audited import broken, rewrite
-from tests.own_features_log import SOURCE, make
+from tests.own_features_log import make
 
 
 def test_candidates_have_what_the_log_says_and_the_manifest_what_training_says(tables: str) -> None:
@@ -46,14 +46,6 @@ def test_groups_are_those_of_the_source_file(tmp_path: Path, raw: Path) -> None:
         make(tmp_path / "wrong", raw, settings={"search": {"groups": {"match": ["bm52"]}}})
     with pytest.raises(UserError, match="'bm25' twice"):
         make(tmp_path / "twice", raw, settings={"search": {"groups": {"a": ["bm25"], "b": ["bm25"]}}})
-
-
-def test_a_log_without_own_features_has_the_tables_that_it_had(tmp_path: Path, raw: Path) -> None:
-    plain = {key: value for key, value in SOURCE.items() if key not in ("numbers", "categories")}
-    manifest = read_manifest(make(tmp_path, raw, plain) + "/sequences")
-    assert "own" not in manifest.info
-    assert "num_" not in str(manifest.schema)
-    assert "cat_" not in str(manifest.schema)
 
 
 def other_brand(rows: list[dict], info: dict) -> None:

@@ -17,7 +17,7 @@ from pipelines.data.prepare import prepare
 from pipelines.data.schemas import QUERIES
 from pipelines.data.search.simulator import SearchSettings, simulate_search
 from pipelines.data.settings import read_config
-from tests.audited import broken, rewrite
+from tests.audited import Change, Row, broken, rewrite
 
 SOURCE = Path(__file__).parents[3] / "jobs" / "configs" / "sources" / "simulated_search.yaml"
 
@@ -43,121 +43,86 @@ def test_correct_tables_pass(prepared: str) -> None:
     assert rules["queries"].rows == info["queries"] > 0
 
 
-def some(rows: list[dict], least: int = 3) -> dict:
+def some(rows: list[Row], least: int = 3) -> Row:
     """A user with so many behaviours and requests after them."""
     return next(row for row in rows if len(row["item_index"]) >= least and row["requests"][-1]["history_end"] >= least)
 
 
-def future_in_history(rows: list[dict], info: dict) -> None:
-    some(rows)["requests"][0]["history_end"] += 1
+def shown(rows: list[Row]) -> Row:
+    """What such a user's first request showed."""
+    return some(rows)["requests"][0]  # type: ignore[no-any-return]
 
 
-def other_candidate(rows: list[dict], info: dict) -> None:
-    shown = some(rows)["requests"][0]
-    shown["candidates"][0], shown["candidates"][1] = shown["candidates"][1], shown["candidates"][0]
+def candidates_swapped(rows: list[Row], info: Row) -> None:
+    candidates = shown(rows)["candidates"]
+    candidates[0], candidates[1] = candidates[1], candidates[0]
 
 
-def other_position(rows: list[dict], info: dict) -> None:
-    some(rows)["requests"][0]["positions"][0] = 7
+def counted(info: Row, request: Row, by: int) -> None:
+    """The manifest counts one such request more or less."""
+    split = request["split"]
+    info["requests"][split] += by
+    info["candidates"][split] += by * len(request["candidates"])
+    info["requests_one_class"][split] += by * (len(set(request["label_click"])) == 1)
 
 
-def other_label(rows: list[dict], info: dict) -> None:
-    shown = some(rows)["requests"][0]
-    shown["label_purchase"][2] = not shown["label_purchase"][2]
+def request_lost(rows: list[Row], info: Row) -> None:
+    counted(info, some(rows)["requests"].pop(), -1)
 
 
-def other_query(rows: list[dict], info: dict) -> None:
-    shown = some(rows)["requests"][0]
-    shown["query_index"] = (shown["query_index"] + 1) % info["queries"]
+def moved_to_train(rows: list[Row], info: Row) -> None:
+    request = next(r for row in rows for r in row["requests"] if r["split"] == "test")
+    counted(info, request, -1)
+    request["split"] = "train"
+    counted(info, request, 1)
 
 
-def request_lost(rows: list[dict], info: dict) -> None:
-    lost = some(rows)["requests"].pop()
-    for name, count in (("requests", 1), ("candidates", 10)):
-        info[name][lost["split"]] -= count
-    clicks = set(lost["label_click"])
-    info["requests_one_class"][lost["split"]] -= len(clicks) == 1
-
-
-def other_behaviour(rows: list[dict], info: dict) -> None:
-    some(rows)["label_click"][0] = False
-
-
-def test_in_train(rows: list[dict], info: dict) -> None:
-    shown = next(r for row in rows for r in row["requests"] if r["split"] == "test" and len(set(r["label_click"])) == 2)
-    shown["split"] = "train"
-    for name, count in (("requests", 1), ("candidates", 10)):
-        info[name]["test"] -= count
-        info[name]["train"] += count
-
-
-test_in_train.__test__ = False  # type: ignore[attr-defined]
-
-
-def one_class_not_counted(rows: list[dict], info: dict) -> None:
-    info["requests_one_class"]["train"] -= 1
-
-
-def count_of_the_future(rows: list[dict], info: dict) -> None:
-    """One candidate's feature is as if one more click had been known."""
-    place = info["features"].index("item_clicks_30d")
-    some(rows)["requests"][0]["features"][place] += 0.5
-
-
-def count_in_a_behaviour(rows: list[dict], info: dict) -> None:
-    some(rows)["features"][0][info["features"].index("pair_seen")] = 5.0
-
-
-def no_delay(rows: list[dict], info: dict) -> None:
-    """Counts that end before they may, as if the log took no time to arrive."""
-    info["search"]["delay_minutes"] = 0
-
-
-def feature_missing(rows: list[dict], info: dict) -> None:
-    some(rows)["requests"][0]["features"].pop()
-
-
-def user_lost(rows: list[dict], info: dict) -> None:
+def user_lost(rows: list[Row], info: Row) -> None:
     row = rows.pop()
     info["users"] -= 1
     info["interactions"] -= len(row["item_index"])
     for request in row["requests"]:
-        info["requests"][request["split"]] -= 1
-        info["candidates"][request["split"]] -= len(request["candidates"])
-        info["requests_one_class"][request["split"]] -= len(set(request["label_click"])) == 1
+        counted(info, request, -1)
 
 
-PLANTED: list[tuple[Callable[[list[dict], dict], None], list[str]]] = [
-    (future_in_history, ["history"]),
-    (other_candidate, ["targets", "windows"]),
-    (other_position, ["targets", "windows"]),
-    (other_label, ["targets"]),
-    (other_query, ["targets", "windows"]),
-    (request_lost, ["targets"]),
-    (other_behaviour, ["behaviours"]),
-    (test_in_train, ["splits"]),
-    (one_class_not_counted, ["counts"]),
-    (count_of_the_future, ["windows"]),
-    (count_in_a_behaviour, ["windows"]),
-    (no_delay, ["windows"]),
-    (feature_missing, ["windows"]),
-    (user_lost, ["users"]),
-]
+def more(values: list[float], info: Row, feature: str) -> None:
+    """A feature is as if something more had been known."""
+    values[info["features"].index(feature)] += 0.5
 
 
-@pytest.mark.parametrize(("plant", "expected"), PLANTED, ids=[plant.__name__ for plant, _ in PLANTED])
-def test_planted_violation_is_found(
-    prepared: str, tmp_path: Path, plant: Callable[[list[dict], dict], None], expected: list[str]
-) -> None:
-    assert broken(rewrite(prepared, tmp_path, plant)).keys() == set(expected)
+PLANTED: dict[str, tuple[Change, set[str]]] = {
+    "the future in a history": (lambda rows, info: shown(rows).update(history_end=1), {"history"}),
+    "other candidates": (candidates_swapped, {"targets", "windows"}),
+    "another position": (lambda rows, info: shown(rows)["positions"].__setitem__(0, 7), {"targets", "windows"}),
+    "another label": (
+        lambda rows, info: shown(rows).update(label_purchase=[not v for v in shown(rows)["label_purchase"]]),
+        {"targets"},
+    ),
+    "another query": (
+        lambda rows, info: shown(rows).update(query_index=(shown(rows)["query_index"] + 1) % info["queries"]),
+        {"targets", "windows"},
+    ),
+    "a request lost": (request_lost, {"targets"}),
+    "another behaviour": (lambda rows, info: some(rows)["label_click"].__setitem__(0, False), {"behaviours"}),
+    "a test request in train": (moved_to_train, {"splits"}),
+    "one class not counted": (lambda rows, info: info["requests_one_class"].update(train=999), {"counts"}),
+    "a count of the future": (lambda rows, info: more(shown(rows)["features"], info, "item_clicks_30d"), {"windows"}),
+    "a count in a behaviour": (lambda rows, info: more(some(rows)["features"][0], info, "pair_seen"), {"windows"}),
+    "no delay": (lambda rows, info: info["search"].update(delay_minutes=0), {"windows"}),
+    "a feature missing": (lambda rows, info: shown(rows)["features"].pop(), {"windows"}),
+    "a user lost": (user_lost, {"users"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_a_planted_violation_is_found(prepared: str, tmp_path: Path, what: str) -> None:
+    change, rules = PLANTED[what]
+    assert set(broken(rewrite(prepared, tmp_path, change))) == rules
 
 
 def test_a_query_that_is_missing_is_found(prepared: str, tmp_path: Path) -> None:
-    def drop(rows: list[dict], info: dict) -> None:
-        rows.pop()
-
-    uri = rewrite(prepared, tmp_path, drop, "queries")
-    assert {"inputs", "queries", "counts"} <= set(broken(uri))
+    uri = rewrite(prepared, tmp_path, lambda rows, info: rows.pop(), "queries")
+    assert {"queries", "counts"} <= set(broken(uri))
     assert read_table(uri + "/queries").schema.equals(QUERIES)
 
 
@@ -193,12 +158,12 @@ SPREAD = {
 def tables_of(folder: Path, raw: Path, source: dict[str, Any], say: Callable[[str], None]) -> str:
     (folder / "source.yaml").write_text(yaml.safe_dump(source))
     made, defaults = load_source(str(folder / "source.yaml"))
-    prepare(made, str(raw), str(folder / "tables"), read_config(defaults, {"partitions": 2}), say=say)
+    prepare(made, str(raw), str(folder / "tables"), read_config(defaults), say=say)
     return str(folder / "tables")
 
 
 @pytest.fixture(scope="session")
-def spread(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> str:
+def spread(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Tables of a log whose results have times of their own."""
     folder, said = tmp_path_factory.mktemp("spread"), []
     uri = tables_of(folder, spread_log(folder), SPREAD, said.append)
@@ -216,7 +181,7 @@ def test_requests_with_results_of_several_times_pass(spread: str) -> None:
 def test_a_request_that_is_cut_into_several_is_found(spread: str, tmp_path: Path) -> None:
     """As if the time were part of a request's key: each result its own request, which sees the clicks before it."""
 
-    def cut(rows: list[dict], info: dict) -> None:
+    def cut(rows: list[Row], info: Row) -> None:
         width = len(info["features"])
         for row in rows:
             requests = []
@@ -239,14 +204,13 @@ def test_a_request_that_is_cut_into_several_is_found(spread: str, tmp_path: Path
 
 
 def test_a_history_with_the_request_s_own_click_is_found(spread: str, tmp_path: Path) -> None:
-    def own(rows: list[dict], info: dict) -> None:
-        rows[0]["requests"][-1]["history_end"] += 1
-
-    assert [*broken(rewrite(spread, tmp_path, own))] == ["history"]
+    end = read_table(spread + "/sequences").to_pylist()[0]["requests"][-1]["history_end"]
+    found = rewrite(spread, tmp_path, lambda rows, info: rows[0]["requests"][-1].update(history_end=end + 1))
+    assert [*broken(found)] == ["history"]
 
 
 @pytest.fixture(scope="session", params=["time", "delay"])
-def late(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> str:
+def late(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Tables of a log whose clicks are known later than their impressions, some after the next search."""
     folder = tmp_path_factory.mktemp("late")
     when = {"time": {"column": "clicked_at", "unit": "s"}} if request.param == "time" else {"delay_minutes": 150}
@@ -266,7 +230,7 @@ def test_labels_that_are_known_later_pass(late: str) -> None:
 
 
 def test_a_click_before_it_is_known_is_found(late: str, tmp_path: Path) -> None:
-    def early(rows: list[dict], info: dict) -> None:
+    def early(rows: list[Row], info: Row) -> None:
         """Histories as if clicks were known when their results were shown."""
         for row in rows:
             for request in row["requests"]:
@@ -279,7 +243,7 @@ def test_counts_of_clicks_before_they_are_known_are_found(late: str, spread: str
     """Features of the same log, whose clicks count from when they were shown."""
     shown = {row["user_id"]: row for row in read_table(spread + "/sequences").to_pylist()}
 
-    def early(rows: list[dict], info: dict) -> None:
+    def early(rows: list[Row], info: Row) -> None:
         for row in rows:
             for request, other in zip(row["requests"], shown[row["user_id"]]["requests"], strict=True):
                 request["features"] = other["features"]
@@ -288,7 +252,7 @@ def test_counts_of_clicks_before_they_are_known_are_found(late: str, spread: str
 
 
 def test_a_label_time_that_its_event_does_not_give_is_found(late: str, tmp_path: Path) -> None:
-    def early(rows: list[dict], info: dict) -> None:
+    def early(rows: list[Row], info: Row) -> None:
         next(row for row in rows if row["label_click"])["known_click"] -= 86_400_000
 
     assert "known" in broken(rewrite(late, tmp_path, early, "events"))

@@ -1,4 +1,4 @@
-"""The sequences of a search log against the plain reference, and `prepare` from raw files."""
+"""The requests of a search log, and `prepare` from raw files."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import plain_search as plain
 import pyarrow as pa
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from models.tables import UserError, join, read_manifest, read_table, write_part
 from pipelines.data.log import load_source
@@ -25,7 +22,6 @@ from pipelines.data.search.config import SearchConfig
 from pipelines.data.search.features import IDS
 from pipelines.data.search.sequences import SearchRules, build_search
 from pipelines.data.settings import read_config
-from pipelines.data.splits import SplitConfig
 from pipelines.data.survey import Vocabulary, read_coded
 from pipelines.data.times import Time
 from tests.audited import broken
@@ -33,27 +29,8 @@ from tests.audited import broken
 SCHEMA = events_schema({"click": "bool", "dwell": "float32", "buy": "bool"}, ["price"], ["city"])
 LATE = events_schema({"click": "bool", "dwell": "float32", "buy": "bool"}, ["price"], ["city"], ["click"])
 CATALOGUE, QUERIES = ["a", "b", "c"], ["p", "q", "r"]
-
-rows_strategy = st.lists(
-    st.fixed_dictionaries(
-        {
-            "user_id": st.sampled_from(["u", "user 2", "Ü", ""]),
-            "request_id": st.sampled_from(["", "r1", "r2"]),
-            "timestamp_ms": st.integers(0, 6),
-            "item_id": st.sampled_from(["a", "b", "c", "outside"]),
-            "query": st.sampled_from([None, "p", "q", "r"]),
-            "position": st.integers(0, 3),
-            "label_click": st.sampled_from([None, True, False, True]),
-            "label_dwell": st.sampled_from([None, 0.5]),
-            "label_buy": st.sampled_from([None, True, False]),
-            "num_price": st.sampled_from([None, 2.0]),
-            "cat_city": st.sampled_from([None, "t"]),
-        }
-    ),
-    min_size=1,
-    max_size=60,
-    unique_by=lambda row: tuple(row[name] for name in plain.KEY),
-)
+HOUR, DAY = 3_600_000, 86_400_000
+KEY = ("user_id", "timestamp_ms", "request_id", "position", "item_id")
 
 
 def rules_of(split: tuple[int, int] | None, max_events: int, schema: pa.Schema = SCHEMA) -> SearchRules:
@@ -64,70 +41,8 @@ def rules_of(split: tuple[int, int] | None, max_events: int, schema: pa.Schema =
 
 
 def part_of(rows: list[dict], folder: str, schema: pa.Schema = SCHEMA) -> pa.Table:
-    rows = sorted(rows, key=lambda row: tuple(row[name] for name in plain.KEY))
+    rows = sorted(rows, key=lambda row: tuple(row[name] for name in KEY))
     return read_coded(join(folder, write_part(folder, pa.Table.from_pylist(rows, schema=schema)).path), None, IDS)
-
-
-@settings(max_examples=80)
-@given(
-    rows=rows_strategy,
-    temporal=st.booleans(),
-    max_events=st.sampled_from([1, 2, 5, 100]),
-    delays=st.none() | st.lists(st.integers(0, 4), min_size=60, max_size=60),
-)
-def test_sequences_equal_the_reference(
-    tmp_path_factory: pytest.TempPathFactory,
-    rows: list[dict],
-    temporal: bool,
-    max_events: int,
-    delays: list[int] | None,
-) -> None:
-    schema = LATE if delays else SCHEMA
-    for row, delay in zip(rows, delays or (), strict=False):
-        row["known_click"] = row["timestamp_ms"] + delay if row["label_click"] else None
-    split = (2, 5) if temporal else None
-    labels = ["label_click", "label_buy"]
-    expected = plain.sequences(rows, CATALOGUE, labels, split, max_events)
-    events = part_of(rows, str(tmp_path_factory.mktemp("events")), schema)
-    large = [Vocabulary.of(pa.array(values, pa.large_string())) for values in (CATALOGUE, QUERIES)]
-    table, count = build_search(events, *large, None, rules_of(split, max_events, schema))
-    table.validate(full=True)
-    found = {row["user_id"]: row for row in table.to_pylist()}
-    assert list(found) == sorted(expected)
-    queries = {None: -1, **{query: index for index, query in enumerate(QUERIES)}}
-    for user, lists in expected.items():
-        kept, row = lists["behaviours"], found[user]
-        assert row["item_index"] == [CATALOGUE.index(r["item_id"]) for r in kept]
-        assert row["query_index"] == [queries[r["query"]] for r in kept]
-        for name in ("timestamp_ms", "position", "label_click", "label_dwell", "label_buy", "num_price", "cat_city"):
-            assert row[name] == [r[name] for r in kept], name
-        assert not delays or row["known_click"] == [r["known_click"] for r in kept]
-        places = [[r["position"], r["position"] // 2] for r in kept]
-        np.testing.assert_allclose(np.reshape(row["features"], (-1, 2)), np.reshape(np.log1p(places), (-1, 2)), 1e-6)
-        assert len(row["requests"]) == len(lists["requests"])
-        for request, wanted in zip(row["requests"], lists["requests"], strict=True):
-            assert request["candidates"] == [CATALOGUE.index(item) for item in wanted["candidates"]]
-            assert request["query_index"] == queries[wanted["query"]]
-            for name in ("timestamp_ms", "history_end", "split", "positions", *labels):
-                assert request[name] == wanted[name], name
-            places = [[position, position // 2] for position in wanted["positions"]]
-            np.testing.assert_allclose(request["features"], np.log1p(places).reshape(-1), rtol=1e-6)
-    asked = [request for lists in expected.values() for request in lists["requests"]]
-    for name in ("train", "val", "test"):
-        mine = [request for request in asked if request["split"] == name]
-        assert count[f"requests_{name}"] == len(mine)
-        assert count[f"candidates_{name}"] == sum(len(request["candidates"]) for request in mine)
-        assert count[f"one_class_{name}"] == sum(len(set(request["label_click"])) == 1 for request in mine)
-        assert count[f"without_history_{name}"] == sum(request["history_end"] == 0 for request in mine)
-    assert count["requests_without_query"] == sum(request["query"] is None for request in asked)
-    assert count["candidates_outside"] == sum(row["item_id"] == "outside" for row in rows)
-    groups: dict[tuple, bool] = {}
-    for row in rows:
-        group = plain.request_key(row)
-        groups[group] = groups.get(group, False) or row["item_id"] != "outside"
-    assert count["requests_outside"] == sum(not inside for inside in groups.values())
-    assert count["requests_outside"] + count["requests_truncated"] + len(asked) == len(groups)
-    assert count["interactions"] == sum(len(lists["behaviours"]) for lists in expected.values())
 
 
 def test_an_empty_part_gives_an_empty_table(tmp_path: Path) -> None:
@@ -173,7 +88,7 @@ def searches(count: int = 120, seed: int = 0) -> list[dict[str, Any]]:
             {
                 "user": f"u{rng.integers(12)}",
                 "search": f"s{number:04}",
-                "ms": (18_000 + day) * plain.DAY + int(rng.integers(24)) * plain.HOUR,
+                "ms": (18_000 + day) * DAY + int(rng.integers(24)) * HOUR,
                 "query": ["red", "blue", "red lamp", None][rng.integers(4)],
                 "shown": shown,
                 "clicked": clicked,
@@ -223,7 +138,6 @@ def test_a_raw_log_becomes_tables_that_the_audit_proves(tmp_path: Path, window: 
     assert [line for line in said if "up to date" in line or line.startswith("warning: ")] == said
 
 
-@pytest.mark.usefixtures("ray_local")
 def test_a_log_of_orders_has_no_windows(tmp_path: Path) -> None:
     rows = [row | {"ms": number} for number, row in enumerate(searches(60))]
     source, _, raw = write_log(tmp_path, rows)
@@ -255,12 +169,6 @@ def test_settings_that_a_search_log_cannot_have(tmp_path: Path, changes: dict, w
 
     with pytest.raises(UserError, match=words):
         attempt()
-
-
-def test_split_config_is_still_read() -> None:
-    config = read_config(SOURCE["prepare"], {"split": {"kind": None, "val_fraction": 0.3}})
-    assert config.split == SplitConfig("temporal", 0.3, 0.2)
-    assert config.own.windows_days == [1, 7]
 
 
 def results(**changes: Any) -> list[dict]:
@@ -300,7 +208,7 @@ def test_without_request_ids_the_log_is_cut_by_time(tmp_path: Path) -> None:
 
 
 def test_a_request_id_that_comes_again_is_an_error(tmp_path: Path) -> None:
-    again = [row | {"timestamp_ms": row["timestamp_ms"] + plain.DAY} for row in results()]
+    again = [row | {"timestamp_ms": row["timestamp_ms"] + DAY} for row in results()]
     rules = rules_of(None, 100)
     limited = SearchRules(**{**vars(rules), "clock": True, "search": SearchConfig(windows_days=[])})
     with pytest.raises(

@@ -11,11 +11,8 @@ import polars as pl
 import pytest
 
 from jobs import simulate as job
-from pipelines.data.log import load_source
 from pipelines.data.search.simulator import RESULTS, SearchSettings, best_gauc, simulate_search, taste_from_clicks
 from pipelines.data.simulation import MAKERS, is_simulated
-
-CONFIG = Path(__file__).parents[3] / "jobs" / "configs" / "sources" / "simulated_search.yaml"
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -161,23 +158,6 @@ def test_impossible_chances_are_refused(chance: float) -> None:
 def test_impossible_settings_are_refused(sizes: tuple) -> None:
     with pytest.raises(ValueError, match=r"give|least|between"):
         SearchSettings(*sizes)
-
-
-def test_the_shipped_source_file_reads_it(tmp_path: Path) -> None:
-    simulate_search(str(tmp_path), SearchSettings(100, 50, 300, 1))
-    source, prepare = load_source(str(CONFIG))
-    (file,) = source.event_files(str(tmp_path))
-    events = pl.concat([pl.from_arrow(b.rows) for b in source.read_events(str(tmp_path), file)])  # type: ignore[type-var]
-    log = pl.read_parquet(tmp_path / file)
-    assert (
-        events.select(
-            request="request_id", query="query", item="item_id", click="label_click", dwell="label_dwell_ms"
-        ).rows()
-        == log.select("search_id", "query", "item_id", "click", "dwell_ms").rows()
-    )
-    assert events["position"].to_list() == log["position"].to_list()
-    assert source.info["labels"] == {"click": "bool", "purchase": "bool", "dwell_ms": "float32"}
-    assert (prepare["kind"], prepare["behaviour"]) == ("search", "click")
 
 
 def test_the_job_simulates_and_says_what_is_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

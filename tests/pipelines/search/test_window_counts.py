@@ -1,27 +1,17 @@
-"""Windowed counts against brute force, and across partitions."""
+"""Windowed counts against brute force."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 
 import numpy as np
-import plain_search as plain
-import pyarrow as pa
 import pytest
-import ray
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.tables import join, write_part
-from pipelines.data.counts import UNSEEN, count_in_buckets, window_counts
-from pipelines.data.engine import Engine
-from pipelines.data.schemas import events_schema
+from pipelines.data.counts import UNSEEN, window_counts
 from pipelines.data.search.config import SearchConfig
-from pipelines.data.search.features import SearchWindows, feature_names, features, gather
-from pipelines.data.survey import Vocabulary
-
-SCHEMA = events_schema({"click": "bool"}, known=["click"])
+from pipelines.data.search.features import feature_names, features
 
 
 @settings(max_examples=150)
@@ -74,65 +64,6 @@ def test_cost_grows_with_the_log_and_not_with_the_windows() -> None:
 
     small = min(seconds(50_000) for _ in range(3))
     assert min(seconds(400_000) for _ in range(2)) < 30 * small
-
-
-rows_strategy = st.lists(
-    st.fixed_dictionaries(
-        {
-            "user_id": st.sampled_from(["u1", "u2", "u3", "u4", "u5"]),
-            "request_id": st.sampled_from(["r1", "r2"]),
-            "timestamp_ms": st.integers(0, 30).map(lambda n: n * plain.HOUR),
-            "item_id": st.sampled_from(["a", "b", "c"]),
-            "query": st.sampled_from([None, "p", "q", "r"]),
-            "position": st.integers(0, 12),
-            "label_click": st.sampled_from([None, True, False]),
-            "known_click": st.integers(31, 60).map(lambda n: n * plain.HOUR // 2),
-        }
-    ),
-    min_size=1,
-    max_size=40,
-    unique_by=lambda row: tuple(row[name] for name in plain.KEY),
-)
-
-
-@pytest.mark.usefixtures("ray_local")
-@settings(max_examples=8)
-@given(rows=rows_strategy, parts=st.integers(1, 3), late=st.booleans())
-def test_features_across_partitions_equal_the_reference(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[dict], parts: int, late: bool
-) -> None:
-    for row in rows:  # from half a day to a day on
-        known = max(row["timestamp_ms"], row["known_click"])
-        row["known_click"] = known if late and row["label_click"] else None
-    folder = str(tmp_path_factory.mktemp("events"))
-    config = SearchConfig(windows_days=[0.25, 1.0], delay_minutes=90, page_size=5, max_request_minutes=1800)
-    users = sorted({row["user_id"] for row in rows})
-    of_part = [[row for row in rows if users.index(row["user_id"]) % parts == number] for number in range(parts)]
-    of_part = [sorted(part, key=lambda row: tuple(row[k] for k in plain.KEY)) for part in of_part if part]
-    uris = [join(folder, write_part(folder, pa.Table.from_pylist(part, schema=SCHEMA)).path) for part in of_part]
-    queries = pa.array(sorted({row["query"] for row in rows} - {None}), pa.large_string())
-    catalogue = pa.array(sorted({row["item_id"] for row in rows}), pa.large_string())
-    given = (ray.put(Vocabulary.of(catalogue)), Vocabulary.of(queries))
-    names = feature_names(config, clock=True)
-    position = [np.array([row["position"] for row in part]) for part in of_part]
-    when = [np.array([plain.request_time(rows, row) for row in part]) for part in of_part]
-
-    def build(uri: str, pieces: list) -> tuple[None, Counter[str], list]:
-        number = uris.index(uri)
-        counts = gather(len(position[number]), config, pieces)
-        found = features(counts, position[number], when[number], config, clock=True)
-        assert found.dtype == np.float32
-        return None, Counter(), found.tolist()
-
-    found_of = dict(count_in_buckets(Engine(), uris, len(rows), SearchWindows(config, "click", late), given, build))
-    assert len(found_of) == len(of_part)
-    for number, part in enumerate(of_part):
-        found = found_of[number][2]
-        assert np.shape(found) == (len(part), len(names))
-        for row, values in zip(part, found, strict=True):
-            expected = plain.features(rows, row, config, "label_click")
-            assert sorted(expected) == sorted(names)
-            np.testing.assert_allclose(values, [expected[name] for name in names], rtol=1e-6, atol=1e-6)
 
 
 def test_a_log_without_clock_times_has_its_places_only() -> None:

@@ -1,10 +1,8 @@
-"""Search models and models of actions from the registry: in a fresh process they rank as the module does."""
+"""Search models and models of actions from the registry rank as the module does; what does not fit is said."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +23,6 @@ from models.checkpoint import Checkpoint
 from models.fit import FitConfig
 from models.inputs import Inputs
 from models.requests import Row
-from models.search.data import SearchCatalogue, SearchExamples
 from models.setup import Setup, set_up
 from models.tables import UserError, join, read_manifest, read_table
 from pipelines import tracking
@@ -34,31 +31,16 @@ from pipelines.serving import package
 from pipelines.serving.registered_model import register
 from pipelines.serving.served_ranker import RequestRanker
 from tests.actions_tables import SEEN, write_actions
-from tests.search_tables import ITEM_MODEL, write_search
+from tests.pipelines.serving.test_served_scores import searches
+from tests.search_tables import write_search
 
 SIZES = {
     "qgs": {"width": 16, "num_layers": 2, "max_history": 8, "dnn_width": 16, "tower_width": 8, "text_width": 8},
     "attn_mvp": {"width": 16, "num_layers": 2, "num_heads": 2, "ffn": 16, "max_history": 8},
 }
-UNKNOWN = "2 of 8 queries are none of the training tables'; they count as no query"
+UNKNOWN = "2 of 10 queries are none of the training tables'; they count as no query"
 SIZES["lac"] = SIZES["attn_mvp"]
 SIZES["hstu"] = SIZES["qgs"] | {"num_heads": 2}
-SIZES["hllm"] = SIZES["qgs"] | {"num_heads": 2, "ffn": 16, "item_model": ITEM_MODEL}
-
-FRESH = """
-import json, sys, warnings
-import mlflow, pandas
-mlflow.set_tracking_uri(sys.argv[1])
-answers = {}
-for name, (rows, label) in json.load(sys.stdin).items():
-    model = mlflow.pyfunc.load_model(f"models:/{name}/1")
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        ranked = model.predict(pandas.DataFrame(rows), params={"label": label})
-    said = [str(warning.message) for warning in said if warning.category is UserWarning]
-    answers[name] = [ranked["item_id"].tolist(), ranked["score"].tolist(), said, model.metadata.metadata]
-print(json.dumps(answers))
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -78,34 +60,6 @@ def trained(folder: Path, name: str, tables: str, text: str | None, **options: A
     register(run, name)
     setup.model.eval()
     return setup
-
-
-def searches(setup: Setup, tables: str, text: str) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
-    """Test requests by the names of things, and the chance of the second label of each of their candidates."""
-    items, queries = (read_table(join(tables, name))[column].to_pylist() for name, column in
-                      (("items", "item_id"), ("queries", "query")))  # fmt: skip
-    examples = SearchExamples.load(join(tables, "sequences"), "test", unit="request", max_history=8)
-    examples.bring(SearchCatalogue.load(tables, text), history=True)
-    rows, chances = [], []
-    for number in range(6):
-        batch = examples.collate(np.array([number]))
-        past = int(batch["history_length"][0])
-        assert batch["request_end"].tolist() == [past]
-        query, asked = int(batch["request_query"][0]), batch["history_query"][0, :past].tolist()
-        names = [items[i] for i in batch["candidate"].tolist()]
-        rows.append(
-            {
-                "candidates": names, "history": [items[i] for i in batch["history"][0, :past].tolist()],
-                "query": queries[query] if query >= 0 else None, "features": batch["features"].tolist(),
-                "history_query": [queries[q] if q >= 0 else "" for q in asked],
-                "history_time_ms": batch["history_time"][0, :past].tolist(),
-                "history_features": batch["history_features"][0, :past].tolist(),
-            }
-        )  # fmt: skip
-        with torch.no_grad():
-            found = torch.sigmoid(setup.model.score(batch)[:, 1])
-        chances.append(dict(zip(names, found.tolist(), strict=True)))
-    return rows, chances
 
 
 def feeds(setup: Setup, tables: str) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
@@ -153,41 +107,35 @@ def feeds(setup: Setup, tables: str) -> tuple[list[dict[str, Any]], list[dict[st
     return rows, [*chances, last]
 
 
-@pytest.mark.long
-def test_candidates_are_ranked_alike_in_a_fresh_process(tmp_path: Path) -> None:
+def test_registered_models_rank_as_the_module_does(tmp_path: Path) -> None:
+    """Also what a log does not have: no history, unknown items, an unknown query, no candidates at all."""
     tables, text = write_search(tmp_path / "search")
-    feed, plain = write_actions(tmp_path / "feed", viewers=True), write_actions(tmp_path / "plain")
-    setups = {name: trained(tmp_path, name, tables, text) for name in ("qgs", "hllm")}
-    setups |= {name: trained(tmp_path, name, made, None) for name, made in (("attn_mvp", feed), ("lac", plain))}
-    asked = {name: searches(setups[name], tables, text) for name in ("qgs", "hllm")}
-    asked |= {name: feeds(setups[name], made) for name, made in (("attn_mvp", feed), ("lac", plain))}
+    feed = write_actions(tmp_path / "feed", viewers=True)
+    setups = {"qgs": trained(tmp_path, "qgs", tables, text), "attn_mvp": trained(tmp_path, "attn_mvp", feed, None)}
+    rows, chances = zip(*searches(setups["qgs"], tables, text, 8, label=1), strict=True)
+    asked = {"qgs": ([*rows], [*chances]), "attn_mvp": feeds(setups["attn_mvp"], feed)}
     assert len(asked["attn_mvp"][0]) > 3
-    of_feeds = ("attn_mvp", "lac")
-    # what a log does not have: no history, unknown items, an unknown query, no candidates at all
-    for name, (rows, _) in asked.items():
+    for name, (rows, chances) in asked.items():
         odd = {column: [] if isinstance(value, list) else value for column, value in rows[0].items()}
-        odd |= {"query": "what is this"} if name not in of_feeds else {}
+        odd |= {"query": "what is this"} if name == "qgs" else {}
         rows.append({**odd, "candidates": ["who", *rows[0]["candidates"]], "features": None})
         rows.append({**odd, "candidates": [], "features": []})
-    content = {name: (rows, setups[name].catalogue.labels[1]) for name, (rows, _) in asked.items()}
-    fresh = subprocess.run(
-        [sys.executable, "-c", FRESH, f"sqlite:///{tmp_path}/mlflow.db"], input=json.dumps(content), cwd=tmp_path,
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert fresh.returncode == 0, fresh.stderr
-    answers = json.loads(fresh.stdout.splitlines()[-1])
-    for name, (rows, chances) in asked.items():
-        ranked, scores, said, about = answers[name]
-        for row, want in enumerate(chances):
-            assert ranked[row] == sorted(want, key=lambda item: -want[item])
-            assert scores[row] == pytest.approx([want[item] for item in ranked[row]], abs=1e-5)
-        unknown, nothing = ranked[-2:]
+        with package.at(f"sqlite:///{tmp_path}/mlflow.db"):
+            model = mlflow.pyfunc.load_model(f"models:/{name}/1")
+        about, catalogue = model.metadata.metadata, setups[name].catalogue
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            ranked = model.predict(pd.DataFrame(rows), params={"label": catalogue.labels[1]})
+        for want, found, scores in zip(chances, ranked["item_id"], ranked["score"], strict=False):
+            assert found == sorted(want, key=lambda item: -want[item])
+            assert scores == pytest.approx([want[item] for item in found], abs=1e-5)
+        unknown, nothing = ranked["item_id"].tolist()[-2:]
         assert (sorted(unknown), unknown[-1], nothing) == (sorted(rows[-2]["candidates"]), "who", [])
-        assert np.isfinite(scores[-2]).tolist() == [item != "who" for item in unknown]
-        assert about["labels"] == list(setups[name].catalogue.labels)
-        assert about["features"] == list(setups[name].catalogue.features)
-        assert about.get("viewers") == {"attn_mvp": ["device"], "lac": []}.get(name)
-        assert said == ([] if name in of_feeds else [UNKNOWN])
+        assert np.isfinite(ranked["score"].tolist()[-2]).tolist() == [item != "who" for item in unknown]
+        assert (about["labels"], about["features"]) == (list(catalogue.labels), list(catalogue.features))
+        assert about.get("viewers") == {"attn_mvp": ["device"]}.get(name)
+        words = [str(warning.message) for warning in said if warning.category is UserWarning]
+        assert words == ([UNKNOWN] if name == "qgs" else [])
 
 
 def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
@@ -207,11 +155,7 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
         ({}, {"label": "buy"}, "the model has no label 'buy'; choose one of click, purchase"),
         ({"features": [[np.inf] * 6]}, {}, "features has an infinite number; give NaN for what is not known"),
         ({"features": [None]}, {}, "features has an entry without numbers; give NaN"),
-        (
-            {"user_id": "u", "history_from": -1},
-            {},
-            "history_from is -1; give the number of behaviours before",
-        ),
+        ({"user_id": "u", "history_from": -1}, {}, "history_from is -1; give the number of behaviours before"),
         ({"candidates": [1.5]}, {}, "candidates has 1.5; an item id is a string, as in the log, or an integer"),
         ({"user_id": "", "history_from": 0}, {}, "goes on from a user's state; give user_id too"),
     ):
@@ -298,6 +242,17 @@ def test_every_column_of_a_model_of_actions_changes_a_score(tmp_path: Path) -> N
     assert sorted(inputs) == sorted(model.metadata.metadata["actions"])
 
 
+@pytest.fixture(scope="module")
+def of_feed(tmp_path_factory: pytest.TempPathFactory) -> ActionsRequests:
+    """What reads requests of a model of actions."""
+    folder = tmp_path_factory.mktemp("of_feed")
+    tables = write_actions(folder, viewers=True)
+    setup = set_up({"name": "attn_mvp", **SIZES["attn_mvp"]}, FitConfig(batch_size=8), Inputs(tables))
+    checkpoint.save(folder / "attn_mvp", setup.model, setup.checkpoint())
+    package.write_bundle(folder / "data", str(folder / "attn_mvp"), Inputs(tables))
+    return ActionsRequests(str(folder / "data"), setup.model, setup.catalogue, {})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -311,16 +266,13 @@ def test_every_column_of_a_model_of_actions_changes_a_score(tmp_path: Path) -> N
         ({"features": [[0.5, np.inf], [0.1, 0.9]]}, "features has an infinite number"),
     ],
 )
-def test_what_does_not_fit_a_model_of_actions_is_said(change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    tables = write_actions(tmp_path, viewers=True)
-    setup = set_up({"name": "attn_mvp", **SIZES["attn_mvp"]}, FitConfig(batch_size=8), Inputs(tables))
-    checkpoint.save(tmp_path / "attn_mvp", setup.model, setup.checkpoint())
-    package.write_bundle(tmp_path / "data", str(tmp_path / "attn_mvp"), Inputs(tables))
-    requests = ActionsRequests(str(tmp_path / "data"), setup.model, setup.catalogue, {})
+def test_what_does_not_fit_a_model_of_actions_is_said(
+    change: dict[str, Any], message: str, of_feed: ActionsRequests
+) -> None:
     with pytest.raises(UserError, match=message):
-        requests.read(Row(FEED | change))
-    missing = requests.read(Row(FEED | {"history_actions": [[np.nan] * 3] * 3}))
-    assert not requests.batch([missing])["action"].any()
+        of_feed.read(Row(FEED | change))
+    missing = of_feed.read(Row(FEED | {"history_actions": [[np.nan] * 3] * 3}))
+    assert not of_feed.batch([missing])["action"].any()
 
 
 def test_a_model_that_reads_times_wants_them(tmp_path: Path) -> None:
@@ -392,6 +344,20 @@ def test_a_new_item_is_scored_as_one_of_the_catalogue_with_its_content(tmp_path:
             assert first_scores(model, of_state[:1]) == pytest.approx(first_scores(model, of_state[1:]), abs=1e-6)
 
 
+@pytest.fixture(scope="module")
+def ranker(tmp_path_factory: pytest.TempPathFactory) -> RequestRanker:
+    """A served model that scores new items by their content."""
+    folder = tmp_path_factory.mktemp("ranker")
+    tables, text = write_actions(folder, content=True), str(folder / "text")
+    encode_log(tables, text, "tfidf", TextConfig(svd=4), say=str)
+    setup = set_up({"name": "lac", **SIZES["lac"]}, FitConfig(batch_size=8), Inputs(tables, text=text))
+    checkpoint.save(folder / "lac", setup.model, setup.checkpoint(epoch=1))
+    package.write_bundle(folder / "bundle", str(folder / "lac"), Inputs(tables, text=text))
+    model = RequestRanker()
+    model.load_context(SimpleNamespace(artifacts={"data": str(folder / "bundle")}, model_config=None))
+    return model
+
+
 @pytest.mark.parametrize(
     ("posts", "message"),
     [
@@ -403,20 +369,16 @@ def test_a_new_item_is_scored_as_one_of_the_catalogue_with_its_content(tmp_path:
         ([{"item_id": "p", "price": "cheap"}], "'price' of new_items is of numbers"),
     ],
 )
-def test_new_items_that_cannot_be_read_are_refused(posts: list[Any], message: str, tmp_path: Path) -> None:
-    tables, text = write_actions(tmp_path, content=True), str(tmp_path / "text")
-    encode_log(tables, text, "tfidf", TextConfig(svd=4), say=str)
-    setup = set_up({"name": "lac", **SIZES["lac"]}, FitConfig(batch_size=8), Inputs(tables, text=text))
-    checkpoint.save(tmp_path / "lac", setup.model, setup.checkpoint(epoch=1))
-    package.write_bundle(tmp_path / "bundle", str(tmp_path / "lac"), Inputs(tables, text=text))
-    model = RequestRanker()
-    model.load_context(SimpleNamespace(artifacts={"data": str(tmp_path / "bundle")}, model_config=None))
+def test_new_items_that_cannot_be_read_are_refused(posts: list[Any], message: str, ranker: RequestRanker) -> None:
     with pytest.raises(UserError, match=message):
-        model.predict(None, pd.DataFrame([called("p", BARE) | {"new_items": posts}]))
-    model.requests.new.encoder = None
+        ranker.predict(None, pd.DataFrame([called("p", BARE) | {"new_items": posts}]))
+
+
+def test_what_new_items_lack_is_said(ranker: RequestRanker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranker.requests.new, "encoder", None)
     no_id = pytest.warns(UserWarning, match="1 new items are scored without an id, and the model has never trained")
     with no_id, pytest.warns(UserWarning, match="without its text encoder; 1 new items count as without text"):
-        model.predict(None, pd.DataFrame([called("p", BARE) | {"new_items": [{"item_id": "p", "title": "husky"}]}]))
+        ranker.predict(None, pd.DataFrame([called("p", BARE) | {"new_items": [{"item_id": "p", "title": "husky"}]}]))
 
 
 def test_text_that_a_model_was_not_trained_with_is_refused(tmp_path: Path) -> None:

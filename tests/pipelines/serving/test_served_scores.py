@@ -68,8 +68,10 @@ def serve(name: str, folder: Path, tables: str, text: str | None, longest: int) 
     return setup, served
 
 
-def searches(setup: Setup, tables: str, text: str, longest: int) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
-    """Requests of the table by the names of things, and the chances of their candidates."""
+def searches(
+    setup: Setup, tables: str, text: str, longest: int, label: int = 0
+) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
+    """Requests of the table by the names of things, and the chances of a label of their candidates."""
     items, queries = (read_table(join(tables, name))[column].to_pylist() for name, column in
                       (("items", "item_id"), ("queries", "query")))  # fmt: skip
     read = SearchExamples.of_model(setup.config)
@@ -82,7 +84,7 @@ def searches(setup: Setup, tables: str, text: str, longest: int) -> Iterator[tup
         chances = [math.nan] * len(names)
         if past <= setup.config.max_history:
             with torch.no_grad():
-                chances = torch.sigmoid(setup.model.score(batch)[:, 0]).tolist()  # type: ignore[operator]
+                chances = torch.sigmoid(setup.model.score(batch)[:, label]).tolist()  # type: ignore[operator]
         row = {
             "user_id": f"u{number}", "candidates": names, "query": queries[query] if query >= 0 else None,
             "features": batch["features"].tolist(),
@@ -192,10 +194,7 @@ def test_labels_of_behaviours_move_a_served_score_and_no_others_are_taken(
     assert nothing[0] == nothing[1] == nothing[2]
     for change, message in (
         ({"purchas": [1] * size}, "history_labels has 'purchas', which the model does not read; .* is 'purchase'"),
-        (
-            {"purchase": [1] * (size + 1)},
-            f"'purchase' of history_labels has {size + 1} entries where",
-        ),
+        ({"purchase": [1] * (size + 1)}, f"'purchase' of history_labels has {size + 1} entries where"),
         ({"purchase": [0.5] * size}, "history_labels has values of 'purchase' that are not true or false; give None"),
         ({"dwell": ["long"] * size}, "history_labels has values of 'dwell' that are not finite numbers; give None"),
         ({"dwell": [math.inf] * size}, "history_labels has values of 'dwell' that are not finite numbers; give None"),

@@ -18,14 +18,7 @@ from models import text_encoder
 from models.tables import UserError
 from models.text_encoder import TextEncoder, locate_encoder
 from pipelines.data.sids import embed
-from pipelines.data.sids.embed import (
-    EmbedConfig,
-    encode_texts,
-    encoder_version,
-    item_texts,
-    pca,
-    tfidf_embeddings,
-)
+from pipelines.data.sids.embed import EmbedConfig, encode_texts, encoder_version, item_texts, pca, tfidf_embeddings
 
 WORDS = ["red", "green", "blue", "big", "small", "drill", "hose", "tape", "lamp", "glove"]
 TEXTS = [" ".join(WORDS[(i * j) % 10] for j in range(1, 2 + i % 9)) for i in range(1, 40)] + ["", "red", "red"]

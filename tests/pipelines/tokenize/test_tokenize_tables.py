@@ -61,31 +61,9 @@ def test_items_of_training_requests_are_targets_and_what_came_before_them(small:
     assert train_items(sequences).tolist() == sorted(expected)
 
 
-def test_tables_name_what_they_are_made_from(ray_local: None, items_uri: str, tmp_path: Path) -> None:
-    sids, trie, made = run(items_uri, tmp_path / "sids")
-    assert made
-    items, embeddings = read_manifest(items_uri), read_manifest(str(tmp_path / "sids/embeddings"), "embeddings")
-    assert embeddings.inputs["items"] == items.hash
-    assert sids.inputs == {"items": items.hash, "embeddings": embeddings.hash}
-    assert trie.inputs == {"sids": sids.hash}
-    assert sids.info["items_hash"] == items.hash
-    assert sids.info["tokenizer"] == "rqkmeans"
-    assert sids.info["conflict_level"] is True
-    assert sids.info["codebook_sizes"][:2] == [8, 8]
-    assert {"reconstruction_error", "collision_rate", "levels", "branching", "duplicates"} <= sids.info.keys()
-    assert trie.info["codebook_sizes"] == sids.info["codebook_sizes"]
-    assert (trie.info["levels"], trie.info["items"]) == (3, COUNT)
-    assert read_table(str(tmp_path / "sids/sids")).schema.equals(SIDS)
-    assert read_table(str(tmp_path / "sids/trie")).schema.equals(TRIE)
-    assert read_embeddings(str(tmp_path / "sids/embeddings")).shape == (COUNT, 6)
-
-
-def test_every_path_of_the_trie_is_an_item_with_these_codes(ray_local: None, items_uri: str, tmp_path: Path) -> None:
-    sids, _, _ = run(items_uri, tmp_path / "sids")
-    codes = read_codes(str(tmp_path / "sids/sids"))
-    assert len(np.unique(codes, axis=0)) == COUNT
-    assert (codes < np.array(sids.info["codebook_sizes"])).all()
-    rows = read_table(str(tmp_path / "sids/trie")).to_pylist()
+def check_paths(trie: str, codes: np.ndarray) -> None:
+    """Every path of the trie is an item with these codes."""
+    rows = read_table(trie).to_pylist()
     edges = {(row["level"], row["child"]): row for row in rows}
     assert [(r["level"], r["child"]) for r in rows] == sorted(edges)
     found = {}
@@ -101,19 +79,40 @@ def test_every_path_of_the_trie_is_an_item_with_these_codes(ray_local: None, ite
     assert found == dict(enumerate(codes.tolist()))
 
 
-def test_a_second_run_changes_no_file_and_equal_runs_make_equal_tables(
+def test_tables_name_what_they_are_made_from_and_a_second_run_changes_no_file(
     ray_local: None, items_uri: str, tmp_path: Path
 ) -> None:
-    first = run(items_uri, tmp_path / "a")
-    before = stamps(tmp_path / "a")
-    again = run(items_uri, tmp_path / "a")
-    assert again[2] is False
-    assert stamps(tmp_path / "a") == before
-    other = run(items_uri, tmp_path / "b")
-    assert (other[0].hash, other[1].hash) == (first[0].hash, first[1].hash)
-    overwritten = run(items_uri, tmp_path / "a", overwrite=True)
-    assert overwritten[2] is True
-    assert overwritten[0].hash == first[0].hash
+    sids, trie, made = run(items_uri, tmp_path / "sids")
+    assert made
+    items, embeddings = read_manifest(items_uri), read_manifest(str(tmp_path / "sids/embeddings"), "embeddings")
+    assert embeddings.inputs["items"] == items.hash
+    assert sids.inputs == {"items": items.hash, "embeddings": embeddings.hash}
+    assert trie.inputs == {"sids": sids.hash}
+    info = {"items_hash": items.hash, "tokenizer": "rqkmeans", "conflict_level": True}
+    assert info.items() <= sids.info.items()
+    assert sids.info["codebook_sizes"][:2] == [8, 8]
+    assert {"reconstruction_error", "collision_rate", "levels", "branching", "duplicates"} <= sids.info.keys()
+    assert trie.info["codebook_sizes"] == sids.info["codebook_sizes"]
+    assert (trie.info["levels"], trie.info["items"]) == (3, COUNT)
+    assert read_table(str(tmp_path / "sids/sids")).schema.equals(SIDS)
+    assert read_table(str(tmp_path / "sids/trie")).schema.equals(TRIE)
+    assert read_embeddings(str(tmp_path / "sids/embeddings")).shape == (COUNT, 6)
+    codes = read_codes(str(tmp_path / "sids/sids"))
+    assert len(np.unique(codes, axis=0)) == COUNT
+    assert (codes < np.array(sids.info["codebook_sizes"])).all()
+    check_paths(str(tmp_path / "sids/trie"), codes)
+
+    before = stamps(tmp_path / "sids")
+    assert run(items_uri, tmp_path / "sids")[2] is False
+    assert stamps(tmp_path / "sids") == before
+    # what is missing is made again, and nothing else
+    (tmp_path / "sids/trie/manifest.json").unlink()
+    _, again, made = run(items_uri, tmp_path / "sids")
+    assert (made, again.hash) == (True, trie.hash)
+    of_others = {name: stamp for name, stamp in before.items() if not name.startswith("trie")}
+    assert of_others.items() <= stamps(tmp_path / "sids").items()
+    other, _, made = run(items_uri, tmp_path / "sids", overwrite=True)
+    assert (made, other.hash) == (True, sids.hash)
 
 
 def test_tokenizers_share_embeddings_that_are_made_once(ray_local: None, items_uri: str, tmp_path: Path) -> None:
@@ -166,18 +165,6 @@ def test_other_settings_need_overwrite_and_replace_all(ray_local: None, items_ur
 
 
 RQ_OTHER = TokenizerConfig("rqkmeans", rqkmeans=RqkmeansConfig(levels=2, codebook_size=5))
-
-
-def test_a_missing_or_stale_trie_is_made_again_and_nothing_else(
-    ray_local: None, items_uri: str, tmp_path: Path
-) -> None:
-    _, trie, _ = run(items_uri, tmp_path / "sids")
-    before = {k: v for k, v in stamps(tmp_path / "sids").items() if not k.startswith("trie")}
-    (tmp_path / "sids/trie/manifest.json").unlink()
-    _, again, made = run(items_uri, tmp_path / "sids")
-    assert made
-    assert again.hash == trie.hash
-    assert {k: v for k, v in stamps(tmp_path / "sids").items() if not k.startswith("trie")} == before
 
 
 def test_psid_makes_unique_codes_of_the_same_depth(ray_local: None, items_uri: str, tmp_path: Path) -> None:

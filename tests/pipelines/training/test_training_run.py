@@ -63,10 +63,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def world(
-    ray_local: None,
-    small: tuple[str, str],
-    new_store: Callable[[Path], str],
-    tmp_path_factory: pytest.TempPathFactory,
+    ray_local: None, small: tuple[str, str], new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory
 ) -> World:
     folder = tmp_path_factory.mktemp("training")
     tables, sids = small
@@ -173,11 +170,15 @@ def test_a_name_stands_for_one_run(world: World) -> None:
 
 def test_what_cannot_work_is_refused_before_training(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    both = Inputs(world.tables, world.sids)
     refused: list[tuple[str, dict[str, Any]]] = [
         ("16 does not divide by 3", {"ray_options": RayOptions(num_workers=3, cpus_per_worker=0.1)}),
         ("needs 100 CPUs, .*the cluster has 2", {"ray_options": RayOptions(cpus_per_worker=100)}),
         ("needs 1 CPUs, 1 GPUs, .*the cluster has 2 CPUs, 0 GPUs", {"ray_options": RayOptions(use_gpu=True)}),
-        ("needs semantic IDs; give --sids", {"model": {"name": "tiger"}}),
+        ("fit.eval_options has 'beem', which is no option of 'tiger'.* the nearest is 'beam'",
+         {"model": {"name": "tiger"}, "inputs": both, "fit": replace(FIT, eval_options={"beem": 3})}),
+        ("fit.eval_options has 'beam', which is no option of 'sasrec'.* takes unseen",
+         {"fit": replace(FIT, eval_options={"beam": 3})}),
         ("is not a table", {"inputs": Inputs(str(world.folder))}),
         ("names a folder", {"name": "a/b"}),
         ("is a folder, which MLflow no longer writes", {"tracking_uri": f"file:{world.folder}/mlruns"}),
@@ -185,7 +186,7 @@ def test_what_cannot_work_is_refused_before_training(world: World, monkeypatch: 
         ("cannot reach MLflow at http://127.0.0.1:9", {"tracking_uri": "http://127.0.0.1:9"}),
         ("cannot write to", {"storage": "/proc/nowhere", "tracking_uri": world.trained.run.uri}),
         ("SQLite cannot live in s3://bucket", {"storage": "s3://bucket"}),
-    ]
+    ]  # fmt: skip
     for message, changes in refused:
         with pytest.raises(UserError, match=message):
             world.again(**{"name": "refused", **changes})
@@ -218,7 +219,7 @@ def test_killed_after_training_it_is_only_finished(world: World) -> None:
     (run / "run.json").write_text(json.dumps({**record, "status": "running"}))
     (run / "best/config.json").unlink()
     lines: list[str] = []
-    again = world.again(say=lines.append, ray_options=RayOptions(threads=1))
+    again = world.again(say=lines.append, ray_options=RayOptions(threads=1), heard=in_place)
     assert not again.already
     assert not [line for line in lines if line.startswith("epoch")]
     assert again.about == world.trained.about

@@ -1,40 +1,55 @@
-"""The search flow from a simulated log to the table that compares, in small: what `--family search` runs."""
+"""The flows from a simulated log to the table that compares, in small: what `jobs.quickstart --family` runs."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from jobs import quickstart
-from jobs.quickstart import FLOWS, Trained
+from jobs import quickstart, train
+from jobs.quickstart import FLOWS, SMALL, Trained
 from models.tables import UserError
 from pipelines.comparison.runs import select
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_search_log_becomes_a_table_of_models(
-    ray_local: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+SMALLER = (*SMALL, "--model.width", "16", "--model.num_layers", "1", "--model.num_heads", "2", "--model.ffn", "16")
+FLOWN = {
+    "search": (Trained("qgs", ("qgs", "search/small")), "simulated_search", "gauc"),
+    "actions": (
+        Trained("genrank", ("attn_mvp", "actions/genrank"), SMALLER),
+        "simulated_feed",
+        "mean/normalised_entropy",
+    ),
+}
+"""One model of each family, the log, and what its models are compared by; the other models go the same way."""
+
+
+@pytest.mark.parametrize("family", FLOWN)
+def test_a_log_becomes_a_table_of_models(
+    ray_local: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], family: str
 ) -> None:
-    models = (Trained("qgs", ("qgs", "search/small")),)  # the others go the same way
-    monkeypatch.setitem(FLOWS, "search", replace(FLOWS["search"], models=models))
+    model, log, metric = FLOWN[family]
+    monkeypatch.setitem(FLOWS, family, replace(FLOWS[family], models=(model,)))
+    # by this process, where its folder and its MLflow run are all that counts
+    monkeypatch.setattr(train, "run_training", partial(train.run_training, heard=lambda about: None))
     sizes = {"users": 60, "items": 60, "events": 500, "epochs": 1}
-    quickstart.run(quickstart.Config(family="search", output=str(tmp_path), **sizes))
+    quickstart.run(quickstart.Config(family=family, output=str(tmp_path), **sizes))
     printed = capsys.readouterr().out
     assert "No violations" in printed
-    assert "search/simulated_search" in printed
     assert "simulated data" in printed
-    row = next(line for line in printed.splitlines() if line.split()[:2] == ["qgs", "qgs"])  # model, run
-    runs = tmp_path / "simulated_search" / "runs"
-    found = json.loads((runs / "qgs" / "best" / "evaluation-test.json").read_text())
-    assert found["examples"] == 50
-    assert f"{found['metrics']['gauc']:.4f}" in row
+    runs = tmp_path / log / "runs"
+    found = json.loads((runs / model.model / "best/evaluation-test.json").read_text())
+    assert found["examples"] > 0
+    row = next(line for line in printed.split("] Compare ")[1].splitlines() if line.startswith(f"{model.model} "))
+    assert f"{found['metrics'][metric]:.4f}" in row
     assert "Beside the paper" not in printed  # where the log is simulated
-    (run,) = select(f"sqlite:///{runs}/mlflow.db", ["search/simulated_search"]).runs
+    (run,) = select(f"sqlite:///{runs}/mlflow.db", [f"{family}/{log}"]).runs
     assert run.data.tags["simulated"] == "true"
 
 
