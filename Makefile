@@ -1,17 +1,19 @@
 # make quickstart [DATA=folder [SOURCE=mapping.yaml]]   the whole flow, on a simulated log or on a real one
 # make test                       every test
 # make test-fast                  those that start no Ray, no server and no training
+# make test-ray RAY=2.59.0        those of data and training with another version of Ray
 # make docs-check                 the pages: their commands run, their links lead somewhere, results are the kept runs'
 # Each sets itself up: a virtual environment in .venv with the versions of constraints.txt.
 # On a machine without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu spares the CUDA packages.
 
 PYTHON ?= python3
 VENV := .venv
+CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
 DONE := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup quickstart test test-fast docs-check lint encoder clean
+.PHONY: setup quickstart test test-fast test-ray docs-check lint encoder clean
 
 setup: $(DONE)
 
@@ -22,9 +24,9 @@ $(DONE): pyproject.toml constraints.txt
 	@echo "[1/3] Python environment in $(VENV): some seconds"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "[2/3] PyTorch: half a minute; some minutes where it brings the CUDA packages, of 3 GB"
-	@$(BIN)/pip install --quiet --no-warn-conflicts --constraint constraints.txt torch
+	@$(BIN)/pip install --quiet --no-warn-conflicts --constraint $(CONSTRAINTS) torch
 	@echo "[3/3] Ray, MLflow and all other packages: a minute or more"
-	@$(BIN)/pip install --quiet --no-warn-conflicts --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/pip install --quiet --no-warn-conflicts --constraint $(CONSTRAINTS) --editable '.[dev]'
 	@rm $(VENV)/.unfinished && touch $@
 	@echo "$(VENV) is ready: source $(VENV)/bin/activate"
 
@@ -37,6 +39,12 @@ test: $(DONE)
 
 test-fast: $(DONE)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not long'
+
+# The oldest and the newest Ray that is supported, each in an environment of its own.
+test-ray:
+	@sed 's/^ray==.*/ray==$(RAY)/' constraints.txt > .venv-ray-$(RAY).txt
+	@$(MAKE) --no-print-directory setup VENV=.venv-ray-$(RAY) CONSTRAINTS=.venv-ray-$(RAY).txt
+	@.venv-ray-$(RAY)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/pipelines/data tests/pipelines/training
 
 docs-check: $(DONE)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/docs tests/papers/test_result_pages.py

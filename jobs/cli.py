@@ -28,16 +28,14 @@ from typing import Any, NoReturn
 
 import grpc
 import ray
-from ray.core.generated import gcs_service_pb2 as messages  # its classes are made at import, unseen by mypy
-from ray.core.generated import gcs_service_pb2_grpc as services
 
 from jobs import leave
 from jobs.options import parse
 from models.tables import UserError
 from models.words import number_of
 from pipelines.cluster import check_places, check_room
-from pipelines.data.engine import WORKERS
 from pipelines.faults import explain, first_line, user_error_in
+from pipelines.ray_inside import WORKERS, first_answer
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -163,18 +161,15 @@ def check_token(address: str) -> None:
         raise UserError(f"there is no token for the Ray cluster at RAY_ADDRESS={address}; {TOKEN}")
     if address in ("auto", "local") or address.startswith("ray://"):
         return
-    bearer = [("authorization", f"Bearer {given}")] if given and mode != "disabled" else []
-    with grpc.insecure_channel(address) as channel:
-        try:
-            services.NodeInfoGcsServiceStub(channel).CheckAlive(messages.CheckAliveRequest(), 10, bearer)  # type: ignore[attr-defined]
-        except grpc.RpcError as error:
-            if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
-                what = "another token than this client's" if bearer else "a token, and this client has none"
-                raise UserError(f"the Ray cluster at RAY_ADDRESS={address} wants {what}; {TOKEN}") from None
-            raise UserError(
-                f"what answers at RAY_ADDRESS={address} is no Ray cluster ({error.code().name.lower()}); give the "
-                f"address that `ray start --head` printed, or unset it to start a local Ray"
-            ) from None
+    answer = first_answer(address, given if mode != "disabled" else "")
+    if answer in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        what = "another token than this client's" if given else "a token, and this client has none"
+        raise UserError(f"the Ray cluster at RAY_ADDRESS={address} wants {what}; {TOKEN}")
+    if answer != grpc.StatusCode.OK:
+        raise UserError(
+            f"what answers at RAY_ADDRESS={address} is no Ray cluster ({answer.name.lower()}); give the address that "
+            f"`ray start --head` printed, or unset it to start a local Ray"
+        )
 
 
 _signals: list[int] = []

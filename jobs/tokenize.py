@@ -110,7 +110,6 @@ def run(config: Config) -> None:
     if config.tokenizer != "published":
         check_items(items, config.sids_config(), config.embed)  # what is wrong with the input, before Ray starts
         embed_origin(items, config.encoder, config.pca, config.embed)
-        cli.start_ray()
     sids, trie, made = tokenize(
         items,
         config.output,
@@ -122,6 +121,7 @@ def run(config: Config) -> None:
         say,
         config.embeddings,
         join(config.tables, "sequences"),
+        cli.start_ray,
     )
     for line in summary(sids, trie):
         print(line)

@@ -6,17 +6,16 @@ machines.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.experimental.internal_kv import _internal_kv_get
 
 from models.tables import UserError
 from models.words import number_of
+from pipelines.ray_inside import node_types
 
 SHARED = "TRIELINE_SHARED"
 """Environment variable with the folders, separated by `:`, that are one file system on all nodes, such as /mnt/efs."""
@@ -40,9 +39,7 @@ def autoscales(nodes: list[dict[str, Any]]) -> bool:
     start, and an autoscaler tells of types that are not single nodes."""
     if any(node["Labels"].get("ray.io/node-group") for node in nodes):
         return True
-    status = json.loads(_internal_kv_get("__autoscaling_status") or "{}").get("autoscaler_report", {})
-    known = {*status.get("active_nodes", {}), *status.get("pending_launches", {})}
-    return any(not kind.startswith("node_") for kind in known)
+    return any(not kind.startswith("node_") for kind in node_types())
 
 
 def room(nodes: list[dict[str, Any]], each: Mapping[str, float]) -> int:

@@ -30,10 +30,7 @@ from ray.data import DataContext
 from models.config import check_choices, check_least
 from models.tables import UserError
 from pipelines.faults import user_error_in
-
-WORKERS = {"env_vars": {"RAY_DATA_SHUFFLE_MAP_WORKER": "1", "RAY_DATA_SHUFFLE_REDUCE_WORKER": "1"}}
-"""The environments that Ray Data 2.60 gives the tasks of its shuffle, as that of a whole Ray: so all tasks share the
-same processes, where each kind would start its own."""
+from pipelines.ray_inside import WORKERS
 
 
 @dataclass

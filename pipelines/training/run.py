@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -218,12 +218,13 @@ def run_workers(
     each = resources(options, use_gpu)
     failures, reached = 0, -1
     while True:
-        # Ray would try an error of the user's again; what is lost is tried again here, where it can be said.
-        with shown(say, lambda: waiting(workers, each)) as progress:  # anew, as its actor may have been lost too
+        # Ray would try an error of the user's again; what is lost is tried again here, where it can be said. Lines come
+        # by an actor anew, as it may have been lost too.
+        with shown(say, lambda: waiting(workers, each), options.hang_minutes * 60) as progress:
             trainer = TorchTrainer(
                 worker,
                 train_loop_config={"task": asdict(task), "progress": progress},
-                torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo"),
+                torch_config=TorchConfig("nccl" if use_gpu else "gloo", timeout_s=round(options.timeout_minutes * 60)),
                 scaling_config=ScalingConfig(
                     num_workers=(fewest, workers) if fewest < workers else workers,  # type: ignore[arg-type]  # the class of version 1 has no range
                     use_gpu=use_gpu,
@@ -355,11 +356,14 @@ def remove(folder: str, say: Callable[[str], None]) -> None:
 
 
 @contextmanager
-def shown(say: Callable[[str], None], waits: Callable[[], str | None] = lambda: None) -> Iterator[Any]:
+def shown(
+    say: Callable[[str], None], waits: Callable[[], str | None] = lambda: None, hangs: float = 0
+) -> Iterator[Any]:
     """An actor to which rank 0 tells its progress, and a thread here that hands it on to `say`.
 
-    What the workers wait for, which `waits` tells, is said too. The actor is on the driver's node, whose loss ends the
-    training anyway; where it is lost all the same, only its lines are.
+    What the workers wait for, which `waits` tells, is said too; one that hangs for `hangs` seconds is named and ended.
+    The actor is on the driver's node, whose loss ends the training anyway; where it is lost all the same, only its
+    lines are.
     """
     on_this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     progress = Progress.options(scheduling_strategy=on_this_node).remote()  # type: ignore[attr-defined]
@@ -390,6 +394,16 @@ def shown(say: Callable[[str], None], waits: Callable[[], str | None] = lambda: 
                 if (line := waits()) and now - said >= WORD:
                     said = now
                     say(line)
+                end_hung()
+
+    def end_hung() -> None:
+        with suppress(RayError):
+            hung = ray.get(progress.hung.remote(hangs), timeout=60) if hangs else []
+            if hung:
+                who = ", ".join(f"{rank} on {node}" for rank, node, _ in hung)
+                say(f"note: no step for {hangs / 60:g} minutes (ray.hang_minutes) by rank {who}; ending what hangs")
+            for *_, actor in hung:
+                ray.kill(actor)
 
     thread = threading.Thread(target=work, daemon=True, name="progress")
     thread.start()

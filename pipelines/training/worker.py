@@ -7,6 +7,8 @@ its progress.
 from __future__ import annotations
 
 import os
+import platform
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,7 +22,7 @@ from ray.train.torch import get_device
 
 from models import checkpoint
 from models.checkpoint import Checkpoint
-from models.fit import EpochEvent, Event, FitConfig, StepEvent, StillEvent, best_of, describe, fit
+from models.fit import EpochEvent, Event, FitConfig, StepEvent, StillEvent, Sums, Validate, best_of, describe, fit
 from models.inputs import Inputs
 from models.setup import Setup, set_up
 from models.words import number_of
@@ -29,16 +31,68 @@ from pipelines import tracking
 
 @ray.remote(num_cpus=0)
 class Progress:
-    """Lines from rank 0 to the driver, which prints them."""
+    """What workers tell the driver: lines, which it prints, and that they live and move."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.pulses: dict[int, tuple[str, Any, float, float]] = {}
 
     def say(self, line: str) -> None:
         self.lines.append(line)
 
     def since(self, seen: int) -> list[str]:
         return self.lines[seen:]
+
+    def pulse(self, rank: int, node: str, actor: Any, still: float) -> None:
+        """The worker of that rank lives, and has taken no step for `still` seconds."""
+        self.pulses[rank] = (node, actor, still, time.monotonic())
+
+    def hung(self, seconds: float) -> list[tuple[int, str, Any]]:
+        """Rank, node and actor of workers that gave no pulse for so long; where all do, of those that took no step.
+        They are told of once."""
+        now, pulses = time.monotonic(), sorted(self.pulses.items())
+        silent = [(rank, node, actor) for rank, (node, actor, _, at) in pulses if now - at > seconds]
+        still = [(rank, node, actor) for rank, (node, actor, since, _) in pulses if since > seconds]
+        if found := silent or still:
+            self.pulses.clear()
+        return found
+
+
+class Pulse:
+    """A thread that tells the driver every few seconds how long ago this worker took a step. Validation counts as one,
+    however long it takes."""
+
+    def __init__(self, progress: Any, rank: int) -> None:
+        self.progress, self.rank, self.stepped, self.validates = progress, rank, time.monotonic(), False
+        self.actor = ray.get_runtime_context().current_actor
+        threading.Thread(target=self._beat, daemon=True, name="pulse").start()
+
+    def _beat(self) -> None:
+        while True:
+            still = 0.0 if self.validates else time.monotonic() - self.stepped
+            self.progress.pulse.remote(self.rank, platform.node(), self.actor, still)
+            time.sleep(BEAT)
+
+    def step(self) -> None:
+        """Notes that the training moves."""
+        self.stepped = time.monotonic()
+
+    def around(self, validate: Validate) -> Validate:
+        """The validation, during which no step is awaited."""
+
+        def validated(model: torch.nn.Module) -> tuple[Sums, int]:
+            self.validates = True
+            try:
+                return validate(model)
+            finally:
+                self.step()
+                self.validates = False
+
+        return validated
+
+
+BEAT = 2.0
+"""Seconds between two pulses."""
 
 
 @dataclass
@@ -82,6 +136,8 @@ class WorkerContext:
     """Hears of every checkpoint, on every rank."""
     say: Callable[[str], Any]
     """Tells the driver of the progress; called by rank 0."""
+    pulse: Pulse | None = None
+    """Tells the driver that it moves, where that is another process."""
 
 
 def worker(config: dict[str, Any]) -> None:
@@ -95,7 +151,7 @@ def worker(config: dict[str, Any]) -> None:
 
     place = WorkerContext(
         context.get_world_rank(), context.get_world_size(), get_device(), context.get_local_world_size(), report,
-        config["progress"].say.remote,
+        config["progress"].say.remote, Pulse(config["progress"], context.get_world_rank()),
     )  # fmt: skip
     perform(task, place)
 
@@ -155,10 +211,14 @@ def by_gradient(
     """Runs `fit` to its end."""
     blocks = setup.entry.blocks(setup.model) if task.fsdp and setup.entry.blocks else []
     spent = dict(before.timing) if before else {"train_seconds": 0.0, "eval_seconds": 0.0}
+    pulse = place.pulse
+    validate = pulse.around(setup.validate) if pulse else setup.validate
     for event in fit(
-        setup.model, setup.train, setup.validate, setup.fit, means=setup.means, lr_multipliers=setup.lr_multipliers,
+        setup.model, setup.train, validate, setup.fit, means=setup.means, lr_multipliers=setup.lr_multipliers,
         blocks=blocks, state=state, device=setup.device, rank=place.rank, world=place.world,
     ):  # fmt: skip
+        if pulse:
+            pulse.step()
         if isinstance(event, StillEvent):
             if place.rank == 0:
                 place.say(describe(event, setup.fit))

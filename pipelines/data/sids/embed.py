@@ -301,8 +301,10 @@ def embed_items(
     config: EmbedConfig | None = None,
     overwrite: bool = False,
     say: Say = print,
+    start: Callable[[], None] = lambda: None,
 ) -> Manifest:
-    """Makes the `embeddings` table of the `items` table; a finished one of the same input stays as it is.
+    """Makes the `embeddings` table of the `items` table; a finished one of the same input stays as it is. `start`
+    starts Ray, where it is needed.
 
     `pca_width` 0 leaves the encoder's output as it is. Raises UserError for texts, encoders and widths
     that do not work, before anything is written.
@@ -312,6 +314,7 @@ def embed_items(
     if not overwrite and (done := finished(output_uri, "embeddings", used, inputs)):
         say(f"{output_uri}: up to date")
         return done
+    start()
     started = time.monotonic()
     texts = item_texts(read_table(items_uri, "items"), config)
     blocks = _embeddings(texts, encoder, config, say)

@@ -7,7 +7,7 @@ made from the same input and settings. Training runs in one Ray task, on a GPU w
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -265,7 +265,10 @@ def write_trie(uri: str, sids_uri: str) -> Manifest:
     return commit(uri, "trie", TRIE, [part], config={}, inputs={"sids": sids.hash}, info=info)
 
 
-def _embed_first(origin: tuple[str, str, int, EmbedConfig], output: str, shared: str, overwrite: bool, say: Say) -> str:
+def _embed_first(
+    origin: tuple[str, str, int, EmbedConfig], output: str, shared: str, overwrite: bool, say: Say,
+    start: Callable[[], None],
+) -> str:  # fmt: skip
     """Makes the embeddings and returns their hash; refuses first if SIDs of other embeddings stand there.
 
     `origin` is what `embed_origin` is given. Finished ones that tokenizers share are not made again.
@@ -276,7 +279,7 @@ def _embed_first(origin: tuple[str, str, int, EmbedConfig], output: str, shared:
     whole = shared and up_to_date(uri, fingerprint(*embed_origin(*origin)))
     items_uri, encoder, width, embed = origin
     with writing(shared) if shared not in ("", output) and not whole else nullcontext():
-        return embed_items(items_uri, uri, encoder, width, embed, overwrite and not whole, say).hash
+        return embed_items(items_uri, uri, encoder, width, embed, overwrite and not whole, say, start).hash
 
 
 def check_items(items_uri: str, config: TokenizerConfig, embed: EmbedConfig) -> None:
@@ -305,11 +308,13 @@ def tokenize(
     say: Say = print,
     embeddings: str = "",
     sequences_uri: str = "",
+    start: Callable[[], None] = lambda: None,
 ) -> tuple[Manifest, Manifest, bool]:
     """Makes `embeddings` (unless SIDs are published), `sids` and `trie` under `output`.
 
     Embeddings are in the folder `embeddings` instead where that is given, so that tokenizers can share them. Of
-    `sequences_uri` come the training requests where codebooks are fitted on their items alone.
+    `sequences_uri` come the training requests where codebooks are fitted on their items alone. `start` starts Ray, once
+    something is to be made.
     Returns the manifests of sids and trie, and whether anything was made. Raises UserError for input that
     does not fit, for an `output` made from something else unless `overwrite`, and for one that another job writes.
     """
@@ -324,7 +329,7 @@ def tokenize(
             published, inputs["published"] = read_published(config.published)
         else:
             origin = (items_uri, encoder, pca_width, embed or EmbedConfig())
-            inputs["embeddings"] = _embed_first(origin, output, embeddings, overwrite, say)
+            inputs["embeddings"] = _embed_first(origin, output, embeddings, overwrite, say, start)
         chosen = None
         if config.on_train_items:
             inputs["sequences"] = read_manifest(sequences_uri, "sequences").hash
@@ -335,6 +340,7 @@ def tokenize(
             if config.tokenizer == "published":
                 made = _published_codes(read_table(items_uri, "items"), published, config.published, say)
             else:
+                start()
                 made = _trained_codes(embeddings or own, config, say, chosen)
             info = {
                 "codebook_sizes": made.sizes,

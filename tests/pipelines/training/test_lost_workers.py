@@ -4,17 +4,21 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
+from models import checkpoint
 from models.fit import FitConfig
 from models.inputs import Inputs
 from pipelines import cluster
@@ -101,6 +105,34 @@ def test_an_autoscaler_may_still_give_it(ray_local: None) -> None:
     assert (cluster.machines([here, here]), cluster.machines([here, started])) == (1, 2)
     assert cluster.room([here, started], {"CPU": 2, "GPU": 0}) == 2  # a worker is on one node
     assert cluster.room([here, started], {"CPU": 1, "GPU": 1}) == 0
+
+
+@pytest.mark.long
+def test_a_worker_that_hangs_is_named_and_started_again(
+    ray_local: None, tables: str, tmp_path: Path, new_store: Callable[[Path], str]
+) -> None:
+    new_store(tmp_path)
+    lines: list[str] = []
+
+    def freeze() -> None:
+        while not checkpoint.last(str(tmp_path / "one")):
+            time.sleep(0.02)
+        found = [p for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::RayTrainWo")]
+        found[0].suspend()
+
+    watch = threading.Thread(target=freeze, daemon=True)
+    watch.start()
+    options = RayOptions(threads=1, hang_minutes=0.1)
+    made = trained(tables, tmp_path, ray_options=options, say=lines.append, fit={"max_epochs": 30})
+    watch.join()
+    notes = [line for line in lines if line.startswith("note:")]
+    assert (
+        notes[0]
+        == f"note: no step for 0.1 minutes (ray.hang_minutes) by rank 0 on {platform.node()}; ending what hangs"
+    )
+    assert notes[1].endswith("going on from the last checkpoint, 1 of 2 times")
+    assert any("continuing after epoch" in line for line in lines)
+    assert made.epochs == 30
 
 
 WITHOUT_RAYLET = """

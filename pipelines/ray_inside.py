@@ -1,0 +1,43 @@
+"""All that is asked of Ray beside its public interface. Where a version of Ray answers otherwise, jobs do without it.
+
+Supported are the versions from 2.59, which has the shuffle that prepare uses, to 2.60 (`make test-ray RAY=2.59.0`).
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+
+import grpc
+
+WORKERS = {"env_vars": {"RAY_DATA_SHUFFLE_MAP_WORKER": "1", "RAY_DATA_SHUFFLE_REDUCE_WORKER": "1"}}
+"""The environments that Ray Data gives the tasks of its shuffle, as that of a whole Ray: so all tasks share the same
+processes, where each kind would start its own. A version with other ones starts these."""
+
+
+def node_types() -> set[str]:
+    """The types of nodes that the cluster's autoscaler starts; empty where there is none, or it does not say."""
+    with suppress(ImportError, AttributeError, ValueError):
+        from ray.experimental.internal_kv import _internal_kv_get
+
+        status = json.loads(_internal_kv_get("__autoscaling_status") or "{}").get("autoscaler_report", {})
+        return {*status.get("active_nodes", {}), *status.get("pending_launches", {})}
+    return set()
+
+
+def first_answer(address: str, token: str) -> grpc.StatusCode:
+    """How the cluster at HOST:PORT answers a client with that token (empty: without), within 10 seconds: `ray.init`
+    would wait for minutes where it is refused."""
+    try:
+        from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+    except ImportError:
+        return grpc.StatusCode.OK
+    bearer = [("authorization", f"Bearer {token}")] if token else []
+    with grpc.insecure_channel(address) as channel:
+        try:
+            request = gcs_service_pb2.CheckAliveRequest()  # type: ignore[attr-defined]  # made at import
+            gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel).CheckAlive(request, 10, bearer)
+        except grpc.RpcError as error:
+            code: grpc.StatusCode = error.code()
+            return code
+    return grpc.StatusCode.OK
