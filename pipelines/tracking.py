@@ -60,6 +60,9 @@ KIND_TAG, TRIAL_TAG, POINT_TAG = "trieline.kind", "sweep.trial", "sweep.point"
 """Tags of sweeps: whether a run is a `sweep` or its `trial`; of a trial its stable id and its values."""
 
 
+FOLDER_TAG = "trieline.folder"
+"""Tag with the folder of a training or a sweep, beside which is its lock."""
+
 KEY_TAG = "trieline.key"
 """Tag with what its opener wrote down before the run was made."""
 
@@ -313,6 +316,20 @@ def reopen(run: RunRef) -> None:
         ) from error
 
 
+def lock_of(folder: str) -> str:
+    """The lock of the training or sweep in the folder."""
+    storage, _, name = folder.rpartition("/")
+    return f"{storage}/.{name}.lock"
+
+
+def end_dead(client: MlflowClient, run: Any) -> None:
+    """Ends a run as KILLED that says RUNNING while nobody holds its folder, which is on this machine."""
+    folder = run.data.tags.get(FOLDER_TAG, "")
+    if run.info.status == "RUNNING" and folder and "://" not in folder and Path(folder).is_dir():
+        with suppress(UserError), locked(lock_of(folder), "it is alive"):
+            client.set_terminated(run.info.run_id, "KILLED")
+
+
 def command() -> str:
     """The command line of this process."""
     return " ".join([f"python -m jobs.{Path(sys.argv[0]).stem}", *sys.argv[1:]])[:5000]
@@ -385,7 +402,8 @@ class Logger:
         """Waits until MLflow has all metrics; the seconds that took. Raises MlflowException where it does not take
         them."""
         began = time.monotonic()
-        self._thread.submit(self._drain).result()
+        if self._sending:
+            self._thread.submit(self._drain).result()
         return time.monotonic() - began
 
     def _step(self, name: str) -> int:

@@ -316,7 +316,7 @@ def open_run(plan: Plan, hashes: dict[str, str], options: Options) -> tracking.R
     tags = {
         tracking.KIND_TAG: "sweep", "sweep.grid": grid.name, "sweep.axes": json.dumps(grid.keys),
         "sweep.metric": grid.metric, "command": plan.command, "mlflow.source.name": "jobs.sweep",
-        tracking.KEY_TAG: key,
+        tracking.KEY_TAG: key, tracking.FOLDER_TAG: plan.folder,
     }  # fmt: skip
     config = {
         "sweep": {"grid": grid.name, "source": grid.source, "trials": len(plan.trials)}, "tables": plan.inputs.tables,

@@ -62,6 +62,8 @@ def select(uri: str, experiments: Sequence[str] = (), sweep: str | None = None, 
             raise UserError(unknown("experiment", name, [uri], known))
     chosen = {known[name]: name for name in experiments or known}
     there = search(client, list(chosen))
+    for run in there:
+        tracking.end_dead(client, run)
     if sweep:
         sweeps = [run for run in there if is_sweep(run)]
         parent = only(sweeps, sweep, "sweep", uri)

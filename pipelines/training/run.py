@@ -134,7 +134,7 @@ def run_training(
             opening = tracking.opening(uri, experiment)
             write_record(folder, {"status": "opening", "opening": opening})
             settings = {**config, **inputs.given(), "ray": asdict(ray_options)}
-            labels = {**(tags or {}), tracking.KEY_TAG: opening["key"]}
+            labels = {**(tags or {}), tracking.KEY_TAG: opening["key"], tracking.FOLDER_TAG: folder}
             labels |= {tracking.SIMULATED_TAG: "true"} if is_simulated(inputs.tables) else {}
             run = tracking.open_run(
                 uri, experiment, name, storage, config=settings, hashes=hashes, parent=parent_run, tags=labels
@@ -275,7 +275,7 @@ def waiting(workers: int, each: dict[str, float]) -> str | None:
 def held(storage: str, name: str, wait: float = 0) -> AbstractContextManager[None]:
     """Keeps other processes from the run (`locked`)."""
     busy = f"the run '{name}' in {storage} is being trained by another process; wait for it or choose another --name"
-    return locked(join(storage, f".{name}.lock"), busy, wait)
+    return locked(tracking.lock_of(join(storage, name)), busy, wait)
 
 
 def wants_gpu(options: RayOptions, workers: int) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jobs.compare import Config, run
+from models.locks import locked
 from models.tables import UserError
 from pipelines import tracking
 from pipelines.comparison.plots import Point, frontier
@@ -47,6 +48,7 @@ def test_runs_with_other_settings_stay_apart(
         logger = tracking.Logger(tracking.open_run(uri, "retrieval/x", name, str(tmp_path), config=config, hashes={}))
         logger.log({"test/ndcg@10": value, "val/ndcg@10": 0.3}, 5)
         logger.log({"best/ndcg@10": 0.4}, 6)
+        logger.flush()
     run(Config(["retrieval/x"], tracking_uri=uri, markdown=str(tmp_path / "out/table.md")))
     printed = capsys.readouterr().out
     assert printed.index("wide ") < printed.index("narrow ")  # best first
@@ -81,6 +83,21 @@ def test_the_store_must_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(UserError, match="give --tracking_uri"):
         run(Config(["retrieval/x"]))
+
+
+def test_a_run_that_nobody_trains_any_more_is_ended(new_store: Callable[[Path], str], tmp_path: Path) -> None:
+    uri = new_store(tmp_path)
+    opened = {}
+    for name in ("dead", "alive"):
+        (tmp_path / name).mkdir()
+        tags = {tracking.FOLDER_TAG: str(tmp_path / name)}
+        config = {"model": {"name": "sasrec"}, "fit": {"seed": 1}}
+        opened[name] = tracking.open_run(uri, "retrieval/x", name, str(tmp_path), config=config, hashes={}, tags=tags)
+    with locked(tracking.lock_of(str(tmp_path / "alive")), "busy"):
+        select(uri, ["retrieval/x"])
+    client = tracking.connect(uri)
+    said = {name: client.get_run(run.run_id).info.status for name, run in opened.items()}
+    assert said == {"dead": "KILLED", "alive": "RUNNING"}
 
 
 def test_models_that_rank_candidates_are_sorted_by_gauc(new_store: Callable[[Path], str], tmp_path: Path) -> None:

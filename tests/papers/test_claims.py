@@ -83,6 +83,7 @@ class Store:
         logger = tracking.Logger(opened)
         metrics = {"test/ndcg@10": ndcg, "best/ndcg@10": ndcg, "test/users_per_s": speed, "sids/branching/1": 1.5}
         logger.log(metrics, 1)
+        logger.flush()
         logger.tag(**{tracking.WEIGHTS_TAG: run})
         if len(users):
             kept = ByUser.of(torch.arange(len(users)), torch.tensor(users))
