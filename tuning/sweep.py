@@ -1,8 +1,8 @@
 """A sweep: the trials of a grid through Ray Tune, as child runs of one MLflow run. `jobs.sweep` is its command.
 
 A sweep keeps nothing of its own. `STORAGE/NAME/` holds a folder per trial (`tuning/trial.py`), named by its values;
-what is done is read from there, and what trials told the scheduler from their MLflow runs. Tune's own folder is never
-read, and removed at the end.
+what is done is read from there, and what trials told the scheduler before (`tuning/halving.py`). Tune's own folder is
+never read, and removed at the end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
-from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # MLflow has the metrics; no files beside it
@@ -29,7 +28,6 @@ import ray
 from pyarrow import fs
 from ray import tune
 from ray.tune import Callback
-from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, TrialScheduler
 from ray.tune.search import BasicVariantGenerator
 
 from models import checkpoint, registry
@@ -46,7 +44,8 @@ from pipelines.training.record import read_record
 from pipelines.training.run import check_cluster, dataset_name, held, resources, wants_gpu
 from pipelines.training.settings import RayOptions, check_name
 from pipelines.training.settings import check as check_training
-from tuning.grid import Grid, Scheduler, Trial
+from tuning.grid import Grid, Trial
+from tuning.halving import Halving, make_scheduler, name_of, past_reports, replay
 from tuning.trial import EPOCH, ERROR, PATIENCE, TRIAL, VALUE, Plan, is_done, run_trial, stop
 
 logging.getLogger("ray.tune.analysis.experiment_analysis").setLevel(logging.ERROR)  # misses the files left out above
@@ -104,69 +103,6 @@ class Swept:
     """Time of this call."""
     results: tune.ResultGrid | None = None
     """Tune's of the trials that ran in this call; None where the sweep was finished before."""
-
-
-class Halving(AsyncHyperBandScheduler):
-    """Ray's ASHA, its rungs keyed by the trial's own name where Ray's ids change with every start of Tune."""
-
-    def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
-        super().on_trial_add(tune_controller, named(trial))
-
-    def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
-        return super().on_trial_result(tune_controller, named(trial), result)
-
-    def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
-        super().on_trial_complete(tune_controller, named(trial), result)
-
-    def on_trial_remove(self, tune_controller: Any, trial: Any) -> None:
-        super().on_trial_remove(tune_controller, named(trial))
-
-
-def name_of(trial: Any) -> str:
-    """What Tune calls a trial."""
-    return str(trial.config[TRIAL])
-
-
-def named(trial: Any) -> Any:
-    """What the scheduler sees of a trial: its name in place of Ray's id."""
-    return SimpleNamespace(trial_id=name_of(trial))
-
-
-def make_scheduler(scheduler: Scheduler, max_epochs: int) -> TrialScheduler:
-    """Ray's scheduler for what the grid says."""
-    if scheduler.name == "none":
-        return FIFOScheduler()
-    return Halving(
-        time_attr=EPOCH, metric=VALUE, mode="max", max_t=max(max_epochs, scheduler.grace),
-        grace_period=scheduler.grace, reduction_factor=scheduler.reduction, stop_last_trials=False,
-    )  # fmt: skip
-
-
-def replay(scheduler: TrialScheduler, past: list[tuple[int, int, float, str]]) -> set[str]:
-    """Tells the scheduler what trials reported before an interruption, (milliseconds, epoch, value, name), in order of
-    time; returns the names of those that it stops."""
-    stopped = set()
-    for name in {name for *_, name in past}:
-        scheduler.on_trial_add(None, SimpleNamespace(config={TRIAL: name}))  # type: ignore[arg-type]
-    for _, epoch, value, name in sorted(past):
-        trial, told = SimpleNamespace(config={TRIAL: name}), {EPOCH: epoch, VALUE: value}
-        if name not in stopped and scheduler.on_trial_result(None, trial, told) == TrialScheduler.STOP:  # type: ignore[arg-type]
-            stopped.add(name)
-    return stopped
-
-
-def past_reports(plan: Plan) -> list[tuple[int, int, float, str]]:
-    """What the trials reported before this call, up to the checkpoints that they go on from."""
-    found = []
-    for name in plan.trials:
-        folder = join(plan.folder, name)
-        if not read_record(folder) or not (last := checkpoint.last(folder)):
-            continue
-        curves = tracking.read_curves(folder, last.step)
-        ends = [step for step, *_ in curves.get("epoch", [])]
-        for step, value, time_ms in curves.get(f"val/{plan.metric}", []):
-            found.append((time_ms, 1 + sum(end < step for end in ends), value, name))
-    return found
 
 
 class Ledger(Callback):

@@ -23,7 +23,7 @@ from models.inputs import Inputs
 from models.setup import set_up
 from pipelines import tracking
 from tuning.grid import Scheduler
-from tuning.sweep import make_scheduler
+from tuning.halving import make_scheduler
 from tuning.trial import EPOCH, TRIAL, VALUE
 
 ROOT = Path(__file__).parents[2]

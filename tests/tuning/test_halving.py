@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ray.tune.schedulers import TrialScheduler
 
 from tuning.grid import Scheduler
-from tuning.sweep import make_scheduler, replay
+from tuning.halving import make_scheduler, replay
 from tuning.trial import EPOCH, TRIAL, VALUE
 
 ASHA = Scheduler(name="asha", grace=1, reduction=2)
