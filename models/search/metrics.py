@@ -18,6 +18,7 @@ from models import ranking_metrics
 from models.by_user import PREFIX, ByUser
 from models.label_loss import counted
 from models.ranking_metrics import EXAMPLES, NAMES, ranking_means, ranking_sums, request_auc
+from models.search.ranker import Ranker
 
 SHOWN: tuple[str, ...] = ("gauc", "auc")
 """Metrics of a training's best epoch that are printed."""
@@ -26,16 +27,18 @@ WITH_POSITION = "with_position/"
 
 
 def measure(model: Any, batch: dict[str, Tensor], by_user: int = 0) -> dict[str, Any]:
-    """Sums over the batch's requests, of a `Ranker`. With `by_user` also the GAUC of every so-manieth user."""
+    """Sums over the batch's requests. `model.score(batch)` gives logits (N, labels); `model.labels` their names. With
+    `by_user` also the GAUC of every so-manieth user."""
     sums: dict[str, Any] = {EXAMPLES: torch.tensor(float(len(batch["request_row"])), dtype=torch.float64)}
-    kept = counted(batch["labels"], model.masks)
-    for beside in ("", WITH_POSITION) if model.shown_at.reads else ("",):
-        logits = model.score(batch, shown=bool(beside)).float()
+    ranker = model if isinstance(model, Ranker) else None  # others have a `score` and `labels` alone
+    kept = counted(batch["labels"], ranker.masks if ranker else [None] * len(model.labels))
+    for beside in ("", WITH_POSITION) if ranker and ranker.shown_at.reads else ("",):
+        logits = (model.score(batch, shown=True) if beside else model.score(batch)).float()
         for i, label in enumerate(model.labels):
             prefix = f"{beside}{label}/" if i else beside
             mine = kept[:, i]
             of = logits[mine, i], batch["labels"][mine, i], batch["candidate_request"][mine]
-            sums |= ranking_sums(*of, prefix, model.config.correction)
+            sums |= ranking_sums(*of, prefix, ranker.config.correction if ranker else 0.0)
             if by_user and not prefix:
                 auc, _ = request_auc(*of)
                 user = batch["user_row"][batch["request_row"][: len(auc)]]

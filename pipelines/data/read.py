@@ -445,7 +445,11 @@ def _rows_of_arrow(
     if not text.strip(b"\r\n"):
         return None, np.zeros(0, np.int64), []
     broken: Broken = []
-    text.decode()  # Arrow only prints what is wrong with the bytes of a row that it hands to `skip`
+    wrong = None
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:  # Arrow cannot hand such a row to `skip`
+        wrong = error
 
     def skip(row: Any) -> str:
         why = f"row: {row.actual_columns} columns, not {row.expected_columns}"
@@ -453,20 +457,23 @@ def _rows_of_arrow(
         broken.append((row.number - 1, why, shown[:LONGEST_QUOTE]))
         return "skip"
 
-    table = pa.csv.read_csv(
-        pa.BufferReader(text),
-        # One thread: rows are numbered only then; files are read side by side by Ray's tasks.
-        pa.csv.ReadOptions(use_threads=False, block_size=len(text) + 1, column_names=names),
-        pa.csv.ParseOptions(
-            delimiter=delimiter,
-            quote_char=files.quote or False,
-            invalid_row_handler=skip,
-        ),
-        pa.csv.ConvertOptions(
-            include_columns=columns, column_types=dict.fromkeys(columns, pa.string()), null_values=[""],
-            strings_can_be_null=True,
-        ),
-    )  # fmt: skip
+    try:
+        table = pa.csv.read_csv(
+            pa.BufferReader(text),
+            # One thread: rows are numbered only then; files are read side by side by Ray's tasks.
+            pa.csv.ReadOptions(use_threads=False, block_size=len(text) + 1, column_names=names),
+            pa.csv.ParseOptions(
+                delimiter=delimiter, quote_char=files.quote or False, invalid_row_handler=None if wrong else skip
+            ),
+            pa.csv.ConvertOptions(
+                include_columns=columns, column_types=dict.fromkeys(columns, pa.string()), null_values=[""],
+                strings_can_be_null=True,
+            ),
+        )  # fmt: skip
+    except pa.ArrowInvalid:
+        if wrong:
+            raise wrong from None
+        raise
     return table, _numbers(table.num_rows, broken), broken
 
 

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,8 @@ from pipelines.training.settings import RayOptions
 from pipelines.training.worker import Task, WorkerContext, perform
 
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "retrieval": ({"name": "sasrec", "dim": 16, "num_layers": 1, "dropout": 0.0, "max_history": 6}, {}),
+    "retrieval": ({"name": "sasrec", "dim": 16, "num_layers": 1, "dropout": 0.0, "max_history": 6},
+                  {"max_epochs": 15}),
     "search": ({"name": "qgs", "width": 16, "num_layers": 1, "dropout": 0.0, "infonce_weight": 0.0, "max_history": 8},
                {"metric": "gauc"}),
     "actions": ({"name": "attn_mvp", "width": 16, "num_layers": 1, "num_heads": 2, "ffn": 24, "expert_width": 8,
@@ -68,25 +68,28 @@ def tables_of(family: str, folder: Path) -> Inputs:
     return Inputs(write_actions(folder, parts=6))
 
 
-def kill_workers_when(*due: tuple[Callable[[], bool], int]) -> threading.Thread:
-    """At each of the moments, one after the other, SIGKILL to that many of Ray's training workers, the newest."""
+def newest(folder: Path) -> int:
+    """The step of the newest checkpoint of the run."""
+    return max((int(made.name[5:]) for made in folder.glob("step-*")), default=0)
+
+
+def kill_workers(folder: Path, count: int, late: int, times: int = 1) -> threading.Thread:
+    """SIGKILL to that many of Ray's training workers once the run has a checkpoint that late, and each next time once
+    it has a newer one."""
 
     def watch() -> None:
-        for moment, count in due:
-            while not moment():
+        due = late
+        for _ in range(times):
+            while newest(folder) < due:
                 time.sleep(0.02)
             workers = [p for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::RayTrainWo")]
             for worker in sorted(workers, key=lambda process: process.create_time())[-count:]:
                 worker.kill()
+            due = newest(folder) + 1
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     return thread
-
-
-def reached(folder: Path, step: int) -> bool:
-    """Whether the run has a checkpoint that late."""
-    return any(int(made.name[5:]) >= step for made in folder.glob("step-*"))
 
 
 def one_of_two(rank: int, task: Task, until: int) -> None:
@@ -135,7 +138,7 @@ def test_killed_with_two_workers_and_continued_with_one(
     last = max((storage / "whole").glob("step-*"))
     late = checkpoint.read(str(last)).step // fit.max_epochs + 1  # in the second epoch
     if by_ray := family == "retrieval":
-        watch = kill_workers_when((lambda: reached(storage / "cut", late), 2))
+        watch = kill_workers(storage / "cut", 2, late)
         with pytest.raises(TrainingFailedError) as caught:
             run("cut", 2)
         watch.join()
@@ -153,17 +156,12 @@ def test_killed_with_two_workers_and_continued_with_one(
         task.folder = str(storage / "two")
         mp.start_processes(one_of_two, (task, 10**9), nprocs=2, start_method="forkserver")
         check_same(*(storage / name / last.name for name in ("two", "whole")))
-    assert reached(storage / "cut", late)
+    assert newest(storage / "cut") >= late
     assert not (storage / "cut" / last.name).exists()
     lines.clear()
     # In a process of Ray Train for one family; for the others here, where the same loop needs no start.
     if by_ray:
-        there = checkpoint.last(str(storage / "cut"))
-        assert there
-        later = [
-            partial(reached, storage / "cut", there.step + more) for more in (1, FIT["checkpoint_every_steps"] + 1)
-        ]
-        watch = kill_workers_when((later[0], 1), (later[1], 1))
+        watch = kill_workers(storage / "cut", 1, newest(storage / "cut") + 1, times=2)
         again = run("cut", 1, failures=1)
         watch.join()
         notes = [line for line in lines if line.startswith("note: a process of Ray was lost (")]
