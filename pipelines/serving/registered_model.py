@@ -55,7 +55,7 @@ def register(run: tracking.RunRef, name: str, metric: str | None = None) -> Mode
             if version.run_id == run.run_id and version.tags.get(tracking.WEIGHTS_TAG) == weights:
                 return version
     model = tags.get("model")
-    if model is None:
+    if not model:
         inputs = Inputs(params["tables"], params.get("sids"), params.get("text"))
         model = package.log_model(run, tags["checkpoint"], inputs)
         client.set_tag(run.run_id, "model", model)

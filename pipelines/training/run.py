@@ -155,7 +155,7 @@ def run_training(
                 say(f"note: {name} goes on to epoch {epochs}, with the learning rates of that schedule from here")
                 record = {**record, "config": config, "status": "running"}
                 write_record(folder, record)
-                tracking.Logger(run).tag(**{"fit.max_epochs": str(epochs)})  # params never change
+                tracking.Logger(run).tag(**{"fit.max_epochs": str(epochs), "model": ""})  # params never change
             if record["status"] == "finished":
                 about = checkpoint.read(join(folder, BEST))
                 return Trained(name, join(folder, BEST), about, run, record["epochs"], 0.0, already=True)
@@ -196,7 +196,7 @@ def conclude(folder: str, record: dict[str, Any], last: Checkpoint, log_model: b
     logger.update(values, last.step)
     logger.tag(checkpoint=join(folder, BEST))
     tracking.log_curves(run, tracking.read_curves(folder, last.step))
-    if log_model and registry.find(about.name).family.logged and "model" not in logger.tags:
+    if log_model and registry.find(about.name).family.logged and not logger.tags.get("model"):
         logger.tag(model=package.log_model(run, join(folder, BEST), Inputs(**record["inputs"])))
     logger.end()
     write_record(folder, {**record, "status": "finished", "epochs": last.epoch, **more})

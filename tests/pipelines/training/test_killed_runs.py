@@ -12,13 +12,19 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import ray
 
+from models.fit import FitConfig
 from models.inputs import Inputs
+from models.tables import UserError
 from pipelines import tracking
+from pipelines.comparison.rows import rows_of
+from pipelines.comparison.runs import select
+from pipelines.training.run import Trained, train
 from pipelines.training.settings import RayOptions
 from tuning.grid import Grid
 from tuning.sweep import Options, sweep
@@ -120,6 +126,32 @@ def points_once(storage: Path) -> dict[str, Counter[tuple[str, int]]]:
         assert run.info.status == "FINISHED"
         found[str(run.info.run_name)] = points
     return found
+
+
+def test_a_finished_run_goes_on_for_more_epochs(ray_local: None, tables: str, storage: Path) -> None:
+    lines: list[str] = []
+
+    def trained(epochs: int, **fit: Any) -> Trained:
+        return train(
+            model=MODEL, fit=FitConfig(**{**FIT, **fit, "max_epochs": epochs}), ray_options=RayOptions(threads=1),
+            inputs=Inputs(tables), storage=str(storage), name="one", heard=lambda about: None, say=lines.append,
+        )  # fmt: skip
+
+    first = trained(2)
+    assert trained(2).already
+    with pytest.raises(UserError, match=r"was started with fit\.lr"):
+        trained(4, lr=0.5)
+    longer = trained(4)
+    assert (longer.epochs, longer.about.epoch > 2, longer.run) == (4, True, first.run)
+    assert any(line.startswith("note: one goes on to epoch 4") for line in lines)
+    found = tracking.connect(longer.run.uri).get_run(longer.run.run_id)
+    assert (found.info.status, found.data.tags["fit.max_epochs"]) == ("FINISHED", "4")
+    assert found.data.tags["model"]
+    assert rows_of(select(longer.run.uri, ["retrieval/small"]))[0].params["fit.max_epochs"] == "4"
+    ends = [step for step, *_ in tracking.read_curves(f"{storage}/one", 10**9)["epoch"]]
+    assert sorted(step for name, step in points_once(storage)["one"] if name == "epoch") == ends
+    with pytest.raises(UserError, match=r"was started with fit\.max_epochs 4, not 3"):
+        trained(3)
 
 
 def test_a_run_has_each_point_once_wherever_it_was_killed(ray_local: None, tables: str, storage: Path) -> None:
