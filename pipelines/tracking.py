@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # jobs say where their runs are
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag

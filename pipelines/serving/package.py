@@ -18,7 +18,8 @@ from typing import Any
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
 import mlflow
-from mlflow.models import ModelSignature
+from mlflow.entities import LoggedModelOutput
+from mlflow.models import Model, ModelSignature
 from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 from mlflow.types.schema import AnyType, Array, Map, Object, Property
 from pyarrow import fs
@@ -30,7 +31,7 @@ from models.inputs import Inputs
 from models.requests import Columns
 from models.setup import inputs_of
 from models.tables import MANIFEST, UserError, has_manifest, join, open_uri, read_manifest
-from pipelines.tracking import RunRef
+from pipelines.tracking import RunRef, connect
 
 STRINGS, NUMBERS, ANY = Array(DataType.string), Array(DataType.double), AnyType()
 TYPES: dict[str, Any] = {
@@ -87,13 +88,21 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
     trained = checkpoint.read(uri)
     family = registry.find(trained.name).family
     requests, info = family.requests, read_manifest(inputs.sequences, "sequences").info
+    client = connect(run.uri)
+    found = client.get_run(run.run_id)
     with tempfile.TemporaryDirectory() as folder:
-        bundle = Path(folder) / "data"
+        bundle, place = Path(folder) / "data", Path(folder) / "model"
         write_bundle(bundle, uri, inputs)
-        with at(run.uri), mlflow.start_run(run_id=run.run_id), warnings.catch_warnings():
+        # Step by step: `mlflow.pyfunc.log_model` would read the history of every metric, each by a request.
+        made = client.create_logged_model(found.info.experiment_id, "model", run.run_id, params=found.data.params)
+        about = Model(made.artifact_location, run.run_id, model_uuid=made.model_id, model_id=made.model_id)
+        with at(run.uri), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # asks for an input example, which it would run
-            logged = mlflow.pyfunc.log_model(
-                name="model",
+            mlflow.pyfunc.save_model(
+                place,
+                mlflow_model=Model(
+                    made.artifact_location, run.run_id, model_uuid=made.model_id, model_id=made.model_id
+                ),
                 python_model=str(Path(__file__).with_name(SERVED[family.ranks][0])),
                 code_paths=[str(write_code(Path(folder)))],
                 artifacts={"data": str(bundle)},
@@ -102,7 +111,10 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
                 model_config=dict(requests.settings) or None,
                 pip_requirements=REQUIREMENTS + ["scikit-learn"] * bool(inputs.text),
             )
-    return str(logged.model_uri)
+        client.log_outputs(run.run_id, [LoggedModelOutput(made.model_id, 0)])
+        client.log_model_artifacts(made.model_id, str(place))
+        client.finalize_logged_model(made.model_id, "READY")
+    return str(made.model_uri)
 
 
 def write_code(folder: Path) -> Path:
