@@ -100,9 +100,7 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
             warnings.simplefilter("ignore")  # asks for an input example, which it would run
             mlflow.pyfunc.save_model(
                 place,
-                mlflow_model=Model(
-                    made.artifact_location, run.run_id, model_uuid=made.model_id, model_id=made.model_id
-                ),
+                mlflow_model=about,
                 python_model=str(Path(__file__).with_name(SERVED[family.ranks][0])),
                 code_paths=[str(write_code(Path(folder)))],
                 artifacts={"data": str(bundle)},
