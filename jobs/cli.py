@@ -21,7 +21,6 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
@@ -191,13 +190,6 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def end(number: int) -> NoReturn:
-    """Ends a job that a signal has stopped, with one line: what Ray has started ends with the process."""
-    with suppress(ValueError, OSError):
-        sys.stdout.flush()
-    leave(number)
-
-
 def kept_traceback(error: BaseException) -> str:
     """Where the traceback of an error is that one line stands for: in a file, and on the terminal if TRIELINE_TRACEBACK
     is set."""
@@ -251,7 +243,7 @@ def main(run: Callable[[Any], Any], config: type, parse_: Callable[[], Any] | No
             signal.signal(number, lambda *_: os._exit(0))  # all is done but for what Python and Ray tidy up
     except BaseException as error:
         if _signals:  # whatever has become of KeyboardInterrupt on its way
-            end(_signals[0])
+            leave(_signals[0])  # what Ray has started ends with the process
         if not isinstance(error, Exception):
             raise
         if isinstance(error, BrokenPipeError) and not output_is_read():
