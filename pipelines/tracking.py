@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
@@ -321,6 +321,14 @@ def lock_of(folder: str) -> str:
     """The lock of the training or sweep in the folder."""
     storage, _, name = folder.rpartition("/")
     return f"{storage}/.{name}.lock"
+
+
+def end_trials(run: RunRef, failed: Collection[str | None]) -> None:
+    """Ends those runs of a sweep's trials that say RUNNING: as FAILED where they are in `failed`, else as KILLED."""
+    client = connect(run.uri)
+    wanted = f"tags.`mlflow.parentRunId` = '{run.run_id}' and attributes.status = 'RUNNING'"
+    for cut in client.search_runs([client.get_run(run.run_id).info.experiment_id], wanted):
+        client.set_terminated(cut.info.run_id, "FAILED" if cut.info.run_id in failed else "KILLED")
 
 
 def end_dead(client: MlflowClient, run: Any) -> None:

@@ -184,10 +184,10 @@ def sweep(
     with held(storage, name, PATIENCE):
         run = open_run(plan, hashes, options)
         plan = replace(plan, parent=run.run_id)
-        say(f"{number_of(len(trials), 'trial')} of {grid.name}, {len(trials) - len(pending)} done before; metric "
-            f"{grid.metric}")  # fmt: skip
         ledger, results = Ledger(plan, len(trials) - len(pending), say), None
         try:
+            say(f"{number_of(len(trials), 'trial')} of {grid.name}, {len(trials) - len(pending)} done before; metric "
+                f"{grid.metric}")  # fmt: skip
             if pending:
                 results = run_pending(plan, pending, options.concurrency, workers, ledger)
             found = [outcome(trial, plan, ledger.errors) for trial in trials]
@@ -368,9 +368,7 @@ def close(grid: Grid, run: tracking.RunRef, outcomes: list[Outcome]) -> Outcome 
         logger.update(values | {grid.metric: best.value}, len(outcomes))
         logger.tag(**{"sweep.best": best.run_id})
     logger.update({f"trials/{status}": count for status, count in counts.items()}, len(outcomes))
-    for cut in outcomes:
-        if cut.run_id and cut.status in ("failed", "unfinished"):
-            status = "FAILED" if cut.status == "failed" else "KILLED"
-            tracking.Logger(tracking.RunRef(run.uri, run.experiment, cut.run_id)).end(status)
+    # found by their parent: a trial that was killed may not have noted its run yet
+    tracking.end_trials(run, {o.run_id for o in outcomes if o.status == "failed"})
     logger.end("KILLED" if counts["unfinished"] else "FINISHED" if best else "FAILED")
     return best
