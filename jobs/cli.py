@@ -38,6 +38,9 @@ from pipelines.ray_inside import WORKERS, first_answer
 
 CONFIGS = Path(__file__).parent / "configs"
 
+TRACEBACK = "TRIELINE_TRACEBACK"
+"""Environment variable that shows tracebacks, and on a cluster all that workers print."""
+
 STARTS = 3
 """How often the start of a local Ray is tried: it gives its processes 30 seconds, which a busy machine may not have."""
 
@@ -107,7 +110,8 @@ def join_cluster(address: str) -> None:
     check_address(address)
     check_token(address)
     try:
-        ray.init(log_to_driver=True, logging_level=logging.WARNING)
+        # what workers print stands in the dashboard: what is worth a line here, they tell the job
+        ray.init(log_to_driver=bool(os.environ.get(TRACEBACK)), logging_level=logging.WARNING)
     except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
         first = " ".join((str(error).splitlines() or [""])[0].split())[:300]
         raise UserError(
@@ -194,7 +198,7 @@ def kept_traceback(error: BaseException) -> str:
     """Where the traceback of an error is that one line stands for: in a file, and on the terminal if TRIELINE_TRACEBACK
     is set."""
     told = "".join(traceback.format_exception(error))
-    if os.environ.get("TRIELINE_TRACEBACK"):
+    if os.environ.get(TRACEBACK):
         sys.stderr.write(told)
     try:
         with tempfile.NamedTemporaryFile("w", prefix="trieline-", suffix=".log", delete=False) as file:

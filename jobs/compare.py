@@ -51,6 +51,8 @@ class Config:
             raise ValueError(f"sweep is {self.sweep} and run is {self.run[0]}; give one of them")
         if self.register and not (self.sweep or self.run) and len(self.experiment) > 1:
             raise ValueError(f"register is {self.register}, which is of one experiment; give one --experiment")
+        if set(self.register or "") & set("/:"):
+            raise ValueError(f"register is {self.register}, which MLflow takes without '/' and ':'; give another name")
 
 
 def run(config: Config) -> None:

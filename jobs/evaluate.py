@@ -21,9 +21,9 @@ from models.config import check_positive
 from models.inputs import Inputs
 from models.places import reach
 from models.retrieval.metrics import EXAMPLES, FIRST
-from models.tables import check_place
 from models.uri import check_writable, write_file
 from models.words import number_of
+from pipelines import tracking
 from pipelines.evaluation.importance import check_has_inputs, importance
 from pipelines.evaluation.inference import recommend_all
 from pipelines.evaluation.ranking import Result, check, evaluate, record
@@ -144,6 +144,8 @@ def run(config: Options) -> Result | None:
     """Evaluates and prints, or writes recommendations or a program."""
     reach(checkpoint=config.checkpoint, tables=config.tables, sids=config.sids, text=config.text)
     inputs = Inputs(config.tables, config.sids, config.text)
+    if config.tracking_uri:
+        tracking.named_stores([config.tracking_uri])
     name = check(config.checkpoint, inputs, config.recommending()).name
     cli.preflight(
         checkpoint=config.checkpoint, tables=config.tables, sids=config.sids, text=config.text,
@@ -171,11 +173,10 @@ def write_program(config: Options, inputs: Inputs, file: str) -> None:
 def write_recommendations(config: Options, inputs: Inputs, folder: str, name: str) -> None:
     """Writes the top K of all users as a table."""
     check_writable(folder)
-    check_place(folder, "recommendations")  # before Ray takes its seconds to start
-    cli.start_ray()
     manifest, already = recommend_all(
         config.checkpoint, inputs, folder, k=config.k, batch_size=config.batch_size, actors=config.shards,
         device=config.device, options=config.recommending(), overwrite=config.overwrite,
+        start=cli.start_ray,
     )  # fmt: skip
     what = "is there already, from the same checkpoint and tables; nothing to do" if already else "written"
     print(f"Recommendations of {manifest.info['model']}: top {config.k} of {number_of(manifest.rows, 'user')} {what}.")

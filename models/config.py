@@ -133,9 +133,11 @@ def build(kind: type, content: dict[str, Any], where: str = "", named: Callable[
     """An instance of the dataclass `kind` from plain values, dataclasses within it too. ValueError names the first key
     that is unknown, missing or of another type; `where` is what stands before the keys, and `named` how messages call
     one."""
-    from pydantic import TypeAdapter, ValidationError  # a machine with PyTorch alone builds nothing from files
-
     _check_values(kind, content, where, named)
+    try:
+        from pydantic import TypeAdapter, ValidationError
+    except ImportError:  # on a machine with PyTorch alone nothing turns '1e-3' into a number, or refuses 1.5 layers
+        return kind(**content)
     try:
         return TypeAdapter(kind).validate_python(content)
     except ValidationError as error:
@@ -149,6 +151,12 @@ def build(kind: type, content: dict[str, Any], where: str = "", named: Callable[
         raise ValueError(f"{named(key)} is missing; add such as '{path[-1]}: ...'")
     quotes = "; write it in quotes" if str in kinds_of(option) and not isinstance(fault["input"], dict | list) else ""
     raise ValueError(f"{named(key)} is {shown(fault['input'])}, it must be {wanted(option, default)}{quotes}")
+
+
+def typed(kind: type, content: dict[str, Any], where: str) -> dict[str, Any]:
+    """The values as the fields of the dataclass take them; ValueError for one that they do not."""
+    built = build(kind, content, where)
+    return {key: getattr(built, key) for key in content}
 
 
 def _check_values(kind: type, content: dict[str, Any], where: str, named: Callable[[str], str]) -> None:

@@ -426,6 +426,7 @@ def fit(
     rank: int = 0,
     world: int = 1,
     clock: Callable[[], float] = time.monotonic,
+    wanted: Callable[[], bool] = lambda: False,
 ) -> Iterator[StepEvent | StillEvent | EpochEvent]:
     """Trains `model`, which is on `device` already, and yields events; by `clock`, not all ranks the same StillEvents.
 
@@ -433,7 +434,8 @@ def fit(
     group must exist. `means` makes metrics of the sums of all ranks; left out, they are divided by the number
     of rows. `lr_multipliers` are factors on the learning rate by the beginning of parameters' names. `blocks` are parts
     of a model that is to be cut over the ranks (`models/fsdp.py`). `state` is that of the event at which an earlier run
-    was saved; the caller has loaded the weights. Raises UserError where the loss or the metric stops being a number.
+    was saved; the caller has loaded the weights. `wanted` is asked every `log_every_steps` whether a state is wanted
+    then; all ranks must say the same. Raises UserError where the loss or the metric stops being a number.
     """
     device = torch.device(device)
     sharded = bool(blocks) and world > 1
@@ -489,11 +491,12 @@ def fit(
             cursor.step, cursor.step_in_epoch = cursor.step + 1, i + 1
             inside = i + 1 < steps
             check = inside and due(config.eval_every_steps, cursor.step)
-            save = check or (inside and due(config.checkpoint_every_steps, cursor.step))
+            logs = due(config.log_every_steps, cursor.step)
+            save = check or (inside and (due(config.checkpoint_every_steps, cursor.step) or (logs and wanted())))
             if inside and not save and clock() - told >= SILENCE:
                 yield meter.still(cursor, steps)
                 told = clock()
-            if inside and not (save or due(config.log_every_steps, cursor.step)):
+            if inside and not (save or logs):
                 continue
             said = meter.read(cursor)  # waits for the device
             if not math.isfinite(loss := said["loss"]):

@@ -17,14 +17,17 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait sleep, 
 
 import torch
 
-from models import checkpoint
+from models import checkpoint, registry
 from models.checkpoint import BEST, Checkpoint
-from models.config import read_configs
+from models.config import build, instead, read_configs, typed
 from models.fit import EpochEvent, FitConfig, StillEvent, best_of, describe, fit
 from models.inputs import Inputs
 from models.places import reach
 from models.setup import check_fit, set_up
 from models.tables import UserError, join
+
+SECTIONS = ["model", "fit", "ray"]
+"""Of a config of jobs.train; what `ray` says is for clusters."""
 
 
 def check_same(about: Checkpoint, now: Checkpoint, output: str) -> None:
@@ -55,16 +58,23 @@ def main(argv: list[str] | None = None) -> None:
         reach(tables=options.tables, sids=options.sids, text=options.text)
         inputs = Inputs(options.tables, options.sids, options.text)
         content = read_configs(options.config, "check --config")
-        name = content.get("model", {}).get("name")
+        for section, values in content.items():
+            if section not in SECTIONS:
+                raise UserError(f"unknown key '{section}'; {instead(section, SECTIONS)}")
+            if not isinstance(values, dict):
+                raise UserError(f"'{section}' is {values!r}, it must be a mapping; correct the config")
+        chosen = content.get("model", {})
+        name = chosen.pop("name", None)
         if name is None:
             raise UserError(f"{options.config[-1]} names no model; give the config that it is read after first")
         try:
-            config = FitConfig(**content.get("fit", {}))
+            config = build(FitConfig, content.get("fit", {}), "fit.")
+            chosen = {"name": name, **typed(registry.model_config(name), chosen, "model.")}
         except (TypeError, ValueError) as error:
-            raise UserError(f"fit: {error}; correct the config") from error
+            raise UserError(f"{error}; correct the config") from error
         output = options.output
         about = checkpoint.last(output)
-        setup = set_up(content["model"], config, inputs, device=device, shards=about.shards if about else None)
+        setup = set_up(chosen, config, inputs, device=device, shards=about.shards if about else None)
         check_fit(config, name, setup.catalogue, setup.world)
         for note in setup.notes:
             print(note)

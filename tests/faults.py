@@ -95,8 +95,9 @@ class World:
         self.nodes = [self.cluster.add_node(**self._node()) for _ in range(2)]
         self.store = free_address()
         self.server = start_mlflow(self.store, folder)
+        ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_TRAIN")}
         self.environment = {
-            **os.environ, "RAY_ADDRESS": self.cluster.address, "MLFLOW_TRACKING_URI": self.store,
+            **ours, "RAY_ADDRESS": self.cluster.address, "MLFLOW_TRACKING_URI": self.store,
             "TRIELINE_SHARED": str(folder), "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         self.raw = folder / "raw"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from models import registry
-from models.config import build, check_choices, check_least, hint, naming, read_configs, read_yaml
+from models.config import build, check_choices, check_least, hint, naming, read_configs, read_yaml, typed
 from models.fit import FitConfig
 from models.inputs import Inputs
 from models.tables import UserError
@@ -215,7 +215,9 @@ class Grid:
 
     def _check(self, model: dict[str, Any], fit: dict[str, Any]) -> None:
         """Raises UserError where model or training have no such option or value; makes the model's paths absolute."""
-        config = type(registry.config_from_dict(model))  # which names an unknown model or key
+        if "name" not in model:
+            raise UserError(f"the grid {self.name} names no model; give it a config, or fixed.model.name")
+        config = registry.model_config(str(model["name"]))
         places, encoders = naming(config, "checkpoint", "folder"), naming(config, "encoder")
         for key, value in model.items():
             if key in places | encoders and isinstance(value, str) and value:
@@ -228,12 +230,6 @@ class Grid:
             fit |= typed(FitConfig, fit, "fit.")
         except ValueError as error:
             raise UserError(f"the grid {self.name}: {error}") from error
-
-
-def typed(kind: type, content: dict[str, Any], where: str) -> dict[str, Any]:
-    """The values as the fields of the dataclass take them; ValueError for one that they do not."""
-    built = build(kind, content, where)
-    return {key: getattr(built, key) for key in content}
 
 
 def load(path: str) -> Grid:

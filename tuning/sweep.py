@@ -32,7 +32,7 @@ from ray.tune.search import BasicVariantGenerator
 
 from models import checkpoint, registry
 from models.checkpoint import BEST
-from models.config import flattened, hint
+from models.config import check_least, flattened, hint
 from models.fit import FitConfig
 from models.inputs import Inputs
 from models.tables import UserError, join, open_uri
@@ -59,6 +59,9 @@ class Options:
     """Trials at once at most; 0: as many as the cluster has room for."""
     test: bool = True
     """Measure each finished trial on the test split too; the best is chosen on val all the same."""
+
+    def __post_init__(self) -> None:
+        check_least(self, ["concurrency"], 0, "options.")
 
 
 @dataclass
@@ -174,13 +177,13 @@ def sweep(
         tracking.resolve_uri(tracking_uri, storage), replace(ray_options, threads=threads), test, command,
     )  # fmt: skip
     family, hashes = check(plan)
-    plan = replace(plan, experiment=experiment or f"{family}/{dataset_name(inputs.tables)}")
+    plan = replace(plan, experiment=experiment_of(plan, experiment) or f"{family}/{dataset_name(inputs.tables)}")
     pending = [trial for trial in trials if not is_done(trial, plan)]
     tracking.connect(plan.uri)
     if pending:
         start()
         tracking.check_nodes(plan.uri, sum(node["Alive"] for node in ray.nodes()))
-        check_cluster(ray_options, workers, wants_gpu(ray_options, workers))
+        check_cluster(ray_options, workers, wants_gpu(ray_options))
     with held(storage, name, PATIENCE):
         run = open_run(plan, hashes, options)
         plan = replace(plan, parent=run.run_id)
@@ -204,7 +207,8 @@ def sweep(
     if best is None:
         why = next((f" ({o.name}: {o.error})" for o in found if o.error), "")
         raise UserError(
-            f"no trial of the sweep {plan.folder} has a value; mend what failed, then run the same line{why}"
+            f"no trial of the sweep {plan.folder} has a value; mend what failed, then run the same line, or with other "
+            f"settings another --name{why}"
         )
     return Swept(name, plan.folder, run, found, best, time.monotonic() - began, results)
 
@@ -219,6 +223,7 @@ def check(plan: Plan) -> tuple[str, dict[str, str]]:
             checked = check_training(
                 model=trial.model, fit=FitConfig(**trial.fit), ray_options=plan.ray,
                 inputs=own, storage=plan.folder, name=trial.name, tracking_uri=plan.uri,
+                remedy=f"choose another --name, or remove {plan.folder}/{trial.name} to begin this trial anew",
             )  # fmt: skip
             family = checked.entry.family.name
             hashes.append(checked.hashes)
@@ -234,6 +239,21 @@ def check(plan: Plan) -> tuple[str, dict[str, str]]:
         family = registry.find(about.name).family.name
         hashes.append(about.hashes)
     return family, dict(sorted(set.intersection(*(set(read.items()) for read in hashes))))
+
+
+def experiment_of(plan: Plan, given: str | None) -> str | None:
+    """The experiment that the sweep's trials are in, or for a new one the given one; UserError where it is another one,
+    or at another place."""
+    noted = [read_record(join(plan.folder, name)) for name in plan.trials]
+    for run in (tracking.RunRef(**record["tracking"]) for record in noted if record and "tracking" in record):
+        if run.uri != plan.uri or given not in (None, run.experiment):
+            raise UserError(
+                f"the trials in {plan.folder} are in the experiment {run.experiment} at {run.uri}, not in "
+                f"{given or run.experiment} at {plan.uri}; give --tracking_uri and --experiment as before, or choose "
+                f"another --name"
+            )
+        return run.experiment
+    return given
 
 
 def open_run(plan: Plan, hashes: dict[str, str], options: Options) -> tracking.RunRef:
@@ -276,7 +296,7 @@ def run_pending(
         pending = [trial for trial in pending if trial.name not in stopped]
     if not pending:
         return None
-    each = resources(plan.ray, wants_gpu(plan.ray, workers))
+    each = resources(plan.ray, wants_gpu(plan.ray))
     needs: dict[str, float] = {kind.lower(): need for kind, need in each.items()}
     if plan.grid.kind == "evaluate":
         concurrency = 1  # it measures how fast they are

@@ -22,7 +22,7 @@ from models.memory import resident_peak_mb
 from models.tables import UserError, join
 from pipelines import tracking
 from pipelines.evaluation.ranking import evaluate, record
-from pipelines.training.record import read_record, write_record
+from pipelines.training.record import is_longer, read_record, write_record
 from pipelines.training.run import conclude, train, wants_gpu
 from pipelines.training.settings import RayOptions
 from pipelines.training.worker import threads_per_worker
@@ -71,7 +71,7 @@ class Plan:
     @property
     def device(self) -> str:
         """Where a trial's model runs."""
-        return "cuda" if wants_gpu(self.ray, 1) else "cpu"
+        return "cuda" if wants_gpu(self.ray) else "cpu"
 
     def tags(self, trial: Trial) -> dict[str, str]:
         """Tags of the trial's MLflow run."""
@@ -174,11 +174,15 @@ def is_done(trial: Trial, plan: Plan) -> bool:
     noted = read_record(join(plan.folder, trial.name))
     if noted is None or noted["status"] != "finished":
         return False
-    if not plan.test or noted.get("stopped"):
+    if noted.get("stopped"):
+        return True
+    if plan.grid.kind == "train" and is_longer(noted, {"fit": asdict(FitConfig(**trial.fit))}):
+        return False
+    if not plan.test:
         return True
     run = tracking.RunRef(**noted["tracking"])
     measured = tracking.connect(run.uri).get_run(run.run_id).data
-    return "test/examples" in measured.metrics and tracking.WEIGHTS_TAG in measured.tags
+    return "test/examples" in measured.metrics and bool(measured.tags.get(tracking.WEIGHTS_TAG))
 
 
 def quiet(line: str) -> None:

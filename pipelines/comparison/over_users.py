@@ -3,7 +3,7 @@
 `jobs.evaluate` keeps a metric of every user (`models/by_user.py`). Of two models the differences user by user are
 averaged over the seeds that both have, users are drawn with replacement `DRAWS` times, and the middle 95% of the mean
 differences are the interval. A difference whose interval holds 0 is called noise. Between users alone: how much two
-trainings with other seeds differ, the tests over seeds say (`run_tables.py`).
+trainings with other seeds differ, the tests over seeds say (`tables.py`).
 
 Shapes: `U` users, `D` differences.
 """

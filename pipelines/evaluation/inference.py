@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any
@@ -162,8 +162,10 @@ def recommend_all(
     options: dict[str, Any] | None = None,
     overwrite: bool = False,
     users_per_part: int = USERS_PER_PART,
+    start: Callable[[], None] = lambda: None,
 ) -> tuple[Manifest, bool]:
-    """Writes the table `recommendations` to `output`; (its manifest, whether it was there already)."""
+    """Writes the table `recommendations` to `output`; (its manifest, whether it was there already). `start` starts Ray
+    where there is something to do."""
     uri, output = find_checkpoint(uri), absolute(output)
     about = checkpoint.read(uri)
     entry = registry.find(about.name)
@@ -182,6 +184,7 @@ def recommend_all(
         if up_to_date(output, fingerprint(config, read)):
             return read_manifest(output, "recommendations"), True
         raise UserError(f"{output} holds other recommendations; choose another folder or replace it with --overwrite")
+    start()
     gpu = takes_gpu(device, actors)
     arguments = (
         uri, inputs, output, k, batch_size, chosen, device, threads_per_worker(0, actors),
@@ -199,7 +202,7 @@ def recommend_all(
                 Recommender,
                 fn_constructor_args=arguments,
                 batch_size=1,
-                compute=ray.data.ActorPoolStrategy(size=actors),
+                compute=ray.data.ActorPoolStrategy(min_size=1, max_size=actors, initial_size=actors),
                 num_cpus=min(1.0, max(0.5, ray.cluster_resources().get("CPU", 1) - 1) / actors),  # one is left to read
                 num_gpus=1 if gpu else 0,
             )

@@ -27,7 +27,7 @@ from models.retrieval.recommend import history_to_give
 from models.setup import Loaded, hashes_of, of_training, score
 from models.tables import UserError, join, read_manifest
 from models.uri import write_file
-from pipelines import tracking
+from pipelines import cluster, tracking
 from pipelines.training.record import find_checkpoint
 
 SPLITS = ("val", "test")
@@ -110,15 +110,12 @@ def device_of(option: str) -> torch.device:
 def takes_gpu(option: str, at_once: int) -> bool:
     """Whether `at_once` Ray tasks or actors take a GPU each: the cluster's, as a job's own machine may have none.
 
-    UserError where there are too few of them, for auto only where there are any.
+    UserError where there are too few of them and no autoscaler; auto takes none where there are none.
     """
-    there = ray.cluster_resources().get("GPU", 0)
-    if (option == "cuda" and there < at_once) or (option == "auto" and 0 < there < at_once):
-        raise UserError(
-            f"--device {option} takes {at_once} GPUs at once, the cluster has {there:g} at this moment; lower --shards "
-            f"or use --device cpu"
-        )
-    return option != "cpu" and there > 0
+    takes = option == "cuda" or (option == "auto" and bool(ray.cluster_resources().get("GPU", 0)))
+    if takes:
+        cluster.check_room(at_once, {"GPU": 1}, "lower --shards or use --device cpu")
+    return takes
 
 
 def rank_shard(

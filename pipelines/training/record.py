@@ -55,18 +55,17 @@ def is_longer(record: dict[str, Any], config: dict[str, Any]) -> bool:
     return record["status"] == "finished" and config["fit"]["max_epochs"] > record["config"]["fit"]["max_epochs"]
 
 
-def check_same(record: dict[str, Any], config: dict[str, Any], hashes: dict[str, str], name: str, storage: str) -> None:
-    """Refuses to continue a run with other settings or tables."""
-    remedy = f"choose another --name, or --overwrite the run '{name}' in {storage}"
+def check_same(record: dict[str, Any], config: dict[str, Any], hashes: dict[str, str], remedy: str) -> None:
+    """Refuses to continue a run with other settings or tables; `remedy` is what the user can do then."""
     model, wanted = record["config"]["model"]["name"], config["model"]["name"]
     if model != wanted:
-        raise UserError(f"the run '{name}' is of the model '{model}', not '{wanted}'; {remedy}")
+        raise UserError(f"the run is of the model '{model}', not '{wanted}'; {remedy}")
     before, now = flattened(record["config"]), flattened(config)
     if is_longer(record, config):
         before["fit.max_epochs"] = now["fit.max_epochs"]
     for key in sorted(before.keys() | now.keys()):
         if key.removeprefix("fit.") not in MAY_CHANGE and (was := before.get(key)) != (given := now.get(key)):
-            raise UserError(f"the run '{name}' was started with {key} {was}, not {given}; {remedy}")
+            raise UserError(f"the run was started with {key} {was}, not {given}; {remedy}")
     for table, value in hashes.items():
         if record["hashes"].get(table) != value:
-            raise UserError(f"the run '{name}' was started with another table '{table}'; {remedy}")
+            raise UserError(f"the run was started with another table '{table}'; {remedy}")

@@ -40,8 +40,9 @@ from pipelines.training.worker import Progress, Task, WorkerContext, perform, wo
 # How often Ray Train's controller asks for reports. A worker that has one waits until it is asked: by default up to
 # 2 s, which is longer than many an epoch.
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
-if not os.environ.get("RAY_ADDRESS"):  # a local Ray's node is not taken away with notice: one process fewer
-    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+WATCH = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
+# A local Ray's node is not taken away with notice: one process fewer.
+os.environ.setdefault(WATCH, "1" if os.environ.get("RAY_ADDRESS") else "0")
 
 LOOK, WORD = 5.0, 30.0
 """Seconds after which it is looked again whether a training waits for a node, and after which it is said again."""
@@ -118,15 +119,24 @@ def run_training(
     for note in checked.notes:
         say(f"note: {note}")
     with held(storage, name, wait):
+        record = None if checked.overwrite else read_record(folder)
+        if record and record["status"] != "opening":
+            check_same(record, config, hashes, checked.remedy)
+            run = tracking.RunRef(**record["tracking"])
+            if experiment and experiment != run.experiment:
+                raise UserError(f"the run '{name}' is in the experiment {run.experiment}, not {experiment}; leave out "
+                                f"--experiment, or {checked.remedy}")  # fmt: skip
+            if record["status"] == "finished" and not is_longer(record, config):
+                about = checkpoint.read(join(folder, BEST))
+                return Trained(name, join(folder, BEST), about, run, record["epochs"], 0.0, already=True)
         if start:
             start()
-        use_gpu = wants_gpu(ray_options, workers) and entry.gradient
+        use_gpu = wants_gpu(ray_options) and entry.gradient
         if parent_run is None:  # the sweep has looked already
             check_cluster(ray_options, workers, use_gpu)
         tracking.check_nodes(uri, sum(node["Alive"] for node in ray.nodes()))
         if checked.overwrite:
             remove(folder, say)
-        record = read_record(folder)
         if record is None or record["status"] == "opening":
             if record:
                 tracking.discard(record["opening"])
@@ -148,17 +158,13 @@ def run_training(
             }  # fmt: skip
             write_record(folder, record)
         else:
-            check_same(record, config, hashes, name, storage)
-            run = tracking.RunRef(**record["tracking"])
             if is_longer(record, config):
                 epochs = config["fit"]["max_epochs"]
                 say(f"note: {name} goes on to epoch {epochs}, with the learning rates of that schedule from here")
                 record = {**record, "config": config, "status": "running"}
                 write_record(folder, record)
-                tracking.Logger(run).tag(**{"fit.max_epochs": str(epochs), "model": ""})  # params never change
-            if record["status"] == "finished":
-                about = checkpoint.read(join(folder, BEST))
-                return Trained(name, join(folder, BEST), about, run, record["epochs"], 0.0, already=True)
+                again = {"model": "", tracking.WEIGHTS_TAG: ""}  # logged and measured anew
+                tracking.Logger(run).tag(**{"fit.max_epochs": str(epochs), **again})  # params never change
             tracking.reopen(run)
             record = {**record, "inputs": inputs.given()}  # tables may have moved
 
@@ -223,7 +229,7 @@ def run_workers(
         with shown(say, lambda: waiting(workers, each), options.hang_minutes * 60) as progress:
             trainer = TorchTrainer(
                 worker,
-                train_loop_config={"task": asdict(task), "progress": progress},
+                train_loop_config={"task": asdict(task), "progress": progress, "watch": os.environ[WATCH] != "0"},
                 torch_config=TorchConfig("nccl" if use_gpu else "gloo", timeout_s=round(options.timeout_minutes * 60)),
                 scaling_config=ScalingConfig(
                     num_workers=(fewest, workers) if fewest < workers else workers,  # type: ignore[arg-type]  # the class of version 1 has no range
@@ -278,17 +284,9 @@ def held(storage: str, name: str, wait: float = 0) -> AbstractContextManager[Non
     return locked(tracking.lock_of(join(storage, name)), busy, wait)
 
 
-def wants_gpu(options: RayOptions, workers: int) -> bool:
-    """Whether workers take GPUs; UserError for auto where there are GPUs, but too few."""
-    if options.use_gpu != "auto":
-        return bool(options.use_gpu)
-    there = ray.cluster_resources().get("GPU", 0)
-    if 0 < there < workers:
-        raise UserError(
-            f"ray.use_gpu is auto, and for {workers} workers the cluster has {there:g} GPUs at this moment; lower "
-            f"--ray.num_workers, give --ray.use_gpu false, or true once the cluster has grown to a GPU for each"
-        )
-    return bool(there)
+def wants_gpu(options: RayOptions) -> bool:
+    """Whether workers take GPUs; auto: if the cluster has any."""
+    return bool(ray.cluster_resources().get("GPU", 0)) if options.use_gpu == "auto" else options.use_gpu
 
 
 def resources(options: RayOptions, use_gpu: bool) -> dict[str, float]:
@@ -298,7 +296,8 @@ def resources(options: RayOptions, use_gpu: bool) -> dict[str, float]:
 
 def check_cluster(options: RayOptions, workers: int, use_gpu: bool) -> None:
     """Refuses what the cluster can never give, where it would be waited for for ever."""
-    cluster.check_room(options.least(workers), resources(options, use_gpu), FEWER)
+    remedy = f"{FEWER}, or give --ray.use_gpu false" if use_gpu else FEWER
+    cluster.check_room(options.least(workers), resources(options, use_gpu), remedy)
 
 
 def is_simulated(tables: str) -> bool:

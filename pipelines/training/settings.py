@@ -93,6 +93,8 @@ class Checked:
     """Whether what the run of this name has made is thrown away."""
     notes: list[str]
     """What is worth saying before the training."""
+    remedy: str
+    """What to do where the run of this name is another one."""
 
     @property
     def folder(self) -> str:
@@ -107,14 +109,15 @@ class Checked:
 
 def check(
     *, model: dict[str, Any], fit: FitConfig, ray_options: RayOptions, inputs: Inputs, storage: str,
-    name: str, tracking_uri: str | None = None, overwrite: bool = False,
+    name: str, tracking_uri: str | None = None, overwrite: bool = False, remedy: str = "",
 ) -> Checked:  # fmt: skip
     """The training, or UserError for what the user can mend and is known without Ray. Nothing is written.
 
-    `model` holds the model's `name` and fields.
+    `model` holds the model's `name` and fields; `remedy` is what to do where the run of this name is another one.
     """
     check_name(name)
     storage = absolute(storage)
+    remedy = remedy or f"choose another --name, or --overwrite the run '{name}' in {storage}"
     uri = resolve_uri(tracking_uri, storage)
     entry = registry.find(model["name"])
     check_checkpoints(model, entry, storage)
@@ -144,10 +147,22 @@ def check(
         if unread := entry.family.unread(about_log):
             notes = [f"'{model['name']}' reads items and their order, of these tables not the {'; '.join(unread)}"]
     elif record["status"] != "opening":
-        check_same(record, config, catalogue.hashes, name, storage)
+        check_same(record, config, catalogue.hashes, remedy)
     inputs = inputs.of(model["name"], entry.reads)
     return Checked(
-        name, storage, entry, config, given, fit, ray_options, inputs, catalogue.hashes, uri, overwrite, notes
+        name,
+        storage,
+        entry,
+        config,
+        given,
+        fit,
+        ray_options,
+        inputs,
+        catalogue.hashes,
+        uri,
+        overwrite,
+        notes,
+        remedy,
     )
 
 

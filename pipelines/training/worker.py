@@ -138,20 +138,31 @@ class WorkerContext:
     """Tells the driver of the progress; called by rank 0."""
     pulse: Pulse | None = None
     """Tells the driver that it moves, where that is another process."""
+    warned: Callable[[], bool] = lambda: False
+    """Whether a node of the training is to be taken away since this was asked last; all ranks ask at once."""
 
 
 def worker(config: dict[str, Any]) -> None:
-    """A worker of Ray Train. `config` is {"task": fields of a Task, "progress": actor}: plain values, as Ray's
-    controller reads them too, and a Task would have it load this module with all of PyTorch and MLflow."""
+    """A worker of Ray Train. `config` is {"task": fields of a Task, "progress": actor, "watch": whether nodes may be
+    taken away with notice}: plain values, as Ray's controller reads them too, and a Task would have it load this module
+    with all of PyTorch and MLflow."""
     task = Task(**config["task"])
     context = train.get_context()
+    leaving: list[str] = []
 
     def report(about: Checkpoint) -> None:
         train.report({"epoch": about.epoch, "step": about.step, **about.metrics})
 
+    def warned() -> bool:
+        found = train.get_preemption_info()
+        fresh = [node for node in (found.preempted_node_ids if found else []) if node not in leaving]
+        leaving.extend(fresh)
+        return bool(fresh)
+
     place = WorkerContext(
         context.get_world_rank(), context.get_world_size(), get_device(), context.get_local_world_size(), report,
         config["progress"].say.remote, Pulse(config["progress"], context.get_world_rank()),
+        warned if config["watch"] else lambda: False,
     )  # fmt: skip
     perform(task, place)
 
@@ -213,9 +224,15 @@ def by_gradient(
     spent = dict(before.timing) if before else {"train_seconds": 0.0, "eval_seconds": 0.0}
     pulse = place.pulse
     validate = pulse.around(setup.validate) if pulse else setup.validate
+
+    def warned() -> bool:
+        if (fresh := place.warned()) and place.rank == 0:
+            place.say("a node is to be taken away: saving a checkpoint")
+        return fresh
+
     for event in fit(
         setup.model, setup.train, validate, setup.fit, means=setup.means, lr_multipliers=setup.lr_multipliers,
-        blocks=blocks, state=state, device=setup.device, rank=place.rank, world=place.world,
+        blocks=blocks, state=state, device=setup.device, rank=place.rank, world=place.world, wanted=warned,
     ):  # fmt: skip
         if pulse:
             pulse.step()

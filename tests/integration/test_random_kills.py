@@ -1,10 +1,14 @@
-"""`python -m tests.faults` in short: a cluster of three nodes, a sweep on two of them, and kills at random."""
+"""`python -m tests.faults` in short: a cluster of three nodes, a sweep on two of them, kills at random, and a node that
+is taken away with notice."""
 
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -43,3 +47,24 @@ def test_killed_at_a_random_moment_the_result_is_the_same(
     target = draw.choice(["driver", "worker", "node"])
     kill = faults.kill(world, step, target, draw.random(), draw, 0, undisturbed[step])
     assert not kill.wrong, (seed, kill)
+
+
+def test_a_node_taken_away_with_notice_is_no_failure(
+    world: faults.World, undisturbed: dict[str, faults.Undisturbed]
+) -> None:
+    """The training saves where it stands and goes on on another node, though no failure is allowed."""
+    world.mend()
+    words = faults.STEPS["train"].words(world, world.folder / "spot")
+    words += ["--fit.max_epochs", "400", "--ray.cpus_per_worker", "2", "--ray.max_failures", "0"]
+    training = world.start(words)
+    lines = iter(training.stdout or [])
+    said = [next(line for line in lines if line.startswith("epoch"))]
+    busy = [any("RayTrainWorker" in faults.named(w) for w in node) for node in world.workers_by_node()]
+    node = world.nodes[busy.index(True, 1) - 1]
+    drain = ["drain-node", "--address", world.cluster.address, "--node-id", node.node_id, "--reason-message", "spot"]
+    drain += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--deadline-remaining-seconds", "20"]
+    subprocess.run([Path(sys.executable).with_name("ray"), *drain], env=world.environment, check=True)
+    said += lines
+    assert training.wait() == 0, said
+    assert [line for line in said if "a node is to be taken away: saving a checkpoint" in line]
+    assert len([line for line in said if line.startswith("continuing after epoch")]) == 1

@@ -89,6 +89,6 @@ def requests_of(events: pa.Table, query: np.ndarray, config: SearchConfig, clock
             f"request '{id_}' of user '{user}' has results {spread[row] / MINUTE_MS:,.1f} minutes apart, over the "
             f"limit search.max_request_minutes {config.max_request_minutes:g}; ids that come again, such as those of "
             f"sessions or a counter, name no request: map another column to 'request', leave it out to cut by time, "
-            f"or raise the limit"
+            f"or raise the limit in the mapping file, under prepare"
         )
     return found

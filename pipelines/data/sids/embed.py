@@ -74,7 +74,7 @@ class EmbedConfig:
     svd: int = 256
     """Width of the TF-IDF encoder's truncated SVD."""
     whiten: bool = True
-    """Scale PCA's components to variance 1 (with --pca)."""
+    """Scale PCA's components to variance 1 (with jobs.tokenize --pca)."""
 
     def __post_init__(self) -> None:
         check_choices(self, "embed.")

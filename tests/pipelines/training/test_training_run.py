@@ -271,11 +271,11 @@ import ray
 from models.tables import UserError
 from pipelines.evaluation.ranking import takes_gpu
 from pipelines.training.settings import RayOptions
-from pipelines.training.run import wants_gpu
+from pipelines.training.run import check_cluster, wants_gpu
 
-ray.init(address="local", num_cpus=1, num_gpus=2, include_dashboard=False, log_to_driver=False)
-print(wants_gpu(RayOptions(), 2), wants_gpu(RayOptions(use_gpu=False), 4), takes_gpu("auto", 2), takes_gpu("cpu", 4))
-for ask in (lambda: wants_gpu(RayOptions(), 4), lambda: takes_gpu("auto", 4)):
+ray.init(address="local", num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False)
+print(wants_gpu(RayOptions()), wants_gpu(RayOptions(use_gpu=False)), takes_gpu("auto", 2), takes_gpu("cpu", 4))
+for ask in (lambda: check_cluster(RayOptions(), 4, wants_gpu(RayOptions())), lambda: takes_gpu("auto", 4)):
     try:
         print(ask())
     except UserError as error:
@@ -289,8 +289,10 @@ def test_too_few_gpus_are_not_passed_over_in_silence() -> None:
     assert said.returncode == 0, said.stderr
     answers, training, inference = said.stdout.splitlines()
     assert answers == "True False True False"
-    assert "auto, and for 4 workers the cluster has 2 GPUs at this moment; lower --ray.num_workers" in training
-    assert "--device auto takes 4 GPUs at once, the cluster has 2 at this moment; lower --shards" in inference
+    assert "4 workers need 4 CPUs, 4 GPUs, 1 CPU and 1 GPU for each on one node; the cluster has 4 CPUs, 2" in training
+    assert "or give --ray.use_gpu false, or start more nodes" in training
+    assert "4 workers need 4 GPUs, 1 GPU for each on one node; the cluster has 2 GPUs" in inference
+    assert "lower --shards or use --device cpu" in inference
 
 
 def test_encoders_are_found_from_the_folder_of_the_command(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
