@@ -33,9 +33,9 @@ def options(command: str) -> object:
 
 
 def test_cluster_config_is_valid_to_ray() -> None:
-    config = load("cluster.yaml")
-    validate_config(prepare_config(config))
-    assert config["setup_commands"] == config["head_setup_commands"] == []  # left out, the launcher has its own
+    config = prepare_config(load("cluster.yaml"))
+    validate_config(config)
+    assert config["head_setup_commands"] == config["worker_setup_commands"] == []  # the launcher's own install packages
 
 
 def test_cluster_nodes_run_the_tested_ray() -> None:

@@ -26,7 +26,7 @@ Schema = dict[str, Any]
 TEXT: Schema = {"type": "string"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 FLAG: Schema = {"type": "boolean"}
-QUANTITY: Schema = {"type": ["integer", "string"], "pattern": r"^\d+(\.\d+)?([KMGTPE]i?|[mk])?$"}
+QUANTITY: Schema = {"type": ["integer", "string"], "pattern": r"^\d+(\.\d+)?([KMGTPE]i|[mkMGTPE])?$"}
 
 
 def fields(required: str = "", **types: Schema) -> Schema:
