@@ -9,7 +9,6 @@ import zipfile
 from importlib.metadata import version
 from pathlib import Path
 
-import pytest
 import yaml
 from ray._private.runtime_env.packaging import create_package
 from ray.autoscaler._private.util import prepare_config, validate_config
@@ -18,7 +17,6 @@ from ray.runtime_env import RuntimeEnv
 from jobs import cli
 
 ROOT = Path(__file__).parents[2]
-RAYJOBS = sorted((ROOT / "deploy").glob("rayjob-*.yaml"))
 IN_IMAGE = "/home/ray/trieline"
 
 
@@ -35,23 +33,19 @@ def options(command: str) -> object:
 
 
 def test_cluster_config_is_valid_to_ray() -> None:
-    config = load("cluster.yaml")
-    validate_config(prepare_config(config))
-    local = [path for path in config["file_mounts"].values() if not path.startswith("~")]
-    assert [path for path in local if not (ROOT / path).is_file()] == []
+    config = prepare_config(load("cluster.yaml"))
+    validate_config(config)
+    assert config["head_setup_commands"] == config["worker_setup_commands"] == []  # the launcher's own install packages
 
 
 def test_cluster_nodes_run_the_tested_ray() -> None:
     tested = version("ray")
     assert f"ray=={tested}" in (ROOT / "constraints.txt").read_text()
-    assert load("cluster.yaml")["docker"]["image"].startswith(f"rayproject/ray:{tested}-py311")
     assert f"FROM rayproject/ray:{tested}-py311" in (ROOT / "deploy/Dockerfile").read_text()
-    for path in RAYJOBS:
-        assert load(path)["spec"]["rayClusterSpec"]["rayVersion"] == tested
 
 
 def test_image_holds_every_package() -> None:
-    copied = re.findall(r"^COPY --chown=ray (\w+) (\w+)$", (ROOT / "deploy/Dockerfile").read_text(), re.M)
+    copied = re.findall(r"^COPY --chown=ray (\w+) trieline/(\w+)$", (ROOT / "deploy/Dockerfile").read_text(), re.M)
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"papers", "benchmarks"}
     assert {name for name, _ in copied} == packages
     assert all(source == target for source, target in copied)
@@ -62,8 +56,6 @@ def test_cluster_starts_with_authentication() -> None:
     for key in ("head_start_ray_commands", "worker_start_ray_commands"):
         assert "RAY_AUTH_MODE=token ray start" in config[key][-1]
     assert config["file_mounts"]["/home/ray/.ray/auth_token"] == "~/.ray/auth_token"
-    for path in RAYJOBS:
-        assert load(path)["spec"]["rayClusterSpec"]["authOptions"] == {"mode": "token"}
 
 
 def test_runtime_env_is_valid_to_ray() -> None:
@@ -112,24 +104,6 @@ def test_rayignore_keeps_data_and_stores_out(tmp_path: Path) -> None:
     create_package(str(tmp_path / "checkout"), tmp_path / "package.zip", include_gitignore=True)
     names = {name for name in zipfile.ZipFile(tmp_path / "package.zip").namelist() if not name.endswith("/")}
     assert names == {*kept, ".rayignore"}
-
-
-@pytest.mark.parametrize("path", RAYJOBS, ids=lambda path: path.stem)
-def test_rayjob(path: Path) -> None:
-    job = load(path)
-    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
-    spec = job["spec"]
-    RuntimeEnv(**yaml.safe_load(spec["runtimeEnvYAML"]))
-    cluster = spec["rayClusterSpec"]
-    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
-    for group in groups:
-        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
-        (container,) = group["template"]["spec"]["containers"]
-        assert container["image"] == "registry.example.com/trieline:0.1.0"
-        assert container["resources"]["requests"].items() >= container["resources"]["limits"].items()
-    for group in cluster["workerGroupSpecs"]:
-        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
-    assert options(spec["entrypoint"])
 
 
 def test_commands_in_cluster_config_are_taken() -> None:
