@@ -14,8 +14,9 @@ written over, so whenever the process is killed `last` finds a whole one. `publi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -75,33 +76,70 @@ class Checkpoint:
         return sealed(asdict(self))
 
 
-def save(uri: str | Path, model: nn.Module, about: Checkpoint, state: dict[str, Any] | None = None) -> None:
-    """Makes or replaces the checkpoint at a path or URI, `config.json` last. The state of a model that has but a shard
-    of its weights holds them all as `weights`."""
+class Uploads:
+    """A thread that takes a run's checkpoints to a storage elsewhere, one after the other, while the training goes on
+    from the files that were written here."""
+
+    def __init__(self) -> None:
+        self._thread, self._last = ThreadPoolExecutor(1), Future[None]()
+        self._last.set_result(None)
+
+    def __call__(self, upload: Callable[[], None]) -> None:
+        """Begins it, once the one before has ended."""
+        self.wait()
+        self._last = self._thread.submit(upload)
+
+    def wait(self) -> None:
+        """Returns when all is there, or raises what went wrong."""
+        self._last.result()
+
+
+def save(
+    uri: str | Path, model: nn.Module, about: Checkpoint, state: dict[str, Any] | None = None,
+    after: Callable[[], None] = lambda: None, uploads: Uploads | None = None,
+) -> None:  # fmt: skip
+    """Makes or replaces the checkpoint at a path or URI, `config.json` last, and then does what comes `after`.
+
+    The state of a model that has but a shard of its weights holds them all as `weights`. With `uploads` a checkpoint at
+    a URI is on its way when this returns."""
     filesystem, path = open_uri(str(uri))
+    is_local = isinstance(filesystem, fs.LocalFileSystem)
+    if is_local:
+        _make_anew(filesystem, path)
+    made = None if is_local else TemporaryDirectory()
+    folder = Path(made.name if made else path)
+    if state is not None and "weights" in state:
+        state = dict(state)
+        safetensors.torch.save_file(state.pop("weights"), str(folder / WEIGHTS))
+    else:
+        safetensors.torch.save_model(model, str(folder / WEIGHTS))  # keeps tied weights once
+    if state is not None:
+        torch.save(state, folder / STATE)
+    there = [name for name in (WEIGHTS, STATE) if (folder / name).exists()]
+    about.files = {name: (folder / name).stat().st_size for name in there}
+    about.sha256 = {name: _hash(folder / name) for name in there}
+    config = about.to_json().encode()
+
+    def upload() -> None:
+        if made:
+            with made:
+                _make_anew(filesystem, path)
+                fs.copy_files(
+                    str(folder), path, source_filesystem=fs.LocalFileSystem(), destination_filesystem=filesystem
+                )
+        write_file(join(str(uri), CONFIG), config)
+        after()
+
+    if made and uploads:
+        uploads(upload)
+    else:
+        upload()
+
+
+def _make_anew(filesystem: fs.FileSystem, path: str) -> None:
     if filesystem.get_file_info(path).type != fs.FileType.NotFound:
         filesystem.delete_dir(path)
     filesystem.create_dir(path, recursive=True)
-    is_local = isinstance(filesystem, fs.LocalFileSystem)
-    with nullcontext(path) if is_local else TemporaryDirectory() as made:
-        folder = Path(made)
-        if state is not None and "weights" in state:
-            state = dict(state)
-            safetensors.torch.save_file(state.pop("weights"), str(folder / WEIGHTS))
-        else:
-            safetensors.torch.save_model(model, str(folder / WEIGHTS))  # keeps tied weights once
-        if state is not None:
-            torch.save(state, folder / STATE)
-        there = [name for name in (WEIGHTS, STATE) if (folder / name).exists()]
-        about.files = {name: (folder / name).stat().st_size for name in there}
-        about.sha256 = {name: _hash(folder / name) for name in there}
-        if not is_local:
-            for name in there:
-                fs.copy_files(
-                    str(folder / name), f"{path}/{name}",
-                    source_filesystem=fs.LocalFileSystem(), destination_filesystem=filesystem,
-                )  # fmt: skip
-    write_file(join(str(uri), CONFIG), about.to_json().encode())
 
 
 def _hash(path: Path) -> str:
@@ -109,13 +147,20 @@ def _hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def keep(folder: str, model: nn.Module, about: Checkpoint, state: dict[str, Any] | None) -> None:
-    """Saves where a run stands in its folder, and removes what was saved before but the best."""
-    save(join(folder, step_name(about.step)), model, about, state)
-    filesystem, path = open_uri(folder)
-    for name in _steps(folder):
-        if name not in (step_name(about.step), step_name(about.best["step"])):
-            filesystem.delete_dir(f"{path}/{name}")
+def keep(
+    folder: str, model: nn.Module, about: Checkpoint, state: dict[str, Any] | None, uploads: Uploads | None = None
+) -> None:
+    """Saves where a run stands in its folder, and removes what was saved before but the best; by `uploads` (see
+    `save`)."""
+    stays = (step_name(about.step), step_name(about.best["step"]))
+
+    def remove() -> None:
+        filesystem, path = open_uri(folder)
+        for name in _steps(folder):
+            if name not in stays:
+                filesystem.delete_dir(f"{path}/{name}")
+
+    save(join(folder, step_name(about.step)), model, about, state, remove, uploads)
 
 
 def step_name(step: int) -> str:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -138,6 +138,8 @@ class WorkerContext:
     """Tells the driver of the progress; called by rank 0."""
     pulse: Pulse | None = None
     """Tells the driver that it moves, where that is another process."""
+    uploads: checkpoint.Uploads = field(default_factory=checkpoint.Uploads)
+    """Takes checkpoints to a storage elsewhere."""
     warned: Callable[[], bool] = lambda: False
     """Whether a node of the training is to be taken away since this was asked last; all ranks ask at once."""
 
@@ -162,7 +164,7 @@ def worker(config: dict[str, Any]) -> None:
     place = WorkerContext(
         context.get_world_rank(), context.get_world_size(), get_device(), context.get_local_world_size(), report,
         config["progress"].say.remote, Pulse(config["progress"], context.get_world_rank()),
-        warned if config["watch"] else lambda: False,
+        warned=warned if config["watch"] else lambda: False,
     )  # fmt: skip
     perform(task, place)
 
@@ -194,6 +196,7 @@ def perform(task: Task, place: WorkerContext) -> None:
         if about is not None:
             place.say(f"continuing after epoch {about.epoch}, step {about.step}")
     with ExitStack() as stack:
+        stack.callback(place.uploads.wait)  # also where a sweep stops the training
         log = None
         if place.rank == 0 and task.tracking:
             run = tracking.RunRef(**task.tracking)
@@ -285,11 +288,12 @@ def hand_in(
     place: WorkerContext,
     log: tracking.Logger | None,
 ) -> None:
-    """Rank 0 saves the curves and the checkpoint; every rank reports it."""
+    """Rank 0 saves the curves and the checkpoint, which may still be on its way to the storage when every rank reports
+    it."""
     if log:
         tracking.write_curves(task.folder, log.curves)
     if place.rank == 0:
-        checkpoint.keep(task.folder, setup.model, about, state)
+        checkpoint.keep(task.folder, setup.model, about, state, place.uploads)
     place.report(about)
 
 

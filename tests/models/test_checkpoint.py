@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pyarrow import fs
 from torch import nn
 from training_tables import write_tables
 
@@ -23,6 +24,7 @@ from models.retrieval.data import Catalogue
 from models.setup import set_up
 from models.tables import UserError, sealed, unsealed
 from models.train import main
+from models.uri import open_uri
 
 SASREC = {"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 12}
 TIGER = {"name": "tiger", "d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 1,
@@ -238,3 +240,37 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "best", model, checkpoint.Checkpoint(model={"name": "any"}))
     with pytest.raises(UserError, match=r"weights of .*best are not all finite \(bias\): its training diverged"):
         checkpoint.load_weights(torch.nn.Linear(3, 2), tmp_path / "best")
+
+
+def test_a_checkpoint_on_its_way_to_a_storage_is_none_until_it_is_there(s3: str) -> None:
+    way: list[Callable[[], None]] = []
+
+    class Held(checkpoint.Uploads):
+        def __call__(self, upload: Callable[[], None]) -> None:
+            way.append(upload)
+
+    run = f"{s3}/uploads"
+    checkpoint.keep(run, *linear(1), first := checkpoint.Uploads())
+    first.wait()
+    for epoch in (2, 3):  # what is sent is what the model was, whatever has become of it
+        checkpoint.keep(run, *linear(epoch), Held())
+    steps = []
+    for upload in [lambda: None, *way]:
+        upload()
+        last = checkpoint.last(run)
+        assert last is not None
+        with checkpoint.local(f"{run}/step-{last.step:08d}") as folder:
+            assert used(folder)[1] == [last.epoch] * 6
+        steps.append(last.step)
+    assert steps == [1, 2, 3]
+    filesystem, path = open_uri(run)
+    left = [info.base_name for info in filesystem.get_file_info(fs.FileSelector(path))]
+    assert left == ["step-00000001", "step-00000003"]  # the best and the last
+
+    def fail() -> None:
+        raise OSError("no room")
+
+    uploads = checkpoint.Uploads()
+    uploads(fail)
+    with pytest.raises(OSError, match="no room"):
+        uploads(way[0])
