@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 
@@ -70,10 +71,11 @@ def servers(uri: str) -> Iterator[dict[str, str]]:
         urls[f"mlflow_{workers}" if workers > 1 else "mlflow"] = f"http://127.0.0.1:{port}"
         options = ["--env-manager", "local", "--port", port, "--workers", workers]
         command = [sys.executable, "-m", "mlflow", "models", "serve", "--model-uri", MODEL, *options]
-        environment = {**os.environ, "MLFLOW_TRACKING_URI": uri, "OMP_NUM_THREADS": str(THREADS // workers)}
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # where uvicorn is
+        more = {"MLFLOW_TRACKING_URI": uri, "OMP_NUM_THREADS": str(THREADS // workers), "PATH": path}
         started.append(
             subprocess.Popen(
-                [*map(str, command)], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                [*map(str, command)], env={**os.environ, **more}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
         )  # fmt: skip
