@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import socket
 import urllib.error
@@ -17,7 +18,6 @@ import pytest
 import torch
 import yaml
 from ray import serve
-from ray._common.utils import import_attr
 from ray.serve.schema import ServeDeploySchema
 
 from pipelines.serving import package
@@ -133,7 +133,8 @@ def test_the_service_for_kubernetes_is_valid_to_serve() -> None:
     service = yaml.safe_load((Path(__file__).parents[3] / "deploy/serve.yaml").read_text())
     config = ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"]))
     (application,) = config.applications
-    assert import_attr(application.import_path) is build
+    module, name = application.import_path.split(":")
+    assert getattr(importlib.import_module(module), name) is build
     options = Options.model_validate(application.args)
     assert build(options)
     assert {deployment.name for deployment in application.deployments} <= {Replica.name}
