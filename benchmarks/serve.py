@@ -83,21 +83,26 @@ def write_tables(folder: str, name: str) -> tuple[str, str | None]:
     return tables, text
 
 
-def served(name: str, length: int) -> RequestRanker:
-    """A model of random weights, as MLflow loads it."""
+def save(folder: str, name: str, length: int, **about: Any) -> Inputs:
+    """A model of random weights as the checkpoint `checkpoint` of a folder; the tables that it is of."""
     from models.actions.batch import ActionsCatalogue
     from models.search.data import SearchCatalogue
 
     torch.manual_seed(0)
+    tables, text = write_tables(folder, name)
+    catalogue: Any = SearchCatalogue.load(tables, text, scale=False) if text else ActionsCatalogue.load(tables)
+    config = registry.config_from_dict({**MODELS[name], "max_history": length + SLACK})
+    told = Checkpoint(model=registry.config_to_dict(config), hashes=catalogue.hashes, epoch=1, **about)
+    checkpoint.save(Path(folder, "checkpoint"), registry.build(config, catalogue), told)
+    return Inputs(tables, text=text)
+
+
+def served(name: str, length: int) -> RequestRanker:
+    """A model of random weights, as MLflow loads it."""
     with tempfile.TemporaryDirectory(prefix="trieline-benchmark-") as folder:
-        tables, text = write_tables(folder, name)
-        catalogue: Any = SearchCatalogue.load(tables, text, scale=False) if text else ActionsCatalogue.load(tables)
-        config = registry.config_from_dict({**MODELS[name], "max_history": length + SLACK})
-        made = registry.build(config, catalogue)
-        about = Checkpoint(model=registry.config_to_dict(config), hashes=catalogue.hashes, epoch=1)
-        checkpoint.save(Path(folder, "checkpoint"), made, about)
+        inputs = save(folder, name, length)
         with warnings.catch_warnings(action="ignore"):  # random text has no encoder
-            write_bundle(Path(folder, "bundle"), join(folder, "checkpoint"), Inputs(tables, text=text))
+            write_bundle(Path(folder, "bundle"), join(folder, "checkpoint"), inputs)
         model = RequestRanker()
         model.load_context(SimpleNamespace(artifacts={"data": join(folder, "bundle")}, model_config=None))
         return model

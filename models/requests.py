@@ -125,7 +125,10 @@ class Requests:
     """Columns that a request may have beside those that follow from the log (`columns`)."""
     gives: ClassVar[Columns] = {"item_id": "strings", "score": "numbers"}  # best first
     """Columns of an answer."""
-    settings: ClassVar[Mapping[str, Any]] = {"state_mb": 1024}  # MB of users' states that a process keeps
+    settings: ClassVar[Mapping[str, Any]] = {
+        "device": "cpu",  # or cuda
+        "state_mb": 1024,  # MB of users' states that a process keeps
+    }
     """What may be set when the model is loaded, with its defaults."""
 
     def __init__(self, folder: str, model: Any, catalogue: Any, settings: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ class RetrievalRequests(Requests):
     takes: ClassVar[Columns] = {"user_id": "string"}
     # how many entries of the history are not in the catalogue; with no other the ranking is empty
     gives: ClassVar[Columns] = {**Requests.gives, "unknown_items": "long"}
-    settings: ClassVar[Mapping[str, Any]] = {}
+    settings: ClassVar[Mapping[str, Any]] = {"device": "cpu"}
 
     def __init__(self, folder: str, model: Any, catalogue: Any, settings: Mapping[str, Any]) -> None:
         super().__init__(folder, model, catalogue, settings)

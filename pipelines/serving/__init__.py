@@ -1,1 +1,1 @@
-"""A checkpoint made ready for use elsewhere: an MLflow model, a registered version, an exported program."""
+"""A checkpoint made ready for use elsewhere: an MLflow model, a registered version, a service, an exported program."""

@@ -106,7 +106,7 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
                 artifacts={"data": str(bundle)},
                 signature=signature(family, requests.columns(info, trained.model, inputs)),
                 metadata=requests.about(info, trained.model),
-                model_config=dict(requests.settings) or None,
+                model_config=dict(requests.settings),
                 pip_requirements=REQUIREMENTS + ["scikit-learn"] * bool(inputs.text),
             )
         client.log_outputs(run.run_id, [LoggedModelOutput(made.model_id, 0)])

@@ -1,7 +1,7 @@
 """A retrieval model as MLflow loads it: histories of item ids in, ranked item ids out. Run by MLflow, not imported.
 
 Logged as a "model from code": this file, `models/` and the data of `package.py` are all that is stored, no
-pickle. It needs PyTorch and MLflow alone.
+pickle. It needs PyTorch and MLflow alone. The model is on `model_config={"device": "cpu"}`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from typing import Any
 
 import mlflow
 import pandas as pd
+import torch
 from mlflow.pyfunc import PythonModel
 
 if (code := Path(__file__).with_name("code") / "models.zip").is_file():  # where it is served
     sys.path.insert(0, str(code))
 
 from models import checkpoint, registry
+from models.fit import to_device
 from models.requests import Row, bundled
 from models.setup import load_catalogue
 from models.tables import UserError
@@ -32,7 +34,10 @@ class Ranker(PythonModel):
         name = checkpoint.read(f"{folder}/checkpoint").name
         catalogue = load_catalogue(name, bundled(folder))
         self.model: Any = registry.load(f"{folder}/checkpoint", catalogue)[0]
-        self.requests = registry.find(name).family.requests(folder, self.model, catalogue, {})
+        requests = registry.find(name).family.requests
+        self.requests = requests(folder, self.model, catalogue, {})
+        self.device = torch.device({**requests.settings, **(context.model_config or {})}["device"])
+        self.model.to(self.device)
         self.warned = False
 
     def predict(self, context: Any, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
@@ -56,7 +61,8 @@ class Ranker(PythonModel):
         ]
         known = [place for place, request in enumerate(requests) if request.items]
         if known:
-            ranked, scores = self.model.recommend(self.requests.batch([requests[place] for place in known]), k)
+            batch = to_device(self.requests.batch([requests[place] for place in known]), self.device)
+            ranked, scores = self.model.recommend(batch, k)
             for place, items, values in zip(known, ranked, scores, strict=True):
                 real = items >= 0
                 found[place]["item_id"] = [self.requests.items[item] for item in items[real].tolist()]

@@ -15,6 +15,8 @@ it only adds to the state. Where the state is not there (any more), a row with a
 of the latest as the model reads, begins it; another one is refused in words. States are held in the process, of the
 users asked for last, up to `model_config={"state_mb": 1024}`. Scores are those without a state, until there are more
 behaviours than the model reads: what is kept then is as `append` of the model says.
+
+The model is on `model_config={"device": "cpu"}`.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ if (code := Path(__file__).with_name("code") / "models.zip").is_file():  # where
     sys.path.insert(0, str(code))
 
 from models import checkpoint, registry
+from models.fit import to_device
 from models.latest import Latest
 from models.requests import Row, bundled
 from models.scores import check_finite
@@ -79,6 +82,8 @@ class RequestRanker(PythonModel):
         if not isinstance(megabytes, int | float) or not 0 < megabytes < math.inf:
             raise UserError(f"state_mb of model_config is {megabytes!r}; give a number of MB above 0, such as 1024")
         self.users: Latest[UserState] = Latest(int(megabytes * 2**20))
+        self.device = torch.device(settings["device"])
+        self.model.to(self.device)
         self.lock = Lock()  # of users' states, and of texts that the model reads, which change from batch to batch
 
     def predict(self, context: Any, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
@@ -91,17 +96,21 @@ class RequestRanker(PythonModel):
         ranked: list[Ranking] = []
         for low in range(0, len(plain), ROWS):
             with self.lock:
-                ranked += self.rank(part := plain[low : low + ROWS], self.requests.batch(part), self.model.score, place)
+                ranked += self.rank(part := plain[low : low + ROWS], self.batch(part), self.model.score, place)
         each = iter(ranked)
         found = [next(each) if row.given("history_from") is None else self.go_on(row, place) for row in rows]
         return pd.DataFrame(found, columns=["item_id", "score"])
+
+    def batch(self, requests: list[Any]) -> dict[str, torch.Tensor]:
+        """What the model scores, on its device."""
+        return to_device(self.requests.batch(requests), self.device)
 
     @torch.no_grad()
     def rank(self, requests: list[Any], batch: Any, score: Callable[[Any], torch.Tensor], label: int) -> list[Ranking]:
         """Per request of the batch its candidates, best first and those that are not known last, and their scores."""
         chances = torch.zeros(0)
         if any(request.known for request in requests):
-            chances = torch.sigmoid(check_finite(score(batch)[:, label].float()))
+            chances = torch.sigmoid(check_finite(score(batch)[:, label].float())).cpu()
         ends = accumulate((len(request.known) for request in requests), initial=0)
         return [
             in_order(request.candidates, request.known, chances[first:end])
@@ -131,7 +140,7 @@ class RequestRanker(PythonModel):
                 kept = UserState(self.model.new_state(1), begin)
             done = min(kept.end - begin, size)  # of a request that is sent again
             request = self.requests.read(Row(row.after(done), history_from=begin + done))
-            batch, state = self.requests.batch([request]), kept.state
+            batch, state = self.batch([request]), kept.state
             if request.events:
                 try:
                     state = self.model.append(state, batch)

@@ -1,0 +1,140 @@
+"""Registered versions behind Ray Serve answer as `predict` does: in batches, beside errors and by several replicas."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pandas as pd
+import pytest
+import torch
+import yaml
+from ray import serve
+from ray.serve.schema import ServeDeploySchema
+
+from pipelines.serving import package
+from pipelines.serving.ray_serve import Options, Replica, build
+from pipelines.serving.registered_model import register
+from tests.pipelines.serving.test_registered_model import train_nothing
+from tests.pipelines.serving.test_served_ranker import trained
+from tests.pipelines.serving.test_served_scores import cut, searches
+from tests.search_tables import write_search
+from tests.training_tables import write_tables
+
+BATCH = 5
+"""Requests that the served TIGER waits for, longer than any test does."""
+
+HISTORIES = [{"history": [f"item-{i:03d}" for i in range(n, 2 * n)]} for n in range(1, BATCH + 1)]
+
+
+class Served:
+    """A registered model, loaded here and asked by HTTP."""
+
+    def __init__(self, url: str, model: str) -> None:
+        self.url, self.model = f"{url}/{model}/invocations", mlflow.pyfunc.load_model(f"models:/{model}/1")
+
+    def ask(self, rows: Sequence[dict[str, Any]], session: str = "", **params: Any) -> tuple[int, Any]:
+        """(status, predictions or message)"""
+        body = json.dumps({"dataframe_records": rows, "params": params}).encode()
+        headers = {"Content-Type": "application/json", "x-session-id": session}
+        try:
+            with urllib.request.urlopen(urllib.request.Request(self.url, body, headers), timeout=100) as answer:
+                return answer.status, json.load(answer)["predictions"]
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)["message"]
+
+    def here(self, rows: Sequence[dict[str, Any]], **params: Any) -> Any:
+        return self.model.predict(pd.DataFrame(rows), params=params).to_dict("records")
+
+
+@pytest.fixture(scope="module")
+def made(
+    ray_local: None, new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Served, list[dict[str, Any]], Served]]:
+    """QGS by two replicas, requests of it, and TIGER by one that waits until a batch is full."""
+    folder = tmp_path_factory.mktemp("ray_serve")
+    uri = new_store(folder)
+    tables, text = write_search(folder / "search")
+    rows = [row for row, _ in searches(trained(folder, "qgs", tables, text), tables, text, 8)]
+    write_tables(folder / "small")
+    register(train_nothing(folder, "tiger", None, seed=1, ndcg=0.5), "tiger")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    serve.start(http_options={"port": port})
+    with package.at(uri):
+        for options in (
+            Options(model="models:/qgs/1", num_replicas=2, num_cpus=0.1, sticky=True),
+            Options(model="models:/tiger/1", num_cpus=0.1, max_batch_size=BATCH, batch_wait_timeout_s=200),
+        ):
+            name = options.model.split("/")[1]
+            serve.run(build(options), name=name, route_prefix=f"/{name}")
+        qgs, tiger = (Served(f"http://127.0.0.1:{port}", name) for name in ("qgs", "tiger"))
+    yield qgs, rows, tiger
+    serve.shutdown()
+
+
+def test_answers_are_those_of_predict(made: tuple[Served, list[dict[str, Any]], Served]) -> None:
+    """Bit for bit, where a request is not batched with others."""
+    qgs, rows, _ = made
+    torch.set_num_threads(1)  # as in a replica
+    for asked in (*([row] for row in rows), rows):
+        for label in ("click", "purchase"):
+            assert qgs.ask(asked, label=label) == (200, qgs.here(asked, label=label))
+    states = serve.status().applications["qgs"].deployments[Replica.name].replica_states
+    assert states == {"RUNNING": 2}
+    assert qgs.ask(rows[:1], label="no") == (400, "the model has no label 'no'; choose one of click, purchase")
+    assert qgs.ask([{"history": "x"}])[0] == 400
+
+
+def test_a_batch_answers_as_single_requests_and_none_fails_by_its_neighbours(
+    made: tuple[Served, list[dict[str, Any]], Served],
+) -> None:
+    *_, tiger = made
+    torch.set_num_threads(1)
+    alone = [tiger.here([row], k=3) for row in HISTORIES]
+    with ThreadPoolExecutor(BATCH) as clients:
+
+        def at_once(rows: list[dict[str, Any]], k: Sequence[int]) -> list[tuple[int, Any]]:
+            return list(clients.map(lambda row, k: tiger.ask([row], k=k), rows, k))
+
+        for answer, want in zip(at_once(HISTORIES, [3] * BATCH), alone, strict=True):
+            assert (answer[0], answer[1][0]["item_id"]) == (200, want[0]["item_id"])
+            assert answer[1][0]["score"] == pytest.approx(want[0]["score"], abs=1e-5)  # sums of other sizes
+        *good, bad = at_once([*HISTORIES[:-1], {"history": ["item-001", 1.5]}], [3] * BATCH)
+        assert good == [(200, want) for want in alone[:-1]]
+        assert bad == (400, "history has 1.5; an item id is a string, as in the log, or an integer")
+        counts = [len(answer[0]["item_id"]) for _, answer in at_once(HISTORIES, range(1, BATCH + 1))]
+        assert counts == [*range(1, BATCH + 1)]
+
+
+def test_a_user_stays_with_the_replica_that_keeps_the_state(
+    made: tuple[Served, list[dict[str, Any]], Served],
+) -> None:
+    qgs, rows, _ = made
+    for row in rows:
+        user, size = row["user_id"], len(row["history"])
+        assert qgs.ask([{**cut(row, 0, size // 2), "candidates": [], "features": []}], user)[0] == 200
+        status, (answer,) = qgs.ask([cut(row, size // 2, size)], user)
+        (want,) = qgs.here([row])
+        assert (status, answer["item_id"]) == (200, want["item_id"])
+        assert answer["score"] == pytest.approx(want["score"], abs=1e-5)
+
+
+def test_the_service_for_kubernetes_is_valid_to_serve() -> None:
+    service = yaml.safe_load((Path(__file__).parents[3] / "deploy/serve.yaml").read_text())
+    config = ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"]))
+    (application,) = config.applications
+    module, name = application.import_path.split(":")
+    assert getattr(importlib.import_module(module), name) is build
+    options = Options.model_validate(application.args)
+    assert build(options)
+    assert {deployment.name for deployment in application.deployments} <= {Replica.name}
