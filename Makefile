@@ -1,7 +1,7 @@
 # make quickstart [DATA=folder [SOURCE=mapping.yaml]]   the whole flow, on a simulated log or on a real one
 # make test                       every test
 # make test-fast                  those that start no Ray, no server and no training
-# make test-ray RAY=2.59.0        those of data and training with another version of Ray
+# make test-ray RAY=2.60.0        those of data and training with another version of Ray
 # make docs-check                 the pages: their commands run, their links lead somewhere, results are the kept runs'
 # Each sets itself up: a virtual environment in .venv with the versions of constraints.txt.
 # On a machine without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu spares the CUDA packages.
