@@ -1,7 +1,7 @@
 """All that is asked of Ray beside its public interface. Where a version of Ray answers otherwise, jobs do without it.
 
-Supported is Ray 2.60, the newest at this time. 2.59 has the shuffle that prepare uses, but refuses an empty block between
-two of them, as windowed counts have; all other tests of data and training pass with it (`make test-ray RAY=2.59.0`).
+Supported is Ray 2.60, the newest at this time. 2.59 has the shuffle that prepare uses, but refuses an empty block
+between two of them, as windowed counts have; all other tests of data and training pass (`make test-ray RAY=2.59.0`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import grpc
 
 WORKERS = {"env_vars": {"RAY_DATA_SHUFFLE_MAP_WORKER": "1", "RAY_DATA_SHUFFLE_REDUCE_WORKER": "1"}}
 """The environments that Ray Data gives the tasks of its shuffle, as that of a whole Ray: so all tasks share the same
-processes, where each kind would start its own. A version with other ones starts these."""
+processes, where each kind would start its own: 5 s of starts, which are spared where a log is small. A version with
+other ones starts these."""
 
 
 def node_types() -> set[str]:

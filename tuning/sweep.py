@@ -2,7 +2,7 @@
 
 A sweep keeps nothing of its own. `STORAGE/NAME/` holds a folder per trial (`tuning/trial.py`), named by its values;
 what is done is read from there, and what trials told the scheduler before (`tuning/halving.py`). Tune's own folder is
-never read, and removed at the end.
+never read, and removed when the sweep has ended.
 """
 
 from __future__ import annotations

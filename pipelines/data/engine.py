@@ -77,12 +77,15 @@ class Engine:
     """How one run of prepare uses Ray, and what Ray Data says of what it ran."""
 
     def __init__(
-        self, settings: RayDataConfig | None = None, here: bool = False, start: Callable[[], None] | None = None
-    ) -> None:
+        self, settings: RayDataConfig | None = None, here: bool = False, small: bool = True,
+        start: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         """here: whether this process runs everything itself, one after the other, without Ray: for a log of one
-        partition, which processes of Ray would take longer to start for than to make. start: starts Ray, before it is
-        first used."""
+        partition, which processes of Ray would take longer to start for than to make. small: whether all tasks share
+        the same processes, where Ray Data keeps those of its shuffle apart. start: starts Ray, before it is first used.
+        """
         self.settings, self.here, self.start = settings or RayDataConfig(), here, start
+        self.processes: dict[str, Any] = {"runtime_env": WORKERS} if small else {}
         self.stats: list[str] = []
         """`Dataset.stats()` of all that ran since `take_stats`."""
 
@@ -124,7 +127,7 @@ class Engine:
             yield from (function(*map(fetch, shared), *call) for call in calls)
             return
         self._begin()
-        task = ray.remote(function).options(num_cpus=1, runtime_env=WORKERS, name=_name(function))
+        task = ray.remote(function).options(num_cpus=1, name=_name(function), **self.processes)
         yield from (task.remote(*shared, *call) for call in calls)
 
     def each(self, function: Callable[..., Any], calls: Iterable[Call], shared: Call = ()) -> Iterator[tuple[int, Any]]:
@@ -162,9 +165,8 @@ class Engine:
         self._begin()
         with DataContext.current(self.context(max(partitions, first[0] if first else 1))):
             rows = ray.data.from_items([{"number": number} for number in range(reads)], override_num_blocks=reads)
-            # The environment of the shuffle's own tasks, so that all run in the same processes.
             every: dict[str, Any] = {"batch_size": None, "batch_format": "pyarrow"}
-            rows = rows.map_batches(_named(_read, read), fn_args=(read,), runtime_env=WORKERS, **every)
+            rows = rows.map_batches(_named(_read, read), fn_args=(read,), **self.processes, **every)
             if first:
                 rows = rows.repartition(first[0], keys=[KEY])
                 rows = rows.map_batches(_named(first[1], first[1]), **every)

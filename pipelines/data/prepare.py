@@ -38,6 +38,9 @@ from pipelines.data.splits import cut_times
 from pipelines.data.statistics import summarise
 from pipelines.data.survey import Surveyor
 
+SMALL = 64
+"""Partitions of a small log, at most: 2 GiB of text."""
+
 DONE_WITH = {"drop": "dropped", "keep": "kept"}
 """What is said of duplicates."""
 
@@ -64,8 +67,8 @@ def prepare(
     counted = None if kind.all_shown else config.behaviour
     files = [*source.event_files(str(input_uri)), *source.user_files(str(input_uri))]
     files += source.item_files(str(input_uri)) if config.catalogue is None else []
-    small = config.partitions is None and partitions_for([join(str(input_uri), file) for file in files]) == 1
-    engine = Engine(config.ray_data, here=small, start=start)
+    count = config.partitions or partitions_for([join(str(input_uri), file) for file in files])
+    engine = Engine(config.ray_data, here=not config.partitions and count == 1, small=count <= SMALL, start=start)
     run = Run(source, str(input_uri), str(output_uri), config, counted, overwrite, say, whole, engine)
     with writing(run.output):
         events = _make_events(run)

@@ -97,7 +97,7 @@ def test_several_seeds_are_an_axis_and_some_axes_go_together() -> None:
         ({"axes": {}}, "the grid g is empty: it has neither axes nor points"),
         ({"axes": {"fit.lr": []}}, r"the axis 'fit.lr' of the grid g has no values; give --axes.fit.lr '\[A, B\]'"),
         ({"axes": {"sids": None}}, "the axis 'sids' of the grid g has no values"),
-        ({"axes": {"model.dimm": [1]}}, "unknown key 'model.dimm' .*'sasrec'; the nearest key is 'model.dim'"),
+        ({"axes": {"model.dimm": [1]}}, "unknown key 'model.dimm'; the nearest key is 'model.dim'"),
         ({"axes": {"fit.lrr": [1]}}, "the nearest key is 'fit.lr'"),
         ({"fixed": {"evaluate.beam": 5}}, "of kind train has no use for 'evaluate.beam'"),
         ({"fixed": {"checkpoint": "runs/x"}}, "of kind train has no use for 'checkpoint'"),
@@ -111,7 +111,7 @@ def test_several_seeds_are_an_axis_and_some_axes_go_together() -> None:
         ),
         ({"axes": {"dim": [1]}}, r"of kind train has no use for 'dim'; it takes model\."),
         ({"axes": {"fit.lr": [0.1, -1]}}, r"fit.lr is -1.0, it must be above 0"),
-        ({"axes": {"model.dropout": [2]}}, "model 'sasrec': .*dropout"),
+        ({"axes": {"model.dropout": [2]}}, "the grid g: dropout 2.0 is not in"),
         ({"axes": {"fit.lr": [0.1, 0.1]}}, "has a point twice"),
         (
             {"axes": {"fit.lr": [1], "fit.seed": [1, 2]}, "together": [["fit.lr", "fit.seed"]]},
