@@ -130,7 +130,11 @@ def run_training(
                 about = checkpoint.read(join(folder, BEST))
                 return Trained(name, join(folder, BEST), about, run, record["epochs"], 0.0, already=True)
         if start:
-            start()
+            with ThreadPoolExecutor(1) as thread:  # to make a new store takes as long as to start a local Ray
+                reached = None if ray.is_initialized() else thread.submit(tracking.connect, uri)
+                start()
+            if reached:
+                reached.result()
         use_gpu = wants_gpu(ray_options) and entry.gradient
         if parent_run is None:  # the sweep has looked already
             check_cluster(ray_options, workers, use_gpu)
