@@ -1,11 +1,12 @@
-"""What a GPU does in a training step and in a search, with CUDA graphs and without, with PyTorch alone.
+"""What a GPU does in a training step and in a search, with CUDA graphs and without. No Ray or MLflow: PyTorch, pyarrow,
+numpy, safetensors, PyYAML and psutil.
 
     python -m benchmarks.gpu [--json FILE] [--part train search] [--variants tiger sid_mlp]
 
 `train` drives `models.fit` on batches in memory: plain, captured (`fit.capture`), and compiled beforehand
-(`fit.compile`). Weights and batches are random; the first `SKIPPED` steps are left out of times. `same` says whether
-the weights after them equal the plain run's, `off` by how much they differ. `search` times `recommend` without a graph,
-as one, and as one with products in TF32, in turn.
+(`fit.compile`). Weights (seed 0, steps seed 3) and batches are random; the first `SKIPPED` steps are left out of times.
+`same` says whether the weights after them equal the plain run's, `off` by how much they differ. `search` times
+`recommend` without a graph, as one, and as one with products in TF32, in turn.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ import torch
 from torch import Tensor
 
 from benchmarks import actions, decode
+from benchmarks.harness import origin
 from models import registry
 from models.fit import EpochEvent, FitConfig, StepEvent, fit
+from models.gpu.graphs import Graphs
 from models.retrieval.data import Catalogue
 from models.retrieval.student import Student
 
@@ -142,7 +145,8 @@ def train_of(variant: str, mode: str) -> tuple[Row, dict[str, Tensor]]:
             wait = event.data_wait
     rows = len(next(iter(batches()[0].values())))
     row = {
-        "benchmark": "gpu train", "variant": variant, "mode": mode, "examples_per_s": statistics.median(rates),
+        "benchmark": "gpu train", "variant": variant, "mode": mode, "rows": rows,
+        "examples_per_s": statistics.median(rates),
         "step_ms": 1e3 * rows / statistics.median(rates), "first_steps_s": made, "data_wait": wait,
         "peak_memory_mb": torch.cuda.max_memory_allocated() / 2**20,
         "reserved_mb": torch.cuda.max_memory_reserved() / 2**20, "losses": [losses[s] for s in sorted(losses)][:5],
@@ -157,6 +161,7 @@ def train(variants: list[str], modes: list[str]) -> Iterator[Row]:
         for mode in modes:
             torch._dynamo.reset()
             torch.cuda.empty_cache()
+            Graphs.on = True
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 try:
@@ -166,6 +171,8 @@ def train(variants: list[str], modes: list[str]) -> Iterator[Row]:
                     yield {"benchmark": "gpu train", "variant": variant, "mode": mode, "error": str(error)[:400]}
                     continue
             row["warnings"] = sorted({str(w.message)[:300] for w in caught if "CUDA graph" in str(w.message)})
+            if row["warnings"] and mode != "plain":
+                row["mode"] = f"{mode}, without graphs"
             if mode == "plain":
                 plain, first = weights, row
             elif plain:
@@ -261,7 +268,7 @@ def main() -> None:
         return
     if not torch.cuda.is_available():
         sys.exit("error: PyTorch sees no GPU on this machine")
-    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, **origin()}
 
     def chosen(known: Any) -> list[str]:
         return [name for name in known if options.variants is None or name in options.variants]

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from models.shares import Shard, Share, cut, held_bytes, steps_of
 from models.tables import Manifest, UserError, part_uris, read_parquet
-from models.whole_batch import IDLE
+from models.whole_batch import IDLE, ROWS
 
 MOST_UNPACKED = 64
 """Bytes in memory for each on disk, above any table seen: shares that fit with it are not looked at."""
@@ -397,7 +397,9 @@ class Sharded:
             if step < skip:
                 continue
             if len(rows):
-                yield self.filled(self.collate(rows)) if few_shapes else self.collate(rows)
+                batch = self.collate(rows)
+                real = torch.tensor(len(next(iter(batch.values()))))
+                yield {**self.filled(batch), ROWS: real} if few_shapes else batch
             else:  # this batch is of other workers' shards: some row, as DDP wants a gradient of everyone
                 any_row = np.zeros(1, np.int64)
                 yield {**self.collate(self.drawn(any_row, any_row, np.random.default_rng(0))), IDLE: torch.ones(1)}

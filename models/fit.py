@@ -31,10 +31,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from models import fsdp
 from models.config import check_choices, check_least, check_shares
-from models.gpu.graphs import Graphs
+from models.gpu.graphs import Graphs, compiled
 from models.optimizers import make_optimizer, set_rate, state_of
 from models.tables import UserError
-from models.whole_batch import IDLE, of_workers
+from models.whole_batch import IDLE, ROWS, of_workers
 from models.words import number_of
 
 Batch = dict[str, Tensor]
@@ -92,8 +92,8 @@ class FitConfig:
     clip_norm: float = 1.0
     """Largest global norm of the gradient; 0 does not clip."""
     capture: Literal["auto", "off"] = "auto"
-    """On one GPU a step is captured as a CUDA graph once per shape of its batches and replayed, with the same results:
-    auto; or not: off."""
+    """On one GPU a step is captured as a CUDA graph once per shape of its batches and replayed: auto; or not: off. Auto
+    fills batches to few shapes, so that dropout draws other numbers."""
     compile: bool = False
     """Whether torch.compile fuses the model's kernels on a GPU, at half a minute per shape of its batches; results
     differ by rounding."""
@@ -349,8 +349,8 @@ class Meter:
         asked = time.perf_counter()
         batch = next(batches)
         self.waited += time.perf_counter() - asked
-        idle = batch.pop(IDLE, None) is not None
-        self.examples += 0 if idle else len(next(iter(batch.values())))
+        idle, rows = batch.pop(IDLE, None) is not None, batch.pop(ROWS, None)
+        self.examples += 0 if idle else len(next(iter(batch.values()))) if rows is None else int(rows)
         return batch, idle
 
     def add(self, found: dict[str, Tensor]) -> None:
@@ -396,7 +396,7 @@ def make_step(
             model, device_ids=[device] if device.type == "cuda" else None, broadcast_buffers=False
         )
     if config.compile and device.type == "cuda":
-        module = torch.compile(module, dynamic=False)
+        module = compiled(module)
 
     def step_on(batch: Batch, idle: bool = False) -> tuple[dict[str, Tensor], Tensor]:
         try:

@@ -12,6 +12,7 @@ Shapes: `B` requests, `T` items of the longest history.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,9 +24,9 @@ from torch.nn import functional
 from models.config import check_least
 from models.cpu.derived import derived
 from models.cpu.matmul import products
-from models.gpu.graphs import Graphs, rung
+from models.gpu.graphs import Graphs, compiled, rung
 from models.retrieval.data import PAD
-from models.scores import check_finite, check_none, wrong_of
+from models.scores import check_finite
 
 Ranked = tuple[Tensor, Tensor]
 """(items, scores), each (B, k)."""
@@ -71,6 +72,7 @@ def recommender(search: Callable[..., Ranked]) -> Callable[..., Ranked]:
         if not len(batch["history"]):
             return nothing(k, batch["history"].device)
         more = batch["history"].shape[1] if unseen else 0  # as many as can be left out
+        more = rung(more) if more and batch["history"].device.type == "cuda" else more  # for few graphs
         read = latest(batch, self.config.max_history)
 
         def found(given: dict[str, Tensor]) -> Ranked:
@@ -87,6 +89,9 @@ def recommender(search: Callable[..., Ranked]) -> Callable[..., Ranked]:
     return torch.no_grad()(recommend)
 
 
+ONE = threading.Lock()
+"""Held from the copy of a batch to that of its answer: requests that are served by several threads share the graphs."""
+
 READ = ("history", "history_length", "user")
 """What a search reads of a batch."""
 
@@ -98,24 +103,21 @@ def _replayed(
     """The search on a GPU, by a CUDA graph where one is there for as many requests and as long histories."""
     given = filled({name: batch[name] for name in READ if name in batch}, model.config.max_history)
 
-    def checked(given: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        items, scores = search(given)
-        return items, scores, wrong_of(scores, tail=True)
+    def make() -> Graphs[Ranked]:
+        search(given)  # makes what is derived of the weights, which is no part of a graph
+        run = compiled(search) if fused else search
 
-    def make() -> Graphs[tuple[Tensor, Tensor, Tensor]]:
-        checked(given)  # makes what is derived of the weights, which is no part of a graph
-        run = torch.compile(checked, dynamic=False) if fused else checked
-
-        def with_precision(given: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        def with_precision(given: dict[str, Tensor]) -> Ranked:
             with products(precision):
                 return run(given)
 
         return Graphs(with_precision, batch["history"].device)
 
     rows = len(batch["history"])
-    items, scores, wrong = derived(model, asked, make)(given)
-    items, scores = items[:rows].clone(), scores[:rows].clone()
-    check_none(wrong, scores)
+    with ONE:
+        items, scores = derived(model, asked, make)(given)
+        items, scores = items[:rows].clone(), scores[:rows].clone()
+    check_finite(scores, tail=True)
     return items, scores
 
 

@@ -46,7 +46,8 @@ class TaughtConfig:
     """SHA-256 of the teacher's weights file, filled in from its checkpoint."""
     teacher_cache: str = field(default="", metadata={"names": "folder"})
     """Folder of tables of the teacher's outputs, which runs share: the first one makes them, so that epochs,
-    validation included, need no pass of its backbone or decoder; of half precision, unpadded (`teacher_cache.py`)."""
+    validation on a CPU included, need no pass of its backbone or decoder; of half precision, unpadded
+    (`teacher_cache.py`)."""
 
     @property
     def max_history(self) -> int:

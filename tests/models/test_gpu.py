@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from itertools import cycle, islice
 from typing import Any
 
@@ -16,7 +19,8 @@ from models import fit as fit_module
 from models import registry
 from models.actions.batch import ActionsCatalogue
 from models.actions.data import ActionsExamples
-from models.fit import FitConfig, fit
+from models.cpu import fast
+from models.fit import FitConfig, Meter, fit
 from models.gpu.graphs import Graphs, rung
 from models.optimizers import CapturableAdagrad
 from models.retrieval.data import Examples
@@ -90,22 +94,60 @@ logging.getLogger("torch.__trace").disabled = True  # a record of every operatio
 
 
 def traced(run: Any) -> Any:
-    """`run()` as one graph: a value that is read back, or a shape that depends on values, is an error."""
+    """`run()` as one graph: a branch that depends on a value is an error (other values that are read back are not, as
+    they may be symbols in a graph: see `without_values`)."""
     torch._dynamo.reset()
     return torch.compile(run, backend="eager", fullgraph=True)()
 
 
+@pytest.fixture
+def without_values(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Tensor]]:
+    """Moves modules, and gives a batch, to where tensors have shapes alone: a value that is read back, or a shape that
+    depends on values, is an error there, and what is meant for a CPU is not taken."""
+    autocast = torch.autocast
+    monkeypatch.setattr(
+        torch,
+        "autocast",
+        lambda device, *of, **how: nullcontext() if device == "meta" else autocast(device, *of, **how),
+    )
+    monkeypatch.setattr(fast, "check_finite", lambda weights, *of: weights)  # once, when they are derived
+
+    def moved(batch: dict[str, Tensor], *modules: Any) -> dict[str, Tensor]:
+        for module in [inner for outer in modules for inner in outer.to("meta").modules()]:
+            for name, value in list(vars(module).items()):
+                if isinstance(value, Tensor):
+                    setattr(module, name, value.to("meta"))
+        return {name: value.to("meta") for name, value in batch.items()}
+
+    return moved
+
+
+def test_what_reads_a_value_back_is_seen(without_values):
+    values = without_values({"x": torch.randn(3)})["x"]
+    for wait in (lambda: values.sum().item(), lambda: values[values > 0], lambda: bool((values > 0).any()),
+                 lambda: values.repeat_interleave((values > 0).long())):  # fmt: skip
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            wait()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", OF["retrieval"])
-def test_no_step_and_no_search_of_retrieval_waits(name):
+def test_no_step_and_no_search_of_retrieval_waits(name, without_values):
+    bare, batch = retrieval_model(name)
+    teacher = getattr(bare, "_teacher", ())
+    empty = without_values(batch, bare, *teacher)
+    bare.train()(empty)["loss"].backward()
     model, batch = retrieval_model(name)
     model.train()
     assert torch.isfinite(traced(lambda: model(batch)["loss"]))
     if registry.find(name).recommends is None or name in WAITS:
         return
+    bare, search = bare.eval(), type(model).recommend.__wrapped__.__wrapped__
+    with torch.no_grad():
+        for how in [{}] + [{"constrained": False}] * ("constrained" in registry.recommend_options(name)):
+            search(bare, empty, 3, **how)
     model.eval()
     items, scores = model.recommend(batch, 3)  # which makes what is kept of the weights
-    search = type(model).recommend.__wrapped__.__wrapped__
     with torch.no_grad():
         found = traced(lambda: search(model, batch, 3))
     assert torch.equal(found[0], items)
@@ -130,10 +172,12 @@ def test_an_empty_history_is_ranked_for_alike_beside_any_other(name):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", OF["search"])
-def test_no_step_of_search_waits(name, search_log):
+def test_no_step_of_search_waits(name, search_log, without_values):
     model, examples = search_model(name, search_log, **({} if name == "base" else {"num_layers": 1}))
     batch = examples.filled(examples.collate(np.arange(9)))
     assert torch.isfinite(traced(lambda: model.train()(batch)["loss"]))
+    empty = without_values(batch, model)
+    model.train()(empty)["loss"].backward()
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +196,7 @@ def actions_model(name: str, feed: str, **options: Any) -> tuple[Any, ActionsExa
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "tied"), [*((name, True) for name in OF["actions"]), ("attn_lfa", False)])
-def test_no_step_and_no_score_of_actions_waits(name, tied, feed):
+def test_no_step_and_no_score_of_actions_waits(name, tied, feed, without_values):
     model, examples = actions_model(name, feed, num_layers=1)
     batch = next(examples.epoch(5, seed=1, epoch=0, few_shapes=True))
     batch.pop("untied", None)
@@ -160,6 +204,10 @@ def test_no_step_and_no_score_of_actions_waits(name, tied, feed):
     assert torch.isfinite(traced(lambda: model.train()(batch)["loss"]))
     with torch.no_grad():
         assert traced(lambda: model.eval().logits(batch, history=False)).isfinite().all()
+    empty = without_values(batch, model)
+    model.train()(empty)["loss"].backward()
+    with torch.no_grad():
+        model.eval().logits(empty, history=False)
 
 
 def test_a_rung_is_at_most_half_more():
@@ -227,6 +275,43 @@ def test_a_replayed_search_finds_what_the_search_finds(name):
             found = _replayed(model, "a test", batch, lambda given: search(model, given, 4), "highest", False)
         assert torch.equal(found[0], items)
         assert torch.allclose(found[1], scores, atol=1e-5)
+
+
+def test_requests_of_several_threads_get_their_own_answers():
+    """A graph's answer lies where the next one will: so does that of this search."""
+    model, _ = retrieval_model("sasrec")
+    batches = [small_retrieval.requests(3, longest=5, seed=seed) for seed in range(4)]
+    wanted = [model.eval().recommend(batch, 4)[0] for batch in batches]
+    kept = [torch.zeros(3, 4, dtype=torch.long), torch.zeros(3, 4)]
+
+    def search(given: dict[str, Tensor]) -> Any:
+        with torch.no_grad():
+            found = type(model).recommend.__wrapped__.__wrapped__(model, given, 4)
+        return [place.copy_(value) for place, value in zip(kept, found, strict=True)]
+
+    def ask(turn: int) -> bool:
+        found = _replayed(model, "threads", batches[turn % 4], search, "highest", False)[0]
+        return torch.equal(found, wanted[turn % 4])
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            assert all(threads.map(ask, range(80)))
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_rows_that_fill_a_batch_are_no_examples(feed):
+    _, examples = actions_model("attn_lfa", feed)
+    found = []
+    for few_shapes in (False, True):
+        meter = Meter(torch.device("cpu"), 1)
+        batches = examples.epoch(5, seed=1, epoch=0, few_shapes=few_shapes)
+        for _ in range(3):
+            meter.take(batches)
+        found.append(meter.examples)
+    assert found[0] == found[1] > 0
 
 
 class Repeated:

@@ -119,7 +119,9 @@ class Trie(nn.Module):
         """The child of `node` along `token`, -1 where there is none (or where `node` is -1). Any shape."""
         tokens, offsets = self.tokens(level), self.offsets(level)
         size = self.codebook_sizes[level]
-        parent = torch.repeat_interleave(torch.arange(len(offsets) - 1, device=tokens.device), offsets.diff())
+        parent = torch.arange(len(offsets) - 1, device=tokens.device)
+        # of a size that is known, as a GPU would have to be waited for
+        parent = torch.repeat_interleave(parent, offsets.diff(), output_size=len(tokens))
         keys = parent * size + tokens  # rising: edges are sorted by (node, token)
         wanted = node * size + token
         edge = torch.searchsorted(keys, wanted).clamp(max=len(keys) - 1)
