@@ -14,7 +14,7 @@ written over, so whenever the process is killed `last` finds a whole one. `publi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -24,6 +24,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from pyarrow import fs
 from torch import nn
 
@@ -96,15 +97,15 @@ class Uploads:
 
 def save(
     uri: str | Path, model: nn.Module, about: Checkpoint, state: dict[str, Any] | None = None,
-    after: Callable[[], None] = lambda: None, uploads: Uploads | None = None,
+    after: Callable[[], None] = lambda: None, uploads: Uploads | None = None, shares: Sequence[Written] = (),
 ) -> None:  # fmt: skip
     """Makes or replaces the checkpoint at a path or URI, `config.json` last, and then does what comes `after`.
 
     The state of a model that has but a shard of its weights holds them all as `weights`. With `uploads` a checkpoint at
-    a URI is on its way when this returns."""
+    a URI is on its way when this returns. `shares` are what `write_shares` has written there."""
     filesystem, path = open_uri(str(uri))
     is_local = isinstance(filesystem, fs.LocalFileSystem)
-    if is_local:
+    if is_local and not shares:
         _make_anew(filesystem, path)
     made = None if is_local else TemporaryDirectory()
     folder = Path(made.name if made else path)
@@ -118,12 +119,15 @@ def save(
     there = [name for name in (WEIGHTS, STATE) if (folder / name).exists()]
     about.files = {name: (folder / name).stat().st_size for name in there}
     about.sha256 = {name: _hash(folder / name) for name in there}
+    about.files |= {name: size for name, size, _ in shares}
+    about.sha256 |= {name: sha256 for name, _, sha256 in shares}
     config = about.to_json().encode()
 
     def upload() -> None:
         if made:
             with made:
-                _make_anew(filesystem, path)
+                if not shares:
+                    _make_anew(filesystem, path)
                 fs.copy_files(
                     str(folder), path, source_filesystem=fs.LocalFileSystem(), destination_filesystem=filesystem
                 )
@@ -134,6 +138,32 @@ def save(
         uploads(upload)
     else:
         upload()
+
+
+Written = tuple[str, int, str]
+"""A file's name, size and SHA-256."""
+
+
+def write_shares(folder: str, about: Checkpoint, state: dict[str, Any], rank: int) -> list[Written]:
+    """Every rank but 0, whose own is in its state, writes its share of the optimizer's state into a checkpoint that
+    `save` then ends. All ranks call this at once, and get what was written."""
+    filesystem, path = open_uri(join(folder, step_name(about.step)))
+    if rank == 0:
+        _make_anew(filesystem, path)
+    dist.barrier()
+    mine: Written | None = None
+    if rank:
+        with TemporaryDirectory() as made:
+            file = Path(made) / f"state-{rank}.pt"
+            torch.save(state["optimizer"]["state"], file)
+            fs.copy_files(
+                str(file), f"{path}/{file.name}",
+                source_filesystem=fs.LocalFileSystem(), destination_filesystem=filesystem,
+            )  # fmt: skip
+            mine = (file.name, file.stat().st_size, _hash(file))
+    every: list[Written | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return [written for written in every if written]
 
 
 def _make_anew(filesystem: fs.FileSystem, path: str) -> None:
@@ -148,10 +178,11 @@ def _hash(path: Path) -> str:
 
 
 def keep(
-    folder: str, model: nn.Module, about: Checkpoint, state: dict[str, Any] | None, uploads: Uploads | None = None
-) -> None:
-    """Saves where a run stands in its folder, and removes what was saved before but the best; by `uploads` (see
-    `save`)."""
+    folder: str, model: nn.Module, about: Checkpoint, state: dict[str, Any] | None, uploads: Uploads | None = None,
+    shares: Sequence[Written] = (),
+) -> None:  # fmt: skip
+    """Saves where a run stands in its folder, and removes what was saved before but the best; `uploads` and `shares`
+    are those of `save`."""
     stays = (step_name(about.step), step_name(about.best["step"]))
 
     def remove() -> None:
@@ -160,7 +191,7 @@ def keep(
             if name not in stays:
                 filesystem.delete_dir(f"{path}/{name}")
 
-    save(join(folder, step_name(about.step)), model, about, state, remove, uploads)
+    save(join(folder, step_name(about.step)), model, about, state, remove, uploads, shares)
 
 
 def step_name(step: int) -> str:
@@ -188,8 +219,7 @@ def publish(folder: str, about: Checkpoint) -> str:
     that is."""
     source, target = join(folder, step_name(about.best["step"])), join(folder, BEST)
     best = read(source)
-    for listed in (best.files, best.sha256):
-        listed.pop(STATE, None)
+    best.files, best.sha256 = {WEIGHTS: best.files[WEIGHTS]}, {WEIGHTS: best.sha256[WEIGHTS]}
     (filesystem, origin), (_, path) = open_uri(source), open_uri(target)
     filesystem.create_dir(path, recursive=True)
     filesystem.copy_file(f"{origin}/{WEIGHTS}", f"{path}/{WEIGHTS}")
@@ -304,5 +334,11 @@ def load_state(uri: str | Path) -> dict[str, Any]:
     with local(uri) as folder:
         if not (folder / STATE).exists():
             raise UserError(f"{uri} holds no {STATE}, so training cannot resume from it; use the run's last checkpoint")
-        state: dict[str, Any] = torch.load(whole(folder, STATE, uri), map_location="cpu", weights_only=True)
-    return state
+        state, *shares = [
+            torch.load(whole(folder, name, uri), map_location="cpu", weights_only=True)
+            for name in [STATE, *sorted(read(uri).files.keys() - {WEIGHTS, STATE})]
+        ]
+    for share in shares:
+        state["optimizer"]["state"] |= share
+    found: dict[str, Any] = state
+    return found

@@ -168,7 +168,8 @@ class Event:
     """Steps of this epoch, for progress."""
     state: State = field(default_factory=dict)
     """What a checkpoint needs beside the weights, where one is due: live tensors, to be saved before the
-    generator goes on. Of a sharded model also `weights`, the whole ones."""
+    generator goes on. Of a sharded model also `weights`, the whole ones, on rank 0, and on each rank its
+    share of the optimizer's state (`checkpoint.write_shares`)."""
 
 
 @dataclass(frozen=True)
@@ -453,7 +454,10 @@ def fit(
 
     def snapshot() -> State:
         state = {"optimizer": state_of(optimizer), "cursor": vars(cursor).copy()}
-        return {**fsdp.whole(state), "weights": fsdp.weights(model)} if sharded else state
+        if sharded:
+            state["optimizer"]["state"] = fsdp.share(state["optimizer"]["state"], rank, world)
+            state["weights"] = fsdp.weights(model, keep=rank == 0)
+        return state
 
     def fewest(epoch: int) -> int:
         steps = int(reduce([train_batches.steps(epoch)], world, device, dist.ReduceOp.MIN if world > 1 else None)[0])

@@ -4,8 +4,9 @@ Each block of a language model is gathered when it is computed and let go after 
 the training's 16 bytes per parameter and one block. A model is built whole before it is cut, and is whole again while
 it validates, as workers decode different numbers of batches: 4 bytes per parameter on each device.
 
-Checkpoints hold whole weights and states, so a run goes on with another number of workers, sharded or not. PyTorch's
-part of this takes a second to import, so only what uses it does.
+Checkpoints hold whole weights, which rank 0 writes, and whole states of the optimizer, of which each worker writes its
+share of the parameters; so a run goes on with another number of workers, sharded or not. PyTorch's part of this takes a
+second to import, so only what uses it does.
 """
 
 from __future__ import annotations
@@ -57,14 +58,22 @@ def whole(value: Any) -> Any:
     return [whole(part) for part in value] if isinstance(value, list) else value
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Whole weights by name on the CPU, which workers gather together; of tied ones the first name alone, as
-    `safetensors` keeps them."""
+def share(state: dict[int, Any], rank: int, world: int) -> dict[int, Any]:
+    """Of the optimizer's state of each parameter, whole, that of every `world`-th one, which this rank writes; workers
+    gather together."""
+    parts = ((number, whole(values)) for number, values in sorted(state.items()))
+    return {number: values for place, (number, values) in enumerate(parts) if place % world == rank}
+
+
+def weights(model: nn.Module, keep: bool) -> dict[str, Tensor]:
+    """Whole weights by name on the CPU, which workers gather together and those with `keep` get; of tied ones the first
+    name alone, as `safetensors` keeps them."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     again = {name for tied in names.values() for name in sorted(tied)[1:]}
-    return {name: whole(value).cpu().contiguous() for name, value in model.state_dict().items() if name not in again}
+    found = ((name, whole(value)) for name, value in model.state_dict().items() if name not in again)
+    return {name: value.cpu().contiguous() for name, value in found if keep}
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

@@ -288,12 +288,15 @@ def hand_in(
     place: WorkerContext,
     log: tracking.Logger | None,
 ) -> None:
-    """Rank 0 saves the curves and the checkpoint, which may still be on its way to the storage when every rank reports
-    it."""
+    """Rank 0 saves the curves and the checkpoint, of a sharded model with what other ranks write. It may still be on its
+    way to the storage when every rank reports it."""
     if log:
         tracking.write_curves(task.folder, log.curves)
+    shares = []
+    if state and "weights" in state:
+        shares = checkpoint.write_shares(task.folder, about, state, place.rank)
     if place.rank == 0:
-        checkpoint.keep(task.folder, setup.model, about, state, place.uploads)
+        checkpoint.keep(task.folder, setup.model, about, state, place.uploads, shares)
     place.report(about)
 
 
