@@ -288,8 +288,8 @@ def hand_in(
     place: WorkerContext,
     log: tracking.Logger | None,
 ) -> None:
-    """Rank 0 saves the curves and the checkpoint, of a sharded model with what other ranks write. It may still be on its
-    way to the storage when every rank reports it."""
+    """Rank 0 saves the curves and the checkpoint, of a sharded model with what other ranks write. It may still be on
+    its way to the storage when every rank reports it."""
     if log:
         tracking.write_curves(task.folder, log.curves)
     shares = []
