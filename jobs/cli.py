@@ -54,8 +54,10 @@ def start_ray(num_cpus: int | None = None) -> None:
         return
     try:
         _start_ray(num_cpus)
+    except SystemExit:  # while it starts, and afterwards, Ray has a handler of its own for SIGTERM
+        leave(signal.SIGTERM)
     finally:
-        catch_signals()  # Ray has a handler of its own for SIGTERM
+        catch_signals()
 
 
 def _start_ray(num_cpus: int | None) -> None:

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
@@ -212,6 +212,22 @@ def _few_retries() -> Iterator[None]:
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
+
+
+@contextmanager
+def said(uri: str, say: Callable[[str], Any]) -> Iterator[None]:
+    """Says that MLflow is waited for, where that takes long."""
+    timer = threading.Timer(LONG, say, [f"waiting for MLflow at {uri}"])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+LONG = 5.0
+"""Seconds after which it is said that MLflow is waited for."""
 
 
 def _experiment(client: MlflowClient, uri: str, name: str, storage: str) -> str:

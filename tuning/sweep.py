@@ -180,11 +180,11 @@ def sweep(
     plan = replace(plan, experiment=experiment_of(plan, experiment) or f"{family}/{dataset_name(inputs.tables)}")
     pending = [trial for trial in trials if not is_done(trial, plan)]
     tracking.connect(plan.uri)
-    if pending:
-        start()
-        tracking.check_nodes(plan.uri, sum(node["Alive"] for node in ray.nodes()))
-        check_cluster(ray_options, workers, wants_gpu(ray_options))
     with held(storage, name, PATIENCE):
+        if pending:
+            start()
+            tracking.check_nodes(plan.uri, sum(node["Alive"] for node in ray.nodes()))
+            check_cluster(ray_options, workers, wants_gpu(ray_options))
         run = open_run(plan, hashes, options)
         plan = replace(plan, parent=run.run_id)
         ledger, results = Ledger(plan, len(trials) - len(pending), say), None

@@ -116,7 +116,7 @@ class Replica:
         """What a client asks; MlflowException for what is no request."""
         try:
             sent = json.loads(body)
-        except ValueError as error:  # also of what is no UTF-8
+        except (ValueError, RecursionError) as error:  # also of what is no UTF-8
             raise MlflowException(f"the request is no JSON ({error})", BAD_REQUEST) from error
         if not isinstance(sent, dict):
             raise MlflowException("the request is no JSON object with rows, such as dataframe_records", BAD_REQUEST)

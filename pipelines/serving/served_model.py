@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
+import numpy as np
 import pandas as pd
 import torch
 from mlflow.pyfunc import PythonModel
@@ -24,6 +25,9 @@ from models.fit import to_device
 from models.requests import Row, bundled
 from models.setup import load_catalogue
 from models.tables import UserError
+
+MOST = 10_000
+"""Items of an answer at most: what is ranked for more takes the memory of all who ask."""
 
 
 class Ranker(PythonModel):
@@ -46,9 +50,9 @@ class Ranker(PythonModel):
 
         A history with no other entries gets an empty ranking, of which the model warns once.
         """
-        k = int((params or {}).get("k", 10))
-        if k < 1:
-            raise UserError(f"k {k} is below 1; give the number of items to recommend")
+        k = (params or {}).get("k", 10)
+        if not isinstance(k, int | np.integer) or not 1 <= k <= MOST:
+            raise UserError(f"k is {k}; give the number of items to recommend, from 1 to {MOST:,}")
         requests = [self.requests.read(Row(row)) for row in model_input.to_dict("records")]
         if not self.warned and any(request.unknown and not request.items for request in requests):
             self.warned = True
@@ -62,7 +66,7 @@ class Ranker(PythonModel):
         known = [place for place, request in enumerate(requests) if request.items]
         if known:
             batch = to_device(self.requests.batch([requests[place] for place in known]), self.device)
-            ranked, scores = self.model.recommend(batch, k)
+            ranked, scores = self.model.recommend(batch, min(int(k), len(self.requests.items)))
             for place, items, values in zip(known, ranked, scores, strict=True):
                 real = items >= 0
                 found[place]["item_id"] = [self.requests.items[item] for item in items[real].tolist()]

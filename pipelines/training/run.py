@@ -134,7 +134,8 @@ def run_training(
                 reached = None if ray.is_initialized() else thread.submit(tracking.connect, uri)
                 start()
             if reached:
-                reached.result()
+                with tracking.said(uri, say):
+                    reached.result()
         use_gpu = wants_gpu(ray_options) and entry.gradient
         if parent_run is None:  # the sweep has looked already
             check_cluster(ray_options, workers, use_gpu)
@@ -150,9 +151,10 @@ def run_training(
             settings = {**config, **inputs.given(), "ray": asdict(ray_options)}
             labels = {**(tags or {}), tracking.KEY_TAG: opening["key"], tracking.FOLDER_TAG: folder}
             labels |= {tracking.SIMULATED_TAG: "true"} if is_simulated(inputs.tables) else {}
-            run = tracking.open_run(
-                uri, experiment, name, storage, config=settings, hashes=hashes, parent=parent_run, tags=labels
-            )
+            with tracking.said(uri, say):
+                run = tracking.open_run(
+                    uri, experiment, name, storage, config=settings, hashes=hashes, parent=parent_run, tags=labels
+                )
             if inputs.sids:  # what the tokenizer measured stands beside what a model makes of its codes
                 tracking.Logger(run).update(figures(read_manifest(join(inputs.sids, "sids"), "sids").info, "sids"), 0)
             created = datetime.now(UTC).isoformat(timespec="seconds")

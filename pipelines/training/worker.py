@@ -201,9 +201,10 @@ def perform(task: Task, place: WorkerContext) -> None:
         if place.rank == 0 and task.tracking:
             run = tracking.RunRef(**task.tracking)
             tracking.expect(run.uri)
-            log = tracking.Logger(run, tracking.read_curves(task.folder, about.step) if about else None)
             gpu = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else ""
-            log.tag(hardware=tracking.hardware(f"{place.world} x {gpu}" if gpu else ""))
+            with tracking.said(run.uri, place.say):
+                log = tracking.Logger(run, tracking.read_curves(task.folder, about.step) if about else None)
+                log.tag(hardware=tracking.hardware(f"{place.world} x {gpu}" if gpu else ""))
             stack.enter_context(tracking.system_metrics(run))
             log.log({"train/parameters": parameters, **{f"parameters/{name}": n for name, n in parts.items()}}, 0)
         if setup.entry.gradient:

@@ -137,7 +137,7 @@ def test_unknown_items_are_counted_and_integers_are_ids(folder: Path) -> None:
     for ids in ([17], [np.int64(17)], ["17"]):
         assert ask(ids)["item_id"][0] == answer["item_id"][3]
     for k in (0, -1):
-        with pytest.raises(UserError, match=f"k {k} is below 1"):
+        with pytest.raises(UserError, match=f"k is {k}; give the number"):
             model.predict(pd.DataFrame({"history": [["item-001"]]}), params={"k": k})
     for wrong in (17.0, None, True, ["17"]):
         with pytest.raises(UserError, match=re.escape(f"history has {wrong!r}; an item id is a string")):
