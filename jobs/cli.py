@@ -182,7 +182,7 @@ _signals: list[int] = []
 
 def catch_signals() -> None:
     """Lets SIGINT and SIGTERM stop the job: the first as KeyboardInterrupt, so that it lets go of what it holds, a
-    second one at once."""
+    second one at once. So does the first after `GRACE`, as Python drops exceptions in some places."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, _interrupt)
         signal.signal(signal.SIGTERM, _interrupt)
@@ -192,7 +192,14 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     signal.signal(signal.SIGINT, leave)
     signal.signal(signal.SIGTERM, leave)
     _signals.append(number)
+    last = threading.Timer(GRACE, leave, [number])
+    last.daemon = True
+    last.start()
     raise KeyboardInterrupt
+
+
+GRACE = 25.0
+"""Seconds that a stopped job has for its last words to MLflow: less than the 30 that Kubernetes gives."""
 
 
 def kept_traceback(error: BaseException) -> str:
