@@ -34,7 +34,7 @@ from models.tables import UserError
 from models.words import number_of
 from pipelines.cluster import check_places, check_room
 from pipelines.faults import explain, first_line, user_error_in
-from pipelines.ray_inside import first_answer
+from pipelines.ray_inside import WORKERS, first_answer
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -72,6 +72,7 @@ def _start_ray(num_cpus: int | None) -> None:
                 include_dashboard=False,
                 logging_level=logging.WARNING,
                 log_to_driver=False,
+                runtime_env=WORKERS,
             )
             break
         except Exception as error:  # Ray raises nothing more special where its processes do not come up in time
