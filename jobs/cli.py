@@ -34,7 +34,7 @@ from models.tables import UserError
 from models.words import number_of
 from pipelines.cluster import check_places, check_room
 from pipelines.faults import explain, first_line, user_error_in
-from pipelines.ray_inside import WORKERS, first_answer
+from pipelines.ray_inside import WORKERS, first_answer, signals_as_they_are
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -52,12 +52,8 @@ def start_ray(num_cpus: int | None = None) -> None:
     """
     if ray.is_initialized():
         return
-    try:
+    with signals_as_they_are():
         _start_ray(num_cpus)
-    except SystemExit:  # while it starts, and afterwards, Ray has a handler of its own for SIGTERM
-        leave(signal.SIGTERM)
-    finally:
-        catch_signals()
 
 
 def _start_ray(num_cpus: int | None) -> None:

@@ -7,14 +7,31 @@ between two of them, as windowed counts have; all other tests of data and traini
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import grpc
+import ray
 
 WORKERS = {"env_vars": {"RAY_DATA_SHUFFLE_MAP_WORKER": "1", "RAY_DATA_SHUFFLE_REDUCE_WORKER": "1"}}
 """The environments that Ray Data gives the tasks of its shuffle, as that of a whole Ray: so all tasks share the same
 processes, where each kind would start its own: 5 s of starts, which are spared where a log is small. A version with
 other ones starts these."""
+
+
+@contextmanager
+def signals_as_they_are() -> Iterator[None]:
+    """Keeps Ray, while it starts, from taking SIGTERM: its handler raises SystemExit, which Python drops in places."""
+    utils: Any = getattr(getattr(ray, "_private", None), "utils", None)
+    theirs = getattr(utils, "set_sigterm_handler", None)
+    if theirs:
+        utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        if theirs:
+            utils.set_sigterm_handler = theirs
 
 
 def node_types() -> set[str]:
