@@ -460,9 +460,10 @@ class Logger:
         self.client.log_batch(self.run.run_id, tags=[RunTag(name, value) for name, value in tags.items()])
 
     def end(self, status: str = "FINISHED") -> None:
-        """FINISHED, FAILED or KILLED."""
+        """FINISHED; or FAILED or KILLED, but for a run that has ended: a stopped trial loses its workers after that."""
         self.flush()
-        self.client.set_terminated(self.run.run_id, status)
+        if status == "FINISHED" or self.client.get_run(self.run.run_id).info.status == "RUNNING":
+            self.client.set_terminated(self.run.run_id, status)
 
 
 @contextmanager

@@ -69,8 +69,8 @@ def tables_of(family: str, folder: Path) -> Inputs:
 
 
 def newest(folder: Path) -> int:
-    """The step of the newest checkpoint of the run."""
-    return max((int(made.name[5:]) for made in folder.glob("step-*")), default=0)
+    """The step of the newest checkpoint of the run that is whole."""
+    return max((int(made.parent.name[5:]) for made in folder.glob(f"step-*/{checkpoint.CONFIG}")), default=0)
 
 
 def kill_workers(folder: Path, count: int, late: int, times: int = 1) -> threading.Thread:
