@@ -3,14 +3,20 @@
     python -m jobs.quickstart                     # next items: semantic IDs, SASRec, TIGER and its student SID-MLP
     python -m jobs.quickstart --family search     # searches: text embeddings, Base, HSTU, HLLM and QGS
     python -m jobs.quickstart --family actions    # a feed: interleaved, AttnLFA, AttnMVP; without actions
+    python -m jobs.quickstart --data FOLDER       # a real log
 
-Without `--data` it simulates a small log (`results are labelled simulated`); `--data FOLDER` takes a real
-one whose mapping file is `jobs/configs/sources/FOLDER_FAMILY.yaml` or `FOLDER.yaml` there, or the one that `--source`
-names. Every step is one of the other commands and is printed as such before it runs, so each can be repeated on its
-own.
+Without `--data` it simulates a small log (`results are labelled simulated`). The mapping of a real one is the file that
+`--source` names, else `jobs/configs/sources/FOLDER_FAMILY.yaml` or `FOLDER.yaml` there, else a first one that is
+guessed from the log (`jobs.prepare --suggest`) and written to `OUTPUT/FOLDER/source.yaml`, to be corrected. Every step
+is one of the other commands and is printed as such before it runs, so each can be repeated on its own.
 """
 
 from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__" and not {"-h", "--help"} & set(sys.argv):
+    print("quickstart: loading PyTorch, Ray and MLflow, which takes some seconds", flush=True)
 
 import importlib
 import shlex
@@ -25,9 +31,9 @@ from models.config import check_positive
 from models.places import reach
 from models.tables import UserError, join, read_manifest
 from models.text_encoder import check_encoder
-from models.words import number_of
 from pipelines.data.kinds import KINDS
 from pipelines.data.log import load_source
+from pipelines.data.suggest import suggest
 from pipelines.tracking import resolve_uri
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -46,7 +52,11 @@ class Trained:
     name: str = ""
     """Name of the run; by default the model's."""
     teacher: str = ""
-    """The run of this flow that it learns from, in half as many epochs as others."""
+    """The run of this flow that it learns from."""
+    epochs: int = 20
+    """Most epochs."""
+    rows: int = 2_000_000
+    """Training requests, of a feed impressions, that all epochs together have at most: of a larger log fewer epochs."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +65,6 @@ class Flow:
 
     models: tuple[Trained, ...]
     """In the order of training; a teacher comes before its student."""
-    epochs: int
-    """Most epochs of each model."""
     extra: str = ""
     """What models need beside the tables, and the option for it: `sids`, `text` or nothing."""
     events: int = 1
@@ -70,10 +78,9 @@ FLOWS = {
         (
             Trained("popularity", ("popularity",)),
             Trained("sasrec", ("sasrec",)),
-            Trained("tiger", ("tiger_small",)),
-            Trained("sid_mlp", ("sid_mlp_small",), teacher="tiger"),
+            Trained("tiger", ("tiger_small",), epochs=40, rows=420_000),
+            Trained("sid_mlp", ("sid_mlp_small",), teacher="tiger", epochs=10, rows=200_000),
         ),
-        epochs=20,
         extra="sids",
     ),
     "search": Flow(
@@ -83,7 +90,6 @@ FLOWS = {
             Trained("hllm", ("qgs", "search/hllm", "search/small")),
             Trained("qgs", ("qgs", "search/small")),
         ),
-        epochs=4,
         extra="text",
     ),
     "actions": Flow(
@@ -93,7 +99,6 @@ FLOWS = {
             Trained("attn_mvp", ("attn_mvp",), SMALL),
             Trained("attn_mvp", ("attn_mvp", "actions/attn_mvp_no_lfa"), NO_ACTIONS, name="without_actions"),
         ),
-        epochs=10,
         events=2,
     ),
 }
@@ -104,20 +109,19 @@ FLOWS = {
 class Config:
     """Options."""
 
-    family: Literal[tuple(FLOWS)] = "retrieval"  # type: ignore[valid-type]
+    family: Literal[tuple(FLOWS)] | None = None  # type: ignore[valid-type]
     """Which models: `retrieval` finds the next item in a catalogue, `search` ranks what a search shows, `actions`
-    predicts what a user will do with an item."""
+    predicts what a user will do with an item; by default what the mapping file is of, and without one retrieval."""
     data: str | None = None
     """Folder of a real raw log; without it a log is simulated."""
     source: str | None = None
-    """Mapping file of the real log; by default the one named after the folder."""
+    """Mapping file of the real log; by default the one named after the folder, else a guess."""
     output: str = "runs"
     """Folder for everything that is made: one folder below it per dataset."""
     encoder: str = "tfidf"
     """Encoder of the texts: tfidf, minilm (make encoder), or a transformers name or path."""
     epochs: int | None = None
-    """Most epochs of each model, half as many for a student, which learns from its teacher in fewer; by default 20, of
-    search 4, of actions 10. A real model wants more: see the pages of docs/."""
+    """Epochs of each model; by default what its size and that of the log are worth in minutes on two cores."""
     users: int = 1500
     """Users of the simulated log."""
     items: int = 400
@@ -155,6 +159,8 @@ class Folders:
 
     dataset: str
     """Name of the dataset."""
+    family: str
+    """What its mapping file makes."""
     source: str
     """Mapping file of the log."""
     raw: Path
@@ -167,16 +173,16 @@ class Folders:
     """Folder of the runs."""
 
 
-def measure(config: Config, folders: Folders, steps: Steps, trained: Trained, epochs: int) -> None:
-    """Trains a model, by at most `epochs` where it is trained by gradient, and evaluates it on test."""
+def measure(config: Config, folders: Folders, steps: Steps, trained: Trained) -> None:
+    """Trains a model, and evaluates it on test."""
     entry, name = registry.find(trained.model), trained.name or trained.model
-    made = FLOWS[config.family].extra
+    made = FLOWS[folders.family].extra
     where = ["--tables", folders.tables]
     where += [word for option in entry.reads if made for word in (f"--{option}", folders.extra)]
     options = [*trained.options, *(["--model.teacher", f"{folders.runs}/{trained.teacher}"] if trained.teacher else [])]
     if entry.gradient:
-        most = -(-epochs // 2) if trained.teacher else epochs
-        options += ["--fit.max_epochs", str(most), "--fit.seed", str(config.seed)]
+        epochs = config.epochs or epochs_of(trained, folders.tables)
+        options += ["--fit.max_epochs", str(epochs), "--fit.seed", str(config.seed)]
     configs = [word for file in trained.configs for word in ("--config", str(CONFIGS / f"{file}.yaml"))]
     train = [*configs, *where, "--storage", folders.runs, "--name", name]
     steps.run(f"{'Distil' if trained.teacher else 'Train'} {name}", "train", *train, *options)
@@ -184,30 +190,47 @@ def measure(config: Config, folders: Folders, steps: Steps, trained: Trained, ep
     steps.run(f"Evaluate {name} on test", "evaluate", *checkpoint, *where, "--split", "test")
 
 
+def epochs_of(trained: Trained, tables: str) -> int:
+    """The epochs that a log of this size is worth: fewer of a large one, so that all end within minutes."""
+    info = read_manifest(join(tables, "sequences"), "sequences").info
+    rows = (info.get("requests") or info["events"])["train"]
+    return min(trained.epochs, max(1, round(trained.rows / rows)))
+
+
 def locate(config: Config) -> Folders:
-    """Where everything is; UserError for a log that is not there, that no mapping file describes, or of another
-    family."""
+    """Where everything is; UserError for a log that is not there, that cannot be guessed at, or of another family."""
     if config.source and not config.data:
         raise UserError(f"--source is {config.source}, which describes a real log; give its folder with --data")
-    reach(data=config.data)
-    kind = KINDS[config.family]
-    name = Path(config.data).resolve().name if config.data else kind.source
-    named = [CONFIGS / "sources" / f"{stem}.yaml" for stem in (f"{name}_{config.family}", name)]
-    source = Path(config.source) if config.source else next((file for file in named if file.is_file()), named[-1])
-    if not source.is_file():
-        raise UserError(
-            f"there is no mapping file {source} for {config.data}; name one with --source (make: SOURCE=FILE), or "
-            f"write one: python -m jobs.prepare --suggest {config.data}"
-        )
-    made = load_source(str(source))[1].get("kind", "retrieval")
-    if made != config.family:
-        raise UserError(f"{source} makes tables of kind '{made}', not '{config.family}'; give --family {made}")
     if "://" in config.output:
         raise UserError(f"--output is {config.output}, and the quickstart keeps its files in a local folder; name one")
+    reach(data=config.data)
+    name = Path(config.data).resolve().name if config.data else KINDS[config.family or "retrieval"].source
     home = Path(config.output).absolute() / name
+    source = config.source or mapping_of(config, name, home)
+    if not Path(source).is_file():
+        raise UserError(f"there is no mapping file {source} for {config.data}; leave out --source for a first one")
+    made = load_source(source)[1].get("kind", "retrieval")
+    if made != (config.family or made):
+        raise UserError(f"{source} makes tables of kind '{made}', not '{config.family}'; give --family {made}")
     raw = Path(config.data).absolute() if config.data else home / "raw"
-    extra = home / FLOWS[config.family].extra
-    return Folders(name, str(source), raw, str(home / "tables"), str(extra), str(home / "runs"))
+    return Folders(
+        name, made, source, raw, str(home / "tables"), str(home / (FLOWS[made].extra or "sids")), str(home / "runs")
+    )
+
+
+def mapping_of(config: Config, name: str, home: Path) -> str:
+    """The mapping file of a log that is named after its folder, else the guess at it, made where there is none yet."""
+    known = [CONFIGS / "sources" / f"{stem}.yaml" for stem in (f"{name}_{config.family}", name)]
+    if found := next((file for file in known if file.is_file()), None):
+        return str(found)
+    guess = home / "source.yaml"
+    if not guess.is_file():
+        text = suggest(str(config.data))
+        home.mkdir(parents=True, exist_ok=True)
+        guess.write_text(text)
+    print(f"{guess} describes {config.data} as far as can be guessed; read it, and mend what is wrong:")
+    print("".join(f"    {line}\n" for line in guess.read_text().splitlines()), end="", flush=True)
+    return str(guess)
 
 
 def published_sids(folder: Path) -> Path | None:
@@ -216,28 +239,34 @@ def published_sids(folder: Path) -> Path | None:
     return found[0] if found else None
 
 
-def make_extra(config: Config, folders: Folders, steps: Steps) -> None:
-    """Makes what models need beside the tables."""
+def make_extra(config: Config, folders: Folders, steps: Steps) -> bool:
+    """Makes what models need beside the tables; whether there is anything to make it from."""
     encode, output = ["--tables", folders.tables, "--encoder", config.encoder], ["--output", folders.extra]
-    if FLOWS[config.family].extra == "text":
+    items = read_manifest(join(folders.tables, "items"), "items")
+    if FLOWS[folders.family].extra == "text":
         steps.run("Texts to embeddings", "encode", *encode, *output)
-    elif read_manifest(join(folders.tables, "items"), "items").info["texts"]:
-        size = [] if config.data else ["--rqkmeans.codebook_size", "32"]  # a simulated catalogue is small
+    elif items.info["texts"]:
+        size = ["--rqkmeans.codebook_size", str(codebook_size(items.rows))]
         steps.run("Items to semantic IDs", "tokenize", *encode, "--tokenizer", "rqkmeans", *size, *output)
     elif config.data and (published := published_sids(folders.raw)):
         codes = ["--tokenizer", "published", "--published", str(published)]
         steps.run("Published semantic IDs", "tokenize", "--tables", folders.tables, *codes, *output)
     else:
-        raise UserError(f"{config.data} has neither item texts nor published semantic IDs; TIGER needs one of them")
+        return False
+    return True
+
+
+def codebook_size(items: int) -> int:
+    """Codes per level: a power of two that 8 items or more share each, at most the usual 256."""
+    return min(256, 2 ** max(1, (items // 8).bit_length() - 1))
 
 
 def run(config: Config) -> None:
     """Runs the flow."""
-    kind, folders = KINDS[config.family], locate(config)
+    folders = locate(config)
+    kind, flow = KINDS[folders.family], FLOWS[folders.family]
     cli.preflight(output=config.output)
-    flow = FLOWS[config.family]
     steps = Steps(count=3 + (not config.data) + bool(flow.extra) + 2 * len(flow.models))
-    cli.start_ray()
     if not config.data:
         events = str(config.events * flow.events)
         size = ["--users", str(config.users), "--items", str(config.items), "--events", events]
@@ -247,23 +276,22 @@ def run(config: Config) -> None:
     log = ["--source", folders.source, "--input", str(folders.raw), "--output", folders.tables]
     steps.run("Raw log to tables", "prepare", *log)
     steps.run("Prove the tables free of leakage", "audit", "--tables", folders.tables)
-    if flow.extra:
-        make_extra(config, folders, steps)
-    most = config.epochs or flow.epochs
-    for trained in flow.models:
-        measure(config, folders, steps, trained, most)
+    models = flow.models
+    if flow.extra and not make_extra(config, folders, steps):
+        models = tuple(model for model in models if flow.extra not in registry.find(model.model).reads)
+        steps.count -= 1 + 2 * (len(flow.models) - len(models))
+        print(f"note: {folders.source} names no texts of items, of which semantic IDs are made, so models without them")
+    for trained in models:
+        measure(config, folders, steps, trained)
     uri = resolve_uri(None, folders.runs)  # where the trainings logged
     page = Path(folders.runs).parent / "compare.html"
-    experiment = f"{config.family}/{folders.dataset}"
+    experiment = f"{folders.family}/{folders.dataset}"
     steps.run("Compare", "compare", "--experiment", experiment, "--html", str(page), "--tracking_uri", uri)
     label = "" if config.data else "This is simulated data: the figures show that the flow works, nothing more."
     print(f"\nDone in {time.monotonic() - steps.started:.0f} s. {label}")
-    print(
-        f"Each model trained for at most {number_of(most, 'epoch')}. One that learns slowly, such as TIGER, gains by "
-        f"more: --epochs."
-    )
+    print("Sizes and epochs are for minutes on two cores; the configs that the commands name say what is for figures.")
     print(f"  tables        {folders.tables}")
-    if flow.extra:
+    if len(models) == len(flow.models) and flow.extra:
         print(f"  {flow.extra:<12}  {folders.extra}")
     print(f"  checkpoints   {folders.runs}")
     print(f"  look at it    {page.as_uri()}")

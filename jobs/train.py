@@ -4,7 +4,7 @@
 
 The config's `model.name` says which model; any option of it can be set on the line, as --model.num_layers 2
 or --fit.lr 0.001. With a model named, --help shows its options. Under `ray job submit` it trains on that cluster, else
-on a Ray started here.
+here: one worker in this process, several (--ray.num_workers) on a Ray that is started for them.
 """
 
 from __future__ import annotations

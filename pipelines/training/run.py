@@ -1,4 +1,7 @@
-"""A training run on Ray: a `TorchTrainer` under a fixed storage folder and name, so that it can be continued.
+"""A training run under a fixed storage folder and name, so that it can be continued.
+
+Workers are those of a `TorchTrainer`; one worker that is not on a cluster trains in this process, as starting Ray and a
+trainer costs 30 s of processor time whatever it trains.
 
 `STORAGE/NAME/` holds `run.json` (what the run is and whether it is finished), the checkpoints to resume
 from (`step-*`, the last one and the best one) and, when it is done, `best/`: the weights to use.
@@ -101,21 +104,22 @@ def run_training(
     wait: float = 0,
     start: Callable[[], None] | None = None,
 ) -> Trained:
-    """Trains one model, or continues or finds finished the run of this name. Ray must be started, or `start` starts
-    it.
+    """Trains one model, or continues or finds finished the run of this name. One worker trains in this process, but on
+    a cluster (RAY_ADDRESS); for others Ray must be started, or `start` starts it.
 
     Raises UserError for what the user can mend, before anything is started or written where that is possible.
     `parent_run` is a sweep's MLflow run; `log_model` also stores the best model there, with the tables that it needs to
     be served.
 
-    With `heard` one worker trains in this process, which is told of every checkpoint; a SystemExit that it raises
-    leaves the run as it is, to be continued or concluded. `callbacks` are Ray Train's, of other runs. `tags` are
-    further tags of the MLflow run. A run that another process holds is waited for that many seconds.
+    With `heard` one worker trains in this process on a cluster too. It is told of every checkpoint; a SystemExit that
+    it raises leaves the run as it is, to be continued or concluded. `callbacks` are Ray Train's, of other runs. `tags`
+    are further tags of the MLflow run. A run that another process holds is waited for that many seconds.
     """
     began = time.monotonic()
     entry, ray_options, config, hashes = checked.entry, checked.ray, checked.config, checked.hashes
     name, storage, folder = checked.name, checked.storage, checked.folder
     inputs, uri, workers = checked.inputs, checked.uri, checked.workers
+    here = workers == 1 and bool(heard or not os.environ.get("RAY_ADDRESS"))
     for note in checked.notes:
         say(f"note: {note}")
     with held(storage, name, wait):
@@ -129,7 +133,7 @@ def run_training(
             if record["status"] == "finished" and not is_longer(record, config):
                 about = checkpoint.read(join(folder, BEST))
                 return Trained(name, join(folder, BEST), about, run, record["epochs"], 0.0, already=True)
-        if start:
+        if start and not here:
             with ThreadPoolExecutor(1) as thread:  # to make a new store takes as long as to start a local Ray
                 reached = None if ray.is_initialized() else thread.submit(tracking.connect, uri)
                 start()
@@ -137,9 +141,12 @@ def run_training(
                 with tracking.said(uri, say):
                     reached.result()
         use_gpu = wants_gpu(ray_options) and entry.gradient
-        if parent_run is None:  # the sweep has looked already
-            check_cluster(ray_options, workers, use_gpu)
-        tracking.check_nodes(uri, sum(node["Alive"] for node in ray.nodes()))
+        if not here:
+            if parent_run is None:  # the sweep has looked already
+                check_cluster(ray_options, workers, use_gpu)
+            tracking.check_nodes(uri, sum(node["Alive"] for node in ray.nodes()))
+        elif use_gpu and not torch.cuda.is_available():
+            raise UserError("ray.use_gpu is true, and this machine has no GPU that PyTorch finds; leave it out")
         if checked.overwrite:
             remove(folder, say)
         if record is None or record["status"] == "opening":
@@ -178,8 +185,9 @@ def run_training(
             config["model"], config["fit"], folder, inputs.given(), run.to_dict(), ray_options.threads, ray_options.fsdp
         )
         try:
-            if heard and workers == 1:
-                perform(task, WorkerContext(0, 1, torch.device("cuda" if use_gpu else "cpu"), 1, heard, say))
+            if here:
+                device = torch.device("cuda" if use_gpu else "cpu")
+                perform(task, WorkerContext(0, 1, device, 1, heard or (lambda about: None), say))
             else:
                 run_workers(task, storage, name, workers, use_gpu, ray_options, say, callbacks)
             if (last := checkpoint.last(folder)) is None:
@@ -291,8 +299,10 @@ def held(storage: str, name: str, wait: float = 0) -> AbstractContextManager[Non
 
 
 def wants_gpu(options: RayOptions) -> bool:
-    """Whether workers take GPUs; auto: if the cluster has any."""
-    return bool(ray.cluster_resources().get("GPU", 0)) if options.use_gpu == "auto" else options.use_gpu
+    """Whether workers take GPUs; auto: if the cluster has any, or without one this machine."""
+    if options.use_gpu != "auto":
+        return options.use_gpu
+    return bool(ray.cluster_resources().get("GPU", 0)) if ray.is_initialized() else torch.cuda.is_available()
 
 
 def resources(options: RayOptions, use_gpu: bool) -> dict[str, float]:

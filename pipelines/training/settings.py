@@ -26,7 +26,8 @@ class RayOptions:
     """How a training is spread over the cluster."""
 
     num_workers: int = 1
-    """Training processes; each gets an equal part of `fit.batch_size`. On GPUs one per GPU."""
+    """Training processes; each gets an equal part of `fit.batch_size`. On GPUs one per GPU. One alone, without a
+    cluster, is the job's own process, to which options about lost workers do not apply."""
     min_workers: int = 0
     """With how many of them a training goes on while nodes are lost or not there yet; when they are back it takes them
     in again. 0: all of them, so that it waits."""

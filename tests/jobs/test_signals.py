@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pipelines import tracking
@@ -69,10 +70,31 @@ def test_before_anything_is_begun(job: str, number: signal.Signals, tmp_path: Pa
 
 
 @pytest.mark.parametrize("number", CODES)
+def test_while_a_local_ray_starts(number: signal.Signals, tmp_path: Path) -> None:
+    alone = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    raw = ["--output", f"{tmp_path}/raw", "--users", "20", "--items", "20", "--events", "200"]
+    subprocess.run([sys.executable, "-m", "jobs.simulate", *raw], cwd=ROOT, check=True, capture_output=True)
+    words = ["jobs.prepare", "--source", "jobs/configs/sources/simulated.yaml", "--input", f"{tmp_path}/raw"]
+    words += ["--output", f"{tmp_path}/tables", "--partitions", "2"]
+    line = [sys.executable, "-m", *words]
+    job = subprocess.Popen(
+        line, cwd=ROOT, env=alone, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    while not psutil.Process(job.pid).children():  # the first of Ray's
+        time.sleep(0.01)
+    os.killpg(job.pid, number) if number == signal.SIGINT else job.send_signal(number)
+    printed, _ = job.communicate()
+    assert (printed[printed.rindex("\n", 0, -1) + 1 :], job.returncode) == (STOPPED, CODES[number])
+    assert "Traceback" not in printed
+    assert not (tmp_path / "tables/events/manifest.json").exists()
+    subprocess.run(line, cwd=ROOT, env=alone, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("number", CODES)
 def test_a_training(
     number: signal.Signals, small: tuple[str, str], new_store: Callable[[Path], str], tmp_path: Path
 ) -> None:
-    """In a Ray of its own, stopped in its epochs; then continued, and stopped when all is done."""
+    """Stopped in its epochs; then continued, and stopped when all is done."""
     store = new_store(tmp_path)
     words = ["jobs.train", "--tables", small[0], "--storage", str(tmp_path), "--name", "one", "--fit.batch_size", "8"]
     words += [word for key, value in MODEL.items() for word in (f"--model.{key}", str(value))]

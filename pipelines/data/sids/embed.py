@@ -57,8 +57,8 @@ class EmbedConfig:
 
     template: str = ""
     """Item text, such as '{title}. {brand}'; empty: all text columns in the table's order, joined by a blank."""
-    empty: Literal["error", "encode"] = "error"
-    """Items with no text: `error` stops with their count, `encode` encodes the empty string."""
+    empty: Literal["encode", "error"] = "encode"
+    """Items with no text: `encode` encodes the empty string and says how many, `error` stops with their count."""
     pooling: Literal["mean", "cls"] = "mean"
     """`mean` over tokens, or the `cls` token's state."""
     normalize: bool = True
@@ -86,19 +86,19 @@ class EmbedConfig:
         return self.pooling, self.max_tokens, self.batch_size, self.normalize, self.precision
 
 
-def item_texts(items: pa.Table, config: EmbedConfig) -> list[str]:
+def item_texts(items: pa.Table, config: EmbedConfig, say: Say = lambda line: None) -> list[str]:
     """The text of each item by the template; a missing column value counts as empty.
 
-    Raises UserError for a column that the table does not have, and for items with no text unless
-    `config.empty` allows them.
+    Raises UserError for a column that the table does not have, where no item has a text, and where some have none
+    unless `config.empty` allows them, which is said then.
     """
     found, blank = texts_of(items, config.template)
-    if blank and config.empty == "error":
+    if blank:
         columns = ", ".join(text_columns(items.column_names, config.template))
-        raise UserError(
-            f"{blank:,} of {len(found):,} items have no text in {columns}; use --embed.empty encode to encode the "
-            f"empty string for them, or a template with more columns"
-        )
+        what = f"{blank:,} of {len(found):,} items have no text in {columns}"
+        if config.empty == "error" or blank == len(found):
+            raise UserError(f"{what}; use a template with more columns")
+        say(f"note: {what}; they are encoded as an empty one")
     return found
 
 
@@ -316,7 +316,7 @@ def embed_items(
         return done
     start()
     started = time.monotonic()
-    texts = item_texts(read_table(items_uri, "items"), config)
+    texts = item_texts(read_table(items_uri, "items"), config, say)
     blocks = _embeddings(texts, encoder, config, say)
     if pca_width:
         vectors = np.concatenate(list(blocks))

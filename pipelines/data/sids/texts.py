@@ -300,7 +300,7 @@ def encode_log(
     wanted = check_texts(tables_uri, encoder, config, output_uri)
     if config.query_condition == "joint":
         say(WARNING)
-    texts = {"items": item_texts(read_table(join(tables_uri, "items"), "items"), config)}
+    texts = {"items": item_texts(read_table(join(tables_uri, "items"), "items"), config, say)}
     if "queries" in wanted:
         there = read_manifest(join(tables_uri, "queries"), "queries").rows
         table = read_table(join(tables_uri, "queries"), "queries") if there else pa.table({"query": []})

@@ -40,7 +40,7 @@ def test_what_has_no_text_is_refused(tmp_path: Path) -> None:
         check_texts(tables, "tfidf", TextConfig(), str(tmp_path / "text"))
     authors = write_actions(tmp_path / "authors", content=True)
     without = sum(not row["cat_author"] for row in read_table(join(authors, "items")).to_pylist())
-    with pytest.raises(UserError, match=f"^{without} of .* items have no text in author; use --embed.empty encode"):
-        check_texts(authors, "tfidf", TextConfig(template="{author}"), str(tmp_path / "text"))
+    with pytest.raises(UserError, match=f"^{without} of .* items have no text in author; use a template"):
+        check_texts(authors, "tfidf", TextConfig(template="{author}", empty="error"), str(tmp_path / "text"))
     with pytest.raises(UserError, match="query_condition joint is of searches"):
         check_texts(tables, "minilm", TextConfig(query_condition="joint"), str(tmp_path / "text"))

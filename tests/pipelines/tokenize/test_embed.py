@@ -143,11 +143,14 @@ def test_texts_are_joined_in_the_order_of_columns_or_template() -> None:
     assert item_texts(table, EmbedConfig(template="{brand}: {title} ({color})")) == [": Drill (red)", "Acme: Hose ()"]
 
 
-def test_items_with_no_text_are_an_error_or_the_empty_string() -> None:
-    table = items(text_title=["Drill", " ", None], text_brand=["x", "", None])
-    with pytest.raises(UserError, match=r"2 of 3 items have no text in title, brand; use --embed\.empty encode"):
-        item_texts(table, EmbedConfig())
-    assert item_texts(table, EmbedConfig(empty="encode")) == ["Drill x", "", ""]
+def test_items_with_no_text_are_the_empty_string_and_said_or_an_error() -> None:
+    table, said = items(text_title=["Drill", " ", None], text_brand=["x", "", None]), []
+    assert item_texts(table, EmbedConfig(), said.append) == ["Drill x", "", ""]
+    assert said == ["note: 2 of 3 items have no text in title, brand; they are encoded as an empty one"]
+    with pytest.raises(UserError, match=r"2 of 3 items have no text in title, brand; use a template"):
+        item_texts(table, EmbedConfig(empty="error"))
+    with pytest.raises(UserError, match=r"2 of 2 items have no text in title, brand; use a template"):
+        item_texts(table[1:], EmbedConfig())
 
 
 def test_templates_and_tables_that_do_not_fit_are_refused() -> None:

@@ -32,6 +32,12 @@ MODEL = {"name": "sasrec", "dim": 16, "num_layers": 1, "dropout": 0.0, "max_hist
 FIT = {"batch_size": 8, "max_epochs": 2, "log_every_steps": 2, "patience": 0, "seed": 3}
 
 
+@pytest.fixture(autouse=True)
+def as_on_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one worker is one of Ray Train too."""
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+
+
 @pytest.fixture
 def tables(small: tuple[str, str]) -> str:
     return small[0]

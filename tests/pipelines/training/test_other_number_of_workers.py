@@ -117,7 +117,7 @@ def check_same(one: Path, other: Path) -> None:
 
 @pytest.mark.parametrize("family", MODELS)
 def test_killed_with_two_workers_and_continued_with_one(
-    family: str, ray_local: None, new_store: Callable[[Path], str], tmp_path: Path
+    family: str, ray_local: None, new_store: Callable[[Path], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = tables_of(family, tmp_path / "made")
     storage = tmp_path / "runs"
@@ -161,6 +161,7 @@ def test_killed_with_two_workers_and_continued_with_one(
     lines.clear()
     # In a process of Ray Train for one family; for the others here, where the same loop needs no start.
     if by_ray:
+        monkeypatch.setenv("RAY_ADDRESS", "local")  # as on a cluster, where one worker is Ray's too
         watch = kill_workers(storage / "cut", 1, newest(storage / "cut") + 1, times=2)
         again = run("cut", 1, failures=1)
         watch.join()
