@@ -52,8 +52,15 @@ def start_ray(num_cpus: int | None = None) -> None:
     """
     if ray.is_initialized():
         return
-    with signals_as_they_are():
-        _start_ray(num_cpus)
+    main = threading.current_thread() is threading.main_thread()
+    # While processes are forked Python drops exceptions, and nothing is begun that is to be let go of: a stop ends it.
+    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)} if main else {}
+    try:
+        with signals_as_they_are():
+            _start_ray(num_cpus)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _start_ray(num_cpus: int | None) -> None:

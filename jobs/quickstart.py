@@ -242,10 +242,11 @@ def published_sids(folder: Path) -> Path | None:
 def make_extra(config: Config, folders: Folders, steps: Steps) -> bool:
     """Makes what models need beside the tables; whether there is anything to make it from."""
     encode, output = ["--tables", folders.tables, "--encoder", config.encoder], ["--output", folders.extra]
-    items = read_manifest(join(folders.tables, "items"), "items")
     if FLOWS[folders.family].extra == "text":
         steps.run("Texts to embeddings", "encode", *encode, *output)
-    elif items.info["texts"]:
+        return True
+    items = read_manifest(join(folders.tables, "items"), "items")
+    if items.info["texts"]:
         size = ["--rqkmeans.codebook_size", str(codebook_size(items.rows))]
         steps.run("Items to semantic IDs", "tokenize", *encode, "--tokenizer", "rqkmeans", *size, *output)
     elif config.data and (published := published_sids(folders.raw)):

@@ -102,7 +102,7 @@ def test_runs_are_compared_where_they_were_logged(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server:5000")
     lines: list[tuple[str, ...]] = []
     monkeypatch.setattr(quickstart.Steps, "run", lambda self, title, *words: lines.append(words))
-    quickstart.run(quickstart.Config(family="search", output=str(tmp_path)))
+    quickstart.run(quickstart.Config(family="search", output=str(tmp_path), epochs=1))
     assert "ssh -L 8000:localhost:8000 HOST" in capsys.readouterr().out
     assert lines[-1][0] == "compare"
     assert lines[-1][-2:] == ("--tracking_uri", "http://server:5000")

@@ -173,8 +173,9 @@ def test_what_cannot_work_is_refused_before_training(world: World, monkeypatch: 
     both = Inputs(world.tables, world.sids)
     refused: list[tuple[str, dict[str, Any]]] = [
         ("16 does not divide by 3", {"ray_options": RayOptions(num_workers=3, cpus_per_worker=0.1)}),
-        ("needs 100 CPUs, .*the cluster has 2", {"ray_options": RayOptions(cpus_per_worker=100)}),
-        ("needs 1 CPUs, 1 GPUs, .*the cluster has 2 CPUs, 0 GPUs", {"ray_options": RayOptions(use_gpu=True)}),
+        ("need 200 CPUs, .*the cluster has 2", {"ray_options": RayOptions(num_workers=2, cpus_per_worker=100)}),
+        ("need 2 CPUs, 2 GPUs, .*the cluster has 2 CPUs, 0", {"ray_options": RayOptions(num_workers=2, use_gpu=True)}),
+        ("ray.use_gpu is true, and this machine has no GPU", {"ray_options": RayOptions(use_gpu=True)}),
         ("fit.eval_options has 'beem', which is no option of 'tiger'.* the nearest is 'beam'",
          {"model": {"name": "tiger"}, "inputs": both, "fit": replace(FIT, eval_options={"beem": 3})}),
         ("fit.eval_options has 'beam', which is no option of 'sasrec'.* takes unseen",
