@@ -1,7 +1,7 @@
 """The whole flow in minutes: a log, tables, audit, the models of a family, compared.
 
     python -m jobs.quickstart                     # next items: semantic IDs, SASRec, TIGER and its student SID-MLP
-    python -m jobs.quickstart --family search     # searches: text embeddings, Base, HSTU, HLLM and QGS
+    python -m jobs.quickstart --family search     # searches: text embeddings, boosted trees, Base and QGS
     python -m jobs.quickstart --family actions    # a feed: interleaved, AttnLFA, AttnMVP; without actions
     python -m jobs.quickstart --data FOLDER       # a real log
 
@@ -69,10 +69,16 @@ class Flow:
     """What models need beside the tables, and the option for it: `sids`, `text` or nothing."""
     events: int = 1
     """Events of the simulated log per event that is asked for."""
+    simulate: tuple[str, ...] = ()
+    """Options of jobs.simulate beside its size."""
 
 
 SMALL = ("--model.num_layers", "2", "--fit.batch_size", "16", "--fit.lr", "0.002", "--fit.patience", "0")
 NO_ACTIONS = (*SMALL, "--model.action_weight", "0")
+# Base in the steps of search/history.yaml, so that what it lacks beside QGS is the history
+STEPS = ("--model.batch_of", "requests", "--fit.batch_size", "512", "--fit.optimizer", "adamw", "--fit.lr", "0.002",
+         "--fit.weight_decay", "0.01", "--fit.schedule", "cosine", "--fit.warmup_steps", "10000",
+         "--fit.warmup_share", "0.05", "--fit.patience", "0")  # fmt: skip
 FLOWS = {
     "retrieval": Flow(
         (
@@ -85,12 +91,12 @@ FLOWS = {
     ),
     "search": Flow(
         (
-            Trained("base", ("search/base",)),
-            Trained("hstu", ("qgs", "search/hstu", "search/small")),
-            Trained("hllm", ("qgs", "search/hllm", "search/small")),
-            Trained("qgs", ("qgs", "search/small")),
+            Trained("boosted", ("search/boosted",)),
+            Trained("base", ("search/base",), STEPS, epochs=6, rows=500_000),
+            Trained("qgs", ("qgs", "search/small", "search/history"), epochs=6, rows=500_000),
         ),
         extra="text",
+        simulate=("--taste", "class", "--disliked_click", "0.05"),
     ),
     "actions": Flow(
         (
@@ -272,7 +278,7 @@ def run(config: Config) -> None:
         events = str(config.events * flow.events)
         size = ["--users", str(config.users), "--items", str(config.items), "--events", events]
         chosen = [] if kind.simulated == simulate.Config.kind else ["--kind", kind.simulated]
-        log = [*chosen, "--output", str(folders.raw), *size, "--seed", str(config.seed)]
+        log = [*chosen, "--output", str(folders.raw), *size, *flow.simulate, "--seed", str(config.seed)]
         steps.run("Simulate a raw log", "simulate", *log)
     log = ["--source", folders.source, "--input", str(folders.raw), "--output", folders.tables]
     steps.run("Raw log to tables", "prepare", *log)

@@ -44,8 +44,9 @@ class Config:
     """Seed of everything that is drawn."""
     query_driven: float = 1.0
     """Search: share of searches whose clicks follow the query; in the others they follow the history."""
-    taste: Literal["user", "query"] = "user"
-    """Search: whether a user likes the same makers everywhere, or others in every second cluster of items."""
+    taste: Literal["user", "class", "query"] = "user"
+    """Search: whether a user likes some makers everywhere, those of one of two classes, or others in every second
+    cluster of items."""
     disliked_click: float = 0.25
     """Search: chance of a click on a fitting result of a maker that the user does not like, if looked at; else 0.85."""
     shown_days: float = 0.0

@@ -121,7 +121,7 @@ class Search(Family):
     reads: ClassVar[Mapping[str, bool]] = {"text": True}
 
     def catalogue(self, inputs: Inputs, scale: bool = True) -> SearchCatalogue:
-        return SearchCatalogue.load(inputs.tables, str(inputs.text), scale)
+        return SearchCatalogue.load(inputs.tables, inputs.text, scale)
 
     def trim_catalogue(self, catalogue: SearchCatalogue, examples: Iterable[Any], config: Any) -> SearchCatalogue:
         return catalogue.leave_pairs_to(examples, config)

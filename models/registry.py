@@ -37,6 +37,7 @@ from models.retrieval.sid_mlp import SidMlp, SidMlpOptions
 from models.retrieval.student import Student, StudentOptions, TaughtConfig
 from models.retrieval.tiger import Tiger, TigerConfig, TigerOptions
 from models.search import hllm, qgs
+from models.search.boosted import Boosted, BoostedConfig
 from models.search.hllm import HLLM, HLLMConfig
 from models.search.qgs import QGS, HSTUConfig, QGSConfig
 from models.search.ranker import Ranker, RankerConfig
@@ -59,6 +60,8 @@ class Entry:
     """False: not trained by gradient; call `fit_counts(batches)` once instead."""
     sids: bool = False
     """Whether it needs semantic IDs."""
+    tables_alone: bool = False
+    """Whether it reads no text, where its family does."""
     resolve: Callable[[Any, Any], Any] = lambda config, catalogue: config
     """`resolve(config, catalogue)`: the config with what it takes from checkpoints that it names, such as a
     teacher's sizes. Asked before training; resolving twice changes nothing."""
@@ -89,7 +92,7 @@ class Entry:
     @property
     def reads(self) -> Mapping[str, bool]:
         """Folders of `Inputs` beside the tables that it reads, and whether it needs them."""
-        return {"sids": True} if self.sids else self.family.reads
+        return {"sids": True} if self.sids else {} if self.tables_alone else self.family.reads
 
     @property
     def measured(self) -> Measured:
@@ -183,6 +186,7 @@ MODELS: dict[str, Entry] = {
     "atspeed_r": Entry(AtSpeedRConfig, AtSpeed, RETRIEVAL, **ATSPEED),
     "sid_mlp_pp_encoder": Entry(sid_mlp_pp.SidMlpPpEncoderConfig, sid_mlp_pp.SidMlpPpEncoder, RETRIEVAL, **STAGE_1),
     "sid_mlp_pp": Entry(sid_mlp_pp.SidMlpPpConfig, sid_mlp_pp.SidMlpPp, RETRIEVAL, **STAGE_2, recommends=SidMlpOptions),
+    "boosted": Entry(BoostedConfig, Boosted, SEARCH, unit="request", gradient=False, tables_alone=True),
     "base": Entry(RankerConfig, Ranker, SEARCH, unit="user"),
     "hstu": Entry(HSTUConfig, QGS, SEARCH, **GENERATIVE),
     "hllm": Entry(HLLMConfig, HLLM, SEARCH, unit="user", resolve=hllm.resolve, teach=hllm.teach),

@@ -17,6 +17,7 @@ from torch import Tensor
 from models.own_features import NUMBER
 from models.search.inputs import feature_groups
 from models.search.qgs import QGS
+from models.search.ranker import Ranker
 
 Batch = dict[str, Tensor]
 Shuffle = Callable[[Any, Batch, torch.Generator], AbstractContextManager[Batch]]
@@ -110,10 +111,12 @@ def features_of_others(places: list[int], model: Any, batch: Batch, generator: t
 
 def of_search(model: Any, catalogue: Any) -> dict[str, Shuffle]:
     """By name, what the model ranks by: the history where it reads one, text, and its groups of features."""
-    hidden = set() if model.shown_at.reads else set(catalogue.unknown_when_ranking)
+    ranker = isinstance(model, Ranker)  # others have trees
+    hidden = set() if ranker and model.shown_at.reads else set(catalogue.unknown_when_ranking)
     groups = {
         f"features: {name}": [place for place in places if catalogue.features[place] not in hidden]
         for name, places in feature_groups(catalogue.features, catalogue.groups).items()
     }
     known = {name: partial(features_of_others, places) for name, places in groups.items() if places}
-    return {**({"history": history_of_others} if isinstance(model, QGS) else {}), "text": text_of_others, **known}
+    past = {"history": history_of_others} if isinstance(model, QGS) or not ranker else {}
+    return {**past, **({"text": text_of_others} if ranker else {}), **known}

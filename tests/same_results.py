@@ -76,6 +76,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "atspeed_r": ("retrieval", {**STUDENT, **DRAFT}),
     "sid_mlp_pp_encoder": ("retrieval", {"teacher": "tiger", "encoder_layers": 2, "encoder_width": 32}),
     "sid_mlp_pp": ("retrieval", {**READOUT, "attention_width": 32, "encoder": "sid_mlp_pp_encoder", "beam": 20}),
+    "boosted": ("search", {"max_iter": 20}),
     "base": ("search", {}),
     "hstu": ("search", SEQUENCE),
     "hllm": ("search", SEQUENCE),

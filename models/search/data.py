@@ -110,8 +110,8 @@ class SearchCatalogue:
     """Features that a candidate has once it was shown; `models/search/position.py` keeps them from the ranking."""
 
     @classmethod
-    def load(cls, tables: str, text: str, scale: bool = True) -> Self:
-        """Reads what jobs.prepare made at `tables` and jobs.encode at `text`.
+    def load(cls, tables: str, text: str | None, scale: bool = True) -> Self:
+        """Reads what jobs.prepare made at `tables` and jobs.encode at `text`; without it, text is 0 wide.
 
         Without `scale` the manifest of the sequences is enough: 0 and 1 stand for the features' mean and deviation,
         which a checkpoint brings with it. Raises UserError where they do not belong together.
@@ -119,17 +119,6 @@ class SearchCatalogue:
         hashes, uri = Inputs(tables, text=text).hashes(TABLES), join(tables, "sequences")
         sequences = sequences_manifest(uri, "search")
         items, queries = (read_manifest(join(tables, name), name) for name in ("items", "queries"))
-        there = [name for name in ("items", "queries", "pairs", "tokens") if has_manifest(join(text, name))]
-        encoders = [encoded_by(read_manifest(join(text, name))) for name in there]
-        if any(encoder != encoders[0] for encoder in encoders):
-            raise UserError(f"the tables of {text} were encoded with several settings; run jobs.encode again")
-        of_items = embeddings(text, "items", items.rows)
-        pairs = read_table(join(text, "pairs"))
-        item, query = (pairs[name].to_numpy().astype(np.int64) for name in ("item_index", "query_index"))
-        key = pair_key(item, query, queries.rows)
-        order = np.argsort(key, kind="stable")
-        of_pairs = [vectors_of(pairs, name, len(key), join(text, "pairs"))[order]
-                    for name in ("embedding", "joint") if name in pairs.column_names]  # fmt: skip
         info, own = sequences.info, OwnFeatures.of(sequences.info)
         features = len(info["features"])
         mean, std, behaviours = torch.zeros(features), torch.ones(features), behaviour_labels(sequences)
@@ -141,11 +130,7 @@ class SearchCatalogue:
             num_queries=queries.rows,
             labels=tuple(info["labels"]),
             features=(*info["features"], *own.names),
-            queries=embeddings(text, "queries", queries.rows) if queries.rows else of_items[:0].clone(),
-            items=of_items,
-            pairs=of_pairs[0],
-            pair_keys=torch.from_numpy(key[order]),
-            joint=of_pairs[1] if of_pairs[1:] else None,
+            **(load_text(text, items, queries.rows) if text else no_text(items.rows, queries.rows)),
             feature_mean=mean,
             feature_std=std,
             own=own,
@@ -153,7 +138,6 @@ class SearchCatalogue:
             unknown_when_ranking=tuple(info["unknown_when_ranking"]),
             groups={group["name"]: tuple(group["features"]) for group in info["groups"]},
             hashes=hashes,
-            documents=load_documents(join(text, "tokens"), items),
         )
 
     def of_pairs(self, keys: NDArray[np.int64]) -> Self:
@@ -166,11 +150,42 @@ class SearchCatalogue:
     def leave_pairs_to(self, examples: Iterable[SearchExamples], config: Any) -> Self:
         """The same without text of pairs, which `examples` bring with their batches from now on, for a model of
         `config`. They keep that of their own pairs alone; so none is on the device but a batch's."""
+        if not self.items.shape[1]:
+            return self
         for part in examples:
             part.bring(self, config.history_pairs)
         none = self.pairs[:0].clone()
         joint = None if self.joint is None else none
         return replace(self, pairs=none, pair_keys=self.pair_keys[:0].clone(), joint=joint)
+
+
+def load_text(text: str, items: Manifest, queries: int) -> dict[str, Any]:
+    """Fields of a catalogue from what jobs.encode made; UserError where its tables do not belong together."""
+    there = [name for name in ("items", "queries", "pairs", "tokens") if has_manifest(join(text, name))]
+    encoders = [encoded_by(read_manifest(join(text, name))) for name in there]
+    if any(encoder != encoders[0] for encoder in encoders):
+        raise UserError(f"the tables of {text} were encoded with several settings; run jobs.encode again")
+    of_items = embeddings(text, "items", items.rows)
+    pairs = read_table(join(text, "pairs"))
+    item, query = (pairs[name].to_numpy().astype(np.int64) for name in ("item_index", "query_index"))
+    key = pair_key(item, query, queries)
+    order = np.argsort(key, kind="stable")
+    of_pairs = [vectors_of(pairs, name, len(key), join(text, "pairs"))[order]
+                for name in ("embedding", "joint") if name in pairs.column_names]  # fmt: skip
+    return {
+        "queries": embeddings(text, "queries", queries) if queries else of_items[:0].clone(),
+        "items": of_items,
+        "pairs": of_pairs[0],
+        "pair_keys": torch.from_numpy(key[order]),
+        "joint": of_pairs[1] if of_pairs[1:] else None,
+        "documents": load_documents(join(text, "tokens"), items),
+    }
+
+
+def no_text(items: int, queries: int) -> dict[str, Any]:
+    """The same fields for models that read no text."""
+    widths = {"queries": torch.zeros(queries, 0), "items": torch.zeros(items, 0), "pairs": torch.zeros(0, 0)}
+    return {**widths, "pair_keys": torch.zeros(0, dtype=torch.long)}
 
 
 def encoded_by(manifest: Manifest) -> tuple[Any, dict[str, Any]]:

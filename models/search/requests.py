@@ -218,7 +218,8 @@ class SearchRequests(Requests):
     def warn(self, what: str, item: NDArray[np.int64], query: NDArray[np.int64], text: SearchCatalogue) -> None:
         """Says how many pairs were never encoded, where the model cannot encode them."""
         key = pair_key(item, query, text.num_queries)[query != NO_QUERY]
-        missing = 0 if self.text.encoder else int((~np.isin(key, text.pair_keys.numpy())).sum())
+        nothing = self.text.encoder or not text.items.shape[1]  # of a model that reads no text
+        missing = 0 if nothing else int((~np.isin(key, text.pair_keys.numpy())).sum())
         if missing:
             warnings.warn(
                 f"{missing} of {len(query)} {what} were never encoded together with their query; their document alone "

@@ -11,10 +11,12 @@ time follow the taste of those who clicked.
 names it: the history cannot tell it, the query does. In the others it follows from the user's last intent
 and the query names any cluster: the history tells it, the query is noise.
 
-`taste` says whether a user's taste depends on what is searched. `user`: he likes the same makers everywhere,
-so query and history each tell their part of a click. `query`: in every second cluster he likes exactly those
-makers that he does not like in the others, so that a history says nothing of a maker unless it is read
-together with the queries, and the query of a search decides what of it counts.
+`taste` says which makers a user likes. `user`: some, the same everywhere, so query and history each tell
+their part of a click. `class`: every second maker is a cheap one, the others are fine ones, and a user likes
+those of one class alone: a few earlier clicks, whatever was searched, tell what he will click, on makers too
+of which he has clicked nothing. `query`: in every second cluster he likes exactly those makers that he does
+not like in the others, so that a history says nothing of a maker unless it is read together with the queries,
+and the query of a search decides what of it counts.
 
 Written are `events-*.parquet` (one row per result: user_id, search_id, timestamp_ms, query, item_id,
 position, click, purchase, dwell_ms), `items.parquet` and, last, `simulation.json`. No Ray.
@@ -48,7 +50,8 @@ from pipelines.data.simulation import (
 
 OF_INTENT, OF_DECOY, OTHERS = 4, 3, 3  # results of a search by cluster
 RESULTS = OF_INTENT + OF_DECOY + OTHERS
-LIKED_MAKERS = {"user": 6, "query": len(MAKERS) // 2}  # of each user, by `taste`
+LIKED_MAKERS = {"user": 6, "class": len(MAKERS) // 2, "query": len(MAKERS) // 2}  # of each user, by `taste`
+FINE = np.arange(len(MAKERS)) % 2 == 1  # the class of each maker
 NOT_SOUGHT = [0.02, 0.06]  # chance of a click on what was looked at and is not of the intent: [liked maker]
 LIKED_CLICK = 0.85  # and on what is, of a liked maker; of others `disliked_click`
 LOOK = 1 / (1 + 0.3 * np.arange(RESULTS))  # chance that a user looks at a position
@@ -64,8 +67,9 @@ class SearchSettings(Settings):
 
     query_driven: float = 1.0
     """Share of searches whose clicks follow the query; in the others they follow the history."""
-    taste: Literal["user", "query"] = "user"
-    """Whether the makers that a user likes are the same everywhere, or others in every second cluster."""
+    taste: Literal["user", "class", "query"] = "user"
+    """Which makers a user likes: some, the same everywhere; those of one of two classes; or others in every second
+    cluster."""
     disliked_click: float = 0.25
     """Chance of a click on a result of the intent that was looked at, of a maker the user does not like; else 0.85."""
 
@@ -85,7 +89,7 @@ class SearchSettings(Settings):
             )
 
     def describe(self) -> str:
-        said = f", {self.query_driven:.0%} query-driven" + (", taste by query" if self.taste == "query" else "")
+        said = f", {self.query_driven:.0%} query-driven" + (f", taste by {self.taste}" if self.taste != "user" else "")
         if self.disliked_click != SearchSettings.disliked_click:
             said += f", clicks on disliked makers {self.disliked_click:g}"
         return said
@@ -166,6 +170,8 @@ def draw_searches(settings: SearchSettings, world: World, brand: np.ndarray) -> 
     time = draw_times(lengths, rng)
     item = _results(world, intent, rng)
     likes = np.argsort(rng.random((settings.users, len(MAKERS))), axis=1) < LIKED_MAKERS[settings.taste]  # (U, makers)
+    if settings.taste == "class":
+        likes = likes[:, :1] == FINE
     liked = likes[user[:, None], brand[item]]
     if settings.taste == "query":
         liked ^= world.cluster[item] % 2 == 1
@@ -240,6 +246,8 @@ def taste_from_clicks(world: World, log: Searches, of_intent: np.ndarray, share:
     counts = np.zeros((len(clicks), len(MAKERS)))
     np.add.at(counts, (np.arange(len(clicks))[:, None], log.maker), clicks)
     expected = (liked - disliked) / (share * liked + (1 - share) * disliked) / len(MAKERS)
+    if log.settings.taste == "class":  # a click tells of all makers; as many of both classes are shown
+        counts, expected = counts @ np.where(FINE[:, None] == FINE, 1, -1), 0.0
     odds = np.log(liked / disliked) * counts - expected * clicks.sum(1, keepdims=True)
     before = np.cumsum(odds, axis=0) - odds  # (S, makers)
     begins = np.diff(log.user, prepend=-1) != 0

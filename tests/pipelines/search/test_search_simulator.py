@@ -116,9 +116,9 @@ def test_nobody_knows_the_intent_where_queries_name_any_cluster(tmp_path: Path) 
         assert set(best) == {"all causes", "taste and position", "position", "taste"}
 
 
-@pytest.mark.parametrize("taste", ["user", "query"])
+@pytest.mark.parametrize("taste", ["user", "class", "query"])
 def test_earlier_clicks_tell_taste_the_more_the_more_it_matters(
-    tmp_path: Path, taste: Literal["user", "query"]
+    tmp_path: Path, taste: Literal["user", "class", "query"]
 ) -> None:
     told = {}
     for chance in (0.85, 0.25, 0.05):
@@ -148,6 +148,26 @@ def test_earlier_clicks_are_those_of_the_user_in_earlier_searches(tmp_path: Path
         clicks += [(maker, kind) for maker, kind, clicked in shown if clicked]
 
 
+def test_taste_by_class_is_told_by_clicks_on_any_maker(tmp_path: Path) -> None:
+    world, log = simulate_search(str(tmp_path), SearchSettings(40, 100, 800, 0, taste="class", disliked_click=0.1))
+    fine = log.maker % 2 == 1
+    likes_fine = np.zeros(40, bool)
+    likes_fine[log.user] = (log.liked == fine)[:, 0]
+    assert (log.liked == (fine == likes_fine[log.user][:, None])).all()  # makers of one class, all of them and no other
+    assert 8 < likes_fine.sum() < 32
+    of_intent = (world.cluster[log.item] == log.intent[:, None]).astype(int)
+    told = taste_from_clicks(world, log, of_intent, 0.5)
+    more_fine: dict[int, int] = {}  # clicks on fine makers less those on cheap ones, of each user
+    for s, user in enumerate(log.user.tolist()):
+        odds = np.log(0.85 / 0.1) * more_fine.get(user, 0) * np.where(fine[s], 1, -1)
+        assert told[s] == pytest.approx(1 / (1 + np.exp(-odds)))
+        more_fine[user] = more_fine.get(user, 0) + int(
+            np.where(fine[s], 1, -1)[log.click[s] & (of_intent[s] == 1)].sum()
+        )
+    best = best_gauc(world, log)
+    assert best["intent and earlier clicks"] > best["intent"] + 0.03
+
+
 @pytest.mark.parametrize("chance", [0.0, 0.9])
 def test_impossible_chances_are_refused(chance: float) -> None:
     with pytest.raises(ValueError, match=f"disliked_click is {chance}; it must be above 0 and at most 0.85"):
@@ -174,5 +194,5 @@ def test_the_job_simulates_and_says_what_is_next(tmp_path: Path, capsys: pytest.
     for options in ({"query_driven": 0.5}, {"taste": "query"}, {"disliked_click": 0.1}):
         with pytest.raises(ValueError, match="add --kind search"):
             job.Config(output=str(tmp_path), **options)
-    with pytest.raises(ValueError, match="taste is 'item', it must be one of user, query"):
+    with pytest.raises(ValueError, match="taste is 'item', it must be one of user, class, query"):
         SearchSettings(taste="item")  # type: ignore[arg-type]

@@ -53,14 +53,17 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str |
 
 
 def serve(name: str, folder: Path, tables: str, text: str | None, longest: int) -> tuple[Setup, RequestRanker]:
-    """An untrained model of MODELS, and as it is served."""
+    """A model of MODELS, untrained if it is trained by gradient, and as it is served."""
     known = inspect.signature(registry.model_config(MODELS[name]["name"])).parameters
     sizes = {key: value for key, value in SIZES.items() if key in known}
     setup = set_up(
         {**MODELS[name], **sizes, "max_history": longest}, FitConfig(batch_size=8), Inputs(tables, text=text)
     )
+    if not setup.entry.gradient:
+        setup.model.fit_counts(setup.train(0, 0))  # type: ignore[operator]
     checkpoint.save(folder / name, setup.model, setup.checkpoint(epoch=1))
-    with pytest.warns(UserWarning, match="without its text encoder") if text else nullcontext():
+    reads_text = text and "text" in setup.entry.reads
+    with pytest.warns(UserWarning, match="without its text encoder") if reads_text else nullcontext():
         write_bundle(folder / "data", str(folder / name), Inputs(tables, text=text))
     setup.model.eval()
     served = RequestRanker()
