@@ -124,7 +124,7 @@ def summary(metrics: dict[str, float]) -> list[str]:
     lines = ["  K       " + "".join(f"{k:>9}" for k in CUTOFFS)]
     for metric in ("recall", "ndcg"):
         lines.append(f"  {metric:<8}" + "".join(f"{metrics[f'{metric}@{k}']:9.4f}" for k in CUTOFFS))
-    told = {"coverage@10": "of the catalogue", "new_items@10": "items new to training", "gini@10": "Gini"}
-    if found := [f"{metrics[name]:.4f} {words}" for name, words in told.items() if name in metrics]:
+    told = {"coverage@10": "coverage", "new_items@10": "new items", "gini@10": "Gini"}
+    if found := [f"{words} {metrics[name]:.4f}" for name, words in told.items() if name in metrics]:
         lines.append(f"  top 10  {', '.join(found)}")
     return lines
